@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

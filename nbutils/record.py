@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils.errors import CourseError
-from nbutils.paths import write_json
+from nbutils.paths import write_json, write_text
 
 PACKAGES = (
     "nbutils", "torch", "transformers", "peft", "trl", "bitsandbytes", "datasets", "accelerate", "liger-kernel",
@@ -55,3 +55,25 @@ def update(path: Path, top: dict[str, Any], lesson: str, facts: dict[str, Any]) 
     record["lessons"] = record.get("lessons", {}) | {lesson: facts}
     write_json(path, json.loads(json.dumps(record, default=str)))
     return record
+
+
+def write_report(path: Path, run: str, facts: dict[str, Any]) -> None:
+    """report.md: the record of a run for people, made anew from the facts each time a lesson ends."""
+    platform, card = facts.get("platform", {}), facts.get("card")
+    lines = [
+        f"# Run {run}", "",
+        f"- machine: {platform.get('name')}, {card['name'] if card else 'CPU only'}",
+        f"- profile: {facts.get('profile')}, model: {facts.get('model')}",
+        "- versions: " + ", ".join(f"{name} {number}" for name, number in facts.get("versions", {}).items()),
+        "",
+    ]  # fmt: skip
+    for stem, entry in sorted(facts.get("lessons", {}).items()):
+        lines += [f"## {stem}", "", "| fact | value |", "|---|---|"]
+        lines += [f"| {name} | {_plain(value)} |" for name, value in entry.items()] + [""]
+    write_text(path, "\n".join(lines))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(inner)}" for name, inner in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,85 @@
+"""Runs lessons headless through papermill, one after the other, with a progress bar.
+
+Not here: what a lesson does, or the command line (cli).
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nbutils import hardware, install, lessons, parameters, platforms
+from nbutils.errors import CourseError
+from nbutils.paths import NOTEBOOKS
+
+
+def available() -> list[str]:
+    """The lessons in the course folder, in order."""
+    return sorted(file.stem for file in NOTEBOOKS.glob("[0-9][0-9]_*.py"))
+
+
+def select(only: Sequence[str]) -> list[str]:
+    """The lessons asked for ("03" or "03_qlora"); the course 01-05 when none is named."""
+    if not only:
+        return list(lessons.COURSE)
+    chosen = []
+    for wanted in only:
+        found = [stem for stem in available() if stem == wanted or stem.split("_")[0] == wanted]
+        if not found:
+            raise CourseError(f"there is no lesson {wanted!r}.", ", ".join(available()), "write its number, as in --only 03")
+        chosen += found
+    return chosen
+
+
+def split_parameters(given: dict[str, str], stems: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Typed parameters for each lesson: every name must belong to at least one of them."""
+    declared = {stem: parameters.declared_in(NOTEBOOKS / f"{stem}.py") for stem in stems}
+    everything = {name: kind for types in declared.values() for name, kind in types.items()}
+    parameters.refuse_unknown(given, everything)
+    return {
+        stem: {name: parameters.parse(name, text, types[name]) for name, text in given.items() if name in types}
+        for stem, types in declared.items()
+    }
+
+
+def run(stems: Sequence[str], given: dict[str, str]) -> lessons.RunFolder:
+    """Execute the lessons in one run folder; the first failing cell ends it with that cell's error."""
+    install.ensure("train")
+    by_lesson = split_parameters(given, stems)
+    platform = platforms.detect()
+    asked = {name: values[name] for values in by_lesson.values() for name in ("PROFILE", "MODEL", "RUN_NAME") if name in values}
+    folder, resolved = lessons.open_run(asked, platform, platforms.folders(platform), hardware.card())
+    print(f"profile {resolved.name}, run {folder.path}", flush=True)
+    for number, stem in enumerate(stems, 1):
+        print(f"[{number}/{len(stems)}] {stem}", flush=True)
+        execute(stem, folder.notebooks / f"{stem}.ipynb", by_lesson[stem] | {"RUN_NAME": folder.name})
+    return folder
+
+
+def execute(stem: str, output: Path, values: dict[str, Any]) -> None:
+    """One lesson under papermill; a CourseError names the cell that failed and shows its last line."""
+    import papermill
+    from papermill.exceptions import PapermillExecutionError
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        papermill.execute_notebook(
+            NOTEBOOKS / f"{stem}.ipynb", output, parameters=values, kernel_name="python3", progress_bar={"desc": stem}
+        )
+    except PapermillExecutionError as failure:
+        raise CourseError(
+            f"lesson {stem} failed in cell {failure.exec_count}:\n{failure.ename}: {failure.evalue}",
+            "a lesson that runs to its end", f"open {output} to see the cell and everything above it",
+        ) from failure  # fmt: skip
+
+
+def summary(folder: lessons.RunFolder) -> str:
+    """Where everything is, and the two results people ask for first."""
+    facts = json.loads(folder.facts.read_text(encoding="utf-8"))["lessons"]
+    lines = [f"notebooks  {folder.notebooks}", f"report     {folder.report}", f"facts      {folder.facts}"]
+    if match := facts.get("04_merge", {}).get("exact_match"):
+        lines.append(f"exact match  base {match['base']:.1%}  ->  merged {match['merged']:.1%}")
+    if same := facts.get("05_serve", {}).get("identical_answers"):
+        lines.append(f"served answers identical to generate: {same['count']} of {same['total']}")
+    return "\n".join(lines)

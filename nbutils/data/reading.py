@@ -1,0 +1,206 @@
+"""Raw rows from files: jsonl, json, csv, tsv and parquet, one at a time, each with its file and line.
+
+Not here: what a row must look like (rows) and what becomes of it (splits). A row that cannot be read is yielded
+as a RowError in its place, so that a bad line never hides the next one.
+"""
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from nbutils.errors import CourseError
+
+FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+FORMATS_TEXT = "a .jsonl, .json, .csv, .tsv or .parquet file, or a folder of them"
+CHUNK = 1 << 20
+LARGEST_ROW = 16 << 20  # characters; beyond this a row of a json array counts as broken, not as unfinished
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with one row: its kind, the field, what was seen there, what to do."""
+
+    kind: str
+    field: str
+    seen: str
+    todo: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row as the file has it."""
+
+    file: str
+    line: int
+    raw: Any
+
+
+@dataclass(frozen=True)
+class RowError:
+    """A row that cannot be used, with every reason found."""
+
+    file: str
+    line: int
+    raw: Any
+    problems: tuple[Problem, ...]
+
+
+def files_of(source: str) -> list[Path]:
+    """The data files a path stands for; a folder gives all of its own, sorted by name."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise _missing(source, path)
+    if path.is_file() and path.suffix.lower() not in FORMATS:
+        raise CourseError(f"{path} ends in {path.suffix or 'nothing'!r}.", FORMATS_TEXT, "convert it, or rename it")
+    found = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix.lower() in FORMATS)
+    if not found:
+        held = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+        raise CourseError(f"The folder {path} holds no data file (it holds: {held}).", FORMATS_TEXT, "put one in it")
+    return found
+
+
+def _missing(source: str, path: Path) -> CourseError:
+    """The error for a path that is not there; `owner/name` is taken for a dataset of the hub."""
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and path.suffix.lower() not in FORMATS and not path.parent.exists():
+        return CourseError(
+            f"{source!r} is no file here; it looks like the name of a hub dataset, which this lesson does not download.",
+            FORMATS_TEXT,
+            f'save it to a file first: datasets.load_dataset("{source}", split="train").to_json("my_data.jsonl"), '
+            "then give that path",
+        )
+    near = sorted(p.name for p in path.parent.iterdir() if p.suffix.lower() in FORMATS) if path.parent.is_dir() else []
+    beside = f"; beside it: {', '.join(near[:8])}" if near else ""
+    return CourseError(f"There is no {source!r} (looked at {path.absolute()}{beside}).", FORMATS_TEXT, "correct the path")
+
+
+def read_rows(path: Path | str) -> Iterator[Row | RowError]:
+    """Every row of one file, or of each file of a folder in turn."""
+    for file in files_of(str(path)):
+        if file.suffix.lower() == ".parquet":
+            yield from _parquet(file)
+            continue
+        _refuse_utf16(file)
+        # surrogateescape keeps bytes that are not UTF-8 inside their own row, where `rows` reports them
+        with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
+            if file.suffix.lower() in (".csv", ".tsv"):
+                yield from _csv(file, text)
+            else:
+                yield from _array(file, text) if _first_character(text) == "[" else _lines(file, text)
+
+
+def _refuse_utf16(file: Path) -> None:
+    with open(file, "rb") as raw:
+        if raw.read(2) in (b"\xff\xfe", b"\xfe\xff"):
+            raise CourseError(f"{file} is UTF-16 text.", "UTF-8 text", "save it again with the encoding UTF-8")
+
+
+def _first_character(text: TextIO) -> str:
+    """The first character that is no whitespace; the file is left at its beginning."""
+    found = ""
+    while not found and (chunk := text.read(1024)):
+        found = chunk.strip()[:1]
+    text.seek(0)
+    return found
+
+
+def _lines(file: Path, text: TextIO) -> Iterator[Row | RowError]:
+    for number, line in enumerate(text, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield Row(file.name, number, json.loads(line))
+        except (json.JSONDecodeError, RecursionError) as problem:
+            yield _malformed(file, number, line.rstrip("\r\n"), problem)
+
+
+def _malformed(file: Path, line: int, text: str, problem: Exception) -> RowError:
+    """A row that is not JSON, with the place where reading stopped."""
+    at = getattr(problem, "pos", 0)
+    near = text[max(0, at - 20) : at + 20]
+    todo = f"{getattr(problem, 'msg', 'nested too deeply')}: mend it, or write the file with json.dumps"
+    if re.match(r"\s*\{\s*'", text):
+        todo = "JSON wants double quotes: this is a Python dict, write it with json.dumps"
+    return RowError(file.name, line, text[:2000], (Problem("malformed_json", f"character {at + 1}", near, todo),))
+
+
+def _array(file: Path, text: TextIO) -> Iterator[Row | RowError]:
+    """The elements of one JSON array, decoded from a moving window of the file."""
+    window, line, decoder, more = text.read(CHUNK), 1, json.JSONDecoder(), True
+    begin = window.index("[") + 1
+    while True:
+        start = re.compile(r"[\s,]*").match(window, begin).end()  # type: ignore[union-attr]
+        line += window.count("\n", 0, start)
+        window, begin = window[start:], 0
+        if not window and more:
+            window = text.read(CHUNK)
+            more = bool(window)
+            continue
+        if not window or window[0] == "]":
+            return
+        try:
+            value, end = decoder.raw_decode(window)
+            if end == len(window) and more:  # a number or word may go on in the next chunk
+                raise json.JSONDecodeError("unfinished", window, end)
+        except (json.JSONDecodeError, RecursionError) as problem:
+            if more and len(window) < LARGEST_ROW:
+                chunk = text.read(max(CHUNK, len(window)))
+                more, window = bool(chunk), window + chunk
+                continue
+            end = _next_element(window)
+            yield _malformed(file, line, window[:end].rstrip(" \r\n,]"), problem)
+        else:
+            yield Row(file.name, line, value)
+        line += window.count("\n", 0, end)
+        window = window[end:]
+
+
+def _next_element(window: str) -> int:
+    """Where a broken element of an array probably ends: at the next line that opens one at the same depth."""
+    inner = re.search(r'\n([ \t]*)"', window)
+    outer = len(inner[1]) if inner else 10**6  # pretty-printed: elements open further left than their keys
+    for found in re.finditer(r"\n([ \t]*)\{", window):
+        if len(found[1]) < outer:
+            return found.start() + 1
+    return len(window)
+
+
+def _csv(file: Path, text: TextIO) -> Iterator[Row | RowError]:
+    csv.field_size_limit(LARGEST_ROW)
+    reader = csv.DictReader(text, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
+    while True:
+        line = reader.line_num + 1
+        try:
+            raw = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as problem:
+            yield RowError(file.name, line, None, (Problem("malformed_csv", "-", str(problem), "mend the quoting"),))
+            continue
+        line = max(line, 2)  # the first call also reads the header
+        if None in raw or None in raw.values():
+            seen = f"{len(raw) - 1} columns and more" if None in raw else "fewer values than columns"
+            todo = "give each row as many values as the header has; quote values that hold a comma or a line break"
+            yield RowError(file.name, line, {str(k): v for k, v in raw.items()},
+                           (Problem("malformed_csv", "-", seen, todo),))
+        else:
+            yield Row(file.name, line, raw)
+
+
+def _parquet(file: Path) -> Iterator[Row | RowError]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+    except pyarrow.ArrowInvalid as problem:
+        raise CourseError(f"{file} cannot be read: {problem}", "a whole parquet file", "copy it again") from problem
+    number = 0
+    for batch in table.iter_batches(batch_size=512):
+        for raw in batch.to_pylist():
+            number += 1
+            yield Row(file.name, number, raw)

@@ -1,0 +1,196 @@
+"""A lesson from its first to its last cell: parameters, profile, run folder, what earlier lessons left, facts.
+
+Not here: what a lesson teaches. A lesson may run in a kernel (Colab, Kaggle, papermill) or as a plain script.
+"""
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nbutils import hardware, parameters, platforms, profiles, record
+from nbutils.errors import CourseError
+from nbutils.paths import NOTEBOOKS
+
+COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
+LEAVES = {  # a lesson writes this file last, so its presence means the rest is complete
+    "02_data_prep": "data/data_card.json",
+    "03_qlora": "adapter/complete.json",
+    "04_merge": "merged/complete.json",
+}
+OVERRIDES = {"MAX_STEPS": "train.max_steps", "SAVE_STEPS": "train.save_steps"}  # 0 leaves them to the profile
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run; lessons meet here."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+    @property
+    def data(self) -> Path:
+        """train.jsonl, eval.jsonl, data_card.json."""
+        return self.path / "data"
+
+    @property
+    def adapter(self) -> Path:
+        """The finished LoRA adapter."""
+        return self.path / "adapter"
+
+    @property
+    def merged(self) -> Path:
+        """The merged model."""
+        return self.path / "merged"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Verified checkpoint archives."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """TensorBoard and W&B logs."""
+        return self.path / "logs"
+
+    @property
+    def notebooks(self) -> Path:
+        """Executed notebooks of headless runs."""
+        return self.path / "notebooks"
+
+    @property
+    def facts(self) -> Path:
+        """facts.json."""
+        return self.path / "facts.json"
+
+    @property
+    def report(self) -> Path:
+        """report.md, the facts for people."""
+        return self.path / "report.md"
+
+    def has(self, stem: str) -> bool:
+        """Whether that lesson has finished in this run."""
+        return (self.path / LEAVES[stem]).exists()
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a lesson knows about itself; made by `begin`."""
+
+    stem: str
+    parameters: dict[str, Any]
+    platform: platforms.Platform
+    folders: platforms.Folders
+    card: hardware.Card | None
+    resolved: profiles.Resolved
+    run: RunFolder
+    started: float
+
+    @property
+    def profile(self) -> profiles.Profile:
+        """The resolved profile."""
+        return self.resolved.profile
+
+    @property
+    def model(self) -> str:
+        """What `from_pretrained` is given: a folder or a hub name."""
+        return self.resolved.model
+
+    def require(self, stem: str) -> None:
+        """Make sure an earlier lesson's result is in the run folder; if it is not, run that lesson now."""
+        if self.run.has(stem):
+            return
+        print(f"Lesson {stem} has not run in {self.run.path} yet: running it now with this profile.", flush=True)
+        script = NOTEBOOKS / f"{stem}.py"
+        wanted = {"PROFILE": self.resolved.name, "MODEL": self.parameters.get("MODEL", ""), "RUN_NAME": self.run.name}
+        passed = {name: value for name, value in wanted.items() if value and name in parameters.declared_in(script)}
+        _run_script(script, passed, self.folders.keep)
+
+    def finish(self, **facts: Any) -> None:
+        """Write this lesson's facts and say where everything is."""
+        top = {
+            "platform": asdict(self.platform), "profile": self.resolved.name, "model": self.model,
+            "card": asdict(self.card) if self.card else None, "versions": record.versions(),
+        }  # fmt: skip
+        entry = {"seconds": round(time.monotonic() - self.started, 1), **facts}
+        whole = record.update(self.run.facts, top, self.stem, entry)
+        record.write_report(self.run.report, self.run.name, whole)
+        print(f"Lesson {self.stem} done in {entry['seconds']:.0f} s. Facts: {self.run.facts}")
+
+
+def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
+    """Start a lesson and print where it is, what it found and where its run is kept."""
+    started = time.monotonic()
+    values = parameters.collect(namespace)
+    platform = platforms.detect()
+    print(f"platform  {platform.name} ({platform.evidence})")
+    if platform.name == "colab":
+        print(f"drive     {platforms.mount_drive(platform)}")
+    folders, card = platforms.folders(platform), hardware.card()
+    print(f"card      {card or 'none: this machine trains on its CPU'}")
+    run, resolved = open_run(values, platform, folders, card)
+    print(f"profile   {resolved.name}: {resolved.choices['profile'].reason}")
+    print(f"model     {resolved.model}")
+    print(f"run       {run.path}")
+    return Lesson(stem, values, platform, folders, card, resolved, run, started)
+
+
+def open_run(
+    values: dict[str, Any], platform: platforms.Platform, folders: platforms.Folders, card: hardware.Card | None
+) -> tuple[RunFolder, profiles.Resolved]:
+    """The run folder and the resolved profile; a run that exists already keeps the profile it began with."""
+    profile, model, name = values.get("PROFILE", "auto"), values.get("MODEL", ""), values.get("RUN_NAME", "")
+    earlier = record.read(folders.keep / check_run_name(name) / "facts.json") if name else {}
+    if profile == "auto" and not model and "profile" in earlier:
+        profile, model = earlier["profile"], earlier.get("model", "")
+    resolved = profiles.resolve(profile, model, card=card, platform=platform, online=platforms.hub_online)
+    overrides = {
+        field: (values[name], f"parameter {name}") for name, field in OVERRIDES.items() if values.get(name, 0) > 0
+    }
+    resolved = profiles.with_overrides(resolved, overrides) if overrides else resolved
+    run = RunFolder(folders.keep / (name or default_run_name(resolved.name, values.get("MODEL", ""))))
+    run.path.mkdir(parents=True, exist_ok=True)
+    return run, resolved
+
+
+def default_run_name(profile: str, model: str) -> str:
+    """A run without a name is called after its profile, and its model if that was named too."""
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-.")
+    return f"{profile}-{slug}" if slug and slug != profile else profile
+
+
+def check_run_name(name: str) -> str:
+    """The name, if it can be a folder of its own below the runs."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise CourseError(
+            f"RUN_NAME is {name!r}.", "letters, digits, '.', '_' and '-', beginning with a letter or digit",
+            "choose such a name, or leave it empty to name the run after its profile",
+        )  # fmt: skip
+    return name
+
+
+def _run_script(script: Path, values: dict[str, Any], keep: Path) -> None:
+    """Run a lesson as a plain script, its output shown as it comes."""
+    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    env = os.environ | {"NBUTILS_HOME": str(keep), "MPLBACKEND": "agg", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, str(script), *words]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+        assert child.stdout
+        tail = []
+        for line in child.stdout:
+            tail = [*tail[-14:], line.rstrip()]
+            print("  |", line.rstrip(), flush=True)
+    if child.returncode != 0:
+        raise CourseError(
+            f"lesson {script.stem} failed (exit status {child.returncode}):\n" + "\n".join(tail),
+            "a lesson that runs to its end", f"open {script.stem}.ipynb and run it on its own; the first error there is the cause",
+        )  # fmt: skip

@@ -1,0 +1,107 @@
+"""What surrounds a merge: is this base the right one, is there room, is the result the same model?
+
+Not here: the merge itself, which lesson 04 shows, and evaluation of answers.
+"""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbutils.errors import CourseError
+from nbutils.paths import require_disk
+from nbutils.training import complete
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ROUNDING = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}  # largest logit difference that rounding explains
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far the merged model's logits are from the adapter's and from the base's."""
+
+    adapter_gap: float
+    base_gap: float
+    allowed: float
+
+    @property
+    def holds(self) -> bool:
+        """Merged equals adapter up to rounding, and is not just the base."""
+        return self.adapter_gap <= self.allowed < self.base_gap
+
+    def __str__(self) -> str:
+        verdict = "the merge kept the tuning" if self.holds else "THE MERGE CHANGED THE MODEL"
+        return (
+            f"{verdict}: logits differ from the adapter's by at most {self.adapter_gap:.2g} "
+            f"(rounding allows {self.allowed:g}) and from the base's by {self.base_gap:.2g}"
+        )
+
+
+def check_base(base: str, adapter: Path) -> None:
+    """Refuse a quantised base, and an adapter that was trained on another one."""
+    config = Path(base) / "config.json"
+    if config.exists() and "quantization_config" in json.loads(config.read_text(encoding="utf-8")):
+        raise CourseError(
+            f"{base} is a quantised model.", "the 16-bit (or 32-bit) model it was made from",
+            "give MODEL that model: merging into 4-bit weights would round the tuning away",
+        )  # fmt: skip
+    trained_on = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    if Path(trained_on).name != Path(base).name:
+        raise CourseError(
+            f"the adapter was trained on {trained_on}, the base is {base}.", trained_on,
+            "use the MODEL of lesson 03, or another RUN_NAME",
+        )  # fmt: skip
+
+
+def require_room(target: Path, model: PreTrainedModel) -> None:
+    """Stop before saving a model that does not fit on the disk."""
+    size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    require_disk(target, size * 1.1 / 2**30, "saving the merged model")
+
+
+@contextmanager
+def whole_folder(target: Path, **facts: Any) -> Iterator[Path]:
+    """A folder to write into that takes the name `target` only when the block ends without an error."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    complete(partial, **facts)
+    if target.exists():
+        shutil.rmtree(target)
+    os.replace(partial, target)
+
+
+def logits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]) -> list[torch.Tensor]:
+    """Logits of every prompt token, one prompt at a time, in float32 on the CPU."""
+    import torch
+
+    with torch.inference_mode():
+        rows = [torch.tensor([prompt], device=model.device) for prompt in prompts]
+        return [model(input_ids=row).logits[0].float().cpu() for row in rows]
+
+
+def parity(merged: list[torch.Tensor], adapter: list[torch.Tensor], base: list[torch.Tensor], dtype: str) -> Parity:
+    """Compare three models' logits on the same prompts."""
+    return Parity(_gap(merged, adapter), _gap(merged, base), ROUNDING[dtype])
+
+
+def _gap(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True))
+
+
+def require_parity(result: Parity) -> None:
+    """Stop the lesson if the merged model is not the one that was trained."""
+    if not result.holds:
+        raise CourseError(
+            f"{result}.", f"a difference of at most {result.allowed:g} from the adapter, and more from the base",
+            "merge again in float32; if it stays, the adapter and the base do not belong together",
+        )  # fmt: skip

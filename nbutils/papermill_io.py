@@ -1,0 +1,93 @@
+"""Makes `papermill notebooks/03_qlora.ipynb` work without an output path.
+
+papermill by itself refuses that on a terminal, and without a terminal it would read a notebook from standard input and
+overwrite the lesson. This module is papermill's own kind of plug-in, an output scheme called `run://`, loaded through an
+entry point; when it is loaded for a lesson given alone, it adds `run://<lesson>.ipynb` as the output. Output redirected
+from a terminal (`papermill lesson.ipynb > out.ipynb`) stays papermill's own.
+"""
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from papermill.iorw import LocalHandler
+
+from nbutils import platforms
+from nbutils.lessons import COURSE
+
+SCHEME = "run://"
+FLAGS_WITHOUT_VALUE = {
+    "--inject-input-path", "--inject-output-path", "--inject-paths", "--prepare-only", "--prepare-execute",
+    "--request-save-on-cell-execute", "--progress-bar", "--no-progress-bar", "--log-output", "--no-log-output",
+    "--report-mode", "--no-report-mode", "--version",
+}  # fmt: skip
+FLAGS_WITH_TWO_VALUES = {"-p", "--parameters", "-r", "--parameters_raw"}
+
+
+class RunHandler(LocalHandler):
+    """Files below the folder in which runs are kept; the folder is made when it is missing."""
+
+    def write(self, buf: str, path: str) -> None:
+        place = self.place(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        super().write(buf, str(place))
+
+    def read(self, path: str) -> str:
+        return super().read(str(self.place(path)))
+
+    def listdir(self, path: str) -> list[str]:
+        return super().listdir(str(self.place(path)))
+
+    def pretty_path(self, path: str) -> str:
+        return str(self.place(path))
+
+    @staticmethod
+    def place(path: str) -> Path:
+        """The file behind `run://name`."""
+        return platforms.folders(platforms.detect()).keep / "notebooks" / path.removeprefix(SCHEME)
+
+
+def positional(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a papermill command line that are not options or their values."""
+    words, skip = [], 0
+    for word in arguments:
+        if skip:
+            skip -= 1
+        elif word.startswith("-") and word != "-":
+            single = word in FLAGS_WITHOUT_VALUE or "=" in word
+            skip = 0 if single else 2 if word in FLAGS_WITH_TWO_VALUES else 1
+        else:
+            words.append(word)
+    return words
+
+
+def output_for(arguments: Sequence[str], stdin_tty: bool, stdout_tty: bool) -> str | None:
+    """The output to add for a lesson that was given alone; None where papermill knows what to do itself."""
+    words = positional(arguments)
+    if len(words) != 1 or (stdin_tty and not stdout_tty):
+        return None
+    lesson = Path(words[0])
+    if lesson.suffix != ".ipynb" or not lesson.is_file() or not _is_lesson(lesson.stem):
+        return None
+    name = lesson.name
+    if RunHandler.place(name).exists():
+        name = f"{lesson.stem}-{time.strftime('%Y%m%d-%H%M%S')}.ipynb"
+    return SCHEME + name
+
+
+def _is_lesson(stem: str) -> bool:
+    return stem in COURSE or (stem[:2].isdigit() and stem[2:3] == "_")
+
+
+def complete_command_line() -> None:
+    """Add the output to this process's command line if it is papermill's and has none."""
+    if Path(sys.argv[0]).stem not in ("papermill", "__main__") and "papermill" not in Path(sys.argv[0]).parts:
+        return
+    if output := output_for(sys.argv[1:], sys.stdin.isatty(), sys.stdout.isatty()):
+        sys.argv.append(output)
+        print(f"The executed notebook goes to {RunHandler.place(output)}", file=sys.stderr)
+
+
+complete_command_line()

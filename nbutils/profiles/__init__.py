@@ -1,0 +1,13 @@
+"""Profiles: `configs/*.yaml` as frozen values, each with the reason a learner is shown for it.
+
+`load` reads one profile and reports all its mistakes at once; `resolve` settles a profile and a model for this machine.
+Not here: a default that no YAML shows. The rooms: `schema` (the keys), `reading` (YAML), `models`, `choosing`.
+"""
+from __future__ import annotations
+
+from nbutils.profiles.choosing import Resolved, resolve, with_overrides
+from nbutils.profiles.models import KnownModel, known_models
+from nbutils.profiles.reading import load, names
+from nbutils.profiles.schema import Profile
+
+__all__ = ["KnownModel", "Profile", "Resolved", "known_models", "load", "names", "resolve", "with_overrides"]
