@@ -2,40 +2,34 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
-import typer
+import click
 
 from nbutils.errors import CourseError
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="The course from the command line.", pretty_exceptions_enable=False
-)
 
+class PlainMistakes(click.Group):
+    """A group whose commands end a learner's mistake with its message and exit status 1, not with a traceback."""
 
-def told_plainly(command: Callable[..., None]) -> Callable[..., None]:
-    """Mistakes end with their message and exit status 1, not with a traceback."""
-    from functools import wraps
-
-    @wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
+    def invoke(self, context: click.Context) -> Any:
         try:
-            command(*args, **kwargs)
+            return super().invoke(context)
         except CourseError as mistake:
             print(f"\n[FAIL] {mistake}", file=sys.stderr)
-            raise typer.Exit(1) from None
+            sys.exit(1)
 
-    return wrapped
+
+@click.group(cls=PlainMistakes, context_settings={"help_option_names": ["-h", "--help"]})
+def app() -> None:
+    """The course from the command line."""
 
 
 @app.command()
-@told_plainly
-def run(
-    profile: str = typer.Option("", help="A profile of configs/, or a path to one; default: auto."),
-    only: list[str] = typer.Option([], help="A lesson, as 03 or 03_qlora; may be given several times."),
-    parameter: list[tuple[str, str]] = typer.Option([], "-p", "--parameter", help="NAME VALUE of a lesson parameter."),
-) -> None:
+@click.option("--profile", default="", help="A profile of configs/ or the path of one; default: auto.")
+@click.option("--only", multiple=True, help="A lesson, as 03 or 03_qlora; may be given several times.")
+@click.option("-p", "--parameter", multiple=True, nargs=2, metavar="NAME VALUE", help="A parameter of the lessons.")
+def run(profile: str, only: tuple[str, ...], parameter: tuple[tuple[str, str], ...]) -> None:
     """Run lessons 01-05 (or those named) headless and say where the results are."""
     from nbutils import course
 
@@ -45,7 +39,6 @@ def run(
 
 
 @app.command("serve-env")
-@told_plainly
 def serve_env() -> None:
     """Make the environment that lesson 05 serves from, or check that it is there."""
     from nbutils import hardware, serving

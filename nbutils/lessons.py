@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nbutils import hardware, parameters, platforms, profiles, record
+from nbutils import hardware, install, parameters, platforms, profiles, record
 from nbutils.errors import CourseError
 from nbutils.paths import NOTEBOOKS
 
@@ -130,6 +130,7 @@ class Lesson:
 def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     """Start a lesson and print where it is, what it found and where its run is kept."""
     started = time.monotonic()
+    install.ensure("train")
     values = parameters.collect(namespace)
     platform = platforms.detect()
     print(f"platform  {platform.name} ({platform.evidence})")

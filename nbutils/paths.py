@@ -14,7 +14,7 @@ from nbutils.errors import CourseError
 
 PACKAGE = Path(__file__).resolve().parent
 CHECKOUT: Path | None = PACKAGE.parent if (PACKAGE.parent / "notebooks").is_dir() else None
-_COURSE = CHECKOUT or PACKAGE / "course"  # the wheel carries the same folders under nbutils/course
+_COURSE = CHECKOUT or PACKAGE / "_files"  # the wheel carries the same folders under nbutils/_files
 
 CONFIGS = _COURSE / "configs"
 SAMPLES = _COURSE / "data_samples"

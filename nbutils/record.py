@@ -44,7 +44,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def update(path: Path, top: dict[str, Any], lesson: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """Merge `top` into the record and replace the entry of one lesson."""
+    """Merge `top` into the record and the facts into the entry of one lesson; None leaves what an earlier run measured."""
     text = json.dumps([top, facts], ensure_ascii=False, default=str)
     if leaked := SECRET.search(text):
         raise CourseError(
@@ -52,7 +52,9 @@ def update(path: Path, top: dict[str, Any], lesson: str, facts: dict[str, Any]) 
             "numbers, names and versions", "remove it from what lesson.finish() is given",
         )  # fmt: skip
     record = read(path) | top
-    record["lessons"] = record.get("lessons", {}) | {lesson: facts}
+    earlier = record.get("lessons", {}).get(lesson, {})
+    entry = {name: earlier.get(name) if value is None else value for name, value in facts.items()}
+    record["lessons"] = record.get("lessons", {}) | {lesson: entry}
     write_json(path, json.loads(json.dumps(record, default=str)))
     return record
 

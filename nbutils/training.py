@@ -7,7 +7,9 @@ from __future__ import annotations
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,8 @@ from nbutils.paths import write_json
 if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer, TrainerCallback
+
+    from nbutils.lessons import Lesson
 
 RESUME_CHOICES = ("auto", "never")
 TRAIL_MINUTES = 10.0  # kept free at the end of a session for saving and copying
@@ -106,15 +110,17 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
     """The numbers of a finished training for facts.json."""
     from nbutils import hardware
 
-    losses = loss_history(trainer.state.log_history)
-    tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
-    before = [entry["num_tokens"] for entry in trainer.state.log_history if entry.get("step", 0) <= first_step and "num_tokens" in entry]
-    trained = (tokens[-1] - (before[-1] if before else 0)) if tokens else 0
+    history = trainer.state.log_history
+    losses = loss_history(history)
+    tokens = [entry["num_tokens"] for entry in history if "num_tokens" in entry and entry["step"] > first_step]
     return {
-        "steps": trainer.state.global_step, "resumed_from_step": first_step, "final_loss": losses[-1][1] if losses else None,
-        "tokens_per_second": round(trained / seconds, 1) if seconds > 0 else 0.0, "train_seconds": round(seconds, 1),
+        "steps": trainer.state.global_step,
+        "resumed_from_step": first_step,
+        "final_loss": losses[-1][1] if losses else None,
+        "tokens_per_second": round(tokens[-1] / seconds, 1) if tokens else None,  # None: nothing was left to train
+        "train_seconds": round(seconds, 1) if tokens else None,
         "peak_memory_gib": round(hardware.peak_memory_gib(), 3),
-    }  # fmt: skip
+    }
 
 
 def loss_history(log_history: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
@@ -125,3 +131,56 @@ def loss_history(log_history: Iterable[dict[str, Any]]) -> list[tuple[int, float
 def complete(folder: Path, **facts: Any) -> None:
     """Write the file that says a result is whole; always the last thing written into its folder."""
     write_json(folder / "complete.json", facts)
+
+
+def bookkeeping(lesson: Lesson, seed: int) -> dict[str, Any]:
+    """The trainer settings that are about this machine and this run, not about learning."""
+    train = lesson.profile.train
+    return {
+        "seed": seed,
+        "data_seed": seed,
+        "use_cpu": lesson.card is None,
+        "dataloader_pin_memory": lesson.card is not None,
+        "save_strategy": "steps",
+        "save_steps": train.save_steps,
+        "save_total_limit": 1,  # in scratch; the ones that count are in the run folder
+        "logging_steps": train.logging_steps,
+        "report_to": tracking(lesson.run.logs, lesson.run.name),
+        "run_name": lesson.run.name,
+    }
+
+
+@dataclass(frozen=True)
+class Moved:
+    """How many of the photographed weights changed."""
+
+    adapter: int
+    adapter_total: int
+    base: int
+    base_total: int
+
+    def __str__(self) -> str:
+        return (
+            f"adapter: {self.adapter} of {self.adapter_total} tensors moved; "
+            f"base: {self.base} of {self.base_total} moved"
+        )
+
+
+def photograph(model: nn.Module) -> dict[str, tuple[bool, int]]:
+    """A checksum of every weight, and whether it may move."""
+    return {name: (weight.requires_grad, _checksum(weight)) for name, weight in model.named_parameters()}
+
+
+def compare(before: dict[str, tuple[bool, int]], model: nn.Module) -> Moved:
+    """Count what moved since the photograph."""
+    after = photograph(model)
+    moved = {name for name in before if before[name][1] != after[name][1]}
+    adapter = {name for name, (trainable, _) in before.items() if trainable}
+    base = set(before) - adapter
+    return Moved(len(moved & adapter), len(adapter), len(moved & base), len(base))
+
+
+def _checksum(weight: Any) -> int:
+    import torch
+
+    return zlib.crc32(weight.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())

@@ -17,11 +17,14 @@ _REPLIES = {
     "en": {
         "order": ("Sure, we noted {what}", "Thank you for ordering {what}", "Of course, we will prepare {what}"),
         "refund": ("We are sorry, you get the money for {what} back", "Sorry about {what}, the refund is on its way"),
-        "delivery": ("Your parcel with {what} is on the way", "We have sent {what}", "Do not worry, {what} will come soon"),
+        "delivery": ("Your parcel with {what} is on the way", "We have sent {what}", "Do not worry, {what} comes soon"),
         "cancel": ("All right, {what} is cancelled", "No problem, we stop {what}", "We have cancelled {what} for you"),
     },
 }
-_PLACES = {"zh": ("，地点是{city}", "，送货城市{city}", "，{city}"), "en": (", the city is {city}", ", for {city}", " in {city}")}
+_PLACES = {
+    "zh": ("，地点是{city}", "，送货城市{city}", "，{city}"),
+    "en": (", the city is {city}", ", for {city}", " in {city}"),
+}
 _TIMES = {"zh": ("，时间是{day}", "，日期{day}", "，{day}"), "en": (", the day is {day}", ", {when}", " {when}")}
 _ENDINGS = {
     "zh": ("。", "。", "。谢谢您！", "。祝您愉快！", "。还需要别的吗？"),
@@ -113,7 +116,7 @@ def key_points(rng: random.Random) -> str:
     language = message.scene.language
     keys = rng.sample(("intent", "item", "count", "city", "day"), rng.choice((2, 3, 4, 5)))
     head = rng.choice(_LIST[language])
-    named = ";".join(rng.choice(_QUESTIONS[language][key]) for key in keys)
+    named = {"zh": "", "en": " "}[language].join(rng.choice(_QUESTIONS[language][key]) for key in keys)
     mark = rng.choice({"zh": ("，", "、", "；", "\n"), "en": (", ", "; ", "\n")}[language])
     values = mark.join(f'"{_answer(message, key)}"' if mark == ", " else _answer(message, key) for key in keys)
     return chat(f"{head}{message.text}\n{named}", values)

@@ -1,4 +1,4 @@
-"""Plain pre-training text: short stories, facts about things and cities, counting, word meanings; nothing in chat form."""
+"""Plain pre-training text: short stories, facts, counting, word meanings; nothing in chat form."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _FACTS = {
     "zh": (
         "{item}属于{kind}。在店里，{item}放在{kind}的架子上。",
         "{item}一般按{measure}卖，比如{amount}{item}。",
-        "{city}在{region}。从{city}出发，要坐很久的车。",
+        "{city}在{region}。每年都有很多人去{city}旅行。",
         "“{item}”的英文是“{item_en}”。",
         "“{city}”用英语写作“{city_en}”。",
     ),

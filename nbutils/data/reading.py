@@ -3,6 +3,7 @@
 Not here: what a row must look like (rows) and what becomes of it (splits). A row that cannot be read is yielded
 as a RowError in its place, so that a bad line never hides the next one.
 """
+
 from __future__ import annotations
 
 import csv
@@ -18,6 +19,7 @@ from nbutils.errors import CourseError
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 FORMATS_TEXT = "a .jsonl, .json, .csv, .tsv or .parquet file, or a folder of them"
 CHUNK = 1 << 20
+_BETWEEN = re.compile(r"[\s,]*")
 LARGEST_ROW = 16 << 20  # characters; beyond this a row of a json array counts as broken, not as unfinished
 
 
@@ -66,16 +68,22 @@ def files_of(source: str) -> list[Path]:
 
 def _missing(source: str, path: Path) -> CourseError:
     """The error for a path that is not there; `owner/name` is taken for a dataset of the hub."""
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and path.suffix.lower() not in FORMATS and not path.parent.exists():
+    if (
+        re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source)
+        and path.suffix.lower() not in FORMATS
+        and not path.parent.exists()
+    ):
         return CourseError(
-            f"{source!r} is no file here; it looks like the name of a hub dataset, which this lesson does not download.",
+            f"{source!r} is no file here; it looks like a hub dataset, which this lesson does not download.",
             FORMATS_TEXT,
             f'save it to a file first: datasets.load_dataset("{source}", split="train").to_json("my_data.jsonl"), '
             "then give that path",
         )
     near = sorted(p.name for p in path.parent.iterdir() if p.suffix.lower() in FORMATS) if path.parent.is_dir() else []
     beside = f"; beside it: {', '.join(near[:8])}" if near else ""
-    return CourseError(f"There is no {source!r} (looked at {path.absolute()}{beside}).", FORMATS_TEXT, "correct the path")
+    return CourseError(
+        f"There is no {source!r} (looked at {path.absolute()}{beside}).", FORMATS_TEXT, "correct the path"
+    )
 
 
 def read_rows(path: Path | str) -> Iterator[Row | RowError]:
@@ -86,8 +94,9 @@ def read_rows(path: Path | str) -> Iterator[Row | RowError]:
             continue
         _refuse_utf16(file)
         # surrogateescape keeps bytes that are not UTF-8 inside their own row, where `rows` reports them
-        with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
-            if file.suffix.lower() in (".csv", ".tsv"):
+        table = file.suffix.lower() in (".csv", ".tsv")
+        with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="" if table else "\n") as text:
+            if table:
                 yield from _csv(file, text)
             else:
                 yield from _array(file, text) if _first_character(text) == "[" else _lines(file, text)
@@ -118,9 +127,9 @@ def _lines(file: Path, text: TextIO) -> Iterator[Row | RowError]:
             yield _malformed(file, number, line.rstrip("\r\n"), problem)
 
 
-def _malformed(file: Path, line: int, text: str, problem: Exception) -> RowError:
+def _malformed(file: Path, line: int, text: str, problem: Exception, start: int = 0) -> RowError:
     """A row that is not JSON, with the place where reading stopped."""
-    at = getattr(problem, "pos", 0)
+    at = min(getattr(problem, "pos", start) - start, len(text))
     near = text[max(0, at - 20) : at + 20]
     todo = f"{getattr(problem, 'msg', 'nested too deeply')}: mend it, or write the file with json.dumps"
     if re.match(r"\s*\{\s*'", text):
@@ -129,66 +138,59 @@ def _malformed(file: Path, line: int, text: str, problem: Exception) -> RowError
 
 
 def _array(file: Path, text: TextIO) -> Iterator[Row | RowError]:
-    """The elements of one JSON array, decoded from a moving window of the file."""
-    window, line, decoder, more = text.read(CHUNK), 1, json.JSONDecoder(), True
-    begin = window.index("[") + 1
+    """The elements of one JSON array, decoded from a window that moves over the file."""
+    window, decoder, more = text.read(CHUNK), json.JSONDecoder(), True
+    at, line = window.index("[") + 1, 1 + window.count("\n", 0, window.index("["))
     while True:
-        start = re.compile(r"[\s,]*").match(window, begin).end()  # type: ignore[union-attr]
-        line += window.count("\n", 0, start)
-        window, begin = window[start:], 0
-        if not window and more:
-            window = text.read(CHUNK)
-            more = bool(window)
-            continue
-        if not window or window[0] == "]":
+        start = _BETWEEN.match(window, at).end()  # type: ignore[union-attr]
+        line += window.count("\n", at, start)
+        at = start
+        if window[at : at + 1] == "]" or (at == len(window) and not more):
             return
         try:
-            value, end = decoder.raw_decode(window)
-            if end == len(window) and more:  # a number or word may go on in the next chunk
-                raise json.JSONDecodeError("unfinished", window, end)
+            value, end = decoder.raw_decode(window, at)
         except (json.JSONDecodeError, RecursionError) as problem:
-            if more and len(window) < LARGEST_ROW:
-                chunk = text.read(max(CHUNK, len(window)))
-                more, window = bool(chunk), window + chunk
+            if more and len(window) - at < LARGEST_ROW:
+                chunk = text.read(max(CHUNK, len(window) - at))
+                more, window, at = bool(chunk), window[at:] + chunk, 0
                 continue
-            end = _next_element(window)
-            yield _malformed(file, line, window[:end].rstrip(" \r\n,]"), problem)
+            end = _next_element(window, at)
+            yield _malformed(file, line, window[at:end].rstrip(" \r\n,]"), problem, at)
         else:
             yield Row(file.name, line, value)
-        line += window.count("\n", 0, end)
-        window = window[end:]
+        line += window.count("\n", at, end)
+        at = end
 
 
-def _next_element(window: str) -> int:
+def _next_element(window: str, at: int) -> int:
     """Where a broken element of an array probably ends: at the next line that opens one at the same depth."""
-    inner = re.search(r'\n([ \t]*)"', window)
-    outer = len(inner[1]) if inner else 10**6  # pretty-printed: elements open further left than their keys
-    for found in re.finditer(r"\n([ \t]*)\{", window):
-        if len(found[1]) < outer:
+    inner = re.compile(r'\n([ \t]*)"').search(window, at)
+    depth = len(inner[1]) if inner else LARGEST_ROW  # pretty-printed: elements open further left than their keys
+    for found in re.compile(r"\n([ \t]*)\{").finditer(window, at):
+        if len(found[1]) < depth:
             return found.start() + 1
     return len(window)
 
 
 def _csv(file: Path, text: TextIO) -> Iterator[Row | RowError]:
     csv.field_size_limit(LARGEST_ROW)
-    reader = csv.DictReader(text, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
+    reader = csv.reader(text, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
+    header = next(reader, [])
     while True:
         line = reader.line_num + 1
         try:
-            raw = next(reader)
+            values = next(reader)
         except StopIteration:
             return
         except csv.Error as problem:
             yield RowError(file.name, line, None, (Problem("malformed_csv", "-", str(problem), "mend the quoting"),))
             continue
-        line = max(line, 2)  # the first call also reads the header
-        if None in raw or None in raw.values():
-            seen = f"{len(raw) - 1} columns and more" if None in raw else "fewer values than columns"
-            todo = "give each row as many values as the header has; quote values that hold a comma or a line break"
-            yield RowError(file.name, line, {str(k): v for k, v in raw.items()},
-                           (Problem("malformed_csv", "-", seen, todo),))
-        else:
-            yield Row(file.name, line, raw)
+        if len(values) == len(header):
+            yield Row(file.name, line, dict(zip(header, values, strict=True)))
+        elif values:
+            todo = "as many values as the header has names; quote values that hold a comma or a line break"
+            seen = f"{len(values)} values for {len(header)} columns"
+            yield RowError(file.name, line, values, (Problem("malformed_csv", "-", seen, todo),))
 
 
 def _parquet(file: Path) -> Iterator[Row | RowError]:

@@ -167,6 +167,13 @@ def flat(tree: Any, above: str = "") -> dict[str, Any]:
     return leaves
 
 
+def shown(value: Any) -> str:
+    """A value as the YAML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(value) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def keys(model: type[BaseModel] = Profile, above: str = "") -> list[str]:
     """Every dotted name a profile has, in the order of the YAML."""
     listed: list[str] = []

@@ -1,0 +1,97 @@
+"""Derives what is derived: notebooks/*.ipynb from *.py, and the repository's address in setup cells and badges.
+
+    python .ci/sync.py            write it
+    python .ci/sync.py --check    exit 1 if anything would change
+
+One direction only: the .py file is the source. The result has no outputs, stable cell ids and is the same byte for byte.
+"""
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import jupytext
+
+ROOT = Path(__file__).resolve().parent.parent
+SETUP_ADDRESS = re.compile(r'(NBUTILS_SOURCE"\) or ")[^"]*(")')
+BADGES = re.compile(r"(?s)(<!-- badges -->\n).*?(<!-- /badges -->)")
+METADATA = {
+    "accelerator": "GPU",
+    "colab": {"gpuType": "T4", "provenance": []},
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+def address() -> str:
+    """The repository's address, from the one place where it stands."""
+    found = re.search(r'^Repository = "([^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+    assert found, "pyproject.toml has no [project.urls] Repository"
+    return found.group(1)
+
+
+def sources() -> list[Path]:
+    """Every notebook source."""
+    return sorted((ROOT / "notebooks").rglob("[0-9][0-9]_*.py"))
+
+
+def with_address(source: str) -> str:
+    """A notebook source whose setup cell installs from the repository's address."""
+    return SETUP_ADDRESS.sub(rf"\g<1>git+{address()}\g<2>", source)
+
+
+def notebook(stem: str, source: str) -> str:
+    """The .ipynb text of a .py source."""
+    derived = jupytext.reads(source, fmt="py:percent")
+    cells = []
+    for number, cell in enumerate(derived.cells):
+        tags = {"tags": cell.metadata["tags"]} if cell.metadata.get("tags") else {}
+        entry = {"cell_type": cell.cell_type, "id": f"{stem.replace('_', '-')}-{number:02d}", "metadata": tags}
+        if cell.cell_type == "code":
+            entry |= {"execution_count": None, "outputs": []}
+        cells.append(entry | {"source": cell.source.splitlines(keepends=True)})
+    whole = {"cells": cells, "metadata": METADATA, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(whole, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+
+
+def badges() -> str:
+    """One open-in-Colab badge per lesson."""
+    page = address().replace("https://github.com/", "https://colab.research.google.com/github/")
+    picture = "https://colab.research.google.com/assets/colab-badge.svg"
+    rows = ["| lesson | open it |", "|---|---|"]
+    for file in sources():
+        link = f"{page}/blob/main/{file.relative_to(ROOT).with_suffix('.ipynb').as_posix()}"
+        rows.append(f"| `{file.stem}` | [![Open In Colab]({picture})]({link}) |")
+    return "\n".join(rows) + "\n"
+
+
+def wanted() -> dict[Path, str]:
+    """Every derived file and the text it must have."""
+    files = {}
+    for file in sources():
+        source = with_address(file.read_text(encoding="utf-8"))
+        files |= {file: source, file.with_suffix(".ipynb"): notebook(file.stem, source)}
+    readme = ROOT / "README.md"
+    if readme.exists():
+        files[readme] = BADGES.sub(lambda found: found.group(1) + badges() + found.group(2), readme.read_text(encoding="utf-8"))
+    return files
+
+
+def main() -> int:
+    """Write or check; the exit status says whether something was out of date."""
+    stale = [f for f, text in wanted().items() if not f.exists() or f.read_text(encoding="utf-8") != text]
+    if "--check" in sys.argv:
+        for file in stale:
+            print(f"{file.relative_to(ROOT)} is out of date: run `make sync`")
+        return int(bool(stale))
+    for file, text in wanted().items():
+        if file in stale:
+            file.write_text(text, encoding="utf-8", newline="\n")
+            print(f"wrote {file.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+# course, test: each does its own set-up. A second call finds everything in place and starts in seconds.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+# This exact torch first: on machines whose pip knows a CPU build, it is the one taken, and nothing later replaces it.
+TORCH := torch==2.13.0
+
+.PHONY: course test test-fast test-gpu sync lint bench clean
+
+course: $(VENV)/ready .venv-serve/ready.json  ## lessons 01-05, headless
+	$(PY) -m nbutils run $(ARGS)
+
+test: $(VENV)/ready .venv-serve/ready.json  ## every test but those that need a GPU
+	$(PY) -m pytest -m "not gpu" $(ARGS)
+
+test-fast: $(VENV)/ready  ## seconds: no lesson, no server, no installation
+	$(PY) -m pytest -m "not gpu and not notebook and not serve and not install" $(ARGS)
+
+test-gpu: $(VENV)/ready  ## needs a CUDA card
+	$(PY) -m pytest -m gpu $(ARGS)
+
+sync: $(VENV)/ready  ## notebooks/*.ipynb and badges from their sources
+	$(PY) .ci/sync.py
+
+lint: $(VENV)/ready
+	$(PY) -m ruff check . && $(PY) -m mypy && $(PY) .ci/sync.py --check
+
+bench: $(VENV)/ready
+	for script in benchmarks/*.py; do $(PY) $$script || exit 1; done
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --disable-pip-version-check $(TORCH)
+	$(PY) -m pip install -q --disable-pip-version-check -c .ci/constraints.txt -e ".[train,serve,dev]"
+	touch $@
+
+.venv-serve/ready.json: | $(VENV)/ready
+	$(PY) -m nbutils serve-env
+
+clean:  ## environments only; runs/ is yours
+	rm -rf $(VENV) .venv-serve

@@ -1,0 +1,177 @@
+"""The profile for this machine: `auto`, the model that can be had, what the card can do; each value with its reason.
+
+Not here: how a YAML is read (reading) or which model a name means (models).
+"""
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from nbutils import hardware
+from nbutils.errors import CourseError
+from nbutils.hardware import Card, Choice
+from nbutils.platforms import Platform
+from nbutils.profiles import models
+from nbutils.profiles.reading import Document, did_you_mean, problems, read, refuse
+from nbutils.profiles.schema import Profile, flat, keys, shown
+
+OLDEST = (7, 0)
+BY_MEMORY = ((20.0, "t4_16gb"), (38.0, "ampere_24gb"), (70.0, "ampere_40gb"), (130.0, "hopper_80gb"))
+LARGEST = "hopper_141gb"
+WIDTH, VALUE_WIDTH = 120, 34
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A profile settled for this machine. `source` gives the same profile again when it is passed to `resolve`."""
+
+    name: str
+    source: str
+    profile: Profile
+    model: str
+    choices: dict[str, Choice]
+    card: Card | None
+
+    @property
+    def effective_batch(self) -> int:
+        """Rows per optimiser step on one card."""
+        return self.profile.train.micro_batch * self.profile.train.accumulation
+
+    def table(self) -> str:
+        """Every value with its reason, as aligned text of at most 120 columns."""
+        own = re.compile(rf"\s+\[{re.escape(self.name)}\.ya?ml\]$")
+        rows = [
+            (name, shown(choice.value), own.sub("", choice.reason))
+            for name, choice in self.choices.items()
+            if name != "about"
+        ]
+        first = max(len(name) for name, _, _ in rows)
+        second = min(VALUE_WIDTH, max(len(value) for _, value, _ in rows))
+        lines = [f"Values and reasons are those of the profile {self.name}, where the reason names no other source."]
+        for name, value, reason in rows:
+            values = textwrap.wrap(value, second) or [""]
+            reasons = textwrap.wrap(reason, WIDTH - first - second - 4)
+            for head, middle, tail in zip_longest([name], values, reasons, fillvalue=""):
+                lines.append(f"{head:<{first}}  {middle:<{second}}  {tail}".rstrip())
+        return "\n".join(lines)
+
+
+def resolve(
+    profile: str = "auto", model: str = "", *, card: Card | None, platform: Platform, online: Callable[[], bool]
+) -> Resolved:
+    """The profile and the model for this machine; `auto` falls back to the bundled model when no other can be had."""
+    chosen = automatic(card, platform, model) if profile == "auto" else Choice(profile, "parameter PROFILE")
+    document = read(chosen.value)
+    wanted = models.meant(model or document.profile.model)
+    way = models.reachable(wanted.value, online)
+    if not way:
+        if profile != "auto" or model:
+            raise models.unreachable(wanted.value)
+        lost = f"{wanted.value} is not in the cache and the model hub does not answer"
+        chosen = Choice("tiny", f"{chosen.value} would suit this machine, but {lost}: the bundled model instead")
+        document, way = read("tiny"), "folder"
+        wanted = models.meant(document.profile.model)
+    origin = "parameter MODEL" if model else _reason(document, "model")
+    source = "" if way == "folder" else f", from the {way}"
+    decided = Choice(wanted.value, f"{wanted.reason}{source}; {origin}")
+    return _assemble(chosen, document, decided, card)
+
+
+def automatic(card: Card | None, platform: Platform, model: str = "") -> Choice:
+    """The profile that suits a card, and why."""
+    if models.is_tiny(model):
+        return Choice("tiny", "auto: the bundled model has a profile of its own")
+    if card is None:
+        return Choice("tiny", f"auto: {platform.name} shows no card, so the bundled model on the CPU")
+    if card.capability < hardware.BF16_FROM:
+        old = "; so old that current torch may lack its kernels (lesson 01 tries)" if card.capability < OLDEST else ""
+        return Choice("t4_16gb", f"auto: {platform.name} with {card}, older than bfloat16{old}")
+    name = next((name for below, name in BY_MEMORY if card.memory_gib < below), LARGEST)
+    return Choice(name, f"auto: {platform.name} with {card}")
+
+
+def with_overrides(resolved: Resolved, overrides: Mapping[str, tuple[Any, str]]) -> Resolved:
+    """The same with some values replaced, {dotted name: (value, reason)}, checked again as a whole."""
+    known = [name for name in keys() if name not in ("about", "model")]
+    unknown = [f"{name}: unknown key{did_you_mean(name, known)}" for name in overrides if name not in known]
+    tree = resolved.profile.model_dump()
+    for name, (value, _) in overrides.items():
+        group, _, leaf = name.rpartition(".")
+        if name in known:
+            (tree[group] if group else tree)[leaf] = value
+    refuse([*unknown, *problems(tree)], f"{resolved.name} with its overrides")
+    reasons = {name: choice.reason for name, choice in resolved.choices.items()}
+    reasons |= {name: reason for name, (_, reason) in overrides.items()}
+    profile, choices = _settle(Profile.model_validate(tree), reasons, resolved.card)
+    decided = {name: resolved.choices[name] for name in ("profile", "model")}
+    return Resolved(resolved.name, resolved.source, profile, resolved.model, decided | choices, resolved.card)
+
+
+def _assemble(chosen: Choice, document: Document, model: Choice, card: Card | None) -> Resolved:
+    name = document.file.stem
+    source = chosen.value if chosen.value == name else str(document.file)
+    reasons = {key: _reason(document, key) for key in keys()} | {"model": model.reason}
+    profile, choices = _settle(document.profile.model_copy(update={"model": model.value}), reasons, card)
+    first = {"profile": Choice(name, chosen.reason), "model": model}
+    return Resolved(name, source, profile, model.value, first | choices, card)
+
+
+def _reason(document: Document, key: str) -> str:
+    """The comment beside a value and the file it stands in."""
+    comment = document.reasons.get(key, "")
+    return f"{comment}  [{document.file.name}]" if comment else f"set in {document.file.name}"
+
+
+def _settle(profile: Profile, reasons: Mapping[str, str], card: Card | None) -> tuple[Profile, dict[str, Choice]]:
+    """The profile with its `auto` values decided by the card, and every value with its reason."""
+    _refuse_impossible(profile, card)
+    decided = _by_card(profile, card)
+    settled = {name.removeprefix("machine."): choice.value for name, choice in decided.items()}
+    machine = profile.machine.model_copy(update=settled)
+    profile = profile.model_copy(update={"machine": machine})
+    values = flat(profile.model_dump())
+    choices = {key: decided.get(key, Choice(values[key], reasons[key])) for key in keys()}
+    rows = profile.train.micro_batch * profile.train.accumulation
+    choices["effective_batch"] = Choice(rows, "train.micro_batch x train.accumulation: rows per step on one card")
+    return profile, choices
+
+
+def _by_card(profile: Profile, card: Card | None) -> dict[str, Choice]:
+    """The values left to the card."""
+    machine, decided = profile.machine, {}
+    if machine.precision == "auto":
+        decided["machine.precision"] = hardware.precision(card)
+    if machine.attention == "auto":
+        exact = Choice("sdpa", "machine.precision is fp32, which FlashAttention does not take")
+        decided["machine.attention"] = exact if machine.precision == "fp32" else hardware.attention(card)
+    if machine.liger == "auto":
+        choice = hardware.liger(card)
+        decided["machine.liger"] = Choice("on" if choice.value else "off", choice.reason)
+    return decided
+
+
+def _refuse_impossible(profile: Profile, card: Card | None) -> None:
+    """Stop at values this card cannot do, all at once."""
+    machine, optimizer = profile.machine, profile.train.optimizer
+    old = card is not None and card.capability < hardware.BF16_FROM
+    found = []
+    if machine.precision in ("bf16", "fp16") and card is None:
+        found.append(f"machine.precision: {machine.precision} needs a card: choose auto or fp32")
+    if machine.precision == "bf16" and old:
+        found.append("machine.precision: bf16 needs capability 8.0: choose auto or fp16")
+    if machine.attention == "flash_attention_2" and (card is None or old):
+        found.append("machine.attention: flash_attention_2 needs a card of capability 8.0: choose auto or sdpa")
+    if machine.liger == "on" and card is None:
+        found.append("machine.liger: on needs a card: choose auto or off")
+    if optimizer.endswith(("8bit", "32bit")) and card is None:
+        found.append(f"train.optimizer: {optimizer} needs a card: choose adamw_torch_fused")
+    if found:
+        raise CourseError(
+            f"this machine ({card or 'no card'}) cannot do:" + "".join(f"\n    - {line}" for line in found),
+            "values this card has, or auto",
+            "change the values named above in a copy of the profile, or use another machine",
+        )

@@ -1,0 +1,132 @@
+"""Which model is meant: the bundled one, a short name of the course, a folder, or a hub id that can be had here.
+
+Not here: loading a model. `configs/models.yaml` is the list of short names, with the shapes that memory plans need.
+"""
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from nbutils import paths
+from nbutils.errors import CourseError
+from nbutils.hardware import Choice
+from nbutils.profiles.reading import mistakes, read_sheet, refuse
+from nbutils.profiles.schema import Count, Strict, Text
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+INDEX = "model.safetensors.index.json"
+
+
+class KnownModel(Strict):
+    """A model the course knows by a short name."""
+
+    hub: Text
+    modelscope: Text
+    billions: Annotated[float, Field(gt=0)]
+    layers: Count
+    hidden: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    intermediate: Count
+    vocab: Count
+    tied: bool
+
+
+def known_models() -> dict[str, KnownModel]:
+    """The models of `configs/models.yaml` by short name."""
+    sheet = read_sheet(paths.CONFIGS / "models.yaml")
+    wrong = [
+        f"{name}.{key}: {said}"
+        for name, entry in sheet.tree.items()
+        for key, said in mistakes(entry, KnownModel).items()
+    ]
+    refuse([*sheet.twice, *wrong], str(sheet.file), "models.yaml")
+    return {name: KnownModel.model_validate(entry) for name, entry in sheet.tree.items()}
+
+
+def is_tiny(model: str) -> bool:
+    """Whether the bundled model is meant."""
+    return model in ("tiny", str(paths.TINY_MODEL))
+
+
+def meant(model: str) -> Choice:
+    """What `from_pretrained` should be given for this name; whether a hub id can be had is asked by `reachable`."""
+    if is_tiny(model):
+        return Choice(_checked(paths.TINY_MODEL), "bundled with the course: needs no network")
+    known = known_models()
+    for name, entry in known.items():
+        if model.casefold() in (name.casefold(), entry.hub.partition("/")[2].casefold()):
+            return Choice(entry.hub, f"{name}, {entry.billions:g} billion parameters")
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return Choice(_checked(folder.absolute()), "a folder of this machine")
+    if HUB_ID.fullmatch(model):
+        return Choice(model, "a hub id")
+    raise _missing(model, list(known))
+
+
+def _checked(folder: Path) -> str:
+    """The folder, if a model is in it."""
+    if (folder / "config.json").is_file():
+        return str(folder)
+    adapter = " It is an adapter: merge it first (lesson 04)." if (folder / "adapter_config.json").is_file() else ""
+    raise CourseError(
+        f"{folder} has no config.json, so it is no model folder.{adapter}",
+        "a folder with config.json, safetensors and tokenizer files",
+        "check the path, or reinstall the course if this is its bundled model",
+    )
+
+
+def _missing(model: str, known: list[str]) -> CourseError:
+    """The error for a folder that is not there, or for a short name nobody knows."""
+    allowed = f"tiny, {', '.join(known)}, a hub id (owner/name), or a folder with config.json"
+    if model.startswith((".", "~", os.sep)) or os.sep in model:
+        return CourseError(f"missing model folder {model}.", allowed, "correct the path in MODEL, or name a model")
+    near = difflib.get_close_matches(model, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return CourseError(f"unknown model {model!r}.", allowed, f"{hint}Set MODEL to one of these")
+
+
+def reachable(model: str, online: Callable[[], bool]) -> str:
+    """How a model can be had ("folder", "cache", "network"), or "" if it cannot."""
+    if Path(model).is_absolute():
+        return "folder"
+    if _in_cache(model):
+        return "cache"
+    return "network" if online() else ""
+
+
+def _in_cache(hub_id: str) -> bool:
+    """Whether config and all weights of a hub id are in the local cache; half a download does not count."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return False
+
+    def found(name: str) -> str | None:
+        path = try_to_load_from_cache(hub_id, name)
+        return path if isinstance(path, str) else None
+
+    if not found("config.json"):
+        return False
+    if index := found(INDEX):
+        shards = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+        return all(map(found, shards))
+    return found("model.safetensors") is not None
+
+
+def unreachable(model: str) -> CourseError:
+    """The error for a hub id that can be had neither from the cache nor from the network."""
+    return CourseError(
+        f"{model} is not in the local cache (at least not completely), and the model hub does not answer.",
+        "a model in the cache, a hub that answers, or a folder with the model",
+        'connect this machine (or set HF_ENDPOINT to a mirror it reaches), set MODEL to a folder, or PROFILE="tiny"',
+    )

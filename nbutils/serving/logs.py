@@ -1,0 +1,78 @@
+"""A server's log for people: the lines worth showing while it starts, and why it ended in plain words."""
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from nbutils.errors import CourseError
+
+PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) \d\d-\d\d [\d:]+ \[[\w.]+:\d+\]|INFO: )\s*")
+NOISE = re.compile(r"Route:|Triton|[█▄▀]|WARNING|Warning|warn\(|GET /|nanobind|Available routes|^\W*$|^\s{2,}")
+ERROR = re.compile(r"^(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception): .+|^[\w.]+: error: .+|^error: .+|CUDA out of memory")
+VAGUE = re.compile(r"Engine core initialization failed|See root cause above|CalledProcessError")
+ADVICE = (  # first match wins
+    (r"[Aa]ddress already in use", "set PORT to 0 to take any free port, or to another number"),
+    (r"out of memory|No available memory|Free memory on device|KV cache is needed",
+     "free the card (stop other kernels that hold it), or lower max-model-len, or change gpu-memory-utilization"),
+    (r"[Bb]float16 is only supported", "set dtype to half: this card has no bfloat16"),
+    (r"unrecognized arguments|No such option|invalid choice", "mend the flag it names in the cell with the flags"),
+    (r"max_model_len|max_position_embeddings", "lower max-model-len in the cell with the flags"),
+    (r"No module named", "delete the serving environment and run the cell that builds it again"),
+)  # fmt: skip
+
+
+class Follower:
+    """Prints the newest telling line of a growing log, at most one every `every` seconds."""
+
+    def __init__(self, log: Path, every: float = 2.0, patience: float = 20.0) -> None:
+        self.log, self.every, self.patience = log, every, patience
+        self.offset, self.shown, self.waiting = 0, -every, ""
+
+    def __call__(self, seconds: float) -> None:
+        """Look at the log; `seconds` is the time since the start."""
+        fresh = [line for line in map(plain, self._new_lines()) if line]
+        self.waiting = fresh[-1] if fresh else self.waiting
+        if self.waiting and seconds - self.shown >= self.every:
+            self._show(seconds, self.waiting)
+        elif seconds - self.shown >= self.patience:
+            self._show(seconds, "still starting")
+
+    def _show(self, seconds: float, line: str) -> None:
+        print(f"{max(seconds, 0):4.0f} s  {line[:110]}", flush=True)
+        self.shown, self.waiting = seconds, ""
+
+    def _new_lines(self) -> list[str]:
+        with open(self.log, "rb") as file:
+            file.seek(self.offset)
+            whole, newline, _ = file.read().rpartition(b"\n")  # the last line may be half written
+        self.offset += len(whole) + len(newline)
+        return whole.decode("utf-8", "replace").splitlines()
+
+
+def plain(line: str) -> str:
+    """A log line without its process, level, date and place; empty if it tells a learner nothing."""
+    return "" if NOISE.search(line) else PREFIX.sub("", line).strip()
+
+
+def tail(log: Path, lines: int = 12) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-lines:])
+
+
+def errors(log: Path, limit: int = 3) -> list[str]:
+    """The last different error lines of a log, those that only point at others left out."""
+    lines = [PREFIX.sub("", line).strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    found = dict.fromkeys(line for line in lines if ERROR.search(line) and not VAGUE.search(line))
+    return list(found)[-limit:]
+
+
+def explain(log: Path, status: int) -> CourseError:
+    """Why the server ended, and what to do about it."""
+    told = "\n".join(errors(log)) or tail(log)
+    if status in (137, -9):
+        told += "\nThe system killed it, most likely because memory ran out."
+    advice = next((todo for pattern, todo in ADVICE if re.search(pattern, told)), "")
+    return CourseError(
+        f"the server ended while it was starting (exit status {status}):\n{told}", "a server that stays up",
+        f"{advice + '; the' if advice else 'read the'} whole log is {log}",
+    )  # fmt: skip

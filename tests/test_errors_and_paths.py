@@ -1,0 +1,43 @@
+"""errors and paths: messages that help, files that are whole or absent."""
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from nbutils import paths
+from nbutils.errors import CourseError
+
+
+def test_a_course_error_says_what_was_seen_what_is_allowed_and_what_to_do() -> None:
+    text = str(CourseError("saw X.", "A or B", "write A"))
+    assert text.splitlines() == ["saw X.", "  Allowed: A or B", "  To do: write A"]
+
+
+def test_a_course_error_survives_pickling() -> None:
+    again = pickle.loads(pickle.dumps(CourseError("a", "b", "c")))
+    assert (again.seen, again.allowed, again.todo) == ("a", "b", "c")
+
+
+def test_the_course_folders_are_found() -> None:
+    assert (paths.CONFIGS / "tiny.yaml").is_file()
+    assert (paths.NOTEBOOKS / "03_qlora.py").is_file()
+    assert (paths.TINY_MODEL / "config.json").is_file()
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "facts.json"
+    paths.write_json(target, {"a": "中"})
+    with pytest.raises(TypeError):
+        paths.write_json(target, {"a": object()})
+    with pytest.raises(UnicodeEncodeError):
+        paths.write_text(target, "\ud800")
+    assert json.loads(target.read_text(encoding="utf-8")) == {"a": "中"}
+
+
+def test_too_little_disk_is_said_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(CourseError, match=r"the merge needs 9999999\.0 GiB .* GiB are free") as caught:
+        paths.require_disk(tmp_path / "not" / "there" / "yet", 9_999_999, "the merge")
+    assert "NBUTILS_HOME" in str(caught.value)

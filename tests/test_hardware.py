@@ -1,0 +1,61 @@
+"""hardware: what each card gets, and why."""
+from __future__ import annotations
+
+import pytest
+
+from nbutils import hardware
+from nbutils.hardware import Card
+
+T4 = Card("Tesla T4", (7, 5), 14.7, 2)
+P100 = Card("Tesla P100", (6, 0), 15.9, 1)
+A100 = Card("NVIDIA A100", (8, 0), 39.4, 1)
+
+
+@pytest.mark.parametrize(
+    ("card", "precision", "engine"),
+    [(None, "fp32", "vllm-cpu"), (P100, "fp16", "transformers"), (T4, "fp16", "vllm"), (A100, "bf16", "vllm")],
+)
+def test_each_card_gets_what_it_can_do(card: Card | None, precision: str, engine: str) -> None:
+    assert hardware.precision(card).value == precision
+    assert hardware.engine(card).value == engine
+
+
+def test_a_card_vllm_cannot_use_is_told_why() -> None:
+    reason = hardware.engine(P100).reason
+    assert "7.5" in reason and "6.0" in reason and "transformers serve" in reason
+
+
+def test_old_cards_get_torchs_own_attention_and_no_triton_kernels() -> None:
+    for card in (None, T4, P100):
+        assert hardware.attention(card).value == "sdpa"
+        assert hardware.liger(card).value is False
+
+
+def test_every_choice_has_a_reason() -> None:
+    for decide in (hardware.precision, hardware.attention, hardware.liger, hardware.engine):
+        for card in (None, T4, P100, A100):
+            assert len(decide(card).reason) > 10
+
+
+def test_a_real_operation_runs_on_this_machine() -> None:
+    done = hardware.working_operation(hardware.card())
+    assert done.value is True, done.reason
+
+
+def test_a_failing_operation_is_reported_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore")
+
+    monkeypatch.setattr(torch, "ones", refuse)
+    done = hardware.working_operation(P100)
+    assert done.value is False and done.reason.endswith("on the device")
+
+
+def test_several_cards_are_said() -> None:
+    assert str(T4) == "2 x Tesla T4 (capability 7.5, 14.7 GiB)"
+
+
+def test_peak_memory_is_positive() -> None:
+    assert hardware.peak_memory_gib() > 0.01

@@ -1,0 +1,35 @@
+"""`import nbutils` is cheap, and so is every room."""
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+
+import nbutils
+
+HEAVY = ("torch", "transformers", "datasets", "vllm", "trl", "peft", "matplotlib", "ipywidgets", "openai")
+
+
+def loaded_by(code: str) -> list[str]:
+    probe = f"{code}\nimport sys, json; print(json.dumps([n for n in {HEAVY!r} if n in sys.modules]))"
+    ran = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def rooms() -> list[str]:
+    found = [module.name for module in pkgutil.walk_packages(nbutils.__path__, "nbutils.")]
+    outside = ("nbutils.papermill_io", "nbutils.__main__")  # loaded by papermill, run by python -m
+    return [name for name in found if name not in outside and not name.endswith("__main__")]
+
+
+def test_importing_nbutils_loads_nothing_heavy_and_takes_under_300_ms() -> None:
+    assert loaded_by("import nbutils") == []
+    probe = "import time; t=time.perf_counter(); import nbutils; print(time.perf_counter()-t)"
+    seconds = [float(subprocess.check_output([sys.executable, "-c", probe])) for _ in range(3)]
+    assert min(seconds) < 0.3
+
+
+def test_no_room_loads_anything_heavy() -> None:
+    assert len(rooms()) > 15
+    assert loaded_by("import " + ", ".join(rooms())) == []

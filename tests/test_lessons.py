@@ -1,0 +1,73 @@
+"""lessons: run folders, names, what an earlier lesson left."""
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from nbutils import lessons, paths, platforms
+from nbutils.errors import CourseError
+
+LOCAL = platforms.Platform("local", "test")
+
+
+def opened(values: dict) -> tuple[lessons.RunFolder, object]:
+    return lessons.open_run(values, LOCAL, platforms.folders(LOCAL), None)
+
+
+def test_a_run_without_a_name_is_called_after_its_profile(home: Path) -> None:
+    run, resolved = opened({"PROFILE": "auto"})
+    assert run.path == home / "tiny" and resolved.name == "tiny"
+    assert lessons.default_run_name("tiny", "/models/Qwen 2.5") == "tiny-Qwen-2.5"
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "with space", "名字"])
+def test_a_run_name_that_is_no_folder_is_refused(home: Path, name: str) -> None:
+    with pytest.raises(CourseError, match="RUN_NAME is"):
+        opened({"RUN_NAME": name})
+
+
+def test_a_run_keeps_the_profile_and_model_it_began_with(home: Path) -> None:
+    (home / "demo").mkdir(parents=True)
+    (home / "demo/facts.json").write_text(json.dumps({"profile": "paper_r64", "model": str(paths.TINY_MODEL)}))
+    _, resolved = opened({"PROFILE": "auto", "RUN_NAME": "demo"})
+    assert (resolved.name, resolved.model) == ("paper_r64", str(paths.TINY_MODEL))
+
+
+def test_step_parameters_override_the_profile_and_say_so(home: Path) -> None:
+    _, resolved = opened({"PROFILE": "tiny", "MAX_STEPS": 7, "SAVE_STEPS": 0})
+    assert resolved.profile.train.max_steps == 7 and "MAX_STEPS" in resolved.choices["train.max_steps"].reason
+    assert "SAVE_STEPS" not in resolved.choices["train.save_steps"].reason
+
+
+def test_begin_and_finish_write_the_promised_facts(home: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    lesson = lessons.begin("01_environment", {"__annotations__": {"PROFILE": str}, "PROFILE": "auto"})
+    lesson.finish(answer=42)
+    facts = json.loads((home / "tiny/facts.json").read_text())
+    assert {"platform", "profile", "versions"} <= set(facts) and facts["profile"] == "tiny"
+    assert facts["lessons"]["01_environment"]["answer"] == 42 and facts["lessons"]["01_environment"]["seconds"] >= 0
+    assert "local" in capsys.readouterr().out and (home / "tiny/report.md").exists()
+
+
+def test_a_failing_earlier_lesson_is_named_with_its_last_lines(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    script = tmp_path / "02_data_prep.py"
+    script.write_text("print('first'); raise SystemExit('it broke')")
+    with pytest.raises(CourseError, match=r"(?s)lesson 02_data_prep failed .*it broke"):
+        lessons._run_script(script, {}, tmp_path)
+    assert "  | first" in capsys.readouterr().out
+
+
+def test_an_earlier_lesson_runs_with_the_same_profile_and_run(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lesson = lessons.begin("04_merge", {"__annotations__": {"RUN_NAME": str}, "RUN_NAME": "demo"})
+    (tmp_path / "03_qlora.py").write_text(
+        "PROFILE: str = 'auto'\nRUN_NAME: str = ''\nfrom nbutils import parameters\nfrom pathlib import Path\nimport os\n"
+        "v = parameters.collect(globals())\nf = Path(os.environ['NBUTILS_HOME'], RUN_NAME, 'adapter'); f.mkdir(parents=True)\n"
+        "(f / 'complete.json').write_text(str(v))\n"
+    )
+    monkeypatch.setattr(lessons, "NOTEBOOKS", tmp_path)
+    lesson.require("03_qlora")
+    assert "'PROFILE': 'tiny'" in (home / "demo/adapter/complete.json").read_text()
+    monkeypatch.setattr(sys, "executable", "/nonexistent")
+    lesson.require("03_qlora")  # is there now: nothing runs

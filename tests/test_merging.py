@@ -1,0 +1,80 @@
+"""merging: the right base, the same logits, and never half a folder."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nbutils import merging, paths
+from nbutils.errors import CourseError
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(paths.TINY_MODEL)}))
+    return folder
+
+
+def test_a_quantised_base_is_refused(tmp_path: Path, adapter: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"load_in_4bit": True}}))
+    with pytest.raises(CourseError, match="is a quantised model"):
+        merging.check_base(str(tmp_path), adapter)
+
+
+def test_another_base_is_refused(adapter: Path) -> None:
+    merging.check_base(str(paths.TINY_MODEL), adapter)
+    with pytest.raises(CourseError, match="was trained on"):
+        merging.check_base("Qwen/Qwen2.5-7B-Instruct", adapter)
+
+
+def test_a_failed_block_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+    target = tmp_path / "merged"
+    with pytest.raises(RuntimeError), merging.whole_folder(target) as folder:
+        (folder / "half").write_text("x")
+        raise RuntimeError
+    assert not target.exists()
+    with merging.whole_folder(target, steps=3) as folder:
+        (folder / "model").write_text("x")
+    assert sorted(file.name for file in target.iterdir()) == ["complete.json", "model"]
+
+
+def test_parity_wants_the_adapter_and_not_the_base() -> None:
+    adapter, base = [torch.zeros(2, 3)], [torch.ones(2, 3)]
+    assert merging.parity([torch.full((2, 3), 1e-5)], adapter, base, "float32").holds
+    for wrong in (base, [torch.full((2, 3), 0.5)]):
+        result = merging.parity(wrong, adapter, base, "float32")
+        assert not result.holds
+        with pytest.raises(CourseError, match="THE MERGE CHANGED THE MODEL"):
+            merging.require_parity(result)
+
+
+def test_an_untrained_adapter_is_no_proof() -> None:
+    same = [torch.zeros(2, 3)]
+    assert not merging.parity(same, same, same, "float32").holds
+
+
+def test_a_merged_adapter_gives_the_same_logits_after_saving_and_loading(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(paths.TINY_MODEL)
+    base = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32")
+    prompts = [[5, 6, 7, 8], [40, 41]]
+    base_logits = merging.logits(base, tokenizer, prompts)
+    tuned = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
+    tuned_logits = merging.logits(tuned, tokenizer, prompts)
+    with merging.whole_folder(tmp_path / "merged") as folder:
+        tuned.merge_and_unload().save_pretrained(folder)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
+    result = merging.parity(merging.logits(merged, tokenizer, prompts), tuned_logits, base_logits, "float32")
+    assert result.holds, str(result)
+
+
+def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    weight = torch.empty(1, dtype=torch.float32, device="meta").expand(2**55)
+    with pytest.raises(CourseError, match="saving the merged model needs"):
+        merging.require_room(tmp_path, type("Huge", (), {"parameters": lambda self: [weight]})())

@@ -1,0 +1,43 @@
+"""papermill_io: a lesson alone gets an output, everything else stays papermill's."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nbutils import papermill_io
+
+
+@pytest.fixture
+def lesson(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "03_qlora.ipynb").write_text("{}")
+    (tmp_path / "other.ipynb").write_text("{}")
+    return "03_qlora.ipynb"
+
+
+@pytest.mark.parametrize(("stdin", "stdout"), [(True, True), (False, True), (False, False)])
+def test_a_lesson_alone_goes_to_the_runs(lesson: str, stdin: bool, stdout: bool) -> None:
+    assert papermill_io.output_for([lesson, "-p", "PROFILE", "tiny", "--log-output"], stdin, stdout) == "run://03_qlora.ipynb"
+
+
+def test_an_executed_copy_is_not_overwritten(lesson: str, home: Path) -> None:
+    (home / "notebooks").mkdir(parents=True)
+    (home / "notebooks/03_qlora.ipynb").write_text("old")
+    assert papermill_io.output_for([lesson], True, True) not in (None, "run://03_qlora.ipynb")
+
+
+@pytest.mark.parametrize("words", [["03_qlora.ipynb", "out.ipynb"], ["other.ipynb"], ["missing.ipynb"], [], ["--help-notebook", "x"]])
+def test_other_calls_are_left_alone(lesson: str, words: list[str]) -> None:
+    assert papermill_io.output_for(words, True, True) is None
+
+
+def test_redirected_output_stays_papermills(lesson: str) -> None:
+    assert papermill_io.output_for([lesson], True, False) is None
+
+
+def test_the_scheme_writes_below_the_runs(home: Path) -> None:
+    handler = papermill_io.RunHandler()
+    handler.write("text", "run://a.ipynb")
+    assert (home / "notebooks/a.ipynb").read_text() == "text" == handler.read("run://a.ipynb")
+    assert handler.pretty_path("run://a.ipynb") == str(home / "notebooks/a.ipynb")
