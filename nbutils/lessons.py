@@ -111,15 +111,15 @@ class Lesson:
             return
         print(f"Lesson {stem} has not run in {self.run.path} yet: running it now with this profile.", flush=True)
         script = NOTEBOOKS / f"{stem}.py"
-        wanted = {"PROFILE": self.resolved.name, "MODEL": self.parameters.get("MODEL", ""), "RUN_NAME": self.run.name}
+        wanted = {"PROFILE": self.resolved.source, "MODEL": self.parameters.get("MODEL", ""), "RUN_NAME": self.run.name}
         passed = {name: value for name, value in wanted.items() if value and name in parameters.declared_in(script)}
         _run_script(script, passed, self.folders.keep)
 
     def finish(self, **facts: Any) -> None:
         """Write this lesson's facts and say where everything is."""
         top = {
-            "platform": asdict(self.platform), "profile": self.resolved.name, "model": self.model,
-            "card": asdict(self.card) if self.card else None, "versions": record.versions(),
+            "platform": asdict(self.platform), "profile": self.resolved.name, "profile_source": self.resolved.source,
+            "model": self.model, "card": asdict(self.card) if self.card else None, "versions": record.versions(),
         }  # fmt: skip
         entry = {"seconds": round(time.monotonic() - self.started, 1), **facts}
         whole = record.update(self.run.facts, top, self.stem, entry)
@@ -151,8 +151,8 @@ def open_run(
     """The run folder and the resolved profile; a run that exists already keeps the profile it began with."""
     profile, model, name = values.get("PROFILE", "auto"), values.get("MODEL", ""), values.get("RUN_NAME", "")
     earlier = record.read(folders.keep / check_run_name(name) / "facts.json") if name else {}
-    if profile == "auto" and not model and "profile" in earlier:
-        profile, model = earlier["profile"], earlier.get("model", "")
+    if profile == "auto" and not model and "profile_source" in earlier:
+        profile, model = earlier["profile_source"], earlier["model"]
     resolved = profiles.resolve(profile, model, card=card, platform=platform, online=platforms.hub_online)
     overrides = {
         field: (values[name], f"parameter {name}") for name, field in OVERRIDES.items() if values.get(name, 0) > 0

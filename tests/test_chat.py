@@ -88,14 +88,10 @@ def test_without_a_notebook_trained_tokens_stand_in_brackets(
 
 
 def test_in_a_notebook_the_row_is_shown_as_html(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import IPython
     import IPython.display
 
-    class Shell:
-        kernel = object()
-
     shown: list[Any] = []
-    monkeypatch.setattr(IPython, "get_ipython", Shell)
+    monkeypatch.setattr("nbutils.chat.rendering.in_kernel", lambda: True)
     monkeypatch.setattr(IPython.display, "display", lambda bundle, raw: shown.append(bundle))
     chat.show_row(tokenizer, ONE)
     assert "<span" in shown[0]["text/html"] and "[On its way." in shown[0]["text/plain"]

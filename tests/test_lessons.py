@@ -31,7 +31,7 @@ def test_a_run_name_that_is_no_folder_is_refused(home: Path, name: str) -> None:
 
 def test_a_run_keeps_the_profile_and_model_it_began_with(home: Path) -> None:
     (home / "demo").mkdir(parents=True)
-    (home / "demo/facts.json").write_text(json.dumps({"profile": "paper_r64", "model": str(paths.TINY_MODEL)}))
+    (home / "demo/facts.json").write_text(json.dumps({"profile_source": "paper_r64", "model": str(paths.TINY_MODEL)}))
     _, resolved = opened({"PROFILE": "auto", "RUN_NAME": "demo"})
     assert (resolved.name, resolved.model) == ("paper_r64", str(paths.TINY_MODEL))
 

@@ -42,19 +42,26 @@ def test_a_failed_block_leaves_nothing_that_looks_finished(tmp_path: Path) -> No
     assert sorted(file.name for file in target.iterdir()) == ["complete.json", "model"]
 
 
+ADAPTER = [torch.linspace(-3, 3, 60).reshape(2, 30)]
+BASE = [ADAPTER[0].flip(1)]
+
+
 def test_parity_wants_the_adapter_and_not_the_base() -> None:
-    adapter, base = [torch.zeros(2, 3)], [torch.ones(2, 3)]
-    assert merging.parity([torch.full((2, 3), 1e-5)], adapter, base, "float32").holds
-    for wrong in (base, [torch.full((2, 3), 0.5)]):
-        result = merging.parity(wrong, adapter, base, "float32")
+    assert merging.parity([ADAPTER[0] + 1e-5], ADAPTER, BASE, "float32").holds
+    for wrong in (BASE, [ADAPTER[0] + 0.5]):
+        result = merging.parity(wrong, ADAPTER, BASE, "float32")
         assert not result.holds
         with pytest.raises(CourseError, match="THE MERGE CHANGED THE MODEL"):
             merging.require_parity(result)
 
 
+def test_a_merge_that_lost_the_tuning_is_caught_also_where_rounding_is_coarse() -> None:
+    base = [ADAPTER[0] + 0.02]
+    assert not merging.parity(base, ADAPTER, base, "bfloat16").holds
+
+
 def test_an_untrained_adapter_is_no_proof() -> None:
-    same = [torch.zeros(2, 3)]
-    assert not merging.parity(same, same, same, "float32").holds
+    assert not merging.parity(ADAPTER, ADAPTER, ADAPTER, "float32").holds
 
 
 def test_a_merged_adapter_gives_the_same_logits_after_saving_and_loading(tmp_path: Path) -> None:

