@@ -164,13 +164,19 @@ def test_the_last_answer_is_split_off(tokenizer: Any) -> None:
     assert TWO[3]["content"] == "Today." and chat.missing_stop(tokenizer) == ""
 
 
+def test_rows_go_to_the_trainer_whole_where_answers_can_be_marked(tokenizer: Any) -> None:
+    assert chat.training_rows(tokenizer, ROWS) == ROWS
+    assert chat.training_rows(tokenizer, ROWS, "prompt_completion")[1] == {"prompt": TWO[:3], "completion": TWO[3:]}
+
+
 def test_prompt_and_completion_are_masked_as_trl_masks_them(bare: Any, tmp_path: Any) -> None:
     from datasets import Dataset
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from trl import SFTConfig, SFTTrainer
 
     tokenizer = with_template(bare, GLM, eos="<|endoftext|>")
-    rows = [chat.to_prompt_completion(row, chat.missing_stop(tokenizer)) for row in ROWS]
+    rows = chat.training_rows(tokenizer, ROWS)
+    assert set(rows[0]) == {"prompt", "completion"}
     tiny = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2,

@@ -493,6 +493,16 @@ def test_texts_are_compared_where_tokens_are_not_told() -> None:
     assert parity.identical == 1 and "text by text" in str(parity) and "character 3" in str(parity)
 
 
+def test_parity_is_demanded_in_float32_and_prompts_always() -> None:
+    local = [Answer([1], [3], "a")]
+    other_answer, other_prompt = [Answer([1], [4], "b")], [Answer([2], [3], "a")]
+    serving.require_parity(serving.compare(local, local), "float32")
+    serving.require_parity(serving.compare(other_answer, local), "float16")
+    for served, dtype in ((other_answer, "float32"), (other_prompt, "float16")):
+        with pytest.raises(CourseError, match="differs at token 0"):
+            serving.require_parity(serving.compare(served, local), dtype)
+
+
 def test_different_numbers_of_answers_cannot_be_compared() -> None:
     with pytest.raises(CourseError, match="0 answers of the server and 1"):
         serving.compare([], [Answer([1], [1], "a")])

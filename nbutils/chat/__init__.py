@@ -13,6 +13,7 @@ from nbutils.chat.rendering import (
     show_row,
     to_prompt_completion,
     training_format,
+    training_rows,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "show_row",
     "to_prompt_completion",
     "training_format",
+    "training_rows",
 ]

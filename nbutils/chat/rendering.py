@@ -106,6 +106,15 @@ def missing_stop(tokenizer: Any) -> str:
     return "" if any(token in closing for token in tokenizer.get_added_vocab()) else str(tokenizer.eos_token or "")
 
 
+def training_rows(tokenizer: Any, rows: Iterable[dict[str, Any]], form: str = "") -> list[dict[str, Messages]]:
+    """The rows as SFTTrainer takes them: `messages` with assistant_only_loss, or `prompt` and `completion`."""
+    rows = list(rows)
+    view = View(tokenizer, form or training_format(tokenizer, rows).value)
+    if view.form == "messages":
+        return [{"messages": row["messages"]} for row in rows]
+    return [to_prompt_completion(row, view.stop) for row in rows]
+
+
 class View:
     """How one tokenizer renders rows: for training, and as a server would."""
 

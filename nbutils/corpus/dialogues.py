@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from nbutils.corpus.messages import Message, Scene, draw_message, draw_scene
 from nbutils.corpus.words import CITIES, DAYS, ITEMS, LANGUAGES, LARGEST, PEOPLE, Word, number_en, number_zh
@@ -123,13 +124,13 @@ def key_points(rng: random.Random) -> str:
     named = {"zh": "", "en": " "}[language].join(rng.choice(_QUESTIONS[language][key]) for key in keys)
     values = [_answer(message, key, language, unknown) for key in keys]
     mark = rng.choice(("，", "、", "；", ", ", "; ", "\n"))
-    told = f"{head}{message.text}\n{named}" + (_NULL[language] if strict else "")
+    told = f"{head}{message.text}\n{named}" + (" " + _NULL[language] if strict else "")
     return chat(told, mark.join(f'"{value}"' if mark == ", " and value != "null" else value for value in values))
 
 
 def _phrase(scene: Scene, language: str) -> str:
     """Return `three boxes of apples` in one of the languages."""
-    slots = scene._replace(language=language).slots()
+    slots = replace(scene, language=language).slots()
     return slots["amount"] + (" " if language == "en" else "") + slots["item"]
 
 

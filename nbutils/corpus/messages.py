@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import zlib
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from nbutils.corpus.words import (
     CITIES,
@@ -111,7 +111,8 @@ MESSAGES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-class Scene(NamedTuple):
+@dataclass(frozen=True)
+class Scene:
     """What one text is about: how many of which item, in which city, on which day."""
 
     language: str
@@ -144,7 +145,8 @@ class Scene(NamedTuple):
         return {"amount": amount, "amount_only": only, "day": day, "when": when, **names}
 
 
-class Message(NamedTuple):
+@dataclass(frozen=True)
+class Message:
     """A customer's message, what it is about, and which facts it really contains."""
 
     scene: Scene
@@ -193,7 +195,8 @@ def draw_message(rng: random.Random, for_samples: bool = False) -> Message:
 
 def sample_rows(count: int, seed: int, taken: set[str] | None = None) -> list[dict]:
     """Draw chat rows of message and ticket; no two share a ticket, and none has a ticket already in `taken`."""
-    rng, used, rows = random.Random(seed), set(taken or ()), []
+    rng, used = random.Random(seed), set(taken or ())
+    rows: list[dict] = []
     while len(rows) < count:
         message = draw_message(rng, for_samples=True)
         if message.ticket() not in used:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -43,9 +45,6 @@ def pieces(text: str) -> list[str]:
 
 def build_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     """Train a byte-level BPE tokenizer on our own text and dress it as a Qwen2 chat tokenizer."""
-    import json
-
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 
     if vocab_size < SMALLEST_VOCABULARY:
@@ -54,20 +53,11 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
             f"{SMALLEST_VOCABULARY} or more: 256 bytes come first",
             "raise VOCAB; the bundled model has 3072",
         )
-    special = [END_OF_TEXT, TURN_START, TURN_END]
-    bare = Tokenizer(models.BPE())
-    bare.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bare.train_from_iterator((pieces(text) for text in texts), trainer)
-    learned = json.loads(bare.to_str())["model"]
+    learned = _learn_merges(texts, vocab_size, Qwen2Tokenizer().backend_tokenizer.pre_tokenizer)
+    merges: Any = [tuple(pair) for pair in learned["merges"]]
     return Qwen2Tokenizer(
         vocab=learned["vocab"],
-        merges=[tuple(pair) for pair in learned["merges"]],
+        merges=merges,
         eos_token=TURN_END,
         pad_token=END_OF_TEXT,
         additional_special_tokens=[TURN_START],
@@ -76,13 +66,29 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
 
 
+def _learn_merges(texts: Iterable[str], vocab_size: int, pre_tokenizer: Any) -> dict[str, Any]:
+    """Return vocabulary and merges; special tokens come first, so their ids are 0, 1, 2 at every size."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    bare = Tokenizer(models.BPE())
+    bare.pre_tokenizer = pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bare.train_from_iterator((pieces(text) for text in texts), trainer)
+    return json.loads(bare.to_str())["model"]
+
+
 def token_rows(texts: Iterable[str], tokenizer: Any, length: int, batch: int = 2000) -> torch.Tensor:
     """Fill rows of `length` tokens; each row opens with the start of a document, the last document is cut to fit."""
-    import itertools
-
     import torch
 
-    end, rows, row, stream = tokenizer.pad_token_id, [], [], iter(texts)
+    end, stream = tokenizer.pad_token_id, iter(texts)
+    rows: list[list[int]] = []
+    row: list[int] = []
     while chunk := list(itertools.islice(stream, batch)):
         for ids in tokenizer(chunk, add_special_tokens=False)["input_ids"]:
             row.extend([*ids, end])
@@ -90,5 +96,5 @@ def token_rows(texts: Iterable[str], tokenizer: Any, length: int, batch: int = 2
                 rows.append(row[:length])
                 row = []
     if not rows:
-        raise CourseError("too little text for one row", f"{length} tokens or more", "draw more texts or shorten LENGTH")
+        raise CourseError("too little text for one row", f"{length} tokens or more", "draw more texts or lower LENGTH")
     return torch.tensor(rows, dtype=torch.int32)

@@ -119,11 +119,11 @@ PEOPLE: tuple[Word, ...] = (
     Word("大卫", "David"),
 )
 
-_ONES_ZH = " 一 二 三 四 五 六 七 八 九".split(" ")
+_ONES_ZH = ("", *"一二三四五六七八九")
 _ENGLISH = (
-    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty"
-).split()
+    "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
+    "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
+)  # fmt: skip
 LARGEST = len(_ENGLISH)
 
 

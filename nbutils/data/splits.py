@@ -73,8 +73,8 @@ def _reuse(out: Path, asked: dict[str, Any]) -> DataCard:
     if not _same_source(card, asked["source"], asked["eval_source"]):
         changed = ["source", "eval_source", *changed]
     if changed:
-        had = ", ".join(f"{key} {getattr(card, key)}" for key in changed)
-        want = ", ".join(f"{key} {asked[key]}" for key in changed)
+        had = ", ".join(f"{key} {getattr(card, key)!r}" for key in changed)
+        want = ", ".join(f"{key} {asked[key]!r}" for key in changed)
         raise CourseError(
             f"{out} already holds data made from other input.\n  There: {had}\n  Asked: {want}",
             "one data set per run",

@@ -4,8 +4,8 @@ Not here: importing vllm into the kernel that trains, or choosing vLLM's flags (
 """
 from __future__ import annotations
 
-from nbutils.serving.client import Parity, ask, compare
+from nbutils.serving.client import Parity, ask, compare, require_parity
 from nbutils.serving.environment import ServingEnvironment, ensure_environment
 from nbutils.serving.server import Server
 
-__all__ = ["Parity", "Server", "ServingEnvironment", "ask", "compare", "ensure_environment"]
+__all__ = ["Parity", "Server", "ServingEnvironment", "ask", "compare", "ensure_environment", "require_parity"]

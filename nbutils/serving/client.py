@@ -88,6 +88,17 @@ def compare(answers_server: Sequence[Answer], answers_local: Sequence[Answer]) -
     return Parity(sum(answers), len(pairs), sum(prompts) if by_token else 0, told, "token" if by_token else "text")
 
 
+def require_parity(parity: Parity, dtype: str) -> None:
+    """Stop unless the server says the same; in 16 bits only prompts must agree, as rounding may tip a close choice."""
+    prompts_differ = parity.by == "token" and parity.same_prompts < parity.total
+    if parity.full or (dtype != "float32" and not prompts_differ):
+        return
+    raise CourseError(
+        str(parity), "the same prompts, and in float32 the same answers token by token",
+        "serve the folder lesson 04 wrote, with its own chat template and generation config",
+    )  # fmt: skip
+
+
 def _same(server: Answer, local: Answer, by_token: bool) -> bool:
     return server.token_ids == local.token_ids if by_token else server.text == local.text
 

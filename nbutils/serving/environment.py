@@ -202,7 +202,8 @@ def _step(title: str, command: list[str], log: Path, beat: float = 20.0) -> None
                     running.wait(beat)
                     break
                 except subprocess.TimeoutExpired:
-                    print(f"  {title}: {time.monotonic() - started:.0f} s, {_last_line(log)}", flush=True)
+                    latest = (_lines(log) or ["no output yet"])[-1]
+                    print(f"  {title}: {time.monotonic() - started:.0f} s, {latest[:80]}", flush=True)
         finally:
             running.kill()
     if running.returncode != 0:
@@ -210,16 +211,16 @@ def _step(title: str, command: list[str], log: Path, beat: float = 20.0) -> None
     print(f"  {title}: done in {time.monotonic() - started:.0f} s", flush=True)
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1].strip()[:90] if lines else ""
+def _lines(log: Path) -> list[str]:
+    """The log without pip's warnings."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.startswith("WARNING")]
 
 
 def _failed(title: str, log: Path) -> CourseError:
     """A failed step in plain words."""
-    text = log.read_text(encoding="utf-8", errors="replace")
-    tail = "\n".join(line for line in text.strip().splitlines()[-12:] if not line.startswith("WARNING"))
-    if re.search(r"No module named '?(venv|pip)|no such option: --python", text):
+    tail = "\n".join(_lines(log)[-12:])
+    if re.search(r"No module named '?(venv|pip)|no such option: --python", tail):
         todo = "install what is missing or too old (pip, venv; Debian: apt install python3-pip python3-venv)"
     else:
         todo = f"read {log}; with no network here, set NBUTILS_SERVE_PYTHON to an interpreter that has vllm"

@@ -1,0 +1,254 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 07 · A base model of your own, from nothing
+#
+# The course runs without a network because it carries a tiny base model. This lesson shows how that model was made: text,
+# tokenizer, an untrained network, a training loop of a dozen lines. Width and depth are dials.
+#
+# You will have
+#
+# - a tokenizer trained on text that this project wrote,
+# - a Qwen2 model with your width and depth, trained by a loop you can read,
+# - its loss curve, and its answers before and after,
+# - a folder that the other lessons accept as `MODEL`.
+#
+# Takes about a minute on two CPU cores with these defaults and 0.1 GB of disk; the bundled model took two minutes on a large card.
+
+# %% [markdown]
+# The next cell installs the course where it is missing; on a machine that has it, it does nothing.
+
+# %% tags=["setup"]
+import importlib.util, os, subprocess, sys
+SOURCE = os.environ.get("NBUTILS_SOURCE") or "git+https://github.com/finetune-course/finetune-course"
+if importlib.util.find_spec("nbutils") is None:
+    print("Installing the course from", SOURCE); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE])
+
+# %% [markdown]
+# The dials. `WIDTH` is a multiple of 128. The bundled model was made with width 256, depth 6 and the numbers in
+# `data_samples/tiny_base/training.json`.
+
+# %% tags=["parameters"]
+PROFILE: str = "auto"
+RUN_NAME: str = ""
+WIDTH: int = 128
+DEPTH: int = 2
+STEPS: int = 500
+BATCH: int = 16
+LENGTH: int = 128
+VOCAB: int = 2048
+TEXTS: int = 20000
+SEED: int = 0
+
+# %% [markdown]
+# Start as always; of the profile this lesson needs nothing but the machine.
+
+# %%
+import nbutils
+
+lesson = nbutils.start("07_from_scratch", globals())
+
+# %% [markdown]
+# ## Text
+#
+# A model learns what its text does. Ours is generated: dialogues with a shop, stories, sums, translation, in Chinese and
+# English. The shop always answers in prose; a JSON ticket never occurs, so that fine-tuning has something to teach.
+
+# %%
+from nbutils import corpus
+
+for text in corpus.pretraining_texts(4, SEED):
+    print(text, end="\n\n")
+
+# %% [markdown]
+# ## Tokenizer
+#
+# Byte-level BPE: begin with 256 bytes, then join the most frequent pair of neighbours, again and again, until there are
+# `VOCAB` tokens. Any text can be written with it; frequent words cost one token.
+
+# %%
+tokenizer = corpus.build_tokenizer(corpus.pretraining_texts(min(TEXTS, 20000), SEED), VOCAB)
+ids = tokenizer("Please send 3 boxes of apples to Hangzhou. 请周五送到杭州。")["input_ids"]
+print(len(tokenizer), "tokens;", [tokenizer.decode([i]) for i in ids])
+
+# %% [markdown]
+# The corpus becomes rows of `LENGTH` tokens. The last rows are kept back to measure on text the model has not seen.
+
+# %%
+rows = corpus.token_rows(corpus.pretraining_texts(TEXTS, SEED + 1), tokenizer, LENGTH)
+rows, held_out = rows[:-64], rows[-64:]
+print(f"{len(rows):,} rows, {rows.numel() / 1e6:.1f} million tokens; {held_out.numel():,} held out")
+
+# %% [markdown]
+# ## Model
+#
+# The same architecture as Qwen2.5, only small. Input and output share one table of embeddings (`tie_word_embeddings`).
+
+# %%
+from transformers import Qwen2Config
+
+config = Qwen2Config(
+    vocab_size=VOCAB,
+    hidden_size=WIDTH,
+    intermediate_size=WIDTH * 5 // 2,
+    num_hidden_layers=DEPTH,
+    num_attention_heads=WIDTH // 64,
+    num_key_value_heads=WIDTH // 128,
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+    bos_token_id=None,
+    eos_token_id=tokenizer.eos_token_id,
+    pad_token_id=tokenizer.pad_token_id,
+)
+
+# %% [markdown]
+# A finished run with the same settings is used again; otherwise the weights are random numbers.
+
+# %%
+import torch
+from transformers import Qwen2ForCausalLM
+
+folder = lesson.run.path / "from_scratch"
+settings = {name: lesson.parameters[name] for name in ("WIDTH", "DEPTH", "STEPS", "BATCH", "LENGTH", "VOCAB", "TEXTS", "SEED")}
+finished = corpus.finished_training(folder, settings)
+device = "cuda" if lesson.card else "cpu"
+torch.manual_seed(SEED)
+model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32) if finished else Qwen2ForCausalLM(config)
+model = model.to(device)
+print(f"{model.num_parameters() / 1e6:.2f} million parameters on {device}; {'trained before' if finished else 'untrained'}")
+
+# %% [markdown]
+# What does it say before training? Nothing of use: with shared embeddings, an untrained model repeats its last token.
+
+# %%
+from nbutils.evaluation import generate
+
+asked = ["请周五给我送三箱苹果到杭州。", "Please send 3 boxes of apples to Hangzhou on Friday.", "三加四等于几？", "Who are you?"]
+conversations = [[{"role": "user", "content": text}] for text in asked]
+before = [answer.text for answer in generate(model, tokenizer, conversations, max_new_tokens=32, batch_size=4)]
+print(*map(repr, before), sep="\n")
+
+# %% [markdown]
+# ## Training
+#
+# AdamW, with weight decay on matrices only. Wider models want smaller steps, so the peak is tied to the width; the rate
+# climbs to it over a few steps and then falls along a cosine.
+
+# %%
+import math
+
+peak, warmup = 0.5 / WIDTH, max(1, min(100, STEPS // 10))
+groups = [
+    {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+    {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+]
+optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95))
+schedule = torch.optim.lr_scheduler.LambdaLR(
+    optimizer, lambda step: min((step + 1) / warmup, 0.01 + 0.99 * (0.5 + 0.5 * math.cos(math.pi * step / STEPS)))
+)
+
+# %% [markdown]
+# The loss: how surprised the model is by each next token. On a card the arithmetic is bfloat16, the weights stay float32.
+
+# %%
+def surprise(batch):
+    batch = batch.to(device, torch.long)
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        logits = model(input_ids=batch, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), batch[:, 1:].flatten())
+
+# %% [markdown]
+# And the loop: draw rows, measure the surprise, follow its gradient downhill.
+
+# %%
+import time
+
+draw = torch.Generator().manual_seed(SEED)
+losses, began = finished["losses"] if finished else [], time.perf_counter()
+model.train()
+for step in range(0 if not finished else STEPS, STEPS):
+    loss = surprise(rows[torch.randint(len(rows), (BATCH,), generator=draw)])
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step(), schedule.step(), optimizer.zero_grad()
+    if step % max(1, STEPS // 100) == 0 or step == STEPS - 1:
+        losses.append([step, round(loss.item(), 4)])
+    if step % max(1, STEPS // 10) == 0:
+        print(f"step {step:6}  loss {losses[-1][1]:.3f}  {time.perf_counter() - began:6.1f} s", flush=True)
+
+# %% [markdown]
+# The curve begins near the logarithm of the vocabulary (every token equally likely) and falls while words, then
+# sentences, then copying are learned.
+
+# %%
+from nbutils import dashboard
+
+dashboard.plot_losses(losses, folder / "loss.png", title="Pre-training loss")
+model.eval()
+with torch.no_grad():
+    held_out_loss = surprise(held_out).item()
+print(f"loss on text it has not seen: {held_out_loss:.3f} (knowing nothing: {math.log(VOCAB):.3f})")
+
+# %% [markdown]
+# The same questions again. A short run has learned the manner, not yet the facts; more `STEPS`, width and depth bring those.
+
+# %%
+after = [answer.text for answer in generate(model, tokenizer, conversations, max_new_tokens=32, batch_size=4)]
+dashboard.show_table([{"asked": a, "before": repr(b), "after": c} for a, b, c in zip(asked, before, after, strict=True)])
+
+# %% [markdown]
+# ## Keep it
+#
+# Weights in bfloat16, tokenizer with its chat template, and how it was made; that record is written last, so a folder
+# that has it is complete.
+
+# %%
+from datetime import date
+from transformers import GenerationConfig
+from nbutils import paths, record
+
+if not finished:
+    stop, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=stop, pad_token_id=pad)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    made = {"date": date.today().isoformat(), "hardware": lesson.card.name if lesson.card else "CPU", "versions": record.versions()}
+    result = {"seconds": round(time.perf_counter() - began, 1), "held_out_loss": round(held_out_loss, 4), "losses": losses}
+    paths.write_json(folder / "training.json", {"settings": settings, **made, **result})
+print(f"{folder}: {paths.folder_gib(folder) * 1024:.1f} MiB")
+
+# %% [markdown]
+# ## Exercise
+#
+# Write a sentence that your model finds easy: a loss below 3.0. What does it know well, and what surprises it?
+
+# %%
+sentence = "Please send 3 boxes of apples to Hangzhou on Friday."
+with torch.no_grad():
+    saw = surprise(torch.tensor([tokenizer(corpus.chat(sentence))["input_ids"]])).item()
+
+# %% [markdown]
+# The check says what it saw and what it expected.
+
+# %%
+good = saw < 3.0
+print(f"[{' OK ' if good else 'FAIL'}] saw a loss of {saw:.2f}, expected below 3.0", "" if good else "-> try words from the texts above")
+
+# %% [markdown]
+# ## You now have
+#
+# - a tokenizer trained on text that this project wrote,
+# - a Qwen2 model with your width and depth, trained by a loop you can read,
+# - its loss curve, and its answers before and after,
+# - a folder that the other lessons accept as `MODEL`.
+#
+# The last cell writes the numbers to `facts.json`.
+
+# %%
+lesson.finish(parameters=model.num_parameters(), held_out_loss=round(held_out_loss, 4), folder=str(folder), **settings)

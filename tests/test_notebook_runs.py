@@ -1,0 +1,189 @@
+"""Every lesson, executed for real with the tiny model, and the numbers it left read back."""
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from nbutils import lessons, paths
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.notebook
+
+
+def launch(words: list[str], home: Path, cwd: Path = ROOT, **options: object) -> subprocess.CompletedProcess:
+    """A command with its own folder for runs and nobody to ask."""
+    env = {name: value for name, value in os.environ.items() if name not in ("WANDB_API_KEY", "PYTHONPATH")}
+    env |= {"NBUTILS_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    given = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 590} | options
+    return subprocess.run([sys.executable, *words], env=env, cwd=cwd, **given)  # type: ignore[call-overload]
+
+
+def facts_of(run: Path) -> dict:
+    return json.loads((run / "facts.json").read_text(encoding="utf-8"))
+
+
+def outputs(notebook: Path) -> str:
+    """All text a reader of an executed notebook sees."""
+    cells = nbformat.read(notebook, 4).cells
+    found = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
+    return "\n".join(str(out.get("text") or out.get("data", {}).get("text/html") or "") for out in found)
+
+
+@pytest.fixture(scope="session")
+def course_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`python -m nbutils run`, the whole course, once for all tests that look at its results."""
+    home = tmp_path_factory.mktemp("course")
+    ran = launch(["-m", "nbutils", "run"], home)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    for place in ("notebooks", "report.md", "facts.json"):
+        assert str(home / "tiny" / place) in ran.stdout
+    return home / "tiny"
+
+
+@pytest.mark.serve
+def test_facts_hold_what_is_promised(course_run: Path) -> None:
+    facts = facts_of(course_run)
+    assert facts["platform"]["name"] == "local" and facts["profile"] == "tiny"
+    assert {"torch", "transformers", "trl", "peft", "bitsandbytes"} <= set(facts["versions"])
+    assert set(facts["lessons"]) == set(lessons.COURSE)
+    assert all(entry["seconds"] > 0 for entry in facts["lessons"].values())
+
+
+@pytest.mark.serve
+def test_lesson_03_trained_the_adapter_and_left_the_base_alone(course_run: Path) -> None:
+    entry = facts_of(course_run)["lessons"]["03_qlora"]
+    assert entry["steps"] > 0 and entry["resumed_from_step"] == 0
+    assert 0 < entry["final_loss"] < 0.5 and entry["tokens_per_second"] > 0 and entry["peak_memory_gib"] > 0
+    assert entry["adapter_moved"] > 0 and entry["base_moved"] == 0
+    assert list((course_run / "logs/tensorboard").rglob("events.out.tfevents.*"))
+    assert list((course_run / "logs").rglob("offline-run-*"))
+    assert (course_run / "checkpoints" / f"checkpoint-{entry['steps']}.json").exists()
+
+
+@pytest.mark.serve
+def test_the_adapter_was_trained_on_4_bit_weights_in_all_linear_layers(course_run: Path) -> None:
+    config = json.loads((course_run / "adapter/adapter_config.json").read_text())
+    assert {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"} <= set(config["target_modules"])
+    source = (ROOT / "notebooks/03_qlora.py").read_text()
+    assert "load_in_4bit=True" in source and "bnb_4bit_use_double_quant" in source
+
+
+@pytest.mark.serve
+def test_fine_tuning_visibly_matters(course_run: Path) -> None:
+    match = facts_of(course_run)["lessons"]["04_merge"]["exact_match"]
+    assert match["base"] <= 0.20 and match["merged"] >= 0.80
+    shown = outputs(course_run / "notebooks/04_merge.ipynb")
+    assert "exact match: base" in shown and "Before and after" in shown and "the merge kept the tuning" in shown
+
+
+@pytest.mark.serve
+def test_the_merged_folder_stands_alone(course_run: Path) -> None:
+    names = {file.name for file in (course_run / "merged").iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "complete.json"} <= names
+    assert "quantization_config" not in json.loads((course_run / "merged/config.json").read_text())
+
+
+@pytest.mark.serve
+def test_the_server_says_what_generate_says(course_run: Path) -> None:
+    entry = facts_of(course_run)["lessons"]["05_serve"]
+    assert entry["engine"] == "vllm-cpu"
+    assert entry["identical_answers"]["count"] == entry["identical_answers"]["total"] >= 100
+    assert "parity" in outputs(course_run / "notebooks/05_serve.ipynb")
+
+
+@pytest.mark.serve
+def test_the_report_shows_the_results(course_run: Path) -> None:
+    report = (course_run / "report.md").read_text(encoding="utf-8")
+    assert "exact_match" in report and "identical_answers" in report
+
+
+@pytest.fixture(scope="module")
+def bare_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for runs in which `papermill notebooks/03_qlora.ipynb` was the first and only command, its input a pipe."""
+    home = tmp_path_factory.mktemp("bare")
+    ran = launch(["-m", "papermill", "notebooks/03_qlora.ipynb"], home)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return home
+
+
+def test_papermill_without_an_output_path_trains_and_keeps_the_executed_copy(bare_home: Path) -> None:
+    assert facts_of(bare_home / "tiny")["lessons"]["03_qlora"]["final_loss"] < 0.5
+    assert "adapter:" in outputs(bare_home / "notebooks/03_qlora.ipynb")
+    changed = subprocess.run(["git", "status", "--porcelain", "notebooks"], cwd=ROOT, capture_output=True, text=True)
+    assert ".ipynb" not in changed.stdout.replace("?? ", "")
+
+
+def test_the_same_on_a_terminal_reuses_what_is_there(bare_home: Path) -> None:
+    before = facts_of(bare_home / "tiny")["lessons"]["03_qlora"]
+    parent, child = pty.openpty()
+    ran = launch(["-m", "papermill", "notebooks/03_qlora.ipynb"], bare_home, stdin=child, stdout=child, stderr=subprocess.PIPE, capture_output=False)
+    os.close(parent)
+    after = facts_of(bare_home / "tiny")["lessons"]["03_qlora"]
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert after["resumed_from_step"] == after["steps"] == before["steps"]
+    assert after["tokens_per_second"] == before["tokens_per_second"]
+    assert len(list((bare_home / "notebooks").glob("03_qlora*.ipynb"))) == 2
+
+
+def test_a_longer_run_continues_where_the_first_ended(bare_home: Path) -> None:
+    steps = facts_of(bare_home / "tiny")["lessons"]["03_qlora"]["steps"]
+    ran = launch(["notebooks/03_qlora.py", "--PROFILE", "tiny", "--MAX_STEPS", str(steps + 3)], bare_home)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    entry = facts_of(bare_home / "tiny")["lessons"]["03_qlora"]
+    assert (entry["resumed_from_step"], entry["steps"]) == (steps, steps + 3)
+
+
+def test_another_seed_in_the_same_run_is_refused(bare_home: Path) -> None:
+    ran = launch(["notebooks/03_qlora.py", "--SEED", "7"], bare_home)
+    assert ran.returncode != 0 and "seed: kept 42, asked 7" in ran.stderr
+
+
+def test_papermill_with_output_and_parameters(tmp_path: Path) -> None:
+    out = tmp_path / "out.ipynb"
+    ran = launch(["-m", "papermill", "notebooks/03_qlora.ipynb", str(out), "-p", "PROFILE", "tiny", "-p", "MAX_STEPS", "2"], tmp_path)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert facts_of(tmp_path / "tiny")["lessons"]["03_qlora"]["steps"] == 2 and out.exists()
+
+
+def test_an_unknown_parameter_stops_papermill_by_name(tmp_path: Path) -> None:
+    ran = launch(["-m", "papermill", "notebooks/01_environment.ipynb", str(tmp_path / "o.ipynb"), "-p", "PROFIEL", "tiny"], tmp_path)
+    assert ran.returncode != 0 and "unknown parameter PROFIEL" in ran.stderr and "did you mean PROFILE?" in ran.stderr
+
+
+def test_a_plain_script_takes_parameters_and_refuses_unknown_ones(tmp_path: Path) -> None:
+    ran = launch(["notebooks/03_qlora.py", "--PROFILE", "tiny", "--MAX_STEPS", "20", "--RUN_NAME", "demo"], tmp_path)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert facts_of(tmp_path / "demo")["lessons"]["03_qlora"]["steps"] == 20
+    refused = launch(["notebooks/03_qlora.py", "--STEPS", "20"], tmp_path)
+    assert refused.returncode != 0 and "unknown parameter STEPS" in refused.stderr
+
+
+def test_lesson_04_alone_makes_what_it_needs_with_the_learners_own_profile(tmp_path: Path) -> None:
+    text = (paths.CONFIGS / "tiny.yaml").read_text(encoding="utf-8")
+    lines = ["  max_steps: 3  # only to see it run" if "max_steps:" in line and not line.startswith("#") else line for line in text.splitlines()]
+    lines = ["  rows: 4  # a quick look" if line.startswith("  rows: 0") and "asks" in line else line for line in lines]
+    (tmp_path / "mine.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    ran = launch([str(ROOT / "notebooks/04_merge.py"), "--PROFILE", str(tmp_path / "mine.yaml")], tmp_path / "runs", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
+    assert "Lesson 03_qlora has not run" in ran.stdout
+    facts = facts_of(tmp_path / "runs/mine")["lessons"]
+    assert facts["03_qlora"]["steps"] == 3 and facts["04_merge"]["rows"] == 4
+
+
+def test_a_hub_model_without_network_is_an_error_not_the_tiny_one(tmp_path: Path) -> None:
+    ran = launch(["notebooks/03_qlora.py", "--MODEL", "Qwen/Qwen2.5-0.5B-Instruct"], tmp_path)
+    assert ran.returncode != 0 and "Qwen/Qwen2.5-0.5B-Instruct" in ran.stderr and "To do:" in ran.stderr
+    assert not list(tmp_path.rglob("adapter"))
+
+
+def test_a_model_is_pretrained_from_scratch(tmp_path: Path) -> None:
+    ran = launch(["-m", "papermill", "notebooks/07_from_scratch.ipynb", str(tmp_path / "o.ipynb"), "-p", "STEPS", "20"], tmp_path)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert list(tmp_path.rglob("from_scratch/model.safetensors"))
