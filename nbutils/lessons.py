@@ -4,6 +4,7 @@ Not here: what a lesson teaches. A lesson may run in a kernel (Colab, Kaggle, pa
 """
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -131,6 +132,7 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     """Start a lesson and print where it is, what it found and where its run is kept."""
     started = time.monotonic()
     install.ensure("train")
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # asks for a kernel no lesson needs
     values = parameters.collect(namespace)
     platform = platforms.detect()
     print(f"platform  {platform.name} ({platform.evidence})")

@@ -119,7 +119,7 @@ model = AutoModelForCausalLM.from_pretrained(
     attn_implementation=profile.machine.attention,
     device_map={"": 0 if lesson.card else "cpu"},
 )
-print(f"{model.get_memory_footprint() / 2**30:.2f} GiB in memory")
+print(f"{model.get_memory_footprint() / 2**20:,.0f} MiB in memory")
 
 # %% [markdown]
 # ## The adapter

@@ -285,7 +285,7 @@ def test_follower_shows_telling_lines_only_and_not_too_many(tmp_path: Path, caps
     show = logs.Follower(log)
     show(0.0)
     with open(log, "a", encoding="utf-8") as file:
-        file.write("ne\n(Worker pid=6) INFO 11-15 01:38:55 [loader.py:1] Loading weights took 1 s\n")
+        file.write("ne\n(Worker pid=6) \x1b[32mINFO\x1b[0m 11-15 01:38:55 [loader.py:1] Loading weights took 1 s\n")
     show(1.0)
     show(2.5)
     show(30.0)

@@ -42,7 +42,7 @@ VARIABLES: dict[str, dict[str, str]] = {
 SERVE_PACKAGES = ("fastapi", "uvicorn", "openai")  # what `transformers serve` imports beyond training
 KERNEL_ONLY = (
     "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "MPLBACKEND", "PIP_CONSTRAINT", "PIP_TARGET",
-    "PIP_USER", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "PIP_USER", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 PROBE = """
 import json, torch, transformers, vllm

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nbutils.errors import CourseError
 
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) \d\d-\d\d [\d:]+ \[[\w.]+:\d+\]|INFO: )\s*")
 NOISE = re.compile(r"Route:|Triton|[█▄▀]|WARNING|Warning|warn\(|GET /|nanobind|Available routes|^\W*$|^\s{2,}")
 ERROR = re.compile(r"^(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception): .+|^[\w.]+: error: .+|^error: .+|CUDA out of memory")
@@ -46,7 +47,7 @@ class Follower:
             file.seek(self.offset)
             whole, newline, _ = file.read().rpartition(b"\n")  # the last line may be half written
         self.offset += len(whole) + len(newline)
-        return whole.decode("utf-8", "replace").splitlines()
+        return COLOUR.sub("", whole.decode("utf-8", "replace")).splitlines()
 
 
 def plain(line: str) -> str:
@@ -56,12 +57,16 @@ def plain(line: str) -> str:
 
 def tail(log: Path, lines: int = 12) -> str:
     """The last lines of a log."""
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-lines:])
+    return "\n".join(_all_lines(log)[-lines:])
+
+
+def _all_lines(log: Path) -> list[str]:
+    return COLOUR.sub("", log.read_text(encoding="utf-8", errors="replace")).strip().splitlines()
 
 
 def errors(log: Path, limit: int = 3) -> list[str]:
     """The last different error lines of a log, those that only point at others left out."""
-    lines = [PREFIX.sub("", line).strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    lines = [PREFIX.sub("", line).strip() for line in _all_lines(log)]
     found = dict.fromkeys(line for line in lines if ERROR.search(line) and not VAGUE.search(line))
     return list(found)[-limit:]
 
