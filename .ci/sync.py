@@ -3,8 +3,9 @@
     python .ci/sync.py            write it
     python .ci/sync.py --check    exit 1 if anything would change
 
-One direction only: the .py file is the source. The result has no outputs, stable cell ids and is the same byte for byte.
+One direction only: the .py file is the source. The result has no outputs, stable cell ids and stable bytes.
 """
+
 from __future__ import annotations
 
 import json
@@ -75,7 +76,9 @@ def wanted() -> dict[Path, str]:
         files |= {file: source, file.with_suffix(".ipynb"): notebook(file.stem, source)}
     readme = ROOT / "README.md"
     if readme.exists():
-        files[readme] = BADGES.sub(lambda found: found.group(1) + badges() + found.group(2), readme.read_text(encoding="utf-8"))
+        files[readme] = BADGES.sub(
+            lambda found: found.group(1) + badges() + found.group(2), readme.read_text(encoding="utf-8")
+        )
     return files
 
 

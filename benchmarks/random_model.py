@@ -5,6 +5,7 @@
 The tokenizer is the tiny model's: its ids are valid in any larger vocabulary. Good for speed, memory and plumbing;
 what such a model says means nothing.
 """
+
 from __future__ import annotations
 
 import sys

@@ -3,6 +3,7 @@
 Each module is a room with one subject; its first lines say what lives there. Importing this package is cheap:
 torch, transformers, datasets and vLLM are only loaded by the functions that need them.
 """
+
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version

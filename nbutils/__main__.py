@@ -1,4 +1,5 @@
 """`python -m nbutils`."""
+
 from __future__ import annotations
 
 from nbutils.cli import app

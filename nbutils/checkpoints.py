@@ -3,6 +3,7 @@
 The archive goes first, its manifest (size, sha256, step, fingerprint) last: an archive without a manifest, or one that
 does not match it, is as good as absent. Not here: what is in a checkpoint (the trainer decides that).
 """
+
 from __future__ import annotations
 
 import hashlib

@@ -1,4 +1,5 @@
 """`python -m nbutils …`: thin; every command calls one room."""
+
 from __future__ import annotations
 
 import sys

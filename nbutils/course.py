@@ -2,6 +2,7 @@
 
 Not here: what a lesson does, or the command line (cli).
 """
+
 from __future__ import annotations
 
 import json
@@ -27,7 +28,9 @@ def select(only: Sequence[str]) -> list[str]:
     for wanted in only:
         found = [stem for stem in available() if stem == wanted or stem.split("_")[0] == wanted]
         if not found:
-            raise CourseError(f"there is no lesson {wanted!r}.", ", ".join(available()), "write its number, as in --only 03")
+            raise CourseError(
+                f"there is no lesson {wanted!r}.", ", ".join(available()), "write its number, as in --only 03"
+            )
         chosen += found
     return chosen
 
@@ -48,7 +51,12 @@ def run(stems: Sequence[str], given: dict[str, str]) -> lessons.RunFolder:
     install.ensure("train")
     by_lesson = split_parameters(given, stems)
     platform = platforms.detect()
-    asked = {name: values[name] for values in by_lesson.values() for name in ("PROFILE", "MODEL", "RUN_NAME") if name in values}
+    asked: dict[str, Any] = {
+        name: values[name]
+        for values in by_lesson.values()
+        for name in ("PROFILE", "MODEL", "RUN_NAME")
+        if name in values
+    }
     folder, resolved = lessons.open_run(asked, platform, platforms.folders(platform), hardware.card())
     print(f"profile {resolved.name}, run {folder.path}", flush=True)
     for number, stem in enumerate(stems, 1):

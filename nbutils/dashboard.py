@@ -2,6 +2,7 @@
 
 Not here: any logic. Labels in plots are English: Colab has no Chinese font.
 """
+
 from __future__ import annotations
 
 import html

@@ -1,4 +1,5 @@
 """The one error the course raises for bad input: what was seen, what is allowed, what to do next."""
+
 from __future__ import annotations
 
 

@@ -2,6 +2,7 @@
 
 Not here: network judges, or loading models (the lessons do that).
 """
+
 from __future__ import annotations
 
 import json
@@ -35,7 +36,7 @@ def read_questions(path: Path, limit: int = 0) -> tuple[list[list[Message]], lis
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, conversation: list[Message]) -> list[int]:
     """The tokens the model sees before it answers."""
-    encoded = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
+    encoded: Any = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
     return list(encoded["input_ids"])
 
 
@@ -57,7 +58,7 @@ def generate(
             batch = order[first : first + batch_size]
             outputs = _generate_batch(model, tokenizer, [prompts[index] for index in batch], max_new_tokens)
             for index, ids in zip(batch, outputs, strict=True):
-                answers[index] = Answer(prompts[index], ids, tokenizer.decode(ids, skip_special_tokens=True))
+                answers[index] = Answer(prompts[index], ids, str(tokenizer.decode(ids, skip_special_tokens=True)))
             bar.update(len(batch))
     return [answers[index] for index in range(len(prompts))]
 

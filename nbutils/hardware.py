@@ -2,6 +2,7 @@
 
 Not here: choosing a model or a batch size (profiles). torch is imported only by the functions that ask the card.
 """
+
 from __future__ import annotations
 
 import importlib.util
@@ -97,7 +98,7 @@ def engine(found: Card | None) -> Choice:
         return Choice("vllm", f"{found.name} has capability 7.5 or more")
     return Choice(
         "transformers",
-        f"vLLM needs capability 7.5 and {found.name} has {found.capability[0]}.{found.capability[1]}: `transformers serve`",
+        f"vLLM needs 7.5, {found.name} has {found.capability[0]}.{found.capability[1]}: `transformers serve` instead",
     )
 
 

@@ -3,6 +3,7 @@
 The setup cell installs bare nbutils; the first cell of a lesson calls `ensure`, which adds what the lessons import.
 Not here: the serving environment (serving), or anything that runs when all is in place already.
 """
+
 from __future__ import annotations
 
 import importlib.metadata as metadata
@@ -32,17 +33,20 @@ def ensure(extra: str) -> None:
     if loaded:
         raise CourseError(
             f"{', '.join(loaded)} was replaced while this kernel had the old version loaded.",
-            "a kernel that starts with the new version", "restart the kernel (Runtime > Restart) and run all cells again",
-        )  # fmt: skip
+            "a kernel that starts with the new version",
+            "restart the kernel (Runtime > Restart) and run all cells again",
+        )
 
 
 def requirements(extra: str) -> list[str]:
-    """What the installed nbutils asks for under `extra` on this machine; nothing for a checkout that is not installed."""
+    """What the installed nbutils asks for under `extra` here; nothing for a checkout that is not installed."""
     try:
         listed = [Requirement(text) for text in metadata.requires("nbutils") or []]
     except metadata.PackageNotFoundError:
         return []
-    wanted = [one for one in listed if one.marker and "extra" in str(one.marker) and one.marker.evaluate({"extra": extra})]
+    wanted = [
+        one for one in listed if one.marker and "extra" in str(one.marker) and one.marker.evaluate({"extra": extra})
+    ]
     return [f"{one.name}{one.specifier}" for one in wanted]
 
 

@@ -2,6 +2,7 @@
 
 Not here: what a lesson teaches. A lesson may run in a kernel (Colab, Kaggle, papermill) or as a plain script.
 """
+
 from __future__ import annotations
 
 import logging
@@ -188,12 +189,13 @@ def _run_script(script: Path, values: dict[str, Any], keep: Path) -> None:
     command = [sys.executable, str(script), *words]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
         assert child.stdout
-        tail = []
+        tail: list[str] = []
         for line in child.stdout:
             tail = [*tail[-14:], line.rstrip()]
             print("  |", line.rstrip(), flush=True)
     if child.returncode != 0:
         raise CourseError(
             f"lesson {script.stem} failed (exit status {child.returncode}):\n" + "\n".join(tail),
-            "a lesson that runs to its end", f"open {script.stem}.ipynb and run it on its own; the first error there is the cause",
+            "a lesson that runs to its end",
+            f"open {script.stem}.ipynb and run it on its own; the first error there is the cause",
         )  # fmt: skip

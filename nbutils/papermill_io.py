@@ -1,10 +1,11 @@
 """Makes `papermill notebooks/03_qlora.ipynb` work without an output path.
 
 papermill by itself refuses that on a terminal, and without a terminal it would read a notebook from standard input and
-overwrite the lesson. This module is papermill's own kind of plug-in, an output scheme called `run://`, loaded through an
-entry point; when it is loaded for a lesson given alone, it adds `run://<lesson>.ipynb` as the output. Output redirected
-from a terminal (`papermill lesson.ipynb > out.ipynb`) stays papermill's own.
+overwrite the lesson. This module is papermill's own kind of plug-in, an output scheme called `run://`, loaded through
+an entry point; when it is loaded for a lesson given alone, it adds `run://<lesson>.ipynb` as the output. Output
+redirected from a terminal (`papermill lesson.ipynb > out.ipynb`) stays papermill's own.
 """
+
 from __future__ import annotations
 
 import sys

@@ -4,6 +4,7 @@ In a kernel the values are already in the notebook (typed there, or injected by 
 from its command line. Either way an unknown name or a wrong type is refused by name, because a misspelt parameter that
 changes nothing is the most expensive kind of typo.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -45,8 +46,8 @@ def declared(namespace: dict[str, Any]) -> Types:
 def declared_in(source: Path) -> Types:
     """The same, read from a lesson's `.py` without running it."""
     tree = ast.parse(source.read_text(encoding="utf-8"))
-    nodes = [node for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
-    return {node.target.id: _as_type(ast.unparse(node.annotation)) for node in nodes if node.target.id.isupper()}
+    annotated = {ast.unparse(node.target): node.annotation for node in tree.body if isinstance(node, ast.AnnAssign)}
+    return {name: _as_type(ast.unparse(kind)) for name, kind in annotated.items() if name.isupper()}
 
 
 def from_command_line(arguments: Sequence[str], types: Types) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 Not here: where a run is kept (platforms) or what is inside a run folder (lessons).
 """
+
 from __future__ import annotations
 
 import json

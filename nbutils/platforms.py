@@ -3,6 +3,7 @@
 Not here: torch, or anything about the card (hardware). Folders and names alone prove little: Kaggle's image is built
 from Colab's and carries its package and its /content, and Colab has stray /kaggle folders. So the order below matters.
 """
+
 from __future__ import annotations
 
 import os

@@ -2,6 +2,7 @@
 
 Not here: secrets. A value that looks like one is refused, not written.
 """
+
 from __future__ import annotations
 
 import json
@@ -44,7 +45,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def update(path: Path, top: dict[str, Any], lesson: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """Merge `top` into the record and the facts into the entry of one lesson; None leaves what an earlier run measured."""
+    """Merge `top` and one lesson's facts into the record; None leaves what an earlier run measured."""
     text = json.dumps([top, facts], ensure_ascii=False, default=str)
     if leaked := SECRET.search(text):
         raise CourseError(

@@ -2,6 +2,7 @@
 
 Not here: building the trainer or choosing its settings; lesson 03 does both in full view.
 """
+
 from __future__ import annotations
 
 import os
@@ -42,7 +43,7 @@ def tracking(logs: Path, run: str) -> list[str]:
 
 
 def repair_precision(model: nn.Module) -> int:
-    """Put trainable weights back into float32: TRL casts QLoRA adapters to bfloat16 whatever precision was asked for."""
+    """Put trainable weights back into float32: TRL casts QLoRA adapters to bfloat16 whatever was asked for."""
     import torch
 
     low = [weight for weight in model.parameters() if weight.requires_grad and weight.dtype != torch.float32]
@@ -58,7 +59,9 @@ def resume_point(keep: Path, scratch: Path, mark: dict[str, Any], resume: str) -
             f"RESUME is {resume!r}.", " or ".join(map(repr, RESUME_CHOICES)),
             '"auto" continues from the newest checkpoint that verifies, "never" starts anew',
         )  # fmt: skip
-    shutil.rmtree(scratch, ignore_errors=True)  # a folder left by a killed run proves nothing; only verified ones return
+    shutil.rmtree(
+        scratch, ignore_errors=True
+    )  # a folder left by a killed run proves nothing; only verified ones return
     scratch.mkdir(parents=True)
     if resume == "never":
         shutil.rmtree(keep, ignore_errors=True)

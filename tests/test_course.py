@@ -1,4 +1,5 @@
 """course and cli: selecting, splitting parameters, failing with a message and an exit status."""
+
 from __future__ import annotations
 
 import subprocess

@@ -1,4 +1,5 @@
 """dashboard: plain output where there is no frontend."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,5 @@
 """errors and paths: messages that help, files that are whole or absent."""
+
 from __future__ import annotations
 
 import json

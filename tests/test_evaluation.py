@@ -1,4 +1,5 @@
 """evaluation: greedy answers that do not depend on their batch, and a metric that counts."""
+
 from __future__ import annotations
 
 import json
@@ -13,11 +14,15 @@ from nbutils import evaluation, paths
 def tiny():  # type: ignore[no-untyped-def]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    return AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32"), AutoTokenizer.from_pretrained(paths.TINY_MODEL)
+    return AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32"), AutoTokenizer.from_pretrained(
+        paths.TINY_MODEL
+    )
 
 
 def test_questions_are_everything_before_the_last_turn(tmp_path: Path) -> None:
-    turns = [{"role": r, "content": c} for r, c in [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]]
+    turns = [
+        {"role": r, "content": c} for r, c in [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    ]
     file = tmp_path / "eval.jsonl"
     file.write_text("\n".join(json.dumps({"messages": m}) for m in (turns, turns[:2])) + "\n")
     questions, references = evaluation.read_questions(file)

@@ -1,4 +1,5 @@
 """hardware: what each card gets, and why."""
+
 from __future__ import annotations
 
 import pytest

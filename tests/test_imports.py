@@ -1,4 +1,5 @@
 """`import nbutils` is cheap, and so is every room."""
+
 from __future__ import annotations
 
 import json

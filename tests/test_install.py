@@ -1,8 +1,10 @@
 """install: only what is missing, never the platform's torch."""
+
 from __future__ import annotations
 
 import importlib.metadata as metadata
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,10 @@ from nbutils.errors import CourseError
 
 
 def test_what_is_installed_is_not_asked_for_again() -> None:
-    assert install.unsatisfied(["pytest>=1", "no-such-distribution>=3", "pytest>=9999"]) == ["no-such-distribution>=3", "pytest>=9999"]
+    assert install.unsatisfied(["pytest>=1", "no-such-distribution>=3", "pytest>=9999"]) == [
+        "no-such-distribution>=3",
+        "pytest>=9999",
+    ]
 
 
 def test_the_extra_names_the_stack_and_this_environment_has_it() -> None:
@@ -30,7 +35,7 @@ def test_pip_is_held_to_the_pins_and_its_failure_is_told(monkeypatch: pytest.Mon
     seen = {}
 
     def fake(command: list[str], **_: object) -> SimpleNamespace:
-        seen["constraints"] = open(command[command.index("--constraint") + 1]).read()
+        seen["constraints"] = Path(command[command.index("--constraint") + 1]).read_text()
         return SimpleNamespace(returncode=1, stderr="ERROR: no network")
 
     monkeypatch.setattr(subprocess, "run", fake)

@@ -1,4 +1,5 @@
 """lessons: run folders, names, what an earlier lesson left."""
+
 from __future__ import annotations
 
 import json
@@ -59,11 +60,15 @@ def test_a_failing_earlier_lesson_is_named_with_its_last_lines(tmp_path: Path, c
     assert "  | first" in capsys.readouterr().out
 
 
-def test_an_earlier_lesson_runs_with_the_same_profile_and_run(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_lesson_runs_with_the_same_profile_and_run(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lesson = lessons.begin("04_merge", {"__annotations__": {"RUN_NAME": str}, "RUN_NAME": "demo"})
     (tmp_path / "03_qlora.py").write_text(
-        "PROFILE: str = 'auto'\nRUN_NAME: str = ''\nfrom nbutils import parameters\nfrom pathlib import Path\nimport os\n"
-        "v = parameters.collect(globals())\nf = Path(os.environ['NBUTILS_HOME'], RUN_NAME, 'adapter'); f.mkdir(parents=True)\n"
+        "PROFILE: str = 'auto'\nRUN_NAME: str = ''\nfrom nbutils import parameters\n"
+        "from pathlib import Path\nimport os\n"
+        "v = parameters.collect(globals())\nf = Path(os.environ['NBUTILS_HOME'], RUN_NAME, 'adapter')\n"
+        "f.mkdir(parents=True)\n"
         "(f / 'complete.json').write_text(str(v))\n"
     )
     monkeypatch.setattr(lessons, "NOTEBOOKS", tmp_path)

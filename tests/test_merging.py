@@ -1,4 +1,5 @@
 """merging: the right base, the same logits, and never half a folder."""
+
 from __future__ import annotations
 
 import json
@@ -72,7 +73,9 @@ def test_a_merged_adapter_gives_the_same_logits_after_saving_and_loading(tmp_pat
     base = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32")
     prompts = [[5, 6, 7, 8], [40, 41]]
     base_logits = merging.logits(base, tokenizer, prompts)
-    tuned = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
+    tuned = get_peft_model(
+        base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    )
     tuned_logits = merging.logits(tuned, tokenizer, prompts)
     with merging.whole_folder(tmp_path / "merged") as folder:
         tuned.merge_and_unload().save_pretrained(folder)

@@ -1,4 +1,5 @@
 """A new user's machine: one notebook in an empty folder, a Python that has torch but not the course."""
+
 from __future__ import annotations
 
 import json
@@ -24,12 +25,16 @@ def platform_python(tmp_path: Path) -> Path:
         if "nbutils" not in entry.name and not entry.name.startswith(("pip", "setuptools", "__pycache__")):
             (shelf / entry.name).symlink_to(entry)
     python = tmp_path / "env/bin/python"
-    site = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], text=True)
+    site = subprocess.check_output(
+        [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], text=True
+    )
     (Path(site.strip()) / "platform.pth").write_text(f"{shelf}\n")
     return python
 
 
-def test_one_notebook_in_an_empty_folder_installs_the_course_and_runs_to_the_end(tmp_path: Path, platform_python: Path) -> None:
+def test_one_notebook_in_an_empty_folder_installs_the_course_and_runs_to_the_end(
+    tmp_path: Path, platform_python: Path
+) -> None:
     clone, empty = tmp_path / "clone", tmp_path / "empty"
     subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
     empty.mkdir()
@@ -38,17 +43,23 @@ def test_one_notebook_in_an_empty_folder_installs_the_course_and_runs_to_the_end
     env |= {"NBUTILS_SOURCE": str(clone), "HF_HUB_OFFLINE": "1"}
 
     def torch_version() -> str:
-        return subprocess.check_output([platform_python, "-c", "import torch; print(torch.__version__, torch.__file__)"], text=True)
+        return subprocess.check_output(
+            [platform_python, "-c", "import torch; print(torch.__version__, torch.__file__)"], text=True
+        )
 
     before = torch_version()
     missing = subprocess.run([platform_python, "-c", "import nbutils"], cwd=empty, env=env, capture_output=True)
     assert missing.returncode != 0
     words = ["-m", "papermill", "03_qlora.ipynb", "out.ipynb", "-p", "MAX_STEPS", "3"]
-    ran = subprocess.run([platform_python, *words], cwd=empty, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    ran = subprocess.run(
+        [platform_python, *words], cwd=empty, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
     assert ran.returncode == 0, ran.stderr[-4000:]
     assert f"Installing the course from {clone}" in (empty / "out.ipynb").read_text(encoding="utf-8")
     facts = json.loads((empty / "runs/tiny/facts.json").read_text())
     assert facts["lessons"]["03_qlora"]["steps"] == 3
     assert torch_version() == before
-    inside = subprocess.check_output([platform_python, "-c", "import nbutils; print(nbutils.__file__)"], cwd=empty, env=env, text=True)
+    inside = subprocess.check_output(
+        [platform_python, "-c", "import nbutils; print(nbutils.__file__)"], cwd=empty, env=env, text=True
+    )
     assert str(tmp_path / "env") in inside

@@ -1,4 +1,5 @@
 """The notebook contract as rules; static, no lesson is run. Each test name is the rule."""
+
 from __future__ import annotations
 
 import ast
@@ -8,6 +9,7 @@ import json
 import re
 import runpy
 import statistics
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -50,7 +52,9 @@ def test_the_course_and_the_lesson_on_pretraining_are_there() -> None:
 
 def test_derived_files_are_in_step_with_their_sources() -> None:
     sync = runpy.run_path(str(ROOT / ".ci/sync.py"))
-    stale = [str(f.relative_to(ROOT)) for f, wanted in sync["wanted"]().items() if f.read_text(encoding="utf-8") != wanted]
+    stale = [
+        str(f.relative_to(ROOT)) for f, wanted in sync["wanted"]().items() if f.read_text(encoding="utf-8") != wanted
+    ]
     assert stale == [], f"{stale} out of date: run `make sync`"
 
 
@@ -87,7 +91,9 @@ def test_one_setup_cell_of_at_most_four_lines(stem: str) -> None:
 def test_one_parameters_cell_of_annotated_scalars(stem: str) -> None:
     [cell] = tagged(stem, "parameters")
     nodes = ast.parse(text(cell)).body
-    assert nodes and all(isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Constant | ast.UnaryOp) for node in nodes)
+    assert nodes and all(
+        isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Constant | ast.UnaryOp) for node in nodes
+    )
     source = next(file for file in SOURCES if file.stem == stem)
     assert list(parameters.declared_in(source)) == [node.target.id for node in nodes]
 
@@ -99,7 +105,7 @@ def test_lesson_03_has_the_promised_parameters() -> None:
 @each_lesson
 def test_a_sentence_stands_before_every_code_cell(stem: str) -> None:
     order = cells(stem)
-    for before, cell in zip(order, order[1:], strict=False):
+    for before, cell in pairwise(order):
         if cell["cell_type"] == "code":
             assert before["cell_type"] == "markdown", f"no sentence before: {text(cell)[:80]}"
 
@@ -172,7 +178,7 @@ def imported_names(stem: str) -> dict[str, object]:
 
 
 def resolve(call: ast.Call, names: dict[str, object]) -> object | None:
-    """The installed object a call names (`SFTConfig`, `AutoTokenizer.from_pretrained`), if it can be told statically."""
+    """The installed object a call names (`SFTConfig`, `AutoTokenizer.from_pretrained`), where that can be told."""
     path = ast.unparse(call.func).split(".")
     if path[0] not in names or not all(part.isidentifier() for part in path):
         return None

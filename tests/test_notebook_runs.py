@@ -1,4 +1,5 @@
 """Every lesson, executed for real with the tiny model, and the numbers it left read back."""
+
 from __future__ import annotations
 
 import json
@@ -70,7 +71,9 @@ def test_lesson_03_trained_the_adapter_and_left_the_base_alone(course_run: Path)
 @pytest.mark.serve
 def test_the_adapter_was_trained_on_4_bit_weights_in_all_linear_layers(course_run: Path) -> None:
     config = json.loads((course_run / "adapter/adapter_config.json").read_text())
-    assert {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"} <= set(config["target_modules"])
+    assert {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"} <= set(
+        config["target_modules"]
+    )
     source = (ROOT / "notebooks/03_qlora.py").read_text()
     assert "load_in_4bit=True" in source and "bnb_4bit_use_double_quant" in source
 
@@ -106,7 +109,7 @@ def test_the_report_shows_the_results(course_run: Path) -> None:
 
 @pytest.fixture(scope="module")
 def bare_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for runs in which `papermill notebooks/03_qlora.ipynb` was the first and only command, its input a pipe."""
+    """A folder for runs in which `papermill notebooks/03_qlora.ipynb` was the only command, its input a pipe."""
     home = tmp_path_factory.mktemp("bare")
     ran = launch(["-m", "papermill", "notebooks/03_qlora.ipynb"], home)
     assert ran.returncode == 0, ran.stderr[-4000:]
@@ -123,7 +126,14 @@ def test_papermill_without_an_output_path_trains_and_keeps_the_executed_copy(bar
 def test_the_same_on_a_terminal_reuses_what_is_there(bare_home: Path) -> None:
     before = facts_of(bare_home / "tiny")["lessons"]["03_qlora"]
     parent, child = pty.openpty()
-    ran = launch(["-m", "papermill", "notebooks/03_qlora.ipynb"], bare_home, stdin=child, stdout=child, stderr=subprocess.PIPE, capture_output=False)
+    ran = launch(
+        ["-m", "papermill", "notebooks/03_qlora.ipynb"],
+        bare_home,
+        stdin=child,
+        stdout=child,
+        stderr=subprocess.PIPE,
+        capture_output=False,
+    )
     os.close(parent)
     after = facts_of(bare_home / "tiny")["lessons"]["03_qlora"]
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -147,13 +157,19 @@ def test_another_seed_in_the_same_run_is_refused(bare_home: Path) -> None:
 
 def test_papermill_with_output_and_parameters(tmp_path: Path) -> None:
     out = tmp_path / "out.ipynb"
-    ran = launch(["-m", "papermill", "notebooks/03_qlora.ipynb", str(out), "-p", "PROFILE", "tiny", "-p", "MAX_STEPS", "2"], tmp_path)
+    ran = launch(
+        ["-m", "papermill", "notebooks/03_qlora.ipynb", str(out), "-p", "PROFILE", "tiny", "-p", "MAX_STEPS", "2"],
+        tmp_path,
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert facts_of(tmp_path / "tiny")["lessons"]["03_qlora"]["steps"] == 2 and out.exists()
 
 
 def test_an_unknown_parameter_stops_papermill_by_name(tmp_path: Path) -> None:
-    ran = launch(["-m", "papermill", "notebooks/01_environment.ipynb", str(tmp_path / "o.ipynb"), "-p", "PROFIEL", "tiny"], tmp_path)
+    ran = launch(
+        ["-m", "papermill", "notebooks/01_environment.ipynb", str(tmp_path / "o.ipynb"), "-p", "PROFIEL", "tiny"],
+        tmp_path,
+    )
     assert ran.returncode != 0 and "unknown parameter PROFIEL" in ran.stderr and "did you mean PROFILE?" in ran.stderr
 
 
@@ -167,10 +183,15 @@ def test_a_plain_script_takes_parameters_and_refuses_unknown_ones(tmp_path: Path
 
 def test_lesson_04_alone_makes_what_it_needs_with_the_learners_own_profile(tmp_path: Path) -> None:
     text = (paths.CONFIGS / "tiny.yaml").read_text(encoding="utf-8")
-    lines = ["  max_steps: 3  # only to see it run" if "max_steps:" in line and not line.startswith("#") else line for line in text.splitlines()]
+    lines = [
+        "  max_steps: 3  # only to see it run" if "max_steps:" in line and not line.startswith("#") else line
+        for line in text.splitlines()
+    ]
     lines = ["  rows: 4  # a quick look" if line.startswith("  rows: 0") and "asks" in line else line for line in lines]
     (tmp_path / "mine.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    ran = launch([str(ROOT / "notebooks/04_merge.py"), "--PROFILE", str(tmp_path / "mine.yaml")], tmp_path / "runs", cwd=tmp_path)
+    ran = launch(
+        [str(ROOT / "notebooks/04_merge.py"), "--PROFILE", str(tmp_path / "mine.yaml")], tmp_path / "runs", cwd=tmp_path
+    )
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
     assert "Lesson 03_qlora has not run" in ran.stdout
     facts = facts_of(tmp_path / "runs/mine")["lessons"]
@@ -184,6 +205,8 @@ def test_a_hub_model_without_network_is_an_error_not_the_tiny_one(tmp_path: Path
 
 
 def test_a_model_is_pretrained_from_scratch(tmp_path: Path) -> None:
-    ran = launch(["-m", "papermill", "notebooks/07_from_scratch.ipynb", str(tmp_path / "o.ipynb"), "-p", "STEPS", "20"], tmp_path)
+    ran = launch(
+        ["-m", "papermill", "notebooks/07_from_scratch.ipynb", str(tmp_path / "o.ipynb"), "-p", "STEPS", "20"], tmp_path
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert list(tmp_path.rglob("from_scratch/model.safetensors"))

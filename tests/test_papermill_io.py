@@ -1,4 +1,5 @@
 """papermill_io: a lesson alone gets an output, everything else stays papermill's."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -18,7 +19,10 @@ def lesson(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(("stdin", "stdout"), [(True, True), (False, True), (False, False)])
 def test_a_lesson_alone_goes_to_the_runs(lesson: str, stdin: bool, stdout: bool) -> None:
-    assert papermill_io.output_for([lesson, "-p", "PROFILE", "tiny", "--log-output"], stdin, stdout) == "run://03_qlora.ipynb"
+    assert (
+        papermill_io.output_for([lesson, "-p", "PROFILE", "tiny", "--log-output"], stdin, stdout)
+        == "run://03_qlora.ipynb"
+    )
 
 
 def test_an_executed_copy_is_not_overwritten(lesson: str, home: Path) -> None:
@@ -27,7 +31,9 @@ def test_an_executed_copy_is_not_overwritten(lesson: str, home: Path) -> None:
     assert papermill_io.output_for([lesson], True, True) not in (None, "run://03_qlora.ipynb")
 
 
-@pytest.mark.parametrize("words", [["03_qlora.ipynb", "out.ipynb"], ["other.ipynb"], ["missing.ipynb"], [], ["--help-notebook", "x"]])
+@pytest.mark.parametrize(
+    "words", [["03_qlora.ipynb", "out.ipynb"], ["other.ipynb"], ["missing.ipynb"], [], ["--help-notebook", "x"]]
+)
 def test_other_calls_are_left_alone(lesson: str, words: list[str]) -> None:
     assert papermill_io.output_for(words, True, True) is None
 

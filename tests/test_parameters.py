@@ -1,4 +1,5 @@
 """parameters: typed, named, and nothing unknown slips through."""
+
 from __future__ import annotations
 
 import subprocess
@@ -60,7 +61,8 @@ def test_declared_parameters_are_read_from_the_source_without_running_it(tmp_pat
 def test_a_plain_script_takes_its_parameters_from_the_command_line(tmp_path: Path) -> None:
     script = tmp_path / "lesson.py"
     script.write_text(
-        "STEPS: int = 3\nfrom nbutils import parameters\nprint(parameters.collect(globals()), STEPS)\n", encoding="utf-8"
+        "STEPS: int = 3\nfrom nbutils import parameters\nprint(parameters.collect(globals()), STEPS)\n",
+        encoding="utf-8",
     )
     ran = subprocess.run([sys.executable, script, "--STEPS", "7"], capture_output=True, text=True)
     assert ran.stdout.strip() == "{'STEPS': 7} 7", ran.stderr

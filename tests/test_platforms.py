@@ -1,4 +1,5 @@
 """platforms: the right name for the right reason, decoys included."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,5 @@
 """Profiles: every YAML of the course, every mistake by name, `auto`, fallbacks, overrides."""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,5 @@
 """The README is true: its tree, its commands, the address in one place."""
+
 from __future__ import annotations
 
 import re
@@ -27,7 +28,9 @@ def listed() -> set[str]:
 
 
 def tracked() -> set[str]:
-    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return set(files.stdout.split())
 
 
@@ -55,11 +58,10 @@ def test_the_two_commands_are_in_the_readme_and_in_the_makefile() -> None:
 
 def test_the_address_stands_in_one_place_and_is_carried_from_there() -> None:
     address = re.search(r'Repository = "([^"]+)"', (ROOT / "pyproject.toml").read_text()).group(1)
-    by_hand = [
-        path for path in tracked()
-        if Path(path).suffix in (".py", ".md", ".yml", ".yaml", ".toml", ".json") and path != "pyproject.toml"
-        and not path.startswith("notebooks/") and address.removeprefix("https://") in (ROOT / path).read_text(encoding="utf-8")
-    ]  # fmt: skip
+    texts = {path for path in tracked() if Path(path).suffix in (".py", ".md", ".yml", ".yaml", ".toml", ".json")}
+    others = [path for path in texts if path != "pyproject.toml" and not path.startswith("notebooks/")]
+    plain = address.removeprefix("https://")
+    by_hand = [path for path in others if plain in (ROOT / path).read_text(encoding="utf-8")]
     assert by_hand in ([], ["README.md"])
     outside_badges = re.sub(r"(?s)<!-- badges -->.*?<!-- /badges -->", "", README)
     assert address not in outside_badges

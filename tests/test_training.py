@@ -1,7 +1,9 @@
 """training: the right weights in the right type, packing that keeps rows apart, logs without prompts."""
+
 from __future__ import annotations
 
 import copy
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,7 +52,7 @@ def test_packed_rows_do_not_see_each_other(tiny) -> None:  # type: ignore[no-unt
 
     rows = [[5, 6, 7, 8, 9], [20, 21, 22], [30, 31, 32, 33]]
     collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    packed = {"input_ids": sum(rows, []), "labels": sum(rows, []), "seq_lengths": [len(row) for row in rows]}
+    packed = {"input_ids": [*chain(*rows)], "labels": [*chain(*rows)], "seq_lengths": [len(row) for row in rows]}
     batch = collator([packed])
     batch.pop("labels")
     with torch.inference_mode():
@@ -60,7 +62,15 @@ def test_packed_rows_do_not_see_each_other(tiny) -> None:  # type: ignore[no-unt
 
 
 def test_logs_go_to_the_run_and_wandb_is_offline_without_a_key(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WANDB_MODE", "WANDB_DIR", "WANDB_NAME", "WANDB_SILENT", "WANDB_CONSOLE", "WANDB_PROJECT", "TENSORBOARD_LOGGING_DIR"):
+    for name in (
+        "WANDB_MODE",
+        "WANDB_DIR",
+        "WANDB_NAME",
+        "WANDB_SILENT",
+        "WANDB_CONSOLE",
+        "WANDB_PROJECT",
+        "TENSORBOARD_LOGGING_DIR",
+    ):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     import os

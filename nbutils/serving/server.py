@@ -46,7 +46,7 @@ class Server:
         log: Path | None = None,
     ) -> None:
         self.environment = ensure_environment(engine) if isinstance(engine, str) else engine
-        self.model, self.host = str(model), host
+        self.model, self.host = str(Path(model).absolute() if Path(model).is_dir() else model), host
         self.flags = flag_words(flags)
         self.port = _checked_port(host, port)
         self.log = Path(log) if log else Path(tempfile.mkdtemp(prefix="serve-")) / "serve.log"
