@@ -30,6 +30,7 @@ bench: $(VENV)/ready
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --disable-pip-version-check "pip>=23"  # lesson 05 fills its environment with `pip --python`
 	$(PY) -m pip install -q --disable-pip-version-check $(TORCH)
 	$(PY) -m pip install -q --disable-pip-version-check -c .ci/constraints.txt -e ".[train,serve,dev]"
 	touch $@

@@ -13,10 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from papermill.iorw import LocalHandler
-
 from nbutils import platforms
-from nbutils.lessons import COURSE
+from nbutils.paths import write_text
 
 SCHEME = "run://"
 FLAGS_WITHOUT_VALUE = {
@@ -27,21 +25,23 @@ FLAGS_WITHOUT_VALUE = {
 FLAGS_WITH_TWO_VALUES = {"-p", "--parameters", "-r", "--parameters_raw"}
 
 
-class RunHandler(LocalHandler):
-    """Files below the folder in which runs are kept; the folder is made when it is missing."""
-
-    def write(self, buf: str, path: str) -> None:
-        place = self.place(path)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        super().write(buf, str(place))
+class RunHandler:
+    """papermill's four verbs for files below the folder in which runs are kept; missing folders are made."""
 
     def read(self, path: str) -> str:
-        return super().read(str(self.place(path)))
+        """The text of a file."""
+        return self.place(path).read_text(encoding="utf-8")
+
+    def write(self, buf: str, path: str) -> None:
+        """A whole file, or the one that was there."""
+        write_text(self.place(path), buf)
 
     def listdir(self, path: str) -> list[str]:
-        return super().listdir(str(self.place(path)))
+        """The files of a folder."""
+        return [str(file) for file in self.place(path).iterdir()]
 
     def pretty_path(self, path: str) -> str:
+        """The path a person can open."""
         return str(self.place(path))
 
     @staticmethod
@@ -79,7 +79,7 @@ def output_for(arguments: Sequence[str], stdin_tty: bool, stdout_tty: bool) -> s
 
 
 def _is_lesson(stem: str) -> bool:
-    return stem in COURSE or (stem[:2].isdigit() and stem[2:3] == "_")
+    return stem[:2].isdigit() and stem[2:3] == "_"
 
 
 def complete_command_line() -> None:

@@ -82,7 +82,8 @@ print(len(tokenizer), "tokens;", [tokenizer.decode([i]) for i in ids])
 
 # %%
 rows = corpus.token_rows(corpus.pretraining_texts(TEXTS, SEED + 1), tokenizer, LENGTH)
-rows, held_out = rows[:-64], rows[-64:]
+kept = min(64, len(rows) // 10 + 1)
+rows, held_out = rows[:-kept], rows[-kept:]
 print(f"{len(rows):,} rows, {rows.numel() / 1e6:.1f} million tokens; {held_out.numel():,} held out")
 
 # %% [markdown]
@@ -108,23 +109,19 @@ config = Qwen2Config(
 )
 
 # %% [markdown]
-# A finished run with the same settings is used again; otherwise the weights are random numbers.
+# Its weights are random numbers, and a seed makes them the same random numbers each time.
 
 # %%
 import torch
 from transformers import Qwen2ForCausalLM
 
-folder = lesson.run.path / "from_scratch"
-settings = {name: lesson.parameters[name] for name in ("WIDTH", "DEPTH", "STEPS", "BATCH", "LENGTH", "VOCAB", "TEXTS", "SEED")}
-finished = corpus.finished_training(folder, settings)
 device = "cuda" if lesson.card else "cpu"
 torch.manual_seed(SEED)
-model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32) if finished else Qwen2ForCausalLM(config)
-model = model.to(device)
-print(f"{model.num_parameters() / 1e6:.2f} million parameters on {device}; {'trained before' if finished else 'untrained'}")
+model = Qwen2ForCausalLM(config).to(device)
+print(f"{model.num_parameters() / 1e6:.2f} million parameters on {device}")
 
 # %% [markdown]
-# What does it say before training? Nothing of use: with shared embeddings, an untrained model repeats its last token.
+# What does it say before training? Nothing: an untrained model runs in a circle of one or two tokens.
 
 # %%
 from nbutils.evaluation import generate
@@ -133,6 +130,17 @@ asked = ["请周五给我送三箱苹果到杭州。", "Please send 3 boxes of a
 conversations = [[{"role": "user", "content": text}] for text in asked]
 before = [answer.text for answer in generate(model, tokenizer, conversations, max_new_tokens=32, batch_size=4)]
 print(*map(repr, before), sep="\n")
+
+# %% [markdown]
+# If this run already holds a model that was trained with the same settings, it is used and the loop below has nothing to do.
+
+# %%
+folder = lesson.run.path / "from_scratch"
+settings = {name: value for name, value in lesson.parameters.items() if name not in ("PROFILE", "RUN_NAME")}
+finished = corpus.finished_training(folder, settings)
+if finished:
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+print("trained before:" if finished else "to be trained:", settings)
 
 # %% [markdown]
 # ## Training
@@ -172,7 +180,7 @@ import time
 draw = torch.Generator().manual_seed(SEED)
 losses, began = finished["losses"] if finished else [], time.perf_counter()
 model.train()
-for step in range(0 if not finished else STEPS, STEPS):
+for step in range(STEPS if finished else 0, STEPS):
     loss = surprise(rows[torch.randint(len(rows), (BATCH,), generator=draw)])
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -251,4 +259,4 @@ print(f"[{' OK ' if good else 'FAIL'}] saw a loss of {saw:.2f}, expected below 3
 # The last cell writes the numbers to `facts.json`.
 
 # %%
-lesson.finish(parameters=model.num_parameters(), held_out_loss=round(held_out_loss, 4), folder=str(folder), **settings)
+lesson.finish(parameters=model.num_parameters(), held_out_loss=round(held_out_loss, 4), **settings)

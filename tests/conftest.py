@@ -1,4 +1,5 @@
 """Shared by the tests: clean folders for runs, and no network by accident."""
+
 from __future__ import annotations
 
 from pathlib import Path

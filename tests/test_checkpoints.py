@@ -1,4 +1,5 @@
 """checkpoints: only what verifies is restored."""
+
 from __future__ import annotations
 
 import json

@@ -20,8 +20,7 @@ def loaded_by(code: str) -> list[str]:
 
 def rooms() -> list[str]:
     found = [module.name for module in pkgutil.walk_packages(nbutils.__path__, "nbutils.")]
-    outside = ("nbutils.papermill_io", "nbutils.__main__")  # loaded by papermill, run by python -m
-    return [name for name in found if name not in outside and not name.endswith("__main__")]
+    return [name for name in found if not name.endswith("__main__")]
 
 
 def test_importing_nbutils_loads_nothing_heavy_and_takes_under_300_ms() -> None:

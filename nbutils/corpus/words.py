@@ -140,9 +140,7 @@ def _rows(table: str) -> list[tuple[str, str, list[Word]]]:
 ITEMS: tuple[Item, ...] = tuple(
     Item(word, measure, Word(_KINDS[kind], kind)) for measure, kind, words in _rows(_ITEMS) for word in words
 )
-CITIES: tuple[City, ...] = tuple(
-    City(word, Word(zh, en)) for zh, en, words in _rows(_CITIES) for word in words
-)
+CITIES: tuple[City, ...] = tuple(City(word, Word(zh, en)) for zh, en, words in _rows(_CITIES) for word in words)
 
 
 def number_zh(value: int) -> str:

@@ -3,6 +3,7 @@
 `load` reads one profile and reports all its mistakes at once; `resolve` settles a profile and a model for this machine.
 Not here: a default that no YAML shows. The rooms: `schema` (the keys), `reading` (YAML), `models`, `choosing`.
 """
+
 from __future__ import annotations
 
 from nbutils.profiles.choosing import Resolved, resolve, with_overrides

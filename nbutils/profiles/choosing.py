@@ -2,6 +2,7 @@
 
 Not here: how a YAML is read (reading) or which model a name means (models).
 """
+
 from __future__ import annotations
 
 import re

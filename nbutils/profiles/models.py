@@ -2,6 +2,7 @@
 
 Not here: loading a model. `configs/models.yaml` is the list of short names, with the shapes that memory plans need.
 """
+
 from __future__ import annotations
 
 import difflib

@@ -2,6 +2,7 @@
 
 Not here: which profile suits a machine (choosing). Scalars are read as YAML 1.2 does: `on` is text, `2e-4` a number.
 """
+
 from __future__ import annotations
 
 import difflib

@@ -2,6 +2,7 @@
 
 Not here: defaults. Every key is required, so that the YAML shows everything a run uses.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable

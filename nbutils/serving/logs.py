@@ -1,4 +1,5 @@
 """A server's log for people: the lines worth showing while it starts, and why it ended in plain words."""
+
 from __future__ import annotations
 
 import re

@@ -2,6 +2,7 @@
 
 Not here: the engine's flags (they stand in the lesson) and the environment it runs in (environment).
 """
+
 from __future__ import annotations
 
 import atexit

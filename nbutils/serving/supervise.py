@@ -4,6 +4,7 @@ A kernel may be killed without a chance to clean up, and vLLM's engine processes
 killed. So this small process leads the server's process group, watches its own parent, and ends the whole group when
 that parent is gone. It imports nothing but the standard library.
 """
+
 from __future__ import annotations
 
 import ctypes
