@@ -73,7 +73,12 @@ def execute(stem: str, output: Path, values: dict[str, Any]) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     try:
         papermill.execute_notebook(
-            NOTEBOOKS / f"{stem}.ipynb", output, parameters=values, kernel_name="python3", progress_bar={"desc": stem}
+            NOTEBOOKS / f"{stem}.ipynb",
+            output,
+            parameters=values,
+            kernel_name="python3",
+            progress_bar={"desc": stem},
+            extra_arguments=["--IPKernelApp.log_level=ERROR"],  # the kernel's own remarks would break the bar
         )
     except PapermillExecutionError as failure:
         raise CourseError(

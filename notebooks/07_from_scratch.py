@@ -208,7 +208,7 @@ print(f"loss on text it has not seen: {held_out_loss:.3f} (knowing nothing: {mat
 
 # %%
 after = [answer.text for answer in generate(model, tokenizer, conversations, max_new_tokens=32, batch_size=4)]
-dashboard.show_table([{"asked": a, "before": repr(b), "after": c} for a, b, c in zip(asked, before, after, strict=True)])
+dashboard.show_table([{"asked": a, "before": repr(b), "after": repr(c)} for a, b, c in zip(asked, before, after, strict=True)])
 
 # %% [markdown]
 # ## Keep it
