@@ -17,14 +17,9 @@ from typing import Any
 
 from nbutils import hardware, install, parameters, platforms, profiles, record
 from nbutils.errors import CourseError
-from nbutils.paths import NOTEBOOKS
+from nbutils.paths import NOTEBOOKS, stamp
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
-LEAVES = {  # a lesson writes this file last, so its presence means the rest is complete
-    "02_data_prep": "data/data_card.json",
-    "03_qlora": "adapter/complete.json",
-    "04_merge": "merged/complete.json",
-}
 OVERRIDES = {"MAX_STEPS": "train.max_steps", "SAVE_STEPS": "train.save_steps"}  # 0 leaves them to the profile
 
 
@@ -80,8 +75,13 @@ class RunFolder:
         return self.path / "report.md"
 
     def has(self, stem: str) -> bool:
-        """Whether that lesson has finished in this run."""
-        return (self.path / LEAVES[stem]).exists()
+        """Whether that lesson's result is here and whole; a merge older than its adapter does not count."""
+        if stem == "02_data_prep":
+            return (self.data / "data_card.json").exists()
+        adapter, merged = stamp(self.adapter), stamp(self.merged)
+        if stem == "03_qlora":
+            return adapter is not None
+        return merged is not None and merged.get("adapter") == adapter
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,12 @@ Not here: the merge itself, which lesson 04 shows, and evaluation of answers.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbutils.errors import CourseError
 from nbutils.paths import require_disk
-from nbutils.training import complete
 
 if TYPE_CHECKING:
     import torch
@@ -68,19 +63,6 @@ def require_room(target: Path, model: PreTrainedModel) -> None:
     """Stop before saving a model that does not fit on the disk."""
     size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     require_disk(target, size * 1.1 / 2**30, "saving the merged model")
-
-
-@contextmanager
-def whole_folder(target: Path, **facts: Any) -> Iterator[Path]:
-    """A folder to write into that takes the name `target` only when the block ends without an error."""
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    yield partial
-    complete(partial, **facts)
-    if target.exists():
-        shutil.rmtree(target)
-    os.replace(partial, target)
 
 
 def logits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]) -> list[torch.Tensor]:

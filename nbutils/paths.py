@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ NOTEBOOKS = _COURSE / "notebooks"
 TINY_MODEL = SAMPLES / "tiny_base"
 
 GIB = 2**30
+STAMP = "complete.json"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -61,3 +64,27 @@ def require_disk(folder: Path, gib: float, purpose: str) -> None:
 def folder_gib(folder: Path) -> float:
     """Size of all files below `folder`."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / GIB
+
+
+def stamp(folder: Path) -> dict[str, Any] | None:
+    """What `whole_folder` wrote about a folder; None if the folder is missing or not whole."""
+    try:
+        return json.loads((folder / STAMP).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+@contextmanager
+def whole_folder(target: Path, about: dict[str, Any]) -> Iterator[Path]:
+    """A folder to write into that takes the name `target` only when the block ends without an error.
+
+    `about` is written into it last, as its stamp: what the folder was made from.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    write_json(partial / STAMP, about)
+    if target.exists():
+        shutil.rmtree(target)
+    os.replace(partial, target)

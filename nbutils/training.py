@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from nbutils import checkpoints, platforms
 from nbutils.errors import CourseError
-from nbutils.paths import write_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -129,11 +128,6 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
 def loss_history(log_history: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
     """(step, loss) pairs of the training log."""
     return [(entry["step"], entry["loss"]) for entry in log_history if "loss" in entry]
-
-
-def complete(folder: Path, **facts: Any) -> None:
-    """Write the file that says a result is whole; always the last thing written into its folder."""
-    write_json(folder / "complete.json", facts)
 
 
 def bookkeeping(lesson: Lesson, seed: int) -> dict[str, Any]:

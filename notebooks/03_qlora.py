@@ -243,14 +243,17 @@ moved = training.compare(before, trainer.model)
 print(moved)
 
 # %% [markdown]
-# The adapter is small; that is the point. It is written to a side folder and takes its name only when it is whole.
+# The adapter is small; that is the point. It is written to a side folder and takes its name only when it is whole; one that
+# is there already and of this very training is kept.
 
 # %%
-from nbutils import merging
+from nbutils import paths
 
-with merging.whole_folder(lesson.run.adapter, steps=numbers["steps"], fingerprint=mark) as folder:
-    trainer.save_model(str(folder))
-    tokenizer.save_pretrained(folder)
+about = {"steps": numbers["steps"], "fingerprint": mark}
+if paths.stamp(lesson.run.adapter) != about:
+    with paths.whole_folder(lesson.run.adapter, about) as folder:
+        trainer.save_model(str(folder))
+        tokenizer.save_pretrained(folder)
 print(f"adapter: {lesson.run.adapter}")
 
 # %% [markdown]

@@ -100,13 +100,18 @@ adapter_logits = merging.logits(tuned, tokenizer, prompts)
 merged = tuned.merge_and_unload()
 
 # %% [markdown]
-# It is written to a side folder that takes its name only when everything is in it, so half a model is never served.
+# It is written to a side folder that takes its name only when everything is in it, so half a model is never served. A merge of
+# this very adapter that is there already is kept.
 
 # %%
-merging.require_room(lesson.run.merged, merged)
-with merging.whole_folder(lesson.run.merged, base=lesson.model, dtype=str(dtype)) as folder:
-    merged.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+from nbutils import paths
+
+about = {"base": lesson.model, "dtype": str(dtype), "adapter": paths.stamp(lesson.run.adapter)}
+if paths.stamp(lesson.run.merged) != about:
+    merging.require_room(lesson.run.merged, merged)
+    with paths.whole_folder(lesson.run.merged, about) as folder:
+        merged.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 print(*sorted(file.name for file in lesson.run.merged.iterdir()), sep="\n")
 
 # %% [markdown]

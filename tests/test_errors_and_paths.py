@@ -42,3 +42,20 @@ def test_too_little_disk_is_said_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(CourseError, match=r"the merge needs 9999999\.0 GiB .* GiB are free") as caught:
         paths.require_disk(tmp_path / "not" / "there" / "yet", 9_999_999, "the merge")
     assert "NBUTILS_HOME" in str(caught.value)
+
+
+def test_a_failed_block_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+    target = tmp_path / "merged"
+    with pytest.raises(RuntimeError), paths.whole_folder(target, {}) as folder:
+        (folder / "half").write_text("x")
+        raise RuntimeError
+    assert not target.exists() and paths.stamp(target) is None
+    with paths.whole_folder(target, {"steps": 3}) as folder:
+        (folder / "model").write_text("x")
+    assert sorted(file.name for file in target.iterdir()) == ["complete.json", "model"]
+    assert paths.stamp(target) == {"steps": 3}
+
+
+def test_half_a_stamp_is_no_stamp(tmp_path: Path) -> None:
+    (tmp_path / "complete.json").write_text('{"steps"')
+    assert paths.stamp(tmp_path) is None

@@ -66,13 +66,26 @@ def test_an_earlier_lesson_runs_with_the_same_profile_and_run(
     lesson = lessons.begin("04_merge", {"__annotations__": {"RUN_NAME": str}, "RUN_NAME": "demo"})
     (tmp_path / "03_qlora.py").write_text(
         "PROFILE: str = 'auto'\nRUN_NAME: str = ''\nfrom nbutils import parameters\n"
-        "from pathlib import Path\nimport os\n"
+        "from pathlib import Path\nimport json, os\n"
         "v = parameters.collect(globals())\nf = Path(os.environ['NBUTILS_HOME'], RUN_NAME, 'adapter')\n"
         "f.mkdir(parents=True)\n"
-        "(f / 'complete.json').write_text(str(v))\n"
+        "(f / 'complete.json').write_text(json.dumps(v))\n"
     )
     monkeypatch.setattr(lessons, "NOTEBOOKS", tmp_path)
     lesson.require("03_qlora")
-    assert "'PROFILE': 'tiny'" in (home / "demo/adapter/complete.json").read_text()
+    assert '"PROFILE": "tiny"' in (home / "demo/adapter/complete.json").read_text()
     monkeypatch.setattr(sys, "executable", "/nonexistent")
     lesson.require("03_qlora")  # is there now: nothing runs
+
+
+def test_a_merge_older_than_its_adapter_does_not_count(tmp_path: Path) -> None:
+    run = lessons.RunFolder(tmp_path)
+    assert not run.has("03_qlora") and not run.has("04_merge")
+    with paths.whole_folder(run.adapter, {"steps": 10}):
+        pass
+    with paths.whole_folder(run.merged, {"adapter": {"steps": 10}}):
+        pass
+    assert run.has("03_qlora") and run.has("04_merge")
+    with paths.whole_folder(run.adapter, {"steps": 20}):
+        pass
+    assert run.has("03_qlora") and not run.has("04_merge")

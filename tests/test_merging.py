@@ -32,17 +32,6 @@ def test_another_base_is_refused(adapter: Path) -> None:
         merging.check_base("Qwen/Qwen2.5-7B-Instruct", adapter)
 
 
-def test_a_failed_block_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
-    target = tmp_path / "merged"
-    with pytest.raises(RuntimeError), merging.whole_folder(target) as folder:
-        (folder / "half").write_text("x")
-        raise RuntimeError
-    assert not target.exists()
-    with merging.whole_folder(target, steps=3) as folder:
-        (folder / "model").write_text("x")
-    assert sorted(file.name for file in target.iterdir()) == ["complete.json", "model"]
-
-
 ADAPTER = [torch.linspace(-3, 3, 60).reshape(2, 30)]
 BASE = [ADAPTER[0].flip(1)]
 
@@ -77,7 +66,7 @@ def test_a_merged_adapter_gives_the_same_logits_after_saving_and_loading(tmp_pat
         base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     )
     tuned_logits = merging.logits(tuned, tokenizer, prompts)
-    with merging.whole_folder(tmp_path / "merged") as folder:
+    with paths.whole_folder(tmp_path / "merged", {}) as folder:
         tuned.merge_and_unload().save_pretrained(folder)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
     result = merging.parity(merging.logits(merged, tokenizer, prompts), tuned_logits, base_logits, "float32")
