@@ -1,13 +1,15 @@
 """Makes `papermill notebooks/03_qlora.ipynb` work without an output path.
 
-papermill by itself refuses that on a terminal, and without a terminal it would read a notebook from standard input and
+papermill by itself refuses that on a terminal, and with a pipe as its input it would read a notebook from there and
 overwrite the lesson. This module is papermill's own kind of plug-in, an output scheme called `run://`, loaded through
-an entry point; when it is loaded for a lesson given alone, it adds `run://<lesson>.ipynb` as the output. Output
-redirected from a terminal (`papermill lesson.ipynb > out.ipynb`) stays papermill's own.
+an entry point; when it is loaded for a lesson given alone, it adds `run://<lesson>.ipynb` as the output. Where the
+output is redirected into a pipe or an .ipynb file, papermill writes the notebook there, as it always did.
 """
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -50,6 +52,9 @@ class RunHandler:
         return platforms.folders(platforms.detect()).keep / "notebooks" / path.removeprefix(SCHEME)
 
 
+HANDLER = RunHandler()
+
+
 def positional(arguments: Sequence[str]) -> list[str]:
     """The arguments of a papermill command line that are not options or their values."""
     words, skip = [], 0
@@ -64,10 +69,10 @@ def positional(arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def output_for(arguments: Sequence[str], stdin_tty: bool, stdout_tty: bool) -> str | None:
+def output_for(arguments: Sequence[str], redirected: bool) -> str | None:
     """The output to add for a lesson that was given alone; None where papermill knows what to do itself."""
     words = positional(arguments)
-    if len(words) != 1 or (stdin_tty and not stdout_tty):
+    if len(words) != 1 or redirected:
         return None
     lesson = Path(words[0])
     if lesson.suffix != ".ipynb" or not lesson.is_file() or not _is_lesson(lesson.stem):
@@ -82,11 +87,23 @@ def _is_lesson(stem: str) -> bool:
     return stem[:2].isdigit() and stem[2:3] == "_"
 
 
+def wants_the_notebook(stdin: int, stdout: int) -> bool:
+    """Whether the standard output is where the executed notebook belongs: a pipe or an .ipynb file."""
+    if stat.S_ISFIFO(os.fstat(stdin).st_mode):
+        return False
+    mode = os.fstat(stdout).st_mode
+    named = Path(f"/proc/self/fd/{stdout}")
+    return stat.S_ISFIFO(mode) or (stat.S_ISREG(mode) and named.exists() and named.resolve().suffix == ".ipynb")
+
+
+def is_papermill() -> bool:
+    """Whether this process is the papermill command (and not a program that uses it)."""
+    return Path(sys.argv[0]).stem == "papermill" or sys.orig_argv[1:3] == ["-m", "papermill"]
+
+
 def complete_command_line() -> None:
     """Add the output to this process's command line if it is papermill's and has none."""
-    if Path(sys.argv[0]).stem not in ("papermill", "__main__") and "papermill" not in Path(sys.argv[0]).parts:
-        return
-    if output := output_for(sys.argv[1:], sys.stdin.isatty(), sys.stdout.isatty()):
+    if is_papermill() and (output := output_for(sys.argv[1:], wants_the_notebook(0, 1))):
         sys.argv.append(output)
         print(f"The executed notebook goes to {RunHandler.place(output)}", file=sys.stderr)
 

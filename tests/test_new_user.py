@@ -19,8 +19,8 @@ pytestmark = pytest.mark.install
 def platform_python(tmp_path: Path) -> Path:
     """An environment that sees every package of this one except nbutils, as a platform's own Python would."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
-    shelf = tmp_path / "shelf"
-    shelf.mkdir()
+    shelf = tmp_path / "platform/site-packages"  # dill takes libraries from any other folder for the user's own code
+    shelf.mkdir(parents=True)
     for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
         if "nbutils" not in entry.name and not entry.name.startswith(("pip", "setuptools", "__pycache__")):
             (shelf / entry.name).symlink_to(entry)

@@ -23,6 +23,8 @@ def launch(words: list[str], home: Path, cwd: Path = ROOT, **options: object) ->
     env = {name: value for name, value in os.environ.items() if name not in ("WANDB_API_KEY", "PYTHONPATH")}
     env |= {"NBUTILS_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     given = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 590} | options
+    if "input" in options:
+        del given["stdin"]
     return subprocess.run([sys.executable, *words], env=env, cwd=cwd, **given)  # type: ignore[call-overload]
 
 
@@ -111,7 +113,7 @@ def test_the_report_shows_the_results(course_run: Path) -> None:
 def bare_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for runs in which `papermill notebooks/03_qlora.ipynb` was the only command, its input a pipe."""
     home = tmp_path_factory.mktemp("bare")
-    ran = launch(["-m", "papermill", "notebooks/03_qlora.ipynb"], home)
+    ran = launch(["-m", "papermill", "notebooks/03_qlora.ipynb"], home, input="")
     assert ran.returncode == 0, ran.stderr[-4000:]
     return home
 
@@ -153,6 +155,12 @@ def test_a_longer_run_continues_where_the_first_ended(bare_home: Path) -> None:
 def test_another_seed_in_the_same_run_is_refused(bare_home: Path) -> None:
     ran = launch(["notebooks/03_qlora.py", "--SEED", "7"], bare_home)
     assert ran.returncode != 0 and "seed: kept 42, asked 7" in ran.stderr
+
+
+def test_a_captured_output_is_the_executed_notebook_as_papermill_has_it(tmp_path: Path) -> None:
+    ran = launch(["-m", "papermill", "notebooks/01_environment.ipynb"], tmp_path)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert nbformat.reads(ran.stdout, 4).metadata.papermill.exception is None
 
 
 def test_papermill_with_output_and_parameters(tmp_path: Path) -> None:

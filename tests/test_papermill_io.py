@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 from pathlib import Path
 
 import pytest
@@ -17,29 +19,35 @@ def lesson(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "03_qlora.ipynb"
 
 
-@pytest.mark.parametrize(("stdin", "stdout"), [(True, True), (False, True), (False, False)])
-def test_a_lesson_alone_goes_to_the_runs(lesson: str, stdin: bool, stdout: bool) -> None:
-    assert (
-        papermill_io.output_for([lesson, "-p", "PROFILE", "tiny", "--log-output"], stdin, stdout)
-        == "run://03_qlora.ipynb"
-    )
+def test_a_lesson_alone_goes_to_the_runs(lesson: str) -> None:
+    words = [lesson, "-p", "PROFILE", "tiny", "--log-output"]
+    assert papermill_io.output_for(words, redirected=False) == "run://03_qlora.ipynb"
+
+
+def test_a_pipe_or_an_ipynb_file_gets_the_notebook_a_terminal_or_a_log_does_not(tmp_path: Path) -> None:
+    quiet, (piped, into) = os.open("/dev/null", os.O_RDWR), os.pipe()
+    notebook, log = (os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("out.ipynb", "train.log"))
+    _, terminal = pty.openpty()
+    wants = papermill_io.wants_the_notebook
+    assert wants(quiet, into) and wants(quiet, notebook)
+    assert not wants(quiet, log) and not wants(terminal, terminal) and not wants(piped, into)
 
 
 def test_an_executed_copy_is_not_overwritten(lesson: str, home: Path) -> None:
     (home / "notebooks").mkdir(parents=True)
     (home / "notebooks/03_qlora.ipynb").write_text("old")
-    assert papermill_io.output_for([lesson], True, True) not in (None, "run://03_qlora.ipynb")
+    assert papermill_io.output_for([lesson], redirected=False) not in (None, "run://03_qlora.ipynb")
 
 
 @pytest.mark.parametrize(
     "words", [["03_qlora.ipynb", "out.ipynb"], ["other.ipynb"], ["missing.ipynb"], [], ["--help-notebook", "x"]]
 )
 def test_other_calls_are_left_alone(lesson: str, words: list[str]) -> None:
-    assert papermill_io.output_for(words, True, True) is None
+    assert papermill_io.output_for(words, redirected=False) is None
 
 
 def test_redirected_output_stays_papermills(lesson: str) -> None:
-    assert papermill_io.output_for([lesson], True, False) is None
+    assert papermill_io.output_for([lesson], redirected=True) is None
 
 
 def test_the_scheme_writes_below_the_runs(home: Path) -> None:
