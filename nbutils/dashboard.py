@@ -58,10 +58,10 @@ def plot_losses(history: Sequence[tuple[int, float]], path: Path | None = None, 
     plt.close(figure)
 
 
-def chat(answer: Callable[[str], str], example: str) -> None:
-    """A chat box in a live notebook; where nobody can type, one example question and its answer."""
+def chat(answer: Callable[[str], str], example: str, live: bool = True) -> None:
+    """One example question and its answer; below it, in a live notebook, a box to type in."""
     print(f"you    {example}\nmodel  {answer(example)}")
-    if not in_kernel() or detect().batch:
+    if not live or not in_kernel() or detect().batch:
         return
     try:
         import ipywidgets as widgets

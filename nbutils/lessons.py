@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +154,14 @@ def open_run(
     """The run folder and the resolved profile; a run that exists already keeps the profile it began with."""
     profile, model, name = values.get("PROFILE", "auto"), values.get("MODEL", ""), values.get("RUN_NAME", "")
     earlier = record.read(folders.keep / check_run_name(name) / "facts.json") if name else {}
-    if profile == "auto" and not model and "profile_source" in earlier:
+    continued = profile == "auto" and not model and "profile_source" in earlier
+    if continued:
         profile, model = earlier["profile_source"], earlier["model"]
     resolved = profiles.resolve(profile, model, card=card, platform=platform, online=platforms.hub_online)
+    if continued:
+        begun = {"profile": resolved.name, "model": resolved.model}
+        reasons = {field: hardware.Choice(value, "this run began with it") for field, value in begun.items()}
+        resolved = replace(resolved, choices=resolved.choices | reasons)
     overrides = {
         field: (values[name], f"parameter {name}") for name, field in OVERRIDES.items() if values.get(name, 0) > 0
     }

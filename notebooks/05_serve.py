@@ -206,7 +206,7 @@ def reply(text: str) -> str:
     return answer.choices[0].message.content
 
 
-dashboard.chat(reply, example=questions[-1][-1]["content"])
+dashboard.chat(reply, example=questions[-1][-1]["content"], live=KEEP_RUNNING)
 
 # %% [markdown]
 # ## Exercise
@@ -236,7 +236,7 @@ print("the server is", f"running at {server.url}" if server.running else "stoppe
 # - proof, prompt by prompt and token by token, that it says what transformers says,
 # - its start-up time and its speed, next to plain `generate`.
 #
-# That is the whole course. Lesson 06 takes the same training to more cards, lesson 07 shows where a base model comes from.
+# That is the whole course. Lesson 07 shows where a base model comes from.
 
 # %%
 lesson.finish(

@@ -35,6 +35,7 @@ def test_a_run_keeps_the_profile_and_model_it_began_with(home: Path) -> None:
     (home / "demo/facts.json").write_text(json.dumps({"profile_source": "paper_r64", "model": str(paths.TINY_MODEL)}))
     _, resolved = opened({"PROFILE": "auto", "RUN_NAME": "demo"})
     assert (resolved.name, resolved.model) == ("paper_r64", str(paths.TINY_MODEL))
+    assert resolved.choices["profile"].reason == "this run began with it"
 
 
 def test_step_parameters_override_the_profile_and_say_so(home: Path) -> None:
