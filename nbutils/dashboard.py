@@ -6,28 +6,43 @@ Not here: any logic. Labels in plots are English: Colab has no Chinese font.
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nbutils.hardware import Choice
 from nbutils.platforms import detect, in_kernel
 
 
-def show_table(rows: Sequence[dict[str, Any]], title: str = "") -> None:
-    """A table: HTML in a notebook, aligned lines in a script."""
-    if not in_kernel():
-        print(text_table(rows, title))
-        return
-    from IPython.display import HTML, display
+def show_table(rows: Sequence[dict[str, Any]], title: str = "", text: str = "") -> None:
+    """A table: HTML in a notebook; in a script `text`, or else one line per entry."""
+    _show(_html_table(rows, title), text or text_table(rows, title))
 
-    cell = "style='text-align:left;vertical-align:top;padding:4px 10px;border-bottom:1px solid #ddd'"
+
+def show_choices(choices: Mapping[str, Choice], text: str) -> None:
+    """Every decided value with its reason; `text` is the same for a terminal."""
+    rows = [{"what": name, "value": choice.value, "why": choice.reason} for name, choice in choices.items()]
+    show_table(rows, text=text)
+
+
+def _show(page: str, text: str) -> None:
+    """Both forms to a notebook, which takes the one it can draw; the text to a terminal."""
+    if not in_kernel():
+        print(text)
+        return
+    from IPython.display import display
+
+    display({"text/html": page, "text/plain": text}, raw=True)
+
+
+def _html_table(rows: Sequence[dict[str, Any]], title: str) -> str:
+    cell = "style='text-align:left;vertical-align:top;padding:2px 12px 2px 0'"
     names = list(rows[0]) if rows else []
     head = "".join(f"<th {cell}>{html.escape(str(name))}</th>" for name in names)
-    body = "".join(
-        "<tr>" + "".join(f"<td {cell}>{html.escape(str(row[name]))}</td>" for name in names) + "</tr>" for row in rows
-    )
+    lines = ["".join(f"<td {cell}>{html.escape(str(row[name]))}</td>" for name in names) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
     caption = f"<caption style='text-align:left;font-weight:bold'>{html.escape(title)}</caption>" if title else ""
-    display(HTML(f"<table style='border-collapse:collapse'>{caption}<tr>{head}</tr>{body}</table>"))
+    return f"<table style='border-collapse:collapse'>{caption}<tr>{head}</tr>{body}</table>"
 
 
 def text_table(rows: Sequence[dict[str, Any]], title: str = "") -> str:

@@ -87,13 +87,16 @@ import os
 import psutil
 
 print(f"processors this process may use: {len(os.sched_getaffinity(0))} of {os.cpu_count()}")
-print(f"memory: {psutil.virtual_memory().available / 2**30:.1f} of {psutil.virtual_memory().total / 2**30:.1f} GiB available")
+memory = psutil.virtual_memory()
+print(f"memory: {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB available")
 
 # %% [markdown]
 # The resolved profile, every value with its reason. Learning rate and rank are choices; precision is a fact of the card.
 
 # %%
-print(lesson.resolved.table())
+from nbutils import dashboard
+
+dashboard.show_choices(lesson.resolved.choices, lesson.resolved.table())
 
 # %% [markdown]
 # ## Exercise
@@ -105,14 +108,16 @@ from nbutils import profiles
 
 wanted = "t4_16gb"
 other = profiles.load(wanted)
-print("model", other.model, "| precision", other.machine.precision, "| effective batch", other.train.micro_batch * other.train.accumulation)
+batch = other.train.micro_batch * other.train.accumulation
+print("model", other.model, "| precision", other.machine.precision, "| effective batch", batch)
 
 # %% [markdown]
 # The check says what it saw and what it expected.
 
 # %%
 good = "t4" in wanted
-print(f"[{' OK ' if good else 'FAIL'}] saw {wanted!r}, expected a profile for a T4", "" if good else "-> try the names in configs/")
+print(f"[{' OK ' if good else 'FAIL'}] saw {wanted!r}, expected a profile for a T4")
+print("" if good else "try the names in configs/")
 
 # %% [markdown]
 # ## You now have

@@ -58,7 +58,9 @@ profile = lesson.profile
 # Every value of this run and why it has it. Nothing below uses a number that is not in this table.
 
 # %%
-print(lesson.resolved.table())
+from nbutils import dashboard
+
+dashboard.show_choices(lesson.resolved.choices, lesson.resolved.table())
 
 # %% [markdown]
 # ## Data
@@ -231,8 +233,6 @@ print(numbers)
 # labels are wrong; if it jumps up, the rate is too large.
 
 # %%
-from nbutils import dashboard
-
 dashboard.plot_losses(training.loss_history(trainer.state.log_history), lesson.run.logs / "loss.png")
 
 # %% [markdown]
@@ -277,4 +277,9 @@ print(f"[{' OK ' if resume_from else 'TODO'}] saw a start at step {first_step}, 
 # Lesson 04 merges the adapter and asks whether the tuning helped.
 
 # %%
-lesson.finish(**numbers, adapter_moved=moved.adapter, base_moved=moved.base, data_fingerprint=card.fingerprint)
+lesson.finish(
+    **numbers,
+    adapter_moved=moved.adapter,
+    base_moved=moved.base,
+    data_fingerprint=card.fingerprint,
+)

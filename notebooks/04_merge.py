@@ -155,9 +155,11 @@ dashboard.show_table(evaluation.before_after_table(questions, references, column
 # %%
 wrong = [i for i, answer in enumerate(merged_answers) if answer.text.strip() != references[i].strip()]
 for index in wrong[:2]:
-    print("question", questions[index][-1]["content"], "\nwanted  ", references[index], "\nsaid    ", merged_answers[index].text)
+    print("question", questions[index][-1]["content"])
+    print("wanted  ", references[index], "\nsaid    ", merged_answers[index].text)
 expected = round((1 - merged_match) * len(references))
-print(f"[{' OK ' if len(wrong) == expected else 'FAIL'}] saw {len(wrong)} wrong answers, expected {expected}: more rows in data/train.jsonl that show that field would help")
+print(f"[{' OK ' if len(wrong) == expected else 'FAIL'}] saw {len(wrong)} wrong answers, expected {expected}")
+print("try: add rows to your data that show the field it gets wrong" if wrong else "try: train 60 steps only, then look again")
 
 # %% [markdown]
 # ## You now have

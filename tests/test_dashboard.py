@@ -5,11 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from nbutils import dashboard
+from nbutils.hardware import Choice
 
 
 def test_a_table_is_text_outside_a_notebook(capsys) -> None:  # type: ignore[no-untyped-def]
     dashboard.show_table([{"question": "三个苹果", "base": "✗ x"}], "Before")
     assert capsys.readouterr().out.split() == ["Before", "question:", "三个苹果", "base:", "✗", "x"]
+
+
+def test_choices_are_shown_with_their_reasons(capsys) -> None:  # type: ignore[no-untyped-def]
+    dashboard.show_choices({"lora.rank": Choice(16, "room <enough>")}, text="rank 16: room enough")
+    assert capsys.readouterr().out == "rank 16: room enough\n"
+    page = dashboard._html_table([{"what": "lora.rank", "value": 16, "why": "room <enough>"}], "")
+    assert "room &lt;enough&gt;" in page and page.count("<tr>") == 2
 
 
 def test_the_loss_curve_is_saved(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
