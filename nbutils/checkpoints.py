@@ -19,6 +19,7 @@ from nbutils.errors import CourseError
 from nbutils.paths import folder_gib, require_disk, write_json
 
 CHUNK = 2**22
+SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.10.11, 3.11.3 lack it
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _unpack(one: Kept, scratch: Path) -> Path:
         shutil.rmtree(old, ignore_errors=True)
     partial.mkdir(parents=True)
     with tarfile.open(one.archive) as tar:
-        tar.extractall(partial, filter="data")
+        tar.extractall(partial, **SAFELY)
     os.replace(partial / one.archive.stem, target)
     shutil.rmtree(partial)
     return target

@@ -1,0 +1,68 @@
+"""What needs a CUDA card: `make test-gpu` on a machine that has one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+
+from nbutils import hardware, paths
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card on this machine"),
+]
+
+
+def test_the_card_is_found_and_computes() -> None:
+    card = hardware.card()
+    assert card is not None and card.memory_gib > 1
+    assert hardware.working_operation(card).value is True
+    assert hardware.precision(card).value == ("bf16" if card.capability >= (8, 0) else "fp16")
+
+
+def test_four_bit_weights_are_on_the_card_and_smaller() -> None:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    small = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, quantization_config=four_bit, device_map={"": 0})
+    full = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32")
+    weight = small.model.layers[0].mlp.up_proj.weight
+    assert weight.is_cuda and weight.quant_state.quant_type == "nf4" and weight.quant_state.nested
+    assert small.get_memory_footprint() < 0.5 * full.get_memory_footprint()
+
+
+def test_packed_rows_do_not_see_each_other_on_the_card() -> None:
+    from transformers import AutoModelForCausalLM
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32", device_map={"": 0}).eval()
+    rows = [[5, 6, 7, 8, 9], [20, 21, 22], [30, 31, 32, 33]]
+    flat = [*chain(*rows)]
+    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    batch = collator([{"input_ids": flat, "labels": flat, "seq_lengths": [len(row) for row in rows]}])
+    batch.pop("labels")
+    moved = {name: value.cuda() if torch.is_tensor(value) else value for name, value in batch.items()}
+    with torch.inference_mode():
+        together = model(**moved, use_cache=False).logits[0]
+        alone = torch.cat([model(input_ids=torch.tensor([row]).cuda()).logits[0] for row in rows])
+    torch.testing.assert_close(together[: len(alone)], alone, rtol=1e-3, atol=1e-3)
+
+
+def test_lessons_03_and_04_train_and_merge_on_the_card(tmp_path: Path) -> None:
+    env = os.environ | {"NBUTILS_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    script = [sys.executable, str(ROOT / "notebooks/04_merge.py"), "--PROFILE", "tiny"]
+    ran = subprocess.run(script, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
+    facts = json.loads((tmp_path / "tiny/facts.json").read_text())
+    assert facts["card"]["memory_gib"] > 1
+    trained, merged = facts["lessons"]["03_qlora"], facts["lessons"]["04_merge"]
+    assert trained["adapter_moved"] > 0 and trained["base_moved"] == 0
+    assert merged["exact_match"]["base"] <= 0.2 and merged["exact_match"]["merged"] >= 0.8
