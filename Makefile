@@ -23,7 +23,7 @@ sync: $(VENV)/ready  ## notebooks/*.ipynb and badges from their sources
 	$(PY) .ci/sync.py
 
 lint: $(VENV)/ready
-	$(PY) -m ruff check . && $(PY) -m mypy && $(PY) .ci/sync.py --check
+	$(PY) -m ruff check . && $(PY) -m ruff format --check -q . && $(PY) -m mypy && $(PY) .ci/sync.py --check
 
 bench: $(VENV)/ready
 	for script in benchmarks/*.py; do $(PY) $$script || exit 1; done
