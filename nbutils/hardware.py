@@ -6,6 +6,7 @@ Not here: choosing a model or a batch size (profiles). torch is imported only by
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,15 @@ class Card:
     def __str__(self) -> str:
         several = f"{self.count} x " if self.count > 1 else ""
         return f"{several}{self.name} (capability {self.capability[0]}.{self.capability[1]}, {self.memory_gib:.1f} GiB)"
+
+
+def share_processors() -> None:
+    """Let idle compute threads sleep instead of spin; must run before torch is imported.
+
+    Spinning threads wait for each other across a busy machine's time slices: with five other processes on two cores,
+    lesson 03 trained 7 times faster with this.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def card() -> Card | None:

@@ -132,6 +132,7 @@ class Lesson:
 def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     """Start a lesson and print where it is, what it found and where its run is kept."""
     started = time.monotonic()
+    hardware.share_processors()
     install.ensure("train")
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # asks for a kernel no lesson needs
     values = parameters.collect(namespace)

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from nbutils import hardware
+
+hardware.share_processors()  # inherited by the lessons the tests start
 ROOT = Path(__file__).resolve().parent.parent
 
 

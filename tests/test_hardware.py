@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from nbutils import hardware
@@ -56,6 +58,15 @@ def test_a_failing_operation_is_reported_not_raised(monkeypatch: pytest.MonkeyPa
 
 def test_several_cards_are_said() -> None:
     assert str(T4) == "2 x Tesla T4 (capability 7.5, 14.7 GiB)"
+
+
+def test_compute_threads_sleep_when_idle_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    hardware.share_processors()
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    hardware.share_processors()
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
 
 
 def test_peak_memory_is_positive() -> None:
