@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tarfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,8 @@ def kept(keep: Path) -> list[Kept]:
     found = []
     for file in keep.glob("checkpoint-*.json"):
         try:
-            found.append(Kept(file.with_suffix(".tar"), Manifest(**json.loads(file.read_text(encoding="utf-8")))))
+            manifest = Manifest(**json.loads(file.read_text(encoding="utf-8")))
+            found.append(Kept(file.with_suffix(".tar"), replace(manifest, step=int(manifest.step))))
         except (ValueError, TypeError, OSError):
             print(f"skipping {file.name}: its manifest cannot be read")
     return sorted(found, key=lambda one: one.manifest.step, reverse=True)

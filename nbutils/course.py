@@ -6,6 +6,7 @@ Not here: what a lesson does, or the command line (cli).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,11 @@ def execute(stem: str, output: Path, values: dict[str, Any]) -> None:
             extra_arguments=["--IPKernelApp.log_level=ERROR"],  # the kernel's own remarks would break the bar
         )
     except PapermillExecutionError as failure:
+        where = f"lesson {stem} failed in cell {failure.exec_count}:"
+        if told := re.fullmatch(r"(?s)(.*)\n  Allowed: (.*)\n  To do: (.*)", failure.evalue):
+            raise CourseError(f"{where} {told[1]}", told[2], told[3]) from failure
         raise CourseError(
-            f"lesson {stem} failed in cell {failure.exec_count}:\n{failure.ename}: {failure.evalue}",
+            f"{where}\n{failure.ename}: {failure.evalue}",
             "a lesson that runs to its end", f"open {output} to see the cell and everything above it",
         ) from failure  # fmt: skip
 

@@ -5,10 +5,8 @@ Not here: network judges, or loading models (the lessons do that).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,12 +24,10 @@ class Answer:
     text: str
 
 
-def read_questions(path: Path, limit: int = 0) -> tuple[list[list[Message]], list[str]]:
-    """Prompts and reference answers of an evaluation file: everything before the last turn, and that turn."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line)["messages"] for line in lines if line.strip()]
-    rows = rows[:limit] if limit else rows
-    return [row[:-1] for row in rows], [row[-1]["content"] for row in rows]
+def questions_of(rows: Sequence[dict[str, Any]], limit: int = 0) -> tuple[list[list[Message]], list[str]]:
+    """Prompts and reference answers of chat rows: everything before the last turn, and that turn."""
+    chosen = [row["messages"] for row in (rows[:limit] if limit else rows)]
+    return [messages[:-1] for messages in chosen], [messages[-1]["content"] for messages in chosen]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, conversation: list[Message]) -> list[int]:

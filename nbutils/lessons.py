@@ -17,7 +17,7 @@ from typing import Any
 
 from nbutils import hardware, install, parameters, platforms, profiles, record
 from nbutils.errors import CourseError
-from nbutils.paths import NOTEBOOKS, stamp
+from nbutils.paths import NOTEBOOKS, TINY_MODEL, make_folder, stamp
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
 OVERRIDES = {"MAX_STEPS": "train.max_steps", "SAVE_STEPS": "train.save_steps"}  # 0 leaves them to the profile
@@ -107,6 +107,11 @@ class Lesson:
         """What `from_pretrained` is given: a folder or a hub name."""
         return self.resolved.model
 
+    @property
+    def model_name(self) -> str:
+        """The model as it is written down: the bundled one is found wherever the course is installed next time."""
+        return "tiny" if Path(self.model) == TINY_MODEL else self.model
+
     def require(self, stem: str) -> None:
         """Make sure an earlier lesson's result is in the run folder; if it is not, run that lesson now."""
         if self.run.has(stem):
@@ -121,7 +126,7 @@ class Lesson:
         """Write this lesson's facts and say where everything is."""
         top = {
             "platform": asdict(self.platform), "profile": self.resolved.name, "profile_source": self.resolved.source,
-            "model": self.model, "card": asdict(self.card) if self.card else None, "versions": record.versions(),
+            "model": self.model_name, "card": asdict(self.card) if self.card else None, "versions": record.versions(),
         }  # fmt: skip
         entry = {"seconds": round(time.monotonic() - self.started, 1), **facts}
         whole = record.update(self.run.facts, top, self.stem, entry)
@@ -154,6 +159,7 @@ def open_run(
 ) -> tuple[RunFolder, profiles.Resolved]:
     """The run folder and the resolved profile; a run that exists already keeps the profile it began with."""
     profile, model, name = values.get("PROFILE", "auto"), values.get("MODEL", ""), values.get("RUN_NAME", "")
+    make_folder(folders.keep, "runs")
     earlier = record.read(folders.keep / check_run_name(name) / "facts.json") if name else {}
     continued = profile == "auto" and not model and "profile_source" in earlier
     if continued:
@@ -168,21 +174,22 @@ def open_run(
     }
     resolved = profiles.with_overrides(resolved, overrides) if overrides else resolved
     run = RunFolder(folders.keep / (name or default_run_name(resolved.name, values.get("MODEL", ""))))
-    run.path.mkdir(parents=True, exist_ok=True)
+    make_folder(run.path, "this run")
+    record.read(run.facts)  # a damaged record is told now, not after the training
     return run, resolved
 
 
 def default_run_name(profile: str, model: str) -> str:
     """A run without a name is called after its profile, and its model if that was named too."""
-    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-.")
-    return f"{profile}-{slug}" if slug and slug != profile else profile
+    first, second = (re.sub(r"[^\w.-]+", "-", Path(text).name).strip("-._") for text in (profile, model))
+    return f"{first}-{second}" if second and second != first else first or "run"
 
 
 def check_run_name(name: str) -> str:
     """The name, if it can be a folder of its own below the runs."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+    if not re.fullmatch(r"\w[\w.-]{0,79}", name):
         raise CourseError(
-            f"RUN_NAME is {name!r}.", "letters, digits, '.', '_' and '-', beginning with a letter or digit",
+            f"RUN_NAME is {name!r}.", "up to 80 letters, digits, '.', '_' and '-', the first a letter or digit",
             "choose such a name, or leave it empty to name the run after its profile",
         )  # fmt: skip
     return name

@@ -84,11 +84,15 @@ def parse(name: str, text: str, expected: type) -> Any:
 
 
 def check_type(name: str, value: Any, expected: type) -> Any:
-    """The value if it has the declared type; whole numbers count as floats."""
+    """The value if it has the declared type; whole numbers count as floats, numbers as text, and none is below zero."""
+    if expected is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)  # papermill's -p makes a number of RUN_NAME 2024
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        value = float(value)
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
         raise _wrong_type(name, value, expected)
+    if isinstance(value, int | float) and not isinstance(value, bool) and not value >= 0:
+        raise CourseError(f"parameter {name} is {value}.", "zero or more", f"zero leaves {name} to the profile")
     return value
 
 

@@ -67,10 +67,11 @@ def folder_gib(folder: Path) -> float:
 
 
 def stamp(folder: Path) -> dict[str, Any] | None:
-    """What `whole_folder` wrote about a folder; None if the folder is missing or not whole."""
+    """What `whole_folder` wrote about a folder; None if the folder, or a part of any file of it, is missing."""
     try:
-        return json.loads((folder / STAMP).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        written = json.loads((folder / STAMP).read_text(encoding="utf-8"))
+        return written["about"] if written["files"] == _sizes(folder) else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -78,13 +79,42 @@ def stamp(folder: Path) -> dict[str, Any] | None:
 def whole_folder(target: Path, about: dict[str, Any]) -> Iterator[Path]:
     """A folder to write into that takes the name `target` only when the block ends without an error.
 
-    `about` is written into it last, as its stamp: what the folder was made from.
+    Its stamp is written last: `about`, which says what the folder was made from, and the size of every file.
     """
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
-    write_json(partial / STAMP, about)
+    for file in partial.rglob("*"):
+        if file.is_file():
+            _flush(file)
+    write_json(partial / STAMP, {"about": about, "files": _sizes(partial)})
     if target.exists():
         shutil.rmtree(target)
     os.replace(partial, target)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name != STAMP]
+    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(files)}
+
+
+def _flush(file: Path) -> None:
+    with open(file, "rb") as handle:
+        os.fsync(handle.fileno())
+
+
+def make_folder(folder: Path, purpose: str) -> Path:
+    """The folder, made if it is missing; a place where nothing can be written is an error in plain words."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as problem:
+        raise CourseError(
+            f"{folder} cannot be used for {purpose}: {problem.strerror}.",
+            "a folder this process may write to",
+            "set NBUTILS_HOME to such a folder",
+        ) from problem
+    return folder

@@ -149,7 +149,11 @@ def hub_online(seconds: float = 4.0) -> bool:
     """Whether the model hub (or the mirror in HF_ENDPOINT) answers, asked once and briefly."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         return False
-    url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    return answers(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), seconds)
+
+
+def answers(url: str, seconds: float) -> bool:
+    """Whether a web address answers at all within the given time."""
     request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "nbutils"})
     try:
         with urllib.request.urlopen(request, timeout=seconds) as answer:

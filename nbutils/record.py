@@ -6,6 +6,7 @@ Not here: secrets. A value that looks like one is refused, not written.
 from __future__ import annotations
 
 import json
+import os
 import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +19,9 @@ PACKAGES = (
     "nbutils", "torch", "transformers", "peft", "trl", "bitsandbytes", "datasets", "accelerate", "liger-kernel",
     "safetensors", "papermill", "wandb",
 )  # fmt: skip
-SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|ghp_[A-Za-z0-9]{20,}|[0-9a-f]{40})\b")
+SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|ghp_[A-Za-z0-9]{20,})|(?<![/\w])[0-9a-f]{40}(?!\w)")
+SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.I)
+MASK = "[masked]"
 
 
 def versions() -> dict[str, str]:
@@ -33,31 +36,36 @@ def versions() -> dict[str, str]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The facts so far; an empty record if there are none, an error if the file is not JSON."""
+    """The facts so far; an empty record if there are none, an error if the file is not one of the course's."""
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise CourseError(
-            f"{path} is not valid JSON ({problem}).", "a facts.json written by the course", "move that file away"
-        ) from problem
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(record, dict) and isinstance(record.get("lessons", {}), dict):
+            return record
+        problem = "it does not hold the facts of lessons"
+    except ValueError as broken:
+        problem = f"not valid JSON, {broken}"
+    raise CourseError(f"{path} cannot be read: {problem}.", "a facts.json written by the course", "move that file away")
 
 
 def update(path: Path, top: dict[str, Any], lesson: str, facts: dict[str, Any]) -> dict[str, Any]:
     """Merge `top` and one lesson's facts into the record; None leaves what an earlier run measured."""
-    text = json.dumps([top, facts], ensure_ascii=False, default=str)
-    if leaked := SECRET.search(text):
-        raise CourseError(
-            f"a value for {path.name} looks like a secret ({leaked.group()[:4]}…).",
-            "numbers, names and versions", "remove it from what lesson.finish() is given",
-        )  # fmt: skip
     record = read(path) | top
     earlier = record.get("lessons", {}).get(lesson, {})
     entry = {name: earlier.get(name) if value is None else value for name, value in facts.items()}
     record["lessons"] = record.get("lessons", {}) | {lesson: entry}
-    write_json(path, json.loads(json.dumps(record, default=str)))
+    record = json.loads(mask_secrets(json.dumps(record, ensure_ascii=False, default=str)))
+    write_json(path, record)
     return record
+
+
+def mask_secrets(text: str) -> str:
+    """The text without what looks like a key, and without the value of any variable that is named like one."""
+    values = [value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= 8]
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, MASK)
+    return SECRET.sub(MASK, text)
 
 
 def write_report(path: Path, run: str, facts: dict[str, Any]) -> None:

@@ -5,17 +5,19 @@ Not here: building the trainer or choosing its settings; lesson 03 does both in 
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from nbutils import checkpoints, platforms
+from nbutils import checkpoints, platforms, tracking
 from nbutils.errors import CourseError
+from nbutils.paths import GIB, require_disk
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,21 +26,9 @@ if TYPE_CHECKING:
     from nbutils.lessons import Lesson
 
 RESUME_CHOICES = ("auto", "never")
+CHECKPOINT_EXTRAS = 64 * 2**20  # tokenizer, trainer state, random states
+_LOCKS: dict[Path, IO[str]] = {}
 TRAIL_MINUTES = 10.0  # kept free at the end of a session for saving and copying
-
-
-def tracking(logs: Path, run: str) -> list[str]:
-    """Where the trainer reports: TensorBoard always; W&B online with a key, else as an offline run; no prompt ever."""
-    logs.mkdir(parents=True, exist_ok=True)
-    key = platforms.secret("WANDB_API_KEY")
-    if key:
-        os.environ["WANDB_API_KEY"] = key
-    os.environ.setdefault("WANDB_MODE", "online" if key else "offline")
-    os.environ |= {"WANDB_DIR": str(logs), "WANDB_NAME": run, "WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
-    os.environ.setdefault("WANDB_PROJECT", "finetune-course")
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
-    print(f"logs      {logs} (TensorBoard; W&B {os.environ['WANDB_MODE']})")
-    return ["tensorboard", "wandb"]
 
 
 def repair_precision(model: nn.Module) -> int:
@@ -58,6 +48,7 @@ def resume_point(keep: Path, scratch: Path, mark: dict[str, Any], resume: str) -
             f"RESUME is {resume!r}.", " or ".join(map(repr, RESUME_CHOICES)),
             '"auto" continues from the newest checkpoint that verifies, "never" starts anew',
         )  # fmt: skip
+    _train_alone(scratch)
     shutil.rmtree(
         scratch, ignore_errors=True
     )  # a folder left by a killed run proves nothing; only verified ones return
@@ -66,6 +57,52 @@ def resume_point(keep: Path, scratch: Path, mark: dict[str, Any], resume: str) -
         shutil.rmtree(keep, ignore_errors=True)
         return None
     return checkpoints.restore(keep, scratch, mark)
+
+
+def _train_alone(scratch: Path) -> None:
+    """Hold the run until this process ends, however it ends; a second trainer would delete the first one's files."""
+    import fcntl
+
+    scratch.parent.mkdir(parents=True, exist_ok=True)
+    handle = _LOCKS.pop(scratch, None) or open(scratch.with_suffix(".lock"), "w")  # noqa: SIM115
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CourseError(
+            f"another process is training in {scratch.parent.name} right now.", "one training per run at a time",
+            "wait for it, stop it (restart its kernel), or choose another RUN_NAME",
+        ) from None  # fmt: skip
+    _LOCKS[scratch] = handle
+
+
+def require_room(trainer: Trainer, keep: Path, keep_last: int) -> None:
+    """Stop before a training whose checkpoints do not fit: weights and two optimizer states, in float32."""
+    assert trainer.model and trainer.args.output_dir
+    trainable = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
+    one = (trainable * 12 + CHECKPOINT_EXTRAS) / GIB
+    require_disk(Path(trainer.args.output_dir), 2 * one, "writing checkpoints")
+    require_disk(keep, (keep_last + 1) * one, "keeping checkpoints")
+
+
+def steps_left(trainer: Trainer, checkpoint: Path | None) -> int:
+    """How many steps remain after a checkpoint; a run that is not counted in steps ends where its checkpoint says."""
+    if checkpoint is None:
+        return max(trainer.args.max_steps, 1)
+    done = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    wanted = trainer.args.max_steps if trainer.args.max_steps > 0 else done["max_steps"]
+    return max(wanted - done["global_step"], 0)
+
+
+def load_finished(trainer: Trainer, checkpoint: Path) -> None:
+    """Take over the weights and the history of a training that is complete already."""
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+    from transformers import TrainerState
+
+    set_peft_model_state_dict(trainer.model, load_file(checkpoint / "adapter_model.safetensors"))
+    trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    print(f"Nothing is left to train: this run has {trainer.state.global_step} steps.")
+    print('Set a larger MAX_STEPS to go on, or RESUME = "never" to start anew.')
 
 
 def step_of(checkpoint: Path | None) -> int:
@@ -78,7 +115,10 @@ def keep_checkpoints(keep: Path, mark: dict[str, Any], keep_last: int) -> Traine
     from transformers import TrainerCallback
 
     class KeepCheckpoints(TrainerCallback):
-        """on_save -> checkpoints.publish."""
+        """on_save -> checkpoints.publish; the last step is always logged, so that a short run has a loss too."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_log |= state.global_step >= state.max_steps
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.is_world_process_zero:
@@ -103,7 +143,7 @@ def time_budget(max_hours: float, platform: platforms.Platform) -> TrainerCallba
             if time.monotonic() - begun > seconds and not control.should_training_stop:
                 print(f"\nTime budget of {hours:g} h reached at step {state.global_step}: saving and stopping.")
                 print("Run the same notebook again to continue from here.")
-                control.should_save = control.should_training_stop = True
+                control.should_log = control.should_save = control.should_training_stop = True
 
     return TimeBudget()
 
@@ -142,7 +182,7 @@ def bookkeeping(lesson: Lesson, seed: int) -> dict[str, Any]:
         "save_steps": train.save_steps,
         "save_total_limit": 1,  # in scratch; the ones that count are in the run folder
         "logging_steps": train.logging_steps,
-        "report_to": tracking(lesson.run.logs, lesson.run.name),
+        "report_to": tracking.begin(lesson.run.logs, lesson.run.name),
         "run_name": lesson.run.name,
     }
 
@@ -166,6 +206,21 @@ class Moved:
 def photograph(model: nn.Module) -> dict[str, tuple[bool, int]]:
     """A checksum of every weight, and whether it may move."""
     return {name: (weight.requires_grad, _checksum(weight)) for name, weight in model.named_parameters()}
+
+
+def adapter_checksum(model: nn.Module) -> str:
+    """One checksum of all trainable weights: equal for equal adapters."""
+    return f"{zlib.crc32(repr(sorted(item for item in photograph(model).items() if item[1][0])).encode()):08x}"
+
+
+def weight_kinds(model: nn.Module) -> dict[str, int]:
+    """How many weights are stored how: `nf4, double` for quantised ones, else the type."""
+    kinds: Counter[str] = Counter()
+    for weight in model.parameters():
+        state = getattr(weight, "quant_state", None)
+        double = ", double" if getattr(state, "nested", False) else ""
+        kinds[f"{state.quant_type}{double}" if state else str(weight.dtype).removeprefix("torch.")] += 1
+    return dict(kinds)
 
 
 def compare(before: dict[str, tuple[bool, int]], model: nn.Module) -> Moved:

@@ -59,7 +59,7 @@ lesson = nbutils.start("02_data_prep", globals())
 from itertools import islice
 from nbutils import data, paths
 
-source = DATA if os.path.exists(DATA) else paths.SAMPLES / "train.jsonl"
+source = os.path.expanduser(DATA) if DATA else paths.SAMPLES / "train.jsonl"
 for row in islice(data.read_rows(source), 3):
     print(f"{row.file} line {row.line}: {row.raw}\n")
 

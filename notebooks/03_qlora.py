@@ -78,7 +78,7 @@ print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held back")
 # ## The contract between training and serving
 #
 # The model must be trained on exactly the text a server will build, and must learn to stop. The check names the first row
-# that breaks this; the brackets mark the tokens that are trained.
+# that breaks this.
 
 # %%
 from transformers import AutoTokenizer
@@ -87,6 +87,11 @@ from nbutils import chat
 tokenizer = AutoTokenizer.from_pretrained(lesson.model)
 report = chat.check_contract(tokenizer, train_rows, profile.train.max_length)
 print(report)
+
+# %% [markdown]
+# One row as the trainer sees it, with the tokens that are trained marked.
+
+# %%
 chat.show_row(tokenizer, train_rows[0]["messages"])
 
 # %% [markdown]
@@ -97,9 +102,15 @@ chat.show_row(tokenizer, train_rows[0]["messages"])
 
 # %%
 import torch
-from transformers import BitsAndBytesConfig
 
 dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[profile.machine.precision]
+
+# %% [markdown]
+# This is all there is to 4 bits; `method: lora` in a profile leaves it out.
+
+# %%
+from transformers import BitsAndBytesConfig
+
 four_bit = BitsAndBytesConfig(
     load_in_4bit=True,
     bnb_4bit_quant_type=profile.quantization.type,
@@ -121,7 +132,15 @@ model = AutoModelForCausalLM.from_pretrained(
     attn_implementation=profile.machine.attention,
     device_map={"": 0 if lesson.card else "cpu"},
 )
-print(f"{model.get_memory_footprint() / 2**20:,.0f} MiB in memory")
+
+# %% [markdown]
+# Look at what was loaded: the linear layers in 4 bits, embeddings and norms as they were.
+
+# %%
+from nbutils import training
+
+kinds = training.weight_kinds(model)
+print(f"{model.get_memory_footprint() / 2**20:,.0f} MiB in memory; weights by kind: {kinds}")
 
 # %% [markdown]
 # ## The adapter
@@ -148,7 +167,6 @@ lora = LoraConfig(
 
 # %%
 from trl import SFTConfig
-from nbutils import training
 
 scratch = lesson.folders.scratch / lesson.run.name / "trainer"
 settings = SFTConfig(
@@ -174,24 +192,32 @@ settings = SFTConfig(
 )
 
 # %% [markdown]
-# What must be equal for a run to be continued: the model, the data, the adapter, the batch and the seed.
+# What must be equal for a run to be continued: the model, the data, the adapter, the way of training and the seed. Only how
+# long to train and how often to save may change.
 
 # %%
 from nbutils import checkpoints
 
 mark = checkpoints.fingerprint(
-    model=lesson.model,
+    model=lesson.model_name,
     data=card.fingerprint,
+    method=[profile.method, profile.quantization.model_dump(), profile.machine.precision],
     lora=profile.lora.model_dump(),
-    batch=[profile.train.micro_batch, profile.train.accumulation, profile.train.max_length],
+    train=profile.train.model_dump(exclude={"epochs", "max_steps", "save_steps", "keep_checkpoints", "logging_steps"}),
     seed=SEED,
 )
+
+# %% [markdown]
+# The newest checkpoint of this very training that verifies, if there is one.
+
+# %%
 resume_from = training.resume_point(lesson.run.checkpoints, scratch, mark, RESUME)
 print(f"continuing from {resume_from.name}" if resume_from else "starting at step 0")
 
 # %% [markdown]
 # The trainer, and one repair: TRL casts QLoRA adapters to bfloat16 whatever was asked for, which is slow on a CPU and fatal
-# on a T4. We cast them back.
+# on a T4. We cast them back. TRL also warns that packing wants FlashAttention: with torch's own attention the packed rows are
+# kept apart by their restarting positions, and a test of this course compares their logits with those of unpacked rows.
 
 # %%
 from datasets import Dataset
@@ -208,10 +234,11 @@ trainer = SFTTrainer(
         training.time_budget(MAX_HOURS, lesson.platform),
     ],
 )
+training.require_room(trainer, lesson.run.checkpoints, profile.train.keep_checkpoints)
 print(training.repair_precision(trainer.model), "adapter weights back to float32")
 
 # %% [markdown]
-# Before training, a photograph of some weights: we want to see the adapter move and the base stay.
+# Before training, a photograph of the weights: we want to see the adapter move and the base stay.
 
 # %%
 before = training.photograph(trainer.model)
@@ -224,8 +251,17 @@ trainer.model.print_trainable_parameters()
 import time
 
 began = time.monotonic()
-outcome = trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-numbers = training.measured(trainer, time.monotonic() - began, training.step_of(resume_from))
+if training.steps_left(trainer, resume_from):
+    trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+else:
+    training.load_finished(trainer, resume_from)
+seconds = time.monotonic() - began
+
+# %% [markdown]
+# What it took. Tokens per second counts real tokens; peak memory is the card's, or this process's on a CPU.
+
+# %%
+numbers = training.measured(trainer, seconds, training.step_of(resume_from))
 print(numbers)
 
 # %% [markdown]
@@ -249,7 +285,7 @@ print(moved)
 # %%
 from nbutils import paths
 
-about = {"steps": numbers["steps"], "fingerprint": mark}
+about = {"steps": numbers["steps"], "weights": training.adapter_checksum(trainer.model), "fingerprint": mark}
 if paths.stamp(lesson.run.adapter) != about:
     with paths.whole_folder(lesson.run.adapter, about) as folder:
         trainer.save_model(str(folder))
@@ -279,6 +315,7 @@ print(f"[{' OK ' if resume_from else 'TODO'}] saw a start at step {first_step}, 
 # %%
 lesson.finish(
     **numbers,
+    weights=kinds,
     adapter_moved=moved.adapter,
     base_moved=moved.base,
     data_fingerprint=card.fingerprint,

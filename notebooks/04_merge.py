@@ -72,10 +72,11 @@ model = AutoModelForCausalLM.from_pretrained(lesson.model, dtype=dtype, device_m
 # The held-back questions, and what the untouched base answers. Greedy, so that the same model always says the same.
 
 # %%
-from nbutils import evaluation
+from nbutils import data, evaluation
 
 size = lesson.profile.evaluation
-questions, references = evaluation.read_questions(lesson.run.data / "eval.jsonl", size.rows)
+_, held_back = data.load(lesson.run.data)
+questions, references = evaluation.questions_of(held_back, size.rows)
 base_answers = evaluation.generate(model, tokenizer, questions, size.max_new_tokens, size.batch_size)
 base_match = evaluation.exact_match([answer.text for answer in base_answers], references)
 print(f"base: {base_match:.1%} of {len(references)} answers are exactly right")
@@ -106,7 +107,7 @@ merged = tuned.merge_and_unload()
 # %%
 from nbutils import paths
 
-about = {"base": lesson.model, "dtype": str(dtype), "adapter": paths.stamp(lesson.run.adapter)}
+about = {"base": lesson.model_name, "dtype": str(dtype), "adapter": paths.stamp(lesson.run.adapter)}
 if paths.stamp(lesson.run.merged) != about:
     merging.require_room(lesson.run.merged, merged)
     with paths.whole_folder(lesson.run.merged, about) as folder:
@@ -150,16 +151,16 @@ dashboard.show_table(evaluation.before_after_table(questions, references, column
 # %% [markdown]
 # ## Exercise
 #
-# Find a question the merged model still gets wrong, and say which field of the answer is off.
+# Before you run this cell: how many answers does the merged model still get wrong, and in which field? Put your guess in.
 
 # %%
+guess = 0
 wrong = [i for i, answer in enumerate(merged_answers) if answer.text.strip() != references[i].strip()]
 for index in wrong[:2]:
     print("question", questions[index][-1]["content"])
     print("wanted  ", references[index], "\nsaid    ", merged_answers[index].text)
-expected = round((1 - merged_match) * len(references))
-print(f"[{' OK ' if len(wrong) == expected else 'FAIL'}] saw {len(wrong)} wrong answers, expected {expected}")
-print("try: add rows to your data that show the field it gets wrong" if wrong else "try: train 60 steps only, then look again")
+print(f"[{' OK ' if len(wrong) == guess else 'FAIL'}] saw {len(wrong)} wrong answers, you expected {guess}")
+print("try: add rows that show the field it gets wrong" if wrong else "try: a run of 60 steps, and look again")
 
 # %% [markdown]
 # ## You now have

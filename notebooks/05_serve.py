@@ -64,11 +64,12 @@ folder = FOLDER or str(lesson.run.merged)
 import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from nbutils import evaluation
+from nbutils import data, evaluation
 
 size = lesson.profile.evaluation
 dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[lesson.profile.machine.precision]
-questions, references = evaluation.read_questions(lesson.run.data / "eval.jsonl", QUESTIONS or size.rows)
+_, held_back = data.load(lesson.run.data)
+questions, references = evaluation.questions_of(held_back, QUESTIONS or size.rows)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": 0 if lesson.card else "cpu"})
 tokenizer = AutoTokenizer.from_pretrained(folder)
 

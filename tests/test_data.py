@@ -312,7 +312,7 @@ def test_the_bundled_sample_is_sound_and_its_counts_add_up(tmp_path: Path) -> No
     assert (card.rejected, card.train, card.eval) == (0, len(train), len(held_out))
     assert card.rows == card.accepted == card.train + card.eval
     assert sum(card.characters.values()) == sum(card.languages.values()) == card.accepted
-    assert set(card.languages) == {"zh", "en"} and "Apache-2.0" in card.licence
+    assert set(card.languages) == {"zh", "en"} and "CC0" in card.licence
     assert train == read(SAMPLES / "train.jsonl")
 
 

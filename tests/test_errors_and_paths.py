@@ -56,6 +56,14 @@ def test_a_failed_block_leaves_nothing_that_looks_finished(tmp_path: Path) -> No
     assert paths.stamp(target) == {"steps": 3}
 
 
+def test_a_file_that_was_cut_short_or_lost_voids_the_stamp(tmp_path: Path) -> None:
+    for damage in (lambda file: file.write_text("x"), Path.unlink):
+        with paths.whole_folder(tmp_path / "merged", {}) as folder:
+            (folder / "model").write_text("whole")
+        damage(tmp_path / "merged/model")
+        assert paths.stamp(tmp_path / "merged") is None
+
+
 def test_half_a_stamp_is_no_stamp(tmp_path: Path) -> None:
     (tmp_path / "complete.json").write_text('{"steps"')
     assert paths.stamp(tmp_path) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -19,19 +18,22 @@ def tiny():  # type: ignore[no-untyped-def]
     )
 
 
-def test_questions_are_everything_before_the_last_turn(tmp_path: Path) -> None:
+def samples(limit: int) -> list[list[dict[str, str]]]:
+    lines = (paths.SAMPLES / "eval.jsonl").read_text(encoding="utf-8").split("\n")[:limit]
+    return evaluation.questions_of([json.loads(line) for line in lines])[0]
+
+
+def test_questions_are_everything_before_the_last_turn() -> None:
     turns = [
         {"role": r, "content": c} for r, c in [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     ]
-    file = tmp_path / "eval.jsonl"
-    file.write_text("\n".join(json.dumps({"messages": m}) for m in (turns, turns[:2])) + "\n")
-    questions, references = evaluation.read_questions(file)
+    questions, references = evaluation.questions_of([{"messages": turns}, {"messages": turns[:2]}])
     assert references == ["d", "b"] and questions[0] == turns[:3]
-    assert evaluation.read_questions(file, limit=1)[1] == ["d"]
+    assert evaluation.questions_of([{"messages": turns}, {"messages": turns[:2]}], limit=1)[1] == ["d"]
 
 
 def test_an_answer_is_the_same_alone_and_in_a_batch(tiny) -> None:  # type: ignore[no-untyped-def]
-    questions, _ = evaluation.read_questions(paths.SAMPLES / "eval.jsonl", limit=5)
+    questions = samples(5)
     alone = evaluation.generate(*tiny, questions, max_new_tokens=12, batch_size=1)
     together = evaluation.generate(*tiny, questions, max_new_tokens=12, batch_size=5)
     assert alone == together

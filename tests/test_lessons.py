@@ -22,12 +22,32 @@ def test_a_run_without_a_name_is_called_after_its_profile(home: Path) -> None:
     run, resolved = opened({"PROFILE": "auto"})
     assert run.path == home / "tiny" and resolved.name == "tiny"
     assert lessons.default_run_name("tiny", "/models/Qwen 2.5") == "tiny-Qwen-2.5"
+    assert lessons.check_run_name(lessons.default_run_name("我的 配置", "")) == "我的-配置"
 
 
-@pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "with space", "名字"])
+@pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "with space", "x" * 81])
 def test_a_run_name_that_is_no_folder_is_refused(home: Path, name: str) -> None:
     with pytest.raises(CourseError, match="RUN_NAME is"):
         opened({"RUN_NAME": name})
+
+
+def test_a_place_where_nothing_can_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NBUTILS_HOME", str(tmp_path / "file/runs"))
+    with pytest.raises(CourseError, match="cannot be used for runs"):
+        opened({})
+
+
+def test_a_damaged_record_is_told_before_the_training(home: Path) -> None:
+    (home / "tiny").mkdir(parents=True)
+    (home / "tiny/facts.json").write_text("{")
+    with pytest.raises(CourseError, match="cannot be read"):
+        opened({})
+
+
+def test_the_bundled_model_is_written_down_by_name(home: Path) -> None:
+    lesson = lessons.begin("01_environment", {"__annotations__": {"PROFILE": str}, "PROFILE": "auto"})
+    assert lesson.model == str(paths.TINY_MODEL) and lesson.model_name == "tiny"
 
 
 def test_a_run_keeps_the_profile_and_model_it_began_with(home: Path) -> None:
@@ -70,7 +90,7 @@ def test_an_earlier_lesson_runs_with_the_same_profile_and_run(
         "from pathlib import Path\nimport json, os\n"
         "v = parameters.collect(globals())\nf = Path(os.environ['NBUTILS_HOME'], RUN_NAME, 'adapter')\n"
         "f.mkdir(parents=True)\n"
-        "(f / 'complete.json').write_text(json.dumps(v))\n"
+        "(f / 'complete.json').write_text(json.dumps({'about': v, 'files': {}}))\n"
     )
     monkeypatch.setattr(lessons, "NOTEBOOKS", tmp_path)
     lesson.require("03_qlora")

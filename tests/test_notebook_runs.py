@@ -73,11 +73,10 @@ def test_lesson_03_trained_the_adapter_and_left_the_base_alone(course_run: Path)
 @pytest.mark.serve
 def test_the_adapter_was_trained_on_4_bit_weights_in_all_linear_layers(course_run: Path) -> None:
     config = json.loads((course_run / "adapter/adapter_config.json").read_text())
-    assert {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"} <= set(
-        config["target_modules"]
-    )
-    source = (ROOT / "notebooks/03_qlora.py").read_text()
-    assert "load_in_4bit=True" in source and "bnb_4bit_use_double_quant" in source
+    projections = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert projections <= set(config["target_modules"])
+    layers = json.loads((paths.TINY_MODEL / "config.json").read_text())["num_hidden_layers"]
+    assert facts_of(course_run)["lessons"]["03_qlora"]["weights"]["nf4, double"] == layers * len(projections)
 
 
 @pytest.mark.serve
@@ -163,14 +162,34 @@ def test_a_captured_output_is_the_executed_notebook_as_papermill_has_it(tmp_path
     assert nbformat.reads(ran.stdout, 4).metadata.papermill.exception is None
 
 
-def test_papermill_with_output_and_parameters(tmp_path: Path) -> None:
+def test_papermill_with_output_and_parameters_and_another_training_in_its_place(tmp_path: Path) -> None:
     out = tmp_path / "out.ipynb"
     ran = launch(
         ["-m", "papermill", "notebooks/03_qlora.ipynb", str(out), "-p", "PROFILE", "tiny", "-p", "MAX_STEPS", "2"],
         tmp_path,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert facts_of(tmp_path / "tiny")["lessons"]["03_qlora"]["steps"] == 2 and out.exists()
+    entry = facts_of(tmp_path / "tiny")["lessons"]["03_qlora"]
+    assert entry["steps"] == 2 and entry["final_loss"] > 0 and out.exists()
+    before = (tmp_path / "tiny/adapter/adapter_model.safetensors").read_bytes()
+    text = (
+        (paths.CONFIGS / "tiny.yaml").read_text(encoding="utf-8").replace("learning_rate: 2e-3", "learning_rate: 1e-4")
+    )
+    (tmp_path / "slow.yaml").write_text(text, encoding="utf-8")
+    words = [
+        "notebooks/03_qlora.py",
+        "--PROFILE",
+        str(tmp_path / "slow.yaml"),
+        "--RUN_NAME",
+        "tiny",
+        "--MAX_STEPS",
+        "2",
+    ]
+    refused = launch(words, tmp_path)
+    assert refused.returncode != 0 and "'learning_rate': 0.002" in refused.stderr
+    anew = launch([*words, "--RESUME", "never"], tmp_path)
+    assert anew.returncode == 0, anew.stderr[-3000:]
+    assert (tmp_path / "tiny/adapter/adapter_model.safetensors").read_bytes() != before
 
 
 def test_an_unknown_parameter_stops_papermill_by_name(tmp_path: Path) -> None:
@@ -185,6 +204,11 @@ def test_a_plain_script_takes_parameters_and_refuses_unknown_ones(tmp_path: Path
     ran = launch(["notebooks/03_qlora.py", "--PROFILE", "tiny", "--MAX_STEPS", "20", "--RUN_NAME", "demo"], tmp_path)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert facts_of(tmp_path / "demo")["lessons"]["03_qlora"]["steps"] == 20
+    first = (tmp_path / "demo/adapter/adapter_model.safetensors").stat()
+    again = launch(["notebooks/03_qlora.py", "--PROFILE", "tiny", "--MAX_STEPS", "10", "--RUN_NAME", "demo"], tmp_path)
+    assert again.returncode == 0 and "Nothing is left to train: this run has 20 steps" in again.stdout
+    assert facts_of(tmp_path / "demo")["lessons"]["03_qlora"]["steps"] == 20
+    assert (tmp_path / "demo/adapter/adapter_model.safetensors").stat().st_mtime == first.st_mtime
     refused = launch(["notebooks/03_qlora.py", "--STEPS", "20"], tmp_path)
     assert refused.returncode != 0 and "unknown parameter STEPS" in refused.stderr
 

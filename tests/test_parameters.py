@@ -41,10 +41,17 @@ def test_a_wrong_type_on_the_command_line_is_named(name: str, text: str) -> None
 
 def test_a_wrong_type_in_a_cell_is_named_and_whole_numbers_are_floats() -> None:
     assert parameters.check_type("MAX_HOURS", 3, float) == 3.0
+    assert parameters.check_type("RUN_NAME", 2024, str) == "2024"
     with pytest.raises(CourseError, match="parameter MAX_STEPS is '20'"):
         parameters.check_type("MAX_STEPS", "20", int)
     with pytest.raises(CourseError, match="parameter MAX_STEPS is True"):
         parameters.check_type("MAX_STEPS", True, int)
+
+
+@pytest.mark.parametrize(("name", "value"), [("MAX_STEPS", -5), ("MAX_HOURS", -1.0), ("MAX_HOURS", float("nan"))])
+def test_a_number_below_zero_is_refused(name: str, value: float) -> None:
+    with pytest.raises(CourseError, match="zero or more"):
+        parameters.check_type(name, value, TYPES[name])
 
 
 def test_what_papermill_injected_is_found_in_the_history() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,32 +64,6 @@ def test_packed_rows_do_not_see_each_other(tiny) -> None:  # type: ignore[no-unt
     torch.testing.assert_close(together[: len(alone)], alone, rtol=1e-4, atol=1e-4)
 
 
-def test_logs_go_to_the_run_and_wandb_is_offline_without_a_key(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        "WANDB_MODE",
-        "WANDB_DIR",
-        "WANDB_NAME",
-        "WANDB_SILENT",
-        "WANDB_CONSOLE",
-        "WANDB_PROJECT",
-        "TENSORBOARD_LOGGING_DIR",
-    ):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    import os
-
-    assert training.tracking(home / "logs", "demo") == ["tensorboard", "wandb"]
-    assert os.environ["WANDB_MODE"] == "offline" and os.environ["WANDB_DIR"] == str(home / "logs")
-
-
-def test_a_wandb_key_means_online_and_is_not_printed(home: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
-    import os
-
-    monkeypatch.setattr(os, "environ", {"WANDB_API_KEY": "k" * 40})
-    training.tracking(home / "logs", "demo")
-    assert os.environ["WANDB_MODE"] == "online" and "kkkk" not in capsys.readouterr().out
-
-
 def test_an_unknown_resume_mode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CourseError, match="RESUME is 'yes'"):
         training.resume_point(tmp_path / "keep", tmp_path / "scratch", MARK, "yes")
@@ -122,3 +99,52 @@ def test_measured_counts_only_what_this_session_trained() -> None:
     numbers = training.measured(trainer, seconds=2.0, first_step=5)  # type: ignore[arg-type]
     assert numbers["tokens_per_second"] == 50.0 and numbers["final_loss"] == 1.0 and numbers["resumed_from_step"] == 5
     assert training.measured(trainer, 1.0, first_step=10)["tokens_per_second"] is None  # type: ignore[arg-type]
+
+
+def test_a_second_training_in_the_same_run_is_refused(tmp_path: Path) -> None:
+    scratch = tmp_path / "demo/trainer"
+    training.resume_point(tmp_path / "keep", scratch, MARK, "auto")
+    training.resume_point(tmp_path / "keep", scratch, MARK, "auto")  # the same kernel may start again
+    other = f"from pathlib import Path; from nbutils import training; training._train_alone(Path({str(scratch)!r}))"
+    ran = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
+    assert ran.returncode != 0 and "another process is training in demo" in ran.stderr
+
+
+def test_checkpoints_that_do_not_fit_stop_the_training_before_it_begins(tmp_path: Path) -> None:
+    huge = torch.empty(1, device="meta").expand(2**50).requires_grad_()
+    trainer = SimpleNamespace(model=SimpleNamespace(parameters=lambda: [huge]), args=SimpleNamespace(output_dir="."))
+    with pytest.raises(CourseError, match="writing checkpoints needs"):
+        training.require_room(trainer, tmp_path, 2)  # type: ignore[arg-type]
+
+
+def trainer_at(folder: Path, step: int, planned: int, max_steps: int) -> tuple[SimpleNamespace, Path]:
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "max_steps": planned}))
+    return SimpleNamespace(args=SimpleNamespace(max_steps=max_steps)), folder
+
+
+@pytest.mark.parametrize(
+    ("step", "planned", "max_steps", "left"), [(20, 20, 20, 0), (20, 20, 25, 5), (20, 20, 10, 0), (7, 9, -1, 2)]
+)
+def test_what_is_left_to_train_is_counted(tmp_path: Path, step: int, planned: int, max_steps: int, left: int) -> None:
+    trainer, checkpoint = trainer_at(tmp_path / "checkpoint-x", step, planned, max_steps)
+    assert training.steps_left(trainer, checkpoint) == left  # type: ignore[arg-type]
+    assert training.steps_left(trainer, None) > 0  # type: ignore[arg-type]
+
+
+def test_quantised_weights_are_counted_by_kind() -> None:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, quantization_config=four_bit, dtype=torch.float32)
+    kinds = training.weight_kinds(model)
+    assert kinds["nf4, double"] == 7 * model.config.num_hidden_layers and set(kinds) == {"nf4, double", "float32"}
+
+
+def test_equal_adapters_have_equal_checksums() -> None:
+    one = nn.Linear(4, 4)
+    other = copy.deepcopy(one)
+    assert training.adapter_checksum(one) == training.adapter_checksum(other)
+    with torch.no_grad():
+        other.weight[0, 0] += 1
+    assert training.adapter_checksum(one) != training.adapter_checksum(other)

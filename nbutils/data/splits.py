@@ -14,7 +14,7 @@ from nbutils.data.building import Build
 from nbutils.data.card import AGAIN, CARD, EVAL, TRAIN, DataCard, verify
 from nbutils.data.reading import files_of
 from nbutils.errors import CourseError
-from nbutils.paths import SAMPLES
+from nbutils.paths import GIB, SAMPLES, require_disk
 
 HELD_OUT_NAMES = ("eval", "test", "valid", "validation", "dev")
 BUNDLED = "the bundled sample"
@@ -34,9 +34,11 @@ def prepare(
     if (out / CARD).exists():
         return _reuse(out, asked)
     train_files, eval_files = _sources(source, eval_source)
-    own = "Apache-2.0, written for this course"
+    own = "CC0-1.0, written for this course"
     asked |= {"source": source or BUNDLED, "licence": licence or ("unstated" if source else own)}
     asked |= {"source_sha256": _sha256(train_files, eval_files)}
+    size = sum(file.stat().st_size for file in (*train_files, *eval_files)) / GIB
+    require_disk(out, 3 * size, "preparing the data")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".building-") as building:
         return Build(Path(building), asked).run(train_files, eval_files, out)

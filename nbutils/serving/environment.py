@@ -170,7 +170,7 @@ def _build_alone(folder: Path, engine: str) -> None:
 def _build(folder: Path, engine: str) -> None:
     """Make the environment from nothing; the marker is written last, after vllm was imported in it."""
     if folder.exists() and any(folder.iterdir()):
-        _discard(folder)
+        _discard(folder, engine)
     paths.require_disk(folder, NEEDS_GIB[engine], f"the {engine} environment")
     print(f"Building the {engine} environment in {folder} (once, a few minutes).", flush=True)
     log, started = folder / LOG, time.monotonic()
@@ -187,16 +187,27 @@ def _build(folder: Path, engine: str) -> None:
     print(f"The {engine} environment is ready after {time.monotonic() - started:.0f} s: {versions}", flush=True)
 
 
-def _discard(folder: Path) -> None:
+def _discard(folder: Path, engine: str) -> None:
     """Remove a half-made or outdated environment, but never a folder that is something else."""
     if not ((folder / "pyvenv.cfg").exists() or (folder / LOG).exists()):
         raise CourseError(
             f"{folder} exists and is not a virtual environment.", "an empty or new folder, or an environment made here",
             "set NBUTILS_SERVE_ENV to another folder",
         )  # fmt: skip
+    _refuse_other_engine(folder, engine)
     print(f"{folder} is unfinished or was made for other versions: it is built anew.", flush=True)
     (folder / "ready.json").unlink(missing_ok=True)
     shutil.rmtree(folder)
+
+
+def _refuse_other_engine(folder: Path, engine: str) -> None:
+    """A working environment of another engine is somebody's; it is not replaced."""
+    for other in ENGINES:
+        if other != engine and is_ready(folder, other):
+            raise CourseError(
+                f"{folder} is the environment of {other}, and {engine} was asked for.", f"ENGINE {other!r} or 'auto'",
+                f"set NBUTILS_SERVE_ENV to another folder to have {engine} beside it",
+            )  # fmt: skip
 
 
 def _step(title: str, command: list[str], log: Path, beat: float = 20.0) -> None:
