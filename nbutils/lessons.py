@@ -137,6 +137,8 @@ class Lesson:
 def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     """Start a lesson and print where it is, what it found and where its run is kept."""
     started = time.monotonic()
+    if not platforms.in_kernel():
+        sys.excepthook = _tell_plainly
     hardware.share_processors()
     install.ensure("train")
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # asks for a kernel no lesson needs
@@ -152,6 +154,14 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     print(f"model     {resolved.model}")
     print(f"run       {run.path}")
     return Lesson(stem, values, platform, folders, card, resolved, run, started)
+
+
+def _tell_plainly(kind: type[BaseException], problem: BaseException, trace: Any) -> None:
+    """In a plain script a learner's mistake ends with its message; anything else keeps its traceback."""
+    if issubclass(kind, CourseError):
+        print(f"\n[FAIL] {problem}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, problem, trace)
 
 
 def open_run(

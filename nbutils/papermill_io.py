@@ -1,9 +1,9 @@
 """Makes `papermill notebooks/03_qlora.ipynb` work without an output path.
 
-papermill by itself refuses that on a terminal, and with a pipe as its input it would read a notebook from there and
-overwrite the lesson. This module is papermill's own kind of plug-in, an output scheme called `run://`, loaded through
-an entry point; when it is loaded for a lesson given alone, it adds `run://<lesson>.ipynb` as the output. Where the
-output is redirected into a pipe or an .ipynb file, papermill writes the notebook there, as it always did.
+papermill by itself refuses that on a terminal, prints the whole notebook into a pipe or a log, and with a pipe as its
+input reads a notebook from there and overwrites the lesson. This module is papermill's own kind of plug-in, an output
+scheme called `run://`, loaded through an entry point; when it is loaded for a lesson given alone, it adds
+`run://<lesson>.ipynb` as the output. Only `papermill lesson.ipynb > out.ipynb` stays as it was.
 """
 
 from __future__ import annotations
@@ -87,13 +87,10 @@ def _is_lesson(stem: str) -> bool:
     return stem[:2].isdigit() and stem[2:3] == "_"
 
 
-def wants_the_notebook(stdin: int, stdout: int) -> bool:
-    """Whether the standard output is where the executed notebook belongs: a pipe or an .ipynb file."""
-    if stat.S_ISFIFO(os.fstat(stdin).st_mode):
-        return False
-    mode = os.fstat(stdout).st_mode
+def wants_the_notebook(stdout: int) -> bool:
+    """Whether the standard output was redirected into an .ipynb file, which then gets the executed notebook."""
     named = Path(f"/proc/self/fd/{stdout}")
-    return stat.S_ISFIFO(mode) or (stat.S_ISREG(mode) and named.exists() and named.resolve().suffix == ".ipynb")
+    return stat.S_ISREG(os.fstat(stdout).st_mode) and named.exists() and named.resolve().suffix == ".ipynb"
 
 
 def is_papermill() -> bool:
@@ -103,7 +100,7 @@ def is_papermill() -> bool:
 
 def complete_command_line() -> None:
     """Add the output to this process's command line if it is papermill's and has none."""
-    if is_papermill() and (output := output_for(sys.argv[1:], wants_the_notebook(0, 1))):
+    if is_papermill() and (output := output_for(sys.argv[1:], wants_the_notebook(1))):
         sys.argv.append(output)
         print(f"The executed notebook goes to {RunHandler.place(output)}", file=sys.stderr)
 

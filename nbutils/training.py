@@ -158,7 +158,7 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
     return {
         "steps": trainer.state.global_step,
         "resumed_from_step": first_step,
-        "final_loss": losses[-1][1] if losses else None,
+        "final_loss": round(losses[-1][1], 5) if losses else None,
         "tokens_per_second": round(tokens[-1] / seconds, 1) if tokens else None,  # None: nothing was left to train
         "train_seconds": round(seconds, 1) if tokens else None,
         "peak_memory_gib": round(hardware.peak_memory_gib(), 3),

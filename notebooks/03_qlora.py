@@ -9,8 +9,8 @@
 # %% [markdown]
 # # 03 · Fine-tune with QLoRA
 #
-# A 4-bit base that never changes, small adapters that learn. On a free T4 this trains a 7B model; on a laptop without
-# a card the same cells train the bundled tiny model.
+# A 4-bit base that never changes, small adapters that learn. On a free T4 this trains a 3B model (a 7B trains there too, but
+# does not fit when it is served); on a laptop without a card the same cells train the bundled tiny model.
 #
 # You will have
 #
@@ -19,8 +19,8 @@
 # - a TensorBoard log and a W&B run (offline without a key),
 # - proof that the adapter learned and the base stayed as it was.
 #
-# Takes about a minute with the tiny model on 2 cores; with a 7B model on a T4, plan an hour per 1,000 long rows.
-# Disk: twice the size of the model at most.
+# Takes about a minute with the tiny model on 2 cores, and minutes to hours with a larger one, by its size and your rows.
+# Disk: the model, and a few hundred MB of checkpoints.
 
 # %% [markdown]
 # The next cell installs the course where it is missing; on a machine that has it, it does nothing.
@@ -262,7 +262,8 @@ seconds = time.monotonic() - began
 
 # %%
 numbers = training.measured(trainer, seconds, training.step_of(resume_from))
-print(numbers)
+for name, value in numbers.items():
+    print(f"{name:18} {value if value is not None else 'as measured before'}")
 
 # %% [markdown]
 # The curve should fall quickly and then flatten. If it stays flat from the start, the learning rate is too small or the
@@ -272,7 +273,7 @@ print(numbers)
 dashboard.plot_losses(training.loss_history(trainer.state.log_history), lesson.run.logs / "loss.png")
 
 # %% [markdown]
-# Did the right weights move?
+# Did the right weights move? (After one or two steps only half of the adapter has: one matrix of each pair starts at zero.)
 
 # %%
 moved = training.compare(before, trainer.model)

@@ -49,6 +49,10 @@ def test_every_room_and_every_top_level_entry_is_in_the_tree() -> None:
     assert absent == set()
 
 
+def test_no_number_is_left_to_be_measured() -> None:
+    assert "MEASURE_" not in README
+
+
 def test_the_two_commands_are_in_the_readme_and_in_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in ("course", "test"):

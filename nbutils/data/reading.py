@@ -58,7 +58,11 @@ def files_of(source: str) -> list[Path]:
     if not path.exists():
         raise _missing(source, path)
     if path.is_file() and path.suffix.lower() not in FORMATS:
-        raise CourseError(f"{path} ends in {path.suffix or 'nothing'!r}.", FORMATS_TEXT, "convert it, or rename it")
+        raise CourseError(
+            f"{path} ends in {path.suffix or 'nothing'!r}.",
+            FORMATS_TEXT,
+            "export it in one of these formats (Excel: CSV UTF-8)",
+        )
     found = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix.lower() in FORMATS)
     if not found:
         held = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"

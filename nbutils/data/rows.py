@@ -201,7 +201,7 @@ def _content_problems(turn: _Turn) -> list[Problem]:
         problems.append(Problem("template_marker", turn.field, found[0].strip(), todo))
     if found := CONTROL.search(text):
         broken = found[0] == "\ufffd" or "\ud800" <= found[0] <= "\udfff"
-        todo = "bytes were lost: save the source again as UTF-8" if broken else "remove the invisible character"
+        todo = "not UTF-8 (GBK?): save the file again as UTF-8" if broken else "remove the invisible character"
         problems.append(Problem("control_character", turn.field, f"U+{ord(found[0]):04X} at {found.start() + 1}", todo))
     return problems
 
