@@ -122,7 +122,7 @@ def test_every_header_says_needs_run_override(name: str) -> None:
     header = (paths.CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").split("\nabout:")[0]
     assert header.startswith(f"# {name}: ")
     assert all(f"\n# {word} " in header for word in ("Needs", "Run", "Override"))
-    assert f"papermill notebooks/03_qlora.ipynb out.ipynb -p PROFILE {name}\n" in header
+    assert f"papermill notebooks/03_qlora.ipynb out.ipynb -p PROFILE {name}" in header
 
 
 def test_the_data_experiments_differ_in_rows_only() -> None:
