@@ -547,7 +547,8 @@ FLAGS = {
 def test_a_real_server_says_what_generate_says(tmp_path: Path, engine: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    questions, _ = evaluation.read_questions(paths.SAMPLES / "eval.jsonl", 12)
+    rows = [json.loads(line) for line in (paths.SAMPLES / "eval.jsonl").read_text(encoding="utf-8").split("\n")[:12]]
+    questions, _ = evaluation.questions_of(rows)
     with Server(paths.TINY_MODEL, engine, flags=FLAGS[engine], log=tmp_path / "log") as server:
         served = serving.ask(client_of(server), server.model_name, questions, 32, token_ids=engine != "transformers")
     model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32")
