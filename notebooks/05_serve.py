@@ -49,10 +49,12 @@ KEEP_RUNNING: bool = False
 
 # %%
 import nbutils
+from pathlib import Path
+from nbutils import profiles
 
 lesson = nbutils.start("05_serve", globals())
 lesson.require("02_data_prep" if FOLDER else "04_merge")
-folder = FOLDER or str(lesson.run.merged)
+folder = profiles.model_folder(Path(FOLDER).expanduser() if FOLDER else lesson.run.merged)
 
 # %% [markdown]
 # ## What it should say

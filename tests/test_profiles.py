@@ -558,3 +558,9 @@ def test_overrides_are_checked_against_the_card() -> None:
     resolved = profiles.resolve("tiny", card=T4, platform=KAGGLE, online=never)
     with pytest.raises(CourseError, match=r"machine\.precision: bf16 needs capability 8\.0"):
         profiles.with_overrides(resolved, {"machine.precision": ("bf16", "a test")})
+
+
+def test_any_folder_can_be_asked_whether_it_holds_a_model(tmp_path: Path) -> None:
+    assert profiles.model_folder(paths.TINY_MODEL) == str(paths.TINY_MODEL)
+    with pytest.raises(CourseError, match="is no model folder"):
+        profiles.model_folder(tmp_path / "nope")

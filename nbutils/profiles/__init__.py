@@ -7,8 +7,18 @@ Not here: a default that no YAML shows. The rooms: `schema` (the keys), `reading
 from __future__ import annotations
 
 from nbutils.profiles.choosing import Resolved, resolve, with_overrides
-from nbutils.profiles.models import KnownModel, known_models
+from nbutils.profiles.models import KnownModel, known_models, model_folder
 from nbutils.profiles.reading import load, names
 from nbutils.profiles.schema import Profile
 
-__all__ = ["KnownModel", "Profile", "Resolved", "known_models", "load", "names", "resolve", "with_overrides"]
+__all__ = [
+    "KnownModel",
+    "Profile",
+    "Resolved",
+    "known_models",
+    "load",
+    "model_folder",
+    "names",
+    "resolve",
+    "with_overrides",
+]

@@ -61,21 +61,21 @@ def is_tiny(model: str) -> bool:
 def meant(model: str) -> Choice:
     """What `from_pretrained` should be given for this name; whether a hub id can be had is asked by `reachable`."""
     if is_tiny(model):
-        return Choice(_checked(paths.TINY_MODEL), "bundled with the course: needs no network")
+        return Choice(model_folder(paths.TINY_MODEL), "bundled with the course: needs no network")
     known = known_models()
     for name, entry in known.items():
         if model.casefold() in (name.casefold(), entry.hub.partition("/")[2].casefold()):
             return Choice(entry.hub, f"{name}, {entry.billions:g} billion parameters")
     folder = Path(model).expanduser()
     if folder.is_dir():
-        return Choice(_checked(folder.absolute()), "a folder of this machine")
+        return Choice(model_folder(folder.absolute()), "a folder of this machine")
     if HUB_ID.fullmatch(model):
         return Choice(model, "a hub id")
     raise _missing(model, list(known))
 
 
-def _checked(folder: Path) -> str:
-    """The folder, if a model is in it."""
+def model_folder(folder: Path) -> str:
+    """The folder as text, if a model is in it."""
     if (folder / "config.json").is_file():
         return str(folder)
     adapter = " It is an adapter: merge it first (lesson 04)." if (folder / "adapter_config.json").is_file() else ""
