@@ -20,6 +20,7 @@ from nbutils.errors import CourseError
 from nbutils.paths import NOTEBOOKS, TINY_MODEL, make_folder, stamp
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
+PROGRESS = re.compile(r"\d%\|")
 OVERRIDES = {"MAX_STEPS": "train.max_steps", "SAVE_STEPS": "train.save_steps"}  # 0 leaves them to the profile
 
 
@@ -213,9 +214,10 @@ def _run_script(script: Path, values: dict[str, Any], keep: Path) -> None:
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
         assert child.stdout
         tail: list[str] = []
-        for line in child.stdout:
+        for line in filter(str.strip, child.stdout):
             tail = [*tail[-14:], line.rstrip()]
-            print("  |", line.rstrip(), flush=True)
+            moving = PROGRESS.search(line) is not None  # a bar is drawn over itself, as it was meant
+            print(f"\r  | {line.rstrip()}", end="" if moving else "\n", flush=True)
     if child.returncode != 0:
         raise CourseError(
             f"lesson {script.stem} failed (exit status {child.returncode}):\n" + "\n".join(tail),

@@ -75,10 +75,10 @@ def test_begin_and_finish_write_the_promised_facts(home: Path, capsys) -> None: 
 
 def test_a_failing_earlier_lesson_is_named_with_its_last_lines(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     script = tmp_path / "02_data_prep.py"
-    script.write_text("print('first'); raise SystemExit('it broke')")
+    script.write_text("print('first'); print(' 50%|##', end='\\r'); raise SystemExit('it broke')")
     with pytest.raises(CourseError, match=r"(?s)lesson 02_data_prep failed .*it broke"):
         lessons._run_script(script, {}, tmp_path)
-    assert "  | first" in capsys.readouterr().out
+    assert capsys.readouterr().out == "\r  | first\n\r  |  50%|##\r  | it broke\n"
 
 
 def test_an_earlier_lesson_runs_with_the_same_profile_and_run(
