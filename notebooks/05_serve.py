@@ -198,7 +198,7 @@ print(*(f"{name:13} {value:8.0f} tokens/s" for name, value in speed.items()), se
 # %% [markdown]
 # ## Talk to it
 #
-# A chat box where you can type, one example where nobody can. With *Run all* the server stops below: set `KEEP_RUNNING` to keep chatting.
+# One example. With `KEEP_RUNNING` set, the server stays up and a chat box follows in which you can type.
 
 # %%
 def reply(text: str) -> str:
