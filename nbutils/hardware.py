@@ -10,7 +10,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-GIB = 2**30
+from nbutils.paths import GIB
+
 BF16_FROM = (8, 0)  # torch.cuda.is_bf16_supported() also says yes on a T4, by emulation: never ask it
 VLLM_FROM = (7, 5)
 
@@ -40,8 +41,8 @@ class Card:
 def share_processors() -> None:
     """Let idle compute threads sleep instead of spin; must run before torch is imported.
 
-    Spinning threads wait for each other across a busy machine's time slices: with five other processes on two cores,
-    lesson 03 trained 7 times faster with this.
+    Spinning threads wait for each other across a busy machine's time slices: with four other processes on two cores,
+    lesson 03 trained 1.6 times faster with this (benchmarks/threads.py).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

@@ -15,7 +15,7 @@ from nbutils.paths import require_disk
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 # How far rounding alone may move the logits, as a share of their spread. The adapter is computed beside the weights and
 # the merged sum is rounded once, so in 16 bits the two can never be equal to the last digit.
@@ -65,7 +65,7 @@ def require_room(target: Path, model: PreTrainedModel) -> None:
     require_disk(target, size * 1.1 / 2**30, "saving the merged model")
 
 
-def logits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]) -> list[torch.Tensor]:
+def logits(model: PreTrainedModel, prompts: list[list[int]]) -> list[torch.Tensor]:
     """Logits of every prompt token, one prompt at a time, in float32 on the CPU."""
     import torch
 

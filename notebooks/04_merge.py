@@ -86,7 +86,7 @@ print(f"base: {base_match:.1%} of {len(references)} answers are exactly right")
 
 # %%
 prompts = [answer.prompt_ids for answer in base_answers[:4]]
-base_logits = merging.logits(model, tokenizer, prompts)
+base_logits = merging.logits(model, prompts)
 
 # %% [markdown]
 # ## The merge
@@ -97,7 +97,7 @@ base_logits = merging.logits(model, tokenizer, prompts)
 from peft import PeftModel
 
 tuned = PeftModel.from_pretrained(model, lesson.run.adapter)
-adapter_logits = merging.logits(tuned, tokenizer, prompts)
+adapter_logits = merging.logits(tuned, prompts)
 merged = tuned.merge_and_unload()
 
 # %% [markdown]
@@ -124,7 +124,7 @@ print(*sorted(file.name for file in lesson.run.merged.iterdir()), sep="\n")
 # %%
 del model, tuned, merged
 merged = AutoModelForCausalLM.from_pretrained(lesson.run.merged, dtype=dtype, device_map=place)
-merged_logits = merging.logits(merged, tokenizer, prompts)
+merged_logits = merging.logits(merged, prompts)
 parity = merging.parity(merged_logits, adapter_logits, base_logits, str(dtype).removeprefix("torch."))
 print(parity)
 merging.require_parity(parity)
