@@ -25,8 +25,8 @@ sync: $(VENV)/ready  ## notebooks/*.ipynb and badges from their sources
 lint: $(VENV)/ready
 	$(PY) -m ruff check . && $(PY) -m ruff format --check -q . && $(PY) -m mypy && $(PY) .ci/sync.py --check
 
-bench: $(VENV)/ready
-	for script in benchmarks/*.py; do $(PY) $$script || exit 1; done
+bench: $(VENV)/ready  ## ratios on this machine; benchmarks/gpu_lessons.sh is for one with a card
+	$(PY) benchmarks/threads.py
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
