@@ -24,56 +24,19 @@ PROGRESS = re.compile(r"\d%\|")
 OVERRIDES = {"MAX_STEPS": "train.max_steps", "SAVE_STEPS": "train.save_steps"}  # 0 leaves them to the profile
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """The folder of one run; lessons meet here."""
 
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """The run's name."""
-        return self.path.name
-
-    @property
-    def data(self) -> Path:
-        """train.jsonl, eval.jsonl, data_card.json."""
-        return self.path / "data"
-
-    @property
-    def adapter(self) -> Path:
-        """The finished LoRA adapter."""
-        return self.path / "adapter"
-
-    @property
-    def merged(self) -> Path:
-        """The merged model."""
-        return self.path / "merged"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Verified checkpoint archives."""
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """TensorBoard and W&B logs."""
-        return self.path / "logs"
-
-    @property
-    def notebooks(self) -> Path:
-        """Executed notebooks of headless runs."""
-        return self.path / "notebooks"
-
-    @property
-    def facts(self) -> Path:
-        """facts.json."""
-        return self.path / "facts.json"
-
-    @property
-    def report(self) -> Path:
-        """report.md, the facts for people."""
-        return self.path / "report.md"
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.name
+        self.data = path / "data"  # train.jsonl, eval.jsonl, data_card.json
+        self.checkpoints = path / "checkpoints"  # verified archives
+        self.adapter = path / "adapter"
+        self.merged = path / "merged"
+        self.logs = path / "logs"  # TensorBoard and W&B
+        self.notebooks = path / "notebooks"  # executed copies of headless runs
+        self.facts = path / "facts.json"
+        self.report = path / "report.md"  # the facts for people
 
     def has(self, stem: str) -> bool:
         """Whether that lesson's result is here and whole; a merge older than its adapter does not count."""
