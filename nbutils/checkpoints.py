@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nbutils.disk import folder_gib, require_disk
 from nbutils.errors import CourseError
-from nbutils.paths import folder_gib, require_disk, write_json
+from nbutils.paths import write_json
 
 CHUNK = 2**22
 SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.10.11, 3.11.3 lack it

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nbutils.disk import require_disk
 from nbutils.errors import CourseError
-from nbutils.paths import require_disk
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """Where the course's own files are, and how files are written so that half a file is never trusted.
 
-Not here: where a run is kept (platforms) or what is inside a run folder (lessons).
+Not here: where a run is kept (platforms), whether there is room for it (disk), what is inside a run folder (lessons).
 """
 
 from __future__ import annotations
@@ -42,28 +42,6 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """`write_text` for JSON, readable by people (Chinese stays Chinese)."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def free_gib(folder: Path) -> float:
-    """Free space at `folder`, or at its nearest parent that exists."""
-    existing = next(place for place in [folder, *folder.absolute().parents] if place.exists())
-    return shutil.disk_usage(existing).free / GIB
-
-
-def require_disk(folder: Path, gib: float, purpose: str) -> None:
-    """Stop before a long job that would run out of disk."""
-    free = free_gib(folder)
-    if free < gib:
-        raise CourseError(
-            f"{purpose} needs {gib:.1f} GiB in {folder}, and {free:.1f} GiB are free there.",
-            f"at least {gib:.1f} GiB of free disk",
-            "delete old runs or caches there, or set NBUTILS_HOME to a folder on a larger disk",
-        )
-
-
-def folder_gib(folder: Path) -> float:
-    """Size of all files below `folder`."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / GIB
 
 
 def stamp(folder: Path) -> dict[str, Any] | None:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from nbutils import checkpoints, platforms, tracking
+from nbutils.disk import require_disk
 from nbutils.errors import CourseError
-from nbutils.paths import GIB, require_disk
+from nbutils.paths import GIB
 
 if TYPE_CHECKING:
     from torch import nn
@@ -132,7 +133,7 @@ def time_budget(max_hours: float, platform: platforms.Platform) -> TrainerCallba
     """A callback that saves and stops before the session ends (MAX_HOURS, else the platform's limit)."""
     from transformers import TrainerCallback
 
-    hours = max_hours or platforms.TIME_LIMIT_HOURS.get(platform.name, 0.0)
+    hours = max_hours or platforms.time_limit_hours(platform)
     seconds = hours * 3600 - min(TRAIL_MINUTES * 60, hours * 360) if hours else float("inf")
     begun = time.monotonic()
 

@@ -73,11 +73,11 @@ for name, choice in choices.items():
 # Each platform has a fast folder, a folder that may vanish, and one that outlives the machine. Only the last is for keeps.
 
 # %%
-from nbutils import paths
+from nbutils import disk
 
 for name in ("work", "scratch", "keep"):
     folder = getattr(lesson.folders, name)
-    print(f"{name:8} {paths.free_gib(folder):8.1f} GiB free   {folder}")
+    print(f"{name:8} {disk.free_gib(folder):8.1f} GiB free   {folder}")
 
 # %% [markdown]
 # Memory and processors: in a container the machine's numbers are not yours, so both are shown.
@@ -133,5 +133,5 @@ print("" if good else "try the names in configs/")
 lesson.finish(
     device_works=works.value,
     precision=choices["precision"].value,
-    free_gib=round(paths.free_gib(lesson.folders.keep), 1),
+    free_gib=round(disk.free_gib(lesson.folders.keep), 1),
 )

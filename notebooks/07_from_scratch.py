@@ -219,7 +219,7 @@ dashboard.show_table([{"asked": a, "before": repr(b), "after": repr(c)} for a, b
 # %%
 from datetime import date
 from transformers import GenerationConfig
-from nbutils import paths, record
+from nbutils import disk, paths, record
 
 if not finished:
     stop, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -229,7 +229,7 @@ if not finished:
     made = {"date": date.today().isoformat(), "hardware": lesson.card.name if lesson.card else "CPU", "versions": record.versions()}
     result = {"seconds": round(time.perf_counter() - began, 1), "held_out_loss": round(held_out_loss, 4), "losses": losses}
     paths.write_json(folder / "training.json", {"settings": settings, **made, **result})
-print(f"{folder}: {paths.folder_gib(folder) * 1024:.1f} MiB")
+print(f"{folder}: {disk.folder_gib(folder) * 1024:.1f} MiB")
 
 # %% [markdown]
 # ## Exercise

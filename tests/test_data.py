@@ -511,6 +511,6 @@ def test_files_that_are_not_the_ones_of_the_card_are_not_trusted(tmp_path: Path,
 def test_data_that_does_not_fit_on_the_disk_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nbutils.paths.free_gib", lambda folder: 0.0)
+    monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.0)
     with pytest.raises(CourseError, match="preparing the data needs"):
         data.prepare("", tmp_path / "data")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nbutils import paths
+from nbutils import disk, paths
 from nbutils.errors import CourseError
 
 
@@ -40,7 +40,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_too_little_disk_is_said_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(CourseError, match=r"the merge needs 9999999\.0 GiB .* GiB are free") as caught:
-        paths.require_disk(tmp_path / "not" / "there" / "yet", 9_999_999, "the merge")
+        disk.require_disk(tmp_path / "not" / "there" / "yet", 9_999_999, "the merge")
     assert "NBUTILS_HOME" in str(caught.value)
 
 

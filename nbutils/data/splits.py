@@ -13,8 +13,9 @@ from typing import Any
 from nbutils.data.building import Build
 from nbutils.data.card import AGAIN, CARD, EVAL, TRAIN, DataCard, verify
 from nbutils.data.reading import files_of
+from nbutils.disk import require_disk
 from nbutils.errors import CourseError
-from nbutils.paths import GIB, SAMPLES, require_disk
+from nbutils.paths import GIB, SAMPLES
 
 HELD_OUT_NAMES = ("eval", "test", "valid", "validation", "dev")
 BUNDLED = "the bundled sample"

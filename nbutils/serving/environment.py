@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from nbutils import paths, platforms
+from nbutils import disk, paths, platforms
 from nbutils.errors import CourseError
 
 ENGINES: dict[str, list[list[str]]] = {  # one pip call per list: torch first, by its exact pin, then the engine
@@ -171,7 +171,7 @@ def _build(folder: Path, engine: str) -> None:
     """Make the environment from nothing; the marker is written last, after vllm was imported in it."""
     if folder.exists() and any(folder.iterdir()):
         _discard(folder, engine)
-    paths.require_disk(folder, NEEDS_GIB[engine], f"the {engine} environment")
+    disk.require_disk(folder, NEEDS_GIB[engine], f"the {engine} environment")
     print(f"Building the {engine} environment in {folder} (once, a few minutes).", flush=True)
     log, started = folder / LOG, time.monotonic()
     folder.mkdir(exist_ok=True)
