@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 # This exact torch first: on machines whose pip knows a CPU build, it is the one taken, and nothing later replaces it.
 TORCH := torch==2.13.0
 
-.PHONY: course test test-fast test-gpu sync lint bench clean
+.PHONY: course test test-fast test-gpu sync lint bench wheels clean
 
 course: $(VENV)/ready .venv-serve/ready.json  ## lessons 01-05, headless
 	$(PY) -m nbutils run $(ARGS)
@@ -27,6 +27,9 @@ lint: $(VENV)/ready
 
 bench: $(VENV)/ready  ## ratios on this machine; benchmarks/gpu_lessons.sh is for one with a card
 	$(PY) benchmarks/threads.py
+
+wheels: $(VENV)/ready  ## dist/wheels, for notebooks without network; IMAGE: kaggle, none, or a file with `pip freeze` of the image
+	$(PY) .ci/wheels.py $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION)) $(if $(PLATFORM),--platform $(PLATFORM)) $(if $(IMAGE),--image $(IMAGE))
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -1,9 +1,11 @@
-"""Derives what is derived: notebooks/*.ipynb from *.py, and the repository's address in setup cells and badges.
+"""Derives what is derived: notebooks/*.ipynb from *.py, the setup cell of every lesson, the README's badges.
 
     python .ci/sync.py            write it
     python .ci/sync.py --check    exit 1 if anything would change
 
 One direction only: the .py file is the source. The result has no outputs, stable cell ids and stable bytes.
+The setup cell stands here once. It looks for the course's wheel among Kaggle's inputs before it asks the network; a
+wheel is installed from its own folder alone (`make wheels` builds one), so that it works with the internet off.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from pathlib import Path
 import jupytext
 
 ROOT = Path(__file__).resolve().parent.parent
-SETUP_ADDRESS = re.compile(r'(NBUTILS_SOURCE"\) or ")[^"]*(")')
+SETUP_CELL = re.compile(r'(?m)(^# %% tags=\["setup"\]\n)(?:[^\n]+\n)*')
+SETUP = """\
+import glob, importlib.util, os, subprocess, sys
+if importlib.util.find_spec("nbutils") is None:
+    SOURCE = os.environ.get("NBUTILS_SOURCE") or max(glob.glob(os.path.join(os.environ.get("NBUTILS_FS_ROOT", "/"), "kaggle/input/**/nbutils-*.whl"), recursive=True), default="git+ADDRESS")
+    print("Installing the course from", SOURCE); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
+"""  # noqa: E501
 BADGES = re.compile(r"(?s)(<!-- badges -->\n).*?(<!-- /badges -->)")
 METADATA = {
     "accelerator": "GPU",
@@ -38,9 +46,10 @@ def sources() -> list[Path]:
     return sorted((ROOT / "notebooks").rglob("[0-9][0-9]_*.py"))
 
 
-def with_address(source: str) -> str:
-    """A notebook source whose setup cell installs from the repository's address."""
-    return SETUP_ADDRESS.sub(rf"\g<1>git+{address()}\g<2>", source)
+def with_setup(source: str) -> str:
+    """A notebook source with the setup cell, which installs from the repository's address."""
+    cell = SETUP.replace("ADDRESS", address())
+    return SETUP_CELL.sub(lambda found: found.group(1) + cell, source)
 
 
 def notebook(stem: str, source: str) -> str:
@@ -72,7 +81,7 @@ def wanted() -> dict[Path, str]:
     """Every derived file and the text it must have."""
     files = {}
     for file in sources():
-        source = with_address(file.read_text(encoding="utf-8"))
+        source = with_setup(file.read_text(encoding="utf-8"))
         files |= {file: source, file.with_suffix(".ipynb"): notebook(file.stem, source)}
     readme = ROOT / "README.md"
     if readme.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -37,6 +38,59 @@ def run(profile: str, only: tuple[str, ...], parameter: tuple[tuple[str, str], .
     given = dict(parameter) | ({"PROFILE": profile} if profile else {})
     folder = course.run(course.select(only), given)
     print(f"\n{course.summary(folder)}")
+
+
+@app.command()
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON, for programs.")
+def doctor(as_json: bool) -> None:
+    """Look at this machine: platform, folders, limits, card, packages, network. Exit status 1 on any FAIL."""
+    import json
+
+    from nbutils import doctor
+
+    report = doctor.examine()
+    print(json.dumps(report.as_dict(), indent=2, ensure_ascii=False) if as_json else report.text())
+    sys.exit(int(report.failed))
+
+
+@app.group()
+def checkpoints() -> None:
+    """The checkpoints of a run: RUN is its name, or the path of its folder."""
+
+
+@checkpoints.command("list")
+@click.argument("run")
+def list_checkpoints(run: str) -> None:
+    """Show which there are and where, by size and manifest."""
+    _show_checkpoints(run, thorough=False)
+
+
+@checkpoints.command()
+@click.argument("run")
+def verify(run: str) -> None:
+    """Read every archive and compare its sha256; exit status 1 if one is damaged or none is there."""
+    sys.exit(int(not _show_checkpoints(run, thorough=True)))
+
+
+@checkpoints.command()
+@click.argument("run")
+@click.option("--to", type=click.Path(path_type=Path), help="A folder that is not there yet; default: ./checkpoint-N.")
+@click.option("--step", type=int, help="This one and not the newest that verifies.")
+def restore(run: str, to: Path | None, step: int | None) -> None:
+    """Unpack the newest checkpoint that verifies."""
+    from nbutils import checkpoints
+
+    print(f"restored: {checkpoints.restore_for_people(run, to, step)}")
+
+
+def _show_checkpoints(run: str, thorough: bool) -> bool:
+    """The table; whether there is something and all of it is whole."""
+    from nbutils import checkpoints
+
+    lines, remarks = checkpoints.listing(run, thorough)
+    print(f"{'step':>8}  {'size':>12}  {'kept':16}  {'verified' if thorough else 'size and manifest':30}  where")
+    print(*lines, *remarks, sep="\n")
+    return bool(lines) and not remarks and all(line.problem is None for line in lines)
 
 
 @app.command("serve-env")

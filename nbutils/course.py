@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nbutils import hardware, install, lessons, parameters, platforms
+from nbutils import install, lessons, parameters
 from nbutils.errors import CourseError
+from nbutils.papermill_io import passing_on_sigterm
 from nbutils.paths import NOTEBOOKS
 
 
@@ -51,18 +52,23 @@ def run(stems: Sequence[str], given: dict[str, str]) -> lessons.RunFolder:
     """Execute the lessons in one run folder; the first failing cell ends it with that cell's error."""
     install.ensure("train")
     by_lesson = split_parameters(given, stems)
-    platform = platforms.detect()
+    platform, folders, card = lessons.find_machine(needs_model="MODEL" in given)
     asked: dict[str, Any] = {
         name: values[name]
         for values in by_lesson.values()
         for name in ("PROFILE", "MODEL", "RUN_NAME")
         if name in values
     }
-    folder, resolved = lessons.open_run(asked, platform, platforms.folders(platform), hardware.card())
+    folder, resolved = lessons.open_run(asked, platform, folders, card)
     print(f"profile {resolved.name}, run {folder.path}", flush=True)
     for number, stem in enumerate(stems, 1):
         print(f"[{number}/{len(stems)}] {stem}", flush=True)
-        execute(stem, folder.notebooks / f"{stem}.ipynb", by_lesson[stem] | {"RUN_NAME": folder.name})
+        with passing_on_sigterm() as asked_to_end, lessons.goodbye_later():
+            execute(stem, folder.notebooks / f"{stem}.ipynb", by_lesson[stem] | {"RUN_NAME": folder.name})
+        if asked_to_end:
+            print(f"The machine asked this run to end (SIGTERM): it stops after {stem}. The same command goes on.")
+            break
+    lessons.say_goodbye(platform, folder, summary(folder))
     return folder
 
 

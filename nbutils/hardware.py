@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
+from nbutils.errors import CourseError
 from nbutils.paths import GIB
 
 BF16_FROM = (8, 0)  # torch.cuda.is_bf16_supported() also says yes on a T4, by emulation: never ask it
@@ -53,21 +55,58 @@ def card() -> Card | None:
 
     if not torch.cuda.is_available():
         return None
-    seen = torch.cuda.get_device_properties(0)
-    return Card(seen.name, (seen.major, seen.minor), seen.total_memory / GIB, torch.cuda.device_count())
+    major, minor = torch.cuda.get_device_capability(0)
+    memory = torch.cuda.get_device_properties(0).total_memory / GIB
+    return Card(torch.cuda.get_device_name(0), (major, minor), memory, torch.cuda.device_count())
 
 
 def working_operation(found: Card | None) -> Choice:
     """Multiply two matrices on the device: `is_available` alone also says yes to cards torch has no kernels for."""
     import torch
 
-    device = "cpu" if found is None else "cuda"
+    if found and not has_kernels(found.capability, torch.cuda.get_arch_list()):
+        built = ", ".join(torch.cuda.get_arch_list())
+        return Choice(
+            False, f"torch {torch.__version__} has no kernels for {found.name} ({_sm(found)}): it is built for {built}"
+        )
     try:
-        ones = torch.ones(64, 64, device=device)
+        ones = torch.ones(64, 64, device="cuda" if found else "cpu")
         correct = bool((ones @ ones)[0, 0].item() == 64)
-    except RuntimeError as problem:
+    except RuntimeError as problem:  # torch.AcceleratorError is one too
         return Choice(False, str(problem).strip().splitlines()[0])
     return Choice(correct, f"a 64 x 64 matrix product on {found or 'the CPU'} {'is right' if correct else 'is WRONG'}")
+
+
+def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
+    """Whether a torch built for these (`sm_75`, `compute_90`) runs on a card; where it names none, only a try tells."""
+    named = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name) for name in built_for]
+    targets = [(one[1], (int(one[2]), int(one[3]))) for one in named if one]
+    same = [kind == "sm" and target[0] == capability[0] and target <= capability for kind, target in targets]
+    newer = [kind == "compute" and target <= capability for kind, target in targets]
+    return not targets or any(same) or any(newer)
+
+
+def cure(found: Card | None, reason: str) -> str:
+    """What to do about a device on which `working_operation` failed, and why it did."""
+    if found is None or not re.search("no kernels? ", reason):
+        return "restart the machine; if it fails again, take another card or reinstall torch"
+    if found.capability >= VLLM_FROM:
+        return f"install a newer torch: one whose build names {_sm(found)}"
+    return (
+        "two ways on: (1) choose a newer card (Kaggle: Settings > Accelerator > GPU T4 x2); "
+        f"(2) install a torch build for CUDA 12.6 (`cu126`), which still has {_sm(found)}; 2.14 is the last of these"
+    )
+
+
+def require_working(found: Card | None) -> None:
+    """Stop before a lesson on a card that is there but does not compute."""
+    done = working_operation(found)
+    if not done.value:
+        raise CourseError(f"{done.reason}.", "a device that can multiply two matrices", cure(found, done.reason))
+
+
+def _sm(found: Card) -> str:
+    return f"sm_{found.capability[0]}{found.capability[1]}"
 
 
 def precision(found: Card | None) -> Choice:

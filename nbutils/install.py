@@ -1,24 +1,42 @@
-"""Completes a platform's Python for the course without touching the torch that came with it.
+"""Completes a platform's Python for the course: the least change that works, and never the torch that came with it.
 
-The setup cell installs bare nbutils; the first cell of a lesson calls `ensure`, which adds what the lessons import.
+The setup cell installs bare nbutils; the first cell of a lesson calls `ensure`, which adds what the lessons import,
+from the package registry or, without a network, from an attached folder of wheels (`make wheels` builds one).
 Not here: the serving environment (serving), or anything that runs when all is in place already.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import importlib.metadata as metadata
+import json
+import os
+import platform
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from nbutils import platforms
 from nbutils.errors import CourseError
 
 PINNED = ("torch", "torchvision", "torchaudio", "triton", "numpy")  # the platform's own, matched to its driver
+PINNED_FAMILIES = ("nvidia-", "cuda-")
 BLOCKERS = {"torchao": "<0.16"}  # PEFT from 0.19 on refuses to start beside these versions
+FREE = ("datasets", "pyarrow", "dill", "multiprocess")  # TRL asks for newer ones than Colab and Kaggle have
+MARKER = "course-wheels.json"
+CONFLICT = "ResolutionImpossible"  # pip's word for requirements that exclude each other
+WAYS_ON = (
+    "switch the network on (Kaggle: Settings > Internet), or attach a folder of wheels as an input "
+    "(`make wheels` on any machine with a network builds it); then run this cell again"
+)
 
 
 def ensure(extra: str) -> None:
@@ -27,9 +45,18 @@ def ensure(extra: str) -> None:
     missing = unsatisfied(requirements(extra))
     if not missing:
         return
-    loaded = sorted({Requirement(text).name for text in missing if Requirement(text).name in sys.modules})
-    print(f"Installing for the lessons: {', '.join(missing)}", flush=True)
-    pip_install(missing)
+    wheels = attached_wheels()
+    source = f"the attached {wheels}" if wheels else "the package registry"
+    print(f"Installing for the lessons, from {source}: {', '.join(missing)}", flush=True)
+    before = versions()
+    pip_install(missing, wheels)
+    importlib.invalidate_caches()
+    _refuse_stale_modules(before, versions())
+
+
+def _refuse_stale_modules(before: dict[str, str], after: dict[str, str]) -> None:
+    changed = [name for name, version in before.items() if after.get(name) != version]
+    loaded = [name for name in changed if name.replace("-", "_") in sys.modules]
     if loaded:
         raise CourseError(
             f"{', '.join(loaded)} was replaced while this kernel had the old version loaded.",
@@ -62,35 +89,134 @@ def _is_met(one: Requirement) -> bool:
         return False
 
 
-def pip_install(wanted: list[str]) -> None:
-    """pip, held to the platform's own torch by a constraint file."""
+def versions() -> dict[str, str]:
+    """Every installed distribution and its version; what does not say both is left out."""
+    listed = {str(one.metadata["Name"]): one.version for one in metadata.distributions() if one.metadata["Name"]}
+    return {str(canonicalize_name(name)): version for name, version in sorted(listed.items()) if version}
+
+
+def pip_install(wanted: list[str], wheels: Path | None = None) -> None:
+    """pip, with every installed package held; if that is impossible, with only the platform's own held."""
+    source = ["--no-index", "--find-links", str(wheels)] if wheels else []
+    done = _pip([*source, *wanted], least_change(wanted))
+    if done.returncode != 0 and CONFLICT in done.stderr:
+        print("Not possible beside all packages as they are; now only torch, CUDA and numpy are held.", flush=True)
+        done = _pip([*source, *wanted], platform_pins())
+    if done.returncode != 0:
+        raise _pip_failed(done.stderr, wanted, wheels)
+
+
+def _pip(words: list[str], held: list[str]) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"
-        constraints.write_text("".join(f"{line}\n" for line in platform_pins()), encoding="utf-8")
-        command = [sys.executable, "-m", "pip", "install", "-q", "--constraint", str(constraints), *wanted]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise CourseError(
-            "pip could not complete this Python:\n" + "\n".join(done.stderr.strip().splitlines()[-8:]),
-            f"a package registry that answers and has {', '.join(wanted)}",
-            "check the network (Kaggle: Settings > Internet), then run this cell again",
+        constraints.write_text("".join(f"{line}\n" for line in held), encoding="utf-8")
+        command = [sys.executable, "-m", "pip", "install", "-q", "--constraint", str(constraints), *words]
+        return subprocess.run(command, capture_output=True, text=True)
+
+
+def _pip_failed(stderr: str, wanted: list[str], wheels: Path | None) -> CourseError:
+    told = "\n".join(stderr.strip().splitlines()[-8:])
+    absent = re.search(r"No matching distribution found for (\S+)", stderr)
+    if wheels and (absent or CONFLICT in stderr):
+        lacks = absent.group(1) if absent else "versions that fit beside the packages of this Python"
+        return CourseError(
+            f"The attached folder of wheels {wheels} does not have {lacks}:\n{told}",
+            f"a folder made for this image, with {', '.join(wanted)} and what they need",
+            "build it again: `make wheels IMAGE=freeze.txt`, where freeze.txt is what `pip freeze` prints here; "
+            "or detach it and switch the network on (Kaggle: Settings > Internet)",
         )
+    return CourseError(
+        f"pip could not complete this Python:\n{told}",
+        f"a package registry that answers and has {', '.join(wanted)}, or an attached folder with {MARKER}",
+        WAYS_ON,
+    )
+
+
+def is_platforms_own(name: str) -> bool:
+    """Whether a package belongs to the platform's torch and CUDA and must stay as it is."""
+    return name in PINNED or name.startswith(PINNED_FAMILIES)
 
 
 def platform_pins() -> list[str]:
-    """`torch==2.11.0`-like lines for what is installed and must stay; a local build tag cannot be asked for by name."""
-    pins = []
-    for name in PINNED:
-        try:
-            pins.append(f"{name}=={metadata.version(name).split('+')[0]}")
-        except metadata.PackageNotFoundError:
-            continue
-    return pins
+    """`torch==2.11.0`-like lines for what is installed and must stay."""
+    return [_pin(name, version) for name, version in versions().items() if is_platforms_own(name)]
+
+
+def least_change(wanted: list[str]) -> list[str]:
+    """Lines that hold every installed package but the ones asked for and those known to be too old on the images."""
+    free = {*FREE, *(str(canonicalize_name(Requirement(text).name)) for text in wanted)}
+    return [_pin(name, version) for name, version in versions().items() if name not in free]
+
+
+def _pin(name: str, version: str) -> str:
+    return f"{name}=={version.split('+')[0]}"  # a local build tag is on no registry; what is installed matches anyway
 
 
 def remove_blockers() -> None:
     """Uninstall packages the course does not use and that stop the ones it does."""
-    for name, versions in BLOCKERS.items():
-        if _is_met(Requirement(f"{name}{versions}")):
+    for name, old in BLOCKERS.items():
+        if _is_met(Requirement(f"{name}{old}")):
             print(f"Removing {name} {metadata.version(name)}: PEFT refuses to start beside it, and no lesson uses it.")
             subprocess.run([sys.executable, "-m", "pip", "uninstall", "-y", "-q", name], check=True)
+
+
+def attached_wheels() -> Path | None:
+    """The attached folder of wheels for this Python, checked; None if there is none."""
+    found = list(platforms.find_inputs(platforms.folders(platforms.detect()).inputs, MARKER))
+    if (given := os.environ.get("NBUTILS_SOURCE", "")).endswith(".whl"):
+        found += [marker for marker in [Path(given).with_name(MARKER)] if marker.exists()]
+    for marker in reversed(found):
+        listed = _listed(marker)
+        if listed["python"] == _python():
+            return _checked(marker.parent, listed["files"])
+        print(
+            f"The attached {marker.parent} is for Python {listed['python']} and not used: this is {_python()} "
+            f"(`make wheels PYTHON_VERSION={_python()}` builds the right one)."
+        )
+    return None
+
+
+def _python() -> str:
+    return ".".join(platform.python_version_tuple()[:2])
+
+
+def _listed(marker: Path) -> dict[str, Any]:
+    try:
+        listed = json.loads(marker.read_text(encoding="utf-8"))
+        return {
+            "python": str(listed["python"]),
+            "files": [(f["name"], f["bytes"], f["sha256"]) for f in listed["files"]],
+        }
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise _damaged(marker.parent, [f"{MARKER} ({type(problem).__name__})"]) from problem
+
+
+def _checked(folder: Path, files: list[tuple[str, int, str]]) -> Path:
+    bad = []
+    for name, size, digest in files:
+        path = folder / name
+        if not path.is_file():
+            bad.append(f"{name} (missing)")
+        elif path.stat().st_size != size:
+            bad.append(f"{name} ({path.stat().st_size} of {size} bytes)")
+        elif _sha256(path) != digest:
+            bad.append(f"{name} (other content)")
+    if bad:
+        raise _damaged(folder, bad)
+    return folder
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _damaged(folder: Path, bad: list[str]) -> CourseError:
+    return CourseError(
+        f"The attached folder of wheels {folder} is damaged: {', '.join(bad)}. Nothing was installed.",
+        f"exactly the files that `make wheels` wrote, as {MARKER} lists them",
+        "upload the whole folder dist/wheels again, or detach it and switch the network on",
+    )

@@ -11,15 +11,18 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nbutils import hardware, install, parameters, platforms, profiles, record
+from nbutils import checkpoints, hardware, install, parameters, platforms, profiles, record
 from nbutils.errors import CourseError
-from nbutils.paths import NOTEBOOKS, TINY_MODEL, make_folder, stamp
+from nbutils.paths import NOTEBOOKS, make_folder, stamp
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
+NOTICE, POWER_OFF = "NBUTILS_NOTICE", "NBUTILS_POWER_OFF"  # 1: after a lesson, or the course, has ended well
 PROGRESS = re.compile(r"\d%\|")
 OVERRIDES = {"MAX_STEPS": "train.max_steps", "SAVE_STEPS": "train.save_steps"}  # 0 leaves them to the profile
 
@@ -73,8 +76,13 @@ class Lesson:
 
     @property
     def model_name(self) -> str:
-        """The model as it is written down: the bundled one is found wherever the course is installed next time."""
-        return "tiny" if Path(self.model) == TINY_MODEL else self.model
+        """The model as it is written down, which means the same on the next machine."""
+        return self.resolved.called
+
+    @property
+    def scratch(self) -> Path:
+        """This run's folder on the fast disk that may vanish."""
+        return self.folders.scratch / self.run.name
 
     def require(self, stem: str) -> None:
         """Make sure an earlier lesson's result is in the run folder; if it is not, run that lesson now."""
@@ -84,7 +92,8 @@ class Lesson:
         script = NOTEBOOKS / f"{stem}.py"
         wanted = {"PROFILE": self.resolved.source, "MODEL": self.parameters.get("MODEL", ""), "RUN_NAME": self.run.name}
         passed = {name: value for name, value in wanted.items() if value and name in parameters.declared_in(script)}
-        _run_script(script, passed, self.folders.keep)
+        with goodbye_later():
+            _run_script(script, passed, self.folders.keep)
 
     def finish(self, **facts: Any) -> None:
         """Write this lesson's facts and say where everything is."""
@@ -96,6 +105,25 @@ class Lesson:
         whole = record.update(self.run.facts, top, self.stem, entry)
         record.write_report(self.run.report, self.run.name, whole)
         print(f"Lesson {self.stem} done in {entry['seconds']:.0f} s. Facts: {self.run.facts}")
+        say_goodbye(self.platform, self.run, f"Lesson {self.stem}: {record.summary(entry)}")
+
+
+def say_goodbye(platform: platforms.Platform, run: RunFolder, text: str) -> None:
+    """What the environment asks for after the work: a WeChat notice, and switching the machine off if all is safe."""
+    if os.environ.get(NOTICE, "0") != "0":
+        print(platforms.send_notice(f"Run {run.name} has ended", text))
+    if os.environ.get(POWER_OFF, "0") != "0":
+        print(platforms.power_off(platform, checkpoints.unsafe(run.checkpoints)))
+
+
+@contextmanager
+def goodbye_later() -> Iterator[None]:
+    """Within this block lessons are a part of something larger, which says goodbye itself."""
+    wishes = {name: os.environ.pop(name) for name in (NOTICE, POWER_OFF) if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(wishes)
 
 
 def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
@@ -107,17 +135,28 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     install.ensure("train")
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # asks for a kernel no lesson needs
     values = parameters.collect(namespace)
-    platform = platforms.detect()
-    print(f"platform  {platform.name} ({platform.evidence})")
-    if platform.name == "colab":
-        print(f"drive     {platforms.mount_drive(platform)}")
-    folders, card = platforms.folders(platform), hardware.card()
-    print(f"card      {card or 'none: this machine trains on its CPU'}")
+    platform, folders, card = find_machine(needs_model=bool(values.get("MODEL")))
     run, resolved = open_run(values, platform, folders, card)
     print(f"profile   {resolved.name}: {resolved.choices['profile'].reason}")
     print(f"model     {resolved.model}")
     print(f"run       {run.path}")
     return Lesson(stem, values, platform, folders, card, resolved, run, started)
+
+
+def find_machine(needs_model: bool) -> tuple[platforms.Platform, platforms.Folders, hardware.Card | None]:
+    """The platform with its network and Drive made ready, its folders, and a card that was seen computing."""
+    platform, card = platforms.detect(), hardware.card()
+    print(f"platform  {platform.name} ({platform.evidence})")
+    for line in platforms.prepare_network(platform, probe=card is not None or needs_model):
+        print(line)
+    if platform.name == "colab":
+        print(f"drive     {platforms.mount_drive(platform)}")
+    folders = platforms.folders(platform)
+    if not folders.lasting:
+        print(f"[WARN] {folders.keep} goes away with this machine: download what you want to keep, or set NBUTILS_HOME")
+    print(f"card      {card or 'none: this machine trains on its CPU'}")
+    hardware.require_working(card)
+    return platform, folders, card
 
 
 def _tell_plainly(kind: type[BaseException], problem: BaseException, trace: Any) -> None:

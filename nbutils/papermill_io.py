@@ -3,17 +3,22 @@
 papermill by itself refuses that on a terminal, prints the whole notebook into a pipe or a log, and with a pipe as its
 input reads a notebook from there and overwrites the lesson. This module is papermill's own kind of plug-in, an output
 scheme called `run://`, loaded through an entry point; when it is loaded for a lesson given alone, it adds
-`run://<lesson>.ipynb` as the output. Only `papermill lesson.ipynb > out.ipynb` stays as it was.
+`run://<lesson>.ipynb` as the output. Only `papermill lesson.ipynb > out.ipynb` stays as it was. It also hands SIGTERM
+on to the kernel, where a training saves and ends normally; papermill alone would die and take the kernel along.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from nbutils import platforms
 from nbutils.paths import write_text
@@ -35,8 +40,14 @@ class RunHandler:
         return self.place(path).read_text(encoding="utf-8")
 
     def write(self, buf: str, path: str) -> None:
-        """A whole file, or the one that was there."""
-        write_text(self.place(path), buf)
+        """A whole file, or the one that was there; a keep that fails for a while must not end the lesson."""
+        place = self.place(path)
+        try:
+            _write(place, buf)
+        except OSError as problem:
+            aside = platforms.folders(platforms.detect()).scratch / "notebooks" / place.name
+            _write(aside, buf)
+            print(f"[WARN] {place}: {problem.strerror}; the executed notebook is {aside}", file=sys.stderr)
 
     def listdir(self, path: str) -> list[str]:
         """The files of a folder."""
@@ -53,6 +64,35 @@ class RunHandler:
 
 
 HANDLER = RunHandler()
+
+
+def _write(place: Path, text: str) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_text(place, text)
+
+
+@contextmanager
+def passing_on_sigterm() -> Iterator[list[int]]:
+    """Within this block SIGTERM goes to the kernels of this process; the list says that one came.
+
+    A kernel that trains saves and ends the lesson normally, any other dies of it. A second SIGTERM is not passed on.
+    """
+    came: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        came.append(number)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        kernels = psutil.Process().children()
+        for kernel in kernels:
+            kernel.terminate()
+        if not kernels:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def positional(arguments: Sequence[str]) -> list[str]:
@@ -99,10 +139,14 @@ def is_papermill() -> bool:
 
 
 def complete_command_line() -> None:
-    """Add the output to this process's command line if it is papermill's and has none."""
-    if is_papermill() and (output := output_for(sys.argv[1:], wants_the_notebook(1))):
+    """Add the output to this process's command line if it has none."""
+    if output := output_for(sys.argv[1:], wants_the_notebook(1)):
         sys.argv.append(output)
         print(f"The executed notebook goes to {RunHandler.place(output)}", file=sys.stderr)
 
 
-complete_command_line()
+if is_papermill():
+    complete_command_line()
+    if any(_is_lesson(Path(word).stem) for word in positional(sys.argv[1:])):
+        _UNTIL_THE_END = passing_on_sigterm()  # held: a context that is let go ends
+        _UNTIL_THE_END.__enter__()

@@ -29,8 +29,11 @@ STAMP = "complete.json"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file or nothing: a temporary neighbour is renamed over it once it is on disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a whole file or nothing: a temporary neighbour is renamed over it once it is on disk.
+
+    At most one folder is made: if more are missing, the disk under them is gone, and its mount point must stay empty.
+    """
+    path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with open(partial, "w", encoding="utf-8", newline="\n") as file:
         file.write(text)
@@ -61,7 +64,7 @@ def whole_folder(target: Path, about: dict[str, Any]) -> Iterator[Path]:
     """
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.mkdir()
     yield partial
     for file in partial.rglob("*"):
         if file.is_file():

@@ -21,7 +21,8 @@ PACKAGES = (
 )  # fmt: skip
 SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|ghp_[A-Za-z0-9]{20,})|(?<![/\w])[0-9a-f]{40}(?!\w)")
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.I)
-MASK = "[masked]"
+MASK, SHORTEST = "[masked]", 8
+_secrets: set[str] = set()  # found outside the environment
 
 
 def versions() -> dict[str, str]:
@@ -55,17 +56,38 @@ def update(path: Path, top: dict[str, Any], lesson: str, facts: dict[str, Any]) 
     earlier = record.get("lessons", {}).get(lesson, {})
     entry = {name: earlier.get(name) if value is None else value for name, value in facts.items()}
     record["lessons"] = record.get("lessons", {}) | {lesson: entry}
-    record = json.loads(mask_secrets(json.dumps(record, ensure_ascii=False, default=str)))
+    record = _masked(json.loads(json.dumps(record, default=str)))
     write_json(path, record)
     return record
 
 
+def remember_secret(value: str) -> None:
+    """From now on this value is masked wherever the course writes; a shorter one would mask words by accident."""
+    if len(value) >= SHORTEST:
+        _secrets.add(value)
+
+
+def _masked(value: Any) -> Any:
+    """A JSON value with every text in it masked; on the text of the JSON, escaped secrets would slip through."""
+    if isinstance(value, dict):
+        return {mask_secrets(name): _masked(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_masked(inner) for inner in value]
+    return mask_secrets(value) if isinstance(value, str) else value
+
+
 def mask_secrets(text: str) -> str:
-    """The text without what looks like a key, and without the value of any variable that is named like one."""
-    values = [value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= 8]
+    """The text without what looks like a key, the value of a variable named like one, or a secret found elsewhere."""
+    named = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST}
+    values = named | _secrets
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, MASK)
     return SECRET.sub(MASK, text)
+
+
+def summary(entry: dict[str, Any]) -> str:
+    """The facts of one lesson in a line."""
+    return ", ".join(f"{name} {_plain(value)}" for name, value in entry.items() if value is not None)
 
 
 def write_report(path: Path, run: str, facts: dict[str, Any]) -> None:

@@ -18,8 +18,16 @@ def begin(logs: Path, run: str) -> list[str]:
     logs.mkdir(parents=True, exist_ok=True)
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
     os.environ |= {"WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
-    print(f"logs      {logs} (TensorBoard; W&B {_begin_wandb(logs, run)})")
+    print(f"logs      TensorBoard; W&B {_begin_wandb(logs, run)}")
     return ["tensorboard", "wandb"]
+
+
+def end() -> None:
+    """Complete the files of an offline W&B run; one that is online completes itself in its own time."""
+    import wandb
+
+    if wandb.run is not None and wandb.run.offline:
+        wandb.finish()
 
 
 def _begin_wandb(logs: Path, run: str) -> str:

@@ -14,9 +14,8 @@
 #
 # You will have
 #
-# - the name of the platform and the evidence for it,
+# - a doctor's report: platform, folders and room, memory, hours left, packages, network,
 # - proof that the card (or the CPU) really computes,
-# - the folders of this machine: which one lasts, which one is fast, how much room is left,
 # - a profile: model, precision and batch for this machine, each value with its reason.
 #
 # Takes under a minute, downloads nothing.
@@ -25,10 +24,10 @@
 # The next cell installs the course where it is missing; on a machine that has it, it does nothing.
 
 # %% tags=["setup"]
-import importlib.util, os, subprocess, sys
-SOURCE = os.environ.get("NBUTILS_SOURCE") or "git+https://github.com/finetune-course/finetune-course"
+import glob, importlib.util, os, subprocess, sys
 if importlib.util.find_spec("nbutils") is None:
-    print("Installing the course from", SOURCE); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE])
+    SOURCE = os.environ.get("NBUTILS_SOURCE") or max(glob.glob(os.path.join(os.environ.get("NBUTILS_FS_ROOT", "/"), "kaggle/input/**/nbutils-*.whl"), recursive=True), default="git+https://github.com/finetune-course/finetune-course")
+    print("Installing the course from", SOURCE); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
 
 # %% [markdown]
 # These are the dials. `PROFILE = "auto"` lets the machine decide; any name from `configs/` works too.
@@ -45,6 +44,17 @@ RUN_NAME: str = ""
 import nbutils
 
 lesson = nbutils.start("01_environment", globals())
+
+# %% [markdown]
+# The doctor looks at everything a lesson will lean on: the folders (which one lasts, how much room is left), the memory
+# and processors that are really yours in a container, the hours left, the packages, the network. `WARN` means read it,
+# `FAIL` means mend it first. In a terminal, `python -m nbutils doctor` prints the same.
+
+# %%
+from nbutils import dashboard, doctor
+
+report = doctor.examine()
+dashboard.show_table(report.rows(), text=report.text())
 
 # %% [markdown]
 # `torch.cuda.is_available()` also says yes to cards that torch has no kernels for. So we let the device multiply.
@@ -70,32 +80,9 @@ for name, choice in choices.items():
     print(f"{name:14} {choice.value!s:18} {choice.reason}")
 
 # %% [markdown]
-# Each platform has a fast folder, a folder that may vanish, and one that outlives the machine. Only the last is for keeps.
-
-# %%
-from nbutils import disk
-
-for name in ("work", "scratch", "keep"):
-    folder = getattr(lesson.folders, name)
-    print(f"{name:8} {disk.free_gib(folder):8.1f} GiB free   {folder}")
-
-# %% [markdown]
-# Memory and processors: in a container the machine's numbers are not yours, so both are shown.
-
-# %%
-import os
-import psutil
-
-print(f"processors this process may use: {len(os.sched_getaffinity(0))} of {os.cpu_count()}")
-memory = psutil.virtual_memory()
-print(f"memory: {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB available")
-
-# %% [markdown]
 # The resolved profile, every value with its reason. Learning rate and rank are choices; precision is a fact of the card.
 
 # %%
-from nbutils import dashboard
-
 dashboard.show_choices(lesson.resolved.choices, lesson.resolved.table())
 
 # %% [markdown]
@@ -122,16 +109,20 @@ print("" if good else "try the names in configs/")
 # %% [markdown]
 # ## You now have
 #
-# - the name of the platform and the evidence for it,
+# - a doctor's report: platform, folders and room, memory, hours left, packages, network,
 # - proof that the card (or the CPU) really computes,
-# - the folders of this machine: which one lasts, which one is fast, how much room is left,
 # - a profile: model, precision and batch for this machine, each value with its reason.
 #
 # The last cell writes them to `facts.json`.
 
 # %%
+from nbutils import disk
+
 lesson.finish(
     device_works=works.value,
     precision=choices["precision"].value,
     free_gib=round(disk.free_gib(lesson.folders.keep), 1),
+    keep_lasts=lesson.folders.lasting,
+    limits=report.limits,
+    warnings="; ".join(check.name for check in report.checks if check.status != "OK") or "none",
 )

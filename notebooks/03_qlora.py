@@ -26,10 +26,10 @@
 # The next cell installs the course where it is missing; on a machine that has it, it does nothing.
 
 # %% tags=["setup"]
-import importlib.util, os, subprocess, sys
-SOURCE = os.environ.get("NBUTILS_SOURCE") or "git+https://github.com/finetune-course/finetune-course"
+import glob, importlib.util, os, subprocess, sys
 if importlib.util.find_spec("nbutils") is None:
-    print("Installing the course from", SOURCE); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE])
+    SOURCE = os.environ.get("NBUTILS_SOURCE") or max(glob.glob(os.path.join(os.environ.get("NBUTILS_FS_ROOT", "/"), "kaggle/input/**/nbutils-*.whl"), recursive=True), default="git+https://github.com/finetune-course/finetune-course")
+    print("Installing the course from", SOURCE); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
 
 # %% [markdown]
 # The dials. Empty or zero leaves a value to the profile. `RESUME = "auto"` continues an interrupted run, `"never"` starts anew.
@@ -162,15 +162,14 @@ lora = LoraConfig(
 # %% [markdown]
 # ## The training
 #
-# Packing puts several short rows into one sequence, so that no step is spent on padding. Checkpoints go to fast scratch
-# first. TensorBoard always logs; W&B goes online only if a key is there, and never asks for one.
+# Packing puts several short rows into one sequence, so that no step is spent on padding. Checkpoints and logs go to fast
+# scratch first. TensorBoard always logs; W&B goes online only if a key is there, and never asks for one.
 
 # %%
 from trl import SFTConfig
 
-scratch = lesson.folders.scratch / lesson.run.name / "trainer"
 settings = SFTConfig(
-    output_dir=str(scratch),
+    output_dir=str(lesson.scratch / "trainer"),
     max_length=profile.train.max_length,
     packing=profile.train.packing,
     assistant_only_loss=report.form.value == "messages",
@@ -208,11 +207,20 @@ mark = checkpoints.fingerprint(
 )
 
 # %% [markdown]
-# The newest checkpoint of this very training that verifies, if there is one.
+# The newest checkpoint of this very training that verifies: on this machine, in the run folder, or in an attached output of
+# an earlier run. What does not verify is skipped with a line that says why.
 
 # %%
-resume_from = training.resume_point(lesson.run.checkpoints, scratch, mark, RESUME)
-print(f"continuing from {resume_from.name}" if resume_from else "starting at step 0")
+resume_from = training.resume_point(lesson, mark, RESUME)
+print(f"resuming {resume_from.name}" if resume_from else "starting at step 0")
+
+# %% [markdown]
+# From here on every saved checkpoint is carried to the run folder in the background, and checked there. A Drive that drops or
+# a full disk costs a line, not the training. The clock ends the run before the platform does.
+
+# %%
+way_home = training.carrier(lesson, mark, profile.train.keep_checkpoints)
+watchers = [training.keep_checkpoints(way_home), training.time_budget(lesson, way_home, MAX_HOURS)]
 
 # %% [markdown]
 # The trainer, and one repair: TRL casts QLoRA adapters to bfloat16 whatever was asked for, which is slow on a CPU and fatal
@@ -229,10 +237,7 @@ trainer = SFTTrainer(
     train_dataset=Dataset.from_list(chat.training_rows(tokenizer, train_rows, report.form.value)),
     processing_class=tokenizer,
     peft_config=lora,
-    callbacks=[
-        training.keep_checkpoints(lesson.run.checkpoints, mark, profile.train.keep_checkpoints),
-        training.time_budget(MAX_HOURS, lesson.platform),
-    ],
+    callbacks=watchers,
 )
 training.require_room(trainer, lesson.run.checkpoints, profile.train.keep_checkpoints)
 print(training.repair_precision(trainer.model), "adapter weights back to float32")
@@ -256,6 +261,12 @@ if training.steps_left(trainer, resume_from):
 else:
     training.load_finished(trainer, resume_from)
 seconds = time.monotonic() - began
+
+# %% [markdown]
+# Only now we wait for the slow disk, until the last checkpoint and the logs are safe.
+
+# %%
+training.bring_home(way_home)
 
 # %% [markdown]
 # What it took. Tokens per second counts real tokens; peak memory is the card's, or this process's on a CPU.

@@ -25,13 +25,13 @@
 # The next cell installs the course where it is missing; on a machine that has it, it does nothing.
 
 # %% tags=["setup"]
-import importlib.util, os, subprocess, sys
-SOURCE = os.environ.get("NBUTILS_SOURCE") or "git+https://github.com/finetune-course/finetune-course"
+import glob, importlib.util, os, subprocess, sys
 if importlib.util.find_spec("nbutils") is None:
-    print("Installing the course from", SOURCE); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE])
+    SOURCE = os.environ.get("NBUTILS_SOURCE") or max(glob.glob(os.path.join(os.environ.get("NBUTILS_FS_ROOT", "/"), "kaggle/input/**/nbutils-*.whl"), recursive=True), default="git+https://github.com/finetune-course/finetune-course")
+    print("Installing the course from", SOURCE); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
 
 # %% [markdown]
-# The dials. `FOLDER` is a model folder to serve instead of the one lesson 04 left; `PORT` 0 takes any free one; `QUESTIONS` 0 leaves their
+# The dials. `FOLDER` is a model folder to serve instead of the one lesson 04 left; `PORT` 0 takes a free one; `QUESTIONS` 0 leaves their
 # number to the profile. `KEEP_RUNNING` leaves the server up when the lesson is over, until the kernel ends.
 
 # %% tags=["parameters"]
@@ -125,11 +125,14 @@ flags = {
 }[engine.value]
 
 # %% [markdown]
-# This is the line you would type in a terminal; here it is run for you. The server listens on this machine only (`127.0.0.1`).
+# This is the line you would type in a terminal; here it is run for you. The server listens on this machine only (`127.0.0.1`). Some
+# platforms lead from outside to certain ports, and then one of those is taken.
 
 # %%
-server = serving.Server(folder, environment, flags=flags, port=PORT, log=lesson.run.logs / "serve.log")
+port = PORT or serving.preferred_port(lesson.platform)
+server = serving.Server(folder, environment, flags=flags, port=port, log=lesson.run.logs / "serve.log")
 print(server.shell_line())
+print(serving.public_address(lesson.platform, server.port))
 
 # %% [markdown]
 # Start it and wait until it says it is healthy. Its log is shown on the way; should it fail, the cause stands here and not only in a file.

@@ -26,8 +26,8 @@ class Machine:
     env: dict[str, str] = field(default_factory=dict)
     packages: tuple[str, ...] = ()
 
-    def make(self, *folders: str, **files: str) -> Machine:
-        """Add folders; files are given as keyword arguments through `write`."""
+    def make(self, *folders: str) -> Machine:
+        """Add folders; files are added by `write`."""
         for folder in folders:
             (self.root / folder).mkdir(parents=True, exist_ok=True)
         return self
@@ -59,3 +59,93 @@ class Machine:
         ran = self.python("-c", code)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return json.loads(ran.stdout.strip().splitlines()[-1])
+
+
+COLAB_ENV = {
+    "COLAB_RELEASE_TAG": "release-colab_20260819-060114_RC00", "COLAB_BACKEND_VERSION": "next", "COLAB_TPU_1VM": "",
+    "COLAB_JUPYTER_IP": "172.28.0.12", "COLAB_JUPYTER_TRANSPORT": "ipc", "COLAB_JUPYTER_TOKEN": "",
+    "COLAB_KERNEL_MANAGER_PROXY_HOST": "172.28.0.12", "COLAB_KERNEL_MANAGER_PROXY_PORT": "6000",
+    "COLAB_NOTEBOOK_ID": "", "COLAB_FILE_HANDLER_ADDR": "localhost:3453", "COLAB_WARMUP_DEFAULTS": "1",
+    "TBE_RUNTIME_ADDR": "172.28.0.1:8011", "TBE_CREDS_ADDR": "172.28.0.1:8008",
+    "TBE_EPHEM_CREDS_ADDR": "172.28.0.1:8009", "USE_AUTH_EPHEM": "1", "ENABLE_DIRECTORYPREFETCHER": "1",
+    "UV_SYSTEM_PYTHON": "true", "PYTHONUTF8": "1",
+}  # fmt: skip
+KAGGLE_ENV = {
+    "KAGGLE_DATA_PROXY_URL": "http://127.0.0.1:1", "KAGGLE_URL_BASE": "http://127.0.0.1:1",
+    "KAGGLE_USER_SECRETS_TOKEN": "jwt", "COLAB_RELEASE_TAG": "release-colab-external-images_20260514-060047_RC00",
+    "UV_SYSTEM_PYTHON": "true",
+}  # fmt: skip
+AUTODL_ENV = {
+    "AutoDLContainerUUID": "a1b2c3d4e5-0f9e8d7c", "AutoDLRegion": "west-E",
+    "AutoDLService6006URL": "https://u1-abc.westb.seetacloud.com:8443",
+}  # fmt: skip
+TURBO = (
+    "export no_proxy=localhost,127.0.0.1\nexport http_proxy=http://127.0.0.1:12798 && "
+    "export https_proxy=http://127.0.0.1:12798\n"
+)
+SHUTDOWN = '#!/bin/sh\necho "called with [$*]" >> "$(dirname "$0")/../../shutdown.log"\n'
+NO_DEVICES = "#!/bin/sh\necho No devices were found\nexit 9\n"
+MEMINFO = "MemTotal:       {kib} kB\nMemFree:        {kib} kB\nMemAvailable:   {kib} kB\n"
+
+
+def colab(folder: Path, gpu: bool = True, enterprise: bool = False) -> Machine:
+    """S1, S2, S7: Colab with or without a card, its stray /kaggle folders included; Drive is not mounted."""
+    machine = Machine(folder / "colab", COLAB_ENV | {"COLAB_GPU": "1" if gpu else ""}, ("colab",))
+    if enterprise:
+        machine.env["VERTEX_PRODUCT"] = "COLAB_ENTERPRISE"
+    machine.make("content/sample_data", "kaggle/working", "kaggle/input/some-slug")
+    machine.env["CLOUDSDK_CONFIG"] = str(machine.root / "content/.config")
+    machine.write("var/colab/hostname", "m-s-test\n")
+    return machine
+
+
+def mounted(machine: Machine) -> Machine:
+    """Drive is mounted on that Colab, as the kernel's list of mounts tells it."""
+    machine.make("content/drive/My Drive")
+    (machine.root / "content/drive/MyDrive").symlink_to("My Drive")
+    machine.write("proc/mounts", f"drive {machine.root}/content/drive fuse.drive rw 0 0\n")
+    return machine
+
+
+def kaggle(folder: Path, batch: bool = False) -> Machine:
+    """K1, K2: Kaggle, whose image is built from Colab's: its package, its variable, its /content are there."""
+    kind = {"KAGGLE_KERNEL_RUN_TYPE": "Batch" if batch else "Interactive"}
+    machine = Machine(folder / "kaggle", KAGGLE_ENV | kind, ("kaggle",))
+    return machine.make("kaggle/working", "kaggle/temp", "kaggle/input", "content")
+
+
+def autodl(folder: Path, login: bool = True, file_storage: bool = True, card: bool = True) -> Machine:
+    """A1-A4: AutoDL; without `login` none of its variables, without `file_storage` no autodl-fs.
+
+    Without `card` it is started in the mode without one: 2 GiB of memory and half a core on a host of 512 GiB.
+    """
+    machine = Machine(folder / "autodl", dict(AUTODL_ENV) if login else {})
+    machine.make("root/autodl-tmp", "root/autodl-pub", "root/tf-logs", "root/miniconda3")
+    if file_storage:
+        machine.make("root/autodl-fs")
+    machine.write("etc/network_turbo", TURBO)
+    machine.write("usr/bin/shutdown", SHUTDOWN).chmod(0o755)
+    if not card:
+        without_card(machine)
+    return machine
+
+
+def without_card(machine: Machine) -> None:
+    """A4: the driver's tool finds no device; the container's limits are far below what the host shows."""
+    machine.write("usr/bin/nvidia-smi", NO_DEVICES).chmod(0o755)
+    machine.env["PATH"] = f"{machine.root}/usr/bin:{Path(sys.executable).parent}:/usr/bin:/bin"
+    machine.write("proc/meminfo", MEMINFO.format(kib=512 * 2**20))
+    machine.write("sys/fs/cgroup/memory.max", f"{2 * 2**30}\n")
+    machine.write("sys/fs/cgroup/cpu.max", "50000 100000\n")
+
+
+def lanyun(folder: Path) -> Machine:
+    """A5: another provider that ships AutoDL's proxy script and nothing else of it."""
+    machine = Machine(folder / "lanyun")
+    machine.write("etc/network_turbo", TURBO)
+    return machine
+
+
+def local(folder: Path, **env: str) -> Machine:
+    """L1: a machine of one's own, on which nothing is set but what is given."""
+    return Machine(folder / "local", env).make("home")

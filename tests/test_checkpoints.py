@@ -1,13 +1,19 @@
-"""checkpoints: only what verifies is restored."""
+"""checkpoints: only what verifies is restored; what is finished gets home, whatever the disk there does."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from nbutils import checkpoints
+from nbutils.checkpoints import archive, carrier, store
 from nbutils.errors import CourseError
 
 MARK = checkpoints.fingerprint(model="m", seed=1)
@@ -21,62 +27,288 @@ def save(scratch: Path, step: int) -> Path:
     return folder
 
 
+def keep_one(scratch: Path, keep: Path, step: int, mark: dict = MARK) -> checkpoints.Kept:
+    keep.mkdir(exist_ok=True)
+    return checkpoints.pack(save(scratch, step), keep, mark)
+
+
 @pytest.fixture
 def keep(tmp_path: Path) -> Path:
     for step in (10, 20, 30):
-        checkpoints.publish(save(tmp_path / "scratch", step), tmp_path / "keep", MARK)
+        keep_one(tmp_path / "scratch", tmp_path / "keep", step)
     return tmp_path / "keep"
 
 
 def test_the_newest_comes_back_whole(keep: Path, tmp_path: Path) -> None:
-    restored = checkpoints.restore(keep, tmp_path / "new", MARK)
+    restored = checkpoints.restore([keep], tmp_path / "new", MARK)
     assert restored is not None and restored.name == "checkpoint-30"
     assert (restored / "weights.bin").read_bytes() == bytes([30]) * 10_000
 
 
-def truncate(archive: Path) -> None:
-    archive.write_bytes(archive.read_bytes()[:-100])
+def truncate(place: Path) -> None:
+    place.write_bytes(place.read_bytes()[:-100])
 
 
-def flip_a_byte(archive: Path) -> None:
-    whole = bytearray(archive.read_bytes())
+def flip_a_byte(place: Path) -> None:
+    whole = bytearray(place.read_bytes())
     whole[2000] ^= 1
-    archive.write_bytes(whole)
+    place.write_bytes(whole)
 
 
-def half_a_manifest(archive: Path) -> None:
-    manifest = archive.with_suffix(".json")
+def half_a_manifest(place: Path) -> None:
+    manifest = place.with_suffix(".json")
     manifest.write_text(manifest.read_text()[:20])
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_byte, half_a_manifest, Path.unlink])
-def test_a_damaged_one_is_skipped_with_a_line(keep: Path, tmp_path: Path, damage, capsys) -> None:  # type: ignore[no-untyped-def]
+def no_manifest(place: Path) -> None:
+    place.with_suffix(".json").unlink()
+
+
+def empty(place: Path) -> None:
+    place.write_bytes(b"")
+
+
+def swapped_with_the_older(place: Path) -> None:
+    shutil.copy(place.with_name("checkpoint-20.tar"), place)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (truncate, "bytes, 20,480 expected"),
+        (flip_a_byte, "sha256 differs"),
+        (half_a_manifest, "its manifest cannot be used"),
+        (no_manifest, "it has no manifest"),
+        (Path.unlink, "the archive is missing"),
+        (empty, "0 bytes"),
+        (swapped_with_the_older, "sha256 differs"),
+    ],
+)
+def test_a_damaged_one_is_skipped_with_a_line_that_says_why(
+    keep: Path, tmp_path: Path, damage: Callable[[Path], None], why: str, capsys: pytest.CaptureFixture
+) -> None:
     damage(keep / "checkpoint-30.tar")
-    restored = checkpoints.restore(keep, tmp_path / "new", MARK)
+    restored = checkpoints.restore([keep], tmp_path / "new", MARK)
     assert restored is not None and restored.name == "checkpoint-20"
-    assert "skipping checkpoint-30" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "skipping checkpoint-30" in said and why in said
 
 
-def test_an_archive_without_manifest_is_as_good_as_absent(keep: Path, tmp_path: Path) -> None:
+def test_a_duplicate_under_a_newer_name_is_not_believed(keep: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    for suffix in (".tar", ".json"):
+        shutil.copy(keep / f"checkpoint-10{suffix}", keep / f"checkpoint-99{suffix}")
+    shutil.copy(keep / "checkpoint-30.tar", keep / "checkpoint-30 (1).tar")
+    restored = checkpoints.restore([keep], tmp_path / "new", MARK)
+    assert restored is not None and restored.name == "checkpoint-30"
+    said = capsys.readouterr().out
+    assert "renamed or duplicated" in said and "checkpoint-30 (1).tar" in said
+
+
+def test_nothing_that_verifies_is_nothing_to_continue_from(keep: Path, tmp_path: Path) -> None:
     for manifest in keep.glob("*.json"):
         manifest.unlink()
-    assert checkpoints.restore(keep, tmp_path / "new", MARK) is None
+    assert checkpoints.restore([keep, tmp_path / "nowhere"], tmp_path / "new", MARK) is None
 
 
-def test_only_the_newest_are_kept(keep: Path, tmp_path: Path) -> None:
-    checkpoints.publish(save(tmp_path / "scratch", 40), keep, MARK, keep_last=2)
-    assert sorted(file.name for file in keep.iterdir()) == [
-        "checkpoint-30.json", "checkpoint-30.tar", "checkpoint-40.json", "checkpoint-40.tar",
-    ]  # fmt: skip
+def test_the_newest_of_several_places_wins_and_the_nearest_of_equals(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    for step in (10, 20):
+        keep_one(tmp_path / "s1", near, step)
+    for step in (20, 15):
+        keep_one(tmp_path / "s2", far, step)
+    best = checkpoints.newest_verified([near, far], MARK)
+    assert best is not None and best.archive == near / "checkpoint-20.tar"
+    keep_one(tmp_path / "s2", far, 25)
+    best = checkpoints.newest_verified([near, far], MARK)
+    assert best is not None and best.archive == far / "checkpoint-25.tar"
 
 
 def test_another_training_is_refused_with_both_values(keep: Path, tmp_path: Path) -> None:
     with pytest.raises(CourseError, match="seed: kept 1, asked 2") as caught:
-        checkpoints.restore(keep, tmp_path / "new", checkpoints.fingerprint(model="m", seed=2))
+        checkpoints.restore([keep], tmp_path / "new", checkpoints.fingerprint(model="m", seed=2))
     assert "RUN_NAME" in str(caught.value) and 'RESUME="never"' in str(caught.value)
 
 
-def test_a_copy_that_does_not_verify_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "defect", lambda one: "its sha256 differs")
-    with pytest.raises(CourseError, match="does not verify"):
-        checkpoints.publish(save(tmp_path / "scratch", 10), tmp_path / "keep", MARK)
+def test_an_older_one_of_this_training_is_preferred_to_a_newer_one_of_another(keep: Path, tmp_path: Path) -> None:
+    keep_one(tmp_path / "s", tmp_path / "attached", 50, checkpoints.fingerprint(model="other", seed=1))
+    best = checkpoints.newest_verified([keep, tmp_path / "attached"], MARK)
+    assert best is not None and best.step == 30
+
+
+def test_a_store_that_cannot_be_listed_stops_the_run_instead_of_repeating_its_work(
+    keep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "WAITS", (0.0,))
+    monkeypatch.setattr(Path, "iterdir", raising(errno.ENOTCONN))
+    with pytest.raises(CourseError, match=r"(?s)cannot be read.*never"):
+        checkpoints.newest_verified([keep], MARK)
+
+
+def raising(number: int) -> Callable:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_pruning_keeps_the_newest_that_are_whole_and_never_a_later_one(keep: Path, tmp_path: Path) -> None:
+    keep_one(tmp_path / "scratch", keep, 90)  # of a run that got further before it was damaged
+    truncate(keep / "checkpoint-20.tar")
+    (keep / "checkpoint-15.tar").write_bytes(b"the rest of a copy that was cut off")
+    newest = keep_one(tmp_path / "scratch", keep, 40)
+    checkpoints.prune(keep, newest, keep_last=2)
+    assert sorted(place.name for place in keep.glob("*.tar")) == [
+        "checkpoint-30.tar", "checkpoint-40.tar", "checkpoint-90.tar",
+    ]  # fmt: skip
+    assert len(list(keep.iterdir())) == 6
+
+
+def test_an_archive_that_would_write_elsewhere_is_refused(tmp_path: Path) -> None:
+    import tarfile
+
+    folder = save(tmp_path / "scratch", 5)
+    (folder / "link").symlink_to("/etc/passwd")
+    (tmp_path / "keep").mkdir()
+    one = checkpoints.pack(folder, tmp_path / "keep", MARK)
+    if archive.SAFELY:
+        with pytest.raises(tarfile.FilterError):
+            checkpoints.unpack(one, tmp_path / "new")
+    assert not (tmp_path / "new/checkpoint-5").exists()
+
+
+# The carrier
+
+
+@pytest.fixture
+def make_carrier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., checkpoints.Carrier]]:
+    """Makes carriers with short pauses, and ends them."""
+    monkeypatch.setattr(carrier, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(carrier, "LONGEST_PAUSE", 0.1)
+    made: list[checkpoints.Carrier] = []
+    (tmp_path / "run").mkdir()
+
+    def make(**options: object) -> checkpoints.Carrier:
+        logs = options.pop("logs", None)
+        route = checkpoints.Route(tmp_path / "sealed", tmp_path / "run/checkpoints", **options)  # type: ignore[arg-type]
+        made.append(checkpoints.Carrier(route, MARK, logs))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_what_is_taken_gets_home_and_verifies(make_carrier, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    way = make_carrier(keep_last=2)
+    for step in (10, 20, 30):
+        way.take(save(tmp_path / "trainer", step))
+        way.finish(patience=5, bar=False)
+    kept, remarks = checkpoints.look(tmp_path / "run/checkpoints")
+    assert [one.step for one in kept] == [30, 20] and not remarks
+    assert all(checkpoints.defect(one) is None for one in kept)
+    assert "checkpoint 30 is kept (0.0 MiB, verified)" in capsys.readouterr().out
+    assert not list((tmp_path / "trainer").iterdir()) and not list(way.outbox.iterdir())
+    assert [one.step for one in checkpoints.look(tmp_path / "sealed")[0]] == [30]
+
+
+@pytest.mark.parametrize("number", [errno.ENOTCONN, errno.EIO, errno.ENOSPC])
+def test_a_fault_costs_two_lines_and_no_checkpoint(make_carrier, tmp_path: Path, number: int) -> None:  # type: ignore[no-untyped-def]
+    broken = [True]
+
+    def check() -> None:
+        if broken:
+            raise OSError(number, os.strerror(number))
+
+    way = make_carrier(check=check)
+    for step in (10, 20):
+        began = time.monotonic()
+        way.take(save(tmp_path / "trainer", step))
+        assert time.monotonic() - began < 0.5
+        time.sleep(0.15)
+    [line] = way.messages()
+    assert os.strerror(number) in line and "Training goes on" in line
+    broken.clear()
+    kept = way.finish(patience=5, bar=False)
+    assert kept is not None and kept.step == 20 and way.problem is None
+
+
+def test_the_way_back_is_told_once(make_carrier, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    real, calls = archive.copy, []
+
+    def copy(*given: object) -> checkpoints.Kept:
+        calls.append(1)
+        if len(calls) < 4:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(archive, "copy", copy)
+    way = make_carrier()
+    way.take(save(tmp_path / "trainer", 10))
+    way.finish(patience=5, bar=False)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and "[WARN]" in said[0] and "the way to keep works again" in said[1] and len(calls) == 4
+
+
+def test_a_rename_that_does_not_stick_harms_nothing(
+    make_carrier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    real = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        if not str(target).startswith(str(tmp_path / "run")):
+            real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    way = make_carrier()
+    way.take(save(tmp_path / "trainer", 10))
+    kept = way.finish(patience=5, bar=False)
+    assert kept is not None and checkpoints.defect(kept) is None
+
+
+def test_a_copy_that_reads_back_differently_is_not_announced(make_carrier, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    real, lies = archive.sha256, [True]
+    monkeypatch.setattr(archive, "sha256", lambda place: "0" * 64 if lies else real(place))
+    way = make_carrier()
+    way.take(save(tmp_path / "trainer", 10))
+    time.sleep(0.2)
+    assert way.kept is None and "does not verify" in way.messages()[0]
+    assert checkpoints.look(tmp_path / "run/checkpoints")[0] == []
+    lies.clear()
+    assert way.finish(patience=5, bar=False) is not None
+
+
+def test_a_vanished_mount_is_not_written_into(make_carrier, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    way = make_carrier()
+    shutil.rmtree(tmp_path / "run")
+    way.take(save(tmp_path / "trainer", 10))
+    with pytest.raises(CourseError, match=r"(?s)could not be brought.*checkpoint-10\.tar"):
+        way.finish(patience=0.3, bar=False)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    assert way.finish(patience=5, bar=False) is not None
+
+
+def test_too_little_room_is_a_fault_like_any_other(make_carrier, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(carrier, "free_gib", lambda folder: 0.0)
+    way = make_carrier()
+    way.take(save(tmp_path / "trainer", 10))
+    time.sleep(0.2)
+    assert "0.00 GiB free" in way.messages()[0]
+
+
+def test_a_new_start_carries_on_what_an_earlier_one_left_in_scratch(make_carrier, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    keep_one(tmp_path / "trainer", tmp_path / "sealed", 10)
+    kept = make_carrier().finish(patience=5, bar=False)
+    assert kept is not None and kept.step == 10 and kept.archive.parent.name == "checkpoints"
+
+
+def test_logs_come_home_too(make_carrier, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    logs = (tmp_path / "scratch logs", tmp_path / "run/logs")
+    (logs[0] / "deep").mkdir(parents=True)
+    (logs[0] / "deep/events").write_text("one")
+    way = make_carrier(logs=logs)
+    way.take(save(tmp_path / "trainer", 10))
+    way.finish(patience=5, bar=False)
+    (logs[0] / "deep/events").write_text("one two")
+    way.finish(patience=5, bar=False)
+    assert (logs[1] / "deep/events").read_text() == "one two"

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from nbutils import hardware
+from nbutils.errors import CourseError
 from nbutils.hardware import Card
 
 T4 = Card("Tesla T4", (7, 5), 14.7, 2)
@@ -45,15 +46,60 @@ def test_a_real_operation_runs_on_this_machine() -> None:
     assert done.value is True, done.reason
 
 
-def test_a_failing_operation_is_reported_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+KAGGLE_BUILD = ["sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that names no architecture and whose first operation fails, as a card without kernels makes it."""
     import torch
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore")
 
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
     monkeypatch.setattr(torch, "ones", refuse)
+
+
+def test_a_failing_operation_is_reported_not_raised(refused: None) -> None:
     done = hardware.working_operation(P100)
     assert done.value is False and done.reason.endswith("on the device")
+    assert "cu126" in hardware.cure(P100, done.reason)
+
+
+def test_a_card_that_does_not_compute_stops_the_lesson_with_two_cures(refused: None) -> None:
+    with pytest.raises(CourseError, match="no kernel image") as caught:
+        hardware.require_working(P100)
+    assert "GPU T4 x2" in caught.value.todo and "cu126" in caught.value.todo and "2.14" in caught.value.todo
+
+
+def test_a_device_that_computes_stops_nothing() -> None:
+    hardware.require_working(hardware.card())
+
+
+def test_torch_is_asked_for_its_kernels_before_the_card_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: KAGGLE_BUILD)
+    done = hardware.working_operation(P100)
+    assert done.value is False and "no kernels for Tesla P100 (sm_60)" in done.reason and "sm_70" in done.reason
+    newest = Card("Next", (13, 0), 99.0, 1)
+    assert "newer torch" in hardware.cure(newest, hardware.working_operation(newest).reason)
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "works"),
+    [
+        ((6, 0), KAGGLE_BUILD, False), ((7, 5), KAGGLE_BUILD, True), ((8, 9), KAGGLE_BUILD, True),
+        ((12, 1), KAGGLE_BUILD, True), ((13, 0), KAGGLE_BUILD, False), ((13, 0), ["sm_90", "compute_90"], True),
+        ((6, 0), ["sm_50", "sm_60", "sm_70"], True), ((6, 0), ["sm_61"], False), ((9, 0), ["sm_90a"], True),
+        ((9, 4), ["gfx942"], True), ((6, 0), [], True),
+    ],
+)  # fmt: skip
+def test_a_binary_serves_its_generation_and_ptx_what_comes_after(
+    capability: tuple[int, int], built: list[str], works: bool
+) -> None:
+    assert hardware.has_kernels(capability, built) is works
 
 
 def test_several_cards_are_said() -> None:

@@ -1,4 +1,4 @@
-"""A new user's machine: one notebook in an empty folder, a Python that has torch but not the course."""
+"""A new user's machine: an empty folder; the images of Colab and Kaggle; Kaggle with the internet off."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
+import images
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from nbutils import install
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.install
@@ -38,7 +45,7 @@ def test_one_notebook_in_an_empty_folder_installs_the_course_and_runs_to_the_end
     clone, empty = tmp_path / "clone", tmp_path / "empty"
     subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
     empty.mkdir()
-    (empty / "03_qlora.ipynb").write_bytes((ROOT / "notebooks/03_qlora.ipynb").read_bytes())
+    (empty / "03_qlora.ipynb").write_bytes((clone / "notebooks/03_qlora.ipynb").read_bytes())
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "NBUTILS_HOME", "VIRTUAL_ENV")}
     env |= {"NBUTILS_SOURCE": str(clone), "HF_HUB_OFFLINE": "1"}
 
@@ -63,3 +70,98 @@ def test_one_notebook_in_an_empty_folder_installs_the_course_and_runs_to_the_end
         [platform_python, "-c", "import nbutils; print(nbutils.__file__)"], cwd=empty, env=env, text=True
     )
     assert str(tmp_path / "env") in inside
+
+
+def setup_cell() -> str:
+    """The setup cell as it stands in the notebook."""
+    cells = json.loads((ROOT / "notebooks/03_qlora.ipynb").read_text(encoding="utf-8"))["cells"]
+    [text] = ["".join(cell["source"]) for cell in cells if "setup" in cell["metadata"].get("tags", [])]
+    return text
+
+
+def planned(report: Path) -> dict[str, dict[str, Any]]:
+    """name -> metadata of what pip would install."""
+    listed = json.loads(report.read_text(encoding="utf-8"))["install"]
+    return {canonicalize_name(one["metadata"]["name"]): one["metadata"] for one in listed}
+
+
+def broken(final: dict[str, str], image: dict[str, str], plan: dict[str, dict[str, Any]]) -> list[str]:
+    """Requirements, of the image's packages and of the new ones, that the final versions would not meet."""
+    asked = {name: plan[name].get("requires_dist", []) if name in plan else images.requires(name, v, image)
+             for name, v in final.items()}  # fmt: skip
+    found = []
+    for name, texts in asked.items():
+        for one in map(Requirement, texts):
+            applies = one.marker is None or one.marker.evaluate({"extra": ""})
+            if applies and not one.specifier.contains(final.get(canonicalize_name(one.name), "0"), prereleases=True):
+                found.append(f"{name} {final[name]} needs {one}, has {final.get(canonicalize_name(one.name))}")
+    return found
+
+
+LACKING = {
+    "colab": {"bitsandbytes", "liger-kernel", "papermill", "trl"},
+    "kaggle": {"bitsandbytes", "liger-kernel", "trl"},
+}
+
+
+@pytest.mark.parametrize("name", images.LISTS)
+def test_on_a_platforms_image_only_what_is_lacking_comes_and_torchao_goes(name: str, tmp_path: Path) -> None:
+    machine, report = images.imitate(name, tmp_path / name), tmp_path / "plan.json"
+    before = machine.versions()
+    assert set(images.packages(name)) <= set(before) and len(before) > 690
+
+    told = machine.run(setup_cell(), NBUTILS_SOURCE=str(ROOT), NBUTILS_FS_ROOT=str(tmp_path), **images.registry())
+    assert f"Installing the course from {ROOT}" in told
+    bare = machine.versions()
+    assert before.items() < bare.items() and set(bare) - set(before) == {"nbutils"}
+
+    dry = {"PIP_DRY_RUN": "1", "PIP_REPORT": str(report), "NBUTILS_FS_ROOT": str(tmp_path)}
+    told = machine.run("from nbutils import install; install.ensure('train')", **images.registry(), **dry)
+    after = machine.versions()
+    assert "Removing torchao 0.10.0" in told and set(bare) - set(after) == {"torchao"}
+    assert all(bare[package] == version for package, version in after.items())  # and the rest was only planned
+
+    plan = planned(report)
+    listing = {package: (bare.get(package), about["version"]) for package, about in plan.items()}
+    print(f"{name}, Python {machine.run('import sys; print(sys.version)').split()[0]}: {listing}")
+    assert [package for package in plan if install.is_platforms_own(package)] == [], listing
+    assert {package for package in plan if package not in bare} == LACKING[name], listing
+    assert {package for package in plan if package in bare} <= set(install.FREE), listing
+    older = [p for p, (had, new) in listing.items() if had and Version(new) < Version(had)]
+    assert older == [], listing
+    final = after | {package: about["version"] for package, about in plan.items()}
+    assert broken(final, images.packages(name), plan) == []
+
+
+NO_NETWORK = {
+    "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    **dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9"),
+}  # fmt: skip
+
+
+def test_kaggle_with_the_internet_off_installs_from_an_attached_folder_of_wheels(tmp_path: Path) -> None:
+    attached = tmp_path / "kaggle/input/datasets/someone/course-wheels"
+    running = f"{sys.version_info.major}.{sys.version_info.minor}"
+    words = ["--python-version", running, "--image", "none", "--extra", "serve", "--into", str(attached)]
+    built = subprocess.run([sys.executable, ROOT / ".ci/wheels.py", *words], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    listed = json.loads((attached / install.MARKER).read_text(encoding="utf-8"))
+    names = {file["name"].split("-")[0] for file in listed["files"]}
+    assert {"nbutils", "fastapi", "pydantic"} <= names and f"{len(listed['files'])} wheels" in built.stdout
+    assert not [one for one in names if install.is_platforms_own(canonicalize_name(one))]
+    attached.chmod(0o555)  # inputs are read-only
+
+    machine = images.bare(tmp_path / "env")
+    kaggle = {"NBUTILS_FS_ROOT": str(tmp_path), "KAGGLE_KERNEL_RUN_TYPE": "Batch"} | NO_NETWORK
+    [wheel] = attached.glob("nbutils-*.whl")
+    assert f"Installing the course from {wheel}" in machine.run(setup_cell(), **kaggle)
+    assert "nbutils" in machine.versions() and "fastapi" not in machine.versions()
+    told = machine.run("from nbutils import install; install.ensure('serve'); import fastapi", **kaggle)
+    assert f"from the attached {attached}" in told and {"fastapi", "uvicorn", "openai"} <= set(machine.versions())
+    assert machine.run("from nbutils import install; install.ensure('serve')", **kaggle) == ""
+
+    code = "from nbutils import install\ntry: install.ensure('train')\nexcept install.CourseError as told: print(told)"
+    lacking = machine.run(code, **kaggle)
+    assert "does not have accelerate>=" in lacking and "make wheels" in lacking
+    empty = machine.run(code, **kaggle | {"NBUTILS_FS_ROOT": str(tmp_path / "nothing")})
+    assert "Settings > Internet" in empty and "make wheels" in empty

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +57,27 @@ def test_the_scheme_writes_below_the_runs(home: Path) -> None:
     handler.write("text", "run://a.ipynb")
     assert (home / "notebooks/a.ipynb").read_text() == "text" == handler.read("run://a.ipynb")
     assert handler.pretty_path("run://a.ipynb") == str(home / "notebooks/a.ipynb")
+
+
+def test_a_keep_that_fails_does_not_end_the_lesson(home: Path, capsys: pytest.CaptureFixture) -> None:
+    home.mkdir()
+    (home / "notebooks").write_text("not a folder")
+    papermill_io.RunHandler().write("text", "run://a.ipynb")
+    assert (home / ".scratch/notebooks/a.ipynb").read_text() == "text"
+    assert str(home / ".scratch/notebooks/a.ipynb") in capsys.readouterr().err
+
+
+def test_sigterm_goes_to_the_kernel_and_the_parent_lives_on() -> None:
+    with papermill_io.passing_on_sigterm() as came:
+        kernel = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert kernel.wait(timeout=10) == -signal.SIGTERM and came == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_without_a_kernel_sigterm_is_what_it_always_was() -> None:
+    code = (
+        "import os, signal, time\nfrom nbutils.papermill_io import passing_on_sigterm\nwith passing_on_sigterm():\n    "
+    )
+    ran = subprocess.run([sys.executable, "-c", f"{code}os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)"])
+    assert ran.returncode == -signal.SIGTERM

@@ -32,6 +32,22 @@ def test_the_value_of_a_secret_variable_is_masked(tmp_path: Path, monkeypatch: p
     assert "horse" not in (tmp_path / "facts.json").read_text()
 
 
+def test_a_secret_found_elsewhere_is_masked_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "_secrets", set())
+    value = 'quo"te\\back 密码'
+    record.remember_secret(value)
+    record.remember_secret("short")
+    record.update(tmp_path / "facts.json", {}, "x", {"note": [f"a short url?key={value}"], value: 1, "rows": 12345678})
+    written = record.read(tmp_path / "facts.json")["lessons"]["x"]
+    assert written == {"note": ["a short url?key=[masked]"], "[masked]": 1, "rows": 12345678}
+
+
+def test_digits_that_are_a_secret_do_not_break_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "12345678")
+    record.update(tmp_path / "facts.json", {}, "x", {"rows": 1234567890})
+    assert record.read(tmp_path / "facts.json")["lessons"]["x"]["rows"] == 1234567890
+
+
 def test_a_snapshot_folder_of_the_hub_is_no_secret(tmp_path: Path) -> None:
     folder = "/cache/models--Qwen/snapshots/a09a35458c702b33eeacc393d103063234e8bc28"
     record.update(tmp_path / "facts.json", {"model": folder}, "x", {})

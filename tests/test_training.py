@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 from itertools import chain
@@ -14,8 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from nbutils import checkpoints, paths, platforms, training
+from nbutils import checkpoints, lessons, paths, platforms, training
 from nbutils.errors import CourseError
+from nbutils.platforms import drive
+from nbutils.training import budget, keeping
 
 MARK = checkpoints.fingerprint(seed=1)
 
@@ -64,48 +69,183 @@ def test_packed_rows_do_not_see_each_other(tiny) -> None:  # type: ignore[no-unt
     torch.testing.assert_close(together[: len(alone)], alone, rtol=1e-4, atol=1e-4)
 
 
+def lesson_in(folder: Path, platform: str = "local", inputs: Path | None = None, earlier: tuple[Path, ...] = ()):  # type: ignore[no-untyped-def]
+    """What training asks a lesson for."""
+    folders = platforms.Folders(folder, folder / "scratch", folder / "runs", inputs, earlier=earlier)
+    run = lessons.RunFolder(folder / "runs/demo")
+    run.path.mkdir(parents=True, exist_ok=True)
+    return SimpleNamespace(
+        run=run,
+        folders=folders,
+        platform=platforms.Platform(platform, ""),
+        started=0.0,
+        scratch=folder / "scratch/demo",
+    )
+
+
+def keep_one(store: Path, step: int, mark: dict = MARK) -> None:
+    folder = store.parent / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "x").write_text(str(step))
+    store.mkdir(exist_ok=True)
+    checkpoints.pack(folder, store, mark)
+    shutil.rmtree(folder)
+
+
 def test_an_unknown_resume_mode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CourseError, match="RESUME is 'yes'"):
-        training.resume_point(tmp_path / "keep", tmp_path / "scratch", MARK, "yes")
+        training.resume_point(lesson_in(tmp_path), MARK, "yes")
 
 
 def test_resume_never_forgets_and_auto_continues(tmp_path: Path) -> None:
-    keep, scratch = tmp_path / "keep", tmp_path / "scratch"
-    saved = scratch / "checkpoint-7"
-    saved.mkdir(parents=True)
-    (saved / "x").write_text("x")
-    checkpoints.publish(saved, keep, MARK)
-    (scratch / "checkpoint-99").mkdir()  # left by a killed run: proves nothing
-    found = training.resume_point(keep, scratch, MARK, "auto")
-    assert training.step_of(found) == 7 and not (scratch / "checkpoint-99").exists()
-    assert training.resume_point(keep, scratch, MARK, "never") is None
-    assert training.resume_point(keep, scratch, MARK, "auto") is None and training.step_of(None) == 0
+    lesson = lesson_in(tmp_path)
+    keep_one(lesson.run.checkpoints, 7)
+    (lesson.scratch / "trainer/checkpoint-99").mkdir(parents=True)  # left by a killed run: proves nothing
+    found = training.resume_point(lesson, MARK, "auto")
+    assert training.step_of(found) == 7 and not (lesson.scratch / "trainer/checkpoint-99").exists()
+    assert training.resume_point(lesson, MARK, "never") is None
+    assert training.resume_point(lesson, MARK, "auto") is None and training.step_of(None) == 0
 
 
-def test_the_time_budget_saves_and_stops(capsys) -> None:  # type: ignore[no-untyped-def]
-    control = SimpleNamespace(should_save=False, should_training_stop=False)
-    state = SimpleNamespace(global_step=3)
-    local = platforms.Platform("local", "")
-    training.time_budget(0.0, local).on_step_end(None, state, control)
-    assert control.should_training_stop is False
-    training.time_budget(1e-9, local).on_step_end(None, state, control)
-    assert control.should_save and control.should_training_stop
-    assert "step 3" in capsys.readouterr().out
+def test_the_newest_is_found_in_scratch_in_keep_and_where_keep_was_before(tmp_path: Path) -> None:
+    lesson = lesson_in(tmp_path, earlier=(tmp_path / "old",))
+    keep_one(tmp_path / "old/demo/checkpoints", 5)
+    assert training.step_of(training.resume_point(lesson, MARK, "auto")) == 5
+    keep_one(lesson.run.checkpoints, 7)
+    assert training.step_of(training.resume_point(lesson, MARK, "auto")) == 7
+    keep_one(lesson.scratch / "sealed", 9)
+    found = training.resume_point(lesson, MARK, "auto")
+    assert found is not None and (found / "x").read_text() == "9"
+    assert [one.step for one in checkpoints.look(lesson.scratch / "sealed")[0]] == [9]
+
+
+@pytest.mark.parametrize("layout", ["notebooks/me/qlora", "qlora", "datasets/me/qlora"])
+def test_a_chained_run_continues_from_the_attached_output_of_the_last(tmp_path: Path, layout: str) -> None:
+    attached = tmp_path / "input" / layout / "runs/demo/checkpoints"
+    keep_one(attached, 20)
+    keep_one(attached, 40)
+    (attached / "checkpoint-40.tar").write_bytes(b"incomplete")
+    keep_one(tmp_path / "input/datasets/me/another/runs/other/checkpoints", 90)
+    for place in attached.iterdir():
+        place.chmod(0o444)
+    attached.chmod(0o555)
+    lesson = lesson_in(tmp_path, "kaggle", inputs=tmp_path / "input")
+    assert training.step_of(training.resume_point(lesson, MARK, "auto")) == 20
+    way_home = training.carrier(lesson, MARK, 3)
+    kept = way_home.finish(patience=10, bar=False)
+    way_home.close()
+    assert kept is not None and kept.archive.parent == lesson.run.checkpoints  # so that the chain can go on from here
+
+
+class FakeTime:
+    """A clock that is turned by hand."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def watch(tmp_path: Path, platform: str, max_hours: float, sync_seconds: float = 0.0):  # type: ignore[no-untyped-def]
+    """A time budget on a hand-turned clock, and what turns it."""
+    now, lesson = FakeTime(), lesson_in(tmp_path, platform)
+    clock = budget.Clock(lesson, max_hours, now)
+    callback = training.time_budget(lesson, SimpleNamespace(seconds=sync_seconds), max_hours, clock)  # type: ignore[arg-type]
+    return callback, now
+
+
+def hours_until_it_ends(callback, now: FakeTime, step_seconds: float, save_seconds: float = 0.0) -> float:  # type: ignore[no-untyped-def]
+    state, control = SimpleNamespace(global_step=0, max_steps=10**6), SimpleNamespace(should_training_stop=False)
+    callback.on_train_begin(None, state, control)
+    while not control.should_training_stop and now.seconds < 100 * 3600:
+        now.seconds += step_seconds
+        state.global_step += 1
+        callback.on_step_end(None, state, control)
+        if save_seconds and state.global_step % 10 == 0:
+            now.seconds += save_seconds
+            callback.on_save(None, state, control)
+    callback.on_train_end(None, state, control)
+    assert now.seconds >= 100 * 3600 or (control.should_save and control.should_log)
+    return now.seconds / 3600
+
+
+@pytest.mark.parametrize("platform", ["colab", "kaggle"])
+def test_the_run_ends_before_the_platforms_limit_with_room_for_the_way_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, platform: str
+) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(platforms, "session_seconds", lambda platform: 2 * 3600.0)  # two hours gone before the lesson
+    callback, now = watch(tmp_path, platform, 0.0, sync_seconds=600)
+    ended = hours_until_it_ends(callback, now, step_seconds=30, save_seconds=20)
+    left = 10.0 - ended
+    assert (600 + 20 + 30 + 300) / 3600 < left < 0.4
+    said = capsys.readouterr().out
+    assert f"the 12 h of {platform}" in said and ("Add Input" in said if platform == "kaggle" else "run all" in said)
+
+
+def test_max_hours_overrides_the_limit_and_counts_from_the_lesson(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(platforms, "session_seconds", lambda platform: 11 * 3600.0)
+    callback, now = watch(tmp_path, "colab", 2.0)
+    assert 1.7 < hours_until_it_ends(callback, now, step_seconds=10) < 2.0 - 300 / 3600
+
+
+def test_a_slow_step_ends_the_run_earlier(tmp_path: Path) -> None:
+    callback, now = watch(tmp_path, "local", 1.0)
+    quick = hours_until_it_ends(callback, now, step_seconds=5)
+    callback, now = watch(tmp_path, "local", 1.0)
+    assert hours_until_it_ends(callback, now, step_seconds=300) <= quick - 300 / 3600
+
+
+def test_where_nobody_counts_the_hours_the_run_goes_on(tmp_path: Path) -> None:
+    callback, now = watch(tmp_path, "local", 0.0)
+    assert hours_until_it_ends(callback, now, step_seconds=600) >= 100
+
+
+def test_sigterm_saves_and_ends_and_leaves_the_old_handler(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    before = signal.getsignal(signal.SIGTERM)
+    callback, _ = watch(tmp_path, "local", 0.0)
+    state, control = SimpleNamespace(global_step=3, max_steps=9), SimpleNamespace(should_training_stop=False)
+    callback.on_train_begin(None, state, control)
+    os.kill(os.getpid(), signal.SIGTERM)
+    callback.on_step_end(None, state, control)
+    callback.on_train_end(None, state, control)
+    assert control.should_save and control.should_training_stop and signal.getsignal(signal.SIGTERM) == before
+    assert "SIGTERM" in capsys.readouterr().out
+
+
+def test_a_saving_step_is_logged_too(tmp_path: Path) -> None:
+    callback = training.keep_checkpoints(SimpleNamespace(messages=lambda: []))  # type: ignore[arg-type]
+    state = SimpleNamespace(global_step=3, max_steps=9)
+    for saving in (True, False):
+        control = SimpleNamespace(should_log=False, should_save=saving)
+        callback.on_step_end(None, state, control)
+        assert control.should_log is saving
+
+
+def test_a_drive_that_dropped_is_noticed_before_anything_is_written(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    mounted = [True]
+    monkeypatch.setattr(drive, "is_mount", lambda place, *_: place == tmp_path and bool(mounted))
+    check = keeping.still_mounted(tmp_path / "MyDrive/runs")
+    check()
+    mounted.clear()
+    with pytest.raises(OSError, match="is not mounted any more"):
+        check()
 
 
 def test_measured_counts_only_what_this_session_trained() -> None:
     history = [{"step": 5, "loss": 2.0, "num_tokens": 900.0}, {"step": 10, "loss": 1.0, "num_tokens": 100.0}]
-    trainer = SimpleNamespace(state=SimpleNamespace(log_history=history, global_step=10))
+    trainer = SimpleNamespace(state=SimpleNamespace(log_history=history, global_step=10, max_steps=12))
     numbers = training.measured(trainer, seconds=2.0, first_step=5)  # type: ignore[arg-type]
     assert numbers["tokens_per_second"] == 50.0 and numbers["final_loss"] == 1.0 and numbers["resumed_from_step"] == 5
     assert training.measured(trainer, 1.0, first_step=10)["tokens_per_second"] is None  # type: ignore[arg-type]
 
 
 def test_a_second_training_in_the_same_run_is_refused(tmp_path: Path) -> None:
-    scratch = tmp_path / "demo/trainer"
-    training.resume_point(tmp_path / "keep", scratch, MARK, "auto")
-    training.resume_point(tmp_path / "keep", scratch, MARK, "auto")  # the same kernel may start again
-    other = f"from pathlib import Path; from nbutils import training; training._train_alone(Path({str(scratch)!r}))"
+    lesson = lesson_in(tmp_path)
+    training.resume_point(lesson, MARK, "auto")
+    training.resume_point(lesson, MARK, "auto")  # the same kernel may start again
+    alone = "from pathlib import Path; from nbutils.training.resuming import _train_alone"
+    other = f"{alone}; _train_alone(Path({str(lesson.scratch)!r}))"
     ran = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
     assert ran.returncode != 0 and "another process is training in demo" in ran.stderr
 

@@ -1,29 +1,217 @@
-"""The network as it is here: whether the model hub answers, and which mirror to use.
+"""The network as it is here: AutoDL's proxies, whether the model hub answers, and which mirror to use instead.
 
-Not here: downloading anything.
+Not here: downloading anything. Every wait is bounded, name lookups included; `HF_HUB_OFFLINE=1` means no call at all.
 """
 
 from __future__ import annotations
 
+import configparser
 import os
+import subprocess
+import sys
+import threading
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterable, Mapping
+from http.client import HTTPException
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from nbutils.errors import CourseError
+from nbutils.platforms.detection import Platform, fs_root
+
+HUB = "https://huggingface.co"
+SOURCES = {"hub": HUB, "hf-mirror": "https://hf-mirror.com", "modelscope": "https://www.modelscope.cn"}
+SMALL_FILE = {  # the same small file, by the way each of them is downloaded from
+    "hub": "/Qwen/Qwen2.5-0.5B-Instruct/resolve/main/config.json",
+    "hf-mirror": "/Qwen/Qwen2.5-0.5B-Instruct/resolve/main/config.json",
+    "modelscope": "/api/v1/models/Qwen/Qwen2.5-0.5B-Instruct/repo?Revision=master&FilePath=config.json",
+}
+IN_CHINA = ("autodl", "pai_dsw", "modelscope", "featurize", "gpushare", "matpool")
+SECONDS = 4.0  # all probes of one start together
+TURBO_SECONDS = 5.0
+NEAR_ENOUGH = 2.0  # the hub itself is taken up to this many times the best time
+TURNED_AWAY = (403, 407, 429, 451)
+FOUND = "NBUTILS_MIRROR_FOUND"  # "name unix-time", so that child processes need not measure again
+NOTHING, FORGET_NOTHING = "nothing", 300.0
+SILENCE = "neither the hub nor a mirror answers: models come from folders and the cache"
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+THIS_MACHINE = ("127.0.0.1", "localhost")
+NEAR_AUTODL = ("hf-mirror.com", "modelscope.cn", "aliyuncs.com", "autodl.com")  # the third has ModelScope's large files
 
 
-def hub_online(seconds: float = 4.0) -> bool:
-    """Whether the model hub (or the mirror in HF_ENDPOINT) answers, asked once and briefly."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+def prepare_network(platform: Platform, probe: bool = True, root: Path | None = None) -> list[str]:
+    """Set proxies and mirror for this process and its children, before huggingface_hub is imported; what to print.
+
+    Without `probe` nothing is measured: right for a lesson that needs no model from the network.
+    """
+    lines = _use_turbo(root or fs_root())
+    wish = os.environ.get("NBUTILS_MIRROR", "")
+    if wish and wish not in SOURCES:
+        raise CourseError(f"NBUTILS_MIRROR is {wish!r}.", ", ".join(SOURCES), "set one of these, or unset it")
+    if offline():
+        lines.append("offline, as HF_HUB_OFFLINE says: models come from folders and the cache")
+    elif own := _own_endpoint():
+        lines.append(f"models come from {own}, as HF_ENDPOINT says")
+    elif wish:
+        os.environ[FOUND] = wish
+        lines += [f"models come from {wish}, as NBUTILS_MIRROR says", *_use(wish)]
+    elif probe or chosen():
+        lines += _choose(platform)
+    return [f"network   {line}" for line in lines]
+
+
+def offline() -> bool:
+    """Whether the learner forbade the network."""
+    named = [os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")]
+    return any(value in ("1", "TRUE", "YES", "ON") for value in named)
+
+
+def chosen() -> str:
+    """Where models come from ("hub", "hf-mirror", "modelscope", "nothing" if none answered); "" if not known yet."""
+    if _own_endpoint():
+        return ""
+    if wish := os.environ.get("NBUTILS_MIRROR"):
+        return wish
+    name, _, moment = os.environ.get(FOUND, "").partition(" ")
+    stale = name == NOTHING and time.time() - float(moment or 0) > FORGET_NOTHING
+    return "" if stale else name
+
+
+def _own_endpoint() -> str:
+    """HF_ENDPOINT, if the learner and not this room set it."""
+    return "" if FOUND in os.environ else os.environ.get("HF_ENDPOINT", "")
+
+
+def hub_online(seconds: float = SECONDS) -> bool:
+    """Whether the model hub (or the mirror in HF_ENDPOINT) answers, asked briefly; not at all if none did just now."""
+    if offline() or chosen() == NOTHING:
         return False
-    return answers(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), seconds)
+    return answers(os.environ.get("HF_ENDPOINT", HUB), seconds)
 
 
 def answers(url: str, seconds: float) -> bool:
     """Whether a web address answers at all within the given time."""
-    request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "nbutils"})
+    return bool(measure({"it": url}, seconds, refusing=()))
+
+
+def measure(urls: Mapping[str, str], seconds: float, refusing: Iterable[int] = TURNED_AWAY) -> dict[str, float]:
+    """Seconds until each address answered, all asked at once; those that did not in time are left out."""
+    times: dict[str, float] = {}
+    began = time.monotonic()
+
+    def ask(name: str, url: str) -> None:
+        status = _status(url, seconds)
+        if 0 < status < 500 and status not in refusing:
+            times[name] = time.monotonic() - began
+
+    # daemons and not a pool: a name lookup knows no timeout, and nobody must wait for it when the lesson ends
+    threads = [threading.Thread(target=ask, args=pair, daemon=True) for pair in urls.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(began + seconds - time.monotonic(), 0))
+    return dict(times)
+
+
+def _status(url: str, seconds: float) -> int:
+    """The HTTP status of a GET, of which only the beginning is read; 0 if there is no answer."""
     try:
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
-            return answer.status < 500
+        request = urllib.request.Request(url, headers={"User-Agent": "nbutils", "Range": "bytes=0-1023"})
+        opener = urllib.request.build_opener()  # urlopen would keep the proxies of its first call
+        with opener.open(request, timeout=seconds) as answer:
+            answer.read(1024)
+            return int(answer.status)
     except urllib.error.HTTPError as refused:
-        return refused.code < 500
-    except (OSError, ValueError):
-        return False
+        return refused.code
+    except (OSError, ValueError, HTTPException):
+        return 0
+
+
+def _choose(platform: Platform) -> list[str]:
+    """Take what was found before, or measure: the hub if it is near enough, else the fastest."""
+    if before := chosen():
+        line = SILENCE if before == NOTHING else f"models come from {before}, as found before"
+        return [*([line] if before != "hub" else []), *_use(before)]
+    urls = {name: base + SMALL_FILE[name] for name, base in SOURCES.items()}
+    if platform.name in IN_CHINA:
+        times = measure(urls, SECONDS)
+    else:  # elsewhere the mirrors are strangers: asked only if the hub is silent
+        times = measure({"hub": urls.pop("hub")}, SECONDS / 2) or measure(urls, SECONDS / 2)
+    name = min(times, key=times.__getitem__, default=NOTHING)
+    if "hub" in times and times["hub"] <= NEAR_ENOUGH * times[name]:
+        name = "hub"
+    os.environ[FOUND] = f"{name} {time.time():.0f}"
+    if name == NOTHING:
+        return [SILENCE]
+    seen = ", ".join(f"{one} {times[one]:.2f} s" if one in times else f"{one} silent" for one in SOURCES)
+    line = f"models come from {name} ({seen}; NBUTILS_MIRROR overrides)"
+    extra = "hf-mirror" if name == "modelscope" and "hf-mirror" in times and "hub" not in times else name
+    return [*([line] if name != "hub" or platform.name in IN_CHINA else []), *_use(extra)]
+
+
+def _use(name: str) -> list[str]:
+    """Point huggingface_hub to a mirror; a sentence if it is too late for that."""
+    if name == "hf-mirror":
+        os.environ |= {"HF_ENDPOINT": SOURCES[name], "HF_HUB_DISABLE_XET": "1"}  # Xet would go past the mirror
+    elif name == "hub":
+        os.environ.pop("HF_ENDPOINT", None)
+    else:
+        return []
+    loaded = getattr(sys.modules.get("huggingface_hub.constants"), "ENDPOINT", SOURCES[name])
+    if loaded.rstrip("/") == SOURCES[name]:
+        return []
+    return [f"this kernel has loaded huggingface_hub for {loaded} already: restart it, then this cell takes effect"]
+
+
+def _use_turbo(root: Path) -> list[str]:
+    """AutoDL's proxies for GitHub and the hub, as its script sets them; a learner's own proxies stay."""
+    script = root / "etc/network_turbo"
+    if any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
+        _reach_directly(*THIS_MACHINE)
+        return []
+    if not script.is_file() or os.environ.get("NBUTILS_TURBO", "").lower() in ("off", "0", "no"):
+        return []
+    told = _variables_of(script)
+    found = {name: value for name, value in told.items() if name.lower() in PROXIES}
+    if not found:
+        return [f"{script} sets no proxy: GitHub and the hub are reached directly"]
+    os.environ |= found
+    _reach_directly(*told.get("no_proxy", "").split(","), *THIS_MACHINE, *NEAR_AUTODL, *_pip_hosts(script.parent))
+    return [f"proxies of {script} for GitHub and the hub (NBUTILS_TURBO=off leaves them)"]
+
+
+def _variables_of(script: Path) -> dict[str, str]:
+    """The environment after a shell script, which runs in a process of its own."""
+    command = ["bash", "-c", 'source "$0" >/dev/null 2>&1 </dev/null; env -0', str(script)]
+    try:
+        told = subprocess.run(
+            command, capture_output=True, timeout=TURBO_SECONDS, check=True, stdin=subprocess.DEVNULL
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    pairs = (entry.partition("=") for entry in told.decode("utf-8", "replace").split("\0"))
+    return {name: value for name, _, value in pairs if name}
+
+
+def _reach_directly(*hosts: str) -> None:
+    """Past any proxy to these hosts: to this machine for the server of lesson 05, to what is near for its speed."""
+    for name in ("no_proxy", "NO_PROXY"):
+        known = [part.strip() for part in [*os.environ.get(name, "").split(","), *hosts]]
+        os.environ[name] = ",".join(dict.fromkeys(filter(None, known)))
+
+
+def _pip_hosts(etc: Path) -> list[str]:
+    """The hosts of the package registries this machine's pip is set to: near ones, or they would not be set."""
+    urls = f"{os.environ.get('PIP_INDEX_URL', '')} {os.environ.get('PIP_EXTRA_INDEX_URL', '')}".split()
+    files = [etc / "pip.conf", Path.home() / ".pip/pip.conf", Path.home() / ".config/pip/pip.conf"]
+    settings = configparser.RawConfigParser(strict=False)
+    for file in files:
+        try:
+            settings.read(file, encoding="utf-8")
+        except (configparser.Error, UnicodeDecodeError):
+            continue
+    for section in settings.sections():
+        urls += " ".join(settings.get(section, key, fallback="") for key in ("index-url", "extra-index-url")).split()
+    return [host for host in (urlsplit(url).hostname for url in urls) if host]

@@ -1,15 +1,17 @@
 """The folders of a platform: where to work, what may vanish, what outlives the machine, what was attached.
 
-Not here: which platform it is (detection), or mounting anything (drive).
+Not here: which platform it is (detection), mounting anything (drive), or how much room there is (disk).
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from nbutils.errors import CourseError
 from nbutils.paths import CHECKOUT
 from nbutils.platforms import drive
 from nbutils.platforms.detection import Platform, fs_root
@@ -22,7 +24,7 @@ class Folders:
     """work: fast and large; scratch: may vanish; keep: outlives the machine; inputs: read-only, or None.
 
     `earlier` are further places in which a run of an earlier start may lie, for example because the better keep
-    was not there then.
+    was not there then. `lasting` says whether keep really outlives the machine, `remark` why or for how long.
     """
 
     work: Path
@@ -30,6 +32,50 @@ class Folders:
     keep: Path
     inputs: Path | None
     earlier: tuple[Path, ...] = ()
+    lasting: bool = True
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Fixed folders of a platform; `lasting` are places that outlive the machine, the best first, and how they do."""
+
+    work: str
+    scratch: str
+    lasting: dict[str, str]
+    inputs: str = ""
+
+
+WIPED = "tmp/finetune-course"
+ON_DRIVE = "it is on your Drive"
+WORKSPACE = {"mnt/workspace": "the workspace disk; a free one is wiped 15 days after the last stop"}
+STUDIO = "teamspace/studios/this_studio"
+LAYOUTS = {
+    "colab": Layout("content", "content/scratch", {}),  # its lasting place is Drive, where that is mounted
+    "colab_enterprise": Layout("content", "content/scratch", {}),
+    "kaggle": Layout(
+        "kaggle/working", "kaggle/temp", {"kaggle/working": "saved with this version when the run ends"}, "kaggle/input"
+    ),
+    "autodl": Layout("root/autodl-tmp", "root/autodl-tmp/scratch", {
+        "root/autodl-fs": "the file storage, which outlives the instance",
+        "root/autodl-tmp": "the data disk; it is deleted with the instance, 15 days after the last stop",
+    }),
+    "pai_dsw": Layout("mnt/workspace", WIPED, WORKSPACE),
+    "modelscope": Layout("mnt/workspace", WIPED, WORKSPACE),
+    "featurize": Layout(
+        "home/featurize/work", "home/featurize/data/scratch", {"home/featurize/work": "the work folder of your account"}
+    ),
+    "gpushare": Layout("hy-tmp", "hy-tmp/scratch", {"hy-netdisk": "your net disk", "hy-nas": "your storage"}),
+    "matpool": Layout("root", "root/scratch", {"mnt": "your net disk"}),
+    "paperspace": Layout("notebooks", WIPED, {
+        "storage": "the storage of your account", "notebooks": "the folder of this notebook",
+    }),
+    "hf_spaces": Layout(WIPED, WIPED, {"data": "the persistent storage of this Space"}),
+    "studio_lab": Layout("home/studio-lab-user", WIPED, {"home/studio-lab-user": "your home folder"}),
+    "lightning": Layout(STUDIO, WIPED, {STUDIO: "the folder of this studio"}),
+    "modal": Layout(WIPED, WIPED, {}),  # only a Volume lasts, and it may be mounted anywhere
+    "runpod": Layout("workspace", WIPED, {"workspace": "the volume of this pod"}),
+}  # fmt: skip
 
 
 def folders(platform: Platform, env: Mapping[str, str] | None = None, root: Path | None = None) -> Folders:
@@ -37,28 +83,73 @@ def folders(platform: Platform, env: Mapping[str, str] | None = None, root: Path
     env = os.environ if env is None else env
     root = root or fs_root(env)
     home = Path(env["NBUTILS_HOME"]).expanduser().absolute() if env.get("NBUTILS_HOME") else None
-    if platform.name == "kaggle":
-        work = root / "kaggle/working"
-        return Folders(work, root / "kaggle/temp", home or work / "runs", root / "kaggle/input")
-    if platform.name in ("colab", "colab_enterprise"):
-        work = root / "content"
-        keep = drive.runs_folder(root) if drive.is_mounted(root) else work / "runs"
-        return Folders(work, work / "scratch", home or keep, None, (work / "runs",))
-    if platform.name == "autodl":
-        work = root / "root/autodl-tmp"
-        lasting = root / "root/autodl-fs"
-        keep = (lasting if lasting.is_dir() else work) / "runs"
-        return Folders(work, work / "scratch", home or keep, None, (work / "runs",))
-    work = CHECKOUT or Path.cwd()
-    keep = home or work / "runs"
-    return Folders(work, keep / ".scratch", keep, None)
+    layout = LAYOUTS.get(platform.name)
+    if layout is None:
+        work = CHECKOUT or Path.cwd()
+        keep = home or work / "runs"
+        return Folders(work, keep / ".scratch", keep, None, remark="a folder of this computer")
+    work, scratch = root / layout.work, root / layout.scratch
+    places, refused = _lasting_places(platform, layout, root)
+    keep = home or next(iter(places), work / "runs")
+    good = {place.parent: remark for place, remark in places.items()}
+    if home and not any(home.is_relative_to(place) for place in (work, scratch)):
+        good[home] = "NBUTILS_HOME names it"
+    remark = next((remark for place, remark in good.items() if keep.is_relative_to(place)), "")
+    earlier = tuple(place for place in dict.fromkeys([*places, *refused, work / "runs"]) if place != keep)
+    inputs = root / layout.inputs if layout.inputs else None
+    told = "; ".join(filter(None, [remark, *refused.values()]))
+    return Folders(work, scratch, keep, inputs, earlier, bool(remark), told)
+
+
+def _lasting_places(platform: Platform, layout: Layout, root: Path) -> tuple[dict[Path, str], dict[Path, str]]:
+    """Folders for runs that outlive the machine, and how; and those that are there but take no files, and why."""
+    if platform.name == "colab":
+        return {drive.runs_folder(root): ON_DRIVE} if drive.is_mounted(root) else {}, {}
+    taken, refused = {}, {}
+    for place, remark in layout.lasting.items():
+        if not os.path.isdir(root / place):
+            continue
+        if why := cannot_write(root / place):
+            refused[root / place / "runs"] = f"{root / place} takes no files: {why}"
+        else:
+            taken[root / place / "runs"] = remark
+    return taken, refused
+
+
+def cannot_write(folder: Path) -> str:
+    """Why no file can be made in a folder (full, out of inodes, read-only, not there); empty if one can."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-"):
+            return ""
+    except OSError as problem:
+        return problem.strerror or type(problem).__name__
 
 
 def find_inputs(inputs: Path | None, marker: str) -> Iterator[Path]:
     """Every path below `inputs` whose end matches the glob `marker` ("checkpoints/checkpoint-*.json"), in order."""
+    yield from (path for path in _below(inputs) if path.match(marker))
+
+
+def find_input(inputs: Path | None, name: str) -> Path | None:
+    """The file or folder a learner names by the end of its path ("train.jsonl", "owner/slug/train.jsonl")."""
+    wanted = Path(name).parts
+    if not wanted or Path(name).is_absolute() or ".." in wanted:
+        return None
+    found = [path for path in _below(inputs) if path.parts[-len(wanted) :] == wanted]
+    if len(found) > 1:
+        raise CourseError(
+            f"{name!r} was found {len(found)} times: {', '.join(map(str, found))}.",
+            f"a name that fits one path below {inputs}",
+            "write more of the path in front of it, or the whole path",
+        )
+    return found[0] if found else None
+
+
+def _below(inputs: Path | None) -> Iterator[Path]:
+    """Every path below `inputs`, in order; how deep the mounts lie differs, and there is an end to it."""
     if inputs is None:
         return
     for place, inner, files in os.walk(inputs):
         here = Path(place)
         inner[:] = sorted(inner) if len(here.relative_to(inputs).parts) < DEEPEST_INPUT else []
-        yield from (here / name for name in sorted([*inner, *files]) if (here / name).match(marker))
+        yield from (here / name for name in sorted([*inner, *files]))

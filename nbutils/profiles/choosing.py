@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
 from nbutils import hardware
 from nbutils.errors import CourseError
 from nbutils.hardware import Card, Choice
-from nbutils.platforms import Platform
+from nbutils.platforms import Platform, folders
 from nbutils.profiles import models
 from nbutils.profiles.reading import Document, did_you_mean, problems, read, refuse
 from nbutils.profiles.schema import Profile, flat, keys, shown
@@ -28,12 +28,17 @@ WIDTH, VALUE_WIDTH = 120, 34
 
 @dataclass(frozen=True)
 class Resolved:
-    """A profile settled for this machine. `source` gives the same profile again when it is passed to `resolve`."""
+    """A profile settled for this machine.
+
+    `source` and `called` give the same profile and model again when they are passed to `resolve`, on another machine
+    too: `model` may be the folder into which this machine downloaded what is `called` by its hub id.
+    """
 
     name: str
     source: str
     profile: Profile
     model: str
+    called: str
     choices: dict[str, Choice]
     card: Card | None
 
@@ -67,19 +72,23 @@ def resolve(
     """The profile and the model for this machine; `auto` falls back to the bundled model when no other can be had."""
     chosen = automatic(card, platform, model) if profile == "auto" else Choice(profile, "parameter PROFILE")
     document = read(chosen.value)
-    wanted = models.meant(model or document.profile.model)
-    way = models.reachable(wanted.value, online)
+    places = folders(platform)
+    called = model or document.profile.model
+    wanted = models.meant(called, places.inputs)
+    way = models.reachable(wanted.value, online, places.work)
     if not way:
         if profile != "auto" or model:
             raise models.unreachable(wanted.value)
         lost = f"{wanted.value} is not in the cache and the model hub does not answer"
         chosen = Choice("tiny", f"{chosen.value} would suit this machine, but {lost}: the bundled model instead")
         document, way = read("tiny"), "folder"
-        wanted = models.meant(document.profile.model)
+        called = document.profile.model
+        wanted = models.meant(called)
     origin = "parameter MODEL" if model else _reason(document, "model")
-    source = "" if way == "folder" else f", from the {way}"
-    decided = Choice(wanted.value, f"{wanted.reason}{source}; {origin}")
-    return _assemble(chosen, document, decided, card)
+    source = {"folder": "", "modelscope": ", from ModelScope"}.get(way, f", from the {way}")
+    value = models.from_modelscope(wanted.value, places.work) if way == "modelscope" else wanted.value
+    decided = Choice(value, f"{wanted.reason}{source}; {origin}")
+    return _assemble(chosen, document, decided, card, models.name_of(called, wanted.value))
 
 
 def automatic(card: Card | None, platform: Platform, model: str = "") -> Choice:
@@ -109,16 +118,16 @@ def with_overrides(resolved: Resolved, overrides: Mapping[str, tuple[Any, str]])
     reasons |= {name: reason for name, (_, reason) in overrides.items()}
     profile, choices = _settle(Profile.model_validate(tree), reasons, resolved.card)
     decided = {name: resolved.choices[name] for name in ("profile", "model")}
-    return Resolved(resolved.name, resolved.source, profile, resolved.model, decided | choices, resolved.card)
+    return replace(resolved, profile=profile, choices=decided | choices)
 
 
-def _assemble(chosen: Choice, document: Document, model: Choice, card: Card | None) -> Resolved:
+def _assemble(chosen: Choice, document: Document, model: Choice, card: Card | None, called: str) -> Resolved:
     name = document.file.stem
     source = chosen.value if chosen.value == name else str(document.file)
     reasons = {key: _reason(document, key) for key in keys()} | {"model": model.reason}
     profile, choices = _settle(document.profile.model_copy(update={"model": model.value}), reasons, card)
     first = {"profile": Choice(name, chosen.reason), "model": model}
-    return Resolved(name, source, profile, model.value, first | choices, card)
+    return Resolved(name, source, profile, model.value, called, first | choices, card)
 
 
 def _reason(document: Document, key: str) -> str:

@@ -6,23 +6,27 @@ Not here: loading a model. `configs/models.yaml` is the list of short names, wit
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from nbutils import paths
+from nbutils import disk, paths
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
+from nbutils.platforms import network, places
 from nbutils.profiles.reading import mistakes, read_sheet, refuse
 from nbutils.profiles.schema import Count, Strict, Text
+from nbutils.record import mask_secrets
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 INDEX = "model.safetensors.index.json"
+DOWNLOADED = "downloaded.json"  # written last into a model folder from ModelScope
 
 
 class KnownModel(Strict):
@@ -58,8 +62,11 @@ def is_tiny(model: str) -> bool:
     return model in ("tiny", str(paths.TINY_MODEL))
 
 
-def meant(model: str) -> Choice:
-    """What `from_pretrained` should be given for this name; whether a hub id can be had is asked by `reachable`."""
+def meant(model: str, inputs: Path | None = None) -> Choice:
+    """What `from_pretrained` should be given for this name; whether a hub id can be had is asked by `reachable`.
+
+    `inputs` is what was attached to the notebook; a model there is named by the end of its path.
+    """
     if is_tiny(model):
         return Choice(model_folder(paths.TINY_MODEL), "bundled with the course: needs no network")
     known = known_models()
@@ -69,9 +76,20 @@ def meant(model: str) -> Choice:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return Choice(model_folder(folder.absolute()), "a folder of this machine")
+    attached = places.find_input(inputs, model)
+    if attached and attached.is_dir():
+        return Choice(model_folder(attached), "attached to this notebook")
     if HUB_ID.fullmatch(model):
         return Choice(model, "a hub id")
     raise _missing(model, list(known))
+
+
+def name_of(given: str, value: str) -> str:
+    """A model as it is written down, to be found again on another machine: no folder where there is a better name."""
+    if is_tiny(value):
+        return "tiny"
+    attached = Path(value).is_absolute() and not Path(given).expanduser().is_dir()
+    return given if attached else value
 
 
 def model_folder(folder: Path) -> str:
@@ -96,13 +114,60 @@ def _missing(model: str, known: list[str]) -> CourseError:
     return CourseError(f"unknown model {model!r}.", allowed, f"{hint}Set MODEL to one of these")
 
 
-def reachable(model: str, online: Callable[[], bool]) -> str:
-    """How a model can be had ("folder", "cache", "network"), or "" if it cannot."""
+def reachable(model: str, online: Callable[[], bool], work: Path | None = None) -> str:
+    """How a model can be had ("folder", "cache", "modelscope", "network"), or "" if it cannot."""
     if Path(model).is_absolute():
         return "folder"
     if _in_cache(model):
         return "cache"
+    if work and (modelscope_folder(model, work) / DOWNLOADED).exists():
+        return "modelscope"
+    if work and network.chosen() == "modelscope" and not network.offline():
+        return "modelscope"
     return "network" if online() else ""
+
+
+def modelscope_folder(hub_id: str, work: Path) -> Path:
+    """Where a model from ModelScope lies on this machine; the last two parts are its id there."""
+    theirs = next((known.modelscope for known in known_models().values() if known.hub == hub_id), hub_id)
+    return work / "modelscope" / theirs
+
+
+def from_modelscope(hub_id: str, work: Path) -> str:
+    """The folder of a model from ModelScope, downloaded if it is not there yet; a broken download is continued."""
+    folder = modelscope_folder(hub_id, work)
+    theirs = folder.relative_to(work / "modelscope").as_posix()
+    if (folder / DOWNLOADED).exists():
+        return model_folder(folder)
+    billions = next((known.billions for known in known_models().values() if known.hub == hub_id), 0.0)
+    disk.require_disk(work, 2.1 * billions, f"{theirs} from ModelScope")
+    os.environ.setdefault("MODELSCOPE_CACHE", str(work / "modelscope/.cache"))  # read when it is imported
+    print(f"model     {theirs} from ModelScope to {folder}", flush=True)
+    try:
+        _modelscope_library().snapshot_download(theirs, local_dir=str(folder))
+    except CourseError:
+        raise
+    except Exception as problem:  # the library has a dozen types of its own for what a network can do
+        raise CourseError(
+            f"ModelScope did not give {theirs} ({type(problem).__name__}: {mask_secrets(str(problem))[:200]}).",
+            "a model of that name at www.modelscope.cn, and a connection that holds",
+            "run this cell again, it continues; or set NBUTILS_MIRROR to hub or hf-mirror, or MODEL to a folder",
+        ) from problem
+    paths.write_json(folder / DOWNLOADED, {"modelscope": theirs})
+    return model_folder(folder)
+
+
+def _modelscope_library() -> Any:
+    """ModelScope's own library, installed when it is first needed."""
+    try:
+        return importlib.import_module("modelscope")
+    except ImportError:
+        from nbutils import install
+
+        print("Installing for this download: modelscope", flush=True)
+        install.pip_install(["modelscope"])
+        importlib.invalidate_caches()
+        return importlib.import_module("modelscope")
 
 
 def _in_cache(hub_id: str) -> bool:

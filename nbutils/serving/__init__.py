@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from nbutils.serving.client import Parity, ask, compare, require_parity
 from nbutils.serving.environment import ServingEnvironment, ensure_environment
+from nbutils.serving.ports import preferred_port, public_address
 from nbutils.serving.server import Server
 
-__all__ = ["Parity", "Server", "ServingEnvironment", "ask", "compare", "ensure_environment", "require_parity"]
+__all__ = [
+    "Parity", "Server", "ServingEnvironment", "ask", "compare", "ensure_environment", "preferred_port",
+    "public_address", "require_parity",
+]  # fmt: skip

@@ -9,7 +9,6 @@ import atexit
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import psutil
 from nbutils.errors import CourseError
 from nbutils.serving import logs
 from nbutils.serving.environment import ServingEnvironment, ensure_environment
+from nbutils.serving.ports import checked_port
 
 SUPERVISOR = Path(__file__).with_name("supervise.py")
 GRACE_SECONDS = 10.0
@@ -49,7 +49,7 @@ class Server:
         self.environment = ensure_environment(engine) if isinstance(engine, str) else engine
         self.model, self.host = str(Path(model).absolute() if Path(model).is_dir() else model), host
         self.flags = flag_words(flags)
-        self.port = _checked_port(host, port)
+        self.port = checked_port(host, port)
         self.log = Path(log) if log else Path(tempfile.mkdtemp(prefix="serve-")) / "serve.log"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -95,7 +95,7 @@ class Server:
         """Start the process in a group of its own and return at once."""
         if self.running:
             return self
-        _checked_port(self.host, self.port)
+        checked_port(self.host, self.port)
         _reach_directly(self.host)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         supervisor = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(GRACE_SECONDS)]
@@ -185,20 +185,6 @@ def flag_words(flags: Flags) -> list[str]:
             continue
         words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return words
-
-
-def _checked_port(host: str, port: int) -> int:
-    """The port if it is free; 0 asks for any free one."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as problem:
-            raise CourseError(
-                f"port {port} on {host} cannot be used ({problem}).", "a free port between 1024 and 65535, or 0",
-                "set PORT to 0 to take any free port, or to another number",
-            ) from problem  # fmt: skip
-        return int(probe.getsockname()[1])
 
 
 def _reach_directly(host: str) -> None:

@@ -1,0 +1,182 @@
+"""One checkpoint as one archive and its manifest: packed, checked, unpacked.
+
+The archive goes first, its manifest (step, size, sha256, fingerprint) last. Files are written under their final name
+and read back: a rename on a network disk may not stick, and without a matching manifest nothing is trusted anyway.
+Not here: which archives there are (store), or when they are carried (carrier).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import tarfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+CHUNK = 2**22
+NAME = re.compile(r"checkpoint-(\d+)")
+SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.10.11, 3.11.3 lack it
+NO_SYNC_HERE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # some network disks have no fsync
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a kept archive must be."""
+
+    step: int
+    size: int
+    sha256: str
+    fingerprint: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint in a store: its archive, and what the manifest beside it says."""
+
+    archive: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """The step it was saved at."""
+        return self.manifest.step
+
+
+class HashingFile:
+    """A file to write to that knows its size and sha256 so far, and tells how many bytes came."""
+
+    def __init__(self, file: IO[bytes], progress: Callable[[int], None] = lambda count: None) -> None:
+        self.file, self.progress, self.size, self.digest = file, progress, 0, hashlib.sha256()
+
+    def tell(self) -> int:
+        """Where it is; tarfile asks."""
+        return self.size
+
+    def write(self, piece: bytes) -> int:
+        """Write and count."""
+        self.digest.update(piece)
+        self.size += len(piece)
+        self.progress(len(piece))
+        return self.file.write(piece)
+
+
+def fingerprint(**parts: Any) -> dict[str, Any]:
+    """What must be equal for a run to be continued, as plain JSON values."""
+    return json.loads(json.dumps(parts, sort_keys=True, default=str))
+
+
+def manifest_of(archive: Path) -> Path:
+    """Where the manifest of an archive lies."""
+    return archive.with_suffix(".json")
+
+
+def pack(folder: Path, store: Path, mark: dict[str, Any]) -> Kept:
+    """A checkpoint folder as an archive in `store`, its manifest written last."""
+    archive = store / f"{folder.name}.tar"
+    forget(archive)
+    with open(archive, "wb") as file:
+        counted = HashingFile(file)
+        with tarfile.open(fileobj=counted, mode="w", copybufsize=CHUNK) as tar:  # type: ignore[call-overload]
+            tar.add(folder, arcname=folder.name)
+        flush(file)
+    step = int(folder.name.rsplit("-", 1)[1])
+    return _seal(Kept(archive, Manifest(step, counted.size, counted.digest.hexdigest(), mark)))
+
+
+def copy(one: Kept, store: Path, progress: Callable[[int], None] = lambda count: None) -> Kept:
+    """The same checkpoint in another store, read back there before its manifest says that it can be trusted."""
+    target = Kept(store / one.archive.name, one.manifest)
+    forget(target.archive)
+    with open(one.archive, "rb") as source, open(target.archive, "wb") as file:
+        counted = HashingFile(file, progress)
+        while piece := source.read(CHUNK):
+            counted.write(piece)
+        flush(file)
+        with suppress(OSError, AttributeError):  # so that the check below reads the disk and not the memory
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if problem := defect(target):
+        raise OSError(errno.EIO, f"the copy does not verify: {problem}")
+    return _seal(target)
+
+
+def _seal(one: Kept) -> Kept:
+    text = json.dumps(asdict(one.manifest), indent=2, ensure_ascii=False) + "\n"
+    place = manifest_of(one.archive)
+    with open(place, "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        flush(file)
+    if place.read_text(encoding="utf-8") != text:
+        raise OSError(errno.EIO, "the manifest was written but reads differently")
+    return one
+
+
+def flush(file: IO[Any]) -> None:
+    """Everything on disk, where the disk can say so."""
+    file.flush()
+    try:
+        os.fsync(file.fileno())
+    except OSError as problem:
+        if problem.errno not in NO_SYNC_HERE:
+            raise
+
+
+def forget(archive: Path) -> None:
+    """Remove a checkpoint, its manifest first: what is left of a removal cut short is not trusted."""
+    manifest_of(archive).unlink(missing_ok=True)
+    archive.unlink(missing_ok=True)
+
+
+def read_manifest(place: Path) -> Manifest:
+    """The manifest in a file; ValueError if it is none, or belongs to another file than its name says."""
+    written = json.loads(place.read_text(encoding="utf-8"))
+    if not isinstance(written, dict) or set(written) != {"step", "size", "sha256", "fingerprint"}:
+        raise ValueError("it is no manifest")
+    if not isinstance(written["step"], int) or not isinstance(written["fingerprint"], dict):
+        raise ValueError("it is no manifest")
+    if place.stem != f"checkpoint-{written['step']}":
+        raise ValueError(f"its name says {place.stem}, its content step {written['step']}: renamed or duplicated")
+    return Manifest(**written)
+
+
+def defect(one: Kept, thorough: bool = True) -> str | None:
+    """Why a checkpoint cannot be trusted; None if it can. `thorough` also reads it and compares the sha256."""
+    try:
+        size = one.archive.stat().st_size
+        if size != one.manifest.size:
+            return f"{size:,} bytes, {one.manifest.size:,} expected: cut off or still uploading"
+        if thorough and sha256(one.archive) != one.manifest.sha256:
+            return "its sha256 differs: damaged"
+    except FileNotFoundError:
+        return "the archive is missing"
+    except OSError as problem:
+        return f"it cannot be read ({problem.strerror})"
+    return None
+
+
+def unpack(one: Kept, folder: Path) -> Path:
+    """The checkpoint as a folder below `folder`; it has its name only once it is whole."""
+    target, partial = folder / one.archive.stem, folder / f".{one.archive.stem}.partial"
+    for old in (target, partial):
+        shutil.rmtree(old, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with tarfile.open(one.archive) as tar:
+        tar.extractall(partial, **SAFELY)
+    os.replace(partial / one.archive.stem, target)
+    shutil.rmtree(partial)
+    return target
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(CHUNK):
+            digest.update(piece)
+    return digest.hexdigest()

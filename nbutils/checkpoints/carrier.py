@@ -1,0 +1,204 @@
+"""Carries checkpoints from scratch to keep in the background, so that training waits for no disk but its own.
+
+The trainer's folder is packed into the store in scratch, and the newest archive there is copied to the store in keep.
+A keep that fails (Drive drops, disk full, mount gone) is tried again with growing pauses; training goes on, and the
+learner reads one line when it fails and one when it works again. Not here: when a checkpoint is saved (training).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbutils.checkpoints import archive, store
+from nbutils.checkpoints.archive import Kept
+from nbutils.disk import free_gib
+from nbutils.errors import CourseError
+from nbutils.paths import GIB
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+PATIENCE = 600.0  # seconds of nothing but failures at the end before the learner is asked to look
+_AT_WORK: dict[Path, Carrier] = {}  # by their store in scratch
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where checkpoints come from and go to. `check` raises OSError while the way to keep is cut."""
+
+    sealed: Path
+    keep: Path
+    keep_last: int = 3
+    check: Callable[[], None] = lambda: None
+
+
+class Carrier:
+    """A thread that brings the newest checkpoint home; `take` and `finish` are called by the training thread."""
+
+    def __init__(self, route: Route, mark: dict[str, Any], logs: tuple[Path, Path] | None = None) -> None:
+        self.route, self.mark, self.logs = route, mark, logs
+        self.outbox = route.sealed.with_name("outbox")
+        self.kept: Kept | None = None  # the newest that verified in keep
+        self.seconds = 0.0  # what the last whole way took
+        self.carried = 0  # bytes of the copy that is under way
+        self.problem: str | None = None
+        self._messages: list[str] = []
+        self._pause = FIRST_PAUSE
+        self._lock, self._news, self._ended = threading.Lock(), threading.Event(), threading.Event()
+        for folder in (self.outbox, route.sealed):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._sealed = next(iter(store.look(route.sealed)[0]), None)  # what this run was restored from, if it was here
+        self._news.set()
+        self._thread = threading.Thread(target=self._work, name="checkpoint-carrier", daemon=True)
+        end_earlier(route.sealed)
+        _AT_WORK[route.sealed] = self
+        self._thread.start()
+
+    def take(self, folder: Path) -> None:
+        """Accept a finished checkpoint folder; it is moved out of the trainer's way and carried from there."""
+        os.replace(folder, self.outbox / folder.name)
+        self._news.set()
+
+    def messages(self) -> list[str]:
+        """What happened since the last call, in lines for the learner."""
+        with self._lock:
+            said, self._messages = self._messages, []
+        return said
+
+    @property
+    def waiting(self) -> Kept | Path | None:
+        """What is not in keep yet; None when all is."""
+        folders = sorted(self.outbox.iterdir(), key=_step)
+        if folders:
+            return folders[-1]
+        done = self.kept is not None and self._sealed is not None and self.kept.step >= self._sealed.step
+        return None if done else self._sealed
+
+    def finish(self, patience: float = PATIENCE, bar: bool = True) -> Kept | None:
+        """Wait until the newest checkpoint is in keep, with a progress bar; CourseError if keep only fails."""
+        from tqdm.auto import tqdm
+
+        self._pause = FIRST_PAUSE
+        self._news.set()
+        deadline = time.monotonic() + patience
+        with tqdm(unit="B", unit_scale=True, desc="to keep", disable=not bar or self.waiting is None) as shown:
+            seen = -1
+            while (left := self.waiting) is not None:
+                shown.total = left.manifest.size if isinstance(left, Kept) else None
+                shown.n = self.carried
+                shown.refresh()
+                if self.carried != seen:
+                    seen, deadline = self.carried, time.monotonic() + patience
+                if time.monotonic() > deadline:
+                    raise self._stuck(left)
+                time.sleep(0.05)
+        self._mirror_logs()
+        for line in self.messages():
+            print(line)
+        return self.kept
+
+    def close(self) -> None:
+        """End the thread after what it is doing now; nothing is waited for beyond that."""
+        self._ended.set()
+        self._news.set()
+        self._thread.join(timeout=5)
+
+    def _stuck(self, left: Kept | Path) -> CourseError:
+        where = left.archive if isinstance(left, Kept) else left
+        return CourseError(
+            f"the last checkpoint could not be brought to {self.route.keep}: {self.problem or 'no answer from it'}.",
+            "a folder that takes files",
+            f"make it reachable or free some room, then run this cell again; until then the checkpoint is {where}",
+        )
+
+    def _work(self) -> None:
+        while not self._ended.is_set():
+            self._news.wait(self._pause if self.problem else None)
+            self._news.clear()
+            try:
+                self._bring_home()
+                self._pause = FIRST_PAUSE
+            except Exception as problem:  # whatever it is, the training must not hear of it but as a line
+                self._failed(problem)
+
+    def _bring_home(self) -> None:
+        began = time.monotonic()
+        self._seal()
+        newest, recovered = self._sealed, self.problem is not None
+        if newest is not None and (self.kept is None or self.kept.step < newest.step):
+            self.carried = 0
+            self.kept = self._copy(newest)
+            self.seconds = time.monotonic() - began
+            again = "the way to keep works again: " if recovered else ""
+            self._say(f"{again}checkpoint {newest.step} is kept ({newest.manifest.size / 2**20:,.1f} MiB, verified)")
+            with suppress(OSError):  # the checkpoint is safe; what could not be tidied up is tidied up next time
+                store.prune(self.route.keep, self.kept, self.route.keep_last)
+                self._mirror_logs()
+        self.problem = None
+
+    def _seal(self) -> None:
+        """The newest folder of the outbox as an archive in scratch; older ones have no use any more."""
+        for folder in sorted(self.outbox.iterdir(), key=_step, reverse=True):
+            if self._sealed is None or _step(folder) > self._sealed.step:
+                self._sealed = archive.pack(folder, self.route.sealed, self.mark)
+                store.prune(self.route.sealed, self._sealed, keep_last=1)
+            shutil.rmtree(folder)
+
+    def _copy(self, newest: Kept) -> Kept:
+        self.route.check()
+        self.route.keep.mkdir(exist_ok=True)  # its parent is the run folder: if that is gone, so is the disk
+        there = Kept(self.route.keep / newest.archive.name, newest.manifest)
+        if _same_manifest(there) and archive.defect(there) is None:
+            return there
+        free = free_gib(self.route.keep) * GIB
+        if free < newest.manifest.size:
+            raise OSError(28, f"{newest.manifest.size / GIB:.2f} GiB needed, {free / GIB:.2f} GiB free")
+        return archive.copy(newest, self.route.keep, self._count)
+
+    def _count(self, count: int) -> None:
+        self.carried += count
+
+    def _mirror_logs(self) -> None:
+        if self.logs is None:
+            return
+        source, target = self.logs
+        for file in (place for place in source.rglob("*") if place.is_file() and not place.is_symlink()):
+            copied = target / file.relative_to(source)
+            if not copied.exists() or copied.stat().st_size != file.stat().st_size:
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copied)
+
+    def _failed(self, problem: Exception) -> None:
+        told = f"{getattr(problem, 'strerror', None) or problem} ({type(problem).__name__})"
+        if self.problem is None:
+            self._say(f"[WARN] a checkpoint could not be brought to {self.route.keep}: {told}. Training goes on; "
+                      "it waits in scratch and is tried again.")  # fmt: skip
+        self.problem = told
+        self._pause = min(self._pause * 2, LONGEST_PAUSE)
+
+    def _say(self, line: str) -> None:
+        with self._lock:
+            self._messages.append(line)
+
+
+def end_earlier(sealed: Path) -> None:
+    """End the carrier that an earlier run of the cell began with this store, if there is one."""
+    if old := _AT_WORK.pop(sealed, None):
+        old.close()
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.rsplit("-", 1)[1])
+
+
+def _same_manifest(one: Kept) -> bool:
+    try:
+        return archive.read_manifest(archive.manifest_of(one.archive)) == one.manifest
+    except (OSError, ValueError):
+        return False

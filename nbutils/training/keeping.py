@@ -1,0 +1,80 @@
+"""Progress that is not lost: each saved checkpoint is carried to keep while the training goes on.
+
+Not here: how a checkpoint travels (checkpoints), or when a session is over (budget).
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbutils import checkpoints, tracking
+from nbutils.disk import require_disk
+from nbutils.paths import GIB
+from nbutils.platforms import drive
+from nbutils.training.resuming import sealed
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerCallback
+
+    from nbutils.lessons import Lesson
+
+CHECKPOINT_EXTRAS = 64 * 2**20  # tokenizer, trainer state, random states
+
+
+def carrier(lesson: Lesson, mark: dict[str, Any], keep_last: int) -> checkpoints.Carrier:
+    """The thread that carries this run's checkpoints and logs home while it trains."""
+    route = checkpoints.Route(sealed(lesson), lesson.run.checkpoints, keep_last, still_mounted(lesson.run.path))
+    return checkpoints.Carrier(route, mark, (lesson.scratch / lesson.run.logs.name, lesson.run.logs))
+
+
+def still_mounted(folder: Path) -> Callable[[], None]:
+    """A check that raises once the disk under `folder` is gone: its mount point is then an ordinary, empty folder."""
+    mount = drive.mount_point_of(folder)
+
+    def check() -> None:
+        if mount is not None and not drive.is_mount(mount):
+            raise OSError(errno.ENOTCONN, f"{mount} is not mounted any more")
+
+    return check
+
+
+def require_room(trainer: Trainer, keep: Path, keep_last: int) -> None:
+    """Stop before a training whose checkpoints do not fit: weights and two optimizer states, in float32."""
+    assert trainer.model and trainer.args.output_dir
+    trainable = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
+    one = (trainable * 12 + CHECKPOINT_EXTRAS) / GIB
+    there = len(checkpoints.look(keep)[0])
+    require_disk(Path(trainer.args.output_dir), 3 * one, "writing checkpoints")
+    require_disk(keep, max(keep_last + 1 - there, 1) * one, "keeping checkpoints")
+
+
+def keep_checkpoints(way_home: checkpoints.Carrier) -> TrainerCallback:
+    """A callback that hands each saved checkpoint to the carrier and shows what the carrier has to say."""
+    from accelerate import PartialState
+    from tqdm import tqdm
+    from transformers import TrainerCallback
+
+    class KeepCheckpoints(TrainerCallback):
+        """on_save -> Carrier.take. Saving steps are logged too, so that a continued run logs the same losses."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_log |= control.should_save or state.global_step >= state.max_steps
+            for line in way_home.messages():
+                tqdm.write(line)  # beside the progress bar, not into it
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            PartialState().wait_for_everyone()  # every process adds its random state to the folder
+            if state.is_world_process_zero:
+                way_home.take(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+    return KeepCheckpoints()
+
+
+def bring_home(way_home: checkpoints.Carrier) -> None:
+    """Wait until the last checkpoint and the logs are in keep; the only time a lesson waits for that disk."""
+    tracking.end()
+    kept = way_home.finish()
+    print(f"safe: checkpoint {kept.step} in {kept.archive.parent}" if kept else "nothing new had to be kept")

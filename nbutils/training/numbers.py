@@ -1,0 +1,56 @@
+"""What a training measured, and the trainer settings that are about this machine and this run.
+
+Not here: settings about learning; they stand in lesson 03.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from nbutils import tracking
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from nbutils.lessons import Lesson
+
+
+def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any]:
+    """The numbers of a finished training for facts.json."""
+    from nbutils import hardware
+
+    history = trainer.state.log_history
+    losses = loss_history(history)
+    tokens = [entry["num_tokens"] for entry in history if "num_tokens" in entry and entry["step"] > first_step]
+    return {
+        "steps": trainer.state.global_step,
+        "planned_steps": trainer.state.max_steps,  # more than the steps done: the run ended before its time was up
+        "resumed_from_step": first_step,
+        "final_loss": round(losses[-1][1], 5) if losses else None,
+        "tokens_per_second": round(tokens[-1] / seconds, 1) if tokens else None,  # None: nothing was left to train
+        "train_seconds": round(seconds, 1) if tokens else None,
+        "peak_memory_gib": round(hardware.peak_memory_gib(), 3),
+    }
+
+
+def loss_history(log_history: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
+    """(step, loss) pairs of the training log."""
+    return [(entry["step"], entry["loss"]) for entry in log_history if "loss" in entry]
+
+
+def bookkeeping(lesson: Lesson, seed: int) -> dict[str, Any]:
+    """The trainer settings that are about this machine and this run, not about learning."""
+    train = lesson.profile.train
+    return {
+        "seed": seed,
+        "data_seed": seed,
+        "use_cpu": lesson.card is None,
+        "dataloader_pin_memory": lesson.card is not None,
+        "save_strategy": "steps",
+        "save_steps": train.save_steps,
+        "save_total_limit": 1,  # in scratch; the ones that count are in the run folder
+        "logging_steps": train.logging_steps,
+        "report_to": tracking.begin(lesson.scratch / lesson.run.logs.name, lesson.run.name),
+        "run_name": lesson.run.name,
+    }

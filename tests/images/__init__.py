@@ -1,0 +1,124 @@
+"""Platform images as pip sees them: an environment with an empty distribution for each package of a `pip freeze` list.
+
+`requires.json` has what the releases declare that pip weighs against each other here; the other stand-ins ask for
+nothing. torch asks for the CUDA libraries and the triton that the list shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import packaging
+import psutil
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parent.parent
+WHEELS = runpy.run_path(str(ROOT / ".ci/wheels.py"))
+LISTS = {
+    "colab": (FOLDER / "colab-2026-08.txt",),
+    "kaggle": (FOLDER / "colab-2026-08.txt", FOLDER / "kaggle-2026-09.txt"),
+}
+PYTHONS = {"colab": "3.13", "kaggle": "3.12"}
+NOT_PASSED_ON = ("PIP_", "NBUTILS_", "PYTHON", "VIRTUAL_ENV", "KAGGLE_", "COLAB_")
+
+
+def packages(name: str) -> dict[str, str]:
+    """name -> version on that image."""
+    return WHEELS["read_image"](*LISTS[name])
+
+
+def requires(name: str, version: str, image: dict[str, str]) -> list[str]:
+    """What the stand-in of a package asks for."""
+    if name == "torch":
+        return [f"{n}=={v}" for n, v in image.items() if n == "triton" or (n.startswith("nvidia-") and "cu12" in n)]
+    return json.loads((FOLDER / "requires.json").read_text(encoding="utf-8")).get(f"{name}=={version}", [])
+
+
+def _pythons(version: str) -> Iterator[str]:
+    yield from filter(None, [shutil.which(f"python{version}")])
+    yield from map(str, sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python")))
+
+
+def python_like(version: str) -> str:
+    """A Python of that version if this machine has one, else the running one."""
+    for python in _pythons(version):
+        if subprocess.run([python, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
+            return python
+    return sys.executable
+
+
+def registry() -> dict[str, str]:
+    """pip's settings of this machine: how it reaches the package registry."""
+    return {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A throw-away environment with its own Python."""
+
+    folder: Path
+
+    @property
+    def python(self) -> str:
+        """Its interpreter."""
+        return str(self.folder / "bin/python")
+
+    def run(self, code: str, **variables: str) -> str:
+        """Run code in it, in an empty folder and a clean environment; its output."""
+        empty = self.folder / "empty"
+        empty.mkdir(exist_ok=True)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(NOT_PASSED_ON)}
+        given: dict[str, Any] = {"cwd": empty, "env": kept | variables, "stdin": subprocess.DEVNULL}
+        ran = subprocess.run([self.python, "-c", code], capture_output=True, text=True, timeout=300, **given)
+        assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr[-4000:]}"
+        return ran.stdout
+
+    def versions(self) -> dict[str, str]:
+        """name -> version of everything installed in it."""
+        code = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
+        found = json.loads(self.run(code))
+        return {WHEELS["canonicalize_name"](name): version for name, version in found.items()}
+
+    def site(self) -> Path:
+        """Its site-packages."""
+        return Path(self.run("import sysconfig; print(sysconfig.get_paths()['purelib'])").strip())
+
+
+def bare(folder: Path, python: str = sys.executable) -> Environment:
+    """An environment with nothing but pip."""
+    subprocess.run([python, "-m", "venv", folder], check=True)
+    environment = Environment(folder)
+    for name in ("setuptools", "pkg_resources"):  # only older Pythons bring it
+        for entry in environment.site().glob(f"{name}*"):
+            shutil.rmtree(entry)
+    return environment
+
+
+def imitate(name: str, folder: Path) -> Environment:
+    """An environment like that image: its Python if there is one here, its pip, stand-ins for all its packages."""
+    environment = bare(folder, python_like(PYTHONS[name]))
+    image = packages(name)
+    environment.run(
+        "import subprocess, sys; subprocess.check_call([sys.executable, '-m', 'pip', 'install', '-q', "
+        f"'pip=={image.pop('pip')}'])",
+        **registry(),
+    )
+    site = environment.site()
+    for package, version in image.items():
+        wheel = WHEELS["stand_in"](folder, package, version, requires(package, version, image))
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+        wheel.unlink()
+    for module in (packaging, psutil):  # their stand-ins have no code, and nbutils imports them
+        (site / module.__name__).symlink_to(Path(module.__file__).parent)
+    return environment
