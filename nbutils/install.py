@@ -7,7 +7,6 @@ Not here: the serving environment (serving), or anything that runs when all is i
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.metadata as metadata
 import json
@@ -26,6 +25,7 @@ from packaging.utils import canonicalize_name
 
 from nbutils import platforms
 from nbutils.errors import CourseError
+from nbutils.paths import sha256
 
 PINNED = ("torch", "torchvision", "torchaudio", "triton", "numpy")  # the platform's own, matched to its driver
 PINNED_FAMILIES = ("nvidia-", "cuda-")
@@ -199,19 +199,11 @@ def _checked(folder: Path, files: list[tuple[str, int, str]]) -> Path:
             bad.append(f"{name} (missing)")
         elif path.stat().st_size != size:
             bad.append(f"{name} ({path.stat().st_size} of {size} bytes)")
-        elif _sha256(path) != digest:
+        elif sha256(path) != digest:
             bad.append(f"{name} (other content)")
     if bad:
         raise _damaged(folder, bad)
     return folder
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _damaged(folder: Path, bad: list[str]) -> CourseError:

@@ -5,6 +5,7 @@ Not here: where a run is kept (platforms), whether there is room for it (disk), 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ NOTEBOOKS = _COURSE / "notebooks"
 TINY_MODEL = SAMPLES / "tiny_base"
 
 GIB = 2**30
+CHUNK = 2**22  # bytes read or written at a time
 STAMP = "complete.json"
 
 
@@ -45,6 +47,15 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """`write_text` for JSON, readable by people (Chinese stays Chinese)."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(CHUNK):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def stamp(folder: Path) -> dict[str, Any] | None:

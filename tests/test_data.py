@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nbutils import data
+from nbutils.data import reading
 from nbutils.errors import CourseError
 from nbutils.paths import SAMPLES
 
@@ -514,3 +515,14 @@ def test_data_that_does_not_fit_on_the_disk_is_refused_before_it_is_read(
     monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.0)
     with pytest.raises(CourseError, match="preparing the data needs"):
         data.prepare("", tmp_path / "data")
+
+
+def test_data_is_found_among_attached_inputs_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attached = tmp_path / "kaggle/input/datasets/me/orders/mine.jsonl"
+    attached.parent.mkdir(parents=True)
+    attached.write_text(json.dumps({"question": "a", "answer": "b"}), encoding="utf-8")
+    monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
+    assert reading.files_of("mine.jsonl") == reading.files_of("orders/mine.jsonl") == [attached]
+    with pytest.raises(CourseError, match="other"):
+        reading.files_of("other.jsonl")

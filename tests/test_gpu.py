@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
+import time
 from itertools import chain
 from pathlib import Path
 
@@ -66,3 +68,46 @@ def test_lessons_03_and_04_train_and_merge_on_the_card(tmp_path: Path) -> None:
     trained, merged = facts["lessons"]["03_qlora"], facts["lessons"]["04_merge"]
     assert trained["adapter_moved"] > 0 and trained["base_moved"] == 0
     assert merged["exact_match"]["base"] <= 0.2 and merged["exact_match"]["merged"] >= 0.8
+
+
+def test_the_doctor_runs_a_real_operation_on_the_card() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "nbutils", "doctor", "--json"], capture_output=True, text=True, cwd=ROOT
+    )
+    report = json.loads(ran.stdout)
+    [checked] = [check for check in report["checks"] if check["name"] == "card"]
+    assert checked["status"] == "OK" and "matrix product" in checked["seen"], checked
+    assert report["card"] is not None and ran.returncode == int(any(c["status"] == "FAIL" for c in report["checks"]))
+
+
+def losses(run: Path, step: int) -> dict[int, float]:
+    """step -> loss as the kept checkpoint of `step` remembers it."""
+    with tarfile.open(run / f"checkpoints/checkpoint-{step}.tar") as tar:
+        member = tar.extractfile(f"checkpoint-{step}/trainer_state.json")
+        assert member is not None
+        history = json.load(member)["log_history"]
+    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
+
+
+def test_a_training_killed_on_the_card_continues_where_it_was(tmp_path: Path) -> None:
+    words = [sys.executable, ROOT / "notebooks/03_qlora.py", "--PROFILE", "tiny", "--MAX_STEPS", "60"]
+    words += ["--SAVE_STEPS", "10"]
+
+    def start(home: str) -> subprocess.Popen:
+        env = os.environ | {"NBUTILS_HOME": str(tmp_path / home), "HF_HUB_OFFLINE": "1"}
+        return subprocess.Popen([str(word) for word in words], env=env, stdout=subprocess.DEVNULL)
+
+    assert start("whole").wait() == 0
+    killed = start("killed")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "killed/tiny/checkpoints/checkpoint-20.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    killed.kill()
+    killed.wait()
+    assert start("killed").wait() == 0
+    facts = json.loads((tmp_path / "killed/tiny/facts.json").read_text())["lessons"]["03_qlora"]
+    assert facts["resumed_from_step"] >= 20 and facts["steps"] == 60
+    whole, continued = losses(tmp_path / "whole/tiny", 60), losses(tmp_path / "killed/tiny", 60)
+    worst = max(abs(whole[step] - continued[step]) for step in whole)
+    print(f"largest difference of a logged loss: {worst:.3g}")
+    assert set(whole) == set(continued) and worst < 1e-2  # CUDA's sums are not always added in the same order

@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-CHUNK = 2**22
+from nbutils.paths import CHUNK, sha256
+
 NAME = re.compile(r"checkpoint-(\d+)")
 SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.10.11, 3.11.3 lack it
 NO_SYNC_HERE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # some network disks have no fsync
@@ -171,12 +172,3 @@ def unpack(one: Kept, folder: Path) -> Path:
     os.replace(partial / one.archive.stem, target)
     shutil.rmtree(partial)
     return target
-
-
-def sha256(path: Path) -> str:
-    """The checksum of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(CHUNK):
-            digest.update(piece)
-    return digest.hexdigest()

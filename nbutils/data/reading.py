@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from nbutils import platforms
 from nbutils.errors import CourseError
 
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -53,8 +54,10 @@ class RowError:
 
 
 def files_of(source: str) -> list[Path]:
-    """The data files a path stands for; a folder gives all of its own, sorted by name."""
+    """The data files a path stands for, also below what is attached (Kaggle); a folder gives all of its own."""
     path = Path(source).expanduser()
+    if not path.exists():
+        path = platforms.find_input(platforms.folders(platforms.detect()).inputs, source) or path
     if not path.exists():
         raise _missing(source, path)
     if path.is_file() and path.suffix.lower() not in FORMATS:
