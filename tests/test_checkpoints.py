@@ -312,3 +312,63 @@ def test_logs_come_home_too(make_carrier, tmp_path: Path) -> None:  # type: igno
     (logs[0] / "deep/events").write_text("one two")
     way.finish(patience=5, bar=False)
     assert (logs[1] / "deep/events").read_text() == "one two"
+
+
+# For people
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of runs, one of them with checkpoints in scratch and in keep."""
+    monkeypatch.setenv("NBUTILS_HOME", str(tmp_path / "runs"))
+    monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
+    for step in (10, 20):
+        (tmp_path / "runs/demo").mkdir(parents=True, exist_ok=True)
+        keep_one(tmp_path / "s", tmp_path / "runs/demo/checkpoints", step)
+    return tmp_path / "runs"
+
+
+def say(*words: str) -> tuple[int, str]:
+    """Exit status and output of `python -m nbutils checkpoints …`."""
+    from click.testing import CliRunner
+
+    from nbutils.cli import app
+
+    ran = CliRunner().invoke(app, ["checkpoints", *words])
+    return ran.exit_code, ran.output
+
+
+def test_list_shows_the_newest_first_and_verify_reads_them(runs: Path) -> None:
+    flip_a_byte(runs / "demo/checkpoints/checkpoint-10.tar")
+    status, said = say("list", "demo")
+    assert status == 0 and said.index("\n      20") < said.index("\n      10") and "damaged" not in said
+    status, said = say("verify", "demo")
+    assert status == 1 and "sha256 differs" in said
+    (runs / "demo/checkpoints/checkpoint-10.tar").unlink()
+    (runs / "demo/checkpoints/checkpoint-10.json").unlink()
+    assert say("verify", str(runs / "demo"))[0] == 0
+
+
+def test_restore_unpacks_the_newest_whole_one_into_a_new_folder(runs: Path, tmp_path: Path) -> None:
+    truncate(runs / "demo/checkpoints/checkpoint-20.tar")
+    target = tmp_path / "by hand"
+    status, said = say("restore", "demo", "--to", str(target))
+    assert status == 0 and str(target) in said and "skipping checkpoint-20" in said
+    assert json.loads((target / "state.json").read_text()) == {"step": 10}
+    assert sorted(place.name for place in tmp_path.iterdir() if "by hand" in place.name) == ["by hand"]
+    status, said = say("restore", "demo", "--to", str(target))
+    assert status == 1 and "exists already" in said
+
+
+def test_a_run_or_a_step_that_is_not_there_is_told(runs: Path, tmp_path: Path) -> None:
+    status, said = say("list", "dmeo")
+    assert status == 1 and "no run 'dmeo'" in said and "demo" in said
+    status, said = say("restore", "demo", "--step", "15", "--to", str(tmp_path / "x"))
+    assert status == 1 and "20, 10" in said
+
+
+def test_a_store_is_safe_only_if_its_newest_verifies(keep: Path, tmp_path: Path) -> None:
+    assert checkpoints.unsafe(keep) is None
+    truncate(keep / "checkpoint-30.tar")
+    assert "checkpoint-30.tar" in str(checkpoints.unsafe(keep))
+    assert "no checkpoint is kept" in str(checkpoints.unsafe(tmp_path / "nowhere"))

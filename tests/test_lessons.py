@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import simulate
 
 from nbutils import lessons, paths, platforms
 from nbutils.errors import CourseError
@@ -110,3 +112,41 @@ def test_a_merge_older_than_its_adapter_does_not_count(tmp_path: Path) -> None:
     with paths.whole_folder(run.adapter, {"steps": 20}):
         pass
     assert run.has("03_qlora") and not run.has("04_merge")
+
+
+GOODBYE = """
+from pathlib import Path
+from nbutils import checkpoints, lessons, platforms
+from nbutils.platforms import afterwards
+afterwards.power_off.__defaults__ = (0.0, None)
+run = lessons.RunFolder(Path("runs/demo"))
+run.path.mkdir(parents=True)
+platform = platforms.detect()
+lessons.say_goodbye(platform, run, "text")
+folder = Path("checkpoint-5"); folder.mkdir(); (folder / "x").write_text("x")
+run.checkpoints.mkdir(); checkpoints.pack(folder, run.checkpoints, {})
+with lessons.goodbye_later():
+    lessons.say_goodbye(platform, run, "text")
+print("LATER")
+lessons.say_goodbye(platform, run, "text")
+"""
+
+
+def test_autodl_is_powered_off_only_when_asked_and_when_the_work_is_safe(tmp_path: Path) -> None:
+    machine = simulate.autodl(tmp_path)
+    ran = machine.python("-c", GOODBYE)
+    assert ran.stdout == "LATER\n" and not (machine.root / "shutdown.log").exists(), ran.stderr
+    (machine.root / "checkpoint-5/x").unlink()
+    shutil.rmtree(machine.root / "runs")
+    (machine.root / "checkpoint-5").rmdir()
+    machine.env |= {"NBUTILS_POWER_OFF": "1", "NBUTILS_NOTICE": "1"}
+    said, _, then = machine.python("-c", GOODBYE).stdout.partition("LATER\n")
+    assert "no checkpoint is kept" in said and "AUTODL_TOKEN" in said and said.count("Not powered off") == 1
+    assert "Powered off" in then and (machine.root / "shutdown.log").read_text() == "called with []\n"
+
+
+def test_a_card_torch_has_no_kernels_for_stops_every_lesson_at_its_start(tmp_path: Path) -> None:
+    machine = simulate.kaggle(tmp_path)
+    machine.packages += ("torch_p100",)
+    ran = machine.python("-c", "from nbutils import lessons; lessons.find_machine(False)")
+    assert ran.returncode == 1 and "GPU T4 x2" in ran.stderr and "cu126" in ran.stderr

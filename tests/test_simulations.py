@@ -104,6 +104,21 @@ def test_a_drive_that_vanishes_does_not_stop_the_training_and_is_not_written_int
     assert facts(kept.parents[1])["lessons"]["03_qlora"]["steps"] == 60
 
 
+def test_sigterm_to_papermill_saves_ends_normally_and_says_how_to_go_on(tmp_path: Path) -> None:
+    machine = simulate.local(tmp_path, NBUTILS_HOME=str(tmp_path / "runs"))
+    lesson, out = simulate.ROOT / "notebooks/03_qlora.ipynb", tmp_path / "out.ipynb"
+    command = [sys.executable, "-m", "papermill", lesson, out, "-p", "PROFILE", "tiny", "-p", "SAVE_STEPS", "5"]
+    options = {"env": machine.environment(), "stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=machine.root, **options) as running:  # type: ignore[call-overload]
+        _wait_for((tmp_path / "runs/tiny/checkpoints/checkpoint-5.json").exists)
+        running.terminate()
+        assert running.wait(timeout=60) == 0
+    entry = facts(tmp_path / "runs/tiny")["lessons"]["03_qlora"]
+    assert 5 <= entry["steps"] < entry["planned_steps"]
+    assert (tmp_path / f"runs/tiny/checkpoints/checkpoint-{entry['steps']}.json").exists()
+    assert "Run the same notebook again" in out.read_text(encoding="utf-8")
+
+
 def _wait_for(condition: object, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
