@@ -154,6 +154,8 @@ def find_machine(needs_model: bool) -> tuple[platforms.Platform, platforms.Folde
     folders = platforms.folders(platform)
     if not folders.lasting:
         print(f"[WARN] {folders.keep} goes away with this machine: download what you want to keep, or set NBUTILS_HOME")
+    if moved := platforms.use_model_cache(platform, folders):
+        print(f"cache     {moved}")
     print(f"card      {card or 'none: this machine trains on its CPU'}")
     hardware.require_working(card)
     return platform, folders, card

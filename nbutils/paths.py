@@ -84,6 +84,11 @@ def whole_folder(target: Path, about: dict[str, Any]) -> Iterator[Path]:
     if target.exists():
         shutil.rmtree(target)
     os.replace(partial, target)
+    if stamp(target) is None:
+        raise CourseError(
+            f"{target} was written, but is not whole there: that disk lost a part of it.", "a disk that keeps files",
+            "run this cell again; on Google Drive, wait a minute first",
+        )  # fmt: skip
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -67,3 +68,22 @@ def test_a_file_that_was_cut_short_or_lost_voids_the_stamp(tmp_path: Path) -> No
 def test_half_a_stamp_is_no_stamp(tmp_path: Path) -> None:
     (tmp_path / "complete.json").write_text('{"steps"')
     assert paths.stamp(tmp_path) is None
+
+
+def test_a_folder_that_a_disk_loses_on_the_way_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        real(source, target)
+        if target == tmp_path / "adapter":
+            (target / "weights").unlink()
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(CourseError, match="lost a part"), paths.whole_folder(tmp_path / "adapter", {}) as folder:
+        (folder / "weights").write_text("w")
+
+
+def test_no_folder_is_made_where_a_disk_has_gone(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        paths.write_text(tmp_path / "drive/MyDrive/run/facts.json", "{}")
+    assert not list(tmp_path.iterdir())

@@ -333,3 +333,23 @@ def test_a_hub_that_does_not_answer_is_offline(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_test_is_not_a_kernel() -> None:
     assert platforms.in_kernel() is False
+
+
+def test_models_are_downloaded_to_the_large_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def cache(name: str) -> str:
+        platform = platforms.Platform(name, "")
+        said = platforms.use_model_cache(platform, platforms.folders(platform, {}, tmp_path))
+        return said.removeprefix("downloaded models go to ")
+
+    assert cache("local") == cache("colab") == ""
+    assert cache("autodl") == os.environ["HF_HUB_CACHE"] == str(tmp_path / "root/autodl-tmp/huggingface")
+    assert cache("kaggle") == ""  # set already
+    monkeypatch.delenv("HF_HUB_CACHE")
+    assert cache("kaggle") == str(tmp_path / "kaggle/temp/huggingface")
+    monkeypatch.delenv("HF_HUB_CACHE")
+    (tmp_path / ".cache/huggingface/hub/models--Qwen--x").mkdir(parents=True)
+    assert cache("autodl") == ""

@@ -125,6 +125,26 @@ def cannot_write(folder: Path) -> str:
         return problem.strerror or type(problem).__name__
 
 
+def model_cache(platform: Platform, places: Folders) -> Path | None:
+    """Where downloaded models belong instead of the home folder, on platforms whose system disk is small or saved."""
+    place = {"kaggle": places.scratch, "autodl": places.work, "gpushare": places.work, "runpod": places.work}
+    return place[platform.name] / "huggingface" if platform.name in place else None
+
+
+def use_model_cache(platform: Platform, places: Folders) -> str:
+    """Move the cache for downloads there, before huggingface_hub is imported; what was done, or nothing.
+
+    A learner's own setting wins, and so does a cache in the home folder that holds models already.
+    """
+    cache = model_cache(platform, places)
+    if cache is None or any(os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")):
+        return ""
+    if any(Path("~/.cache/huggingface/hub").expanduser().glob("models--*")):
+        return ""
+    os.environ["HF_HUB_CACHE"] = str(cache)
+    return f"downloaded models go to {cache}"
+
+
 def find_inputs(inputs: Path | None, marker: str) -> Iterator[Path]:
     """Every path below `inputs` whose end matches the glob `marker` ("checkpoints/checkpoint-*.json"), in order."""
     yield from (path for path in _below(inputs) if path.match(marker))

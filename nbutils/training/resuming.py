@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from nbutils import checkpoints
+from nbutils.disk import require_disk
 from nbutils.errors import CourseError
+from nbutils.paths import GIB
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -51,7 +53,14 @@ def _alone_in_scratch(best: checkpoints.Kept, store: Path) -> checkpoints.Kept:
     if best.archive.parent != store:
         checkpoints.clear(store)
         store.mkdir(parents=True, exist_ok=True)
-        return checkpoints.copy(best, store)
+        require_disk(store, 2.2 * best.manifest.size / GIB, "restoring a checkpoint")  # the archive, and the folder
+        try:
+            return checkpoints.copy(best, store)
+        except OSError as problem:
+            raise CourseError(
+                f"{best.archive} was whole a moment ago, but could not be copied to {store} ({problem.strerror}).",
+                "a disk that can be read to the end", "run this cell again",
+            ) from problem  # fmt: skip
     for old in checkpoints.look(store)[0]:
         if old.archive != best.archive:
             checkpoints.forget(old.archive)
