@@ -7,6 +7,7 @@ learner reads one line when it fails and one when it works again. Not here: when
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -38,6 +39,23 @@ class Route:
     check: Callable[[], None] = lambda: None
 
 
+class Patience:
+    """Whether a wait is worth it: it got further lately, or a copy is under way and moves."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.moved, self.advanced = seconds, time.monotonic(), time.monotonic()
+        self.seen = self.furthest = (0, -1)
+
+    def is_lost(self, at: tuple[int, int], trying: bool) -> bool:
+        """Asked with how far it is now; a copy that begins again and again is no progress."""
+        now = time.monotonic()
+        if at != self.seen:
+            self.seen, self.moved = at, now
+        if at > self.furthest:
+            self.furthest, self.advanced = at, now
+        return now > self.advanced + self.seconds and not (trying and now < self.moved + self.seconds)
+
+
 class Carrier:
     """A thread that brings the newest checkpoint home; `take` and `finish` are called by the training thread."""
 
@@ -49,7 +67,7 @@ class Carrier:
         self.carried = 0  # bytes of the copy that is under way
         self.problem: str | None = None
         self._messages: list[str] = []
-        self._pause = FIRST_PAUSE
+        self._pause, self._trying = FIRST_PAUSE, False
         self._lock, self._news, self._ended = threading.Lock(), threading.Event(), threading.Event()
         for folder in (self.outbox, route.sealed):
             folder.mkdir(parents=True, exist_ok=True)
@@ -86,28 +104,26 @@ class Carrier:
 
         self._pause = FIRST_PAUSE
         self._news.set()
-        deadline = time.monotonic() + patience
+        hope = Patience(patience)
         with tqdm(unit="B", unit_scale=True, desc="to keep", disable=not bar or self.waiting is None) as shown:
-            seen = -1
             while (left := self.waiting) is not None:
                 shown.total = left.manifest.size if isinstance(left, Kept) else None
                 shown.n = self.carried
                 shown.refresh()
-                if self.carried != seen:
-                    seen, deadline = self.carried, time.monotonic() + patience
-                if time.monotonic() > deadline:
+                for line in self.messages():
+                    tqdm.write(line)
+                if hope.is_lost((self.kept.step if self.kept else 0, self.carried), self._trying):
                     raise self._stuck(left)
                 time.sleep(0.05)
-        self._mirror_logs()
-        for line in self.messages():
+        for line in [*self.messages(), *self._mirror_logs_at_last()]:
             print(line)
         return self.kept
 
     def close(self) -> None:
-        """End the thread after what it is doing now; nothing is waited for beyond that."""
+        """End the thread; a copy under way is given up."""
         self._ended.set()
         self._news.set()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=30)  # a disk that hangs must not hang the cell
 
     def _stuck(self, left: Kept | Path) -> CourseError:
         where = left.archive if isinstance(left, Kept) else left
@@ -121,11 +137,13 @@ class Carrier:
         while not self._ended.is_set():
             self._news.wait(self._pause if self.problem else None)
             self._news.clear()
+            self._trying = True
             try:
                 self._bring_home()
                 self._pause = FIRST_PAUSE
             except Exception as problem:  # whatever it is, the training must not hear of it but as a line
                 self._failed(problem)
+            self._trying = False
 
     def _bring_home(self) -> None:
         began = time.monotonic()
@@ -133,10 +151,11 @@ class Carrier:
         newest, recovered = self._sealed, self.problem is not None
         if newest is not None and (self.kept is None or self.kept.step < newest.step):
             self.carried = 0
-            self.kept = self._copy(newest)
+            kept = self._copy(newest)
             self.seconds = time.monotonic() - began
             again = "the way to keep works again: " if recovered else ""
             self._say(f"{again}checkpoint {newest.step} is kept ({newest.manifest.size / 2**20:,.1f} MiB, verified)")
+            self.kept = kept  # only now: `finish` waits for it, and shows what was said
             with suppress(OSError):  # the checkpoint is safe; what could not be tidied up is tidied up next time
                 store.prune(self.route.keep, self.kept, self.route.keep_last)
                 self._mirror_logs()
@@ -162,17 +181,30 @@ class Carrier:
         return archive.copy(newest, self.route.keep, self._count)
 
     def _count(self, count: int) -> None:
+        if self._ended.is_set():  # the cell was run again: what this one still wrote would turn up in the new run
+            raise InterruptedError(errno.EINTR, "another carrier took over")
         self.carried += count
 
     def _mirror_logs(self) -> None:
         if self.logs is None:
             return
+        self.route.check()  # it makes folders, and must not make them where a mount was
         source, target = self.logs
         for file in (place for place in source.rglob("*") if place.is_file() and not place.is_symlink()):
             copied = target / file.relative_to(source)
             if not copied.exists() or copied.stat().st_size != file.stat().st_size:
                 copied.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, copied)
+
+    def _mirror_logs_at_last(self) -> list[str]:
+        """The logs, as they are in the end; the checkpoint is safe, so that they are not worth an error."""
+        try:
+            self._mirror_logs()
+        except OSError as problem:
+            assert self.logs
+            return [f"[WARN] the logs could not be copied to {self.logs[1]}: {problem.strerror or problem}. "
+                    f"They are in {self.logs[0]}."]  # fmt: skip
+        return []
 
     def _failed(self, problem: Exception) -> None:
         told = f"{getattr(problem, 'strerror', None) or problem} ({type(problem).__name__})"
