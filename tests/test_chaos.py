@@ -446,3 +446,24 @@ def test_a_carrier_that_is_replaced_gives_its_copy_up(machine: Machine) -> None:
         """,
     )
     assert "still there False skipping checkpoint-20.tar: it has no manifest" in said
+
+
+def test_k6_a_full_output_folder_is_caught_up_with_once_there_is_room(machine: Machine) -> None:
+    keep = machine.root / "mount"
+    keep.mkdir()
+    mount = f"mount -t tmpfs -o size=6m tmpfs {keep}"
+    if os.getuid() or subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root and a mount namespace")
+    code = """
+        (home / "mount/big").write_bytes(b"x" * 3 * 2**20)
+        carry(20)
+        print("full", way_home.problem is not None)
+        (home / "mount/big").unlink()
+        print("kept", way_home.finish(patience=20, bar=False).step)
+        """
+    words = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c"]
+    words += [PRELUDE + textwrap.dedent(code)]
+    ran = subprocess.run(words, env=machine.environment(), cwd=machine.root, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("[WARN]") == 1 and "GiB free" in ran.stdout and "full True" in ran.stdout
+    assert "works again" in ran.stdout and "kept 20" in ran.stdout

@@ -141,6 +141,8 @@ def test_a3_a_file_storage_that_takes_no_more_files_is_passed_over(tmp_path: Pat
 def test_a4_autodl_without_a_card_knows_its_2_gib(tmp_path: Path) -> None:
     found = report(simulate.autodl(tmp_path, card=False))
     assert (found["limits"]["memory_gib"], found["limits"]["processors"]) == (2.0, 0.5)
+    assert set(found["room"]) == {"work", "scratch", "keep"} and found["room"]["keep"]["free_gib"] > 0
+    assert "free_inodes" in found["room"]["keep"]
     assert statuses(found, "memory", "card") == ["WARN", "WARN"]
     assert "mode without a card" in found["checks"]["memory"]["seen"]
     assert "No devices were found" in found["checks"]["card"]["seen"]

@@ -39,9 +39,9 @@ def examine() -> Report:
     machine = _machine()
     looked = [_safely(name, look, machine) for name, look in CHECKS.items()]
     versions = {"python": sys.version.split()[0]} | record.versions()
-    numbers = surroundings.limits(machine.platform)
+    numbers, room = surroundings.limits(machine.platform), surroundings.room(machine.folders)
     checks = tuple(check for check in looked if check)
-    return Report(machine.platform, machine.folders, numbers, machine.card, checks, versions)
+    return Report(machine.platform, machine.folders, room, numbers, machine.card, checks, versions)
 
 
 def _machine() -> Machine:

@@ -42,6 +42,7 @@ class Report:
 
     platform: Platform
     folders: Folders
+    room: dict[str, dict[str, float | None]]  # of each folder: free_gib, free_inodes
     limits: dict[str, float | None]
     card: Card | None
     checks: tuple[Check, ...]
@@ -72,6 +73,7 @@ class Report:
         return {
             "platform": asdict(self.platform),
             "folders": {name: str(place) if place else None for name, place in places.items()},
+            "room": self.room,
             "limits": self.limits,
             "card": asdict(self.card) if self.card else None,
             "checks": [asdict(check) for check in self.checks],

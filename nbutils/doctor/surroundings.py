@@ -43,6 +43,15 @@ def limits(platform: Platform) -> dict[str, float | None]:
     }  # fmt: skip
 
 
+def room(folders: platforms.Folders) -> dict[str, dict[str, float | None]]:
+    """Free space and free files of each folder; None where the disk does not count files."""
+    places = {"work": folders.work, "scratch": folders.scratch, "keep": folders.keep}
+    return {
+        name: {"free_gib": round(disk.free_gib(place), 2), "free_inodes": disk.free_inodes(place)}
+        for name, place in places.items()
+    }
+
+
 def check_platform(machine: Machine) -> Check:
     """Where this is, and on what evidence."""
     found = machine.platform
