@@ -144,6 +144,21 @@ def test_a_store_that_cannot_be_listed_stops_the_run_instead_of_repeating_its_wo
         checkpoints.newest_verified([keep], MARK)
 
 
+def test_a_read_that_fails_once_does_not_cost_the_newest(keep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = archive.sha256, []
+
+    def sha256(place: Path) -> str:
+        calls.append(place)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(place)
+
+    monkeypatch.setattr(store, "WAITS", (0.0,))
+    monkeypatch.setattr(archive, "sha256", sha256)
+    best = checkpoints.newest_verified([keep], MARK)
+    assert best is not None and best.step == 30
+
+
 def raising(number: int) -> Callable:
     def fail(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))

@@ -166,7 +166,7 @@ def test_l1_a_computer_at_home_with_keys_of_a_kaggle_account_tells_no_value(tmp_
     assert found["folders"]["keep"] == str(tmp_path / "runs")
     assert found["checks"]["secrets"]["seen"].endswith("HF_TOKEN is set, WANDB_API_KEY is set")
     assert not [value for value in secrets.values() if value in json.dumps(found)]
-    assert set(found) == {"platform", "folders", "limits", "card", "checks", "versions"}
+    assert set(found) == {"platform", "folders", "room", "limits", "card", "checks", "versions"}
     assert set(found["checks"]["python"]) == {"name", "status", "seen", "todo"} and found["versions"]["python"]
 
 

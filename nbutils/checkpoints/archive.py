@@ -24,6 +24,7 @@ from nbutils.paths import CHUNK, sha256
 
 NAME = re.compile(r"checkpoint-(\d+)")
 SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.10.11, 3.11.3 lack it
+UNREADABLE = "it cannot be read"
 NO_SYNC_HERE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # some network disks have no fsync
 
 
@@ -51,10 +52,10 @@ class Kept:
 
 
 class HashingFile:
-    """A file to write to that knows its size and sha256 so far, and tells how many bytes came."""
+    """A file to write to that knows its size and sha256 so far."""
 
-    def __init__(self, file: IO[bytes], progress: Callable[[int], None] = lambda count: None) -> None:
-        self.file, self.progress, self.size, self.digest = file, progress, 0, hashlib.sha256()
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.size, self.digest = file, 0, hashlib.sha256()
 
     def tell(self) -> int:
         """Where it is; tarfile asks."""
@@ -64,7 +65,6 @@ class HashingFile:
         """Write and count."""
         self.digest.update(piece)
         self.size += len(piece)
-        self.progress(len(piece))
         return self.file.write(piece)
 
 
@@ -96,9 +96,9 @@ def copy(one: Kept, store: Path, progress: Callable[[int], None] = lambda count:
     target = Kept(store / one.archive.name, one.manifest)
     forget(target.archive)
     with open(one.archive, "rb") as source, open(target.archive, "wb") as file:
-        counted = HashingFile(file, progress)
-        while piece := source.read(CHUNK):
-            counted.write(piece)
+        while piece := source.read(CHUNK):  # its sha256 is taken from what is read back
+            file.write(piece)
+            progress(len(piece))
         flush(file)
         with suppress(OSError, AttributeError):  # so that the check below reads the disk and not the memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -157,7 +157,7 @@ def defect(one: Kept, thorough: bool = True) -> str | None:
     except FileNotFoundError:
         return "the archive is missing"
     except OSError as problem:
-        return f"it cannot be read ({problem.strerror})"
+        return f"{UNREADABLE} ({problem.strerror})"
     return None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import platforms
-from nbutils.checkpoints.archive import NAME, Kept, defect, forget, manifest_of, read_manifest, unpack
+from nbutils.checkpoints.archive import NAME, UNREADABLE, Kept, defect, forget, manifest_of, read_manifest, unpack
 from nbutils.errors import CourseError
 
 CHECKPOINTS, SEALED = "checkpoints", "sealed"
@@ -33,7 +33,10 @@ def stores(folders: platforms.Folders, run: str) -> list[Path]:
 def look(store: Path) -> tuple[list[Kept], list[str]]:
     """The checkpoints of a store, newest first, and a line for each file that cannot be one."""
     found, remarks = [], []
-    names = {place.name for place in store.iterdir()} if store.exists() else set()
+    try:
+        names = {place.name for place in store.iterdir()}
+    except FileNotFoundError:
+        names = set()
     for name in sorted(names):
         place = store / name
         if place.suffix == ".tar" and manifest_of(place).name not in names:
@@ -84,7 +87,11 @@ def _look_patiently(store: Path) -> list[Kept]:
 def first_whole(candidates: Sequence[Kept]) -> Kept | None:
     """The first that verifies; a line for each that does not."""
     for one in candidates:
-        if (problem := defect(one)) is None:
+        problem = defect(one)
+        if problem and problem.startswith(UNREADABLE):  # a network disk's bad moment: it gets a second one
+            time.sleep(WAITS[0])
+            problem = defect(one)
+        if problem is None:
             return one
         print(f"skipping {one.archive.name} in {one.archive.parent}: {problem}")
     return None
