@@ -26,7 +26,7 @@ lint: $(VENV)/ready
 	$(PY) -m ruff check . && $(PY) -m ruff format --check -q . && $(PY) -m mypy && $(PY) .ci/sync.py --check
 
 bench: $(VENV)/ready  ## ratios on this machine; benchmarks/gpu_lessons.sh is for one with a card
-	$(PY) benchmarks/threads.py
+	$(PY) benchmarks/threads.py && $(PY) benchmarks/sync.py
 
 wheels: $(VENV)/ready  ## dist/wheels, for notebooks without network; IMAGE: kaggle, none, or a file with `pip freeze` of the image
 	$(PY) .ci/wheels.py $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION)) $(if $(PLATFORM),--platform $(PLATFORM)) $(if $(IMAGE),--image $(IMAGE))

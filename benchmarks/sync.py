@@ -1,6 +1,9 @@
 """What carrying checkpoints home costs the training: seconds per step with sync on and off, to a disk of 50 MB/s.
 
-    python benchmarks/sync.py [PAIRS] [STEPS]     PAIRS of blocks (16), each of STEPS (20) after a checkpoint of 40 MB
+    python benchmarks/sync.py [PAIRS] [STEPS] [RANK]
+
+PAIRS of blocks (8), each of STEPS (50) after a checkpoint; an adapter of RANK 16, the lesson's, makes one of 5 MB, and
+one of rank 128 makes 40 MB.
 
 Trains the tiny model with lesson 03's stack. One process, one training: blocks with and without a carrier take turns
 (on off off on ...), so that what else the machine does falls on both alike. Saving is part of both; in the blocks with
@@ -9,7 +12,9 @@ sync the carrier also packs, copies, reads back and prunes. A checkpoint every f
 
 The slow disk is an ext4 on a loop device that the kernel holds at 50 MB/s (needs root and the blkio cgroup); without
 them every write sleeps as long as it would take. A ratio is the median step with sync over the median step without, its
-interval is drawn from the blocks. Results: benchmarks/results/sync.json.
+interval is drawn from the blocks. On a busy machine that interval is wide; `carrier_cpu_share` is not: the processor
+seconds of the carrier over the seconds of the steps with sync, all it can cost if none of it runs beside the training.
+Results: benchmarks/results/sync_rank<RANK>.json.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,12 +35,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from nbutils import chat, checkpoints, data, hardware, paths, training
 from nbutils.checkpoints import archive
 
 ROOT = Path(__file__).resolve().parent.parent
 BYTES_PER_SECOND = 50 * 10**6
-RANK, SEED = 128, 42
+SEED = 42
 THROTTLES = [Path(f"/sys/fs/cgroup/blkio/blkio.throttle.{way}_bps_device") for way in ("write", "read")]
 
 
@@ -113,6 +121,12 @@ class Block:
     at_work: list[bool] = field(default_factory=list)  # whether the carrier was, for each step
     cpu: float = 0.0  # seconds of all threads, saving included
     take: float = 0.0  # seconds the training thread spent on handing the checkpoint over
+    carrier: float = 0.0  # processor seconds of the carrier's thread
+
+
+def processor_seconds(thread: threading.Thread) -> float:
+    """What a thread of this process has used so far."""
+    return next(one.user_time + one.system_time for one in psutil.Process().threads() if one.id == thread.native_id)
 
 
 def stopwatch(way_home: checkpoints.Carrier) -> tuple[Any, list[Block]]:
@@ -129,6 +143,8 @@ def stopwatch(way_home: checkpoints.Carrier) -> tuple[Any, list[Block]]:
                 time.sleep(0.01)
             if blocks:
                 blocks[-1].cpu = time.process_time() - self.cpu
+                blocks[-1].carrier = processor_seconds(way_home._thread) - self.carrier
+            self.carrier = processor_seconds(way_home._thread)
             self.cpu, began = time.process_time(), time.perf_counter()
             blocks.append(Block(sync=len(blocks) % 4 in (1, 2)))
             if blocks[-1].sync:
@@ -147,8 +163,8 @@ def stopwatch(way_home: checkpoints.Carrier) -> tuple[Any, list[Block]]:
     return Stopwatch(), blocks
 
 
-def trainer_of(scratch: Path, steps: int, save_steps: int, callback: Any) -> Any:
-    """Lesson 03's trainer on the tiny model, with an adapter large enough for checkpoints of 40 MB."""
+def trainer_of(scratch: Path, steps: int, save_steps: int, rank: int, callback: Any) -> Any:
+    """Lesson 03's trainer on the tiny model."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -165,15 +181,18 @@ def trainer_of(scratch: Path, steps: int, save_steps: int, callback: Any) -> Any
         bnb_4bit_compute_dtype=torch.float32,
     )
     model = AutoModelForCausalLM.from_pretrained(
-        paths.TINY_MODEL, quantization_config=four_bit, dtype=torch.float32, device_map={"": "cpu"}
+        paths.TINY_MODEL,
+        quantization_config=four_bit,
+        dtype=torch.float32,
+        device_map={"": 0 if torch.cuda.is_available() else "cpu"},
     )
     settings = SFTConfig(
         output_dir=str(scratch / "trainer"), max_steps=steps, save_steps=save_steps, save_total_limit=1,
         logging_steps=10**6, max_length=256, packing=True, assistant_only_loss=True, per_device_train_batch_size=2,
-        learning_rate=2e-4, bf16=False, gradient_checkpointing=False, use_cpu=True, report_to=[], disable_tqdm=True,
-        seed=SEED, optim="adamw_torch_fused", dataloader_pin_memory=False,
+        learning_rate=2e-4, bf16=False, gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(),
+        report_to=[], disable_tqdm=True, seed=SEED, optim="adamw_torch_fused", dataloader_pin_memory=False,
     )  # fmt: skip
-    lora = LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = SFTTrainer(
         model=model, args=settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, peft_config=lora,
         callbacks=[callback],
@@ -182,12 +201,12 @@ def trainer_of(scratch: Path, steps: int, save_steps: int, callback: Any) -> Any
     return trainer
 
 
-def measure(scratch: Path, keep: Path, pairs: int, steps: int) -> tuple[list[Block], float]:
+def measure(scratch: Path, keep: Path, pairs: int, steps: int, rank: int) -> tuple[list[Block], float]:
     """The blocks of one training, the warm-up left out, and the MiB of a checkpoint."""
     route = checkpoints.Route(scratch / "sealed", keep / "checkpoints", keep_last=3)
     way_home = checkpoints.Carrier(route, checkpoints.fingerprint(benchmark="sync"))
     callback, blocks = stopwatch(way_home)
-    trainer_of(scratch, steps * (2 * pairs + 2), steps, callback).train()
+    trainer_of(scratch, steps * (2 * pairs + 2), steps, rank, callback).train()
     kept = way_home.finish(bar=False)
     assert kept
     return blocks[1:-1], kept.manifest.size / 2**20
@@ -222,29 +241,36 @@ def summary(blocks: list[Block]) -> dict[str, Any]:
         "steps_at_work": with_interval(blocks, only_at_work=True),
         "carrier_at_work": round(statistics.mean(busy for block in on for busy in block.at_work), 3),
         "cpu_ratio": round(statistics.median(b.cpu for b in on) / statistics.median(b.cpu for b in off), 4),
+        "carrier_cpu_seconds": round(statistics.median(block.carrier for block in on), 3),
+        "carrier_cpu_share": round(sum(b.carrier for b in on) / sum(step for b in on for step in b.steps), 4),
         "take_milliseconds": round(1000 * max(block.take for block in on), 2),
     }
 
 
-def main(pairs: int, steps: int) -> None:
+def main(pairs: int, steps: int, rank: int) -> None:
     """Measure, print and write down."""
     hardware.share_processors()
     with tempfile.TemporaryDirectory() as folder, slow_disk(Path(folder)) as (keep, throttled_by):
         scratch = Path(folder) / "scratch"
         scratch.mkdir()
-        blocks, mib = measure(scratch, keep, pairs, steps)
+        blocks, mib = measure(scratch, keep, pairs, steps, rank)
     packages = ("torch", "transformers", "trl", "peft", "bitsandbytes")
-    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "kernel": platform.release()}
+    machine = {
+        "card": str(hardware.card() or "none"),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
     about = {
         "checkpoint_mib": round(mib, 1), "steps_between": steps, "throttled_by": throttled_by,
         "load_average": round(os.getloadavg()[1], 1), "machine": machine,
         "versions": {name: version(name) for name in packages},
     }  # fmt: skip
     result = summary(blocks) | about
-    paths.write_json(ROOT / "benchmarks/results/sync.json", result)
+    paths.write_json(ROOT / f"benchmarks/results/sync_rank{rank}.json", result)
     print(*(f"{name:22} {value}" for name, value in result.items()), sep="\n")
 
 
 if __name__ == "__main__":
     given = [int(word) for word in sys.argv[1:]]
-    main(*given, *[16, 20][len(given) :])
+    main(*given, *[8, 50, 16][len(given) :])
