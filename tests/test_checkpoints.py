@@ -317,6 +317,13 @@ def test_a_new_start_carries_on_what_an_earlier_one_left_in_scratch(make_carrier
     assert kept is not None and kept.step == 10 and kept.archive.parent.name == "checkpoints"
 
 
+def test_a_trainer_from_before_the_cell_ran_again_is_told_to_start_over(make_carrier, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    old = make_carrier()
+    make_carrier()
+    with pytest.raises(CourseError, match="all cells after it"):
+        old.take(save(tmp_path / "trainer", 10))
+
+
 def test_logs_come_home_too(make_carrier, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     logs = (tmp_path / "scratch logs", tmp_path / "run/logs")
     (logs[0] / "deep").mkdir(parents=True)

@@ -137,6 +137,19 @@ def test_a_chained_run_continues_from_the_attached_output_of_the_last(tmp_path: 
     assert kept is not None and kept.archive.parent == lesson.run.checkpoints  # so that the chain can go on from here
 
 
+def test_a_run_that_came_home_leaves_nothing_in_scratch_and_deleting_it_begins_anew(tmp_path: Path) -> None:
+    lesson = lesson_in(tmp_path)
+    keep_one(lesson.scratch / "sealed", 9)
+    way_home = training.carrier(lesson, MARK, 3)
+    training.bring_home(way_home)
+    way_home.close()
+    assert training.step_of(training.resume_point(lesson, MARK, "auto")) == 9
+    training.bring_home(training.carrier(lesson, MARK, 3))
+    shutil.rmtree(lesson.run.path)
+    lesson.run.path.mkdir()
+    assert training.resume_point(lesson, MARK, "auto") is None
+
+
 class FakeTime:
     """A clock that is turned by hand."""
 

@@ -80,6 +80,11 @@ class Carrier:
 
     def take(self, folder: Path) -> None:
         """Accept a finished checkpoint folder; it is moved out of the trainer's way and carried from there."""
+        if self._ended.is_set():
+            raise CourseError(
+                "this training's way to keep was ended, because the cell that looks for checkpoints ran again.",
+                "one training for each time that cell runs", "run that cell and all cells after it, in order",
+            )  # fmt: skip
         os.replace(folder, self.outbox / folder.name)
         self._news.set()
 

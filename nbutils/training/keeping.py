@@ -77,4 +77,5 @@ def bring_home(way_home: checkpoints.Carrier) -> None:
     """Wait until the last checkpoint and the logs are in keep; the only time a lesson waits for that disk."""
     tracking.end()
     kept = way_home.finish()
+    checkpoints.clear(way_home.route.sealed)  # all of it is in keep; whoever deletes a run there means to begin anew
     print(f"safe: checkpoint {kept.step} in {kept.archive.parent}" if kept else "nothing new had to be kept")
