@@ -20,10 +20,10 @@ import jupytext
 ROOT = Path(__file__).resolve().parent.parent
 SETUP_CELL = re.compile(r'(?m)(^# %% tags=\["setup"\]\n)(?:[^\n]+\n)*')
 SETUP = """\
-import glob, importlib.util, os, subprocess, sys
+import glob, importlib.util, os, re, subprocess, sys
 if importlib.util.find_spec("nbutils") is None:
     SOURCE = os.environ.get("NBUTILS_SOURCE") or max(glob.glob(os.path.join(os.environ.get("NBUTILS_FS_ROOT", "/"), "kaggle/input/**/nbutils-*.whl"), recursive=True), default="git+ADDRESS")
-    print("Installing the course from", SOURCE); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
+    print("Installing the course from", re.sub("//[^/]*@", "//", SOURCE)); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
 """  # noqa: E501
 BADGES = re.compile(r"(?s)(<!-- badges -->\n).*?(<!-- /badges -->)")
 METADATA = {

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nbutils import install, lessons, parameters
+from nbutils import install, lessons, parameters, record
 from nbutils.errors import CourseError
 from nbutils.papermill_io import passing_on_sigterm
 from nbutils.paths import NOTEBOOKS
@@ -65,6 +65,9 @@ def run(stems: Sequence[str], given: dict[str, str]) -> lessons.RunFolder:
         print(f"[{number}/{len(stems)}] {stem}", flush=True)
         with passing_on_sigterm() as asked_to_end, lessons.goodbye_later():
             execute(stem, folder.notebooks / f"{stem}.ipynb", by_lesson[stem] | {"RUN_NAME": folder.name})
+        if stem == "03_qlora" and not record.complete(record.read(folder.facts)["lessons"][stem]):
+            print("The training is not finished: what follows waits. The same command goes on with it.")
+            break
         if asked_to_end:
             print(f"The machine asked this run to end (SIGTERM): it stops after {stem}. The same command goes on.")
             break

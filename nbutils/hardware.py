@@ -49,6 +49,15 @@ def share_processors() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+def use_one_card() -> None:
+    """Show torch one card, unless a launcher or the learner decided otherwise; must run before CUDA starts.
+
+    On Kaggle's two T4s the trainer would otherwise take both in a way that TRL refuses.
+    """
+    if not any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "WORLD_SIZE")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+
+
 def card() -> Card | None:
     """The card torch sees, or None on a machine without one."""
     import torch

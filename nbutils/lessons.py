@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -110,10 +111,14 @@ class Lesson:
 
 def say_goodbye(platform: platforms.Platform, run: RunFolder, text: str) -> None:
     """What the environment asks for after the work: a WeChat notice, and switching the machine off if all is safe."""
-    if os.environ.get(NOTICE, "0") != "0":
+    if _wished(NOTICE):
         print(platforms.send_notice(f"Run {run.name} has ended", text))
-    if os.environ.get(POWER_OFF, "0") != "0":
+    if _wished(POWER_OFF):
         print(platforms.power_off(platform, checkpoints.unsafe(run.checkpoints)))
+
+
+def _wished(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
 
 
 @contextmanager
@@ -132,6 +137,8 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     if not platforms.in_kernel():
         sys.excepthook = _tell_plainly
     hardware.share_processors()
+    if stem != "05_serve":  # a server may use them all
+        hardware.use_one_card()
     install.ensure("train")
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # asks for a kernel no lesson needs
     values = parameters.collect(namespace)
@@ -153,7 +160,7 @@ def find_machine(needs_model: bool) -> tuple[platforms.Platform, platforms.Folde
         print(f"drive     {platforms.mount_drive(platform)}")
     folders = platforms.folders(platform)
     if not folders.lasting:
-        print(f"[WARN] {folders.keep} goes away with this machine: download what you want to keep, or set NBUTILS_HOME")
+        print(f"[WARN] {folders.keep} may go away with this machine: download what you want to keep ({folders.remark})")
     if moved := platforms.use_model_cache(platform, folders):
         print(f"cache     {moved}")
     print(f"card      {card or 'none: this machine trains on its CPU'}")
@@ -175,14 +182,18 @@ def open_run(
     """The run folder and the resolved profile; a run that exists already keeps the profile it began with."""
     profile, model, name = values.get("PROFILE", "auto"), values.get("MODEL", ""), values.get("RUN_NAME", "")
     make_folder(folders.keep, "runs")
-    earlier = record.read(folders.keep / check_run_name(name) / "facts.json") if name else {}
+    unnamed = profile == "auto" and not model and not name
+    name = unfinished_run(folders.keep, card) if unnamed else name
+    if name:
+        _take_over(RunFolder(folders.keep / check_run_name(name)), folders)
+    earlier = record.read(folders.keep / name / "facts.json") if name else {}
     continued = profile == "auto" and not model and "profile_source" in earlier
     if continued:
         profile, model = earlier["profile_source"], earlier["model"]
     resolved = profiles.resolve(profile, model, card=card, platform=platform, online=platforms.hub_online)
     if continued:
-        begun = {"profile": resolved.name, "model": resolved.model}
-        reasons = {field: hardware.Choice(value, "this run began with it") for field, value in begun.items()}
+        values_then = {"profile": resolved.name, "model": resolved.model}
+        reasons = {field: hardware.Choice(value, "this run began with it") for field, value in values_then.items()}
         resolved = replace(resolved, choices=resolved.choices | reasons)
     overrides = {
         field: (values[name], f"parameter {name}") for name, field in OVERRIDES.items() if values.get(name, 0) > 0
@@ -190,8 +201,48 @@ def open_run(
     resolved = profiles.with_overrides(resolved, overrides) if overrides else resolved
     run = RunFolder(folders.keep / (name or default_run_name(resolved.name, values.get("MODEL", ""))))
     make_folder(run.path, "this run")
-    record.read(run.facts)  # a damaged record is told now, not after the training
+    _take_over(run, folders)
+    begun = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}
+    record.begin(run.facts, begun, unnamed)  # a damaged record is told now, not after the training
     return run, resolved
+
+
+def _take_over(run: RunFolder, folders: platforms.Folders) -> None:
+    """Copy data and record of this run from where an earlier start left them: an attached output, a former keep."""
+    for store in checkpoints.stores(folders, run.name)[2:]:  # after those of scratch and keep
+        former = RunFolder(store.parent)
+        if former.has("02_data_prep") and not run.has("02_data_prep"):
+            print(f"data      taken over from {former.data}")
+            make_folder(run.path, "this run")
+            shutil.copytree(former.data, run.data, dirs_exist_ok=True)
+        if former.facts.exists() and not run.facts.exists():
+            make_folder(run.path, "this run")
+            record.begin(run.facts, record.read(former.facts), by_auto=False)
+
+
+def unfinished_run(keep: Path, card: hardware.Card | None) -> str:
+    """The newest run that `auto` began here and did not finish, also with another card than today's; "" if none."""
+    found = [(since, place.name) for place in keep.iterdir() if (since := _unfinished_since(RunFolder(place)))]
+    if not found:
+        return ""
+    _, name = max(found)
+    if card is None:
+        print(f"[WARN] run {name} is not finished. It needs a card: start it on a machine with one to go on.")
+        return ""
+    print(f"run {name} was begun here and is not finished: going on with it. PROFILE or RUN_NAME begins another.")
+    return name
+
+
+def _unfinished_since(run: RunFolder) -> float:
+    """When the last checkpoint of an unfinished training was kept, if `auto` began it for a card; else 0."""
+    try:
+        facts = record.read(run.facts)
+    except CourseError:
+        return 0.0
+    trained = facts.get("lessons", {}).get("03_qlora")
+    if not facts.get("by_auto") or facts.get("profile") == "tiny" or (trained and record.complete(trained)):
+        return 0.0
+    return max((place.stat().st_mtime for place in run.checkpoints.glob("checkpoint-*.json")), default=0.0)
 
 
 def default_run_name(profile: str, model: str) -> str:

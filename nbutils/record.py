@@ -20,6 +20,7 @@ PACKAGES = (
     "safetensors", "papermill", "wandb",
 )  # fmt: skip
 SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|ghp_[A-Za-z0-9]{20,})|(?<![/\w])[0-9a-f]{40}(?!\w)")
+IN_ADDRESS = re.compile(r"(?<=//)[^/\s@]+(?=@)")  # https://user:password@host
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.I)
 MASK, SHORTEST = "[masked]", 8
 _secrets: set[str] = set()  # found outside the environment
@@ -50,12 +51,27 @@ def read(path: Path) -> dict[str, Any]:
     raise CourseError(f"{path} cannot be read: {problem}.", "a facts.json written by the course", "move that file away")
 
 
+def begin(path: Path, top: dict[str, Any], by_auto: bool) -> None:
+    """Note with what a run began, before anything can go wrong; whether `auto` chose it all stays as it was."""
+    facts = read(path)
+    _write(path, {"by_auto": by_auto, "lessons": {}} | facts | top)
+
+
+def complete(trained: dict[str, Any]) -> bool:
+    """Whether the facts of lesson 03 tell of a training that got as far as it was meant to."""
+    return bool(trained.get("steps", 0) >= trained.get("planned_steps", 0))
+
+
 def update(path: Path, top: dict[str, Any], lesson: str, facts: dict[str, Any]) -> dict[str, Any]:
     """Merge `top` and one lesson's facts into the record; None leaves what an earlier run measured."""
     record = read(path) | top
     earlier = record.get("lessons", {}).get(lesson, {})
     entry = {name: earlier.get(name) if value is None else value for name, value in facts.items()}
     record["lessons"] = record.get("lessons", {}) | {lesson: entry}
+    return _write(path, record)
+
+
+def _write(path: Path, record: dict[str, Any]) -> dict[str, Any]:
     record = _masked(json.loads(json.dumps(record, default=str)))
     write_json(path, record)
     return record
@@ -82,7 +98,7 @@ def mask_secrets(text: str) -> str:
     values = named | _secrets
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, MASK)
-    return SECRET.sub(MASK, text)
+    return SECRET.sub(MASK, IN_ADDRESS.sub(MASK, text))
 
 
 def summary(entry: dict[str, Any]) -> str:

@@ -57,4 +57,4 @@ def _wandb_offline_reason() -> str | None:
         return "no WANDB_API_KEY"
     os.environ["WANDB_API_KEY"] = key
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    return None if platforms.answers(host, seconds=5) else f"{host} does not answer"
+    return None if platforms.answers(host, seconds=5) else mask_secrets(f"{host} does not answer")

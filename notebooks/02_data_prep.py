@@ -25,10 +25,10 @@
 # The next cell installs the course where it is missing; on a machine that has it, it does nothing.
 
 # %% tags=["setup"]
-import glob, importlib.util, os, subprocess, sys
+import glob, importlib.util, os, re, subprocess, sys
 if importlib.util.find_spec("nbutils") is None:
     SOURCE = os.environ.get("NBUTILS_SOURCE") or max(glob.glob(os.path.join(os.environ.get("NBUTILS_FS_ROOT", "/"), "kaggle/input/**/nbutils-*.whl"), recursive=True), default="git+https://github.com/finetune-course/finetune-course")
-    print("Installing the course from", SOURCE); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
+    print("Installing the course from", re.sub("//[^/]*@", "//", SOURCE)); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
 
 # %% [markdown]
 # `DATA` is a file (`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`) or a folder of them; empty means the bundled sample.

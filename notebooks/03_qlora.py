@@ -20,19 +20,20 @@
 # - proof that the adapter learned and the base stayed as it was.
 #
 # Takes about a minute with the tiny model on 2 cores, and minutes to hours with a larger one, by its size and your rows.
-# Disk: the model, and a few hundred MB of checkpoints.
+# Disk: the model, and three checkpoints (of half a GB each for a 7B).
 
 # %% [markdown]
 # The next cell installs the course where it is missing; on a machine that has it, it does nothing.
 
 # %% tags=["setup"]
-import glob, importlib.util, os, subprocess, sys
+import glob, importlib.util, os, re, subprocess, sys
 if importlib.util.find_spec("nbutils") is None:
     SOURCE = os.environ.get("NBUTILS_SOURCE") or max(glob.glob(os.path.join(os.environ.get("NBUTILS_FS_ROOT", "/"), "kaggle/input/**/nbutils-*.whl"), recursive=True), default="git+https://github.com/finetune-course/finetune-course")
-    print("Installing the course from", SOURCE); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
+    print("Installing the course from", re.sub("//[^/]*@", "//", SOURCE)); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
 
 # %% [markdown]
-# The dials. Empty or zero leaves a value to the profile. `RESUME = "auto"` continues an interrupted run, `"never"` starts anew.
+# The dials. Empty or zero leaves a value to the profile. `RESUME = "auto"` continues an interrupted run; `"never"`
+# deletes its checkpoints and starts anew. `MAX_HOURS` 0 is the platform's own limit.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -191,16 +192,16 @@ settings = SFTConfig(
 )
 
 # %% [markdown]
-# What must be equal for a run to be continued: the model, the data, the adapter, the way of training and the seed. Only how
-# long to train and how often to save may change.
+# What must be equal for a run to be continued: the model, the data, the adapter, the way of training and the seed. How long to
+# train and how often to save may change, and so may the card and with it the precision.
 
 # %%
 from nbutils import checkpoints
 
 mark = checkpoints.fingerprint(
-    model=lesson.model_name,
+    model=training.model_mark(lesson),
     data=card.fingerprint,
-    method=[profile.method, profile.quantization.model_dump(), profile.machine.precision],
+    method=[profile.method, profile.quantization.model_dump()],
     lora=profile.lora.model_dump(),
     train=profile.train.model_dump(exclude={"epochs", "max_steps", "save_steps", "keep_checkpoints", "logging_steps"}),
     seed=SEED,
@@ -266,7 +267,7 @@ seconds = time.monotonic() - began
 # Only now we wait for the slow disk, until the last checkpoint and the logs are safe.
 
 # %%
-training.bring_home(way_home)
+training.bring_home(lesson, way_home)
 
 # %% [markdown]
 # What it took. Tokens per second counts real tokens; peak memory is the card's, or this process's on a CPU.

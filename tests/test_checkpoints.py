@@ -159,6 +159,13 @@ def test_a_read_that_fails_once_does_not_cost_the_newest(keep: Path, monkeypatch
     assert best is not None and best.step == 30
 
 
+def test_archives_nobody_can_read_now_stop_the_run_instead_of_repeating_it(keep: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(store, "WAITS", (0.0,))
+    monkeypatch.setattr(archive, "sha256", raising(errno.EIO))
+    with pytest.raises(CourseError, match=r"(?s)cannot be read.*run this cell again"):
+        checkpoints.newest_verified([keep], MARK)
+
+
 def raising(number: int) -> Callable:
     def fail(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -322,6 +329,13 @@ def test_a_trainer_from_before_the_cell_ran_again_is_told_to_start_over(make_car
     make_carrier()
     with pytest.raises(CourseError, match="all cells after it"):
         old.take(save(tmp_path / "trainer", 10))
+
+
+def test_a_whole_one_of_the_same_step_is_never_overwritten(make_carrier, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    theirs = keep_one(tmp_path / "another machine", tmp_path / "run/checkpoints", 10)
+    way = make_carrier()
+    way.take(save(tmp_path / "trainer", 10))
+    assert way.finish(patience=5, bar=False) == theirs and checkpoints.defect(theirs) is None
 
 
 def test_logs_come_home_too(make_carrier, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -117,3 +117,18 @@ def test_compute_threads_sleep_when_idle_unless_asked_otherwise(monkeypatch: pyt
 
 def test_peak_memory_is_positive() -> None:
     assert hardware.peak_memory_gib() > 0.01
+
+
+def test_torch_is_shown_one_card_unless_somebody_decided_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    hardware.use_one_card()
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    monkeypatch.delenv("LOCAL_RANK")
+    hardware.use_one_card()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    hardware.use_one_card()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import simulate
 
-from nbutils import lessons, paths, platforms
+from nbutils import hardware, lessons, paths, platforms, record
 from nbutils.errors import CourseError
 
 LOCAL = platforms.Platform("local", "test")
@@ -112,6 +112,57 @@ def test_a_merge_older_than_its_adapter_does_not_count(tmp_path: Path) -> None:
     with paths.whole_folder(run.adapter, {"steps": 20}):
         pass
     assert run.has("03_qlora") and not run.has("04_merge")
+
+
+CARD = hardware.Card("A card", (8, 0), 24.0, 1)
+
+
+def begun(home: Path, name: str, profile: str, by_auto: bool = True, **trained: int) -> None:
+    """A run folder with one kept checkpoint."""
+    run = lessons.RunFolder(home / name)
+    run.checkpoints.mkdir(parents=True)
+    (run.checkpoints / "checkpoint-5.json").write_text("{}")
+    record.begin(run.facts, {"profile": profile, "profile_source": profile, "model": "tiny"}, by_auto)
+    if trained:
+        record.update(run.facts, {}, "03_qlora", trained)
+
+
+def test_an_unnamed_run_that_was_cut_off_goes_on_whatever_card_comes_next(home: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    begun(home, "done", "t4_16gb", steps=9, planned_steps=9)
+    begun(home, "named", "t4_16gb", by_auto=False)
+    begun(home, "toy", "tiny")
+    assert lessons.unfinished_run(home, CARD) == ""
+    begun(home, "t4_16gb", "t4_16gb", steps=4, planned_steps=9)
+    assert lessons.unfinished_run(home, None) == "" and "needs a card" in capsys.readouterr().out
+    assert lessons.unfinished_run(home, CARD) == "t4_16gb"
+    run, _ = opened({"PROFILE": "tiny"})
+    assert run.name == "tiny" and record.read(run.facts)["by_auto"] is False
+
+
+def test_a_run_notes_at_its_start_with_what_it_began(home: Path) -> None:
+    run, resolved = opened({"RUN_NAME": "mine"})
+    facts = record.read(run.facts)
+    assert facts["profile"] == resolved.name and facts["model"] == "tiny" and facts["lessons"] == {}
+    again, _ = opened({"RUN_NAME": "mine"})
+    assert record.read(again.facts) == facts
+
+
+def test_data_and_record_of_an_attached_former_version_are_taken_over(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    former = lessons.RunFolder(tmp_path / "input/notebooks/me/qlora/runs/mine")
+    begun(former.path.parent, "mine", "tiny")
+    former.data.mkdir()
+    (former.data / "data_card.json").write_text("{}")
+    folders = platforms.Folders(tmp_path, tmp_path / "scratch", tmp_path / "runs", tmp_path / "input")
+    run, _ = lessons.open_run({"RUN_NAME": "mine"}, LOCAL, folders, None)
+    assert run.has("02_data_prep") and record.read(run.facts)["by_auto"] is True
+
+
+@pytest.mark.parametrize("value", ["", "0", "off", "no", "false"])
+def test_nobody_is_powered_off_who_did_not_say_yes(value: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("NBUTILS_POWER_OFF", value)
+    monkeypatch.setenv("NBUTILS_NOTICE", value)
+    lessons.say_goodbye(platforms.Platform("autodl", ""), lessons.RunFolder(Path("x")), "")
+    assert capsys.readouterr().out == ""
 
 
 GOODBYE = """

@@ -185,7 +185,34 @@ def test_nbutils_home_moves_the_runs_everywhere(tmp_path: Path) -> None:
     env = {"NBUTILS_HOME": str(tmp_path / "mine")}
     for name in platforms.NAMES:
         found = platforms.folders(named(name), env, tmp_path / "machine")
-        assert found.keep == tmp_path / "mine" and found.lasting
+        assert found.keep == tmp_path / "mine" and found.lasting is (name == "local")  # no disk of its own: who knows
+
+
+def test_nbutils_home_on_a_mounted_disk_lasts(tmp_path: Path) -> None:
+    machine = simulate.colab(tmp_path)
+    machine.make("mnt/bucket")
+    machine.write("proc/mounts", f"bucket {machine.root}/mnt/bucket fuse.gcsfuse rw 0 0\n")
+    found = platforms.folders(named("colab"), {"NBUTILS_HOME": str(machine.root / "mnt/bucket/runs")}, machine.root)
+    assert found.lasting and "mounted at" in found.remark
+
+
+def test_nbutils_home_on_a_drive_that_is_not_mounted_is_passed_over(tmp_path: Path) -> None:
+    machine = simulate.colab(tmp_path)
+    env = {"NBUTILS_HOME": str(machine.root / "content/drive/MyDrive/mine")}
+    found = platforms.folders(named("colab"), env, machine.root)
+    assert found.keep == machine.root / "content/runs" and "not mounted" in found.remark
+    simulate.mounted(machine)
+    assert str(platforms.folders(named("colab"), env, machine.root).keep) == env["NBUTILS_HOME"]
+
+
+def test_a_home_of_nobody_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CourseError, match="nosuchuser"):
+        platforms.folders(named("local"), {"NBUTILS_HOME": "~nosuchuser/x"}, tmp_path)
+
+
+def test_an_empty_variable_proves_nothing(tmp_path: Path) -> None:
+    empty = {"SPACE_ID": "", "RUNPOD_POD_ID": "", "AutoDLRegion": "", "KAGGLE_KERNEL_RUN_TYPE": ""}
+    assert platforms.detect(empty, tmp_path).name == "local"
     inside = {"NBUTILS_HOME": str(tmp_path / "machine/content/mine")}
     assert not platforms.folders(named("colab"), inside, tmp_path / "machine").lasting
 

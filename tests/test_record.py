@@ -73,3 +73,8 @@ def test_the_report_is_readable(tmp_path: Path) -> None:
     record.write_report(tmp_path / "report.md", "demo", facts)
     text = (tmp_path / "report.md").read_text()
     assert "# Run demo" in text and "| exact_match | base 0, merged 0.95 |" in text
+
+
+def test_a_password_in_an_address_is_masked() -> None:
+    text = record.mask_secrets("models come from https://me:pass@mirror.example/x and git+https://tok3n@github.com/a/b")
+    assert "pass" not in text and "tok3n" not in text and "mirror.example/x" in text and "github.com/a/b" in text

@@ -141,10 +141,10 @@ def test_a_run_that_came_home_leaves_nothing_in_scratch_and_deleting_it_begins_a
     lesson = lesson_in(tmp_path)
     keep_one(lesson.scratch / "sealed", 9)
     way_home = training.carrier(lesson, MARK, 3)
-    training.bring_home(way_home)
+    training.bring_home(lesson, way_home)
     way_home.close()
     assert training.step_of(training.resume_point(lesson, MARK, "auto")) == 9
-    training.bring_home(training.carrier(lesson, MARK, 3))
+    training.bring_home(lesson, training.carrier(lesson, MARK, 3))
     shutil.rmtree(lesson.run.path)
     lesson.run.path.mkdir()
     assert training.resume_point(lesson, MARK, "auto") is None
@@ -178,7 +178,7 @@ def hours_until_it_ends(callback, now: FakeTime, step_seconds: float, save_secon
         if save_seconds and state.global_step % 10 == 0:
             now.seconds += save_seconds
             callback.on_save(None, state, control)
-    callback.on_train_end(None, state, control)
+    budget.stop_listening()
     assert now.seconds >= 100 * 3600 or (control.should_save and control.should_log)
     return now.seconds / 3600
 
@@ -221,8 +221,9 @@ def test_sigterm_saves_and_ends_and_leaves_the_old_handler(tmp_path: Path, capsy
     callback.on_train_begin(None, state, control)
     os.kill(os.getpid(), signal.SIGTERM)
     callback.on_step_end(None, state, control)
-    callback.on_train_end(None, state, control)
-    assert control.should_save and control.should_training_stop and signal.getsignal(signal.SIGTERM) == before
+    assert control.should_save and control.should_training_stop and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    budget.stop_listening()
+    assert signal.getsignal(signal.SIGTERM) == before
     assert "SIGTERM" in capsys.readouterr().out
 
 
@@ -253,6 +254,32 @@ def test_measured_counts_only_what_this_session_trained() -> None:
     assert training.measured(trainer, 1.0, first_step=10)["tokens_per_second"] is None  # type: ignore[arg-type]
 
 
+def test_a_trainer_trains_once(tmp_path: Path) -> None:
+    callback = training.keep_checkpoints(SimpleNamespace(messages=lambda: []))  # type: ignore[arg-type]
+    callback.on_train_begin(None, None, None)
+    with pytest.raises(CourseError, match="mix two trainings"):
+        callback.on_train_begin(None, None, None)
+    with pytest.raises(CourseError, match="mix two trainings"):
+        training.steps_left(SimpleNamespace(), tmp_path / "checkpoint-5")  # type: ignore[arg-type]
+
+
+def test_the_mark_of_a_model_is_its_content_and_not_its_place(tmp_path: Path) -> None:
+    marks = []
+    for name, weights in (("one/m", b"w"), ("other/m", b"w"), ("third/m", b"v")):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(weights)
+        marks.append(training.model_mark(SimpleNamespace(model=str(folder), model_name=str(folder))))  # type: ignore[arg-type]
+    assert marks[0] == marks[1] and marks[0]["name"] == "m" and marks[0] != marks[2]
+
+
+def test_a_machine_older_than_its_limit_has_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platforms, "session_seconds", lambda platform: 13 * 3600.0)
+    callback, now = watch(tmp_path, "colab", 0.0)
+    assert hours_until_it_ends(callback, now, step_seconds=600) >= 100
+
+
 def test_a_second_training_in_the_same_run_is_refused(tmp_path: Path) -> None:
     lesson = lesson_in(tmp_path)
     training.resume_point(lesson, MARK, "auto")
@@ -273,7 +300,10 @@ def test_checkpoints_that_do_not_fit_stop_the_training_before_it_begins(tmp_path
 def trainer_at(folder: Path, step: int, planned: int, max_steps: int) -> tuple[SimpleNamespace, Path]:
     folder.mkdir()
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "max_steps": planned}))
-    return SimpleNamespace(args=SimpleNamespace(max_steps=max_steps)), folder
+    args = SimpleNamespace(
+        max_steps=max_steps, train_batch_size=2, world_size=1, gradient_accumulation_steps=2, num_train_epochs=1.5
+    )
+    return SimpleNamespace(args=args, train_dataset=range(21)), folder  # 11 batches, 6 steps a pass, 9 steps
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from nbutils.checkpoints.archive import Kept, Manifest, copy, defect, fingerprin
 from nbutils.checkpoints.carrier import Carrier, Route, end_earlier
 from nbutils.checkpoints.people import listing, restore_for_people, stores_of
 from nbutils.checkpoints.store import (
+    BEGAN_ANEW,
     clear,
     look,
     newest_verified,
@@ -23,7 +24,7 @@ from nbutils.checkpoints.store import (
 )
 
 __all__ = [
-    "Carrier", "Kept", "Manifest", "Route", "clear", "copy", "defect", "end_earlier", "fingerprint", "forget",
-    "listing", "look", "newest_verified", "pack", "prune", "refuse_other_run", "restore", "restore_for_people",
-    "sealed", "stores", "stores_of", "unpack", "unsafe",
+    "BEGAN_ANEW", "Carrier", "Kept", "Manifest", "Route", "clear", "copy", "defect", "end_earlier", "fingerprint",
+    "forget", "listing", "look", "newest_verified", "pack", "prune", "refuse_other_run", "restore",
+    "restore_for_people", "sealed", "stores", "stores_of", "unpack", "unsafe",
 ]  # fmt: skip

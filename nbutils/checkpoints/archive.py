@@ -139,7 +139,8 @@ def read_manifest(place: Path) -> Manifest:
     written = json.loads(place.read_text(encoding="utf-8"))
     if not isinstance(written, dict) or set(written) != {"step", "size", "sha256", "fingerprint"}:
         raise ValueError("it is no manifest")
-    if not isinstance(written["step"], int) or not isinstance(written["fingerprint"], dict):
+    types = {"step": int, "size": int, "sha256": str, "fingerprint": dict}
+    if not all(isinstance(written[name], kind) for name, kind in types.items()):
         raise ValueError("it is no manifest")
     if place.stem != f"checkpoint-{written['step']}":
         raise ValueError(f"its name says {place.stem}, its content step {written['step']}: renamed or duplicated")

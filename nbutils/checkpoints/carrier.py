@@ -80,13 +80,16 @@ class Carrier:
 
     def take(self, folder: Path) -> None:
         """Accept a finished checkpoint folder; it is moved out of the trainer's way and carried from there."""
+        self._refuse_if_ended()
+        os.replace(folder, self.outbox / folder.name)
+        self._news.set()
+
+    def _refuse_if_ended(self) -> None:
         if self._ended.is_set():
             raise CourseError(
                 "this training's way to keep was ended, because the cell that looks for checkpoints ran again.",
                 "one training for each time that cell runs", "run that cell and all cells after it, in order",
             )  # fmt: skip
-        os.replace(folder, self.outbox / folder.name)
-        self._news.set()
 
     def messages(self) -> list[str]:
         """What happened since the last call, in lines for the learner."""
@@ -97,8 +100,7 @@ class Carrier:
     @property
     def waiting(self) -> Kept | Path | None:
         """What is not in keep yet; None when all is."""
-        folders = sorted(self.outbox.iterdir(), key=_step)
-        if folders:
+        if folders := self._taken():
             return folders[-1]
         done = self.kept is not None and self._sealed is not None and self.kept.step >= self._sealed.step
         return None if done else self._sealed
@@ -107,6 +109,7 @@ class Carrier:
         """Wait until the newest checkpoint is in keep, with a progress bar; CourseError if keep only fails."""
         from tqdm.auto import tqdm
 
+        self._refuse_if_ended()
         self._pause = FIRST_PAUSE
         self._news.set()
         hope = Patience(patience)
@@ -166,9 +169,14 @@ class Carrier:
                 self._mirror_logs()
         self.problem = None
 
+    def _taken(self) -> list[Path]:
+        """The folders that were accepted and not packed yet, by step."""
+        found = self.outbox.iterdir() if self.outbox.exists() else ()
+        return sorted((place for place in found if archive.NAME.fullmatch(place.name)), key=_step)
+
     def _seal(self) -> None:
         """The newest folder of the outbox as an archive in scratch; older ones have no use any more."""
-        for folder in sorted(self.outbox.iterdir(), key=_step, reverse=True):
+        for folder in reversed(self._taken()):
             if self._sealed is None or _step(folder) > self._sealed.step:
                 self._sealed = archive.pack(folder, self.route.sealed, self.mark)
                 store.prune(self.route.sealed, self._sealed, keep_last=1)
@@ -177,13 +185,21 @@ class Carrier:
     def _copy(self, newest: Kept) -> Kept:
         self.route.check()
         self.route.keep.mkdir(exist_ok=True)  # its parent is the run folder: if that is gone, so is the disk
-        there = Kept(self.route.keep / newest.archive.name, newest.manifest)
-        if _same_manifest(there) and archive.defect(there) is None:
+        if (there := self._there_already(newest)) is not None:
             return there
         free = free_gib(self.route.keep) * GIB
         if free < newest.manifest.size:
             raise OSError(28, f"{newest.manifest.size / GIB:.2f} GiB needed, {free / GIB:.2f} GiB free")
         return archive.copy(newest, self.route.keep, self._count)
+
+    def _there_already(self, newest: Kept) -> Kept | None:
+        """A whole checkpoint of this step and this training in keep: nothing whole is ever overwritten."""
+        place = self.route.keep / newest.archive.name
+        try:
+            there = Kept(place, archive.read_manifest(archive.manifest_of(place)))
+        except (OSError, ValueError):
+            return None
+        return there if there.manifest.fingerprint == self.mark and archive.defect(there) is None else None
 
     def _count(self, count: int) -> None:
         if self._ended.is_set():  # the cell was run again: what this one still wrote would turn up in the new run
@@ -232,10 +248,3 @@ def end_earlier(sealed: Path) -> None:
 
 def _step(folder: Path) -> int:
     return int(folder.name.rsplit("-", 1)[1])
-
-
-def _same_manifest(one: Kept) -> bool:
-    try:
-        return archive.read_manifest(archive.manifest_of(one.archive)) == one.manifest
-    except (OSError, ValueError):
-        return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from nbutils import platforms
 from nbutils.checkpoints.archive import NAME, UNREADABLE, Kept, defect, forget, manifest_of, read_manifest, unpack
 from nbutils.errors import CourseError
 
-CHECKPOINTS, SEALED = "checkpoints", "sealed"
+CHECKPOINTS, SEALED, BEGAN_ANEW = "checkpoints", "sealed", "began_anew.txt"
 WAITS = (1.0, 3.0, 9.0)  # seconds between looks at a store that cannot be listed
 
 
@@ -25,7 +26,10 @@ def sealed(folders: platforms.Folders, run: str) -> Path:
 
 def stores(folders: platforms.Folders, run: str) -> list[Path]:
     """Where checkpoints of a run may lie: scratch, keep, an earlier keep, attached outputs of a former run."""
-    homes = [place / run / CHECKPOINTS for place in (folders.keep, *folders.earlier)]
+    own = folders.keep / run / CHECKPOINTS
+    if (own / BEGAN_ANEW).exists():  # RESUME="never" was said, and what others still have is not meant any more
+        return [sealed(folders, run), own]
+    homes = [own, *(place / run / CHECKPOINTS for place in folders.earlier)]
     attached = platforms.find_inputs(folders.inputs, f"{run}/{CHECKPOINTS}")
     return list(dict.fromkeys([sealed(folders, run), *homes, *attached]))
 
@@ -35,7 +39,7 @@ def look(store: Path) -> tuple[list[Kept], list[str]]:
     found, remarks = [], []
     try:
         names = {place.name for place in store.iterdir()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         names = set()
     for name in sorted(names):
         place = store / name
@@ -60,9 +64,20 @@ def newest_verified(stores: Iterable[Path], mark: dict[str, Any]) -> Kept | None
     own = [one for one in found if one.manifest.fingerprint == mark]
     if (best := first_whole(own)) is not None:
         return best
+    if hidden := [one for one in own if (defect(one) or "").startswith(UNREADABLE)]:
+        raise _unreadable(hidden[0].archive, "the disk gives an error for it")
     if (other := first_whole([one for one in found if one.manifest.fingerprint != mark])) is not None:
         refuse_other_run(other.manifest.fingerprint, mark)
     return None
+
+
+def _unreadable(place: Path, why: str | None) -> CourseError:
+    """The error for work that may be there and cannot be seen: starting at step 0 would write over it."""
+    return CourseError(
+        f"{place} cannot be read ({why}), and what was trained may be in it.",
+        "a disk that can be read",
+        'mount it again (Colab: restart the session) or wait, and run this cell again; RESUME="never" starts anew',
+    )
 
 
 def _look_patiently(store: Path) -> list[Kept]:
@@ -72,11 +87,7 @@ def _look_patiently(store: Path) -> list[Kept]:
             found, remarks = look(store)
         except OSError as problem:
             if wait is None:
-                raise CourseError(
-                    f"{store} cannot be read ({problem.strerror}), and checkpoints may be in it.",
-                    "a folder that can be listed",
-                    'mount it again (Colab: restart the session) and run this cell again; RESUME="never" starts anew',
-                ) from problem
+                raise _unreadable(store, problem.strerror) from problem
             time.sleep(wait)
         else:
             print(*remarks, sep="\n", end="\n" if remarks else "")
@@ -111,7 +122,7 @@ def refuse_other_run(there: dict[str, Any], wanted: dict[str, Any]) -> None:
         shown = "; ".join(f"{name}: kept {there.get(name)!r}, asked {wanted.get(name)!r}" for name in different)
         raise CourseError(
             f"the checkpoints in this run are of another training ({shown}).",
-            "the same model, data, adapter and batch as the run began with",
+            "the same model, data, adapter, way of training and seed as the run began with",
             'choose another RUN_NAME, or set RESUME="never" to start this run anew',
         )
 
@@ -128,10 +139,15 @@ def prune(store: Path, newest: Kept, keep_last: int) -> None:
     for place in sorted(store.glob("checkpoint-*.tar")):
         step = NAME.fullmatch(place.stem)
         if place not in staying and step and int(step[1]) <= newest.step:
-            forget(place)
+            _forget_if_possible(place)
     for one in up_to_now:
         if one.archive not in staying:
-            forget(one.archive)
+            _forget_if_possible(one.archive)
+
+
+def _forget_if_possible(archive: Path) -> None:
+    with suppress(OSError):  # one that will not go must not keep the others
+        forget(archive)
 
 
 def clear(store: Path) -> int:

@@ -14,6 +14,7 @@ from nbutils import disk, platforms
 from nbutils.doctor.report import Check, Machine
 from nbutils.platforms import Platform, network
 from nbutils.platforms.drive import is_mounted
+from nbutils.platforms.secrets import SOURCES
 
 HUB_SECONDS = 4.0
 OLDEST_PYTHON = (3, 10)
@@ -149,6 +150,10 @@ def check_hub(machine: Machine) -> Check:
     """Whether models can be downloaded: the hub, in China also its mirrors, or whatever HF_ENDPOINT names."""
     if network.offline():
         return Check("model hub", "OK", "not asked: HF_HUB_OFFLINE is set, so only models on this machine are used")
+    if (wish := os.environ.get("NBUTILS_MIRROR", "")) not in ("", *network.SOURCES):
+        return Check(
+            "model hub", "FAIL", f"NBUTILS_MIRROR is {wish!r}", f"set it to {', '.join(network.SOURCES)}, or unset it"
+        )
     known = network.SOURCES.values() if machine.platform.name in network.IN_CHINA else [network.HUB]
     own = os.environ.get("HF_ENDPOINT")
     urls = {urlsplit(url).hostname or "HF_ENDPOINT": url for url in ([own] if own else known)}  # hosts: no password
@@ -163,4 +168,5 @@ def check_hub(machine: Machine) -> Check:
 def check_secrets(machine: Machine) -> Check:
     """Which secrets the environment has; their values stay where they are."""
     seen = [f"{name} is {'set' if os.environ.get(name) else 'not set'}" for name in SECRETS]
-    return Check("secrets", "OK", f"in the environment: {', '.join(seen)}")
+    elsewhere = f" (lessons also ask {machine.platform.name}'s own secrets)" if machine.platform.name in SOURCES else ""
+    return Check("secrets", "OK", f"in the environment: {', '.join(seen)}{elsewhere}")

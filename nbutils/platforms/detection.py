@@ -134,7 +134,7 @@ def _marked(name: str, marks: Marks, env: Mapping[str, str], root: Path) -> Plat
 
 def _seen(marks: tuple[str, ...], env: Mapping[str, str], root: Path) -> list[str]:
     """The marks that are here; a path this user may not look at (below /root) is not, `Path.exists` would raise."""
-    here = {mark: os.path.exists(root / mark[1:]) if mark.startswith("/") else mark in env for mark in marks}
+    here = {mark: os.path.exists(root / mark[1:]) if mark.startswith("/") else bool(env.get(mark)) for mark in marks}
     return [mark for mark, is_here in here.items() if is_here]
 
 

@@ -81,7 +81,8 @@ def _cgroup_limits(
     for folder in _cgroup_folders(root, controllers):
         for name, read in files.items():
             try:
-                yield Limit(read(folder / name), f"/{(folder / name).relative_to(root)}")
+                if (value := read(folder / name)) > 0:
+                    yield Limit(value, f"/{(folder / name).relative_to(root)}")
             except (OSError, ValueError, ZeroDivisionError):
                 continue  # not there, "max" (no limit) or unreadable
 

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from nbutils.errors import CourseError
 from nbutils.platforms.detection import Platform, fs_root
+from nbutils.record import mask_secrets
 
 HUB = "https://huggingface.co"
 SOURCES = {"hub": HUB, "hf-mirror": "https://hf-mirror.com", "modelscope": "https://www.modelscope.cn"}
@@ -59,7 +60,7 @@ def prepare_network(platform: Platform, probe: bool = True, root: Path | None = 
         lines += [f"models come from {wish}, as NBUTILS_MIRROR says", *_use(wish)]
     elif probe or chosen():
         lines += _choose(platform)
-    return [f"network   {line}" for line in lines]
+    return [mask_secrets(f"network   {line}") for line in lines]
 
 
 def offline() -> bool:

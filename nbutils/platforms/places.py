@@ -5,6 +5,7 @@ Not here: which platform it is (detection), mounting anything (drive), or how mu
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -82,7 +83,9 @@ def folders(platform: Platform, env: Mapping[str, str] | None = None, root: Path
     """The folders of a platform; `NBUTILS_HOME` moves the one in which runs are kept."""
     env = os.environ if env is None else env
     root = root or fs_root(env)
-    home = Path(env["NBUTILS_HOME"]).expanduser().absolute() if env.get("NBUTILS_HOME") else None
+    home = _home(env)
+    drive_is_gone = home and home.is_relative_to(root / drive.MOUNT_POINT) and not drive.is_mounted(root)
+    home = None if drive_is_gone and platform.name == "colab" else home  # what is made there now would keep it away
     layout = LAYOUTS.get(platform.name)
     if layout is None:
         work = CHECKOUT or Path.cwd()
@@ -92,13 +95,26 @@ def folders(platform: Platform, env: Mapping[str, str] | None = None, root: Path
     places, refused = _lasting_places(platform, layout, root)
     keep = home or next(iter(places), work / "runs")
     good = {place.parent: remark for place, remark in places.items()}
-    if home and not any(home.is_relative_to(place) for place in (work, scratch)):
-        good[home] = "NBUTILS_HOME names it"
+    if home and (mounted := drive.mount_point_of(home, root)) and not home.is_relative_to(scratch):
+        good[home] = f"NBUTILS_HOME is on the disk mounted at {mounted}"
     remark = next((remark for place, remark in good.items() if keep.is_relative_to(place)), "")
     earlier = tuple(place for place in dict.fromkeys([*places, *refused, work / "runs"]) if place != keep)
     inputs = root / layout.inputs if layout.inputs else None
-    told = "; ".join(filter(None, [remark, *refused.values()]))
+    nothing = "NBUTILS_HOME names it, and it is on no disk of its own" if home else "nothing that lasts was found here"
+    nothing = "NBUTILS_HOME is on Drive, which is not mounted" if drive_is_gone else nothing
+    told = "; ".join(filter(None, [remark or nothing, *refused.values()]))
     return Folders(work, scratch, keep, inputs, earlier, bool(remark), told)
+
+
+def _home(env: Mapping[str, str]) -> Path | None:
+    """Where the learner wants runs to be kept."""
+    named = env.get("NBUTILS_HOME")
+    try:
+        return Path(named).expanduser().absolute() if named else None
+    except RuntimeError as problem:
+        raise CourseError(
+            f"NBUTILS_HOME is {named!r}, and there is no such user.", "the path of a folder", "correct it, or unset it"
+        ) from problem
 
 
 def _lasting_places(platform: Platform, layout: Layout, root: Path) -> tuple[dict[Path, str], dict[Path, str]]:
@@ -147,7 +163,8 @@ def use_model_cache(platform: Platform, places: Folders) -> str:
 
 def find_inputs(inputs: Path | None, marker: str) -> Iterator[Path]:
     """Every path below `inputs` whose end matches the glob `marker` ("checkpoints/checkpoint-*.json"), in order."""
-    yield from (path for path in _below(inputs) if path.match(marker))
+    last = marker.rpartition("/")[2]
+    yield from (path for path in _below(inputs, last) if path.match(marker))
 
 
 def find_input(inputs: Path | None, name: str) -> Path | None:
@@ -155,7 +172,7 @@ def find_input(inputs: Path | None, name: str) -> Path | None:
     wanted = Path(name).parts
     if not wanted or Path(name).is_absolute() or ".." in wanted:
         return None
-    found = [path for path in _below(inputs) if path.parts[-len(wanted) :] == wanted]
+    found = [path for path in _below(inputs, wanted[-1]) if path.parts[-len(wanted) :] == wanted]
     if len(found) > 1:
         raise CourseError(
             f"{name!r} was found {len(found)} times: {', '.join(map(str, found))}.",
@@ -165,11 +182,11 @@ def find_input(inputs: Path | None, name: str) -> Path | None:
     return found[0] if found else None
 
 
-def _below(inputs: Path | None) -> Iterator[Path]:
-    """Every path below `inputs`, in order; how deep the mounts lie differs, and there is an end to it."""
+def _below(inputs: Path | None, name: str) -> Iterator[Path]:
+    """Every path below `inputs` of that name, in order; how deep the mounts lie differs, and there is an end to it."""
     if inputs is None:
         return
     for place, inner, files in os.walk(inputs):
         here = Path(place)
         inner[:] = sorted(inner) if len(here.relative_to(inputs).parts) < DEEPEST_INPUT else []
-        yield from (here / name for name in sorted([*inner, *files]))
+        yield from (here / found for found in sorted(fnmatch.filter([*inner, *files], name)))

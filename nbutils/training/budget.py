@@ -36,6 +36,8 @@ class Clock:
         used = 0.0 if max_hours else platforms.session_seconds(lesson.platform) - (now() - lesson.started)
         self.hours, self.now = limit, now
         self.whose = "MAX_HOURS" if max_hours else f"the {limit:g} h of {lesson.platform.name}"
+        if used > limit * 3600 and not max_hours:  # it lives on after its end, so that was not its end (Colab Pro)
+            limit = 0.0
         self.end = lesson.started - used + limit * 3600 if limit else float("inf")
 
     def left(self) -> float:
@@ -74,6 +76,28 @@ class Pace:
         return 1.5 * (max(self.steps, default=0.0) + way) + self.clock.trail
 
 
+_before: list[Any] = []  # what SIGTERM did before `listen`
+
+
+def listen(asked_to_end: threading.Event) -> None:
+    """Let SIGTERM ask the training to end, until what it saved is home; a second one acts as it always did."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        asked_to_end.set()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    before = signal.signal(signal.SIGTERM, ask)
+    _before[:] = _before or [before or signal.SIG_DFL]
+
+
+def stop_listening() -> None:
+    """SIGTERM does again what it did before."""
+    if _before and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _before.pop())
+
+
 def time_budget(lesson: Lesson, way_home: Carrier, max_hours: float, clock: Clock | None = None) -> TrainerCallback:
     """A callback that saves and ends the training before its time is up, and when the machine says SIGTERM."""
     from transformers import TrainerCallback
@@ -86,13 +110,10 @@ def time_budget(lesson: Lesson, way_home: Carrier, max_hours: float, clock: Cloc
 
         def __init__(self) -> None:
             self.pace, self.asked_to_end = Pace(way_home, watch), threading.Event()
-            self.undo: Callable[[], Any] = lambda: None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.pace.mark = watch.now()
-            if threading.current_thread() is threading.main_thread():
-                before = signal.signal(signal.SIGTERM, lambda *_: self.asked_to_end.set()) or signal.SIG_DFL
-                self.undo = lambda: signal.signal(signal.SIGTERM, before)
+            listen(self.asked_to_end)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.pace.step_ended()
@@ -111,8 +132,5 @@ def time_budget(lesson: Lesson, way_home: Carrier, max_hours: float, clock: Cloc
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.pace.saved()
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.undo()
 
     return TimeBudget()

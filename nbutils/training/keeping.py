@@ -14,7 +14,8 @@ from nbutils import checkpoints, tracking
 from nbutils.disk import require_disk
 from nbutils.paths import GIB
 from nbutils.platforms import drive
-from nbutils.training.resuming import sealed
+from nbutils.training import budget
+from nbutils.training.resuming import let_others_train, sealed, trained_already
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -60,6 +61,14 @@ def keep_checkpoints(way_home: checkpoints.Carrier) -> TrainerCallback:
     class KeepCheckpoints(TrainerCallback):
         """on_save -> Carrier.take. Saving steps are logged too, so that a continued run logs the same losses."""
 
+        def __init__(self) -> None:
+            self.begun = False
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if self.begun:
+                raise trained_already()
+            self.begun = True
+
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_log |= control.should_save or state.global_step >= state.max_steps
             for line in way_home.messages():
@@ -73,9 +82,11 @@ def keep_checkpoints(way_home: checkpoints.Carrier) -> TrainerCallback:
     return KeepCheckpoints()
 
 
-def bring_home(way_home: checkpoints.Carrier) -> None:
+def bring_home(lesson: Lesson, way_home: checkpoints.Carrier) -> None:
     """Wait until the last checkpoint and the logs are in keep; the only time a lesson waits for that disk."""
     tracking.end()
     kept = way_home.finish()
     checkpoints.clear(way_home.route.sealed)  # all of it is in keep; whoever deletes a run there means to begin anew
+    let_others_train(lesson)
+    budget.stop_listening()
     print(f"safe: checkpoint {kept.step} in {kept.archive.parent}" if kept else "nothing new had to be kept")

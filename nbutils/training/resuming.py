@@ -5,21 +5,24 @@ Not here: how checkpoints are kept while it trains (keeping).
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from nbutils import checkpoints
+from nbutils import checkpoints, paths
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
-from nbutils.paths import GIB
+from nbutils.paths import CHUNK, GIB
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
     from nbutils.lessons import Lesson
 
+DECISIVE = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt")
 RESUME_CHOICES = ("auto", "never")
 _LOCKS: dict[Path, IO[str]] = {}
 
@@ -37,7 +40,9 @@ def resume_point(lesson: Lesson, mark: dict[str, Any], resume: str) -> Path | No
     for unproven in ("trainer", "outbox"):  # a folder left by a killed run proves nothing; only archives that verify do
         shutil.rmtree(scratch / unproven, ignore_errors=True)
     if resume == "never":
-        removed = sum(map(checkpoints.clear, (sealed(lesson), lesson.run.checkpoints)))
+        removed = sum(checkpoints.clear(place) for place in _own_stores(lesson))
+        store = paths.make_folder(lesson.run.checkpoints, "checkpoints")
+        paths.write_text(store / checkpoints.BEGAN_ANEW, "Begun with RESUME='never': only what is here counts.\n")
         print(f'RESUME is "never": {removed} earlier checkpoints removed' if removed else "no earlier checkpoints")
         return None
     best = checkpoints.newest_verified(checkpoints.stores(lesson.folders, lesson.run.name), mark)
@@ -67,6 +72,13 @@ def _alone_in_scratch(best: checkpoints.Kept, store: Path) -> checkpoints.Kept:
     return best
 
 
+def _own_stores(lesson: Lesson) -> list[Path]:
+    """The stores of this run that are not attached inputs: those are somebody's finished version."""
+    inputs = lesson.folders.inputs
+    found = checkpoints.stores(lesson.folders, lesson.run.name)
+    return [place for place in found if inputs is None or not place.is_relative_to(inputs)]
+
+
 def sealed(lesson: Lesson) -> Path:
     """The store in scratch: archives on their way to keep."""
     return checkpoints.sealed(lesson.folders, lesson.run.name)
@@ -76,7 +88,7 @@ def _train_alone(scratch: Path) -> None:
     """Hold the run until this process ends, however it ends; a second trainer would delete the first one's files."""
     import fcntl
 
-    scratch.mkdir(parents=True, exist_ok=True)
+    paths.make_folder(scratch, "working space")
     handle = _LOCKS.pop(scratch, None) or open(scratch / "training.lock", "w")  # noqa: SIM115
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,16 +97,57 @@ def _train_alone(scratch: Path) -> None:
             f"another process is training in {scratch.name} right now.", "one training per run at a time",
             "wait for it, stop it (restart its kernel), or choose another RUN_NAME",
         ) from None  # fmt: skip
+    except OSError:  # a disk without locks: then there is none
+        pass
     _LOCKS[scratch] = handle
 
 
+def let_others_train(lesson: Lesson) -> None:
+    """Give up the hold on this run: the training is over and at home."""
+    if handle := _LOCKS.pop(lesson.scratch, None):
+        handle.close()
+
+
 def steps_left(trainer: Trainer, checkpoint: Path | None) -> int:
-    """How many steps remain after a checkpoint; a run that is not counted in steps ends where its checkpoint says."""
+    """How many steps remain after a checkpoint."""
     if checkpoint is None:
         return max(trainer.args.max_steps, 1)
-    done = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    wanted = trainer.args.max_steps if trainer.args.max_steps > 0 else done["max_steps"]
-    return max(wanted - done["global_step"], 0)
+    try:
+        done = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as problem:
+        raise trained_already() from problem
+    return max(_steps_wanted(trainer) - done["global_step"], 0)
+
+
+def _steps_wanted(trainer: Trainer) -> int:
+    """How many steps the settings ask for, by number or by passes over the data."""
+    if trainer.args.max_steps > 0:
+        return trainer.args.max_steps
+    batches = math.ceil(len(trainer.train_dataset) / (trainer.args.train_batch_size * trainer.args.world_size))  # type: ignore[arg-type]
+    per_pass = max(math.ceil(batches / trainer.args.gradient_accumulation_steps), 1)
+    return math.ceil(trainer.args.num_train_epochs * per_pass)
+
+
+def trained_already() -> CourseError:
+    """The error for a trainer that is started a second time: its weights are not those of the checkpoint any more."""
+    return CourseError(
+        "this trainer has trained before, and would mix two trainings.", "one training for each trainer",
+        "run the cells again from the one that loads the model on (or restart the kernel and run all cells)",
+    )  # fmt: skip
+
+
+def model_mark(lesson: Lesson) -> dict[str, str]:
+    """What the base model is: its name, and a checksum of its settings, tokenizer and the beginning of its weights."""
+    from transformers.utils import cached_file
+
+    folder = Path(str(cached_file(lesson.model, "config.json"))).parent
+    digest = hashlib.sha256()
+    for place in sorted(folder.iterdir()):
+        if place.name in DECISIVE or place.suffix == ".safetensors":
+            with open(place, "rb") as file:
+                digest.update(f"{place.name} {place.stat().st_size} ".encode() + file.read(CHUNK))
+    name = lesson.model_name
+    return {"name": Path(name).name if Path(name).is_absolute() else name, "content": digest.hexdigest()[:16]}
 
 
 def load_finished(trainer: Trainer, checkpoint: Path) -> None:
