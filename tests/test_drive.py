@@ -186,6 +186,7 @@ def test_a_learner_who_interrupts_is_obeyed(tmp_path: Path) -> None:
     machine = colab(tmp_path, FAKE_DRIVE="hang")
     code = (
         "import os, signal, threading\nfrom nbutils import platforms\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job starts without it
         "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         f"try:\n    {MOUNT}\nexcept KeyboardInterrupt:\n    print('stopped')"
     )
