@@ -241,6 +241,15 @@ def carry(*steps, wait=0.4):
         for line in way_home.messages():
             print(line, flush=True)
 
+def unplug():
+    (home / "scratch/logs").mkdir()
+    (home / "scratch/logs/events").write_text("loss")
+    def gone(place):
+        raise OSError(errno.ENOTCONN, "not mounted any more")
+    broken.append(gone)
+    os.rename(home / "mount", home / "elsewhere")
+    (home / "mount").mkdir()
+
 def settle():
     while way_home.waiting is not None:
         time.sleep(0.01)
@@ -362,14 +371,7 @@ def test_a_mount_that_vanishes_is_left_alone_until_it_is_back(machine: Machine) 
     said = carry_on(
         machine,
         """
-        logs = home / "scratch/logs"
-        logs.mkdir()
-        (logs / "events").write_text("loss")
-        def gone(place):
-            raise OSError(errno.ENOTCONN, "not mounted any more")
-        broken.append(gone)
-        os.rename(home / "mount", home / "elsewhere")
-        (home / "mount").mkdir()
+        unplug()
         carry(20)
         print("untouched", not list((home / "mount").iterdir()))
         (home / "mount").rmdir()
@@ -386,14 +388,7 @@ def test_a_mount_that_vanishes_when_all_is_kept_costs_the_logs_only(machine: Mac
     said = carry_on(
         machine,
         """
-        logs = home / "scratch/logs"
-        logs.mkdir()
-        (logs / "events").write_text("loss")
-        def gone(place):
-            raise OSError(errno.ENOTCONN, "not mounted any more")
-        broken.append(gone)
-        os.rename(home / "mount", home / "elsewhere")
-        (home / "mount").mkdir()
+        unplug()
         print("kept", way_home.finish(patience=1, bar=False).step)
         print("untouched", not list((home / "mount").iterdir()))
         """,

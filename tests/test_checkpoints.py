@@ -32,6 +32,11 @@ def keep_one(scratch: Path, keep: Path, step: int, mark: dict = MARK) -> checkpo
     return checkpoints.pack(save(scratch, step), keep, mark)
 
 
+def restore(stores: list[Path], folder: Path, mark: dict) -> Path | None:
+    best = checkpoints.newest_verified(stores, mark)
+    return checkpoints.unpack(best, folder) if best else None
+
+
 @pytest.fixture
 def keep(tmp_path: Path) -> Path:
     for step in (10, 20, 30):
@@ -40,7 +45,7 @@ def keep(tmp_path: Path) -> Path:
 
 
 def test_the_newest_comes_back_whole(keep: Path, tmp_path: Path) -> None:
-    restored = checkpoints.restore([keep], tmp_path / "new", MARK)
+    restored = restore([keep], tmp_path / "new", MARK)
     assert restored is not None and restored.name == "checkpoint-30"
     assert (restored / "weights.bin").read_bytes() == bytes([30]) * 10_000
 
@@ -88,7 +93,7 @@ def test_a_damaged_one_is_skipped_with_a_line_that_says_why(
     keep: Path, tmp_path: Path, damage: Callable[[Path], None], why: str, capsys: pytest.CaptureFixture
 ) -> None:
     damage(keep / "checkpoint-30.tar")
-    restored = checkpoints.restore([keep], tmp_path / "new", MARK)
+    restored = restore([keep], tmp_path / "new", MARK)
     assert restored is not None and restored.name == "checkpoint-20"
     said = capsys.readouterr().out
     assert "skipping checkpoint-30" in said and why in said
@@ -98,7 +103,7 @@ def test_a_duplicate_under_a_newer_name_is_not_believed(keep: Path, tmp_path: Pa
     for suffix in (".tar", ".json"):
         shutil.copy(keep / f"checkpoint-10{suffix}", keep / f"checkpoint-99{suffix}")
     shutil.copy(keep / "checkpoint-30.tar", keep / "checkpoint-30 (1).tar")
-    restored = checkpoints.restore([keep], tmp_path / "new", MARK)
+    restored = restore([keep], tmp_path / "new", MARK)
     assert restored is not None and restored.name == "checkpoint-30"
     said = capsys.readouterr().out
     assert "renamed or duplicated" in said and "checkpoint-30 (1).tar" in said
@@ -107,7 +112,7 @@ def test_a_duplicate_under_a_newer_name_is_not_believed(keep: Path, tmp_path: Pa
 def test_nothing_that_verifies_is_nothing_to_continue_from(keep: Path, tmp_path: Path) -> None:
     for manifest in keep.glob("*.json"):
         manifest.unlink()
-    assert checkpoints.restore([keep, tmp_path / "nowhere"], tmp_path / "new", MARK) is None
+    assert restore([keep, tmp_path / "nowhere"], tmp_path / "new", MARK) is None
 
 
 def test_the_newest_of_several_places_wins_and_the_nearest_of_equals(tmp_path: Path) -> None:
@@ -125,7 +130,7 @@ def test_the_newest_of_several_places_wins_and_the_nearest_of_equals(tmp_path: P
 
 def test_another_training_is_refused_with_both_values(keep: Path, tmp_path: Path) -> None:
     with pytest.raises(CourseError, match="seed: kept 1, asked 2") as caught:
-        checkpoints.restore([keep], tmp_path / "new", checkpoints.fingerprint(model="m", seed=2))
+        restore([keep], tmp_path / "new", checkpoints.fingerprint(model="m", seed=2))
     assert "RUN_NAME" in str(caught.value) and 'RESUME="never"' in str(caught.value)
 
 

@@ -17,7 +17,6 @@ from nbutils.checkpoints.store import (
     newest_verified,
     prune,
     refuse_other_run,
-    restore,
     sealed,
     stores,
     unsafe,
@@ -25,6 +24,6 @@ from nbutils.checkpoints.store import (
 
 __all__ = [
     "BEGAN_ANEW", "Carrier", "Kept", "Manifest", "Route", "clear", "copy", "defect", "end_earlier", "fingerprint",
-    "forget", "listing", "look", "newest_verified", "pack", "prune", "refuse_other_run", "restore",
+    "forget", "listing", "look", "newest_verified", "pack", "prune", "refuse_other_run",
     "restore_for_people", "sealed", "stores", "stores_of", "unpack", "unsafe",
 ]  # fmt: skip

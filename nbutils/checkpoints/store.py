@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import platforms
-from nbutils.checkpoints.archive import NAME, UNREADABLE, Kept, defect, forget, manifest_of, read_manifest, unpack
+from nbutils.checkpoints.archive import NAME, UNREADABLE, Kept, defect, forget, manifest_of, read_manifest
 from nbutils.errors import CourseError
 
 CHECKPOINTS, SEALED, BEGAN_ANEW = "checkpoints", "sealed", "began_anew.txt"
@@ -106,12 +106,6 @@ def first_whole(candidates: Sequence[Kept]) -> Kept | None:
             return one
         print(f"skipping {one.archive.name} in {one.archive.parent}: {problem}")
     return None
-
-
-def restore(stores: Iterable[Path], folder: Path, mark: dict[str, Any]) -> Path | None:
-    """Unpack the newest checkpoint that verifies below `folder`; None if there is none to continue from."""
-    best = newest_verified(stores, mark)
-    return unpack(best, folder) if best else None
 
 
 def refuse_other_run(there: dict[str, Any], wanted: dict[str, Any]) -> None:
