@@ -343,6 +343,18 @@ def test_a_whole_one_of_the_same_step_is_never_overwritten(make_carrier, tmp_pat
     assert way.finish(patience=5, bar=False) == theirs and checkpoints.defect(theirs) is None
 
 
+def test_one_that_cannot_be_read_just_now_is_not_overwritten(make_carrier, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    theirs = keep_one(tmp_path / "another start", tmp_path / "run/checkpoints", 10)
+    real, broken = archive.sha256, [True]
+    monkeypatch.setattr(archive, "sha256", lambda place: raising(errno.EIO)() if broken else real(place))
+    way = make_carrier()
+    way.take(save(tmp_path / "trainer", 10))
+    time.sleep(0.2)
+    assert theirs.archive.exists() and "is there, but it cannot be read" in way.messages()[0]
+    broken.clear()
+    assert way.finish(patience=5, bar=False) == theirs
+
+
 def test_logs_come_home_too(make_carrier, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     logs = (tmp_path / "scratch logs", tmp_path / "run/logs")
     (logs[0] / "deep").mkdir(parents=True)

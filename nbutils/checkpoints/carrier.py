@@ -197,9 +197,12 @@ class Carrier:
         place = self.route.keep / newest.archive.name
         try:
             there = Kept(place, archive.read_manifest(archive.manifest_of(place)))
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             return None
-        return there if there.manifest.fingerprint == self.mark and archive.defect(there) is None else None
+        problem = archive.defect(there)
+        if problem and problem.startswith(archive.UNREADABLE):  # it may be whole: wait, do not write over it
+            raise OSError(errno.EIO, f"{place.name} is there, but {problem}")
+        return there if there.manifest.fingerprint == self.mark and problem is None else None
 
     def _count(self, count: int) -> None:
         if self._ended.is_set():  # the cell was run again: what this one still wrote would turn up in the new run
