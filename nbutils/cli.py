@@ -93,6 +93,32 @@ def _show_checkpoints(run: str, thorough: bool) -> bool:
     return bool(lines) and not remarks and all(line.problem is None for line in lines)
 
 
+@app.command()
+@click.option("--model", default="", help="A course model, a hub id in the cache, or a folder; default: the profile's.")
+@click.option("--gpu", default="", help='A card of configs/cards.yaml, "T4 x2" for two; default: this machine\'s.')
+@click.option("--method", type=click.Choice(["qlora", "lora"]), help="Default: the profile's.")
+@click.option("--micro-batch", type=click.IntRange(1), help="Rows at a time; default: the fastest that fits.")
+@click.option("--checkpointing", type=click.Choice(["off", "on", "offload"]), help="Default: the fastest that fits.")
+@click.option("--length", type=click.IntRange(16), help="Tokens of a row; default: the profile's.")
+@click.option("--rank", type=click.IntRange(1), help="Rank of the adapter; default: the profile's.")
+@click.option("--gpus", type=click.IntRange(1), help="How many cards share the batch.")
+@click.option("--rows", type=click.IntRange(1), help="Rows of your data.")
+@click.option("--mean-length", type=click.FloatRange(1), help="Mean tokens of a row.")
+@click.option("--epochs", type=click.FloatRange(0, min_open=True), help="Default: the profile's.")
+@click.option("--vram", type=click.FloatRange(0, min_open=True), help="Memory of the card in GiB, as torch reports it.")
+@click.option("--tflops", type=click.FloatRange(0, min_open=True), help="The card's dense 16-bit tensor TFLOP/s.")
+@click.option("--capability", help="The card's CUDA capability, as 7.5.")
+@click.option("--json", "as_json", is_flag=True, help="The forecast as JSON, for programs.")
+def plan(as_json: bool, **wishes: Any) -> None:
+    """Forecast memory, speed, time and cost of a training before anything is downloaded."""
+    import json
+
+    from nbutils.plan import asking
+
+    answer = asking.answer(**wishes)
+    print(json.dumps(answer.data, indent=2, ensure_ascii=False) if as_json else answer.text)
+
+
 @app.command("serve-env")
 def serve_env() -> None:
     """Make the environment that lesson 05 serves from, or check that it is there."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nbutils import install, lessons, parameters, record
+from nbutils import dashboard, install, lessons, parameters, record
 from nbutils.errors import CourseError
 from nbutils.papermill_io import passing_on_sigterm
 from nbutils.paths import NOTEBOOKS
@@ -88,6 +88,7 @@ def execute(stem: str, output: Path, values: dict[str, Any]) -> None:
             parameters=values,
             kernel_name="python3",
             progress_bar={"desc": stem},
+            stdout_file=dashboard.LiveLines(),  # a training's lines appear above the bar while its cell runs
             extra_arguments=["--IPKernelApp.log_level=ERROR"],  # the kernel's own remarks would break the bar
         )
     except PapermillExecutionError as failure:

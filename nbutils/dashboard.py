@@ -1,4 +1,4 @@
-"""What people look at: the loss curve, tables, a chat box. Plain output where no frontend is attached.
+"""What people look at: the loss curve, live numbers, tables, a chat box. Plain output where no frontend is attached.
 
 Not here: any logic. Labels in plots are English: Colab has no Chinese font.
 """
@@ -6,12 +6,20 @@ Not here: any logic. Labels in plots are English: Colab has no Chinese font.
 from __future__ import annotations
 
 import html
+import math
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nbutils.hardware import Choice
 from nbutils.platforms import detect, in_kernel
+
+ACCENT = "var(--jp-brand-color1, #2979c9)"
+ALARM = "var(--jp-warn-color1, #e07b00)"
+WIDTH, HEIGHT, POINTS = 760, 96, 160  # of the live curve
+LIVE_LINE = re.compile(r"(training|step|trained) \d|\[WARN\]|out of memory |.* Saving at step ")
 
 
 def show_table(rows: Sequence[dict[str, Any]], title: str = "", text: str = "") -> None:
@@ -71,6 +79,112 @@ def plot_losses(history: Sequence[tuple[int, float]], path: Path | None = None, 
     if in_kernel():
         plt.show()
     plt.close(figure)
+
+
+def watched() -> bool:
+    """Whether someone may be looking: a kernel whose frontend can also type; papermill's and Kaggle's batch cannot."""
+    if not in_kernel() or detect().batch:
+        return False
+    shell = sys.modules["IPython"].get_ipython()
+    return bool(getattr(shell.kernel, "_allow_stdin", True))
+
+
+class LivePanel:
+    """One output of a cell that is drawn over: a bar, numbers, a small curve, notes. Needs no widgets."""
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        self.cell = -1
+
+    def draw(
+        self,
+        parts: Mapping[str, str],
+        reach: tuple[int, int],
+        losses: Sequence[tuple[int, float]],
+        notes: Sequence[str],
+    ) -> None:
+        """Draw it anew, below the running cell the first time."""
+        from IPython.display import display
+
+        page = {"text/html": live_page(parts, reach, losses, notes), "text/plain": live_line(parts)}
+        cell = sys.modules["IPython"].get_ipython().execution_count
+        if self.handle is None or cell != self.cell:
+            self.handle, self.cell = display(page, raw=True, display_id=True), cell
+        else:
+            self.handle.update(page, raw=True)
+
+
+def live_line(parts: Mapping[str, str]) -> str:
+    """The numbers in one line."""
+    shapes = {"memory": "{1}", "tokens/s": "{1} {0}", "left": "{1} {0}", "skipped": "{1} {0}"}
+    words = [shapes.get(name, "{0} {1}").format(name, text) for name, text in parts.items()]
+    return " · ".join(words)
+
+
+def live_page(
+    parts: Mapping[str, str], reach: tuple[int, int], losses: Sequence[tuple[int, float]], notes: Sequence[str]
+) -> str:
+    """The same as a page, `reach` steps of all far: quiet, in the colours of the notebook around it, no scripts."""
+    done = 100 * reach[0] / max(reach[1], 1)
+    bar = f"<div style='background:{ACCENT};height:4px;border-radius:2px;width:{done:.1f}%'></div>"
+    cells = "".join(
+        f"<div style='margin-right:28px;min-width:56px'><div style='opacity:.6;font-size:85%'>{html.escape(name)}</div>"
+        f"<div style='font-variant-numeric:tabular-nums'>{html.escape(text)}</div></div>"
+        for name, text in parts.items()
+    )
+    line = "margin-top:8px;padding-left:8px;border-left:3px solid"
+    colours = [ALARM if note.startswith("[WARN]") else ACCENT for note in notes]
+    said = "".join(
+        f"<div style='{line} {one}'>{html.escape(note)}</div>" for one, note in zip(colours, notes, strict=True)
+    )
+    return (
+        f"<div style='max-width:{WIDTH}px;font-family:sans-serif;font-size:13px;line-height:1.5'>"
+        f"<div style='background:rgba(128,128,128,.2);border-radius:2px;margin:6px 0'>{bar}</div>"
+        f"<div style='display:flex;flex-wrap:wrap'>{cells}</div>{said}{loss_curve(losses, reach[1])}</div>"
+    )
+
+
+def loss_curve(losses: Sequence[tuple[int, float]], steps: int) -> str:
+    """A small curve as SVG that grows with the bar; written by hand, for matplotlib would take longer than a step."""
+    few = dict([*losses[:: -(-len(losses) // POINTS) or 1], *losses[-1:]])
+    known = [(step, loss) for step, loss in few.items() if math.isfinite(loss)]
+    if len(known) < 2:
+        return ""
+    low, high = min(loss for _, loss in known), max(loss for _, loss in known)
+    across, up = WIDTH / max(steps, known[-1][0]), HEIGHT / ((high - low) or 1.0)
+    line = " ".join(f"{step * across:.1f},{16 + (high - loss) * up:.1f}" for step, loss in known)
+    label = f"x='{WIDTH}' text-anchor='end' fill='currentColor' style='font-size:11px;opacity:.6'"
+    return (
+        f"<svg viewBox='0 0 {WIDTH} {HEIGHT + 34}' style='display:block;width:100%;margin-top:2px'>"
+        f"<path d='M0 16H{WIDTH}M0 {HEIGHT + 18}H{WIDTH}' stroke='currentColor' stroke-opacity='.15'/>"
+        f"<text y='11' {label}>{high:.3f}</text><text y='{HEIGHT + 31}' {label}>{low:.3f}</text>"
+        f"<polyline points='{line}' fill='none' stroke='{ACCENT}' stroke-width='1.5'/></svg>"
+    )
+
+
+def clock(seconds: float) -> str:
+    """Seconds as a person reads them: 0:07, 12:34, 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+class LiveLines:
+    """A file for papermill's `stdout_file`: of all a lesson prints, a training's lines pass, above the bar."""
+
+    def __init__(self) -> None:
+        self.rest = ""
+
+    def write(self, text: str) -> None:
+        """Pass whole lines on."""
+        from tqdm import tqdm
+
+        *lines, self.rest = (self.rest + text).split("\n")
+        for line in filter(LIVE_LINE.match, lines):
+            tqdm.write(f"  {line}")
+
+    def flush(self) -> None:
+        """Nothing waits: a line is passed on when it is whole."""
+        sys.stdout.flush()
 
 
 def chat(answer: Callable[[str], str], example: str, live: bool = True) -> None:

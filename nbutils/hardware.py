@@ -5,6 +5,7 @@ Not here: choosing a model or a batch size (profiles). torch is imported only by
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -16,6 +17,7 @@ from nbutils.paths import GIB
 
 BF16_FROM = (8, 0)  # torch.cuda.is_bf16_supported() also says yes on a T4, by emulation: never ask it
 VLLM_FROM = (7, 5)
+VARLEN_FROM = (2, 10)  # the torch that has a kernel for packed rows
 
 
 @dataclass(frozen=True)
@@ -128,14 +130,22 @@ def precision(found: Card | None) -> Choice:
 
 
 def attention(found: Card | None) -> Choice:
-    """The attention implementation transformers is asked for."""
+    """The attention implementation transformers is asked for; `varlen` is torch's kernel for packed rows."""
     if found is None:
         return Choice("sdpa", "no card: torch's own attention, packed rows kept apart by their positions")
     if found.capability < BF16_FROM:
         return Choice("sdpa", f"{found.name} is older than FlashAttention 2 supports: torch's own attention")
+    if _torch_version() >= VARLEN_FROM:
+        return Choice("varlen", "torch's own kernel for packed rows: no mask, no copies of the keys, nothing to build")
     if importlib.util.find_spec("flash_attn"):
         return Choice("flash_attention_2", "flash-attn is installed")
-    return Choice("sdpa", "flash-attn is not installed: torch's own attention, no build needed")
+    return Choice("sdpa", "torch before 2.10 and no flash-attn: torch's own attention with a mask for packed rows")
+
+
+def _torch_version() -> tuple[int, int]:
+    """Of the installed torch, without loading it."""
+    major, minor = importlib.metadata.version("torch").split(".")[:2]
+    return int(major), int(minor)
 
 
 def liger(found: Card | None) -> Choice:

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,13 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nbutils import checkpoints, hardware, install, parameters, platforms, profiles, record
+from nbutils import checkpoints, hardware, install, parameters, platforms, profiles, record, scaling
 from nbutils.errors import CourseError
 from nbutils.paths import NOTEBOOKS, make_folder, stamp
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
 NOTICE, POWER_OFF = "NBUTILS_NOTICE", "NBUTILS_POWER_OFF"  # 1: after a lesson, or the course, has ended well
-PROGRESS = re.compile(r"\d%\|")
+LAUNCHING = ("05_serve", "06_scale_out")  # their work is done by processes of their own, which may use every card
 OVERRIDES = {"MAX_STEPS": "train.max_steps", "SAVE_STEPS": "train.save_steps"}  # 0 leaves them to the profile
 
 
@@ -81,6 +80,11 @@ class Lesson:
         return self.resolved.called
 
     @property
+    def device(self) -> int | str:
+        """Where the model is loaded: the number of this process's card, or the CPU."""
+        return scaling.rank() if self.card else "cpu"
+
+    @property
     def scratch(self) -> Path:
         """This run's folder on the fast disk that may vanish."""
         return self.folders.scratch / self.run.name
@@ -90,11 +94,16 @@ class Lesson:
         if self.run.has(stem):
             return
         print(f"Lesson {stem} has not run in {self.run.path} yet: running it now with this profile.", flush=True)
+        self.launch(stem)
+
+    def launch(self, stem: str, processes: int = 1, threads: int = 0, keep: Path | None = None, **values: Any) -> None:
+        """Run a lesson as a script of `processes` processes with this profile and model, here or in another folder."""
         script = NOTEBOOKS / f"{stem}.py"
         wanted = {"PROFILE": self.resolved.source, "MODEL": self.parameters.get("MODEL", ""), "RUN_NAME": self.run.name}
-        passed = {name: value for name, value in wanted.items() if value and name in parameters.declared_in(script)}
+        types = parameters.declared_in(script)
+        passed = {name: value for name, value in (wanted | values).items() if value and name in types}
         with goodbye_later():
-            _run_script(script, passed, self.folders.keep)
+            scaling.launch(script, passed, keep or self.folders.keep, processes, threads)
 
     def finish(self, **facts: Any) -> None:
         """Write this lesson's facts and say where everything is."""
@@ -137,20 +146,27 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     if not platforms.in_kernel():
         sys.excepthook = _tell_plainly
     hardware.share_processors()
-    if stem != "05_serve":  # a server may use them all
+    if stem not in LAUNCHING:
         hardware.use_one_card()
-    install.ensure("train")
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # asks for a kernel no lesson needs
     values = parameters.collect(namespace)
-    platform, folders, card = find_machine(needs_model=bool(values.get("MODEL")))
-    run, resolved = open_run(values, platform, folders, card)
+    scaling.join()
+    with scaling.main_first():
+        install.ensure("train")
+        tried_here = stem != "06_scale_out"  # its processes try their own cards; a try here would take room from them
+        platform, folders, card = find_machine(bool(values.get("MODEL")), tried_here)
+        run, resolved = open_run(values, platform, folders, card)
+    if stem == "03_qlora" and (line := scaling.hint(card.count if card else 0)):
+        print(line)
     print(f"profile   {resolved.name}: {resolved.choices['profile'].reason}")
     print(f"model     {resolved.model}")
     print(f"run       {run.path}")
     return Lesson(stem, values, platform, folders, card, resolved, run, started)
 
 
-def find_machine(needs_model: bool) -> tuple[platforms.Platform, platforms.Folders, hardware.Card | None]:
+def find_machine(
+    needs_model: bool, try_card: bool = True
+) -> tuple[platforms.Platform, platforms.Folders, hardware.Card | None]:
     """The platform with its network and Drive made ready, its folders, and a card that was seen computing."""
     platform, card = platforms.detect(), hardware.card()
     print(f"platform  {platform.name} ({platform.evidence})")
@@ -164,7 +180,8 @@ def find_machine(needs_model: bool) -> tuple[platforms.Platform, platforms.Folde
     if moved := platforms.use_model_cache(platform, folders):
         print(f"cache     {moved}")
     print(f"card      {card or 'none: this machine trains on its CPU'}")
-    hardware.require_working(card)
+    if try_card:
+        hardware.require_working(card)
     return platform, folders, card
 
 
@@ -198,6 +215,7 @@ def open_run(
     overrides = {
         field: (values[name], f"parameter {name}") for name, field in OVERRIDES.items() if values.get(name, 0) > 0
     }
+    overrides |= _shared_batch(resolved.profile.train)
     resolved = profiles.with_overrides(resolved, overrides) if overrides else resolved
     run = RunFolder(folders.keep / (name or default_run_name(resolved.name, values.get("MODEL", ""))))
     make_folder(run.path, "this run")
@@ -205,6 +223,15 @@ def open_run(
     begun = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}
     record.begin(run.facts, begun, unnamed)  # a damaged record is told now, not after the training
     return run, resolved
+
+
+def _shared_batch(train: Any) -> dict[str, tuple[Any, str]]:
+    """The batch of a step shared by the processes that train together; nothing to change where there is one."""
+    processes = scaling.world_size()
+    micro_batch = scaling.micro_batch_for(train.batch, train.micro_batch, processes)
+    if processes == 1 or micro_batch == train.micro_batch:
+        return {}
+    return {"train.micro_batch": (micro_batch, f"{processes} processes share the batch of {train.batch}")}
 
 
 def _take_over(run: RunFolder, folders: platforms.Folders) -> None:
@@ -259,23 +286,3 @@ def check_run_name(name: str) -> str:
             "choose such a name, or leave it empty to name the run after its profile",
         )  # fmt: skip
     return name
-
-
-def _run_script(script: Path, values: dict[str, Any], keep: Path) -> None:
-    """Run a lesson as a plain script, its output shown as it comes."""
-    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    env = os.environ | {"NBUTILS_HOME": str(keep), "MPLBACKEND": "agg", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, str(script), *words]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
-        assert child.stdout
-        tail: list[str] = []
-        for line in filter(str.strip, child.stdout):
-            tail = [*tail[-14:], line.rstrip()]
-            moving = PROGRESS.search(line) is not None  # a bar is drawn over itself, as it was meant
-            print(f"\r  | {line.rstrip()}", end="" if moving else "\n", flush=True)
-    if child.returncode != 0:
-        raise CourseError(
-            f"lesson {script.stem} failed (exit status {child.returncode}):\n" + "\n".join(tail),
-            "a lesson that runs to its end",
-            f"open {script.stem}.ipynb and run it on its own; the first error there is the cause",
-        )  # fmt: skip

@@ -9,12 +9,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nbutils import platforms
+from nbutils import platforms, scaling
 from nbutils.record import mask_secrets
 
 
 def begin(logs: Path, run: str) -> list[str]:
     """Where the trainer reports: TensorBoard always; W&B online with a key, else as an offline run; no prompt ever."""
+    if not scaling.is_main():
+        return []
     logs.mkdir(parents=True, exist_ok=True)
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
     os.environ |= {"WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}

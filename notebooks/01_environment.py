@@ -16,7 +16,8 @@
 #
 # - a doctor's report: platform, folders and room, memory, hours left, packages, network,
 # - proof that the card (or the CPU) really computes,
-# - a profile: model, precision and batch for this machine, each value with its reason.
+# - a profile: model, precision and batch for this machine, each value with its reason,
+# - a plan: what fits this card or one you could rent, how fast it trains and what it costs.
 #
 # Takes under a minute, downloads nothing.
 
@@ -86,6 +87,43 @@ for name, choice in choices.items():
 dashboard.show_choices(lesson.resolved.choices, lesson.resolved.table())
 
 # %% [markdown]
+# ## What fits, how long it takes, what it costs
+#
+# The plan forecasts a training before anything is downloaded. The peak of the card's memory has six parts:
+#
+# - **weights**: the linear layers at 4 bits and a little more for their scales; embeddings, output head and norms at 16,
+# - **adapters**: rank x (in + out) for every linear map, 4 bytes each and 4 for its gradient,
+# - **optimizer**: two running means for each adapter weight, of 1 byte (8-bit) or 4,
+# - **activations**: what the backward pass needs of every token. All of it is fastest; with checkpointing only each layer's
+#   input is kept and the rest computed again; with offloading even the inputs wait in the computer's memory,
+# - **logits**: the last hidden state and its gradient; the table of tokens x vocabulary is made in tiles, never whole,
+# - **workspace**: one weight brought back to 16 bits, masks, slack.
+#
+# Only activations and logits grow with the tokens of a step (micro-batch x length), so a larger model is paid for once and a
+# longer row every time. On this machine's card, or on a rented one if there is none:
+
+# %%
+from nbutils import plan
+
+planned = plan.example(lesson.resolved, rows=10_000, mean_length=300)
+dashboard.show_table(plan.as_rows(planned), "10,000 rows of 300 tokens", plan.describe(planned))
+
+# %% [markdown]
+# The same peak, part by part, with the numbers put in.
+
+# %%
+print(plan.explain(plan.find(planned.model), planned))
+
+# %% [markdown]
+# Which profile fits where. An hour's price comes from `configs/cards.yaml`, which is yours to edit; where it says unknown, nobody
+# filled it in. Only the H200 was measured, the other speeds follow from published numbers. Kaggle's two T4s are two: each
+# holds its own copy and takes half of the rows (lesson 06). `python -m nbutils plan --model Qwen2.5-7B --gpu "T4 x2"` asks for one.
+
+# %%
+table = plan.fits_table()
+dashboard.show_table(table, "What PROFILE auto trains on each card", plan.aligned(table))
+
+# %% [markdown]
 # ## Exercise
 #
 # Choose another profile and look at what changes. Set `wanted` to the profile you would use on a free Colab T4.
@@ -95,8 +133,7 @@ from nbutils import profiles
 
 wanted = "t4_16gb"
 other = profiles.load(wanted)
-batch = other.train.micro_batch * other.train.accumulation
-print("model", other.model, "| precision", other.machine.precision, "| effective batch", batch)
+print("model", other.model, "| precision", other.machine.precision, "| effective batch", other.train.batch)
 
 # %% [markdown]
 # The check says what it saw and what it expected.
@@ -111,7 +148,8 @@ print("" if good else "try the names in configs/")
 #
 # - a doctor's report: platform, folders and room, memory, hours left, packages, network,
 # - proof that the card (or the CPU) really computes,
-# - a profile: model, precision and batch for this machine, each value with its reason.
+# - a profile: model, precision and batch for this machine, each value with its reason,
+# - a plan: what fits this card or one you could rent, how fast it trains and what it costs.
 #
 # The last cell writes them to `facts.json`.
 
@@ -124,5 +162,6 @@ lesson.finish(
     free_gib=round(disk.free_gib(lesson.folders.keep), 1),
     keep_lasts=lesson.folders.lasting,
     limits=report.limits,
+    planned=f"{planned.model} on {planned.card}: {planned.peak_vram_gib:.1f} GiB",
     warnings="; ".join(check.name for check in report.checks if check.status != "OK") or "none",
 )

@@ -96,6 +96,15 @@ print(report)
 chat.show_row(tokenizer, train_rows[0]["messages"])
 
 # %% [markdown]
+# Will it fit, how long will it take, what will it cost? The plan adds up the card's memory before the model is downloaded
+# (lesson 01 explains the formula), and stops here, not at night, where not even the smallest setting fits.
+
+# %%
+from nbutils import plan
+
+print(plan.describe(plan.require(lesson.resolved, report.rows, report.tokens / report.rows)))
+
+# %% [markdown]
 # ## The base in 4 bits
 #
 # `nf4` fits the shape of trained weights, double quantisation also compresses the scales, and the products are computed in
@@ -124,14 +133,15 @@ four_bit = BitsAndBytesConfig(
 
 # %%
 from transformers import AutoModelForCausalLM, set_seed
+from nbutils import attention
 
 set_seed(SEED)
 model = AutoModelForCausalLM.from_pretrained(
     lesson.model,
     quantization_config=four_bit if profile.method == "qlora" else None,
     dtype=dtype,
-    attn_implementation=profile.machine.attention,
-    device_map={"": 0 if lesson.card else "cpu"},
+    attn_implementation=attention.use(profile.machine.attention),
+    device_map={"": lesson.device},
 )
 
 # %% [markdown]
@@ -167,6 +177,7 @@ lora = LoraConfig(
 # scratch first. TensorBoard always logs; W&B goes online only if a key is there, and never asks for one.
 
 # %%
+from nbutils import scaling
 from trl import SFTConfig
 
 settings = SFTConfig(
@@ -175,7 +186,7 @@ settings = SFTConfig(
     packing=profile.train.packing,
     assistant_only_loss=report.form.value == "messages",
     per_device_train_batch_size=profile.train.micro_batch,
-    gradient_accumulation_steps=profile.train.accumulation,
+    gradient_accumulation_steps=profile.train.accumulation_on(scaling.world_size()),
     num_train_epochs=profile.train.epochs,
     max_steps=profile.train.max_steps or -1,
     learning_rate=profile.train.learning_rate,
@@ -184,16 +195,16 @@ settings = SFTConfig(
     weight_decay=profile.train.weight_decay,
     max_grad_norm=profile.train.max_grad_norm,
     optim=profile.train.optimizer,
-    gradient_checkpointing=profile.train.gradient_checkpointing,
+    gradient_checkpointing=profile.train.gradient_checkpointing != "off",
+    activation_offloading=profile.train.gradient_checkpointing == "offload",
     bf16=profile.machine.precision == "bf16",
     fp16=profile.machine.precision == "fp16",
-    use_liger_kernel=profile.machine.liger == "on",
     **training.bookkeeping(lesson, SEED),
 )
 
 # %% [markdown]
 # What must be equal for a run to be continued: the model, the data, the adapter, the way of training and the seed. How long to
-# train and how often to save may change, and so may the card and with it the precision.
+# train and how often to save may change, and so may the card and with it precision, micro-batch and recomputation.
 
 # %%
 from nbutils import checkpoints
@@ -203,7 +214,7 @@ mark = checkpoints.fingerprint(
     data=card.fingerprint,
     method=[profile.method, profile.quantization.model_dump()],
     lora=profile.lora.model_dump(),
-    train=profile.train.model_dump(exclude={"epochs", "max_steps", "save_steps", "keep_checkpoints", "logging_steps"}),
+    train=profile.train.model_dump(exclude=training.MAY_CHANGE),
     seed=SEED,
 )
 
@@ -221,12 +232,15 @@ print(f"resuming {resume_from.name}" if resume_from else "starting at step 0")
 
 # %%
 way_home = training.carrier(lesson, mark, profile.train.keep_checkpoints)
-watchers = [training.keep_checkpoints(way_home), training.time_budget(lesson, way_home, MAX_HOURS)]
+watchers = [
+    training.keep_checkpoints(way_home),
+    training.time_budget(lesson, way_home, MAX_HOURS),
+    training.live_numbers(lesson),
+]
 
 # %% [markdown]
-# The trainer, and one repair: TRL casts QLoRA adapters to bfloat16 whatever was asked for, which is slow on a CPU and fatal
-# on a T4. We cast them back. TRL also warns that packing wants FlashAttention: with torch's own attention the packed rows are
-# kept apart by their restarting positions, and a test of this course compares their logits with those of unpacked rows.
+# The trainer. TRL warns that packing wants FlashAttention: the packed rows are kept apart by their restarting positions, and a
+# test of this course compares their logits with those of unpacked rows, for every attention it uses.
 
 # %%
 from datasets import Dataset
@@ -241,7 +255,13 @@ trainer = SFTTrainer(
     callbacks=watchers,
 )
 training.require_room(trainer, lesson.run.checkpoints, profile.train.keep_checkpoints)
-print(training.repair_precision(trainer.model), "adapter weights back to float32")
+
+# %% [markdown]
+# The step made lean. TRL casts QLoRA adapters to bfloat16 whatever was asked for, which is slow on a CPU and fatal on a T4: they
+# are cast back. And LoRA's sums are folded into its matrix products, which gives the same numbers in fewer passes over memory.
+
+# %%
+print(training.make_lean(trainer, fused=profile.machine.liger == "on"))
 
 # %% [markdown]
 # Before training, a photograph of the weights: we want to see the adapter move and the base stay.
@@ -251,14 +271,17 @@ before = training.photograph(trainer.model)
 trainer.model.print_trainable_parameters()
 
 # %% [markdown]
-# Now it trains. If the machine is taken away, run this notebook again, unchanged.
+# Now it trains: loss, real tokens per second, memory, time left, and cost where a price is known. In float16 the first steps may
+# be skipped while it looks for its loss scale: that is normal. If the card's memory runs out, the broken step is repeated with
+# fewer rows at a time (and more of them added up, so that the batch stays), then with gradient checkpointing; one line says so,
+# and nothing that was learnt is lost. If the machine is taken away, run this notebook again, unchanged.
 
 # %%
 import time
 
 began = time.monotonic()
 if training.steps_left(trainer, resume_from):
-    trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+    training.train(trainer, lesson, resume_from)
 else:
     training.load_finished(trainer, resume_from)
 seconds = time.monotonic() - began
@@ -328,8 +351,11 @@ print(f"[{' OK ' if resume_from else 'TODO'}] saw a start at step {first_step}, 
 # %%
 lesson.finish(
     **numbers,
+    processes=settings.world_size,
+    batch=settings.train_batch_size * settings.gradient_accumulation_steps * settings.world_size,
     weights=kinds,
     adapter_moved=moved.adapter,
     base_moved=moved.base,
     data_fingerprint=card.fingerprint,
+    oom_rungs=training.oom_rungs(lesson),
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+
+import pytest
 
 from nbutils import dashboard
 from nbutils.hardware import Choice
@@ -30,3 +33,39 @@ def test_the_loss_curve_is_saved(tmp_path: Path, capsys) -> None:  # type: ignor
 def test_the_chat_box_answers_one_example_when_nobody_can_type(capsys) -> None:  # type: ignore[no-untyped-def]
     dashboard.chat(str.upper, "hello")
     assert capsys.readouterr().out == "you    hello\nmodel  HELLO\n"
+
+
+def test_the_live_line_puts_names_where_one_says_them() -> None:
+    parts = {"step": "7 of 30", "loss": "1.5", "tokens/s": "2,000", "memory": "peak 3.00 GiB", "left": "0:42"}
+    assert dashboard.live_line(parts) == "step 7 of 30 · loss 1.5 · 2,000 tokens/s · peak 3.00 GiB · 0:42 left"
+
+
+def test_the_live_page_has_a_bar_the_numbers_and_a_curve_of_few_points() -> None:
+    losses = [(step, 1 / step) for step in range(1, 5001)] + [(5001, math.nan), (5002, math.inf)]
+    page = dashboard.live_page({"loss": "<0.1"}, (3000, 6000), losses, ["step 1 skipped"])
+    assert "width:50.0%" in page and "&lt;0.1" in page and "step 1 skipped" in page and "nan" not in page
+    points = page.split("points='")[1].split("'")[0].split()
+    assert 100 < len(points) <= dashboard.POINTS + 1 and len(page) < 6000
+    assert dashboard.loss_curve([], 9) == dashboard.loss_curve([(1, 2.0)], 9) == ""
+    assert "points='380.0,16.0 760.0,16.0'" in dashboard.loss_curve([(5, 1.0), (10, 1.0)], 10)  # a flat one
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(7, "0:07"), (754, "12:34"), (3723, "1:02:03"), (59.6, "1:00")])
+def test_seconds_are_read_like_a_clock(seconds: float, text: str) -> None:
+    assert dashboard.clock(seconds) == text
+
+
+def test_of_all_a_lesson_prints_the_lines_of_a_training_reach_the_terminal(capsys) -> None:  # type: ignore[no-untyped-def]
+    lines = dashboard.LiveLines()
+    lines.write("profile   tiny\ntraining 30 steps to go\nstep 1 of 30 · lo")
+    lines.write("ss 2.0\n[WARN] the loss is nan\nstep by step\ntrained 30 of 30 steps\nsafe: checkpoint 30\n")
+    lines.write("out of memory at step 7: micro-batch 4 -> 2\nOne minute is left. Saving at step 9 of 30\n")
+    lines.flush()
+    assert capsys.readouterr().out.splitlines() == [
+        "  training 30 steps to go",
+        "  step 1 of 30 · loss 2.0",
+        "  [WARN] the loss is nan",
+        "  trained 30 of 30 steps",
+        "  out of memory at step 7: micro-batch 4 -> 2",
+        "  One minute is left. Saving at step 9 of 30",
+    ]

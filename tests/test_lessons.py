@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import simulate
 
-from nbutils import hardware, lessons, paths, platforms, record
+from nbutils import hardware, lessons, paths, platforms, record, scaling
 from nbutils.errors import CourseError
 
 LOCAL = platforms.Platform("local", "test")
@@ -79,7 +79,7 @@ def test_a_failing_earlier_lesson_is_named_with_its_last_lines(tmp_path: Path, c
     script = tmp_path / "02_data_prep.py"
     script.write_text("print('first'); print(' 50%|##', end='\\r'); raise SystemExit('it broke')")
     with pytest.raises(CourseError, match=r"(?s)lesson 02_data_prep failed .*it broke"):
-        lessons._run_script(script, {}, tmp_path)
+        scaling.launch(script, {}, tmp_path)
     assert capsys.readouterr().out == "\r  | first\n\r  |  50%|##\r  | it broke\n"
 
 

@@ -100,7 +100,7 @@ def course_yamls() -> list[Path]:
 
 
 def test_configs_hold_the_profiles_of_the_course_and_the_model_list() -> None:
-    assert {file.stem for file in course_yamls()} == COURSE | {"models"}
+    assert {file.stem for file in course_yamls()} == COURSE | {"models", "cards"}
     assert set(profiles.names()) == COURSE
 
 
@@ -137,7 +137,7 @@ def test_the_data_experiments_differ_in_rows_only() -> None:
 def test_the_rank_experiments_keep_their_batch_and_steps(name: str, rank: int) -> None:
     profile = profiles.load(name)
     assert profile.lora.rank == rank
-    assert profile.train.micro_batch * profile.train.accumulation == 64
+    assert profile.train.batch == 64
     assert (profile.data.rows, profile.train.epochs, profile.train.learning_rate) == (2500, 3.0, 3e-5)
     assert profile.train.save_steps == -(-profile.data.rows // 64)
 
@@ -209,6 +209,7 @@ PAIRS = {
     "machine.precision: fp32 and machine.attention: flash_attention_2": {
         "machine.precision": "fp32", "machine.attention": "flash_attention_2",
     },
+    "train.batch: 8 and train.micro_batch: 3": {"train.batch": "8", "train.micro_batch": "3"},
 }  # fmt: skip
 
 
@@ -224,9 +225,9 @@ def test_every_pair_rule_is_tested() -> None:
 
 
 def test_pairs_are_checked_in_broken_groups_too(altered: Callable[..., str]) -> None:
-    said = refused(altered({"train.max_steps": "0", "train.epochs": "0"}, {"  accumulation:": "  acc:"}))
+    said = refused(altered({"train.max_steps": "0", "train.epochs": "0"}, {"  save_steps:": "  sav:"}))
     assert "train.epochs: 0 and train.max_steps: 0" in said
-    assert "train.acc: unknown key" in said
+    assert "train.sav: unknown key" in said
 
 
 def test_a_group_that_is_no_group(altered: Callable[..., str]) -> None:
@@ -265,7 +266,7 @@ def test_an_unknown_profile_lists_the_known_ones(name: str) -> None:
     assert all(known in said for known in COURSE)
 
 
-@pytest.mark.parametrize("name", ["models", "", "nowhere/mine.yaml"])
+@pytest.mark.parametrize("name", ["models", "cards", "", "nowhere/mine.yaml"])
 def test_what_is_no_profile_is_refused(name: str) -> None:
     assert "there is no profile" in refused(name)
 
@@ -440,10 +441,11 @@ def test_auto_values_are_decided_by_the_card() -> None:
         assert resolved.profile.machine.liger == ("on" if hardware.liger(card).value else "off")
 
 
-def test_liger_and_flash_attention_are_taken_where_the_card_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_and_a_fused_attention_are_taken_where_the_card_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     settled = profiles.resolve("tiny", card=RTX, platform=KAGGLE, online=never)
-    assert (settled.profile.machine.attention, settled.profile.machine.liger) == ("flash_attention_2", "on")
+    assert settled.profile.machine.attention in ("varlen", "flash_attention_2")
+    assert settled.profile.machine.liger == "on"
     wish = {"machine.precision": ("fp32", "a test"), "machine.attention": ("auto", "a test")}
     exact = profiles.with_overrides(settled, wish)
     assert exact.profile.machine.attention == "sdpa"
@@ -457,8 +459,8 @@ def test_liger_and_flash_attention_are_taken_where_the_card_has_them(monkeypatch
         ("machine.precision", "fp16", None, "fp16 needs a card"),
         ("machine.attention", "flash_attention_2", None, "flash_attention_2 needs a card of capability 8.0"),
         ("machine.attention", "flash_attention_2", T4, "flash_attention_2 needs a card of capability 8.0"),
+        ("machine.attention", "varlen", T4, "varlen needs a card of capability 8.0"),
         ("machine.liger", "on", None, "on needs a card"),
-        ("train.optimizer", "paged_adamw_8bit", None, "paged_adamw_8bit needs a card"),
     ],
 )
 def test_what_the_card_cannot_do_is_refused_by_name(
@@ -527,13 +529,13 @@ def test_the_table_folds_a_long_folder(machine: Path) -> None:
 def test_overrides_replace_value_and_reason_and_nothing_else() -> None:
     before = profiles.resolve("tiny", card=None, platform=KAGGLE, online=never)
     after = profiles.with_overrides(
-        before, {"train.max_steps": (3, "parameter MAX_STEPS"), "train.accumulation": (64, "a test")}
+        before, {"train.max_steps": (3, "parameter MAX_STEPS"), "train.batch": (64, "a test")}
     )
     assert after.profile.train.max_steps == 3 != before.profile.train.max_steps
     assert after.choices["train.max_steps"] == hardware.Choice(3, "parameter MAX_STEPS")
-    assert after.effective_batch == after.choices["effective_batch"].value == 64 * before.profile.train.micro_batch
+    assert after.effective_batch == after.choices["effective_batch"].value == 64
     changed = {name for name in before.choices if before.choices[name] != after.choices[name]}
-    assert changed == {"train.max_steps", "train.accumulation", "effective_batch"}
+    assert changed == {"train.max_steps", "train.batch", "effective_batch"}
     assert (after.name, after.source, after.model) == (before.name, before.source, before.model)
     assert profiles.with_overrides(before, {}) == before
 
@@ -547,7 +549,7 @@ def test_overrides_are_checked_all_at_once() -> None:
     for line in (
         "tiny with its overrides has 5 problems",
         "train.max_stps: unknown key, did you mean max_steps?",
-        "train.micro_batch: '8' should be a valid integer",
+        "train.micro_batch: '8' should be 'auto' or '8' should be a valid integer",
         "method: qlora and quantization.type: none",
         "model: unknown key",
     ):
@@ -564,3 +566,78 @@ def test_any_folder_can_be_asked_whether_it_holds_a_model(tmp_path: Path) -> Non
     assert profiles.model_folder(paths.TINY_MODEL) == str(paths.TINY_MODEL)
     with pytest.raises(CourseError, match="is no model folder"):
         profiles.model_folder(tmp_path / "nope")
+
+
+# ---- the plan
+
+
+AUTO = ("train.micro_batch", "train.gradient_checkpointing")
+
+
+@pytest.mark.parametrize("card", [T4, RTX, H200])
+@pytest.mark.parametrize("name", sorted(COURSE - {"tiny"}))
+def test_nothing_is_left_to_auto_and_the_batch_is_the_profiles(name: str, card: Card) -> None:
+    resolved = profiles.resolve(name, card=card, platform=KAGGLE, online=yes)
+    values = schema.flat(resolved.profile.model_dump())
+    assert "auto" not in {value for key, value in values.items() if key != "about"}
+    train = resolved.profile.train
+    assert train.micro_batch * train.accumulation == train.batch == profiles.load(name).train.batch
+    assert all(resolved.choices[key].reason.startswith("plan: ") for key in AUTO)
+
+
+def test_the_plan_says_how_much_of_the_card_it_uses_and_what_would_not_fit() -> None:
+    resolved = profiles.resolve("t4_16gb", "Qwen2.5-14B", card=T4, platform=KAGGLE, online=yes)
+    assert re.search(r"plan: [\d.]+ of 14\.7 GiB by forecast, the fastest that fits", resolved.choices[AUTO[0]].reason)
+    assert "without recomputing would need" in resolved.choices[AUTO[1]].reason
+    roomy = profiles.resolve("ampere_24gb", "Qwen2.5-0.5B", card=H200, platform=KAGGLE, online=yes)
+    assert roomy.profile.train.gradient_checkpointing == "off"
+
+
+def test_what_does_not_fit_is_said_and_not_hidden() -> None:
+    resolved = profiles.resolve("hopper_141gb", card=T4, platform=KAGGLE, online=yes)
+    assert all("DOES NOT FIT" in resolved.choices[key].reason for key in AUTO)
+    assert "GiB are missing" in resolved.choices[AUTO[0]].reason
+
+
+def test_a_model_nobody_knows_yet_gets_the_careful_values() -> None:
+    resolved = profiles.resolve("ampere_24gb", "some/model", card=RTX, platform=KAGGLE, online=yes)
+    assert (resolved.profile.train.micro_batch, resolved.profile.train.gradient_checkpointing) == (1, "on")
+    assert "not known before its download" in resolved.choices[AUTO[0]].reason
+
+
+def test_without_a_card_auto_is_small_and_does_not_recompute(altered: Callable[..., str]) -> None:
+    for batch, rows in (("8", 2), ("3", 1)):
+        file = altered({"train.batch": batch, AUTO[0]: "auto", AUTO[1]: "auto"})
+        train = profiles.resolve(file, card=None, platform=KAGGLE, online=never).profile.train
+        assert (train.micro_batch, train.gradient_checkpointing) == (rows, "off")
+
+
+def test_without_a_card_the_optimizer_that_needs_one_is_replaced() -> None:
+    resolved = profiles.resolve("paper_r64", "tiny", card=None, platform=KAGGLE, online=never)
+    assert resolved.profile.train.optimizer == "adamw_torch_fused"
+    assert resolved.choices["train.optimizer"].reason == "paged_adamw_8bit needs a card: AdamW in 32 bits instead"
+
+
+def test_a_number_of_ones_own_is_kept(altered: Callable[..., str]) -> None:
+    file = altered({"train.batch": "8", AUTO[0]: "4", AUTO[1]: "auto", "model": "Qwen2.5-7B"})
+    resolved = profiles.resolve(file, card=RTX, platform=KAGGLE, online=yes)
+    assert resolved.profile.train.micro_batch == 4
+    assert resolved.choices[AUTO[0]].reason.endswith("[mine.yaml]")
+    assert resolved.choices[AUTO[1]].reason.startswith("plan: ")
+
+
+def test_launched_cards_share_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    train = profiles.resolve("ampere_24gb", card=H200, platform=KAGGLE, online=yes).profile.train
+    assert (train.micro_batch, train.accumulation_on(8)) == (1, 1)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(CourseError, match="a batch of 8 rows cannot be shared by 3 cards"):
+        profiles.resolve("ampere_24gb", card=H200, platform=KAGGLE, online=yes)
+
+
+def test_accumulation_needs_a_settled_micro_batch_that_divides() -> None:
+    with pytest.raises(CourseError, match="cannot be done by 1 x micro_batch auto"):
+        profiles.load("ampere_24gb").train.accumulation  # noqa: B018
+    with pytest.raises(CourseError, match="cannot be done by 3 x micro_batch 2"):
+        profiles.load("tiny").train.accumulation_on(3)

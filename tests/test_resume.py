@@ -54,6 +54,7 @@ class Training:
         """Start the lesson in a process group of its own, one thread, its output added to a file."""
         env = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
         env |= {"NBUTILS_HOME": str(self.home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        env["NBUTILS_LIVE_SECONDS"] = "0"  # a line for every step
         env |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "WANDB_MODE": "offline", "MPLBACKEND": "agg"}
         words = [sys.executable, str(ROOT / "notebooks/03_qlora.py"), "--PROFILE", str(self.home / "tiny.yaml")]
         words += ["--MAX_STEPS", str(STEPS), "--SAVE_STEPS", str(SAVE_STEPS)]
@@ -66,8 +67,8 @@ class Training:
         return (self.home / "output").read_text(encoding="utf-8", errors="replace")
 
     def step(self) -> int:
-        """The step the progress bar shows; -1 before there is one."""
-        return int((re.findall(rf"\b(\d+)/{STEPS} \[", self.output()) or [-1])[-1])
+        """The last step it told of; -1 before there is one."""
+        return int((re.findall(rf"\bstep (\d+) of {STEPS}\b", self.output()) or [-1])[-1])
 
     def interrupt(self, step: int, wait: float, how: signal.Signals) -> subprocess.Popen[bytes]:
         """Start, and send a signal to the whole process group a moment after a step."""

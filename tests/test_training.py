@@ -20,7 +20,7 @@ from torch import nn
 from nbutils import checkpoints, lessons, paths, platforms, training
 from nbutils.errors import CourseError
 from nbutils.platforms import drive
-from nbutils.training import budget, keeping
+from nbutils.training import budget, keeping, weights
 
 MARK = checkpoints.fingerprint(seed=1)
 
@@ -35,7 +35,7 @@ def tiny():  # type: ignore[no-untyped-def]
 def test_only_trainable_weights_are_put_back_into_float32() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16)
     model[0].requires_grad_(False)
-    assert training.repair_precision(model) == 2
+    assert weights.repair_precision(model) == 2
     assert {weight.dtype for weight in model[0].parameters()} == {torch.bfloat16}
     assert {weight.dtype for weight in model[1].parameters()} == {torch.float32}
 
@@ -265,11 +265,11 @@ def test_a_trainer_trains_once(tmp_path: Path) -> None:
 
 def test_the_mark_of_a_model_is_its_content_and_not_its_place(tmp_path: Path) -> None:
     marks = []
-    for name, weights in (("one/m", b"w"), ("other/m", b"w"), ("third/m", b"v")):
+    for name, content in (("one/m", b"w"), ("other/m", b"w"), ("third/m", b"v")):
         folder = tmp_path / name
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
-        (folder / "model.safetensors").write_bytes(weights)
+        (folder / "model.safetensors").write_bytes(content)
         marks.append(training.model_mark(SimpleNamespace(model=str(folder), model_name=str(folder))))  # type: ignore[arg-type]
     assert marks[0] == marks[1] and marks[0]["name"] == "m" and marks[0] != marks[2]
 

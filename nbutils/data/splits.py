@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from nbutils import scaling
 from nbutils.data.building import Build
 from nbutils.data.card import AGAIN, CARD, EVAL, TRAIN, DataCard, verify
 from nbutils.data.reading import files_of
@@ -21,6 +22,7 @@ HELD_OUT_NAMES = ("eval", "test", "valid", "validation", "dev")
 BUNDLED = "the bundled sample"
 
 
+@scaling.main_first()
 def prepare(
     source: str, out: Path, *, eval_source: str = "", eval_fraction: float = 0.1, rows: int = 0, licence: str = ""
 ) -> DataCard:

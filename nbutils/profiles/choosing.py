@@ -16,7 +16,7 @@ from nbutils import hardware
 from nbutils.errors import CourseError
 from nbutils.hardware import Card, Choice
 from nbutils.platforms import Platform, folders
-from nbutils.profiles import models
+from nbutils.profiles import models, sizing
 from nbutils.profiles.reading import Document, did_you_mean, problems, read, refuse
 from nbutils.profiles.schema import Profile, flat, keys, shown
 
@@ -44,8 +44,8 @@ class Resolved:
 
     @property
     def effective_batch(self) -> int:
-        """Rows per optimiser step on one card."""
-        return self.profile.train.micro_batch * self.profile.train.accumulation
+        """Rows per optimiser step on all cards together."""
+        return self.profile.train.batch
 
     def table(self) -> str:
         """Every value with its reason, as aligned text of at most 120 columns."""
@@ -97,11 +97,18 @@ def automatic(card: Card | None, platform: Platform, model: str = "") -> Choice:
         return Choice("tiny", "auto: the bundled model has a profile of its own")
     if card is None:
         return Choice("tiny", f"auto: {platform.name} shows no card, so the bundled model on the CPU")
+    name = for_card(card.capability, card.memory_gib)
     if card.capability < hardware.BF16_FROM:
         old = "; so old that current torch may lack its kernels (lesson 01 tries)" if card.capability < OLDEST else ""
-        return Choice("t4_16gb", f"auto: {platform.name} with {card}, older than bfloat16{old}")
-    name = next((name for below, name in BY_MEMORY if card.memory_gib < below), LARGEST)
+        return Choice(name, f"auto: {platform.name} with {card}, older than bfloat16{old}")
     return Choice(name, f"auto: {platform.name} with {card}")
+
+
+def for_card(capability: tuple[int, int], memory_gib: float) -> str:
+    """The profile made for cards like this one."""
+    if capability < hardware.BF16_FROM:
+        return "t4_16gb"
+    return next((name for below, name in BY_MEMORY if memory_gib < below), LARGEST)
 
 
 def with_overrides(resolved: Resolved, overrides: Mapping[str, tuple[Any, str]]) -> Resolved:
@@ -140,14 +147,20 @@ def _settle(profile: Profile, reasons: Mapping[str, str], card: Card | None) -> 
     """The profile with its `auto` values decided by the card, and every value with its reason."""
     _refuse_impossible(profile, card)
     decided = _by_card(profile, card)
-    settled = {name.removeprefix("machine."): choice.value for name, choice in decided.items()}
-    machine = profile.machine.model_copy(update=settled)
-    profile = profile.model_copy(update={"machine": machine})
+    profile = _with(profile, "machine", decided)
+    planned = sizing.by_plan(profile, card) | _without_bitsandbytes(profile.train.optimizer, card)
+    profile = _with(profile, "train", planned)
     values = flat(profile.model_dump())
-    choices = {key: decided.get(key, Choice(values[key], reasons[key])) for key in keys()}
-    rows = profile.train.micro_batch * profile.train.accumulation
-    choices["effective_batch"] = Choice(rows, "train.micro_batch x train.accumulation: rows per step on one card")
+    choices = {key: (decided | planned).get(key, Choice(values[key], reasons[key])) for key in keys()}
+    parts = f"{profile.train.micro_batch} rows at a time, {profile.train.accumulation} times: one step"
+    choices["effective_batch"] = Choice(profile.train.batch, f"train.batch; on one card {parts}")
     return profile, choices
+
+
+def _with(profile: Profile, group: str, decided: Mapping[str, Choice]) -> Profile:
+    """The profile with the decided values of one group."""
+    values = {name.removeprefix(f"{group}."): choice.value for name, choice in decided.items()}
+    return profile.model_copy(update={group: getattr(profile, group).model_copy(update=values)})
 
 
 def _by_card(profile: Profile, card: Card | None) -> dict[str, Choice]:
@@ -164,21 +177,26 @@ def _by_card(profile: Profile, card: Card | None) -> dict[str, Choice]:
     return decided
 
 
+def _without_bitsandbytes(optimizer: str, card: Card | None) -> dict[str, Choice]:
+    """A machine without a card opens the runs of one with a card, to merge or to serve: it must not stumble here."""
+    if card is not None or not optimizer.endswith(("8bit", "32bit")):
+        return {}
+    return {"train.optimizer": Choice("adamw_torch_fused", f"{optimizer} needs a card: AdamW in 32 bits instead")}
+
+
 def _refuse_impossible(profile: Profile, card: Card | None) -> None:
     """Stop at values this card cannot do, all at once."""
-    machine, optimizer = profile.machine, profile.train.optimizer
+    machine = profile.machine
     old = card is not None and card.capability < hardware.BF16_FROM
     found = []
     if machine.precision in ("bf16", "fp16") and card is None:
         found.append(f"machine.precision: {machine.precision} needs a card: choose auto or fp32")
     if machine.precision == "bf16" and old:
         found.append("machine.precision: bf16 needs capability 8.0: choose auto or fp16")
-    if machine.attention == "flash_attention_2" and (card is None or old):
-        found.append("machine.attention: flash_attention_2 needs a card of capability 8.0: choose auto or sdpa")
+    if machine.attention in ("flash_attention_2", "varlen") and (card is None or old):
+        found.append(f"machine.attention: {machine.attention} needs a card of capability 8.0: choose auto or sdpa")
     if machine.liger == "on" and card is None:
         found.append("machine.liger: on needs a card: choose auto or off")
-    if optimizer.endswith(("8bit", "32bit")) and card is None:
-        found.append(f"train.optimizer: {optimizer} needs a card: choose adamw_torch_fused")
     if found:
         raise CourseError(
             f"this machine ({card or 'no card'}) cannot do:" + "".join(f"\n    - {line}" for line in found),

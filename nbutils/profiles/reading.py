@@ -20,7 +20,7 @@ from nbutils import paths
 from nbutils.errors import CourseError
 from nbutils.profiles.schema import RULES, Profile, flat, keys, shown
 
-NOT_PROFILES = ("models",)
+NOT_PROFILES = ("models", "cards")
 _BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
 
 

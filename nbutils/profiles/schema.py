@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from nbutils.errors import CourseError
+
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 ZeroOrMore = Annotated[int, Field(ge=0)]
@@ -44,8 +46,8 @@ class Train(Strict):
     """The training run."""
 
     max_length: Annotated[int, Field(ge=16)]
-    micro_batch: Count
-    accumulation: Count
+    batch: Count
+    micro_batch: Literal["auto"] | Count
     epochs: Annotated[float, Field(ge=0)]
     max_steps: ZeroOrMore
     learning_rate: Annotated[float, Field(gt=0, lt=1)]
@@ -55,17 +57,33 @@ class Train(Strict):
     max_grad_norm: Annotated[float, Field(gt=0)]
     optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
     packing: bool
-    gradient_checkpointing: bool
+    gradient_checkpointing: Literal["auto", "off", "on", "offload"]
+    shorten: bool
     save_steps: Count
     keep_checkpoints: Count
     logging_steps: Count
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-steps of an optimiser step on one card."""
+        return self.accumulation_on(1)
+
+    def accumulation_on(self, cards: int) -> int:
+        """Micro-steps of an optimiser step on each of several cards, which share the batch."""
+        if self.micro_batch == "auto" or self.batch % (self.micro_batch * cards):
+            raise CourseError(
+                f"train.batch {self.batch} cannot be done by {cards} x micro_batch {self.micro_batch}.",
+                "a micro_batch that is settled, and divides the batch together with the number of cards",
+                "use the profile as profiles.resolve gives it, or change train.batch",
+            )
+        return self.batch // (self.micro_batch * cards)
 
 
 class Machine(Strict):
     """What depends on the card; `auto` asks it."""
 
     precision: Literal["auto", "bf16", "fp16", "fp32"]
-    attention: Literal["auto", "sdpa", "flash_attention_2"]
+    attention: Literal["auto", "sdpa", "flash_attention_2", "varlen"]
     liger: Literal["auto", "on", "off"]
 
 
@@ -153,8 +171,13 @@ RULES = (
     ),
     Rule(
         ("machine.precision", "machine.attention"),
-        lambda precision, attention: precision == "fp32" and attention == "flash_attention_2",
+        lambda precision, attention: precision == "fp32" and attention in ("flash_attention_2", "varlen"),
         "FlashAttention computes in 16 bits only: choose sdpa",
+    ),
+    Rule(
+        ("train.batch", "train.micro_batch"),
+        lambda batch, micro_batch: micro_batch != "auto" and batch % micro_batch != 0,
+        "a step is made of whole micro-steps: choose a micro_batch that divides the batch, or auto",
     ),
 )
 

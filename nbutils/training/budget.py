@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nbutils import platforms
+from nbutils import platforms, scaling
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -117,8 +117,10 @@ def time_budget(lesson: Lesson, way_home: Carrier, max_hours: float, clock: Cloc
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.pace.step_ended()
-            if control.should_training_stop or not (reason := self.why_now()):
+            reason = self.why_now()
+            if control.should_training_stop or not scaling.anyone(bool(reason)):
                 return
+            reason = reason or "Another process of this training was asked to end."
             print(f"\n{reason} Saving at step {state.global_step} of {state.max_steps} and ending here. {go_on}")
             control.should_log = control.should_save = control.should_training_stop = True
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbutils import checkpoints, tracking
+from nbutils import checkpoints, scaling, tracking
 from nbutils.disk import require_disk
 from nbutils.paths import GIB
 from nbutils.platforms import drive
@@ -25,8 +25,21 @@ if TYPE_CHECKING:
 CHECKPOINT_EXTRAS = 64 * 2**20  # tokenizer, trainer state, random states
 
 
+class Onlooker(checkpoints.Carrier):
+    """What a process beside the main one holds: it carries nothing and has nothing to say."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def messages(self) -> list[str]:
+        """Nothing."""
+        return []
+
+
 def carrier(lesson: Lesson, mark: dict[str, Any], keep_last: int) -> checkpoints.Carrier:
     """The thread that carries this run's checkpoints and logs home while it trains."""
+    if not scaling.is_main():
+        return Onlooker()
     route = checkpoints.Route(sealed(lesson), lesson.run.checkpoints, keep_last, still_mounted(lesson.run.path))
     return checkpoints.Carrier(route, mark, (lesson.scratch / lesson.run.logs.name, lesson.run.logs))
 
@@ -55,7 +68,6 @@ def require_room(trainer: Trainer, keep: Path, keep_last: int) -> None:
 def keep_checkpoints(way_home: checkpoints.Carrier) -> TrainerCallback:
     """A callback that hands each saved checkpoint to the carrier and shows what the carrier has to say."""
     from accelerate import PartialState
-    from tqdm import tqdm
     from transformers import TrainerCallback
 
     class KeepCheckpoints(TrainerCallback):
@@ -69,10 +81,14 @@ def keep_checkpoints(way_home: checkpoints.Carrier) -> TrainerCallback:
                 raise trained_already()
             self.begun = True
 
+        def begin_again(self) -> None:
+            """Allow one more beginning: the ladder's, which goes on with the weights of the last finished step."""
+            self.begun = False
+
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_log |= control.should_save or state.global_step >= state.max_steps
             for line in way_home.messages():
-                tqdm.write(line)  # beside the progress bar, not into it
+                print(line, flush=True)
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             PartialState().wait_for_everyone()  # every process adds its random state to the folder
@@ -83,7 +99,11 @@ def keep_checkpoints(way_home: checkpoints.Carrier) -> TrainerCallback:
 
 
 def bring_home(lesson: Lesson, way_home: checkpoints.Carrier) -> None:
-    """Wait until the last checkpoint and the logs are in keep; the only time a lesson waits for that disk."""
+    """Wait until the last checkpoint and the logs are in keep; the only time a lesson waits for that disk.
+
+    Of several processes only the main one goes on from here.
+    """
+    scaling.leave_it_to_main()
     tracking.end()
     kept = way_home.finish()
     checkpoints.clear(way_home.route.sealed)  # all of it is in keep; whoever deletes a run there means to begin anew

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
     from nbutils.lessons import Lesson
+    from nbutils.training.meter import Meter
 
 
 def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any]:
@@ -23,15 +24,24 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
     history = trainer.state.log_history
     losses = loss_history(history)
     tokens = [entry["num_tokens"] for entry in history if "num_tokens" in entry and entry["step"] > first_step]
+    live = meter_of(trainer)
+    speed = (live and live.average) or (tokens[-1] / seconds if tokens else None)
     return {
         "steps": trainer.state.global_step,
         "planned_steps": trainer.state.max_steps,  # more than the steps done: the run ended before its time was up
         "resumed_from_step": first_step,
         "final_loss": round(losses[-1][1], 5) if losses else None,
-        "tokens_per_second": round(tokens[-1] / seconds, 1) if tokens else None,  # None: nothing was left to train
+        "tokens_per_second": round(speed, 1) if speed else None,  # None: nothing was left to train
         "train_seconds": round(seconds, 1) if tokens else None,
+        "skipped_steps": live.skipped if live and tokens else None,  # float16 looking for its loss scale
         "peak_memory_gib": round(hardware.peak_memory_gib(), 3),
     }
+
+
+def meter_of(trainer: Trainer) -> Meter | None:
+    """What `live_numbers` measured, if the trainer was given it."""
+    callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", [])
+    return next((one.meter for one in callbacks if hasattr(one, "meter")), None)
 
 
 def loss_history(log_history: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
@@ -47,10 +57,12 @@ def bookkeeping(lesson: Lesson, seed: int) -> dict[str, Any]:
         "data_seed": seed,
         "use_cpu": lesson.card is None,
         "dataloader_pin_memory": lesson.card is not None,
+        "ddp_find_unused_parameters": False,  # every adapter weight is used in every step
         "save_strategy": "steps",
         "save_steps": train.save_steps,
         "save_total_limit": 1,  # in scratch; the ones that count are in the run folder
         "logging_steps": train.logging_steps,
+        "logging_nan_inf_filter": False,  # it would write a plausible loss over one that is not a number
         "report_to": tracking.begin(lesson.scratch / lesson.run.logs.name, lesson.run.name),
         "run_name": lesson.run.name,
     }

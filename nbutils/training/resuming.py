@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from nbutils import checkpoints, paths
+from nbutils import checkpoints, paths, scaling
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.paths import CHUNK, GIB
@@ -24,9 +24,15 @@ if TYPE_CHECKING:
 
 DECISIVE = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt")
 RESUME_CHOICES = ("auto", "never")
+# Of train: in a profile, what a run may be continued with in spite of another value. The batch is not among them.
+MAY_CHANGE = {
+    "epochs", "max_steps", "save_steps", "keep_checkpoints", "logging_steps", "micro_batch", "gradient_checkpointing",
+    "shorten",
+}  # fmt: skip
 _LOCKS: dict[Path, IO[str]] = {}
 
 
+@scaling.told_by_main
 def resume_point(lesson: Lesson, mark: dict[str, Any], resume: str) -> Path | None:
     """The checkpoint to continue from, unpacked in scratch; with RESUME="never" the old ones are removed first."""
     if resume not in RESUME_CHOICES:

@@ -1,0 +1,217 @@
+"""The whole forecast: memory, speed, hours, cost, disk and RAM, for one card or for all cards of the table.
+
+Not here: how it is shown (report). What cannot be known stays None, and a note says which fact is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from nbutils import scaling
+from nbutils.errors import CourseError
+from nbutils.paths import GIB
+from nbutils.plan import cards, choosing, memory, recipes, shapes, speed
+from nbutils.plan.cards import CardFacts
+from nbutils.plan.recipes import Recipe
+from nbutils.plan.shapes import Shape
+
+if TYPE_CHECKING:
+    from nbutils.profiles import Profile, Resolved
+
+RENTED = ("RTX 4090", "ampere_24gb")  # the usual rented card, and its profile
+MEASURED = "H200"  # the one card whose speed was measured
+REMARK = f"Speed from published numbers; only the {MEASURED} was measured. Prices: configs/cards.yaml, yours to edit."
+SPARE = 1.1  # merging asks for a tenth more disk than the model has
+LOADING = 2.0  # GiB of RAM for Python, torch and one shard on its way to the card
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a training will need; None where a fact is missing, and `notes` says which."""
+
+    model: str
+    card: CardFacts
+    recipe: Recipe
+    batch: int
+    parts: dict[str, float]
+    tokens_per_second: float | None
+    hours: float | None
+    cost: dict[str, float | None]
+    disk_gib: dict[str, float]
+    merge_ram_gib: dict[str, float]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def peak_vram_gib(self) -> float:
+        """The forecast peak of torch's allocator on each card."""
+        return sum(self.parts.values())
+
+    @property
+    def limit_gib(self) -> float:
+        """What the plan lets torch use of one card."""
+        return choosing.limit_gib(self.card)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the limit."""
+        return self.peak_vram_gib <= self.limit_gib
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, rounded as far as a forecast deserves."""
+        card = {key: value for key, value in asdict(self.card).items() if key != "note"}
+        return {
+            "model": self.model, "gpu": self.card.name, "gpus": self.card.count, "card": card,
+            "recipe": asdict(self.recipe), "batch": self.batch,
+            "peak_vram_gib": round(self.peak_vram_gib, 2), "limit_gib": round(self.limit_gib, 2), "fits": self.fits,
+            "parts": {name: round(size, 3) for name, size in self.parts.items()},
+            "tokens_per_second": None if self.tokens_per_second is None else round(self.tokens_per_second),
+            "hours": None if self.hours is None else round(self.hours, 2),
+            "cost": {name: None if value is None else round(value, 2) for name, value in self.cost.items()},
+            "disk_gib": {name: round(size, 1) for name, size in self.disk_gib.items()},
+            "merge_ram_gib": {name: round(size, 1) for name, size in self.merge_ram_gib.items()},
+            "notes": self.notes,
+        }  # fmt: skip
+
+
+def forecast(
+    shape: Shape,
+    recipe: Recipe,
+    card: CardFacts,
+    batch: int,
+    rows: int | None = None,
+    mean_length: float | None = None,
+    epochs: float = 1.0,
+    keep_checkpoints: int = 3,
+) -> Forecast:
+    """Forecast one training; `card.count` cards share the batch."""
+    rate = speed.tokens_per_second(shape, recipe, card, card.count, mean_length)
+    real = None if rows is None or mean_length is None else rows * min(mean_length, recipe.length) * epochs
+    hours = None if rate is None or real is None else real / rate / 3600
+    made = Forecast(
+        shape.name, card, recipe, batch, memory.parts(shape, recipe), rate, hours, cost(card, hours),
+        disk(shape, recipe, keep_checkpoints), merge_ram(shape, recipe),
+    )  # fmt: skip
+    return replace(made, notes=notes(made, real))
+
+
+def cost(card: CardFacts, hours: float | None) -> dict[str, float | None]:
+    """Yuan and dollars for all cards; None where hours or price are not known."""
+    prices = {"yuan": card.yuan, "dollars": card.dollars}
+    unknown = hours is None
+    return {name: None if unknown or price is None else price * hours * card.count for name, price in prices.items()}  # type: ignore[operator]
+
+
+def disk(shape: Shape, recipe: Recipe, keep_checkpoints: int) -> dict[str, float]:
+    """GiB on disk: the 16-bit download, the merged model, and checkpoints (adapter and optimizer)."""
+    whole = shape.params * 2 / GIB
+    trained = shape.adapter_params(recipe.rank) * (4 + memory.optimizer_bytes(recipe.optimizer)) / GIB
+    return {"download": whole, "merged": whole * SPARE, "checkpoints": trained * keep_checkpoints}
+
+
+def merge_ram(shape: Shape, recipe: Recipe) -> dict[str, float]:
+    """GiB to merge (lesson 04): the model in 16 bits on the card; without one in 32 bits in RAM."""
+    whole = shape.params * recipe.wide / GIB
+    return {"on_card": whole, "ram_with_card": LOADING, "ram_without_card": shape.params * 4 / GIB + LOADING}
+
+
+def notes(made: Forecast, real_tokens: float | None) -> list[str]:
+    """What a reader must know: what does not fit, what is missing, what was not measured."""
+    card, found = made.card, []
+    if not made.fits:
+        found.append(f"does not fit: {made.peak_vram_gib - made.limit_gib:.1f} GiB are missing")
+    if card.tflops is None:
+        found.append("speed, hours and cost unknown: give the card's dense 16-bit arithmetic with --tflops")
+    elif made.tokens_per_second is None:
+        found.append("speed unknown: rows are not packed, so their mean length is needed (--mean-length)")
+    if real_tokens is None:
+        found.append("hours and cost unknown: give --rows and --mean-length (tokens of a row)")
+    if card.yuan is None and card.dollars is None:
+        found.append("price unknown: fill configs/cards.yaml")
+    if card.tflops is not None and card.bandwidth is None:
+        found.append("bandwidth unknown: speed follows from the arithmetic alone")
+    if card.tflops is not None and card.name != MEASURED:
+        found.append(f"speed from published numbers: only the {MEASURED} was measured")
+    if card.count > 1:
+        found.append(f"{card.count} cards, each with its own copy: {speed.PARALLEL:g} of their sum is an estimate")
+    return [*found, card.note] if card.note else found
+
+
+def of_profile(
+    profile: Profile,
+    card: CardFacts,
+    model: str | Shape = "",
+    rows: int | None = None,
+    mean_length: float | None = None,
+) -> Forecast:
+    """A profile on a card; `auto` values become the fastest that fit, or the smallest if nothing does."""
+    shape = model if isinstance(model, Shape) else shapes.find(model or profile.model)
+    recipe, train = recipes.from_profile(profile, card), profile.train
+    fixed = () if train.micro_batch == "auto" else (train.micro_batch,)
+    ways = choosing.WAYS if train.gradient_checkpointing == "auto" else (train.gradient_checkpointing,)
+    found = choosing.options(shape, recipe, train.batch, card, fixed, ways)
+    fitting = [one for one in found if one.peak_gib <= choosing.limit_gib(card)]
+    chosen = choosing.best(fitting) if fitting else min(found, key=lambda one: one.peak_gib)
+    amount = rows if rows is not None else profile.data.rows or None
+    return forecast(
+        shape, chosen.recipe, card, train.batch, amount, mean_length, train.epochs or 1.0, train.keep_checkpoints
+    )
+
+
+def example(resolved: Resolved, rows: int, mean_length: float) -> Forecast:
+    """A forecast to look at: this machine's profile on its card; without a card, a 7B model on a card one can rent."""
+    from nbutils.profiles.reading import load
+
+    if resolved.card is None:
+        return of_profile(load(RENTED[1]), cards.find(RENTED[0]), rows=rows, mean_length=mean_length)
+    facts = replace(cards.of_machine(resolved.card), count=1)
+    try:
+        shape = shapes.find(resolved.model)
+    except CourseError:
+        shape = shapes.find(load(resolved.source).model)
+        unknown = f"the shape of {resolved.model} is not known before its download: this is {shape.name} instead"
+        facts = replace(facts, note=unknown)
+    return of_profile(resolved.profile, facts, shape, rows, mean_length)
+
+
+def require(resolved: Resolved, rows: int | None = None, mean_length: float | None = None) -> Forecast | None:
+    """This machine's forecast for lesson 03; stops where not even the smallest setting fits the card.
+
+    None without a card, and for a model whose shape is not known before its download.
+    """
+    if resolved.card is None:
+        return None
+    try:
+        shape = shapes.find(resolved.model)
+    except CourseError:
+        return None
+    card = replace(cards.of_machine(resolved.card), count=scaling.world_size())
+    made = of_profile(resolved.profile, card, shape, rows, mean_length)
+    if min(one.peak_gib for one in choosing.options(shape, made.recipe, made.batch, card)) > made.limit_gib:
+        raise choosing.nothing_fits(shape, made.recipe, made.batch, card)
+    return made
+
+
+def which_fits() -> list[dict[str, Any]]:
+    """For every card of the table, every card profile on it: whether it fits, how, how fast; `auto` marks its own."""
+    from nbutils.profiles.choosing import BY_MEMORY, LARGEST
+    from nbutils.profiles.reading import load
+
+    profiles = {name: load(name) for name in [*(name for _, name in BY_MEMORY), LARGEST]}
+    chosen = [(name, profile, shapes.find(profile.model)) for name, profile in profiles.items()]
+    return [_row(name, profile, shape, card) for card in cards.every() for name, profile, shape in chosen]
+
+
+def _row(name: str, profile: Profile, shape: Shape, card: CardFacts) -> dict[str, Any]:
+    from nbutils.profiles.choosing import for_card
+
+    made = of_profile(profile, card, shape)
+    recipe = made.recipe
+    return {
+        "card": card.name, "memory_gib": card.memory_gib, "profile": name, "model": made.model, "fits": made.fits,
+        "auto": name == for_card(card.capability, card.memory_gib),
+        "peak_vram_gib": round(made.peak_vram_gib, 1), "micro_batch": recipe.micro_batch,
+        "accumulation": made.batch // recipe.micro_batch, "checkpointing": recipe.checkpointing,
+        "length": recipe.length, "tokens_per_second": round(made.tokens_per_second or 0),
+        "yuan_per_hour": card.yuan, "dollars_per_hour": card.dollars,
+    }  # fmt: skip

@@ -1,0 +1,69 @@
+"""How one trains, as far as memory and speed depend on it; from a profile, or from what a card can do.
+
+Not here: which micro-batch fits (choosing), what a profile may say (profiles.schema).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nbutils.plan.cards import CardFacts
+    from nbutils.profiles import Profile
+
+MODERN = (8, 0)  # bfloat16, torch's varlen attention and Triton's kernels begin here
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to train: `checkpointing` is off, on or offload; `packing` fills rows with several examples."""
+
+    method: str = "qlora"
+    rank: int = 16
+    precision: str = "bf16"
+    attention: str = "varlen"
+    liger: bool = True
+    optimizer: str = "paged_adamw_8bit"
+    length: int = 2048
+    micro_batch: int = 1
+    checkpointing: str = "on"
+    double: bool = True
+    packing: bool = True
+    accumulation: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-step, padding included: packed rows are laid end to end, others side by side."""
+        return self.micro_batch * self.length
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number that is computed with."""
+        return 4 if self.precision == "fp32" else 2
+
+
+def for_card(card: CardFacts) -> dict[str, str | bool]:
+    """Precision, attention and fused kernels by a card's capability, as lesson 03 would have them there."""
+    if card.capability >= MODERN:
+        return {"precision": "bf16", "attention": "varlen", "liger": True}
+    return {"precision": "fp16", "attention": "sdpa", "liger": False}
+
+
+def from_profile(profile: Profile, card: CardFacts) -> Recipe:
+    """A profile's recipe on a card; what it leaves to the machine is decided by the card's capability."""
+    train, machine, by_card = profile.train, profile.machine, for_card(card)
+    return Recipe(
+        method=profile.method,
+        rank=profile.lora.rank,
+        precision=str(by_card["precision"]) if machine.precision == "auto" else machine.precision,
+        attention=str(by_card["attention"]) if machine.attention == "auto" else machine.attention,
+        liger=bool(by_card["liger"]) if machine.liger == "auto" else machine.liger == "on",
+        optimizer=train.optimizer,
+        length=train.max_length,
+        micro_batch=1 if train.micro_batch == "auto" else train.micro_batch,
+        checkpointing="on" if train.gradient_checkpointing == "auto" else train.gradient_checkpointing,
+        double=profile.quantization.double,
+        packing=train.packing,
+        accumulation=1 if train.micro_batch == "auto" else train.accumulation_on(card.count),
+    )

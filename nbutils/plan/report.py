@@ -1,0 +1,116 @@
+"""The forecast for people: its lines, the formula with this training's numbers, the table of cards.
+
+Not here: any number of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbutils.plan import forecasting, memory
+from nbutils.plan.choosing import CONTEXT_GIB, MARGIN
+from nbutils.plan.forecasting import Forecast
+from nbutils.plan.recipes import Recipe
+from nbutils.plan.shapes import Shape
+
+WAYS = {"off": "no recomputing", "on": "layers recomputed", "offload": "layers recomputed, inputs in RAM"}
+
+
+def as_rows(made: Forecast) -> list[dict[str, Any]]:
+    """The forecast as rows of a table: what, how much, why."""
+    parts = ", ".join(f"{name} {size:.2f}" for name, size in made.parts.items())
+    disk = ", ".join(f"{name} {size:.1f}" for name, size in made.disk_gib.items())
+    ram = made.merge_ram_gib
+    rate = "unknown" if made.tokens_per_second is None else f"{made.tokens_per_second:,.0f} tokens/s"
+    lines = {
+        "training": (f"{made.model} on {made.card}", _setting(made)),
+        "peak of the card": (f"{made.peak_vram_gib:.1f} GiB", parts),
+        "the plan allows": (f"{made.limit_gib:.1f} of {made.card.memory_gib:.1f} GiB", _margin(made.fits)),
+        "speed": (rate, "real tokens, on all cards together"),
+        "time": ("unknown" if made.hours is None else f"{made.hours:.1f} h", "rows x mean length x epochs / speed"),
+        "cost": (money(made.cost), f"price: {made.card.price_from}"),
+        "disk": (f"{sum(made.disk_gib.values()):.0f} GiB", disk),
+        "merging": (
+            f"{ram['on_card']:.0f} GiB of the card",
+            f"or {ram['ram_without_card']:.0f} GiB of RAM without one",
+        ),
+    }
+    found = [{"what": name, "forecast": value, "from": why} for name, (value, why) in lines.items()]
+    return found + [{"what": "note", "forecast": "", "from": note} for note in made.notes]
+
+
+def describe(made: Forecast | None) -> str:
+    """The same as aligned text."""
+    if made is None:
+        return "Nothing to forecast: no card here, or a model whose shape is not known before its download."
+    rows = as_rows(made)
+    wide = max(len(row["forecast"]) for row in rows)
+    return "\n".join(f"{row['what']:<17} {row['forecast']:<{wide}}  {row['from']}".rstrip() for row in rows)
+
+
+def money(cost: dict[str, float | None]) -> str:
+    """Yuan and dollars as far as they are known."""
+    known = [f"{sign}{cost[name]:.2f}" for name, sign in (("yuan", "¥"), ("dollars", "$")) if cost[name]]
+    free = any(value == 0 for value in cost.values())
+    return " or ".join(known) or ("free" if free else "unknown")
+
+
+def _setting(made: Forecast) -> str:
+    recipe, each = made.recipe, made.batch // made.card.count
+    cards = f" x {made.card.count} cards" if made.card.count > 1 else ""
+    return (
+        f"{recipe.method} rank {recipe.rank}, rows of {recipe.length}, {recipe.micro_batch} x "
+        f"{each // recipe.micro_batch}{cards} rows a step, {WAYS[recipe.checkpointing]}"
+    )
+
+
+def _margin(fits: bool) -> str:
+    return f"{'fits' if fits else 'DOES NOT FIT'}: {MARGIN:.0%} and {CONTEXT_GIB:g} GiB for CUDA stay free"
+
+
+def explain(shape: Shape, made: Forecast) -> str:
+    """The formula of the peak with the numbers of this training."""
+    recipe, parts = made.recipe, made.parts
+    small = recipe.method == "qlora"
+    each = (memory.NF4_DOUBLE if recipe.double else memory.NF4) if small else recipe.wide
+    kept = {"off": "all each layer computed", "on": "each layer's input", "offload": "a few layers' inputs"}
+    rows = {
+        "weights": f"{shape.linear_params / 1e9:.2f} billion x {each:.3f} bytes"
+        f" + {shape.embedding_params / 1e9:.2f} billion x {recipe.wide}",
+        "adapters": f"{shape.adapter_params(recipe.rank) / 1e6:.1f} million x {_adapter_bytes(recipe)}",
+        "optimizer": f"the same x {memory.optimizer_bytes(recipe.optimizer)} ({recipe.optimizer})",
+        "activations": f"{recipe.tokens:,} tokens: {kept[recipe.checkpointing]} of {shape.layers}, one layer at work",
+        "logits": "the loss in tiles, as far as it needs more than the layer at work that comes after it",
+        "workspace": "masks of packed rows, cuBLAS, slack",
+    }
+    lines = [f"{name:<12}{parts[name]:7.2f} GiB  = {words}" for name, words in rows.items()]
+    return "\n".join([*lines, f"{'peak':<12}{made.peak_vram_gib:7.2f} GiB"])
+
+
+def _adapter_bytes(recipe: Recipe) -> str:
+    if recipe.accumulation > 1:
+        return f"{memory.ADAPTER + memory.GRADIENT} (value, gradient)"
+    return f"{memory.ADAPTER} (value; nothing is accumulated)"
+
+
+def fits_table() -> list[dict[str, Any]]:
+    """For every card: what PROFILE auto trains there, how, how fast, for what price; and the largest."""
+    rows, table = forecasting.which_fits(), []
+    for row in [row for row in rows if row["auto"]]:
+        largest = [one["model"] for one in rows if one["card"] == row["card"] and one["fits"]]
+        prices = {"yuan": row["yuan_per_hour"], "dollars": row["dollars_per_hour"]}
+        table.append({
+            "card": row["card"], "GiB": row["memory_gib"], "profile": row["profile"], "model": row["model"],
+            "rows a step": f"{row['micro_batch']} x {row['accumulation']}", "recomputing": row["checkpointing"],
+            "peak GiB": row["peak_vram_gib"], "tokens/s": f"{row['tokens_per_second']:,}", "an hour": money(prices),
+            "largest that trains": largest[-1] if largest else "none of the profiles",
+        })  # fmt: skip
+    return table
+
+
+def aligned(rows: list[dict[str, Any]]) -> str:
+    """Rows as aligned columns for a terminal."""
+    names = list(rows[0]) if rows else []
+    wide = {name: max(len(name), *(len(str(row[name])) for row in rows)) for name in names}
+    lines = [{name: name for name in names}, *rows]
+    return "\n".join("  ".join(f"{line[name]!s:<{wide[name]}}" for name in names).rstrip() for line in lines)

@@ -1,0 +1,89 @@
+"""Micro-batch and checkpointing left to `auto`: the plan's fastest that fits this card, each with its reason.
+
+Not here: the formulas (plan). A forecast never stops a lesson here; lesson 03 asks `plan.require` before it trains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nbutils import scaling
+from nbutils.errors import CourseError
+from nbutils.hardware import Card, Choice
+from nbutils.profiles.schema import Profile
+
+if TYPE_CHECKING:
+    from nbutils.plan import CardFacts, Option
+
+MICRO_BATCH, CHECKPOINTING = "train.micro_batch", "train.gradient_checkpointing"
+WITHOUT_CARD = 2  # rows at a time on a CPU: packed rows form one line there, attention grows with its square
+
+
+def by_plan(profile: Profile, card: Card | None) -> dict[str, Choice]:
+    """The two values, as far as the profile leaves them to the plan."""
+    train = profile.train
+    left = {MICRO_BATCH: train.micro_batch, CHECKPOINTING: train.gradient_checkpointing}
+    wanted = [name for name, value in left.items() if value == "auto"]
+    if not wanted:
+        return {}
+    found = _without_card(train.batch) if card is None else _with_card(profile, card)
+    return {name: found[name] for name in wanted}
+
+
+def _without_card(batch: int) -> dict[str, Choice]:
+    rows = WITHOUT_CARD if batch % WITHOUT_CARD == 0 else 1
+    return {
+        MICRO_BATCH: Choice(rows, "plan: no card, so few rows at a time"),
+        CHECKPOINTING: Choice("off", "plan: no card, so memory is no worry and recomputing would cost time"),
+    }
+
+
+def _with_card(profile: Profile, card: Card) -> dict[str, Choice]:
+    """The fastest that fits; the smallest, with a warning, if nothing does; careful values if the shape is unknown."""
+    from nbutils import plan
+
+    facts = replace(plan.cards.of_machine(card), count=scaling.world_size())
+    train = profile.train
+    try:
+        shape = plan.find(profile.model)
+    except CourseError:
+        reason = "plan: the model's shape is not known before its download, so the careful value"
+        rows = 1 if train.micro_batch == "auto" else train.micro_batch
+        return {MICRO_BATCH: Choice(rows, reason), CHECKPOINTING: Choice("on", reason)}
+    fixed = () if train.micro_batch == "auto" else (train.micro_batch,)
+    ways = ("off", "on", "offload") if train.gradient_checkpointing == "auto" else (train.gradient_checkpointing,)
+    found = plan.options(shape, plan.from_profile(profile, facts), train.batch, facts, fixed, ways)
+    return _reasoned(found, facts)
+
+
+def _reasoned(found: list[Option], facts: CardFacts) -> dict[str, Choice]:
+    """The chosen option with the reason, which names a neighbour that would not fit."""
+    from nbutils.plan import choosing
+
+    limit = choosing.limit_gib(facts)
+    fitting = [one for one in found if one.peak_gib <= limit]
+    chosen = choosing.best(fitting) if fitting else min(found, key=lambda one: one.peak_gib)
+    of = f"{chosen.peak_gib:.1f} of {facts.memory_gib:.1f} GiB by forecast"
+    allowed = f"{limit:.1f} are used at most ({choosing.MARGIN:.0%} and {choosing.CONTEXT_GIB:g} GiB stay free)"
+    if not fitting:
+        missing = f"plan: DOES NOT FIT, {chosen.peak_gib - limit:.1f} GiB are missing ({of}, {allowed})"
+        why = {MICRO_BATCH: missing, CHECKPOINTING: f"{missing}; choose a smaller MODEL or a shorter max_length"}
+    else:
+        why = {MICRO_BATCH: f"plan: {of}, the fastest that fits; {allowed}", CHECKPOINTING: _way(chosen, found, limit)}
+    values = {MICRO_BATCH: chosen.recipe.micro_batch, CHECKPOINTING: chosen.recipe.checkpointing}
+    return {name: Choice(values[name], why[name]) for name in values}
+
+
+def _way(chosen: Option, found: list[Option], limit: float) -> str:
+    """Why layers are recomputed, or why not."""
+    if chosen.recipe.checkpointing == "off":
+        return "plan: memory allows it, and recomputing would cost time"
+    same = [one for one in found if one.recipe.micro_batch == chosen.recipe.micro_batch]
+    off = next((one for one in same if one.recipe.checkpointing == "off"), None)
+    if off is None:
+        return "plan: the fastest that fits"
+    rows = f"micro_batch {off.recipe.micro_batch} without recomputing"
+    if off.peak_gib > limit:
+        return f"plan: {rows} would need {off.peak_gib:.1f} GiB"
+    return f"plan: no slower than {rows} by forecast, and it needs less memory"

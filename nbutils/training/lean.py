@@ -1,0 +1,202 @@
+"""A training step with fewer passes over memory: LoRA's sums folded into its matrix products, and fused kernels.
+
+The numbers are those of PEFT's own layers (a test compares outputs and gradients). What makes it faster:
+- `y = x W + s (x A) B` is written in place by the second product; PEFT copies, scales and adds whole outputs,
+- the activation of an MLP is recomputed in the backward pass instead of kept,
+- a recomputed layer leaves out its last product, whose result nobody reads.
+Not here: which of it a machine can do (hardware, profiles).
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+# Layers that end with `residual + mlp(...)`: there the last product of a recomputed layer is not needed.
+ENDS_WITH_MLP = ("Qwen2DecoderLayer", "Qwen3DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer")
+
+
+def lighten(model: nn.Module, fused: bool) -> int:
+    """Give every LoRA layer and MLP that allows it the lean forward; how many layers got one."""
+    from peft.tuners.lora import LoraLayer
+
+    if fused:
+        _use_liger(model)
+    layers: list[Any] = [part for part in model.modules() if isinstance(part, LoraLayer) and _is_plain(part)]
+    for layer in layers:
+        layer.stock_forward = layer.forward
+        layer.forward = types.MethodType(_linear_forward, layer)
+    _lighten_mlps(model, layers, fused)
+    return len(layers)
+
+
+def _use_liger(model: nn.Module) -> None:
+    """Liger's norms and rotations; the loss is TRL's own, which builds no table of logits either."""
+    from transformers.integrations.liger import apply_liger_kernel
+
+    apply_liger_kernel(model, {"fused_linear_cross_entropy": False, "cross_entropy": False})
+
+
+def _is_plain(layer: Any) -> bool:
+    """One adapter over a linear layer, without dropout or a variant of LoRA: what the arithmetic below covers."""
+    base = layer.get_base_layer()
+    names = list(getattr(layer, "lora_A", {}))
+    if len(names) != 1 or not isinstance(base, nn.Linear) or getattr(layer, "fan_in_fan_out", False):
+        return False
+    [name] = names
+    return (
+        isinstance(layer.lora_dropout[name], nn.Identity)
+        and name not in layer.lora_variant
+        and layer.lora_B[name].bias is None
+        and (base.bias is None or not base.bias.requires_grad)
+    )
+
+
+def _lighten_mlps(model: nn.Module, layers: list[Any], fused: bool) -> None:
+    lean = set(map(id, layers))
+    for block in model.modules():
+        mlp: Any = getattr(block, "mlp", None)
+        if id(getattr(mlp, "down_proj", None)) not in lean or not hasattr(mlp, "gate_proj"):
+            continue
+        if getattr(mlp.config, "hidden_act", "") in ("silu", "swish"):
+            mlp.skips_last = type(block).__name__ in ENDS_WITH_MLP
+            mlp.fused = fused
+            mlp.stock_forward = mlp.forward
+            mlp.forward = types.MethodType(_mlp_forward, mlp)
+
+
+def _in_use(layer: Any) -> bool:
+    """Whether the adapter is to be added right now; evaluation and merged adapters go PEFT's way."""
+    return layer.training and not layer.disable_adapters and not layer.merged
+
+
+def _linear_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if not _in_use(self) or args or kwargs:
+        return self.stock_forward(x, *args, **kwargs)
+    return _LoraLinear.apply(x, *_weights(self), _dtype(self, x))
+
+
+def _mlp_forward(self: Any, x: Tensor) -> Tensor:
+    if not _in_use(self.down_proj):
+        return self.stock_forward(x)
+    gate, up = self.gate_proj(x), self.up_proj(x)
+    return _LoraDown.apply(gate, up, *_weights(self.down_proj), _dtype(self.down_proj, x), self.fused, self.skips_last)
+
+
+def _weights(layer: Any) -> tuple[Any, ...]:
+    """The frozen weight and bias, A, B and the scale of a LoRA layer."""
+    [name] = layer.lora_A
+    base = layer.get_base_layer()
+    return base.weight, base.bias, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
+
+
+def _dtype(layer: Any, x: Tensor) -> torch.dtype:
+    """The type the products are computed in: autocast's, else the quantised layer's, else the input's."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return getattr(layer.get_base_layer(), "compute_dtype", None) or x.dtype
+
+
+def _dense(weight: Any, dtype: torch.dtype) -> Tensor:
+    """A weight as a matrix (out, in): quantised ones are unpacked for the moment they are needed."""
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return weight.to(dtype)
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(weight.data.view(-1, 1), state).to(dtype)
+
+
+def _recomputing() -> bool:
+    """Whether this forward runs inside a backward pass, as gradient checkpointing lets it."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _product(x: Tensor, low: Tensor, weight: Any, bias: Tensor | None, b: Tensor, scale: float) -> Tensor:
+    """x W^T + bias + scale (x A^T) B^T, the last sum made by the product itself; `low` is x A^T."""
+    dense = _dense(weight, x.dtype).t()
+    out = x @ dense if bias is None else torch.addmm(bias.to(x.dtype), x, dense)
+    return out.addmm_(low, b.to(x.dtype).t(), alpha=scale)
+
+
+def _input_gradient(grad: Tensor, low_grad: Tensor, weight: Any, a: Tensor, scale: float) -> Tensor:
+    """The gradient of x in `_product`."""
+    return (grad @ _dense(weight, grad.dtype)).addmm_(low_grad, a.to(grad.dtype), alpha=scale)
+
+
+class _LoraLinear(torch.autograd.Function):
+    """A linear layer with its adapter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, a: Tensor, b: Tensor, scale: float, dtype: Any) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1]).to(dtype)
+        low = flat @ a.to(dtype).t()
+        out = _product(flat, low, weight, bias, b, scale)
+        ctx.save_for_backward(flat, low, a, b)
+        ctx.weight, ctx.scale, ctx.kind, ctx.shape = weight, scale, x.dtype, x.shape
+        return out.view(*x.shape[:-1], -1).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        flat, low, a, b = ctx.saved_tensors
+        grad = grad.reshape(-1, grad.shape[-1]).to(flat.dtype)
+        low_grad = grad @ b.to(flat.dtype)
+        grad_a = (low_grad.t() @ flat).to(a.dtype).mul_(ctx.scale)
+        grad_b = (grad.t() @ low).to(b.dtype).mul_(ctx.scale)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _input_gradient(grad, low_grad, ctx.weight, a, ctx.scale).view(ctx.shape).to(ctx.kind)
+        return grad_x, None, None, grad_a, grad_b, None, None
+
+
+class _LoraDown(torch.autograd.Function):
+    """silu(gate) * up, then a linear layer with its adapter; keeps gate and up, not what they make."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, weight: Any, bias: Any, a: Tensor, b: Tensor, scale: float,
+        dtype: Any, fused: bool, skips_last: bool,
+    ) -> Tensor:  # fmt: skip
+        shape = gate.shape
+        gate, up = (states.reshape(-1, shape[-1]).to(dtype) for states in (gate, up))
+        middle = _silu_times(gate, up, fused)
+        low = middle @ a.to(dtype).t()
+        ctx.save_for_backward(gate, up, low, a, b)
+        ctx.weight, ctx.scale, ctx.fused, ctx.shape = weight, scale, fused, shape
+        if skips_last and _recomputing():  # not a number, so that whoever reads it notices
+            return gate.new_full((*shape[:-1], b.shape[0]), float("nan"))
+        return _product(middle, low, weight, bias, b, scale).view(*shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        gate, up, low, a, b = ctx.saved_tensors
+        grad = grad.reshape(-1, grad.shape[-1]).to(gate.dtype)
+        low_grad = grad @ b.to(grad.dtype)
+        grad_b = (grad.t() @ low).to(b.dtype).mul_(ctx.scale)
+        grad_a = (low_grad.t() @ _silu_times(gate, up, ctx.fused)).to(a.dtype).mul_(ctx.scale)
+        grad_middle = _input_gradient(grad, low_grad, ctx.weight, a, ctx.scale)
+        grads = _silu_gradients(gate, up, grad_middle, ctx.fused)
+        return *(one.view(ctx.shape) for one in grads), None, None, grad_a, grad_b, None, None, None, None
+
+
+def _silu_times(gate: Tensor, up: Tensor, fused: bool) -> Tensor:
+    if fused:
+        from liger_kernel.ops.swiglu import swiglu_forward
+
+        return swiglu_forward(gate, up)[2]
+    return functional.silu(gate).mul_(up)
+
+
+def _silu_gradients(gate: Tensor, up: Tensor, grad: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up; Liger writes them over gate and up, which nobody needs any more."""
+    if fused:
+        from liger_kernel.ops.swiglu import swiglu_backward
+
+        return swiglu_backward(gate, up, grad)
+    grad_up = functional.silu(gate).mul_(grad)
+    return torch.ops.aten.silu_backward(grad.mul_(up), gate), grad_up

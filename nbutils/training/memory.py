@@ -1,0 +1,133 @@
+"""What a run knows about the memory of its card: which settings did not fit, how full it is, and who fills it.
+
+Not here: what is done about it (rungs, ladder).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbutils import paths
+from nbutils.errors import CourseError
+from nbutils.paths import GIB
+from nbutils.training.rungs import Setting
+
+if TYPE_CHECKING:
+    from nbutils.lessons import Lesson
+
+OUT_OF_MEMORY = re.compile(r"CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.DOTALL)
+
+
+def out_of_memory(problem: BaseException) -> bool:
+    """Whether an error says that the card's memory did not suffice."""
+    import torch
+
+    known = isinstance(problem, torch.OutOfMemoryError)
+    return known or (isinstance(problem, RuntimeError) and bool(OUT_OF_MEMORY.search(str(problem))))
+
+
+def oom_rungs(lesson: Lesson) -> list[dict[str, Any]]:
+    """Every rung this run took, in all its sessions, for facts.json."""
+    rungs = _read(lesson).get("rungs", [])
+    return rungs if isinstance(rungs, list) else []
+
+
+class Memory:
+    """memory.json in the run folder: the rungs a run took, so that its next session on this card begins at the last."""
+
+    def __init__(self, lesson: Lesson, planned: Setting) -> None:
+        self.lesson, self.planned = lesson, planned
+        self.key = {"card": str(lesson.card or "none"), "planned": asdict(planned)}
+        self.rungs: list[dict[str, Any]] = []
+
+    def begin(self, resume_from: Path | None) -> Setting:
+        """The setting to begin with: as planned, or the one that a run which is continued here came down to."""
+        if resume_from is None:
+            with suppress(OSError):
+                _place(self.lesson).unlink()
+            return self.planned
+        self.rungs, written = oom_rungs(self.lesson), _read(self.lesson)
+        try:
+            reached = Setting(**written["reached"])
+        except (KeyError, TypeError):
+            return self.planned
+        if {name: written.get(name) for name in self.key} != self.key:  # another card, or planned anew
+            return self.planned
+        print(f"This run ran out of memory on this card before. It goes on with micro-batch {reached.micro_batch}, "
+              f"accumulation {reached.accumulation}, gradient checkpointing {reached.checkpointing}, length "
+              f"{reached.length}; delete {_place(self.lesson)} to begin with the plan again.")  # fmt: skip
+        return reached
+
+    def add(self, step: int, used: tuple[float, float] | None, old: Setting, new: Setting) -> None:
+        """One more rung; a disk that does not take the file does not end the training."""
+        seen = {"step": step, "card": self.key["card"], "used_gib": used and round(used[0], 2)}
+        self.rungs = [*self.rungs, seen | {"from": asdict(old), "to": asdict(new)}]
+        try:
+            paths.write_json(_place(self.lesson), self.key | {"reached": asdict(new), "rungs": self.rungs})
+        except OSError as problem:
+            print(f"[WARN] {_place(self.lesson)} could not be written ({problem.strerror}); the training goes on.")
+
+
+def _place(lesson: Lesson) -> Path:
+    return lesson.run.path / "memory.json"
+
+
+def _read(lesson: Lesson) -> dict[str, Any]:
+    """What is written there; nothing if it is missing or damaged."""
+    try:
+        written = json.loads(_place(lesson).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return written if isinstance(written, dict) else {}
+
+
+def in_use() -> tuple[float, float] | None:
+    """GiB in use and GiB there are, on the card or in the share of it this process may use; None without a card."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)()
+    own = torch.cuda.memory_reserved()
+    return (own / GIB, share * total / GIB) if share < 1 else ((total - free) / GIB, total / GIB)
+
+
+def shown(used: tuple[float, float] | None) -> str:
+    """How full the card is, in brackets."""
+    return f" ({used[0]:.1f} of {used[1]:.1f} GiB used)" if used else ""
+
+
+def nothing_left(now: Setting, step: int, used: tuple[float, float] | None, taken: list[dict[str, Any]]) -> CourseError:
+    """The error at the foot of the ladder: what was tried, and what a learner can do."""
+    tried = [Setting(**one["from"]).change_to(Setting(**one["to"])) for one in taken]
+    return CourseError(
+        f"out of memory at step {step}{shown(used)} with micro-batch {now.micro_batch}, gradient checkpointing "
+        f"{now.checkpointing}, length {now.length}. Tried: {'; '.join(tried) or 'nothing, there is no rung below'}."
+        f"{others()}",
+        "a step that fits into the card's memory",
+        "close other programs on the card (other notebooks too), or take a smaller model, a smaller train.max_length, "
+        "method qlora or a card with more memory; train.shorten: true lets long rows be computed in pieces",
+    )
+
+
+def others() -> str:
+    """Who else uses the card, as far as the driver tells; empty if nobody does or it does not say."""
+    if not (program := shutil.which("nvidia-smi")):
+        return ""
+    words = [program, "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(words, capture_output=True, text=True, timeout=5, stdin=subprocess.DEVNULL).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = [line.strip() for line in told.splitlines() if re.match(r"\d+,", line)]
+    strangers = [line for line in lines if int(line.split(",")[0]) != os.getpid()]
+    return f" The card is also used by: {'; '.join(strangers)}." if strangers else ""

@@ -1,0 +1,412 @@
+"""The plan: its formulas, cards, shapes, choices and the command line; recomputed against what was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from nbutils import paths, plan, platforms, profiles
+from nbutils.cli import app
+from nbutils.errors import CourseError
+from nbutils.hardware import Card
+from nbutils.plan import Recipe, cards, choosing, memory, report, shapes, speed
+
+ROOT = Path(__file__).resolve().parent.parent
+MEASURED = ROOT / "benchmarks/results/plan_h200.json"
+NAMED = (
+    "T4", "P100", "L4", "3090", "4090", "A5000", "A6000", "V100", "V100 32GB", "A100 40GB", "A100 80", "H100", "H200",
+    "5090", "RTX PRO 6000",
+)  # fmt: skip
+SEVEN = plan.find("Qwen2.5-7B")
+
+
+def peak(**changes: object) -> float:
+    return memory.peak_gib(SEVEN, replace(Recipe(micro_batch=2), **changes))
+
+
+def asked(*words: str) -> dict:
+    ran = CliRunner().invoke(app, ["plan", "--json", *words])
+    assert ran.exit_code == 0, ran.output
+    return json.loads(ran.output)
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("way", ["off", "on", "offload"])
+def test_more_rows_longer_rows_and_more_rank_need_more(way: str) -> None:
+    for name, values in {"micro_batch": (1, 2, 4, 8), "length": (512, 1024, 2048), "rank": (8, 16, 64, 320)}.items():
+        sizes = [peak(checkpointing=way, **{name: value}) for value in values]
+        assert sizes == sorted(sizes) and len(set(sizes)) == len(sizes), name
+
+
+@pytest.mark.parametrize("model", profiles.known_models())
+def test_recomputing_saves_and_offloading_saves_more(model: str) -> None:
+    shape = plan.find(model)
+    sizes = [memory.peak_gib(shape, Recipe(checkpointing=way, micro_batch=2)) for way in ("off", "on", "offload")]
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_the_parts_are_those_promised_and_their_sum_is_the_peak() -> None:
+    parts = memory.parts(SEVEN, Recipe())
+    assert list(parts) == ["weights", "adapters", "optimizer", "activations", "logits", "workspace"]
+    assert sum(parts.values()) == pytest.approx(memory.peak_gib(SEVEN, Recipe()))
+    assert min(parts.values()) >= 0
+
+
+def test_the_loss_counts_where_it_needs_more_than_a_layer_at_work() -> None:
+    small, large = (memory.parts(plan.find(name), Recipe(length=1024)) for name in ("Qwen2.5-0.5B", "Qwen2.5-7B"))
+    assert small["logits"] > 0 == large["logits"]
+
+
+def test_gradients_wait_where_micro_batches_are_accumulated() -> None:
+    waiting = memory.peak_gib(SEVEN, Recipe(accumulation=4)) - memory.peak_gib(SEVEN, Recipe())
+    assert waiting == pytest.approx(SEVEN.adapter_params(16) * 4 / 2**30)
+
+
+def test_weights_follow_from_the_bits() -> None:
+    four, sixteen = (memory.weights(SEVEN, Recipe(method=method)) for method in ("qlora", "lora"))
+    assert sixteen == 2 * SEVEN.params
+    assert four == pytest.approx(
+        SEVEN.linear_params * 0.5159 + 2 * (SEVEN.embedding_params + SEVEN.norm_params), rel=1e-4
+    )
+    assert memory.weights(SEVEN, Recipe(double=False)) > four
+    assert SEVEN.params / 1e9 == pytest.approx(profiles.known_models()["Qwen2.5-7B"].billions, rel=0.01)
+
+
+def test_what_else_costs_memory() -> None:
+    assert peak(optimizer="adamw_torch_fused") > peak(optimizer="paged_adamw_32bit") - 1e-9 > peak()
+    assert peak(attention="sdpa") > peak() < peak(liger=False)
+    assert peak(attention="sdpa", packing=False) < peak(attention="sdpa")
+    assert peak(precision="fp32") > peak()
+
+
+def test_one_run_of_lesson_03_that_was_measured_before_this_formula() -> None:
+    """benchmarks/results/lessons_h200_q7b.json: ampere_24gb as it was then, 4 x 2 rows, recomputed, SDPA."""
+    measured = json.loads((ROOT / "benchmarks/results/lessons_h200_q7b.json").read_text())
+    then = peak(micro_batch=4, attention="sdpa", optimizer="adamw_torch_fused")
+    assert then == pytest.approx(measured["lessons"]["03_qlora"]["peak_memory_gib"], rel=0.08)
+
+
+def test_the_forecast_is_within_8_percent_of_every_measured_peak_and_never_3_under() -> None:
+    rows = json.loads(MEASURED.read_text(encoding="utf-8"))["runs"]
+    assert len(rows) >= 8 and {"0.5B", "1.5B", "7B", "14B"} <= {row["model"].partition("-")[2] for row in rows}
+    for row in rows:
+        known = {key: row[key] for key in Recipe.__dataclass_fields__ if key in row}
+        ratio = memory.peak_gib(plan.find(row["model"]), Recipe(**known)) / row["measured_gib"]
+        assert 0.97 <= ratio <= 1.08, (round(ratio, 3), row)
+
+
+# ---- speed
+
+
+def test_speed_knows_its_limits() -> None:
+    h200 = cards.find("H200")
+    rates = [speed.tokens_per_second(SEVEN, Recipe(micro_batch=size), h200) for size in (1, 2, 4, 8)]
+    assert rates == sorted(rates)
+    assert rates[-1] < h200.tflops * 1e12 / (6 * SEVEN.linear_params), "faster than arithmetic allows"
+    off = speed.tokens_per_second(SEVEN, Recipe(checkpointing="off"), h200)
+    assert off > rates[0] >= speed.tokens_per_second(SEVEN, Recipe(checkpointing="offload"), h200)
+
+
+def test_real_tokens_only_and_unpacked_rows_need_a_mean_length() -> None:
+    h200, loose = cards.find("H200"), Recipe(packing=False, micro_batch=8)
+    assert speed.tokens_per_second(SEVEN, loose, h200) is None
+    half, whole = (speed.tokens_per_second(SEVEN, loose, h200, mean_length=mean) for mean in (1024, 2048))
+    assert whole == pytest.approx(2 * half)
+
+
+def test_two_cards_are_less_than_twice_one() -> None:
+    one, two = (speed.tokens_per_second(SEVEN, Recipe(), cards.find("T4"), count) for count in (1, 2))
+    assert one < two < 2 * one
+
+
+def test_a_card_of_unknown_arithmetic_has_no_speed() -> None:
+    assert speed.tokens_per_second(SEVEN, Recipe(), cards.find("mine", vram=24)) is None
+    assert speed.tokens_per_second(SEVEN, Recipe(), cards.find("mine", vram=24, tflops=100)) > 0
+
+
+# ---- cards
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("model", profiles.known_models())
+def test_every_course_model_on_every_card_gives_numbers(name: str, model: str) -> None:
+    shape, card = plan.find(model), cards.find(name)
+    made = plan.forecast(shape, Recipe(**plan.for_card(card)), card, 8, rows=1000, mean_length=300)
+    assert made.peak_vram_gib > shape.linear_params / 2 / 2**30
+    assert made.tokens_per_second > 0 and made.hours > 0
+    assert {"peak_vram_gib", "parts", "tokens_per_second", "hours", "cost"} <= set(made.as_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "count"),
+    [
+        ("4090", "RTX 4090", 1), ("NVIDIA GeForce RTX 4090", "RTX 4090", 1), ("t4 x2", "T4", 2), ("2xT4", "T4", 2),
+        ("T4x2", "T4", 2), ("a100", "A100-40GB", 1), ("A100 80GB", "A100-80GB", 1), ("v100-32gb", "V100-32GB", 1),
+        ("rtx pro 6000", "RTX PRO 6000", 1), ("RTX A6000", "A6000", 1), ("H100-80GB", "H100", 1),
+    ],
+)  # fmt: skip
+def test_cards_are_found_by_the_names_people_use(name: str, found: str, count: int) -> None:
+    card = cards.find(name)
+    assert (card.name, card.count) == (found, count)
+
+
+@pytest.mark.parametrize(
+    ("card", "found"),
+    [
+        (Card("Tesla T4", (7, 5), 14.56, 2), "T4"),
+        (Card("Tesla V100-SXM2-32GB", (7, 0), 31.7, 1), "V100-32GB"),
+        (Card("NVIDIA A100-SXM4-80GB", (8, 0), 79.2, 1), "A100-80GB"),
+        (Card("NVIDIA A10G", (8, 6), 22.1, 1), "A10"),
+        (Card("NVIDIA L4", (8, 9), 22.0, 1), "L4"),
+        (Card("NVIDIA H200", (9, 0), 139.8, 1), "H200"),
+        (Card("NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), 94.9, 1), "RTX PRO 6000"),
+    ],
+)
+def test_torchs_names_are_understood_and_torchs_memory_is_kept(card: Card, found: str) -> None:
+    facts = cards.of_machine(card)
+    assert (facts.name, facts.memory_gib, facts.count) == (found, card.memory_gib, card.count)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA L40S", "NVIDIA GeForce RTX 4090 Laptop GPU", "Brand New 1"])
+def test_a_card_that_is_not_in_the_table_keeps_what_torch_says_and_nothing_else(name: str) -> None:
+    facts = cards.of_machine(Card(name, (8, 9), 44.4, 1))
+    assert (facts.memory_gib, facts.tflops, facts.yuan) == (44.4, None, None)
+    assert name in facts.note
+
+
+def test_prices_are_per_hour_and_for_all_cards_and_none_where_free_or_unknown() -> None:
+    assert cards.hourly_price(None) is None
+    assert cards.hourly_price(Card("Tesla T4", (7, 5), 14.6, 2)) is None
+    assert cards.hourly_price(Card("NVIDIA L4", (8, 9), 22.0, 1)) is None
+    price = cards.hourly_price(Card("NVIDIA GeForce RTX 4090", (8, 9), 23.6, 2))
+    assert price.yuan == pytest.approx(2 * cards.find("4090").yuan)
+    assert price.dollars == pytest.approx(2 * cards.find("4090").dollars)
+
+
+def test_every_price_says_where_it_is_from() -> None:
+    for card in cards.every():
+        known = card.yuan is not None or card.dollars is not None
+        assert known == (card.price_from != "unknown"), card.name
+
+
+def test_an_unknown_card_is_refused_with_the_facts_that_are_missing() -> None:
+    with pytest.raises(CourseError, match=r"(?s)'B300' is not in .*--vram GIB.*--tflops T"):
+        cards.find("B300")
+
+
+def test_a_broken_table_of_cards_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cards.yaml").write_text("T4:\n  memory_gib: much\n")
+    monkeypatch.setattr(paths, "CONFIGS", tmp_path)
+    with pytest.raises(CourseError, match=r"(?s)T4\.memory_gib: 'much' should be.*T4\.tflops: missing"):
+        cards.listed()
+
+
+# ---- shapes
+
+
+def config(folder: Path, **changes: object) -> str:
+    whole = json.loads((paths.TINY_MODEL / "config.json").read_text(encoding="utf-8")) | changes
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in whole.items() if value is not None}))
+    return str(folder)
+
+
+def test_shapes_are_found_by_name_hub_id_and_folder(tmp_path: Path) -> None:
+    assert plan.find("Qwen/Qwen2.5-7B-Instruct") == plan.find("qwen2.5-7b") == SEVEN
+    tiny = plan.find("tiny")
+    assert (tiny.layers, tiny.hidden, tiny.head_dim, tiny.tied) == (6, 256, 64, True)
+    same = plan.find(config(tmp_path / "mine"))
+    assert replace(same, name="tiny") == tiny
+
+
+def test_older_and_nested_keys_are_read(tmp_path: Path) -> None:
+    new = ("num_hidden_layers", "num_key_value_heads", "intermediate_size", "vocab_size")
+    old = {"num_layers": 6, "multi_query_group_num": 2, "ffn_hidden_size": 640, "padded_vocab_size": 3072}
+    old |= dict.fromkeys(new)
+    assert replace(plan.find(config(tmp_path / "glm", **old)), name="tiny") == plan.find("tiny")
+    inner = json.loads((paths.TINY_MODEL / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": inner}))
+    assert replace(plan.find(str(tmp_path)), name="tiny") == plan.find("tiny")
+
+
+def test_a_config_that_lacks_facts_is_refused_by_their_names(tmp_path: Path) -> None:
+    folder = config(tmp_path / "mine", hidden_size=None, intermediate_size="many")
+    with pytest.raises(
+        CourseError, match=r"(?s)lacks hidden_size, intermediate_size or ffn_hidden_size.*add the missing"
+    ):
+        plan.find(folder)
+    (tmp_path / "mine/config.json").write_text("{")
+    with pytest.raises(CourseError, match="cannot be read"):
+        plan.find(folder)
+
+
+def test_a_mixture_of_experts_and_an_unknown_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CourseError, match="mixture of experts"):
+        plan.find(config(tmp_path / "moe", num_experts=64))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("some/model", "nowhere at all", "../x"):
+        with pytest.raises(CourseError, match=r"(?s)the shape of .* is not known.*config\.json"):
+            plan.find(name)
+
+
+# ---- choosing
+
+
+@pytest.mark.parametrize("gpu", ["T4", "T4 x2", "RTX 3090", "A100 80", "H200"])
+@pytest.mark.parametrize("batch", [8, 16, 64])
+def test_the_fastest_fits_with_the_margin_and_keeps_the_batch(gpu: str, batch: int) -> None:
+    card = cards.find(gpu)
+    start = Recipe(**plan.for_card(card), length=1024)
+    chosen = plan.fastest(SEVEN, start, batch, card)
+    assert memory.peak_gib(SEVEN, chosen) <= card.memory_gib * (1 - choosing.MARGIN) - choosing.CONTEXT_GIB
+    assert batch % (chosen.micro_batch * card.count) == 0
+    assert chosen.micro_batch * chosen.accumulation * card.count == batch
+    assert replace(chosen, micro_batch=1, checkpointing="on", accumulation=1) == start
+    rate = speed.tokens_per_second(SEVEN, chosen, card)
+    for other in plan.options(SEVEN, start, batch, card):
+        if other.peak_gib <= plan.limit_gib(card):
+            assert rate >= choosing.NEARLY * speed.tokens_per_second(SEVEN, other.recipe, card)
+
+
+def test_without_a_known_speed_recomputing_is_the_last_resort() -> None:
+    roomy, tight = (plan.fastest(SEVEN, Recipe(), 8, cards.find("mine", vram=size)) for size in (200, 11))
+    assert (roomy.micro_batch, roomy.checkpointing) == (8, "off")
+    assert tight.checkpointing != "off"
+
+
+def test_nothing_fits_says_how_much_is_missing_and_what_would_fit() -> None:
+    big, card = plan.find("Qwen2.5-32B"), cards.find("T4")
+    with pytest.raises(CourseError, match=r"(?s)needs [\d.]+ GiB .*GiB are missing.*model Qwen"):
+        plan.fastest(big, Recipe(**plan.for_card(card)), 8, card)
+    long = Recipe(**plan.for_card(card), length=65536)
+    with pytest.raises(CourseError, match=r"length \d+"):
+        plan.fastest(SEVEN, long, 1, card)
+
+
+def test_a_batch_that_cards_cannot_share_is_refused() -> None:
+    with pytest.raises(CourseError, match="a batch of 8 rows cannot be shared by 3 cards"):
+        plan.fastest(SEVEN, Recipe(), 8, cards.find("H200 x3"))
+
+
+def test_every_card_profile_is_tried_on_every_card() -> None:
+    rows = plan.which_fits()
+    assert {row["card"] for row in rows} == set(cards.listed())
+    assert len(rows) == 5 * len(cards.listed())
+    assert all(row["fits"] for row in rows if row["auto"]), "auto chooses a profile that does not fit"
+    assert not next(row for row in rows if row["card"] == "T4" and row["profile"] == "hopper_141gb")["fits"]
+
+
+def resolved(profile: str, model: str, card: Card | None) -> profiles.Resolved:
+    local = platforms.Platform("local", "test")
+    return profiles.resolve(profile, model, card=card, platform=local, online=lambda: True)
+
+
+def test_lesson_03_is_stopped_where_memory_will_not_do() -> None:
+    small = Card("Tesla T4", (7, 5), 14.6, 1)
+    with pytest.raises(CourseError, match="GiB are missing"):
+        plan.require(resolved("hopper_141gb", "Qwen2.5-32B", small))
+    made = plan.require(resolved("t4_16gb", "Qwen2.5-7B", small), rows=1000, mean_length=300)
+    assert made is not None and made.fits and made.hours is not None
+    assert "Tesla T4" in plan.describe(made) or "T4" in plan.describe(made)
+
+
+def test_where_nothing_can_be_forecast_it_says_so() -> None:
+    assert plan.require(resolved("tiny", "", None)) is None
+    assert plan.require(resolved("t4_16gb", "some/model", Card("Tesla T4", (7, 5), 14.6, 1))) is None
+    assert "Nothing to forecast" in plan.describe(None)
+
+
+# ---- for people
+
+
+def test_a_forecast_shows_its_parts_and_the_formula_adds_up() -> None:
+    made = plan.of_profile(profiles.load("ampere_24gb"), cards.find("4090"), rows=10_000, mean_length=300)
+    assert all(name in plan.describe(made) for name in (*made.parts, "¥", "only the H200 was measured"))
+    text = plan.explain(SEVEN, made)
+    listed = [float(line.split()[1]) for line in text.splitlines()]
+    assert sum(listed[:-1]) == pytest.approx(listed[-1], abs=0.04)
+
+
+def test_the_table_for_people_has_a_row_for_every_card() -> None:
+    table = plan.fits_table()
+    assert [row["card"] for row in table] == list(cards.listed())
+    assert max(map(len, report.aligned(table).splitlines())) <= 140
+    assert report.money({"yuan": None, "dollars": None}) == "unknown"
+    assert report.money({"yuan": 0, "dollars": 0}) == "free"
+
+
+# ---- the command line
+
+
+def test_the_json_has_the_promised_keys() -> None:
+    answer = asked("--model", "Qwen2.5-7B", "--gpu", "4090", "--rows", "10000", "--mean-length", "264")
+    assert {"peak_vram_gib", "parts", "tokens_per_second", "hours", "cost"} <= set(answer)
+    assert answer["peak_vram_gib"] == pytest.approx(sum(answer["parts"].values()), abs=0.02)
+    assert answer["cost"]["yuan"] == pytest.approx(answer["hours"] * cards.find("4090").yuan, abs=0.02)
+    assert answer["cost"]["dollars"] == pytest.approx(answer["hours"] * cards.find("4090").dollars, abs=0.02)
+
+
+def test_every_wish_is_heard() -> None:
+    words = "--micro-batch 4 --length 512 --checkpointing offload --rank 64 --method lora --gpus 2 --epochs 2"
+    answer = asked("--model", "Qwen3-4B", "--gpu", "A6000", *words.split())
+    wanted = {"micro_batch": 4, "length": 512, "checkpointing": "offload", "rank": 64, "method": "lora"}
+    assert wanted.items() <= answer["recipe"].items()
+    assert (answer["gpus"], answer["batch"] % 8) == (2, 0)
+
+
+def test_memory_alone_gives_memory_alone() -> None:
+    answer = asked("--model", "Qwen2.5-7B", "--gpu", "B300", "--vram", "260", "--rows", "10", "--mean-length", "10")
+    assert answer["peak_vram_gib"] > 5 and answer["fits"]
+    assert (answer["tokens_per_second"], answer["hours"]) == (None, None)
+    assert answer["cost"] == {"yuan": None, "dollars": None}
+    assert any("--tflops" in note for note in answer["notes"])
+    with_speed = asked("--model", "Qwen2.5-7B", "--gpu", "B300", "--vram", "260", "--tflops", "2000")
+    assert with_speed["tokens_per_second"] > 0
+    assert any("price unknown: fill configs/cards.yaml" in note for note in with_speed["notes"])
+
+
+def test_an_old_card_of_ones_own_computes_in_float16() -> None:
+    words = ("--model", "Qwen2.5-3B", "--vram", "11", "--tflops", "50")
+    assert asked(*words, "--capability", "7.5")["recipe"]["precision"] == "fp16"
+    assert asked(*words)["recipe"]["precision"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--gpu", "B300"),
+        ("--model", "no/such", "--gpu", "T4"),
+        ("--vram", "11", "--capability", "new"),
+        ("--gpu", "T4 x3"),
+    ],
+)
+def test_mistakes_end_with_status_1_and_a_plain_message(
+    words: tuple[str, ...],
+) -> None:
+    ran = CliRunner().invoke(app, ["plan", *words])
+    assert ran.exit_code == 1
+    assert "[FAIL]" in ran.output and "To do:" in ran.output
+
+
+def test_without_a_card_the_table_of_all_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert len(asked()["fits"]) == 5 * len(cards.listed())
+    assert [one["gpu"] for one in asked("--model", "Qwen3-8B")["fits"]] == list(cards.listed())
+    text = CliRunner().invoke(app, ["plan"]).output
+    assert all(name in text for name in cards.listed())
+
+
+def test_the_card_of_this_machine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbutils.plan.asking._of_this_machine", lambda: Card("Tesla T4", (7, 5), 14.56, 2))
+    answer = asked("--model", "Qwen2.5-3B")
+    assert (answer["gpu"], answer["gpus"], answer["recipe"]["precision"]) == ("T4", 1, "fp16")
+
+
+def test_shapes_room_lists_the_course_models() -> None:
+    assert [shape.name for shape in shapes.course_shapes()] == list(profiles.known_models())
