@@ -239,8 +239,8 @@ watchers = [
 ]
 
 # %% [markdown]
-# The trainer. TRL warns that packing wants FlashAttention: the packed rows are kept apart by their restarting positions, and a
-# test of this course compares their logits with those of unpacked rows, for every attention it uses.
+# The trainer. Packed rows are kept apart by their restarting positions: a test of this course compares their logits with those
+# of unpacked rows, for every attention it uses.
 
 # %%
 from datasets import Dataset

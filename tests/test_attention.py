@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import chain
 from typing import Any
 
@@ -127,3 +128,11 @@ def test_only_our_own_name_is_registered() -> None:
 def test_attention_dropout_is_refused() -> None:
     with pytest.raises(CourseError, match=r"attention dropout 0\.1"):
         attention._refuse_dropout(0.1)
+
+
+def test_trls_warning_about_packing_is_not_shown_and_others_are(caplog: pytest.LogCaptureFixture) -> None:
+    attention.use("sdpa")
+    logger = logging.getLogger("trl.trainer.sft_trainer")
+    for text in ("You are using packing, but the attention implementation is not set to…", "Something else"):
+        logger.warning(text)
+    assert [record.getMessage() for record in caplog.records] == ["Something else"]

@@ -316,6 +316,16 @@ def test_lesson_03_is_stopped_where_memory_will_not_do() -> None:
     assert "Tesla T4" in plan.describe(made) or "T4" in plan.describe(made)
 
 
+def test_a_number_of_steps_decides_the_hours() -> None:
+    run = resolved("t4_16gb", "Qwen2.5-7B", Card("Tesla T4", (7, 5), 14.6, 1))
+    short, long = (profiles.with_overrides(run, {"train.max_steps": (steps, "test")}) for steps in (100, 200))
+    hours = [plan.require(one, rows=10**6, mean_length=300).hours for one in (short, long)]
+    assert hours[1] == pytest.approx(2 * hours[0])
+    train = run.profile.train
+    rate = plan.require(short).tokens_per_second
+    assert hours[0] * 3600 * rate == pytest.approx(100 * train.batch * train.max_length * speed.PACKED)
+
+
 def test_where_nothing_can_be_forecast_it_says_so() -> None:
     assert plan.require(resolved("tiny", "", None)) is None
     assert plan.require(resolved("t4_16gb", "some/model", Card("Tesla T4", (7, 5), 14.6, 1))) is None

@@ -83,10 +83,14 @@ def forecast(
     mean_length: float | None = None,
     epochs: float = 1.0,
     keep_checkpoints: int = 3,
+    max_steps: int = 0,
 ) -> Forecast:
-    """Forecast one training; `card.count` cards share the batch."""
+    """Forecast one training; `card.count` cards share the batch. `max_steps` counts instead of rows and epochs."""
     rate = speed.tokens_per_second(shape, recipe, card, card.count, mean_length)
     real = None if rows is None or mean_length is None else rows * min(mean_length, recipe.length) * epochs
+    if max_steps:
+        share = speed.filled(recipe, mean_length)
+        real = None if share is None else max_steps * batch * recipe.length * share
     hours = None if rate is None or real is None else real / rate / 3600
     made = Forecast(
         shape.name, card, recipe, batch, memory.parts(shape, recipe), rate, hours, cost(card, hours),
@@ -154,8 +158,9 @@ def of_profile(
     chosen = choosing.best(fitting) if fitting else min(found, key=lambda one: one.peak_gib)
     amount = rows if rows is not None else profile.data.rows or None
     return forecast(
-        shape, chosen.recipe, card, train.batch, amount, mean_length, train.epochs or 1.0, train.keep_checkpoints
-    )
+        shape, chosen.recipe, card, train.batch, amount, mean_length, train.epochs or 1.0, train.keep_checkpoints,
+        train.max_steps,
+    )  # fmt: skip
 
 
 def example(resolved: Resolved, rows: int, mean_length: float) -> Forecast:

@@ -80,7 +80,7 @@ def explain(shape: Shape, made: Forecast) -> str:
         "adapters": f"{shape.adapter_params(recipe.rank) / 1e6:.1f} million x {_adapter_bytes(recipe)}",
         "optimizer": f"the same x {memory.optimizer_bytes(recipe.optimizer)} ({recipe.optimizer})",
         "activations": f"{recipe.tokens:,} tokens: {kept[recipe.checkpointing]} of {shape.layers}, one layer at work",
-        "logits": "the loss in tiles, as far as it needs more than the layer at work that comes after it",
+        "logits": "the loss in tiles, where it needs more than a layer at work",
         "workspace": "masks of packed rows, cuBLAS, slack",
     }
     lines = [f"{name:<12}{parts[name]:7.2f} GiB  = {words}" for name, words in rows.items()]

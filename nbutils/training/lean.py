@@ -9,6 +9,7 @@ Not here: which of it a machine can do (hardware, profiles).
 
 from __future__ import annotations
 
+import logging
 import types
 from typing import Any
 
@@ -38,6 +39,7 @@ def _use_liger(model: nn.Module) -> None:
     """Liger's norms and rotations; the loss is TRL's own, which builds no table of logits either."""
     from transformers.integrations.liger import apply_liger_kernel
 
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it tells of kernels for other makers' cards
     apply_liger_kernel(model, {"fused_linear_cross_entropy": False, "cross_entropy": False})
 
 
