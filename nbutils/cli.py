@@ -94,7 +94,8 @@ def _show_checkpoints(run: str, thorough: bool) -> bool:
 
 
 @app.command()
-@click.option("--model", default="", help="A course model, a hub id in the cache, or a folder; default: the profile's.")
+@click.option("--profile", help="A profile of configs/ or the path of one; default: the one of the card.")
+@click.option("--model", help="A course model, a hub id in the cache, or a folder; default: the profile's.")
 @click.option("--gpu", default="", help='A card of configs/cards.yaml, "T4 x2" for two; default: this machine\'s.')
 @click.option("--method", type=click.Choice(["qlora", "lora"]), help="Default: the profile's.")
 @click.option("--micro-batch", type=click.IntRange(1), help="Rows at a time; default: the fastest that fits.")

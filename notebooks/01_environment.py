@@ -96,11 +96,10 @@ dashboard.show_choices(lesson.resolved.choices, lesson.resolved.table())
 # - **optimizer**: two running means for each adapter weight, of 1 byte (8-bit) or 4,
 # - **activations**: what the backward pass needs of every token. All of it is fastest; with checkpointing only each layer's
 #   input is kept and the rest computed again; with offloading even the inputs wait in the computer's memory,
-# - **logits**: the last hidden state and its gradient; the table of tokens x vocabulary is made in tiles, never whole,
-# - **workspace**: one weight brought back to 16 bits, masks, slack.
+# - **logits**: the loss; the table of tokens x vocabulary is made in tiles, never whole, and often smaller than a layer at work,
+# - **workspace**: masks of packed rows where the card needs them, and what libraries keep for themselves.
 #
-# Only activations and logits grow with the tokens of a step (micro-batch x length), so a larger model is paid for once and a
-# longer row every time. On this machine's card, or on a rented one if there is none:
+# The first three are paid once. Activations, logits and masks grow with the tokens of a step (micro-batch x length). On this machine's card, or on a rented one if there is none:
 
 # %%
 from nbutils import plan

@@ -20,7 +20,7 @@
 # - proof that the adapter learned and the base stayed as it was.
 #
 # Takes about a minute with the tiny model on 2 cores, and minutes to hours with a larger one, by its size and your rows.
-# Disk: the model, and three checkpoints (of half a GB each for a 7B).
+# Disk: the model, and three checkpoints (of a quarter of a GB each for a 7B).
 
 # %% [markdown]
 # The next cell installs the course where it is missing; on a machine that has it, it does nothing.
@@ -351,8 +351,6 @@ print(f"[{' OK ' if resume_from else 'TODO'}] saw a start at step {first_step}, 
 # %%
 lesson.finish(
     **numbers,
-    processes=settings.world_size,
-    batch=settings.train_batch_size * settings.gradient_accumulation_steps * settings.world_size,
     weights=kinds,
     adapter_moved=moved.adapter,
     base_moved=moved.base,

@@ -60,6 +60,7 @@ from nbutils import scaling
 
 choice = scaling.processes_for(lesson.card.count if lesson.card else 0, PROCESSES)
 processes, threads = choice.value, 0 if lesson.card else 1
+scaling.require_shares(lesson.profile.train.batch, processes)
 print(f"processes: {processes} ({choice.reason})")
 
 # %% [markdown]
@@ -91,7 +92,7 @@ trials = lesson.scratch / "trials"
 shutil.rmtree(trials, ignore_errors=True)
 counts = {"alone": 1, "together": processes} if processes > 1 and TRIAL_STEPS else {}
 for name, count in counts.items():
-    print(f"--- {name}: {count} of {processes} processes")
+    print(f"--- {name}: {count} process{'es' if count > 1 else ''}")
     lesson.launch("03_qlora", count, threads, trials, RUN_NAME=name, MAX_STEPS=TRIAL_STEPS, DATA=DATA)
 
 # %% [markdown]
@@ -134,6 +135,8 @@ from nbutils import record
 trained = record.read(lesson.run.facts)["lessons"]["03_qlora"]
 for name in ("processes", "batch", "steps", "planned_steps", "final_loss", "tokens_per_second", "peak_memory_gib"):
     print(f"{name:18} {trained[name]}")
+if trained["resumed_from_step"] == trained["steps"]:
+    print("This run was finished before: nothing was trained now. Raise MAX_STEPS, or choose another RUN_NAME.")
 print(f"adapter: {lesson.run.adapter}" if record.complete(trained) else "not finished: run this notebook again")
 
 # %% [markdown]
@@ -143,9 +146,10 @@ print(f"adapter: {lesson.run.adapter}" if record.complete(trained) else "not fin
 # `TRIAL_STEPS` 0.
 
 # %%
-first = trained["resumed_from_step"]
-print(f"[{' OK ' if first else 'TODO'}] saw a start at step {first}, processes: {trained['processes']}; expected a later step than 0",
-      "" if first else "-> run again as above")
+first, last = trained["resumed_from_step"], trained["steps"]
+good = 0 < first < last
+print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last} with {trained['processes']} processes; expected a start after 0",
+      "" if good else "-> run again as above")
 
 # %% [markdown]
 # ## You now have

@@ -130,6 +130,38 @@ def test_evaluation_and_a_switched_off_adapter_go_pefts_way() -> None:
             torch.testing.assert_close(model(input_ids=ids).logits, base)
 
 
-def test_layers_with_dropout_keep_pefts_forward() -> None:
-    assert lean.lighten(adapted(random_model("qwen2"), lora_dropout=0.1), fused=False) == 0
+def test_variants_of_lora_keep_pefts_forward() -> None:
     assert lean.lighten(adapted(random_model("qwen2"), use_dora=True), fused=False) == 0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_the_gradients_are_those_of_the_function(dropout: float) -> None:
+    torch.manual_seed(0)
+    x, gate, up = (torch.randn(5, size, dtype=torch.float64, requires_grad=True) for size in (6, 7, 7))
+    wide, down = (torch.randn(4, size, dtype=torch.float64) for size in (6, 7))
+    a, low_a = (torch.randn(2, size, dtype=torch.float64, requires_grad=True) for size in (6, 7))
+    b = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+
+    def linear(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(1)  # the same numbers are dropped each time
+        return lean._LoraLinear.apply(x, wide, None, a, b, 1.5, dropout, torch.float64)
+
+    def mlp(gate: torch.Tensor, up: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(1)
+        return lean._LoraDown.apply(gate, up, down, None, a, b, 1.5, dropout, torch.float64, False, False)
+
+    assert torch.autograd.gradcheck(linear, (x, a, b)) and torch.autograd.gradcheck(mlp, (gate, up, low_a, b))
+
+
+def test_with_dropout_a_recomputed_layer_drops_the_same_numbers() -> None:
+    model = adapted(random_model("qwen2"), lora_dropout=0.2)
+    assert lean.lighten(model, fused=False) == 21
+    kept = []
+    for recompute in (False, True):
+        torch.manual_seed(5)
+        kept.append(step(model, recompute))
+    torch.testing.assert_close(kept[0][0], kept[1][0])
+    for name, grad in kept[0][1].items():
+        torch.testing.assert_close(kept[1][1][name], grad, msg=name)
+    torch.manual_seed(6)
+    assert (step(model, False)[0] - kept[0][0]).abs().max() > 1e-3

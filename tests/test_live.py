@@ -319,5 +319,7 @@ def test_skipped_steps_and_the_speed_of_all_trainings_are_written_down() -> None
     trainer.step(seconds=10)
     trainer.end()
     handler = SimpleNamespace(callbacks=[SimpleNamespace(), trainer.callback])
-    numbers = training.measured(SimpleNamespace(state=trainer.state, callback_handler=handler), 99.0, 0)  # type: ignore[arg-type]
+    args = SimpleNamespace(world_size=1, train_batch_size=1, gradient_accumulation_steps=1)
+    made = SimpleNamespace(state=trainer.state, callback_handler=handler, args=args)
+    numbers = training.measured(made, 99.0, 0)  # type: ignore[arg-type]
     assert numbers["skipped_steps"] == 1 and numbers["tokens_per_second"] == 10.0 and numbers["train_seconds"] == 99.0

@@ -82,7 +82,7 @@ def test_what_else_costs_memory() -> None:
     assert peak(optimizer="adamw_torch_fused") > peak(optimizer="paged_adamw_32bit") - 1e-9 > peak()
     assert peak(attention="sdpa") > peak() < peak(liger=False)
     assert peak(attention="sdpa", packing=False) < peak(attention="sdpa")
-    assert peak(precision="fp32") > peak()
+    assert peak(precision="fp32") > peak() < peak(dropout=True)
 
 
 def test_one_run_of_lesson_03_that_was_measured_before_this_formula() -> None:
@@ -173,7 +173,7 @@ def test_torchs_names_are_understood_and_torchs_memory_is_kept(card: Card, found
     assert (facts.name, facts.memory_gib, facts.count) == (found, card.memory_gib, card.count)
 
 
-@pytest.mark.parametrize("name", ["NVIDIA L40S", "NVIDIA GeForce RTX 4090 Laptop GPU", "Brand New 1"])
+@pytest.mark.parametrize("name", ["NVIDIA L20", "NVIDIA GeForce RTX 4090 Laptop GPU", "Brand New 1"])
 def test_a_card_that_is_not_in_the_table_keeps_what_torch_says_and_nothing_else(name: str) -> None:
     facts = cards.of_machine(Card(name, (8, 9), 44.4, 1))
     assert (facts.memory_gib, facts.tflops, facts.yuan) == (44.4, None, None)
@@ -187,6 +187,20 @@ def test_prices_are_per_hour_and_for_all_cards_and_none_where_free_or_unknown() 
     price = cards.hourly_price(Card("NVIDIA GeForce RTX 4090", (8, 9), 23.6, 2))
     assert price.yuan == pytest.approx(2 * cards.find("4090").yuan)
     assert price.dollars == pytest.approx(2 * cards.find("4090").dollars)
+
+
+def test_the_longest_name_wins() -> None:
+    named = {
+        name: cards.of_machine(Card(f"NVIDIA GeForce {name}", (8, 9), 23.6, 1)).name
+        for name in ("RTX 4090", "RTX 4090 D")
+    }
+    assert named == {"RTX 4090": "RTX 4090", "RTX 4090 D": "RTX 4090 D"}
+
+
+@pytest.mark.parametrize("name", ["Ascend 910B", "AMD Instinct MI300X", "Radeon 7900"])
+def test_cards_of_other_makers_are_refused(name: str) -> None:
+    with pytest.raises(CourseError, match="another maker"):
+        cards.find(name, vram=64, tflops=300)
 
 
 def test_every_price_says_where_it_is_from() -> None:
@@ -329,7 +343,7 @@ def test_a_number_of_steps_decides_the_hours() -> None:
 def test_where_nothing_can_be_forecast_it_says_so() -> None:
     assert plan.require(resolved("tiny", "", None)) is None
     assert plan.require(resolved("t4_16gb", "some/model", Card("Tesla T4", (7, 5), 14.6, 1))) is None
-    assert "Nothing to forecast" in plan.describe(None)
+    assert "No forecast" in plan.describe(None)
 
 
 # ---- for people
@@ -368,6 +382,35 @@ def test_every_wish_is_heard() -> None:
     wanted = {"micro_batch": 4, "length": 512, "checkpointing": "offload", "rank": 64, "method": "lora"}
     assert wanted.items() <= answer["recipe"].items()
     assert (answer["gpus"], answer["batch"] % 8) == (2, 0)
+
+
+def test_both_wishes_give_the_same_as_the_plans_own_choice() -> None:
+    free = asked("--model", "Qwen2.5-7B", "--gpu", "4090", "--rank", "320", "--micro-batch", "1")
+    way = free["recipe"]["checkpointing"]
+    both = asked(
+        "--model", "Qwen2.5-7B", "--gpu", "4090", "--rank", "320", "--micro-batch", "1", "--checkpointing", way
+    )
+    assert both["peak_vram_gib"] == free["peak_vram_gib"] and both["recipe"]["accumulation"] == 8
+
+
+def test_the_table_hears_every_wish() -> None:
+    plain, long = (asked("--model", "Qwen2.5-7B", "--length", size)["fits"] for size in ("1024", "4096"))
+    assert all(one["recipe"]["length"] == 4096 for one in long)
+    assert sum(one["peak_vram_gib"] for one in long) > sum(one["peak_vram_gib"] for one in plain)
+    with_rows = asked("--rows", "10000", "--mean-length", "300", "--gpus", "2")["fits"]
+    assert all(one["hours"] > 0 and one["gpus"] == 2 for one in with_rows)
+
+
+def test_a_profile_can_be_asked_about() -> None:
+    answer = asked("--profile", "paper_r64", "--gpu", "4090", "--rows", "1000", "--mean-length", "300")
+    assert answer["recipe"]["rank"] == 64 and answer["recipe"]["dropout"] and not answer["recipe"]["packing"]
+    assert answer["batch"] == profiles.load("paper_r64").train.batch
+
+
+@pytest.mark.parametrize("words", [["--gpu", "4090", "--micro-batch", "3"], ["--tflops", "100"]])
+def test_wishes_that_make_no_sense_are_refused(words: list[str]) -> None:
+    ran = CliRunner().invoke(app, ["plan", *words])
+    assert ran.exit_code == 1
 
 
 def test_memory_alone_gives_memory_alone() -> None:

@@ -248,10 +248,13 @@ def test_a_drive_that_dropped_is_noticed_before_anything_is_written(tmp_path: Pa
 
 def test_measured_counts_only_what_this_session_trained() -> None:
     history = [{"step": 5, "loss": 2.0, "num_tokens": 900.0}, {"step": 10, "loss": 1.0, "num_tokens": 100.0}]
-    trainer = SimpleNamespace(state=SimpleNamespace(log_history=history, global_step=10, max_steps=12))
+    args = SimpleNamespace(world_size=2, train_batch_size=3, gradient_accumulation_steps=4)
+    trainer = SimpleNamespace(state=SimpleNamespace(log_history=history, global_step=10, max_steps=12), args=args)
     numbers = training.measured(trainer, seconds=2.0, first_step=5)  # type: ignore[arg-type]
+    assert (numbers["processes"], numbers["batch"]) == (2, 24)
     assert numbers["tokens_per_second"] == 50.0 and numbers["final_loss"] == 1.0 and numbers["resumed_from_step"] == 5
-    assert training.measured(trainer, 1.0, first_step=10)["tokens_per_second"] is None  # type: ignore[arg-type]
+    again = training.measured(trainer, 1.0, first_step=10)  # type: ignore[arg-type]
+    assert {again[name] for name in ("tokens_per_second", "peak_memory_gib", "processes", "batch")} == {None}
 
 
 def test_a_trainer_trains_once(tmp_path: Path) -> None:

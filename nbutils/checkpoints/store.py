@@ -14,6 +14,7 @@ from typing import Any
 from nbutils import platforms
 from nbutils.checkpoints.archive import NAME, UNREADABLE, Kept, defect, forget, manifest_of, read_manifest
 from nbutils.errors import CourseError
+from nbutils.profiles.schema import flat
 
 CHECKPOINTS, SEALED, BEGAN_ANEW = "checkpoints", "sealed", "began_anew.txt"
 WAITS = (1.0, 3.0, 9.0)  # seconds between looks at a store that cannot be listed
@@ -110,10 +111,10 @@ def first_whole(candidates: Sequence[Kept]) -> Kept | None:
 
 def refuse_other_run(there: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Stop if a checkpoint belongs to a different training than the one asked for."""
-    names = sorted(set(there) | set(wanted))
-    different = [name for name in names if there.get(name) != wanted.get(name)]
+    kept, asked = flat(there), flat(wanted)
+    different = [name for name in sorted(set(kept) | set(asked)) if kept.get(name) != asked.get(name)]
     if different:
-        shown = "; ".join(f"{name}: kept {there.get(name)!r}, asked {wanted.get(name)!r}" for name in different)
+        shown = "; ".join(f"{name}: kept {kept.get(name)!r}, asked {asked.get(name)!r}" for name in different)
         raise CourseError(
             f"the checkpoints in this run are of another training ({shown}).",
             "the same model, data, adapter, way of training and seed as the run began with",

@@ -8,15 +8,18 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from nbutils import hardware
 from nbutils.errors import CourseError
 from nbutils.plan import cards, choosing, forecasting, recipes, report, shapes
 from nbutils.plan.cards import CardFacts
-from nbutils.profiles.choosing import BY_MEMORY, LARGEST, for_card
+from nbutils.plan.forecasting import Forecast
+from nbutils.plan.shapes import Shape
+from nbutils.profiles.choosing import for_card
 from nbutils.profiles.reading import load
+from nbutils.profiles.schema import Profile
 
 
 @dataclass(frozen=True)
@@ -27,54 +30,87 @@ class Answer:
     text: str
 
 
+@dataclass(frozen=True)
+class Wishes:
+    """What is asked for; None leaves it to the profile, or to what fits."""
+
+    profile: str | None = None
+    model: str | None = None
+    method: str | None = None
+    micro_batch: int | None = None
+    checkpointing: str | None = None
+    length: int | None = None
+    rank: int | None = None
+    rows: int | None = None
+    mean_length: float | None = None
+    epochs: float | None = None
+
+
 def answer(
-    model: str = "",
     gpu: str = "",
-    method: str | None = None,
-    micro_batch: int | None = None,
-    checkpointing: str | None = None,
-    length: int | None = None,
-    rank: int | None = None,
     gpus: int | None = None,
-    rows: int | None = None,
-    mean_length: float | None = None,
-    epochs: float | None = None,
     vram: float | None = None,
     tflops: float | None = None,
     capability: str | None = None,
+    **wished: Any,
 ) -> Answer:
     """One forecast; or the table of all cards where there is no card and none was named."""
+    wishes = Wishes(**wished)
     card = _card(gpu, vram, tflops, capability, gpus)
     if card is None:
-        return _table(model)
-    profile = load(for_card(card.capability, card.memory_gib))
-    shape = shapes.find(model or profile.model)
-    wishes = {"method": method, "rank": rank, "length": length}
-    recipe = replace(recipes.from_profile(profile, card), **{k: v for k, v in wishes.items() if v is not None})  # type: ignore[arg-type]
-    whole = micro_batch * card.count if micro_batch else 1
-    batch = whole if profile.train.batch % whole else profile.train.batch  # a step is made of whole micro-steps
-    recipe = _settled(shape, recipe, batch, card, micro_batch, checkpointing)
-    passes = epochs or profile.train.epochs or 1.0
-    made = forecasting.forecast(shape, recipe, card, batch, rows, mean_length, passes, profile.train.keep_checkpoints)
+        return _table(wishes, gpus)
+    shape, made = _forecast(card, wishes)
     return Answer(made.as_dict(), f"{report.describe(made)}\n\n{report.explain(shape, made)}")
 
 
-def _settled(
-    shape: shapes.Shape, recipe: recipes.Recipe, batch: int, card: CardFacts, micro_batch: int | None, way: str | None
-) -> recipes.Recipe:
-    """The recipe with what was asked for; what was not is the fastest that fits, or the smallest if nothing does."""
-    if micro_batch and way:
-        return replace(recipe, micro_batch=micro_batch, checkpointing=way)
-    sizes = (micro_batch,) if micro_batch else ()
-    found = choosing.options(shape, recipe, batch, card, sizes, (way,) if way else choosing.WAYS)
+def _forecast(card: CardFacts, wishes: Wishes) -> tuple[Shape, Forecast]:
+    """A card with all wishes; micro-batch and recomputation, where nobody wishes, are the fastest that fit."""
+    profile = load(wishes.profile or for_card(card.capability, card.memory_gib))
+    shape = shapes.find(wishes.model or profile.model)
+    wanted = {"method": wishes.method, "rank": wishes.rank, "length": wishes.length}
+    known: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
+    recipe = replace(recipes.from_profile(profile, card), **known)
+    sizes, ways = _sizes(wishes, profile, card), _ways(wishes, profile)
+    found = choosing.options(shape, recipe, profile.train.batch, card, sizes, ways)
     fitting = [one for one in found if one.peak_gib <= choosing.limit_gib(card)]
-    return (choosing.best(fitting) if fitting else min(found, key=lambda one: one.peak_gib)).recipe
+    chosen = choosing.best(fitting) if fitting else min(found, key=lambda one: one.peak_gib)
+    passes = wishes.epochs or profile.train.epochs or 1.0
+    by_rows = wishes.rows is not None or wishes.epochs is not None
+    return shape, forecasting.forecast(
+        shape, chosen.recipe, card, profile.train.batch, wishes.rows, wishes.mean_length, passes,
+        profile.train.keep_checkpoints, 0 if by_rows else profile.train.max_steps,
+    )  # fmt: skip
+
+
+def _sizes(wishes: Wishes, profile: Profile, card: CardFacts) -> tuple[int, ...]:
+    """The micro-batches to try; empty means all that divide the batch."""
+    asked = wishes.micro_batch
+    if asked and profile.train.batch % (asked * card.count):
+        raise CourseError(
+            f"--micro-batch is {asked} on {card.count} card(s), and a step has {profile.train.batch} rows.",
+            f"a number that divides {profile.train.batch} / {card.count}",
+            "choose such a number, or a profile of your own with another train.batch (--profile FILE)",
+        )
+    by_profile = wishes.profile and isinstance(profile.train.micro_batch, int)
+    return (asked,) if asked else (profile.train.micro_batch,) if by_profile else ()  # type: ignore[return-value]
+
+
+def _ways(wishes: Wishes, profile: Profile) -> tuple[str, ...]:
+    if wishes.checkpointing:
+        return (wishes.checkpointing,)
+    by_profile = wishes.profile and profile.train.gradient_checkpointing != "auto"
+    return (profile.train.gradient_checkpointing,) if by_profile else choosing.WAYS
 
 
 def _card(
     gpu: str, vram: float | None, tflops: float | None, capability: str | None, gpus: int | None
 ) -> CardFacts | None:
     """The card that was named or described, else this machine's, else None."""
+    if tflops and not (gpu or vram):
+        raise CourseError(
+            "--tflops alone describes no card.", "--tflops together with --gpu or --vram",
+            "add --vram with the memory of the card in GiB",
+        )  # fmt: skip
     if gpu or vram:
         found = cards.find(gpu or "a card of your own", vram, tflops, _capability(capability))
     else:
@@ -101,23 +137,12 @@ def _capability(text: str | None) -> tuple[int, int] | None:
     return int(found[1]), int(found[2])
 
 
-def _table(model: str) -> Answer:
-    """Which profile fits which card; with a model, that model on every card."""
-    if not model:
+def _table(wishes: Wishes, gpus: int | None) -> Answer:
+    """Which profile fits which card; with a wish, what was wished for on every card."""
+    if gpus is None and not any(value is not None for value in astuple(wishes)):
         return Answer({"fits": forecasting.which_fits()}, _headed(report.aligned(report.fits_table())))
-    shape, profiles = shapes.find(model), {name: load(name) for name in [*(name for _, name in BY_MEMORY), LARGEST]}
-    every = [(card, profiles[for_card(card.capability, card.memory_gib)]) for card in cards.every()]
-    made = [forecasting.of_profile(profile, card, shape) for card, profile in every]
-    rows = [
-        {
-            "card": one.card.name, "GiB": one.card.memory_gib, "peak": round(one.peak_vram_gib, 1), "fits": one.fits,
-            "rows a step": f"{one.recipe.micro_batch} x {one.batch // one.recipe.micro_batch}",
-            "recomputing": one.recipe.checkpointing, "tokens/s": f"{one.tokens_per_second or 0:,.0f}",
-            "an hour": report.money({"yuan": one.card.yuan, "dollars": one.card.dollars}),
-        }
-        for one in made
-    ]  # fmt: skip
-    return Answer({"fits": [one.as_dict() for one in made]}, _headed(report.aligned(rows)))
+    made = [_forecast(replace(card, count=gpus or 1), wishes)[1] for card in cards.every()]
+    return Answer({"fits": [one.as_dict() for one in made]}, _headed(report.aligned(report.compared(made))))
 
 
 def _headed(table: str) -> str:

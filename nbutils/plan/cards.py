@@ -18,6 +18,7 @@ from nbutils.profiles.reading import mistakes, read_sheet, refuse
 from nbutils.profiles.schema import Strict, Text
 
 FILE = "cards.yaml"
+FOREIGN = re.compile(r"ascend|910[abc]|radeon|instinct|\bmi[23]\d\d|gaudi|\bmlu|\barc\b|kunlun", re.IGNORECASE)
 ASSUMED = (8, 0)  # the capability of a card of which only memory is given; said with every forecast
 Positive = Annotated[float, Field(gt=0)]
 PriceOrNull = Annotated[float, Field(ge=0)] | None
@@ -88,12 +89,17 @@ def find(
     table = listed()
     wanted = _plain(base)
     hit = next((key for key, entry in table.items() if wanted in {_plain(key), *map(_plain, entry.also)}), None)
+    if other := FOREIGN.search(base):
+        raise CourseError(
+            f"{base!r} is a card of another maker ({other[0]}), and this course trains with CUDA.", "an NVIDIA card",
+            "look for a course made for that card; its memory and speed cannot be forecast here",
+        )  # fmt: skip
     if hit is None and vram is None:
         raise CourseError(
-            f"the card {base!r} is not in {paths.CONFIGS / FILE}, so its memory is not known.",
-            ", ".join(table),
-            "give the memory torch reports with --vram GIB, and its dense 16-bit arithmetic with --tflops T for speed; "
-            "or add it to that file",
+            f"the card {base!r} is not in configs/{FILE}, so its memory is not known.",
+            f"{len(table)} cards: {', '.join(table)}",
+            "give its memory with --vram GIB (what is on the box less about 5 %), and its dense 16-bit arithmetic with "
+            "--tflops T for speed; or add it to that file",
         )
     known = _facts(hit, table[hit]) if hit else CardFacts(base, vram or 0.0, None, None, ASSUMED, note=_unlisted(base))
     given = {"memory_gib": vram, "tflops": tflops, "capability": capability}
@@ -112,7 +118,8 @@ def of_machine(card: Card) -> CardFacts:
     if not hits:
         note = f"{card.name} is not in {FILE}: its speed and price are not known (--tflops, or add it there)"
         return CardFacts(card.name, card.memory_gib, None, None, card.capability, note=note, count=card.count)
-    key, entry = min(hits, key=lambda hit: abs(hit[1].memory_gib - card.memory_gib))
+    closest = min(hits, key=lambda hit: (-max(map(len, hit[1].called)), abs(hit[1].memory_gib - card.memory_gib)))
+    key, entry = closest  # the longest name first: a 4090 D is called RTX 4090 as well
     known = _facts(key, entry)
     return replace(known, memory_gib=card.memory_gib, capability=card.capability, count=card.count)
 

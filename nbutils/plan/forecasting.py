@@ -40,6 +40,7 @@ class Forecast:
     cost: dict[str, float | None]
     disk_gib: dict[str, float]
     merge_ram_gib: dict[str, float]
+    amount: str
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -87,16 +88,29 @@ def forecast(
 ) -> Forecast:
     """Forecast one training; `card.count` cards share the batch. `max_steps` counts instead of rows and epochs."""
     rate = speed.tokens_per_second(shape, recipe, card, card.count, mean_length)
-    real = None if rows is None or mean_length is None else rows * min(mean_length, recipe.length) * epochs
-    if max_steps:
-        share = speed.filled(recipe, mean_length)
-        real = None if share is None else max_steps * batch * recipe.length * share
+    real, words = amount(recipe, batch, rows, mean_length, epochs, max_steps)
     hours = None if rate is None or real is None else real / rate / 3600
     made = Forecast(
         shape.name, card, recipe, batch, memory.parts(shape, recipe), rate, hours, cost(card, hours),
-        disk(shape, recipe, keep_checkpoints), merge_ram(shape, recipe),
+        disk(shape, recipe, keep_checkpoints), merge_ram(shape, recipe), words,
     )  # fmt: skip
     return replace(made, notes=notes(made, real))
+
+
+def amount(
+    recipe: Recipe, batch: int, rows: int | None, mean_length: float | None, epochs: float, max_steps: int
+) -> tuple[float | None, str]:
+    """Real tokens of a training, None where a fact is missing; and in words, what they are or what is missing."""
+    if max_steps:
+        share = speed.filled(recipe, mean_length)
+        words = f"{max_steps:,} steps of {batch} rows of {recipe.length:,} tokens"
+        return (None, "give --mean-length") if share is None else (max_steps * batch * recipe.length * share, words)
+    facts = {"--rows": rows, "--mean-length (tokens of a row)": mean_length}
+    if missing := [name for name, value in facts.items() if value is None]:
+        return None, f"give {' and '.join(missing)}"
+    assert rows is not None and mean_length is not None
+    words = f"{rows:,} rows x {mean_length:,.0f} tokens x {epochs:g} epochs"
+    return rows * min(mean_length, recipe.length) * epochs, words
 
 
 def cost(card: CardFacts, hours: float | None) -> dict[str, float | None]:
@@ -122,14 +136,14 @@ def merge_ram(shape: Shape, recipe: Recipe) -> dict[str, float]:
 def notes(made: Forecast, real_tokens: float | None) -> list[str]:
     """What a reader must know: what does not fit, what is missing, what was not measured."""
     card, found = made.card, []
-    if not made.fits:
-        found.append(f"does not fit: {made.peak_vram_gib - made.limit_gib:.1f} GiB are missing")
+    if made.merge_ram_gib["on_card"] > card.memory_gib:
+        found.append(f"merging needs a larger card, or {made.merge_ram_gib['ram_without_card']:.0f} GiB of RAM")
     if card.tflops is None:
         found.append("speed, hours and cost unknown: give the card's dense 16-bit arithmetic with --tflops")
     elif made.tokens_per_second is None:
         found.append("speed unknown: rows are not packed, so their mean length is needed (--mean-length)")
-    if real_tokens is None:
-        found.append("hours and cost unknown: give --rows and --mean-length (tokens of a row)")
+    if real_tokens is None and made.tokens_per_second is not None:
+        found.append(f"hours and cost unknown: {made.amount}")
     if card.yuan is None and card.dollars is None:
         found.append("price unknown: fill configs/cards.yaml")
     if card.tflops is not None and card.bandwidth is None:
@@ -137,7 +151,8 @@ def notes(made: Forecast, real_tokens: float | None) -> list[str]:
     if card.tflops is not None and card.name != MEASURED:
         found.append(f"speed from published numbers: only the {MEASURED} was measured")
     if card.count > 1:
-        found.append(f"{card.count} cards, each with its own copy: {speed.PARALLEL:g} of their sum is an estimate")
+        share = f"{speed.PARALLEL:.0%} of {card.count} times the speed of one is an estimate"
+        found.append(f"{card.count} cards, each with its own copy of the model: {share}")
     return [*found, card.note] if card.note else found
 
 

@@ -22,6 +22,7 @@ SAVED_HEADS = 2  # of the query heads' size: q and the result; k and v come on t
 SAVED_MLP = 2  # gate and up; their product is made again when it is needed (training/lean.py)
 PLAIN_HIDDEN = 4.5  # without Liger: float32 copies in the norms, q and k before and after their rotation (measured)
 ADAPTERS = 7  # each keeps its narrow result, rank wide
+DROPOUT = 1  # byte for each input of an adapter: whether it was dropped; by calculation, not measured
 BACKWARD_HIDDEN, BACKWARD_MLP = 1, 1  # gradients alive while one layer's MLP is computed backwards
 OFFLOAD_STASH = 5  # layer inputs that stay on the card while the others travel to RAM and back (TRL's own number)
 # ---- logits: the loss is computed in tiles, so the table of T x vocabulary never exists
@@ -71,12 +72,14 @@ def saved_by_layer(shape: Shape, recipe: Recipe) -> float:
         + SAVED_MLP * shape.intermediate
         + ADAPTERS * recipe.rank
     )
-    return recipe.tokens * numbers * recipe.wide
+    dropped = DROPOUT * sum(wide for wide, _ in shape.linears) if recipe.dropout else 0
+    return recipe.tokens * (numbers * recipe.wide + dropped)
 
 
 def backwards(shape: Shape, recipe: Recipe) -> float:
     """Bytes alive only while one layer is computed backwards: its gradients, and what it computed again."""
-    gradients = recipe.tokens * (BACKWARD_HIDDEN * shape.hidden + BACKWARD_MLP * shape.intermediate) * recipe.wide
+    mlp = BACKWARD_MLP + recipe.dropout  # with dropout also the thinned activation
+    gradients = recipe.tokens * (BACKWARD_HIDDEN * shape.hidden + mlp * shape.intermediate) * recipe.wide
     layer_input = recipe.tokens * shape.hidden * recipe.wide
     again = 0 if recipe.checkpointing == "off" else saved_by_layer(shape, recipe) - layer_input
     return gradients + again + _dense_weight(shape, recipe)

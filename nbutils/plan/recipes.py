@@ -31,6 +31,7 @@ class Recipe:
     double: bool = True
     packing: bool = True
     accumulation: int = 1
+    dropout: bool = False
 
     @property
     def tokens(self) -> int:
@@ -65,5 +66,6 @@ def from_profile(profile: Profile, card: CardFacts) -> Recipe:
         checkpointing="on" if train.gradient_checkpointing == "auto" else train.gradient_checkpointing,
         double=profile.quantization.double,
         packing=train.packing,
+        dropout=profile.lora.dropout > 0,
         accumulation=1 if train.micro_batch == "auto" else train.accumulation_on(card.count),
     )

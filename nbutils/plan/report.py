@@ -5,6 +5,7 @@ Not here: any number of its own.
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from nbutils.plan import forecasting, memory
@@ -13,6 +14,7 @@ from nbutils.plan.forecasting import Forecast
 from nbutils.plan.recipes import Recipe
 from nbutils.plan.shapes import Shape
 
+WIDTH = 120
 WAYS = {"off": "no recomputing", "on": "layers recomputed", "offload": "layers recomputed, inputs in RAM"}
 
 
@@ -22,13 +24,15 @@ def as_rows(made: Forecast) -> list[dict[str, Any]]:
     disk = ", ".join(f"{name} {size:.1f}" for name, size in made.disk_gib.items())
     ram = made.merge_ram_gib
     rate = "unknown" if made.tokens_per_second is None else f"{made.tokens_per_second:,.0f} tokens/s"
+    price = money({"yuan": made.card.yuan, "dollars": made.card.dollars})
+    hourly = price if price in ("free", "unknown") else f"{price} an hour and card"
     lines = {
         "training": (f"{made.model} on {made.card}", _setting(made)),
         "peak of the card": (f"{made.peak_vram_gib:.1f} GiB", parts),
-        "the plan allows": (f"{made.limit_gib:.1f} of {made.card.memory_gib:.1f} GiB", _margin(made.fits)),
+        "the plan allows": (f"{made.limit_gib:.1f} of {made.card.memory_gib:.1f} GiB", _margin(made)),
         "speed": (rate, "real tokens, on all cards together"),
-        "time": ("unknown" if made.hours is None else f"{made.hours:.1f} h", "rows x mean length x epochs / speed"),
-        "cost": (money(made.cost), f"price: {made.card.price_from}"),
+        "time": ("unknown" if made.hours is None else f"{made.hours:.1f} h", made.amount),
+        "cost": (money(made.cost) if price != "free" else "free", f"{hourly} ({made.card.price_from})"),
         "disk": (f"{sum(made.disk_gib.values()):.0f} GiB", disk),
         "merging": (
             f"{ram['on_card']:.0f} GiB of the card",
@@ -40,12 +44,31 @@ def as_rows(made: Forecast) -> list[dict[str, Any]]:
 
 
 def describe(made: Forecast | None) -> str:
-    """The same as aligned text."""
+    """The same as aligned text of at most 120 columns."""
     if made is None:
-        return "Nothing to forecast: no card here, or a model whose shape is not known before its download."
-    rows = as_rows(made)
+        return "No forecast: there is no card here, or the model's shape is not known before its download."
+    rows, lines = as_rows(made), []
     wide = max(len(row["forecast"]) for row in rows)
-    return "\n".join(f"{row['what']:<17} {row['forecast']:<{wide}}  {row['from']}".rstrip() for row in rows)
+    for row in rows:
+        why = textwrap.wrap(row["from"], WIDTH - wide - 20) or [""]
+        lines += [f"{row['what']:<17} {row['forecast']:<{wide}}  {why[0]}".rstrip()]
+        lines += [" " * (wide + 20) + more for more in why[1:]]
+    return "\n".join(lines)
+
+
+def compared(made: list[Forecast]) -> list[dict[str, Any]]:
+    """One training on several cards, a row for each."""
+    return [
+        {
+            "card": str(one.card), "GiB": one.card.memory_gib, "length": one.recipe.length,
+            "peak GiB": round(one.peak_vram_gib, 1), "fits": "yes" if one.fits else "no",
+            "rows": f"{one.recipe.micro_batch} x {one.recipe.accumulation}", "recompute": one.recipe.checkpointing,
+            "tokens/s": "unknown" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
+            "hours": "unknown" if one.hours is None else f"{one.hours:.1f}", "cost": money(one.cost),
+            "an hour": money({"yuan": one.card.yuan, "dollars": one.card.dollars}),
+        }
+        for one in made
+    ]  # fmt: skip
 
 
 def money(cost: dict[str, float | None]) -> str:
@@ -64,8 +87,10 @@ def _setting(made: Forecast) -> str:
     )
 
 
-def _margin(fits: bool) -> str:
-    return f"{'fits' if fits else 'DOES NOT FIT'}: {MARGIN:.0%} and {CONTEXT_GIB:g} GiB for CUDA stay free"
+def _margin(made: Forecast) -> str:
+    stay_free = f"{MARGIN:.0%} and {CONTEXT_GIB:g} GiB for CUDA must stay free"
+    missing = made.peak_vram_gib - made.limit_gib
+    return f"fits: {stay_free}" if made.fits else f"DOES NOT FIT, {missing:.1f} GiB are missing: {stay_free}"
 
 
 def explain(shape: Shape, made: Forecast) -> str:
@@ -98,12 +123,12 @@ def fits_table() -> list[dict[str, Any]]:
     rows, table = forecasting.which_fits(), []
     for row in [row for row in rows if row["auto"]]:
         largest = [one["model"] for one in rows if one["card"] == row["card"] and one["fits"]]
-        prices = {"yuan": row["yuan_per_hour"], "dollars": row["dollars_per_hour"]}
+        price = money({"yuan": row["yuan_per_hour"], "dollars": row["dollars_per_hour"]}).replace(" or ", " ")
         table.append({
             "card": row["card"], "GiB": row["memory_gib"], "profile": row["profile"], "model": row["model"],
-            "rows a step": f"{row['micro_batch']} x {row['accumulation']}", "recomputing": row["checkpointing"],
-            "peak GiB": row["peak_vram_gib"], "tokens/s": f"{row['tokens_per_second']:,}", "an hour": money(prices),
-            "largest that trains": largest[-1] if largest else "none of the profiles",
+            "rows": f"{row['micro_batch']} x {row['accumulation']}", "recompute": row["checkpointing"],
+            "peak GiB": row["peak_vram_gib"], "tokens/s": f"{row['tokens_per_second']:,}", "an hour": price,
+            "largest model": largest[-1] if largest else "none of the profiles",
         })  # fmt: skip
     return table
 

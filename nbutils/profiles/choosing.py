@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from nbutils import hardware
+from nbutils import hardware, scaling
 from nbutils.errors import CourseError
 from nbutils.hardware import Card, Choice
 from nbutils.platforms import Platform, folders
@@ -152,8 +152,11 @@ def _settle(profile: Profile, reasons: Mapping[str, str], card: Card | None) -> 
     profile = _with(profile, "train", planned)
     values = flat(profile.model_dump())
     choices = {key: (decided | planned).get(key, Choice(values[key], reasons[key])) for key in keys()}
-    parts = f"{profile.train.micro_batch} rows at a time, {profile.train.accumulation} times: one step"
-    choices["effective_batch"] = Choice(profile.train.batch, f"train.batch; on one card {parts}")
+    processes, train = scaling.world_size(), profile.train
+    size = scaling.micro_batch_for(train.batch, int(train.micro_batch), processes)
+    times = f"{size} x {train.batch // processes // size}"
+    each = f"{times} rows" if processes == 1 else f"{times} rows on each of {processes} cards"
+    choices["effective_batch"] = Choice(train.batch, f"train.batch: {each} make a step")
     return profile, choices
 
 
@@ -195,6 +198,8 @@ def _refuse_impossible(profile: Profile, card: Card | None) -> None:
         found.append("machine.precision: bf16 needs capability 8.0: choose auto or fp16")
     if machine.attention in ("flash_attention_2", "varlen") and (card is None or old):
         found.append(f"machine.attention: {machine.attention} needs a card of capability 8.0: choose auto or sdpa")
+    if profile.train.gradient_checkpointing == "offload" and card is None:
+        found.append("train.gradient_checkpointing: offload parks what is on a card: choose auto, off or on")
     if machine.liger == "on" and card is None:
         found.append("machine.liger: on needs a card: choose auto or off")
     if found:

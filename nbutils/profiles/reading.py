@@ -20,6 +20,8 @@ from nbutils import paths
 from nbutils.errors import CourseError
 from nbutils.profiles.schema import RULES, Profile, flat, keys, shown
 
+RENAMED = {"train.accumulation": "is now train.batch, the rows of a step: micro_batch x accumulation"}
+CHECKPOINTING = "train.gradient_checkpointing"
 NOT_PROFILES = ("models", "cards")
 _BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
 
@@ -169,7 +171,9 @@ def _dotted(place: tuple[Any, ...], known: Sequence[str]) -> str:
 
 def _explain(name: str, item: Any, known: Sequence[str]) -> str:
     if item["type"] == "extra_forbidden":
-        return f"unknown key{did_you_mean(name, known)}"
+        return RENAMED.get(name) or f"unknown key{did_you_mean(name, known)}"
+    if name == CHECKPOINTING and isinstance(item["input"], bool):
+        return f"{item['input']} is now written {'on' if item['input'] else 'off'} (or auto, or offload)"
     if item["type"] == "missing":
         return "missing"
     if item["type"] == "model_type":

@@ -18,12 +18,13 @@ from nbutils.scaling.processes import (
     main_first,
     micro_batch_for,
     rank,
+    require_shares,
     told_by_main,
     world_size,
 )
 
 __all__ = [
     "Comparison", "anyone", "cards_in_machine", "command_line", "compare", "facts", "hint", "is_main", "join", "launch",
-    "leave_it_to_main", "losses", "main_first", "micro_batch_for", "processes_for", "rank", "told_by_main",
-    "world_size",
+    "leave_it_to_main", "losses", "main_first", "micro_batch_for", "processes_for", "rank", "require_shares",
+    "told_by_main", "world_size",
 ]  # fmt: skip

@@ -24,6 +24,11 @@ from nbutils.scaling.processes import launched
 
 ON_CPU = 2  # processes where there is no card
 SAVING_SECONDS = "600"  # what the launcher gives a training that was asked to end; its own 30 s may be less than a step
+# Of a launched lesson, the lines worth reading in the lesson that launched it.
+CALM = re.compile(
+    r"(training|step|trained) \d|\[(WARN|FAIL)\]|out of memory |.* Saving at step |resuming |starting at step"
+    r"|checkpoint \d+ is kept|safe: |Nothing is left|Lesson "
+)
 PROGRESS = re.compile(r"\d%\|")
 LAUNCHER_ENDS = re.compile(r"elastic/multiprocessing/api\.py:\d+\] failed")  # from here on it speaks of itself
 
@@ -73,15 +78,20 @@ def command_line(script: Path, values: dict[str, Any], processes: int) -> list[s
     return [sys.executable, *(launcher if processes > 1 else []), str(script), *words]
 
 
-def launch(script: Path, values: dict[str, Any], keep: Path, processes: int = 1, threads: int = 0) -> None:
-    """Run a lesson as a script, its output shown as it comes; `threads` limits each process, 0 leaves it to torch."""
+def launch(
+    script: Path, values: dict[str, Any], keep: Path, processes: int = 1, threads: int = 0, calm: bool = False
+) -> None:
+    """Run a lesson as a script, its output shown as it comes, or with `calm` the lines that tell how far it is.
+
+    `threads` limits each process; 0 leaves it to torch.
+    """
     env = os.environ | {"NBUTILS_HOME": str(keep), "MPLBACKEND": "agg", "PYTHONUNBUFFERED": "1"}
     threads = threads or (max((os.cpu_count() or 1) // processes, 1) if processes > 1 else 0)
     env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SAVING_SECONDS} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     command = command_line(script, values, processes)
     child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with child, _sigterm_goes_to(child) as asked_to_end:
-        tail = _show(child)
+        tail = _show(child, calm)
     if asked_to_end:
         raise CourseError(
             f"the machine asked lesson {script.stem} to end (SIGTERM); what it had trained until then is saved.",
@@ -95,7 +105,7 @@ def launch(script: Path, values: dict[str, Any], keep: Path, processes: int = 1,
         )  # fmt: skip
 
 
-def _show(child: subprocess.Popen[str]) -> list[str]:
+def _show(child: subprocess.Popen[str], calm: bool) -> list[str]:
     """Print what a process says, line by line, and return its last words, without what its launcher adds to them."""
     assert child.stdout
     tail: list[str] = []
@@ -106,6 +116,8 @@ def _show(child: subprocess.Popen[str]) -> list[str]:
             if over:
                 continue
             tail = [*tail[-14:], line.rstrip()]
+            if calm and not CALM.match(line):
+                continue
             moving = PROGRESS.search(line) is not None  # a bar is drawn over itself, as it was meant
             print(f"\r  | {line.rstrip()}", end="" if moving else "\n", flush=True)
     except BaseException:  # the stop button: what was started here must not train on alone

@@ -141,10 +141,15 @@ def leave_it_to_main() -> None:
 
 def micro_batch_for(batch: int, micro_batch: int, processes: int) -> int:
     """The largest micro-batch up to the asked one with which all processes together take `batch` rows in a step."""
+    require_shares(batch, processes)
+    each = batch // processes
+    return max(size for size in range(1, min(micro_batch, each) + 1) if each % size == 0)
+
+
+def require_shares(batch: int, processes: int) -> None:
+    """Stop before a training whose batch cannot be shared evenly."""
     if batch % processes:
         raise CourseError(
             f"train.batch is {batch}, and {processes} processes cannot share it evenly.", f"a multiple of {processes}",
             "change train.batch in a profile of your own, or start another number of processes",
         )  # fmt: skip
-    each = batch // processes
-    return max(size for size in range(1, min(micro_batch, each) + 1) if each % size == 0)

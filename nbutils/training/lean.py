@@ -44,14 +44,14 @@ def _use_liger(model: nn.Module) -> None:
 
 
 def _is_plain(layer: Any) -> bool:
-    """One adapter over a linear layer, without dropout or a variant of LoRA: what the arithmetic below covers."""
+    """One adapter over a linear layer, and no variant of LoRA: what the arithmetic below covers."""
     base = layer.get_base_layer()
     names = list(getattr(layer, "lora_A", {}))
     if len(names) != 1 or not isinstance(base, nn.Linear) or getattr(layer, "fan_in_fan_out", False):
         return False
     [name] = names
     return (
-        isinstance(layer.lora_dropout[name], nn.Identity)
+        isinstance(layer.lora_dropout[name], nn.Identity | nn.Dropout)
         and name not in layer.lora_variant
         and layer.lora_B[name].bias is None
         and (base.bias is None or not base.bias.requires_grad)
@@ -90,10 +90,10 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
 
 
 def _weights(layer: Any) -> tuple[Any, ...]:
-    """The frozen weight and bias, A, B and the scale of a LoRA layer."""
+    """The frozen weight and bias, A, B, the scale and the dropout of a LoRA layer."""
     [name] = layer.lora_A
-    base = layer.get_base_layer()
-    return base.weight, base.bias, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
+    base, dropout = layer.get_base_layer(), getattr(layer.lora_dropout[name], "p", 0.0)
+    return base.weight, base.bias, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], dropout
 
 
 def _dtype(layer: Any, x: Tensor) -> torch.dtype:
@@ -119,6 +119,19 @@ def _recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _narrow(x: Tensor, a: Tensor, dropout: float) -> tuple[Tensor, Tensor | None]:
+    """x A^T, x thinned out if there is dropout; and which numbers stayed, a byte each."""
+    if not dropout:
+        return x @ a.to(x.dtype).t(), None
+    thinned, stayed = torch.native_dropout(x, dropout, True)
+    return thinned @ a.to(x.dtype).t(), stayed
+
+
+def _thin(x: Tensor, stayed: Tensor | None, dropout: float) -> Tensor:
+    """What dropout left of x."""
+    return x if stayed is None else x.mul(stayed).div_(1 - dropout)
+
+
 def _product(x: Tensor, low: Tensor, weight: Any, bias: Tensor | None, b: Tensor, scale: float) -> Tensor:
     """x W^T + bias + scale (x A^T) B^T, the last sum made by the product itself; `low` is x A^T."""
     dense = _dense(weight, x.dtype).t()
@@ -126,34 +139,46 @@ def _product(x: Tensor, low: Tensor, weight: Any, bias: Tensor | None, b: Tensor
     return out.addmm_(low, b.to(x.dtype).t(), alpha=scale)
 
 
-def _input_gradient(grad: Tensor, low_grad: Tensor, weight: Any, a: Tensor, scale: float) -> Tensor:
+def _adapter_gradients(
+    ctx: Any, grad: Tensor, x: Tensor, low: Tensor, stayed: Tensor | None, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of A, B and of x A^T in `_product`."""
+    low_grad = grad @ b.to(grad.dtype)
+    grad_b = (grad.t() @ low).to(b.dtype).mul_(ctx.scale)
+    return (low_grad.t() @ _thin(x, stayed, ctx.dropout)).to(a.dtype).mul_(ctx.scale), grad_b, low_grad
+
+
+def _input_gradient(ctx: Any, grad: Tensor, low_grad: Tensor, stayed: Tensor | None, a: Tensor) -> Tensor:
     """The gradient of x in `_product`."""
-    return (grad @ _dense(weight, grad.dtype)).addmm_(low_grad, a.to(grad.dtype), alpha=scale)
+    grad_x = grad @ _dense(ctx.weight, grad.dtype)
+    if stayed is None:
+        return grad_x.addmm_(low_grad, a.to(grad.dtype), alpha=ctx.scale)
+    return grad_x.add_(_thin(low_grad @ a.to(grad.dtype), stayed, ctx.dropout), alpha=ctx.scale)
 
 
 class _LoraLinear(torch.autograd.Function):
     """A linear layer with its adapter."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, a: Tensor, b: Tensor, scale: float, dtype: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Any, a: Tensor, b: Tensor, scale: float, dropout: float, dtype: Any
+    ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1]).to(dtype)
-        low = flat @ a.to(dtype).t()
+        low, stayed = _narrow(flat, a, dropout)
         out = _product(flat, low, weight, bias, b, scale)
-        ctx.save_for_backward(flat, low, a, b)
-        ctx.weight, ctx.scale, ctx.kind, ctx.shape = weight, scale, x.dtype, x.shape
+        ctx.save_for_backward(a, b, low, stayed, flat)
+        ctx.weight, ctx.scale, ctx.dropout, ctx.kind, ctx.shape = weight, scale, dropout, x.dtype, x.shape
         return out.view(*x.shape[:-1], -1).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        flat, low, a, b = ctx.saved_tensors
+        a, b, low, stayed, flat = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[-1]).to(flat.dtype)
-        low_grad = grad @ b.to(flat.dtype)
-        grad_a = (low_grad.t() @ flat).to(a.dtype).mul_(ctx.scale)
-        grad_b = (grad.t() @ low).to(b.dtype).mul_(ctx.scale)
+        grad_a, grad_b, low_grad = _adapter_gradients(ctx, grad, flat, low, stayed, a, b)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = _input_gradient(grad, low_grad, ctx.weight, a, ctx.scale).view(ctx.shape).to(ctx.kind)
-        return grad_x, None, None, grad_a, grad_b, None, None
+            grad_x = _input_gradient(ctx, grad, low_grad, stayed, a).view(ctx.shape).to(ctx.kind)
+        return grad_x, None, None, grad_a, grad_b, None, None, None
 
 
 class _LoraDown(torch.autograd.Function):
@@ -161,29 +186,28 @@ class _LoraDown(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor, weight: Any, bias: Any, a: Tensor, b: Tensor, scale: float,
+        ctx: Any, gate: Tensor, up: Tensor, weight: Any, bias: Any, a: Tensor, b: Tensor, scale: float, dropout: float,
         dtype: Any, fused: bool, skips_last: bool,
     ) -> Tensor:  # fmt: skip
         shape = gate.shape
         gate, up = (states.reshape(-1, shape[-1]).to(dtype) for states in (gate, up))
         middle = _silu_times(gate, up, fused)
-        low = middle @ a.to(dtype).t()
-        ctx.save_for_backward(gate, up, low, a, b)
-        ctx.weight, ctx.scale, ctx.fused, ctx.shape = weight, scale, fused, shape
+        low, stayed = _narrow(middle, a, dropout)
+        ctx.save_for_backward(a, b, low, stayed, gate, up)
+        ctx.weight, ctx.scale, ctx.dropout, ctx.fused, ctx.shape = weight, scale, dropout, fused, shape
         if skips_last and _recomputing():  # not a number, so that whoever reads it notices
             return gate.new_full((*shape[:-1], b.shape[0]), float("nan"))
         return _product(middle, low, weight, bias, b, scale).view(*shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        gate, up, low, a, b = ctx.saved_tensors
+        a, b, low, stayed, gate, up = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[-1]).to(gate.dtype)
-        low_grad = grad @ b.to(grad.dtype)
-        grad_b = (grad.t() @ low).to(b.dtype).mul_(ctx.scale)
-        grad_a = (low_grad.t() @ _silu_times(gate, up, ctx.fused)).to(a.dtype).mul_(ctx.scale)
-        grad_middle = _input_gradient(grad, low_grad, ctx.weight, a, ctx.scale)
-        grads = _silu_gradients(gate, up, grad_middle, ctx.fused)
-        return *(one.view(ctx.shape) for one in grads), None, None, grad_a, grad_b, None, None, None, None
+        middle = _silu_times(gate, up, ctx.fused)
+        grad_a, grad_b, low_grad = _adapter_gradients(ctx, grad, middle, low, stayed, a, b)
+        del middle  # as wide as its gradient, which comes next
+        grads = _silu_gradients(gate, up, _input_gradient(ctx, grad, low_grad, stayed, a), ctx.fused)
+        return *(one.view(ctx.shape) for one in grads), None, None, grad_a, grad_b, None, None, None, None, None
 
 
 def _silu_times(gate: Tensor, up: Tensor, fused: bool) -> Tensor:

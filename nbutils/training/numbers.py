@@ -34,8 +34,15 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
         "tokens_per_second": round(speed, 1) if speed else None,  # None: nothing was left to train
         "train_seconds": round(seconds, 1) if tokens else None,
         "skipped_steps": live.skipped if live and tokens else None,  # float16 looking for its loss scale
-        "peak_memory_gib": round(hardware.peak_memory_gib(), 3),
+        "processes": trainer.args.world_size if tokens else None,
+        "batch": _batch(trainer.args) if tokens else None,
+        "peak_memory_gib": round(hardware.peak_memory_gib(), 3) if tokens else None,
     }
+
+
+def _batch(args: Any) -> int:
+    """Rows of a step on all cards."""
+    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
 
 def meter_of(trainer: Trainer) -> Meter | None:
