@@ -90,7 +90,7 @@ def _attend(
 
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    _refuse_dropout(dropout)
+    _refuse_unknown({"dropout": dropout} | {name: kwargs.get(name) for name in ("s_aux", "softcap")})
     rows, heads, length, size = query.shape
     edges, longest = _edges(query, kwargs)
     q, k, v = (states.transpose(1, 2).reshape(rows * length, -1, size) for states in (query, key, value))
@@ -122,10 +122,12 @@ def _grouped(heads: int, kv_heads: int) -> dict[str, bool]:
     return {"enable_gqa": True} if asked and heads != kv_heads else {}
 
 
-def _refuse_dropout(dropout: float) -> None:
-    if dropout:
+def _refuse_unknown(wishes: dict[str, Any]) -> None:
+    """Stop at a model whose attention has parts that torch's kernel for packed rows has not."""
+    asked = [name for name, value in wishes.items() if value is not None and not (name == "dropout" and value == 0)]
+    if asked:
         raise CourseError(
-            f"this model asks for attention dropout {dropout}, and torch's kernel for packed rows has none.",
-            "attention_dropout 0 in the model's config.json",
+            f"this model's attention has {', '.join(asked)}, and torch's kernel for packed rows has not.",
+            "attention without dropout, sinks (s_aux) and softcap, as Qwen, GLM and Llama have it",
             "set machine.attention to sdpa in a copy of the profile",
         )

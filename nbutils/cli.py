@@ -11,6 +11,17 @@ import click
 from nbutils.errors import CourseError
 
 
+class Amount(click.FloatRange):
+    """A number above zero, and no larger than anything there is: neither infinite nor `nan`."""
+
+    def __init__(self, least: float = 1e-3) -> None:
+        super().__init__(min=least, max=1e9)
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
+        number = super().convert(value, param, context)
+        return number if number == number else self.fail(f"{value} is not a number", param, context)
+
+
 class PlainMistakes(click.Group):
     """A group whose commands end a learner's mistake with its message and exit status 1, not with a traceback."""
 
@@ -104,10 +115,10 @@ def _show_checkpoints(run: str, thorough: bool) -> bool:
 @click.option("--rank", type=click.IntRange(1), help="Rank of the adapter; default: the profile's.")
 @click.option("--gpus", type=click.IntRange(1), help="How many cards share the batch.")
 @click.option("--rows", type=click.IntRange(1), help="Rows of your data.")
-@click.option("--mean-length", type=click.FloatRange(1), help="Mean tokens of a row.")
-@click.option("--epochs", type=click.FloatRange(0, min_open=True), help="Default: the profile's.")
-@click.option("--vram", type=click.FloatRange(0, min_open=True), help="Memory of the card in GiB, as torch reports it.")
-@click.option("--tflops", type=click.FloatRange(0, min_open=True), help="The card's dense 16-bit tensor TFLOP/s.")
+@click.option("--mean-length", type=Amount(1), help="Mean tokens of a row.")
+@click.option("--epochs", type=Amount(), help="Default: the profile's.")
+@click.option("--vram", type=Amount(), help="Memory of the card in GiB, as torch reports it.")
+@click.option("--tflops", type=Amount(), help="The card's dense 16-bit tensor TFLOP/s.")
 @click.option("--capability", help="The card's CUDA capability, as 7.5.")
 @click.option("--json", "as_json", is_flag=True, help="The forecast as JSON, for programs.")
 def plan(as_json: bool, **wishes: Any) -> None:
@@ -117,7 +128,7 @@ def plan(as_json: bool, **wishes: Any) -> None:
     from nbutils.plan import asking
 
     answer = asking.answer(**wishes)
-    print(json.dumps(answer.data, indent=2, ensure_ascii=False) if as_json else answer.text)
+    print(json.dumps(answer.data, indent=2, ensure_ascii=False, allow_nan=False) if as_json else answer.text)
 
 
 @app.command("serve-env")

@@ -72,7 +72,8 @@ def update(path: Path, top: dict[str, Any], lesson: str, facts: dict[str, Any]) 
 
 
 def _write(path: Path, record: dict[str, Any]) -> dict[str, Any]:
-    record = _masked(json.loads(json.dumps(record, default=str)))
+    plain = json.loads(json.dumps(record, default=str), parse_constant=lambda name: None)  # NaN is not JSON
+    record = _masked(plain)
     write_json(path, record)
     return record
 

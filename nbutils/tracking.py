@@ -6,8 +6,9 @@ Not here: what is reported (the trainer decides that).
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nbutils import platforms, scaling
 from nbutils.record import mask_secrets
@@ -36,17 +37,23 @@ def _begin_wandb(logs: Path, run: str) -> str:
     """Start the W&B run the trainer will use; whatever keeps it from going online makes it an offline one."""
     import wandb
 
+    plainly = sys.excepthook  # wandb.init puts its own there, which prints a traceback before a learner's mistake
+
+    def started(mode: Literal["online", "offline"], **more: Any) -> None:
+        wandb.init(**options, mode=mode, **more)
+        sys.excepthook = plainly
+
     options: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", "finetune-course"), "name": run, "dir": logs}
     wandb.finish()  # of an earlier run of this cell
     why_not = _wandb_offline_reason()
     if why_not is None:
         try:
-            wandb.init(**options, mode="online", settings=wandb.Settings(init_timeout=30))
+            started("online", settings=wandb.Settings(init_timeout=30))
             return "online"
         except Exception as problem:  # a refused key, a dead network: neither may cost the training
             why_not = f"{type(problem).__name__}: {mask_secrets(str(problem))[:120]}"
     os.environ["WANDB_MODE"] = "offline"
-    wandb.init(**options, mode="offline")
+    started("offline")
     return f"offline: {why_not}"
 
 

@@ -133,8 +133,9 @@ four_bit = BitsAndBytesConfig(
 
 # %%
 from transformers import AutoModelForCausalLM, set_seed
-from nbutils import attention
+from nbutils import attention, training
 
+training.require_unquantised(lesson.model)
 set_seed(SEED)
 model = AutoModelForCausalLM.from_pretrained(
     lesson.model,
@@ -148,8 +149,6 @@ model = AutoModelForCausalLM.from_pretrained(
 # Look at what was loaded: the linear layers in 4 bits, embeddings and norms as they were.
 
 # %%
-from nbutils import training
-
 kinds = training.weight_kinds(model)
 print(f"{model.get_memory_footprint() / 2**20:,.0f} MiB in memory; weights by kind: {kinds}")
 

@@ -125,9 +125,11 @@ def test_only_our_own_name_is_registered() -> None:
     assert load("varlen").config._attn_implementation == "varlen"
 
 
-def test_attention_dropout_is_refused() -> None:
-    with pytest.raises(CourseError, match=r"attention dropout 0\.1"):
-        attention._refuse_dropout(0.1)
+@pytest.mark.parametrize("wish", [{"dropout": 0.1}, {"s_aux": torch.zeros(4)}, {"softcap": 50.0}])
+def test_what_the_kernel_has_not_is_refused(wish: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    query = torch.zeros(1, 4, 3, 8)
+    with pytest.raises(CourseError, match=f"attention has {next(iter(wish))}"):
+        attention._attend(torch.nn.Module(), query, query, query, None, **wish)
 
 
 def test_trls_warning_about_packing_is_not_shown_and_others_are(caplog: pytest.LogCaptureFixture) -> None:

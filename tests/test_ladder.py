@@ -449,8 +449,55 @@ def test_a_continued_run_begins_at_the_rung_it_reached(tmp_path: Path, capsys: A
     assert larger.begin(checkpoint) == planned and len(larger.rungs) == 1  # what happened stays on record
     other = Setting(8, 1, "off", 256)
     assert remembered(tmp_path, "Tesla T4", other).begin(checkpoint) == other
-    assert remembered(tmp_path, "Tesla T4", planned).begin(None) == planned  # begun at step 0: nothing is known
-    assert memory.oom_rungs(again.lesson) == []
+    assert remembered(tmp_path, "Tesla T4", planned).begin(None) == reached  # lost before its first checkpoint
+    memory.forget(again.lesson)  # RESUME="never"
+    assert remembered(tmp_path, "Tesla T4", planned).begin(None) == planned and memory.oom_rungs(again.lesson) == []
+
+
+def test_a_run_begun_anew_on_another_card_knows_of_no_rungs(tmp_path: Path) -> None:
+    planned = Setting(4, 2, "off", 256)
+    first = remembered(tmp_path, "Tesla T4", planned)
+    first.add(1, None, planned, Setting(2, 4, "off", 256))
+    assert remembered(tmp_path, "NVIDIA L4", planned).begin(None) == planned and memory.oom_rungs(first.lesson) == []
+
+
+@pytest.mark.parametrize(
+    "reached",
+    [
+        {"micro_batch": 2, "accumulation": 2, "checkpointing": "off", "length": 256},  # another batch
+        {"micro_batch": "2", "accumulation": 4, "checkpointing": "off", "length": 256},
+        {"micro_batch": 0, "accumulation": 4, "checkpointing": "off", "length": 256},
+        {"micro_batch": 2, "accumulation": 4, "checkpointing": "banana", "length": 256},
+    ],
+)
+def test_a_setting_that_cannot_be_is_not_believed(tmp_path: Path, reached: dict[str, Any]) -> None:
+    planned = Setting(4, 2, "off", 256)
+    first = remembered(tmp_path, "Tesla T4", planned)
+    paths.write_json(tmp_path / "runs/demo/memory.json", first.key | {"reached": reached, "rungs": ["x", {"from": 3}]})
+    again = remembered(tmp_path, "Tesla T4", planned)
+    assert again.begin(Path("checkpoint-9")) == planned and again.rungs == []
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_log", "on_save", "on_train_end"])
+def test_memory_that_runs_out_after_the_last_step_trains_no_step_more(tmp_path: Path, whole: Any, event: str) -> None:
+    trainer = build(tmp_path)
+    raised = []
+
+    class Late(TrainerCallback):
+        """Runs out of memory once, when all steps are done."""
+
+    def late(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step >= state.max_steps and not raised:
+            raised.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    setattr(Late, event, late)
+    trainer.add_callback(Late())
+    ladder.train(trainer, lesson_in(tmp_path), None)
+    assert raised and trainer.state.global_step == whole.state.global_step == trainer.state.max_steps
+    for name, weight in weights(whole).items():
+        torch.testing.assert_close(weights(trainer)[name], weight, rtol=0, atol=1e-6)
+    assert (Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.max_steps}").exists()
 
 
 def test_a_damaged_memory_is_no_memory(tmp_path: Path) -> None:

@@ -165,3 +165,46 @@ def test_with_dropout_a_recomputed_layer_drops_the_same_numbers() -> None:
         torch.testing.assert_close(kept[1][1][name], grad, msg=name)
     torch.manual_seed(6)
     assert (step(model, False)[0] - kept[0][0]).abs().max() > 1e-3
+
+
+def test_other_quantised_layers_keep_pefts_forward() -> None:
+    class Eight(nn.Linear):
+        """Looks like a linear layer; its numbers are codes."""
+
+    base = random_model("qwen2")
+    base.model.layers[0].mlp.up_proj.__class__ = Eight
+    assert lean.lighten(adapted(base), fused=False) == 20
+
+
+def test_an_unknown_mlp_keeps_its_own_forward() -> None:
+    base = random_model("qwen2")
+
+    class Clamped(type(base.model.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).clamp(-0.01, 0.01)
+
+    for layer in base.model.layers:
+        layer.mlp.__class__ = Clamped
+    assert_same(adapted(base), False, 21)
+
+
+def test_made_lean_twice_is_made_lean_once() -> None:
+    model = adapted(random_model("qwen2"))
+    assert lean.lighten(model, fused=False) == lean.lighten(model, fused=False) == 21
+    model.eval()(input_ids=torch.arange(2, 9)[None])
+
+
+def test_a_second_adapter_and_no_adapter_go_pefts_way() -> None:
+    model = adapted(random_model("qwen2"))
+    lean.lighten(model, fused=False)
+    model.add_adapter("second", LoraConfig(r=2, target_modules="all-linear"))
+    model.train()(input_ids=torch.arange(2, 9)[None])
+    base = model.merge_and_unload()
+    base.train()(input_ids=torch.arange(2, 9)[None])
+
+
+def test_a_hook_on_the_mlp_keeps_its_last_product() -> None:
+    model = adapted(random_model("qwen2"))
+    for layer in model.base_model.model.model.layers:
+        layer.mlp.register_forward_hook(lambda module, given, out: out * out)
+    assert_same(model, True, 21)

@@ -129,6 +129,23 @@ def test_after_an_out_of_memory_between_two_logs_the_mean_since_the_last_one_goe
     assert trainer.callback.meter.tokens_per_second == 50
 
 
+def test_after_an_out_of_memory_before_the_first_log_the_speed_is_right() -> None:
+    trainer = started(100, logging_steps=10)
+    for _ in range(8):
+        trainer.step(seconds=1)
+    trainer.begin()  # at step 8, nothing was logged yet
+    for _ in range(12):
+        trainer.step(seconds=1)
+    assert trainer.callback.meter.tokens_per_second == pytest.approx(100, rel=0.2)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1"])
+def test_a_pause_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(live.SECONDS, text)
+    with pytest.raises(CourseError, match="a number of seconds"):
+        live.live_numbers(lesson_on())
+
+
 def test_another_trainer_counts_its_tokens_from_zero() -> None:
     meter = Meter(Clock())
     meter.begin(0, 10)

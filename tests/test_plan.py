@@ -261,7 +261,7 @@ def test_a_config_that_lacks_facts_is_refused_by_their_names(tmp_path: Path) -> 
 
 
 def test_a_mixture_of_experts_and_an_unknown_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CourseError, match="mixture of experts"):
+    with pytest.raises(CourseError, match="not a dense model of the usual kind"):
         plan.find(config(tmp_path / "moe", num_experts=64))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     for name in ("some/model", "nowhere at all", "../x"):
@@ -382,6 +382,42 @@ def test_every_wish_is_heard() -> None:
     wanted = {"micro_batch": 4, "length": 512, "checkpointing": "offload", "rank": 64, "method": "lora"}
     assert wanted.items() <= answer["recipe"].items()
     assert (answer["gpus"], answer["batch"] % 8) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "text", ["null", "[1]", "NaN", '{"text_config": null}', '{"text_config": "x"}', '{"kv_lora_rank": 5}']
+)
+def test_a_strange_config_is_refused_in_words(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CourseError):
+        plan.find(str(tmp_path))
+
+
+def test_a_config_with_absurd_sizes_lacks_them(tmp_path: Path) -> None:
+    known = {"num_hidden_layers": 10**300, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(known | {"vocab_size": 100}))
+    with pytest.raises(CourseError, match="lacks num_hidden_layers"):
+        plan.find(str(tmp_path))
+
+
+@pytest.mark.parametrize("option", ["--vram", "--tflops", "--epochs", "--mean-length"])
+@pytest.mark.parametrize("value", ["inf", "nan", "1e400", "-1", "1e-320"])
+def test_numbers_that_are_none_are_refused(option: str, value: str) -> None:
+    ran = CliRunner().invoke(app, ["plan", "--json", "--gpu", "4090", "--rows", "10", option, value])
+    assert ran.exit_code == 2 and "Traceback" not in ran.output
+
+
+def test_a_card_may_be_called_by_a_number_and_no_name_is_given_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (paths.CONFIGS / "cards.yaml").read_text(encoding="utf-8")
+    block = text[text.index("RTX 3090:") : text.index("RTX 4090:")]
+    monkeypatch.setattr(paths, "CONFIGS", tmp_path)
+    (tmp_path / "cards.yaml").write_text(text + block.replace("RTX 3090:", "3070:"), encoding="utf-8")
+    assert cards.find("3070").memory_gib == 23.6
+    (tmp_path / "cards.yaml").write_text(text + block.replace("RTX 3090:", "X1:").replace("also: []", "also: [T4]"))
+    with pytest.raises(CourseError, match=r"X1\.also: T4 is a card of its own"):
+        cards.find("T4")
 
 
 def test_both_wishes_give_the_same_as_the_plans_own_choice() -> None:

@@ -78,3 +78,9 @@ def test_the_report_is_readable(tmp_path: Path) -> None:
 def test_a_password_in_an_address_is_masked() -> None:
     text = record.mask_secrets("models come from https://me:pass@mirror.example/x and git+https://tok3n@github.com/a/b")
     assert "pass" not in text and "tok3n" not in text and "mirror.example/x" in text and "github.com/a/b" in text
+
+
+def test_a_number_that_is_none_is_written_as_null(tmp_path: Path) -> None:
+    record.update(tmp_path / "facts.json", {}, "03_qlora", {"final_loss": float("nan"), "steps": 3})
+    written = (tmp_path / "facts.json").read_text()
+    assert json.loads(written, parse_constant=pytest.fail)["lessons"]["03_qlora"] == {"final_loss": None, "steps": 3}

@@ -272,3 +272,10 @@ def test_lesson_06_trains_with_two_processes_what_one_would_have_trained(tmp_pat
     with tarfile.open(tmp_path / "tiny/checkpoints/checkpoint-12.tar") as tar:
         names = tar.getnames()
     assert {"checkpoint-12/rng_state_0.pth", "checkpoint-12/rng_state_1.pth"} <= set(names)
+
+
+def test_a_loss_that_is_no_number_is_not_the_same_work() -> None:
+    pair = {"processes": (1, 2), "steps": (4, 4), "batch": (2, 2)}
+    broken = scaling.Comparison(**pair, tokens_per_second=(10.0, 0.0), losses={1: (1.0, 1.0), 2: (1.0, float("nan"))})
+    assert not broken.same_work and "nan times" in str(broken)
+    assert scaling.Comparison(**pair, tokens_per_second=(10.0, 19.0), losses={1: (0.0, 0.0)}).same_work

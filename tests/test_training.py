@@ -334,3 +334,12 @@ def test_equal_adapters_have_equal_checksums() -> None:
     with torch.no_grad():
         other.weight[0, 0] += 1
     assert training.adapter_checksum(one) != training.adapter_checksum(other)
+
+
+def test_a_base_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
+    training.require_unquantised(str(paths.TINY_MODEL))
+    config = json.loads((paths.TINY_MODEL / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CourseError, match=r"quantised already .*awq"):
+        training.require_unquantised(str(tmp_path))

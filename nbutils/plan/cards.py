@@ -30,7 +30,7 @@ class Listed(Strict):
     memory_gib: Positive
     tflops: Positive
     bandwidth: Positive
-    capability: Annotated[list[int], Field(min_length=2, max_length=2)]
+    capability: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2)]
     called: Annotated[list[Text], Field(min_length=1)]
     also: list[Text]
     yuan: PriceOrNull
@@ -73,7 +73,12 @@ def listed() -> dict[str, Listed]:
         f"{name}.{key}: {said}" for name, entry in sheet.tree.items() for key, said in mistakes(entry, Listed).items()
     ]
     refuse([*sheet.twice, *wrong], str(sheet.file), FILE)
-    return {name: Listed.model_validate(entry) for name, entry in sheet.tree.items()}
+    found = {str(name): Listed.model_validate(entry) for name, entry in sheet.tree.items()}
+    names = {_plain(name) for name in found}
+    taken = [f"{name}.also: {other} is a card of its own" for name, entry in found.items() for other in entry.also
+             if _plain(other) in names - {_plain(name)}]  # fmt: skip
+    refuse(taken, str(sheet.file), FILE)
+    return found
 
 
 def every() -> list[CardFacts]:

@@ -67,5 +67,5 @@ def from_profile(profile: Profile, card: CardFacts) -> Recipe:
         double=profile.quantization.double,
         packing=train.packing,
         dropout=profile.lora.dropout > 0,
-        accumulation=1 if train.micro_batch == "auto" else train.accumulation_on(card.count),
+        accumulation=1 if train.micro_batch == "auto" else max(train.batch // (train.micro_batch * card.count), 1),
     )

@@ -23,7 +23,11 @@ KEYS = {
     "vocab": ("vocab_size", "padded_vocab_size"),
 }
 KV_HEADS, HEAD_DIM = ("num_key_value_heads", "multi_query_group_num"), ("head_dim", "kv_channels")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Mixtures of experts, compressed keys (MLA) and state spaces: the formulas do not know them.
+STRANGE = (
+    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "kv_lora_rank", "ssm_cfg", "state_size",
+)  # fmt: skip
+LARGEST = 10**7  # no size of a model is larger
 
 
 @dataclass(frozen=True)
@@ -117,12 +121,15 @@ def of_config(file: Path, name: str) -> Shape:
         whole = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise CourseError(f"{file} cannot be read: {problem}.", "a JSON file", "download it again") from problem
-    config = whole.get("text_config", whole)
-    if any(config.get(key) for key in EXPERTS):
+    config = whole.get("text_config", whole) if isinstance(whole, dict) else None
+    if not isinstance(config, dict):
+        raise CourseError(f"{file} describes no model.", "a JSON object with the model's sizes", "download it again")
+    if strange := [key for key in STRANGE if config.get(key)]:
         raise CourseError(
-            f"{name} is a mixture of experts; the plan knows dense models only.", "Qwen2, Qwen3, Llama, GLM-4 style",
-            "plan a dense model, or measure this one with a few steps on a rented card",
-        )  # fmt: skip
+            f"{name} is not a dense model of the usual kind ({', '.join(strange)} in its config.json).",
+            "Qwen2, Qwen3, Llama, GLM-4 style",
+            "plan such a model, or measure this one with a few steps on a rented card",
+        )
     values = {fact: _first(config, names) for fact, names in KEYS.items()}
     missing = [" or ".join(KEYS[fact]) for fact, value in values.items() if value is None]
     if missing:
@@ -132,12 +139,12 @@ def of_config(file: Path, name: str) -> Shape:
         )  # fmt: skip
     facts = {fact: int(value) for fact, value in values.items() if value is not None}
     kv_heads = _first(config, KV_HEADS) or facts["heads"]
-    head_dim = _first(config, HEAD_DIM) or facts["hidden"] // facts["heads"]
-    tied = bool(config.get("tie_word_embeddings", whole.get("tie_word_embeddings", False)))
+    head_dim = _first(config, HEAD_DIM) or max(facts["hidden"] // facts["heads"], 1)
+    tied = config.get("tie_word_embeddings", whole.get("tie_word_embeddings", False)) is True
     return Shape(name=name, kv_heads=kv_heads, head_dim=head_dim, tied=tied, **facts)
 
 
 def _first(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
     """The first of these keys that holds a whole number above zero."""
-    found = [config[name] for name in names if type(config.get(name)) is int and config[name] > 0]
+    found = [config[name] for name in names if type(config.get(name)) is int and 0 < config[name] < LARGEST]
     return found[0] if found else None

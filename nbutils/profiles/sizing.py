@@ -51,9 +51,11 @@ def _with_card(profile: Profile, card: Card) -> dict[str, Choice]:
         reason = "plan: the model's shape is not known before its download, so the careful value"
         rows = 1 if train.micro_batch == "auto" else train.micro_batch
         return {MICRO_BATCH: Choice(rows, reason), CHECKPOINTING: Choice("on", reason)}
-    fixed = () if train.micro_batch == "auto" else (train.micro_batch,)
+    shared = (
+        () if train.micro_batch == "auto" else (scaling.micro_batch_for(train.batch, train.micro_batch, facts.count),)
+    )
     ways = ("off", "on", "offload") if train.gradient_checkpointing == "auto" else (train.gradient_checkpointing,)
-    found = plan.options(shape, plan.from_profile(profile, facts), train.batch, facts, fixed, ways)
+    found = plan.options(shape, plan.from_profile(profile, facts), train.batch, facts, shared, ways)
     return _reasoned(found, facts)
 
 

@@ -6,6 +6,7 @@ Not here: running them (launching).
 from __future__ import annotations
 
 import json
+import math
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from nbutils import checkpoints, record
 from nbutils.errors import CourseError
 
+TINY = 1e-6  # a loss below this is as good as none
 TOLERANCE = 0.01  # sums in another order: a rounding each, 2^-8 of a value in bfloat16
 
 
@@ -30,12 +32,13 @@ class Comparison:
     @property
     def speedup(self) -> float:
         """How many times the tokens a second."""
-        return self.tokens_per_second[1] / self.tokens_per_second[0]
+        one, other = self.tokens_per_second
+        return other / one if one and other else math.nan
 
     @property
     def furthest(self) -> float:
         """The largest difference between two losses of the same step, as a part of the loss."""
-        return max(abs(one - other) / one for one, other in self.losses.values())
+        return max(_apart(one, other) for one, other in self.losses.values())
 
     @property
     def same_work(self) -> bool:
@@ -52,6 +55,13 @@ class Comparison:
             f"{self.speedup:.2f} times the tokens a second; losses differ by at most {self.furthest:.1e} of the loss"
         )
         return "\n".join([*lines, result])
+
+
+def _apart(one: float, other: float) -> float:
+    """The difference as a part of the first; a loss that is no number is as far as can be."""
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
+    return abs(one - other) / max(abs(one), TINY)
 
 
 def compare(alone: Path, together: Path) -> Comparison:

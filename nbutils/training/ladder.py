@@ -37,13 +37,16 @@ def train(trainer: Trainer, lesson: Lesson, resume_from: Path | None) -> None:
         if trainer.args.world_size > 1:
             raise _not_alone(at, problem)
         _let_go(trainer)
+        if watch.done():
+            _finish(trainer, watch)
+            return
         new = now.below(lesson.profile.train.shorten, offload=lesson.card is not None)
         if new is None:
             _hand_over(trainer, watch, resume_from)
             raise memory.nothing_left(now, at, used, remembered.rungs)
         remembered.add(at, used, now, new)
         rungs.take(trainer, new)
-        resume_from = watch.way_back(resume_from)
+        resume_from = _saved(watch, resume_from)
         _make_ready(trainer)
         print(f"out of memory at step {at}{memory.shown(used)}: {now.change_to(new)}; "
               f"the batch stays {new.batch}; going on from step {step_of(resume_from)}", flush=True)  # fmt: skip
@@ -91,6 +94,11 @@ def _watch(trainer: Any) -> Any:
             if not trainer.accelerator.optimizer_step_was_skipped:  # as float16 does until it finds its scale
                 self.first_weights = {}
 
+        def done(self) -> bool:
+            """Whether the last step was finished, and memory ran out in what comes after it."""
+            last = trainer.state.max_steps > 0 and trainer.state.global_step >= trainer.state.max_steps
+            return self.begun and last
+
         def way_back(self, resume_from: Path | None) -> Path | None:
             """Where to go on: a checkpoint of the last finished step, written now unless it is there."""
             if not self.begun:
@@ -115,6 +123,29 @@ def _watch(trainer: Any) -> Any:
             trainer.optimizer.state.clear()
 
     return Watch()
+
+
+def _saved(watch: Any, resume_from: Path | None) -> Path | None:
+    """The way back, written to scratch; a disk that is full or memory that is gone altogether ends the run in words."""
+    try:
+        return watch.way_back(resume_from)
+    except (OSError, RuntimeError) as problem:
+        raise CourseError(
+            f"out of memory, and the last finished step could not be saved either ({problem}).",
+            "room for one checkpoint in scratch, and a little free memory",
+            "make room and run all cells again: the training continues from its newest checkpoint",
+        ) from problem
+
+
+def _finish(trainer: Any, watch: Any) -> None:
+    """Memory ran out after the last step: the training is done, only its last checkpoint may be missing."""
+    step = trainer.state.global_step
+    print(f"out of memory after the last step ({step}): nothing is left to train, keeping it", flush=True)
+    place = _saved(watch, None)
+    if place is not None:
+        trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+    with suppress(Exception):
+        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
 
 
 def _trainable(trainer: Any) -> list[tuple[str, Any]]:

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 # Layers that end with `residual + mlp(...)`: there the last product of a recomputed layer is not needed.
+KNOWN_MLPS = ("Qwen2MLP", "Qwen3MLP", "LlamaMLP", "MistralMLP")  # exactly down(silu(gate(x)) * up(x))
 ENDS_WITH_MLP = ("Qwen2DecoderLayer", "Qwen3DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer")
 
 
@@ -29,6 +31,8 @@ def lighten(model: nn.Module, fused: bool) -> int:
         _use_liger(model)
     layers: list[Any] = [part for part in model.modules() if isinstance(part, LoraLayer) and _is_plain(part)]
     for layer in layers:
+        if hasattr(layer, "stock_forward"):  # this cell was run before
+            continue
         layer.stock_forward = layer.forward
         layer.forward = types.MethodType(_linear_forward, layer)
     _lighten_mlps(model, layers, fused)
@@ -47,7 +51,7 @@ def _is_plain(layer: Any) -> bool:
     """One adapter over a linear layer, and no variant of LoRA: what the arithmetic below covers."""
     base = layer.get_base_layer()
     names = list(getattr(layer, "lora_A", {}))
-    if len(names) != 1 or not isinstance(base, nn.Linear) or getattr(layer, "fan_in_fan_out", False):
+    if len(names) != 1 or not _is_known(base) or getattr(layer, "fan_in_fan_out", False):
         return False
     [name] = names
     return (
@@ -58,13 +62,20 @@ def _is_plain(layer: Any) -> bool:
     )
 
 
+def _is_known(base: nn.Module) -> bool:
+    """A plain linear layer or bitsandbytes' 4-bit one, frozen; other quantised ones look like the first but are not."""
+    kind = type(base)
+    four_bit = kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes")
+    return (kind is nn.Linear or four_bit) and not base.weight.requires_grad
+
+
 def _lighten_mlps(model: nn.Module, layers: list[Any], fused: bool) -> None:
     lean = set(map(id, layers))
     for block in model.modules():
         mlp: Any = getattr(block, "mlp", None)
-        if id(getattr(mlp, "down_proj", None)) not in lean or not hasattr(mlp, "gate_proj"):
+        if id(getattr(mlp, "down_proj", None)) not in lean or hasattr(mlp, "stock_forward"):
             continue
-        if getattr(mlp.config, "hidden_act", "") in ("silu", "swish"):
+        if type(mlp).__name__ in KNOWN_MLPS and mlp.config.hidden_act in ("silu", "swish"):
             mlp.skips_last = type(block).__name__ in ENDS_WITH_MLP
             mlp.fused = fused
             mlp.stock_forward = mlp.forward
@@ -72,8 +83,11 @@ def _lighten_mlps(model: nn.Module, layers: list[Any], fused: bool) -> None:
 
 
 def _in_use(layer: Any) -> bool:
-    """Whether the adapter is to be added right now; evaluation and merged adapters go PEFT's way."""
-    return layer.training and not layer.disable_adapters and not layer.merged
+    """Whether its one adapter is to be added right now; everything else goes PEFT's way."""
+    names = list(getattr(layer, "lora_A", ()))
+    return layer.training and len(names) == 1 and layer.active_adapters == names and not (
+        layer.disable_adapters or layer.merged
+    )  # fmt: skip
 
 
 def _linear_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -85,8 +99,8 @@ def _linear_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     if not _in_use(self.down_proj):
         return self.stock_forward(x)
-    gate, up = self.gate_proj(x), self.up_proj(x)
-    return _LoraDown.apply(gate, up, *_weights(self.down_proj), _dtype(self.down_proj, x), self.fused, self.skips_last)
+    gate, up, skips = self.gate_proj(x), self.up_proj(x), self.skips_last and not self._forward_hooks
+    return _LoraDown.apply(gate, up, *_weights(self.down_proj), _dtype(self.down_proj, x), self.fused, skips)
 
 
 def _weights(layer: Any) -> tuple[Any, ...]:
@@ -171,6 +185,7 @@ class _LoraLinear(torch.autograd.Function):
         return out.view(*x.shape[:-1], -1).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         a, b, low, stayed, flat = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[-1]).to(flat.dtype)
@@ -200,6 +215,7 @@ class _LoraDown(torch.autograd.Function):
         return _product(middle, low, weight, bias, b, scale).view(*shape[:-1], -1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         a, b, low, stayed, gate, up = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[-1]).to(gate.dtype)

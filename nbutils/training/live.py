@@ -183,6 +183,9 @@ def wished_seconds() -> float | None:
     """Seconds between two showings, if the environment says so."""
     text = os.environ.get(SECONDS)
     try:
-        return float(text) if text else None
+        seconds = float(text) if text else None
+        if seconds is None or 0 <= seconds < math.inf:
+            return seconds
+        raise ValueError
     except ValueError:
         raise CourseError(f"{SECONDS} is {text!r}.", "a number of seconds; 0 shows every step", "unset it") from None

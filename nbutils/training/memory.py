@@ -35,9 +35,27 @@ def out_of_memory(problem: BaseException) -> bool:
 
 
 def oom_rungs(lesson: Lesson) -> list[dict[str, Any]]:
-    """Every rung this run took, in all its sessions, for facts.json."""
+    """Every rung this run took, in all its sessions, for facts.json; what is damaged does not count."""
     rungs = _read(lesson).get("rungs", [])
-    return rungs if isinstance(rungs, list) else []
+    whole = [one for one in rungs if isinstance(one, dict)] if isinstance(rungs, list) else []
+    return [one for one in whole if setting(one.get("from")) and setting(one.get("to"))]
+
+
+def setting(written: Any) -> Setting | None:
+    """A setting as it was written down; None if it cannot be one."""
+    try:
+        found = Setting(**written)
+    except TypeError:
+        return None
+    counts = (found.micro_batch, found.accumulation, found.length)
+    known = found.checkpointing in ("off", "on", "offload")
+    return found if known and all(type(one) is int and one > 0 for one in counts) else None
+
+
+def forget(lesson: Lesson) -> None:
+    """A run that begins anew on purpose begins as planned."""
+    with suppress(OSError):
+        _place(lesson).unlink()
 
 
 class Memory:
@@ -50,16 +68,13 @@ class Memory:
 
     def begin(self, resume_from: Path | None) -> Setting:
         """The setting to begin with: as planned, or the one that a run which is continued here came down to."""
-        if resume_from is None:
-            with suppress(OSError):
-                _place(self.lesson).unlink()
-            return self.planned
-        self.rungs, written = oom_rungs(self.lesson), _read(self.lesson)
-        try:
-            reached = Setting(**written["reached"])
-        except (KeyError, TypeError):
-            return self.planned
-        if {name: written.get(name) for name in self.key} != self.key:  # another card, or planned anew
+        written = _read(self.lesson)
+        reached = setting(written.get("reached"))
+        same = {name: written.get(name) for name in self.key} == self.key  # else another card, or planned anew
+        if resume_from is None and not same:
+            forget(self.lesson)
+        self.rungs = oom_rungs(self.lesson)
+        if not same or reached is None or reached.batch != self.planned.batch:
             return self.planned
         print(f"This run ran out of memory on this card before. It goes on with micro-batch {reached.micro_batch}, "
               f"accumulation {reached.accumulation}, gradient checkpointing {reached.checkpointing}, length "

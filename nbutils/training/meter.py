@@ -33,6 +33,7 @@ class Meter:
         self.tokens = self.counter = 0.0  # of this callback's trainings; as the trainer last logged them
         self.losses: list[tuple[int, float]] = []
         self.notes: list[str] = []
+        self.begun = False  # whether a training of this meter's trainer has begun before
         self.before, self.began = 0.0, math.nan  # seconds of earlier trainings; when the one that runs began
         self.begin(0, 0)
         self.end()
@@ -42,7 +43,8 @@ class Meter:
         self.before, self.began = self.spent, self.now()
         self.step, self.first, self.steps, self.streak = step, step, steps, 0
         self.losses = [(at, loss) for at, loss in losses or [] if at <= step]
-        self.last_log = min(self.last_log, step) if self.counter else step  # the same trainer's mean and count go on
+        self.last_log = min(self.last_log, step) if self.begun else step  # the same trainer's mean and count go on
+        self.begun = steps > 0
         self.skipped_at_log = self.skipped
         self.ends: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # when steps ended; the first is the warm-up
         self.counts: deque[tuple[float, float]] = deque(maxlen=RECENT + 1)  # tokens at logged steps

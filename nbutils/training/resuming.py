@@ -16,6 +16,7 @@ from nbutils import checkpoints, paths, scaling
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.paths import CHUNK, GIB
+from nbutils.training import memory
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -46,6 +47,7 @@ def resume_point(lesson: Lesson, mark: dict[str, Any], resume: str) -> Path | No
     for unproven in ("trainer", "outbox"):  # a folder left by a killed run proves nothing; only archives that verify do
         shutil.rmtree(scratch / unproven, ignore_errors=True)
     if resume == "never":
+        memory.forget(lesson)
         removed = sum(checkpoints.clear(place) for place in _own_stores(lesson))
         store = paths.make_folder(lesson.run.checkpoints, "checkpoints")
         paths.write_text(store / checkpoints.BEGAN_ANEW, "Begun with RESUME='never': only what is here counts.\n")

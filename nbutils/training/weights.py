@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbutils import attention
+from nbutils.errors import CourseError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +28,20 @@ def make_lean(trainer: Trainer, fused: bool) -> str:
     layers = lean.lighten(trainer.model, fused)
     kernels = "Liger's kernels" if fused else "torch's own kernels"
     return f"{repaired} adapter weights back to float32; {layers} layers with the lean step, {kernels}"
+
+
+def require_unquantised(model: str) -> None:
+    """Stop at a base that is quantised already: its numbers would be taken for weights, or quantised twice."""
+    from transformers import AutoConfig
+
+    given = getattr(AutoConfig.from_pretrained(model), "quantization_config", None)
+    if given:
+        kind = given.get("quant_method", "unknown") if isinstance(given, dict) else type(given).__name__
+        raise CourseError(
+            f"{model} is quantised already (quantization_config in its config.json: {kind}).",
+            "a base in 16 or 32 bits; this lesson quantises it itself",
+            "set MODEL to the unquantised one (without -AWQ, -GPTQ, -FP8, -bnb-4bit in its name)",
+        )
 
 
 def repair_precision(model: nn.Module) -> int:
