@@ -235,8 +235,8 @@ def test_the_main_process_goes_first_tells_and_goes_on_alone(tmp_path: Path) -> 
         "told = scaling.told_by_main(lambda: pathlib.Path('from main') if scaling.is_main() else 1 / 0)()\n"
         "stop = scaling.anyone(scaling.rank() == 1)\n"
         "print('said by', scaling.rank())\n"
-        "print(scaling.rank(), there, told, stop, file=sys.stderr)\n"
-        "scaling.leave_it_to_main()\nprint('went on:', scaling.rank(), file=sys.stderr)\n"
+        "sys.stderr.write(f'{scaling.rank()} {there} {told} {stop}\\n')\n"  # in one piece: both write to it
+        "scaling.leave_it_to_main()\nsys.stderr.write(f'went on: {scaling.rank()}\\n')\n"
     )
     ran = torchrun(script, str(tmp_path / "mark"))
     assert ran.returncode == 0, ran.stderr
