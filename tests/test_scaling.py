@@ -87,7 +87,7 @@ def test_processes_share_the_batch_of_a_step(batch: int, micro_batch: int, count
 
 
 def test_a_batch_that_cannot_be_shared_is_refused() -> None:
-    with pytest.raises(CourseError, match=r"(?s)train.batch is 8, and 3 processes.*a multiple of 3"):
+    with pytest.raises(CourseError, match=r"(?s)a batch of 8 rows cannot be shared by 3 cards.*that 3 divides"):
         scaling.micro_batch_for(8, 2, 3)
 
 

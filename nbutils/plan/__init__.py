@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from nbutils.plan import cards, memory, shapes, speed
 from nbutils.plan.cards import CardFacts, Price, hourly_price
-from nbutils.plan.choosing import Option, fastest, limit_gib, options
+from nbutils.plan.choosing import Option, choose, limit_gib, options
 from nbutils.plan.forecasting import Forecast, example, forecast, of_profile, require, which_fits
 from nbutils.plan.recipes import Recipe, for_card, from_profile
 from nbutils.plan.report import aligned, as_rows, describe, explain, fits_table
@@ -25,10 +25,10 @@ __all__ = [
     "aligned",
     "as_rows",
     "cards",
+    "choose",
     "describe",
     "example",
     "explain",
-    "fastest",
     "find",
     "fits_table",
     "for_card",

@@ -71,9 +71,7 @@ def _forecast(card: CardFacts, wishes: Wishes) -> tuple[Shape, Forecast]:
     known: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
     recipe = replace(recipes.from_profile(profile, card), **known)
     sizes, ways = _sizes(wishes, profile, card), _ways(wishes, profile)
-    found = choosing.options(shape, recipe, profile.train.batch, card, sizes, ways)
-    fitting = [one for one in found if one.peak_gib <= choosing.limit_gib(card)]
-    chosen = choosing.best(fitting) if fitting else min(found, key=lambda one: one.peak_gib)
+    chosen = choosing.choose(choosing.options(shape, recipe, profile.train.batch, card, sizes, ways), card)
     passes = wishes.epochs or profile.train.epochs or 1.0
     by_rows = wishes.rows is not None or wishes.epochs is not None
     return shape, forecasting.forecast(

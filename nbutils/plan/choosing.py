@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from nbutils import scaling
 from nbutils.errors import CourseError
 from nbutils.plan import memory, speed
 from nbutils.plan.cards import CardFacts
 from nbutils.plan.recipes import Recipe
 from nbutils.plan.shapes import Shape, course_shapes
+
+if TYPE_CHECKING:
+    from nbutils.profiles.schema import Train
 
 MARGIN = 0.08  # of the card's memory stays free: the forecast may be that much off, and memory gets fragmented
 CONTEXT_GIB = 0.5  # CUDA's own, which torch's allocator does not count
@@ -34,21 +39,21 @@ def limit_gib(card: CardFacts) -> float:
     return card.memory_gib * (1 - MARGIN) - CONTEXT_GIB
 
 
-def fastest(
-    shape: Shape,
-    recipe: Recipe,
-    batch: int,
-    card: CardFacts,
-    micro_batches: Sequence[int] = (),
-    ways: Sequence[str] = WAYS,
-) -> Recipe:
-    """The recipe with the fastest micro-batch and checkpointing that fit; `card.count` cards share the batch."""
-    fitting = [
-        one for one in options(shape, recipe, batch, card, micro_batches, ways) if one.peak_gib <= limit_gib(card)
-    ]
-    if not fitting:
-        raise nothing_fits(shape, recipe, batch, card)
-    return best(fitting).recipe
+def left_open(train: Train) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """What a profile leaves to the plan: the micro-batches to try (none named: all) and the ways of checkpointing."""
+    sizes = () if train.micro_batch == "auto" else (train.micro_batch,)
+    return sizes, WAYS if train.gradient_checkpointing == "auto" else (train.gradient_checkpointing,)
+
+
+def choose(found: Sequence[Option], card: CardFacts) -> Option:
+    """The fastest that fits a card, or the smallest where nothing does."""
+    fitting = [one for one in found if one.peak_gib <= limit_gib(card)]
+    return best(fitting) if fitting else smallest(found)
+
+
+def smallest(found: Sequence[Option]) -> Option:
+    """The one with the lowest peak."""
+    return min(found, key=lambda one: one.peak_gib)
 
 
 def options(
@@ -61,7 +66,8 @@ def options(
 ) -> list[Option]:
     """Every micro-batch that divides a card's share of the batch, with every way of checkpointing."""
     found = []
-    rows = share(batch, card.count)
+    scaling.require_shares(batch, card.count)
+    rows = batch // card.count
     for micro_batch in micro_batches or divisors(rows):
         for way in ways:
             one = replace(recipe, micro_batch=micro_batch, checkpointing=way, accumulation=rows // micro_batch)
@@ -79,16 +85,6 @@ def best(fitting: Sequence[Option]) -> Option:
     return min(good, key=lambda one: one.peak_gib)
 
 
-def share(batch: int, cards: int) -> int:
-    """Rows of a step on each card."""
-    if batch % cards:
-        raise CourseError(
-            f"a batch of {batch} rows cannot be shared by {cards} cards.", f"a batch that {cards} divides",
-            "change train.batch, or use another number of cards",
-        )  # fmt: skip
-    return batch // cards
-
-
 def divisors(number: int) -> list[int]:
     """All numbers that divide it, smallest first."""
     return [one for one in range(1, number + 1) if number % one == 0]
@@ -96,7 +92,7 @@ def divisors(number: int) -> list[int]:
 
 def nothing_fits(shape: Shape, recipe: Recipe, batch: int, card: CardFacts) -> CourseError:
     """The error for a model that is too large for a card, with what would fit."""
-    least = min(options(shape, recipe, batch, card), key=lambda one: one.peak_gib)
+    least = smallest(options(shape, recipe, batch, card))
     limit = limit_gib(card)
     shorter = [f"length {length}" for length in shorter_lengths(shape, least.recipe, limit)[:1]]
     smaller = [f"model {name}" for name in smaller_models(shape, least.recipe, limit)[:1]]

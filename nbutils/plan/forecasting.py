@@ -166,11 +166,8 @@ def of_profile(
     """A profile on a card; `auto` values become the fastest that fit, or the smallest if nothing does."""
     shape = model if isinstance(model, Shape) else shapes.find(model or profile.model)
     recipe, train = recipes.from_profile(profile, card), profile.train
-    fixed = () if train.micro_batch == "auto" else (train.micro_batch,)
-    ways = choosing.WAYS if train.gradient_checkpointing == "auto" else (train.gradient_checkpointing,)
-    found = choosing.options(shape, recipe, train.batch, card, fixed, ways)
-    fitting = [one for one in found if one.peak_gib <= choosing.limit_gib(card)]
-    chosen = choosing.best(fitting) if fitting else min(found, key=lambda one: one.peak_gib)
+    found = choosing.options(shape, recipe, train.batch, card, *choosing.left_open(train))
+    chosen = choosing.choose(found, card)
     amount = rows if rows is not None else profile.data.rows or None
     return forecast(
         shape, chosen.recipe, card, train.batch, amount, mean_length, train.epochs or 1.0, train.keep_checkpoints,
@@ -207,7 +204,7 @@ def require(resolved: Resolved, rows: int | None = None, mean_length: float | No
         return None
     card = replace(cards.of_machine(resolved.card), count=scaling.world_size())
     made = of_profile(resolved.profile, card, shape, rows, mean_length)
-    if min(one.peak_gib for one in choosing.options(shape, made.recipe, made.batch, card)) > made.limit_gib:
+    if choosing.smallest(choosing.options(shape, made.recipe, made.batch, card)).peak_gib > made.limit_gib:
         raise choosing.nothing_fits(shape, made.recipe, made.batch, card)
     return made
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nbutils.hardware import BF16_FROM
+
 if TYPE_CHECKING:
     from nbutils.plan.cards import CardFacts
     from nbutils.profiles import Profile
-
-MODERN = (8, 0)  # bfloat16, torch's varlen attention and Triton's kernels begin here
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Recipe:
 
 def for_card(card: CardFacts) -> dict[str, str | bool]:
     """Precision, attention and fused kernels by a card's capability, as lesson 03 would have them there."""
-    if card.capability >= MODERN:
+    if card.capability >= BF16_FROM:  # torch's varlen attention and Triton's kernels begin there too
         return {"precision": "bf16", "attention": "varlen", "liger": True}
     return {"precision": "fp16", "attention": "sdpa", "liger": False}
 

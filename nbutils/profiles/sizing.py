@@ -42,6 +42,7 @@ def _without_card(batch: int) -> dict[str, Choice]:
 def _with_card(profile: Profile, card: Card) -> dict[str, Choice]:
     """The fastest that fits; the smallest, with a warning, if nothing does; careful values if the shape is unknown."""
     from nbutils import plan
+    from nbutils.plan import choosing
 
     facts = replace(plan.cards.of_machine(card), count=scaling.world_size())
     train = profile.train
@@ -51,10 +52,8 @@ def _with_card(profile: Profile, card: Card) -> dict[str, Choice]:
         reason = "plan: the model's shape is not known before its download, so the careful value"
         rows = 1 if train.micro_batch == "auto" else train.micro_batch
         return {MICRO_BATCH: Choice(rows, reason), CHECKPOINTING: Choice("on", reason)}
-    shared = (
-        () if train.micro_batch == "auto" else (scaling.micro_batch_for(train.batch, train.micro_batch, facts.count),)
-    )
-    ways = ("off", "on", "offload") if train.gradient_checkpointing == "auto" else (train.gradient_checkpointing,)
+    sizes, ways = choosing.left_open(train)
+    shared = [scaling.micro_batch_for(train.batch, size, facts.count) for size in sizes]
     found = plan.options(shape, plan.from_profile(profile, facts), train.batch, facts, shared, ways)
     return _reasoned(found, facts)
 
@@ -64,11 +63,10 @@ def _reasoned(found: list[Option], facts: CardFacts) -> dict[str, Choice]:
     from nbutils.plan import choosing
 
     limit = choosing.limit_gib(facts)
-    fitting = [one for one in found if one.peak_gib <= limit]
-    chosen = choosing.best(fitting) if fitting else min(found, key=lambda one: one.peak_gib)
+    chosen = choosing.choose(found, facts)
     of = f"{chosen.peak_gib:.1f} of {facts.memory_gib:.1f} GiB by forecast"
     allowed = f"{limit:.1f} are used at most ({choosing.MARGIN:.0%} and {choosing.CONTEXT_GIB:g} GiB stay free)"
-    if not fitting:
+    if chosen.peak_gib > limit:
         missing = f"plan: DOES NOT FIT, {chosen.peak_gib - limit:.1f} GiB are missing ({of}, {allowed})"
         why = {MICRO_BATCH: missing, CHECKPOINTING: f"{missing}; choose a smaller MODEL or a shorter max_length"}
     else:

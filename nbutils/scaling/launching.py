@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nbutils.dashboard import LIVE_LINE
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
 from nbutils.paths import NOTEBOOKS
@@ -26,8 +27,7 @@ ON_CPU = 2  # processes where there is no card
 SAVING_SECONDS = "600"  # what the launcher gives a training that was asked to end; its own 30 s may be less than a step
 # Of a launched lesson, the lines worth reading in the lesson that launched it.
 CALM = re.compile(
-    r"(training|step|trained) \d|\[(WARN|FAIL)\]|out of memory |.* Saving at step |resuming |starting at step"
-    r"|checkpoint \d+ is kept|safe: |Nothing is left|Lesson "
+    rf"{LIVE_LINE.pattern}|\[FAIL\]|resuming |starting at step|checkpoint \d+ is kept|safe: |Nothing is left|Lesson "
 )
 PROGRESS = re.compile(r"\d%\|")
 LAUNCHER_ENDS = re.compile(r"elastic/multiprocessing/api\.py:\d+\] failed")  # from here on it speaks of itself

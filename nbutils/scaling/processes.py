@@ -150,6 +150,6 @@ def require_shares(batch: int, processes: int) -> None:
     """Stop before a training whose batch cannot be shared evenly."""
     if batch % processes:
         raise CourseError(
-            f"train.batch is {batch}, and {processes} processes cannot share it evenly.", f"a multiple of {processes}",
-            "change train.batch in a profile of your own, or start another number of processes",
+            f"a batch of {batch} rows cannot be shared by {processes} cards.", f"a batch that {processes} divides",
+            "change train.batch in a profile of your own, or use another number of cards (processes)",
         )  # fmt: skip
