@@ -89,9 +89,6 @@ def stopwatch(lesson: Any, length: int, drawn: bool) -> tuple[Any, list[Block]]:
     class Stopwatch(TrainerCallback):
         """Forwards events, or does not."""
 
-        def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            live.replace_bars(sys._getframe(1).f_locals.get("self"))
-
         def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             shown.on_train_begin(args, state, control, **others)
 
@@ -150,7 +147,9 @@ def measure(pairs: int, steps: int, drawn: bool) -> list[Block]:
     lesson = SimpleNamespace(card=hardware.card(), platform=platforms.detect())
     callback, blocks = stopwatch(lesson, steps, drawn)
     with tempfile.TemporaryDirectory() as folder:
-        trainer_of(Path(folder), steps * (2 * pairs + 2) + 1, callback).train()
+        trainer = trainer_of(Path(folder), steps * (2 * pairs + 2) + 1, callback)
+        live.replace_bars(trainer)
+        trainer.train()
     return blocks[2 : 2 * pairs + 2]
 
 

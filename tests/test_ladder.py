@@ -390,7 +390,8 @@ def test_one_of_several_processes_does_not_climb_alone(tmp_path: Path) -> None:
         world_size=2, per_device_train_batch_size=4, gradient_accumulation_steps=1, gradient_checkpointing=False,
         max_length=256,
     )  # fmt: skip
-    trainer: Any = SimpleNamespace(train=train, args=args, add_callback=lambda callback: None)
+    ignored = {name: lambda callback: None for name in ("add_callback", "remove_callback")}
+    trainer: Any = SimpleNamespace(train=train, args=args, **ignored)
     with pytest.raises(CourseError, match="step 1 in one of several processes: CUDA out of memory") as error:
         ladder.train(trainer, lesson_in(tmp_path), None)
     assert "halve train.micro_batch" in error.value.todo

@@ -314,6 +314,7 @@ def test_a_real_trainer_shows_these_numbers_and_nothing_of_its_own(
     )
     callback = live.live_numbers(lesson_on())
     trainer = RealTrainer(Line(), settings, train_dataset=rows, callbacks=[callback])  # type: ignore[arg-type]
+    live.replace_bars(trainer)
     assert [type(one).__name__ for one in trainer.callback_handler.callbacks] == ["DefaultFlowCallback", "LiveNumbers"]
     monkeypatch.setattr(AcceleratedOptimizer, "step_was_skipped", property(lambda self: quiet))
     trainer.train()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
 from nbutils.training import memory, rungs
+from nbutils.training.live import replace_bars
 from nbutils.training.resuming import step_of
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def train(trainer: Trainer, lesson: Lesson, resume_from: Path | None) -> None:
     if now != remembered.planned:
         rungs.take(trainer, now)
     trainer.add_callback(watch)
+    replace_bars(trainer)
     while problem := _attempt(trainer, resume_from):
         used = memory.in_use()
         at = (trainer.state.global_step if watch.begun else step_of(resume_from)) + 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,11 +17,12 @@ import psutil
 from nbutils import dashboard, hardware
 from nbutils.errors import CourseError
 from nbutils.paths import GIB
+from nbutils.plan import cards
 from nbutils.training.meter import Meter
 from nbutils.training.numbers import loss_history
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback
+    from transformers import Trainer, TrainerCallback
 
     from nbutils.lessons import Lesson
 
@@ -98,7 +98,7 @@ class Teller:
 def live_numbers(
     lesson: Lesson, seconds: float | None = None, now: Callable[[], float] = time.monotonic
 ) -> TrainerCallback:
-    """A callback that shows the numbers of a training, instead of the trainer's own bars and dictionaries."""
+    """A callback that shows the numbers of a training; `training.train` takes the trainer's own bars away."""
     from transformers import TrainerCallback
 
     class LiveNumbers(TrainerCallback):
@@ -107,9 +107,6 @@ def live_numbers(
         def __init__(self) -> None:
             self.meter = Meter(now)
             self.teller = Teller(lesson, self.meter, wished_seconds() if seconds is None else seconds)
-
-        def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            replace_bars(sys._getframe(1).f_locals.get("self"))  # the handler that calls; nobody hands it to us
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.meter.begin(state.global_step, state.max_steps, loss_history(state.log_history))
@@ -137,14 +134,13 @@ def live_numbers(
     return LiveNumbers()
 
 
-def replace_bars(handler: Any) -> None:
-    """Take the trainer's own displays out of its handler; it adds one of them unasked."""
+def replace_bars(trainer: Trainer) -> None:
+    """Take away the trainer's own displays, of which it adds one unasked."""
     from transformers import PrinterCallback, ProgressCallback
     from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # another one in notebooks
 
     for kind in (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK):
-        if hasattr(handler, "pop_callback"):
-            handler.pop_callback(kind)
+        trainer.remove_callback(kind)
 
 
 def memory(card: hardware.Card | None, over: bool = False) -> str:
@@ -169,10 +165,8 @@ def hourly_price(lesson: Lesson) -> dict[str, float]:
     if lesson.card is None or where in NO_RENT:
         return {}
     try:
-        from nbutils.plan import cards
-
         price = cards.hourly_price(lesson.card)
-    except (ImportError, CourseError):
+    except CourseError:  # a mistake in an edited price table must not end a training
         return {}
     yuan = price.yuan if price and where in (*YUAN, "local") else None
     dollars = price.dollars if price and where not in YUAN else None
