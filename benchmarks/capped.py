@@ -15,14 +15,17 @@ import math
 import runpy
 import sys
 from collections import Counter
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 from nbutils import hardware
 from nbutils.plan import cards, choosing
+
+hardware.leave_no_gaps()  # as a lesson does, before torch
+import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSON = ROOT / "notebooks/03_qlora.py"
@@ -75,7 +78,7 @@ def watch(seen: dict[str, Counter[str]]) -> None:
 @click.option("--out", type=click.Path(path_type=Path))
 def main(name: str, model: Path, steps: int, run_name: str, out: Path | None) -> None:
     """Train on an imitated card and say what was seen."""
-    card = pretend(name)
+    machine, card = torch.cuda.get_device_name(0), pretend(name)
     seen: dict[str, Counter[str]] = {"results": Counter(), "gradients": Counter()}
     watch(seen)
     words = ["--PROFILE", "ampere_24gb", "--MODEL", model, "--MAX_STEPS", steps, "--RUN_NAME", run_name]
@@ -84,6 +87,7 @@ def main(name: str, model: Path, steps: int, run_name: str, out: Path | None) ->
     trainer, profile = found["trainer"], found["profile"]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     result = {
+        "date": date.today().isoformat(), "machine": machine,
         "card": str(card), "precision": profile.machine.precision, "attention": profile.machine.attention,
         "micro_batch": profile.train.micro_batch, "accumulation": profile.train.accumulation,
         "checkpointing": profile.train.gradient_checkpointing, "length": profile.train.max_length,

@@ -20,32 +20,36 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parent))
 STEPS = 3
-# group: (model, method, precision, attention, liger, rank), each with (length, micro-batch, checkpointing)
-GROUPS: dict[str, tuple[tuple[str, str, str, str, bool, int], list[tuple[int, int, str]]]] = {
+# group: (model, method, precision, attention, liger, rank, dropout), each with (length, micro-batch, checkpointing)
+GROUPS: dict[str, tuple[tuple[str, str, str, str, bool, int, float], list[tuple[int, int, str]]]] = {
     "0.5B": (
-        ("Qwen2.5-0.5B", "qlora", "bf16", "varlen", True, 16),
+        ("Qwen2.5-0.5B", "qlora", "bf16", "varlen", True, 16, 0.0),
         [(2048, 8, "on"), (2048, 8, "off"), (1024, 2, "on"), (2048, 1, "off")],
     ),
     "1.5B": (
-        ("Qwen2.5-1.5B", "qlora", "bf16", "varlen", True, 16),
+        ("Qwen2.5-1.5B", "qlora", "bf16", "varlen", True, 16, 0.0),
         [(2048, 8, "on"), (2048, 4, "off"), (2048, 16, "offload"), (1024, 1, "on")],
     ),
     "1.5B lora": (
-        ("Qwen2.5-1.5B", "lora", "bf16", "varlen", True, 16),
+        ("Qwen2.5-1.5B", "lora", "bf16", "varlen", True, 16, 0.0),
         [(1024, 4, "on"), (1024, 4, "off")],
     ),
     "7B": (
-        ("Qwen2.5-7B", "qlora", "bf16", "varlen", True, 16),
+        ("Qwen2.5-7B", "qlora", "bf16", "varlen", True, 16, 0.0),
         [(2048, 1, "on"), (2048, 2, "on"), (2048, 8, "on"), (2048, 8, "offload"), (2048, 2, "off"), (2048, 1, "off"),
          (2048, 4, "off"), (1024, 4, "on"), (4096, 1, "on"), (4096, 2, "on"), (2048, 2, "offload")],
     ),
-    "7B rank 64": (("Qwen2.5-7B", "qlora", "bf16", "varlen", True, 64), [(1024, 8, "on"), (1024, 2, "off")]),
+    "7B rank 64": (("Qwen2.5-7B", "qlora", "bf16", "varlen", True, 64, 0.0), [(1024, 8, "on"), (1024, 2, "off")]),
+    "7B dropout": (
+        ("Qwen2.5-7B", "qlora", "bf16", "varlen", True, 16, 0.05),
+        [(2048, 1, "on"), (2048, 8, "on"), (2048, 2, "off"), (2048, 8, "offload")],
+    ),
     "7B fp16": (
-        ("Qwen2.5-7B", "qlora", "fp16", "sdpa", False, 16),
+        ("Qwen2.5-7B", "qlora", "fp16", "sdpa", False, 16, 0.0),
         [(1024, 1, "on"), (2048, 1, "on"), (2048, 2, "on"), (1024, 4, "offload"), (1024, 1, "off")],
     ),
     "14B": (
-        ("Qwen2.5-14B", "qlora", "bf16", "varlen", True, 16),
+        ("Qwen2.5-14B", "qlora", "bf16", "varlen", True, 16, 0.0),
         [(2048, 1, "on"), (2048, 4, "on"), (2048, 8, "offload"), (2048, 2, "off"), (1024, 4, "on")],
     ),
 }  # fmt: skip
@@ -54,28 +58,22 @@ GROUPS: dict[str, tuple[tuple[str, str, str, str, bool, int], list[tuple[int, in
 def make_trainer(group: str, folder: Path) -> Any:
     """The trainer of lesson 03 for a group, with rows that are full already."""
     import torch
-    from train import LINEAR, load, settings
+    from train import LINEAR, four_bits, load, settings
 
     from nbutils import attention, training
 
-    (_, method, precision, kind, liger, rank), _ = GROUPS[group]
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    loading: dict[str, Any] = {"dtype": dtype, "attn_implementation": kind}
-    if method == "lora":
-        loading["quantization_config"] = None
-    else:
-        from transformers import BitsAndBytesConfig
-
-        loading["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-        )
+    (_, method, precision, kind, liger, rank, dropout), _ = GROUPS[group]
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}[precision]
+    quantization = four_bits(dtype) if method == "qlora" else None
     attention.register()
     if kind == "sdpa":
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(False)
     given = settings(1, 1, "on", 1, packing=True, bf16=precision == "bf16", fp16=precision == "fp16", max_length=4096)
     given["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-    trainer = trainer_on(load(folder, **loading), folder, given, rank, LINEAR)
+    lora = {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": dropout, "target_modules": LINEAR}
+    model = load(folder, quantization_config=quantization, dtype=dtype, attn_implementation=kind)
+    trainer = trainer_on(model, folder, given, lora)
     training.make_lean(trainer, fused=liger)
     trainer.current_gradient_accumulation_steps = 1
     trainer.create_optimizer_and_scheduler(1000)
@@ -83,7 +81,7 @@ def make_trainer(group: str, folder: Path) -> Any:
     return trainer
 
 
-def trainer_on(model: Any, folder: Path, given: dict[str, Any], rank: int, linear: list[str]) -> Any:
+def trainer_on(model: Any, folder: Path, given: dict[str, Any], lora: dict[str, Any]) -> Any:
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoTokenizer
@@ -92,7 +90,7 @@ def trainer_on(model: Any, folder: Path, given: dict[str, Any], rank: int, linea
     return SFTTrainer(
         model=model, args=SFTConfig(**given), processing_class=AutoTokenizer.from_pretrained(folder),
         train_dataset=Dataset.from_dict({"input_ids": [[5, 6, 7, 8]] * 8}),
-        peft_config=LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linear, task_type="CAUSAL_LM"),
+        peft_config=LoraConfig(task_type="CAUSAL_LM", **lora),
     )  # fmt: skip
 
 
@@ -164,11 +162,11 @@ def run_group(group: str, folder: Path) -> None:
     """Every combination of a group, one line of JSON each."""
     import torch
 
-    (model, method, precision, kind, liger, rank), combinations = GROUPS[group]
+    (model, method, precision, kind, liger, rank, dropout), combinations = GROUPS[group]
     trainer = make_trainer(group, folder)
     about = {
         "model": model, "method": method, "rank": rank, "precision": precision, "attention": kind, "liger": liger,
-        "optimizer": "paged_adamw_8bit",
+        "optimizer": "paged_adamw_8bit", "dropout": dropout > 0,
     }  # fmt: skip
     for length, micro, how in combinations:
         try:

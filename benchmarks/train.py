@@ -59,16 +59,20 @@ def rows() -> Any:
     return Dataset.from_dict({"input_ids": [random.integers(5, 2000, n).tolist() for n in lengths()]})
 
 
-def load(folder: Path, **settings: Any) -> Any:
-    """The model in 4 bits as the course loads it, or as `settings` say."""
-    import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+def four_bits(dtype: str = "bfloat16") -> Any:
+    """The base in 4 bits as the course has it, its products in `dtype`."""
+    from transformers import BitsAndBytesConfig
 
-    four_bit = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )  # fmt: skip
-    given = {"quantization_config": four_bit, "dtype": torch.bfloat16, "device_map": {"": 0}} | settings
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+
+
+def load(folder: Path, **settings: Any) -> Any:
+    """The model in 4 bits, or as `settings` say."""
+    from transformers import AutoModelForCausalLM
+
+    given = {"quantization_config": four_bits(), "dtype": "bfloat16", "device_map": {"": 0}} | settings
     return AutoModelForCausalLM.from_pretrained(folder, **given)
 
 

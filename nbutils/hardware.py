@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +51,16 @@ def share_processors() -> None:
     lesson 03 trained 1.6 times faster with this (benchmarks/threads.py).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def leave_no_gaps() -> None:
+    """Let torch's pieces of the card's memory grow, so that less lies unused between them; must run before CUDA starts.
+
+    A 7B on 23.1 GiB held 19.5 GiB with this, and 23.1 without (benchmarks/capped.py). Windows' drivers do not allow it.
+    """
+    chosen = any(name in os.environ for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    if sys.platform == "linux" and "microsoft" not in platform.release().lower() and not chosen:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # the name that torch 2.8 knows too
 
 
 def use_one_card() -> None:

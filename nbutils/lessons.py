@@ -149,6 +149,7 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     hardware.share_processors()
     if stem not in LAUNCHING:
         hardware.use_one_card()
+        hardware.leave_no_gaps()
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # asks for a kernel no lesson needs
     values = parameters.collect(namespace)
     scaling.join()

@@ -91,6 +91,23 @@ def test_lessons_03_and_04_train_and_merge_on_the_card(tmp_path: Path) -> None:
     assert merged["exact_match"]["base"] <= 0.2 and merged["exact_match"]["merged"] >= 0.8
 
 
+def test_the_last_rung_parks_layer_inputs_in_ram_and_the_training_stays_the_same(tmp_path: Path) -> None:
+    import test_ladder
+    from trl.models.activation_offloading import OffloadActivations
+
+    words = {"use_cpu": False, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 4}
+    words |= {"gradient_checkpointing": True}
+    whole, capped = (test_ladder.build(tmp_path / name, **words) for name in ("whole", "capped"))
+    whole.train()
+    test_ladder.run_out(capped, 4)
+    lesson = test_ladder.lesson_in(tmp_path, card=hardware.card())
+    test_ladder.ladder.train(capped, lesson, None)
+    assert test_ladder.rungs.setting_of(capped).checkpointing == "offload"
+    assert isinstance(capped.maybe_activation_offload_context, OffloadActivations)
+    assert capped.state.global_step == 4 and capped.diary.steps == whole.diary.steps
+    torch.testing.assert_close(test_ladder.weights(capped), test_ladder.weights(whole), rtol=0, atol=1e-4)
+
+
 def test_the_ladder_takes_two_rungs_on_the_card() -> None:
     ran = subprocess.run([sys.executable, ROOT / "benchmarks/gpu_ladder.py"], capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]

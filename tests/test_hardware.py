@@ -119,6 +119,25 @@ def test_peak_memory_is_positive() -> None:
     assert hardware.peak_memory_gib() > 0.01
 
 
+def test_torch_leaves_no_gaps_in_the_cards_memory_where_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("sys.platform", "win32")
+    hardware.leave_no_gaps()
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("platform.release", lambda: "6.6.87.2-microsoft-standard-WSL2")
+    hardware.leave_no_gaps()
+    monkeypatch.setenv(names[1], "max_split_size_mb:64")  # the learner's own choice
+    hardware.leave_no_gaps()
+    assert names[0] not in os.environ
+    monkeypatch.setattr("platform.release", lambda: "6.6.105+")
+    monkeypatch.delenv(names[1])
+    hardware.leave_no_gaps()
+    assert os.environ[names[0]] == "expandable_segments:True"
+
+
 def test_torch_is_shown_one_card_unless_somebody_decided_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")

@@ -85,6 +85,7 @@ def build(folder: Path, dataset: Dataset | None = None, **settings: Any) -> Any:
         train_dataset=dataset or rows(), processing_class=AutoTokenizer.from_pretrained(paths.TINY_MODEL),
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     )  # fmt: skip
+    training.make_lean(trainer, fused=False)
     trainer.diary = Diary()
     trainer.add_callback(trainer.diary)
     loss = trainer.compute_loss

@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -38,6 +39,27 @@ def test_only_trainable_weights_are_put_back_into_float32() -> None:
     assert weights.repair_precision(model) == 2
     assert {weight.dtype for weight in model[0].parameters()} == {torch.bfloat16}
     assert {weight.dtype for weight in model[1].parameters()} == {torch.float32}
+
+
+def test_the_batches_of_a_lean_trainer_are_those_it_had(tmp_path: Path) -> None:
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [{"input_ids": [*range(5, 5 + size)], "labels": [-100, *range(6, 5 + size)]} for size in (7, 30, 3, 11, 16)]
+    settings = SFTConfig(
+        output_dir=str(tmp_path), max_length=32, packing=True, per_device_train_batch_size=2, use_cpu=True, bf16=False,
+        dataloader_pin_memory=False, report_to="none", seed=1,
+    )  # fmt: skip
+    dataset = Dataset.from_list(rows)
+    trainer = SFTTrainer(str(paths.TINY_MODEL), settings, train_dataset=dataset, peft_config=LoraConfig())
+    before = [*trainer.get_train_dataloader()]
+    weights.make_lean(trainer, fused=False)
+    after = [*trainer.get_train_dataloader()]
+    assert isinstance(trainer.train_dataset[0]["input_ids"], numpy.ndarray)
+    assert len(before) == len(after) > 1 and any((batch["labels"] == -100).any() for batch in after)
+    for old, new in zip(before, after, strict=True):
+        assert {*old} == {*new} and all(torch.equal(old[name], new[name]) for name in old if torch.is_tensor(old[name]))
 
 
 def test_the_photograph_sees_one_changed_weight_and_two_swapped_ones() -> None:

@@ -141,11 +141,6 @@ def _narrow(x: Tensor, a: Tensor, dropout: float) -> tuple[Tensor, Tensor | None
     return thinned @ a.to(x.dtype).t(), stayed
 
 
-def _thin(x: Tensor, stayed: Tensor | None, dropout: float) -> Tensor:
-    """What dropout left of x."""
-    return x if stayed is None else x.mul(stayed).div_(1 - dropout)
-
-
 def _product(x: Tensor, low: Tensor, weight: Any, bias: Tensor | None, b: Tensor, scale: float) -> Tensor:
     """x W^T + bias + scale (x A^T) B^T, the last sum made by the product itself; `low` is x A^T."""
     dense = _dense(weight, x.dtype).t()
@@ -159,7 +154,8 @@ def _adapter_gradients(
     """The gradients of A, B and of x A^T in `_product`."""
     low_grad = grad @ b.to(grad.dtype)
     grad_b = (grad.t() @ low).to(b.dtype).mul_(ctx.scale)
-    return (low_grad.t() @ _thin(x, stayed, ctx.dropout)).to(a.dtype).mul_(ctx.scale), grad_b, low_grad
+    thinned = x if stayed is None else x * stayed
+    return (low_grad.t() @ thinned).to(a.dtype).mul_(ctx.scale / (1 - ctx.dropout)), grad_b, low_grad
 
 
 def _input_gradient(ctx: Any, grad: Tensor, low_grad: Tensor, stayed: Tensor | None, a: Tensor) -> Tensor:
@@ -167,7 +163,8 @@ def _input_gradient(ctx: Any, grad: Tensor, low_grad: Tensor, stayed: Tensor | N
     grad_x = grad @ _dense(ctx.weight, grad.dtype)
     if stayed is None:
         return grad_x.addmm_(low_grad, a.to(grad.dtype), alpha=ctx.scale)
-    return grad_x.add_(_thin(low_grad @ a.to(grad.dtype), stayed, ctx.dropout), alpha=ctx.scale)
+    through = (low_grad @ a.to(grad.dtype)).mul_(stayed)
+    return grad_x.add_(through, alpha=ctx.scale / (1 - ctx.dropout))
 
 
 class _LoraLinear(torch.autograd.Function):
