@@ -113,7 +113,7 @@ def test_the_forecast_of_speed_is_as_far_off_as_the_readme_says() -> None:
         rate = speed.tokens_per_second(plan.find(row["model"]), Recipe(**known), card) / speed.PACKED  # full rows
         off.append(abs(rate / row["tokens_per_second"] - 1))
     print(f"{sum(one <= 0.2 for one in off)} of {len(off)} within 20 %, the worst {max(off):.0%}")
-    assert sum(one <= 0.2 for one in off) >= 31 and max(off) < 0.41
+    assert sum(one <= 0.2 for one in off) >= 34 and max(off) < 0.41
 
 
 def test_speed_knows_its_limits() -> None:

@@ -22,7 +22,7 @@ SAVED_HEADS = 2  # of the query heads' size: q and the result; k and v come on t
 SAVED_MLP = 2  # gate and up; their product is made again when it is needed (training/lean.py)
 PLAIN_HIDDEN = 4.5  # without Liger: float32 copies in the norms, q and k before and after their rotation (measured)
 ADAPTERS = 7  # each keeps its narrow result, rank wide
-DROPOUT = 1  # byte for each input of an adapter: whether it was dropped; by calculation, not measured
+DROPOUT = 1  # byte for each input of an adapter: whether it was dropped
 BACKWARD_HIDDEN, BACKWARD_MLP = 1, 1  # gradients alive while one layer's MLP is computed backwards
 OFFLOAD_STASH = 5  # layer inputs that stay on the card while the others travel to RAM and back (TRL's own number)
 # ---- logits: the loss is computed in tiles, so the table of T x vocabulary never exists
