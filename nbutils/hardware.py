@@ -5,12 +5,12 @@ Not here: choosing a model or a batch size (profiles). torch is imported only by
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import re
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from nbutils.paths import GIB
 
 BF16_FROM = (8, 0)  # torch.cuda.is_bf16_supported() also says yes on a T4, by emulation: never ask it
 VLLM_FROM = (7, 5)
+MAPS_MEMORY = 102  # CUDA's number for "virtual memory management supported"
 VARLEN_FROM = (2, 10)  # the torch that has a kernel for packed rows
 
 
@@ -56,11 +57,22 @@ def share_processors() -> None:
 def leave_no_gaps() -> None:
     """Let torch's pieces of the card's memory grow, so that less lies unused between them; must run before CUDA starts.
 
-    A 7B on 23.1 GiB held 19.5 GiB with this, and 23.1 without (benchmarks/capped.py). Windows' drivers do not allow it.
+    A 7B capped to 23.1 GiB held 19.5 with this, and all without (benchmarks/capped.py). WSL's driver fails at it.
     """
     chosen = any(name in os.environ for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-    if sys.platform == "linux" and "microsoft" not in platform.release().lower() and not chosen:
+    if not chosen and "microsoft" not in platform.release().lower() and _maps_memory():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # the name that torch 2.8 knows too
+
+
+def _maps_memory() -> bool:
+    """Whether the first card's driver lets programs map its memory; virtual cards' drivers often do not."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    answer = ctypes.c_int(0)
+    asked = driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(answer), MAPS_MEMORY, 0)
+    return asked == 0 and answer.value == 1
 
 
 def use_one_card() -> None:
@@ -111,6 +123,8 @@ def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
 
 def cure(found: Card | None, reason: str) -> str:
     """What to do about a device on which `working_operation` failed, and why it did."""
+    if "driver error" in reason and "expandable" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        return "set the environment variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, restart and run again"
     if found is None or not re.search("no kernels? ", reason):
         return "restart the machine; if it fails again, take another card or reinstall torch"
     if found.capability >= VLLM_FROM:

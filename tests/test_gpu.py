@@ -29,6 +29,17 @@ def test_the_card_is_found_and_computes() -> None:
     assert hardware.precision(card).value == ("bf16" if card.capability >= (8, 0) else "fp16")
 
 
+def test_the_cards_memory_is_held_in_pieces_that_grow() -> None:
+    lines = (
+        "from nbutils import hardware; hardware.leave_no_gaps(); import torch",
+        "kept = torch.ones(2**24, device='cuda')",
+        "print(*{piece['is_expandable'] for piece in torch.cuda.memory_snapshot()})",
+    )
+    clean = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    ran = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env=clean)
+    assert ran.stdout.strip() == "True", ran.stderr
+
+
 def test_four_bit_weights_are_on_the_card_and_smaller() -> None:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -120,22 +121,40 @@ def test_peak_memory_is_positive() -> None:
 
 
 def test_torch_leaves_no_gaps_in_the_cards_memory_where_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    for name in names:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    monkeypatch.setattr("sys.platform", "win32")
-    hardware.leave_no_gaps()
-    monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setattr("platform.release", lambda: "6.6.87.2-microsoft-standard-WSL2")
-    hardware.leave_no_gaps()
+    class Driver:
+        supported, fails = 1, 0
+
+        def cuInit(self, flags: int) -> int:
+            return self.fails
+
+        def cuDeviceGetAttribute(self, answer: Any, number: int, device: int) -> int:
+            assert number == 102 and device == 0
+            answer._obj.value = self.supported
+            return 0
+
+    def set_by(driver: Driver | None, release: str = "6.6.105+") -> str | None:
+        def load(name: str) -> Driver:
+            if driver is None:
+                raise OSError(name)
+            return driver
+
+        monkeypatch.setattr("ctypes.CDLL", load)
+        monkeypatch.setattr("platform.release", lambda: release)
+        monkeypatch.setenv(names[0], "")
+        monkeypatch.delenv(names[0])
+        hardware.leave_no_gaps()
+        return os.environ.get(names[0])
+
+    names, virtual, broken = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), Driver(), Driver()
+    virtual.supported, broken.fails = 0, 100
+    monkeypatch.delenv(names[1], raising=False)
+    assert set_by(Driver()) == "expandable_segments:True"
+    assert "expandable_segments:False" in hardware.cure(T4, "CUDA driver error: operation not supported")
+    assert set_by(None) is set_by(virtual) is set_by(broken) is None
+    assert set_by(Driver(), "6.6.87.2-microsoft-standard-WSL2") is None
     monkeypatch.setenv(names[1], "max_split_size_mb:64")  # the learner's own choice
-    hardware.leave_no_gaps()
-    assert names[0] not in os.environ
-    monkeypatch.setattr("platform.release", lambda: "6.6.105+")
-    monkeypatch.delenv(names[1])
-    hardware.leave_no_gaps()
-    assert os.environ[names[0]] == "expandable_segments:True"
+    assert set_by(Driver()) is None
+    assert "restart the machine" in hardware.cure(T4, "CUDA driver error: unknown error")
 
 
 def test_torch_is_shown_one_card_unless_somebody_decided_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
