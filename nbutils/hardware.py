@@ -11,6 +11,8 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
+import subprocess
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +95,17 @@ def card() -> Card | None:
     major, minor = torch.cuda.get_device_capability(0)
     memory = torch.cuda.get_device_properties(0).total_memory / GIB
     return Card(torch.cuda.get_device_name(0), (major, minor), memory, torch.cuda.device_count())
+
+
+def ask_driver(*words: str) -> str:
+    """What nvidia-smi says, or how it failed; empty where there is none."""
+    if not (program := shutil.which("nvidia-smi")):
+        return ""
+    try:
+        told = subprocess.run([program, *words], capture_output=True, text=True, timeout=5, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return type(problem).__name__
+    return (told.stdout + told.stderr).strip() or f"exit status {told.returncode}"
 
 
 def working_operation(found: Card | None) -> Choice:

@@ -217,7 +217,6 @@ def open_run(
     overrides = {
         field: (values[name], f"parameter {name}") for name, field in OVERRIDES.items() if values.get(name, 0) > 0
     }
-    overrides |= _shared_batch(resolved.profile.train)
     resolved = profiles.with_overrides(resolved, overrides) if overrides else resolved
     run = RunFolder(folders.keep / (name or default_run_name(resolved.name, values.get("MODEL", ""))))
     make_folder(run.path, "this run")
@@ -225,15 +224,6 @@ def open_run(
     begun = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}
     record.begin(run.facts, begun, unnamed)  # a damaged record is told now, not after the training
     return run, resolved
-
-
-def _shared_batch(train: Any) -> dict[str, tuple[Any, str]]:
-    """The batch of a step shared by the processes that train together; nothing to change where there is one."""
-    processes = scaling.world_size()
-    micro_batch = scaling.micro_batch_for(train.batch, train.micro_batch, processes)
-    if processes == 1 or micro_batch == train.micro_batch:
-        return {}
-    return {"train.micro_batch": (micro_batch, f"{processes} processes share the batch of {train.batch}")}
 
 
 def _take_over(run: RunFolder, folders: platforms.Folders) -> None:

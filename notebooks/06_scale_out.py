@@ -109,8 +109,8 @@ if compared:
 
 # %% [markdown]
 # Two cards should need little more than half the time, as long as a step is long against sending the adapter's gradients. Two
-# processes on two cores share the memory of one machine, and whatever else runs there: this course measured 1.8 times the tokens
-# a second with them. Two real cards were not at hand for a measurement; your own is in the table above.
+# processes on two cores share the memory of one machine, and whatever else runs there, so that a few short steps say little. Two
+# real cards were not at hand when this was written: the measurement is your own, in the table above.
 #
 # What this does not do: make room. Each card holds the whole model, so that one which does not fit a single card does not fit
 # two this way either. Sharding the weights (FSDP, DeepSpeed ZeRO-3) is for that; the documentation of `accelerate` is the place to

@@ -182,7 +182,7 @@ def test_cards_are_found_by_the_names_people_use(name: str, found: str, count: i
 )
 def test_torchs_names_are_understood_and_torchs_memory_is_kept(card: Card, found: str) -> None:
     facts = cards.of_machine(card)
-    assert (facts.name, facts.memory_gib, facts.count) == (found, card.memory_gib, card.count)
+    assert (facts.name, facts.memory_gib, facts.count) == (found, card.memory_gib, 1)
 
 
 @pytest.mark.parametrize("name", ["NVIDIA L20", "NVIDIA GeForce RTX 4090 Laptop GPU", "Brand New 1"])
@@ -516,3 +516,8 @@ def test_the_card_of_this_machine_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_shapes_room_lists_the_course_models() -> None:
     assert [shape.name for shape in shapes.course_shapes()] == list(profiles.known_models())
+
+
+def test_a_profile_that_says_how_many_rows_it_takes_need_not_be_told() -> None:
+    words = ("--profile", "lora_20k", "--gpu", "4090", "--mean-length", "300")
+    assert asked(*words)["hours"] == asked(*words, "--rows", "20000")["hours"] > 0

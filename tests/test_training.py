@@ -54,7 +54,7 @@ def test_the_batches_of_a_lean_trainer_are_those_it_had(tmp_path: Path) -> None:
     dataset = Dataset.from_list(rows)
     trainer = SFTTrainer(str(paths.TINY_MODEL), settings, train_dataset=dataset, peft_config=LoraConfig())
     before = [*trainer.get_train_dataloader()]
-    weights.make_lean(trainer, fused=False)
+    training.make_lean(trainer, fused=False)
     after = [*trainer.get_train_dataloader()]
     assert isinstance(trainer.train_dataset[0]["input_ids"], numpy.ndarray)
     assert len(before) == len(after) > 1 and any((batch["labels"] == -100).any() for batch in after)

@@ -6,8 +6,6 @@ Not here: the machine around it (surroundings).
 from __future__ import annotations
 
 import importlib.util
-import shutil
-import subprocess
 
 from nbutils import hardware, install
 from nbutils.doctor.report import Check, Machine, first_line
@@ -48,7 +46,7 @@ def check_card(machine: Machine) -> Check | None:
 
 
 def _no_card(platform: Platform, torch: str) -> Check:
-    driver = _nvidia_smi()
+    driver = hardware.ask_driver("-L").partition("\n")[0]
     if driver.startswith("GPU "):
         todo = "install a torch build for CUDA, or a newer driver if it is one already"
         return Check("card", "WARN", f"nvidia-smi lists {driver.split(' (')[0]}, but torch {torch} cannot use it", todo)
@@ -59,18 +57,6 @@ def _no_card(platform: Platform, torch: str) -> Check:
     return Check(
         "card", "WARN", f"none{told}: training here uses the CPU, enough for the bundled tiny model only", todo
     )
-
-
-def _nvidia_smi() -> str:
-    """The first line of the driver's list of cards; empty where there is no driver."""
-    if not (program := shutil.which("nvidia-smi")):
-        return ""
-    try:
-        told = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=5, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired) as problem:
-        return type(problem).__name__
-    lines = (told.stdout + told.stderr).strip().splitlines()
-    return lines[0] if lines else f"exit status {told.returncode}"
 
 
 def check_precision(machine: Machine) -> Check | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from nbutils import hardware
 from nbutils.errors import CourseError
-from nbutils.plan import cards, choosing, forecasting, recipes, report, shapes
+from nbutils.plan import cards, forecasting, report, shapes
 from nbutils.plan.cards import CardFacts
 from nbutils.plan.forecasting import Forecast
 from nbutils.plan.shapes import Shape
@@ -65,39 +65,32 @@ def answer(
 
 def _forecast(card: CardFacts, wishes: Wishes) -> tuple[Shape, Forecast]:
     """A card with all wishes; micro-batch and recomputation, where nobody wishes, are the fastest that fit."""
-    profile = load(wishes.profile or for_card(card.capability, card.memory_gib))
-    shape = shapes.find(wishes.model or profile.model)
-    wanted = {"method": wishes.method, "rank": wishes.rank, "length": wishes.length}
-    known: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
-    recipe = replace(recipes.from_profile(profile, card), **known)
-    sizes, ways = _sizes(wishes, profile, card), _ways(wishes, profile)
-    chosen = choosing.choose(choosing.options(shape, recipe, profile.train.batch, card, sizes, ways), card)
-    passes = wishes.epochs or profile.train.epochs or 1.0
-    by_rows = wishes.rows is not None or wishes.epochs is not None
-    return shape, forecasting.forecast(
-        shape, chosen.recipe, card, profile.train.batch, wishes.rows, wishes.mean_length, passes,
-        profile.train.keep_checkpoints, 0 if by_rows else profile.train.max_steps,
-    )  # fmt: skip
-
-
-def _sizes(wishes: Wishes, profile: Profile, card: CardFacts) -> tuple[int, ...]:
-    """The micro-batches to try; empty means all that divide the batch."""
-    asked = wishes.micro_batch
-    if asked and profile.train.batch % (asked * card.count):
+    profile = _wished(load(wishes.profile or for_card(card.capability, card.memory_gib)), wishes)
+    asked, batch = wishes.micro_batch, profile.train.batch
+    if asked and batch % (asked * card.count):
         raise CourseError(
-            f"--micro-batch is {asked} on {card.count} card(s), and a step has {profile.train.batch} rows.",
-            f"a number that divides {profile.train.batch} / {card.count}",
+            f"--micro-batch is {asked} on {card.count} card(s), and a step has {batch} rows.",
+            f"a number that divides {batch} / {card.count}",
             "choose such a number, or a profile of your own with another train.batch (--profile FILE)",
         )
-    by_profile = wishes.profile and isinstance(profile.train.micro_batch, int)
-    return (asked,) if asked else (profile.train.micro_batch,) if by_profile else ()  # type: ignore[return-value]
+    shape = shapes.find(wishes.model or profile.model)
+    return shape, forecasting.of_profile(profile, card, shape, wishes.rows, wishes.mean_length)
 
 
-def _ways(wishes: Wishes, profile: Profile) -> tuple[str, ...]:
-    if wishes.checkpointing:
-        return (wishes.checkpointing,)
-    by_profile = wishes.profile and profile.train.gradient_checkpointing != "auto"
-    return (profile.train.gradient_checkpointing,) if by_profile else choosing.WAYS
+def _wished(profile: Profile, wishes: Wishes) -> Profile:
+    """The profile with the wishes in it; one that nobody named leaves open what can be left open."""
+    otherwise = None if wishes.profile else "auto"
+    by_rows = wishes.rows is not None or wishes.epochs is not None
+    train = {
+        "max_length": wishes.length, "epochs": wishes.epochs, "max_steps": 0 if by_rows else None,
+        "micro_batch": wishes.micro_batch or otherwise, "gradient_checkpointing": wishes.checkpointing or otherwise,
+    }  # fmt: skip
+    groups = {"train": _changed(profile.train, **train), "lora": _changed(profile.lora, rank=wishes.rank)}
+    return _changed(profile, method=wishes.method, **groups)
+
+
+def _changed(part: Any, **wished: Any) -> Any:
+    return part.model_copy(update={name: value for name, value in wished.items() if value is not None})
 
 
 def _card(
@@ -115,7 +108,7 @@ def _card(
         card = _of_this_machine()
         if card is None:
             return None
-        found = replace(cards.of_machine(card), count=1)
+        found = cards.of_machine(card)
     return replace(found, count=gpus) if gpus else found
 
 

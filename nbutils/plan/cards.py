@@ -118,15 +118,14 @@ def _unlisted(name: str) -> str:
 
 
 def of_machine(card: Card) -> CardFacts:
-    """The facts of a card torch has found: memory and capability from torch, the rest from the table."""
+    """The facts of one card torch has found: memory and capability from torch, the rest from the table."""
     hits = [(key, entry) for key, entry in listed().items() if _is_called(entry, card.name)]
     if not hits:
         note = f"{card.name} is not in {FILE}: its speed and price are not known (--tflops, or add it there)"
-        return CardFacts(card.name, card.memory_gib, None, None, card.capability, note=note, count=card.count)
+        return CardFacts(card.name, card.memory_gib, None, None, card.capability, note=note)
     closest = min(hits, key=lambda hit: (-max(map(len, hit[1].called)), abs(hit[1].memory_gib - card.memory_gib)))
     key, entry = closest  # the longest name first: a 4090 D is called RTX 4090 as well
-    known = _facts(key, entry)
-    return replace(known, memory_gib=card.memory_gib, capability=card.capability, count=card.count)
+    return replace(_facts(key, entry), memory_gib=card.memory_gib, capability=card.capability)
 
 
 def hourly_price(card: Card | None) -> Price | None:
@@ -134,7 +133,7 @@ def hourly_price(card: Card | None) -> Price | None:
     if card is None:
         return None
     facts = of_machine(card)
-    yuan, dollars = ((price or 0) * facts.count or None for price in (facts.yuan, facts.dollars))
+    yuan, dollars = ((price or 0) * card.count or None for price in (facts.yuan, facts.dollars))
     return Price(yuan, dollars) if yuan or dollars else None
 
 

@@ -181,7 +181,7 @@ def example(resolved: Resolved, rows: int, mean_length: float) -> Forecast:
 
     if resolved.card is None:
         return of_profile(load(RENTED[1]), cards.find(RENTED[0]), rows=rows, mean_length=mean_length)
-    facts = replace(cards.of_machine(resolved.card), count=1)
+    facts = cards.of_machine(resolved.card)
     try:
         shape = shapes.find(resolved.model)
     except CourseError:

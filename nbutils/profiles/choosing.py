@@ -148,13 +148,14 @@ def _settle(profile: Profile, reasons: Mapping[str, str], card: Card | None) -> 
     _refuse_impossible(profile, card)
     decided = _by_card(profile, card)
     profile = _with(profile, "machine", decided)
-    planned = sizing.by_plan(profile, card) | _without_bitsandbytes(profile.train.optimizer, card)
+    shared = sizing.shared_batch(profile.train)
+    profile = _with(profile, "train", shared)
+    planned = shared | sizing.by_plan(profile, card) | _without_bitsandbytes(profile.train.optimizer, card)
     profile = _with(profile, "train", planned)
     values = flat(profile.model_dump())
     choices = {key: (decided | planned).get(key, Choice(values[key], reasons[key])) for key in keys()}
     processes, train = scaling.world_size(), profile.train
-    size = scaling.micro_batch_for(train.batch, int(train.micro_batch), processes)
-    times = f"{size} x {train.batch // processes // size}"
+    times = f"{train.micro_batch} x {train.accumulation_on(processes)}"
     each = f"{times} rows" if processes == 1 else f"{times} rows on each of {processes} cards"
     choices["effective_batch"] = Choice(train.batch, f"train.batch: {each} make a step")
     return profile, choices

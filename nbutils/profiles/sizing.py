@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nbutils import scaling
 from nbutils.errors import CourseError
 from nbutils.hardware import Card, Choice
-from nbutils.profiles.schema import Profile
+from nbutils.profiles.schema import Profile, Train
 
 if TYPE_CHECKING:
     from nbutils.plan import CardFacts, Option
@@ -31,8 +31,18 @@ def by_plan(profile: Profile, card: Card | None) -> dict[str, Choice]:
     return {name: found[name] for name in wanted}
 
 
+def shared_batch(train: Train) -> dict[str, Choice]:
+    """A named micro-batch that is more than a process's share of the batch becomes one that fits into it."""
+    if train.micro_batch == "auto":
+        return {}
+    processes = scaling.world_size()
+    size = scaling.micro_batch_for(train.batch, train.micro_batch, processes)
+    reason = f"{processes} processes share the batch of {train.batch}"
+    return {} if size == train.micro_batch else {MICRO_BATCH: Choice(size, reason)}
+
+
 def _without_card(batch: int) -> dict[str, Choice]:
-    rows = WITHOUT_CARD if batch % WITHOUT_CARD == 0 else 1
+    rows = scaling.micro_batch_for(batch, WITHOUT_CARD, scaling.world_size())
     return {
         MICRO_BATCH: Choice(rows, "plan: no card, so few rows at a time"),
         CHECKPOINTING: Choice("off", "plan: no card, so memory is no worry and recomputing would cost time"),
@@ -52,9 +62,8 @@ def _with_card(profile: Profile, card: Card) -> dict[str, Choice]:
         reason = "plan: the model's shape is not known before its download, so the careful value"
         rows = 1 if train.micro_batch == "auto" else train.micro_batch
         return {MICRO_BATCH: Choice(rows, reason), CHECKPOINTING: Choice("on", reason)}
-    sizes, ways = choosing.left_open(train)
-    shared = [scaling.micro_batch_for(train.batch, size, facts.count) for size in sizes]
-    found = plan.options(shape, plan.from_profile(profile, facts), train.batch, facts, shared, ways)
+    recipe = plan.from_profile(profile, facts)
+    found = plan.options(shape, recipe, train.batch, facts, *choosing.left_open(train))
     return _reasoned(found, facts)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 
 from nbutils.dashboard import LIVE_LINE
 from nbutils.errors import CourseError
-from nbutils.hardware import Choice
+from nbutils.hardware import Choice, ask_driver
 from nbutils.paths import NOTEBOOKS
 from nbutils.scaling.processes import launched
 
@@ -51,13 +50,7 @@ def processes_for(cards: int, asked: int = 0) -> Choice:
 
 def cards_in_machine() -> int:
     """How many cards the driver lists, also those torch was not shown; 0 where there is no driver to ask."""
-    if not (program := shutil.which("nvidia-smi")):
-        return 0
-    try:
-        told = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=5, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in told.stdout.splitlines())
+    return sum(line.startswith("GPU ") for line in ask_driver("-L").splitlines())
 
 
 def hint(seen: int) -> str:

@@ -12,15 +12,8 @@ from nbutils.training.live import live_numbers
 from nbutils.training.memory import oom_rungs
 from nbutils.training.numbers import bookkeeping, loss_history, measured
 from nbutils.training.resuming import MAY_CHANGE, load_finished, model_mark, resume_point, step_of, steps_left
-from nbutils.training.weights import (
-    Moved,
-    adapter_checksum,
-    compare,
-    make_lean,
-    photograph,
-    require_unquantised,
-    weight_kinds,
-)
+from nbutils.training.step import make_lean
+from nbutils.training.weights import Moved, adapter_checksum, compare, photograph, require_unquantised, weight_kinds
 
 __all__ = [
     "MAY_CHANGE", "Moved", "adapter_checksum", "bookkeeping", "bring_home", "carrier", "compare", "keep_checkpoints",

@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import subprocess
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbutils import paths
+from nbutils import hardware, paths
 from nbutils.errors import CourseError
 from nbutils.paths import GIB
 from nbutils.training.rungs import Setting
@@ -136,13 +134,7 @@ def nothing_left(now: Setting, step: int, used: tuple[float, float] | None, take
 
 def others() -> str:
     """Who else uses the card, as far as the driver tells; empty if nobody does or it does not say."""
-    if not (program := shutil.which("nvidia-smi")):
-        return ""
-    words = [program, "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
-    try:
-        told = subprocess.run(words, capture_output=True, text=True, timeout=5, stdin=subprocess.DEVNULL).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+    told = hardware.ask_driver("--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
     lines = [line.strip() for line in told.splitlines() if re.match(r"\d+,", line)]
     strangers = [line for line in lines if int(line.split(",")[0]) != os.getpid()]
     return f" The card is also used by: {'; '.join(strangers)}." if strangers else ""
