@@ -67,7 +67,7 @@ def watch(seen: dict[str, Counter[str]]) -> None:
                 note("gradients", weight.grad)
         return loss
 
-    Trainer.training_step = training_step
+    Trainer.training_step = training_step  # type: ignore[method-assign]
 
 
 @click.command()

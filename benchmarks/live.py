@@ -77,7 +77,7 @@ def stopwatch(lesson: Any, length: int, drawn: bool) -> tuple[Any, list[Block]]:
     from transformers import TrainerCallback
 
     blocks: list[Block] = []
-    shown = live.live_numbers(lesson)
+    shown: Any = live.live_numbers(lesson)
     shown.teller.panel = Panel() if drawn else None
 
     @contextmanager
@@ -88,6 +88,8 @@ def stopwatch(lesson: Any, length: int, drawn: bool) -> tuple[Any, list[Block]]:
 
     class Stopwatch(TrainerCallback):
         """Forwards events, or does not."""
+
+        began = 0.0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             shown.on_train_begin(args, state, control, **others)

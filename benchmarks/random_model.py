@@ -31,7 +31,7 @@ def make(name: str, folder: Path) -> None:
     )  # fmt: skip
     began = time.perf_counter()
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16)  # type: ignore[arg-type]
     model.generation_config = GenerationConfig.from_pretrained(paths.TINY_MODEL)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -37,8 +37,9 @@ from typing import Any
 
 import psutil
 
-from nbutils import chat, checkpoints, data, hardware, paths, training
+from nbutils import chat, checkpoints, data, hardware, paths
 from nbutils.checkpoints import archive
+from nbutils.training import weights
 
 ROOT = Path(__file__).resolve().parent.parent
 BYTES_PER_SECOND = 50 * 10**6
@@ -88,10 +89,12 @@ def _sleeping_open(below: Path) -> Callable[..., Any]:
 
     def sleeping_open(place: Any, mode: str = "r", **options: Any) -> Any:
         file = open(place, mode, **options)  # noqa: SIM115
-        if "w" in mode and below in Path(place).parents:
-            write = file.write
-            file = _Sleeping(file, lambda piece: (time.sleep(len(piece) / BYTES_PER_SECOND), write(piece))[1])
-        return file
+
+        def write(piece: Any) -> int:
+            time.sleep(len(piece) / BYTES_PER_SECOND)
+            return file.write(piece)
+
+        return _Sleeping(file, write) if "w" in mode and below in Path(place).parents else file
 
     return sleeping_open
 
@@ -137,6 +140,8 @@ def stopwatch(way_home: checkpoints.Carrier) -> tuple[Any, list[Block]]:
 
     class Stopwatch(TrainerCallback):
         """One block from a save to the next."""
+
+        cpu = carrier = 0.0
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             while way_home.waiting is not None:  # else a block without sync would pay for the one before
@@ -197,7 +202,7 @@ def trainer_of(scratch: Path, steps: int, save_steps: int, rank: int, callback: 
         model=model, args=settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, peft_config=lora,
         callbacks=[callback],
     )  # fmt: skip
-    training.repair_precision(trainer.model)
+    weights.repair_precision(model)
     return trainer
 
 

@@ -14,6 +14,8 @@ from nbutils.errors import CourseError
 class Amount(click.FloatRange):
     """A number above zero, and no larger than anything there is: neither infinite nor `nan`."""
 
+    name = "number"
+
     def __init__(self, least: float = 1e-3) -> None:
         super().__init__(min=least, max=1e9)
 

@@ -358,9 +358,10 @@ def test_a_number_of_steps_decides_the_hours() -> None:
 
 
 def test_where_nothing_can_be_forecast_it_says_so() -> None:
-    assert plan.require(resolved("tiny", "", None)) is None
-    assert plan.require(resolved("t4_16gb", "some/model", Card("Tesla T4", (7, 5), 14.6, 1))) is None
-    assert "No forecast" in plan.describe(None)
+    without = plan.require(resolved("tiny", "", None))
+    unknown = plan.require(resolved("t4_16gb", "some/model", Card("Tesla T4", (7, 5), 14.6, 1)))
+    assert plan.describe(without) == "No forecast: there is no card here."
+    assert plan.describe(unknown) == "No forecast: the shape of some/model is not known before its download."
 
 
 # ---- for people
@@ -521,3 +522,16 @@ def test_shapes_room_lists_the_course_models() -> None:
 def test_a_profile_that_says_how_many_rows_it_takes_need_not_be_told() -> None:
     words = ("--profile", "lora_20k", "--gpu", "4090", "--mean-length", "300")
     assert asked(*words)["hours"] == asked(*words, "--rows", "20000")["hours"] > 0
+
+
+def test_rows_that_are_cut_are_said_to_be_and_count_as_cut() -> None:
+    words = ("--model", "Qwen2.5-7B", "--gpu", "4090", "--rows", "100", "--epochs", "1")
+    assert asked(*words, "--mean-length", "3000")["hours"] == asked(*words, "--mean-length", "2048")["hours"]
+    shown = CliRunner().invoke(app, ["plan", *words, "--mean-length", "3000"]).output
+    assert "100 rows x 2,048 tokens (rows of 3,000 are cut) x 1 epoch\n" in shown
+
+
+def test_what_is_free_costs_nothing_however_long_it_takes() -> None:
+    made = asked("--model", "Qwen2.5-7B", "--gpu", "T4")
+    assert made["hours"] is None and set(made["cost"].values()) == {0}
+    assert not any("cost unknown" in note for note in made["notes"])

@@ -109,15 +109,19 @@ def amount(
     if missing := [name for name, value in facts.items() if value is None]:
         return None, f"give {' and '.join(missing)}"
     assert rows is not None and mean_length is not None
-    words = f"{rows:,} rows x {mean_length:,.0f} tokens x {epochs:g} epochs"
-    return rows * min(mean_length, recipe.length) * epochs, words
+    length = min(mean_length, recipe.length)
+    cut = f" (rows of {mean_length:,.0f} are cut)" if mean_length > length else ""
+    words = f"{rows:,} rows x {length:,.0f} tokens{cut} x {epochs:g} epoch{'' if epochs == 1 else 's'}"
+    return rows * length * epochs, words
 
 
 def cost(card: CardFacts, hours: float | None) -> dict[str, float | None]:
-    """Yuan and dollars for all cards; None where hours or price are not known."""
-    prices = {"yuan": card.yuan, "dollars": card.dollars}
-    unknown = hours is None
-    return {name: None if unknown or price is None else price * hours * card.count for name, price in prices.items()}  # type: ignore[operator]
+    """Yuan and dollars for all cards; None where hours or price are not known, 0 where it is free."""
+
+    def of(price: float | None) -> float | None:
+        return price if not price else None if hours is None else price * hours * card.count
+
+    return {"yuan": of(card.yuan), "dollars": of(card.dollars)}
 
 
 def disk(shape: Shape, recipe: Recipe, keep_checkpoints: int) -> dict[str, float]:
@@ -143,7 +147,8 @@ def notes(made: Forecast, real_tokens: float | None) -> list[str]:
     elif made.tokens_per_second is None:
         found.append("speed unknown: rows are not packed, so their mean length is needed (--mean-length)")
     if real_tokens is None and made.tokens_per_second is not None:
-        found.append(f"hours and cost unknown: {made.amount}")
+        free = 0 in made.cost.values()
+        found.append(f"{'hours' if free else 'hours and cost'} unknown: {made.amount}")
     if card.yuan is None and card.dollars is None:
         found.append("price unknown: fill configs/cards.yaml")
     if card.tflops is not None and card.bandwidth is None:
@@ -191,17 +196,14 @@ def example(resolved: Resolved, rows: int, mean_length: float) -> Forecast:
     return of_profile(resolved.profile, facts, shape, rows, mean_length)
 
 
-def require(resolved: Resolved, rows: int | None = None, mean_length: float | None = None) -> Forecast | None:
-    """This machine's forecast for lesson 03; stops where not even the smallest setting fits the card.
-
-    None without a card, and for a model whose shape is not known before its download.
-    """
+def require(resolved: Resolved, rows: int | None = None, mean_length: float | None = None) -> Forecast | str:
+    """This machine's forecast for lesson 03, or why there is none; stops where not even the smallest setting fits."""
     if resolved.card is None:
-        return None
+        return "No forecast: there is no card here."
     try:
         shape = shapes.find(resolved.model)
     except CourseError:
-        return None
+        return f"No forecast: the shape of {resolved.model} is not known before its download."
     card = replace(cards.of_machine(resolved.card), count=scaling.world_size())
     made = of_profile(resolved.profile, card, shape, rows, mean_length)
     if choosing.smallest(choosing.options(shape, made.recipe, made.batch, card)).peak_gib > made.limit_gib:

@@ -43,10 +43,10 @@ def as_rows(made: Forecast) -> list[dict[str, Any]]:
     return found + [{"what": "note", "forecast": "", "from": note} for note in made.notes]
 
 
-def describe(made: Forecast | None) -> str:
-    """The same as aligned text of at most 120 columns."""
-    if made is None:
-        return "No forecast: there is no card here, or the model's shape is not known before its download."
+def describe(made: Forecast | str) -> str:
+    """The same as aligned text of at most 120 columns; the reason where there is no forecast."""
+    if isinstance(made, str):
+        return made
     rows, lines = as_rows(made), []
     wide = max(len(row["forecast"]) for row in rows)
     for row in rows:
@@ -60,7 +60,7 @@ def compared(made: list[Forecast]) -> list[dict[str, Any]]:
     """One training on several cards, a row for each."""
     return [
         {
-            "card": str(one.card), "GiB": one.card.memory_gib, "length": one.recipe.length,
+            "card": str(one.card), "GiB": one.card.memory_gib, "model": one.model, "length": one.recipe.length,
             "peak GiB": round(one.peak_vram_gib, 1), "fits": "yes" if one.fits else "no",
             "rows": f"{one.recipe.micro_batch} x {one.recipe.accumulation}", "recompute": one.recipe.checkpointing,
             "tokens/s": "unknown" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
