@@ -1,0 +1,236 @@
+"""Near duplicates: rows that say the same but for a comma, a letter's case or width, or a word in a long text.
+
+Two rows are one when their system text, tools and numbers are equal, and the character 3-grams of the questions and of
+the answers overlap (Jaccard) by at least `least` each; case, width, blanks and punctuation do not count. Candidates
+come from MinHash bands, at most one for each row, and are compared exactly: time grows with the rows, not their square.
+Missed: a few pairs close to `least`, pairs in other words, and pairs whose bucket another row opened.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import unicodedata
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+BINS, BANDS = 64, 16  # four bins to a band: a pair that overlaps by 0.8 shares a band in 99.9 of 100 cases
+MARK, EMPTY = "\x1e", 0xFFFF  # a control character, which no checked row holds
+BATCH = 60_000  # characters hashed at once: the arrays stay in the processor's cache
+TEMPLATE = 8  # so many rows that resemble one row are a form filled in, not copies
+NUMERALS = "0123456789〇零一二两三四五六七八九十百千万亿"
+NUMBER = re.compile(f"[{NUMERALS}]+")
+
+
+class Text(NamedTuple):
+    """What is compared of a row: what must be equal, the question with all earlier turns, the answer."""
+
+    fixed: str
+    question: str
+    answer: str
+
+
+class Alike(NamedTuple):
+    """A row that is left out, and the row that stands for it."""
+
+    row: int
+    kept: int
+
+
+def text_of(messages: Sequence[dict[str, Any]], tools: Any = None) -> Text:
+    """The parts of a row that are compared."""
+    first = messages[0]["role"] == "system"
+    fixed = messages[0]["content"] if first else ""
+    said = [_said(message) for message in messages[first:]]
+    return Text(f"{fixed}{MARK}{tools}" if tools else fixed, "\n".join(said[:-1]), said[-1])
+
+
+def _said(message: dict[str, Any]) -> str:
+    calls = message.get("tool_calls")
+    return f"{message['content'] or ''}\n{calls}" if calls else message["content"]
+
+
+class NearDuplicates:
+    """Collects a signature of every row (128 bytes each), then finds the rows that repeat another."""
+
+    def __init__(self, least: float) -> None:
+        self.least, self.compared, self.templated = least, 0, 0
+        self._signatures, self._numbers = bytearray(), bytearray()
+        self._waiting: list[Text] = []
+        self._characters = 0
+
+    def add(self, text: Text) -> None:
+        """The next row."""
+        self._waiting.append(text)
+        self._characters += len(text.question) + len(text.answer)
+        if self._characters > BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            signatures, numbers = _signatures(self._waiting)
+            self._signatures += signatures.tobytes()
+            self._numbers += numbers.tobytes()
+        self._waiting, self._characters = [], 0
+
+    def find(self, order: np.ndarray, read: Callable[[int], Text]) -> list[Alike]:
+        """The rows to leave out, where a row that comes earlier in `order` is kept; `read` gives the text of a row."""
+        self._flush()
+        best = self._candidates(order)
+        kept_for: dict[int, int] = {}
+        groups: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        for row in order[best[order] >= 0].tolist():
+            kept = kept_for.get(best[row], int(best[row]))
+            self.compared += 1
+            alike = similarity(read(row), read(kept))
+            if alike >= self.least:
+                kept_for[row] = kept
+                groups[kept].append((row, alike))
+        return sorted(Alike(row, kept) for kept, rows in groups.items() for row in self._copies(rows))
+
+    def _copies(self, rows: list[tuple[int, float]]) -> list[int]:
+        """The rows of a group that are copies: all of a few; of many, those that say the very same."""
+        differing = sum(alike < 1 for _, alike in rows)
+        if differing <= TEMPLATE:
+            return [row for row, _ in rows]
+        self.templated += differing
+        return [row for row, alike in rows if alike == 1]
+
+    def _candidates(self, order: np.ndarray) -> np.ndarray:
+        """For each row the most similar one that opened a bucket it is in, by signature; -1 where none comes close."""
+        signatures = np.frombuffer(self._signatures, np.uint16).reshape(-1, BINS)
+        numbers = np.frombuffer(self._numbers, np.uint64)[order]
+        best, score = np.full(len(order), -1, np.int64), np.zeros(len(order), np.uint8)
+        least = max(1, int((self.least - 0.15) * BINS))
+        for band in range(BANDS):
+            rows, firsts = _bucket_mates(signatures.view(np.uint64)[order, band] ^ numbers)
+            for part in np.array_split(np.arange(len(rows)), 1 + len(rows) // 100_000):
+                row, first = order[rows[part]], order[firsts[part]]
+                same = (signatures[row] == signatures[first]).sum(axis=1, dtype=np.uint8)
+                better = (same > score[row]) & (same >= least)
+                best[row[better]], score[row[better]] = first[better], same[better]
+        return best
+
+
+def _bucket_mates(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Every place whose key was seen before, and the first place of that key."""
+    places = np.argsort(keys, kind="stable")
+    inside = np.flatnonzero(keys[places[1:]] == keys[places[:-1]]) + 1
+    opens = np.arange(len(places))
+    opens[inside] = 0
+    return places[inside], places[np.maximum.accumulate(opens)[inside]]
+
+
+def similarity(one: Text, other: Text) -> float:
+    """The smaller overlap of questions and of answers, 0 to 1; 0 where system text, tools or numbers differ."""
+    sides = ((one.answer, other.answer), (one.question, other.question))
+    if one.fixed != other.fixed or any(_numbers(a) != _numbers(b) for a, b in sides):
+        return 0.0
+    return min(_overlap(a, b) for a, b in sides)
+
+
+def _overlap(one: str, other: str) -> float:
+    first, second = _grams(one), _grams(other)
+    union = len(first | second)
+    return len(first & second) / union if union else float(one == other)
+
+
+@functools.lru_cache(maxsize=64)  # the first row of a bucket is compared with many
+def _grams(text: str) -> frozenset[str]:
+    """The 3-grams of a text; its ends count as a character, so that one of two letters has some as well."""
+    plain = _plain(text).replace("\0", "")
+    padded = f"{MARK}{plain}{MARK}"
+    return frozenset(map("".join, zip(padded, padded[1:], padded[2:], strict=False)))
+
+
+def _numbers(text: str) -> list[str]:
+    return NUMBER.findall(_plain(text))
+
+
+def _plain(text: str) -> str:
+    """The text as it is compared; what does not count is a NUL."""
+    codes = np.frombuffer(text.encode("utf-16-le"), np.uint16)
+    return _alphabet()[0].take(codes).tobytes().decode("utf-16-le", "surrogatepass")
+
+
+@functools.cache
+def _alphabet() -> tuple[np.ndarray, np.ndarray]:
+    """For each UTF-16 unit the one it is compared as (0: it does not count), and whether it is a numeral."""
+    compared = np.array([_compared_as(chr(code)) for code in range(1 << 16)], np.uint16)
+    compared[ord(MARK)] = ord(MARK)
+    numeral = np.zeros(1 << 16, np.bool_)
+    numeral[[ord(character) for character in NUMERALS]] = True
+    return compared, numeral
+
+
+def _compared_as(character: str) -> int:
+    plain = unicodedata.normalize("NFKC", character).lower()
+    plain = plain if len(plain) == 1 and plain <= "\uffff" else character
+    category = unicodedata.category(plain)  # Cs: half of a character beyond the table, such as an emoji
+    return 0 if category[0] in "PZC" and category != "Cs" else ord(plain)
+
+
+def _signatures(texts: list[Text]) -> tuple[np.ndarray, np.ndarray]:
+    """MinHash of each row, one hash for all bins, and a number that equal numbers, system texts and tools share."""
+    compared, numeral = _alphabet()
+    joined = MARK + MARK.join([side for text in texts for side in (text.question, text.answer)]) + MARK
+    codes = compared.take(np.frombuffer(joined.encode("utf-16-le"), np.uint16))
+    codes = codes[codes != 0]
+    ends = np.flatnonzero(codes == ord(MARK))
+    wide = codes.astype(np.uint32)
+    return _minima(wide, ends), _number_hashes(wide, numeral.take(codes), ends) ^ _fixed_hashes(texts)
+
+
+def _minima(codes: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """The smallest hash of the row's 3-grams in each bin; `ends` are the marks around questions and answers in turn."""
+    sides = np.arange(len(ends) - 1, dtype=np.uint32)
+    lengths, rows = np.diff(ends), len(sides) // 2
+    grams = codes[:-2] * np.uint32(0x9E3779B1)
+    _stir(grams, codes[1:-1], 15, 0x85EBCA77)
+    _stir(grams, codes[2:], 13, 0xC2B2AE3D)
+    _stir(grams, np.repeat((sides & 1) * np.uint32(0x27D4EB2F), lengths)[1:], 16, 0x165667B1)
+    grams ^= grams >> np.uint32(16)
+    places = (grams >> np.uint32(26)) + np.repeat((sides >> 1) * np.uint32(BINS), lengths)[1:]
+    places[ends[1:-1] - 1] = rows * BINS  # a mark in the middle: no 3-gram, counted nowhere
+    minima = np.full(rows * BINS + 1, EMPTY, np.uint16)
+    np.minimum.at(minima, places, grams.astype(np.uint16))
+    return _filled(minima[:-1].reshape(rows, BINS))
+
+
+def _stir(hashes: np.ndarray, more: np.ndarray, shift: int, factor: int) -> None:
+    hashes ^= hashes >> np.uint32(shift)
+    hashes += more
+    hashes *= np.uint32(factor)
+
+
+def _filled(minima: np.ndarray) -> np.ndarray:
+    """Empty bins of short rows borrow from others, in an order that is the same for every row."""
+    short = np.flatnonzero((minima == EMPTY).any(axis=1) & (minima != EMPTY).any(axis=1))
+    found = minima[short]
+    filled, bins = found.copy(), np.arange(BINS)
+    for attempt in range(4 * BINS):
+        if not (filled == EMPTY).any():
+            break
+        donors = found[:, (bins * (2 * attempt + 1) + 37 * attempt + 11) % BINS]
+        filled = np.where(filled == EMPTY, donors, filled)
+    minima[short] = filled
+    return minima
+
+
+def _number_hashes(codes: np.ndarray, numeral: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """One number for the numerals of each row; which stand together counts, their order is left to the comparison."""
+    places = np.flatnonzero(numeral)
+    hashes = codes[places].astype(np.uint64) + (codes[places - 1] * numeral[places - 1]).astype(np.uint64) * 65536
+    hashes *= np.uint64(0x9E3779B97F4A7C15)
+    hashes ^= hashes >> np.uint64(29)
+    hashes *= np.uint64(0xBF58476D1CE4E5B9)
+    totals = np.concatenate([np.zeros(1, np.uint64), np.cumsum(hashes)])
+    return np.diff(totals[np.searchsorted(places, ends[::2])])
+
+
+def _fixed_hashes(texts: list[Text]) -> np.ndarray:
+    return np.array([zlib.crc32(text.fixed.encode()) << 32 if text.fixed else 0 for text in texts], np.uint64)
