@@ -8,9 +8,10 @@ from __future__ import annotations
 from nbutils.serving.client import Parity, ask, compare, require_parity
 from nbutils.serving.environment import ServingEnvironment, ensure_environment
 from nbutils.serving.ports import preferred_port, public_address
+from nbutils.serving.running import Running, leave_note, running
 from nbutils.serving.server import Server
 
 __all__ = [
-    "Parity", "Server", "ServingEnvironment", "ask", "compare", "ensure_environment", "preferred_port",
-    "public_address", "require_parity",
+    "Parity", "Running", "Server", "ServingEnvironment", "ask", "compare", "ensure_environment", "leave_note",
+    "preferred_port", "public_address", "require_parity", "running",
 ]  # fmt: skip

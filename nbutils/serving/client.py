@@ -48,7 +48,7 @@ def _ask_one(client: OpenAI, model_name: str, messages: list[Message], max_token
         raise CourseError(
             "the server returned no token ids.", "a vLLM server", "pass token_ids=False to compare texts only"
         )
-    return Answer(list(prompt or []), list(answer or []), choice.message.content or "")
+    return Answer(list(prompt or []), list(answer or []), choice.message.content or "", choice.finish_reason == "stop")
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class Server:
         if self.running:
             return self
         checked_port(self.host, self.port)
-        _reach_directly(self.host)
+        reach_directly(self.host)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         supervisor = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(GRACE_SECONDS)]
         with open(self.log, "wb") as output:
@@ -187,7 +187,7 @@ def flag_words(flags: Flags) -> list[str]:
     return words
 
 
-def _reach_directly(host: str) -> None:
+def reach_directly(host: str) -> None:
     """Keep clients of this process away from a proxy when they talk to this machine."""
     for name in ("NO_PROXY", "no_proxy"):
         known = [part for part in os.environ.get(name, "").split(",") if part]

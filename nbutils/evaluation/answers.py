@@ -1,0 +1,143 @@
+"""Greedy answers to the held-back questions: what is asked, how it is generated, when an answer has ended.
+
+Not here: loading models (the lessons do that), keeping answers over a restart (keeping), judging them (scores).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One greedy answer: what went in, what came out (with the stop token, if it was reached), its text."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    stopped: bool = True
+
+
+def questions_of(rows: Sequence[Row], limit: int = 0) -> tuple[list[list[Message]], list[str]]:
+    """Prompts and reference answers of chat rows: everything before the last turn, and that turn."""
+    chosen = [row["messages"] for row in (rows[:limit] if limit else rows)]
+    return [messages[:-1] for messages in chosen], [str(messages[-1]["content"] or "") for messages in chosen]
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, conversation: list[Message], tools: Any = None) -> list[int]:
+    """The tokens the model sees before it answers."""
+    encoded: Any = tokenizer.apply_chat_template(
+        conversation, tools=tools, add_generation_prompt=True, return_dict=True
+    )
+    return list(encoded["input_ids"])
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[list[Message]],
+    max_new_tokens: int,
+    batch_size: int,
+) -> list[Answer]:
+    """Greedy answers to all conversations, in the order they were asked."""
+    prompts = [prompt_ids(tokenizer, conversation) for conversation in conversations]
+    found = dict(answer_prompts(model, tokenizer, dict(enumerate(prompts)), max_new_tokens, batch_size))
+    return [found[number] for number in range(len(prompts))]
+
+
+def answer_prompts(
+    model: Any, tokenizer: Any, prompts: dict[int, list[int]], max_new_tokens: int, batch_size: int
+) -> Iterator[tuple[int, Answer]]:
+    """Answers to numbered prompts, batch by batch, the longest first: if memory is short, that shows at once."""
+    from tqdm.auto import tqdm
+
+    stops = stop_ids(model, tokenizer)
+    order = sorted(prompts, key=lambda number: -len(prompts[number]))
+
+    def work(batch: list[int]) -> list[list[int]]:
+        return _generate_batch(model, tokenizer, [prompts[number] for number in batch], max_new_tokens, stops)
+
+    with tqdm(total=len(order), desc="answers", unit="row") as bar:
+        for batch, outputs in in_batches(order, batch_size, work):
+            for number, ids in zip(batch, outputs, strict=True):
+                text = str(tokenizer.decode(ids, skip_special_tokens=True))
+                yield number, Answer(prompts[number], ids, text, bool(ids) and ids[-1] in stops)
+            bar.update(len(batch))
+
+
+def in_batches(
+    order: list[int], batch_size: int, work: Callable[[list[int]], list[Any]]
+) -> Iterator[tuple[list[int], list[Any]]]:
+    """Work done batch by batch; where the card's memory runs out, the batch is halved and the work goes on."""
+    at = 0
+    while at < len(order):
+        batch = order[at : at + batch_size]
+        try:
+            results = work(batch)
+        except RuntimeError as problem:
+            if len(batch) == 1 or not _out_of_memory(problem):
+                raise
+            batch_size = len(batch) // 2
+            print(f"out of memory with {len(batch)} rows at a time: going on with {batch_size}")
+            results = []
+        if not results:
+            _free_memory()  # out here, where the failed call's tensors are no longer held by its error
+            continue
+        yield batch, results
+        at += len(batch)
+
+
+def _out_of_memory(problem: RuntimeError) -> bool:
+    import torch
+
+    return isinstance(problem, torch.OutOfMemoryError) or "out of memory" in str(problem)
+
+
+def _free_memory() -> None:
+    import gc
+
+    import torch
+
+    gc.collect()
+    with suppress(RuntimeError):
+        torch.cuda.empty_cache()
+
+
+def _generate_batch(
+    model: Any, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int, stops: list[int]
+) -> list[list[int]]:
+    """One left-padded batch; each output ends at its first stop token."""
+    import torch
+
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
+    with torch.inference_mode():
+        outputs = model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False,
+            pad_token_id=pad, eos_token_id=stops, use_cache=True,
+        )  # fmt: skip
+    return [_until_stop(row, stops) for row in outputs[:, width:].tolist()]
+
+
+def stop_ids(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end an answer, from the generation config (what a server reads) or else the tokenizer."""
+    configured = model.generation_config.eos_token_id
+    if configured is None:
+        configured = tokenizer.eos_token_id
+    return list(configured) if isinstance(configured, list | tuple) else [configured]
+
+
+def _until_stop(ids: list[int], stops: list[int]) -> list[int]:
+    ends = [position for position, token in enumerate(ids) if token in stops]
+    return ids[: ends[0] + 1] if ends else ids

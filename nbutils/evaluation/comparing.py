@@ -1,0 +1,125 @@
+"""Base, adapter and merged side by side: every score with its interval, the verdict, and all of it as facts.
+
+Not here: deciding (verdict), or how it looks (report, drawing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from nbutils.evaluation import statistics
+from nbutils.evaluation.exam import Result
+from nbutils.evaluation.verdict import Forgetting, Verdict, forgetting, judge
+
+# what is shown, and how: its name, its format, and in a few words what it is
+SHOWN = {
+    "loss": ("loss", ".3f", "nats per token of the wanted answer; perplexity is e to this"),
+    "exact_match": ("exact match", ".1%", "answers that are the wanted one, to the letter"),
+    "character_f1": ("character F1", ".3f", "characters shared, in any order"),
+    "rouge_l": ("ROUGE-L", ".3f", "characters shared, in order"),
+    "exact_content": ("content (exact)", "+.3f", "exact match beyond other rows' references"),
+    "content": ("content (ROUGE-L)", "+.3f", "ROUGE-L beyond other rows' references"),
+    "characters": ("length", ".0f", "characters of an answer"),
+    "tokens": ("tokens", ".1f", "tokens of an answer"),
+    "stopped": ("stopped", ".1%", "answers that end by themselves"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of one exam, the first of them the one before the tuning and the last the one after."""
+
+    results: Sequence[Result]
+    general: Sequence[Result] = ()
+
+    @property
+    def base(self) -> Result:
+        """Before."""
+        return self.results[0]
+
+    @property
+    def tuned(self) -> Result:
+        """After."""
+        return self.results[-1]
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """Whether it helped."""
+        return judge(self.base, self.tuned, self.results[1] if len(self.results) > 2 else None)
+
+    @cached_property
+    def forgetting(self) -> Forgetting | None:
+        """What became of general knowledge, if it was asked for."""
+        return forgetting(self.general[0], self.general[-1]) if self.general else None
+
+    @cached_property
+    def means(self) -> dict[str, dict[str, statistics.Estimate]]:
+        """Each score of each model with its interval."""
+        return {score: {one.name: _mean(one, score) for one in self.results} for score in SHOWN}
+
+    @cached_property
+    def changes(self) -> dict[str, statistics.Difference]:
+        """Each score, after minus before, on the same rows."""
+        return {score: _change(self.base, self.tuned, score) for score in SHOWN}
+
+    def table(self) -> list[dict[str, str]]:
+        """For display: one row for each score."""
+        return [self._row(score) for score in SHOWN]
+
+    def _row(self, score: str) -> dict[str, str]:
+        label, form, _ = SHOWN[score]
+        plus, change = form if form.startswith("+") else f"+{form}", self.changes[score]
+        means = {name: one.text(form) for name, one in self.means[score].items()}
+        return {"score": label, **means, "difference": change.estimate.text(plus), "p": f"{change.p:.2g}"}
+
+    def text(self) -> str:
+        """The same table for a terminal."""
+        return aligned(self.table())
+
+    def facts(self) -> dict[str, Any]:
+        """All numbers for facts.json."""
+        scores = {
+            score: {name: _numbers(one) for name, one in means.items()} | {"difference": _tested(self.changes[score])}
+            for score, means in self.means.items()
+        }
+        found: dict[str, Any] = {"rows": len(self.base.answers), **asdict(self.verdict), "scores": scores}
+        found["answers_by"] = {one.name: one.by for one in self.results}
+        if kept := self.forgetting:
+            loss = {one.name: one.loss for one in self.general}
+            about = {"verdict": kept.word, "perplexity_ratio": _numbers(kept.ratio), "loss": loss}
+            found["general"] = about | {"rows": len(self.general[0].answers), "character_f1_difference": _tested(kept.f1)}
+        return found
+
+
+def _mean(result: Result, score: str) -> statistics.Estimate:
+    return statistics.mean_of(*_values(result, score))
+
+
+def _values(result: Result, score: str) -> tuple[list[float], list[float] | None]:
+    """Row by row; the loss is weighted by tokens, so that its mean is the loss of the whole text."""
+    if score == "loss":
+        return [row.total / row.tokens for row in result.losses], [float(row.tokens) for row in result.losses]
+    return result.scores[score], None
+
+
+def _change(before: Result, after: Result, score: str) -> statistics.Difference:
+    (first, weights), (second, _) = _values(before, score), _values(after, score)
+    return statistics.difference(first, second, weights)
+
+
+def _numbers(estimate: statistics.Estimate) -> dict[str, float]:
+    return {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
+
+
+def _tested(change: statistics.Difference) -> dict[str, Any]:
+    return _numbers(change.estimate) | {"p": change.p, "test": change.test}
+
+
+def aligned(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows as columns of text."""
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)

@@ -1,0 +1,134 @@
+"""The exam every model sits: the same rows, the same decoding, the same scores.
+
+`Exam` asks and scores; what it finds is a `Result`, row by row. Not here: comparing two results (comparing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbutils.errors import CourseError
+from nbutils.evaluation import keeping, scores
+from nbutils.evaluation.answers import Answer, Row, answer_prompts, prompt_ids, questions_of, stop_ids
+from nbutils.evaluation.control import beyond_others
+from nbutils.evaluation.losses import Encoded, RowLoss, encode_rows, row_losses
+
+if TYPE_CHECKING:
+    from nbutils.profiles.schema import Evaluation
+    from nbutils.serving import Running
+
+FOLDER = "evaluation"  # below the run
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one model made of an exam: a value for each row under each score."""
+
+    name: str
+    answers: list[Answer]
+    references: list[str]
+    losses: list[RowLoss]
+    scores: dict[str, list[float]]
+    by: str = "generate"
+
+    def mean(self, score: str) -> float:
+        """The plain mean of a score."""
+        values = self.scores[score]
+        return sum(values) / len(values)
+
+    @property
+    def loss(self) -> float:
+        """Nats for each of the assistant's tokens."""
+        return sum(row.total for row in self.losses) / sum(row.tokens for row in self.losses)
+
+    @property
+    def texts(self) -> list[str]:
+        """The answers as text."""
+        return [answer.text for answer in self.answers]
+
+
+class Exam:
+    """Rows with known answers, and the way they are asked; `subject` keeps the files of two exams apart."""
+
+    def __init__(
+        self, run: Path, tokenizer: Any, rows: Sequence[Row], size: Evaluation, dtype: str, subject: str = ""
+    ) -> None:
+        rows = list(rows[: size.rows] if size.rows else rows)
+        if not rows:
+            raise CourseError("there is no row to ask.", "at least one evaluation row", "run lesson 02 again")
+        self.folder, self.tokenizer, self.rows, self.size = run / FOLDER, tokenizer, rows, size
+        self.dtype, self.subject = dtype, subject
+        self.questions = questions_of(rows)[0]
+        self.references = [reference_of(tokenizer, row) for row in rows]
+        self.prompts = [prompt_ids(tokenizer, row["messages"][:-1], row.get("tools")) for row in rows]
+
+    def sit(self, name: str, model: Any, mark: Any, server: Running | None = None) -> Result:
+        """Ask one model, of which `mark` says exactly what it is; through a server of that model if one is given."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        model.eval()
+        losses = self._losses(name, model, mark)
+        answers = self._answers(name, model, mark, server)
+        by = f"{server.engine} server" if server else "generate"
+        return Result(name, answers, self.references, losses, self.score(answers), by)
+
+    def score(self, answers: Sequence[Answer]) -> dict[str, list[float]]:
+        """Every score of every answer."""
+        texts = [answer.text for answer in answers]
+        return {
+            "exact_match": self._each(lambda a, r: float(scores.is_exact(a, r)), texts),
+            "rouge_l": self._each(scores.rouge_l, texts),
+            "character_f1": self._each(scores.character_f1, texts),
+            "exact_content": beyond_others(lambda a, r: float(scores.is_exact(a, r)), texts, self.references),
+            "content": beyond_others(scores.rouge_l, texts, self.references),
+            "characters": [float(len(scores.characters(text))) for text in texts],
+            "tokens": [float(len(answer.token_ids)) for answer in answers],
+            "stopped": [float(answer.stopped) for answer in answers],
+        }
+
+    def _each(self, score: Callable[[str, str], float], texts: list[str]) -> list[float]:
+        return [score(text, reference) for text, reference in zip(texts, self.references, strict=True)]
+
+    def _answers(self, name: str, model: Any, mark: Any, server: Running | None) -> list[Answer]:
+        size, decided_by = self.size, self._decided_by(mark, stops=stop_ids(model, self.tokenizer))
+        ask = partial(_generated, model, self.tokenizer, size)
+        if server:
+            ask = partial(server.answers, max_tokens=size.max_new_tokens)
+            decided_by |= {"server": server.engine}
+            print(f"{name}: the answers come from the {server.engine} server at {server.url}")
+        return keeping.resumed(self._file("answers", name, server, "jsonl"), decided_by, self.prompts, ask)
+
+    def _losses(self, name: str, model: Any, mark: Any) -> list[RowLoss]:
+        longest = int(getattr(model.config, "max_position_embeddings", 0) or 0)
+        encoded = encode_rows(self.tokenizer, self.rows, longest)
+        decided_by = self._decided_by(mark, rows=keeping.digest([asdict(row) for row in encoded]))
+        made = keeping.once(self._file("losses", name, None, "json"), decided_by, partial(self._lost, model, encoded))
+        return [RowLoss(*pair) for pair in made]
+
+    def _lost(self, model: Any, encoded: list[Encoded]) -> list[list[float]]:
+        return [[row.total, row.tokens] for row in row_losses(model, encoded, self.size.batch_size)]
+
+    def _decided_by(self, mark: Any, **more: Any) -> dict[str, Any]:
+        return {"model": mark, "dtype": self.dtype, "max_new_tokens": self.size.max_new_tokens, **more}
+
+    def _file(self, what: str, name: str, server: Running | None, ending: str) -> Path:
+        parts = [what, self.subject, name, "served" if server else ""]
+        return self.folder / f"{'-'.join(filter(None, parts))}.{ending}"
+
+
+def _generated(model: Any, tokenizer: Any, size: Evaluation, prompts: keeping.Prompts) -> Any:
+    return answer_prompts(model, tokenizer, prompts, size.max_new_tokens, size.batch_size)
+
+
+def reference_of(tokenizer: Any, row: Row) -> str:
+    """The wanted answer as a model would write it; a call of a tool is written the way the template writes it."""
+    *before, last = row["messages"]
+    if not last.get("tool_calls"):
+        return str(last["content"] or "")
+    tools = row.get("tools")
+    whole = tokenizer.apply_chat_template(row["messages"], tools=tools, return_dict=True)["input_ids"]
+    begins = len(prompt_ids(tokenizer, before, tools))
+    return str(tokenizer.decode(whole[begins:], skip_special_tokens=True)).strip()

@@ -1,0 +1,98 @@
+"""How surprised a model is by the wanted answers: the loss on the assistant's tokens, row by row.
+
+Not here: which tokens those are (chat decides it for training, and here it is asked), or means and intervals (statistics).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nbutils.errors import CourseError
+from nbutils.evaluation.answers import Row, in_batches
+
+LOGITS_AT_ONCE = 2**28  # numbers: half a GiB of them in 16 bits, whatever the vocabulary
+
+
+@dataclass(frozen=True)
+class RowLoss:
+    """The summed loss of one row's assistant tokens, in nats, and how many they are."""
+
+    total: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One row as token ids, and the places whose prediction counts (the one before each trained token)."""
+
+    ids: list[int]
+    places: list[int]
+
+
+def encode_rows(tokenizer: Any, rows: Sequence[Row], max_tokens: int = 0) -> list[Encoded]:
+    """Rows as training sees them; of one longer than `max_tokens` the end is left out, as the model could not read it."""
+    from nbutils.chat import training_format
+    from nbutils.chat.rendering import View
+
+    view = View(tokenizer, training_format(tokenizer, rows).value)
+    encoded = []
+    for number, row in enumerate(rows):
+        ids, trained = view.encode(row["messages"], **({"tools": row["tools"]} if row.get("tools") else {}))
+        ids, trained = (ids[:max_tokens], trained[:max_tokens]) if max_tokens else (ids, trained)
+        places = [place - 1 for place, counts in enumerate(trained) if counts and place]
+        if not places:
+            raise CourseError(
+                f"evaluation row {number + 1} has no assistant token within {len(ids)} tokens.",
+                "rows with an answer that fits", "shorten that row, or take it out of the evaluation file",
+            )  # fmt: skip
+        encoded.append(Encoded(ids, places))
+    return encoded
+
+
+def row_losses(model: Any, rows: Sequence[Encoded], batch_size: int) -> list[RowLoss]:
+    """The loss of every row, in order; batches of like length, the longest first."""
+    from tqdm.auto import tqdm
+
+    order = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
+    found: dict[int, RowLoss] = {}
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    widest = max((_span(rows[number]) for number in order), default=1)
+    batch_size = max(1, min(batch_size, LOGITS_AT_ONCE // (vocabulary * widest)))
+
+    def work(batch: list[int]) -> list[RowLoss]:
+        return _batch_losses(model, [rows[number] for number in batch])
+
+    with tqdm(total=len(order), desc="losses", unit="row") as bar:
+        for batch, results in in_batches(order, batch_size, work):
+            found.update(zip(batch, results, strict=True))
+            bar.update(len(batch))
+    return [found[number] for number in range(len(rows))]
+
+
+def _span(row: Encoded) -> int:
+    return row.places[-1] + 1 - row.places[0]
+
+
+def _batch_losses(model: Any, rows: Sequence[Encoded]) -> list[RowLoss]:
+    """One right-padded batch. Logits are made only between the first and the last place any row asks for."""
+    import torch
+
+    width = max(len(row.ids) for row in rows)
+    first, last = min(row.places[0] for row in rows), max(row.places[-1] for row in rows)
+    ids = torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in rows], device=model.device)
+    mask = torch.tensor([[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in rows], device=model.device)
+    kept = torch.arange(first, last + 1, device=model.device)
+    with torch.inference_mode():
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=kept).logits
+        return [_row_loss(logits[number], ids[number], row.places, first) for number, row in enumerate(rows)]
+
+
+def _row_loss(logits: Any, ids: Any, places: list[int], first: int) -> RowLoss:
+    """One row's share, in float32: a whole batch of it would take twice the memory of the model's own logits."""
+    import torch
+
+    at = torch.tensor(places, device=ids.device)
+    total = torch.nn.functional.cross_entropy(logits[at - first].float(), ids[at + 1], reduction="sum")
+    return RowLoss(float(total), len(places))

@@ -1,0 +1,89 @@
+"""A server that is up already: lesson 05 leaves a note about it, and whoever needs that very model can ask it.
+
+Not here: starting and stopping one (server). A note proves nothing; only an answer from that model does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nbutils.errors import CourseError
+from nbutils.evaluation import Answer
+from nbutils.paths import stamp, write_json
+from nbutils.serving.server import DIRECT, Server, reach_directly
+
+NOTE = "server.json"  # in the run folder
+AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Running:
+    """Where a server answers, under which name, and which model folder it loaded."""
+
+    url: str
+    model_name: str
+    folder: str
+    stamp: dict[str, Any] | None
+    pid: int
+    engine: str
+
+    def answers(self, prompts: dict[int, list[int]], max_tokens: int) -> Iterator[tuple[int, Answer]]:
+        """Greedy answers to numbered prompts given as tokens, so that the server sees what `generate` would."""
+        from openai import OpenAI
+        from tqdm.auto import tqdm
+
+        reach_directly("127.0.0.1")
+        client = OpenAI(base_url=self.url, api_key="none-is-checked")
+        one = partial(self._answer, client, max_tokens)
+        with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+            found = pool.map(one, prompts.values())
+            yield from zip(prompts, tqdm(found, total=len(prompts), desc="requests", unit="row"), strict=True)
+
+    def _answer(self, client: Any, max_tokens: int, prompt: list[int]) -> Answer:
+        from openai import OpenAIError
+
+        try:
+            response = client.completions.create(
+                model=self.model_name, prompt=prompt, max_tokens=max_tokens, temperature=0.0,
+                extra_body={"return_token_ids": True},
+            )  # fmt: skip
+        except OpenAIError as problem:
+            raise CourseError(
+                f"the server at {self.url} did not answer: {problem}.", "a server that takes these prompts",
+                "stop it in lesson 05 and run this cell again: answers that are here already are kept",
+            ) from problem  # fmt: skip
+        choice = response.choices[0]
+        return Answer(prompt, list(choice.token_ids), choice.text, choice.finish_reason == "stop")
+
+
+def leave_note(server: Server, run: Path) -> None:
+    """Tell later lessons of this run that the server is up."""
+    assert server.process
+    about = Running(
+        server.url, server.model_name, server.model, stamp(Path(server.model)), server.process.pid,
+        server.environment.engine,
+    )  # fmt: skip
+    write_json(run / NOTE, asdict(about))
+
+
+def running(run: Path, folder: Path) -> Running | None:
+    """The server noted in a run folder, if it answers, takes tokens, and serves this very model; else None."""
+    try:
+        noted = Running(**json.loads((run / NOTE).read_text(encoding="utf-8")))
+        same = Path(noted.folder) == folder.absolute() and noted.stamp == stamp(folder) and noted.stamp is not None
+        return noted if same and noted.engine.startswith("vllm") and _serves(noted) else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _serves(noted: Running) -> bool:
+    """Whether the one who answers there loaded that folder."""
+    with DIRECT.open(f"{noted.url}/models", timeout=3.0) as answer:
+        listed = json.load(answer).get("data", [])
+    return any(one.get("id") == noted.model_name and one.get("root") == noted.folder for one in listed)
