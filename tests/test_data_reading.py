@@ -32,7 +32,7 @@ BROKEN = {  # line of broken_rows.jsonl -> (kind, field)
     17: ("template_marker", "prompt"),
     18: ("template_marker", "answer"),
     19: ("control_character", "answer"),
-    20: ("control_character", "答案"),
+    20: ("mojibake", "答案"),
     21: ("ambiguous_columns", "instruction, output, question, answer"),
 }
 
@@ -120,12 +120,12 @@ def test_indentation_at_the_start_of_an_answer_is_kept(tmp_path: Path) -> None:
         ({"messages": [{"content": "hello"}]}, "missing_field", "messages[0].role"),
         ({"output": "yes"}, "missing_field", "instruction"),
         ({"instruction": "a", "input": 3, "output": "b"}, "wrong_type", "input"),
-        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "unsupported_field", "history"),
-        ({"messages": [{"role": "tool", "content": "b"}]}, "unknown_role", "messages[0].role"),
+        ({"instruction": "a", "output": "b", "history": [["c", "d", "e"]]}, "wrong_type", "history[0]"),
+        ({"messages": [{"role": "boss", "content": "b"}]}, "unknown_role", "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [1]}]},
-            "unsupported_field",
-            "messages[1].tool_calls",
+            "wrong_type",
+            "messages[1].tool_calls[0]",
         ),
         ({"question": "a", "answer": "b [/INST]"}, "template_marker", "answer"),
         ({"question": "a", "answer": "<｜end▁of▁sentence｜>"}, "template_marker", "answer"),

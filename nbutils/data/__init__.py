@@ -1,24 +1,29 @@
 """Data: read, normalise, check, deduplicate, split and fingerprint chat rows. Nothing here tokenises.
 
-reading: raw rows from files; rows: what a row must look like; building: one pass over the source;
-splits: the data folder of a run; card: what became of it.
+raw, files, hub, encodings, reading: rows as the files have them; columns, turns, rows: the one shape they become;
+text, mojibake, private: what a text may hold; building, near: one pass over the source; splits: the data folder of a
+run; card: what became of it.
 """
 
 from __future__ import annotations
 
 from nbutils.data.card import DataCard, load, print_problems, read_card, verify
-from nbutils.data.reading import Problem, Row, RowError, read_rows
+from nbutils.data.columns import Mapping, parse_mapping
+from nbutils.data.raw import Problem, Row, RowError
+from nbutils.data.reading import read_rows
 from nbutils.data.rows import ChatRow, check_row, problems_of
 from nbutils.data.splits import prepare
 
 __all__ = [
     "ChatRow",
     "DataCard",
+    "Mapping",
     "Problem",
     "Row",
     "RowError",
     "check_row",
     "load",
+    "parse_mapping",
     "prepare",
     "print_problems",
     "problems_of",

@@ -10,11 +10,11 @@ import csv
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from nbutils import platforms
+from nbutils.data.raw import Problem, Row, RowError
 from nbutils.errors import CourseError
 
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -22,35 +22,6 @@ FORMATS_TEXT = "a .jsonl, .json, .csv, .tsv or .parquet file, or a folder of the
 CHUNK = 1 << 20
 _BETWEEN = re.compile(r"[\s,]*")
 LARGEST_ROW = 16 << 20  # characters; beyond this a row of a json array counts as broken, not as unfinished
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing wrong with one row: its kind, the field, what was seen there, what to do."""
-
-    kind: str
-    field: str
-    seen: str
-    todo: str
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row as the file has it."""
-
-    file: str
-    line: int
-    raw: Any
-
-
-@dataclass(frozen=True)
-class RowError:
-    """A row that cannot be used, with every reason found."""
-
-    file: str
-    line: int
-    raw: Any
-    problems: tuple[Problem, ...]
 
 
 def files_of(source: str) -> list[Path]:
