@@ -106,6 +106,31 @@ def _show_checkpoints(run: str, thorough: bool) -> bool:
     return bool(lines) and not remarks and all(line.problem is None for line in lines)
 
 
+@app.group()
+def data() -> None:
+    """Your own data, before a lesson uses it."""
+
+
+@data.command()
+@click.argument("files", nargs=-1, required=True)
+@click.option("--columns", default="", metavar="TEXT", help='Which column is what: "user=title+body, assistant=reply".')
+@click.option("--near", type=float, help="Overlap from which rows are near duplicates; 0: do not look; default 0.8.")
+@click.option("--no-repair", is_flag=True, help="Reject text read in the wrong encoding instead of mending it.")
+@click.option("--model", default="", metavar="FOLDER", help="Measure tokens with this model's tokenizer.")
+@click.option("--max-length", type=click.IntRange(0), default=0, help="Rows longer than so many tokens are reported.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write train, eval, rejected rows and the card here.")
+@click.option("--rejected", type=click.Path(path_type=Path), help="Write the rejected rows with their reasons here.")
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON, for programs.")
+def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **wishes: Any) -> None:
+    """Read, check and deduplicate FILES: files, folders or hub datasets. Bad rows are reported, and never stop it."""
+    import json
+
+    from nbutils.data import checking
+
+    report = checking.check(files, repair=not no_repair, **wishes)
+    print(json.dumps(report.data, indent=2, ensure_ascii=False) if as_json else report.text())
+
+
 @app.command()
 @click.option("--profile", help="A profile of configs/ or the path of one; default: the one of the card.")
 @click.option("--model", help="A course model, a hub id in the cache, or a folder; default: the profile's.")

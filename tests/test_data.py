@@ -17,6 +17,7 @@ from nbutils.errors import CourseError
 from nbutils.paths import SAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ["data_card.json", "data_card.md", "eval.jsonl", "rejected.jsonl", "train.jsonl"]
 
 
 PEAK_GROWTH = """
@@ -228,7 +229,7 @@ def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(CourseError, match="not prepared"):
         data.load(tmp_path / "out")
     assert data.prepare(path, tmp_path / "out").accepted == 30
-    assert sorted(os.listdir(tmp_path / "out")) == ["data_card.json", "eval.jsonl", "rejected.jsonl", "train.jsonl"]
+    assert sorted(os.listdir(tmp_path / "out")) == FOLDER
 
 
 @pytest.mark.parametrize("damage", ["edit", "cut", "remove", "card"])

@@ -1,6 +1,7 @@
-"""One pass over the source: check, deduplicate, split by content, count everything.
+"""One pass over the source and a short second one: check, deduplicate, split by content, count, write.
 
-Not here: the rules of a single row (rows). Rows stream through; a 16-byte digest and a place of each stay in memory.
+Not here: the rules of a single row (rows), what near duplicates are (near), the counters (tally).
+Rows stream through; what stays of each in memory is about 300 bytes: its digests, its places and a signature.
 """
 
 from __future__ import annotations
@@ -9,141 +10,202 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 from array import array
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+import numpy as np
+import orjson
 from tqdm import tqdm
 
-from nbutils.data.card import CARD, EVAL, REJECTED, TRAIN, DataCard, fingerprint, language, length_bin, length_bins
-from nbutils.data.reading import FORMATS_TEXT, Problem, RowError, read_rows
-from nbutils.data.rows import SHAPES_TEXT, ChatRow, check_row
+from nbutils.data.card import CARD, CARD_TEXT, EVAL, REJECTED, TRAIN, DataCard, fingerprint
+from nbutils.data.columns import SHAPES_TEXT, parse_mapping
+from nbutils.data.near import Alike, NearDuplicates, Text, text_of
+from nbutils.data.raw import Problem, RowError
+from nbutils.data.reading import FORMATS_TEXT, read_rows
+from nbutils.data.rows import ChatRow, check_row
+from nbutils.data.tally import REPEATED, Tally, columns_question, describe
 from nbutils.errors import CourseError
-from nbutils.paths import write_json
+from nbutils.paths import write_json, write_text
 
 BAR_FROM_BYTES = 20_000_000
+SPLITS = (TRAIN, EVAL)
 SHOWN = 5
-REPEATED = ("duplicate", "leak")
 
 
 class Build:
-    """One pass over the source into a temporary folder, and the move into place."""
+    """The rows of a source on their way into a temporary folder, and the move into place."""
 
     def __init__(self, folder: Path, asked: dict[str, Any]) -> None:
-        self.folder, self.asked = folder, asked
-        self.counts: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
-        self.languages: Counter[str] = Counter()
-        self.characters: Counter[str] = Counter()
-        self.first_errors: list[RowError] = []
-        self.places: dict[bytes, tuple[str, int]] = {}
-        self.eval_prompts: dict[bytes, tuple[str, int]] = {}
-        self.order = array("Q")  # one number per training row, from its content: decides what a smaller set keeps
+        self.folder, self.asked, self.tally = folder, asked, Tally()
+        self.near = NearDuplicates(asked["near"]) if asked["near"] else None
+        self.seen: dict[int, int] = {}  # content of every row used -> its number
+        self.eval_prompts: dict[int, int] = {}
+        self.sources: list[str] = []
+        self.source, self.line = array("H"), array("Q")  # of each row used, as the four below
+        self.keys, self.held, self.at = array("Q"), array("B"), array("Q")
+        self.ends = [0, 0]  # bytes written to the two splits
 
-    def run(self, train_files: list[Path], eval_files: list[Path], out: Path) -> DataCard:
-        """Read everything, then publish: splits first, card last."""
+    def run(self, train_files: list[Path], eval_files: list[Path]) -> None:
+        """Read everything into the folder; afterwards the three files there are as they will be published."""
+        self.split_here = not eval_files
         with contextlib.ExitStack() as stack:
-            self.files = {name: stack.enter_context(_create(self.folder / name)) for name in (TRAIN, EVAL, REJECTED)}
-            for checked in _checked(eval_files):
-                self._add(checked, EVAL)
-            for checked in _checked(train_files):
-                self._add(checked, TRAIN if eval_files else "")
-        self._refuse_bad_source(out)
-        self._select(split_here=not eval_files)
-        card = self._card()
-        for name in (REJECTED, EVAL, TRAIN):
-            _publish(self.folder / name, out / name)
-        write_json(out / CARD, card.model_dump())
-        return card
+            self.files = [stack.enter_context(open(self.folder / name, "xb", 1 << 20)) for name in SPLITS]
+            self.rejected = stack.enter_context(open(self.folder / REJECTED, "xb"))
+            for checked in self._checked(eval_files):
+                self._add(checked, 1)
+            for checked in self._checked(train_files):
+                self._add(checked, None if self.split_here else 0)
+        with open(self.folder / REJECTED, "ab") as self.rejected:
+            self._select(self._without_near_duplicates())
 
-    def _add(self, checked: ChatRow | RowError, split: str) -> None:
-        """Count one row and write it where it belongs."""
-        self.counts["rows"] += 1
-        if isinstance(checked, ChatRow):
-            text = json.dumps({"messages": checked.messages}, ensure_ascii=False)
-            key, prompt = _digest(checked.messages), _digest(checked.messages[:-1])
-            split = split or (EVAL if _fraction(prompt) < self.asked["eval_fraction"] else TRAIN)
-            repeated = self._repeated(key, prompt, split)
-            if repeated is None:
-                self._accept(checked, text, key, prompt, split)
-                return
-            checked = RowError(checked.file, checked.line, {"messages": checked.messages}, (repeated,))
-        self.reasons[checked.problems[0].kind] += 1
-        if len(self.first_errors) < SHOWN and checked.problems[0].kind not in REPEATED:
-            self.first_errors.append(checked)
-        problems = [vars(problem) for problem in checked.problems]
-        entry = {"file": checked.file, "line": checked.line, "problems": problems, "row": checked.raw}
-        self.files[REJECTED].write(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
+    def _checked(self, files: list[Path]) -> Iterator[ChatRow | RowError]:
+        """Every row of the files, checked, with a progress bar when there is much to read."""
+        small = sum(file.stat().st_size for file in files) < BAR_FROM_BYTES
+        often = 1 if sys.stderr.isatty() else 15
+        mapping, repair = parse_mapping(self.asked["columns"]), self.asked["repair"]
+        with tqdm(desc="Checking rows", unit=" rows", mininterval=often, disable=small) as bar:
+            for file in files:
+                self.sources.append(file.name)
+                for row in read_rows(file):
+                    bar.update()
+                    self.tally.files[row.file] += 1
+                    yield check_row(row, mapping, repair)
 
-    def _repeated(self, key: bytes, prompt: bytes, split: str) -> Problem | None:
+    def _add(self, checked: ChatRow | RowError, held: int | None) -> None:
+        """Count one row and write it where it belongs; without a side given, its question decides."""
+        self.tally.rows += 1
+        if isinstance(checked, RowError):
+            self._reject(checked)
+            return
+        key, prompt = _digests(checked)
+        if held is None:
+            held = int(prompt / 2**64 < self.asked["eval_fraction"])
+        repeated = self._repeated(key, prompt, held)
+        if repeated:
+            self._reject(RowError(checked.file, checked.line, _stored(checked), (repeated,)))
+        else:
+            self._accept(checked, key, prompt, held)
+
+    def _repeated(self, key: int, prompt: int, held: int) -> Problem | None:
         """Why this row was seen before: the same row, or a training row that asks a held-out question."""
-        if split == TRAIN and prompt in self.eval_prompts:
-            file, line = self.eval_prompts[prompt]
-            return Problem(
-                "leak", "-", f"asks what {file} line {line} asks", "train on questions that eval does not ask"
-            )
-        if key in self.places:
-            file, line = self.places[key]
-            return Problem("duplicate", "-", f"the same as {file} line {line}", "nothing: one copy is kept")
+        if not held and prompt in self.eval_prompts:
+            place = self._place(self.eval_prompts[prompt])
+            return Problem("leak", "-", f"asks what {place} asks", "train on questions that eval does not ask")
+        if key in self.seen:
+            return Problem("duplicate", "-", f"the same as {self._place(self.seen[key])}", "nothing: one copy is kept")
         return None
 
-    def _accept(self, row: ChatRow, text: str, key: bytes, prompt: bytes, split: str) -> None:
-        self.places[key] = (row.file, row.line)
-        if split == EVAL:
-            self.eval_prompts[prompt] = (row.file, row.line)
+    def _accept(self, row: ChatRow, key: int, prompt: int, held: int) -> None:
+        number = self.seen[key] = len(self.keys)
+        if held and not self.split_here:
+            self.eval_prompts[prompt] = number
+        line = orjson.dumps(_stored(row), option=orjson.OPT_APPEND_NEWLINE)
+        self.files[held].write(line)
+        self.source.append(len(self.sources) - 1)
+        self.line.append(row.line)
+        self.keys.append(key)
+        self.held.append(held)
+        self.at.append(self.ends[held])
+        self.ends[held] += len(line)
+        if self.near:
+            self.near.add(text_of(row.messages, row.tools))
+        self.tally.accept(row)
+
+    def _reject(self, error: RowError) -> None:
+        self.tally.reject(error)
+        problems = [{"kind": p.kind, "field": p.field, "seen": p.seen, "todo": p.todo} for p in error.problems]
+        entry = {"file": error.file, "line": error.line, "problems": problems, "row": error.raw}
+        # characters UTF-8 cannot hold only occur in rejected rows; as \\uXXXX they are still JSON
+        text = json.dumps(entry, ensure_ascii=False, default=str) + "\n"
+        self.rejected.write(text.encode("utf-8", "backslashreplace"))
+
+    def _place(self, number: int) -> str:
+        return f"{self.sources[self.source[number]]} line {self.line[number]}"
+
+    def _without_near_duplicates(self) -> np.ndarray:
+        """Which rows stay. Held-out rows come first, so that of two alike the training row goes."""
+        stays = np.ones(len(self.keys), np.bool_)
+        if self.near is None or not len(stays):
+            return stays
+        order = np.argsort(1 - np.frombuffer(self.held, np.int8), kind="stable")
+        with contextlib.ExitStack() as stack:
+            self.written = [stack.enter_context(open(self.folder / name, "rb")) for name in SPLITS]
+            for found in self.near.find(order, self._text):
+                stays[found.row] = False
+                self._reject_near(found)
+        self.tally.warnings["templated"] += self.near.templated
+        return stays
+
+    def _row(self, number: int) -> dict[str, Any]:
+        file = self.written[self.held[number]]
+        file.seek(self.at[number])
+        return orjson.loads(file.readline())
+
+    def _text(self, number: int) -> Text:
+        row = self._row(number)
+        return text_of(row["messages"], row.get("tools"))
+
+    def _reject_near(self, found: Alike) -> None:
+        row, place = self._row(found.row), self._place(found.kept)
+        self.tally.take_back(row["messages"])
+        leak = not self.split_here and self.held[found.kept] > self.held[found.row]
+        if leak:
+            problem = Problem(
+                "near_leak", "-", f"nearly what {place} holds back", "train on rows that eval does not hold"
+            )
         else:
-            self.order.append(int.from_bytes(key[:8], "big"))
-        self.files[split].write(text + "\n")
-        self.counts.update(accepted=1, trimmed=int(row.trimmed))
-        self.languages[language(row.messages)] += 1
-        self.characters[length_bin(row.messages)] += 1
+            problem = Problem("near_duplicate", "-", f"nearly the same as {place}", "nothing: one of them is kept")
+        name = self.sources[self.source[found.row]]
+        self._reject(RowError(name, self.line[found.row], row, (problem,)))
 
-    def _refuse_bad_source(self, out: Path) -> None:
-        """Stop when nothing, or less than half, of the source can be used; rejected.jsonl stays for the learner."""
-        rows, accepted = self.counts["rows"], self.counts["accepted"]
-        if not rows:
-            raise CourseError(f"There is not one row in {self.asked['source']}.", FORMATS_TEXT, "give a file with rows")
-        broken = rows - accepted - sum(self.reasons[kind] for kind in REPEATED)
-        if accepted and 2 * broken <= rows:
-            return
-        _publish(self.folder / REJECTED, out / REJECTED)
-        lines = [
-            f"    {e.file} line {e.line}, {p.field}: {p.kind}, saw {p.seen}; {p.todo}"
-            for e in self.first_errors
-            for p in e.problems[:1]
-        ]
-        raise CourseError(
-            "\n".join(
-                [f"{rows - accepted} of {rows} rows of {self.asked['source']} cannot be used. The first:", *lines]
-            ),
-            f"rows with the columns {SHAPES_TEXT}; at least half of them sound",
-            f"mend the rows; all of them with their reasons are in {out / REJECTED}",
-        )
-
-    def _select(self, split_here: bool) -> None:
+    def _select(self, stays: np.ndarray) -> None:
         """Keep the asked number of training rows (smaller sets lie inside larger ones), and never leave eval empty."""
-        lacks_eval = split_here and self.counts["accepted"] == len(self.order) > 1
-        held_out = min(self.order) if lacks_eval else None
-        kept = sorted(number for number in self.order if number != held_out)
-        limit = self.asked["limit"] or len(kept)
-        if held_out is None and limit >= len(kept):
-            return
-        last = kept[min(limit, len(kept)) - 1]
-        with (
-            open(self.folder / TRAIN, encoding="utf-8") as old,
-            _create(self.folder / "kept") as new,
-            open(self.folder / EVAL, "a", encoding="utf-8", newline="\n") as held,
-        ):
-            for number, line in zip(self.order, old, strict=True):
-                if number == held_out:
-                    held.write(line)
-                elif number <= last:
-                    new.write(line)
-        os.replace(self.folder / "kept", self.folder / TRAIN)
+        keys, held = np.frombuffer(self.keys, np.uint64), np.frombuffer(self.held, np.bool_)
+        train = np.flatnonzero(stays & ~held)
+        train = train[np.argsort(keys[train], kind="stable")]
+        lacks_eval = self.split_here and len(train) > 1 and not (stays & held).any()
+        moved = train[0] if lacks_eval else -1
+        train = train[int(lacks_eval) :]
+        limit = self.asked["limit"] or len(train)
+        stays = stays.copy()
+        stays[train[limit:]] = False
+        if lacks_eval or not stays.all():
+            self._rewrite(stays, held, moved)
 
-    def _card(self) -> DataCard:
+    def _rewrite(self, stays: np.ndarray, held: np.ndarray, moved: int) -> None:
+        """The two files with the rows that stay, in the order they were read; one row may change sides."""
+        with contextlib.ExitStack() as stack:
+            old = [stack.enter_context(open(self.folder / name, "rb")) for name in SPLITS]
+            new = [stack.enter_context(open(self.folder / f"{name}.kept", "xb", 1 << 20)) for name in SPLITS]
+            for number, (kept, side) in enumerate(zip(stays.tolist(), held.tolist(), strict=True)):
+                line = old[side].readline()
+                if kept:
+                    new[int(side or number == moved)].write(line)
+        for name in SPLITS:
+            os.replace(self.folder / f"{name}.kept", self.folder / name)
+
+    def refuse_bad_source(self, out: Path) -> None:
+        """Stop when nothing, or less than half, of the source can be used; rejected.jsonl stays for the learner."""
+        tally = self.tally
+        if not tally.rows:
+            raise CourseError(f"There is not one row in {self.asked['source']}.", FORMATS_TEXT, "give a file with rows")
+        if tally.accepted and 2 * tally.broken <= tally.rows:
+            return
+        publish(self.folder / REJECTED, out / REJECTED)
+        broken = [error for error in tally.first_errors if error.problems[0].kind not in REPEATED]
+        first = [f"    {describe(error)}" for error in broken[:SHOWN]]
+        unusable = f"{tally.rows - tally.accepted} of {tally.rows} rows of {self.asked['source']} cannot be used."
+        allowed = f"rows with the columns {SHAPES_TEXT}; at least half of them sound"
+        todo = f"mend the rows; all of them with their reasons are in {out / REJECTED}"
+        if tally.asks_for_columns():
+            columns, todo = columns_question(tally.unnamed)
+            first = [*first, columns]
+        raise CourseError("\n".join([f"{unusable} The first:", *first]), allowed, todo)
+
+    def card(self) -> DataCard:
         """Count what is on disk, not what should be."""
         found, train, held_out = fingerprint(self.folder)
         if not train or not held_out:
@@ -152,51 +214,49 @@ class Build:
                 "at least one row in each",
                 "give more rows, or a file of its own for evaluation",
             )
+        unused = self.tally.accepted - train - held_out
         return DataCard(
-            **self.asked,
-            rows=self.counts["rows"],
-            accepted=self.counts["accepted"],
-            rejected=self.counts["rows"] - self.counts["accepted"],
-            train=train,
-            eval=held_out,
-            unused=self.counts["accepted"] - train - held_out,
-            duplicates=sum(self.reasons[kind] for kind in REPEATED),
-            trimmed=self.counts["trimmed"],
-            reasons={kind: count for kind, count in self.reasons.most_common() if count},
-            languages=dict(self.languages.most_common()),
-            characters={name: self.characters[name] for name in length_bins() if self.characters[name]},
-            fingerprint=found,
-        )
+            **self.asked, **self.tally.facts(), train=train, eval=held_out, unused=unused,
+            examples=self.tally.first_warnings, fingerprint=found,
+        )  # fmt: skip
+
+    def publish(self, out: Path) -> DataCard:
+        """Splits first, card last: a folder with a card is a finished one."""
+        card = self.card()
+        for name in (REJECTED, EVAL, TRAIN):
+            publish(self.folder / name, out / name)
+        write_text(out / CARD_TEXT, card.markdown())
+        write_json(out / CARD, card.model_dump())
+        return card
 
 
-def _checked(files: list[Path]) -> Iterator[ChatRow | RowError]:
-    """Every row of the files, checked, with a progress bar when there is much to read."""
-    small = sum(file.stat().st_size for file in files) < BAR_FROM_BYTES
-    with tqdm(desc="Checking rows", unit=" rows", mininterval=2, disable=small) as bar:
-        for file in files:
-            for row in read_rows(file):
-                bar.update(1)
-                yield check_row(row)
-
-
-def _create(path: Path) -> TextIO:
-    # characters UTF-8 cannot hold only occur in rejected rows; as \\uXXXX they are still JSON
-    return open(path, "x", encoding="utf-8", errors="backslashreplace", newline="\n")
-
-
-def _publish(made: Path, final: Path) -> None:
+def publish(made: Path, final: Path) -> None:
     """Move a finished file into place once its bytes are on disk."""
     with open(made, "rb") as file:
         os.fsync(file.fileno())
     os.replace(made, final)
 
 
-def _digest(messages: list[dict[str, str]]) -> bytes:
+def _stored(row: ChatRow) -> dict[str, Any]:
+    """A row as it is written."""
+    return {"messages": row.messages, "tools": row.tools} if row.tools else {"messages": row.messages}
+
+
+def _digests(row: ChatRow) -> tuple[int, int]:
+    """Two numbers that depend on nothing but the content: of the whole row, and of all but the last answer."""
     # checked rows hold no control characters, so these two can stand between fields
-    text = "\x1e".join(f"{message['role']}\x1f{message['content']}" for message in messages)
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    fields = [_field(message) for message in row.messages]
+    digest = hashlib.blake2b("\x1e".join(fields[:-1]).encode(), digest_size=16)
+    if row.tools:
+        digest.update(b"\x1d" + orjson.dumps(row.tools))
+    prompt = int.from_bytes(digest.digest()[:8], "big")
+    digest.update(f"\x1e{fields[-1]}".encode())
+    return int.from_bytes(digest.digest()[:8], "big"), prompt
 
 
-def _fraction(digest: bytes) -> float:
-    """A number from 0 to 1 that depends on nothing but the content."""
-    return int.from_bytes(digest[:8], "big") / 2**64
+def _field(message: dict[str, Any]) -> str:
+    plain = f"{message['role']}\x1f{message['content']}"
+    if len(message) == 2:
+        return plain
+    more = {name: value for name, value in message.items() if name not in ("role", "content")}
+    return f"{plain}\x1f{json.dumps(more, sort_keys=True, ensure_ascii=False)}"

@@ -6,21 +6,21 @@ Not here: making the data (splits). The card is written last, so a folder with a
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from nbutils.data.reading import RowError
+from nbutils.data.raw import RowError
+from nbutils.data.tally import REPEATED
 from nbutils.errors import CourseError
+from nbutils.paths import CHUNK
 
 CARD, TRAIN, EVAL, REJECTED = "data_card.json", "train.jsonl", "eval.jsonl", "rejected.jsonl"
-BINS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-CJK = re.compile(r"[\u3400-\u9fff]")
-NO_LETTERS = bytes(code for code in range(128) if not chr(code).isalpha())
+CARD_TEXT = "data_card.md"  # the card for people; programs read the JSON
 AGAIN = "run lesson 02 with a new RUN_NAME, or remove the folder {out} and run lesson 02 again"
 
 
@@ -35,6 +35,9 @@ class DataCard(BaseModel):
     eval_fraction: float
     limit: int
     licence: str
+    columns: str = ""
+    near: float | None = None  # None: written before near duplicates were looked for, and text was repaired
+    repair: bool | None = None
     rows: int
     accepted: int
     rejected: int
@@ -44,45 +47,52 @@ class DataCard(BaseModel):
     duplicates: int
     trimmed: int
     reasons: dict[str, int]
+    warnings: dict[str, int] = {}
+    examples: list[str] = []
     languages: dict[str, int]
     characters: dict[str, int]
     fingerprint: str
 
-    def __str__(self) -> str:
-        reasons = ", ".join(f"{kind} {count}" for kind, count in self.reasons.items()) or "none"
-        lines = {
+    def lines(self) -> dict[str, str]:
+        """The card in words, but for the histogram."""
+        repeated = {kind: count for kind, count in self.reasons.items() if kind in REPEATED}
+        others = {kind: count for kind, count in self.reasons.items() if kind not in REPEATED}
+        near = "not looked for" if not self.near else f"overlap of {self.near:g} or more"
+        return {
             "source": self.source + (f" + {self.eval_source}" if self.eval_source else ""),
+            "columns": self.columns or "recognised by name",
             "rows": f"{self.rows} = {self.accepted} accepted + {self.rejected} rejected",
             "splits": f"{self.train} train, {self.eval} eval, {self.unused} unused",
-            "rejected": f"{reasons} (duplicates: {self.duplicates})",
+            "rejected": _counts(others),
+            "repeated": f"{_counts(repeated)} (near duplicates: {near})",
             "trimmed": f"{self.trimmed} rows lost blank lines or spaces at an edge",
-            "languages": ", ".join(f"{name} {count}" for name, count in self.languages.items()),
+            "warnings": _counts(self.warnings),
+            "languages": _counts(self.languages),
             "licence": self.licence,
             "fingerprint": self.fingerprint,
         }
-        return "\n".join(f"{name:<12} {text}" for name, text in lines.items())
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<12} {text}" for name, text in self.lines().items())
+
+    def markdown(self) -> str:
+        """The card as a page: the words, the lengths, the first warnings."""
+        table = ["| | |", "|---|---|", *(f"| {name} | {_cell(text)} |" for name, text in self.lines().items())]
+        most = max(self.characters.values(), default=1)
+        bars = [f"{name:>8} {count:>9} {'#' * (-(-40 * count // most))}" for name, count in self.characters.items()]
+        parts = ["# Data card", "\n".join(table), "## Characters per row", "\n".join(["```", *bars, "```"])]
+        if self.examples:
+            parts += ["## Warnings, the first of each kind", "\n".join(f"- {_cell(text)}" for text in self.examples)]
+        return "\n\n".join(parts) + "\n"
 
 
-def language(messages: list[dict[str, str]]) -> str:
-    """zh or en by the script of the user's turns; a Chinese character weighs as much as three Latin letters."""
-    text = " ".join(message["content"] for message in messages if message["role"] == "user")
-    plain = text.encode("ascii", "ignore")
-    latin = len(plain.translate(None, NO_LETTERS))
-    chinese = len(text) - len(plain) if CJK.search(text) else 0
-    if not chinese and not latin:
-        return "other"
-    return "zh" if 3 * chinese >= latin else "en"
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"
 
 
-def length_bin(messages: list[dict[str, str]]) -> str:
-    """The histogram bin of a row's characters."""
-    length = sum(len(message["content"]) for message in messages)
-    return next((f"<={edge}" for edge in BINS if length <= edge), f">{BINS[-1]}")
-
-
-def length_bins() -> list[str]:
-    """All bins, shortest first."""
-    return [*(f"<={edge}" for edge in BINS), f">{BINS[-1]}"]
+def _cell(text: str) -> str:
+    """Text that may stand in a table or a list of a Markdown page."""
+    return re.sub(r"([|<>`*_\[\]\\])", r"\\\1", text).replace("\n", " ")
 
 
 def read_card(out: Path) -> DataCard:
@@ -106,9 +116,9 @@ def fingerprint(out: Path) -> tuple[str, int, int]:
     for name in (TRAIN, EVAL):
         counts.append(0)
         with open(out / name, "rb") as file:
-            for line in file:
-                digest.update(line)
-                counts[-1] += 1
+            while piece := file.read(CHUNK):
+                digest.update(piece)
+                counts[-1] += piece.count(b"\n")
         digest.update(b"\0")
     return digest.hexdigest(), counts[0], counts[1]
 
@@ -139,8 +149,8 @@ def load(out: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    with open(path, "rb") as file:
+        return [orjson.loads(line) for line in file]
 
 
 def print_problems(errors: Iterable[RowError]) -> None:

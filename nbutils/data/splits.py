@@ -5,14 +5,17 @@ Not here: the pass over the rows (building) and the rules of a single row (rows)
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from nbutils import scaling
 from nbutils.data.building import Build
 from nbutils.data.card import AGAIN, CARD, EVAL, TRAIN, DataCard, verify
+from nbutils.data.columns import parse_mapping
 from nbutils.data.reading import files_of
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
@@ -20,45 +23,83 @@ from nbutils.paths import GIB, SAMPLES
 
 HELD_OUT_NAMES = ("eval", "test", "valid", "validation", "dev")
 BUNDLED = "the bundled sample"
+NEAR = 0.8
+COMPARED = ("eval_fraction", "limit", "columns", "near", "repair")
 
 
 @scaling.main_first()
 def prepare(
-    source: str, out: Path, *, eval_source: str = "", eval_fraction: float = 0.1, rows: int = 0, licence: str = ""
+    source: str,
+    out: Path,
+    *,
+    eval_source: str = "",
+    eval_fraction: float = 0.1,
+    rows: int = 0,
+    licence: str = "",
+    columns: str = "",
+    near: float | None = None,
+    repair: bool | None = None,
 ) -> DataCard:
-    """Make the data folder of a run, or reuse the finished one that came from the same source and settings."""
+    """Make the data folder of a run, or reuse the finished one that came from the same source and settings.
+
+    `columns` names columns the course does not know, as "user=title+body, assistant=reply"; `near` is the overlap from
+    which a row counts as a near duplicate (0: do not look; default 0.8); `repair` mends text that was read in the wrong
+    encoding (default: yes). What is not named is taken from the card of finished data.
+    """
+    if rows < 0:
+        raise CourseError(f"rows is {rows}.", "0 (all) or the number of training rows", "choose 0 or more")
+    asked = settings(eval_fraction, columns, near, repair) | {"limit": rows}
+    asked |= {"source": source, "eval_source": eval_source}
+    if (out / CARD).exists():
+        unnamed = {
+            name for name, value in (("columns", columns or None), ("near", near), ("repair", repair)) if value is None
+        }
+        return _reuse(out, asked, unnamed)
+    train_files, eval_files = find_sources([source] if source else [], eval_source)
+    own = "CC0-1.0, written for this course"
+    asked |= {"source": source or BUNDLED, "licence": licence or (licence_of(source) if source else own)}
+    asked |= {"source_sha256": sha256_of(train_files, eval_files)}
+    with building(out, asked, train_files + eval_files) as build:
+        build.run(train_files, eval_files)
+        build.refuse_bad_source(out)
+        return build.publish(out)
+
+
+def settings(eval_fraction: float, columns: str, near: float | None, repair: bool | None) -> dict[str, Any]:
+    """The wishes that decide what the rows become, once they make sense."""
     if not 0 < eval_fraction < 1:
         raise CourseError(
             f"eval_fraction is {eval_fraction}.", "more than 0 and less than 1", "0.1 keeps a tenth apart"
         )
-    if rows < 0:
-        raise CourseError(f"rows is {rows}.", "0 (all) or the number of training rows", "choose 0 or more")
-    asked = {"source": source, "eval_source": eval_source, "eval_fraction": eval_fraction, "limit": rows}
-    if (out / CARD).exists():
-        return _reuse(out, asked)
-    train_files, eval_files = _sources(source, eval_source)
-    own = "CC0-1.0, written for this course"
-    asked |= {"source": source or BUNDLED, "licence": licence or ("unstated" if source else own)}
-    asked |= {"source_sha256": _sha256(train_files, eval_files)}
-    size = sum(file.stat().st_size for file in (*train_files, *eval_files)) / GIB
+    near = NEAR if near is None else near
+    if near and not 0.5 <= near <= 1:
+        raise CourseError(f"near is {near}.", "0 (do not look for near duplicates), or 0.5 to 1", f"leave it at {NEAR}")
+    mapping = str(parse_mapping(columns) or "")
+    return {"eval_fraction": eval_fraction, "columns": mapping, "near": float(near), "repair": repair is not False}
+
+
+@contextlib.contextmanager
+def building(out: Path, asked: dict[str, Any], files: list[Path]) -> Iterator[Build]:
+    """A build in a folder below `out` that is gone afterwards, whatever happens."""
+    size = sum(file.stat().st_size for file in files) / GIB
     require_disk(out, 3 * size, "preparing the data")
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out, prefix=".building-") as building:
-        return Build(Path(building), asked).run(train_files, eval_files, out)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".building-") as folder:
+        yield Build(Path(folder), asked)
 
 
-def _sources(source: str, eval_source: str) -> tuple[list[Path], list[Path]]:
-    """Training files and held-out files; a folder with an `eval`, `test` or `valid` file brings its own."""
-    if not source:
+def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], list[Path]]:
+    """Training files and held-out files: those named so, or `eval`, `test` or `valid` files beside others."""
+    if not sources:
         return [SAMPLES / TRAIN], files_of(eval_source) if eval_source else [SAMPLES / EVAL]
-    files = files_of(source)
+    files = list(dict.fromkeys(file for source in sources for file in files_of(source)))
     if eval_source:
         return files, files_of(eval_source)
-    held_out = [file for file in files if file.stem.lower() in HELD_OUT_NAMES]
+    held_out = [file for file in files if stem_of(file).lower() in HELD_OUT_NAMES]
     return ([file for file in files if file not in held_out], held_out) if len(held_out) < len(files) else (files, [])
 
 
-def _sha256(*groups: list[Path]) -> str:
+def sha256_of(*groups: list[Path]) -> str:
     """The content of the source files, in order; names and places do not count."""
     digest = hashlib.sha256()
     for group in groups:
@@ -71,10 +112,10 @@ def _sha256(*groups: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def _reuse(out: Path, asked: dict[str, Any]) -> DataCard:
+def _reuse(out: Path, asked: dict[str, Any], unnamed: set[str]) -> DataCard:
     """The finished data, if it is what was asked for; what is not named is taken from its card."""
     card = verify(out)
-    changed = [key for key in ("eval_fraction", "limit") if getattr(card, key) != asked[key]]
+    changed = [key for key in COMPARED if key not in unnamed and getattr(card, key) not in (asked[key], None)]
     if not _same_source(card, asked["source"], asked["eval_source"]):
         changed = ["source", "eval_source", *changed]
     if changed:
@@ -97,4 +138,12 @@ def _same_source(card: DataCard, source: str, eval_source: str) -> bool:
     gone = [name for name in (source, eval_source) if name and not Path(name).expanduser().exists()]
     if gone and (source, eval_source) == (card.source, card.eval_source):
         return True
-    return _sha256(*_sources(source, eval_source)) == card.source_sha256
+    return sha256_of(*find_sources([source], eval_source)) == card.source_sha256
+
+
+def stem_of(path: Path) -> str:
+    return path.name.split(".")[0]
+
+
+def licence_of(source: str) -> str:
+    return "unstated"

@@ -1,0 +1,162 @@
+"""`python -m nbutils data check`: what the course would make of data files, without making it.
+
+The same pass as `prepare`, but bad rows never stop it. Not here: the pass (building), the question for columns (tally).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from nbutils.data.building import Build, publish
+from nbutils.data.card import CARD, EVAL, REJECTED, TRAIN
+from nbutils.data.splits import building, find_sources, licence_of, settings, sha256_of
+from nbutils.data.tally import Tally, columns_question, shorten
+from nbutils.errors import CourseError
+
+AT_ONCE = 2000  # rows tokenised at a time
+SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found: `data` for programs, `text` for people."""
+
+    data: dict[str, Any]
+
+    def text(self) -> str:
+        """A short table, the first problems, what to do next."""
+        data = self.data
+        lines = [
+            f"{'files':<10} {', '.join(f'{name} ({rows} rows)' for name, rows in data['files'].items())}",
+            f"{'rows':<10} {data['rows']} = {data['accepted']} accepted + {data['rejected']} rejected",
+            *_table("rejected", data["reasons"]),
+            *_table("warnings", data["warnings"]),
+            f"{'languages':<10} {_counts(data['languages'])}",
+        ]
+        if data["lengths"]:
+            lines.append(f"{'lengths':<10} {_lengths(data['lengths'])}")
+        shown = data["problems"][:SHOWN]
+        lines += ["", "The first of each kind:"] * bool(shown)
+        lines += [
+            f"  {p['file']} line {p['line']}, {p['field']}: {p['kind']}, {p['seen']} -> {shorten(p['todo'], 120)}"
+            for p in shown
+        ]
+        lines += ["", "Worth a look (the rows are kept):"] * bool(data["examples"])
+        lines += [f"  {text}" for text in data["examples"]]
+        return "\n".join([*lines, "", *data["next"]])
+
+
+def check(
+    sources: Sequence[str], *, columns: str = "", near: float | None = None, repair: bool = True, model: str = "",
+    max_length: int = 0, out: Path | None = None, rejected: Path | None = None,
+) -> Report:  # fmt: skip
+    """Read, check and deduplicate files, folders or hub datasets; write the result only where `out` says so."""
+    if max_length and not model:
+        raise CourseError("--max-length needs a tokenizer.", "--model FOLDER --max-length N", "name the model's folder")
+    if out and (out / CARD).exists():
+        raise CourseError(f"{out} already holds prepared data.", "a new folder for --out", "choose another folder")
+    train, held_out = find_sources(sources, "")
+    asked = settings(0.1, columns, near, repair) | {"limit": 0, "eval_source": "", "source": ", ".join(sources)}
+    asked |= {"licence": licence_of(sources[0]), "source_sha256": sha256_of(train, held_out)}
+    with tempfile.TemporaryDirectory() as scratch, building(out or Path(scratch), asked, train + held_out) as build:
+        build.run(train, held_out)
+        lengths = _measure(build.folder, model, max_length) if model and build.tally.accepted else None
+        if rejected:
+            rejected.parent.mkdir(parents=True, exist_ok=True)
+            rejected.write_bytes((build.folder / REJECTED).read_bytes())
+        written = _write(build, out) if out else ""
+    return Report(_facts(build.tally, lengths) | {"next": _next(build.tally, written, rejected, lengths)})
+
+
+def _write(build: Build, out: Path) -> str:
+    """The data folder as lesson 02 would leave it; without rows on both sides only what was rejected."""
+    try:
+        build.publish(out)
+    except CourseError as problem:
+        publish(build.folder / REJECTED, out / REJECTED)
+        return f"{out} holds only {REJECTED}: {problem.seen}"
+    return f"{out} holds {TRAIN}, {EVAL}, {REJECTED} and the data card."
+
+
+def _facts(tally: Tally, lengths: dict[str, Any] | None) -> dict[str, Any]:
+    """Everything a program may want to know, in one object."""
+    problems = [
+        {"file": e.file, "line": e.line, "field": p.field, "kind": p.kind, "seen": p.seen, "todo": p.todo}
+        for e in tally.first_errors
+        for p in e.problems
+    ]
+    more = {"files": tally.files, "problems": problems, "examples": tally.first_warnings, "lengths": lengths}
+    return tally.facts() | more | {"columns": list(tally.unnamed) if tally.asks_for_columns() else []}
+
+
+def _next(tally: Tally, written: str, rejected: Path | None, lengths: dict[str, Any] | None) -> list[str]:
+    """What to do now."""
+    lines = [written] if written else []
+    if tally.asks_for_columns():
+        columns, asked = columns_question(tally.unnamed)
+        lines += [columns, f"To do: {asked}"]
+    elif tally.rows > tally.accepted and not (written or rejected):
+        lines.append("All rejected rows with their reasons: add --rejected rejected.jsonl")
+    if lengths and lengths["stop_lost"]:
+        lines.append(f"Raise max_length to {lengths['longest']} (memory grows with it), or shorten the long rows.")
+    if tally.accepted and not written:
+        lines.append("To train on them: lesson 02 with DATA set to the same file, or --out FOLDER here.")
+    return lines
+
+
+def _measure(folder: Path, model: str, max_length: int) -> dict[str, Any]:
+    """Tokens of every accepted row: how many are over the limit, what would be cut, how many stop tokens go with it."""
+    from transformers import AutoTokenizer
+
+    from nbutils.chat.fitting import fitting, last_place
+
+    tokenizer, form = AutoTokenizer.from_pretrained(model), ""
+    found = {"max_length": max_length, "rows": 0, "longest": 0, "over": 0, "tokens_cut": 0, "stop_lost": 0}
+    for rows in _chunks(folder):
+        fitted = fitting(tokenizer, rows, 0, form)
+        form = fitted.form.value
+        over: dict[int, int] = {}
+        lost: set[int] = set()
+        for example in fitted.examples:
+            tokens = len(example.ids)
+            found["longest"] = max(found["longest"], tokens)
+            if 0 < max_length < tokens:
+                over[example.row] = over.get(example.row, 0) + tokens - max_length
+                lost |= {example.row} if last_place(fitted.view, example) >= max_length else set()
+        found["rows"] += len(rows)
+        found["over"] += len(over)
+        found["tokens_cut"] += sum(over.values())
+        found["stop_lost"] += len(lost)
+    return found
+
+
+def _chunks(folder: Path) -> Iterator[list[dict[str, Any]]]:
+    for name in (TRAIN, EVAL):
+        with open(folder / name, "rb") as file:
+            while rows := [orjson.loads(line) for line in islice(file, AT_ONCE)]:
+                yield rows
+
+
+def _table(title: str, counts: dict[str, int]) -> list[str]:
+    names = [title] + [""] * len(counts)
+    return [f"{name:<10} {count:>9}  {kind}" for name, (kind, count) in zip(names, counts.items(), strict=False)]
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"
+
+
+def _lengths(found: dict[str, Any]) -> str:
+    if not found["max_length"]:
+        return f"the longest row has {found['longest']} tokens"
+    return (
+        f"{found['over']} of {found['rows']} rows are over {found['max_length']} tokens (longest {found['longest']}): "
+        f"{found['tokens_cut']} tokens would be cut, {found['stop_lost']} rows would lose their stop token"
+    )

@@ -1,0 +1,146 @@
+"""What a pass over the rows counts, and the first rows of each kind to show: reasons, warnings, languages, lengths.
+
+Not here: what becomes of a row (building). Nothing grows with the rows.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import Counter
+from typing import Any
+
+from nbutils.data.raw import RowError
+from nbutils.data.rows import ChatRow
+from nbutils.data.text import mask
+
+BINS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+BIN_NAMES = (*(f"<={edge}" for edge in BINS), f">{BINS[-1]}")
+CJK = re.compile(r"[\u3400-\u9fff]")
+NO_LETTERS = bytes(code for code in range(128) if not chr(code).isalpha())
+REPEATED = ("duplicate", "leak", "near_duplicate", "near_leak")
+UNNAMED = ("unknown_columns", "ambiguous_columns", "missing_field")
+SHOWN = 3  # rows of each kind that are kept to be shown
+
+
+class Tally:
+    """Counters of one pass: rows = accepted + rejected, each rejected row under its first problem."""
+
+    def __init__(self) -> None:
+        self.rows = self.accepted = self.trimmed = 0
+        self.reasons: Counter[str] = Counter()
+        self.warnings: Counter[str] = Counter()
+        self.languages: Counter[str] = Counter()
+        self.lengths = [0] * len(BIN_NAMES)
+        self.files: Counter[str] = Counter()
+        self.first_errors: list[RowError] = []
+        self.first_warnings: list[str] = []
+        self.unnamed: dict[str, Any] = {}
+
+    def accept(self, row: ChatRow) -> None:
+        """One more row that is used."""
+        self.accepted += 1
+        self.trimmed += row.trimmed
+        self.languages[language(row.messages)] += 1
+        self.lengths[length_bin(row.messages)] += 1
+        if row.warnings:
+            self._warn(row)
+
+    def take_back(self, messages: list[dict[str, Any]]) -> None:
+        """A row that was used turned out to repeat another one."""
+        self.accepted -= 1
+        self.languages[language(messages)] -= 1
+        self.lengths[length_bin(messages)] -= 1
+
+    def _warn(self, row: ChatRow) -> None:
+        for kind in {warning.kind for warning in row.warnings}:
+            self.warnings[kind] += 1
+            if self.warnings[kind] <= 2:
+                seen = next(warning for warning in row.warnings if warning.kind == kind)
+                self.first_warnings.append(f"{row.file} line {row.line}, {seen.field}: {kind} {seen.seen}".rstrip())
+
+    def reject(self, error: RowError) -> None:
+        """One more row that is not used."""
+        kind = error.problems[0].kind
+        self.reasons[kind] += 1
+        if self.reasons[kind] <= SHOWN:
+            self.first_errors.append(error)
+        if kind in UNNAMED and not self.unnamed and isinstance(error.raw, dict):
+            self.unnamed = error.raw
+
+    @property
+    def repeated(self) -> int:
+        """Rows left out because another one says the same."""
+        return sum(self.reasons[kind] for kind in REPEATED)
+
+    @property
+    def broken(self) -> int:
+        """Rows left out for any other reason."""
+        return self.rows - self.accepted - self.repeated
+
+    def asks_for_columns(self) -> bool:
+        """Whether most of what is wrong comes from column names nobody knows."""
+        return bool(self.unnamed) and 2 * sum(self.reasons[kind] for kind in UNNAMED) > self.broken
+
+    def facts(self) -> dict[str, Any]:
+        """The counts, as a card and `data check --json` show them."""
+        return {
+            "rows": self.rows,
+            "accepted": self.accepted,
+            "rejected": self.rows - self.accepted,
+            "duplicates": self.repeated,
+            "trimmed": self.trimmed,
+            "reasons": positive(self.reasons),
+            "warnings": positive(self.warnings),
+            "languages": positive(self.languages),
+            "characters": {name: count for name, count in zip(BIN_NAMES, self.lengths, strict=True) if count},
+        }
+
+
+def positive(counter: Counter[str]) -> dict[str, int]:
+    """The counts above zero, the largest first."""
+    return {name: count for name, count in counter.most_common() if count > 0}
+
+
+def language(messages: list[dict[str, Any]]) -> str:
+    """zh or en by the script of the user's turns; a Chinese character weighs as much as three Latin letters."""
+    text = " ".join([message["content"] for message in messages if message["role"] == "user"])
+    plain = text.encode("ascii", "ignore")
+    latin = len(plain.translate(None, NO_LETTERS))
+    chinese = len(text) - len(plain) if CJK.search(text) else 0
+    if not chinese and not latin:
+        return "other"
+    return "zh" if 3 * chinese >= latin else "en"
+
+
+def length_bin(messages: list[dict[str, Any]]) -> int:
+    """The histogram bin of a row's characters."""
+    return bisect_left(BINS, sum([len(message["content"] or "") for message in messages]))
+
+
+def describe(error: RowError) -> str:
+    """The first problem of a row on one line: where, what, what to do."""
+    problem = error.problems[0]
+    return f"{error.file} line {error.line}, {problem.field}: {problem.kind}, saw {problem.seen}; {problem.todo}"
+
+
+def columns_question(row: dict[str, Any]) -> tuple[str, str]:
+    """The columns of a row with an example of each (masked), and the line that names which is which."""
+    shown = [f"    {name}: {_example(value)}" for name, value in list(row.items())[:12]]
+    texts = [name for name, value in row.items() if isinstance(value, str) and value.strip()]
+    first, last = (texts[0], texts[-1]) if len(texts) > 1 else ("…", "…")
+    mapping = f'"user={first}, assistant={last}"'
+    asked = (
+        f"say which column is the question and which the answer: COLUMNS = {mapping} in lesson 02, or "
+        f'--columns {mapping} on the command line ("user=a+b" joins two columns, "system=c" may be added)'
+    )
+    return "\n".join(["  The columns, with what the first such row holds:", *shown]), asked
+
+
+def _example(value: Any) -> str:
+    return shorten(mask(str(value)).replace("\n", " "), 60)
+
+
+def shorten(text: str, most: int) -> str:
+    """The beginning of a text, with dots where there is more."""
+    return text if len(text) <= most else text[: most - 3] + "..."
