@@ -119,27 +119,26 @@ def stopwatch(lesson: Any, length: int, drawn: bool) -> tuple[Any, list[Block]]:
 def trainer_of(scratch: Path, steps: int, callback: Any) -> Any:
     """A trainer of the tiny model, with packing and LoRA as in lesson 03, every step logged."""
     import torch
-    from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
     data.prepare("", scratch / "data", rows=0)
     tokenizer = AutoTokenizer.from_pretrained(paths.TINY_MODEL)
-    rows = chat.training_rows(tokenizer, data.load(scratch / "data")[0], "messages")
+    rows = chat.training_dataset(chat.fitting(tokenizer, data.load(scratch / "data")[0], 256, "messages"))
     card = torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(
         paths.TINY_MODEL, dtype=torch.float32, device_map="cuda" if card else "cpu"
     )
     settings = SFTConfig(
         output_dir=str(scratch / "trainer"), max_steps=steps, save_strategy="no", logging_steps=1, max_length=256,
-        packing=True, assistant_only_loss=True, per_device_train_batch_size=2, learning_rate=2e-4, bf16=False,
+        packing=True, per_device_train_batch_size=2, learning_rate=2e-4, bf16=False,
         gradient_checkpointing=False, use_cpu=not card, report_to=[], seed=SEED, dataloader_pin_memory=False,
         logging_nan_inf_filter=False,
     )  # fmt: skip
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     return SFTTrainer(
-        model=model, args=settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, peft_config=lora,
+        model=model, args=settings, train_dataset=rows, processing_class=tokenizer, peft_config=lora,
         callbacks=[callback],
     )  # fmt: skip
 

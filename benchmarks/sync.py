@@ -171,14 +171,13 @@ def stopwatch(way_home: checkpoints.Carrier) -> tuple[Any, list[Block]]:
 def trainer_of(scratch: Path, steps: int, save_steps: int, rank: int, callback: Any) -> Any:
     """Lesson 03's trainer on the tiny model."""
     import torch
-    from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
     from trl import SFTConfig, SFTTrainer
 
     data.prepare("", scratch / "data", rows=0)
     tokenizer = AutoTokenizer.from_pretrained(paths.TINY_MODEL)
-    rows = chat.training_rows(tokenizer, data.load(scratch / "data")[0], "messages")
+    rows = chat.training_dataset(chat.fitting(tokenizer, data.load(scratch / "data")[0], 256, "messages"))
     four_bit = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -193,13 +192,13 @@ def trainer_of(scratch: Path, steps: int, save_steps: int, rank: int, callback: 
     )
     settings = SFTConfig(
         output_dir=str(scratch / "trainer"), max_steps=steps, save_steps=save_steps, save_total_limit=1,
-        logging_steps=10**6, max_length=256, packing=True, assistant_only_loss=True, per_device_train_batch_size=2,
+        logging_steps=10**6, max_length=256, packing=True, per_device_train_batch_size=2,
         learning_rate=2e-4, bf16=False, gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(),
         report_to=[], disable_tqdm=True, seed=SEED, optim="adamw_torch_fused", dataloader_pin_memory=False,
     )  # fmt: skip
     lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = SFTTrainer(
-        model=model, args=settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, peft_config=lora,
+        model=model, args=settings, train_dataset=rows, processing_class=tokenizer, peft_config=lora,
         callbacks=[callback],
     )  # fmt: skip
     weights.repair_precision(model)

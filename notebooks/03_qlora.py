@@ -78,22 +78,33 @@ print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held back")
 # %% [markdown]
 # ## The contract between training and serving
 #
-# The model must be trained on exactly the text a server will build, and must learn to stop. The check names the first row
-# that breaks this.
+# First, which rows fit: cutting a row cuts off its stop token, and a model that never sees one never stops. Rows that are too
+# long for `max_length` are left out, not cut; they stand in `too_long.jsonl` of the run's data folder.
 
 # %%
 from transformers import AutoTokenizer
 from nbutils import chat
 
 tokenizer = AutoTokenizer.from_pretrained(lesson.model)
-report = chat.check_contract(tokenizer, train_rows, profile.train.max_length)
+fitting = chat.fitting(tokenizer, train_rows, profile.train.max_length)
+fitting.write(lesson.run.data)
+print(fitting)
+
+# %% [markdown]
+# The model must be trained on exactly the text a server will build, and must learn to stop. The check names the first row
+# and token that break this; the stop tokens are those the generation config names.
+
+# %%
+stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
+report = chat.check_contract(tokenizer, fitting, profile.train.max_length, stop_ids)
 print(report)
 
 # %% [markdown]
 # One row as the trainer sees it, with the tokens that are trained marked.
 
 # %%
-chat.show_row(tokenizer, train_rows[0]["messages"])
+row = fitting.kept[0]
+chat.show_row(tokenizer, row["messages"], tools=row.get("tools"))
 
 # %% [markdown]
 # Will it fit, how long will it take, what will it cost? The plan adds up the card's memory before the model is downloaded
@@ -102,7 +113,7 @@ chat.show_row(tokenizer, train_rows[0]["messages"])
 # %%
 from nbutils import plan
 
-print(plan.describe(plan.require(lesson.resolved, report.rows, report.tokens / report.rows)))
+print(plan.describe(plan.require(lesson.resolved, report.examples, report.tokens / report.examples)))
 
 # %% [markdown]
 # ## The base in 4 bits
@@ -183,7 +194,6 @@ settings = SFTConfig(
     output_dir=str(lesson.scratch / "trainer"),
     max_length=profile.train.max_length,
     packing=profile.train.packing,
-    assistant_only_loss=report.form.value == "messages",
     per_device_train_batch_size=profile.train.micro_batch,
     gradient_accumulation_steps=profile.train.accumulation_on(scaling.world_size()),
     num_train_epochs=profile.train.epochs,
@@ -238,22 +248,22 @@ watchers = [
 ]
 
 # %% [markdown]
-# The trainer. Packed rows are kept apart by their restarting positions: a test of this course compares their logits with those
-# of unpacked rows, for every attention it uses.
+# The trainer. It gets the very tokens and labels that were checked, and packs them; packed rows are kept apart by their
+# restarting positions: a test of this course compares their logits with those of unpacked rows, for every attention it uses.
 
 # %%
-from datasets import Dataset
 from trl import SFTTrainer
 
 trainer = SFTTrainer(
     model=model,
     args=settings,
-    train_dataset=Dataset.from_list(chat.training_rows(tokenizer, train_rows, report.form.value)),
+    train_dataset=chat.training_dataset(fitting),
     processing_class=tokenizer,
     peft_config=lora,
     callbacks=watchers,
 )
 training.require_room(trainer, lesson.run.checkpoints, profile.train.keep_checkpoints)
+print(chat.check_trainer(trainer, report))
 
 # %% [markdown]
 # The step made lean. TRL casts QLoRA adapters to bfloat16 whatever was asked for, which is slow on a CPU and fatal on a T4: they

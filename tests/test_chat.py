@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nbutils import chat
+from nbutils import chat, paths
 from nbutils.errors import CourseError
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<s>"]
@@ -63,6 +64,10 @@ def trained_text(row: chat.RenderedRow) -> list[str]:
     return [text for text, trained in row.runs() if trained]
 
 
+def learnt(tokenizer: Any, example: chat.Example) -> str:
+    return str(tokenizer.decode([token for token, mark in zip(example.ids, example.trained, strict=True) if mark]))
+
+
 # --- what is shown ------------------------------------------------------------------------------------------------
 
 
@@ -76,7 +81,8 @@ def test_a_row_shows_the_answer_and_its_stop_token_as_trained(tokenizer: Any) ->
 def test_the_coloured_row_escapes_what_it_shows(tokenizer: Any) -> None:
     page = chat.inspect_row(tokenizer, talk("<b>?", "<i>&")).html()
     assert "&lt;b&gt;?" in page and "<b>" not in page
-    assert page.count("<span") == 1 and ">&lt;i&gt;&amp;&lt;|im_end|&gt;</span>" in page
+    assert "trained: the model learns to write this</span>, the rest it only reads" in page
+    assert page.count("<span") == 2 and ">&lt;i&gt;&amp;&lt;|im_end|&gt;</span>" in page
 
 
 def test_without_a_notebook_trained_tokens_stand_in_brackets(
@@ -91,7 +97,7 @@ def test_in_a_notebook_the_row_is_shown_as_html(tokenizer: Any, monkeypatch: pyt
     import IPython.display
 
     shown: list[Any] = []
-    monkeypatch.setattr("nbutils.chat.rendering.in_kernel", lambda: True)
+    monkeypatch.setattr("nbutils.chat.showing.in_kernel", lambda: True)
     monkeypatch.setattr(IPython.display, "display", lambda bundle, raw: shown.append(bundle))
     chat.show_row(tokenizer, ONE)
     assert "<span" in shown[0]["text/html"] and "[On its way." in shown[0]["text/plain"]
@@ -104,10 +110,10 @@ def test_a_sound_tokenizer_passes_and_is_counted(tokenizer: Any) -> None:
     report = chat.check_contract(tokenizer, ROWS, 512)
     rendered = [chat.inspect_row(tokenizer, row["messages"]) for row in ROWS]
     assert report.form.value == "messages" and "its template" in report.form.reason
-    assert (report.rows, report.cut, report.notes) == (2, (), ())
+    assert (report.rows, report.examples, report.answers, report.notes) == (2, 2, 3, ())
     assert report.tokens == sum(len(row.ids) for row in rendered)
     assert report.trained == sum(sum(row.trained) for row in rendered)
-    assert "every answer ends with <|im_end|>" in str(report) and "no row is cut" in str(report)
+    assert "every answer ends with <|im_end|>" in str(report) and "no stop token is cut" in str(report)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
@@ -127,13 +133,10 @@ def test_qwen2_5_trains_every_answer_of_a_conversation(bare: Any) -> None:
 
     tokenizer = with_template(bare, qwen2_5_chat_template)
     assert chat.check_contract(tokenizer, ROWS, 512).form.value == "messages"
-    assert [text.strip() for text in trained_text(chat.inspect_row(tokenizer, TWO))] == [
-        "On its way.<|im_end|>",
-        "Today.<|im_end|>",
-    ]
+    assert trained_text(chat.inspect_row(tokenizer, TWO)) == ["On its way.<|im_end|>", "Today.<|im_end|>"]
 
 
-def test_qwen3_drops_earlier_thinking_so_long_conversations_train_their_last_answer(bare: Any) -> None:
+def test_qwen3_drops_earlier_thinking_so_each_answer_becomes_an_example(bare: Any) -> None:
     from trl.chat_template_utils import qwen3_chat_template
 
     tokenizer = with_template(bare, qwen3_chat_template)
@@ -142,9 +145,16 @@ def test_qwen3_drops_earlier_thinking_so_long_conversations_train_their_last_ans
     assert "prompt_completion" in caught.value.todo
     report = chat.check_contract(tokenizer, ROWS, 512)
     assert report.form.value == "prompt_completion" and "earlier answers" in report.form.reason
-    assert [text.strip() for text in trained_text(chat.inspect_row(tokenizer, TWO))] == [
-        "<think>\n\n</think>\n\nToday.<|im_end|>"
+    assert (report.rows, report.examples, report.answers) == (2, 3, 3)
+    assert "rows with several answers: 1; each answer is trained" in report.notes[0]
+    empty = "<think>\n\n</think>\n\n"
+    examples = chat.fitting(tokenizer, ROWS, 0).examples
+    assert [(one.row, learnt(tokenizer, one)) for one in examples] == [
+        (1, f"{empty}On its way. 在路上。<|im_end|>"),
+        (2, f"{empty}On its way.<|im_end|>"),
+        (2, f"{empty}Today.<|im_end|>"),
     ]
+    assert trained_text(chat.inspect_row(tokenizer, TWO)) == [f"{empty}Today.<|im_end|>"]
 
 
 def test_a_template_without_marks_or_end_gets_prompt_and_completion_and_a_stop_token(bare: Any) -> None:
@@ -154,49 +164,18 @@ def test_a_template_without_marks_or_end_gets_prompt_and_completion_and_a_stop_t
     assert chat.missing_stop(tokenizer) == "<|endoftext|>"
     assert trained_text(chat.inspect_row(tokenizer, ONE)) == ["On its way. 在路上。<|endoftext|>"]
     report = chat.check_contract(tokenizer, ROWS, 512, stop_ids=chat.find_stop_ids(tokenizer))
-    assert report.stop_tokens == ("<|endoftext|>",) and "padding is also the stop token" in report.notes[0]
+    assert report.stop_tokens == ("<|endoftext|>",) and "padding is also the stop token" in report.notes[1]
 
 
-def test_the_last_answer_is_split_off(tokenizer: Any) -> None:
-    row = chat.to_prompt_completion({"messages": TWO})
-    assert row == {"prompt": TWO[:3], "completion": TWO[3:]}
-    assert chat.to_prompt_completion({"messages": TWO}, "<|user|>")["completion"][0]["content"] == "Today.<|user|>"
-    assert TWO[3]["content"] == "Today." and chat.missing_stop(tokenizer) == ""
-
-
-def test_rows_go_to_the_trainer_whole_where_answers_can_be_marked(tokenizer: Any) -> None:
-    assert chat.training_rows(tokenizer, ROWS) == ROWS
-    assert chat.training_rows(tokenizer, ROWS, "prompt_completion")[1] == {"prompt": TWO[:3], "completion": TWO[3:]}
-
-
-def test_prompt_and_completion_are_masked_as_trl_masks_them(bare: Any, tmp_path: Any) -> None:
-    from datasets import Dataset
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    from trl import SFTConfig, SFTTrainer
-
-    tokenizer = with_template(bare, GLM, eos="<|endoftext|>")
-    rows = chat.training_rows(tokenizer, ROWS)
-    assert set(rows[0]) == {"prompt", "completion"}
-    tiny = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
-    args = SFTConfig(output_dir=str(tmp_path), completion_only_loss=True, report_to="none", use_cpu=True, bf16=False)
-    trainer = SFTTrainer(
-        Qwen2ForCausalLM(tiny), args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
-    )
-    for seen, row in zip(trainer.train_dataset, ROWS, strict=True):
-        ours = chat.inspect_row(tokenizer, row["messages"], "prompt_completion")
-        assert seen["input_ids"] == ours.ids
-        assert [label != -100 for label in seen["labels"]] == ours.trained
-
-
-def test_stop_ids_come_from_both_places(tokenizer: Any) -> None:
+def test_stop_ids_are_those_of_the_generation_config(tokenizer: Any, tmp_path: Path) -> None:
     from transformers import GenerationConfig
 
-    assert chat.find_stop_ids(tokenizer) == {2}
-    assert chat.find_stop_ids(tokenizer, GenerationConfig(eos_token_id=[0, 3])) == {0, 2, 3}
-    assert chat.find_stop_ids(tokenizer, GenerationConfig(eos_token_id=3)) == {2, 3}
+    assert chat.find_stop_ids(tokenizer) == chat.find_stop_ids(tokenizer, GenerationConfig()) == {2}
+    assert chat.find_stop_ids(tokenizer, GenerationConfig(eos_token_id=[0, 3])) == {0, 3}
+    assert chat.find_stop_ids(tokenizer, GenerationConfig(eos_token_id=0)) == {0}
+    assert chat.find_stop_ids(tokenizer, paths.TINY_MODEL) == chat.find_stop_ids(tokenizer, str(tmp_path)) == {2}
+    GenerationConfig(eos_token_id=[0, 3]).save_pretrained(tmp_path)
+    assert chat.find_stop_ids(tokenizer, tmp_path) == {0, 3}
 
 
 # --- the contract is broken ---------------------------------------------------------------------------------------
@@ -244,7 +223,7 @@ def test_mask_off_by_one(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, shift:
         out = whole(*args, **settings)
         if settings.get("return_assistant_tokens_mask"):
             mask = out["assistant_masks"]
-            out["assistant_masks"] = [0, *mask[:-1]] if shift > 0 else [*mask[1:], 0]
+            out["assistant_masks"] = [[0, *one[:-1]] if shift > 0 else [*one[1:], 0] for one in mask]
         return out
 
     monkeypatch.setattr(tokenizer, "apply_chat_template", shifted)
@@ -290,13 +269,13 @@ def test_an_answer_that_melts_into_the_prompt(tokenizer: Any) -> None:
 def test_truncation_that_cuts_stop_tokens(tokenizer: Any) -> None:
     rows = [{"messages": talk("Where?", "Here.")}, {"messages": talk("Where?", "Here, on its way.")}]
     whole = len(chat.inspect_row(tokenizer, rows[1]["messages"]).ids)
-    assert chat.check_contract(tokenizer, rows, whole - 1).cut == ()  # only the line break after the stop token goes
-    report = chat.check_contract(tokenizer, rows, whole - 2)
-    assert report.cut == (2,) and "1 rows lose their stop token (first: row 2)" in str(report)
-    assert chat.check_contract(tokenizer, rows, 0).cut == ()
-    with pytest.raises(CourseError, match="All 2 rows lose their stop token at max_length 4") as caught:
-        chat.check_contract(tokenizer, rows, 4)
-    assert f"max_length in the profile to {whole}" in caught.value.todo
+    chat.check_contract(tokenizer, rows, whole - 1)  # only the line break after the stop token goes
+    chat.check_contract(tokenizer, rows, 0)
+    with pytest.raises(CourseError) as caught:
+        chat.check_contract(tokenizer, rows, whole - 2)
+    assert f"Row 2: it has {whole} tokens; at max_length {whole - 2} the last 2 are cut" in caught.value.seen
+    assert f"the stop token (token {whole - 1}, '<|im_end|>')" in caught.value.seen
+    assert "chat.fitting" in caught.value.todo and f"train.max_length to {whole}" in caught.value.todo
 
 
 def test_no_rows(tokenizer: Any) -> None:

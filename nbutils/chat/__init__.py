@@ -1,30 +1,32 @@
 """Chat: what the trainer trains and what a server is sent are one text, shown in colour and checked token by token.
 
-rendering: a row as the trainer sees it; contract: the check before any training.
+forms: whole conversations or answer by answer; rendering: rows as tokens; showing: one of them in colour;
+fitting: rows that max_length would cut; contract: the check before any training; handing: the tokens to the trainer.
 """
 
 from __future__ import annotations
 
 from nbutils.chat.contract import ContractReport, check_contract, find_stop_ids
-from nbutils.chat.rendering import (
-    RenderedRow,
-    inspect_row,
-    missing_stop,
-    show_row,
-    to_prompt_completion,
-    training_format,
-    training_rows,
-)
+from nbutils.chat.fitting import Fitting, Long, fitting
+from nbutils.chat.forms import missing_stop, training_format
+from nbutils.chat.handing import check_trainer, training_dataset
+from nbutils.chat.rendering import Example, View
+from nbutils.chat.showing import RenderedRow, inspect_row, show_row
 
 __all__ = [
     "ContractReport",
+    "Example",
+    "Fitting",
+    "Long",
     "RenderedRow",
+    "View",
     "check_contract",
+    "check_trainer",
     "find_stop_ids",
+    "fitting",
     "inspect_row",
     "missing_stop",
     "show_row",
-    "to_prompt_completion",
+    "training_dataset",
     "training_format",
-    "training_rows",
 ]

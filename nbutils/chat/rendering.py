@@ -1,182 +1,217 @@
-"""A chat row as the trainer sees it: text, tokens, and which of them carry the loss; and as a server sees its prompt.
+"""Rows as the trainer sees them: tokens, and which of them carry the loss; and as a server sees their prompts.
 
-Not here: judging it (contract). TRL's own training templates are used wherever a tokenizer's template lacks the marks.
+Every row is rendered once, in batches; what is checked, counted and trained are these very tokens. TRL's own training
+templates are used wherever a tokenizer's template lacks the marks. Not here: judging (contract), lengths (fitting).
 """
 
 from __future__ import annotations
 
-import html
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+from nbutils.chat.forms import FORMS, marking_template, missing_stop
 from nbutils.errors import CourseError
-from nbutils.hardware import Choice
-from nbutils.platforms import in_kernel
 
-Messages = list[dict[str, str]]
-FORMS = ("messages", "prompt_completion")
-STYLE = "background:#c8f0d0;color:#0b3d1a;border-radius:2px"
-
-
-@dataclass(frozen=True)
-class RenderedRow:
-    """One row: `trained[i]` says whether token i carries the loss. The tokens joined are the text."""
-
-    text: str
-    tokens: list[str]
-    ids: list[int]
-    trained: list[bool]
-
-    def runs(self) -> list[tuple[str, bool]]:
-        """The text in stretches that are all trained or all not."""
-        joined: list[tuple[str, bool]] = []
-        for token, trained in zip(self.tokens, self.trained, strict=True):
-            before = joined.pop()[0] if joined and joined[-1][1] == trained else ""
-            joined.append((before + token, trained))
-        return joined
-
-    def __str__(self) -> str:
-        return "".join(f"[{text}]" if trained else text for text, trained in self.runs())
-
-    def html(self) -> str:
-        """The same with colour instead of brackets."""
-        spans = [
-            f'<span style="{STYLE}">{html.escape(text)}</span>' if trained else html.escape(text)
-            for text, trained in self.runs()
-        ]
-        return f'<pre style="white-space:pre-wrap">{"".join(spans)}</pre>'
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]] | None
+Row = dict[str, Any]  # {"messages": [...]}, and "tools" where the row has some
+BATCH = 256  # rows tokenised together: every core gets some, and little is held
+SHOW_PROGRESS = 3000  # rows; fewer are done before a bar is read
 
 
-def training_format(tokenizer: Any, rows: Iterable[dict[str, Any]] = ()) -> Choice:
-    """How rows go to the trainer: whole conversations, or the last answer apart from its prompt."""
-    from trl.chat_template_utils import is_chat_template_stop_token_trained
+class Example(NamedTuple):
+    """One text the trainer trains: its row (from 1), the places of its answers in the row, and its tokens.
 
-    template = marking_template(tokenizer)
-    if template is None:
-        return Choice("prompt_completion", "its template cannot mark answers and TRL has no training template for it")
-    if not is_chat_template_stop_token_trained(tokenizer, chat_template=template):
-        return Choice("prompt_completion", "its template marks the answers without their stop token")
-    several = any(sum(m["role"] == "assistant" for m in row["messages"]) > 1 for row in rows)
-    if several and not _keeps_history(tokenizer):
-        return Choice("prompt_completion", "its template rewrites earlier answers, so only the last one is trained")
-    marks = "its template marks" if template == tokenizer.get_chat_template() else "TRL's training template marks"
-    return Choice("messages", f"{marks} the answers")
+    `trained` holds a 1 for each token with loss. The text shares `shared` tokens with the prompt of each answer, of
+    `prompts` tokens; `other` says whether it also begins with the prompts of the other thinking mode.
+    """
 
-
-def marking_template(tokenizer: Any) -> str | None:
-    """The template that marks answers: the tokenizer's own, TRL's for it, or none."""
-    from jinja2 import TemplateError
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-
-    if not tokenizer.chat_template:
-        raise CourseError(
-            f"The tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template.",
-            "a tokenizer with a chat template",
-            "take the instruct version of the model, or set tokenizer.chat_template",
-        )
-    own: str = tokenizer.get_chat_template()
-    if has_generation_markers(own):
-        return own
-    try:
-        return get_training_chat_template(tokenizer)
-    except (ValueError, TemplateError):
-        return None
+    row: int
+    turns: tuple[int, ...]
+    ids: array[int]
+    trained: bytes
+    shared: tuple[int, ...]
+    prompts: tuple[int, ...]
+    other: bool
 
 
-def _keeps_history(tokenizer: Any) -> bool:
-    """Whether a server's prompt for a second answer begins the training text (Qwen3 drops earlier thinking)."""
-    view = View(tokenizer, "messages")
-    talk = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
-    prompt = view.prompt(talk[:3])
-    return view.encode(talk)[0][: len(prompt)] == prompt
+class Talk(NamedTuple):
+    """What becomes one example: messages, tools, and the places of the answers that are trained."""
 
-
-def to_prompt_completion(row: dict[str, Any], stop: str = "") -> dict[str, Messages]:
-    """The last answer apart from what comes before it; `stop` closes an answer that the template leaves open."""
-    *prompt, answer = row["messages"]
-    return {"prompt": prompt, "completion": [answer | {"content": answer["content"] + stop}]}
-
-
-def missing_stop(tokenizer: Any) -> str:
-    """The stop token to add where the template leaves the last answer open (GLM-4), else nothing."""
-    talk = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "the answer"}]
-    closing = tokenizer.apply_chat_template(talk, tokenize=False).rpartition("the answer")[2]
-    return "" if any(token in closing for token in tokenizer.get_added_vocab()) else str(tokenizer.eos_token or "")
-
-
-def training_rows(tokenizer: Any, rows: Iterable[dict[str, Any]], form: str = "") -> list[dict[str, Messages]]:
-    """The rows as SFTTrainer takes them: `messages` with assistant_only_loss, or `prompt` and `completion`."""
-    rows = list(rows)
-    view = View(tokenizer, form or training_format(tokenizer, rows).value)
-    if view.form == "messages":
-        return [{"messages": row["messages"]} for row in rows]
-    return [to_prompt_completion(row, view.stop) for row in rows]
+    row: int
+    messages: Messages
+    tools: Tools
+    turns: tuple[int, ...]
 
 
 class View:
-    """How one tokenizer renders rows: for training, and as a server would."""
+    """How one tokenizer renders rows: for training, and as a server in this thinking mode would (None: its default)."""
 
-    def __init__(self, tokenizer: Any, form: str) -> None:
+    def __init__(self, tokenizer: Any, form: str, thinking: bool | None = None) -> None:
         if form not in FORMS:
             raise CourseError(f"form is {form!r}.", ", ".join(FORMS), "leave it empty to have it chosen")
-        self.tokenizer, self.form = tokenizer, form
+        self.tokenizer, self.form, self.thinking = tokenizer, form, thinking
+        self.mode = {} if thinking is None else {"enable_thinking": thinking}
         self.template = marking_template(tokenizer) if form == "messages" else None
         self.stop = missing_stop(tokenizer) if form == "prompt_completion" else ""
+        self.closing = set(tokenizer.get_added_vocab().values())
+        self.other_mode = self._other_mode()
+        self._blanks: dict[int, bool] = {}
 
-    def rendered(self, messages: Messages) -> Messages:
-        """The messages as they are handed to the template for training."""
-        row = to_prompt_completion({"messages": messages}, self.stop)
-        return row["prompt"] + row["completion"]
+    def encode_all(self, rows: Sequence[Row]) -> list[Example]:
+        """All examples of all rows, each rendered once; a bar where it takes a while."""
+        from tqdm.auto import tqdm
 
-    def encode(self, messages: Messages) -> tuple[list[int], list[bool]]:
-        """Token ids and the loss mask, made as TRL makes them."""
+        examples = []
+        with tqdm(total=len(rows), desc="rendering", unit="row", disable=len(rows) < SHOW_PROGRESS) as bar:
+            for tools, talks in itertools.groupby(self._talks(rows), key=lambda talk: talk.tools):
+                while batch := list(itertools.islice(talks, BATCH)):
+                    examples += self._named(batch, tools)
+                    bar.update(batch[-1].row - bar.n)
+        return examples
+
+    def encode(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[bool]]:
+        """Token ids and loss mask of a conversation; as prompt and completion: of its last answer."""
+        last = list(self._talks([{"messages": messages, "tools": tools}]))[-1:]
+        example = next(self._encode(last, tools))
+        return list(example.ids), [bool(bit) for bit in example.trained]
+
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
+        """What a server tokenises before it answers."""
+        return self._prompts([_with_parsed_arguments(messages)], tools, self.mode)[0]
+
+    def text(self, messages: Messages, tools: Tools = None) -> str:
+        """The training text of a conversation."""
+        talk = list(self._talks([{"messages": messages, "tools": tools}]))[-1]
+        made = self.tokenizer.apply_chat_template(
+            talk.messages, chat_template=self.template, tools=talk.tools, tokenize=False
+        )
+        return str(made) + self.stop
+
+    def blank(self, token: int) -> bool:
+        """Whether a token is white space only."""
+        if token not in self._blanks:
+            self._blanks[token] = not self.tokenizer.decode([token]).strip()
+        return self._blanks[token]
+
+    def _talks(self, rows: Iterable[Row]) -> Iterator[Talk]:
+        """A whole row, or each of its answers with what comes before it."""
+        for number, row in enumerate(rows, start=1):
+            messages, tools = _with_parsed_arguments(row["messages"]), row.get("tools") or None
+            turns = tuple(at for at, message in enumerate(messages) if message["role"] == "assistant")
+            if not turns or not turns[0]:
+                raise CourseError(
+                    f"Row {number}: no answer to a question.", "a question and an answer", "run lesson 02"
+                )
+            if self.form == "messages":
+                yield Talk(number, messages, tools, turns)
+                continue
+            for turn in turns:
+                yield Talk(number, messages[: turn + 1], tools, (turn,))
+
+    def _named(self, talks: list[Talk], tools: Tools) -> list[Example]:
+        """The examples of a batch; what a template refuses is told by its row."""
+        from jinja2 import TemplateError
+
+        try:
+            return list(self._encode(talks, tools))
+        except (TemplateError, TypeError, ValueError) as problem:
+            if len(talks) > 1:
+                return [example for talk in talks for example in self._named([talk], tools)]
+            raise CourseError(
+                f"Row {talks[0].row}: the chat template of this model refuses it: {problem}.",
+                "rows the template can render",
+                "change the row (some templates know no system message, or no tools), or take another model",
+            ) from problem
+
+    def _encode(self, talks: list[Talk], tools: Tools) -> Iterator[Example]:
+        """Examples of talks that share their tools."""
         marked = self.form == "messages"
         out = self.tokenizer.apply_chat_template(
-            self.rendered(messages),
-            chat_template=self.template,
-            return_dict=True,
-            return_assistant_tokens_mask=marked,
+            [talk.messages for talk in talks], chat_template=self.template, tools=tools,
+            return_dict=True, return_assistant_tokens_mask=marked,
+        )  # fmt: skip
+        befores = [talk.messages[:turn] for talk in talks for turn in talk.turns]
+        prompts = iter(self._prompts(befores, tools, self.mode))
+        others = iter(self._prompts(befores, tools, self.other_mode)) if self.other_mode else itertools.repeat([])
+        for at, talk in enumerate(talks):
+            ids = out["input_ids"][at] + ([self.tokenizer.convert_tokens_to_ids(self.stop)] if self.stop else [])
+            own = [next(prompts) for _ in talk.turns]
+            shared = tuple(common_length(prompt, ids) for prompt in own)
+            other = [ids[: len(prompt)] == prompt for prompt in itertools.islice(others, len(talk.turns))]
+            mask = bytearray(out["assistant_masks"][at]) if marked else bytearray(shared[0]).ljust(len(ids), b"\1")
+            self._tidy(ids, mask, shared)
+            yield Example(
+                talk.row,
+                talk.turns,
+                array("i", ids),
+                bytes(mask),
+                shared,
+                tuple(len(prompt) for prompt in own),
+                all(other),
+            )
+
+    def _prompts(self, befores: list[Messages], tools: Tools, mode: dict[str, bool]) -> list[list[int]]:
+        """What a server tokenises before it answers: always by the tokenizer's own template."""
+        made = self.tokenizer.apply_chat_template(
+            befores, tools=tools, add_generation_prompt=True, return_dict=False, **mode
         )
-        ids = list(out["input_ids"])
-        if marked:
-            return ids, [bool(bit) for bit in out["assistant_masks"]]
-        begin = common_length(self.prompt(messages[:-1]), ids)
-        return ids, [at >= begin for at in range(len(ids))]
+        return list(made)
 
-    def prompt(self, messages: Messages) -> list[int]:
-        """What a server tokenises before it answers."""
-        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    def _tidy(self, ids: list[int], mask: bytearray, starts: tuple[int, ...]) -> None:
+        """Take the loss from blanks around answers, as training templates mark some that no model has to write.
 
-    def show(self, messages: Messages) -> RenderedRow:
-        """The row with the text of each token; a character made of several tokens stands at its first."""
-        text = self.tokenizer.apply_chat_template(self.rendered(messages), chat_template=self.template, tokenize=False)
-        spans = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        ends = [0, *(end for _, end in spans)]
-        tokens = [text[before:end] for before, end in itertools.pairwise(ends)]
-        return RenderedRow(text, tokens, *self.encode(messages))
+        The server writes those before an answer, and has stopped before those after the closing token.
+        """
+        for at in starts:
+            while at and mask[at - 1] and self.blank(ids[at - 1]):
+                at -= 1
+                mask[at] = 0
+        end = mask.rfind(1) + 1
+        while end > 0:
+            last = end - 1
+            while last and mask[last] and self.blank(ids[last]):
+                last -= 1
+            if mask[last] and ids[last] in self.closing:
+                mask[last + 1 : end] = bytes(end - last - 1)
+            end = mask.rfind(1, 0, mask.rfind(0, 0, last + 1) + 1) + 1
+
+    def _other_mode(self) -> dict[str, bool]:
+        """The thinking mode whose prompts differ from those of this view; empty where the template has none."""
+        probe: list[Messages] = [[{"role": "user", "content": "a question"}]]
+        own = self._prompts(probe, None, self.mode)
+        modes = ({"enable_thinking": thinking} for thinking in (True, False))
+        return next((mode for mode in modes if self._prompts(probe, None, mode) != own), {})
 
 
-def common_length(one: list[int], other: list[int]) -> int:
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two sequences share from the start."""
+    if one == other[: len(one)]:
+        return len(one)
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def inspect_row(tokenizer: Any, messages: Messages, form: str = "") -> RenderedRow:
-    """Render one conversation exactly as the trainer will."""
-    return View(tokenizer, form or training_format(tokenizer, [{"messages": messages}]).value).show(messages)
+def _with_parsed_arguments(messages: Messages) -> Messages:
+    """Arguments of tool calls as objects, as servers hand them to the template; most data has them as JSON text."""
+    if not any(message.get("tool_calls") for message in messages):
+        return messages
+    return [
+        message | {"tool_calls": [_parsed(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
 
 
-def show_row(tokenizer: Any, messages: Messages, form: str = "") -> None:
-    """Show one conversation with its trained tokens in colour; in [brackets] where no notebook is attached."""
-    row = inspect_row(tokenizer, messages, form)
-    attached = in_kernel()
-    print(f"{sum(row.trained)} of {len(row.ids)} tokens are trained, {'in colour' if attached else 'in [brackets]'}:")
-    if not attached:
-        print(row)
-        return
-    from IPython.display import display
-
-    display({"text/html": row.html(), "text/plain": str(row)}, raw=True)
+def _parsed(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return call | {"function": function | {"arguments": json.loads(function["arguments"])}}
+    except ValueError:
+        return call

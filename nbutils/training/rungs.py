@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import Trainer
 
+IGNORED = -100  # the label of a token without loss
 SHORTEST = 128  # tokens; an example cut into smaller pieces than this teaches little
 KINDS = {
     "on": "gradient checkpointing goes on (slower: each layer is computed again in the backward pass)",
@@ -123,23 +124,31 @@ class Cutter:
         import torch
 
         pieces = [self.collator([piece]) for row in rows for piece in cut(row, self.length)]
+        whole = [self.collator([row]) for row in rows]
         counted = ("input_ids", "labels")  # what the trainer counts, for the mean over all tokens of a step
-        return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in counted} | {"pieces": pieces}
+        return {name: torch.cat([row[name] for row in whole], dim=-1) for name in counted} | {"pieces": pieces}
 
 
 def cut(row: dict[str, Any], length: int) -> list[dict[str, Any]]:
-    """A row as pieces of about equal size, none longer than `length`; an example across a cut becomes two."""
+    """A row as pieces of about equal size; an example across a cut becomes two.
+
+    No label is lost: a piece that begins with one also holds the token before it, to predict it from.
+    """
     total = len(row["input_ids"])
     size = math.ceil(total / math.ceil(total / length))
     return [_piece(row, start, min(start + size, total)) for start in range(0, total, size)]
 
 
 def _piece(row: dict[str, Any], start: int, end: int) -> dict[str, Any]:
+    own = row.get("seq_lengths", [len(row["input_ids"])])
+    ends = list(accumulate(own))
+    labels = row.get("labels", row["input_ids"])
+    borrowed = start > 0 and start not in ends and labels[start] != IGNORED  # an example's first token has no loss
+    start -= borrowed
     piece = {name: values[start:end] for name, values in row.items() if name != "seq_lengths"}
-    if start and "labels" in piece:  # nothing stands before its first token any more to predict it from
-        piece["labels"] = [-100, *piece["labels"][1:]]
+    if borrowed:
+        piece["labels"] = [IGNORED, *labels[start + 1 : end]]
     if "seq_lengths" in row:
-        ends = list(accumulate(row["seq_lengths"]))
-        parts = [min(last, end) - max(last - own, start) for last, own in zip(ends, row["seq_lengths"], strict=True)]
+        parts = [min(last, end) - max(last - size, start) for last, size in zip(ends, own, strict=True)]
         piece["seq_lengths"] = [part for part in parts if part > 0]
     return piece

@@ -1,0 +1,66 @@
+"""What the trainer is handed, and what it made of it: the checked tokens with their labels, and no second rendering.
+
+Rows as messages would pass through a table whose columns all rows share: tools and arguments of one row would turn up,
+empty, in every other one, and be rendered. Tokens cannot change. Not here: the check of the rows (contract).
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from nbutils.errors import CourseError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from nbutils.chat.contract import ContractReport
+    from nbutils.chat.fitting import Fitting
+
+IGNORED = -100  # the label of a token without loss
+BATCHES = 8  # through the collator; all of them treat their rows alike
+
+
+def training_dataset(fitted: Fitting) -> Dataset:
+    """The examples of the rows that fit, for SFTTrainer: it packs and shuffles these tokens, and changes none."""
+    import numpy
+    import pyarrow
+    from datasets import Dataset
+
+    edges = list(itertools.accumulate((len(example.ids) for example in fitted.examples), initial=0))
+    ids, trained = array("i"), bytearray()
+    for example in fitted.examples:
+        ids += example.ids
+        trained += example.trained
+    tokens = numpy.frombuffer(ids, dtype=numpy.int32)
+    labels = numpy.where(numpy.frombuffer(trained, dtype=bool), tokens, IGNORED).astype(numpy.int64)
+    columns = [pyarrow.LargeListArray.from_arrays(edges, pyarrow.array(values)) for values in (tokens, labels)]
+    return Dataset(pyarrow.table(columns, names=["input_ids", "labels"]))
+
+
+def check_trainer(trainer: Any, report: ContractReport) -> str:
+    """Stop unless, after packing, truncation and collation, exactly the tokens of the contract carry the loss."""
+    import numpy
+
+    trained = stops = 0
+    for batch in trainer.train_dataset.with_format("arrow").iter(1000):
+        labels = batch["labels"].combine_chunks().flatten().to_numpy()
+        trained += int((labels != IGNORED).sum())
+        stops += int(numpy.isin(labels, report.stop_ids).sum())
+    if (trained, stops) != (report.trained, report.answers):
+        raise _lost(f"{trained} tokens with {stops} stop tokens", f"{report.trained} with {report.answers}")
+    rows = [trainer.train_dataset[at] for at in range(min(len(trainer.train_dataset), BATCHES))]
+    wanted = sum(label != IGNORED for row in rows for label in row["labels"])
+    found = int((trainer.data_collator(rows)["labels"] != IGNORED).sum())
+    if found != wanted:
+        raise _lost(f"{found} tokens of its first rows", f"{wanted}: its collator hides some")
+    return f"packed and collated, {trained} tokens are trained, {stops} stop tokens among them: as the contract counted"
+
+
+def _lost(found: str, wanted: str) -> CourseError:
+    return CourseError(
+        f"The trainer would train {found}, and the contract counted {wanted}.",
+        "the tokens of the contract, all of them and nothing else",
+        "hand it chat.training_dataset(...), with the max_length of the contract, packing_strategy bfd and no collator",
+    )

@@ -1,0 +1,76 @@
+"""One row before the learner's eyes: its text as the trainer sees it, with the trained tokens in colour.
+
+Not here: what is trained (rendering).
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from nbutils.chat.forms import training_format
+from nbutils.chat.rendering import Messages, Tools, View
+from nbutils.platforms import in_kernel
+
+STYLE = "background:#c8f0d0;color:#0b3d1a;border-radius:2px"
+LEGEND = f'<div><span style="{STYLE}">trained: the model learns to write this</span>, the rest it only reads</div>'
+
+
+@dataclass(frozen=True)
+class RenderedRow:
+    """One row: `trained[i]` says whether token i carries the loss. The tokens joined are the text."""
+
+    text: str
+    tokens: list[str]
+    ids: list[int]
+    trained: list[bool]
+
+    def runs(self) -> list[tuple[str, bool]]:
+        """The text in stretches that are all trained or all not."""
+        joined: list[tuple[str, bool]] = []
+        for token, trained in zip(self.tokens, self.trained, strict=True):
+            before = joined.pop()[0] if joined and joined[-1][1] == trained else ""
+            joined.append((before + token, trained))
+        return joined
+
+    def __str__(self) -> str:
+        return "".join(f"[{text}]" if trained else text for text, trained in self.runs())
+
+    def html(self) -> str:
+        """The same with colour instead of brackets, under a legend."""
+        spans = [
+            f'<span style="{STYLE}">{html.escape(text)}</span>' if trained else html.escape(text)
+            for text, trained in self.runs()
+        ]
+        return f'{LEGEND}<pre style="white-space:pre-wrap">{"".join(spans)}</pre>'
+
+
+def inspect_row(tokenizer: Any, messages: Messages, form: str = "", tools: Tools = None) -> RenderedRow:
+    """One conversation exactly as the trainer will see it; as prompt and completion: its last answer.
+
+    A character made of several tokens stands at its first.
+    """
+    view = View(tokenizer, form or training_format(tokenizer, [{"messages": messages}]).value)
+    text = view.text(messages, tools)
+    spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    ends = [0, *(end for _, end in spans)]
+    return RenderedRow(text, [text[a:b] for a, b in itertools.pairwise(ends)], *view.encode(messages, tools))
+
+
+def show_row(tokenizer: Any, messages: Messages, form: str = "", tools: Tools = None) -> None:
+    """Show one conversation with its trained tokens in colour; in [brackets] where no notebook is attached."""
+    form = form or training_format(tokenizer, [{"messages": messages}]).value
+    row = inspect_row(tokenizer, messages, form, tools)
+    answers = sum(message["role"] == "assistant" for message in messages)
+    if form == "prompt_completion" and answers > 1:
+        print(f"This row has {answers} answers, each an example of its own; here is the last one.")
+    attached = in_kernel()
+    print(f"{sum(row.trained)} of {len(row.ids)} tokens are trained, {'in colour' if attached else 'in [brackets]'}:")
+    if not attached:
+        print(row)
+        return
+    from IPython.display import display
+
+    display({"text/html": row.html(), "text/plain": str(row)}, raw=True)
