@@ -5,13 +5,15 @@ Not here: deciding (verdict), or how it looks (report, drawing).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from nbutils.evaluation import statistics
-from nbutils.evaluation.exam import Result
+from nbutils.evaluation.answers import Answer
+from nbutils.evaluation.exam import Exam, Result
 from nbutils.evaluation.verdict import Forgetting, Verdict, forgetting, judge
 
 # what is shown, and how: its name, its format, and in a few words what it is
@@ -73,7 +75,12 @@ class Outcome:
         label, form, _ = SHOWN[score]
         plus, change = form if form.startswith("+") else f"+{form}", self.changes[score]
         means = {name: one.text(form) for name, one in self.means[score].items()}
-        return {"score": label, **means, "difference": change.estimate.text(plus), "p": f"{change.p:.2g}"}
+        return {
+            "score": label,
+            **means,
+            "difference": change.estimate.text(plus),
+            "p": change.p_text.removeprefix("= "),
+        }
 
     def text(self) -> str:
         """The same table for a terminal."""
@@ -85,13 +92,23 @@ class Outcome:
             score: {name: _numbers(one) for name, one in means.items()} | {"difference": _tested(self.changes[score])}
             for score, means in self.means.items()
         }
-        found: dict[str, Any] = {"rows": len(self.base.answers), **asdict(self.verdict), "scores": scores}
+        told = asdict(self.verdict)
+        found: dict[str, Any] = {"verdict": told.pop("word"), "rows": len(self.base.answers), **told, "scores": scores}
+        found["perplexity"] = {one.name: perplexity(one) for one in self.results}
         found["answers_by"] = {one.name: one.by for one in self.results}
         if kept := self.forgetting:
             loss = {one.name: one.loss for one in self.general}
             about = {"verdict": kept.word, "perplexity_ratio": _numbers(kept.ratio), "loss": loss}
-            found["general"] = about | {"rows": len(self.general[0].answers), "character_f1_difference": _tested(kept.f1)}
+            found["general"] = about | {
+                "rows": len(self.general[0].answers),
+                "character_f1_difference": _tested(kept.f1),
+            }
         return found
+
+
+def perplexity(result: Result) -> float:
+    """e to the loss: among how many tokens, all alike, the model would have to choose to be as surprised."""
+    return math.exp(min(50.0, result.loss))
 
 
 def _mean(result: Result, score: str) -> statistics.Estimate:
@@ -118,8 +135,22 @@ def _tested(change: statistics.Difference) -> dict[str, Any]:
     return _numbers(change.estimate) | {"p": change.p, "test": change.test}
 
 
+def score_table(exam: Exam, answers: Mapping[str, Sequence[Answer]]) -> list[dict[str, str]]:
+    """The means of several sets of answers to one exam, for display."""
+    scored = {name: exam.score(given) for name, given in answers.items()}
+    table = []
+    for score in ("exact_match", "character_f1", "rouge_l", "stopped"):
+        label, form, _ = SHOWN[score]
+        table.append(
+            {"score": label} | {name: statistics.mean_of(one[score]).text(form) for name, one in scored.items()}
+        )
+    return table
+
+
 def aligned(rows: Sequence[Mapping[str, str]]) -> str:
     """Rows as columns of text."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )

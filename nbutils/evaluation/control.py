@@ -26,9 +26,7 @@ def other_rows(references: Sequence[str], count: int = OTHERS) -> list[list[int]
     return [[order[(place[row] + step) % len(order)] for row in range(len(references))] for step in rounds]
 
 
-def beyond_others(
-    score: Callable[[str, str], float], answers: Sequence[str], references: Sequence[str]
-) -> list[float]:
+def beyond_others(score: Callable[[str, str], float], answers: Sequence[str], references: Sequence[str]) -> list[float]:
     """Own score minus the mean score against the other rows; 0 where there is no other row."""
     rounds = other_rows(references)
     if not rounds:

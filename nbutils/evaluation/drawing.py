@@ -47,7 +47,9 @@ def draw(outcome: Outcome, ink: str) -> Any:
     """Six small panels, the models from left to right."""
     import matplotlib.pyplot as plt
 
-    shapes = {key: ink for key in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
+    shapes: Any = {
+        key: ink for key in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    }
     with plt.rc_context(shapes | {"font.size": 9}):
         figure, axes = plt.subplots(2, 3, figsize=(8.4, 4.4))
         for panel, score in zip(axes.flat, PANELS, strict=True):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from nbutils.evaluation import keeping, scores
 from nbutils.evaluation.answers import Answer, Row, answer_prompts, prompt_ids, questions_of, stop_ids
 from nbutils.evaluation.control import beyond_others
 from nbutils.evaluation.losses import Encoded, RowLoss, encode_rows, row_losses
+from nbutils.paths import SAMPLES
 
 if TYPE_CHECKING:
     from nbutils.profiles.schema import Evaluation
@@ -121,6 +123,12 @@ class Exam:
 
 def _generated(model: Any, tokenizer: Any, size: Evaluation, prompts: keeping.Prompts) -> Any:
     return answer_prompts(model, tokenizer, prompts, size.max_new_tokens, size.batch_size)
+
+
+def general_rows() -> list[Row]:
+    """Everyday questions in Chinese and English that have nothing to do with any training data of the course."""
+    lines = (SAMPLES / "general.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def reference_of(tokenizer: Any, row: Row) -> str:

@@ -1,6 +1,6 @@
 """Answers kept on disk as they come, so that a lost session costs one batch: one file for each model that was asked.
 
-Not here: generating them (answers). A file is trusted only under the fingerprint of everything that decides its answers.
+A file is trusted only under the fingerprint of everything that decides its answers. Not here: generating (answers).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How surprised a model is by the wanted answers: the loss on the assistant's tokens, row by row.
 
-Not here: which tokens those are (chat decides it for training, and here it is asked), or means and intervals (statistics).
+Not here: which tokens those are (chat decides it, for training and here), or means and intervals (statistics).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Encoded:
 
 
 def encode_rows(tokenizer: Any, rows: Sequence[Row], max_tokens: int = 0) -> list[Encoded]:
-    """Rows as training sees them; of one longer than `max_tokens` the end is left out, as the model could not read it."""
+    """Rows as training sees them; what is longer than `max_tokens` the model could not read, so its end is left out."""
     from nbutils.chat import training_format
     from nbutils.chat.rendering import View
 

@@ -9,13 +9,17 @@ import html
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nbutils import record
 from nbutils.evaluation.comparing import SHOWN, Outcome
-from nbutils.evaluation.exam import Exam
 from nbutils.evaluation.drawing import as_svg
+from nbutils.evaluation.exam import Exam
 from nbutils.evaluation.scores import is_exact, spoken
 from nbutils.paths import write_text
+
+if TYPE_CHECKING:
+    from nbutils.lessons import Lesson
 
 SAMPLES, WORST = 6, 6
 LONGEST = 1200  # characters of a text that are shown
@@ -27,12 +31,14 @@ STYLE = """
 body { margin: 0 auto; max-width: 960px; padding: 24px 20px 60px; color: var(--ink); background: var(--page);
   font: 15px/1.6 system-ui, "PingFang SC", "Microsoft YaHei", "Noto Sans CJK SC", sans-serif; }
 h1 { font-size: 22px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 36px 0 8px; } p { margin: 6px 0; }
-.soft { color: var(--soft); } .verdict { border-left: 6px solid var(--tone); background: var(--card); padding: 14px 18px;
-  margin: 18px 0; border-radius: 4px; } .verdict b { font-size: 20px; color: var(--tone); }
+.soft { color: var(--soft); }
+.verdict { border-left: 6px solid var(--tone); background: var(--card); padding: 14px 18px; margin: 18px 0;
+  border-radius: 4px; } .verdict b { font-size: 20px; color: var(--tone); }
 .helped, .kept { --tone: var(--good); } .harmed, .forgot { --tone: var(--bad); } .no, .unclear { --tone: var(--calm); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); }
-td.n { white-space: nowrap; } th { font-weight: 600; color: var(--soft); } svg { max-width: 100%; height: auto; }
+td.n { white-space: nowrap; } small { color: var(--soft); font-size: 12px; }
+th { font-weight: 600; color: var(--soft); } svg { width: 100%; min-width: 600px; height: auto; }
 .sample { border: 1px solid var(--line); border-radius: 6px; padding: 10px 14px; margin: 12px 0; }
 .sample div { display: grid; grid-template-columns: 96px 1fr; gap: 10px; padding: 2px 0; }
 .sample pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: inherit; }
@@ -54,9 +60,18 @@ def write_report(path: Path, run: str, exam: Exam, outcome: Outcome, about: Mapp
     ]  # fmt: skip
     title = f"<title>Evaluation of {_safe(run)}</title>"
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">{title}'
-    page = f'<!doctype html><html lang="en"><head>{head}<style>{STYLE}</style></head><body>{"".join(parts)}</body></html>'
+    page = (
+        f'<!doctype html><html lang="en"><head>{head}<style>{STYLE}</style></head><body>{"".join(parts)}</body></html>'
+    )
     write_text(path, page.encode("utf-8", "replace").decode("utf-8") + "\n")
     return path
+
+
+def about(lesson: Lesson) -> dict[str, Any]:
+    """The machine and the packages a lesson ran with."""
+    versions = ", ".join(f"{name} {number}" for name, number in record.versions().items())
+    card = str(lesson.card) if lesson.card else "CPU only"
+    return {"model": lesson.model_name, "machine": f"{lesson.platform.name}, {card}", "versions": versions}
 
 
 def worst(outcome: Outcome, count: int = WORST) -> list[int]:
@@ -82,19 +97,25 @@ def _general(outcome: Outcome) -> str:
     kept = outcome.forgetting
     if kept is None:
         return ""
-    told = f"<p>{_safe(kept)}</p><p class=soft>{len(outcome.general[0].answers)} everyday questions in Chinese and English.</p>"
+    asked = f"{len(outcome.general[0].answers)} everyday questions in Chinese and English"
+    told = f"<p>{_safe(kept.told)}</p><p class=soft>{asked}</p>"
     return f"<div class='verdict {kept.word}'><b>{kept.word}</b>{told}</div>"
 
 
 def _table(outcome: Outcome) -> str:
-    rows = outcome.table()
-    head = "".join(f"<th>{_safe(name)}</th>" for name in [*rows[0], "what it is"])
-    lines = [
-        "".join(f"<td class=n>{_safe(cell)}</td>" for cell in row.values()) + f"<td class=soft>{_safe(SHOWN[score][2])}</td>"
-        for score, row in zip(SHOWN, rows, strict=True)
-    ]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    """Means with their intervals below them, so that the table also fits a phone turned sideways."""
+    rows, body = outcome.table(), ""
+    head = "".join(f"<th>{_safe(name)}</th>" for name in rows[0])
+    for score, row in zip(SHOWN, rows, strict=True):
+        name, *cells = row.values()
+        numbers = "".join(f"<td class=n>{_two_lines(cell)}</td>" for cell in cells)
+        body += f"<tr><td>{_safe(name)}<br><small>{_safe(SHOWN[score][2])}</small></td>{numbers}</tr>"
     return f"<div class=wide><table><tr>{head}</tr>{body}</table></div>"
+
+
+def _two_lines(cell: str) -> str:
+    mean, bracket, interval = cell.partition(" [")
+    return f"{_safe(mean)}<br><small>[{_safe(interval)}</small>" if bracket else _safe(mean)
 
 
 def _samples(exam: Exam, outcome: Outcome, rows: Sequence[int]) -> str:

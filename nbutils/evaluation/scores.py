@@ -22,7 +22,7 @@ def spoken(text: str) -> str:
 
 
 def characters(text: str) -> str:
-    """The text as it is counted: one way of writing each character (full width and half width alike), no white space."""
+    """The text as it is counted: full width and half width alike, and no white space."""
     return "".join(unicodedata.normalize("NFKC", spoken(text)).split())
 
 

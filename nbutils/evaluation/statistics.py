@@ -40,6 +40,11 @@ class Difference:
     p: float
     test: str
 
+    @property
+    def p_text(self) -> str:
+        """For people; a permutation test cannot tell smaller ones apart."""
+        return "< 0.001" if self.p < 0.001 else f"= {self.p:.3f}"
+
 
 def mean_of(values: Any, weights: Any = None, level: float = 0.95) -> Estimate:
     """The (weighted) mean with its bootstrap percentile interval; rows are drawn, with their weights."""

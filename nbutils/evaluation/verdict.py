@@ -1,7 +1,7 @@
 """Did the tuning help? A verdict that can say no, with its reasons in plain words.
 
 Form is cheap: loss and character F1 improve on any answers, right or wrong. So only what an answer scores beyond the
-references of other rows counts (control), and it must rise further than chance explains. Not here: the numbers themselves.
+references of other rows counts (control), and it must rise further than chance explains. Not here: the numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nbutils.evaluation.exam import Result
 
 HELPED, HARMED, NO_PROOF = "helped", "harmed", "no proof that it helped"
-DECIDING = {"exact_content": "exact match", "content": "ROUGE-L"}  # beyond other rows' references
+DECIDING = {"exact_content": "Exact match", "content": "ROUGE-L"}  # beyond other rows' references
 LEVEL = 1 - 0.05 / len(DECIDING)  # Bonferroni: two chances to rise by luck, so each must be surer
 POWER = 0.8416  # standard normal quantile of 80 %
 REACH = 2.2414  # and of LEVEL, both sides
@@ -56,9 +56,9 @@ def _told(name: str, base: Result, tuned: Result, change: statistics.Difference)
     verb = {-1: "fell", 0: "stayed", 1: "rose"}[(change.estimate.low > 0) - (change.estimate.high < 0)]
     verb = verb if verb != "stayed" else "did not surely change"
     return (
-        f"What the answers score in {DECIDING[name]} beyond the references of other rows {verb} from "
+        f"{DECIDING[name]}, beyond what the same answers score against the references of other rows, {verb} from "
         f"{base.mean(name):.3f} to {tuned.mean(name):.3f} (difference {change.estimate.text('+.3f')}, "
-        f"p = {change.p:.2g}, {len(base.answers)} rows)."
+        f"p {change.p_text}, {len(base.answers)} rows)."
     )
 
 
@@ -113,7 +113,7 @@ def find_flags(tuned: Result, adapter: Result | None) -> list[str]:
     flags = []
     if (stops := tuned.mean("stopped")) < 0.9:
         flags.append(
-            f"only {stops:.0%} of the answers end by themselves: the stop token was not learnt, or max_new_tokens is too small"
+            f"only {stops:.0%} of the answers end by themselves: no stop token learnt, or max_new_tokens too small"
         )
     text, count = _most_common(tuned.texts)
     if count > 3 and count > max(len(tuned.answers) / 4, 2 * _most_common(tuned.references)[1]):
@@ -147,13 +147,18 @@ class Forgetting:
     f1: statistics.Difference
 
     def __str__(self) -> str:
+        return f"GENERAL KNOWLEDGE: {self.word}\n{self.told}"
+
+    @property
+    def told(self) -> str:
+        """The numbers and what they mean, in a sentence."""
         meaning = {
             "kept": "what the model knew before is still there",
-            "forgot": "mix some general rows into the training data, or train with a smaller learning rate or fewer steps",
+            "forgot": "mix general rows into the training data, or train with a smaller learning rate or fewer steps",
             "unclear": "too few rows to tell",
         }[self.word]
         ratio, f1 = self.ratio.text(".2f"), self.f1.estimate.text("+.3f")
-        return f"GENERAL KNOWLEDGE: {self.word} (perplexity x {ratio}, character F1 {f1}): {meaning}"
+        return f"Perplexity x {ratio}, character F1 {f1}: {meaning}."
 
 
 def forgetting(base: Result, tuned: Result) -> Forgetting:
