@@ -2,7 +2,7 @@
 
 Two rows are one when their system text, tools and numbers are equal, and the character 3-grams of the questions and of
 the answers overlap (Jaccard) by at least `least` each; case, width, blanks and punctuation do not count. Candidates
-come from MinHash bands, at most one for each row, and are compared exactly: time grows with the rows, not their square.
+come from MinHash bands, one for each row, and are compared exactly: time grows with the rows, not their square.
 Missed: a few pairs close to `least`, pairs in other words, and pairs whose bucket another row opened.
 """
 
@@ -12,7 +12,7 @@ import functools
 import re
 import unicodedata
 import zlib
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -81,24 +81,32 @@ class NearDuplicates:
         """The rows to leave out, where a row that comes earlier in `order` is kept; `read` gives the text of a row."""
         self._flush()
         best = self._candidates(order)
-        kept_for: dict[int, int] = {}
-        groups: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        twins: dict[int, int] = {}  # rows that say the very same as another
+        resembled: dict[int, int] = {}
         for row in order[best[order] >= 0].tolist():
-            kept = kept_for.get(best[row], int(best[row]))
-            self.compared += 1
-            alike = similarity(read(row), read(kept))
+            other = twins.get(int(best[row]), int(best[row]))
+            alike = self._compare(read(row), read(other))
+            if alike == 1:
+                twins[row] = other
+                continue
+            if other in resembled:
+                other = resembled[other]
+                alike = self._compare(read(row), read(other))
             if alike >= self.least:
-                kept_for[row] = kept
-                groups[kept].append((row, alike))
-        return sorted(Alike(row, kept) for kept, rows in groups.items() for row in self._copies(rows))
+                resembled[row] = other
+        left_out = self._without_templates(resembled)
+        left_out |= {row: left_out.get(other, other) for row, other in twins.items()}
+        return sorted(Alike(row, kept) for row, kept in left_out.items())
 
-    def _copies(self, rows: list[tuple[int, float]]) -> list[int]:
-        """The rows of a group that are copies: all of a few; of many, those that say the very same."""
-        differing = sum(alike < 1 for _, alike in rows)
-        if differing <= TEMPLATE:
-            return [row for row, _ in rows]
-        self.templated += differing
-        return [row for row, alike in rows if alike == 1]
+    def _compare(self, one: Text, other: Text) -> float:
+        self.compared += 1
+        return similarity(one, other)
+
+    def _without_templates(self, resembled: dict[int, int]) -> dict[int, int]:
+        """What resembles one row in small numbers; where it is many rows, they are a form that was filled in."""
+        many = {kept for kept, count in Counter(resembled.values()).items() if count > TEMPLATE}
+        self.templated = sum(kept in many for kept in resembled.values())
+        return {row: kept for row, kept in resembled.items() if kept not in many}
 
     def _candidates(self, order: np.ndarray) -> np.ndarray:
         """For each row the most similar one that opened a bucket it is in, by signature; -1 where none comes close."""
