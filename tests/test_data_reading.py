@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nbutils import data
-from nbutils.data import reading
+from nbutils.data import files
 from nbutils.errors import CourseError
 from nbutils.paths import SAMPLES
 
@@ -237,10 +237,12 @@ def test_a_broken_row_of_a_csv_does_not_hide_the_next(tmp_path: Path) -> None:
 
 def test_bytes_that_are_not_utf8_spoil_their_own_row_only(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes('{"question": "价格", "answer": "低"}\n'.encode("gb18030") + json.dumps(qa(1)).encode())
+    broken = json.dumps({"question": "价格是多少", "answer": "很低"}, ensure_ascii=False).encode()
+    broken = broken.replace("很".encode(), b"\xe5\xbe", 1)
+    path.write_bytes(broken + b"\n" + json.dumps(qa(1)).encode())
     bad, good = (data.check_row(row) for row in data.read_rows(path))
     assert isinstance(bad, data.RowError) and isinstance(good, data.ChatRow)
-    assert "UTF-8" in bad.problems[0].todo
+    assert (bad.problems[0].kind, bad.problems[0].field) == ("encoding", "answer") and "UTF-8" in bad.problems[0].todo
 
 
 def test_a_folder_gives_its_data_files_in_order(tmp_path: Path) -> None:
@@ -270,10 +272,11 @@ def test_sources_that_cannot_be_read_say_so(tmp_path: Path, name: str, content: 
     assert words in caught.value.seen and caught.value.todo
 
 
-def test_a_hub_name_is_told_from_a_path(tmp_path: Path) -> None:
+def test_a_hub_name_is_told_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(CourseError, match="hub dataset") as caught:
         data.prepare("someone/chat-rows", tmp_path / "out")
-    assert "to_json" in caught.value.todo
+    assert "HF_ENDPOINT" in caught.value.todo
 
 
 def test_data_is_found_among_attached_inputs_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +285,6 @@ def test_data_is_found_among_attached_inputs_by_its_name(tmp_path: Path, monkeyp
     attached.write_text(json.dumps({"question": "a", "answer": "b"}), encoding="utf-8")
     monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
-    assert reading.files_of("mine.jsonl") == reading.files_of("orders/mine.jsonl") == [attached]
+    assert files.files_of("mine.jsonl") == files.files_of("orders/mine.jsonl") == [attached]
     with pytest.raises(CourseError, match="other"):
-        reading.files_of("other.jsonl")
+        files.files_of("other.jsonl")

@@ -1,16 +1,84 @@
 """Text that was written as UTF-8 and read as something else: found with certainty, and read again.
 
-Not here: files (reading converts those). Rather miss a broken word than touch a sound one.
+Not here: files (reading converts those). Rather miss a broken word than touch a sound one: « café » and „Spaß“ look
+broken byte by byte, so a run of characters is read again only if no sound text would hold it.
 """
 
 from __future__ import annotations
 
+import re
+
+# The characters bytes 0x80 to 0xFF turn into when read as Windows-1252 or Latin-1; Python's cp1252 lacks five of them.
+_WINDOWS = {byte: bytes([byte]).decode("cp1252", "ignore") or chr(byte) for byte in range(0x80, 0xA0)}
+_BYTE = {char: byte for byte, char in _WINDOWS.items()} | {chr(byte): byte for byte in range(0x80, 0x100)}
+_REST = "".join(re.escape(char) for char, byte in _BYTE.items() if byte < 0xC0)
+_ONE = f"(?:[\xc2-\xdf][{_REST}]|[\xe0-\xef][{_REST}]{{2}}|[\xf0-\xf4][{_REST}]{{3}})"
+_CJK = f"[\xe3-\xe9\xef][{_REST}][{_REST} ]"  # a no-break space is often stored as a plain one
+_RUN = re.compile(f"(?:{_CJK}){{2,}}|{_ONE}+")
+_LOOK = re.compile(f"[\xc2-\xf4][{_REST}]")
+_ODD = re.compile("[¤¥¦§¨¬\xad¯±´µ¶¸¼½¾ˆ‚„˜]")  # never after a letter in any language that has accents
+_CONTROL = re.compile("[\x80-\x9f]")
+_SIGNS = re.compile("\xe2[€‚„†‡ˆ‰˜™œ]|\xf0Ÿ")  # how dashes, curly quotes, arrows, ticks and emoji begin
+_IN_WORD = re.compile("[ÃÄÅÐÑ].")
+_SPACED = re.compile("Â[£©®°±·µ§¡¿¼½¾²³\xa0«»]")
+# UTF-8 read as GBK: how the Chinese comma, full stop and quotes begin, and the most frequent characters
+GBK_SIGNS = "锛銆鈥涓浜浠浣鐨鏄鍦鏈鎴鍙"
+_LOOK_GBK = re.compile(f"[{GBK_SIGNS}]")
+_RUN_GBK = re.compile(r"[^\x00-\x7f]+\??")
+_AFTER_COMMA, _AFTER_STOP = "屼屽屾岀岃岄", "備傚傛傜傝傞"
+LOST = re.compile(f"\ufffd|锟斤拷|锛[{_AFTER_COMMA}]|銆[{_AFTER_STOP}]")  # what no reading brings back
+_SOUND = re.compile(r"[\u3000-\u303f\u3400-\u9fff\uff00-\uffef\u2010-\u203a\s\w]+")
+
 
 def suspicious(text: str) -> bool:
     """Whether a closer look is worth it."""
-    return False
+    return _LOOK.search(text) is not None or _LOOK_GBK.search(text) is not None
 
 
 def repair_mojibake(text: str) -> str:
     """The text as it was meant, or the very same text when there is any doubt."""
+    for _ in range(3):  # broken twice happens: each time through a wrong door adds a layer
+        mended = _RUN.sub(_reread, text)
+        mended = _reread_gbk(mended) if _LOOK_GBK.search(mended) else mended
+        if mended == text:
+            break
+        text = mended
     return text
+
+
+def _reread(run: re.Match[str]) -> str:
+    """One run of characters as UTF-8, if it is plainly nothing else."""
+    broken = run[0]
+    try:
+        meant = bytes(0xA0 if char == " " else _BYTE[char] for char in broken).decode()
+    except UnicodeDecodeError:
+        return broken
+    return meant if _certain(broken, meant, run.string[: run.start()][-1:], run.string[run.end() :][:1]) else broken
+
+
+def _certain(broken: str, meant: str, before: str, after: str) -> bool:
+    """Whether no sound text would hold these characters between these neighbours."""
+    if " " in broken:
+        return len(meant) > 1 and _ODD.search(broken) is not None and _SOUND.fullmatch(meant) is not None
+    if len(meant) > 1 or _CONTROL.search(broken) or _SIGNS.match(broken):
+        return True
+    within = "a" <= before <= "z" or "a" <= after <= "z"
+    if _IN_WORD.fullmatch(broken):
+        return within if broken[0] == "Ã" else ("a" <= before <= "z" and "a" <= after <= "z")
+    if _SPACED.fullmatch(broken):
+        sign = broken[1] not in "\xa0«»" and not before.isupper()
+        return sign or "a" <= before <= "z" or before.isdigit()
+    return "\u3000" <= meant <= "\uffef" and _ODD.search(broken) is not None
+
+
+def _reread_gbk(text: str) -> str:
+    """Chinese that was read as GBK although it was UTF-8 (浣犲ソ for 你好), if all of a run can be read so."""
+
+    def reread(run: re.Match[str]) -> str:
+        try:
+            meant = run[0].encode("gb18030").decode()
+        except UnicodeError:
+            return run[0]
+        return meant if len(meant) > 1 and _SOUND.fullmatch(meant) else run[0]
+
+    return _RUN_GBK.sub(reread, text)

@@ -37,15 +37,13 @@ def check_row(row: Row | RowError, mapping: Mapping | None = None, repair: bool 
     if isinstance(row, RowError):
         return row
     turns, tools, problems = turns_of(row.raw, mapping)
+    sound = plain("\n".join([turn.content for turn in turns if isinstance(turn.content, str)]))
     warnings: list[Problem] = []
-    messages = [_message(turn, repair, problems, warnings) for turn in turns]
-    if not problems:
-        problems = _order_problems(turns)
+    messages = [_message(turn, sound, repair, problems, warnings) for turn in turns]
+    problems = problems or _order_problems(turns)
     if problems:
         return RowError(row.file, row.line, row.raw, tuple(problems))
-    trimmed = any(
-        len(str(turn.content or "")) != len(made["content"]) for turn, made in zip(turns, messages, strict=True)
-    )
+    trimmed = any([turn.content != made["content"] for turn, made in zip(turns, messages, strict=True) if turn.content])
     repaired = any(warning.kind == "mojibake" for warning in warnings)
     if row.encoding:
         todo = "nothing: it was converted; look whether it reads well"
@@ -59,21 +57,26 @@ def problems_of(raw: Any, mapping: Mapping | None = None) -> list[Problem]:
     return list(checked.problems) if isinstance(checked, RowError) else []
 
 
-def _message(turn: Turn, repair: bool, problems: list[Problem], warnings: list[Problem]) -> dict[str, Any]:
+def _message(turn: Turn, sound: bool, repair: bool, problems: list[Problem], warnings: list[Problem]) -> dict[str, Any]:
     """One message of the stored row; what is wrong with its text goes to `problems`."""
     text = turn.content
-    if text is None or (isinstance(text, str) and not text.strip()):
-        if not turn.calls:
-            problems.append(Problem("empty", turn.field, short(text), "write the text, or remove the row"))
-        text = ""
-    elif not isinstance(text, str):
-        problems.append(Problem("wrong_type", turn.field, short(text), "write it as text, in quotes"))
-        text = ""
-    elif not plain(text):
+    if not isinstance(text, str) or not text or text.isspace():
+        problems += _no_text(turn)
+        return {"role": turn.role, "content": "", **turn.extras}
+    if not sound:
         text, stopping, saying = examine(turn.field, text, repair)
         problems += stopping
         warnings += saying
     return {"role": turn.role, "content": _trim(text), **turn.extras}
+
+
+def _no_text(turn: Turn) -> list[Problem]:
+    """Content that is missing, empty or no text; an assistant that calls tools need not say anything."""
+    if turn.content is not None and not isinstance(turn.content, str):
+        return [Problem("wrong_type", turn.field, short(turn.content), "write it as text, in quotes")]
+    if turn.calls:
+        return []
+    return [Problem("empty", turn.field, short(turn.content), "write the text, or remove the row")]
 
 
 def _order_problems(turns: list[Turn]) -> list[Problem]:
@@ -100,5 +103,7 @@ def _place(turns: list[Turn]) -> str:
 
 def _trim(text: str) -> str:
     """The text without blank lines at its edges, which would melt into the template's own line breaks."""
+    if not text[0].isspace() and not text[-1].isspace() and "\r" not in text:
+        return text
     text = text.replace("\r\n", "\n").rstrip()
     return text[BLANK_LINES.match(text).end() :]  # type: ignore[union-attr]

@@ -8,18 +8,22 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from nbutils.data.mojibake import repair_mojibake, suspicious
+from nbutils.data.mojibake import GBK_SIGNS, LOST, repair_mojibake, suspicious
 from nbutils.data.private import find_private, mask, masked, may_hold_private
 from nbutils.data.raw import Problem
 
 __all__ = ["Examined", "examine", "mask", "plain"]
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
-LOST = re.compile("\ufffd|锟斤拷")
 MARKERS = re.compile(
     r"<[|｜][A-Za-z][\w▁ ]{1,40}[|｜]>|\[/?INST\]|<</?SYS>>|\[gMASK\]|<[se]op>|<(?:start|end)_of_turn>"
     r"|^\s*<(?:s|bos)>|</s>\s*$|<eos>\s*$"
 )
+_MARKERS = re.compile(MARKERS.pattern.replace(r"^\s*", "").replace(r"\s*$", ""))  # for several texts in one
+_ASCII_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_STRANGE = re.compile(
+    f"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\xc2-\xf4\ud800-\udfff\ufffd锟{GBK_SIGNS}]"
+)  # one pass for four
 PRIVATE_TODO = "look whether the model may learn it; replace it by an invented one if not"
 
 
@@ -33,12 +37,14 @@ class Examined(NamedTuple):
 
 def plain(text: str) -> bool:
     """Whether nothing in the text needs a closer look: true for nearly every text, and quick to say."""
-    return not (
-        (("<" in text or "[" in text) and MARKERS.search(text))
-        or CONTROL.search(text)
-        or may_hold_private(text)
-        or (not text.isascii() and (suspicious(text) or LOST.search(text)))
-    )
+    if text.isascii():
+        if _ASCII_CONTROL.search(text):
+            return False
+    elif _STRANGE.search(text) and (CONTROL.search(text) or LOST.search(text) or suspicious(text)):
+        return False
+    if ("<" in text or "[" in text) and _MARKERS.search(text):
+        return False
+    return not may_hold_private(text)
 
 
 def examine(field: str, text: str, repair: bool = True) -> Examined:

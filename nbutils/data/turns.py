@@ -82,17 +82,21 @@ def _joined(names: tuple[str, ...], raw: dict[str, Any], problems: list[Problem]
     if len(names) == 1:
         return raw[names[0]]
     values = [raw[name] for name in names]
+    filled = [value for value in values if value]
+    if len(filled) == 1 and isinstance(filled[0], str):
+        return filled[0]
     for name, value in zip(names, values, strict=True):
         if value is not None and not isinstance(value, str):
             problems.append(Problem("wrong_type", name, short(value), "write text in quotes"))
     return "\n".join(str(value) for value in values if value is not None and str(value).strip())
 
 
-def _with_reasoning(content: Any, reasoning: Any) -> Any:
+def _with_reasoning(content: Any, reasoning: Any, calling: bool = False) -> Any:
     """The content with its reasoning before it, in the form the chat templates of thinking models take apart again."""
-    if not isinstance(reasoning, str) or not reasoning.strip() or not isinstance(content, str | None):
+    if not isinstance(reasoning, str) or not reasoning.strip():
         return content
-    return f"<think>\n{reasoning.strip()}\n</think>\n\n{content or ''}"
+    answered = isinstance(content, str) and content.strip() and not content.lstrip().startswith("<think>")
+    return f"<think>\n{reasoning.strip()}\n</think>\n\n{content or ''}" if answered or calling else content
 
 
 def _history(column: str, value: Any, problems: list[Problem]) -> list[Turn]:
@@ -161,7 +165,9 @@ def _message(field: str, message: Any, problems: list[Problem]) -> Turn | None:
     place = f"{field}.{text_key}"
     if said in CALLS:
         return _calling(place, None, _from_json(place, content, problems), f"{field}.{text_key}", problems)
-    content = _with_reasoning(_parts(place, content, problems), message.get("reasoning_content"))
+    content = _parts(place, content, problems)
+    if role == "assistant":
+        content = _with_reasoning(content, message.get("reasoning_content"), bool(calls))
     if calls:
         named = "tool_calls" if message.get("tool_calls") else "function_call"
         if role != "assistant":

@@ -1,0 +1,174 @@
+"""JSON that is one document and not lines: an array of rows, an object that holds one, or a row by itself.
+
+Not here: lines of JSON (reading). A window moves over the text, so memory does not grow with the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nbutils.data.columns import LISTS, layout_of
+from nbutils.data.private import mask
+from nbutils.data.raw import Problem, Row, RowError
+from nbutils.errors import CourseError
+
+CHUNK = 1 << 20
+LARGEST_ROW = 16 << 20  # characters; beyond this a row counts as broken, not as unfinished
+_BETWEEN = re.compile(r"[\s,]*")
+_DECODER = json.JSONDecoder()
+_NOTHING = object()
+
+
+class Window:
+    """The part of a long JSON text that is being read, with its place."""
+
+    def __init__(self, pieces: Iterator[str]) -> None:
+        self.pieces, self.text, self.at, self.line = pieces, "", 0, 1
+
+    def grow(self) -> bool:
+        """Drop what was read and read on; False at the end of the text."""
+        parts = [self.text[self.at :]]
+        wanted = grown = max(CHUNK, len(parts[0]))
+        while wanted > 0 and (piece := next(self.pieces, "")):
+            parts.append(piece)
+            wanted -= len(piece)
+        self.text, self.at = "".join(parts), 0
+        return wanted < grown
+
+    def move(self, to: int) -> None:
+        """Go on to a place in the window, counting lines."""
+        self.line += self.text.count("\n", self.at, to)
+        self.at = to
+
+    def peek(self) -> str:
+        """The next character that is neither space nor comma; empty at the end."""
+        while True:
+            self.move(_BETWEEN.match(self.text, self.at).end())  # type: ignore[union-attr]
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self.grow():
+                return ""
+
+    def value(self) -> Any:
+        """The JSON value that begins here."""
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self.text, self.at)
+            except (json.JSONDecodeError, RecursionError):
+                if len(self.text) - self.at < LARGEST_ROW and self.grow():
+                    continue
+                raise
+            if end == len(self.text) and self.grow():  # a number may go on
+                continue
+            self.move(end)
+            return value
+
+
+def elements(file: str, window: Window, closing: str) -> Iterator[Row | RowError]:
+    """The values up to the closing bracket, or up to the end; a broken one does not hide the next."""
+    while (seen := window.peek()) != closing and seen:
+        line = window.line
+        try:
+            yield Row(file, line, window.value())
+        except (json.JSONDecodeError, RecursionError) as problem:
+            end = _next_element(window.text, window.at)
+            yield malformed(file, line, window.text[window.at : end].rstrip(" \r\n,]"), problem, window.at)
+            window.move(end)
+
+
+def _next_element(text: str, at: int) -> int:
+    """Where a broken element probably ends: at the next line that opens one at the same depth."""
+    inner = re.compile(r'\n([ \t]*)"').search(text, at)
+    depth = len(inner[1]) if inner else LARGEST_ROW  # pretty-printed: elements open further left than their keys
+    for found in re.compile(r"\n([ \t]*)\{").finditer(text, at):
+        if len(found[1]) < depth:
+            return found.start() + 1
+    return len(text)
+
+
+def malformed(file: str, line: int, text: str, problem: Exception, start: int = 0) -> RowError:
+    """A row that is not JSON, with the place where reading stopped."""
+    at = min(getattr(problem, "pos", start) - start, len(text))
+    near = mask(text[max(0, at - 200) : at])[-20:] + mask(text[at : at + 200])[:20]
+    todo = f"{getattr(problem, 'msg', 'nested too deeply')}: mend it, or write the file with json.dumps"
+    if re.match(r"\s*\{\s*'", text):
+        todo = "JSON wants double quotes: this is a Python dict, write it with json.dumps"
+    return RowError(file, line, text[:2000], (Problem("malformed_json", f"character {at + 1}", near, todo),))
+
+
+def document(file: str, text: Callable[[], Iterator[str]]) -> Iterator[Row | RowError]:
+    """The rows of a whole JSON document; `text` begins it anew, for an object is looked through before it is read."""
+    window = Window(text())
+    if window.peek() == "[":
+        yield from _array(file, window)
+        return
+    held = _survey(file, window)
+    if _is_row(held):
+        yield from elements(file, Window(text()), "")
+        return
+    lists = [name for name, first in held.items() if isinstance(first, dict)]
+    if len(lists) > 1:
+        raise CourseError(
+            f"{file} holds {len(lists)} lists of rows: {', '.join(lists)}.",
+            "one list of rows in a .json file",
+            "save each list in a file of its own, and give one as the data (and another to evaluate on)",
+        )
+    window = Window(text())
+    window.peek()
+    for name in _members(window):
+        if lists == [name]:
+            yield from _array(file, window)
+            return
+        window.value()
+
+
+def _array(file: str, window: Window) -> Iterator[Row | RowError]:
+    window.peek()
+    window.move(window.at + 1)
+    yield from elements(file, window, "]")
+    if window.peek() == "":
+        yield malformed(file, window.line, "", json.JSONDecodeError("the list is not closed", "", 0))
+
+
+def _members(window: Window) -> Iterator[str]:
+    """The names in an object; whoever asks reads the value of each before the next."""
+    window.move(window.at + 1)
+    while window.peek() == '"':
+        name = window.value()
+        if window.peek() != ":":
+            return
+        window.move(window.at + 1)
+        window.peek()
+        yield str(name)
+
+
+def _survey(file: str, window: Window) -> dict[str, Any]:
+    """The names in an object, each with the first element if it holds a list."""
+    held: dict[str, Any] = {}
+    try:
+        for name in _members(window):
+            held[name] = None
+            if window.peek() != "[":
+                window.value()
+                continue
+            window.move(window.at + 1)
+            for index, row in enumerate(elements(file, window, "]")):
+                held[name] = row.raw if index == 0 else held[name]
+            window.move(window.at + 1)
+    except (json.JSONDecodeError, RecursionError):
+        pass  # what is broken is reported when the rows are read
+    return held
+
+
+def _is_row(held: dict[str, Any]) -> bool:
+    """Whether an object is a row by itself: its names are known columns, or it holds one list of messages."""
+    for name in LISTS:
+        first = held.get(name)
+        if isinstance(first, dict) and ({"role", "from"} & first.keys()):
+            return True
+        if isinstance(first, dict):
+            return False
+    return layout_of(tuple(held)).problem is None or not any(isinstance(first, dict) for first in held.values())

@@ -1,0 +1,77 @@
+"""Bytes as text: UTF-8 where it is, GB18030 where a line plainly is, else each byte kept so that its row can be named.
+
+Not here: text that was already read wrongly when the file was written (mojibake).
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator
+from typing import BinaryIO
+
+GBK = "GB18030"
+_PAIR = re.compile(rb"[\x81-\xfe][\x30-\x39][\x81-\xfe][\x30-\x39]|[\x81-\xfe][\x40-\x7e\x80-\xfe]|[\x80-\xff]")
+_COMMON = re.compile(rb"[\xa1-\xa3\xb0-\xd7][\xa1-\xfe]")  # punctuation and the 3,755 most frequent characters
+_UTF8 = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
+_EITHER = re.compile(rb"[\xc2-\xd7][\xa1-\xbf]")  # a Cyrillic letter in UTF-8, a frequent character in GBK
+_ASCII = bytes(range(128))
+_SAFE = re.compile(rb"[\x00-\x2f][^\x00-\x2f]*\Z")  # such bytes are never a part of another character
+
+
+def is_gbk(line: bytes) -> bool:
+    """Whether bytes that are not UTF-8 are Chinese in GBK: most pairs are frequent characters, few fit UTF-8.
+
+    UTF-8 with a broken byte is not: its bytes, taken in pairs, begin with 0xE4 to 0xE9 or stay below 0xB0.
+    """
+    pairs = _PAIR.findall(line)
+    common = sum(1 for pair in pairs if _COMMON.fullmatch(pair))
+    fitting = sum(map(len, _UTF8.findall(line)))
+    return common >= 0.7 * len(pairs) and 2 * fitting < len(line.translate(None, _ASCII))
+
+
+class Decoder:
+    """Text of lines; `converted` counts those that were GBK, which makes it likelier for the next ones."""
+
+    encoding = GBK
+
+    def __init__(self) -> None:
+        self.converted = 0
+
+    def __call__(self, line: bytes) -> tuple[str, str]:
+        """The text, and the encoding it was converted from if it is not UTF-8."""
+        try:
+            text = line.decode()
+        except UnicodeDecodeError:
+            return self._convert(line) if is_gbk(line) else (line.decode("utf-8", "surrogateescape"), "")
+        if self.converted and not text.isascii() and not _EITHER.sub(b"", line).translate(None, _ASCII):
+            return self._convert(line)
+        return text, ""
+
+    def _convert(self, line: bytes) -> tuple[str, str]:
+        try:
+            text = line.decode("gb18030")
+        except UnicodeDecodeError:
+            return line.decode("utf-8", "surrogateescape"), ""
+        self.converted += 1
+        return text, GBK
+
+
+def lines_of(file: BinaryIO, decoder: Decoder, longest: int) -> Iterator[str]:
+    """The lines of a byte stream as text; a longer one comes in pieces that end between characters."""
+    rest = b""
+    while line := file.readline(longest):
+        line, rest = rest + line, b""
+        if len(line) >= longest and not line.endswith(b"\n") and (cut := _SAFE.search(line, len(line) - 4096)):
+            line, rest = line[: cut.start() + 1], line[cut.start() + 1 :]
+        yield decoder(line)[0]
+    if rest:
+        yield decoder(rest)[0]
+
+
+def without_mark(file: BinaryIO) -> bool:
+    """Step over the byte order mark of UTF-8; False if the file begins with one of UTF-16."""
+    head = file.peek(3)[:3]  # type: ignore[attr-defined]
+    if head == codecs.BOM_UTF8:
+        file.read(3)
+    return head[:2] not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
