@@ -66,7 +66,7 @@ class Build:
         small = sum(file.stat().st_size for file in files) < BAR_FROM_BYTES
         often = 1 if sys.stderr.isatty() else 15
         mapping, repair = parse_mapping(self.asked["columns"]), self.asked["repair"]
-        with tqdm(desc="Checking rows", unit=" rows", mininterval=often, disable=small) as bar:
+        with tqdm(desc="Checking rows", unit=" rows", mininterval=often, delay=2, disable=small) as bar:
             for file in files:
                 self.sources.append(file.name)
                 for row in read_rows(file):
