@@ -53,7 +53,10 @@ def _readme(source: str) -> Path | None:
 
     try:
         offline = not network.hub_online()
-        where = {"endpoint": os.environ.get("HF_ENDPOINT") or None, "local_files_only": offline}
-        return Path(hf_hub_download(name["repo"], "README.md", repo_type="dataset", **where))
+        endpoint = os.environ.get("HF_ENDPOINT") or None
+        readme = hf_hub_download(
+            name["repo"], "README.md", repo_type="dataset", endpoint=endpoint, local_files_only=offline
+        )
+        return Path(readme)
     except Exception:  # without it the rows are as good; the client's errors are of several libraries
         return None
