@@ -124,6 +124,7 @@ def write_report(path: Path, run: str, facts: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_plain(inner)}" for name, inner in value.items())
+    if isinstance(value, dict):  # what is nested deeper stays in facts.json: a line is no place for it
+        flat = {name: inner for name, inner in value.items() if not isinstance(inner, dict | list)}
+        return ", ".join(f"{name} {_plain(inner)}" for name, inner in (flat or value).items())
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " ")

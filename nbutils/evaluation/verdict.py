@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from nbutils.evaluation.exam import Result
 
 HELPED, HARMED, NO_PROOF = "helped", "harmed", "no proof that it helped"
+HEADLINES = {
+    HELPED: "The tuning helped",
+    HARMED: "The tuning did not help: it harmed",
+    NO_PROOF: "No proof that the tuning helped",
+}
 DECIDING = {"exact_content": "Exact match", "content": "ROUGE-L"}  # beyond other rows' references
 LEVEL = 1 - 0.05 / len(DECIDING)  # Bonferroni: two chances to rise by luck, so each must be surer
 POWER = 0.8416  # standard normal quantile of 80 %
@@ -34,9 +39,16 @@ class Verdict:
     todo: str
     flags: list[str] = field(default_factory=list)
 
+    @property
+    def headline(self) -> str:
+        """The word as a sentence."""
+        return HEADLINES[self.word]
+
     def __str__(self) -> str:
         flags = [f"[WARN] {flag}" for flag in self.flags]
-        return "\n".join([f"VERDICT: {self.word}", self.why, *([f"To do: {self.todo}"] if self.todo else []), *flags])
+        return "\n".join(
+            [f"VERDICT: {self.headline}", self.why, *([f"To do: {self.todo}"] if self.todo else []), *flags]
+        )
 
 
 def judge(base: Result, tuned: Result, adapter: Result | None = None) -> Verdict:
