@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +180,292 @@ def test_stop_ids_are_those_of_the_generation_config(tokenizer: Any, tmp_path: P
     assert chat.find_stop_ids(tokenizer, tmp_path) == {0, 3}
 
 
-# --- the contract is broken ---------------------------------------------------------------------------------------
+# --- rows that are too long ---------------------------------------------------------------------------------------
+
+
+SHORT, LONG, MIDDLE = (talk("Where?", answer) for answer in ("Here.", "Here, on its way. " * 9, "Here, on its way."))
+
+
+def test_rows_that_would_lose_their_stop_token_are_left_out_and_told(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"messages": one} for one in (SHORT, LONG, MIDDLE)]
+    sizes = [len(chat.inspect_row(tokenizer, row["messages"]).ids) for row in rows]
+    fitted = chat.fitting(tokenizer, rows, sizes[2] - 1)  # of the last row only the line break at its end is cut
+    assert fitted.kept == [rows[0], rows[2]] and fitted.left_out == [rows[1]] and fitted.longest == sizes[1]
+    assert fitted.long == ((2, sizes[1], sizes[1] - sizes[2] + 1, True), (3, sizes[2], 1, False))
+    assert "1 of 3 rows are LEFT OUT" in str(fitted) and f"row 2: {sizes[1]} tokens" in str(fitted)
+    assert f"raise train.max_length to {sizes[1]}" in str(fitted)
+    lines = fitted.write(tmp_path).read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"row": 2, "tokens": sizes[1], "cut": sizes[1] - sizes[2] + 1, "messages": LONG}
+    ]
+    report = chat.check_contract(tokenizer, fitted, sizes[2] - 1)
+    assert report.rows == 2 and report == chat.check_contract(tokenizer, fitted.kept, sizes[2] - 1)
+
+
+def test_where_all_rows_fit_one_line_says_so_and_nothing_is_written(tokenizer: Any, tmp_path: Path) -> None:
+    fitted = chat.fitting(tokenizer, ROWS, 512)
+    assert fitted.kept == ROWS and fitted.long == () and str(fitted).startswith("all 2 rows fit: the longest has")
+    assert fitted.write(tmp_path).read_text() == "" and "no limit" in str(chat.fitting(tokenizer, ROWS, 0))
+
+
+def test_a_row_with_several_examples_is_left_out_whole(bare: Any) -> None:
+    tokenizer = with_template(bare, GLM, eos="<|endoftext|>")
+    rows = [{"messages": ONE}, {"messages": [*TWO[:3], LONG[1]]}]
+    limit = len(chat.inspect_row(tokenizer, ONE).ids)
+    fitted = chat.fitting(tokenizer, rows, limit)
+    assert fitted.kept == rows[:1] and [one.row for one in fitted.examples] == [1] and fitted.long[0].row == 2
+
+
+def test_all_rows_too_long(tokenizer: Any) -> None:
+    with pytest.raises(CourseError, match="All 2 rows lose their stop token at max_length 4") as caught:
+        chat.fitting(tokenizer, ROWS, 4)
+    assert "raise train.max_length" in caught.value.todo
+
+
+def test_a_row_the_template_refuses_is_named(bare: Any) -> None:
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + MARKED
+    rows = [*ROWS, {"messages": [{"role": "system", "content": "Be kind."}, *ONE]}]
+    with pytest.raises(CourseError, match="Row 3: the chat template of this model refuses it: no system"):
+        chat.fitting(with_template(bare, strict), rows, 0)
+
+
+# --- tools --------------------------------------------------------------------------------------------------------
+
+
+def tool(name: str, **arguments: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {key: {"type": kind} for key, kind in arguments.items()}}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+
+
+def calling(name: str, arguments: Any, answer: str) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [*talk("And today?"), asked, {"role": "tool", "content": "sun"}, {"role": "assistant", "content": answer}]
+
+
+TOOL_ROWS: list[dict[str, Any]] = [
+    {"messages": calling("weather", '{"city": "杭州"}', "Sunny."), "tools": [tool("weather", city="string")]},
+    {"messages": ONE},
+    {"messages": calling("stock", {"item": "tea", "count": 2}, "Two."), "tools": [tool("stock", item="string")]},
+]
+CALLS = [
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "杭州"}}\n</tool_call><|im_end|>',
+    '<tool_call>\n{"name": "stock", "arguments": {"item": "tea", "count": 2}}\n</tool_call><|im_end|>',
+]
+
+
+def test_tool_calls_are_trained_and_tool_results_are_not(bare: Any) -> None:
+    from trl.chat_template_utils import qwen2_5_chat_template
+
+    tokenizer = with_template(bare, qwen2_5_chat_template)
+    report = chat.check_contract(tokenizer, TOOL_ROWS, 0)
+    assert (report.form.value, report.rows, report.answers) == ("messages", 3, 5)
+    for row, call, answer in ((TOOL_ROWS[0], CALLS[0], "Sunny."), (TOOL_ROWS[2], CALLS[1], "Two.")):
+        shown = chat.inspect_row(tokenizer, row["messages"], tools=row["tools"])
+        assert trained_text(shown) == [call, f"{answer}<|im_end|>"] and "<tools>\n{" in shown.text
+
+
+def test_qwen3_trains_a_tool_call_and_the_answer_after_it_apart(bare: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from trl.chat_template_utils import qwen3_chat_template
+
+    tokenizer = with_template(bare, qwen3_chat_template)
+    fitted, empty = chat.fitting(tokenizer, TOOL_ROWS, 0), "<think>\n\n</think>\n\n"
+    assert chat.check_contract(tokenizer, fitted, 0).answers == 5
+    first = [learnt(tokenizer, one) for one in fitted.examples if one.row == 1]
+    assert first == [empty + CALLS[0], f"{empty}Sunny.<|im_end|>"]
+    chat.show_row(tokenizer, TOOL_ROWS[0]["messages"], tools=TOOL_ROWS[0]["tools"])
+    assert "This row has 2 answers, each an example of its own" in capsys.readouterr().out
+
+
+def test_a_template_without_tools_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(CourseError, match="Row 1: the chat template of this model leaves out its tools"):
+        chat.check_contract(tokenizer, TOOL_ROWS, 0)
+    with pytest.raises(CourseError, match="Row 1: the chat template leaves out a call of 'weather'"):
+        chat.check_contract(tokenizer, [{"messages": TOOL_ROWS[0]["messages"]}], 0)
+
+
+# --- thinking -----------------------------------------------------------------------------------------------------
+
+
+THINKS = {"messages": talk("Where? /think", "<think>\nThe list says today.\n</think>\n\nOn its way.")}
+PLAIN = {"messages": talk("Where? /no_think", "On its way.")}
+
+
+@pytest.fixture
+def qwen3(bare: Any) -> Any:
+    from trl.chat_template_utils import qwen3_chat_template
+
+    return with_template(bare, qwen3_chat_template)
+
+
+def test_qwen3_thinking_is_trained_and_the_modes_that_hold_are_told(qwen3: Any) -> None:
+    (note,) = chat.check_contract(qwen3, [PLAIN], 0).notes
+    assert "may be asked with enable_thinking=True, the default, and with enable_thinking=False as well" in note
+    one = chat.check_contract(qwen3, [PLAIN, THINKS], 0)
+    assert "with enable_thinking=False 1 rows differ, the first is row 2" in one.notes[0]
+    assert trained_text(chat.inspect_row(qwen3, THINKS["messages"])) == [
+        THINKS["messages"][1]["content"] + "<|im_end|>"
+    ]
+
+
+def test_qwen3_served_without_thinking_trains_only_what_the_server_does_not_write(qwen3: Any) -> None:
+    fitted = chat.fitting(qwen3, [PLAIN], 0, thinking=False)
+    report = chat.check_contract(qwen3, fitted, 0)
+    assert report.form.value == "prompt_completion" and "already writes" in report.form.reason
+    assert learnt(qwen3, fitted.examples[0]) == "On its way.<|im_end|>"
+    assert "enable_thinking=False as checked, and with enable_thinking=True as well" in report.notes[0]
+    with pytest.raises(CourseError, match=r"Row 2: from token \d+ on a server would be sent .*training saw") as caught:
+        chat.check_contract(qwen3, [PLAIN, THINKS], 0, thinking=False)
+    assert "enable_thinking=True and check with thinking=True" in caught.value.todo
+
+
+def test_qwen3_trains_the_thinking_of_every_answer_after_what_the_server_keeps_of_earlier_ones(qwen3: Any) -> None:
+    first, second = ("<think>\nMaybe.\n</think>\n\nHere.", "<think>\nSurely.\n</think>\n\nToday.")
+    fitted = chat.fitting(qwen3, [{"messages": talk("Where?", first, "When?", second)}], 0)
+    assert [learnt(qwen3, one) for one in fitted.examples] == [f"{first}<|im_end|>", f"{second}<|im_end|>"]
+    assert (
+        "Maybe" not in qwen3.decode(list(fitted.examples[1].ids)) and chat.check_contract(qwen3, fitted, 0).answers == 2
+    )
+
+
+def test_a_template_whose_server_begins_the_thinking_needs_rows_that_think(bare: Any) -> None:
+    from trl.chat_template_utils import qwen3_5_think_chat_template
+
+    tokenizer = with_template(bare, qwen3_5_think_chat_template)
+    assert chat.check_contract(tokenizer, [THINKS], 0).answers == 1
+    with pytest.raises(CourseError, match="Row 1: from token") as caught:
+        chat.check_contract(tokenizer, [PLAIN], 0)
+    assert "enable_thinking=False" in caught.value.todo
+    assert chat.check_contract(tokenizer, [PLAIN], 0, thinking=False).answers == 1
+
+
+def test_glm_4_5_passes_through_trls_training_template(bare: Any) -> None:
+    from trl.chat_template_utils import glm4moe_chat_template
+
+    tokenizer = with_template(bare, glm4moe_chat_template, eos="<|endoftext|>")
+    report = chat.check_contract(tokenizer, [PLAIN, THINKS], 0, stop_ids=[0, SPECIAL.index("<|user|>")])
+    assert "TRL" in report.form.reason or report.form.value == "prompt_completion"
+    assert report.answers == 2 and report.stop_tokens == ("<|user|>",)
+
+
+# --- what the real trainer makes of it ----------------------------------------------------------------------------
+
+
+def tiny_tokenizer(template: str = "") -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(paths.TINY_MODEL)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return tokenizer
+
+
+def real_trainer(folder: Path, tokenizer: Any, rows: Any, max_length: int, **settings: Any) -> Any:
+    """TRL's own trainer on the bundled model, with the settings of lesson 03 that touch rows."""
+    from transformers import AutoModelForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    args = SFTConfig(
+        output_dir=str(folder), max_length=max_length, report_to="none", use_cpu=True, bf16=False,
+        **{"packing": True, "gradient_checkpointing": False, "per_device_train_batch_size": 2} | settings,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL)
+    return SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
+
+
+def collated(trainer: Any) -> list[tuple[list[int], list[int]]]:
+    """Ids and labels of every example in the batches the model gets, sorted."""
+    found = []
+    for batch in trainer.get_train_dataloader():
+        starts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), batch["input_ids"].shape[1]]
+        ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
+        found += [(ids[a:b], labels[a:b]) for a, b in itertools.pairwise(starts)]
+    return sorted(found)
+
+
+def expected(tokenizer: Any, rows: Any, form: str, max_length: int) -> list[tuple[list[int], list[int]]]:
+    """The same, made row by row from View.encode."""
+    found, view = [], chat.View(tokenizer, form)
+    for row in rows:
+        ids, trained = view.encode(row["messages"], row.get("tools"))
+        labels = [token if mark else -100 for token, mark in zip(ids, trained, strict=True)]
+        assert not any(trained[max_length:])
+        found.append((ids[:max_length], labels[:max_length]))
+    return sorted(found)
+
+
+def test_packing_truncation_and_collator_keep_every_trained_token(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    with open(paths.SAMPLES / "train.jsonl", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in itertools.islice(file, 60)]
+    rows = [{"messages": row["messages"]} for row in rows] + ROWS + [{"messages": LONG}]
+    limit = sorted(len(one) for one, _ in expected(tokenizer, rows, "messages", 10**6))[-2] - 1
+    fitted = chat.fitting(tokenizer, rows, limit)  # one row too long, and one of which a line break is cut
+    assert fitted.left_out == [{"messages": LONG}] and [one.stop_lost for one in fitted.long].count(False) >= 1
+    report = chat.check_contract(tokenizer, fitted, limit, chat.find_stop_ids(tokenizer, paths.TINY_MODEL))
+    trainer = real_trainer(tmp_path, tokenizer, chat.training_dataset(fitted), limit)
+    assert len(trainer.train_dataset) < len(fitted.kept) and trainer.args.packing_strategy == "bfd"
+    assert collated(trainer) == expected(tokenizer, fitted.kept, "messages", limit)
+    assert f"{report.trained} tokens are trained, {report.answers} stop tokens" in chat.check_trainer(trainer, report)
+
+
+def test_rows_with_different_tools_reach_the_model_as_they_were_checked(tmp_path: Path) -> None:
+    from trl.chat_template_utils import qwen2_5_chat_template
+
+    tokenizer = tiny_tokenizer(qwen2_5_chat_template)
+    fitted = chat.fitting(tokenizer, TOOL_ROWS, 512)
+    report = chat.check_contract(tokenizer, fitted, 512)
+    trainer = real_trainer(tmp_path, tokenizer, chat.training_dataset(fitted), 512)
+    assert collated(trainer) == expected(tokenizer, TOOL_ROWS, "messages", 512)
+    chat.check_trainer(trainer, report)
+
+
+def test_prompt_and_completion_are_masked_as_trl_masks_them(bare: Any, tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    tokenizer = with_template(bare, GLM, eos="<|endoftext|>")
+    fitted = chat.fitting(tokenizer, ROWS, 0)
+    split = [{"prompt": ONE[:1], "completion": ONE[1:]}]
+    split += [{"prompt": TWO[:at], "completion": TWO[at : at + 1]} for at in (1, 3)]
+    for row in split:  # this template leaves the answer open
+        row["completion"] = [row["completion"][0] | {"content": row["completion"][0]["content"] + "<|endoftext|>"}]
+    trainer = real_trainer(tmp_path, tokenizer, Dataset.from_list(split), 512, packing=False)
+    ours = chat.training_dataset(fitted)
+    assert [row["input_ids"] for row in trainer.train_dataset] == ours["input_ids"][:]
+    assert [row["labels"] for row in trainer.train_dataset] == ours["labels"][:]
+
+
+def test_pad_token_as_stop_token_in_the_real_collator(tmp_path: Path) -> None:
+    """TRL's collator pads labels by place; one that masks padding by its id hides every stop token."""
+    from transformers import DataCollatorForLanguageModeling
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    fitted = chat.fitting(tokenizer, ROWS, 512)
+    report = chat.check_contract(tokenizer, fitted, 512)
+    assert "padding is also the stop token" in report.notes[0]
+    trainer = real_trainer(tmp_path, tokenizer, chat.training_dataset(fitted), 512, packing=False)
+    labels = next(iter(trainer.get_train_dataloader()))["labels"]
+    assert int((labels == tokenizer.eos_token_id).sum()) == 3
+    chat.check_trainer(trainer, report)
+
+    by_id = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    trainer.data_collator = lambda rows: by_id([{"input_ids": row["input_ids"]} for row in rows])
+    with pytest.raises(CourseError, match="its collator hides some"):
+        chat.check_trainer(trainer, report)
+
+
+def test_a_trainer_that_cuts_rows_is_stopped(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    fitted = chat.fitting(tokenizer, ROWS, 512)
+    report = chat.check_contract(tokenizer, fitted, 512)
+    trainer = real_trainer(tmp_path, tokenizer, chat.training_dataset(fitted), 16)
+    with pytest.raises(
+        CourseError, match=rf"would train \d+ tokens with \d stop tokens.*counted {report.trained} with 3"
+    ):
+        chat.check_trainer(trainer, report)
+
+
+# --- the contract is broken: mistakes seen in public notebooks -----------------------------------------------------
 
 
 def broken(tokenizer: Any, form: str = "messages", rows: Any = ROWS, **more: Any) -> CourseError:
@@ -258,6 +545,28 @@ def test_a_literal_prefix_the_server_does_not_send(bare: Any) -> None:
     prefixed = "{% if not add_generation_prompt %}<s>{% endif %}" + MARKED
     problem = broken(with_template(bare, prefixed))
     assert "from token 1 on" in problem.seen and "'<s>" in problem.seen
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["### Instruction:\n{{ m.content }}\n\n", "<s>{{ m.role }}\n{{ m.content }}</s>\n", "{{ m.content }}"],
+    ids=["alpaca text", "literal <s>", "no markers"],
+)
+def test_training_text_written_by_hand(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    by_hand = HEAD + "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}" + text
+    monkeypatch.setattr("nbutils.chat.rendering.marking_template", lambda _: by_hand + "{% endif %}{% endfor %}")
+    problem = broken(tokenizer)
+    assert "Row 1: from token 1 on a server would be sent '<|im_start|>user" in problem.seen
+    assert "leave the chat template as the model came with it" in problem.todo
+
+
+def test_chatml_that_ends_where_the_generation_config_does_not(bare: Any) -> None:
+    from transformers import GenerationConfig
+
+    ends = MARKED.replace("{{ m.content }}<|im_end|>{% endg", "{{ m.content }}<|endoftext|>{% endg")
+    tokenizer = with_template(bare, ends, eos="<|endoftext|>")
+    problem = broken(tokenizer, stop_ids=chat.find_stop_ids(tokenizer, GenerationConfig(eos_token_id=2)))
+    assert "'<|endoftext|>', and generation stops only at '<|im_end|>'" in problem.seen and "Row 1" in problem.seen
 
 
 def test_an_answer_that_melts_into_the_prompt(tokenizer: Any) -> None:

@@ -62,17 +62,16 @@ def missing_stop(tokenizer: Any) -> str:
 
 
 def _as_served(tokenizer: Any, answers: int, thinking: bool | None) -> bool:
-    """Whether the text before the last answer is what a server is sent, and carries no loss.
+    """Whether a server is sent the text before a second answer, or what it is sent before the first carries no loss.
 
-    Qwen3 drops the thinking of earlier answers; Qwen3.5 without thinking writes the empty thinking itself.
+    Qwen3 drops the thinking of earlier answers; with Qwen3.5 the server writes the beginning of the thinking.
     """
-    from nbutils.chat.rendering import View
+    from nbutils.chat.rendering import View, common_length
 
     view = View(tokenizer, "messages", thinking)
     talk = [{"role": role, "content": role} for role in ("user", "assistant") * answers]
-    prompt = view.prompt(talk[:-1])
-    ids, trained = view.encode(talk)
-    same = ids[: len(prompt)] == prompt
-    if answers > 1 or not same:  # one answer that differs is a breach that no form mends: the check will tell
-        return same or answers == 1
-    return not any(mark and not view.blank(token) for token, mark in zip(prompt, trained, strict=False))
+    prompt, (ids, trained) = view.prompt(talk[:-1]), view.encode(talk)
+    same = common_length(prompt, ids)
+    if answers > 1:
+        return same == len(prompt)
+    return not any(mark and not view.blank(token) for token, mark in zip(ids[:same], trained, strict=False))
