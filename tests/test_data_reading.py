@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from nbutils import data
 from nbutils.data import files
 from nbutils.errors import CourseError
 from nbutils.paths import SAMPLES
+
+ROOT = Path(__file__).resolve().parent.parent
 
 BROKEN = {  # line of broken_rows.jsonl -> (kind, field)
     2: ("malformed_json", "character 113"),
@@ -243,6 +250,256 @@ def test_bytes_that_are_not_utf8_spoil_their_own_row_only(tmp_path: Path) -> Non
     bad, good = (data.check_row(row) for row in data.read_rows(path))
     assert isinstance(bad, data.RowError) and isinstance(good, data.ChatRow)
     assert (bad.problems[0].kind, bad.problems[0].field) == ("encoding", "answer") and "UTF-8" in bad.problems[0].todo
+
+
+def _packed(ending: str, pack: Any, writer: Any) -> Any:
+    def write_packed(path: Path, rows: list[Any]) -> None:
+        plain = path.with_name(path.name.removesuffix(ending))
+        writer(plain, rows)
+        path.write_bytes(pack(plain.read_bytes()))
+        plain.unlink()
+
+    return write_packed
+
+
+def _zstd(content: bytes) -> bytes:
+    half = len(content) // 2  # two frames, as parallel compressors and `cat` write them
+    return b"".join(zstandard.compress(part) for part in (content[:half], content[half:]))
+
+
+def _checked_zstd(content: bytes) -> bytes:
+    return zstandard.ZstdCompressor(write_checksum=True).compress(content)  # as the command line tool does
+
+
+@pytest.mark.parametrize(
+    ("name", "writer"),
+    [
+        ("a.jsonl.gz", _packed(".gz", gzip.compress, write)),
+        ("a.jsonl.zst", _packed(".zst", _zstd, write)),
+        ("a.json.gz", _packed(".gz", gzip.compress, _json_array)),
+        ("a.json.zst", _packed(".zst", _zstd, _json_array)),
+        ("a.csv.gz", _packed(".gz", gzip.compress, _csv)),
+        ("a.csv.zst", _packed(".zst", _zstd, _csv)),
+        ("A.CSV.GZ", _packed(".GZ", gzip.compress, _csv)),
+        ("a.parquet.gz", _packed(".gz", gzip.compress, _parquet)),
+        ("a.parquet.zst", _packed(".zst", _zstd, _parquet)),
+    ],
+)
+def test_compressed_files_give_the_same_rows(tmp_path: Path, name: str, writer: Any) -> None:
+    rows = [qa(1, "yes,\n是"), qa(2, "[no]"), qa(3, "{maybe}")]
+    writer(tmp_path / name, rows)
+    assert messages_of(tmp_path / name) == [[("user", r["question"]), ("assistant", r["answer"])] for r in rows]
+
+
+def test_a_tsv_is_a_table_too(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_bytes("问题\t答案\r\n你好，朋友\t您好\r\n".encode())
+    assert messages_of(tmp_path / "a.tsv") == [[("user", "你好，朋友"), ("assistant", "您好")]]
+
+
+@pytest.mark.parametrize(("ending", "pack"), [(".gz", gzip.compress), (".zst", _checked_zstd)])
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_damaged_file_gives_its_first_rows_and_then_says_so(
+    tmp_path: Path, ending: str, pack: Any, damage: str
+) -> None:
+    rng = random.Random(1)
+    rows = [qa(n, f"{rng.getrandbits(256):064x}") for n in range(20_000)]
+    content = bytearray(pack("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    half = len(content) // 2
+    if damage == "cut":
+        del content[half:]
+    else:
+        content[half : half + 400] = bytes(400)
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(content)
+    *read_before, last = data.read_rows(path)
+    assert isinstance(last, data.RowError) and "damaged or cut short" in last.problems[0].seen
+    sound = [row.raw for row in read_before if isinstance(row, data.Row)]
+    assert len(sound) > 1000 and sound[:1000] == rows[:1000] and last.line == read_before[-1].line + 1
+
+
+def test_a_file_that_is_not_what_its_name_says_is_named_once(tmp_path: Path) -> None:
+    for name in ("a.jsonl.gz", "b.csv.zst", "c.parquet.gz"):
+        (tmp_path / name).write_bytes(b"this was never compressed")
+        [only] = data.read_rows(tmp_path / name)
+        assert isinstance(only, data.RowError) and only.problems[0].kind == "damaged_file"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"data": [qa(1), qa(2)]},
+        {"version": "1.0", "numbers": [1, 2], "train": [qa(1), qa(2)], "note": {"by": ["me"]}},
+        [qa(1), qa(2)],
+    ],
+)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_object_may_hold_the_list_of_rows(tmp_path: Path, document: Any, indent: int | None) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(document, indent=indent), encoding="utf-8")
+    assert [row.raw for row in data.read_rows(tmp_path / "a.json")] == [qa(1), qa(2)]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("row", [qa(1), {"id": 7, "tags": [{"a": 1}], **qa(1)}, {"messages": [{"role": "user"}]}])
+def test_a_row_by_itself_is_one_row(tmp_path: Path, row: Any, indent: int | None) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(row, indent=indent) + "\n", encoding="utf-8")
+    assert [one.raw for one in data.read_rows(tmp_path / "a.json")] == [row]
+
+
+def test_objects_on_several_lines_each_are_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(qa(n), indent=2) for n in range(3)), encoding="utf-8")
+    assert [(row.line, row.raw) for row in data.read_rows(tmp_path / "a.jsonl")] == [(1, qa(0)), (5, qa(1)), (9, qa(2))]
+
+
+def test_an_object_with_several_lists_shows_their_names(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"train": [qa(1)], "test": [qa(2)]}, indent=1), encoding="utf-8")
+    with pytest.raises(CourseError, match="2 lists of rows: train, test"):
+        list(data.read_rows(tmp_path / "a.json"))
+
+
+def test_an_array_that_is_not_closed_is_told_and_its_rows_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([qa(1), qa(2)])[:-1], encoding="utf-8")
+    one, two, error = data.read_rows(tmp_path / "a.json")
+    assert (one.raw, two.raw) == (qa(1), qa(2)) and "not closed" in error.problems[0].todo
+
+
+def test_lines_that_are_lists_are_not_taken_for_one_list(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [chat_row("a", "b")["messages"], chat_row("c", "d")["messages"]])
+    assert [row.line for row in data.read_rows(path)] == [1, 2]
+
+
+def test_a_first_line_that_is_broken_does_not_hide_the_next(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"question": "a", "answer\n' + json.dumps(qa(1)) + "\n", encoding="utf-8")
+    bad, good = data.read_rows(tmp_path / "a.jsonl")
+    assert bad.line == 1 and good.raw == qa(1)
+
+
+PEAK = """
+import resource, sys
+from nbutils import data
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+list(data.read_rows(sys.argv[1]))
+before = peak()
+print(sum(1 for _ in data.read_rows(sys.argv[2])), peak() - before)
+"""
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.json", "held.json", "a.csv"])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
+    for folder, count in (("small", 2000), ("large", 20_000)):
+        (tmp_path / folder).mkdir()
+        rows = [qa(n, "x" * 1500) for n in range(count)]
+        text = "\n".join(json.dumps(row) for row in rows)
+        if name.endswith(".json"):
+            text = "[" + text.replace("\n", ",") + "]"
+            text = '{"rows": ' + text + "}" if name == "held.json" else text
+        elif name == "a.csv":
+            text = "question,answer\n" + "\n".join(f"{r['question']},{r['answer']}" for r in rows)
+        pack = {"gz": lambda b: gzip.compress(b, 1), "zst": zstandard.compress}.get(name.rpartition(".")[2], bytes)
+        (tmp_path / folder / name).write_bytes(pack(text.encode()))
+    words = [sys.executable, "-c", PEAK, str(tmp_path / "small" / name), str(tmp_path / "large" / name)]
+    count, grown_kib = map(int, subprocess.check_output(words, cwd=ROOT, text=True).split())
+    assert count == 20_000 and grown_kib < 8 * 1024, f"{grown_kib} KiB more for 27 MB more"
+
+
+# --- encodings ----------------------------------------------------------------------------------------------------
+
+CHINESE = [
+    {"问题": "我的订单到哪里了？", "答案": "您好，正在路上，预计明天下午送达。"},
+    {"问题": "一些", "答案": "是"},
+    {"问题": "退款要多久", "答案": "一般三个工作日内到账。"},
+    {"问题": "ok", "答案": "ok"},
+]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "gbk", "gb18030"])
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.json", "flat.json"])
+def test_chinese_is_read_whatever_it_was_saved_as(tmp_path: Path, name: str, encoding: str) -> None:
+    if name.endswith("sv"):
+        comma = "," if name == "a.csv" else "\t"
+        text = "\r\n".join(comma.join(line) for line in [("问题", "答案"), *(tuple(row.values()) for row in CHINESE)])
+    elif name == "a.jsonl":
+        text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in CHINESE)
+    else:
+        text = json.dumps(CHINESE, ensure_ascii=False, indent=None if name == "flat.json" else 2)
+    (tmp_path / name).write_bytes(text.encode(encoding))
+    rows = [data.check_row(row) for row in data.read_rows(tmp_path / name)]
+    assert [[m["content"] for m in row.messages] for row in rows] == [list(row.values()) for row in CHINESE]
+    warned = [any(warning.kind == "encoding" for warning in row.warnings) for row in rows]
+    assert any(warned) == encoding.startswith("gb") and (not name.endswith("sv") or not warned[3])
+
+
+def test_lines_in_two_encodings_are_each_read_in_their_own(tmp_path: Path) -> None:
+    lines = [json.dumps(row, ensure_ascii=False) for row in CHINESE]
+    (tmp_path / "a.jsonl").write_bytes(
+        b"\n".join(line.encode("gbk" if n % 2 == 0 else "utf-8") for n, line in enumerate(lines))
+    )
+    rows = [data.check_row(row) for row in data.read_rows(tmp_path / "a.jsonl")]
+    assert [row.messages[0]["content"] for row in rows] == [row["问题"] for row in CHINESE]
+    assert [bool(row.warnings) for row in rows] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+@pytest.mark.parametrize("byte", [b"\xff", b"\xe4", b"\x80", b"\xb0", b"\xc4\xe3"])
+def test_a_broken_line_of_utf8_is_not_taken_for_gbk(tmp_path: Path, name: str, byte: bytes) -> None:
+    lines = [json.dumps(row, ensure_ascii=False) for row in CHINESE[:1] * 3]
+    if name == "a.csv":
+        lines = ["问题,答案", *(",".join(row.values()) for row in CHINESE[:1] * 3)]
+    content = [line.encode() for line in lines]
+    content[-2] = content[-2].replace("正".encode(), byte)
+    (tmp_path / name).write_bytes(b"\n".join(content))
+    rows = [data.check_row(row) for row in data.read_rows(tmp_path / name)]
+    assert [isinstance(row, data.ChatRow) for row in rows] == [True, False, True]
+    assert rows[1].problems[0].kind == "encoding" and rows[1].problems[0].field == "答案"
+    assert not rows[0].warnings and not rows[2].warnings
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("Où est la fenêtre ? Déjà fermée", "latin-1"),
+        ("Größe über Maß", "cp1252"),
+        ("где мой заказ", "cp1251"),
+        ("訂單到哪裡了？謝謝您的幫忙", "big5"),
+        ("ご注文はどこですか", "shift-jis"),
+    ],
+)
+def test_other_encodings_are_not_taken_for_chinese(tmp_path: Path, text: str, encoding: str) -> None:
+    line = json.dumps({"question": text, "answer": "yes"}, ensure_ascii=False)
+    (tmp_path / "a.jsonl").write_bytes(line.encode(encoding))
+    [row] = map(data.check_row, data.read_rows(tmp_path / "a.jsonl"))
+    assert isinstance(row, data.RowError), row
+
+
+def test_a_stray_byte_in_french_does_not_make_it_chinese(tmp_path: Path) -> None:
+    line = json.dumps({"question": "Été, déjà prévu à Orléans", "answer": "né à"}, ensure_ascii=False).encode()
+    (tmp_path / "a.jsonl").write_bytes(line.replace(b"Orl", b"O\xe4l"))
+    [row] = map(data.check_row, data.read_rows(tmp_path / "a.jsonl"))
+    assert isinstance(row, data.RowError) and row.problems[0].kind == "encoding"
+
+
+# --- sources ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "stem"),
+    [
+        ("test.jsonl", "test"),
+        ("test.jsonl.gz", "test"),
+        ("test-00000-of-00001.parquet", "test"),
+        ("validation-00000-of-00002-a09b74b3ef9c3b56.parquet", "validation"),
+        ("TEST.CSV.ZST", "TEST"),
+        ("my.test.json", "my.test"),
+    ],
+)
+def test_the_stem_of_a_file_is_the_name_of_its_split(name: str, stem: str) -> None:
+    assert files.stem_of(Path(name)) == stem
+
+
+def test_a_folder_of_folders_says_what_it_holds(tmp_path: Path) -> None:
+    write(tmp_path / "zh" / "a.jsonl", [qa(1)])
+    write(tmp_path / "en" / "a.jsonl.gz", [qa(1)])
+    with pytest.raises(CourseError, match="en, zh"):
+        files.files_of(str(tmp_path))
 
 
 def test_a_folder_gives_its_data_files_in_order(tmp_path: Path) -> None:

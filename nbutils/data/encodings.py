@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 GBK = "GB18030"
+HEAD = 1 << 16
 _PAIR = re.compile(rb"[\x81-\xfe][\x30-\x39][\x81-\xfe][\x30-\x39]|[\x81-\xfe][\x40-\x7e\x80-\xfe]|[\x80-\xff]")
 _COMMON = re.compile(rb"[\xa1-\xa3\xb0-\xd7][\xa1-\xfe]")  # punctuation and the 3,755 most frequent characters
 _UTF8 = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
@@ -19,14 +20,15 @@ _ASCII = bytes(range(128))
 _SAFE = re.compile(rb"[\x00-\x2f][^\x00-\x2f]*\Z")  # such bytes are never a part of another character
 
 
-def is_gbk(line: bytes) -> bool:
+def is_gbk(line: bytes, likely: bool = False) -> bool:
     """Whether bytes that are not UTF-8 are Chinese in GBK: most pairs are frequent characters, few fit UTF-8.
 
-    UTF-8 with a broken byte is not: its bytes, taken in pairs, begin with 0xE4 to 0xE9 or stay below 0xB0.
+    UTF-8 with a broken byte is not: its bytes, taken in pairs, begin with 0xE4 to 0xE9 or stay below 0xB0. Where GBK is
+    `likely`, what fits as two bytes does not count: some frequent characters in GBK are Cyrillic letters in UTF-8.
     """
     pairs = _PAIR.findall(line)
     common = sum(1 for pair in pairs if _COMMON.fullmatch(pair))
-    fitting = sum(map(len, _UTF8.findall(line)))
+    fitting = sum(len(found) for found in _UTF8.findall(line) if len(found) > 2 or not likely)
     return common >= 0.7 * len(pairs) and 2 * fitting < len(line.translate(None, _ASCII))
 
 
@@ -35,16 +37,17 @@ class Decoder:
 
     encoding = GBK
 
-    def __init__(self) -> None:
+    def __init__(self, head: bytes = b"") -> None:
         self.converted = 0
+        self.likely = any(not _is_utf8(line) and is_gbk(line) for line in head.splitlines()[:-1][:1000])
 
     def __call__(self, line: bytes) -> tuple[str, str]:
         """The text, and the encoding it was converted from if it is not UTF-8."""
         try:
             text = line.decode()
         except UnicodeDecodeError:
-            return self._convert(line) if is_gbk(line) else (line.decode("utf-8", "surrogateescape"), "")
-        if self.converted and not text.isascii() and not _EITHER.sub(b"", line).translate(None, _ASCII):
+            return self._convert(line) if is_gbk(line, self.likely) else (line.decode("utf-8", "surrogateescape"), "")
+        if self.likely and not text.isascii() and not _EITHER.sub(b"", line).translate(None, _ASCII):
             return self._convert(line)
         return text, ""
 
@@ -53,8 +56,16 @@ class Decoder:
             text = line.decode("gb18030")
         except UnicodeDecodeError:
             return line.decode("utf-8", "surrogateescape"), ""
-        self.converted += 1
+        self.converted, self.likely = self.converted + 1, True
         return text, GBK
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def lines_of(file: BinaryIO, decoder: Decoder, longest: int) -> Iterator[str]:
@@ -69,9 +80,13 @@ def lines_of(file: BinaryIO, decoder: Decoder, longest: int) -> Iterator[str]:
         yield decoder(rest)[0]
 
 
-def without_mark(file: BinaryIO) -> bool:
-    """Step over the byte order mark of UTF-8; False if the file begins with one of UTF-16."""
-    head = file.peek(3)[:3]  # type: ignore[attr-defined]
-    if head == codecs.BOM_UTF8:
+def head_of(file: BinaryIO) -> bytes:
+    """The beginning of a file without the byte order mark of UTF-8, over which it steps."""
+    if file.peek(3)[:3] == codecs.BOM_UTF8:  # type: ignore[attr-defined]
         file.read(3)
-    return head[:2] not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return bytes(file.peek(HEAD)[:HEAD])  # type: ignore[attr-defined]
+
+
+def is_utf16(head: bytes) -> bool:
+    """Whether a file begins with a byte order mark of UTF-16."""
+    return head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from nbutils.data.documents import CHUNK, LARGEST_ROW, document, malformed
-from nbutils.data.encodings import Decoder, lines_of, without_mark
+from nbutils.data.encodings import Decoder, head_of, is_utf16, lines_of
 from nbutils.data.files import COMPRESSED, FORMATS_TEXT, damages, files_of, format_of, open_bytes
 from nbutils.data.private import mask
 from nbutils.data.raw import Problem, Row, RowError
@@ -50,55 +50,55 @@ def _guarded(file: Path, rows: Iterator[Row | RowError]) -> Iterator[Row | RowEr
 
 def _text(file: Path) -> Iterator[Row | RowError]:
     with open_bytes(file) as raw:
-        if not without_mark(raw):
+        head = head_of(raw)
+        if is_utf16(head):
             raise CourseError(f"{file} is UTF-16 text.", "UTF-8 or GBK text", "save it again with the encoding UTF-8")
+        decoder = Decoder(head)
         if format_of(file) in (".csv", ".tsv"):
-            yield from _csv(file, raw)
+            yield from _csv(file, raw, decoder)
             return
-        head, whole = _first_lines(raw)
+        first, whole = _first_lines(raw, decoder)
         if not whole:
-            yield from _lines(file, head, raw)
+            yield from _lines(file, first, raw, decoder)
             return
-    yield from _document(file)
+    yield from _document(file, decoder)
 
 
-def _first_lines(raw: BinaryIO) -> tuple[list[bytes], bool]:
+def _first_lines(raw: BinaryIO, decoder: Decoder) -> tuple[list[bytes], bool]:
     """The beginning of a JSON file, and whether it is one document: lines of JSON end with each line."""
-    head: list[bytes] = []
+    first: list[bytes] = []
     while line := raw.readline(LARGEST_ROW):
-        head.append(line)
-        if sum(1 for one in head if one.strip()) == 2:
+        first.append(line)
+        if sum(1 for one in first if one.strip()) == 2:
             break
-    filled = [line.strip() for line in head if line.strip()]
+    filled = [line.strip() for line in first if line.strip()]
     if not filled or filled[0][:1] not in (b"[", b"{"):
-        return head, False
+        return first, False
     try:
-        json.loads(Decoder()(filled[0])[0])
+        json.loads(decoder(filled[0])[0])
     except (json.JSONDecodeError, RecursionError):
-        return head, filled[0][:1] == b"[" or filled[0][-1:] in b"{[,:" or len(filled[0]) >= LARGEST_ROW - 2
-    return head, len(filled) == 1
+        return first, filled[0][:1] == b"[" or filled[0][-1:] in b"{[,:" or len(filled[0]) >= LARGEST_ROW - 2
+    return first, len(filled) == 1
 
 
-def _document(file: Path) -> Iterator[Row | RowError]:
-    decoder = Decoder()
-
+def _document(file: Path, decoder: Decoder) -> Iterator[Row | RowError]:
     def text() -> Iterator[str]:
         with open_bytes(file) as raw:
-            without_mark(raw)
+            head_of(raw)
             yield from lines_of(raw, decoder, CHUNK)
 
     for row in document(file.name, text):
         yield row._replace(encoding=decoder.encoding) if decoder.converted and isinstance(row, Row) else row
 
 
-def _lines(file: Path, head: list[bytes], raw: BinaryIO) -> Iterator[Row | RowError]:
+def _lines(file: Path, first: list[bytes], raw: BinaryIO, decoder: Decoder) -> Iterator[Row | RowError]:
     """One row per line; whatever the fast reader refuses is read again by the patient one."""
-    name, decoder, number = file.name, Decoder(), 0
-    for lines in (head, raw):
+    name, number = file.name, 0
+    for lines in (first, raw):
         for line in lines:
             number += 1
             try:
-                if not decoder.converted:
+                if not decoder.likely:
                     yield Row(name, number, orjson.loads(line))
                     continue
             except orjson.JSONDecodeError:
@@ -116,9 +116,8 @@ def _patient(name: str, number: int, decoder: Decoder, line: bytes) -> Row | Row
         return malformed(name, number, text.rstrip("\r\n"), problem)
 
 
-def _csv(file: Path, raw: BinaryIO) -> Iterator[Row | RowError]:
+def _csv(file: Path, raw: BinaryIO, decoder: Decoder) -> Iterator[Row | RowError]:
     csv.field_size_limit(LARGEST_ROW)
-    decoder = Decoder()
     lines = lines_of(raw, decoder, LARGEST_ROW)
     reader = csv.reader(lines, delimiter="\t" if format_of(file) == ".tsv" else ",", strict=True)
     header = next(reader, [])
