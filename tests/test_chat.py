@@ -198,6 +198,8 @@ def test_rows_that_would_lose_their_stop_token_are_left_out_and_told(tokenizer: 
     assert [json.loads(line) for line in lines] == [
         {"row": 2, "tokens": sizes[1], "cut": sizes[1] - sizes[2] + 1, "messages": LONG}
     ]
+    with pytest.raises(CourseError, match="Row 3: it has"):  # by its number among all rows
+        chat.check_contract(tokenizer, fitted, sizes[2] - 2)
     report = chat.check_contract(tokenizer, fitted, sizes[2] - 1)
     assert report.rows == 2 and report == chat.check_contract(tokenizer, fitted.kept, sizes[2] - 1)
 

@@ -84,8 +84,9 @@ def check_contract(
     fitted = rows if isinstance(rows, Fitting) else fitting(tokenizer, rows, 0, form, thinking)
     stops = set(stop_ids) if stop_ids is not None else find_stop_ids(tokenizer)
     view, examples = fitted.view, fitted.examples
-    _require_tools(view, fitted.kept)
-    ends = {end for one in examples for end in _Check(view, one, fitted.kept[one.row - 1], stops, max_length).ends()}
+    kept = dict(zip(fitted.numbers, fitted.kept, strict=True))
+    _require_tools(view, kept)
+    ends = {end for one in examples for end in _Check(view, one, kept[one.row], stops, max_length).ends()}
     return ContractReport(
         form=fitted.form,
         rows=len(fitted.kept),
@@ -122,9 +123,9 @@ def _notes(view: View, fitted: Fitting, ends: set[int]) -> Iterator[str]:
         )
 
 
-def _require_tools(view: View, rows: list[Row]) -> None:
+def _require_tools(view: View, rows: dict[int, Row]) -> None:
     """Tools a template does not show are tools the model never hears of."""
-    found = next(((number, row) for number, row in enumerate(rows, start=1) if row.get("tools")), None)
+    found = next(((number, row) for number, row in rows.items() if row.get("tools")), None)
     if found is None:
         return
     number, row = found

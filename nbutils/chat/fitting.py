@@ -38,11 +38,12 @@ class Fitting:
     form: Choice
     max_length: int
     kept: list[Row] = field(repr=False)
+    numbers: list[int] = field(repr=False)  # of the kept rows, from 1, among all
     long: tuple[Long, ...]
     longest: int
     left_out: list[Row] = field(repr=False)
     view: View = field(repr=False)
-    examples: list[Example] = field(repr=False)  # those of the kept rows, with the rows' numbers in `kept`
+    examples: list[Example] = field(repr=False)  # those of the kept rows
 
     def __str__(self) -> str:
         total = len(self.kept) + len(self.left_out)
@@ -88,17 +89,16 @@ def fitting(
             f"raise train.max_length in the profile to {longest}, or shorten the rows",
         )
     numbers = [number for number in range(1, len(rows) + 1) if number not in lost]
-    renumbered = {number: new for new, number in enumerate(numbers, start=1)} if lost else {}
-    kept = [one._replace(row=renumbered[one.row]) for one in examples if one.row not in lost] if lost else examples
     return Fitting(
         form=choice,
         max_length=max_length,
         kept=[rows[number - 1] for number in numbers],
+        numbers=numbers,
         long=tuple(long.values()),
         longest=longest,
         left_out=[rows[number - 1] for number in sorted(lost)],
         view=view,
-        examples=kept,
+        examples=[example for example in examples if example.row not in lost],
     )
 
 
