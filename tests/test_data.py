@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from test_data_reading import BROKEN, chat_row, qa, read, write
 
 from nbutils import data
+from nbutils.data.licence import licence_of
 from nbutils.errors import CourseError
 from nbutils.paths import SAMPLES
 
@@ -24,6 +26,7 @@ PEAK_GROWTH = """
 import resource, sys
 from pathlib import Path
 from nbutils import data
+from nbutils.data.licence import licence_of
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 data.prepare(sys.argv[1], Path(sys.argv[3]) / "small")
 before = peak()
@@ -254,3 +257,131 @@ def test_data_that_does_not_fit_on_the_disk_is_refused_before_it_is_read(
     monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.0)
     with pytest.raises(CourseError, match="preparing the data needs"):
         data.prepare("", tmp_path / "data")
+
+
+# --- subsets, columns, warnings, card -------------------------------------------------------------------------------
+
+
+def test_the_sets_of_20k_50k_and_100k_rows_are_nested_and_share_their_evaluation(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(f'{{"question": "{n}?", "answer": "{n * 7}"}}\n' for n in range(113_000))
+    sets = {}
+    for size in (20_000, 50_000, 100_000):
+        card = data.prepare(str(path), tmp_path / str(size), rows=size, near=0)
+        lines = (tmp_path / str(size) / "train.jsonl").read_bytes().splitlines()
+        sets[size] = (set(lines), (tmp_path / str(size) / "eval.jsonl").read_bytes())
+        assert card.train == len(lines) == size and card.rows == card.accepted == card.train + card.eval + card.unused
+    assert sets[20_000][0] < sets[50_000][0] < sets[100_000][0]
+    assert sets[20_000][1] == sets[50_000][1] == sets[100_000][1] != b""
+
+
+ODD = {"id": 7, "标题": "发票 13812345678", "正文": "什么时候开？", "回复": "明天。"}
+
+
+def odd(number: int) -> dict[str, Any]:
+    return ODD | {"id": number, "正文": f"订单 {number} 什么时候开？", "回复": f"第 {number} 天。"}
+
+
+def test_columns_nobody_knows_are_asked_for_with_an_example_of_each(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [odd(n) for n in range(9)])
+    with pytest.raises(CourseError) as caught:
+        data.prepare(path, tmp_path / "out")
+    assert "正文: 订单 0 什么时候开？" in caught.value.seen and "id: 0" in caught.value.seen
+    assert "138****5678" in caught.value.seen and "13812345678" not in str(caught.value)
+    assert 'COLUMNS = "user=标题, assistant=回复"' in caught.value.todo and "--columns" in caught.value.todo
+    card = data.prepare(path, tmp_path / "out", columns="user = 标题 + 正文, assistant=回复")
+    assert (card.accepted, card.columns, card.warnings) == (9, "user=标题+正文, assistant=回复", {"phone": 9})
+
+
+def test_settings_are_compared_when_data_is_reused_unless_they_are_not_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [odd(n) for n in range(9)])
+    first = data.prepare(path, tmp_path / "out", columns="user=标题+正文, assistant=回复", near=0.9, repair=False)
+    assert data.prepare(path, tmp_path / "out") == first
+    assert data.prepare(path, tmp_path / "out", columns="question=标题+正文,answer=回复", near=0.9) == first
+    for other in ({"columns": "user=正文, assistant=回复"}, {"near": 0.8}, {"repair": True}):
+        with pytest.raises(CourseError, match=next(iter(other))):
+            data.prepare(path, tmp_path / "out", **other)
+
+
+def test_a_card_written_before_there_were_near_duplicates_is_still_good(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [qa(n) for n in range(30)])
+    data.prepare(path, tmp_path / "out")
+    file = tmp_path / "out" / "data_card.json"
+    old = json.loads(file.read_text(encoding="utf-8"))
+    for name in ("columns", "near", "repair", "warnings", "examples"):
+        del old[name]
+    file.write_text(json.dumps(old), encoding="utf-8")
+    card = data.prepare(path, tmp_path / "out", near=0.8, repair=True)
+    assert card.near is None and "not looked for" in str(card)
+
+
+def test_private_data_is_counted_and_shown_masked_only(tmp_path: Path) -> None:
+    rows = [qa(n, f"call 1381234567{n}") for n in range(5)] + [qa(n + 10, f"mail me{n}@example.com") for n in range(5)]
+    card = data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out")
+    assert card.accepted == 10 and card.warnings == {"phone": 5, "email": 5} and len(card.examples) == 4
+    page = (tmp_path / "out" / "data_card.md").read_text(encoding="utf-8")
+    shown = page + str(card) + (tmp_path / "out" / "data_card.json").read_text(encoding="utf-8")
+    assert "138****" in card.examples[0] and "a.jsonl line 1, answer" in card.examples[0]
+    assert "13812345" not in shown and "me0@" not in shown
+
+
+def test_repaired_text_is_counted_and_can_be_refused_instead(tmp_path: Path) -> None:
+    rows = [qa(n) for n in range(20)] + [qa(99, "订单已经发货了，请放心。".encode().decode("latin-1"))]
+    path = write(tmp_path / "a.jsonl", rows)
+    card = data.prepare(path, tmp_path / "out")
+    assert card.warnings == {"mojibake": 1} and card.rejected == 0
+    assert any("发货" in str(row) for rows in data.load(tmp_path / "out") for row in rows)
+    assert data.prepare(path, tmp_path / "strict", repair=False).reasons == {"mojibake": 1}
+
+
+def test_the_page_of_the_card_holds_what_the_json_holds(tmp_path: Path) -> None:
+    path = write(tmp_path / "a|b.jsonl", [qa(n) for n in range(30)] + [qa(3), qa(31, "")])
+    card = data.prepare(path, tmp_path / "out", licence="CC-BY-4.0")
+    page = (tmp_path / "out" / "data_card.md").read_text(encoding="utf-8")
+    for words in ("a\\|b.jsonl", "32 = 30 accepted + 2 rejected", "empty 1", "duplicate 1", "en 30", "CC-BY-4.0"):
+        assert words in page, words
+    assert card.fingerprint in page and "<=32" in page and "####" in page
+
+
+def test_the_licence_of_a_folder_and_of_a_hub_dataset_comes_from_its_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "in" / "rows.jsonl", [qa(n) for n in range(30)])
+    readme = tmp_path / "in" / "README.md"
+    readme.write_text("---\nlicense: apache-2.0\ntags: [chat]\n---\n# Rows\n", encoding="utf-8")
+    assert data.prepare(str(tmp_path / "in"), tmp_path / "out").licence == "apache-2.0"
+    monkeypatch.setattr("nbutils.platforms.network.hub_online", lambda: True)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(readme))
+    assert licence_of("someone/rows") == "apache-2.0"
+    readme.write_text("---\nlicense: other\nlicense_name: own words\n---\n", encoding="utf-8")
+    assert licence_of("someone/rows:folder") == "other (own words)"
+    for text in ("# Rows", "---\na: [\n---\n", "---\n- a\n---\n"):
+        readme.write_text(text, encoding="utf-8")
+        assert licence_of("someone/rows") == "unstated"
+
+
+def test_tools_are_stored_and_make_another_row(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+    rows = [chat_row(f"{n}?", "yes") for n in range(20)] + [chat_row("3?", "yes") | {"tools": tools}]
+    card = data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out")
+    stored = [row for side in data.load(tmp_path / "out") for row in side]
+    assert card.accepted == 21 and [row for row in stored if "tools" in row] == [rows[-1]]
+
+
+def test_held_out_files_are_known_by_their_stem_also_when_packed(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "train.jsonl", [qa(n) for n in range(10)])
+    packed = gzip.compress("".join(json.dumps(qa(n)) + "\n" for n in range(20, 23)).encode())
+    (tmp_path / "in" / "test-00000-of-00001.jsonl.gz").write_bytes(packed)
+    card = data.prepare(str(tmp_path / "in"), tmp_path / "out")
+    assert (card.train, card.eval) == (10, 3)
+
+
+def test_memory_grows_by_little_for_each_row(tmp_path: Path) -> None:
+    small = write(tmp_path / "small.jsonl", [qa(n) for n in range(20)])
+    large = tmp_path / "large.jsonl"
+    with open(large, "w", encoding="utf-8") as file:
+        file.writelines(f'{{"question": "Order {n}?", "answer": "{n * n}"}}\n' for n in range(60_000))
+    words = [sys.executable, "-c", PEAK_GROWTH, small, str(large), str(tmp_path)]
+    accepted, grown_kib = map(int, subprocess.check_output(words, cwd=ROOT, text=True).split())
+    assert accepted == 60_000 and grown_kib / 60_000 < 0.8, f"{grown_kib} KiB more for 60,000 rows"

@@ -5,6 +5,8 @@ The same pass as `prepare`, but bad rows never stop it. Not here: the pass (buil
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -62,8 +64,15 @@ def check(
         raise CourseError("--max-length needs a tokenizer.", "--model FOLDER --max-length N", "name the model's folder")
     if out and (out / CARD).exists():
         raise CourseError(f"{out} already holds prepared data.", "a new folder for --out", "choose another folder")
+    with contextlib.redirect_stdout(sys.stderr):  # what the rooms say meanwhile is no part of the report
+        return _check(sources, settings(0.1, columns, near, repair), model, max_length, out, rejected)
+
+
+def _check(
+    sources: Sequence[str], wishes: dict[str, Any], model: str, max_length: int, out: Path | None, rejected: Path | None
+) -> Report:
     train, held_out = find_sources(sources, "")
-    asked = settings(0.1, columns, near, repair) | {"limit": 0, "eval_source": "", "source": ", ".join(sources)}
+    asked = wishes | {"limit": 0, "eval_source": "", "source": ", ".join(sources)}
     asked |= {"licence": licence_of(sources[0]), "source_sha256": sha256_of(train, held_out)}
     with tempfile.TemporaryDirectory() as scratch, building(out or Path(scratch), asked, train + held_out) as build:
         build.run(train, held_out)
@@ -113,11 +122,9 @@ def _next(tally: Tally, written: str, rejected: Path | None, lengths: dict[str, 
 
 def _measure(folder: Path, model: str, max_length: int) -> dict[str, Any]:
     """Tokens of every accepted row: how many are over the limit, what would be cut, how many stop tokens go with it."""
-    from transformers import AutoTokenizer
-
     from nbutils.chat.fitting import fitting, last_place
 
-    tokenizer, form = AutoTokenizer.from_pretrained(model), ""
+    tokenizer, form = _tokenizer(model), ""
     found = {"max_length": max_length, "rows": 0, "longest": 0, "over": 0, "tokens_cut": 0, "stop_lost": 0}
     for rows in _chunks(folder):
         fitted = fitting(tokenizer, rows, 0, form)
@@ -135,6 +142,16 @@ def _measure(folder: Path, model: str, max_length: int) -> dict[str, Any]:
         found["tokens_cut"] += sum(over.values())
         found["stop_lost"] += len(lost)
     return found
+
+
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(Path(model).expanduser() if Path(model).expanduser().exists() else model)
+    except (OSError, ValueError) as problem:
+        seen = f"There is no tokenizer in {model!r}: {str(problem).splitlines()[0]}"
+        raise CourseError(seen, "the folder of a model, or its name on the hub", "correct --model") from problem
 
 
 def _chunks(folder: Path) -> Iterator[list[dict[str, Any]]]:
