@@ -41,6 +41,12 @@ BROKEN = {  # line of broken_rows.jsonl -> (kind, field)
     19: ("control_character", "answer"),
     20: ("mojibake", "答案"),
     21: ("ambiguous_columns", "instruction, output, question, answer"),
+    22: ("unknown_columns", "-"),
+    23: ("mojibake", "answer"),
+    24: ("role_order", "messages[1]"),
+    25: ("wrong_type", "messages[1].tool_calls[0]"),
+    26: ("malformed_json", "messages[1].tool_calls[0].arguments"),
+    27: ("unsupported_field", "images"),
 }
 
 
@@ -81,8 +87,8 @@ def test_each_broken_row_is_named_by_line_kind_and_field() -> None:
 
 def test_a_bad_line_never_hides_the_next() -> None:
     checked = [data.check_row(row) for row in data.read_rows(SAMPLES / "broken_rows.jsonl")]
-    assert len(checked) == 22
-    assert [row.line for row in checked if isinstance(row, data.ChatRow)] == [1, 22]
+    assert len(checked) == 28
+    assert [row.line for row in checked if isinstance(row, data.ChatRow)] == [1, 28]
 
 
 @pytest.mark.parametrize(
@@ -144,6 +150,198 @@ def test_indentation_at_the_start_of_an_answer_is_kept(tmp_path: Path) -> None:
 def test_rules_of_a_row(raw: Any, kind: str, field: str) -> None:
     problem = data.problems_of(raw)[0]
     assert (problem.kind, problem.field) == (kind, field)
+
+
+SEARCH = {"function": {"name": "search", "arguments": {"q": "天气"}}, "type": "function"}
+ASKED = {"role": "user", "content": "天气?"}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [SEARCH]}
+RESULT = {"role": "tool", "content": "晴", "name": "search", "tool_call_id": "1"}
+SAID = {"role": "assistant", "content": "今天晴。"}
+TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
+
+
+def checked_row(raw: Any, mapping: str = "") -> data.ChatRow:
+    row = data.check_row(data.Row("row", 1, raw), data.parse_mapping(mapping))
+    assert isinstance(row, data.ChatRow), row
+    return row
+
+
+def test_a_conversation_with_tools_keeps_what_a_template_reads() -> None:
+    row = checked_row({"messages": [ASKED, CALLED, RESULT, RESULT, SAID, ASKED, SAID], "tools": [TOOL]})
+    assert row.messages[1] == {"role": "assistant", "content": "", "tool_calls": [SEARCH]}
+    assert row.messages[2] == RESULT and row.tools == [TOOL] and not row.trimmed
+    assert checked_row({"messages": [ASKED, SAID], "tools": []}).tools is None
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"messages": json.dumps([ASKED, CALLED, RESULT, SAID]), "tools": json.dumps([TOOL])},
+        {"messages": [ASKED, CALLED, RESULT, SAID], "tools": json.dumps(TOOL["function"])},
+        {
+            "messages": [
+                ASKED,
+                {"role": "assistant", "tool_calls": [{"name": "search", "arguments": json.dumps({"q": "天气"})}]},
+                RESULT,
+                SAID,
+            ],
+            "tools": [TOOL["function"]],
+        },
+        {
+            "messages": [
+                ASKED,
+                {"role": "assistant", "content": "", "function_call": {"name": "search", "arguments": {"q": "天气"}}},
+                {**RESULT, "role": "function"},
+                SAID,
+            ],
+            "tools": [TOOL],
+        },
+        {
+            "conversations": [
+                {"from": "human", "value": "天气?"},
+                {"from": "function_call", "value": json.dumps({"name": "search", "arguments": {"q": "天气"}})},
+                {"from": "observation", "value": "晴", "name": "search", "tool_call_id": "1"},
+                {"from": "gpt", "value": "今天晴。"},
+            ],
+            "tools": json.dumps([TOOL["function"]]),
+        },
+    ],
+)
+def test_every_way_to_write_a_tool_call_becomes_the_same(raw: Any) -> None:
+    row = checked_row(raw)
+    assert row.messages == [ASKED, {**CALLED, "content": ""}, RESULT, SAID] and row.tools == [TOOL]
+
+
+@pytest.mark.parametrize(
+    ("messages", "kind", "field"),
+    [
+        ([ASKED, RESULT, SAID], "role_order", "messages[1]"),
+        ([ASKED, SAID, RESULT, SAID], "role_order", "messages[2]"),
+        ([ASKED, CALLED, ASKED, SAID], "role_order", "messages[2]"),
+        ([ASKED, CALLED, RESULT], "role_order", "messages[2]"),
+        ([ASKED, CALLED, RESULT, ASKED, SAID], "role_order", "messages[3]"),
+        ([ASKED, {"role": "system", "content": "a"}, SAID], "role_order", "messages[1]"),
+        ([ASKED, {**CALLED, "tool_calls": [{"function": "search"}]}], "wrong_type", "messages[1].tool_calls[0]"),
+        ([ASKED, {**CALLED, "tool_calls": [{"function": {"name": " "}}]}], "wrong_type", "messages[1].tool_calls[0]"),
+        (
+            [ASKED, {**CALLED, "tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]}],
+            "wrong_type",
+            "messages[1].tool_calls[0].arguments",
+        ),
+        ([{**ASKED, "tool_calls": [SEARCH]}, SAID], "unsupported_field", "messages[0].tool_calls"),
+        ([ASKED, {**SAID, "images": ["a.png"]}], "unsupported_field", "messages[1].images"),
+        ([{**ASKED, "content": [{"type": "image_url"}]}, SAID], "unsupported_field", "messages[0].content"),
+        ([ASKED, {"role": "assistant", "content": ""}], "empty", "messages[1].content"),
+        ([ASKED, {"role": "assistant", "content": "", "reasoning_content": "hm"}], "empty", "messages[1].content"),
+    ],
+)
+def test_rules_of_a_conversation(messages: list[Any], kind: str, field: str) -> None:
+    problem = data.problems_of({"messages": messages})[0]
+    assert (problem.kind, problem.field) == (kind, field)
+
+
+def test_a_call_may_be_the_last_thing_said() -> None:
+    assert checked_row({"messages": [ASKED, CALLED]}).messages[-1]["tool_calls"] == [SEARCH]
+
+
+def test_bad_tools_are_named() -> None:
+    for tools, kind, field in [([{"type": "x"}], "wrong_type", "tools[0]"), ("[{", "malformed_json", "tools")]:
+        problem = data.problems_of({"messages": [ASKED, SAID], "tools": tools})[0]
+        assert (problem.kind, problem.field) == (kind, field)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"messages": [ASKED, {**SAID, "reasoning_content": "想\n"}]},
+        {"question": "天气?", "Complex_CoT": "想", "response": "今天晴。"},
+        {"input": "天气?", "reasoning_content": "想", "content": "今天晴。"},
+    ],
+)
+def test_reasoning_stands_before_the_answer(raw: Any) -> None:
+    assert checked_row(raw).messages[1]["content"] == "<think>\n想\n</think>\n\n今天晴。"
+
+
+def test_history_becomes_earlier_turns() -> None:
+    raw = {"system": "短", "instruction": "c", "input": "", "output": "d", "history": [["a", "b"], ["e", "f"]]}
+    found = [(message["role"][0], message["content"]) for message in checked_row(raw).messages]
+    assert found == [("s", "短"), ("u", "a"), ("a", "b"), ("u", "e"), ("a", "f"), ("u", "c"), ("a", "d")]
+    assert len(checked_row({**raw, "history": ""}).messages) == len(checked_row({**raw, "history": None}).messages) == 3
+
+
+def test_content_in_parts_is_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert checked_row({"messages": [{"role": "user", "content": parts}, SAID]}).messages[0]["content"] == "a\nb"
+
+
+# --- columns ------------------------------------------------------------------------------------------------------
+
+
+def test_a_mapping_joins_columns_and_ignores_the_rest() -> None:
+    raw = {"标题": "订单", "正文": "到哪里了？", "回复": "在路上。", "角色": "客服", "question": "x", "answer": "y"}
+    row = checked_row(raw, "user=标题+正文, assistant=回复, system=角色")
+    assert [m["content"] for m in row.messages] == ["客服", "订单\n到哪里了？", "在路上。"]
+    assert [m["content"] for m in checked_row({**raw, "标题": None}, "问题=标题+正文，答案=回复").messages] == [
+        "到哪里了？",
+        "在路上。",
+    ]
+    assert checked_row({"Chat": [ASKED, SAID]}, "messages=chat").messages == [ASKED, SAID]
+    assert checked_row({"question": "a", "answer": "b", "who": "c"}, "system=who").messages[0]["content"] == "c"
+
+
+def test_a_mapping_that_names_an_absent_column_says_which_are_there() -> None:
+    row = data.check_row(data.Row("a", 1, qa(1)), data.parse_mapping("user=question, assistant=reply"))
+    assert isinstance(row, data.RowError)
+    assert (row.problems[0].kind, row.problems[0].field) == ("missing_field", "reply")
+    assert "question, answer" in row.problems[0].todo
+
+
+def test_a_mapping_reads_back_and_nothing_is_none() -> None:
+    text = "user=a+b, assistant=c, system=d"
+    assert str(data.parse_mapping(text)) == text and data.parse_mapping(f" {text};\n") == data.parse_mapping(text)
+    assert data.parse_mapping("") is data.parse_mapping(" ") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b", "messages=a, user=b, assistant=c"],
+)
+def test_a_mapping_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(CourseError) as caught:
+        data.parse_mapping(text)
+    assert text.split(",")[0] in caught.value.seen and "user=" in caught.value.todo
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"title": "a", "body": "b", "reply": "c"},
+        {**qa(1), "instruction": "a", "output": "b"},
+        {**qa(1), "response": "x"},
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+    ],
+)
+def test_columns_nobody_can_know_are_asked_for(raw: Any) -> None:
+    problem = data.problems_of(raw)[0]
+    names = list(raw)
+    assert f'COLUMNS = "user={names[0]}, assistant={names[1]}"' in problem.todo and "--columns" in problem.todo
+    assert all(name in problem.seen + problem.field for name in names)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"instruction": "a", "input": "", "output": "b", "text": "whole", "prompt": "whole"},
+        {"instruction": "a", "context": "", "response": "b", "category": "qa"},
+        {"prompt": "a", "prompt_id": "7", **chat_row("a", "b")},
+        {"\ufeffQuestion": "a", " ANSWER ": "b"},
+        {"": "0", "question": "a", "answer": "b"},
+        {"problem": "a", "solution": "b"},
+        {"用户": "a", "助手": "b"},
+    ],
+)  # fmt: skip
+def test_columns_beside_the_known_ones_do_no_harm(raw: Any) -> None:
+    assert [message["content"] for message in checked_row(raw).messages] == ["a", "b"]
 
 
 def test_a_sound_row_has_no_problems_and_html_is_no_marker() -> None:

@@ -16,10 +16,10 @@ _ONE = f"(?:[\xc2-\xdf][{_REST}]|[\xe0-\xef][{_REST}]{{2}}|[\xf0-\xf4][{_REST}]{
 _CJK = f"[\xe3-\xe9\xef][{_REST}][{_REST} ]"  # a no-break space is often stored as a plain one
 _RUN = re.compile(f"(?:{_CJK}){{2,}}|{_ONE}+")
 _LOOK = re.compile(f"[\xc2-\xf4][{_REST}]")
-_ODD = re.compile("[¤¥¦§¨¬\xad¯±´µ¶¸¼½¾ˆ‚„˜]")  # never after a letter in any language that has accents
-_CONTROL = re.compile("[\x80-\x9f]")
-_SIGNS = re.compile("\xe2[€‚„†‡ˆ‰˜™œ]|\xf0Ÿ")  # how dashes, curly quotes, arrows, ticks and emoji begin
-_IN_WORD = re.compile("[ÃÄÅÐÑ].")
+_CJK_RUN = re.compile(f"(?:{_CJK}){{2,}}")
+_ODD = re.compile("[\x80-\x9f¤¥¦§¨¬\xad¯±´µ¶¸¼¾ˆ˜]|(?<!×)½")  # never after a letter in a language with accents
+_SIGNS = re.compile("\xe2(?:[€‚†‡ˆ‰˜œ]|„[¢ƒ])|\xf0Ÿ")  # how dashes, curly quotes, arrows, ticks and emoji begin
+_SURE = re.compile("[ÐÑ].[ÐÑ]|[\xe0-\xf4]")
 _SPACED = re.compile("Â[£©®°±·µ§¡¿¼½¾²³\xa0«»]")
 # UTF-8 read as GBK: how the Chinese comma, full stop and quotes begin, and the most frequent characters
 GBK_SIGNS = "锛銆鈥涓浜浠浣鐨鏄鍦鏈鎴鍙"
@@ -38,7 +38,7 @@ def suspicious(text: str) -> bool:
 def repair_mojibake(text: str) -> str:
     """The text as it was meant, or the very same text when there is any doubt."""
     for _ in range(3):  # broken twice happens: each time through a wrong door adds a layer
-        mended = _RUN.sub(_reread, text)
+        mended = _reread(text) if _LOOK.search(text) else text
         mended = _reread_gbk(mended) if _LOOK_GBK.search(mended) else mended
         if mended == text:
             break
@@ -46,29 +46,46 @@ def repair_mojibake(text: str) -> str:
     return text
 
 
-def _reread(run: re.Match[str]) -> str:
-    """One run of characters as UTF-8, if it is plainly nothing else."""
-    broken = run[0]
+def _reread(text: str) -> str:
+    """All of the text as UTF-8 if a part of it is plainly broken; where not all of it is, only such parts."""
+    if not any(_certain(run) for run in _RUN.finditer(text)):
+        return text
+    if whole := _as_utf8(text):
+        return whole
+    return _RUN.sub(lambda run: _as_utf8(run[0]) if _certain(run) or run[0][0] in "ÂÃ" else run[0], text)
+
+
+def _as_utf8(text: str) -> str:
+    """The text whose bytes these characters once were; empty if they are not the bytes of any."""
     try:
-        meant = bytes(0xA0 if char == " " else _BYTE[char] for char in broken).decode()
-    except UnicodeDecodeError:
-        return broken
-    return meant if _certain(broken, meant, run.string[: run.start()][-1:], run.string[run.end() :][:1]) else broken
+        return bytes(ord(char) if char < "\x80" else _BYTE[char] for char in text).decode()
+    except (KeyError, UnicodeDecodeError):
+        spaced = text.replace(" ", "\xa0")
+        return _as_utf8(spaced) if _CJK_RUN.fullmatch(text) and spaced != text else ""
 
 
-def _certain(broken: str, meant: str, before: str, after: str) -> bool:
+def _certain(run: re.Match[str]) -> bool:
     """Whether no sound text would hold these characters between these neighbours."""
+    broken, meant = run[0], _as_utf8(run[0])
+    before, after = run.string[: run.start()][-1:], run.string[run.end() :][:1]
+    if not meant:
+        return False
+    odd = _ODD.search(broken) is not None
     if " " in broken:
-        return len(meant) > 1 and _ODD.search(broken) is not None and _SOUND.fullmatch(meant) is not None
-    if len(meant) > 1 or _CONTROL.search(broken) or _SIGNS.match(broken):
+        return odd and _SOUND.fullmatch(meant) is not None
+    if odd and (len(meant) > 1 or meant > "\u2000"):
         return True
-    within = "a" <= before <= "z" or "a" <= after <= "z"
-    if _IN_WORD.fullmatch(broken):
-        return within if broken[0] == "Ã" else ("a" <= before <= "z" and "a" <= after <= "z")
+    if _SIGNS.match(broken) or len(set(meant)) > 2 or (len(meant) > 1 and _SURE.match(broken)):
+        return True
+    return len(meant) == 1 and _in_word(broken, before, after)
+
+
+def _in_word(broken: str, before: str, after: str) -> bool:
+    """Whether two characters stand where one accented letter or sign should: next to small letters or numbers."""
+    left, right = "a" <= before <= "z", "a" <= after <= "z"
     if _SPACED.fullmatch(broken):
-        sign = broken[1] not in "\xa0«»" and not before.isupper()
-        return sign or "a" <= before <= "z" or before.isdigit()
-    return "\u3000" <= meant <= "\uffef" and _ODD.search(broken) is not None
+        return left or before.isdigit() or (broken[1] not in "\xa0«»" and not before.isupper())
+    return (left or right) if broken[0] == "Ã" else (left and right and broken[0] in "ÄÅÐÑ")
 
 
 def _reread_gbk(text: str) -> str:

@@ -48,7 +48,7 @@ def check_row(row: Row | RowError, mapping: Mapping | None = None, repair: bool 
     if row.encoding:
         todo = "nothing: it was converted; look whether it reads well"
         warnings.append(Problem("encoding", "-", f"written in {row.encoding}", todo))
-    return ChatRow(row.file, row.line, messages, tools, trimmed, repaired, tuple(warnings))
+    return ChatRow(row.file, row.line, messages, tools, trimmed and not repaired, repaired, tuple(warnings))
 
 
 def problems_of(raw: Any, mapping: Mapping | None = None) -> list[Problem]:
