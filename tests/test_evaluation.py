@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbutils import data, evaluation, paths
+from nbutils import chat, data, evaluation, paths
 from nbutils.errors import CourseError
 from nbutils.evaluation import answers as asking
 from nbutils.evaluation import control, harness, keeping, losses, scores, statistics, verdict
@@ -41,6 +41,10 @@ def rows_of(name: str, limit: int) -> list[dict[str, Any]]:
 
 def samples(limit: int) -> list[list[dict[str, Any]]]:
     return evaluation.questions_of(rows_of("eval.jsonl", limit))[0]
+
+
+def view_of(tokenizer: Any, form: str = "messages") -> chat.View:
+    return chat.View(tokenizer, form)
 
 
 def exam_of(tiny: tuple[Any, Any], run: Path, rows: int = 6, batch: int = 4, new_tokens: int = 8) -> Exam:
@@ -221,7 +225,7 @@ def test_the_loss_is_that_of_the_assistants_tokens_whatever_the_batch(tiny: tupl
 
     model, tokenizer = tiny
     rows = rows_of("eval.jsonl", 7)
-    encoded = losses.encode_rows(tokenizer, rows)
+    encoded = losses.encode_rows(view_of(tokenizer), rows)
     found = losses.row_losses(model, encoded, 3)
     for row, one in zip(rows, found, strict=True):
         out = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
@@ -234,7 +238,11 @@ def test_the_loss_is_that_of_the_assistants_tokens_whatever_the_batch(tiny: tupl
 
 def test_logits_are_made_only_where_they_are_needed(tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = tiny
-    encoded, shapes, forward = losses.encode_rows(tokenizer, rows_of("eval.jsonl", 12)), [], type(model).forward
+    encoded, shapes, forward = (
+        losses.encode_rows(view_of(tokenizer), rows_of("eval.jsonl", 12)),
+        [],
+        type(model).forward,
+    )
 
     def watched(self: Any, **given: Any) -> Any:
         out = forward(self, **given)
@@ -248,9 +256,19 @@ def test_logits_are_made_only_where_they_are_needed(tiny: tuple[Any, Any], monke
     assert all(made[0] * made[1] <= 100 and made[1] < asked[1] for made, asked in shapes)
 
 
+def test_answers_of_one_row_are_added_up_where_each_is_a_text_of_its_own(tiny: tuple[Any, Any]) -> None:
+    turns = [turn for row in rows_of("eval.jsonl", 2) for turn in row["messages"]]
+    rows = [{"messages": turns}, *rows_of("eval.jsonl", 1)]
+    together, apart = (losses.encode_rows(view_of(tiny[1], form), rows) for form in ("messages", "prompt_completion"))
+    assert [text.row for text in apart] == [0, 0, 1] and [text.row for text in together] == [0, 1]
+    one, other = (losses.row_losses(tiny[0], texts, 2) for texts in (together, apart))
+    assert [row.tokens for row in one] == [row.tokens for row in other]
+    assert [row.total for row in one] == pytest.approx([row.total for row in other], rel=1e-4)
+
+
 def test_a_row_without_an_answer_within_reach_is_named(tiny: tuple[Any, Any]) -> None:
     with pytest.raises(CourseError, match="evaluation row 1 has no assistant token"):
-        losses.encode_rows(tiny[1], rows_of("eval.jsonl", 1), max_tokens=5)
+        losses.encode_rows(view_of(tiny[1]), rows_of("eval.jsonl", 1), max_tokens=5)
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------
@@ -520,7 +538,7 @@ def test_a_wanted_tool_call_is_written_as_the_template_writes_it(tiny: tuple[Any
     )
     call = {"type": "function", "function": {"name": "find", "arguments": {"q": "x"}}}
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert reference_of(tokenizer, {"messages": turns}) == "<tool_call>find</tool_call>"
+    assert reference_of(view_of(tokenizer, "prompt_completion"), {"messages": turns}) == "<tool_call>find</tool_call>"
 
 
 def test_the_plot_is_saved_and_takes_the_colours_of_its_page(tmp_path: Path) -> None:

@@ -33,11 +33,9 @@ def questions_of(rows: Sequence[Row], limit: int = 0) -> tuple[list[list[Message
     return [messages[:-1] for messages in chosen], [str(messages[-1]["content"] or "") for messages in chosen]
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, conversation: list[Message], tools: Any = None) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, conversation: list[Message]) -> list[int]:
     """The tokens the model sees before it answers."""
-    encoded: Any = tokenizer.apply_chat_template(
-        conversation, tools=tools, add_generation_prompt=True, return_dict=True
-    )
+    encoded: Any = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
     return list(encoded["input_ids"])
 
 

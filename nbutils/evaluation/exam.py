@@ -12,9 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbutils.chat import View, training_format
+from nbutils.chat.rendering import common_length
 from nbutils.errors import CourseError
 from nbutils.evaluation import keeping, scores
-from nbutils.evaluation.answers import Answer, Row, answer_prompts, prompt_ids, questions_of, stop_ids
+from nbutils.evaluation.answers import Answer, Row, answer_prompts, questions_of, stop_ids
 from nbutils.evaluation.control import beyond_others
 from nbutils.evaluation.losses import Encoded, RowLoss, encode_rows, row_losses
 from nbutils.paths import SAMPLES
@@ -65,8 +67,9 @@ class Exam:
         self.folder, self.tokenizer, self.rows, self.size = run / FOLDER, tokenizer, rows, size
         self.dtype, self.subject = dtype, subject
         self.questions = questions_of(rows)[0]
-        self.references = [reference_of(tokenizer, row) for row in rows]
-        self.prompts = [prompt_ids(tokenizer, row["messages"][:-1], row.get("tools")) for row in rows]
+        self.view = View(tokenizer, training_format(tokenizer, rows).value)
+        self.prompts = [self.view.prompt(row["messages"][:-1], row.get("tools")) for row in rows]
+        self.references = [reference_of(self.view, row) for row in rows]
 
     def sit(self, name: str, model: Any, mark: Any, server: Running | None = None) -> Result:
         """Ask one model, of which `mark` says exactly what it is; through a server of that model if one is given."""
@@ -105,7 +108,7 @@ class Exam:
 
     def _losses(self, name: str, model: Any, mark: Any) -> list[RowLoss]:
         longest = int(getattr(model.config, "max_position_embeddings", 0) or 0)
-        encoded = encode_rows(self.tokenizer, self.rows, longest)
+        encoded = encode_rows(self.view, self.rows, longest)
         decided_by = self._decided_by(mark, rows=keeping.digest([asdict(row) for row in encoded]))
         made = keeping.once(self._file("losses", name, None, "json"), decided_by, partial(self._lost, model, encoded))
         return [RowLoss(*pair) for pair in made]
@@ -131,12 +134,12 @@ def general_rows() -> list[Row]:
     return [json.loads(line) for line in lines]
 
 
-def reference_of(tokenizer: Any, row: Row) -> str:
+def reference_of(view: View, row: Row) -> str:
     """The wanted answer as a model would write it; a call of a tool is written the way the template writes it."""
     *before, last = row["messages"]
     if not last.get("tool_calls"):
         return str(last["content"] or "")
     tools = row.get("tools")
-    whole = tokenizer.apply_chat_template(row["messages"], tools=tools, return_dict=True)["input_ids"]
-    begins = len(prompt_ids(tokenizer, before, tools))
-    return str(tokenizer.decode(whole[begins:], skip_special_tokens=True)).strip()
+    ids, _ = view.encode(row["messages"], tools)
+    begins = common_length(view.prompt(before, tools), ids)
+    return str(view.tokenizer.decode(ids[begins:], skip_special_tokens=True)).strip()

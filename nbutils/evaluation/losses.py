@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
 from nbutils.evaluation.answers import Row, in_batches
+
+if TYPE_CHECKING:
+    from nbutils.chat import View
 
 LOGITS_AT_ONCE = 2**28  # numbers: half a GiB of them in 16 bits, whatever the vocabulary
 
@@ -25,50 +28,47 @@ class RowLoss:
 
 @dataclass(frozen=True)
 class Encoded:
-    """One row as token ids, and the places whose prediction counts (the one before each trained token)."""
+    """A text of a row as token ids, and the places whose prediction counts (the one before each trained token)."""
 
+    row: int
     ids: list[int]
     places: list[int]
 
 
-def encode_rows(tokenizer: Any, rows: Sequence[Row], max_tokens: int = 0) -> list[Encoded]:
+def encode_rows(view: View, rows: Sequence[Row], max_tokens: int = 0) -> list[Encoded]:
     """Rows as training sees them; what is longer than `max_tokens` the model could not read, so its end is left out."""
-    from nbutils.chat import training_format
-    from nbutils.chat.rendering import View
-
-    view = View(tokenizer, training_format(tokenizer, rows).value)
-    encoded = []
-    for number, row in enumerate(rows):
-        ids, trained = view.encode(row["messages"], **({"tools": row["tools"]} if row.get("tools") else {}))
-        ids, trained = (ids[:max_tokens], trained[:max_tokens]) if max_tokens else (ids, trained)
-        places = [place - 1 for place, counts in enumerate(trained) if counts and place]
+    found = []
+    for example in view.encode_all(rows):
+        end = max_tokens or len(example.ids)
+        places = [place - 1 for place, counts in enumerate(example.trained[:end]) if counts and place]
         if not places:
             raise CourseError(
-                f"evaluation row {number + 1} has no assistant token within {len(ids)} tokens.",
+                f"evaluation row {example.row} has no assistant token within {end} tokens.",
                 "rows with an answer that fits", "shorten that row, or take it out of the evaluation file",
             )  # fmt: skip
-        encoded.append(Encoded(ids, places))
-    return encoded
+        found.append(Encoded(example.row - 1, list(example.ids[:end]), places))
+    return found
 
 
-def row_losses(model: Any, rows: Sequence[Encoded], batch_size: int) -> list[RowLoss]:
+def row_losses(model: Any, texts: Sequence[Encoded], batch_size: int) -> list[RowLoss]:
     """The loss of every row, in order; batches of like length, the longest first."""
     from tqdm.auto import tqdm
 
-    order = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
-    found: dict[int, RowLoss] = {}
+    order = sorted(range(len(texts)), key=lambda number: -len(texts[number].ids))
+    found = [RowLoss(0.0, 0)] * (1 + max(text.row for text in texts))
     vocabulary = int(model.config.get_text_config().vocab_size)
-    widest = max((_span(rows[number]) for number in order), default=1)
-    batch_size = max(1, min(batch_size, LOGITS_AT_ONCE // (vocabulary * widest)))
+    batch_size = max(1, min(batch_size, LOGITS_AT_ONCE // (vocabulary * max(map(_span, texts)))))
 
     def work(batch: list[int]) -> list[RowLoss]:
-        return _batch_losses(model, [rows[number] for number in batch])
+        return _batch_losses(model, [texts[number] for number in batch])
 
     with tqdm(total=len(order), desc="losses", unit="row") as bar:
         for batch, results in in_batches(order, batch_size, work):
-            found.update(zip(batch, results, strict=True))
+            for number, one in zip(batch, results, strict=True):
+                so_far = found[texts[number].row]
+                found[texts[number].row] = RowLoss(so_far.total + one.total, so_far.tokens + one.tokens)
             bar.update(len(batch))
-    return [found[number] for number in range(len(rows))]
+    return found
 
 
 def _span(row: Encoded) -> int:
