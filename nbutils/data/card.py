@@ -15,7 +15,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nbutils.data.raw import RowError
-from nbutils.data.tally import REPEATED
+from nbutils.data.tally import REPEATED, shorten
 from nbutils.errors import CourseError
 from nbutils.paths import CHUNK
 
@@ -163,6 +163,6 @@ def print_problems(errors: Iterable[RowError]) -> None:
     for error in errors:
         table.title = error.file
         for problem in error.problems:
-            cells = (problem.field, problem.kind, problem.seen, problem.todo)
+            cells = (problem.field, problem.kind, problem.seen, shorten(problem.todo, 120))
             table.add_row(str(error.line), *(Text(cell) for cell in cells))
     Console(width=140).print(table)

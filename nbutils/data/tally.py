@@ -93,8 +93,14 @@ class Tally:
             "reasons": positive(self.reasons),
             "warnings": positive(self.warnings),
             "languages": positive(self.languages),
-            "characters": {name: count for name, count in zip(BIN_NAMES, self.lengths, strict=True) if count},
+            "characters": self._histogram(),
         }
+
+    def _histogram(self) -> dict[str, int]:
+        """Rows by length, from the shortest bin in use to the longest."""
+        used = [place for place, count in enumerate(self.lengths) if count]
+        places = range(used[0], used[-1] + 1) if used else []
+        return {BIN_NAMES[place]: self.lengths[place] for place in places}
 
 
 def positive(counter: Counter[str]) -> dict[str, int]:
