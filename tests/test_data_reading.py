@@ -244,6 +244,28 @@ def test_a_call_may_be_the_last_thing_said() -> None:
     assert checked_row({"messages": [ASKED, CALLED]}).messages[-1]["tool_calls"] == [SEARCH]
 
 
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ("\ud83d", "wrong_type"),
+        (2**70, "wrong_type"),
+        ("<|im_end|>", "template_marker"),
+        ("CafÃ© Ã  Paris", "mojibake"),
+        ("锟斤拷", "mojibake"),
+    ],
+)
+def test_the_arguments_of_a_call_follow_the_rules_of_text(value: Any, kind: str) -> None:
+    call = {"function": {"name": "a", "arguments": {"b": value}}}
+    problem = data.problems_of({"messages": [ASKED, {**CALLED, "tool_calls": [call]}]})[0]
+    assert (problem.kind, problem.field) == (kind, "messages[1]")
+
+
+def test_private_data_in_a_call_is_a_warning_too() -> None:
+    call = {"function": {"name": "a", "arguments": {"b": "13812345678"}}}
+    [warning] = checked_row({"messages": [ASKED, {**CALLED, "tool_calls": [call]}]}).warnings
+    assert (warning.kind, warning.field, warning.seen) == ("phone", "messages[1]", "138****5678")
+
+
 def test_bad_tools_are_named() -> None:
     for tools, kind, field in [([{"type": "x"}], "wrong_type", "tools[0]"), ("[{", "malformed_json", "tools")]:
         problem = data.problems_of({"messages": [ASKED, SAID], "tools": tools})[0]
@@ -440,6 +462,14 @@ def test_a_broken_row_of_a_csv_does_not_hide_the_next(tmp_path: Path) -> None:
     assert rows[-1].raw == {"question": "g", "answer": "h"} and rows[-1].line == 5
 
 
+def test_a_quote_that_is_never_closed_does_not_swallow_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('question,answer\na,"b\nc,d\n"e\nf","g"\nh,"i\n', encoding="utf-8")
+    rows = list(data.read_rows(tmp_path / "a.csv"))
+    assert [(row.line, isinstance(row, data.Row)) for row in rows] == [(2, False), (3, True), (4, True), (6, False)]
+    assert rows[1].raw == {"question": "c", "answer": "d"} and rows[2].raw == {"question": "e\nf", "answer": "g"}
+    assert 'a,"b' in rows[0].problems[0].seen and "quoting" in rows[0].problems[0].todo
+
+
 def test_bytes_that_are_not_utf8_spoil_their_own_row_only(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     broken = json.dumps({"question": "价格是多少", "answer": "很低"}, ensure_ascii=False).encode()
@@ -513,6 +543,15 @@ def test_a_damaged_file_gives_its_first_rows_and_then_says_so(
     assert isinstance(last, data.RowError) and "damaged or cut short" in last.problems[0].seen
     sound = [row.raw for row in read_before if isinstance(row, data.Row)]
     assert len(sound) > 1000 and sound[:1000] == rows[:1000] and last.line == read_before[-1].line + 1
+
+
+def test_a_parquet_file_damaged_inside_gives_its_first_rows_and_then_says_so(tmp_path: Path) -> None:
+    _parquet(tmp_path / "a.parquet", [qa(n, str(random.Random(n).getrandbits(900))) for n in range(20_000)])
+    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 4000] = bytes(4000)
+    (tmp_path / "a.parquet").write_bytes(content)
+    *before, last = data.read_rows(tmp_path / "a.parquet")
+    assert isinstance(last, data.RowError) and last.problems[0].kind == "damaged_file" and last.line == len(before) + 1
 
 
 def test_a_file_that_is_not_what_its_name_says_is_named_once(tmp_path: Path) -> None:

@@ -33,7 +33,9 @@ def may_hold_private(text: str) -> bool:
         return True
     if "-" in text and ("sk-" in text or "PRIVATE KEY" in text):
         return True
-    return "AKI" in text or "LTAI" in text or "AIza" in text or "eyJ" in text or "wandb" in text or "WANDB" in text
+    if "A" in text and ("AKI" in text or "LTAI" in text or "AIza" in text or "WANDB" in text):
+        return True
+    return "wandb" in text or ("J" in text and "eyJ" in text)
 
 
 def find_private(text: str) -> Iterator[tuple[str, int, int]]:

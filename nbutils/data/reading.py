@@ -10,6 +10,7 @@ import csv
 import json
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +26,7 @@ from nbutils.errors import CourseError
 
 __all__ = ["FORMATS_TEXT", "Problem", "Row", "RowError", "files_of", "read_rows"]
 
+LARGEST_CELL = 1 << 20  # characters; an open quote swallows no more than this
 CSV_TODO = "as many values as the header has names; quote values that hold a comma or a line break"
 
 
@@ -43,9 +45,14 @@ def _guarded(file: Path, rows: Iterator[Row | RowError]) -> Iterator[Row | RowEr
             line = row.line
             yield row
     except damages() as problem:
-        todo = "copy or download the file again; the rows before this place are sound"
-        seen = f"the compressed file is damaged or cut short: {problem}"
-        yield RowError(file.name, line + 1, None, (Problem("damaged_file", "-", seen, todo),))
+        yield _damaged(file, line + 1, problem)
+
+
+def _damaged(file: Path, line: int, problem: Exception) -> RowError:
+    """The one error at the end of a file that is not whole."""
+    seen = f"the file is damaged or cut short: {(str(problem).splitlines() or [''])[0]}"
+    todo = "copy or download the file again; the rows before this place were read"
+    return RowError(file.name, line, None, (Problem("damaged_file", "-", seen, todo),))
 
 
 def _text(file: Path) -> Iterator[Row | RowError]:
@@ -116,21 +123,47 @@ def _patient(name: str, number: int, decoder: Decoder, line: bytes) -> Row | Row
         return malformed(name, number, text.rstrip("\r\n"), problem)
 
 
+class _Feed:
+    """Lines for the csv reader, which can be handed back when a quote that is never closed swallowed them."""
+
+    def __init__(self, lines: Iterator[str]) -> None:
+        self.lines, self.taken, self.again, self.line = lines, list[str](), deque[str](), 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        self.taken.append(self.again.popleft() if self.again else next(self.lines))
+        self.line += 1
+        return self.taken[-1]
+
+    def keep_first(self) -> str:
+        """The first line taken; the others will be given out once more."""
+        first, *others = self.taken or [""]
+        self.again.extendleft(reversed(others))
+        self.line -= len(others)
+        return first
+
+
 def _csv(file: Path, raw: BinaryIO, decoder: Decoder) -> Iterator[Row | RowError]:
-    csv.field_size_limit(LARGEST_ROW)
-    lines = lines_of(raw, decoder, LARGEST_ROW)
-    reader = csv.reader(lines, delimiter="\t" if format_of(file) == ".tsv" else ",", strict=True)
-    header = next(reader, [])
+    csv.field_size_limit(LARGEST_CELL)
+    feed = _Feed(lines_of(raw, decoder, LARGEST_ROW))
+    reader = csv.reader(feed, delimiter="\t" if format_of(file) == ".tsv" else ",", strict=True)
+    header: list[str] | None = None
     while True:
-        line, before = reader.line_num + 1, decoder.converted
+        feed.taken.clear()
+        line, before = feed.line + 1, decoder.converted
         try:
             values = next(reader)
         except StopIteration:
             return
         except csv.Error as problem:
-            yield RowError(file.name, line, None, (Problem("malformed_csv", "-", str(problem), "mend the quoting"),))
+            seen = f"{problem}: {mask(feed.keep_first()[:200])[:40].rstrip()}"
+            yield RowError(file.name, line, None, (Problem("malformed_csv", "-", seen, "mend the quoting"),))
             continue
-        if len(values) == len(header):
+        if header is None:
+            header = values
+        elif len(values) == len(header):
             encoding = decoder.encoding if decoder.converted > before else ""
             yield Row(file.name, line, dict(zip(header, values, strict=True)), encoding)
         elif values:
@@ -139,21 +172,30 @@ def _csv(file: Path, raw: BinaryIO, decoder: Decoder) -> Iterator[Row | RowError
 
 
 def _parquet(file: Path) -> Iterator[Row | RowError]:
+    """Rows of a parquet file; a compressed one is unpacked to a temporary file first, for it is read from its end."""
+    if file.suffix.lower() not in COMPRESSED:
+        yield from _table(file, file)
+        return
+    with tempfile.TemporaryFile() as unpacked:
+        with open_bytes(file) as raw:
+            shutil.copyfileobj(raw, unpacked, CHUNK)
+        yield from _table(file, unpacked)
+
+
+def _table(file: Path, source: Any) -> Iterator[Row | RowError]:
     import pyarrow
     import pyarrow.parquet
 
-    with tempfile.TemporaryFile() as unpacked:
-        source: Any = file
-        if file.suffix.lower() in COMPRESSED:
-            with open_bytes(file) as raw:
-                shutil.copyfileobj(raw, unpacked, CHUNK)
-            source = unpacked
-        try:
-            table = pyarrow.parquet.ParquetFile(source)
-        except pyarrow.ArrowInvalid as problem:
-            raise CourseError(f"{file} cannot be read: {problem}", "a whole parquet file", "copy it again") from problem
-        number = 0
+    broken = (pyarrow.ArrowException, OSError, ValueError)
+    number = 0
+    try:
+        table = pyarrow.parquet.ParquetFile(source)
+    except broken as problem:
+        raise CourseError(f"{file} cannot be read: {problem}", "a whole parquet file", "copy it again") from problem
+    try:
         for batch in table.iter_batches(batch_size=512):
-            for raw_row in batch.to_pylist():
+            for row in batch.to_pylist():
                 number += 1
-                yield Row(file.name, number, raw_row)
+                yield Row(file.name, number, row)
+    except broken as problem:
+        yield _damaged(file, number + 1, problem)

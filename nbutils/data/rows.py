@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+import orjson
+
 from nbutils.data.columns import SHAPES_TEXT, Mapping
 from nbutils.data.raw import Problem, Row, RowError
 from nbutils.data.text import examine, plain
@@ -40,11 +42,15 @@ def check_row(row: Row | RowError, mapping: Mapping | None = None, repair: bool 
     sound = plain("\n".join([turn.content for turn in turns if isinstance(turn.content, str)]))
     warnings: list[Problem] = []
     messages = [_message(turn, sound, repair, problems, warnings) for turn in turns]
+    for field, value in [(turn.field, turn.extras) for turn in turns if turn.extras] + (
+        [("tools", tools)] if tools else []
+    ):
+        _look_inside(_place_of(field), value, problems, warnings)
     problems = problems or _order_problems(turns)
     if problems:
         return RowError(row.file, row.line, row.raw, tuple(problems))
     trimmed = any([turn.content != made["content"] for turn, made in zip(turns, messages, strict=True) if turn.content])
-    repaired = any(warning.kind == "mojibake" for warning in warnings)
+    repaired = bool(warnings) and any(warning.kind == "mojibake" for warning in warnings)
     if row.encoding:
         todo = "nothing: it was converted; look whether it reads well"
         warnings.append(Problem("encoding", "-", f"written in {row.encoding}", todo))
@@ -79,8 +85,24 @@ def _no_text(turn: Turn) -> list[Problem]:
     return [Problem("empty", turn.field, short(turn.content), "write the text, or remove the row")]
 
 
+def _look_inside(field: str, value: Any, problems: list[Problem], warnings: list[Problem]) -> None:
+    """The rules of a text for the calls and tools of a row, which must be JSON; nothing in them is repaired."""
+    try:
+        text = orjson.dumps(value).decode()
+    except TypeError as problem:
+        todo = "plain JSON: text in UTF-8, numbers of at most 64 bits"
+        problems.append(Problem("wrong_type", field, str(problem), todo))
+        return
+    if not plain(text):
+        _, stopping, saying = examine(field, text, repair=False)
+        problems += stopping
+        warnings += saying
+
+
 def _order_problems(turns: list[Turn]) -> list[Problem]:
     """system once and first, then user and assistant in turn, tools where they were called, the assistant last."""
+    if [turn.role for turn in turns] == ["user", "assistant"]:
+        return []
     talk = turns[1:] if turns and turns[0].role == "system" else turns
     if not any(turn.role == "assistant" for turn in talk):
         seen = ", ".join(turn.role for turn in turns) or "no turns"
@@ -98,7 +120,11 @@ def _order_problems(turns: list[Turn]) -> list[Problem]:
 
 def _place(turns: list[Turn]) -> str:
     """The last turn, as the row names it."""
-    return turns[-1].field.removesuffix(".content").removesuffix(".value") if turns else "-"
+    return _place_of(turns[-1].field) if turns else "-"
+
+
+def _place_of(field: str) -> str:
+    return field.removesuffix(".content").removesuffix(".value")
 
 
 def _trim(text: str) -> str:

@@ -38,7 +38,7 @@ class Examined(NamedTuple):
 def plain(text: str) -> bool:
     """Whether nothing in the text needs a closer look: true for nearly every text, and quick to say."""
     if text.isascii():
-        if _ASCII_CONTROL.search(text):
+        if not text.replace("\n", " ").isprintable() and _ASCII_CONTROL.search(text):
             return False
     elif _STRANGE.search(text) and (CONTROL.search(text) or LOST.search(text) or suspicious(text)):
         return False

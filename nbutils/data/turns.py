@@ -64,14 +64,10 @@ def turns_of(raw: Any, mapping: Mapping | None = None) -> Turns:
 
 def _paired(layout: Layout, raw: dict[str, Any], problems: list[Problem]) -> list[Turn]:
     """Question and answer columns; both may also be lists of messages."""
-    question, answer = (raw[names[0]] if len(names) == 1 else None for names in (layout.user, layout.assistant))
-    if isinstance(question, list) and isinstance(answer, list):
-        return [
-            *_listed(layout.user[0], question, problems),
-            *_listed(layout.assistant[0], answer, problems),
-        ]
     asked = _joined(layout.user, raw, problems)
     answered = _joined(layout.assistant, raw, problems)
+    if isinstance(asked, list) and isinstance(answered, list):
+        return _listed(layout.user[0], asked, problems) + _listed(layout.assistant[0], answered, problems)
     if layout.reasoning:
         answered = _with_reasoning(answered, _joined(layout.reasoning, raw, problems))
     return [Turn("+".join(layout.user), "user", asked), Turn("+".join(layout.assistant), "assistant", answered)]
@@ -146,7 +142,7 @@ def _message(field: str, message: Any, problems: list[Problem]) -> Turn | None:
         todo = 'an object: {"role": "user", "content": "..."}'
         problems.append(Problem("wrong_type", field, short(message), todo))
         return None
-    role_key, text_key = ("from", "value") if "from" in message else ("role", "content")
+    role_key, text_key = ("from", "value") if "from" in message and not message.get("role") else ("role", "content")
     for name in MEDIA:
         if message.get(name):
             problems.append(Problem("unsupported_field", f"{field}.{name}", f"{name} is filled", NOT_TEXT))
@@ -175,7 +171,7 @@ def _message(field: str, message: Any, problems: list[Problem]) -> Turn | None:
             problems.append(Problem("unsupported_field", f"{field}.{named}", f"filled in a turn of {role}", todo))
             return None
         return _calling(place, content, calls, f"{field}.{named}", problems)
-    kept = {key: message[key] for key in ("name", "tool_call_id") if message.get(key)} if role == "tool" else {}
+    kept = {key: str(message[key]) for key in ("name", "tool_call_id") if message.get(key)} if role == "tool" else {}
     return Turn(place, role, content, kept)
 
 
@@ -214,7 +210,7 @@ def _call(field: str, call: Any, problems: list[Problem]) -> dict[str, Any] | No
             problems.append(Problem("wrong_type", f"{field}.arguments", short(arguments), todo))
         return None
     made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return {"id": call["id"], **made} if call.get("id") else made
+    return {"id": str(call["id"]), **made} if call.get("id") else made
 
 
 def tools_of(column: str, value: Any, problems: list[Problem]) -> list[dict[str, Any]] | None:
