@@ -159,7 +159,7 @@ merging.require_parity(parity)
 # %% [markdown]
 # ## After
 #
-# The same exam for the merged model. Is the server of lesson 05 up with this very model, it answers in its stead, and faster.
+# The same exam for the merged model. If the server of lesson 05 is up with this very model, it gives the answers, and faster.
 
 # %%
 from nbutils import serving
@@ -183,7 +183,7 @@ print(bench)
 #
 # A loss that falls proves little. Trained on *shuffled* answers a model still learns what answers look like: its loss falls, and it
 # shares more characters with what was wanted. So every answer is also held against the references of other rows. What it scores
-# beyond those is content, and only content, or answers that are right to the letter, can make the verdict *helped*.
+# beyond those is *content*, and only content that rises further than chance explains makes the verdict *helped*.
 
 # %%
 outcome = evaluation.Outcome([base, adapter, after], [base_general, after_general])

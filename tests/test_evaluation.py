@@ -420,6 +420,12 @@ def test_the_form_alone_does_not_help_though_loss_and_f1_improve() -> None:
     assert "could not have been seen" in told.todo
 
 
+def test_a_tuning_that_changes_nothing_is_told_so() -> None:
+    told = verdict.judge(result("base", WANTED, WANTED), result("merged", WANTED, WANTED))
+    assert told.word == "no proof that it helped" and "fit their questions no better than before" in told.why
+    assert max(map(len, str(told).splitlines())) <= verdict.WIDTH
+
+
 def test_a_guess_that_is_right_half_of_the_time_is_no_proof() -> None:
     labels = ["yes" if n % 2 else "no" for n in range(60)]
     base, tuned = result("base", PROSE, labels), result("merged", ["yes"] * 60, labels)

@@ -79,7 +79,7 @@ class Outcome:
             "score": label,
             **means,
             "difference": change.estimate.text(plus),
-            "p": change.p_text.removeprefix("= "),
+            "p": change.p_text,
         }
 
     def text(self) -> str:

@@ -43,7 +43,7 @@ class Difference:
     @property
     def p_text(self) -> str:
         """For people; a permutation test cannot tell smaller ones apart."""
-        return "< 0.001" if self.p < 0.001 else f"= {self.p:.3f}"
+        return "<0.001" if self.p < 0.001 else f"{self.p:.3f}"
 
 
 def mean_of(values: Any, weights: Any = None, level: float = 0.95) -> Estimate:

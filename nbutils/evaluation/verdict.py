@@ -7,6 +7,7 @@ references of other rows counts (control), and it must rise further than chance 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ DECIDING = {"exact_content": "Exact match", "content": "ROUGE-L"}  # beyond othe
 LEVEL = 1 - 0.05 / len(DECIDING)  # Bonferroni: two chances to rise by luck, so each must be surer
 POWER = 0.8416  # standard normal quantile of 80 %
 REACH = 2.2414  # and of LEVEL, both sides
+WIDTH = 110  # of a line on a screen
 FORGOT_ABOVE = 1.10  # ratio of perplexities
 
 
@@ -45,10 +47,9 @@ class Verdict:
         return HEADLINES[self.word]
 
     def __str__(self) -> str:
-        flags = [f"[WARN] {flag}" for flag in self.flags]
-        return "\n".join(
-            [f"VERDICT: {self.headline}", self.why, *([f"To do: {self.todo}"] if self.todo else []), *flags]
-        )
+        todo = [f"To do: {self.todo}"] if self.todo else []
+        lines = [f"VERDICT: {self.headline}", self.why, *todo, *(f"[WARN] {flag}" for flag in self.flags)]
+        return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
 
 
 def judge(base: Result, tuned: Result, adapter: Result | None = None) -> Verdict:
@@ -84,7 +85,9 @@ def _harmed(base: Result, tuned: Result) -> str:
 
 
 def _no_proof(base: Result, tuned: Result) -> str:
-    return f"So the answers fit other rows' questions as well as they fit their own{_form(base, tuned)}."
+    nothing = statistics.mean_of(tuned.scores["content"]).low <= 0
+    fit = "other rows' questions as well as they fit their own" if nothing else "their questions no better than before"
+    return f"So the answers fit {fit}{_form(base, tuned)}."
 
 
 def _form(base: Result, tuned: Result) -> str:
@@ -159,7 +162,7 @@ class Forgetting:
     f1: statistics.Difference
 
     def __str__(self) -> str:
-        return f"GENERAL KNOWLEDGE: {self.word}\n{self.told}"
+        return f"GENERAL KNOWLEDGE: {self.word}\n{textwrap.fill(self.told, WIDTH)}"
 
     @property
     def told(self) -> str:
