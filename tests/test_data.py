@@ -14,6 +14,7 @@ import pytest
 from test_data_reading import BROKEN, chat_row, qa, read, write
 
 from nbutils import data
+from nbutils.data.content import line_of
 from nbutils.data.licence import licence_of
 from nbutils.errors import CourseError
 from nbutils.paths import SAMPLES
@@ -26,6 +27,7 @@ PEAK_GROWTH = """
 import resource, sys
 from pathlib import Path
 from nbutils import data
+from nbutils.data.content import line_of
 from nbutils.data.licence import licence_of
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 data.prepare(sys.argv[1], Path(sys.argv[3]) / "small")
@@ -369,6 +371,12 @@ def test_tools_are_stored_and_make_another_row(tmp_path: Path) -> None:
     card = data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out")
     stored = [row for side in data.load(tmp_path / "out") for row in side]
     assert card.accepted == 21 and [row for row in stored if "tools" in row] == [rows[-1]]
+
+
+def test_a_number_of_more_than_64_bits_is_stored_whole() -> None:
+    call = {"type": "function", "function": {"name": "find", "arguments": {"order": 10**30}}}
+    row = data.ChatRow("a", 1, [{"role": "assistant", "content": "找", "tool_calls": [call]}])
+    assert json.loads(line_of(row)) == {"messages": row.messages} and line_of(row).endswith(b"\n")
 
 
 def test_held_out_files_are_known_by_their_stem_also_when_packed(tmp_path: Path) -> None:

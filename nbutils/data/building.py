@@ -7,7 +7,6 @@ Rows stream through; what stays of each in memory is about 300 bytes: its digest
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from tqdm import tqdm
 
 from nbutils.data.card import CARD, CARD_TEXT, EVAL, REJECTED, TRAIN, DataCard, fingerprint
 from nbutils.data.columns import SHAPES_TEXT, parse_mapping
+from nbutils.data.content import digests, line_of, stored
 from nbutils.data.near import Alike, NearDuplicates, Text, text_of
 from nbutils.data.raw import Problem, RowError
 from nbutils.data.reading import FORMATS_TEXT, read_rows
@@ -44,7 +43,7 @@ class Build:
         self.seen: dict[int, int] = {}  # content of every row used -> its number
         self.eval_prompts: dict[int, int] = {}
         self.sources: list[str] = []
-        self.source, self.line = array("H"), array("Q")  # of each row used, as the four below
+        self.source, self.line = array("I"), array("Q")  # of each row used, as the four below
         self.keys, self.held, self.at = array("Q"), array("B"), array("Q")
         self.ends = [0, 0]  # bytes written to the two splits
 
@@ -80,12 +79,12 @@ class Build:
         if isinstance(checked, RowError):
             self._reject(checked)
             return
-        key, prompt = _digests(checked)
+        key, prompt = digests(checked)
         if held is None:
             held = int(prompt / 2**64 < self.asked["eval_fraction"])
         repeated = self._repeated(key, prompt, held)
         if repeated:
-            self._reject(RowError(checked.file, checked.line, _stored(checked), (repeated,)))
+            self._reject(RowError(checked.file, checked.line, stored(checked), (repeated,)))
         else:
             self._accept(checked, key, prompt, held)
 
@@ -102,7 +101,7 @@ class Build:
         number = self.seen[key] = len(self.keys)
         if held and not self.split_here:
             self.eval_prompts[prompt] = number
-        line = orjson.dumps(_stored(row), option=orjson.OPT_APPEND_NEWLINE)
+        line = line_of(row)
         self.files[held].write(line)
         self.source.append(len(self.sources) - 1)
         self.line.append(row.line)
@@ -142,7 +141,7 @@ class Build:
     def _row(self, number: int) -> dict[str, Any]:
         file = self.written[self.held[number]]
         file.seek(self.at[number])
-        return orjson.loads(file.readline())
+        return json.loads(file.readline())
 
     def _text(self, number: int) -> Text:
         row = self._row(number)
@@ -235,28 +234,3 @@ def publish(made: Path, final: Path) -> None:
     with open(made, "rb") as file:
         os.fsync(file.fileno())
     os.replace(made, final)
-
-
-def _stored(row: ChatRow) -> dict[str, Any]:
-    """A row as it is written."""
-    return {"messages": row.messages, "tools": row.tools} if row.tools else {"messages": row.messages}
-
-
-def _digests(row: ChatRow) -> tuple[int, int]:
-    """Two numbers that depend on nothing but the content: of the whole row, and of all but the last answer."""
-    # checked rows hold no control characters, so these two can stand between fields
-    fields = [_field(message) for message in row.messages]
-    digest = hashlib.blake2b("\x1e".join(fields[:-1]).encode(), digest_size=16)
-    if row.tools:
-        digest.update(b"\x1d" + orjson.dumps(row.tools))
-    prompt = int.from_bytes(digest.digest()[:8], "big")
-    digest.update(f"\x1e{fields[-1]}".encode())
-    return int.from_bytes(digest.digest()[:8], "big"), prompt
-
-
-def _field(message: dict[str, Any]) -> str:
-    plain = f"{message['role']}\x1f{message['content']}"
-    if len(message) == 2:
-        return plain
-    more = {name: value for name, value in message.items() if name not in ("role", "content")}
-    return f"{plain}\x1f{json.dumps(more, sort_keys=True, ensure_ascii=False)}"

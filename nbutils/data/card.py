@@ -6,12 +6,12 @@ Not here: making the data (splits). The card is written last, so a folder with a
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nbutils.data.raw import RowError
@@ -150,7 +150,7 @@ def load(out: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     with open(path, "rb") as file:
-        return [orjson.loads(line) for line in file]
+        return [json.loads(line) for line in file]
 
 
 def print_problems(errors: Iterable[RowError]) -> None:

@@ -6,6 +6,7 @@ The same pass as `prepare`, but bad rows never stop it. Not here: the pass (buil
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,8 +14,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from nbutils.data.building import Build, publish
 from nbutils.data.card import CARD, EVAL, REJECTED, TRAIN
@@ -157,7 +156,7 @@ def _tokenizer(model: str) -> Any:
 def _chunks(folder: Path) -> Iterator[list[dict[str, Any]]]:
     for name in (TRAIN, EVAL):
         with open(folder / name, "rb") as file:
-            while rows := [orjson.loads(line) for line in islice(file, AT_ONCE)]:
+            while rows := [json.loads(line) for line in islice(file, AT_ONCE)]:
                 yield rows
 
 

@@ -136,33 +136,33 @@ def _bucket_mates(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def similarity(one: Text, other: Text) -> float:
     """The smaller overlap of questions and of answers, 0 to 1; 0 where system text, tools or numbers differ."""
     sides = ((one.answer, other.answer), (one.question, other.question))
-    if one.fixed != other.fixed or any(_numbers(a) != _numbers(b) for a, b in sides):
+    if one.fixed != other.fixed or any(_traits(a).numbers != _traits(b).numbers for a, b in sides):
         return 0.0
     return min(_overlap(a, b) for a, b in sides)
 
 
 def _overlap(one: str, other: str) -> float:
-    first, second = _grams(one), _grams(other)
-    union = len(first | second)
-    return len(first & second) / union if union else float(one == other)
+    """The 3-grams two texts share, out of all they have."""
+    first, second = _traits(one).grams, _traits(other).grams
+    both = np.sort(np.concatenate([first, second]))
+    shared = int(np.count_nonzero(both[1:] == both[:-1]))
+    return shared / (len(both) - shared) if len(both) else float(one == other)
+
+
+class _Traits(NamedTuple):
+    """The numbers of a text in their order, and its 3-grams, each once."""
+
+    numbers: list[str]
+    grams: np.ndarray
 
 
 @functools.lru_cache(maxsize=64)  # the first row of a bucket is compared with many
-def _grams(text: str) -> frozenset[str]:
-    """The 3-grams of a text; its ends count as a character, so that one of two letters has some as well."""
-    plain = _plain(text).replace("\0", "")
-    padded = f"{MARK}{plain}{MARK}"
-    return frozenset(map("".join, zip(padded, padded[1:], padded[2:], strict=False)))
-
-
-def _numbers(text: str) -> list[str]:
-    return NUMBER.findall(_plain(text))
-
-
-def _plain(text: str) -> str:
-    """The text as it is compared; what does not count is a NUL."""
-    codes = np.frombuffer(text.encode("utf-16-le"), np.uint16)
-    return _alphabet()[0].take(codes).tobytes().decode("utf-16-le", "surrogatepass")
+def _traits(text: str) -> _Traits:
+    codes = _alphabet()[0].take(np.frombuffer(f"{MARK}{text}{MARK}".encode("utf-16-le"), np.uint16))
+    numbers = NUMBER.findall(codes.tobytes().decode("utf-16-le", "surrogatepass"))
+    kept = codes[codes != 0].astype(np.uint64)  # the ends count as a character: one of two letters has 3-grams as well
+    grams = np.sort((kept[:-2] << np.uint64(32)) | (kept[1:-1] << np.uint64(16)) | kept[2:])
+    return _Traits(numbers, grams[np.concatenate([[True], grams[1:] != grams[:-1]])] if len(grams) else grams)
 
 
 @functools.cache
