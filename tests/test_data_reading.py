@@ -360,6 +360,7 @@ def test_columns_nobody_can_know_are_asked_for(raw: Any) -> None:
         {"": "0", "question": "a", "answer": "b"},
         {"problem": "a", "solution": "b"},
         {"用户": "a", "助手": "b"},
+        {"Question": "a", "Answer": "b", "Reasoning Content": ""},
     ],
 )  # fmt: skip
 def test_columns_beside_the_known_ones_do_no_harm(raw: Any) -> None:

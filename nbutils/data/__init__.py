@@ -1,8 +1,8 @@
 """Data: read, normalise, check, deduplicate, split and fingerprint chat rows. Nothing here tokenises.
 
-raw, files, hub, encodings, reading: rows as the files have them; columns, turns, rows: the one shape they become;
-text, mojibake, private: what a text may hold; building, near: one pass over the source; splits: the data folder of a
-run; card: what became of it.
+raw, files, hub, encodings, documents, reading: rows as the files have them; columns, calls, turns, rows: the one shape
+they become; text, mojibake, private: what a text may hold; building, tally, near, checking: passes over the source;
+splits: the data folder of a run; card, licence: what became of it.
 """
 
 from __future__ import annotations

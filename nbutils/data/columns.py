@@ -148,7 +148,7 @@ def layout_of(columns: tuple[str, ...], mapping: Mapping | None = None) -> Layou
 
 
 def _plain(name: object) -> str:
-    return str(name).strip().strip("\ufeff").lower()
+    return str(name).strip().strip("\ufeff").lower().replace(" ", "_")
 
 
 def _automatic(known: dict[str, str]) -> Layout:

@@ -19,19 +19,24 @@ KEY = re.compile(
     r"|(?i:wandb)[^\n]{0,40}?(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])",
     re.ASCII,
 )
-# Most text holds none of it. These tests are cheap: a regex is fast when it begins with a fixed letter.
+# Most text holds none of it. These tests are cheap: a regex is fast when it begins with fixed letters.
 _MOBILE = re.compile(r"1[3-9][0-9][ -]?[0-9]{4}[ -]?[0-9]{4}")
 _BORN_19, _BORN_20 = re.compile(r"19[0-9]{9}[0-9Xx]"), re.compile(r"20[0-9]{9}[0-9Xx]")
+_SK, _GITHUB = re.compile(r"sk-[\w-]{20}"), re.compile(r"gh[pousr]_[A-Za-z0-9]{36}")
 _WEIGHTS = (7, 9, 10, 5, 8, 4, 2, 1, 6, 3, 7, 9, 10, 5, 8, 4, 2)
 
 
 def may_hold_private(text: str) -> bool:
     """Whether it is worth a closer look."""
-    if "@" in text or _MOBILE.search(text) or _BORN_19.search(text) or _BORN_20.search(text):
+    return bool(
+        "@" in text or _MOBILE.search(text) or _BORN_19.search(text) or _BORN_20.search(text) or _may_hold_key(text)
+    )
+
+
+def _may_hold_key(text: str) -> bool:
+    if "_" in text and ("hf_" in text or _GITHUB.search(text) or "github_pat_" in text):
         return True
-    if "_" in text and ("hf_" in text or "gh" in text or "github_pat_" in text):
-        return True
-    if "-" in text and ("sk-" in text or "PRIVATE KEY" in text):
+    if "-" in text and (_SK.search(text) or "PRIVATE KEY" in text):
         return True
     if "A" in text and ("AKI" in text or "LTAI" in text or "AIza" in text or "WANDB" in text):
         return True
@@ -40,10 +45,10 @@ def may_hold_private(text: str) -> bool:
 
 def find_private(text: str) -> Iterator[tuple[str, int, int]]:
     """Kind, start and end of each span, in the order of the text."""
-    found = [("key", *match.span()) for match in KEY.finditer(text)]
-    found += [("email", *match.span()) for match in EMAIL.finditer(text)]
+    found = [("key", *match.span()) for match in KEY.finditer(text)] if _may_hold_key(text) else []
+    found += [("email", *match.span()) for match in EMAIL.finditer(text)] if "@" in text else []
     found += [("id_number", *match.span()) for match in ID_NUMBER.finditer(text) if _checks(match[0])]
-    found += [("phone", *match.span()) for match in PHONE.finditer(text)]
+    found += [("phone", *match.span()) for match in PHONE.finditer(text)] if _MOBILE.search(text) else []
     end = 0
     for kind, start, stop in sorted(found, key=lambda span: span[1:]):
         if start >= end:
@@ -71,7 +76,7 @@ def mask(text: str) -> str:
 def masked(kind: str, span: str) -> str:
     """One private span, as much of it as may be shown."""
     if kind == "phone":
-        return f"{span[:-8].rstrip(' -')[:20]}****{span[-4:]}" if span[-5].isdigit() else f"{span[:-10]}****{span[-4:]}"
+        return f"{span[: -8 if span[-5].isdigit() else -10]}****{span[-4:]}"
     if kind == "id_number":
         return f"{span[:3]}****{span[-2:]}"
     if kind == "email":

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from nbutils.data.columns import SHAPES_TEXT, Mapping
+from nbutils.data.calls import short
+from nbutils.data.columns import Mapping
 from nbutils.data.raw import Problem, Row, RowError
 from nbutils.data.text import examine, plain
-from nbutils.data.turns import Turn, short, turns_of
-
-__all__ = ["SHAPES_TEXT", "ChatRow", "check_row", "problems_of"]
+from nbutils.data.turns import Turn, turns_of
 
 BLANK_LINES = re.compile(r"(?:[^\S\n]*\n)*")
 ORDER = "system first if at all, then user and assistant in turn; tool turns only after an assistant that calls tools"

@@ -1,16 +1,15 @@
-"""A raw row as turns: whatever columns, role names and ways to write a tool call it uses.
+"""A raw row as turns: whatever columns and role names it uses.
 
-Not here: which columns are meant (columns), and the rules for text and order (rows).
+Not here: which columns are meant (columns), tool calls (calls), and the rules for text and order (rows).
 """
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple
 
-from nbutils.data.columns import Layout, Mapping, layout_of
+from nbutils.data.calls import calls_of, from_json, short, tools_of
+from nbutils.data.columns import MEDIA, Layout, Mapping, layout_of
 from nbutils.data.raw import Problem
-from nbutils.data.text import mask
 
 ROLES = ("system", "user", "assistant", "tool")
 ALIASES = {
@@ -20,7 +19,6 @@ ALIASES = {
     "用户": "user", "助手": "assistant", "系统": "system",
 }  # fmt: skip
 CALLS = ("function_call", "tool_call")
-MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 NOT_TEXT = "this course trains plain text: leave it empty"
 
 
@@ -97,7 +95,7 @@ def _with_reasoning(content: Any, reasoning: Any, calling: bool = False) -> Any:
 
 def _history(column: str, value: Any, problems: list[Problem]) -> list[Turn]:
     """Earlier rounds, as alpaca writes them: [[question, answer], ...]."""
-    value = _from_json(column, value, problems)
+    value = from_json(column, value, problems)
     turns: list[Turn] = []
     for index, pair in enumerate(value or []) if isinstance(value, list) else ():
         if not isinstance(pair, list | tuple) or len(pair) != 2:
@@ -109,22 +107,10 @@ def _history(column: str, value: Any, problems: list[Problem]) -> list[Turn]:
     return turns
 
 
-def _from_json(column: str, value: Any, problems: list[Problem]) -> Any:
-    """The value itself, or what stands in its text: a csv can hold a list or an object only as JSON text."""
-    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
-        return None if isinstance(value, str) and not value.strip() else value
-    try:
-        return json.loads(value)
-    except (json.JSONDecodeError, RecursionError) as problem:
-        todo = f"{getattr(problem, 'msg', 'nested too deeply')}: write it with json.dumps"
-        problems.append(Problem("malformed_json", column, short(value), todo))
-        return None
-
-
 def _listed(column: str, value: Any, problems: list[Problem]) -> list[Turn]:
     """A list of messages: OpenAI's role/content or ShareGPT's from/value."""
     before = len(problems)
-    value = _from_json(column, value, problems)
+    value = from_json(column, value, problems)
     if len(problems) > before:
         return []
     if not isinstance(value, list):
@@ -138,6 +124,7 @@ def _listed(column: str, value: Any, problems: list[Problem]) -> list[Turn]:
 
 
 def _message(field: str, message: Any, problems: list[Problem]) -> Turn | None:
+    """One message as a turn, or nothing when its role or its text cannot be found."""
     if not isinstance(message, dict):
         todo = 'an object: {"role": "user", "content": "..."}'
         problems.append(Problem("wrong_type", field, short(message), todo))
@@ -146,31 +133,37 @@ def _message(field: str, message: Any, problems: list[Problem]) -> Turn | None:
     for name in MEDIA:
         if message.get(name):
             problems.append(Problem("unsupported_field", f"{field}.{name}", f"{name} is filled", NOT_TEXT))
-    calls = message.get("tool_calls") or message.get("function_call")
+    calls = next((name for name in ("tool_calls", *CALLS) if message.get(name)), "")
     absent = [key for key in (role_key, text_key) if key not in message and not (key == text_key and calls)]
     for key in absent:
         problems.append(Problem("missing_field", f"{field}.{key}", f"only {', '.join(message)}", f"add {key!r}"))
-    if absent:
-        return None
-    said = str(message[role_key]).strip().lower()
-    role, content = ALIASES.get(said, said), message.get(text_key)
-    if role not in ROLES:
+    said = str(message.get(role_key)).strip().lower()
+    role = ALIASES.get(said, said)
+    if not absent and role not in ROLES:
         todo = f"use one of: {', '.join(ROLES)} (or human, gpt, function_call, observation)"
         problems.append(Problem("unknown_role", f"{field}.{role_key}", short(message[role_key]), todo))
+    if absent or role not in ROLES:
         return None
+    if said in CALLS:  # ShareGPT: the text of the turn is the call
+        return Turn(
+            f"{field}.{text_key}", role, None, calls_of(f"{field}.{text_key}", message.get(text_key), problems), True
+        )
+    return _spoken(field, role, message, text_key, calls, problems)
+
+
+def _spoken(
+    field: str, role: str, message: dict[str, Any], text_key: str, calls: str, problems: list[Problem]
+) -> Turn | None:
+    """A turn with its text, its reasoning and the tools it calls or answers for."""
     place = f"{field}.{text_key}"
-    if said in CALLS:
-        return _calling(place, None, _from_json(place, content, problems), f"{field}.{text_key}", problems)
-    content = _parts(place, content, problems)
+    content = _parts(place, message.get(text_key), problems)
     if role == "assistant":
         content = _with_reasoning(content, message.get("reasoning_content"), bool(calls))
+        made = calls_of(f"{field}.{calls}", message[calls], problems) if calls else {}
+        return Turn(place, role, content, made, bool(calls))
     if calls:
-        named = "tool_calls" if message.get("tool_calls") else "function_call"
-        if role != "assistant":
-            todo = "only the assistant calls tools"
-            problems.append(Problem("unsupported_field", f"{field}.{named}", f"filled in a turn of {role}", todo))
-            return None
-        return _calling(place, content, calls, f"{field}.{named}", problems)
+        seen = f"filled in a turn of {role}"
+        problems.append(Problem("unsupported_field", f"{field}.{calls}", seen, "only the assistant calls tools"))
     kept = {key: str(message[key]) for key in ("name", "tool_call_id") if message.get(key)} if role == "tool" else {}
     return Turn(place, role, content, kept)
 
@@ -183,53 +176,3 @@ def _parts(field: str, content: Any, problems: list[Problem]) -> Any:
         if part["type"] != "text":
             problems.append(Problem("unsupported_field", field, f"a part of type {part['type']}", NOT_TEXT))
     return "\n".join(str(part.get("text", part["type"])) for part in content)
-
-
-def _calling(field: str, content: Any, calls: Any, place: str, problems: list[Problem]) -> Turn | None:
-    """An assistant turn that calls tools, with every call in the one form of the course."""
-    calls = _from_json(place, calls, problems)
-    found = [
-        _call(f"{place}[{index}]", call, problems)
-        for index, call in enumerate(calls if isinstance(calls, list) else [calls])
-    ]
-    return Turn(field, "assistant", content, {"tool_calls": [call for call in found if call]}, calls=True)
-
-
-def _call(field: str, call: Any, problems: list[Problem]) -> dict[str, Any] | None:
-    """{"type": "function", "function": {"name", "arguments"}}, the arguments as an object."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
-        todo = 'a call names its function: {"function": {"name": "...", "arguments": {...}}}'
-        problems.append(Problem("wrong_type", field, short(call), todo))
-        return None
-    arguments = function.get("arguments", function.get("parameters"))
-    arguments = _from_json(f"{field}.arguments", arguments, problems) if arguments else {}
-    if not isinstance(arguments, dict):
-        if arguments is not None:
-            todo = 'an object by the names of the parameters: {"city": "Bergen"}'
-            problems.append(Problem("wrong_type", f"{field}.arguments", short(arguments), todo))
-        return None
-    made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return {"id": str(call["id"]), **made} if call.get("id") else made
-
-
-def tools_of(column: str, value: Any, problems: list[Problem]) -> list[dict[str, Any]] | None:
-    """The tools a row offers, each as {"type": "function", "function": {...}}; None if there are none."""
-    value = _from_json(column, value, problems)
-    if not value:
-        return None
-    tools = []
-    for index, tool in enumerate(value if isinstance(value, list) else [value]):
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            todo = 'a tool has a name: {"type": "function", "function": {"name": "...", "parameters": {...}}}'
-            problems.append(Problem("wrong_type", f"{column}[{index}]", short(tool), todo))
-            continue
-        tools.append({"type": "function", "function": function})
-    return tools
-
-
-def short(value: Any) -> str:
-    """What was seen, with its type, on one short line, private data masked."""
-    text = mask(json.dumps(value if not isinstance(value, str) else value[:400], ensure_ascii=False, default=str)[:400])
-    return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
