@@ -161,6 +161,13 @@ def test_near_duplicates_are_rejected_with_the_row_they_repeat_and_counts_add_up
     assert len(lines) == 300 and not lines & {json.dumps(entry["row"], sort_keys=True) for entry in rejected}
 
 
+def test_what_is_said_of_a_row_goes_with_it(tmp_path: Path) -> None:
+    noted = [chat_row(QUESTION + " \n", f"{ENGLISH}{end} Call 13812345678.") for end in ("", "!")]
+    rows = [chat_row(row.question, row.answer) for row in unrelated(9)] + noted
+    card = data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out")
+    assert (card.accepted, card.trimmed, card.warnings) == (10, 1, {"phone": 1})
+
+
 def test_zero_does_not_look(tmp_path: Path) -> None:
     path, _ = mixed(tmp_path)
     card = data.prepare(path, tmp_path / "out", near=0)

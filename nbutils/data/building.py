@@ -43,8 +43,8 @@ class Build:
         self.seen: dict[int, int] = {}  # content of every row used -> its number
         self.eval_prompts: dict[int, int] = {}
         self.sources: list[str] = []
-        self.source, self.line = array("I"), array("Q")  # of each row used, as the four below
-        self.keys, self.held, self.at = array("Q"), array("B"), array("Q")
+        self.source, self.line = array("I"), array("Q")  # of each row used, as those below
+        self.keys, self.held, self.at, self.marks = array("Q"), array("B"), array("Q"), array("H")
         self.ends = [0, 0]  # bytes written to the two splits
 
     def run(self, train_files: list[Path], eval_files: list[Path]) -> None:
@@ -111,7 +111,7 @@ class Build:
         self.ends[held] += len(line)
         if self.near:
             self.near.add(text_of(row.messages, row.tools))
-        self.tally.accept(row)
+        self.marks.append(self.tally.accept(row))
 
     def _reject(self, error: RowError) -> None:
         self.tally.reject(error)
@@ -149,7 +149,7 @@ class Build:
 
     def _reject_near(self, found: Alike) -> None:
         row, place = self._row(found.row), self._place(found.kept)
-        self.tally.take_back(row["messages"])
+        self.tally.take_back(row["messages"], self.marks[found.row])
         leak = not self.split_here and self.held[found.kept] > self.held[found.row]
         if leak:
             problem = Problem(

@@ -36,28 +36,36 @@ class Tally:
         self.first_errors: list[RowError] = []
         self.first_warnings: list[str] = []
         self.unnamed: dict[str, Any] = {}
+        self._kinds: list[str] = []
 
-    def accept(self, row: ChatRow) -> None:
-        """One more row that is used."""
+    def accept(self, row: ChatRow) -> int:
+        """One more row that is used; its marks, one bit for each thing said about it, are needed to take it back."""
         self.accepted += 1
         self.trimmed += row.trimmed
         self.languages[language(row.messages)] += 1
         self.lengths[length_bin(row.messages)] += 1
-        if row.warnings:
-            self._warn(row)
+        return row.trimmed | (self._warn(row) if row.warnings else 0)
 
-    def take_back(self, messages: list[dict[str, Any]]) -> None:
+    def take_back(self, messages: list[dict[str, Any]], marks: int) -> None:
         """A row that was used turned out to repeat another one."""
         self.accepted -= 1
+        self.trimmed -= marks & 1
         self.languages[language(messages)] -= 1
         self.lengths[length_bin(messages)] -= 1
+        for place, kind in enumerate(self._kinds, start=1):
+            self.warnings[kind] -= marks >> place & 1
 
-    def _warn(self, row: ChatRow) -> None:
-        for kind in {warning.kind for warning in row.warnings}:
-            self.warnings[kind] += 1
-            if self.warnings[kind] <= 2:
-                seen = next(warning for warning in row.warnings if warning.kind == kind)
-                self.first_warnings.append(f"{row.file} line {row.line}, {seen.field}: {kind} {seen.seen}".rstrip())
+    def _warn(self, row: ChatRow) -> int:
+        marks = 0
+        for seen in {warning.kind: warning for warning in row.warnings[::-1]}.values():  # the first of each kind
+            if seen.kind not in self._kinds:
+                self._kinds.append(seen.kind)
+            marks |= 2 << self._kinds.index(seen.kind)
+            self.warnings[seen.kind] += 1
+            if self.warnings[seen.kind] <= 2:
+                text = f"{row.file} line {row.line}, {seen.field}: {seen.kind} {seen.seen}"
+                self.first_warnings.append(text.rstrip())
+        return marks
 
     def reject(self, error: RowError) -> None:
         """One more row that is not used."""
