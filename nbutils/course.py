@@ -102,11 +102,13 @@ def execute(stem: str, output: Path, values: dict[str, Any]) -> None:
 
 
 def summary(folder: lessons.RunFolder) -> str:
-    """Where everything is, and the two results people ask for first."""
+    """Where everything is, and the results people ask for first."""
     facts = json.loads(folder.facts.read_text(encoding="utf-8"))["lessons"]
     lines = [f"notebooks  {folder.notebooks}", f"report     {folder.report}", f"facts      {folder.facts}"]
     if match := facts.get("04_merge", {}).get("exact_match"):
         lines.append(f"exact match  base {match['base']:.1%}  ->  merged {match['merged']:.1%}")
+    if verdict := facts.get("04_merge", {}).get("evaluation", {}).get("verdict"):
+        lines.append(f"the tuning   {verdict}; why: {folder.path / 'evaluation' / 'report.html'}")
     if same := facts.get("05_serve", {}).get("identical_answers"):
         lines.append(f"served answers identical to generate: {same['count']} of {same['total']}")
     return "\n".join(lines)

@@ -71,16 +71,18 @@ from nbutils import data, evaluation
 size = lesson.profile.evaluation
 dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[lesson.profile.machine.precision]
 _, held_back = data.load(lesson.run.data)
-questions, references = evaluation.questions_of(held_back, QUESTIONS or size.rows)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": 0 if lesson.card else "cpu"})
 tokenizer = AutoTokenizer.from_pretrained(folder)
+wanted = size.model_copy(update={"rows": QUESTIONS or size.rows})
+exam = evaluation.Exam(lesson.run.path, tokenizer, held_back, wanted, dtype)
+questions, references = exam.questions, exam.references
 
 # %% [markdown]
 # The clock runs along, so that the server has something to beat.
 
 # %%
 started = time.perf_counter()
-local = evaluation.generate(model, tokenizer, questions, size.max_new_tokens, size.batch_size)
+local = exam.generate(model)
 local_seconds = time.perf_counter() - started
 del model
 torch.cuda.empty_cache()
@@ -164,7 +166,13 @@ print(questions[0][-1]["content"], "\n->", response.choices[0].message.content)
 # %%
 started = time.perf_counter()
 served = serving.ask(
-    client, server.model_name, questions, size.max_new_tokens, token_ids=engine.value != "transformers", at_once=serve.max_num_seqs
+    client,
+    server.model_name,
+    questions,
+    size.max_new_tokens,
+    tools=exam.tools,
+    token_ids=engine.value != "transformers",
+    at_once=serve.max_num_seqs,
 )
 served_seconds = time.perf_counter() - started
 
@@ -192,7 +200,6 @@ dashboard.show_table(evaluation.before_after_table(questions, references, column
 # And the scores of lesson 04, of both: the server's are what your users will get.
 
 # %%
-exam = evaluation.Exam(lesson.run.path, tokenizer, held_back[: len(questions)], size, dtype)
 scores = evaluation.score_table(exam, {"transformers": local, "server": served})
 dashboard.show_table(scores, "The same scores", evaluation.aligned(scores))
 

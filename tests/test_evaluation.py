@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,16 @@ def test_answers_are_asked_once_and_then_read(tmp_path: Path) -> None:
     first = keeping.resumed(tmp_path / "a.jsonl", {"model": "m"}, PROMPTS, noted(asked))
     again = keeping.resumed(tmp_path / "a.jsonl", {"model": "m"}, PROMPTS, noted(asked))
     assert first == again and asked == [0, 1, 2] and [one.stopped for one in again] == [True, False, True]
+
+
+def test_an_answer_with_unusual_line_ends_is_kept(tmp_path: Path) -> None:
+    def ask(prompts: keeping.Prompts) -> Iterator[tuple[int, Answer]]:
+        asked.extend(prompts)
+        yield from ((number, Answer(prompt, [1], "a\u2028b\x85c\x1dd")) for number, prompt in prompts.items())
+
+    asked: list[int] = []
+    whole = keeping.resumed(tmp_path / "a.jsonl", {}, PROMPTS, ask)
+    assert keeping.resumed(tmp_path / "a.jsonl", {}, PROMPTS, ask) == whole and len(asked) == len(PROMPTS)
 
 
 def test_a_torn_line_is_asked_again_and_does_not_spoil_the_next(tmp_path: Path) -> None:

