@@ -74,7 +74,7 @@ def main(folder: str, count: int) -> None:
     answers(model, tokenizer, prompts[:BATCH], BATCH)  # warm
     few = prompts[: max(4, count // 16)]
     alone, together = answers(model, tokenizer, few, 1), answers(model, tokenizer, prompts, BATCH)
-    ways = {
+    ways: dict[str, Callable[..., Any]] = {
         "kept_logits": lambda: losses.row_losses(model, texts, BATCH),
         "all_logits": lambda: plain_losses(model, texts),
     }
