@@ -74,10 +74,8 @@ def main(folder: str, count: int) -> None:
     answers(model, tokenizer, prompts[:BATCH], BATCH)  # warm
     few = prompts[: max(4, count // 16)]
     alone, together = answers(model, tokenizer, few, 1), answers(model, tokenizer, prompts, BATCH)
-    ways: dict[str, Callable[..., Any]] = {
-        "kept_logits": lambda: losses.row_losses(model, texts, BATCH),
-        "all_logits": lambda: plain_losses(model, texts),
-    }
+    kept, all_of_them = partial(losses.row_losses, batch_size=BATCH), plain_losses
+    ways: dict[str, Callable[..., Any]] = {"kept_logits": kept, "all_logits": all_of_them}
     measured_losses = {}
     for name, work in ways.items():
         seconds, peak = measured(partial(work, model, texts))
