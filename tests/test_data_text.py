@@ -128,6 +128,7 @@ PRIVATE = [
     ("phone", "电话：138-1234-5678。", "138****5678"),
     ("phone", "008613812345678", "0086138****5678"),
     ("id_number", "身份证 11010519491231002X", "110****2X"),
+    ("id_number", "mistyped: 110105194912310021", "110****21"),
     ("email", "write to anna.b+c@mail.example.cn, please", "a***@mail.example.cn"),
     ("email", "邮箱是li@qq.com。", "l***@qq.com"),
     ("key", "sk-" + "a1B2" * 8, "sk-****"),
@@ -155,7 +156,7 @@ def test_private_data_is_a_warning_with_the_span_masked(kind: str, text: str, sh
 @pytest.mark.parametrize(
     "text",
     [
-        "order 20231381234567890", "12345678901", "0.13812345678", "110105194912310021", "a @ b", "@someone",
+        "order 20231381234567890", "12345678901", "0.13812345678", "110105194913310021", "a @ b", "@someone",
         "sk-learn and hf_hub and gh_pages", "eyJust", f"commit {HEX}", "13812345", "price 138 1234", "2019-2020",
     ],
 )  # fmt: skip

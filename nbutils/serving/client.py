@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Tools = list[dict[str, Any]] | None
 
+
 def ask(
     client: OpenAI,
     model_name: str,
