@@ -73,6 +73,13 @@ def plot_losses(history: Sequence[tuple[int, float]], path: Path | None = None, 
     axes.set(title=title, xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     figure.tight_layout()
+    show_figure(figure, path)
+
+
+def show_figure(figure: Any, path: Path | None = None) -> None:
+    """Show a figure in a notebook, and save it to `path` if one is given."""
+    import matplotlib.pyplot as plt
+
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)

@@ -9,8 +9,8 @@ import io
 from pathlib import Path
 from typing import Any
 
+from nbutils import dashboard
 from nbutils.evaluation.comparing import SHOWN, Outcome
-from nbutils.platforms import in_kernel
 
 PANELS = ("exact_match", "character_f1", "rouge_l", "content", "loss", "stopped")
 COLOURS = ("#8a8f98", "#7a5cc9", "#2979c9")
@@ -19,15 +19,7 @@ INK = "#010203"  # replaced by the colour of the text around it, so that the pic
 
 def plot(outcome: Outcome, path: Path | None = None) -> None:
     """Show it in a notebook, and save it to `path` if one is given."""
-    import matplotlib.pyplot as plt
-
-    figure = draw(outcome, "black")
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-    if in_kernel():
-        plt.show()
-    plt.close(figure)
+    dashboard.show_figure(draw(outcome, "black"), path)
 
 
 def as_svg(outcome: Outcome) -> str:
