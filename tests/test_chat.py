@@ -341,6 +341,26 @@ def test_a_template_whose_server_begins_the_thinking_needs_rows_that_think(bare:
     assert chat.check_contract(tokenizer, [PLAIN], 0, thinking=False).answers == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "may"),
+    [
+        ("qwen2_5", [PLAIN], False),  # knows no modes
+        ("qwen3", [PLAIN, {"messages": TWO}], True),
+        ("qwen3", [PLAIN, THINKS], False),
+        ("qwen3", [{"messages": talk("Where?", "<think>\n\n</think>\n\nHere.")}], True),  # an empty thought is none
+        ("qwen3", [{"messages": [*talk("?"), {"role": "assistant", "content": "A", "reasoning_content": "b"}]}], False),
+        ("qwen3_5_think", [PLAIN], True),
+        ("qwen3_5_nothink", [PLAIN], True),  # its default already
+        ("glm4moe", [PLAIN], False),  # writes /nothink into questions, which training does not
+    ],
+)
+def test_when_a_server_may_be_asked_not_to_think(bare: Any, name: str, rows: Any, may: bool) -> None:
+    import trl.chat_template_utils as templates
+
+    tokenizer = with_template(bare, getattr(templates, f"{name}_chat_template"), eos=SPECIAL[2 * (name != "glm4moe")])
+    assert chat.may_skip_thinking(tokenizer, rows) is may
+
+
 def test_glm_4_5_passes_through_trls_training_template(bare: Any) -> None:
     from trl.chat_template_utils import glm4moe_chat_template
 

@@ -1,7 +1,8 @@
 """Chat: what the trainer trains and what a server is sent are one text, shown in colour and checked token by token.
 
 forms: whole conversations or answer by answer; rendering: rows as tokens; showing: one of them in colour;
-fitting: rows that max_length would cut; contract: the check before any training; handing: the tokens to the trainer.
+thinking: whether rows hold thoughts; fitting: rows that max_length would cut; contract: the check before any training;
+handing: the tokens to the trainer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from nbutils.chat.forms import missing_stop, training_format
 from nbutils.chat.handing import check_trainer, training_dataset
 from nbutils.chat.rendering import Example, View
 from nbutils.chat.showing import RenderedRow, inspect_row, show_row
+from nbutils.chat.thinking import may_skip_thinking
 
 __all__ = [
     "ContractReport",
@@ -25,6 +27,7 @@ __all__ = [
     "find_stop_ids",
     "fitting",
     "inspect_row",
+    "may_skip_thinking",
     "missing_stop",
     "show_row",
     "training_dataset",
