@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from test_data_reading import chat_row, read, write
 
 from nbutils import data
-from nbutils.data.near import TEMPLATE, NearDuplicates, Text, similarity, text_of
+from nbutils.data.alike import Text, similarity, text_of
+from nbutils.data.near import TEMPLATE, NearDuplicates
 from nbutils.errors import CourseError
 from nbutils.paths import SAMPLES
 
@@ -52,8 +54,9 @@ def unrelated(count: int) -> list[Text]:
         (lambda text: text.replace("，", ",").replace("。", ""), CHINESE),
         (lambda text: text.replace("早", "中"), CHINESE),
         (lambda text: "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in text), ENGLISH),
+        (lambda text: text.replace("working days", "working-days"), ENGLISH),
     ],
-    ids=["punctuation", "case", "blanks", "one word", "chinese punctuation", "one character", "full width"],
+    ids=["punctuation", "case", "blanks", "one word", "chinese punctuation", "one character", "full width", "hyphen"],
 )  # fmt: skip
 def test_what_is_nearly_the_same_is_found_among_others(change: Any, text: str) -> None:
     assert change(text) != text
@@ -80,11 +83,47 @@ def test_short_rows_are_found_as_well() -> None:
         (Text("Be rude.", QUESTION, ENGLISH), Text("Be kind.", QUESTION, ENGLISH)),
         (Text("", QUESTION, "3.5 kg"), Text("", QUESTION, "35 kg")),
         (Text("", QUESTION, "?!"), Text("", QUESTION, "...")),
+        (Text("", "What is 4 - 2?", "2"), Text("", "What is 4 / 2?", "2")),
+        (Text("", f"In C: {QUESTION}", ENGLISH), Text("", f"In C#: {QUESTION}", ENGLISH)),
+        (Text("", QUESTION, rf"{ENGLISH} \d+"), Text("", QUESTION, rf"{ENGLISH} \d*")),
+        (Text("", QUESTION, f"{ENGLISH} $ 5"), Text("", QUESTION, f"{ENGLISH} € 5")),
+        (Text("", f"Is it safe? {QUESTION}", ENGLISH), Text("", f"Is it not safe? {QUESTION}", ENGLISH)),
+        (Text("", QUESTION, ENGLISH), Text("", QUESTION, ENGLISH.replace("should arrive", "shouldn't arrive"))),
+        (Text("", CHINESE, ENGLISH), Text("", CHINESE.replace("放心", "不放心"), ENGLISH)),
+        (Text("", f"张伟怎样？{CHINESE}", f"张伟{CHINESE}"), Text("", f"李娜怎样？{CHINESE}", f"李娜{CHINESE}")),
+        (Text("", f"{QUESTION} I am Anna Lee.", ENGLISH), Text("", f"{QUESTION} I am Emil Lee.", ENGLISH)),
+        (Text("", f"{ENGLISH} It was great.", "positive"), Text("", f"{ENGLISH} It was superb.", "positive")),
+        (Text("", QUESTION, "a lamp, torn, refund it"), Text("", QUESTION, "a lamp, worn, refund it")),
     ],
-    ids=["number", "chinese number", "answer", "question", "system", "decimal point", "only punctuation"],
-)
+    ids=["number", "chinese number", "answer", "question", "system", "decimal point", "only punctuation", "minus",
+         "sharp", "regex", "currency", "negation", "contraction", "chinese negation", "names in both", "a name",
+         "label", "short answer"],
+)  # fmt: skip
 def test_what_only_looks_alike_is_kept(one: Text, other: Text) -> None:
-    assert found([one, other]) == [] and similarity(one, other) < 0.8
+    assert found([one, other]) == [] and similarity(one, other, 0.8) < 0.8
+
+
+def tickets(count: int) -> list[Text]:
+    chance = random.Random(1)
+    things, faults, cities = (
+        ["lamp", "chair", "shirt", "phone"],
+        ["torn", "late", "dirty"],
+        ["Rome", "Oslo", "Riga", "Bern"],
+    )
+    rows = []
+    for thing, fault, city in chance.sample(list(itertools.product(things, faults, cities)), count):
+        question = (
+            f"Hello, I ordered a {thing} from your shop last week, it arrived {fault}. I live in {city}, help me."
+        )
+        rows.append(Text("", question, json.dumps({"product": thing, "issue": fault, "city": city, "do": "refund"})))
+    return rows
+
+
+def test_a_form_filled_in_with_other_words_loses_only_its_copies() -> None:
+    rows = tickets(40)
+    assert found(rows) == []
+    copies = [Text("", row.question.upper(), row.answer.replace(",", " ,")) for row in rows]
+    assert found(rows + copies) == [(40 + number, number) for number in range(40)]
 
 
 def test_other_tools_make_another_row() -> None:
@@ -96,7 +135,7 @@ def test_other_tools_make_another_row() -> None:
 def test_a_form_filled_in_many_times_is_kept_but_not_its_copies() -> None:
     form = f"Classify the review into positive or negative, and answer with this word alone. {ENGLISH} Review: "
     chance = random.Random(1)
-    rows = [Text("", form + words(chance, 2), "positive") for _ in range(TEMPLATE + 40)]
+    rows = [Text("", form + words(chance, 2), ENGLISH) for _ in range(TEMPLATE + 40)]
     copy = rows[3]._replace(question=rows[3].question.upper() + " !")
     near = NearDuplicates(0.8)
     for row in [*rows, copy]:
@@ -132,7 +171,7 @@ def test_nearly_all_pairs_are_found(changed: int) -> None:
         for place in chance.sample(range(len(letters)), changed):
             letters[place] = "z"
         copies.append(row._replace(answer="".join(letters)))
-    alike = [n for n, (row, copy) in enumerate(zip(rows, copies, strict=True)) if similarity(row, copy) >= 0.8]
+    alike = [n for n, (row, copy) in enumerate(zip(rows, copies, strict=True)) if similarity(row, copy, 0.8)]
     hit = {row - 400 for row, kept in found(rows + copies) if kept == row - 400}
     assert len(alike) > 350 and len(hit & set(alike)) >= 0.99 * len(alike)
 

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from nbutils.data.alike import Text, text_of
 from nbutils.data.card import CARD, CARD_TEXT, EVAL, REJECTED, TRAIN, DataCard, fingerprint
 from nbutils.data.columns import SHAPES_TEXT, parse_mapping
 from nbutils.data.content import digests, line_of, stored
-from nbutils.data.near import Alike, NearDuplicates, Text, text_of
+from nbutils.data.near import Alike, NearDuplicates
 from nbutils.data.raw import Problem, RowError
 from nbutils.data.reading import FORMATS_TEXT, read_rows
 from nbutils.data.rows import ChatRow, check_row

@@ -1,37 +1,26 @@
 """Near duplicates: rows that say the same but for a comma, a letter's case or width, or a word in a long text.
 
-Two rows are one when their system text, tools and numbers are equal, and the character 3-grams of the questions and of
-the answers overlap (Jaccard) by at least `least` each; case, width, blanks and punctuation do not count. Candidates
-come from MinHash bands, one for each row, and are compared exactly: time grows with the rows, not their square.
-Missed: a few pairs close to `least`, pairs in other words, and pairs whose bucket another row opened.
+Candidates come from MinHash bands, the most similar one for each row, and are compared exactly (alike): time grows with
+the rows, not their square. Missed: a few pairs close to `least`, pairs in other words, pairs that differ in symbols
+alone (`**bold**`), and pairs whose bucket another row opened, but for those equal in all that counts.
 """
 
 from __future__ import annotations
 
-import functools
-import re
-import unicodedata
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
-BINS, BANDS = 64, 16  # four bins to a band: a pair that overlaps by 0.8 shares a band in 99.9 of 100 cases
-MARK, EMPTY = "\x1e", 0xFFFF  # a control character, which no checked row holds
+from nbutils.data.alike import Text, similarity
+from nbutils.data.letters import MARK, compared, counts
+
+BINS = 64  # four bins to a band: a pair that overlaps by 0.8 shares a band in 99.9 of 100 cases
+EMPTY = 0xFFFF
 BATCH = 60_000  # characters hashed at once: the arrays stay in the processor's cache
 TEMPLATE = 8  # so many rows that resemble one row are a form filled in, not copies
-NUMERALS = "0123456789〇零一二两三四五六七八九十百千万亿"
-NUMBER = re.compile(f"[{NUMERALS}]+")
-
-
-class Text(NamedTuple):
-    """What is compared of a row: what must be equal, the question with all earlier turns, the answer."""
-
-    fixed: str
-    question: str
-    answer: str
 
 
 class Alike(NamedTuple):
@@ -39,19 +28,6 @@ class Alike(NamedTuple):
 
     row: int
     kept: int
-
-
-def text_of(messages: Sequence[dict[str, Any]], tools: Any = None) -> Text:
-    """The parts of a row that are compared."""
-    first = messages[0]["role"] == "system"
-    fixed = messages[0]["content"] if first else ""
-    said = [_said(message) for message in messages[first:]]
-    return Text(f"{fixed}{MARK}{tools}" if tools else fixed, "\n".join(said[:-1]), said[-1])
-
-
-def _said(message: dict[str, Any]) -> str:
-    calls = message.get("tool_calls")
-    return f"{message['content'] or ''}\n{calls}" if calls else message["content"]
 
 
 class NearDuplicates:
@@ -92,7 +68,7 @@ class NearDuplicates:
             if other in resembled:
                 other = resembled[other]
                 alike = self._compare(read(row), read(other))
-            if alike >= self.least:
+            if alike:
                 resembled[row] = other
         left_out = self._without_templates(resembled)
         left_out |= {row: left_out.get(other, other) for row, other in twins.items()}
@@ -100,7 +76,7 @@ class NearDuplicates:
 
     def _compare(self, one: Text, other: Text) -> float:
         self.compared += 1
-        return similarity(one, other)
+        return similarity(one, other, self.least)
 
     def _without_templates(self, resembled: dict[int, int]) -> dict[int, int]:
         """What resembles one row in small numbers; where it is many rows, they are a form that was filled in."""
@@ -114,14 +90,24 @@ class NearDuplicates:
         numbers = np.frombuffer(self._numbers, np.uint64)[order]
         best, score = np.full(len(order), -1, np.int64), np.zeros(len(order), np.uint8)
         least = max(1, int((self.least - 0.15) * BINS))
-        for band in range(BANDS):
-            rows, firsts = _bucket_mates(signatures.view(np.uint64)[order, band] ^ numbers)
+        for keys in _keys(signatures.view(np.uint64)):
+            rows, firsts = _bucket_mates(keys[order] ^ numbers)
             for part in np.array_split(np.arange(len(rows)), 1 + len(rows) // 100_000):
                 row, first = order[rows[part]], order[firsts[part]]
                 same = (signatures[row] == signatures[first]).sum(axis=1, dtype=np.uint8)
                 better = (same > score[row]) & (same >= least)
                 best[row[better]], score[row[better]] = first[better], same[better]
         return best
+
+
+def _keys(bands: np.ndarray) -> Iterator[np.ndarray]:
+    """A key of each row for each of its bands, and one for all of them: copies in a crowd of similar rows share it."""
+    whole = np.zeros(len(bands), np.uint64)
+    for band in bands.T:
+        yield band
+        whole *= np.uint64(0x9E3779B97F4A7C15)
+        whole += band ^ (band >> np.uint64(29))
+    yield whole
 
 
 def _bucket_mates(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -133,64 +119,13 @@ def _bucket_mates(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return places[inside], places[np.maximum.accumulate(opens)[inside]]
 
 
-def similarity(one: Text, other: Text) -> float:
-    """The smaller overlap of questions and of answers, 0 to 1; 0 where system text, tools or numbers differ."""
-    sides = ((one.answer, other.answer), (one.question, other.question))
-    if one.fixed != other.fixed or any(_traits(a).numbers != _traits(b).numbers for a, b in sides):
-        return 0.0
-    return min(_overlap(a, b) for a, b in sides)
-
-
-def _overlap(one: str, other: str) -> float:
-    """The 3-grams two texts share, out of all they have."""
-    first, second = _traits(one).grams, _traits(other).grams
-    both = np.sort(np.concatenate([first, second]))
-    shared = int(np.count_nonzero(both[1:] == both[:-1]))
-    return shared / (len(both) - shared) if len(both) else float(one == other)
-
-
-class _Traits(NamedTuple):
-    """The numbers of a text in their order, and its 3-grams, each once."""
-
-    numbers: list[str]
-    grams: np.ndarray
-
-
-@functools.lru_cache(maxsize=64)  # the first row of a bucket is compared with many
-def _traits(text: str) -> _Traits:
-    codes = _alphabet()[0].take(np.frombuffer(f"{MARK}{text}{MARK}".encode("utf-16-le"), np.uint16))
-    numbers = NUMBER.findall(codes.tobytes().decode("utf-16-le", "surrogatepass"))
-    kept = codes[codes != 0].astype(np.uint64)  # the ends count as a character: one of two letters has 3-grams as well
-    grams = np.sort((kept[:-2] << np.uint64(32)) | (kept[1:-1] << np.uint64(16)) | kept[2:])
-    return _Traits(numbers, grams[np.concatenate([[True], grams[1:] != grams[:-1]])] if len(grams) else grams)
-
-
-@functools.cache
-def _alphabet() -> tuple[np.ndarray, np.ndarray]:
-    """For each UTF-16 unit the one it is compared as (0: it does not count), and whether it is a numeral."""
-    compared = np.array([_compared_as(chr(code)) for code in range(1 << 16)], np.uint16)
-    compared[ord(MARK)] = ord(MARK)
-    numeral = np.zeros(1 << 16, np.bool_)
-    numeral[[ord(character) for character in NUMERALS]] = True
-    return compared, numeral
-
-
-def _compared_as(character: str) -> int:
-    plain = unicodedata.normalize("NFKC", character).lower()
-    plain = plain if len(plain) == 1 and plain <= "\uffff" else character
-    category = unicodedata.category(plain)  # Cs: half of a character beyond the table, such as an emoji
-    return 0 if category[0] in "PZC" and category != "Cs" else ord(plain)
-
-
 def _signatures(texts: list[Text]) -> tuple[np.ndarray, np.ndarray]:
-    """MinHash of each row, one hash for all bins, and a number that equal numbers, system texts and tools share."""
-    compared, numeral = _alphabet()
-    joined = MARK + MARK.join([side for text in texts for side in (text.question, text.answer)]) + MARK
-    codes = compared.take(np.frombuffer(joined.encode("utf-16-le"), np.uint16))
+    """MinHash of each row, one hash for all bins, and a number that rows with equal numbers, symbols, system share."""
+    codes = compared(MARK + MARK.join([side for text in texts for side in (text.question, text.answer)]) + MARK)
     codes = codes[codes != 0]
     ends = np.flatnonzero(codes == ord(MARK))
     wide = codes.astype(np.uint32)
-    return _minima(wide, ends), _number_hashes(wide, numeral.take(codes), ends) ^ _fixed_hashes(texts)
+    return _minima(wide, ends), _counted_hashes(wide, counts(codes), ends) ^ _fixed_hashes(texts)
 
 
 def _minima(codes: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -229,10 +164,10 @@ def _filled(minima: np.ndarray) -> np.ndarray:
     return minima
 
 
-def _number_hashes(codes: np.ndarray, numeral: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """One number for the numerals of each row; which stand together counts, their order is left to the comparison."""
-    places = np.flatnonzero(numeral)
-    hashes = codes[places].astype(np.uint64) + (codes[places - 1] * numeral[places - 1]).astype(np.uint64) * 65536
+def _counted_hashes(codes: np.ndarray, counted: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """One number for the numerals and symbols of each row; which stand together counts, their order is compared."""
+    places = np.flatnonzero(counted)
+    hashes = codes[places].astype(np.uint64) + (codes[places - 1] * counted[places - 1]).astype(np.uint64) * 65536
     hashes *= np.uint64(0x9E3779B97F4A7C15)
     hashes ^= hashes >> np.uint64(29)
     hashes *= np.uint64(0xBF58476D1CE4E5B9)
