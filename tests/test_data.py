@@ -110,6 +110,30 @@ def test_the_same_question_never_stands_on_both_sides(tmp_path: Path) -> None:
     assert sides[0] and sides[1] and not sides[0] & sides[1]
 
 
+WIDE = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
+VARIANTS = [str, str.upper, "{} !!".format, lambda text: text.replace(" ", "，"), lambda text: text.translate(WIDE)]
+
+
+def test_variants_of_a_question_stand_on_one_side(tmp_path: Path) -> None:
+    asked = [f"Where is {'abcdefghij'[n % 10]} {'klmnopqrst'[n // 10]} today" for n in range(100)]
+    rows = [chat_row(change(text), f"{n} {at}") for n, text in enumerate(asked) for at, change in enumerate(VARIANTS)]
+    card = data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out")
+    sides = [{row["messages"][1]["content"].split()[0] for row in rows} for rows in data.load(tmp_path / "out")]
+    assert sides[0] and sides[1] and not sides[0] & sides[1] and card.rejected == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "trained", "leak"),
+    [("Who wrote Hamlet?", "who wrote hamlet", 1), ("谁写的？", "谁写的 ?", 1), ("a １２", "A 12", 1),
+     ("3.5 kg?", "35 kg?", 0), ("4 - 2?", "4 / 2?", 0), ("?", "!", 0), ("C", "C#", 0)],
+)  # fmt: skip
+def test_a_variant_of_a_held_out_question_is_a_leak(tmp_path: Path, asked: str, trained: str, leak: int) -> None:
+    train = write(tmp_path / "a.jsonl", [qa(1), chat_row(trained, "one answer")])
+    held_out = write(tmp_path / "b.jsonl", [chat_row(asked, "quite another one")])
+    card = data.prepare(train, tmp_path / "out", eval_source=held_out)
+    assert card.reasons.get("leak", 0) == leak == card.rejected
+
+
 def test_the_same_source_gives_the_same_fingerprint(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [qa(n) for n in range(50)])
     cards = [data.prepare(path, tmp_path / name) for name in ("one", "two")]

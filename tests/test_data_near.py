@@ -217,7 +217,7 @@ def test_zero_does_not_look(tmp_path: Path) -> None:
 
 def test_of_two_alike_the_held_out_row_stays(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", [chat_row(QUESTION, ENGLISH), chat_row("Where is Lyon?", "In France.")])
-    held_out = write(tmp_path / "b.jsonl", [chat_row(QUESTION + "!", ENGLISH.upper())])
+    held_out = write(tmp_path / "b.jsonl", [chat_row(f"Please: {QUESTION}", ENGLISH.upper())])
     card = data.prepare(train, tmp_path / "out", eval_source=held_out)
     assert (card.train, card.eval, card.reasons) == (1, 1, {"near_leak": 1})
     [entry] = read(tmp_path / "out" / "rejected.jsonl")

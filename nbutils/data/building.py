@@ -80,7 +80,7 @@ class Build:
         if isinstance(checked, RowError):
             self._reject(checked)
             return
-        key, prompt = digests(checked)
+        key, prompt = digests(checked, numbers=not self.split_here)
         if held is None:
             held = int(prompt / 2**64 < self.asked["eval_fraction"])
         repeated = self._repeated(key, prompt, held)

@@ -1,6 +1,7 @@
 """A row by its content: the line it is stored as, and the numbers that decide its side, its copies and its subset.
 
-They depend on nothing but the text, so that a row stays where it is whatever is added, and on every machine.
+They depend on nothing but the text, so that a row stays where it is whatever is added, and on every machine. Questions
+that differ in case, width, blanks or punctuation are one question.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from nbutils.data.letters import numbers_of, plain
 from nbutils.data.rows import ChatRow
 
 
@@ -24,24 +26,33 @@ def line_of(row: ChatRow) -> bytes:
     try:
         return orjson.dumps(stored(row), option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:  # a tool's argument may be a number of more than 64 bits
-        return (json.dumps(stored(row), ensure_ascii=False) + "\n").encode()
+        return (json.dumps(stored(row), ensure_ascii=False, default=str) + "\n").encode()
 
 
-def digests(row: ChatRow) -> tuple[int, int]:
-    """Two numbers of 64 bits: of the whole row, and of all but the last answer."""
+def digests(row: ChatRow, numbers: bool = False) -> tuple[int, int]:
+    """Two numbers of 64 bits: of the whole row as it is, and of all but its last answer as questions are compared.
+
+    Whether 3.5 and 35 are then two questions, as `numbers` asks for, matters to a leak only: on which side a row falls
+    does not.
+    """
     # checked rows hold no control characters, so these can stand between fields
     fields = [_field(message) for message in row.messages]
-    digest = hashlib.blake2b("\x1e".join(fields[:-1]).encode(), digest_size=16)
-    if row.tools:
-        digest.update(f"\x1d{json.dumps(row.tools, sort_keys=True, ensure_ascii=False)}".encode())
-    prompt = int.from_bytes(digest.digest()[:8], "big")
-    digest.update(f"\x1e{fields[-1]}".encode())
-    return int.from_bytes(digest.digest()[:8], "big"), prompt
+    prompt = "\x1e".join(fields[:-1]) + (f"\x1d{_json(row.tools)}" if row.tools else "")
+    asked = plain(prompt) + numbers_of(prompt) if numbers else plain(prompt)
+    return _number(f"{prompt}\x1e{fields[-1]}".encode()), _number(asked)
+
+
+def _number(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=16).digest()[:8], "big")
 
 
 def _field(message: dict[str, Any]) -> str:
-    plain = f"{message['role']}\x1f{message['content']}"
+    said = f"{message['role']}\x1f{message['content']}"
     if len(message) == 2:
-        return plain
+        return said
     more = {name: value for name, value in message.items() if name not in ("role", "content")}
-    return f"{plain}\x1f{json.dumps(more, sort_keys=True, ensure_ascii=False)}"
+    return f"{said}\x1f{_json(more)}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)

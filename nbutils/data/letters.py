@@ -13,6 +13,7 @@ import unicodedata
 import numpy as np
 
 MARK = "\x1e"  # a control character, which no checked row holds: it stands between texts
+MARKS = [0x1D, 0x1E, 0x1F]
 NUMERALS = "0123456789〇零一二两三四五六七八九十百千万亿"
 NUMBER = re.compile(f"[{NUMERALS}]+")
 SYMBOLS = "-*/%#&\\^"  # Unicode takes them for punctuation; mathematical signs and currencies count as well
@@ -37,13 +38,17 @@ def numbers_and_symbols(codes: np.ndarray) -> list[str]:
 
 
 def plain(text: str) -> bytes:
-    """The same bytes for all variants of a text in case, width, blanks and punctuation; its numbers stay apart."""
-    codes = compared(text)
-    kept = codes[codes != 0]
-    if not len(kept) or kept[-1] == ord(MARK):
-        return text.encode()  # nothing but punctuation at its end: then it counts
-    numbers = NUMBER.findall(_text(codes))
-    return kept.tobytes() + MARK.join(numbers).encode() if numbers else kept.tobytes()
+    """The same bytes for all variants of a text in case, width, blanks and punctuation."""
+    if text.isascii() and "-" not in text:
+        kept = text.encode().translate(*_ascii())
+    else:
+        kept = _text(compared(text)).replace("\0", "").encode("utf-8", "surrogatepass")
+    return kept if kept and kept[-1] > MARKS[-1] else text.encode()  # if it ends with punctuation alone, that counts
+
+
+def numbers_of(text: str) -> bytes:
+    """The numbers of a text, so that 3.5 is not 35."""
+    return MARK.join(NUMBER.findall(_text(compared(text)))).encode()
 
 
 def _text(codes: np.ndarray) -> str:
@@ -62,7 +67,7 @@ def _drop_hyphens(codes: np.ndarray) -> None:
 @functools.cache
 def _compared() -> np.ndarray:
     found = np.array([_compared_as(chr(code)) for code in range(1 << 16)], np.uint16)
-    found[ord(MARK)] = ord(MARK)
+    found[MARKS] = MARKS
     return found
 
 
@@ -71,6 +76,13 @@ def _compared_as(character: str) -> int:
     simple = simple if len(simple) == 1 and simple <= "\uffff" else character
     category = unicodedata.category(simple)  # Cs: half of a character beyond the table, such as an emoji
     return 0 if category[0] in "PZC" and category != "Cs" and simple not in SYMBOLS else ord(simple)
+
+
+@functools.cache
+def _ascii() -> tuple[bytes, bytes]:
+    """What the ASCII characters are compared as, and those that do not count."""
+    codes = bytes(_compared()[:128].astype(np.uint8))
+    return codes + bytes(128), bytes(code for code in range(128) if not codes[code])
 
 
 @functools.cache
