@@ -169,6 +169,25 @@ def test_a_template_without_marks_or_end_gets_prompt_and_completion_and_a_stop_t
     assert report.stop_tokens == ("<|endoftext|>",) and "padding is also the stop token" in report.notes[1]
 
 
+def test_nothing_is_trained_after_the_first_stop_token(bare: Any) -> None:
+    """Phi-3 closes an answer with one stop token, and the text with another."""
+    from tokenizers import AddedToken
+    from trl.chat_template_utils import phi3_chat_template
+
+    tokenizer = with_template(bare, phi3_chat_template, eos="<|endoftext|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|end|>")], "bos_token": "<s>"})
+    stops = [0, tokenizer.convert_tokens_to_ids("<|end|>")]
+    for form in ("", "messages", "prompt_completion"):
+        fitted = chat.fitting(tokenizer, ROWS, 0, form, stop_ids=stops)
+        report = chat.check_contract(tokenizer, fitted, 0)
+        assert "".join(learnt(tokenizer, one) for one in fitted.examples) == (
+            "On its way. 在路上。<|end|>On its way.<|end|>Today.<|end|>"
+        )
+        assert report == chat.check_contract(tokenizer, ROWS, 0, stops, form)
+        assert report.stop_tokens == ("<|end|>",) and report.answers == 3
+    assert "stop_ids" in broken(tokenizer, rows=chat.fitting(tokenizer, ROWS, 0), stop_ids=stops).todo
+
+
 def test_stop_ids_are_those_of_the_generation_config(tokenizer: Any, tmp_path: Path) -> None:
     from transformers import GenerationConfig
 
@@ -282,8 +301,25 @@ def test_qwen3_trains_a_tool_call_and_the_answer_after_it_apart(bare: Any, capsy
 def test_a_template_without_tools_is_refused(tokenizer: Any) -> None:
     with pytest.raises(CourseError, match="Row 1: the chat template of this model leaves out its tools"):
         chat.check_contract(tokenizer, TOOL_ROWS, 0)
-    with pytest.raises(CourseError, match="Row 1: the chat template leaves out a call of 'weather'"):
+    with pytest.raises(CourseError, match="Row 1: the chat template leaves out or changes a call of 'weather'"):
         chat.check_contract(tokenizer, [{"messages": TOOL_ROWS[0]["messages"]}], 0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "lost"),
+    [("call.name", "'West \\\"Lake\\\"' of a call of 'weather'"), ("call.arguments.days", "a call of 'weather'")],
+)
+def test_a_template_that_leaves_out_a_part_of_a_call(bare: Any, wrong: str, lost: str) -> None:
+    call = "{% for c in m.tool_calls or [] %}{% set call = c.function %}CALL{% endfor %}"
+    whole = MARKED.replace("{{ m.content }}<|im_end|>{% endg", "{{ m.content }}" + call + "<|im_end|>{% endg")
+    arguments = {"place": {"name": ['West "Lake"', "杭州\n"]}, "days": 2.5, "now": True}
+    rows = [{"messages": calling("weather", arguments, "Sunny.")}]
+    problem = broken(with_template(bare, whole.replace("CALL", "{{ " + wrong + " }}")), rows=rows)
+    assert "Row 1: the chat template leaves out or changes " + lost.replace("\\", "") in problem.seen
+    ways = ("call", "call.name ~ call.arguments | tojson | tojson", "call | tojson(ensure_ascii=True)", "call | string")
+    for way in ways:
+        tokenizer = with_template(bare, whole.replace("CALL", "{{ " + way + " }}"))
+        assert chat.check_contract(tokenizer, rows, 0).answers == 2, way
 
 
 # --- thinking -----------------------------------------------------------------------------------------------------
@@ -318,7 +354,7 @@ def test_qwen3_served_without_thinking_trains_only_what_the_server_does_not_writ
     assert "enable_thinking=False as checked, and with enable_thinking=True as well" in report.notes[0]
     with pytest.raises(CourseError, match=r"Row 2: from token \d+ on a server would be sent .*training saw") as caught:
         chat.check_contract(qwen3, [PLAIN, THINKS], 0, thinking=False)
-    assert "enable_thinking=True and check with thinking=True" in caught.value.todo
+    assert "enable_thinking=True, and give thinking=True" in caught.value.todo
 
 
 def test_qwen3_trains_the_thinking_of_every_answer_after_what_the_server_keeps_of_earlier_ones(qwen3: Any) -> None:
@@ -359,6 +395,53 @@ def test_when_a_server_may_be_asked_not_to_think(bare: Any, name: str, rows: Any
 
     tokenizer = with_template(bare, getattr(templates, f"{name}_chat_template"), eos=SPECIAL[2 * (name != "glm4moe")])
     assert chat.may_skip_thinking(tokenizer, rows) is may
+
+
+def test_thoughts_of_earlier_answers_are_trained_or_told(bare: Any) -> None:
+    from trl.chat_template_utils import glm4moe_chat_template, qwen2_5_chat_template
+
+    glm = {"tokenizer": with_template(bare, glm4moe_chat_template, eos="<|user|>")}
+    inline = talk("a?", "<think>hm</think>b.", "c?", "<think>ho</think>d.")
+    apart = [inline[0], {"role": "assistant", "content": "b.", "reasoning_content": "hm"}, *inline[2:]]
+    for messages in (inline, apart):
+        rows = [{"messages": TWO}, {"messages": messages}]
+        assert "Row 2: the chat template leaves out or changes the thought 'hm'" in broken(**glm, rows=rows).seen
+        fitted = chat.fitting(**glm, rows=rows, max_length=0)
+        assert fitted.form.value == "prompt_completion" and "rewrites earlier answers" in fitted.form.reason
+        assert [learnt(glm["tokenizer"], one).count("h") for one in fitted.examples] == [2, 2, 3, 3]
+        assert chat.check_contract(glm["tokenizer"], fitted, 0).answers == 4
+    assert chat.fitting(**glm, rows=[{"messages": TWO}], max_length=0).form.value == "messages"
+    problem = broken(with_template(bare, qwen2_5_chat_template), rows=[{"messages": apart}], form="")
+    assert "the thought 'hm'" in problem.seen and "take them out of the rows" in problem.todo
+
+
+def test_a_mode_no_row_can_be_trained_for_is_not_advised(bare: Any) -> None:
+    import trl.chat_template_utils as templates
+
+    glm = with_template(bare, templates.glm4moe_chat_template, eos="<|user|>")
+    for tokenizer in (glm, tiny_tokenizer(templates.qwen3_8_chat_template)):
+        (note,) = chat.check_contract(tokenizer, [PLAIN], 0).notes
+        assert note.endswith("no row can be trained for the prompts of enable_thinking=False")
+
+
+def test_rows_of_both_kinds_are_not_sent_from_one_mode_to_the_other(bare: Any) -> None:
+    import trl.chat_template_utils as templates
+
+    tokenizer = with_template(bare, templates.nemotron_3_nano_chat_template)
+    for mode, wanted in ((True, "with"), (False, "without")):
+        problem = broken(tokenizer, "", [THINKS, PLAIN], thinking=mode)
+        assert f"train only rows {wanted} thoughts" in problem.todo and "enable_thinking" not in problem.todo
+    assert "give thinking=False to chat.fitting" in broken(tokenizer, "", [PLAIN]).todo
+
+
+def test_a_server_that_begins_to_think_where_the_template_drops_thoughts(bare: Any) -> None:
+    from trl.chat_template_utils import deepseek_r1_distill_chat_template
+
+    tokenizer = with_template(bare, deepseek_r1_distill_chat_template)
+    tokenizer.bos_token = "<s>"
+    for row in (PLAIN, THINKS):
+        problem = broken(tokenizer, "", [row])
+        assert problem.todo.startswith("take another model: its servers begin answers with <think>")
 
 
 def test_glm_4_5_passes_through_trls_training_template(bare: Any) -> None:
@@ -558,9 +641,16 @@ def test_questions_are_not_trained(bare: Any) -> None:
     assert "a token outside the answers is trained: token 1, '<|im_start|>'" in problem.seen
 
 
-def test_text_after_the_stop_token_is_not_trained(tokenizer: Any) -> None:
-    rows = [{"messages": talk("Where?", "On its way.<|im_end|> Or is it?")}]
-    assert "outside the answers is trained" in broken(tokenizer, rows=rows).seen
+@pytest.mark.parametrize("answer", ["On its way.<|im_end|> Or is it?", "On its way.<|im_end|>"])
+def test_an_answer_with_the_text_of_a_stop_token(tokenizer: Any, answer: str) -> None:
+    problem = broken(tokenizer, rows=[{"messages": ONE}, {"messages": talk("Where?", answer)}])
+    assert "Row 2: an answer contains '<|im_end|>', the text of a stop token" in problem.seen
+    assert "take it out of the answer" in problem.todo
+
+
+def test_words_after_the_stop_token_are_not_trained(bare: Any) -> None:
+    more = MARKED.replace("<|im_end|>{% endgeneration %}", "<|im_end|> Bye.{% endgeneration %}")
+    assert "a token outside the answers is trained" in broken(with_template(bare, more)).seen
 
 
 def test_a_literal_prefix_the_server_does_not_send(bare: Any) -> None:
@@ -612,6 +702,42 @@ def test_truncation_that_cuts_stop_tokens(tokenizer: Any) -> None:
 def test_no_rows(tokenizer: Any) -> None:
     with pytest.raises(CourseError, match="no rows"):
         chat.check_contract(tokenizer, [], 512)
+
+
+@pytest.mark.parametrize("wrong", ["{{ m.content | upper }}", "{{ m.content[:5] }}", "{{ m.content[1:] }}", ""])
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_template_that_changes_or_cuts_answers(bare: Any, wrong: str, marked: bool) -> None:
+    template = MARKED.replace("{{ m.content }}<|im_end|>{% endg", wrong + "<|im_end|>{% endg")
+    if not marked:
+        template = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    problem = broken(with_template(bare, template), form="")
+    assert "Row 1: the chat template leaves out or changes 'On its way. 在路上。' of an answer" in problem.seen
+
+
+def test_an_answer_is_looked_for_in_its_own_place(bare: Any) -> None:
+    last = "{{ m.content if not loop.last else '' }}<|im_end|>{% endg"
+    once = MARKED.replace("{{ m.content }}<|im_end|>{% endg", last)
+    rows = [{"messages": talk("Where?", "Here.", "Where?", "Here.")}]
+    assert "'Here.' of an answer" in broken(with_template(bare, once), rows=rows).seen
+
+
+def test_characters_a_tokenizer_normalises_are_not_lost(bare: Any) -> None:
+    from tokenizers import Tokenizer, normalizers
+
+    made = Tokenizer.from_str(bare.to_str())
+    made.normalizer = normalizers.NFC()  # as Qwen's
+    rows = [{"messages": talk("?", "cafe\u0301,   <think>\nu\u0308\n</think> \n e\u0301")}]
+    assert chat.check_contract(with_template(made, MARKED), rows, 0).answers == 1
+
+
+def test_a_template_that_cannot_be_rendered(bare: Any) -> None:
+    import trl.chat_template_utils as templates
+
+    for template in (templates.llama3_chat_template, MARKED + "{{ missing.token }}"):
+        tokenizer = with_template(bare, template)
+        for form in ("", "messages", "prompt_completion"):
+            with pytest.raises(CourseError, match=r"cannot render a plain question and answer: .* is undefined"):
+                chat.fitting(tokenizer, ROWS, 0, form)
 
 
 def test_a_tokenizer_without_a_template(bare: Any) -> None:

@@ -7,7 +7,7 @@ Not here: the check itself (contract), and handing the tokens over (handing).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,13 +71,21 @@ class Fitting:
 
 
 def fitting(
-    tokenizer: Any, rows: Sequence[Row], max_length: int, form: str = "", thinking: bool | None = None
+    tokenizer: Any,
+    rows: Sequence[Row],
+    max_length: int,
+    form: str = "",
+    thinking: bool | None = None,
+    stop_ids: Iterable[int] | None = None,
 ) -> Fitting:
-    """Render all rows, and set those aside whose stop token lies beyond `max_length` (0: no limit)."""
+    """Render all rows, and set those aside whose stop token lies beyond `max_length` (0: no limit).
+
+    `stop_ids` are the tokens generation ends at (see find_stop_ids), None the tokenizer's own: none is trained after.
+    """
     choice = Choice(form, "as asked") if form else training_format(tokenizer, rows, thinking)
     if not rows:
         raise CourseError("There are no rows to check.", "at least one row", "run lesson 02 first")
-    view = View(tokenizer, choice.value, thinking)
+    view = View(tokenizer, choice.value, thinking, stop_ids)
     examples = view.encode_all(rows)
     long = _over(view, examples, max_length)
     lost = {number for number, one in long.items() if one.stop_lost}

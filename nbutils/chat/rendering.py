@@ -1,7 +1,8 @@
 """Rows as the trainer sees them: tokens, and which of them carry the loss; and as a server sees their prompts.
 
 Every row is rendered once, in batches; what is checked, counted and trained are these very tokens. TRL's own training
-templates are used wherever a tokenizer's template lacks the marks. Not here: judging (contract), lengths (fitting).
+templates are used wherever a tokenizer's template lacks the marks. Not here: judging (contract), lengths (fitting),
+what the template itself can do (templates).
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from nbutils.chat.forms import FORMS, marking_template, missing_stop
+from nbutils.chat.templates import find_stop_ids, marking_template, missing_stop, probing
 from nbutils.errors import CourseError
 
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 Row = dict[str, Any]  # {"messages": [...]}, and "tools" where the row has some
+FORMS = ("messages", "prompt_completion")
 BATCH = 256  # rows tokenised together: every core gets some, and little is held
 SHOW_PROGRESS = 3000  # rows; fewer are done before a bar is read
 
@@ -48,18 +50,25 @@ class Talk(NamedTuple):
 
 
 class View:
-    """How one tokenizer renders rows: for training, and as a server in this thinking mode would (None: its default)."""
+    """How one tokenizer renders rows: for training, and as a server in this thinking mode would (None: its default).
 
-    def __init__(self, tokenizer: Any, form: str, thinking: bool | None = None) -> None:
+    Generation ends at `stop_ids` (None: at the tokenizer's own), so that nothing is trained after one of them.
+    """
+
+    def __init__(
+        self, tokenizer: Any, form: str, thinking: bool | None = None, stop_ids: Iterable[int] | None = None
+    ) -> None:
         if form not in FORMS:
             raise CourseError(f"form is {form!r}.", ", ".join(FORMS), "leave it empty to have it chosen")
         self.tokenizer, self.form, self.thinking = tokenizer, form, thinking
         self.mode = {} if thinking is None else {"enable_thinking": thinking}
         self.template = marking_template(tokenizer) if form == "messages" else None
-        self.stop = missing_stop(tokenizer) if form == "prompt_completion" else ""
+        self.stops = find_stop_ids(tokenizer) if stop_ids is None else set(stop_ids)
         self.closing = set(tokenizer.get_added_vocab().values())
-        self.other_mode = self._other_mode()
         self._blanks: dict[int, bool] = {}
+        with probing():
+            self.stop = missing_stop(tokenizer) if form == "prompt_completion" else ""
+            self.other_mode = self._other_mode()
 
     def encode_all(self, rows: Sequence[Row]) -> list[Example]:
         """All examples of all rows, each rendered once; a bar where it takes a while."""
@@ -144,6 +153,7 @@ class View:
             other = [ids[: len(prompt)] == prompt for prompt in itertools.islice(others, len(talk.turns))]
             mask = bytearray(out["assistant_masks"][at]) if marked else bytearray(shared[0]).ljust(len(ids), b"\1")
             self._tidy(ids, mask, shared)
+            self._end_at_stops(ids, mask, shared)
             yield Example(
                 talk.row,
                 talk.turns,
@@ -179,12 +189,31 @@ class View:
                 mask[last + 1 : end] = bytes(end - last - 1)
             end = mask.rfind(1, 0, mask.rfind(0, 0, last + 1) + 1) + 1
 
+    def _end_at_stops(self, ids: list[int], mask: bytearray, starts: tuple[int, ...]) -> None:
+        """Take the loss from special tokens and blanks after the first stop token of an answer: Phi-3 writes two."""
+        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+            at = first_stop(ids, self.stops, start, end) + 1
+            while at < end and (ids[at] in self.closing or self.blank(ids[at])):
+                mask[at] = 0
+                at += 1
+
     def _other_mode(self) -> dict[str, bool]:
         """The thinking mode whose prompts differ from those of this view; empty where the template has none."""
         probe: list[Messages] = [[{"role": "user", "content": "a question"}]]
         own = self._prompts(probe, None, self.mode)
         modes = ({"enable_thinking": thinking} for thinking in (True, False))
         return next((mode for mode in modes if self._prompts(probe, None, mode) != own), {})
+
+
+def probe(answers: int, thought: bool) -> Messages:
+    """A plain talk to try a template with; each of its answers holds the word `thought` where it is to have one."""
+    answer = "<think>\na thought\n</think>\n\nan answer" if thought else "an answer"
+    return [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}] * answers
+
+
+def first_stop(ids: Sequence[int], stops: set[int], start: int, end: int) -> int:
+    """Where the first stop token of a stretch is; its end if there is none."""
+    return next((at for at in range(start, end) if ids[at] in stops), end)
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:

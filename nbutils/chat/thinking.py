@@ -1,31 +1,26 @@
-"""Thoughts in answers: which rows have some, and whether a model trained on rows without may be asked not to think.
+"""The thinking modes of a template: which of them rows can be trained for, and whether a server may be asked without.
 
-Not here: whether training and serving agree on the text (contract).
+Not here: whether a row holds a thought (answers), the check of the rows (contract).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
+from nbutils.chat.answers import rows_think
 from nbutils.chat.forms import training_format
-from nbutils.chat.rendering import Row, View
-
-THOUGHT = re.compile(r"(.*?)</think>", re.DOTALL)
-
-
-def has_thought(message: dict[str, Any]) -> bool:
-    """Whether an answer holds a thought that is not empty; the mark that opens it is often written by the server."""
-    if message.get("reasoning_content"):
-        return True
-    found = THOUGHT.match(str(message.get("content") or ""))
-    return bool(found and found[1].replace("<think>", "").strip())
+from nbutils.chat.rendering import Row, View, probe
+from nbutils.errors import CourseError
 
 
-def rows_think(rows: Sequence[Row]) -> bool:
-    """Whether any answer of any row holds a thought."""
-    return any(has_thought(one) for row in rows for one in row["messages"] if one["role"] == "assistant")
+def holds(view: View, thought: bool) -> bool:
+    """Whether the training text of an answer with or without a thought begins with what a server of a view is sent."""
+    try:
+        (example,) = view.encode_all([{"messages": probe(1, thought)}])
+    except CourseError:  # a template that refuses it
+        return False
+    return example.shared == example.prompts
 
 
 def may_skip_thinking(tokenizer: Any, rows: Sequence[Row]) -> bool:
