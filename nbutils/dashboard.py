@@ -96,6 +96,22 @@ def watched() -> bool:
     return bool(getattr(shell.kernel, "_allow_stdin", True))
 
 
+def calm_bars() -> None:
+    """Bars of libraries as text, where no one watches: a widget's bar would stay at 0 % in the executed notebook."""
+    if not in_kernel() or watched():
+        return
+    import tqdm.auto
+    import tqdm.std
+
+    class Calm(tqdm.std.tqdm):
+        """A bar that is drawn seldom, and once at its end."""
+
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **{"mininterval": 15, "maxinterval": 15, "delay": 0.5, **settings})
+
+    tqdm.auto.tqdm = Calm  # type: ignore[assignment]  # before transformers and datasets look it up
+
+
 class LivePanel:
     """One output of a cell that is drawn over: a bar, numbers, a small curve, notes. Needs no widgets."""
 

@@ -12,3 +12,7 @@ class CourseError(Exception):
 
     def __reduce__(self) -> tuple[type[CourseError], tuple[str, str, str]]:
         return CourseError, (self.seen, self.allowed, self.todo)
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows instead of a traceback: the message is all a learner needs."""
+        return [f"[FAIL] {self}"]

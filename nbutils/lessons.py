@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nbutils import checkpoints, hardware, install, parameters, platforms, profiles, record, scaling
+from nbutils import checkpoints, dashboard, hardware, install, parameters, platforms, profiles, record, scaling
 from nbutils.errors import CourseError
 from nbutils.paths import NOTEBOOKS, make_folder, stamp
 
@@ -146,6 +146,7 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     started = time.monotonic()
     if not platforms.in_kernel():
         sys.excepthook = _tell_plainly
+    dashboard.calm_bars()
     hardware.share_processors()
     if stem not in LAUNCHING:
         hardware.use_one_card()

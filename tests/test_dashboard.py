@@ -69,3 +69,21 @@ def test_of_all_a_lesson_prints_the_lines_of_a_training_reach_the_terminal(capsy
         "  out of memory at step 7: micro-batch 4 -> 2",
         "  One minute is left. Saving at step 9 of 30",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "looked_at", "calm"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_bars_of_libraries_are_calm_where_no_one_watches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kernel: bool, looked_at: bool, calm: bool
+) -> None:
+    import tqdm.auto
+
+    before = tqdm.auto.tqdm
+    monkeypatch.setattr(tqdm.auto, "tqdm", before)  # put back afterwards
+    monkeypatch.setattr(dashboard, "in_kernel", lambda: kernel)
+    monkeypatch.setattr(dashboard, "watched", lambda: looked_at)
+    dashboard.calm_bars()
+    assert (tqdm.auto.tqdm is not before) == calm
+    list(tqdm.auto.tqdm(range(3), desc="short work"))
+    assert ("short work" in capsys.readouterr().err) != calm

@@ -23,6 +23,15 @@ def test_a_course_error_survives_pickling() -> None:
     assert (again.seen, again.allowed, again.todo) == ("a", "b", "c")
 
 
+def test_a_notebook_shows_the_message_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell()
+    shell.run_cell("from nbutils.errors import CourseError\nraise CourseError('saw X.', 'A or B', 'write A')")
+    shown = capsys.readouterr().out
+    assert shown.strip().splitlines() == ["[FAIL] saw X.", "  Allowed: A or B", "  To do: write A"]
+
+
 def test_the_course_folders_are_found() -> None:
     assert (paths.CONFIGS / "tiny.yaml").is_file()
     assert (paths.NOTEBOOKS / "03_qlora.py").is_file()
