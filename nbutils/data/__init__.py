@@ -1,13 +1,13 @@
 """Data: read, normalise, check, deduplicate, split and fingerprint chat rows. Nothing here tokenises.
 
-raw, files, hub, encodings, documents, reading: rows as the files have them; columns, calls, turns, rows: the one shape
-they become; text, mojibake, private: what a text may hold; building, tally, near, checking: passes over the source;
-splits: the data folder of a run; card, licence: what became of it.
+raw, files, hub, encodings, documents, tables, reading: rows as the files have them; columns, calls, turns, rows: the
+one shape they become; text, mojibake, private: what a text may hold; building, tally, near, checking: passes over the
+source; splits: the data folder of a run; card, licence: what became of it.
 """
 
 from __future__ import annotations
 
-from nbutils.data.card import DataCard, load, print_problems, read_card, verify
+from nbutils.data.card import DataCard, load, print_problems, read_card, row_to_show, verify
 from nbutils.data.columns import Mapping, parse_mapping
 from nbutils.data.raw import Problem, Row, RowError
 from nbutils.data.reading import read_rows
@@ -29,5 +29,6 @@ __all__ = [
     "problems_of",
     "read_card",
     "read_rows",
+    "row_to_show",
     "verify",
 ]

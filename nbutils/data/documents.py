@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nbutils.data.columns import LISTS, layout_of
-from nbutils.data.private import mask
+from nbutils.data.private import excerpt
 from nbutils.data.raw import Problem, Row, RowError
 from nbutils.errors import CourseError
 
 CHUNK = 1 << 20
 LARGEST_ROW = 16 << 20  # characters; beyond this a row counts as broken, not as unfinished
 _BETWEEN = re.compile(r"[\s,]*")
+_CLOSING = re.compile(r"(?=\][\s}]*\Z)")
+_FIRST_KEY = re.compile(r'\{\s*("(?:[^"\\]|\\.)*")\s*:')
 _DECODER = json.JSONDecoder()
-_NOTHING = object()
+UNREADABLE = (ValueError, RecursionError)  # of text that is no JSON, has a number of 5,000 digits, or is too deep
 
 
 class Window:
@@ -31,12 +33,13 @@ class Window:
     def grow(self) -> bool:
         """Drop what was read and read on; False at the end of the text."""
         parts = [self.text[self.at :]]
-        wanted = grown = max(CHUNK, len(parts[0]))
+        wanted = max(CHUNK, len(parts[0]))
         while wanted > 0 and (piece := next(self.pieces, "")):
             parts.append(piece)
             wanted -= len(piece)
-        self.text, self.at = "".join(parts), 0
-        return wanted < grown
+        if len(parts) > 1:
+            self.text, self.at = "".join(parts), 0
+        return len(parts) > 1
 
     def move(self, to: int) -> None:
         """Go on to a place in the window, counting lines."""
@@ -57,8 +60,8 @@ class Window:
         while True:
             try:
                 value, end = _DECODER.raw_decode(self.text, self.at)
-            except (json.JSONDecodeError, RecursionError):
-                if len(self.text) - self.at < LARGEST_ROW and self.grow():
+            except UNREADABLE as problem:
+                if self._cut(problem) and len(self.text) - self.at < LARGEST_ROW and self.grow():
                     continue
                 raise
             if end == len(self.text) and self.grow():  # a number may go on
@@ -66,37 +69,61 @@ class Window:
             self.move(end)
             return value
 
+    def _cut(self, problem: Exception) -> bool:
+        """Whether reading may have failed only because the window ends there."""
+        return isinstance(problem, json.JSONDecodeError) and (
+            problem.msg.startswith("Unterminated") or problem.pos > len(self.text) - 16
+        )
+
+    def skip(self, keys: set[str], closing: str) -> str:
+        """Go on to what looks like the next element, an object that begins with one of the keys; what was skipped."""
+        opening = _opening(keys)
+        while not (found := opening.search(self.text, self.at + 1)):
+            if len(self.text) - self.at >= LARGEST_ROW or not self.grow():
+                break
+        if not found and closing:
+            found = _CLOSING.search(self.text, max(self.at + 1, len(self.text) - CHUNK))
+        end = found.end() if found else len(self.text)
+        skipped = self.text[self.at : end]
+        self.move(end)
+        return skipped
+
 
 def elements(file: str, window: Window, closing: str) -> Iterator[Row | RowError]:
     """The values up to the closing bracket, or up to the end; a broken one does not hide the next."""
+    keys: set[str] = set()  # what rows begin with: an object inside of a broken row is not taken for the next row
     while (seen := window.peek()) != closing and seen:
         line = window.line
+        if len(keys) < 16 and (own := _FIRST_KEY.match(window.text, window.at)):
+            keys.add(own[1])
         try:
             yield Row(file, line, window.value())
-        except (json.JSONDecodeError, RecursionError) as problem:
-            end = _next_element(window.text, window.at)
-            yield malformed(file, line, window.text[window.at : end].rstrip(" \r\n,]"), problem, window.at)
-            window.move(end)
+        except UNREADABLE as problem:
+            start = window.at
+            yield malformed(file, line, window.skip(keys, closing), problem, start)
 
 
-def _next_element(text: str, at: int) -> int:
-    """Where a broken element probably ends: at the next line that opens one at the same depth."""
-    inner = re.compile(r'\n([ \t]*)"').search(text, at)
-    depth = len(inner[1]) if inner else LARGEST_ROW  # pretty-printed: elements open further left than their keys
-    for found in re.compile(r"\n([ \t]*)\{").finditer(text, at):
-        if len(found[1]) < depth:
-            return found.start() + 1
-    return len(text)
+def _opening(keys: set[str]) -> re.Pattern[str]:
+    """What stands before the next row; as long as none is known, before any object that is no message."""
+    names = rf"\s*(?:{'|'.join(map(re.escape, sorted(keys)))})" if keys else r'(?!\s*"(?:role|from)")'
+    return re.compile(rf"[,\n]\s*(?=\{{{names})")
 
 
 def malformed(file: str, line: int, text: str, problem: Exception, start: int = 0) -> RowError:
     """A row that is not JSON, with the place where reading stopped."""
     at = min(getattr(problem, "pos", start) - start, len(text))
-    near = mask(text[max(0, at - 200) : at])[-20:] + mask(text[at : at + 200])[:20]
-    todo = f"{getattr(problem, 'msg', 'nested too deeply')}: mend it, or write the file with json.dumps"
+    todo = f"{why(problem)}: mend it, or write the file with json.dumps"
     if re.match(r"\s*\{\s*'", text):
         todo = "JSON wants double quotes: this is a Python dict, write it with json.dumps"
-    return RowError(file, line, text[:2000], (Problem("malformed_json", f"character {at + 1}", near, todo),))
+    found = Problem("malformed_json", f"character {at + 1}", excerpt(text, at), todo)
+    return RowError(file, line, text[:2000].rstrip(" \r\n,"), (found,))
+
+
+def why(problem: Exception) -> str:
+    """What the reader of JSON says, in few words."""
+    if isinstance(problem, ValueError) and not isinstance(problem, json.JSONDecodeError):
+        return "a number of too many digits"
+    return getattr(problem, "msg", "nested too deeply")
 
 
 def document(file: str, text: Callable[[], Iterator[str]]) -> Iterator[Row | RowError]:
@@ -146,7 +173,7 @@ def _members(window: Window) -> Iterator[str]:
 
 
 def _survey(file: str, window: Window) -> dict[str, Any]:
-    """The names in an object, each with the first element if it holds a list."""
+    """The names in an object, each with the first object in it if it holds a list."""
     held: dict[str, Any] = {}
     try:
         for name in _members(window):
@@ -155,10 +182,11 @@ def _survey(file: str, window: Window) -> dict[str, Any]:
                 window.value()
                 continue
             window.move(window.at + 1)
-            for index, row in enumerate(elements(file, window, "]")):
-                held[name] = row.raw if index == 0 else held[name]
+            for row in elements(file, window, "]"):
+                if held[name] is None and isinstance(row.raw, dict):
+                    held[name] = row.raw
             window.move(window.at + 1)
-    except (json.JSONDecodeError, RecursionError):
+    except UNREADABLE:
         pass  # what is broken is reported when the rows are read
     return held
 

@@ -15,7 +15,7 @@ HEAD = 1 << 16
 _PAIR = re.compile(rb"[\x81-\xfe][\x30-\x39][\x81-\xfe][\x30-\x39]|[\x81-\xfe][\x40-\x7e\x80-\xfe]|[\x80-\xff]")
 _COMMON = re.compile(rb"[\xa1-\xa3\xb0-\xd7][\xa1-\xfe]")  # punctuation and the 3,755 most frequent characters
 _UTF8 = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
-_EITHER = re.compile(rb"[\xc2-\xd7][\xa1-\xbf]")  # a Cyrillic letter in UTF-8, a frequent character in GBK
+_COLUMNS = [name.encode("gb18030") for name in ("问题", "答案", "回答", "输出", "問題", "輸出")]
 _ASCII = bytes(range(128))
 _SAFE = re.compile(rb"[\x00-\x2f][^\x00-\x2f]*\Z")  # such bytes are never a part of another character
 
@@ -24,9 +24,9 @@ def is_gbk(line: bytes, likely: bool = False) -> bool:
     """Whether bytes that are not UTF-8 are Chinese in GBK: most pairs are frequent characters, few fit UTF-8.
 
     UTF-8 with a broken byte is not: its bytes, taken in pairs, begin with 0xE4 to 0xE9 or stay below 0xB0. Where GBK is
-    `likely`, what fits as two bytes does not count: some frequent characters in GBK are Cyrillic letters in UTF-8.
+    `likely`, rare characters may stand in it, and what fits as two bytes does not count: those are frequent in GBK.
     """
-    pairs = _PAIR.findall(line)
+    pairs = [] if likely else _PAIR.findall(line)
     common = sum(1 for pair in pairs if _COMMON.fullmatch(pair))
     fitting = sum(len(found) for found in _UTF8.findall(line) if len(found) > 2 or not likely)
     return common >= 0.7 * len(pairs) and 2 * fitting < len(line.translate(None, _ASCII))
@@ -39,17 +39,15 @@ class Decoder:
 
     def __init__(self, head: bytes = b"") -> None:
         self.converted = 0
-        self.likely = any(not _is_utf8(line) and is_gbk(line) for line in head.splitlines()[:-1][:1000])
+        lines = head.splitlines()[: -1 if len(head) >= HEAD else None]
+        self.likely = any(not _is_utf8(line) and (is_gbk(line) or _names(line)) for line in lines[:1000])
 
     def __call__(self, line: bytes) -> tuple[str, str]:
-        """The text, and the encoding it was converted from if it is not UTF-8."""
+        """The text, and the encoding it was converted from; what is UTF-8 is never taken for anything else."""
         try:
-            text = line.decode()
+            return line.decode(), ""
         except UnicodeDecodeError:
             return self._convert(line) if is_gbk(line, self.likely) else (line.decode("utf-8", "surrogateescape"), "")
-        if self.likely and not text.isascii() and not _EITHER.sub(b"", line).translate(None, _ASCII):
-            return self._convert(line)
-        return text, ""
 
     def _convert(self, line: bytes) -> tuple[str, str]:
         try:
@@ -58,6 +56,11 @@ class Decoder:
             return line.decode("utf-8", "surrogateescape"), ""
         self.converted, self.likely = self.converted + 1, True
         return text, GBK
+
+
+def _names(line: bytes) -> bool:
+    """Whether a column bears its name in GBK, which tells traditional Chinese too."""
+    return is_gbk(line, likely=True) and any(name in line for name in _COLUMNS)
 
 
 def _is_utf8(line: bytes) -> bool:

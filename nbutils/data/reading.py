@@ -6,28 +6,22 @@ is yielded as a RowError in its place, so that a bad line never hides the next o
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 import tempfile
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
 
-from nbutils.data.documents import CHUNK, LARGEST_ROW, document, malformed
+from nbutils.data.documents import CHUNK, LARGEST_ROW, UNREADABLE, document, malformed
 from nbutils.data.encodings import Decoder, head_of, is_utf16, lines_of
 from nbutils.data.files import COMPRESSED, FORMATS_TEXT, damages, files_of, format_of, open_bytes
-from nbutils.data.private import mask
 from nbutils.data.raw import Problem, Row, RowError
-from nbutils.errors import CourseError
+from nbutils.data.tables import table
 
 __all__ = ["FORMATS_TEXT", "Problem", "Row", "RowError", "files_of", "read_rows"]
-
-LARGEST_CELL = 1 << 20  # characters; an open quote swallows no more than this
-CSV_TODO = "as many values as the header has names; quote values that hold a comma or a line break"
 
 
 def read_rows(path: Path | str) -> Iterator[Row | RowError]:
@@ -51,7 +45,7 @@ def _guarded(file: Path, rows: Iterator[Row | RowError]) -> Iterator[Row | RowEr
 def _damaged(file: Path, line: int, problem: Exception) -> RowError:
     """The one error at the end of a file that is not whole."""
     seen = f"the file is damaged or cut short: {(str(problem).splitlines() or [''])[0]}"
-    todo = "copy or download the file again; the rows before this place were read"
+    todo = "copy or download the file again" + "; the rows before this place were read" * (line > 1)
     return RowError(file.name, line, None, (Problem("damaged_file", "-", seen, todo),))
 
 
@@ -59,22 +53,26 @@ def _text(file: Path) -> Iterator[Row | RowError]:
     with open_bytes(file) as raw:
         head = head_of(raw)
         if is_utf16(head):
-            raise CourseError(f"{file} is UTF-16 text.", "UTF-8 or GBK text", "save it again with the encoding UTF-8")
+            problem = Problem("encoding", "-", "the file is UTF-16 text", "save it again with the encoding UTF-8")
+            yield RowError(file.name, 1, None, (problem,))
+            return
         decoder = Decoder(head)
         if format_of(file) in (".csv", ".tsv"):
-            yield from _csv(file, raw, decoder)
+            yield from table(file.name, lines_of(raw, decoder, LARGEST_ROW), decoder, format_of(file) == ".tsv")
             return
-        first, whole = _first_lines(raw, decoder)
+        first, whole = _first_lines(raw, decoder, format_of(file) == ".jsonl")
         if not whole:
             yield from _lines(file, first, raw, decoder)
             return
     yield from _document(file, decoder)
 
 
-def _first_lines(raw: BinaryIO, decoder: Decoder) -> tuple[list[bytes], bool]:
+def _first_lines(raw: BinaryIO, decoder: Decoder, lines: bool) -> tuple[list[bytes], bool]:
     """The beginning of a JSON file, and whether it is one document: lines of JSON end with each line."""
     first: list[bytes] = []
     while line := raw.readline(LARGEST_ROW):
+        if len(line) == LARGEST_ROW and (first or (lines and line.lstrip()[:1] == b"{")):
+            line += raw.readline()  # a row as long as this is a row all the same
         first.append(line)
         if sum(1 for one in first if one.strip()) == 2:
             break
@@ -83,8 +81,9 @@ def _first_lines(raw: BinaryIO, decoder: Decoder) -> tuple[list[bytes], bool]:
         return first, False
     try:
         json.loads(decoder(filled[0])[0])
-    except (json.JSONDecodeError, RecursionError):
-        return first, filled[0][:1] == b"[" or filled[0][-1:] in b"{[,:" or len(filled[0]) >= LARGEST_ROW - 2
+    except UNREADABLE:
+        alone = len(filled) == 1 and not lines
+        return first, alone or filled[0][:1] == b"[" or filled[0][-1:] in b"{[,:" or len(filled[0]) >= LARGEST_ROW - 2
     return first, len(filled) == 1
 
 
@@ -105,13 +104,10 @@ def _lines(file: Path, first: list[bytes], raw: BinaryIO, decoder: Decoder) -> I
         for line in lines:
             number += 1
             try:
-                if not decoder.likely:
-                    yield Row(name, number, orjson.loads(line))
-                    continue
+                yield Row(name, number, orjson.loads(line))
             except orjson.JSONDecodeError:
-                pass
-            if line.strip():
-                yield _patient(name, number, decoder, line)
+                if line.strip():
+                    yield _patient(name, number, decoder, line)
 
 
 def _patient(name: str, number: int, decoder: Decoder, line: bytes) -> Row | RowError:
@@ -119,81 +115,34 @@ def _patient(name: str, number: int, decoder: Decoder, line: bytes) -> Row | Row
     text, encoding = decoder(line)
     try:
         return Row(name, number, json.loads(text), encoding)
-    except (json.JSONDecodeError, RecursionError) as problem:
+    except UNREADABLE as problem:
         return malformed(name, number, text.rstrip("\r\n"), problem)
-
-
-class _Feed:
-    """Lines for the csv reader, which can be handed back when a quote that is never closed swallowed them."""
-
-    def __init__(self, lines: Iterator[str]) -> None:
-        self.lines, self.taken, self.again, self.line = lines, list[str](), deque[str](), 0
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        self.taken.append(self.again.popleft() if self.again else next(self.lines))
-        self.line += 1
-        return self.taken[-1]
-
-    def keep_first(self) -> str:
-        """The first line taken; the others will be given out once more."""
-        first, *others = self.taken or [""]
-        self.again.extendleft(reversed(others))
-        self.line -= len(others)
-        return first
-
-
-def _csv(file: Path, raw: BinaryIO, decoder: Decoder) -> Iterator[Row | RowError]:
-    csv.field_size_limit(LARGEST_CELL)
-    feed = _Feed(lines_of(raw, decoder, LARGEST_ROW))
-    reader = csv.reader(feed, delimiter="\t" if format_of(file) == ".tsv" else ",", strict=True)
-    header: list[str] | None = None
-    while True:
-        feed.taken.clear()
-        line, before = feed.line + 1, decoder.converted
-        try:
-            values = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as problem:
-            seen = f"{problem}: {mask(feed.keep_first()[:200])[:40].rstrip()}"
-            yield RowError(file.name, line, None, (Problem("malformed_csv", "-", seen, "mend the quoting"),))
-            continue
-        if header is None:
-            header = values
-        elif len(values) == len(header):
-            encoding = decoder.encoding if decoder.converted > before else ""
-            yield Row(file.name, line, dict(zip(header, values, strict=True)), encoding)
-        elif values:
-            seen = f"{len(values)} values for {len(header)} columns: {mask(','.join(values)[:200])[:40]}"
-            yield RowError(file.name, line, values, (Problem("malformed_csv", "-", seen, CSV_TODO),))
 
 
 def _parquet(file: Path) -> Iterator[Row | RowError]:
     """Rows of a parquet file; a compressed one is unpacked to a temporary file first, for it is read from its end."""
     if file.suffix.lower() not in COMPRESSED:
-        yield from _table(file, file)
+        yield from _batches(file, file)
         return
     with tempfile.TemporaryFile() as unpacked:
         with open_bytes(file) as raw:
             shutil.copyfileobj(raw, unpacked, CHUNK)
-        yield from _table(file, unpacked)
+        yield from _batches(file, unpacked)
 
 
-def _table(file: Path, source: Any) -> Iterator[Row | RowError]:
+def _batches(file: Path, source: Any) -> Iterator[Row | RowError]:
     import pyarrow
     import pyarrow.parquet
 
     broken = (pyarrow.ArrowException, OSError, ValueError)
     number = 0
     try:
-        table = pyarrow.parquet.ParquetFile(source)
+        opened = pyarrow.parquet.ParquetFile(source)
     except broken as problem:
-        raise CourseError(f"{file} cannot be read: {problem}", "a whole parquet file", "copy it again") from problem
+        yield _damaged(file, 1, problem)
+        return
     try:
-        for batch in table.iter_batches(batch_size=512):
+        for batch in opened.iter_batches(batch_size=512):
             for row in batch.to_pylist():
                 number += 1
                 yield Row(file.name, number, row)
