@@ -18,8 +18,10 @@ def from_json(column: str, value: Any, problems: list[Problem]) -> Any:
         return None if isinstance(value, str) and not value.strip() else value
     try:
         return json.loads(value)
-    except (json.JSONDecodeError, RecursionError) as problem:
-        todo = f"{getattr(problem, 'msg', 'nested too deeply')}: write it with json.dumps"
+    except (ValueError, RecursionError) as problem:
+        todo = (
+            f"{getattr(problem, 'msg', 'nested too deeply, or a number of too many digits')}: write it with json.dumps"
+        )
         problems.append(Problem("malformed_json", column, short(value), todo))
         return None
 
@@ -40,7 +42,7 @@ def _call(field: str, call: Any, problems: list[Problem]) -> dict[str, Any] | No
         problems.append(Problem("wrong_type", field, short(call), todo))
         return None
     arguments = function.get("arguments", function.get("parameters"))
-    arguments = from_json(f"{field}.arguments", arguments, problems) if arguments else {}
+    arguments = {} if arguments in (None, "", []) else from_json(f"{field}.arguments", arguments, problems)
     if not isinstance(arguments, dict):
         if arguments is not None:
             todo = 'an object by the names of the parameters: {"city": "Bergen"}'
@@ -53,7 +55,7 @@ def _call(field: str, call: Any, problems: list[Problem]) -> dict[str, Any] | No
 def tools_of(column: str, value: Any, problems: list[Problem]) -> list[dict[str, Any]] | None:
     """The tools a row offers, each as {"type": "function", "function": {...}}; None if there are none."""
     value = from_json(column, value, problems)
-    if not value:
+    if value in (None, [], {}):
         return None
     tools = []
     for index, tool in enumerate(value if isinstance(value, list) else [value]):
@@ -68,5 +70,9 @@ def tools_of(column: str, value: Any, problems: list[Problem]) -> list[dict[str,
 
 def short(value: Any) -> str:
     """What was seen, with its type, on one short line, private data masked."""
-    text = mask(json.dumps(value if not isinstance(value, str) else value[:400], ensure_ascii=False, default=str)[:400])
+    try:
+        text = json.dumps(value if not isinstance(value, str) else value[:400], ensure_ascii=False, default=str)[:400]
+    except (ValueError, RecursionError):
+        text = "nested too deeply, or a number of too many digits"
+    text = mask(text)
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"

@@ -6,7 +6,8 @@ Not here: what stands in the columns (turns) and whether it may be used (rows).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,7 +20,10 @@ SYSTEM = ("system", "system_prompt", "系统", "系统提示")
 TOOLS = ("tools", "工具")
 HISTORY = ("history", "历史")
 REASONING = ("reasoning_content", "complex_cot", "思考过程")
+KIN = {"system": SYSTEM, "tools": TOOLS, "history": HISTORY, "reasoning": REASONING}
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_PLACE = re.compile(r" \(column \d+\)$")
+_SIGNS = re.compile("[,，;；+＋=＝\n]")
 MAPPING_EXAMPLE = "user=标题+正文, assistant=回复, system=角色"
 MAPPING_NAMES = {
     "user": "user", "question": "user", "prompt": "user", "问题": "user",
@@ -47,7 +51,8 @@ SHAPES = (
     Shape("instruction", "response", "input"),
     Shape("prompt", "completion"),
     Shape("prompt", "response"),
-    Shape("question", "answer"),
+    Shape("question", "answer", "context"),
+    Shape("question", "answer", "input"),
     Shape("question", "response"),
     Shape("query", "response"),
     Shape("query", "answer"),
@@ -58,9 +63,13 @@ SHAPES = (
     Shape("指令", "输出", "输入"),
     Shape("问题", "答案"),
     Shape("问题", "回答"),
+    Shape("問題", "答案"),
+    Shape("問題", "回答"),
     Shape("提问", "回答"),
     Shape("用户", "助手"),
     Shape("输入", "输出"),
+    Shape("q", "a"),
+    Shape("问", "答"),
 )
 SHAPES_TEXT = "messages, conversations, " + ", ".join(str(shape) for shape in SHAPES)
 
@@ -113,6 +122,9 @@ def parse_mapping(text: str) -> Mapping | None:
         if part in parts:
             raise _bad_mapping(f"The mapping {text!r} names {part} twice.")
         parts[part] = columns
+    named = Counter(column.lower() for columns in parts.values() for column in columns)
+    if twice := [column for column, count in named.items() if count > 1]:
+        raise _bad_mapping(f"The mapping {text!r} takes the column {twice[0]!r} twice.")
     found = Mapping(**parts)
     if bool(found.user) != bool(found.assistant) or (found.messages and found.user):
         raise _bad_mapping(f"The mapping {text!r} names {', '.join(parts)}.")
@@ -134,21 +146,36 @@ def layout_of(columns: tuple[str, ...], mapping: Mapping | None = None) -> Layou
     known: dict[str, str] = {}
     for name in columns:
         known.setdefault(_plain(name), name)
-    if mapping is None:
-        return _automatic(known)
-    absent = [name for _, names in mapping.parts() for name in names if _plain(name) not in known]
+    parts = dict(mapping.parts()) if mapping else {}
+    absent = [name for names in parts.values() for name in names if _plain(name) not in known]
     if absent:
         todo = f"the mapping names it: correct it to the columns that are there: {', '.join(known.values())}"
         seen = f"only {', '.join(known.values()) or 'no columns'}"
         return Layout(problem=Problem("missing_field", ", ".join(absent), seen, todo))
-    named: dict[str, Any] = {part: tuple(known[_plain(name)] for name in names) for part, names in mapping.parts()}
-    if mapping.user or mapping.messages:
-        return Layout(**named)
-    return _automatic(known)._replace(**named)
+    named: dict[str, Any] = {
+        part: tuple(name if name in columns else known[_plain(name)] for name in names) for part, names in parts.items()
+    }
+    layout = Layout(**named) if "user" in named or "messages" in named else _automatic(known)._replace(**named)
+    return layout if layout.problem else layout._replace(problem=_rivals(layout, columns, parts))
+
+
+def _rivals(layout: Layout, columns: tuple[str, ...], parts: dict[str, tuple[str, ...]]) -> Problem | None:
+    """Two columns for the same thing, of which one would be left out unasked."""
+    said = {name for names in parts.values() for name in names}
+    for part in Mapping.__dataclass_fields__:
+        for taken in getattr(layout, part):
+            same = {_plain(taken), *(KIN.get(part, ()) if part not in parts else ())}
+            rivals = [name for name in columns if _plain(name) in same]
+            if len(rivals) > 1 and taken not in said:
+                wanted = ("user", "assistant") if part in ("user", "assistant") else (part,)
+                todo = _say({one: getattr(layout, one) for one in wanted})
+                return Problem("ambiguous_columns", ", ".join(rivals), f"each of them may be the {part}", todo)
+    return None
 
 
 def _plain(name: object) -> str:
-    return str(name).strip().strip("\ufeff").lower().replace(" ", "_")
+    """A name without what differs between files: case, spaces, the place a csv adds to a name that is there twice."""
+    return _PLACE.sub("", str(name).strip().strip("\ufeff")).strip().lower().replace(" ", "_")
 
 
 def _automatic(known: dict[str, str]) -> Layout:
@@ -157,7 +184,8 @@ def _automatic(known: dict[str, str]) -> Layout:
     shapes = _matching(known)
     if len(lists) + len(shapes) > 1:
         names = ", ".join([*lists, *map(str, shapes)])
-        return Layout(problem=Problem("ambiguous_columns", ", ".join(known.values()), f"fits {names}", _say(known)))
+        todo = _example(known.values())
+        return Layout(problem=Problem("ambiguous_columns", ", ".join(known.values()), f"fits {names}", todo))
     if not lists and not shapes:
         return Layout(problem=_unmatched(known))
 
@@ -185,16 +213,30 @@ def _matching(known: dict[str, str]) -> list[Shape]:
 
 def _unmatched(known: dict[str, str]) -> Problem:
     """The missing half of a shape, or the columns nobody knows."""
-    names = ", ".join(known.values())
+    names, todo = ", ".join(known.values()), _example(known.values())
     for shape in SHAPES:
         for there, absent in ((shape.question, shape.answer), (shape.answer, shape.question)):
-            if there in known:
-                return Problem("missing_field", absent, f"only {names}", f"add the column {absent!r}, or {_say(known)}")
-    return Problem("unknown_columns", "-", names or "no columns", f"{_say(known)}; known by themselves: {SHAPES_TEXT}")
+            if there in known and len(there) > 1:  # a column called "a" may be anything
+                return Problem("missing_field", absent, f"only {names}", f"add the column {absent!r}, or {todo}")
+    return Problem("unknown_columns", "-", names or "no columns", f"{todo}; known by themselves: {SHAPES_TEXT}")
 
 
-def _say(known: dict[str, str]) -> str:
+def writable(name: str) -> bool:
+    """Whether a mapping can name the column: it has no sign that separates parts or columns there."""
+    return name == name.strip() and name != "" and not _SIGNS.search(name)
+
+
+def _example(columns: Collection[str]) -> str:
     """How the learner names the columns, with columns of theirs as an example."""
-    names = [*known.values(), "…", "…"]
-    wish = f"user={names[0]}, assistant={names[1]}"
+    names = [name for name in columns if writable(name)]
+    if len(names) < 2 <= len(columns):
+        return _say({"user": tuple(columns)})
+    return _say({"user": (names or ["…"])[:1], "assistant": [*names, "…", "…"][1:2]})
+
+
+def _say(parts: dict[str, Sequence[str]]) -> str:
+    """The line that names the columns, or how to make that possible."""
+    if not all(writable(name) for names in parts.values() for name in names):
+        return "rename the columns: a name that can be given holds no , ; + = and has no space around it"
+    wish = ", ".join(f"{part}={'+'.join(names)}" for part, names in parts.items())
     return f'say which columns to take: COLUMNS = "{wish}" in lesson 02, --columns "{wish}" on the command line'

@@ -5,6 +5,7 @@ Not here: finding the turns (turns), the rules of a text (text), comparing rows 
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from nbutils.data.raw import Problem, Row, RowError
 from nbutils.data.text import examine, plain
 from nbutils.data.turns import Turn, turns_of
 
+ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*(\\(?:u00[01][0-9a-f]|[bf]))")  # an invisible character, as JSON writes it
 BLANK_LINES = re.compile(r"(?:[^\S\n]*\n)*")
 ORDER = "system first if at all, then user and assistant in turn; tool turns only after an assistant that calls tools"
 FOLLOWS = {"": ("user",), "user": ("assistant",), "assistant": ("user",), "tool": ("assistant", "tool")}
@@ -87,11 +89,16 @@ def _no_text(turn: Turn) -> list[Problem]:
 def _look_inside(field: str, value: Any, problems: list[Problem], warnings: list[Problem]) -> None:
     """The rules of a text for the calls and tools of a row, which must be JSON; nothing in them is repaired."""
     try:
-        text = orjson.dumps(value).decode()
-    except TypeError as problem:
-        todo = "plain JSON: text in UTF-8, numbers of at most 64 bits"
+        text = orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_DATETIME).decode()
+        if "null" in text:
+            json.dumps(value, allow_nan=False)  # the fast writer makes null of what is no number
+    except (TypeError, ValueError) as problem:
+        todo = "plain JSON: text in UTF-8, numbers of at most 64 bits, no NaN, no dates"
         problems.append(Problem("wrong_type", field, str(problem), todo))
         return
+    if "\\" in text and (found := ESCAPED.search(text)):
+        todo = "remove the invisible character"
+        problems.append(Problem("control_character", field, f"{found[1]} in {short(value)}", todo))
     if not plain(text):
         _, stopping, saying = examine(field, text, repair=False)
         problems += stopping

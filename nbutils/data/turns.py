@@ -53,11 +53,28 @@ def turns_of(raw: Any, mapping: Mapping | None = None) -> Turns:
         turns = _paired(layout, raw, problems)
     if layout.history:
         turns = _history(layout.history[0], raw[layout.history[0]], problems) + turns
-    if layout.system and not (turns and turns[0].role == "system"):
-        content = _joined(layout.system, raw, problems)
-        turns = [Turn("+".join(layout.system), "system", content), *turns] if content else turns
+    if layout.system:
+        turns = _with_system(layout.system, _joined(layout.system, raw, problems), turns, problems)
     tools = tools_of(layout.tools[0], raw[layout.tools[0]], problems) if layout.tools else None
     return Turns(turns, tools, problems)
+
+
+def _given(value: Any) -> bool:
+    """Whether a column holds anything: nothing and blank text are left out, a 0 or a list is not."""
+    return value is not None and not (isinstance(value, str) and not value.strip())
+
+
+def _with_system(names: tuple[str, ...], content: Any, turns: list[Turn], problems: list[Problem]) -> list[Turn]:
+    """The turns with the system text of a column before them."""
+    if not _given(content):
+        return turns
+    field = "+".join(names)
+    if not turns or turns[0].role != "system":
+        return [Turn(field, "system", content), *turns]
+    if not isinstance(content, str) or content.strip() != str(turns[0].content).strip():
+        todo = f"keep one of them: empty the column, or remove {turns[0].field}"
+        problems.append(Problem("role_order", field, f"another system text than {turns[0].field}", todo))
+    return turns
 
 
 def _paired(layout: Layout, raw: dict[str, Any], problems: list[Problem]) -> list[Turn]:
@@ -67,7 +84,8 @@ def _paired(layout: Layout, raw: dict[str, Any], problems: list[Problem]) -> lis
     if isinstance(asked, list) and isinstance(answered, list):
         return _listed(layout.user[0], asked, problems) + _listed(layout.assistant[0], answered, problems)
     if layout.reasoning:
-        answered = _with_reasoning(answered, _joined(layout.reasoning, raw, problems))
+        reasoning = _joined(layout.reasoning, raw, problems)
+        answered = _with_reasoning("+".join(layout.reasoning), answered, reasoning, problems)
     return [Turn("+".join(layout.user), "user", asked), Turn("+".join(layout.assistant), "assistant", answered)]
 
 
@@ -76,34 +94,42 @@ def _joined(names: tuple[str, ...], raw: dict[str, Any], problems: list[Problem]
     if len(names) == 1:
         return raw[names[0]]
     values = [raw[name] for name in names]
-    filled = [value for value in values if value]
+    filled = [value for value in values if _given(value)]
     if len(filled) == 1 and isinstance(filled[0], str):
         return filled[0]
     for name, value in zip(names, values, strict=True):
         if value is not None and not isinstance(value, str):
-            problems.append(Problem("wrong_type", name, short(value), "write text in quotes"))
-    return "\n".join(str(value) for value in values if value is not None and str(value).strip())
+            todo = "write text in quotes, or name the columns to take (COLUMNS)"
+            problems.append(Problem("wrong_type", name, short(value), todo))
+    return "\n".join(value for value in filled if isinstance(value, str))
 
 
-def _with_reasoning(content: Any, reasoning: Any, calling: bool = False) -> Any:
+def _with_reasoning(field: str, content: Any, reasoning: Any, problems: list[Problem], calling: bool = False) -> Any:
     """The content with its reasoning before it, in the form the chat templates of thinking models take apart again."""
-    if not isinstance(reasoning, str) or not reasoning.strip():
+    if not _given(reasoning):
+        return content
+    if not isinstance(reasoning, str):
+        problems.append(Problem("wrong_type", field, short(reasoning), "write text in quotes"))
         return content
     answered = isinstance(content, str) and content.strip() and not content.lstrip().startswith("<think>")
     return f"<think>\n{reasoning.strip()}\n</think>\n\n{content or ''}" if answered or calling else content
 
 
 def _history(column: str, value: Any, problems: list[Problem]) -> list[Turn]:
-    """Earlier rounds, as alpaca writes them: [[question, answer], ...]."""
+    """Earlier rounds: [[question, answer], ...] as alpaca writes them, or messages."""
     value = from_json(column, value, problems)
+    if value is not None and not isinstance(value, list):
+        problems.append(Problem("wrong_type", column, short(value), "a list of pairs: [[question, answer], ...]"))
+    if not isinstance(value, list) or not value:
+        return []
+    if all(isinstance(one, dict) for one in value):
+        return _listed(column, value, problems)
     turns: list[Turn] = []
-    for index, pair in enumerate(value or []) if isinstance(value, list) else ():
+    for index, pair in enumerate(value):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             problems.append(Problem("wrong_type", f"{column}[{index}]", short(pair), "a pair: [question, answer]"))
             continue
         turns += [Turn(f"{column}[{index}]", role, text) for role, text in zip(ROLES[1:], pair, strict=False)]
-    if value and not isinstance(value, list):
-        problems.append(Problem("wrong_type", column, short(value), "a list of pairs: [[question, answer], ...]"))
     return turns
 
 
@@ -158,7 +184,8 @@ def _spoken(
     place = f"{field}.{text_key}"
     content = _parts(place, message.get(text_key), problems)
     if role == "assistant":
-        content = _with_reasoning(content, message.get("reasoning_content"), bool(calls))
+        thought = message.get("reasoning_content")
+        content = _with_reasoning(f"{field}.reasoning_content", content, thought, problems, bool(calls))
         made = calls_of(f"{field}.{calls}", message[calls], problems) if calls else {}
         return Turn(place, role, content, made, bool(calls))
     if calls:
@@ -175,4 +202,8 @@ def _parts(field: str, content: Any, problems: list[Problem]) -> Any:
     for part in content:
         if part["type"] != "text":
             problems.append(Problem("unsupported_field", field, f"a part of type {part['type']}", NOT_TEXT))
-    return "\n".join(str(part.get("text", part["type"])) for part in content)
+        elif not isinstance(part.get("text"), str):
+            problems.append(
+                Problem("wrong_type", field, short(part), 'a part has text: {"type": "text", "text": "..."}')
+            )
+    return "\n".join(str(part.get("text")) for part in content)
