@@ -7,6 +7,8 @@ import json
 import random
 import subprocess
 import sys
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,17 @@ def test_indentation_at_the_start_of_an_answer_is_kept(tmp_path: Path) -> None:
         ({"question": "a\x85", "answer": "b"}, "control_character", "question"),
         ({"question": "a", "answer": "\ud83d"}, "control_character", "answer"),
         ({"question": "a", "answer": float("nan")}, "wrong_type", "answer"),
+        *(({"instruction": "a", "input": empty, "output": "b"}, "wrong_type", "input") for empty in (0, False, [])),
+        ({"question": "a", "answer": "b", "system": 0}, "wrong_type", "system"),
+        ({"question": "a", "answer": "b", "history": 0}, "wrong_type", "history"),
+        ({"question": "a", "answer": "b", "tools": False}, "wrong_type", "tools[0]"),
+        ({"question": "a", "answer": "b", "reasoning_content": 5}, "wrong_type", "reasoning_content"),
+        ({"question": "a", "Answer": "b", "answer": "c"}, "ambiguous_columns", "Answer, answer"),
+        ({**qa(1), "system": "a", "system_prompt": "b"}, "ambiguous_columns", "system, system_prompt"),
+        ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "role_order", "system"),
+        ({"question": "a", "answer": "<unk>"}, "template_marker", "answer"),
+        ({"question": json.loads("[" * 900 + "]" * 900), "answer": "b"}, "wrong_type", "question"),
+        ({"question": 10**5000, "answer": "b"}, "wrong_type", "question"),
     ],
 )  # fmt: skip
 def test_rules_of_a_row(raw: Any, kind: str, field: str) -> None:
@@ -231,6 +244,7 @@ def test_every_way_to_write_a_tool_call_becomes_the_same(raw: Any) -> None:
         ([{**ASKED, "tool_calls": [SEARCH]}, SAID], "unsupported_field", "messages[0].tool_calls"),
         ([ASKED, {**SAID, "images": ["a.png"]}], "unsupported_field", "messages[1].images"),
         ([{**ASKED, "content": [{"type": "image_url"}]}, SAID], "unsupported_field", "messages[0].content"),
+        ([{**ASKED, "content": [{"type": "text"}]}, SAID], "wrong_type", "messages[0].content"),
         ([ASKED, {"role": "assistant", "content": ""}], "empty", "messages[1].content"),
         ([ASKED, {"role": "assistant", "content": "", "reasoning_content": "hm"}], "empty", "messages[1].content"),
     ],
@@ -249,6 +263,10 @@ def test_a_call_may_be_the_last_thing_said() -> None:
     [
         ("\ud83d", "wrong_type"),
         (2**70, "wrong_type"),
+        (float("nan"), "wrong_type"),
+        (datetime(2020, 1, 1), "wrong_type"),
+        ("\x07", "control_character"),
+        ("a\\\x00", "control_character"),
         ("<|im_end|>", "template_marker"),
         ("CafÃ© Ã  Paris", "mojibake"),
         ("锟斤拷", "mojibake"),
@@ -258,6 +276,11 @@ def test_the_arguments_of_a_call_follow_the_rules_of_text(value: Any, kind: str)
     call = {"function": {"name": "a", "arguments": {"b": value}}}
     problem = data.problems_of({"messages": [ASKED, {**CALLED, "tool_calls": [call]}]})[0]
     assert (problem.kind, problem.field) == (kind, "messages[1]")
+
+
+def test_a_call_may_hold_null_backslashes_and_line_breaks() -> None:
+    call = {"function": {"name": "a", "arguments": {"b": None, "c": "\\u0007\\b\n\t\\"}}}
+    assert data.problems_of({"messages": [ASKED, {**CALLED, "tool_calls": [call]}]}) == []
 
 
 def test_private_data_in_a_call_is_a_warning_too() -> None:
@@ -288,6 +311,8 @@ def test_history_becomes_earlier_turns() -> None:
     raw = {"system": "短", "instruction": "c", "input": "", "output": "d", "history": [["a", "b"], ["e", "f"]]}
     found = [(message["role"][0], message["content"]) for message in checked_row(raw).messages]
     assert found == [("s", "短"), ("u", "a"), ("a", "b"), ("u", "e"), ("a", "f"), ("u", "c"), ("a", "d")]
+    spoken = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert [m["content"] for m in checked_row({**raw, "history": spoken}).messages] == ["短", "a", "b", "c", "d"]
     assert len(checked_row({**raw, "history": ""}).messages) == len(checked_row({**raw, "history": None}).messages) == 3
 
 
@@ -318,6 +343,38 @@ def test_a_mapping_that_names_an_absent_column_says_which_are_there() -> None:
     assert "question, answer" in row.problems[0].todo
 
 
+@pytest.mark.parametrize("extra", ["context", "input"])
+def test_a_passage_beside_the_question_joins_it(extra: str) -> None:
+    assert checked_row({"question": "a", extra: "b", "answer": "c"}).messages[0]["content"] == "a\nb"
+
+
+def test_a_column_that_is_there_twice_is_asked_about_and_can_be_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question,answer,notes,answer,notes\na,b,c,d,e\n", encoding="utf-8")
+    [row] = data.read_rows(tmp_path / "a.csv")
+    error = data.check_row(row)
+    assert isinstance(error, data.RowError) and error.problems[0].kind == "ambiguous_columns"
+    assert 'COLUMNS = "user=question, assistant=answer"' in error.problems[0].todo
+    for column, said in (("answer", "b"), ("answer (column 4)", "d")):
+        checked = data.check_row(row, data.parse_mapping(f"user=question, assistant={column}"))
+        assert isinstance(checked, data.ChatRow) and checked.messages[1]["content"] == said
+
+
+def test_names_that_no_mapping_can_hold_are_not_suggested() -> None:
+    for raw in ({"a,b": "x", "c": "y"}, {"a=b": "x", "c+d": "y"}):
+        todo = data.problems_of(raw)[0].todo
+        assert "rename" in todo and "COLUMNS" not in todo
+    assert "user=c, assistant=d" in data.problems_of({"a;b": "x", "c": "y", "d": "z"})[0].todo
+
+
+def test_what_is_said_about_a_row_can_be_shown() -> None:
+    bad = "13812345678\ud83d\x1b[2J"
+    rows = [{bad: "a", "b": "c"}, {"messages": [{bad: "a"}]}, {"question": "a", bad: 1}, {"messages": [{"role": bad}]}]
+    for raw in rows:
+        for problem in data.problems_of(raw):
+            said = f"{problem.field} {problem.seen} {problem.todo}"
+            assert said.isprintable() and "13812345678" not in said, said
+
+
 def test_a_mapping_reads_back_and_nothing_is_none() -> None:
     text = "user=a+b, assistant=c, system=d"
     assert str(data.parse_mapping(text)) == text and data.parse_mapping(f" {text};\n") == data.parse_mapping(text)
@@ -326,8 +383,9 @@ def test_a_mapping_reads_back_and_nothing_is_none() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b", "messages=a, user=b, assistant=c"],
-)
+    ["question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b", "messages=a, user=b, assistant=c",
+     "user=a, assistant=a", "user=a+A, assistant=b"],
+)  # fmt: skip
 def test_a_mapping_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(CourseError) as caught:
         data.parse_mapping(text)
@@ -360,6 +418,10 @@ def test_columns_nobody_can_know_are_asked_for(raw: Any) -> None:
         {"": "0", "question": "a", "answer": "b"},
         {"problem": "a", "solution": "b"},
         {"用户": "a", "助手": "b"},
+        {"q": "a", "a": "b"},
+        {"问": "a", "答": "b"},
+        {"問題": "a", "答案": "b"},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "system": " "},
         {"Question": "a", "Answer": "b", "Reasoning Content": ""},
     ],
 )  # fmt: skip
@@ -450,6 +512,40 @@ def test_a_broken_element_of_an_array_does_not_hide_the_next(tmp_path: Path, ind
     assert rows[1].line == line
 
 
+@pytest.mark.parametrize("held", ["%s", '{"data": %s}', '{"version": 1, "data": %s, "by": ["me"]}'])
+@pytest.mark.parametrize("broken", [0, 10, 2999])
+@pytest.mark.parametrize("fault", [('", "', '" "'), ('": "Is', '": Is'), ('"}]}', '"}]'), ('"messages"', '"messages')])
+def test_a_broken_element_on_one_line_hides_none(tmp_path: Path, held: str, broken: int, fault: Any) -> None:
+    parts = [json.dumps(chat_row(f"Is it {n}?", "x" * 500)) for n in range(3000)]
+    parts[broken] = parts[broken].replace(*fault, 1)
+    (tmp_path / "a.json").write_text(held % f"[{', '.join(parts)}]", encoding="utf-8")
+    rows = list(data.read_rows(tmp_path / "a.json"))
+    assert [n for n, row in enumerate(rows) if isinstance(row, data.RowError)] == [broken] and len(rows) == 3000
+
+
+def test_the_place_in_a_broken_element_is_told(tmp_path: Path) -> None:
+    broken = '{"question": "c" "answer": "d"}'
+    (tmp_path / "a.json").write_text(f"[{json.dumps(qa(1))}, {broken}]", encoding="utf-8")
+    _, error = data.read_rows(tmp_path / "a.json")
+    assert error.raw == broken and error.problems[0].field == "character 18" and '"c" "ans' in error.problems[0].seen
+
+
+def test_a_list_may_begin_with_what_is_no_row(tmp_path: Path) -> None:
+    for first in ('"a note"', '{"question": "a" "answer": "b"}'):
+        (tmp_path / "a.json").write_text(f'{{"data": [{first}, {json.dumps(qa(1))}]}}', encoding="utf-8")
+        bad, good = (data.check_row(row) for row in data.read_rows(tmp_path / "a.json"))
+        assert isinstance(bad, data.RowError) and isinstance(good, data.ChatRow)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_number_of_5000_digits_spoils_its_own_row_only(tmp_path: Path, name: str, first: bool) -> None:
+    rows = ['{"question": "a", "answer": %s}' % ("1" * 5000), json.dumps(qa(1))][:: 1 if first else -1]
+    (tmp_path / name).write_text("\n".join(rows) if name == "a.jsonl" else f"[{', '.join(rows)}]", encoding="utf-8")
+    checked = [data.check_row(row) for row in data.read_rows(tmp_path / name)]
+    assert [isinstance(row, data.RowError) for row in checked] == [first, not first]
+
+
 def test_an_array_larger_than_the_window_is_read_whole(tmp_path: Path) -> None:
     rows = [qa(n, "x" * 700) for n in range(4000)]
     (tmp_path / "a.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -469,6 +565,39 @@ def test_a_quote_that_is_never_closed_does_not_swallow_the_rest(tmp_path: Path) 
     assert [(row.line, isinstance(row, data.Row)) for row in rows] == [(2, False), (3, True), (4, True), (6, False)]
     assert rows[1].raw == {"question": "c", "answer": "d"} and rows[2].raw == {"question": "e\nf", "answer": "g"}
     assert 'a,"b' in rows[0].problems[0].seen and "quoting" in rows[0].problems[0].todo
+
+
+@pytest.mark.parametrize(
+    "line", ['what is item %d","the item number %d\n', '"open %d,and never closed %d\n', '%d,"%d\n']
+)
+def test_quotes_that_are_never_closed_cost_little(tmp_path: Path, line: str) -> None:
+    lines = "".join(line % (n, n) for n in range(20_001))
+    (tmp_path / "a.csv").write_text("question,answer\n" + lines, encoding="utf-8")
+    begun = time.process_time()
+    rows = list(data.read_rows(tmp_path / "a.csv"))
+    assert time.process_time() - begun < 2 and rows[-1].line == 20_002 and isinstance(rows[0], data.RowError)
+    assert rows[0].raw == (line % (0, 0)).rstrip()
+
+
+def test_a_long_cell_is_a_cell(tmp_path: Path) -> None:
+    cell = "line\n" * 400_000
+    (tmp_path / "a.csv").write_text(f'question,answer\na,"{cell}"\nb,c\n', encoding="utf-8")
+    assert [row.raw["answer"] for row in data.read_rows(tmp_path / "a.csv")] == [cell, "c"]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_long_row_is_a_row_wherever_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    for room in ("reading", "documents"):
+        monkeypatch.setattr(f"nbutils.data.{room}.LARGEST_ROW", 1000)
+    rows = [qa(1), qa(2)]
+    rows[place] = qa(3, "x" * 5000)
+    assert [row.raw for row in data.read_rows(write(tmp_path / "a.jsonl", rows))] == rows
+
+
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_a_csv_may_be_separated_by_another_sign(tmp_path: Path, mark: str) -> None:
+    (tmp_path / "a.csv").write_text(f"question{mark}answer\nwhy, then?{mark}so\n", encoding="utf-8")
+    assert [row.raw for row in data.read_rows(tmp_path / "a.csv")] == [{"question": "why, then?", "answer": "so"}]
 
 
 def test_bytes_that_are_not_utf8_spoil_their_own_row_only(tmp_path: Path) -> None:
@@ -556,10 +685,19 @@ def test_a_parquet_file_damaged_inside_gives_its_first_rows_and_then_says_so(tmp
 
 
 def test_a_file_that_is_not_what_its_name_says_is_named_once(tmp_path: Path) -> None:
-    for name in ("a.jsonl.gz", "b.csv.zst", "c.parquet.gz"):
+    for name in ("a.jsonl.gz", "b.csv.zst", "c.parquet.gz", "d.parquet"):
         (tmp_path / name).write_bytes(b"this was never compressed")
         [only] = data.read_rows(tmp_path / name)
         assert isinstance(only, data.RowError) and only.problems[0].kind == "damaged_file"
+        assert "before this place" not in only.problems[0].todo
+
+
+def test_a_file_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes("question,answer\na,b\n".encode("utf-16"))
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 and no more")
+    write(tmp_path / "c.jsonl", [qa(1)])
+    rows = list(data.read_rows(tmp_path))
+    assert [row.problems[0].kind for row in rows[:2]] == ["encoding", "damaged_file"] and rows[2].raw == qa(1)
 
 
 @pytest.mark.parametrize(
@@ -674,6 +812,30 @@ def test_lines_in_two_encodings_are_each_read_in_their_own(tmp_path: Path) -> No
     rows = [data.check_row(row) for row in data.read_rows(tmp_path / "a.jsonl")]
     assert [row.messages[0]["content"] for row in rows] == [row["问题"] for row in CHINESE]
     assert [bool(row.warnings) for row in rows] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_what_is_utf8_is_never_taken_for_gbk(tmp_path: Path, name: str) -> None:
+    rows = [{"question": "我的订单到哪里了？", "answer": "正在路上"}] + [
+        {"question": text, "answer": "é"} for text in ("Où est le café ?", "Pärt größe", "где")
+    ]
+    form = (
+        (lambda row: ",".join(row.values())) if name == "a.csv" else (lambda row: json.dumps(row, ensure_ascii=False))
+    )
+    lines = [form(row).encode("gbk" if n == 0 else "utf-8") for n, row in enumerate(rows)]
+    (tmp_path / name).write_bytes(b"\n".join([b"question,answer"] * (name == "a.csv") + lines))
+    assert [row.raw for row in data.read_rows(tmp_path / name)] == rows
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+@pytest.mark.parametrize("head", ["问题", "問題"])
+def test_a_file_in_gbk_may_hold_any_character(tmp_path: Path, name: str, head: str) -> None:
+    pairs = [("骆驼", "鹦鹉"), ("什麼是機器學習？", "是人工智慧的一個分支"), ("你好", "😀😀😀"), ("玫瑰", "花")]
+    lines = [json.dumps({head: a, "答案": b}, ensure_ascii=False) for a, b in pairs]
+    if name == "a.csv":
+        lines = [f"{head},答案", *map(",".join, pairs)]
+    (tmp_path / name).write_bytes("\n".join(lines).encode("gb18030"))
+    assert [tuple(row.raw.values()) for row in data.read_rows(tmp_path / name)] == pairs
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])

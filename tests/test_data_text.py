@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from typing import Any
 
 import pytest
@@ -103,6 +104,20 @@ def test_whole_sentences_come_back(language: str, door: str) -> None:
     assert repair_mojibake(broken) == sentence
 
 
+@pytest.mark.parametrize("sign", ["â€™", "Ã©", "Â£"])
+@pytest.mark.parametrize("quotes", ['""', "''", "``", "“”", "「」"])
+def test_a_text_about_broken_text_is_left_alone(sign: str, quotes: str) -> None:
+    text = f"The string {quotes[0]}{sign}{quotes[1]} is what became of it."
+    assert repair_mojibake(text) == text and repair_mojibake(f"cafÃ© {text}") != f"cafÃ© {text}"
+
+
+@pytest.mark.parametrize("text", ["Ü» " * 300_000, "â€™ " * 100_000])
+def test_looking_for_broken_text_takes_time_in_proportion(text: str) -> None:
+    begun = time.process_time()
+    repair_mojibake(text)
+    assert time.process_time() - begun < 4
+
+
 def test_repair_is_told_and_can_be_refused() -> None:
     row = data.Row("a", 1, {"question": "CafÃ© ou thÃ© ?", "answer": "thé"})
     mended = data.check_row(row)
@@ -127,6 +142,15 @@ PRIVATE = [
     ("phone", "+86 138 1234 5678", "+86 138****5678"),
     ("phone", "电话：138-1234-5678。", "138****5678"),
     ("phone", "008613812345678", "0086138****5678"),
+    ("phone", "请打１３８１２３４５６７８找我", "１３８****５６７８"),
+    ("phone", "138.1234.5678", "138****5678"),
+    ("phone", "138\xa01234\xa05678", "138****5678"),
+    ("phone", "138—1234—5678", "138****5678"),
+    ("phone", "座机 021-62345678", "021****5678"),
+    ("phone", "座机 0755 8234567", "0755****4567"),
+    ("id_number", "110105 19491231 002X", "110****2X"),
+    ("id_number", "110105 1949 1231 002X", "110****2X"),
+    ("id_number", "1101 0519 4912 3100 2X", "110****2X"),
     ("id_number", "身份证 11010519491231002X", "110****2X"),
     ("id_number", "mistyped: 110105194912310021", "110****21"),
     ("email", "write to anna.b+c@mail.example.cn, please", "a***@mail.example.cn"),
@@ -156,6 +180,7 @@ def test_private_data_is_a_warning_with_the_span_masked(kind: str, text: str, sh
 @pytest.mark.parametrize(
     "text",
     [
+        "021-1234567", "2021-62345678", "0.021-62345678", "2019 2020 2021 2022 1", "pages 1949-1950", "第１章第２０节",
         "order 20231381234567890", "12345678901", "0.13812345678", "110105194913310021", "a @ b", "@someone",
         "sk-learn and hf_hub and gh_pages", "eyJust", f"commit {HEX}", "13812345", "price 138 1234", "2019-2020",
     ],
@@ -191,12 +216,30 @@ def test_what_is_shown_of_a_broken_line_is_masked(tmp_path: Any) -> None:
     assert len(shown) == 2 and all("****" in seen and "13812345678" not in seen for seen in shown)
 
 
+@pytest.mark.parametrize("private", ["138-1234-5678", "123456@qq.com", "110105 19491231 002X"])
+def test_no_half_of_private_data_is_shown_where_reading_stopped(tmp_path: Any, private: str) -> None:
+    texts = [
+        f'{{"question": {private}, "answer": "b"}}',
+        f'{{"question": "{private}" "a": 1}}',
+        f'{{"a": "b" {private}}}',
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(["{}", "{}", *texts]), encoding="utf-8")
+    for row in list(data.read_rows(tmp_path))[2:]:
+        assert isinstance(row, data.RowError) and "**" in row.problems[0].seen
+        assert not any(part in row.problems[0].seen for part in (private[:6], private[4:8], private[:4])), row.problems
+
+
+def test_no_half_of_private_data_is_shown_beside_what_was_repaired() -> None:
+    checked = data.check_row(data.Row("a", 1, {"question": "a", "answer": "CafÃ© 13812345678"}))
+    assert isinstance(checked, data.ChatRow) and "13812" not in checked.warnings[0].seen
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "<|im_start|>user", "ok<|im_end|>", "<|endoftext|>", "[gMASK]<sop>hello", "<sop>", "<|user|>", "<|assistant|>",
         "<s>[INST] hi", "hello</s>", "[INST] a [/INST]", "<<SYS>>", "<start_of_turn>user", "<｜User｜>", "<bos>hi",
-        "<｜end▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>", "<unk>", "a<pad><pad>", "[AVAILABLE_TOOLS]",
     ],
 )  # fmt: skip
 def test_leaked_template_markers_are_refused(text: str) -> None:

@@ -26,6 +26,7 @@ GBK_SIGNS = "锛銆鈥涓浜浠浣鐨鏄鍦鏈鎴鍙"
 _LOOK_GBK = re.compile(f"[{GBK_SIGNS}]")
 _RUN_GBK = re.compile(r"[^\x00-\x7f]+\??")
 _AFTER_COMMA, _AFTER_STOP = "屼屽屾岀岃岄", "備傚傛傜傝傞"
+_QUOTED = ("``", '""', "''", "“”", "‘’", "「」", "『』", "«»")  # one sign between them: a text about broken text
 LOST = re.compile(f"\ufffd|锟斤拷|锛[{_AFTER_COMMA}]|銆[{_AFTER_STOP}]")  # what no reading brings back
 _SOUND = re.compile(r"[\u3000-\u303f\u3400-\u9fff\uff00-\uffef\u2010-\u203a\s\w]+")
 
@@ -67,8 +68,8 @@ def _as_utf8(text: str) -> str:
 def _certain(run: re.Match[str]) -> bool:
     """Whether no sound text would hold these characters between these neighbours."""
     broken, meant = run[0], _as_utf8(run[0])
-    before, after = run.string[: run.start()][-1:], run.string[run.end() :][:1]
-    if not meant:
+    before, after = run.string[max(0, run.start() - 1) : run.start()], run.string[run.end() : run.end() + 1]
+    if not meant or (len(meant) == 1 and before + after in _QUOTED):
         return False
     odd = _ODD.search(broken) is not None
     if " " in broken:

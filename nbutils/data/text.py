@@ -16,8 +16,8 @@ __all__ = ["Examined", "examine", "mask", "plain"]
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 MARKERS = re.compile(
-    r"<[|｜][A-Za-z][\w▁ ]{1,40}[|｜]>|\[/?INST\]|<</?SYS>>|\[gMASK\]|<[se]op>|<(?:start|end)_of_turn>"
-    r"|^\s*<(?:s|bos)>|</s>\s*$|<eos>\s*$"
+    r"<[|｜][A-Za-z][\w▁ ]{1,40}[|｜]>|\[/?INST\]|<</?SYS>>|\[gMASK\]|<(?:[se]op|unk|pad)>"
+    r"|<(?:start|end)_of_turn>|\[/?AVAILABLE_TOOLS\]|^\s*<(?:s|bos)>|</s>\s*$|<eos>\s*$"
 )
 _MARKERS = re.compile(MARKERS.pattern.replace(r"^\s*", "").replace(r"\s*$", ""))  # for several texts in one
 _ASCII_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -82,6 +82,7 @@ def _control(field: str, found: re.Match[str]) -> Problem:
 
 
 def _difference(text: str, mended: str) -> str:
-    """Where a text and its repaired form begin to differ, with what the repair made of it."""
+    """Where a text and its repaired form begin to differ, with what the repair made of it; masked before it is cut."""
+    text, mended = mask(text), mask(mended)
     at = next((i for i, (a, b) in enumerate(zip(text, mended, strict=False)) if a != b), min(len(text), len(mended)))
-    return mask(f"{text[at : at + 12]!r} for {mended[at : at + 6]!r}")
+    return f"{text[at : at + 12]!r} for {mended[at : at + 6]!r}"
