@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,7 @@ from nbutils import evaluation, paths, serving
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
 from nbutils.profiles.schema import Evaluation
-from nbutils.serving import environment, logs
+from nbutils.serving import Running, environment, logs
 from nbutils.serving.server import Server, flag_words
 
 STUB = """
@@ -588,6 +589,36 @@ def test_a_note_proves_nothing(up: StubServer, tmp_path: Path) -> None:
     assert serving.running(tmp_path, tmp_path / "merged")
     up.stop()
     assert serving.running(tmp_path, tmp_path / "merged") is None
+
+
+GARBAGE = {
+    "a list": b"HTTP/1.1 200 OK\r\n\r\n[]", "text": b'HTTP/1.1 200 OK\r\n\r\n"hi"',
+    "null": b'HTTP/1.1 200 OK\r\n\r\n{"data":null}',
+    "names only": b'HTTP/1.1 200 OK\r\n\r\n{"data":["x"]}', "not HTTP": b"SSH-2.0-OpenSSH_9.6\r\n", "nothing": b"",
+    "cut": b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n{", "not text": b"HTTP/1.1 200 OK\r\n\r\n\xff\xfe{",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", GARBAGE)
+def test_whatever_else_listens_on_the_noted_port_is_not_used(said: str, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        note = Running(url, "tiny", str(folder), paths.stamp(folder), 1, "vllm-cpu")
+        paths.write_json(tmp_path / "server.json", asdict(note))
+        thread = threading.Thread(target=answer_once, args=(listening, GARBAGE[said]))
+        thread.start()
+        assert serving.running(tmp_path, folder) is None
+        thread.join()
+    paths.write_json(tmp_path / "server.json", asdict(note) | {"engine": None})
+    assert serving.running(tmp_path, folder) is None
+
+
+def answer_once(listening: socket.socket, said: bytes) -> None:
+    connection, _ = listening.accept()
+    with connection:
+        connection.recv(4096)
+        connection.sendall(said)
 
 
 def test_a_server_that_goes_away_is_told(up: StubServer, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def running(run: Path, folder: Path) -> Running | None:
         noted = Running(**json.loads((run / NOTE).read_text(encoding="utf-8")))
         same = Path(noted.folder) == folder.absolute() and noted.stamp == stamp(folder) and noted.stamp is not None
         return noted if same and noted.engine.startswith("vllm") and _serves(noted) else None
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, AttributeError, HTTPException):  # whatever else listens there by now
         return None
 
 
