@@ -119,11 +119,21 @@ def write_report(path: Path, run: str, facts: dict[str, Any]) -> None:
     ]  # fmt: skip
     for stem, entry in sorted(facts.get("lessons", {}).items()):
         lines += [f"## {stem}", "", "| fact | value |", "|---|---|"]
-        lines += [f"| {name} | {_plain(value)} |" for name, value in entry.items()] + [""]
+        told = {name: value["summary"] for name, value in entry.items() if _has_summary(value)}
+        lines += [f"| {name} | {_plain(value)} |" for name, value in entry.items() if name not in told] + [""]
+        for name, summary in told.items():
+            lines += [f"### {name}", "", *(f"- {_plain(line)}" for line in summary), ""]
     write_text(path, "\n".join(lines))
 
 
+def _has_summary(value: Any) -> bool:
+    """Whether a fact brings lines of its own for people."""
+    return isinstance(value, dict) and isinstance(value.get("summary"), list)
+
+
 def _plain(value: Any) -> str:
+    if _has_summary(value):
+        return "; ".join(map(_plain, value["summary"]))
     if isinstance(value, dict):  # what is nested deeper stays in facts.json: a line is no place for it
         flat = {name: inner for name, inner in value.items() if not isinstance(inner, dict | list)}
         return ", ".join(f"{name} {_plain(inner)}" for name, inner in (flat or value).items())

@@ -75,6 +75,15 @@ def test_the_report_is_readable(tmp_path: Path) -> None:
     assert "# Run demo" in text and "| exact_match | base 0, merged 0.95 |" in text
 
 
+def test_a_fact_with_a_summary_is_a_list_of_its_own(tmp_path: Path) -> None:
+    told = {"verdict": "helped", "why": "prose " * 50, "todo": "", "summary": ["verdict: helped", "a | b: 1"]}
+    facts = {"lessons": {"04_merge": {"rows": 120, "evaluation": told}}}
+    record.write_report(tmp_path / "report.md", "demo", facts)
+    text = (tmp_path / "report.md").read_text()
+    assert "| rows | 120 |\n\n### evaluation\n\n- verdict: helped\n- a \\| b: 1\n" in text and "prose" not in text
+    assert record.summary({"evaluation": told, "rows": 3}) == "evaluation verdict: helped; a \\| b: 1, rows 3"
+
+
 def test_a_password_in_an_address_is_masked() -> None:
     text = record.mask_secrets("models come from https://me:pass@mirror.example/x and git+https://tok3n@github.com/a/b")
     assert "pass" not in text and "tok3n" not in text and "mirror.example/x" in text and "github.com/a/b" in text
