@@ -42,12 +42,22 @@ RUN_NAME: str = ""
 LM_EVAL_TASKS: str = ""
 
 # %% [markdown]
-# If lesson 03 has not run in this run folder, it runs now.
+# The precision of everything below: 16 bits on a card, 32 on a CPU. Benchmarks that cannot run are told now and not after an hour.
 
 # %%
 import nbutils
+import torch
+from nbutils import evaluation, training
 
 lesson = nbutils.start("04_merge", globals())
+dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[lesson.profile.machine.precision]
+dtype_name = str(dtype).removeprefix("torch.")
+bench = evaluation.Harness(LM_EVAL_TASKS, lesson.run.path, dtype_name)
+
+# %% [markdown]
+# If lesson 03 has not run in this run folder, it runs now.
+
+# %%
 lesson.require("03_qlora")
 
 # %% [markdown]
@@ -59,20 +69,14 @@ from nbutils import merging
 merging.check_base(lesson.model, lesson.run.adapter)
 
 # %% [markdown]
-# The precision of everything below: 16 bits on a card, 32 on a CPU. Public benchmarks come first where they were asked for: a task
-# that cannot run is told now and not after the merge.
+# Public benchmarks come first where they were asked for, while the memory is still free.
 
 # %%
-import torch
-from nbutils import evaluation, training
-
-dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[lesson.profile.machine.precision]
-dtype_name, base_mark = str(dtype).removeprefix("torch."), training.model_mark(lesson)
-bench = evaluation.Harness(LM_EVAL_TASKS, lesson.run.path, dtype_name)
+base_mark = training.model_mark(lesson)
 bench.run("base", lesson.model, base_mark)
 
 # %% [markdown]
-# The base in full precision.
+# The base in full precision. If a server of lesson 05 holds the card and memory runs out here, stop that server first.
 
 # %%
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -87,15 +91,20 @@ model = AutoModelForCausalLM.from_pretrained(lesson.model, dtype=dtype, device_m
 # Three models will sit it: the base, the base with the adapter beside it, and the merged one. The questions are the held-back rows,
 # which no training has seen, and the decoding is greedy, so that the same model always says the same. A second, small exam asks for
 # everyday knowledge, to see what the tuning cost.
+#
+# Some bases think aloud before they answer. Where your rows have no thoughts, all three are asked without thinking, if the template
+# knows how: else the base would be cut off in mid-thought, and any tuning would look like a success.
 
 # %%
-from nbutils import data
+from nbutils import chat, data
 
-size = lesson.profile.evaluation
+size, limit = lesson.profile.evaluation, evaluation.reach(model)
 _, held_back = data.load(lesson.run.data)
-exam = evaluation.Exam(lesson.run.path, tokenizer, held_back, size, dtype_name)
-general = evaluation.Exam(lesson.run.path, tokenizer, evaluation.general_rows(), size, dtype_name, subject="general")
+thinking = False if chat.may_skip_thinking(tokenizer, held_back) else None
+exam = evaluation.Exam(lesson.run.path, tokenizer, held_back, size, dtype_name, thinking=thinking, limit=limit)
+general = exam.general()
 print(f"{len(exam.rows)} held-back rows, {len(general.rows)} general ones, answers of at most {size.max_new_tokens} tokens")
+print(f"thinking: {exam.mode}")
 
 # %% [markdown]
 # ## Before
@@ -191,7 +200,8 @@ print(outcome.verdict)
 
 # %% [markdown]
 # All numbers. In brackets the interval that covers the true value in 95 of 100 cases; `p` is how probable a difference as large as
-# this one is if the tuning had done nothing. Characters are counted, in English too, so that Chinese is measured rightly.
+# this one is if the tuning had done nothing. Shares of rows have Wilson's interval: even 0 of 120 right answers leave room for 3 %.
+# Characters are counted, in English too, so that Chinese is measured rightly.
 
 # %%
 from nbutils import dashboard
@@ -207,7 +217,8 @@ evaluation.plot(outcome, exam.folder / "scores.png")
 # %% [markdown]
 # ## What did it cost?
 #
-# A model that learns one task may forget others. The general rows tell: a ratio of perplexities near 1 means that nothing was lost.
+# A model that learns one task may forget others. The general rows tell: a ratio of perplexities near 1, and answers as near to the
+# wanted ones as before, mean that nothing was lost.
 # (The tiny model knows nothing but its shop, and after the tuning it speaks in tickets only.)
 
 # %%
@@ -256,7 +267,8 @@ print("try: add rows that show the field it gets wrong" if wrong else "try: a ru
 lesson.finish(
     exact_match={"base": base.mean("exact_match"), "merged": after.mean("exact_match")},
     rows=len(exam.rows),
+    rows_left_out=exam.left_out,
     verdict=outcome.verdict.word,
     parity={"adapter_gap": parity.adapter_gap, "base_gap": parity.base_gap},
-    evaluation=outcome.facts() | {"lm_eval": bench.results, "report": str(page)},
+    evaluation=outcome.facts() | exam.facts() | {"lm_eval": bench.results, "report": str(page)},
 )

@@ -60,7 +60,7 @@ folder = profiles.model_folder(Path(FOLDER).expanduser() if FOLDER else lesson.r
 # ## What it should say
 #
 # First the answers of plain transformers to the held-back questions, greedy, in the precision we will serve in. They are what the
-# server will be measured against. Then the model leaves the memory: a server wants the card to itself.
+# server will be measured against; rows that the server could not take are left out. Then the model leaves the memory: a server wants the card to itself.
 
 # %%
 import time
@@ -74,7 +74,8 @@ _, held_back = data.load(lesson.run.data)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": 0 if lesson.card else "cpu"})
 tokenizer = AutoTokenizer.from_pretrained(folder)
 wanted = size.model_copy(update={"rows": QUESTIONS or size.rows})
-exam = evaluation.Exam(lesson.run.path, tokenizer, held_back, wanted, dtype)
+limit = evaluation.reach(model, lesson.profile.serve.max_model_len)
+exam = evaluation.Exam(lesson.run.path, tokenizer, held_back, wanted, dtype, limit=limit)
 questions, references = exam.questions, exam.references
 
 # %% [markdown]
@@ -264,6 +265,7 @@ print("the server is", f"running at {server.url}" if server.running else "stoppe
 # %%
 lesson.finish(
     engine=engine.value,
+    rows_left_out=exam.left_out,
     identical_answers={"count": parity.identical, "total": parity.total},
     identical_prompts={"count": parity.same_prompts, "total": parity.total},
     exact_match=evaluation.exact_match([answer.text for answer in served], references),

@@ -22,8 +22,10 @@ from nbutils.errors import CourseError
 from nbutils.evaluation import answers as asking
 from nbutils.evaluation import control, harness, keeping, losses, scores, statistics, verdict
 from nbutils.evaluation.answers import Answer
-from nbutils.evaluation.exam import Exam, Result, reference_of
+from nbutils.evaluation.exam import Exam, Result
+from nbutils.evaluation.forgetting import forgetting
 from nbutils.evaluation.losses import RowLoss
+from nbutils.evaluation.rows import reference_of
 from nbutils.profiles.schema import Evaluation
 
 
@@ -61,7 +63,6 @@ def test_questions_are_everything_before_the_last_turn() -> None:
     ]
     questions, references = evaluation.questions_of([{"messages": turns}, {"messages": turns[:2]}])
     assert references == ["d", "b"] and questions[0] == turns[:3]
-    assert evaluation.questions_of([{"messages": turns}, {"messages": turns[:2]}], limit=1)[1] == ["d"]
 
 
 def test_an_answer_is_the_same_alone_and_in_a_batch(tiny: tuple[Any, Any]) -> None:
@@ -170,6 +171,23 @@ def test_a_torn_line_is_asked_again_and_does_not_spoil_the_next(tmp_path: Path) 
     assert keeping.resumed(file, {"model": "m"}, PROMPTS, noted(asked)) == whole and asked == [2]
 
 
+@pytest.mark.parametrize(
+    "change", [("答案 1", "答案 2"), ("[7, 1]", "[7, 2]"), ("false", "true"), ('"row": 1', '"row": 0')]
+)
+def test_an_answer_that_was_changed_on_disk_is_asked_again(tmp_path: Path, change: tuple[str, str]) -> None:
+    file, asked = tmp_path / "a.jsonl", []
+    whole = keeping.resumed(file, {"model": "m"}, PROMPTS, noted([]))
+    file.write_text(file.read_text(encoding="utf-8").replace(*change), encoding="utf-8")
+    assert keeping.resumed(file, {"model": "m"}, PROMPTS, noted(asked)) == whole and asked == [1]
+
+
+def test_losses_that_were_changed_on_disk_are_measured_again(tmp_path: Path) -> None:
+    file = tmp_path / "losses.json"
+    keeping.once(file, {"model": "m"}, lambda: [[8.5, 4]])
+    file.write_text(file.read_text(encoding="utf-8").replace("8.5", "0.5"), encoding="utf-8")
+    assert keeping.once(file, {"model": "m"}, lambda: [[8.5, 4]]) == [[8.5, 4]]
+
+
 @pytest.mark.parametrize("change", [{"model": "other"}, {"model": "m", "max_new_tokens": 9}, "prompts"])
 def test_another_fingerprint_starts_a_new_file(tmp_path: Path, change: Any) -> None:
     file, asked = tmp_path / "a.jsonl", []
@@ -276,9 +294,41 @@ def test_answers_of_one_row_are_added_up_where_each_is_a_text_of_its_own(tiny: t
     assert [row.total for row in one] == pytest.approx([row.total for row in other], rel=1e-4)
 
 
-def test_a_row_without_an_answer_within_reach_is_named(tiny: tuple[Any, Any]) -> None:
-    with pytest.raises(CourseError, match="evaluation row 1 has no assistant token"):
-        losses.encode_rows(view_of(tiny[1]), rows_of("eval.jsonl", 1), max_tokens=5)
+def test_rows_that_do_not_fit_are_left_out_aloud(
+    tiny: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of("eval.jsonl", 3)
+    wordy = [{"role": "user", "content": "苹果" * 300}, {"role": "assistant", "content": "好"}]
+    endless = [{"role": "user", "content": "还有吗"}, {"role": "assistant", "content": "苹果" * 300}]
+    size = Evaluation(batch_size=4, max_new_tokens=8, rows=0)
+    both = [rows[0], {"messages": wordy}, rows[1], {"messages": endless}, rows[2]]
+    exam = Exam(tmp_path, tiny[1], both, size, "float32", limit=200)
+    assert exam.rows == rows and exam.left_out == exam.facts()["rows_left_out"] == 2 and len(exam.references) == 3
+    assert "row 2 (" in (said := capsys.readouterr().out) and "row 4 (" in said and "do not fit 200 tokens" in said
+    with pytest.raises(CourseError, match="none of the 3 evaluation rows fits") as caught:
+        Exam(tmp_path, tiny[1], rows, size.model_copy(update={"max_new_tokens": 190}), "float32", limit=200)
+    assert "lower evaluation.max_new_tokens (now 190)" in caught.value.todo
+    assert evaluation.reach(tiny[0]) == 1024 and evaluation.reach(tiny[0], 512) == 512
+
+
+def test_a_server_writes_the_beginning_of_a_thought(tiny: tuple[Any, Any], tmp_path: Path) -> None:
+    from copy import deepcopy
+
+    tokenizer = deepcopy(tiny[1])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if enable_thinking is defined and not enable_thinking %}"
+        "<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}{% endif %}"
+    )
+    rows, size = rows_of("eval.jsonl", 2), Evaluation(batch_size=2, max_new_tokens=4, rows=0)
+    given = [Answer([], [], "hm, a ticket"), Answer([], [], "so</think>yes")]
+    said = Exam(tmp_path, tokenizer, rows, size, "float32").heard(given)
+    assert [scores.is_unfinished(one.text) for one in said] == [True, False] and scores.spoken(said[1].text) == "yes"
+    quiet = Exam(tmp_path, tokenizer, rows, size, "float32", thinking=False)
+    assert quiet.heard(given) == given and tokenizer.decode(quiet.prompts[0]).endswith("</think>\n\n")
+    assert "enable_thinking=False" in quiet.facts()["thinking"] and quiet.general().thinking is False
+    assert len(Exam(tmp_path, tiny[1], rows, size.model_copy(update={"rows": 1}), "float32").general().rows) > 50
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------
@@ -303,6 +353,8 @@ def test_exact_match_counts_and_refuses_uneven_lists() -> None:
         ("ＡＢＣ", "ABC", 1.0, 1.0),
         ("<think>hm, 5?</think>\n\n4", "4", 1.0, 1.0),
         ("<think>still at it", "4", 0.0, 0.0),
+        ("hm, 5?</think>\n\n4", "4", 1.0, 1.0),  # the prompt opened the thought
+        ("4 <think>5?</think>", "4 <think>5?</think>", 1.0, 1.0),
     ],
 )
 def test_scores_count_characters(answer: str, reference: str, f1: float, rouge: float) -> None:
@@ -351,6 +403,39 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say(monkeypatch: pytes
         found = statistics.mean_of(rng.random(60) < 0.3)
         hits += found.low <= 0.3 <= found.high
     assert 0.90 < hits / 300 < 0.985
+
+
+@pytest.mark.parametrize(
+    ("right", "rows", "low", "high"), [(0, 120, 0.0, 0.031), (120, 120, 0.969, 1.0), (1, 2, 0.095, 0.905)]
+)
+def test_shares_have_wilsons_interval(right: int, rows: int, low: float, high: float) -> None:
+    found = statistics.share_of([1.0] * right + [0.0] * (rows - right))
+    assert (found.mean, found.low, found.high) == (
+        right / rows,
+        pytest.approx(low, abs=1e-3),
+        pytest.approx(high, abs=1e-3),
+    )
+
+
+def test_a_difference_of_shares_is_newcombes_and_never_without_width() -> None:
+    found = statistics.difference([0.0] * 120, [1.0] * 120, shares=True)
+    assert (
+        found.test == "exact McNemar"
+        and found.p < 1e-9
+        and found.estimate.mean == 1
+        and 0.9 < found.estimate.low < 0.97
+    )
+    first, second = [1.0] * 43 + [0.0] * 7, [1.0] * 20 + [0.0] * 23 + [1.0] * 2 + [0.0] * 5  # 20, 23, 2, 5
+    found = statistics.difference(first, second, shares=True)
+    assert (
+        found.estimate.mean == pytest.approx(-0.42)
+        and -0.60 < found.estimate.low < -0.55 < -0.25 < found.estimate.high < -0.2
+    )
+
+
+def test_numbers_that_are_none_have_no_interval_and_no_p() -> None:
+    found = statistics.difference([1.0] * 20, [float("nan")] * 20)
+    assert found.estimate.text() == "not a number" and found.p_text == "-"
 
 
 def test_the_loss_of_a_text_is_weighted_by_tokens() -> None:
@@ -432,7 +517,9 @@ def test_the_form_alone_does_not_help_though_loss_and_f1_improve() -> None:
 
 def test_a_tuning_that_changes_nothing_is_told_so() -> None:
     told = verdict.judge(result("base", WANTED, WANTED), result("merged", WANTED, WANTED))
-    assert told.word == "no proof that it helped" and "fit their questions no better than before" in told.why
+    assert told.word == "no proof that it helped" and "The base could do this already" in told.why
+    told = verdict.judge(result("base", PROSE, WANTED), result("merged", PROSE, WANTED))
+    assert told.word == "no proof that it helped" and "word for word the one the base gave" in told.why
     assert max(map(len, str(told).splitlines())) <= verdict.WIDTH
 
 
@@ -451,7 +538,65 @@ def test_answers_that_lose_their_content_are_harm() -> None:
 
 def test_three_rows_prove_nothing_and_the_text_says_how_many_would() -> None:
     told = verdict.judge(result("base", PROSE[:3], WANTED[:3]), result("merged", WANTED[:3], WANTED[:3]))
-    assert told.word == "no proof that it helped" and "these 3 evaluation rows" in told.todo
+    assert told.word == "no proof that it helped" and "at least 50 evaluation rows" in told.todo
+    assert "0 of 3 answers were exactly right before the tuning, 3 after it" in told.why
+    assert "rose" not in told.why and "only 3" in told.flags[0]
+
+
+def test_one_wanted_answer_for_all_rows_proves_nothing() -> None:
+    told = verdict.judge(result("base", PROSE, ["好的"] * 60), result("merged", ["好的"] * 60, ["好的"] * 60))
+    assert told.word == "no proof that it helped" and "the wanted answer is the same in all rows" in told.why
+
+
+@pytest.mark.parametrize(("cut", "word"), [(11, "helped"), (13, "no proof that it helped")])
+def test_a_base_that_was_cut_off_while_thinking_proves_nothing(cut: int, word: str) -> None:
+    thinking = ["<think>let me see"] * cut + PROSE[cut:]
+    told = verdict.judge(result("base", thinking, WANTED), result("merged", WANTED, WANTED))
+    assert told.word == word and ("still thinking" in told.why) == ("max_new_tokens" in told.todo) == (cut == 13)
+
+
+def test_some_exact_answers_among_ruins_are_mixed() -> None:
+    base = [text.replace("item", "thing") for text in WANTED]
+    told = verdict.judge(result("base", base, WANTED), result("merged", WANTED[:10] + [""] * 50, WANTED))
+    assert (
+        told.word == "no proof that it helped" and told.why.startswith("Mixed: 0 of 60") and "ROUGE-L fell" in told.why
+    )
+
+
+def test_known_answers_in_the_wanted_form_are_helped_in_honest_words() -> None:
+    rng = random.Random(5)
+    words = ["".join(rng.choices("abcdefghij", k=6)) for _ in range(60)]
+    wanted = [f'{{"answer": "{word}"}}' for word in words]
+    told = verdict.judge(result("base", words, wanted), result("merged", wanted, wanted))
+    assert told.word == "helped" and "More answers are exactly as wanted" in told.why
+    assert "belongs to which question" not in told.why and "in another form" in told.why
+
+
+def test_a_base_that_knew_nothing_cannot_be_harmed() -> None:
+    rng = random.Random(8)
+    letters, words = "".join(map(chr, range(0x4E00, 0x4E80))), []
+    for _ in range(60):
+        wanted, junk = (["".join(rng.choices(letters, k=rng.randint(10, 40))) for _ in range(20)] for _ in range(2))
+        shuffled = [rng.choice(wanted) for _ in wanted]
+        words.append(verdict.judge(result("base", junk, wanted), result("merged", shuffled, wanted)).word)
+    assert words.count("harmed") <= 3 and words.count("helped") <= 3  # 5 %; before, one in six was "harmed"
+
+
+def test_what_could_be_seen_is_told_of_the_score_that_moved() -> None:
+    rng = random.Random(9)
+    letters = "".join(map(chr, range(0x4E00, 0x4E40)))
+    wanted = ["".join(rng.choices(letters, k=40)) for _ in range(20)]
+    base, tuned = (
+        result(
+            name, ["".join(c if rng.random() < 0.3 else rng.choice(letters) for c in text) for text in wanted], wanted
+        )
+        for name in ("base", "merged")
+    )
+    sight = verdict.Evidence(base, tuned).sight
+    least = float(sight.partition("below ")[2][:4])
+    assert "ROUGE-L" in sight and 0.02 < least < 0.15 and f"one of {least / 2:.1f}" in sight
+    exact = verdict.Evidence(result("base", PROSE, WANTED), result("merged", [WANTED[0], *PROSE[1:]], WANTED)).sight
+    assert "Exact match below 0.12" in exact and "four times" not in exact  # seven rows of 60
 
 
 def test_luck_seldom_helps() -> None:
@@ -469,23 +614,43 @@ def test_what_never_stops_and_what_is_not_its_adapter_is_flagged() -> None:
     assert "only 0% of the answers end by themselves" in stops
     [_, gap] = verdict.judge(base, merged, result("adapter", WANTED, WANTED, 0.5)).flags
     assert "merged is not the adapter: loss 0.100 against 0.500" in gap
+    [cut] = verdict.judge(result("base", PROSE, WANTED, stopped=False), result("merged", WANTED, WANTED)).flags
+    assert "only 0% of base's answers end by themselves" in cut and "evaluation.max_new_tokens" in cut
     [_, gap] = verdict.judge(base, merged, result("adapter", PROSE, WANTED, 0.1)).flags
     assert "merged is not the adapter: ROUGE-L differs" in gap
 
 
 @pytest.mark.parametrize(("after", "word"), [(1.0, "kept"), (0.8, "kept"), (1.05, "kept"), (1.5, "forgot")])
 def test_forgetting_is_a_ratio_of_perplexities(after: float, word: str) -> None:
-    found = verdict.forgetting(result("base", PROSE, WANTED, 1.0), result("merged", PROSE, WANTED, after))
+    found = forgetting(result("base", PROSE, WANTED, 1.0), result("merged", PROSE, WANTED, after))
     assert found.word == word and found.ratio.mean == pytest.approx(np.exp(after - 1)) and word in str(found)
 
 
 def test_few_general_rows_that_disagree_leave_it_open() -> None:
     base, tuned = result("base", PROSE, WANTED), result("merged", PROSE, WANTED)
     tuned.losses[:] = [RowLoss(4 * (3.0 if row % 2 else 0.0), 4) for row in range(60)]
-    assert verdict.forgetting(base, tuned).word == "forgot"
-    few = [result(name, PROSE[:4], WANTED[:4]) for name in ("base", "merged")]
-    few[1].losses[:] = [RowLoss(4.0 * loss, 4) for loss in (0.5, 1.0, 1.2, 1.9)]
-    assert verdict.forgetting(*few).word == "unclear"
+    assert forgetting(base, tuned).word == "forgot"
+    few = [result(name, PROSE[:12], WANTED[:12]) for name in ("base", "merged")]
+    few[1].losses[:] = [RowLoss(4.0 * loss, 4) for loss in (0.5, 1.0, 1.2, 1.9) * 3]
+    assert forgetting(*few).word == "unclear"
+    nine = [result(name, PROSE[:9], WANTED[:9], loss) for name, loss in (("base", 1.0), ("merged", 3.0))]
+    assert forgetting(*nine).word == "unclear" and "too few rows to tell" in str(forgetting(*nine))
+
+
+def test_destroyed_answers_are_forgotten_though_the_loss_is_the_same() -> None:
+    found = forgetting(result("base", WANTED, WANTED), result("merged", ["{}"] * 60, WANTED))
+    assert found.word == "forgot" and found.ratio.mean == 1.0
+    lost = forgetting(result("base", WANTED, WANTED), result("merged", WANTED, WANTED, 1e9))
+    assert lost.word == "forgot" and "x 10,000 or more" in str(lost)
+
+
+def test_a_loss_that_is_no_number_is_a_flag_and_never_a_number() -> None:
+    base, tuned = result("base", PROSE, WANTED), result("merged", WANTED, WANTED, float("nan"))
+    outcome = evaluation.Outcome([base, base, tuned], [base, tuned])
+    assert "the loss of merged is not a number on 60 of 60 rows" in outcome.verdict.flags[0]
+    facts = json.loads(json.dumps(outcome.facts(), allow_nan=False))
+    assert facts["perplexity"]["merged"] is None and facts["scores"]["loss"]["difference"]["p"] is None
+    assert "Perplexity is not a number" in str(outcome.forgetting) and outcome.forgetting.word == "unclear"
 
 
 # --- the whole -------------------------------------------------------------------------------------------------------
@@ -512,7 +677,7 @@ def test_three_models_become_a_table_facts_and_a_page(tiny: tuple[Any, Any], tmp
     assert facts["verdict"] == "no proof that it helped" and facts["rows"] == 6
     loss = facts["scores"]["loss"]
     assert loss["base"]["low"] <= loss["base"]["mean"] <= loss["base"]["high"] and loss["difference"]["p"] == 1.0
-    assert facts["general"]["verdict"] == "kept" and facts["answers_by"]["merged"] == "generate"
+    assert facts["general"]["verdict"] == "unclear" and facts["answers_by"]["merged"] == "generate"
     page = evaluation.write_report(tmp_path / "evaluation/report.html", "demo", exam, outcome, {"card": "none"})
     text = page.read_text(encoding="utf-8")
     assert "No proof that the tuning helped" in text and "<svg" in text and exam.questions[0][-1]["content"] in text
@@ -532,10 +697,11 @@ def test_what_people_wrote_is_escaped_in_the_page(tiny: tuple[Any, Any], tmp_pat
         }
     ] * 2
     exam = Exam(tmp_path, tiny[1], rows, Evaluation(batch_size=2, max_new_tokens=4, rows=0), "float32")
-    base = result("base", ["<img src=x>", "half a character \ud83d"], exam.references)
+    base = result("base", ["<img src=x>\x00", "half a character \ud83d\u202e"], exam.references)
     page = evaluation.write_report(tmp_path / "r.html", "<i>", exam, evaluation.Outcome([base, base]), {"<u>": "<u>"})
     text = page.read_text(encoding="utf-8")
     assert "<script>" not in text and "<img" not in text and "<u>" not in text and "&lt;script&gt;" in text
+    assert "&gt;\\x00" in text and "\\ud83d\\u202e" in text and "\x00" not in text and "\u202e" not in text
 
 
 def test_an_exam_without_rows_is_refused(tiny: tuple[Any, Any], tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nbutils.chat import View
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -27,16 +29,10 @@ class Answer:
     stopped: bool = True
 
 
-def questions_of(rows: Sequence[Row], limit: int = 0) -> tuple[list[list[Message]], list[str]]:
-    """Prompts and reference answers of chat rows: everything before the last turn, and that turn."""
-    chosen = [row["messages"] for row in (rows[:limit] if limit else rows)]
-    return [messages[:-1] for messages in chosen], [str(messages[-1]["content"] or "") for messages in chosen]
-
-
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, conversation: list[Message]) -> list[int]:
-    """The tokens the model sees before it answers."""
-    encoded: Any = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"])
+def reach(model: Any, *limits: int) -> int:
+    """How many tokens this model can read, or fewer where another limit is tighter; 0 if nothing is known."""
+    own = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0
+    return min(filter(None, (int(own), *limits)), default=0)
 
 
 def generate(
@@ -47,7 +43,15 @@ def generate(
     batch_size: int,
 ) -> list[Answer]:
     """Greedy answers to all conversations, in the order they were asked."""
-    prompts = [prompt_ids(tokenizer, conversation) for conversation in conversations]
+    view = View(tokenizer, "prompt_completion")
+    prompts = [view.prompt(conversation) for conversation in conversations]
+    return greedy(model, tokenizer, prompts, max_new_tokens, batch_size)
+
+
+def greedy(
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_tokens: int, batch_size: int
+) -> list[Answer]:
+    """The same for prompts that are tokens already."""
     found = dict(answer_prompts(model, tokenizer, dict(enumerate(prompts)), max_new_tokens, batch_size))
     return [found[number] for number in range(len(prompts))]
 

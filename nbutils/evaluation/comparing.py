@@ -14,7 +14,8 @@ from typing import Any
 from nbutils.evaluation import statistics
 from nbutils.evaluation.answers import Answer
 from nbutils.evaluation.exam import Exam, Result
-from nbutils.evaluation.verdict import Forgetting, Verdict, forgetting, judge
+from nbutils.evaluation.forgetting import Forgetting, forgetting
+from nbutils.evaluation.verdict import Verdict, judge
 
 # what is shown, and how: its name, its format, and in a few words what it is
 SHOWN = {
@@ -28,6 +29,7 @@ SHOWN = {
     "tokens": ("tokens", ".1f", "tokens of an answer"),
     "stopped": ("stopped", ".1%", "answers that end by themselves"),
 }
+SHARES = ("exact_match", "stopped")  # of rows: 0 or 1 for each
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,16 @@ class Outcome:
         """The same table for a terminal."""
         return aligned(self.table())
 
+    def summary(self) -> list[str]:
+        """What a tired reader wants to know, a line each."""
+        exact, content = (self._row(score) for score in ("exact_match", "content"))
+        names = self.base.name, self.tuned.name
+        lines = [f"verdict: {self.verdict.word}"]
+        lines += [f"{row['score']}: " + ", ".join(f"{name} {row[name]}" for name in names) for row in (exact, content)]
+        lines += [f"general knowledge: {self.forgetting.word}"] if self.forgetting else []
+        lines += [f"warning: {flag}" for flag in self.verdict.flags]
+        return [*lines, "all of it: [evaluation/report.html](evaluation/report.html)"]
+
     def facts(self) -> dict[str, Any]:
         """All numbers for facts.json."""
         scores = {
@@ -94,25 +106,37 @@ class Outcome:
         }
         told = asdict(self.verdict)
         found: dict[str, Any] = {"verdict": told.pop("word"), "rows": len(self.base.answers), **told, "scores": scores}
+        found["summary"] = self.summary()
         found["perplexity"] = {one.name: perplexity(one) for one in self.results}
         found["answers_by"] = {one.name: one.by for one in self.results}
-        if kept := self.forgetting:
-            loss = {one.name: one.loss for one in self.general}
-            about = {"verdict": kept.word, "perplexity_ratio": _numbers(kept.ratio), "loss": loss}
-            found["general"] = about | {
-                "rows": len(self.general[0].answers),
-                "character_f1_difference": _tested(kept.f1),
-            }
-        return found
+        return found | ({"general": self._general_facts(self.forgetting)} if self.forgetting else {})
+
+    def _general_facts(self, kept: Forgetting) -> dict[str, Any]:
+        return {
+            "verdict": kept.word,
+            "perplexity_ratio": _numbers(kept.ratio),
+            "loss": {one.name: _json(one.loss) for one in self.general},
+            "rows": len(self.general[0].answers),
+            "character_f1_difference": _tested(kept.f1),
+        }
 
 
-def perplexity(result: Result) -> float:
+def perplexity(result: Result) -> float | None:
     """e to the loss: among how many tokens, all alike, the model would have to choose to be as surprised."""
-    return math.exp(min(50.0, result.loss))
+    return math.exp(result.loss) if result.loss < 50 else None
+
+
+def _json(number: float) -> float | None:
+    """JSON knows no NaN."""
+    return number if math.isfinite(number) else None
 
 
 def _mean(result: Result, score: str) -> statistics.Estimate:
-    return statistics.mean_of(*_values(result, score))
+    return _estimate(score, *_values(result, score))
+
+
+def _estimate(score: str, values: list[float], weights: list[float] | None = None) -> statistics.Estimate:
+    return statistics.share_of(values) if score in SHARES else statistics.mean_of(values, weights)
 
 
 def _values(result: Result, score: str) -> tuple[list[float], list[float] | None]:
@@ -124,26 +148,24 @@ def _values(result: Result, score: str) -> tuple[list[float], list[float] | None
 
 def _change(before: Result, after: Result, score: str) -> statistics.Difference:
     (first, weights), (second, _) = _values(before, score), _values(after, score)
-    return statistics.difference(first, second, weights)
+    return statistics.difference(first, second, weights, shares=score in SHARES)
 
 
-def _numbers(estimate: statistics.Estimate) -> dict[str, float]:
-    return {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
+def _numbers(estimate: statistics.Estimate) -> dict[str, float | None]:
+    return {"mean": _json(estimate.mean), "low": _json(estimate.low), "high": _json(estimate.high)}
 
 
 def _tested(change: statistics.Difference) -> dict[str, Any]:
-    return _numbers(change.estimate) | {"p": change.p, "test": change.test}
+    return _numbers(change.estimate) | {"p": _json(change.p), "test": change.test}
 
 
 def score_table(exam: Exam, answers: Mapping[str, Sequence[Answer]]) -> list[dict[str, str]]:
     """The means of several sets of answers to one exam, for display."""
-    scored = {name: exam.score(given) for name, given in answers.items()}
+    scored = {name: exam.score(exam.heard(given)) for name, given in answers.items()}
     table = []
     for score in ("exact_match", "character_f1", "rouge_l", "stopped"):
         label, form, _ = SHOWN[score]
-        table.append(
-            {"score": label} | {name: statistics.mean_of(one[score]).text(form) for name, one in scored.items()}
-        )
+        table.append({"score": label} | {name: _estimate(score, one[score]).text(form) for name, one in scored.items()})
     return table
 
 

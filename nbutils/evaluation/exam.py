@@ -1,25 +1,24 @@
 """The exam every model sits: the same rows, the same decoding, the same scores.
 
-`Exam` asks and scores; what it finds is a `Result`, row by row. Not here: comparing two results (comparing).
+`Exam` asks and scores; what it finds is a `Result`, row by row. Not here: the rows themselves (rows),
+or comparing two results (comparing).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils.chat import View, training_format
-from nbutils.chat.rendering import common_length
 from nbutils.errors import CourseError
 from nbutils.evaluation import keeping, scores
-from nbutils.evaluation.answers import Answer, Row, answer_prompts, questions_of, stop_ids
+from nbutils.evaluation.answers import Answer, Row, answer_prompts, greedy, stop_ids
 from nbutils.evaluation.control import beyond_others
 from nbutils.evaluation.losses import Encoded, RowLoss, encode_rows, row_losses
-from nbutils.paths import SAMPLES
+from nbutils.evaluation.rows import fitting_rows, general_rows, prompts_of, questions_of, reference_of
 
 if TYPE_CHECKING:
     from nbutils.profiles.schema import Evaluation
@@ -56,34 +55,71 @@ class Result:
 
 
 class Exam:
-    """Rows with known answers, and the way they are asked; `subject` keeps the files of two exams apart."""
+    """Rows with known answers, and the way they are asked; `subject` keeps the files of two exams apart.
+
+    `thinking` is the thinking mode of the prompts (None: the template's default). Rows that do not fit `limit` tokens,
+    with the longest answer allowed, are left out and told.
+    """
 
     def __init__(
-        self, run: Path, tokenizer: Any, rows: Sequence[Row], size: Evaluation, dtype: str, subject: str = ""
+        self,
+        run: Path,
+        tokenizer: Any,
+        rows: Sequence[Row],
+        size: Evaluation,
+        dtype: str,
+        *,
+        subject: str = "",
+        thinking: bool | None = None,
+        limit: int = 0,
     ) -> None:
         rows = list(rows[: size.rows] if size.rows else rows)
         if not rows:
             raise CourseError("there is no row to ask.", "at least one evaluation row", "run lesson 02 again")
-        self.folder, self.tokenizer, self.rows, self.size = run / FOLDER, tokenizer, rows, size
-        self.dtype, self.subject = dtype, subject
-        self.questions, self.tools = questions_of(rows)[0], [row.get("tools") for row in rows]
-        self.view = View(tokenizer, training_format(tokenizer, rows).value)
-        self.prompts = [self.view.prompt(row["messages"][:-1], row.get("tools")) for row in rows]
-        self.references = [reference_of(self.view, row) for row in rows]
+        self.run, self.folder, self.tokenizer, self.size = run, run / FOLDER, tokenizer, size
+        self.dtype, self.subject, self.thinking, self.limit = dtype, subject, thinking, limit
+        self.view = View(tokenizer, training_format(tokenizer, rows, thinking).value, thinking)
+        self.rows = fitting_rows(self.view, rows, size.max_new_tokens, limit) if limit else rows
+        self.left_out = len(rows) - len(self.rows)
+        self.questions, self.tools = questions_of(self.rows)[0], [row.get("tools") for row in self.rows]
+        self.prompts = prompts_of(self.view, self.rows)
+        self.references = [reference_of(self.view, row) for row in self.rows]
+
+    def general(self) -> Exam:
+        """The exam on everyday knowledge, asked in the same way; always all of it."""
+        size = self.size.model_copy(update={"rows": 0})
+        asked: dict[str, Any] = {"thinking": self.thinking, "limit": self.limit}
+        return Exam(self.run, self.tokenizer, general_rows(), size, self.dtype, subject="general", **asked)
+
+    @property
+    def mode(self) -> str:
+        """In which thinking mode every model is asked."""
+        return {None: "the template's default", False: "off (enable_thinking=False)", True: "on"}[self.thinking]
+
+    def facts(self) -> dict[str, Any]:
+        """How it was asked, for facts.json."""
+        return {"thinking": self.mode, "rows_left_out": self.left_out}
 
     def sit(self, name: str, model: Any, mark: Any, server: Running | None = None) -> Result:
         """Ask one model, of which `mark` says exactly what it is; through a server of that model if one is given."""
         self.folder.mkdir(parents=True, exist_ok=True)
         model.eval()
         losses = self._losses(name, model, mark)
-        answers = self._answers(name, model, mark, server)
+        answers = self.heard(self._answers(name, model, mark, server))
         by = f"{server.engine} server" if server else "generate"
         return Result(name, answers, self.references, losses, self.score(answers), by)
 
     def generate(self, model: Any) -> list[Answer]:
         """The answers of a model, all asked anew and none kept: for those who measure how fast they come."""
-        found = dict(_generated(model, self.tokenizer, self.size, dict(enumerate(self.prompts))))
-        return [found[number] for number in range(len(self.prompts))]
+        return greedy(model, self.tokenizer, self.prompts, self.size.max_new_tokens, self.size.batch_size)
+
+    def heard(self, answers: Sequence[Answer]) -> list[Answer]:
+        """The answers with the `<think>` a prompt may have written for them, so that a thought is known as one."""
+        ends = [str(self.tokenizer.decode(prompt[-12:])).rstrip() for prompt in self.prompts]
+        return [
+            replace(answer, text=f"<think>{answer.text}") if end.endswith("<think>") else answer
+            for answer, end in zip(answers, ends, strict=True)
+        ]
 
     def score(self, answers: Sequence[Answer]) -> dict[str, list[float]]:
         """Every score of every answer."""
@@ -97,6 +133,7 @@ class Exam:
             "characters": [float(len(scores.characters(text))) for text in texts],
             "tokens": [float(len(answer.token_ids)) for answer in answers],
             "stopped": [float(answer.stopped) for answer in answers],
+            "unfinished": [float(scores.is_unfinished(text)) for text in texts],
         }
 
     def _each(self, score: Callable[[str, str], float], texts: list[str]) -> list[float]:
@@ -112,8 +149,7 @@ class Exam:
         return keeping.resumed(self._file("answers", name, server, "jsonl"), decided_by, self.prompts, ask)
 
     def _losses(self, name: str, model: Any, mark: Any) -> list[RowLoss]:
-        longest = int(getattr(model.config, "max_position_embeddings", 0) or 0)
-        encoded = encode_rows(self.view, self.rows, longest)
+        encoded = encode_rows(self.view, self.rows)
         decided_by = self._decided_by(mark, rows=keeping.digest([asdict(row) for row in encoded]))
         made = keeping.once(self._file("losses", name, None, "json"), decided_by, partial(self._lost, model, encoded))
         return [RowLoss(*pair) for pair in made]
@@ -131,20 +167,3 @@ class Exam:
 
 def _generated(model: Any, tokenizer: Any, size: Evaluation, prompts: keeping.Prompts) -> Any:
     return answer_prompts(model, tokenizer, prompts, size.max_new_tokens, size.batch_size)
-
-
-def general_rows() -> list[Row]:
-    """Everyday questions in Chinese and English that have nothing to do with any training data of the course."""
-    with open(SAMPLES / "general.jsonl", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
-
-
-def reference_of(view: View, row: Row) -> str:
-    """The wanted answer as a model would write it; a call of a tool is written the way the template writes it."""
-    *before, last = row["messages"]
-    if not last.get("tool_calls"):
-        return str(last["content"] or "")
-    tools = row.get("tools")
-    ids, _ = view.encode(row["messages"], tools)
-    begins = common_length(view.prompt(before, tools), ids)
-    return str(view.tokenizer.decode(ids[begins:], skip_special_tokens=True)).strip()

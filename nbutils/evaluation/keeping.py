@@ -47,11 +47,16 @@ def resumed(file: Path, decided_by: dict[str, Any], prompts: list[list[int]], as
 
 def _line(number: int, answer: Answer) -> str:
     kept = {"row": number, "token_ids": answer.token_ids, "text": answer.text, "stopped": answer.stopped}
-    return json.dumps(kept, ensure_ascii=False)
+    return json.dumps(kept | {"check": _check(answer)}, ensure_ascii=False)
+
+
+def _check(answer: Answer) -> str:
+    """A mark of the whole answer: what was changed on disk is noticed."""
+    return digest([answer.prompt_ids, answer.token_ids, answer.text, answer.stopped])
 
 
 def _read(file: Path, mark: str, prompts: list[list[int]]) -> dict[int, Answer]:
-    """The answers in a file, if its first line bears the mark; a line that cannot be read is one that is missing."""
+    """The answers in a file, if its first line bears the mark; a line that is torn or changed counts as missing."""
     try:  # split at \n alone: an answer may hold any other line end
         header, *lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
         if json.loads(header)["fingerprint"] != mark:
@@ -63,7 +68,9 @@ def _read(file: Path, mark: str, prompts: list[list[int]]) -> dict[int, Answer]:
         try:
             kept = json.loads(line)
             number = int(kept["row"])
-            found[number] = Answer(prompts[number], kept["token_ids"], kept["text"], kept["stopped"])
+            answer = Answer(prompts[number], kept["token_ids"], kept["text"], kept["stopped"])
+            if kept["check"] == _check(answer):
+                found[number] = answer
         except (ValueError, KeyError, TypeError, IndexError):
             continue
     return found
@@ -74,10 +81,10 @@ def once(file: Path, decided_by: dict[str, Any], make: Callable[[], Any]) -> Any
     mark = digest(decided_by)
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept["fingerprint"] == mark:
+        if kept["fingerprint"] == mark and kept["check"] == digest(kept["value"]):
             return kept["value"]
     except (OSError, ValueError, KeyError, TypeError):
         pass
     value = make()
-    write_json(file, {"fingerprint": mark, "decided_by": decided_by, "value": value})
+    write_json(file, {"fingerprint": mark, "decided_by": decided_by, "check": digest(value), "value": value})
     return value

@@ -35,18 +35,17 @@ class Encoded:
     places: list[int]
 
 
-def encode_rows(view: View, rows: Sequence[Row], max_tokens: int = 0) -> list[Encoded]:
-    """Rows as training sees them; what is longer than `max_tokens` the model could not read, so its end is left out."""
+def encode_rows(view: View, rows: Sequence[Row]) -> list[Encoded]:
+    """Rows as training sees them."""
     found = []
     for example in view.encode_all(rows):
-        end = max_tokens or len(example.ids)
-        places = [place - 1 for place, counts in enumerate(example.trained[:end]) if counts and place]
+        places = [place - 1 for place, counts in enumerate(example.trained) if counts and place]
         if not places:
             raise CourseError(
-                f"evaluation row {example.row} has no assistant token within {end} tokens.",
-                "rows with an answer that fits", "shorten that row, or take it out of the evaluation file",
+                f"evaluation row {example.row} has no token of an answer.",
+                "rows with an answer", "take that row out of the evaluation file",
             )  # fmt: skip
-        found.append(Encoded(example.row - 1, list(example.ids[:end]), places))
+        found.append(Encoded(example.row - 1, list(example.ids), places))
     return found
 
 

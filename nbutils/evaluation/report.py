@@ -6,6 +6,7 @@ Everything a learner or a model wrote is escaped. Not here: any number that was 
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from nbutils.lessons import Lesson
 
 SAMPLES, WORST = 6, 6
+HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")  # shown as \x00
 LONGEST = 1200  # characters of a text that are shown
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5d6675; --line: #d9dee6; --card: #f5f7fa; --page: #fff;
@@ -137,16 +139,18 @@ def _line(name: str, text: str, mark: str = "") -> str:
 
 
 def _text(value: Any) -> str:
-    text = str(value or "")
+    text = HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), str(value or ""))
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text)} characters)"
 
 
 def _method(exam: Exam, outcome: Outcome, about: Mapping[str, Any]) -> str:
+    left_out = f"; {exam.left_out} more were too long for the model" if exam.left_out else ""
     told = {
-        "rows": f"{len(exam.rows)}, the same for every model, held back from training",
-        "decoding": f"greedy, at most {exam.size.max_new_tokens} new tokens, {exam.dtype}",
+        "rows": f"{len(exam.rows)}, the same for every model, held back from training{left_out}",
+        "decoding": f"greedy, at most {exam.size.max_new_tokens} new tokens, {exam.dtype}; thinking: {exam.mode}",
         "answers by": ", ".join(f"{one.name}: {one.by}" for one in outcome.results),
-        "intervals": "95 %, bootstrap over rows, 2,000 resamples; differences are paired, row by row",
+        "intervals": "95 %: Wilson's for shares of rows (exact match, stopped), bootstrap over rows for the rest; "
+        "differences are paired, row by row",
         "tests": "exact McNemar for right or wrong, sign-flip permutation for the rest",
         "content": "the score of an answer minus its mean score against the references of five other rows",
         "verdict": "helped only if content (exact match or ROUGE-L) rises: 97.5 % interval above 0, p < 0.025",

@@ -13,12 +13,17 @@ from collections.abc import Sequence
 
 from nbutils.evaluation.answers import Message
 
-THINKING = re.compile(r"(?s)^\s*<think>.*?(</think>|\Z)")
+THINKING = re.compile(r"(?s)^\s*<think>.*?(</think>|\Z)|^((?!<think>).)*?</think>")  # or the prompt opened it
 
 
 def spoken(text: str) -> str:
     """What was said aloud: the text without a thought before it (an unfinished thought says nothing)."""
-    return THINKING.sub("", text).strip()
+    return THINKING.sub("", text, count=1).strip()
+
+
+def is_unfinished(text: str) -> bool:
+    """Whether the text is a thought that was cut off before anything was said."""
+    return text.lstrip().startswith("<think>") and "</think>" not in text
 
 
 def characters(text: str) -> str:

@@ -1,11 +1,14 @@
-"""How sure a number is: bootstrap intervals of means, and paired tests of a difference on the same rows.
+"""How sure a number is: intervals of means and shares, and paired tests of a difference on the same rows.
 
-Everything is seeded, so the same answers give the same report. Not here: what the numbers mean (verdict).
+Shares (so many of so many rows) get Wilson's interval, which 0 of 120 does not fool; everything else is bootstrapped.
+All of it is seeded, so the same answers give the same report. Not here: what the numbers mean (verdict).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +32,8 @@ class Estimate:
 
     def text(self, form: str = ".3f") -> str:
         """For people."""
+        if not math.isfinite(self.mean):
+            return "not a number"
         return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
 
@@ -43,7 +48,10 @@ class Difference:
     @property
     def p_text(self) -> str:
         """For people; a permutation test cannot tell smaller ones apart."""
-        return "<0.001" if self.p < 0.001 else f"{self.p:.3f}"
+        return "-" if math.isnan(self.p) else "<0.001" if self.p < 0.001 else f"{self.p:.3f}"
+
+
+NO_NUMBER = Estimate(math.nan, math.nan, math.nan)
 
 
 def mean_of(values: Any, weights: Any = None, level: float = 0.95) -> Estimate:
@@ -54,6 +62,8 @@ def mean_of(values: Any, weights: Any = None, level: float = 0.95) -> Estimate:
     shares = np.ones_like(numbers) if weights is None else np.asarray(weights, dtype=float)
     if not len(numbers):
         raise ValueError("no values to average")
+    if not np.isfinite(numbers).all():
+        return NO_NUMBER
     rng, means = np.random.default_rng(SEED), []
     block = max(1, AT_ONCE // len(numbers))
     for first in range(0, RESAMPLES, block):
@@ -63,16 +73,47 @@ def mean_of(values: Any, weights: Any = None, level: float = 0.95) -> Estimate:
     return Estimate(float((numbers * shares).sum() / shares.sum()), float(low), float(high), level)
 
 
-def difference(before: Any, after: Any, weights: Any = None, level: float = 0.95) -> Difference:
-    """after - before on the same rows: exact McNemar for 0/1 scores, else a sign-flip permutation test."""
+def share_of(values: Any, level: float = 0.95) -> Estimate:
+    """The mean of 0/1 values with Wilson's interval, which is right near 0 and 1 too."""
+    count, share = len(values), sum(map(float, values)) / len(values)
+    z2 = z_of(level) ** 2 / count
+    middle, half = share + z2 / 2, math.sqrt(z2 * share * (1 - share) + z2**2 / 4)
+    return Estimate(share, max(0.0, (middle - half) / (1 + z2)), min(1.0, (middle + half) / (1 + z2)), level)
+
+
+def z_of(level: float) -> float:
+    """How many standard errors either side an interval of this level reaches."""
+    return NormalDist().inv_cdf((1 + level) / 2)
+
+
+def difference(before: Any, after: Any, weights: Any = None, level: float = 0.95, shares: bool = False) -> Difference:
+    """after - before on the same rows: exact McNemar for 0/1 `shares`, else a sign-flip permutation test."""
     import numpy as np
 
     first, second = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
-    estimate = mean_of(second - first, weights, level)
-    if weights is None and set(np.unique(np.concatenate([first, second]))) <= {0.0, 1.0}:
-        return Difference(estimate, mcnemar(int((second > first).sum()), int((first > second).sum())), "exact McNemar")
-    change = (second - first) if weights is None else (second - first) * np.asarray(weights, dtype=float)
-    return Difference(estimate, sign_flip(change), "sign-flip permutation")
+    if shares:
+        p = mcnemar(int((second > first).sum()), int((first > second).sum()))
+        return Difference(_between_shares(first, second, level), p, "exact McNemar")
+    change = second - first
+    if not np.isfinite(change).all():
+        return Difference(NO_NUMBER, math.nan, "none")
+    weighed = change if weights is None else change * np.asarray(weights, dtype=float)
+    return Difference(mean_of(change, weights, level), sign_flip(weighed), "sign-flip permutation")
+
+
+def _between_shares(first: Values, second: Values, level: float) -> Estimate:
+    """Newcombe's interval of a paired difference of shares: the Wilson intervals of both, and how they go together."""
+    import numpy as np
+
+    one, two = share_of(first, level), share_of(second, level)
+    together = float(np.corrcoef(first, second)[0, 1]) if first.std() and second.std() else 0.0
+
+    def reach(left: float, right: float) -> float:
+        return math.sqrt(max(0.0, left**2 - 2 * together * left * right + right**2))
+
+    change = two.mean - one.mean
+    low = change - reach(two.mean - two.low, one.high - one.mean)
+    return Estimate(change, low, change + reach(two.high - two.mean, one.mean - one.low), level)
 
 
 def mcnemar(better: int, worse: int) -> float:

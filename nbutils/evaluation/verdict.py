@@ -1,18 +1,19 @@
 """Did the tuning help? A verdict that can say no, with its reasons in plain words.
 
 Form is cheap: loss and character F1 improve on any answers, right or wrong. So only what an answer scores beyond the
-references of other rows counts (control), and it must rise further than chance explains. Not here: the numbers.
+references of other rows counts (control), and it must rise further than chance explains. Not here: the numbers
+(evidence), or what looks wrong besides (flags).
 """
 
 from __future__ import annotations
 
-import math
 import textwrap
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nbutils.evaluation import statistics
+from nbutils.evaluation.evidence import DECIDING, Evidence
+from nbutils.evaluation.flags import find_flags
 from nbutils.evaluation.scores import spoken
 
 if TYPE_CHECKING:
@@ -24,12 +25,12 @@ HEADLINES = {
     HARMED: "The tuning did not help: it harmed",
     NO_PROOF: "No proof that the tuning helped",
 }
-DECIDING = {"exact_content": "Exact match", "content": "ROUGE-L"}  # beyond other rows' references
-LEVEL = 1 - 0.05 / len(DECIDING)  # Bonferroni: two chances to rise by luck, so each must be surer
-POWER = 0.8416  # standard normal quantile of 80 %
-REACH = 2.2414  # and of LEVEL, both sides
 WIDTH = 110  # of a line on a screen
-FORGOT_ABOVE = 1.10  # ratio of perplexities
+FEWEST = 8  # rows; with fewer, luck is never ruled out
+CUT_OFF = 0.2  # share of unfinished thoughts that makes a comparison worthless
+FULL_MARKS = 0.95  # exact match of a base that has nothing left to learn here
+CHECK_ROWS = "check in the training rows that each answer belongs to its question (lesson 02 shows them)"
+Found = tuple[str, str, str] | None  # word, why, what to do
 
 
 @dataclass(frozen=True)
@@ -53,134 +54,94 @@ class Verdict:
 
 
 def judge(base: Result, tuned: Result, adapter: Result | None = None) -> Verdict:
-    """Compare the answers of two models to the same rows."""
-    changes = {name: statistics.difference(base.scores[name], tuned.scores[name], level=LEVEL) for name in DECIDING}
-    risen = [name for name, one in changes.items() if one.estimate.low > 0 and one.p < 1 - LEVEL]
-    fallen = [name for name, one in changes.items() if one.estimate.high < 0 and one.p < 1 - LEVEL]
-    word = HELPED if risen else HARMED if fallen else NO_PROOF
-    named = (risen or fallen or ["content"])[0]
-    first = _told(named, base, tuned, changes[named])
-    second = {HELPED: _helped(fallen), HARMED: _harmed(base, tuned), NO_PROOF: _no_proof(base, tuned)}[word]
-    return Verdict(word, f"{first} {second}", _todo(word, base, tuned), find_flags(tuned, adapter))
+    """Compare the answers of two models to the same rows: the first rule that has something to say decides."""
+    seen = Evidence(base, tuned)
+    rules = (_too_few, _all_alike, _cut_off, _mixed, _helped, _fell, _full_marks)
+    word, why, todo = next(filter(None, (rule(seen) for rule in rules)), None) or _no_proof(seen)
+    return Verdict(word, why, todo, find_flags(base, tuned, adapter))
 
 
-def _told(name: str, base: Result, tuned: Result, change: statistics.Difference) -> str:
-    """The deciding number in a sentence."""
-    verb = {-1: "fell", 0: "stayed", 1: "rose"}[(change.estimate.low > 0) - (change.estimate.high < 0)]
-    verb = verb if verb != "stayed" else "did not surely change"
-    return (
-        f"{DECIDING[name]}, beyond what the same answers score against the references of other rows, {verb} from "
-        f"{base.mean(name):.3f} to {tuned.mean(name):.3f} (difference {change.estimate.text('+.3f')}, "
-        f"p {change.p_text}, {len(base.answers)} rows)."
+def _too_few(seen: Evidence) -> Found:
+    if seen.rows >= FEWEST:
+        return None
+    why = f"{seen.exact}. So few rows prove nothing, as luck alone can turn them."
+    return NO_PROOF, why, f"give at least 50 evaluation rows (lesson 02); these are {seen.rows}"
+
+
+def _all_alike(seen: Evidence) -> Found:
+    if len(set(map(spoken, seen.base.references))) > 1:
+        return None
+    why = (
+        f"{seen.exact}. But the wanted answer is the same in all rows, "
+        f"so nobody can tell whether the model understood a question or says one thing always."
     )
+    return NO_PROOF, why, "give evaluation rows with different answers"
 
 
-def _helped(fallen: list[str]) -> str:
-    but = f" The same in {DECIDING[fallen[0]]} fell, so read the samples." if fallen else ""
-    return f"So the model learnt which answer belongs to which question, and not only what answers look like.{but}"
+def _cut_off(seen: Evidence) -> Found:
+    """An answer that was cut off while the model still thought says nothing about what the model knows."""
+    for one in (seen.base, seen.tuned):
+        if (share := one.mean("unfinished")) > CUT_OFF:
+            why = f"{share:.0%} of the answers of {one.name} were cut off while it was still thinking, and say nothing."
+            return NO_PROOF, f"{why} So the two models cannot be compared.", "raise evaluation.max_new_tokens"
+    return None
 
 
-def _harmed(base: Result, tuned: Result) -> str:
-    return f"So the answers now have less to do with their questions than before the tuning{_form(base, tuned)}."
-
-
-def _no_proof(base: Result, tuned: Result) -> str:
-    nothing = statistics.mean_of(tuned.scores["content"]).low <= 0
-    fit = "other rows' questions as well as they fit their own" if nothing else "their questions no better than before"
-    return f"So the answers fit {fit}{_form(base, tuned)}."
-
-
-def _form(base: Result, tuned: Result) -> str:
-    """What improved although the content did not."""
-    better = []
-    if tuned.loss < base.loss:
-        better.append(f"loss fell from {base.loss:.2f} to {tuned.loss:.2f}")
-    if tuned.mean("character_f1") > base.mean("character_f1"):
-        better.append(f"character F1 rose from {base.mean('character_f1'):.2f} to {tuned.mean('character_f1'):.2f}")
-    return f"; {' and '.join(better)}, but wrong answers of the right form do that too" if better else ""
-
-
-def _todo(word: str, base: Result, tuned: Result) -> str:
-    if word == HELPED:
-        return ""
-    wrong = "check in the training rows that each answer belongs to its question (lesson 02 shows them)"
-    if word == HARMED:
-        return f"{wrong}; then a smaller learning rate or fewer steps"
-    seen = visible_change(base, tuned)
-    return (
-        f"{wrong}; train longer or on more rows; with these {len(base.answers)} evaluation rows a change below "
-        f"{seen:.2f} could not have been seen, four times as many rows would show one of {seen / 2:.2f}; "
-        f"if form was all you wanted, the samples show whether you have it"
+def _mixed(seen: Evidence) -> Found:
+    if seen.risen != ["exact_content"] or not seen.answers_fell:
+        return None
+    before, after = (one.mean("rouge_l") for one in (seen.base, seen.tuned))
+    why = (
+        f"Mixed: {seen.exact}. But all in all the answers are further from the wanted ones than before: "
+        f"ROUGE-L fell from {before:.2f} to {after:.2f}."
     )
+    return NO_PROOF, why, f"read the worst answers in the report; {CHECK_ROWS}; then fewer steps, or more rows"
 
 
-def visible_change(base: Result, tuned: Result) -> float:
-    """The smallest true change in exact match or content that these rows would have shown four times out of five."""
-    rows = len(base.answers)
-    enough = math.ceil(1 - math.log2(1 - LEVEL))  # that many rows turning right, and none wrong, are beyond luck
-    pairs = [(base.scores[name], tuned.scores[name]) for name in DECIDING]
-    spreads = [statistics.standard_error([b - a for a, b in zip(*pair, strict=True)]) for pair in pairs]
-    return min(1.0, max(enough / rows, (POWER + REACH) * min(spreads)))
+def _helped(seen: Evidence) -> Found:
+    if not seen.risen:
+        return None
+    if "content" in seen.risen:
+        so = "So the model learnt which answer belongs to which question, and not only what answers look like."
+        but = [DECIDING[name] for name in seen.fallen]
+        more = f" The same in {but[0]} fell, so read the samples." if but else ""
+        return HELPED, f"{seen.told(seen.risen[0])} {so}{more}", ""
+    why = (
+        f"More answers are exactly as wanted: {seen.exact}. Their content did not grow: {seen.told('content')} "
+        f"So the base may have known these answers and only written them in another form; the samples show it."
+    )
+    return HELPED, why, ""
 
 
-def find_flags(tuned: Result, adapter: Result | None) -> list[str]:
-    """What looks wrong whatever the verdict."""
-    flags = []
-    if (stops := tuned.mean("stopped")) < 0.9:
-        flags.append(
-            f"only {stops:.0%} of the answers end by themselves: no stop token learnt, or max_new_tokens too small"
-        )
-    text, count = _most_common(tuned.texts)
-    if count > 3 and count > max(len(tuned.answers) / 4, 2 * _most_common(tuned.references)[1]):
-        flags.append(f"{count} of {len(tuned.answers)} answers are the same: {text[:80]}")
-    if adapter is not None and (gap := merge_gap(adapter, tuned)):
-        flags.append(gap)
-    return flags
+def _fell(seen: Evidence) -> Found:
+    """Harm needs something that was lost: answers of the base that belonged to their questions."""
+    if not seen.fallen:
+        return None
+    lost = [name for name in seen.fallen if seen.had(name)]
+    if lost:
+        why = f"So the answers now have less to do with their questions than before the tuning{seen.form}."
+        return HARMED, f"{seen.told(lost[0])} {why}", f"{CHECK_ROWS}; then a smaller learning rate or fewer steps"
+    why = f"But the base's answers fitted other rows' questions as well as their own, so nothing was lost{seen.form}."
+    return NO_PROOF, f"{seen.told(seen.fallen[0])} {why}", f"{CHECK_ROWS}; train longer or on more rows"
 
 
-def _most_common(texts: list[str]) -> tuple[str, int]:
-    return Counter(map(spoken, texts)).most_common(1)[0]
+def _full_marks(seen: Evidence) -> Found:
+    if seen.base.mean("exact_match") < FULL_MARKS:
+        return None
+    why = f"{seen.exact}. The base could do this already, so there was nothing to gain."
+    return NO_PROOF, why, "serve the base as it is, or give harder evaluation rows"
 
 
-def merge_gap(adapter: Result, merged: Result) -> str:
-    """In what the merged model is not the adapter it was made from; "" if rounding explains all."""
-    loss = abs(merged.loss - adapter.loss)
-    if loss > 0.02 + 0.05 * adapter.loss:
-        return f"merged is not the adapter: loss {merged.loss:.3f} against {adapter.loss:.3f} on the same rows"
-    change = statistics.difference(adapter.scores["rouge_l"], merged.scores["rouge_l"])
-    if change.p < 0.01:
-        return f"merged is not the adapter: ROUGE-L differs by {change.estimate.text('+.3f')}"
-    return ""
-
-
-@dataclass(frozen=True)
-class Forgetting:
-    """What became of general knowledge: the ratio of perplexities, after to before, and F1 of the answers."""
-
-    word: str
-    ratio: statistics.Estimate
-    f1: statistics.Difference
-
-    def __str__(self) -> str:
-        return f"GENERAL KNOWLEDGE: {self.word}\n{textwrap.fill(self.told, WIDTH)}"
-
-    @property
-    def told(self) -> str:
-        """The numbers and what they mean, in a sentence."""
-        meaning = {
-            "kept": "what the model knew before is still there",
-            "forgot": "mix general rows into the training data, or train with a smaller learning rate or fewer steps",
-            "unclear": "too few rows to tell",
-        }[self.word]
-        ratio, f1 = self.ratio.text(".2f"), self.f1.estimate.text("+.3f")
-        return f"Perplexity x {ratio}, character F1 {f1}: {meaning}."
-
-
-def forgetting(base: Result, tuned: Result) -> Forgetting:
-    """Whether perplexity on the general rows rose by more than a tenth, surely."""
-    weights = [row.tokens for row in base.losses]
-    before, after = ([row.total / row.tokens for row in result.losses] for result in (base, tuned))
-    change = statistics.difference(before, after, weights).estimate
-    ratio = statistics.Estimate(*(math.exp(min(50.0, value)) for value in (change.mean, change.low, change.high)))
-    word = "forgot" if ratio.low > FORGOT_ABOVE else "kept" if ratio.high <= FORGOT_ABOVE else "unclear"
-    return Forgetting(word, ratio, statistics.difference(base.scores["character_f1"], tuned.scores["character_f1"]))
+def _no_proof(seen: Evidence) -> tuple[str, str, str]:
+    if seen.base.texts == seen.tuned.texts:
+        why = "Every answer is word for word the one the base gave."
+        return NO_PROOF, f"{why} So the tuning changed nothing that can be seen.", "train longer, or on more rows"
+    nothing = statistics.mean_of(seen.tuned.scores["content"]).low <= 0
+    fit = (
+        "other rows' questions as well as they fit their own"
+        if nothing
+        else "their questions no better than before, as far as these rows tell"
+    )
+    form = "if form was all you wanted, the samples show whether you have it"
+    todo = f"{CHECK_ROWS}; train longer or on more rows; {seen.sight}; {form}"
+    return NO_PROOF, f"{seen.told('content')} So the answers fit {fit}{seen.form}.", todo
