@@ -63,15 +63,20 @@ def _too_little(folder: Path, gib: float, purpose: str, free: float) -> CourseEr
     allowance = kaggle_allowance_gib(folder)
     if allowance is None or allowance > free:
         return CourseError(
-            f"{purpose} needs {gib:.1f} GiB in {folder}, and {free:.1f} GiB are free there.",
-            f"at least {gib:.1f} GiB of free disk",
+            f"{purpose} needs {_size_of(gib)} in {folder}, and {_size_of(free)} are free there.",
+            f"at least {_size_of(gib)} of free disk",
             "delete old runs or caches there, or set NBUTILS_HOME to a folder on a larger disk",
         )
     return CourseError(
-        f"{purpose} needs {gib:.1f} GiB in {folder}, and {free:.1f} GiB are left of the 20 GB that Kaggle saves.",
-        f"at least {gib:.1f} GiB left in /kaggle/working",
+        f"{purpose} needs {_size_of(gib)} in {folder}, and {_size_of(free)} are left of the 20 GB that Kaggle saves.",
+        f"at least {_size_of(gib)} left in /kaggle/working",
         "delete what need not be saved there; big intermediate files belong in /kaggle/temp, which is not saved",
     )
+
+
+def _size_of(gib: float) -> str:
+    """A size in the unit people would use."""
+    return f"{gib:.1f} GiB" if gib >= 0.1 or not gib else f"{1024 * gib:.1f} MiB"
 
 
 def folder_gib(folder: Path) -> float:
