@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from test_data_reading import BROKEN, chat_row, qa, read, write
 
 from nbutils import data
+from nbutils.data.building import Build
 from nbutils.data.content import line_of
 from nbutils.data.licence import licence_of
 from nbutils.errors import CourseError
@@ -86,6 +88,17 @@ def test_rejected_rows_that_are_not_utf8_are_still_json(tmp_path: Path) -> None:
     )
     data.prepare(str(path), tmp_path / "out")
     assert read(tmp_path / "out" / "rejected.jsonl")[0]["row"]["question"] == "\udcff"
+
+
+@pytest.mark.parametrize(
+    "odd", ['{"question": NaN, "answer": 1}', '{"q": [Infinity, "NaN"]}', '{"q": ' + "[" * 900 + "]" * 900 + "}"]
+)
+def test_rejected_rows_are_json_whatever_they_hold(tmp_path: Path, odd: str) -> None:
+    path = Path(write(tmp_path / "a.jsonl", [qa(n) for n in range(9)]))
+    path.write_text(path.read_text(encoding="utf-8") + odd + "\n", encoding="utf-8")
+    data.prepare(str(path), tmp_path / "out")
+    [line] = (tmp_path / "out" / "rejected.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line, parse_constant=pytest.fail)["line"] == 10
 
 
 def test_languages_follow_the_question_not_the_json_of_the_answer(tmp_path: Path) -> None:
@@ -168,7 +181,8 @@ def test_a_folder_brings_its_own_held_out_file(tmp_path: Path) -> None:
 def test_few_rows_still_leave_one_for_evaluation(tmp_path: Path) -> None:
     card = data.prepare(write(tmp_path / "a.jsonl", [qa(1), qa(2)]), tmp_path / "out", eval_fraction=1e-9)
     train, held_out = data.load(tmp_path / "out")
-    assert (card.train, card.eval) == (1, 1) and train != held_out
+    assert (card.train, card.eval, card.lent) == (1, 1, 1) and train != held_out and "lent" in str(card)
+    assert data.prepare("", tmp_path / "sample").lent == 0 and "lent" not in str(data.read_card(tmp_path / "sample"))
 
 
 # --- refusing -----------------------------------------------------------------------------------------------------
@@ -204,6 +218,14 @@ def test_nothing_to_work_with_is_refused(tmp_path: Path, rows: list[Any], settin
         data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out", **settings)
     assert words in caught.value.seen
     assert not (tmp_path / "out" / "data_card.json").exists()
+
+
+def test_too_few_rows_left_are_explained_by_those_rejected(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [qa(1), qa(1), qa(1, "")])
+    with pytest.raises(CourseError) as caught:
+        data.prepare(path, tmp_path / "out", eval_fraction=1e-9)
+    assert "2 of 3 rows were rejected: duplicate 1, empty 1" in caught.value.seen
+    assert "rejected.jsonl" in caught.value.todo and len(read(tmp_path / "out" / "rejected.jsonl")) == 2
 
 
 def test_held_out_rows_that_are_all_broken_are_not_replaced(tmp_path: Path) -> None:
@@ -263,6 +285,37 @@ def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(os.listdir(tmp_path / "out")) == FOLDER
 
 
+def test_folders_of_builds_that_were_killed_are_removed(tmp_path: Path) -> None:
+    for name, age in ((".building-old", 7200), (".building-now", 10)):
+        (tmp_path / "out" / name).mkdir(parents=True)
+        (tmp_path / "out" / name / "train.jsonl").touch()
+        for path in (tmp_path / "out" / name / "train.jsonl", tmp_path / "out" / name):
+            os.utime(path, (time.time() - age,) * 2)
+    data.prepare("", tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == [".building-now", *FOLDER]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_data_that_another_process_finished_meanwhile_is_not_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    first, second = (write(tmp_path / f"{n}.jsonl", [qa(i) for i in range(n)]) for n in (30, 40))
+    run = Build.run
+
+    def slow(build: Build, *files: Any) -> None:
+        monkeypatch.setattr(Build, "run", run)
+        data.prepare(first, tmp_path / "out")
+        run(build, *files)
+
+    monkeypatch.setattr(Build, "run", slow)
+    if same:
+        assert data.prepare(first, tmp_path / "out").rows == 30
+    else:
+        with pytest.raises(CourseError, match="already holds data"):
+            data.prepare(second, tmp_path / "out")
+    assert data.verify(tmp_path / "out").rows == 30
+
+
 @pytest.mark.parametrize("damage", ["edit", "cut", "remove", "card"])
 def test_files_that_are_not_the_ones_of_the_card_are_not_trusted(tmp_path: Path, damage: str) -> None:
     path = write(tmp_path / "a.jsonl", [qa(n) for n in range(30)])
@@ -283,7 +336,7 @@ def test_data_that_does_not_fit_on_the_disk_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.0)
-    with pytest.raises(CourseError, match="preparing the data needs"):
+    with pytest.raises(CourseError, match=r"preparing the data needs 0\.[1-9] MiB"):
         data.prepare("", tmp_path / "data")
 
 
@@ -352,6 +405,11 @@ def test_private_data_is_counted_and_shown_masked_only(tmp_path: Path) -> None:
     shown = page + str(card) + (tmp_path / "out" / "data_card.json").read_text(encoding="utf-8")
     assert "138****" in card.examples[0] and "a.jsonl line 1, answer" in card.examples[0]
     assert "13812345" not in shown and "me0@" not in shown
+
+
+def test_the_row_that_is_shown_has_no_private_data_if_there_is_such_a_row() -> None:
+    private, sound = chat_row("mine?", "call 13812345678"), chat_row("when?", "today")
+    assert data.row_to_show([private, private, sound, private]) is sound and data.row_to_show([private]) is private
 
 
 def test_repaired_text_is_counted_and_can_be_refused_instead(tmp_path: Path) -> None:

@@ -21,12 +21,12 @@ from tqdm import tqdm
 from nbutils.data.alike import Text, text_of
 from nbutils.data.card import CARD, CARD_TEXT, EVAL, REJECTED, TRAIN, DataCard, fingerprint
 from nbutils.data.columns import SHAPES_TEXT, parse_mapping
-from nbutils.data.content import digests, line_of, stored
+from nbutils.data.content import digests, line_of, rejected_line, stored
 from nbutils.data.near import Alike, NearDuplicates
 from nbutils.data.raw import Problem, RowError
 from nbutils.data.reading import FORMATS_TEXT, read_rows
 from nbutils.data.rows import ChatRow, check_row
-from nbutils.data.tally import REPEATED, Tally, columns_question, describe
+from nbutils.data.tally import REPEATED, Tally, columns_question, describe, labels, positive
 from nbutils.errors import CourseError
 from nbutils.paths import write_json, write_text
 
@@ -51,6 +51,7 @@ class Build:
     def run(self, train_files: list[Path], eval_files: list[Path]) -> None:
         """Read everything into the folder; afterwards the three files there are as they will be published."""
         self.split_here = not eval_files
+        self.labels = labels([*train_files, *eval_files])
         with contextlib.ExitStack() as stack:
             self.files = [stack.enter_context(open(self.folder / name, "xb", 1 << 20)) for name in SPLITS]
             self.rejected = stack.enter_context(open(self.folder / REJECTED, "xb"))
@@ -68,11 +69,14 @@ class Build:
         mapping, repair = parse_mapping(self.asked["columns"]), self.asked["repair"]
         with tqdm(desc="Checking rows", unit=" rows", mininterval=often, delay=2, disable=small) as bar:
             for file in files:
-                self.sources.append(file.name)
+                label = self.labels[file]
+                self.sources.append(label)
+                self.tally.files[label] += 0  # a file without rows is named as well
                 for row in read_rows(file):
                     bar.update()
-                    self.tally.files[row.file] += 1
-                    yield check_row(row, mapping, repair)
+                    self.tally.files[label] += 1
+                    checked = check_row(row, mapping, repair)
+                    yield checked if checked.file == label else checked._replace(file=label)
 
     def _add(self, checked: ChatRow | RowError, held: int | None) -> None:
         """Count one row and write it where it belongs; without a side given, its question decides."""
@@ -116,11 +120,7 @@ class Build:
 
     def _reject(self, error: RowError) -> None:
         self.tally.reject(error)
-        problems = [{"kind": p.kind, "field": p.field, "seen": p.seen, "todo": p.todo} for p in error.problems]
-        entry = {"file": error.file, "line": error.line, "problems": problems, "row": error.raw}
-        # characters UTF-8 cannot hold only occur in rejected rows; as \\uXXXX they are still JSON
-        text = json.dumps(entry, ensure_ascii=False, default=str) + "\n"
-        self.rejected.write(text.encode("utf-8", "backslashreplace"))
+        self.rejected.write(rejected_line(error))
 
     def _place(self, number: int) -> str:
         return f"{self.sources[self.source[number]]} line {self.line[number]}"
@@ -167,7 +167,7 @@ class Build:
         train = np.flatnonzero(stays & ~held)
         train = train[np.argsort(keys[train], kind="stable")]
         lacks_eval = self.split_here and len(train) > 1 and not (stays & held).any()
-        moved = train[0] if lacks_eval else -1
+        moved, self.lent = train[0] if lacks_eval else -1, int(lacks_eval)
         train = train[int(lacks_eval) :]
         limit = self.asked["limit"] or len(train)
         stays = stays.copy()
@@ -205,24 +205,30 @@ class Build:
             first = [*first, columns]
         raise CourseError("\n".join([f"{unusable} The first:", *first]), allowed, todo)
 
-    def card(self) -> DataCard:
-        """Count what is on disk, not what should be."""
+    def card(self, out: Path) -> DataCard:
+        """Count what is on disk, not what should be; without rows on both sides only the rejected ones stay."""
         found, train, held_out = fingerprint(self.folder)
         if not train or not held_out:
-            raise CourseError(
-                f"{train} training and {held_out} evaluation rows came out of {self.asked['source']}.",
-                "at least one row in each",
-                "give more rows, or a file of its own for evaluation",
-            )
+            publish(self.folder / REJECTED, out / REJECTED)
+            raise self._too_few(train, held_out, out)
         unused = self.tally.accepted - train - held_out
         return DataCard(
-            **self.asked, **self.tally.facts(), train=train, eval=held_out, unused=unused,
+            **self.asked, **self.tally.facts(), train=train, eval=held_out, unused=unused, lent=self.lent,
             examples=self.tally.first_warnings, fingerprint=found,
         )  # fmt: skip
 
+    def _too_few(self, train: int, held_out: int, out: Path) -> CourseError:
+        tally, todo = self.tally, "give more rows, or a file of its own for evaluation"
+        seen = f"{train} training and {held_out} evaluation rows came out of {self.asked['source']}."
+        if tally.rows > tally.accepted:
+            reasons = ", ".join(f"{kind} {count}" for kind, count in positive(tally.reasons).items())
+            seen += f" {tally.rows - tally.accepted} of {tally.rows} rows were rejected: {reasons}."
+            todo = f"mend the rejected rows (all of them with their reasons are in {out / REJECTED}), or {todo}"
+        return CourseError(seen, "at least one row in each", todo)
+
     def publish(self, out: Path) -> DataCard:
         """Splits first, card last: a folder with a card is a finished one."""
-        card = self.card()
+        card = self.card(out)
         for name in (REJECTED, EVAL, TRAIN):
             publish(self.folder / name, out / name)
         write_text(out / CARD_TEXT, card.markdown())

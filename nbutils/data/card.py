@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from nbutils.data.private import find_private
 from nbutils.data.raw import RowError
 from nbutils.data.tally import REPEATED, shorten
 from nbutils.errors import CourseError
@@ -21,6 +22,7 @@ from nbutils.paths import CHUNK
 
 CARD, TRAIN, EVAL, REJECTED = "data_card.json", "train.jsonl", "eval.jsonl", "rejected.jsonl"
 CARD_TEXT = "data_card.md"  # the card for people; programs read the JSON
+LENT = " (so few rows that train lent eval one; with more rows it may go back)"
 AGAIN = "run lesson 02 with a new RUN_NAME, or remove the folder {out} and run lesson 02 again"
 
 
@@ -44,6 +46,7 @@ class DataCard(BaseModel):
     train: int
     eval: int
     unused: int
+    lent: int = 0
     duplicates: int
     trimmed: int
     reasons: dict[str, int]
@@ -62,7 +65,7 @@ class DataCard(BaseModel):
             "source": self.source + (f" + {self.eval_source}" if self.eval_source else ""),
             "columns": self.columns or "recognised by name",
             "rows": f"{self.rows} = {self.accepted} accepted + {self.rejected} rejected",
-            "splits": f"{self.train} train, {self.eval} eval, {self.unused} unused",
+            "splits": f"{self.train} train, {self.eval} eval, {self.unused} unused{LENT * self.lent}",
             "rejected": _counts(others),
             "repeated": f"{_counts(repeated)} (near duplicates: {near})",
             "trimmed": f"{self.trimmed} rows lost blank lines or spaces at an edge",
@@ -151,6 +154,11 @@ def load(out: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def _rows(path: Path) -> list[dict[str, Any]]:
     with open(path, "rb") as file:
         return [json.loads(line) for line in file]
+
+
+def row_to_show(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A row without private data, if there is one among the first hundred; else the first."""
+    return next((row for row in rows[:100] if not any(find_private(str(row)))), rows[0])
 
 
 def print_problems(errors: Iterable[RowError]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from nbutils.data.letters import numbers_of, plain
+from nbutils.data.raw import RowError
 from nbutils.data.rows import ChatRow
 
 
@@ -27,6 +28,20 @@ def line_of(row: ChatRow) -> bytes:
         return orjson.dumps(stored(row), option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:  # a tool's argument may be a number of more than 64 bits
         return (json.dumps(stored(row), ensure_ascii=False, default=str) + "\n").encode()
+
+
+def rejected_line(error: RowError) -> bytes:
+    """A rejected row with its problems as one line of JSON, whatever it holds."""
+    problems = [{"kind": p.kind, "field": p.field, "seen": p.seen, "todo": p.todo} for p in error.problems]
+    entry = {"file": error.file, "line": error.line, "problems": problems, "row": error.raw}
+    try:
+        text = json.dumps(entry, ensure_ascii=False, default=str)
+        if "NaN" in text or "Infinity" in text:  # no JSON as numbers: kept as words
+            text = json.dumps(json.loads(text, parse_constant=str), ensure_ascii=False)
+    except (ValueError, RecursionError):  # too deep, or a number of thousands of digits
+        text = json.dumps(entry | {"row": None}, ensure_ascii=False)
+    # characters UTF-8 cannot hold only occur in rejected rows; as \\uXXXX they are still JSON
+    return f"{text}\n".encode("utf-8", "backslashreplace")
 
 
 def digests(row: ChatRow, numbers: bool = False) -> tuple[int, int]:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ HELD_OUT_NAMES = ("eval", "test", "valid", "validation", "dev")
 BUNDLED = "the bundled sample"
 NEAR = 0.8
 TEXT, PACKED = (".jsonl", ".json", ".csv", ".tsv"), 6  # other files grow about sixfold when they are unpacked
+BUILDING, STALE_SECONDS = ".building-", 3600
 COMPARED = ("eval_fraction", "limit", "columns", "near", "repair")
 
 
@@ -52,11 +56,12 @@ def prepare(
         raise CourseError(f"rows is {rows}.", "0 (all) or the number of training rows", "choose 0 or more")
     asked = settings(eval_fraction, columns, near, repair) | {"limit": rows}
     asked |= {"source": source, "eval_source": eval_source}
+    unnamed = {
+        name for name, value in (("columns", columns or None), ("near", near), ("repair", repair)) if value is None
+    }
+    reuse = partial(_reuse, out, asked.copy(), unnamed)
     if (out / CARD).exists():
-        unnamed = {
-            name for name, value in (("columns", columns or None), ("near", near), ("repair", repair)) if value is None
-        }
-        return _reuse(out, asked, unnamed)
+        return reuse()
     train_files, eval_files = find_sources([source] if source else [], eval_source)
     own = "CC0-1.0, written for this course"
     asked |= {"source": source or BUNDLED, "licence": licence or (licence_of(source) if source else own)}
@@ -64,7 +69,7 @@ def prepare(
     with building(out, asked, train_files + eval_files) as build:
         build.run(train_files, eval_files)
         build.refuse_bad_source(out)
-        return build.publish(out)
+        return reuse() if (out / CARD).exists() else build.publish(out)  # another process may have been faster
 
 
 def settings(eval_fraction: float, columns: str, near: float | None, repair: bool | None) -> dict[str, Any]:
@@ -85,9 +90,34 @@ def building(out: Path, asked: dict[str, Any], files: list[Path]) -> Iterator[Bu
     """A build in a folder below `out` that is gone afterwards, whatever happens."""
     size = sum(file.stat().st_size * (1 if file.suffix in TEXT else PACKED) for file in files) / GIB
     require_disk(out, 3 * size, "preparing the data")
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out, prefix=".building-") as folder:
-        yield Build(Path(folder), asked)
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        _remove_left_over(out)
+        with tempfile.TemporaryDirectory(dir=out, prefix=BUILDING) as folder:
+            yield Build(Path(folder), asked)
+
+
+@contextlib.contextmanager
+def disk_errors(out: Path) -> Iterator[None]:
+    """What a disk refuses, in words a learner can act on."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno is None:  # a library's own error, not one of the disk
+            raise
+        raise CourseError(
+            f"Preparing the data failed at {problem.filename or out}: {problem.strerror}.",
+            "files that can be read, and a folder that can be written to, with room for three times the data",
+            "choose another folder, or free some room there, and run it again",
+        ) from problem
+
+
+def _remove_left_over(out: Path) -> None:
+    """What builds left that were killed: folders in which nothing was written for an hour."""
+    for folder in out.glob(f"{BUILDING}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - max(path.stat().st_mtime for path in [folder, *folder.iterdir()]) > STALE_SECONDS:
+                shutil.rmtree(folder)
 
 
 def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], list[Path]]:
@@ -106,7 +136,7 @@ def sha256_of(*groups: list[Path]) -> str:
     digest = hashlib.sha256()
     for group in groups:
         for path in group:
-            with open(path, "rb") as file:
+            with disk_errors(path), open(path, "rb") as file:
                 while chunk := file.read(1 << 20):
                     digest.update(chunk)
             digest.update(b"\0")

@@ -8,18 +8,19 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from nbutils.data.raw import RowError
+from nbutils.data.columns import SHAPES, writable
+from nbutils.data.raw import Problem, RowError, shown
 from nbutils.data.rows import ChatRow
-from nbutils.data.text import mask
 
 BINS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 BIN_NAMES = (*(f"<={edge}" for edge in BINS), f">{BINS[-1]}")
 CJK = re.compile(r"[\u3400-\u9fff]")
 NO_LETTERS = bytes(code for code in range(128) if not chr(code).isalpha())
 REPEATED = ("duplicate", "leak", "near_duplicate", "near_leak")
-UNNAMED = ("unknown_columns", "ambiguous_columns", "missing_field")
 SHOWN = 3  # rows of each kind that are kept to be shown
 
 
@@ -35,7 +36,8 @@ class Tally:
         self.files: Counter[str] = Counter()
         self.first_errors: list[RowError] = []
         self.first_warnings: list[str] = []
-        self.unnamed: dict[str, Any] = {}
+        self.unnamed: dict[str, Any] = {}  # the first row whose columns are the problem, and how many there are
+        self.unnamed_rows = 0
         self._kinds: list[str] = []
 
     def accept(self, row: ChatRow) -> int:
@@ -73,8 +75,9 @@ class Tally:
         self.reasons[kind] += 1
         if self.reasons[kind] <= SHOWN:
             self.first_errors.append(error)
-        if kind in UNNAMED and not self.unnamed and isinstance(error.raw, dict):
-            self.unnamed = error.raw
+        if isinstance(error.raw, dict) and _by_its_columns(error.problems[0], error.raw):
+            self.unnamed = self.unnamed or error.raw
+            self.unnamed_rows += 1
 
     @property
     def repeated(self) -> int:
@@ -88,7 +91,7 @@ class Tally:
 
     def asks_for_columns(self) -> bool:
         """Whether most of what is wrong comes from column names nobody knows."""
-        return bool(self.unnamed) and 2 * sum(self.reasons[kind] for kind in UNNAMED) > self.broken
+        return 2 * self.unnamed_rows > self.broken
 
     def facts(self) -> dict[str, Any]:
         """The counts, as a card and `data check --json` show them."""
@@ -132,27 +135,54 @@ def length_bin(messages: list[dict[str, Any]]) -> int:
     return bisect_left(BINS, sum([len(message["content"] or "") for message in messages]))
 
 
+def labels(files: Iterable[Path]) -> dict[Path, str]:
+    """The name of each file, with as many folders before it as tell it from the others."""
+    names: dict[Path, str] = {}
+    left, depth = {file: file.absolute().parts for file in files}, 0
+    while left:
+        depth += 1
+        tails = {file: Path(*parts[-depth:]).as_posix() for file, parts in left.items()}
+        often = Counter(tails.values())
+        names |= {file: tail for file, tail in tails.items() if often[tail] == 1 or depth >= len(left[file])}
+        left = {file: parts for file, parts in left.items() if file not in names}
+    return names
+
+
 def describe(error: RowError) -> str:
     """The first problem of a row on one line: where, what, what to do."""
     problem = error.problems[0]
     return f"{error.file} line {error.line}, {problem.field}: {problem.kind}, saw {problem.seen}; {problem.todo}"
 
 
+def _by_its_columns(problem: Problem, row: dict[str, Any]) -> bool:
+    """Whether a mapping would help: a column is missing or not understood, and not a key inside a message."""
+    inside = problem.kind == "missing_field" and problem.field.partition("[")[0] in row
+    return problem.kind in ("unknown_columns", "ambiguous_columns", "missing_field") and not inside
+
+
 def columns_question(row: dict[str, Any]) -> tuple[str, str]:
     """The columns of a row with an example of each (masked), and the line that names which is which."""
-    shown = [f"    {name}: {_example(value)}" for name, value in list(row.items())[:12]]
-    texts = [name for name, value in row.items() if isinstance(value, str) and value.strip()]
-    first, last = (texts[0], texts[-1]) if len(texts) > 1 else ("…", "…")
-    mapping = f'"user={first}, assistant={last}"'
+    columns = [f"    {shown(name)}: {_example(value)}" for name, value in list(row.items())[:12]]
+    mapping = '"user={}, assistant={}"'.format(*_suggested(row))
     asked = (
         f"say which column is the question and which the answer: COLUMNS = {mapping} in lesson 02, or "
         f'--columns {mapping} on the command line ("user=a+b" joins two columns, "system=c" may be added)'
     )
-    return "\n".join(["  The columns, with what the first such row holds:", *shown]), asked
+    return "\n".join(["  The columns, with what the first such row holds:", *columns]), asked
+
+
+def _suggested(row: dict[str, Any]) -> tuple[str, str]:
+    """Columns that may be question and answer: of the first known pair that is there, else the first and last text."""
+    for shape in SHAPES:
+        if {shape.question, shape.answer} <= row.keys():
+            return shape.question, shape.answer
+    texts = [name for name, value in row.items() if isinstance(value, str) and value.strip()]
+    texts = [name for name in texts if writable(name) and shown(name) == name]
+    return (texts[0], texts[-1]) if len(texts) > 1 else ("…", "…")
 
 
 def _example(value: Any) -> str:
-    return shorten(mask(str(value)).replace("\n", " "), 60)
+    return shorten(shown(str(value).replace("\n", " ")), 60)
 
 
 def shorten(text: str, most: int) -> str:
