@@ -116,7 +116,7 @@ def data() -> None:
 @click.option("--columns", default="", metavar="TEXT", help='Which column is what: "user=title+body, assistant=reply".')
 @click.option("--near", type=float, help="Overlap from which rows are near duplicates; 0: do not look; default 0.8.")
 @click.option("--no-repair", is_flag=True, help="Reject text read in the wrong encoding instead of mending it.")
-@click.option("--model", default="", metavar="FOLDER", help="Measure tokens with this model's tokenizer.")
+@click.option("--model", default="", help="Measure tokens with the tokenizer of this model, named as in the lessons.")
 @click.option("--max-length", type=click.IntRange(0), default=0, help="Rows longer than so many tokens are reported.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write train, eval, rejected rows and the card here.")
 @click.option("--rejected", type=click.Path(path_type=Path), help="Write the rejected rows with their reasons here.")
@@ -127,7 +127,14 @@ def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **wishes: Any)
 
     from nbutils.data import checking
 
-    report = checking.check(files, repair=not no_repair, **wishes)
+    try:
+        report = checking.check(files, repair=not no_repair, **wishes)
+    except CourseError as mistake:
+        if not as_json:
+            raise
+        error = {"seen": mistake.seen, "allowed": mistake.allowed, "todo": mistake.todo}
+        print(json.dumps({"error": error}, indent=2, ensure_ascii=False))
+        sys.exit(1)
     print(json.dumps(report.data, indent=2, ensure_ascii=False) if as_json else report.text())
 
 

@@ -103,8 +103,74 @@ def test_unknown_columns_are_asked_for_and_the_answer_is_taken(tmp_path: Path) -
 
 def test_only_files_that_cannot_be_read_end_it_with_a_message(tmp_path: Path) -> None:
     result = run(str(tmp_path / "missing.jsonl"), "--json")
-    assert result.exit_code == 1 and result.stdout == "" and "missing.jsonl" in result.stderr
-    assert run().exit_code == 2
+    error = json.loads(result.stdout)["error"]
+    assert result.exit_code == 1 and "missing.jsonl" in error["seen"] and set(error) == {"seen", "allowed", "todo"}
+    assert run(str(tmp_path / "missing.jsonl")).stdout == "" and run().exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "place"),
+    [("--out", "file"), ("--out", "file/below"), ("--rejected", "folder"), ("--rejected", "file/x")],
+)
+def test_a_place_that_cannot_be_written_to_is_named_with_what_to_do(tmp_path: Path, option: str, place: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    result = run(write(tmp_path / "a.jsonl", [qa(n) for n in range(20)]), option, str(tmp_path / place))
+    assert (
+        result.exit_code == 1 and "[FAIL]" in result.stderr and str(tmp_path / place.partition("/")[0]) in result.stderr
+    )
+
+
+def test_a_disk_that_fails_midway_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("nbutils.data.building.os.fsync", full)
+    result = run(write(tmp_path / "a.jsonl", [qa(n) for n in range(20)]), "--out", str(tmp_path / "out"))
+    assert result.exit_code == 1 and "No space left" in result.stderr and list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["tiny", "TINY_FOLDER"])
+def test_models_are_named_as_in_the_lessons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path = write(tmp_path / "a.jsonl", [qa(n) for n in range(5)])
+    model = str(SAMPLES / "tiny_base") if name == "TINY_FOLDER" else name
+    assert report(path, "--model", model)["lengths"]["longest"] > 5
+    monkeypatch.setattr("nbutils.platforms.network.hub_online", lambda: False)
+    lost = run(path, "--model", "qwen2.5-7b")
+    assert "Qwen/Qwen2.5-7B" in lost.stderr and "does not answer" in lost.stderr and lost.exit_code == 1
+    assert "did you mean Qwen2.5-7B" in run(path, "--model", "Qwen2.5-7X").stderr
+
+
+def test_files_without_rows_are_named_and_files_of_one_name_told_apart(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "x.jsonl", [qa(1)])
+    write(tmp_path / "b" / "x.jsonl", [qa(1), qa(2, "")])
+    (tmp_path / "none.jsonl").touch()
+    files = [str(tmp_path / name) for name in ("a/x.jsonl", "b/x.jsonl", "none.jsonl")]
+    found = report(*files)
+    assert found["files"] == {"a/x.jsonl": 1, "b/x.jsonl": 2, "none.jsonl": 0}
+    places = {problem["kind"]: (problem["file"], problem["seen"]) for problem in found["problems"]}
+    assert places["empty"][0] == "b/x.jsonl" and places["duplicate"] == ("b/x.jsonl", "the same as a/x.jsonl line 1")
+    assert any("Without a row: none.jsonl" in line for line in found["next"])
+
+
+def test_a_key_inside_a_message_is_no_matter_of_columns(tmp_path: Path) -> None:
+    turns = [{"role": "user", "text": "a"}, {"role": "assistant", "text": "b"}]
+    shown = run(write(tmp_path / "a.jsonl", [{"messages": turns}] * 3)).stdout
+    assert "COLUMNS" not in shown and "add 'content'" in shown
+
+
+def test_columns_that_fit_two_shapes_are_suggested_as_a_pair_of_one(tmp_path: Path) -> None:
+    row = {"prompt": "p", "question": "q", "response": "r", "answer": "a"}
+    assert any(
+        '"user=prompt, assistant=response"' in line for line in report(write(tmp_path / "a.jsonl", [row]))["next"]
+    )
+
+
+def test_column_names_that_are_private_are_masked(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"13812345678": "x", "zhang@qq.com": "y"}])
+    found, shown = report(path), run(path).stdout
+    assert found["columns"] == ["138****5678", "z***@qq.com"]
+    assert not [text for text in (shown, json.dumps(found)) if "13812345678" in text or "zhang@" in text]
 
 
 def test_repair_and_near_duplicates_can_be_turned_off(tmp_path: Path, mixed: str) -> None:
@@ -149,7 +215,9 @@ def test_tokens_over_the_limit_are_counted_with_the_stop_tokens_they_cost(tmp_pa
     assert report(path, "--model", model)["lengths"]["over"] == 0
     assert run(path, "--max-length", "128").exit_code == 1
     missing = run(path, "--model", str(tmp_path / "no model"))
-    assert missing.exit_code == 1 and "There is no tokenizer" in missing.stderr
+    assert missing.exit_code == 1 and "missing model folder" in missing.stderr
+    (tmp_path / "empty").mkdir()
+    assert "There is no tokenizer" in run(path, "--model", str(tmp_path / "empty")).stderr
     everything = report(path, "--model", model, "--max-length", "4")["lengths"]
     assert everything["stop_lost"] == everything["over"] == 20
 

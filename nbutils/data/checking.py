@@ -15,11 +15,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nbutils.data.building import Build, publish
+from nbutils import platforms
+from nbutils.data.building import Build
 from nbutils.data.card import CARD, EVAL, REJECTED, TRAIN
+from nbutils.data.raw import shown
 from nbutils.data.splits import building, find_sources, licence_of, settings, sha256_of
 from nbutils.data.tally import Tally, columns_question, shorten
 from nbutils.errors import CourseError
+from nbutils.platforms import network
+from nbutils.profiles import models
 
 AT_ONCE = 2000  # rows tokenised at a time
 SHOWN = 8
@@ -61,6 +65,8 @@ def check(
     """Read, check and deduplicate files, folders or hub datasets; write the result only where `out` says so."""
     if max_length and not model:
         raise CourseError("--max-length needs a tokenizer.", "--model FOLDER --max-length N", "name the model's folder")
+    if rejected and rejected.is_dir():
+        raise CourseError(f"{rejected} is a folder.", "a file for --rejected", f"write {rejected / REJECTED}")
     if out and (out / CARD).exists():
         raise CourseError(f"{out} already holds prepared data.", "a new folder for --out", "choose another folder")
     with contextlib.redirect_stdout(sys.stderr):  # what the rooms say meanwhile is no part of the report
@@ -70,12 +76,13 @@ def check(
 def _check(
     sources: Sequence[str], wishes: dict[str, Any], model: str, max_length: int, out: Path | None, rejected: Path | None
 ) -> Report:
+    tokenizer = _tokenizer(model) if model else None
     train, held_out = find_sources(sources, "")
     asked = wishes | {"limit": 0, "eval_source": "", "source": ", ".join(sources)}
     asked |= {"licence": licence_of(sources[0]), "source_sha256": sha256_of(train, held_out)}
     with tempfile.TemporaryDirectory() as scratch, building(out or Path(scratch), asked, train + held_out) as build:
         build.run(train, held_out)
-        lengths = _measure(build.folder, model, max_length) if model and build.tally.accepted else None
+        lengths = _measure(build.folder, tokenizer, max_length) if tokenizer and build.tally.accepted else None
         if rejected:
             rejected.parent.mkdir(parents=True, exist_ok=True)
             rejected.write_bytes((build.folder / REJECTED).read_bytes())
@@ -88,7 +95,6 @@ def _write(build: Build, out: Path) -> str:
     try:
         build.publish(out)
     except CourseError as problem:
-        publish(build.folder / REJECTED, out / REJECTED)
         return f"{out} holds only {REJECTED}: {problem.seen}"
     return f"{out} holds {TRAIN}, {EVAL}, {REJECTED} and the data card."
 
@@ -101,12 +107,16 @@ def _facts(tally: Tally, lengths: dict[str, Any] | None) -> dict[str, Any]:
         for p in e.problems
     ]
     more = {"files": tally.files, "problems": problems, "examples": tally.first_warnings, "lengths": lengths}
-    return tally.facts() | more | {"columns": list(tally.unnamed) if tally.asks_for_columns() else []}
+    return (
+        tally.facts() | more | {"columns": [shown(name) for name in tally.unnamed] if tally.asks_for_columns() else []}
+    )
 
 
 def _next(tally: Tally, written: str, rejected: Path | None, lengths: dict[str, Any] | None) -> list[str]:
     """What to do now."""
     lines = [written] if written else []
+    if empty := [name for name, rows in tally.files.items() if not rows]:
+        lines.append(f"Without a row: {', '.join(empty)}. Is it the right file, and whole? A csv needs a header.")
     if tally.asks_for_columns():
         columns, asked = columns_question(tally.unnamed)
         lines += [columns, f"To do: {asked}"]
@@ -119,11 +129,11 @@ def _next(tally: Tally, written: str, rejected: Path | None, lengths: dict[str, 
     return lines
 
 
-def _measure(folder: Path, model: str, max_length: int) -> dict[str, Any]:
+def _measure(folder: Path, tokenizer: Any, max_length: int) -> dict[str, Any]:
     """Tokens of every accepted row: how many are over the limit, what would be cut, how many stop tokens go with it."""
     from nbutils.chat.fitting import fitting, last_place
 
-    tokenizer, form = _tokenizer(model), ""
+    form = ""
     found = {"max_length": max_length, "rows": 0, "longest": 0, "over": 0, "tokens_cut": 0, "stop_lost": 0}
     for rows in _chunks(folder):
         fitted = fitting(tokenizer, rows, 0, form)
@@ -144,13 +154,28 @@ def _measure(folder: Path, model: str, max_length: int) -> dict[str, Any]:
 
 
 def _tokenizer(model: str) -> Any:
+    """The tokenizer of a model as MODEL names it in the lessons: a course name, a folder, a hub id."""
     from transformers import AutoTokenizer
 
+    name = _model(model)
+    offline = not Path(name).is_absolute() and not network.hub_online()
     try:
-        return AutoTokenizer.from_pretrained(Path(model).expanduser() if Path(model).expanduser().exists() else model)
+        return AutoTokenizer.from_pretrained(name, local_files_only=offline)
     except (OSError, ValueError) as problem:
-        seen = f"There is no tokenizer in {model!r}: {str(problem).splitlines()[0]}"
-        raise CourseError(seen, "the folder of a model, or its name on the hub", "correct --model") from problem
+        reason = f"{name} is not in the cache, and the model hub does not answer" if offline else str(problem)
+        seen = f"There is no tokenizer for --model {model}: {reason.splitlines()[0]}"
+        todo = "connect this machine, or set --model to a folder" if offline else "correct --model"
+        raise CourseError(seen, "tiny, a model of the course, a folder with a model, or a hub id", todo) from problem
+
+
+def _model(model: str) -> str:
+    """What `from_pretrained` is given; a folder with a tokenizer alone will do here."""
+    if Path(model).expanduser().is_dir():
+        return str(Path(model).expanduser().absolute())
+    places = platforms.folders(platforms.detect())
+    name = models.meant(model, places.inputs).value
+    downloaded = models.modelscope_folder(name, places.work)
+    return str(downloaded.absolute()) if (downloaded / models.DOWNLOADED).exists() else name
 
 
 def _chunks(folder: Path) -> Iterator[list[dict[str, Any]]]:
