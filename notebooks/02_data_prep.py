@@ -55,8 +55,8 @@ lesson = nbutils.start("02_data_prep", globals())
 # %% [markdown]
 # ## Look first
 #
-# Three raw rows of your data, phone numbers and the like masked. The sample asks for a small, strict thing: a customer's message, Chinese or English, becomes
-# a one-line JSON ticket. A task like this shows at a glance whether a tune worked.
+# Three raw rows of your data, phone numbers and the like masked. The sample asks for a small, strict thing: a customer's
+# message, Chinese or English, becomes a one-line JSON ticket. Such a task shows at a glance whether a tune worked.
 
 # %%
 from itertools import islice
@@ -96,18 +96,21 @@ print(f"{len(broken)} rows read, {len(refused)} refused, {len(broken) - len(refu
 # ## Prepare
 #
 # Now the real data: check every row, drop repeated ones, split, count. The side a row falls on depends on its question
-# alone, so adding rows later never moves old ones, and no question is both learned and tested. A profile's `data.rows` takes
-# a smaller set for an experiment (20,000, 50,000, 100,000): the smaller always lies inside the larger, `eval` stays the same.
+# alone (case, width and punctuation do not count), so adding rows later never moves old ones, and no question is both
+# learned and tested. One exception: where so few rows leave `eval` empty, `train` lends it one, and the card says so; with
+# more rows it may go back. A profile's `data.rows` takes a smaller set for an experiment (20,000, 50,000, 100,000): the
+# smaller always lies inside the larger, `eval` stays the same.
 
 # %%
 card = data.prepare(DATA, lesson.run.data, eval_source=EVAL_DATA, columns=COLUMNS, rows=lesson.profile.data.rows)
 print(card)
 
 # %% [markdown]
-# A *near duplicate* is a row whose numbers are those of another, and whose question and answer overlap with its by 80 % or
-# more; case, width, blanks and punctuation do not count. It teaches nothing new, and in `eval` it makes a model look better
-# than it is: `near_leak`. Many rows that fill in one form resemble each other too; they stay, and are counted as `templated`
-# among the warnings. Here is what became of every row.
+# A *near duplicate* is a row whose numbers and symbols are those of another, and whose question and answer overlap with its
+# by 80 % or more (short answers: 90 %); case, width, blanks and punctuation do not count. It teaches nothing new, and in
+# `eval` it makes a model look better than it is: `near_leak`. What differs by a *not*, by a name, or by a word that the
+# answer takes up is another row and stays. Many rows that fill in one form stay too, counted as `templated` among the
+# warnings. Here is what became of every row.
 
 # %%
 import matplotlib.pyplot as plt
@@ -153,21 +156,23 @@ print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held back, fingerpr
 # ## What is trained
 #
 # The chat template turns messages into the text a model reads. Only the answer may carry the loss, and its last token must
-# be one that generation stops at; otherwise the model never stops talking. Here are the trained tokens of one row.
+# be one that generation stops at; otherwise the model never stops talking. Here are the trained tokens of one row, one
+# without private data if there is such a row.
 
 # %%
 from transformers import AutoTokenizer
 from nbutils import chat
 
 tokenizer = AutoTokenizer.from_pretrained(lesson.model)
-chat.show_row(tokenizer, train_rows[0]["messages"], tools=train_rows[0].get("tools"))
+row = data.row_to_show(train_rows)
+chat.show_row(tokenizer, row["messages"], tools=row.get("tools"))
 
 # %% [markdown]
 # The server will build the same text up to the answer. Compare this with the part above that is not trained.
 
 # %%
-asked = train_rows[0]["messages"][:-1]
-print(tokenizer.apply_chat_template(asked, tools=train_rows[0].get("tools"), tokenize=False, add_generation_prompt=True))
+asked = row["messages"][:-1]
+print(tokenizer.apply_chat_template(asked, tools=row.get("tools"), tokenize=False, add_generation_prompt=True))
 
 # %% [markdown]
 # ## Lengths
