@@ -12,6 +12,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -297,6 +298,29 @@ def test_the_mark_of_a_model_is_its_content_and_not_its_place(tmp_path: Path) ->
         (folder / "model.safetensors").write_bytes(content)
         marks.append(training.model_mark(SimpleNamespace(model=str(folder), model_name=str(folder))))  # type: ignore[arg-type]
     assert marks[0] == marks[1] and marks[0]["name"] == "m" and marks[0] != marks[2]
+
+
+def test_other_weights_at_the_same_place_are_another_model(tmp_path: Path) -> None:
+    size, weights = 3 * paths.CHUNK, tmp_path / "model.safetensors"
+    (tmp_path / "config.json").write_text("{}")
+
+    def mark(changed_at: int = 0, changed: bytes = b"") -> str:
+        content = bytearray(size)
+        content[changed_at : changed_at + len(changed)] = changed
+        weights.write_bytes(content)
+        lesson: Any = SimpleNamespace(model=str(tmp_path), model_name="m")
+        return training.model_mark(lesson)["content"]
+
+    layer = bytes([1]) * (size // 40)  # one matrix of many, wherever it is
+    places = range(0, size - len(layer), size // 25)
+    marks = {mark(), mark(size - 1, b"t"), *(mark(at, layer) for at in places)}
+    assert len(marks) == len(places) + 2 and mark() in marks
+
+
+def test_lesson_03_records_what_it_trained_on() -> None:
+    lesson = (Path(__file__).parents[1] / "notebooks/03_qlora.py").read_text(encoding="utf-8")
+    recorded = lesson[lesson.index("lesson.finish(") :]
+    assert all(f" {fact}=" in recorded for fact in ("form", "examples", "trained_tokens", "rows_left_out"))
 
 
 def test_a_machine_older_than_its_limit_has_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from nbutils.lessons import Lesson
 
 DECISIVE = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt")
+SAMPLES, SAMPLE = 64, 2**16  # blocks of a weights file, and the bytes of each: a moment even for 15 GB
 RESUME_CHOICES = ("auto", "never")
 # Of train: in a profile, what a run may be continued with in spite of another value. The batch is not among them.
 MAY_CHANGE = {
@@ -145,17 +147,31 @@ def trained_already() -> CourseError:
 
 
 def model_mark(lesson: Lesson) -> dict[str, str]:
-    """What the base model is: its name, and a checksum of its settings, tokenizer and the beginning of its weights."""
+    """What the base model is: its name, and a checksum of its settings, its tokenizer and parts of its weights."""
     from transformers.utils import cached_file
 
     folder = Path(str(cached_file(lesson.model, "config.json"))).parent
-    digest = hashlib.sha256()
+    digest, local = hashlib.sha256(), Path(lesson.model).is_dir()
     for place in sorted(folder.iterdir()):
         if place.name in DECISIVE or place.suffix == ".safetensors":
-            with open(place, "rb") as file:
-                digest.update(f"{place.name} {place.stat().st_size} ".encode() + file.read(CHUNK))
+            digest.update(f"{place.name} {place.stat().st_size} ".encode())
+            for piece in _samples(place, all_over=local):
+                digest.update(piece)
     name = lesson.model_name
     return {"name": Path(name).name if Path(name).is_absolute() else name, "content": digest.hexdigest()[:16]}
+
+
+def _samples(place: Path, all_over: bool) -> Iterator[bytes]:
+    """The beginning of a file; all over: evenly spaced blocks to its end too, so that no changed matrix is missed.
+
+    Files of the Hub need not be read so far: there another content has another name.
+    """
+    with open(place, "rb") as file:
+        yield file.read(CHUNK)
+        rest = place.stat().st_size - CHUNK
+        for part in range(SAMPLES + 1) if all_over and rest > 0 else ():
+            file.seek(CHUNK + max(rest - SAMPLE, 0) * part // SAMPLES)
+            yield file.read(SAMPLE)
 
 
 def load_finished(trainer: Trainer, checkpoint: Path) -> None:
