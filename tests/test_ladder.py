@@ -349,6 +349,15 @@ def test_no_label_is_lost_or_doubled_by_a_cut(length: int) -> None:
         assert all(piece["labels"][start] == -100 for start in starts)
 
 
+def test_collated_pieces_carry_the_labels_of_the_whole_rows(tmp_path: Path) -> None:
+    labels = [-100] * 5 + [*range(15, 20)] + [-100] * 4 + [*range(24, 30)]
+    row = {"input_ids": [*range(10, 30)], "labels": labels, "seq_lengths": [10, 10]}
+    batch = rungs.Cutter(build(tmp_path).data_collator, 7)([row, row])
+    trained = [label for piece in batch["pieces"] for label in piece["labels"].flatten().tolist() if label != -100]
+    assert len(batch["pieces"]) == 6 and trained == [label for label in labels if label != -100] * 2
+    assert trained == [label for label in batch["labels"].flatten().tolist() if label != -100]
+
+
 @pytest.mark.parametrize("sizes", [(100, 100), (150, 50)], ids=["between examples", "inside one"])
 def test_halved_rows_keep_steps_order_and_tokens(tmp_path: Path, capsys: Any, sizes: tuple[int, int]) -> None:
     words: dict[str, Any] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 3}

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from nbutils.chat.handing import IGNORED
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import Trainer
 
-IGNORED = -100  # the label of a token without loss
 SHORTEST = 128  # tokens; an example cut into smaller pieces than this teaches little
 KINDS = {
     "on": "gradient checkpointing goes on (slower: each layer is computed again in the backward pass)",
