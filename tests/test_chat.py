@@ -405,7 +405,9 @@ def test_thoughts_of_earlier_answers_are_trained_or_told(bare: Any) -> None:
     apart = [inline[0], {"role": "assistant", "content": "b.", "reasoning_content": "hm"}, *inline[2:]]
     for messages in (inline, apart):
         rows = [{"messages": TWO}, {"messages": messages}]
-        assert "Row 2: the chat template leaves out or changes the thought 'hm'" in broken(**glm, rows=rows).seen
+        problem = broken(**glm, rows=rows)
+        assert "Row 2: the chat template leaves out or changes the thought 'hm'" in problem.seen
+        assert problem.todo == 'use form="prompt_completion"'
         fitted = chat.fitting(**glm, rows=rows, max_length=0)
         assert fitted.form.value == "prompt_completion" and "rewrites earlier answers" in fitted.form.reason
         assert [learnt(glm["tokenizer"], one).count("h") for one in fitted.examples] == [2, 2, 3, 3]
@@ -712,6 +714,7 @@ def test_a_template_that_changes_or_cuts_answers(bare: Any, wrong: str, marked: 
         template = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     problem = broken(with_template(bare, template), form="")
     assert "Row 1: the chat template leaves out or changes 'On its way. 在路上。' of an answer" in problem.seen
+    assert "prompt_completion" not in problem.todo
 
 
 def test_an_answer_is_looked_for_in_its_own_place(bare: Any) -> None:

@@ -43,7 +43,7 @@ class Check:
         starts = [self._start(at) for at in range(len(self.example.prompts))]
         self._refuse_trained(0, starts[0])
         for turn, start, end in zip(self.example.turns, starts, [*starts[1:], len(self.ids)], strict=True):
-            yield self.ids[self._check_answer(self.row["messages"][turn], start, end)]
+            yield self.ids[self._check_answer(turn, start, end)]
         self._refuse_cut()
 
     def _start(self, at: int) -> int:
@@ -73,20 +73,21 @@ class Check:
             return "take another model: its servers begin answers with <think>, its template takes thoughts out of rows"
         return "leave the chat template as the model came with it, or take another model"
 
-    def _check_answer(self, answer: dict[str, Any], start: int, end: int) -> int:
+    def _check_answer(self, turn: int, start: int, end: int) -> int:
         """Everything up to the first stop token is trained, nothing after it; returns where it is."""
         stop = first_stop(self.ids, self.stops, start, end)
         if stop == end:
             raise self._no_stop(start, end)
-        self._require_words(answer, self._decode(self.ids[start:stop]))
+        self._require_words(turn, self._decode(self.ids[start:stop]))
         for at in self._places(0, start, stop + 1):
             what = "the stop token" if at == stop else "a token of the answer"
             raise self._breach(f"{what} is not trained: {self._name(at)}", "let the mask cover the whole answer")
         self._refuse_trained(stop + 1, end)
         return stop
 
-    def _require_words(self, answer: dict[str, Any], text: str) -> None:
+    def _require_words(self, turn: int, text: str) -> None:
         """All that an answer says stands before its stop token, or it is never learnt."""
+        answer = self.row["messages"][turn]
         lost = find_lost(self.view.tokenizer, answer, text)
         if lost is None:
             return
@@ -97,8 +98,15 @@ class Check:
                 f"an answer contains {mark!r}, the text of a stop token: generation ends there",
                 "take it out of the answer, or write it in another way",
             )
-        apart = 'use form="prompt_completion"; if that does not help, ' if len(self.example.turns) > 1 else ""
-        raise self._breach(f"the chat template leaves out or changes {lost.what}", apart + lost.todo)
+        todo = 'use form="prompt_completion"' if self._kept_apart(turn) else lost.todo
+        raise self._breach(f"the chat template leaves out or changes {lost.what}", todo)
+
+    def _kept_apart(self, turn: int) -> bool:
+        """Whether an answer would be whole as an example of its own."""
+        messages, apart = self.row["messages"][: turn + 1], View(self.view.tokenizer, "prompt_completion")
+        ids, trained = apart.encode(messages, self.row.get("tools"))
+        text = self._decode([token for token, mark in zip(ids, trained, strict=True) if mark])
+        return self.view.form == "messages" and find_lost(apart.tokenizer, messages[-1], text) is None
 
     def _no_stop(self, start: int, end: int) -> CourseError:
         last = max(self._places(1, start, end), default=end - 1)
