@@ -79,24 +79,25 @@ print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held back")
 # ## The contract between training and serving
 #
 # First, which rows fit: cutting a row cuts off its stop token, and a model that never sees one never stops. Rows that are too
-# long for `max_length` are left out, not cut; they stand in `too_long.jsonl` of the run's data folder.
+# long for `max_length` are left out, not cut; they stand in `too_long.jsonl` of the run's data folder. The stop tokens are
+# those the model's generation config names.
 
 # %%
 from transformers import AutoTokenizer
 from nbutils import chat
 
 tokenizer = AutoTokenizer.from_pretrained(lesson.model)
-fitting = chat.fitting(tokenizer, train_rows, profile.train.max_length)
+stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
+fitting = chat.fitting(tokenizer, train_rows, profile.train.max_length, stop_ids=stop_ids)
 fitting.write(lesson.run.data)
 print(fitting)
 
 # %% [markdown]
-# The model must be trained on exactly the text a server will build, and must learn to stop. The check names the first row
-# and token that break this; the stop tokens are those the generation config names.
+# The model must be trained on exactly the text a server will build, on all that your answers say, and must learn to stop.
+# The check names the first row and token that break this.
 
 # %%
-stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
-report = chat.check_contract(tokenizer, fitting, profile.train.max_length, stop_ids)
+report = chat.check_contract(tokenizer, fitting, profile.train.max_length)
 print(report)
 
 # %% [markdown]
@@ -360,6 +361,10 @@ print(f"[{' OK ' if resume_from else 'TODO'}] saw a start at step {first_step}, 
 # %%
 lesson.finish(
     **numbers,
+    form=report.form.value,
+    examples=report.examples,
+    trained_tokens=report.trained,
+    rows_left_out=len(fitting.left_out),
     weights=kinds,
     adapter_moved=moved.adapter,
     base_moved=moved.base,
