@@ -317,9 +317,10 @@ def test_a_template_that_leaves_out_a_part_of_a_call(bare: Any, wrong: str, lost
     problem = broken(with_template(bare, whole.replace("CALL", "{{ " + wrong + " }}")), rows=rows)
     assert "Row 1: the chat template leaves out or changes " + lost.replace("\\", "") in problem.seen
     ways = ("call", "call.name ~ call.arguments | tojson | tojson", "call | tojson(ensure_ascii=True)", "call | string")
-    for way in ways:
+    as_text = [{"messages": calling("weather", json.dumps(arguments), "Sunny.")}]
+    for way, one in itertools.product((*ways, "call.name ~ call.arguments.values() | list"), (rows, as_text)):
         tokenizer = with_template(bare, whole.replace("CALL", "{{ " + way + " }}"))
-        assert chat.check_contract(tokenizer, rows, 0).answers == 2, way
+        assert chat.check_contract(tokenizer, one, 0).answers == 2, way
 
 
 # --- thinking -----------------------------------------------------------------------------------------------------

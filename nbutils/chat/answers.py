@@ -87,8 +87,17 @@ def _lost_part(call: dict[str, Any], squeezed: str) -> Lost | None:
     name, todo = str(function.get("name", "")), "take a model that can call tools"
     if not _written(name, squeezed):
         return Lost(f"a call of {name!r}", todo)
-    lost = next((leaf for leaf in _leaves(function.get("arguments")) if not _written(leaf, squeezed)), None)
+    lost = next((leaf for leaf in _leaves(_arguments(function)) if not _written(leaf, squeezed)), None)
     return None if lost is None else Lost(f"{lost!r} of a call of {name!r}", todo)
+
+
+def _arguments(function: dict[str, Any]) -> Any:
+    """Arguments as an object; most data has them as JSON text, which the template is handed as an object too."""
+    given = function.get("arguments")
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return given
 
 
 def _leaves(value: Any) -> Iterator[str]:
