@@ -1,8 +1,8 @@
 """Data: read, normalise, check, deduplicate, split and fingerprint chat rows. Nothing here tokenises.
 
 raw, files, hub, encodings, documents, tables, reading: rows as the files have them; columns, calls, turns, rows: the
-one shape they become; text, mojibake, private: what a text may hold; building, tally, near, checking: passes over the
-source; splits: the data folder of a run; card, licence: what became of it.
+one shape they become; text, mojibake, private: what a text may hold; building, tally, checking: passes over the source;
+content, letters, alike, near: rows compared; splits: the data folder of a run; card, licence: what became of it.
 """
 
 from __future__ import annotations
