@@ -89,7 +89,7 @@ for raw in shapes:
 # %%
 broken = [data.check_row(row) for row in data.read_rows(paths.SAMPLES / "broken_rows.jsonl")]
 refused = [row for row in broken if isinstance(row, data.RowError)]
-data.print_problems(refused)
+data.show_problems(refused)
 print(f"{len(broken)} rows read, {len(refused)} refused, {len(broken) - len(refused)} sound")
 
 # %% [markdown]

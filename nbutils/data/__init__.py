@@ -7,7 +7,7 @@ content, letters, alike, near: rows compared; splits: the data folder of a run; 
 
 from __future__ import annotations
 
-from nbutils.data.card import DataCard, load, print_problems, read_card, row_to_show, verify
+from nbutils.data.card import DataCard, load, read_card, row_to_show, show_problems, verify
 from nbutils.data.columns import Mapping, parse_mapping
 from nbutils.data.raw import Problem, Row, RowError
 from nbutils.data.reading import read_rows
@@ -25,10 +25,10 @@ __all__ = [
     "load",
     "parse_mapping",
     "prepare",
-    "print_problems",
     "problems_of",
     "read_card",
     "read_rows",
     "row_to_show",
+    "show_problems",
     "verify",
 ]

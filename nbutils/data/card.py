@@ -14,9 +14,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from nbutils import dashboard
 from nbutils.data.private import find_private
 from nbutils.data.raw import RowError
-from nbutils.data.tally import REPEATED, shorten
+from nbutils.data.tally import REPEATED
 from nbutils.errors import CourseError
 from nbutils.paths import CHUNK
 
@@ -161,16 +162,12 @@ def row_to_show(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return next((row for row in rows[:100] if not any(find_private(str(row)))), rows[0])
 
 
-def print_problems(errors: Iterable[RowError]) -> None:
+def show_problems(errors: Iterable[RowError]) -> None:
     """A table of problems: where, which field, what is wrong, what was seen, what to do."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("line", "field", "problem", "seen", "to do", show_lines=False)
-    for error in errors:
-        table.title = error.file
-        for problem in error.problems:
-            cells = (problem.field, problem.kind, problem.seen, shorten(problem.todo, 120))
-            table.add_row(str(error.line), *(Text(cell) for cell in cells))
-    Console(width=140).print(table)
+    rows = [
+        {"line": error.line, "field": one.field, "problem": one.kind, "seen": one.seen, "to do": one.todo}
+        for error in errors
+        for one in error.problems
+    ]
+    lines = [f"line {r['line']}, {r['field']}: {r['problem']}, saw {r['seen']}\n    -> {r['to do']}" for r in rows]
+    dashboard.show_table(rows, text="\n".join(lines))

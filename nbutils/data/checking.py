@@ -20,13 +20,12 @@ from nbutils.data.building import Build
 from nbutils.data.card import CARD, EVAL, REJECTED, TRAIN
 from nbutils.data.raw import shown
 from nbutils.data.splits import building, find_sources, licence_of, settings, sha256_of
-from nbutils.data.tally import Tally, columns_question, shorten
+from nbutils.data.tally import Tally, columns_question
 from nbutils.errors import CourseError
 from nbutils.platforms import network
 from nbutils.profiles import models
 
 AT_ONCE = 2000  # rows tokenised at a time
-SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,13 @@ class Report:
         ]
         if data["lengths"]:
             lines.append(f"{'lengths':<10} {_lengths(data['lengths'])}")
-        shown = data["problems"][:SHOWN]
-        lines += ["", "The first of each kind:"] * bool(shown)
+        first: dict[str, dict[str, Any]] = {}
+        for problem in data["problems"]:
+            first.setdefault(problem["kind"], problem)
+        lines += ["", "The first of each kind:"] * bool(first)
         lines += [
-            f"  {p['file']} line {p['line']}, {p['field']}: {p['kind']}, {p['seen']} -> {shorten(p['todo'], 120)}"
-            for p in shown
+            f"  {p['file']} line {p['line']}, {p['field']}: {p['kind']}, {p['seen']}\n      -> {p['todo']}"
+            for p in first.values()
         ]
         lines += ["", "Worth a look (the rows are kept):"] * bool(data["examples"])
         lines += [f"  {text}" for text in data["examples"]]
