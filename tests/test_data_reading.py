@@ -446,7 +446,7 @@ def test_all_problems_of_a_row_are_reported_at_once() -> None:
 
 def test_the_table_of_problems_shows_line_field_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     checked = map(data.check_row, data.read_rows(SAMPLES / "broken_rows.jsonl"))
-    data.print_problems(row for row in checked if isinstance(row, data.RowError))
+    data.show_problems(row for row in checked if isinstance(row, data.RowError))
     shown = capsys.readouterr().out
     assert "broken_rows.jsonl" in shown and "答案" in shown and "<|im_start|>" in shown and "json.dumps" in shown
 
@@ -577,6 +577,14 @@ def test_quotes_that_are_never_closed_cost_little(tmp_path: Path, line: str) -> 
     rows = list(data.read_rows(tmp_path / "a.csv"))
     assert time.process_time() - begun < 2 and rows[-1].line == 20_002 and isinstance(rows[0], data.RowError)
     assert rows[0].raw == (line % (0, 0)).rstrip()
+
+
+@pytest.mark.parametrize("text", ["[" + '{"q":"a" "a":"b"},' * 20_000 + "]", '[{"q" "a"}' + "\n" * 60_000 + "]"])
+def test_broken_json_costs_little(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text, encoding="utf-8")
+    begun = time.process_time()
+    rows = list(data.read_rows(tmp_path / "a.json"))
+    assert time.process_time() - begun < 3 and len(rows) == text.count("{")
 
 
 def test_a_long_cell_is_a_cell(tmp_path: Path) -> None:
@@ -743,8 +751,9 @@ def test_lines_that_are_lists_are_not_taken_for_one_list(tmp_path: Path) -> None
     assert [row.line for row in data.read_rows(path)] == [1, 2]
 
 
-def test_a_first_line_that_is_broken_does_not_hide_the_next(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"question": "a", "answer\n' + json.dumps(qa(1)) + "\n", encoding="utf-8")
+@pytest.mark.parametrize("first", ['{"question": "a", "answer', '{"messages": [{"role": "user", "content": "a"},'])
+def test_a_first_line_that_is_broken_does_not_hide_the_next(tmp_path: Path, first: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{first}\n{json.dumps(qa(1))}\n", encoding="utf-8")
     bad, good = data.read_rows(tmp_path / "a.jsonl")
     assert bad.line == 1 and good.raw == qa(1)
 

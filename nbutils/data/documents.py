@@ -18,6 +18,8 @@ from nbutils.errors import CourseError
 CHUNK = 1 << 20
 LARGEST_ROW = 16 << 20  # characters; beyond this a row counts as broken, not as unfinished
 _BETWEEN = re.compile(r"[\s,]*")
+NEARBY, SLACK = 200, 1 << 16
+_OBJECT = re.compile(r'\{(?!\s*"(?:role|from)")')  # a message is no row
 _CLOSING = re.compile(r"(?=\][\s}]*\Z)")
 _FIRST_KEY = re.compile(r'\{\s*("(?:[^"\\]|\\.)*")\s*:')
 _DECODER = json.JSONDecoder()
@@ -32,14 +34,19 @@ class Window:
 
     def grow(self) -> bool:
         """Drop what was read and read on; False at the end of the text."""
-        parts = [self.text[self.at :]]
-        wanted = max(CHUNK, len(parts[0]))
+        self.drop()
+        parts = [self.text]
+        wanted = max(CHUNK, len(self.text))
         while wanted > 0 and (piece := next(self.pieces, "")):
             parts.append(piece)
             wanted -= len(piece)
-        if len(parts) > 1:
-            self.text, self.at = "".join(parts), 0
+        self.text = "".join(parts)
         return len(parts) > 1
+
+    def drop(self) -> None:
+        """Forget what was read, but for a little that tells how far right this place is."""
+        kept = max(0, self.at - NEARBY)
+        self.text, self.at = self.text[kept:], self.at - kept
 
     def move(self, to: int) -> None:
         """Go on to a place in the window, counting lines."""
@@ -57,6 +64,8 @@ class Window:
 
     def value(self) -> Any:
         """The JSON value that begins here."""
+        if self.at > SLACK:
+            self.drop()  # where reading fails, Python counts the lines from the beginning of the text
         while True:
             try:
                 value, end = _DECODER.raw_decode(self.text, self.at)
@@ -77,13 +86,12 @@ class Window:
 
     def skip(self, keys: set[str], closing: str) -> str:
         """Go on to what looks like the next element, an object that begins with one of the keys; what was skipped."""
-        opening = _opening(keys)
-        while not (found := opening.search(self.text, self.at + 1)):
+        while not (end := _next_element(self.text, self.at, keys)):
             if len(self.text) - self.at >= LARGEST_ROW or not self.grow():
                 break
-        if not found and closing:
-            found = _CLOSING.search(self.text, max(self.at + 1, len(self.text) - CHUNK))
-        end = found.end() if found else len(self.text)
+        if not end and closing and (last := _CLOSING.search(self.text, max(self.at + 1, len(self.text) - CHUNK))):
+            end = last.start()
+        end = end or len(self.text)
         skipped = self.text[self.at : end]
         self.move(end)
         return skipped
@@ -103,20 +111,32 @@ def elements(file: str, window: Window, closing: str) -> Iterator[Row | RowError
             yield malformed(file, line, window.skip(keys, closing), problem, start)
 
 
-def _opening(keys: set[str]) -> re.Pattern[str]:
-    """What stands before the next row; as long as none is known, before any object that is no message."""
-    names = rf"\s*(?:{'|'.join(map(re.escape, sorted(keys)))})" if keys else r'(?!\s*"(?:role|from)")'
-    return re.compile(rf"[,\n]\s*(?=\{{{names})")
+def _next_element(text: str, at: int, keys: set[str]) -> int:
+    """Where the row after a broken one probably begins: like another row, or on a line of its own as far left; or 0."""
+    column = _column(text, at)
+    for found in _OBJECT.finditer(text, at + 1):
+        before = text[max(0, found.start() - NEARBY) : found.start()].rstrip(" \t")
+        own = _FIRST_KEY.match(text, found.start())
+        if (not keys or (own and own[1] in keys)) and before.rstrip()[-1:] != ":":
+            return found.start()
+        if before.endswith("\n") and _column(text, found.start()) <= column:
+            return found.start()
+    return 0
+
+
+def _column(text: str, at: int) -> int:
+    return at - text.rfind("\n", max(0, at - NEARBY), at) - 1 if "\n" in text[max(0, at - NEARBY) : at] else NEARBY
 
 
 def malformed(file: str, line: int, text: str, problem: Exception, start: int = 0) -> RowError:
     """A row that is not JSON, with the place where reading stopped."""
+    text = text.rstrip(" \r\n,")
     at = min(getattr(problem, "pos", start) - start, len(text))
     todo = f"{why(problem)}: mend it, or write the file with json.dumps"
     if re.match(r"\s*\{\s*'", text):
         todo = "JSON wants double quotes: this is a Python dict, write it with json.dumps"
-    found = Problem("malformed_json", f"character {at + 1}", excerpt(text, at), todo)
-    return RowError(file, line, text[:2000].rstrip(" \r\n,"), (found,))
+    seen = " ".join(excerpt(text, at).split())
+    return RowError(file, line, text[:2000], (Problem("malformed_json", f"character {at + 1}", seen, todo),))
 
 
 def why(problem: Exception) -> str:

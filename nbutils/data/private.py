@@ -44,7 +44,7 @@ def may_hold_private(text: str) -> bool:
 
 def narrow(text: str) -> str:
     """The text with the digits of Chinese keyboards as plain ones; nothing moves."""
-    return text.translate(_WIDE) if "１" in text or "２０" in text or "０" in text or "＠" in text else text
+    return text.translate(_WIDE) if "１" in text or "０" in text or "＠" in text else text
 
 
 def _may_hold_number(text: str) -> bool:

@@ -69,14 +69,14 @@ def _text(file: Path) -> Iterator[Row | RowError]:
 
 def _first_lines(raw: BinaryIO, decoder: Decoder, lines: bool) -> tuple[list[bytes], bool]:
     """The beginning of a JSON file, and whether it is one document: lines of JSON end with each line."""
-    first: list[bytes] = []
+    first, filled = list[bytes](), list[bytes]()
     while line := raw.readline(LARGEST_ROW):
         if len(line) == LARGEST_ROW and (first or (lines and line.lstrip()[:1] == b"{")):
             line += raw.readline()  # a row as long as this is a row all the same
         first.append(line)
-        if sum(1 for one in first if one.strip()) == 2:
+        filled += [line.strip()] if line.strip() else []
+        if len(filled) == 2:
             break
-    filled = [line.strip() for line in first if line.strip()]
     if not filled or filled[0][:1] not in (b"[", b"{"):
         return first, False
     try:
