@@ -448,7 +448,7 @@ def test_the_table_of_problems_shows_line_field_and_what_to_do(capsys: pytest.Ca
     checked = map(data.check_row, data.read_rows(SAMPLES / "broken_rows.jsonl"))
     data.show_problems(row for row in checked if isinstance(row, data.RowError))
     shown = capsys.readouterr().out
-    assert "broken_rows.jsonl" in shown and "答案" in shown and "<|im_start|>" in shown and "json.dumps" in shown
+    assert "line 2, character 113" in shown and "答案" in shown and "<|im_start|>" in shown and "json.dumps" in shown
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
