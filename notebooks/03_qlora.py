@@ -341,12 +341,13 @@ print(f"adapter: {lesson.run.adapter}")
 # %% [markdown]
 # ## Exercise
 #
-# Run the notebook again with `MAX_STEPS` 50 larger. How much of the work is repeated?
+# Run the notebook again with `MAX_STEPS` 50 larger than the steps the run has now. How much of the work is repeated?
 
 # %%
-first_step = numbers["resumed_from_step"]
-print(f"[{' OK ' if resume_from else 'TODO'}] saw a start at step {first_step}, expected a later one than 0",
-      "" if resume_from else "-> run again with a larger MAX_STEPS")
+first_step, steps = numbers["resumed_from_step"], numbers["steps"]
+went_on = 0 < first_step < steps
+print(f"[{' OK ' if went_on else 'TODO'}] saw steps {first_step} to {steps} trained, expected a start later than 0",
+      "" if went_on else f"-> run again with MAX_STEPS = {steps + 50}")
 
 # %% [markdown]
 # ## You now have

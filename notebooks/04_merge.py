@@ -219,7 +219,7 @@ evaluation.plot(outcome, exam.folder / "scores.png")
 #
 # A model that learns one task may forget others. The general rows tell: a ratio of perplexities near 1, and answers as near to the
 # wanted ones as before, mean that nothing was lost.
-# (The tiny model knows nothing but its shop, and after the tuning it speaks in tickets only.)
+# (With the bundled sample: the tiny model knows nothing but its shop, and after the tuning it speaks in tickets only.)
 
 # %%
 print(outcome.forgetting)
@@ -241,16 +241,17 @@ print(f"report: {page}")
 # %% [markdown]
 # ## Exercise
 #
-# Before you run this cell: how many answers does the merged model still get wrong, and in which field? Put your guess in.
+# Before you look: how many answers does the merged model still get wrong, and in what? Put your guess in, and run the cell.
 
 # %%
-guess = 0
+guess = None
 wrong = [row for row, right in enumerate(after.scores["exact_match"]) if not right]
 for row in wrong[:2]:
     print("question", exam.questions[row][-1]["content"])
     print("wanted  ", exam.references[row], "\nsaid    ", after.texts[row])
-print(f"[{' OK ' if len(wrong) == guess else 'FAIL'}] saw {len(wrong)} wrong answers, you expected {guess}")
-print("try: add rows that show the field it gets wrong" if wrong else "try: a run of 60 steps, and look again")
+mark = "TODO" if guess is None else " OK " if guess == len(wrong) else "FAIL"
+print(f"[{mark}] saw {len(wrong)} wrong answers, you expected {guess}")
+print("try: add rows that show what it gets wrong" if wrong else "try: a run of a quarter of the steps, and look again")
 
 # %% [markdown]
 # ## You now have

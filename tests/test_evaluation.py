@@ -20,7 +20,7 @@ import pytest
 from nbutils import chat, data, evaluation, paths
 from nbutils.errors import CourseError
 from nbutils.evaluation import answers as asking
-from nbutils.evaluation import control, harness, keeping, losses, scores, statistics, verdict
+from nbutils.evaluation import control, harness, keeping, losses, report, scores, statistics, verdict
 from nbutils.evaluation.answers import Answer
 from nbutils.evaluation.exam import Exam, Result
 from nbutils.evaluation.forgetting import forgetting
@@ -385,6 +385,13 @@ def test_a_thousand_long_answers_take_seconds() -> None:
     began = time.process_time()
     assert all(0 < scores.rouge_l(*pair) < 1 for pair in pairs)
     assert time.process_time() - began < 0.6  # so 1,000 pairs take less than 6 s
+
+
+def test_private_data_is_masked_where_people_look_or_send_it() -> None:
+    questions = [[{"role": "user", "content": "打 13812345678"}]]
+    [row] = evaluation.before_after_table(questions, ["a@b.cn"], {"base": ["13812345678"]})
+    assert row == {"question": "打 138****5678", "wanted": "a***@b.cn", "base": "✗ 138****5678"}
+    assert report._text("13812345678") == "138****5678"
 
 
 def test_the_table_marks_right_and_wrong() -> None:

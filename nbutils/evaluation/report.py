@@ -1,6 +1,7 @@
 """The report of an evaluation as one HTML file that opens by itself: no network, no script, light and dark.
 
-Everything a learner or a model wrote is escaped. Not here: any number that was not measured elsewhere.
+Everything a learner or a model wrote is escaped, and private data in it masked: pages are sent around.
+Not here: any number that was not measured elsewhere.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils import record
+from nbutils.data.private import mask
 from nbutils.evaluation.comparing import SHOWN, Outcome
 from nbutils.evaluation.drawing import as_svg
 from nbutils.evaluation.exam import Exam
@@ -139,7 +141,7 @@ def _line(name: str, text: str, mark: str = "") -> str:
 
 
 def _text(value: Any) -> str:
-    text = HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), str(value or ""))
+    text = HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), mask(str(value or "")))
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text)} characters)"
 
 

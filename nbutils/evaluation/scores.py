@@ -11,6 +11,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
+from nbutils.data.private import mask
 from nbutils.evaluation.answers import Message
 
 THINKING = re.compile(r"(?s)^\s*<think>.*?(</think>|\Z)|^((?!<think>).)*?</think>")  # or the prompt opened it
@@ -82,9 +83,9 @@ def before_after_table(
     """Rows for display: the question, what was wanted, and each model's answer with a tick or a cross."""
     table = []
     for index in range(min(rows, len(references))):
-        row = {"question": str(questions[index][-1]["content"]), "wanted": references[index]}
+        row = {"question": mask(str(questions[index][-1]["content"])), "wanted": mask(references[index])}
         for name, answers in columns.items():
-            mark = "✓" if is_exact(answers[index], references[index]) else "✗"
-            row[name] = f"{mark} {answers[index].strip()}"
+            right = "✓" if is_exact(answers[index], references[index]) else "✗"
+            row[name] = f"{right} {mask(answers[index].strip())}"
         table.append(row)
     return table

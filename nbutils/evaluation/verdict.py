@@ -105,7 +105,8 @@ def _helped(seen: Evidence) -> Found:
         so = "So the model learnt which answer belongs to which question, and not only what answers look like."
         but = [DECIDING[name] for name in seen.fallen]
         more = f" The same in {but[0]} fell, so read the samples." if but else ""
-        return HELPED, f"{seen.told(seen.risen[0])} {so}{more}", ""
+        none = "no answer is right to the letter yet: read the samples; more steps or more rows may do it"
+        return HELPED, f"{seen.told(seen.risen[0])} {so}{more}", "" if seen.tuned.mean("exact_match") else none
     why = (
         f"More answers are exactly as wanted: {seen.exact}. Their content did not grow: {seen.told('content')} "
         f"So the base may have known these answers and only written them in another form; the samples show it."
