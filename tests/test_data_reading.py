@@ -363,7 +363,7 @@ def test_names_that_no_mapping_can_hold_are_not_suggested() -> None:
     for raw in ({"a,b": "x", "c": "y"}, {"a=b": "x", "c+d": "y"}):
         todo = data.problems_of(raw)[0].todo
         assert "rename" in todo and "COLUMNS" not in todo
-    assert "user=c, assistant=d" in data.problems_of({"a;b": "x", "c": "y", "d": "z"})[0].todo
+    assert "user=text, assistant=reply" in data.problems_of({"a;b": "x", "text": "y", "reply": "z"})[0].todo
 
 
 def test_what_is_said_about_a_row_can_be_shown() -> None:
@@ -393,19 +393,19 @@ def test_a_mapping_that_makes_no_sense_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "raw",
+    ("raw", "mapping"),
     [
-        {"title": "a", "body": "b", "reply": "c"},
-        {**qa(1), "instruction": "a", "output": "b"},
-        {**qa(1), "response": "x"},
-        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        ({"title": "a", "body": "b", "reply": "c", "date": "d"}, "user=title, assistant=reply"),
+        ({"编号": "1", "顾客留言": "a", "客服回复": "b"}, "user=顾客留言, assistant=客服回复"),
+        ({**qa(1), "instruction": "a", "output": "b"}, "user=instruction, assistant=output"),
+        ({**qa(1), "response": "x"}, "user=question, assistant=answer"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "user=…, assistant=…"),  # not the wrong one as an example
     ],
 )
-def test_columns_nobody_can_know_are_asked_for(raw: Any) -> None:
+def test_columns_nobody_can_know_are_asked_for(raw: Any, mapping: str) -> None:
     problem = data.problems_of(raw)[0]
-    names = list(raw)
-    assert f'COLUMNS = "user={names[0]}, assistant={names[1]}"' in problem.todo and "--columns" in problem.todo
-    assert all(name in problem.seen + problem.field for name in names)
+    assert f'COLUMNS = "{mapping}"' in problem.todo and "--columns" in problem.todo
+    assert all(name in problem.seen + problem.field for name in raw)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,10 @@ KIN = {"system": SYSTEM, "tools": TOOLS, "history": HISTORY, "reasoning": REASON
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _PLACE = re.compile(r" \(column \d+\)$")
 _SIGNS = re.compile("[,，;；+＋=＝\n]")
+_ANSWERS = re.compile("答|回复|回覆|输出|译文|结果|answer|reply|response|output|completion|solution|assistant")
+_QUESTIONS = re.compile(
+    "问|問|留言|正文|内容|输入|原文|指令|标题|question|query|prompt|input|text|body|content|title|user|instruction|message"
+)
 MAPPING_EXAMPLE = "user=标题+正文, assistant=回复, system=角色"
 MAPPING_NAMES = {
     "user": "user", "question": "user", "prompt": "user", "问题": "user",
@@ -218,7 +222,7 @@ def _unmatched(known: dict[str, str]) -> Problem:
         for there, absent in ((shape.question, shape.answer), (shape.answer, shape.question)):
             if there in known and len(there) > 1:  # a column called "a" may be anything
                 return Problem("missing_field", absent, f"only {names}", f"add the column {absent!r}, or {todo}")
-    return Problem("unknown_columns", "-", names or "no columns", f"{todo}; known by themselves: {SHAPES_TEXT}")
+    return Problem("unknown_columns", "-", names or "no columns", todo)
 
 
 def writable(name: str) -> bool:
@@ -226,12 +230,24 @@ def writable(name: str) -> bool:
     return name == name.strip() and name != "" and not _SIGNS.search(name)
 
 
-def _example(columns: Collection[str]) -> str:
-    """How the learner names the columns, with columns of theirs as an example."""
+def suggested(columns: Collection[str]) -> tuple[str, str]:
+    """Columns whose names are a known pair, or sound like a question and an answer; dots where they do not tell."""
     names = [name for name in columns if writable(name)]
-    if len(names) < 2 <= len(columns):
+    known = {_plain(name): name for name in reversed(names)}
+    for shape in SHAPES:
+        if {shape.question, shape.answer} <= known.keys():
+            return known[shape.question], known[shape.answer]
+    answers = [name for name in names if _ANSWERS.search(_plain(name))]
+    questions = [name for name in names if _QUESTIONS.search(_plain(name)) and name not in answers]
+    return (questions[0], answers[-1]) if questions and answers else ("…", "…")
+
+
+def _example(columns: Collection[str]) -> str:
+    """How the learner names the columns, with columns of theirs as an example where their names tell."""
+    if len([name for name in columns if writable(name)]) < 2 <= len(columns):
         return _say({"user": tuple(columns)})
-    return _say({"user": (names or ["…"])[:1], "assistant": [*names, "…", "…"][1:2]})
+    question, answer = suggested(columns)
+    return _say({"user": [question], "assistant": [answer]})
 
 
 def _say(parts: dict[str, Sequence[str]]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nbutils.data.columns import SHAPES, writable
+from nbutils.data.columns import suggested
 from nbutils.data.raw import Problem, RowError, shown
 from nbutils.data.rows import ChatRow
 
@@ -163,22 +163,12 @@ def _by_its_columns(problem: Problem, row: dict[str, Any]) -> bool:
 def columns_question(row: dict[str, Any]) -> tuple[str, str]:
     """The columns of a row with an example of each (masked), and the line that names which is which."""
     columns = [f"    {shown(name)}: {_example(value)}" for name, value in list(row.items())[:12]]
-    mapping = '"user={}, assistant={}"'.format(*_suggested(row))
+    mapping = '"user={}, assistant={}"'.format(*suggested([name for name in row if shown(name) == name]))
     asked = (
         f"say which column is the question and which the answer: COLUMNS = {mapping} in lesson 02, or "
         f'--columns {mapping} on the command line ("user=a+b" joins two columns, "system=c" may be added)'
     )
     return "\n".join(["  The columns, with what the first such row holds:", *columns]), asked
-
-
-def _suggested(row: dict[str, Any]) -> tuple[str, str]:
-    """Columns that may be question and answer: of the first known pair that is there, else the first and last text."""
-    for shape in SHAPES:
-        if {shape.question, shape.answer} <= row.keys():
-            return shape.question, shape.answer
-    texts = [name for name, value in row.items() if isinstance(value, str) and value.strip()]
-    texts = [name for name in texts if writable(name) and shown(name) == name]
-    return (texts[0], texts[-1]) if len(texts) > 1 else ("…", "…")
 
 
 def _example(value: Any) -> str:
