@@ -83,8 +83,8 @@ for raw in shapes:
 # %% [markdown]
 # ## Broken rows
 #
-# `broken_rows.jsonl` holds one row for each mistake people make most. Read the table once; you will meet half of it in your
-# own data. A bad line never hides the next one, so one pass shows everything.
+# `broken_rows.jsonl` holds a row for each mistake people make most, and one sound row twice. Read the table once; you will meet
+# half of it in your own data. A bad line never hides the next one, so one pass shows everything.
 
 # %%
 broken = [data.check_row(row) for row in data.read_rows(paths.SAMPLES / "broken_rows.jsonl")]
@@ -106,8 +106,8 @@ card = data.prepare(DATA, lesson.run.data, eval_source=EVAL_DATA, columns=COLUMN
 print(card)
 
 # %% [markdown]
-# A *near duplicate* is a row whose numbers and symbols are those of another, and whose question and answer overlap with its
-# by 80 % or more (short answers: 90 %); case, width, blanks and punctuation do not count. It teaches nothing new, and in
+# A *near duplicate* says what another row says: same numbers and symbols, and both question and answer overlap with those of the
+# other by 80 % or more (short answers: 90 %); case, width, blanks and punctuation do not count. It teaches nothing new, and in
 # `eval` it makes a model look better than it is: `near_leak`. What differs by a *not*, by a name, or by a word that the
 # answer takes up is another row and stays. Many rows that fill in one form stay too, counted as `templated` among the
 # warnings. Here is what became of every row.
@@ -133,7 +133,8 @@ import json
 
 with open(lesson.run.data / "rejected.jsonl", encoding="utf-8") as file:
     for entry in map(json.loads, islice(file, 5)):
-        print(entry["file"], "line", entry["line"], *(problem["kind"] for problem in entry["problems"]))
+        for problem in entry["problems"][:1]:
+            print(f"{entry['file']} line {entry['line']}, {problem['field']}: {problem['kind']} -> {problem['todo']}")
 print(f"{card.rejected} rows refused")
 
 # %% [markdown]
@@ -186,7 +187,7 @@ fitting.write(lesson.run.data)
 print(fitting)
 
 # %% [markdown]
-# If all rows are far below `max_length`, a smaller value costs nothing.
+# If all rows are far below `max_length`, a smaller value saves memory and loses nothing.
 
 # %%
 import numpy
