@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,14 @@ def bare(folder: Path, python: str = sys.executable) -> Environment:
     return environment
 
 
+def stand_in(environment: Environment, package: str, version: str, needs: Sequence[str] = ()) -> None:
+    """Let pip find a package there, without its code."""
+    wheel = WHEELS["stand_in"](environment.folder, package, version, list(needs))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(environment.site())
+    wheel.unlink()
+
+
 def imitate(name: str, folder: Path) -> Environment:
     """An environment like that image: its Python if there is one here, its pip, stand-ins for all its packages."""
     environment = bare(folder, python_like(PYTHONS[name]))
@@ -113,12 +121,9 @@ def imitate(name: str, folder: Path) -> Environment:
         f"'pip=={image.pop('pip')}'])",
         **registry(),
     )
-    site = environment.site()
     for package, version in image.items():
-        wheel = WHEELS["stand_in"](folder, package, version, requires(package, version, image))
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(site)
-        wheel.unlink()
+        stand_in(environment, package, version, requires(package, version, image))
+    site = environment.site()
     for module in (packaging, psutil):  # their stand-ins have no code, and nbutils imports them
         (site / module.__name__).symlink_to(Path(module.__file__).parent)
     return environment
