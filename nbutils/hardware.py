@@ -22,6 +22,7 @@ from nbutils.paths import GIB
 BF16_FROM = (8, 0)  # torch.cuda.is_bf16_supported() also says yes on a T4, by emulation: never ask it
 VLLM_FROM = (7, 5)
 MAPS_MEMORY = 102  # CUDA's number for "virtual memory management supported"
+OUT_OF_MEMORY = re.compile(r"CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.DOTALL)
 VARLEN_FROM = (2, 10)  # the torch that has a kernel for packed rows
 
 
@@ -208,6 +209,25 @@ def engine(found: Card | None) -> Choice:
         "transformers",
         f"vLLM needs 7.5, {found.name} has {found.capability[0]}.{found.capability[1]}: `transformers serve` instead",
     )
+
+
+def out_of_memory(problem: BaseException) -> bool:
+    """Whether an error says that the card's memory did not suffice."""
+    import torch
+
+    known = isinstance(problem, torch.OutOfMemoryError)
+    return known or (isinstance(problem, RuntimeError) and bool(OUT_OF_MEMORY.search(str(problem))))
+
+
+def free_memory() -> None:
+    """Give back what nobody holds any more, to the card as well."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def peak_memory_gib() -> float:

@@ -77,7 +77,7 @@ def test_an_answer_says_whether_it_ended_by_itself(tiny: tuple[Any, Any]) -> Non
     [cut] = evaluation.generate(*tiny, samples(1), max_new_tokens=3, batch_size=1)
     [whole] = evaluation.generate(*tiny, samples(1), max_new_tokens=64, batch_size=1)
     assert not cut.stopped and len(cut.token_ids) == 3
-    assert whole.stopped and whole.token_ids[-1] in evaluation.stop_ids(*tiny)
+    assert whole.stopped and whole.token_ids[-1] in chat.find_stop_ids(tiny[1], tiny[0].generation_config)
 
 
 def test_an_answer_ends_at_its_first_stop_token() -> None:

@@ -433,7 +433,7 @@ def test_one_of_several_processes_does_not_climb_alone(tmp_path: Path) -> None:
     ],
 )
 def test_what_counts_as_out_of_memory(problem: Exception, expected: bool) -> None:
-    assert memory.out_of_memory(problem) is expected
+    assert hardware.out_of_memory(problem) is expected
 
 
 def descent(setting: Setting, **allowed: bool) -> list[tuple[int, int, str, int]]:

@@ -7,7 +7,7 @@ content, letters, alike, near: rows compared; splits: the data folder of a run; 
 
 from __future__ import annotations
 
-from nbutils.data.card import DataCard, load, read_card, row_to_show, show_problems, verify
+from nbutils.data.card import DataCard, load, read_card, row_to_show, show_problems, stored_rows, verify
 from nbutils.data.columns import Mapping, parse_mapping
 from nbutils.data.raw import Problem, Row, RowError
 from nbutils.data.reading import read_rows
@@ -30,5 +30,6 @@ __all__ = [
     "read_rows",
     "row_to_show",
     "show_problems",
+    "stored_rows",
     "verify",
 ]

@@ -26,7 +26,7 @@ from nbutils.data.near import Alike, NearDuplicates
 from nbutils.data.raw import Problem, RowError
 from nbutils.data.reading import FORMATS_TEXT, read_rows
 from nbutils.data.rows import ChatRow, check_row
-from nbutils.data.tally import REPEATED, Tally, columns_question, describe, labels, positive
+from nbutils.data.tally import REPEATED, Tally, columns_question, describe, entries, labels, positive
 from nbutils.errors import CourseError
 from nbutils.paths import write_json, write_text
 
@@ -196,7 +196,7 @@ class Build:
             return
         publish(self.folder / REJECTED, out / REJECTED)
         broken = [error for error in tally.first_errors if error.problems[0].kind not in REPEATED]
-        first = [f"    {describe(error)}" for error in broken[:SHOWN]]
+        first = [f"  {describe(entries(error)[0])}" for error in broken[:SHOWN]]
         unusable = f"{tally.rows - tally.accepted} of {tally.rows} rows of {self.asked['source']} cannot be used."
         allowed = f"rows with the columns {SHAPES_TEXT}; at least half of them sound"
         todo = f"mend the rows; all of them with their reasons are in {out / REJECTED}"

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from nbutils import dashboard
 from nbutils.data.private import find_private
 from nbutils.data.raw import RowError
-from nbutils.data.tally import REPEATED
+from nbutils.data.tally import REPEATED, describe, entries
 from nbutils.errors import CourseError
 from nbutils.paths import CHUNK
 
@@ -149,10 +149,11 @@ def verify(out: Path) -> DataCard:
 def load(out: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The verified train and eval rows."""
     verify(out)
-    return _rows(out / TRAIN), _rows(out / EVAL)
+    return stored_rows(out / TRAIN), stored_rows(out / EVAL)
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def stored_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file the course wrote."""
     with open(path, "rb") as file:
         return [json.loads(line) for line in file]
 
@@ -164,10 +165,7 @@ def row_to_show(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def show_problems(errors: Iterable[RowError]) -> None:
     """A table of problems: where, which field, what is wrong, what was seen, what to do."""
-    rows = [
-        {"line": error.line, "field": one.field, "problem": one.kind, "seen": one.seen, "to do": one.todo}
-        for error in errors
-        for one in error.problems
-    ]
-    lines = [f"line {r['line']}, {r['field']}: {r['problem']}, saw {r['seen']}\n    -> {r['to do']}" for r in rows]
-    dashboard.show_table(rows, text="\n".join(lines))
+    found = [entry for error in errors for entry in entries(error)]
+    columns = {"line": "line", "field": "field", "problem": "kind", "seen": "seen", "to do": "todo"}
+    rows = [{title: entry[name] for title, name in columns.items()} for entry in found]
+    dashboard.show_table(rows, text="\n".join(map(describe, found)))

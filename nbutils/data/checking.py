@@ -20,7 +20,7 @@ from nbutils.data.building import Build
 from nbutils.data.card import CARD, EVAL, REJECTED, TRAIN
 from nbutils.data.raw import shown
 from nbutils.data.splits import building, find_sources, licence_of, settings, sha256_of
-from nbutils.data.tally import Tally, columns_question
+from nbutils.data.tally import Tally, columns_question, describe, entries
 from nbutils.errors import CourseError
 from nbutils.platforms import network
 from nbutils.profiles import models
@@ -50,10 +50,7 @@ class Report:
         for problem in data["problems"]:
             first.setdefault(problem["kind"], problem)
         lines += ["", "The first of each kind:"] * bool(first)
-        lines += [
-            f"  {p['file']} line {p['line']}, {p['field']}: {p['kind']}, {p['seen']}\n      -> {p['todo']}"
-            for p in first.values()
-        ]
+        lines += [f"  {describe(problem)}" for problem in first.values()]
         lines += ["", "Worth a look (the rows are kept):"] * bool(data["examples"])
         lines += [f"  {text}" for text in data["examples"]]
         return "\n".join([*lines, "", *data["next"]])
@@ -102,11 +99,7 @@ def _write(build: Build, out: Path) -> str:
 
 def _facts(tally: Tally, lengths: dict[str, Any] | None) -> dict[str, Any]:
     """Everything a program may want to know, in one object."""
-    problems = [
-        {"file": e.file, "line": e.line, "field": p.field, "kind": p.kind, "seen": p.seen, "todo": p.todo}
-        for e in tally.first_errors
-        for p in e.problems
-    ]
+    problems = [entry for error in tally.first_errors for entry in entries(error)]
     more = {"files": tally.files, "problems": problems, "examples": tally.first_warnings, "lengths": lengths}
     return (
         tally.facts() | more | {"columns": [shown(name) for name in tally.unnamed] if tally.asks_for_columns() else []}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -95,21 +95,15 @@ class Mapping:
 
     def parts(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Every part that was named, with its columns."""
-        for field in fields(self):
+        for field in fields(Mapping):
             if names := getattr(self, field.name):
                 yield field.name, names
 
 
-class Layout(NamedTuple):
-    """The columns of one kind of row by what they hold, under the names the file gives them."""
+@dataclass(frozen=True)
+class Layout(Mapping):
+    """A mapping as the file has it: the columns by their own names, those of media, and what is wrong with them."""
 
-    user: tuple[str, ...] = ()
-    assistant: tuple[str, ...] = ()
-    system: tuple[str, ...] = ()
-    reasoning: tuple[str, ...] = ()
-    messages: tuple[str, ...] = ()
-    tools: tuple[str, ...] = ()
-    history: tuple[str, ...] = ()
     media: tuple[str, ...] = ()
     problem: Problem | None = None
 
@@ -159,8 +153,8 @@ def layout_of(columns: tuple[str, ...], mapping: Mapping | None = None) -> Layou
     named: dict[str, Any] = {
         part: tuple(name if name in columns else known[_plain(name)] for name in names) for part, names in parts.items()
     }
-    layout = Layout(**named) if "user" in named or "messages" in named else _automatic(known)._replace(**named)
-    return layout if layout.problem else layout._replace(problem=_rivals(layout, columns, parts))
+    layout = Layout(**named) if "user" in named or "messages" in named else replace(_automatic(known), **named)
+    return layout if layout.problem else replace(layout, problem=_rivals(layout, columns, parts))
 
 
 def _rivals(layout: Layout, columns: tuple[str, ...], parts: dict[str, tuple[str, ...]]) -> Problem | None:
@@ -188,7 +182,7 @@ def _automatic(known: dict[str, str]) -> Layout:
     shapes = _matching(known)
     if len(lists) + len(shapes) > 1:
         names = ", ".join([*lists, *map(str, shapes)])
-        todo = _example(known.values())
+        todo = advice(known.values())
         return Layout(problem=Problem("ambiguous_columns", ", ".join(known.values()), f"fits {names}", todo))
     if not lists and not shapes:
         return Layout(problem=_unmatched(known))
@@ -199,10 +193,10 @@ def _automatic(known: dict[str, str]) -> Layout:
     media = tuple(known[name] for name in MEDIA if name in known)
     rest = Layout(system=first(SYSTEM), tools=first(TOOLS), history=first(HISTORY), media=media)
     if lists:
-        return rest._replace(messages=(known[lists[0]],))
+        return replace(rest, messages=(known[lists[0]],))
     question, answer, extra = shapes[0]
     user = tuple(known[name] for name in (question, extra) if name and name in known)
-    return rest._replace(user=user, assistant=(known[answer],), reasoning=first(REASONING))
+    return replace(rest, user=user, assistant=(known[answer],), reasoning=first(REASONING))
 
 
 def _matching(known: dict[str, str]) -> list[Shape]:
@@ -217,7 +211,7 @@ def _matching(known: dict[str, str]) -> list[Shape]:
 
 def _unmatched(known: dict[str, str]) -> Problem:
     """The missing half of a shape, or the columns nobody knows."""
-    names, todo = ", ".join(known.values()), _example(known.values())
+    names, todo = ", ".join(known.values()), advice(known.values())
     for shape in SHAPES:
         for there, absent in ((shape.question, shape.answer), (shape.answer, shape.question)):
             if there in known and len(there) > 1:  # a column called "a" may be anything
@@ -230,7 +224,7 @@ def writable(name: str) -> bool:
     return name == name.strip() and name != "" and not _SIGNS.search(name)
 
 
-def suggested(columns: Collection[str]) -> tuple[str, str]:
+def _suggested(columns: Collection[str]) -> tuple[str, str]:
     """Columns whose names are a known pair, or sound like a question and an answer; dots where they do not tell."""
     names = [name for name in columns if writable(name)]
     known = {_plain(name): name for name in reversed(names)}
@@ -242,11 +236,11 @@ def suggested(columns: Collection[str]) -> tuple[str, str]:
     return (questions[0], answers[-1]) if questions and answers else ("…", "…")
 
 
-def _example(columns: Collection[str]) -> str:
+def advice(columns: Collection[str]) -> str:
     """How the learner names the columns, with columns of theirs as an example where their names tell."""
     if len([name for name in columns if writable(name)]) < 2 <= len(columns):
         return _say({"user": tuple(columns)})
-    question, answer = suggested(columns)
+    question, answer = _suggested(columns)
     return _say({"user": [question], "assistant": [answer]})
 
 

@@ -32,7 +32,7 @@ def line_of(row: ChatRow) -> bytes:
 
 def rejected_line(error: RowError) -> bytes:
     """A rejected row with its problems as one line of JSON, whatever it holds."""
-    problems = [{"kind": p.kind, "field": p.field, "seen": p.seen, "todo": p.todo} for p in error.problems]
+    problems = [vars(problem) for problem in error.problems]
     entry = {"file": error.file, "line": error.line, "problems": problems, "row": error.raw}
     try:
         text = json.dumps(entry, ensure_ascii=False, default=str)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nbutils.data.columns import suggested
+from nbutils.data.columns import advice
 from nbutils.data.raw import Problem, RowError, shown
 from nbutils.data.rows import ChatRow
 
@@ -21,6 +21,7 @@ BIN_NAMES = (*(f"<={edge}" for edge in BINS), f">{BINS[-1]}")
 CJK = re.compile(r"[\u3400-\u9fff]")
 NO_LETTERS = bytes(code for code in range(128) if not chr(code).isalpha())
 REPEATED = ("duplicate", "leak", "near_duplicate", "near_leak")
+MAPPING_HINT = '("user=a+b" joins two columns, "system=c" may be added)'
 SHOWN = 3  # rows of each kind that are kept to be shown
 
 
@@ -148,10 +149,15 @@ def labels(files: Iterable[Path]) -> dict[Path, str]:
     return names
 
 
-def describe(error: RowError) -> str:
-    """The first problem of a row on one line: where, what, what to do."""
-    problem = error.problems[0]
-    return f"{error.file} line {error.line}, {problem.field}: {problem.kind}, saw {problem.seen}; {problem.todo}"
+def entries(error: RowError) -> list[dict[str, Any]]:
+    """The problems of a row, each with its place, as programs get them."""
+    return [{"file": error.file, "line": error.line, **vars(problem)} for problem in error.problems]
+
+
+def describe(entry: dict[str, Any]) -> str:
+    """One problem for people: where, what, and below it what to do."""
+    where = f"{entry['file']} line {entry['line']}, {entry['field']}"
+    return f"{where}: {entry['kind']}, saw {entry['seen']}\n      -> {entry['todo']}"
 
 
 def _by_its_columns(problem: Problem, row: dict[str, Any]) -> bool:
@@ -163,11 +169,7 @@ def _by_its_columns(problem: Problem, row: dict[str, Any]) -> bool:
 def columns_question(row: dict[str, Any]) -> tuple[str, str]:
     """The columns of a row with an example of each (masked), and the line that names which is which."""
     columns = [f"    {shown(name)}: {_example(value)}" for name, value in list(row.items())[:12]]
-    mapping = '"user={}, assistant={}"'.format(*suggested([name for name in row if shown(name) == name]))
-    asked = (
-        f"say which column is the question and which the answer: COLUMNS = {mapping} in lesson 02, or "
-        f'--columns {mapping} on the command line ("user=a+b" joins two columns, "system=c" may be added)'
-    )
+    asked = f"{advice([name for name in row if shown(name) == name])} {MAPPING_HINT}"
     return "\n".join(["  The columns, with what the first such row holds:", *columns]), asked
 
 

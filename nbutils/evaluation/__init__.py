@@ -7,7 +7,7 @@ Not here: network judges, or loading models (the lessons do that).
 
 from __future__ import annotations
 
-from nbutils.evaluation.answers import Answer, Message, generate, reach, stop_ids
+from nbutils.evaluation.answers import Answer, Message, generate, reach
 from nbutils.evaluation.comparing import Outcome, aligned, score_table
 from nbutils.evaluation.drawing import plot
 from nbutils.evaluation.exam import Exam, Result
@@ -18,6 +18,6 @@ from nbutils.evaluation.scores import before_after_table, exact_match
 
 __all__ = [
     "Answer", "Exam", "Harness", "Message", "Outcome", "Result", "about", "aligned", "before_after_table",
-    "exact_match", "general_rows", "generate", "plot", "questions_of", "reach", "score_table", "stop_ids",
+    "exact_match", "general_rows", "generate", "plot", "questions_of", "reach", "score_table",
     "write_report",
 ]  # fmt: skip

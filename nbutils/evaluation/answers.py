@@ -6,11 +6,11 @@ Not here: loading models (the lessons do that), keeping answers over a restart (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbutils.chat import View
+from nbutils import hardware
+from nbutils.chat import View, find_stop_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ def answer_prompts(
     """Answers to numbered prompts, batch by batch, the longest first: if memory is short, that shows at once."""
     from tqdm.auto import tqdm
 
-    stops = stop_ids(model, tokenizer)
+    stops = sorted(find_stop_ids(tokenizer, model.generation_config))
     order = sorted(prompts, key=lambda number: -len(prompts[number]))
 
     def work(batch: list[int]) -> list[list[int]]:
@@ -86,32 +86,16 @@ def in_batches(
         try:
             results = work(batch)
         except RuntimeError as problem:
-            if len(batch) == 1 or not _out_of_memory(problem):
+            if len(batch) == 1 or not hardware.out_of_memory(problem):
                 raise
             batch_size = len(batch) // 2
             print(f"out of memory with {len(batch)} rows at a time: going on with {batch_size}")
             results = []
         if not results:
-            _free_memory()  # out here, where the failed call's tensors are no longer held by its error
+            hardware.free_memory()  # out here, where the failed call's tensors are no longer held by its error
             continue
         yield batch, results
         at += len(batch)
-
-
-def _out_of_memory(problem: RuntimeError) -> bool:
-    import torch
-
-    return isinstance(problem, torch.OutOfMemoryError) or "out of memory" in str(problem)
-
-
-def _free_memory() -> None:
-    import gc
-
-    import torch
-
-    gc.collect()
-    with suppress(RuntimeError):
-        torch.cuda.empty_cache()
 
 
 def _generate_batch(
@@ -130,14 +114,6 @@ def _generate_batch(
             pad_token_id=pad, eos_token_id=stops, use_cache=True,
         )  # fmt: skip
     return [_until_stop(row, stops) for row in outputs[:, width:].tolist()]
-
-
-def stop_ids(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end an answer, from the generation config (what a server reads) or else the tokenizer."""
-    configured = model.generation_config.eos_token_id
-    if configured is None:
-        configured = tokenizer.eos_token_id
-    return list(configured) if isinstance(configured, list | tuple) else [configured]
 
 
 def _until_stop(ids: list[int], stops: list[int]) -> list[int]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbutils.chat import View, training_format
+from nbutils.chat import View, find_stop_ids, training_format
 from nbutils.errors import CourseError
 from nbutils.evaluation import keeping, scores
-from nbutils.evaluation.answers import Answer, Row, answer_prompts, greedy, stop_ids
+from nbutils.evaluation.answers import Answer, Row, answer_prompts, greedy
 from nbutils.evaluation.control import beyond_others
 from nbutils.evaluation.losses import Encoded, RowLoss, encode_rows, row_losses
 from nbutils.evaluation.rows import fitting_rows, general_rows, prompts_of, questions_of, reference_of
@@ -140,7 +140,8 @@ class Exam:
         return [score(text, reference) for text, reference in zip(texts, self.references, strict=True)]
 
     def _answers(self, name: str, model: Any, mark: Any, server: Running | None) -> list[Answer]:
-        size, decided_by = self.size, self._decided_by(mark, stops=stop_ids(model, self.tokenizer))
+        stops = sorted(find_stop_ids(self.tokenizer, model.generation_config))
+        size, decided_by = self.size, self._decided_by(mark, stops=stops)
         ask = partial(_generated, model, self.tokenizer, size)
         if server:
             ask = partial(server.answers, max_tokens=size.max_new_tokens)
@@ -149,13 +150,17 @@ class Exam:
         return keeping.resumed(self._file("answers", name, server, "jsonl"), decided_by, self.prompts, ask)
 
     def _losses(self, name: str, model: Any, mark: Any) -> list[RowLoss]:
-        encoded = encode_rows(self.view, self.rows)
-        decided_by = self._decided_by(mark, rows=keeping.digest([asdict(row) for row in encoded]))
-        made = keeping.once(self._file("losses", name, None, "json"), decided_by, partial(self._lost, model, encoded))
+        decided_by = self._decided_by(mark, rows=keeping.digest([asdict(row) for row in self._encoded]))
+        made = keeping.once(self._file("losses", name, None, "json"), decided_by, partial(self._lost, model))
         return [RowLoss(*pair) for pair in made]
 
-    def _lost(self, model: Any, encoded: list[Encoded]) -> list[list[float]]:
-        return [[row.total, row.tokens] for row in row_losses(model, encoded, self.size.batch_size)]
+    @cached_property
+    def _encoded(self) -> list[Encoded]:
+        """The rows as training sees them, rendered once for all models."""
+        return encode_rows(self.view, self.rows)
+
+    def _lost(self, model: Any) -> list[list[float]]:
+        return [[row.total, row.tokens] for row in row_losses(model, self._encoded, self.size.batch_size)]
 
     def _decided_by(self, mark: Any, **more: Any) -> dict[str, Any]:
         return {"model": mark, "dtype": self.dtype, "max_new_tokens": self.size.max_new_tokens, **more}

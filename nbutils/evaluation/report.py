@@ -7,14 +7,13 @@ Not here: any number that was not measured elsewhere.
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils import record
-from nbutils.data.private import mask
+from nbutils.data.raw import shown
 from nbutils.evaluation.comparing import SHOWN, Outcome
 from nbutils.evaluation.drawing import as_svg
 from nbutils.evaluation.exam import Exam
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from nbutils.lessons import Lesson
 
 SAMPLES, WORST = 6, 6
-HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")  # shown as \x00
 LONGEST = 1200  # characters of a text that are shown
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5d6675; --line: #d9dee6; --card: #f5f7fa; --page: #fff;
@@ -141,7 +139,7 @@ def _line(name: str, text: str, mark: str = "") -> str:
 
 
 def _text(value: Any) -> str:
-    text = HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), mask(str(value or "")))
+    text = "\n".join(map(shown, str(value or "").split("\n")))
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text)} characters)"
 
 

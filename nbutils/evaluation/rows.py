@@ -5,11 +5,11 @@ Not here: asking them (exam).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from nbutils.chat import View
 from nbutils.chat.rendering import common_length
+from nbutils.data import stored_rows
 from nbutils.errors import CourseError
 from nbutils.evaluation.answers import Message, Row
 from nbutils.paths import SAMPLES
@@ -48,8 +48,7 @@ def fitting_rows(view: View, rows: list[Row], new_tokens: int, limit: int) -> li
 
 def general_rows() -> list[Row]:
     """Everyday questions in Chinese and English that have nothing to do with any training data of the course."""
-    with open(SAMPLES / "general.jsonl", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    return stored_rows(SAMPLES / "general.jsonl")
 
 
 def reference_of(view: View, row: Row) -> str:

@@ -7,11 +7,11 @@ and log go on as if nothing had happened. Not here: what the rungs are (rungs), 
 from __future__ import annotations
 
 import copy
-import gc
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbutils import hardware
 from nbutils.errors import CourseError
 from nbutils.training import memory, rungs
 from nbutils.training.live import replace_bars
@@ -60,7 +60,7 @@ def _attempt(trainer: Trainer, resume_from: Path | None) -> str:
     try:
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     except Exception as problem:
-        if not memory.out_of_memory(problem):
+        if not hardware.out_of_memory(problem):
             raise
         return str(problem).strip() or "out of memory"
     return ""
@@ -180,9 +180,8 @@ def _let_go(trainer: Any) -> None:
         if (bar := getattr(callback, "training_bar", None)) is not None:
             bar.close()
             callback.training_bar = None
-    gc.collect()
+    hardware.free_memory()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()  # the peak that is told in the end is that of the settings that fit
 
 

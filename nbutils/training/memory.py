@@ -21,16 +21,6 @@ from nbutils.training.rungs import Setting
 if TYPE_CHECKING:
     from nbutils.lessons import Lesson
 
-OUT_OF_MEMORY = re.compile(r"CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.DOTALL)
-
-
-def out_of_memory(problem: BaseException) -> bool:
-    """Whether an error says that the card's memory did not suffice."""
-    import torch
-
-    known = isinstance(problem, torch.OutOfMemoryError)
-    return known or (isinstance(problem, RuntimeError) and bool(OUT_OF_MEMORY.search(str(problem))))
-
 
 def oom_rungs(lesson: Lesson) -> list[dict[str, Any]]:
     """Every rung this run took, in all its sessions, for facts.json; what is damaged does not count."""
