@@ -74,6 +74,7 @@ def test_shuffled_answers_do_not_though_loss_and_f1_improve(
     exam, base = before
     tuned = exam.sit("shuffled", trained_on(shuffled(rows_of("train.jsonl")), tmp_path), "shuffled")
     outcome = evaluation.Outcome([base, tuned])
+    print(outcome.text())  # the numbers README quotes; pytest -s shows them
     for score in ("character_f1", "rouge_l"):  # what a naive report would call a success
         assert outcome.changes[score].estimate.low > 0.2 and outcome.changes[score].p < 0.001
     assert outcome.changes["loss"].estimate.high < -2
