@@ -101,10 +101,16 @@ def in_batches(
 def _generate_batch(
     model: Any, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int, stops: list[int]
 ) -> list[list[int]]:
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
+    return generate_ids(model, prompts, max_new_tokens, stops, pad)
+
+
+def generate_ids(
+    model: Any, prompts: Sequence[list[int]], max_new_tokens: int, stops: list[int], pad: int
+) -> list[list[int]]:
     """One left-padded batch; each output ends at its first stop token."""
     import torch
 
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)

@@ -1,0 +1,21 @@
+"""Is it still the same model? The same texts through every form of it, and how far their predictions are apart.
+
+fixed: the texts; reading, served: what one model makes of them; keeping: all readings of a run; gaps: two readings
+compared; judging: what that means, in words; fitting: how a model is loaded that is larger than the card.
+Not here: merging or exporting a model, or asking whether the tuning helped (evaluation).
+"""
+
+from __future__ import annotations
+
+from nbutils.parity.fitting import Room, room_for
+from nbutils.parity.fixed import Fixed, fixed_set
+from nbutils.parity.gaps import Gap, gap
+from nbutils.parity.judging import ALLOWED, Report, report
+from nbutils.parity.keeping import Readings
+from nbutils.parity.reading import Reading, measure
+from nbutils.parity.served import measure_server
+
+__all__ = [
+    "ALLOWED", "Fixed", "Gap", "Reading", "Readings", "Report", "Room", "fixed_set", "gap", "measure",
+    "measure_server", "report", "room_for",
+]  # fmt: skip

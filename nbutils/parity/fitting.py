@@ -1,0 +1,74 @@
+"""A model that may be larger than the card: whether it fits, and if not, how its logits are computed all the same.
+
+Not here: loading it (the lesson does), or what fits for training (plan).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbutils.disk import require_disk
+from nbutils.paths import GIB
+
+WORK_GIB = 1.5  # beside the weights: CUDA itself, the activations of the fixed set and its logits
+SPARE_RAM_GIB = 2.0  # for this program and its neighbours
+LOADED = 1.1  # weights as loaded, with what torch leaves between them
+
+
+@dataclass(frozen=True)
+class Room:
+    """Whether the unquantised model fits, why, and what `from_pretrained` is given to load it in any case."""
+
+    fits: bool
+    reason: str
+    wide: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The reading that the model of the exam gives."""
+        return "full" if self.fits else "4bit"
+
+
+def decide(gib: float, card_gib: float | None, ram_gib: float) -> tuple[bool, dict[int | str, str]]:
+    """Whether weights of this size fit into the free memory, else how much of card and RAM they may take.
+
+    The rest of them then lies on disk, and a run through the model reads it from there.
+    """
+    if card_gib is None:
+        allowed = max(0.0, ram_gib - SPARE_RAM_GIB)
+        return gib * LOADED <= allowed, {"cpu": _mib(allowed / 2)}
+    fits = gib * LOADED + WORK_GIB <= card_gib
+    return fits, {0: _mib(card_gib - 2 * WORK_GIB), "cpu": _mib((ram_gib - SPARE_RAM_GIB) / 2)}
+
+
+def _mib(gib: float) -> str:
+    return f"{max(0, int(gib * 1024))}MiB"
+
+
+def room_for(gib: float, card: Any, scratch: Path) -> Room:
+    """The same for this machine as it is now; `scratch` takes what neither card nor RAM can hold."""
+    import psutil
+
+    free, ram = _free_on_card() if card else None, psutil.virtual_memory().available / GIB
+    fits, memory = decide(gib, free, ram)
+    place, here = ("the card", free) if free is not None else ("RAM", ram)
+    if fits:
+        reason = f"{gib:.1f} GiB of weights fit into {place} ({here:.1f} GiB free)"
+        return Room(True, reason, {"device_map": {"": 0 if card else "cpu"}})
+    require_disk(scratch, gib, "what card and RAM cannot hold of the model")
+    reason = (
+        f"{gib:.1f} GiB of weights do NOT fit into {place} ({here:.1f} GiB free): every model sits the exam in 4 bits, "
+        f"and the unquantised one is run once over the fixed set, piece by piece from RAM and disk"
+    )
+    return Room(False, reason, {"device_map": "auto", "max_memory": memory, "offload_folder": str(scratch)})
+
+
+def _free_on_card() -> float:
+    import torch
+
+    from nbutils import hardware
+
+    hardware.free_memory()
+    return float(torch.cuda.mem_get_info()[0]) / GIB

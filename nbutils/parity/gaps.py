@@ -1,0 +1,81 @@
+"""How far two readings are apart: Kullback-Leibler divergence in nats per token, the same choices, the same answers.
+
+Not here: how far is too far (judging).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nbutils.errors import CourseError
+
+if TYPE_CHECKING:
+    import torch
+
+    from nbutils.parity.reading import Reading
+
+NOTHING = -1  # in place of a token: servers name more of them at some positions than at others
+RESOLVED = 1e-6  # a sum of float32 probabilities is not known better than this
+
+
+@dataclass(frozen=True)
+class Gap:
+    """`mean` and `worst` are nats for a token; `coarse` says that only the likeliest tokens were known, all others as
+    one: that is a lower bound, and a close one where they hold most of the probability."""
+
+    mean: float
+    worst: float
+    same_choices: int
+    positions: int
+    same_answers: int | None = None
+    answers: int = 0
+    coarse: bool = False
+
+
+def gap(reference: Reading, other: Reading) -> Gap:
+    """How much is lost if `other` predicts in place of `reference`."""
+    import torch
+
+    if len(reference.logs) != len(other.logs):
+        raise CourseError(
+            f"one reading has {len(reference.logs)} positions, the other {len(other.logs)}.",
+            "readings of one fixed set", "measure both again with the same set",
+        )  # fmt: skip
+    coarse = reference.tokens is not None or other.tokens is not None
+    each = _coarse if coarse else _exact
+    values = torch.tensor([max(0.0, each(reference, other, place)) for place in range(len(reference.logs))])
+    same = sum(one == two for one, two in zip(reference.choices, other.choices, strict=True))
+    said = None
+    if reference.answers is not None and other.answers is not None:
+        said = sum(one == two for one, two in zip(reference.answers, other.answers, strict=True))
+    asked = len(reference.answers or []) if said is not None else 0
+    return Gap(float(values.mean()), float(values.max()), same, len(values), said, asked, coarse)
+
+
+def _exact(reference: Reading, other: Reading, place: int) -> float:
+    import torch
+
+    log_p, log_q = reference.logs[place].double(), other.logs[place].double()
+    terms = log_p.exp() * (log_p - log_q)
+    return float(torch.where(log_p == -torch.inf, 0.0, terms).sum())  # what is impossible on both sides adds nothing
+
+
+def _coarse(reference: Reading, other: Reading, place: int) -> float:
+    """Over the tokens both sides know, and all the rest as one: grained alike, so it never exceeds the true value."""
+    known = [set(one.tokens[place].tolist()) for one in (reference, other) if one.tokens is not None]
+    shared = sorted(set.intersection(*known) - {NOTHING})
+    log_p, log_q = (_logs_of(one, place, shared) for one in (reference, other))
+    rest_p, rest_q = (max(RESOLVED, 1 - float(logs.exp().sum())) for logs in (log_p, log_q))
+    return float((log_p.exp() * (log_p - log_q)).sum()) + rest_p * math.log(rest_p / rest_q)
+
+
+def _logs_of(reading: Reading, place: int, tokens: list[int]) -> torch.Tensor:
+    """The log-probabilities of these tokens, every one of which the reading knows."""
+    import torch
+
+    if reading.tokens is None:
+        return reading.logs[place][tokens].double()
+    where = {token: column for column, token in enumerate(reading.tokens[place].tolist())}
+    return reading.logs[place][torch.tensor([where[token] for token in tokens], dtype=torch.long)].double()
