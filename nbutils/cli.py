@@ -172,3 +172,27 @@ def serve_env() -> None:
 
     made = serving.ensure_environment(hardware.engine(hardware.card()).value)
     print(f"serving environment: {made.engine}, {made.python}")
+
+
+@app.command("bench-serve")
+@click.option("--model", type=click.Path(file_okay=False, path_type=Path), help="A model folder; it is served here.")
+@click.option("--url", default="", help="A server that is running; its key, if it has one, in VLLM_API_KEY.")
+@click.option("--name", default="", help="The model's name on that server; default: the first it has.")
+@click.option("--concurrency", default="1,8,32,128", help="How many ask at once, with commas between.")
+@click.option("--prompt-tokens", type=click.IntRange(1), default=128)
+@click.option("--answer-tokens", type=click.IntRange(2), default=128)
+@click.option("--rivals", default="generate,transformers-serve", help="What --model is measured against; '' for none.")
+@click.option("--out", type=click.Path(path_type=Path), help="A folder for bench.json and bench.png.")
+@click.option("--json", "as_json", is_flag=True, help="The numbers as JSON, for programs; progress goes to stderr.")
+def bench_serve(as_json: bool, concurrency: str, prompt_tokens: int, answer_tokens: int, **wishes: Any) -> None:
+    """Measure how fast a model is served: throughput, first token, time per token, latency, errors."""
+    import json
+    from contextlib import nullcontext, redirect_stdout
+
+    from nbutils.bench import Settings, asking
+
+    settings = Settings(asking.levels_in(concurrency), prompt_tokens, answer_tokens)
+    wishes["rivals"] = [name for name in wishes["rivals"].split(",") if name]
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        board = asking.answer(settings=settings, **wishes)
+    print(json.dumps(board.as_dict(), indent=2)) if as_json else board.show()

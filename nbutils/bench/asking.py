@@ -1,0 +1,183 @@
+"""`python -m nbutils bench-serve`: one model, every engine, one file of results; also for benchmarks/serve.py.
+
+Not here: the measuring itself (load, rivals). Every step is kept when it is done, and one that fails stops no other.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nbutils import hardware, profiles, serving
+from nbutils.bench import limits, rivals
+from nbutils.bench.board import Board
+from nbutils.bench.load import Target, find_target, measure
+from nbutils.bench.numbers import Level
+from nbutils.bench.prompts import Settings
+from nbutils.errors import CourseError
+from nbutils.paths import make_folder
+
+RIVALS = ("generate", "transformers-serve")
+BATCHES = (1, 32)
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+MOST = 4096
+SLACK = 16  # tokens of room beyond prompt and answer
+
+
+class Clock:
+    """How long there is; 0 means as long as it takes."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.ends = time.monotonic() + seconds if seconds else float("inf")
+
+    @property
+    def left(self) -> float:
+        """Seconds until the time is up."""
+        return self.ends - time.monotonic()
+
+    def taken(self, levels: Iterator[Level]) -> Iterator[Level]:
+        """As many levels as there is time for; the last one begun is finished."""
+        while self.left > 0 and (level := next(levels, None)):
+            yield level
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One model folder on this machine, and the board its numbers go to."""
+
+    folder: Path
+    board: Board
+    clock: Clock = field(default_factory=Clock)
+    card: hardware.Card | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The precision every engine computes in."""
+        return DTYPES[hardware.precision(self.card).value]
+
+    def generate(self) -> None:
+        """Plain generate, in a process of its own, whose memory is free again when it ends."""
+        settings = self.board.settings
+        prompts = settings.prompts(tokenizer_of(self.folder), max(BATCHES))
+        work = partial(rivals.alone, self.folder, self.dtype, prompts, settings.answer_tokens, BATCHES)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found = pool.submit(work).result()
+        self.board.about |= {"copy_bytes_per_second": found["bandwidth"]} if found["bandwidth"] else {}
+        self.board.add(found["levels"])
+
+    def vllm(self, name: str, folder: Path) -> None:
+        """vLLM with its defaults; only what the prompts need is set."""
+        settings, engine = self.board.settings, hardware.engine(self.card).value
+        flags: dict[str, Any] = {
+            "served-model-name": "bench", "dtype": self.dtype, "max-num-seqs": max(settings.concurrency),
+            "max-model-len": settings.prompt_tokens + settings.answer_tokens + SLACK,
+        }  # fmt: skip
+        flags |= {"enforce-eager": True} if engine == "vllm-cpu" else {}
+        if bandwidth := self.board.about.get("copy_bytes_per_second"):
+            self.board.limit(name, limits.limit(folder, bandwidth))
+        with serving.Server(folder, engine, flags=flags) as server:
+            levels = measure(target_of(server), name, settings, tokenizer_of(folder))
+            self.board.add(self.clock.taken(levels))
+
+    def transformers(self) -> None:
+        """`transformers serve`, with its continuous batching where there is a card; fewer requests, as it is slow."""
+        few = [many for many in self.board.settings.concurrency if many <= max(BATCHES)]
+        settings = replace(self.board.settings, concurrency=tuple(few) or (1,), rounds=1, least=2)
+        device = "cuda:0" if self.card else "cpu"
+        flags = {"dtype": self.dtype, "device": device, "continuous-batching": self.card is not None}
+        with serving.Server(self.folder, "transformers", flags=flags) as server:
+            levels = measure(target_of(server), "transformers serve", settings, tokenizer_of(self.folder))
+            self.board.add(self.clock.taken(levels))
+
+
+def answer(
+    model: Path | None, url: str, name: str, settings: Settings, rivals: Sequence[str], out: Path | None
+) -> Board:
+    """What the command line asks for: a model folder with its rivals, or a server that is running."""
+    if not (model or url):
+        raise CourseError("neither a model nor a server was named.", "--model FOLDER, or --url URL", "give one of them")
+    if out:
+        make_folder(out, "the results")
+    board = Board(out / "bench.json" if out else None, settings, {})
+    bench_url(url, name, model, board) if url else bench_model(Path(model or ""), board, wanted=rivals)
+    if out:
+        board.plot(out / "bench.png")
+    return board
+
+
+def levels_in(text: str) -> tuple[int, ...]:
+    """`1,8,32` as numbers."""
+    parts = [part.strip() for part in text.split(",")]
+    if wrong := [part for part in parts if not part.isdecimal() or not 1 <= int(part) <= MOST]:
+        raise CourseError(
+            f"--concurrency has {', '.join(map(repr, wrong))}.", f"numbers from 1 to {MOST} with commas between",
+            "write it like 1,8,32",
+        )  # fmt: skip
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def bench_url(url: str, name: str, model: Path | None, board: Board) -> Board:
+    """Measure a server that is already running; an API key is taken from VLLM_API_KEY."""
+    target = find_target(url, name, os.environ.get("VLLM_API_KEY") or None)
+    board.add(measure(target, "vllm" if target.vllm else "server", board.settings, tokenizer_of(model)))
+    return board
+
+
+def bench_model(
+    folder: Path,
+    board: Board,
+    *,
+    wanted: Sequence[str] = RIVALS,
+    variants: Mapping[str, Path] | None = None,
+    seconds: float = 0.0,
+) -> Board:
+    """Measure a model folder: plain generate, vLLM, vLLM with other forms of the same model, `transformers serve`."""
+    if unknown := [name for name in wanted if name not in RIVALS]:
+        raise CourseError(f"rivals are {', '.join(unknown)}.", ", ".join(RIVALS), "leave --rivals away for both")
+    hardware.share_processors()
+    clock, card = Clock(seconds), hardware.card()
+    bench = Bench(Path(profiles.model_folder(folder)), board, clock, card)
+    board.about |= {"model": bench.folder.name, "dtype": bench.dtype, "machine": card.name if card else "cpu"}
+    steps: dict[str, Callable[[], None]] = {"generate": bench.generate} if "generate" in wanted else {}
+    if hardware.engine(card).value != "transformers":
+        forms = {"vllm": bench.folder} | {f"vllm {name}": Path(place) for name, place in (variants or {}).items()}
+        steps |= {name: partial(bench.vllm, name, place) for name, place in forms.items()}
+    if "transformers-serve" in wanted or hardware.engine(card).value == "transformers":
+        steps["transformers serve"] = bench.transformers
+    run_steps(steps, board, clock)
+    return board
+
+
+def run_steps(steps: Mapping[str, Callable[[], None]], board: Board, clock: Clock) -> None:
+    """One after the other; what fails or has no time left is written down, and the others go on."""
+    for name, step in steps.items():
+        if clock.left <= 0:
+            board.leave_out(name, "the time was up")
+            continue
+        print(f"{name}:", flush=True)
+        try:
+            step()
+        except Exception as problem:  # an engine may fail in any way; what was measured before it counts
+            board.leave_out(name, str(problem) if isinstance(problem, CourseError) else repr(problem))
+
+
+def target_of(server: Any) -> Target:
+    """A server of this course as a target."""
+    vllm = server.environment.engine != "transformers"
+    return Target(server.url, server.model_name, vllm, getattr(server, "api_key", None))
+
+
+def tokenizer_of(folder: Path | None) -> Any:
+    """The tokenizer of a model folder; None where there is no folder."""
+    if folder is None:
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
