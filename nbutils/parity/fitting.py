@@ -5,6 +5,7 @@ Not here: loading it (the lesson does), or what fits for training (plan).
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def room_for(gib: float, card: Any, scratch: Path) -> Room:
     if fits:
         reason = f"{gib:.1f} GiB of weights fit into {place} ({here:.1f} GiB free)"
         return Room(True, reason, {"device_map": {"": 0 if card else "cpu"}})
+    warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # PEFT loads those once more, and rightly
     require_disk(scratch, gib, "what card and RAM cannot hold of the model")
     reason = (
         f"{gib:.1f} GiB of weights do NOT fit into {place} ({here:.1f} GiB free): every model sits the exam in 4 bits, "

@@ -143,7 +143,7 @@ class Report:
             return
         raise CourseError(
             self.verdict if self.lines else "nothing was compared.",
-            f"at most {ALLOWED[self.dtype]:g} nats per token in {self.dtype}, and nearer to the adapter than the base is",
+            f"at most {ALLOWED[self.dtype]:g} nats per token in {self.dtype}, and nearer to the adapter than the base",
             "delete the merged folder and run lesson 04 again; if it stays: an adapter that hardly learned is lost in "
             "rounding (train longer), else adapter and base do not belong together",
         )

@@ -67,7 +67,7 @@ def _logs(model: Any, fixed: Fixed, batch: list[int]) -> list[torch.Tensor]:
     ids = torch.tensor([[fixed.pad] * (width - len(text)) + text for text in texts], device=device)
     mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)
     places = (mask.cumsum(-1) - 1).clamp(min=0)
-    with torch.inference_mode():
+    with torch.no_grad():  # not inference_mode: weights read from disk meanwhile would stay bound to it
         logits = model(
             input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False, logits_to_keep=max(counts)
         ).logits

@@ -1,0 +1,407 @@
+"""parity: the same model is found to be the same, a changed one is not, whoever computes it and wherever it lies."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nbutils import evaluation, parity, paths
+from nbutils.errors import CourseError
+from nbutils.evaluation import general_rows
+from nbutils.parity import fitting, fixed, judging
+from nbutils.parity.reading import Reading
+from nbutils.profiles.schema import Evaluation
+
+SIZE = Evaluation(batch_size=8, max_new_tokens=16, rows=0)
+KEY = "not-a-secret-only-a-test"
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter on every linear layer, with random weights in both matrices."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    folder = tmp_path_factory.mktemp("adapter")
+    fresh = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32")
+    get_peft_model(fresh, lora).save_pretrained(folder)
+    return folder
+
+
+def with_adapter(adapter: Path, dtype: str = "float32", **kind: Any) -> Any:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype=dtype, **kind)
+    return PeftModel.from_pretrained(model, adapter, **kind)
+
+
+@pytest.fixture(scope="module")
+def exam(tmp_path_factory: pytest.TempPathFactory) -> evaluation.Exam:
+    from transformers import AutoTokenizer
+
+    run, tokenizer = tmp_path_factory.mktemp("run"), AutoTokenizer.from_pretrained(paths.TINY_MODEL)
+    return evaluation.Exam(run, tokenizer, general_rows()[:30], SIZE, "float32", limit=256)
+
+
+@pytest.fixture(scope="module")
+def texts(exam: evaluation.Exam) -> parity.Fixed:
+    return parity.fixed_set(exam, exam.general(), model=str(paths.TINY_MODEL), limit=256)
+
+
+@pytest.fixture(scope="module")
+def readings(base: Any, adapter: Path, texts: parity.Fixed) -> dict[str, Reading]:
+    """Every form of one tuned model, and the base; measured once for all tests."""
+    tuned = with_adapter(adapter)
+    found = {"base": parity.measure(base, texts), "full": parity.measure(tuned, texts)}
+    return found | {"merged": parity.measure(tuned.merge_and_unload(), texts)}
+
+
+def judged(
+    folder: Path, texts: parity.Fixed, about: Any = None, dtype: str = "float32", **given: Reading
+) -> parity.Report:
+    kept = parity.Readings(folder, texts, about=about)
+    for name, reading in given.items():
+        kept[name.removeprefix("_")] = reading
+    return parity.report(kept, dtype)
+
+
+def test_the_set_is_small_and_its_texts_end_within_the_wanted_answers(
+    exam: evaluation.Exam, texts: parity.Fixed
+) -> None:
+    assert len(texts.texts) == fixed.HELD_BACK + fixed.GENERAL and 100 < texts.positions <= 256
+    assert texts.stops == [2] and "predictions compared" in str(texts)
+    for text, count in zip(texts.texts, texts.measured, strict=True):
+        assert 0 < count <= fixed.MEASURED and count < len(text) <= 256
+    row = exam.rows[0]
+    answer = exam.tokenizer.decode(texts.texts[0][-texts.measured[0] :], skip_special_tokens=True)
+    assert row["messages"][-1]["content"].startswith(answer.strip()[:8])
+    assert exam.prompts[0] == texts.texts[0][: -texts.measured[0]]
+
+
+def test_the_same_rows_make_the_same_set_and_others_another(exam: evaluation.Exam, texts: parity.Fixed) -> None:
+    again = parity.fixed_set(exam, exam.general(), model=str(paths.TINY_MODEL), limit=256)
+    assert again.mark == texts.mark != parity.fixed_set(exam, limit=256).mark
+
+
+def test_what_is_too_long_loses_its_beginning(exam: evaluation.Exam) -> None:
+    short = parity.fixed_set(exam, limit=40)
+    assert max(map(len, short.texts)) <= 40 and max(map(len, short.prompts)) <= 40 - fixed.ANSWER_TOKENS
+
+
+def test_a_reading_is_what_the_model_says_without_padding(base: Any, texts: parity.Fixed, readings: dict) -> None:
+    logs, at = readings["base"].logs, 0
+    for text, count in zip(texts.texts[:3], texts.measured[:3], strict=True):
+        alone = base(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)[-count - 1 : -1]
+        assert torch.allclose(logs[at : at + count], alone, atol=1e-4)
+        at += count
+
+
+def test_greedy_answers_are_those_of_generate(base: Any, texts: parity.Fixed, readings: dict) -> None:
+    ids = torch.tensor([texts.prompts[0]])
+    alone = base.generate(ids, max_new_tokens=texts.answer_tokens, do_sample=False, eos_token_id=texts.stops)
+    said = readings["base"].answers
+    assert said and said[0] == alone[0, ids.shape[1] :].tolist()
+
+
+def test_merging_keeps_the_model_and_the_report_says_so(tmp_path: Path, texts: parity.Fixed, readings: dict) -> None:
+    found = judged(tmp_path, texts, **readings)
+    found.require()
+    assert found.holds and "The merge kept the tuning" in found.verdict
+    assert found.readings.gap("full", "merged").mean < 1e-7 < 1e-2 < found.readings.gap("full", "base").mean
+    assert [line.verdict for line in found.lines] == ["a price", "the same"]
+    assert found.table()[-1]["same answers"] == "16 of 16" and "KL mean" in found.text()
+    assert found.facts()["holds"] and found.facts()["lines"][0]["compared"] == ["base", "full"]
+
+
+def test_a_merge_that_lost_the_tuning_stops_the_lesson(tmp_path: Path, texts: parity.Fixed, readings: dict) -> None:
+    lost = judged(tmp_path, texts, **(readings | {"merged": readings["base"]}))
+    assert not lost.holds and lost.table()[-1]["verdict"] == "FAILS"
+    with pytest.raises(CourseError, match="THE MODEL CHANGED: merged is not adapter on the unquantised base") as caught:
+        lost.require()
+    assert "nats per token in float32" in caught.value.allowed
+
+
+def shifted(reading: Reading, by: float) -> Reading:
+    torch.manual_seed(0)
+    return Reading((reading.logs + by * torch.randn_like(reading.logs)).log_softmax(-1), None, reading.answers)
+
+
+def test_rounding_is_allowed_by_precision_and_no_more(tmp_path: Path, texts: parity.Fixed, readings: dict) -> None:
+    found = judged(tmp_path, texts, base=readings["base"], full=readings["full"])
+    for by, holding in (
+        (2e-4, list(judging.ALLOWED)),
+        (0.02, ["float16", "bfloat16"]),
+        (0.08, ["bfloat16"]),
+        (0.3, []),
+    ):
+        found.readings["merged"] = shifted(readings["full"], by)
+        assert [dtype for dtype in judging.ALLOWED if parity.report(found.readings, dtype).holds] == holding, by
+
+
+def test_where_rounding_is_coarse_the_base_must_still_be_farther(
+    tmp_path: Path, texts: parity.Fixed, readings: dict
+) -> None:
+    barely = shifted(readings["base"], 0.01)
+    lost = judged(tmp_path, texts, dtype="bfloat16", base=readings["base"], full=barely, merged=readings["base"])
+    assert not lost.holds and "no nearer to" in lost.verdict
+
+
+def test_an_untrained_adapter_is_no_proof(tmp_path: Path, texts: parity.Fixed, readings: dict) -> None:
+    assert not judged(tmp_path, texts, **dict.fromkeys(("base", "full", "merged"), readings["base"])).holds
+
+
+def test_in_float32_every_answer_must_be_the_same(tmp_path: Path, texts: parity.Fixed, readings: dict) -> None:
+    said = [[1, 2], *readings["full"].answers[1:]]
+    other = Reading(readings["merged"].logs, None, said)
+    lost = judged(tmp_path, texts, **(readings | {"merged": other}))
+    assert not lost.holds and "1 of 16 greedy answers differ" in lost.verdict
+    assert judged(tmp_path, texts, dtype="float16", **(readings | {"merged": other})).holds
+
+
+def test_nothing_compared_is_no_proof_and_no_precision_is_an_error(tmp_path: Path, texts: parity.Fixed) -> None:
+    empty = judged(tmp_path, texts)
+    assert not empty.holds and empty.text() == "nothing was compared"
+    with pytest.raises(CourseError, match="nothing was compared"):
+        empty.require()
+    with pytest.raises(CourseError, match="the precision is 'int8'"):
+        judged(tmp_path, texts, dtype="int8")
+
+
+def test_the_price_of_another_base_is_told_and_never_fails(tmp_path: Path, texts: parity.Fixed, readings: dict) -> None:
+    kept = judged(tmp_path, texts, **readings).readings
+    for by, word in ((0.01, "hardly"), (0.3, "a little"), (2.0, "clearly")):
+        kept["4bit"] = shifted(readings["full"], by)
+        found = parity.report(kept, "float32")
+        assert found.holds and f"it speaks {word} differently" in found.verdict, by
+
+
+def test_a_merge_into_the_dequantised_base_must_equal_the_4_bit_one(
+    tmp_path: Path, texts: parity.Fixed, readings: dict
+) -> None:
+    given = {"_4bit": readings["full"], "full": shifted(readings["full"], 0.3), "base": readings["base"]}
+    good = judged(tmp_path, texts, about={"onto": "dequantized"}, merged=readings["merged"], **given)
+    assert good.holds and "instead of" in good.verdict
+    pairs = [(line.reference, line.other, line.allowed is None) for line in good.lines]
+    assert pairs == [
+        ("full", "base", True),
+        ("4bit", "full", True),
+        ("full", "merged", True),
+        ("4bit", "merged", False),
+    ]
+    assert not judged(tmp_path, texts, about={"onto": "dequantized"}, merged=given["full"], **given).holds
+
+
+def test_predictions_that_are_no_numbers_are_refused(base: Any, texts: parity.Fixed) -> None:
+    class Overflowing:
+        device, generation_config = base.device, base.generation_config
+
+        def eval(self) -> None: ...
+
+        def __call__(self, **given: Any) -> Any:
+            found = base(**given)
+            found.logits = found.logits * torch.nan
+            return found
+
+    with pytest.raises(CourseError, match="are not numbers"):
+        parity.measure(Overflowing(), texts, answers=False)
+
+
+def test_readings_of_two_sets_are_not_compared(readings: dict) -> None:
+    fewer = Reading(readings["base"].logs[:-1])
+    with pytest.raises(CourseError, match="positions"):
+        parity.gap(readings["base"], fewer)
+
+
+def test_a_coarse_gap_is_a_lower_bound_and_close_for_a_near_model(readings: dict) -> None:
+    full, near = readings["full"], shifted(readings["full"], 0.1)
+    exact = parity.gap(full, near)
+    for one, other in ((full, near.shortened(20)), (full.shortened(), near.shortened(20)), (full.shortened(64), near)):
+        coarse = parity.gap(one, other)
+        assert coarse.coarse and not exact.coarse
+        assert 0 < coarse.mean <= exact.mean and coarse.same_choices == exact.same_choices
+    far = parity.gap(full, readings["base"].shortened(20))
+    assert 0 < far.mean <= parity.gap(full, readings["base"]).mean
+
+
+def test_the_gap_is_the_divergence_of_the_book() -> None:
+    p, q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.5, 0.25]])
+    found = parity.gap(Reading(p.log()), Reading(q.log()))
+    assert found.mean == pytest.approx(0.25 * torch.log(torch.tensor(2.0)).item(), abs=1e-6)
+    assert found.worst == pytest.approx(found.mean) and (found.same_choices, found.positions) == (0, 1)
+
+
+def test_readings_outlive_their_process_and_the_server_is_added_later(
+    tmp_path: Path, texts: parity.Fixed, readings: dict
+) -> None:
+    before = judged(tmp_path, texts, about={"adapter": 1}, **readings)
+    later = parity.Readings(tmp_path, about={"adapter": 1})
+    assert set(later) == {"base", "full", "merged"} and later.fixed == texts
+    assert parity.report(later, "float32").table() == before.table()
+    later["vllm"] = readings["merged"].shortened(20)
+    table = parity.report(parity.Readings(tmp_path), "float32").table()
+    assert [row["verdict"] for row in table] == ["a price", "the same", "the same"]
+    assert (
+        table[-1]["KL mean"].startswith("at least") and "vLLM says the same" in parity.report(later, "float32").verdict
+    )
+    wrong = parity.Readings(tmp_path)
+    wrong["vllm"] = readings["base"].shortened(20)
+    with pytest.raises(CourseError, match="merged, in vLLM is not merged"):
+        parity.report(wrong, "float32").require()
+    kept = list((tmp_path / "evaluation/parity").glob("*.safetensors"))
+    assert len(kept) == 4 and sum(file.stat().st_size for file in kept) < 4 * 2**20
+
+
+def test_readings_of_another_model_or_set_are_dropped(
+    tmp_path: Path, texts: parity.Fixed, exam: Any, readings: dict
+) -> None:
+    judged(tmp_path, texts, about={"adapter": 1}, **readings)
+    assert not set(parity.Readings(tmp_path, about={"adapter": 2}))
+    assert not set(parity.Readings(tmp_path, parity.fixed_set(exam, limit=100), about={"adapter": 1}))
+    assert not set(parity.Readings(tmp_path, texts, about={"adapter": 1}, name="parity_other"))
+    with pytest.raises(CourseError, match="no readings are kept"):
+        parity.Readings(tmp_path / "elsewhere")
+    with pytest.raises(CourseError, match="a reading is called 'mine'"):
+        parity.Readings(tmp_path, texts)["mine"] = readings["base"]
+
+
+@pytest.mark.parametrize("damage", ["json", "tensors", "stolen"])
+def test_damaged_readings_are_measured_again_not_trusted(
+    tmp_path: Path, texts: parity.Fixed, readings: dict, damage: str
+) -> None:
+    judged(tmp_path, texts, about={"adapter": 1}, **readings)
+    folder = tmp_path / "evaluation"
+    if damage == "json":
+        (folder / "parity.json").write_text("{", encoding="utf-8")
+    elif damage == "tensors":
+        (folder / "parity/merged.safetensors").write_bytes(b"short")
+    else:  # a file of another set of models
+        judged(tmp_path / "other", texts, about={"adapter": 2}, merged=readings["base"])
+        (tmp_path / "other/evaluation/parity/merged.safetensors").replace(folder / "parity/merged.safetensors")
+    assert "merged" not in parity.Readings(tmp_path, texts, about={"adapter": 1})
+
+
+@pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
+def test_a_model_that_lies_on_disk_reads_the_same(
+    tmp_path: Path, adapter: Path, texts: parity.Fixed, readings: dict
+) -> None:
+    elsewhere = {"device_map": "auto", "max_memory": {"cpu": "8MiB"}, "offload_folder": str(tmp_path)}
+    tuned = with_adapter(adapter, **elsewhere)
+    assert "disk" in tuned.hf_device_map.values()
+    found = parity.measure(tuned, texts, answers=False)
+    assert found.answers is None and parity.gap(readings["full"], found).mean < 1e-9
+    with tuned.disable_adapter():
+        assert parity.gap(readings["base"], parity.measure(tuned, texts, answers=False)).mean < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("gib", "card", "ram", "fits"),
+    [
+        (14.2, 14.7, 11.0, False),  # a 7B on a T4 of Colab
+        (5.8, 14.7, 11.0, True),  # a 3B there
+        (14.2, 22.1, 11.0, True),  # a 7B on 24 GB
+        (14.2, None, 11.0, False),
+        (0.03, None, 11.0, True),
+    ],
+)
+def test_what_fits_is_decided_by_free_memory(gib: float, card: float | None, ram: float, fits: bool) -> None:
+    decided, memory = fitting.decide(gib, card, ram)
+    assert decided is fits
+    if not fits:
+        sizes = {place: int(size.removesuffix("MiB")) / 1024 for place, size in memory.items()}
+        assert sizes["cpu"] < ram / 2 and (card is None or sizes[0] < card - 2)
+
+
+def test_the_room_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = parity.room_for(0.01, None, tmp_path)
+    assert small.fits and small.name == "full" and small.wide == {"device_map": {"": "cpu"}}
+    monkeypatch.setattr(fitting, "_free_on_card", lambda: 14.7)
+    tight = parity.room_for(14.2, object(), tmp_path)
+    assert not tight.fits and tight.name == "4bit" and "do NOT fit into the card (14.7 GiB free)" in tight.reason
+    assert tight.wide["device_map"] == "auto" and tight.wide["offload_folder"] == str(tmp_path)
+    with pytest.raises(CourseError, match="what card and RAM cannot hold"):
+        parity.room_for(1e6, object(), tmp_path)
+
+
+class FakeVllm(BaseHTTPRequestHandler):
+    """Speaks /v1/completions as vLLM does, out of readings; asks for a key."""
+
+    reading: Reading
+    fixed: parity.Fixed
+    tells = True
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Authorization"] != f"Bearer {KEY}":
+            return self._say({"error": {"message": "Unauthorized"}}, 401)
+        self._say({"id": "1", "object": "text_completion", "created": 0, "model": asked["model"],
+                   "choices": [{"index": 0, "text": "", "finish_reason": "stop", **self._choice(asked)}]})  # fmt: skip
+
+    def _choice(self, asked: dict[str, Any]) -> dict[str, Any]:
+        if "prompt_logprobs" not in asked:
+            assert asked["stop_token_ids"] == self.fixed.stops and asked["temperature"] == 0
+            return {"token_ids": self.reading.answers[self.fixed.prompts.index(asked["prompt"])]}
+        row = self.fixed.texts.index(asked["prompt"])
+        start, count = sum(self.fixed.measured[:row]), self.fixed.measured[row]
+        short = self.reading.shortened(asked["prompt_logprobs"])
+        places = zip(
+            short.tokens[start : start + count].tolist(), short.logs[start : start + count].tolist(), strict=True
+        )
+        told = [{str(t): {"logprob": log, "rank": 1} for t, log in zip(*place, strict=True)} for place in places]
+        return {"prompt_logprobs": [None] * (len(asked["prompt"]) - count) + told if self.tells else None}
+
+    def _say(self, body: dict[str, Any], status: int = 200) -> None:
+        raw = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def server(texts: parity.Fixed, readings: dict) -> Iterator[tuple[str, type[FakeVllm]]]:
+    handler = type("Handler", (FakeVllm,), {"reading": readings["merged"], "fixed": texts})
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{listening.server_port}/v1", handler
+    listening.shutdown()
+    listening.server_close()
+
+
+def test_a_server_is_read_token_by_token(server: Any, texts: parity.Fixed, readings: dict) -> None:
+    url, handler = server
+    found = parity.measure_server(url, "course", texts, api_key=KEY)
+    same = parity.gap(readings["merged"], found)
+    assert same.mean < 1e-6 and same.coarse and (same.same_answers, same.answers) == (16, 16)
+    assert same.same_choices == same.positions == texts.positions
+    handler.reading = readings["base"]
+    other = parity.gap(readings["merged"], parity.measure_server(url, "course", texts, api_key=KEY))
+    assert other.mean > 0.01 and other.same_answers < 16
+
+
+def test_a_server_that_refuses_or_does_not_tell_is_named(server: Any, texts: parity.Fixed) -> None:
+    url, handler = server
+    with pytest.raises(CourseError, match="did not answer"):
+        parity.measure_server(url, "course", texts, api_key="wrong")
+    handler.tells = False
+    with pytest.raises(CourseError, match="does not tell what it expected"):
+        parity.measure_server(url, "course", texts, api_key=KEY)
