@@ -5,6 +5,7 @@ Not here: what a lesson teaches. A lesson may run in a kernel (Colab, Kaggle, pa
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -35,11 +36,20 @@ class RunFolder:
         self.data = path / "data"  # train.jsonl, eval.jsonl, data_card.json
         self.checkpoints = path / "checkpoints"  # verified archives
         self.adapter = path / "adapter"
-        self.merged = path / "merged"
+        self.elsewhere = path / "merged.json"  # where the merged model is, if it did not fit here
         self.logs = path / "logs"  # TensorBoard and W&B
         self.notebooks = path / "notebooks"  # executed copies of headless runs
         self.facts = path / "facts.json"
         self.report = path / "report.md"  # the facts for people
+
+    @property
+    def merged(self) -> Path:
+        """The merged model: here, or where lesson 04 found room for it on this machine."""
+        try:
+            place = Path(json.loads(self.elsewhere.read_text(encoding="utf-8"))["folder"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return self.path / "merged"
+        return place if place.parent.is_dir() else self.path / "merged"
 
     def has(self, stem: str) -> bool:
         """Whether that lesson's result is here and whole; a merge older than its adapter does not count."""

@@ -67,15 +67,22 @@ def stamp(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+def partial_of(target: Path) -> Path:
+    """Where `whole_folder` writes before the folder has its name."""
+    return target.with_name(f".{target.name}.partial")
+
+
 @contextmanager
-def whole_folder(target: Path, about: dict[str, Any]) -> Iterator[Path]:
+def whole_folder(target: Path, about: dict[str, Any], resume: bool = False) -> Iterator[Path]:
     """A folder to write into that takes the name `target` only when the block ends without an error.
 
     Its stamp is written last: `about`, which says what the folder was made from, and the size of every file.
+    With `resume` the block finds what an interrupted one left, and must know by itself what of it is whole.
     """
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    partial = partial_of(target)
+    if not resume:
+        shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(exist_ok=resume)
     yield partial
     for file in partial.rglob("*"):
         if file.is_file():

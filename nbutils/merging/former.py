@@ -1,11 +1,7 @@
-"""What surrounds a merge: is this base the right one, is there room, is the result the same model?
-
-Not here: the merge itself, which lesson 04 shows, and evaluation of answers.
-"""
+"""The comparison of logits that lesson 04 uses until it is switched to parity; then this file goes."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,22 +37,6 @@ class Parity:
             f"{verdict}: logits are {self.adapter_gap:.2g} from the adapter's (rounding explains {self.allowed:g}) "
             f"and {self.base_gap:.2g} from the base's, in units of their spread"
         )
-
-
-def check_base(base: str, adapter: Path) -> None:
-    """Refuse a quantised base, and an adapter that was trained on another one."""
-    config = Path(base) / "config.json"
-    if config.exists() and "quantization_config" in json.loads(config.read_text(encoding="utf-8")):
-        raise CourseError(
-            f"{base} is a quantised model.", "the 16-bit (or 32-bit) model it was made from",
-            "give MODEL that model: merging into 4-bit weights would round the tuning away",
-        )  # fmt: skip
-    trained_on = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-    if Path(trained_on).name != Path(base).name:
-        raise CourseError(
-            f"the adapter was trained on {trained_on}, the base is {base}.", trained_on,
-            "use the MODEL of lesson 03, or another RUN_NAME",
-        )  # fmt: skip
 
 
 def require_room(target: Path, model: PreTrainedModel) -> None:

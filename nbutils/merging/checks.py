@@ -1,0 +1,118 @@
+"""Asked before a merge: is this the right base, does the adapter fit it, is there room on disk and in memory?
+
+Not here: the merge itself (streaming), and whether the result is the same model (parity).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nbutils import disk, platforms
+from nbutils.errors import CourseError
+from nbutils.merging import bases, plan
+from nbutils.merging.formula import Product, Recipe
+from nbutils.merging.shards import BLOCK, CODES, WIDTHS, Stored
+from nbutils.paths import GIB, sha256, stamp
+
+SPARE = 0.2  # GiB of memory for what was not counted
+
+
+def check_base(base: str | Path, adapter: Path) -> None:
+    """Refuse a quantised base, and an adapter that was trained on another one or does not fit its weights.
+
+    The weights' names and shapes are compared where the base is on this machine; only headers are read.
+    """
+    settings = bases.read_settings(adapter / "adapter_config.json", "an adapter folder")
+    trained_on = str(settings.get("base_model_name_or_path"))
+    folder = Path(base) if Path(base).is_dir() else None
+    if folder:
+        bases.require_unquantised(bases.called(base), bases.read_settings(folder / "config.json", "a model folder"))
+    if bases.plain_name(bases.called(trained_on)) != bases.plain_name(bases.called(base)):
+        raise CourseError(
+            f"the adapter was trained on {trained_on}, the base is {base}.", trained_on,
+            "use the MODEL of lesson 03, or another RUN_NAME; the same model in a renamed folder: give it that name",
+        )  # fmt: skip
+    if found := folder or bases.find_folder(base, fetch=False):
+        plan.recipes(bases.open_base(found), [bases.open_adapter(adapter)])
+
+
+def target_code(place: Stored, dtype: str) -> str:
+    """The type a weight is written in; whole numbers keep theirs."""
+    return place.dtype if dtype == "auto" or not place.is_float else CODES[dtype]
+
+
+def size_bytes(recipes: Mapping[str, Recipe], dtype: str) -> int:
+    """How large the merged weights will be."""
+    return sum(
+        recipe.source.size // WIDTHS[recipe.source.dtype] * WIDTHS[target_code(recipe.source, dtype)]
+        for recipe in recipes.values()
+    )
+
+
+def size_gib(base: str | Path, adapter: Path, dtype: str = "auto") -> float:
+    """GiB of disk that merging this adapter into this base will take, with a little to spare."""
+    made, _ = plan.recipes(bases.open_base(base), [bases.open_adapter(adapter)])
+    return size_bytes(made, dtype) * 1.02 / GIB + 0.05
+
+
+def memory_gib(recipes: Iterable[Recipe], workers: int) -> float:
+    """GiB of memory the merge will need: a few blocks for each worker, or the largest weight that must be whole."""
+    blocks = workers * BLOCK * 16  # bytes: what is read, in float32, the change, what is written
+    most = blocks
+    for recipe in recipes:
+        products = [change for change in recipe.changes if isinstance(change, Product)]
+        factors = sum(4 * (_elements(change.up) + _elements(change.down)) for change in products)
+        whole = _elements(recipe.source) * 20 if recipe.whole else 0
+        most = max(most, blocks + factors, whole + factors)
+    return most / GIB + SPARE
+
+
+def _elements(place: Stored) -> int:
+    return place.size // WIDTHS[place.dtype]
+
+
+def require_memory(gib: float) -> None:
+    """Stop before a merge that the system would kill."""
+    limit = platforms.memory_gib()
+    free = min(psutil.virtual_memory().available / GIB, limit.value)
+    if free < gib:
+        raise CourseError(
+            f"merging needs {gib:.1f} GiB of memory, and {free:.1f} GiB are free here.", f"at least {gib:.1f} GiB",
+            "restart the kernel to free what other lessons hold, and run this lesson alone",
+        )  # fmt: skip
+
+
+def require_room(out: Path, needed: int, present: int, recipes: Iterable[Recipe], workers: int) -> None:
+    """Stop before a merge that does not fit on the disk or in memory; what an interrupted one left is counted."""
+    disk.require_disk(out.parent, max(0, needed * 1.02 - present) / GIB + 0.05, "writing the merged model")
+    require_memory(memory_gib(recipes, workers))
+
+
+def describe(
+    base: str | Path, adapter: Path | Sequence[Path], dtype: str, onto: str = "full",
+    quantization: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """What a merged folder was made from, as its stamp says; equal for the same merge on another machine."""
+    marks = [mark(one) for one in adapters_of(adapter)]
+    about: dict[str, Any] = {"base": bases.called(base), "dtype": dtype, "onto": onto}
+    about["adapter"] = marks[0] if len(marks) == 1 else marks
+    return about | ({"quantization": dict(quantization)} if quantization else {})
+
+
+def adapters_of(adapter: Path | Sequence[Path]) -> list[Path]:
+    """One adapter or several, as a list."""
+    return [adapter] if isinstance(adapter, Path) else list(adapter)
+
+
+def mark(adapter: Path) -> Any:
+    """What an adapter is: its stamp if the course wrote it, else a checksum of its files."""
+    written = stamp(adapter)
+    if written is not None:
+        return written
+    files = [adapter / name for name in ("adapter_config.json", "adapter_model.safetensors")]
+    return hashlib.sha256("".join(sha256(file) for file in files if file.is_file()).encode()).hexdigest()[:16]

@@ -1,0 +1,149 @@
+"""Safetensors files in small pieces: where each tensor lies, reading some of its rows, writing at a known place.
+
+Everything is read and written by offset, so no file is ever mapped into memory and no more is held than asked for.
+Not here: what is computed with the pieces (formula), which pieces make up a model (bases, plan).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbutils.errors import CourseError
+
+if TYPE_CHECKING:
+    import torch
+
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+CODES = {name: code for code, name in FLOATS.items()}
+WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+LARGEST_HEADER = 100 * 2**20  # what the format itself allows
+BLOCK = 2**21  # elements computed at a time: small enough to stay in a processor's cache
+
+Piece = tuple[int, int, int]  # offset, length and checksum of bytes that were written
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor on disk; `start` counts from the beginning of its file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows can be read one by one."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds ordinary floating-point numbers."""
+        return self.dtype in FLOATS
+
+    def blocks(self, whole: bool = False) -> Iterator[tuple[int, int]]:
+        """First and last row of pieces of about BLOCK elements; whole: everything at once."""
+        width = math.prod(self.shape[1:]) or 1
+        step = max(self.rows, 1) if whole else max(64, BLOCK // width)
+        return ((first, min(first + step, self.rows)) for first in range(0, self.rows, step))
+
+    def read(self, first: int = 0, last: int | None = None) -> bytearray:
+        """The bytes of rows `first` to `last`."""
+        width = self.size // max(self.rows, 1)
+        buffer = bytearray(((self.rows if last is None else last) - first) * width)
+        with open(self.file, "rb", buffering=0) as file:
+            file.seek(self.start + first * width)
+            view, got = memoryview(buffer), 0
+            while got < len(buffer):
+                count = file.readinto(view[got:])
+                if not count:
+                    raise damaged(self.file, "it ends too early")
+                got += count
+        return buffer
+
+    def tensor(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Rows `first` to `last` as a tensor of their own type."""
+        import torch
+
+        rows = (self.rows if last is None else last) - first
+        shape = (rows, *self.shape[1:]) if self.shape else ()
+        data = self.read(first, last)
+        flat = torch.frombuffer(data, dtype=getattr(torch, FLOATS[self.dtype])) if data else torch.empty(0)
+        return flat.reshape(shape)
+
+
+def damaged(file: Path, why: str) -> CourseError:
+    """The error for a file that is no whole safetensors file."""
+    return CourseError(
+        f"{file} is damaged: {why}.", "a complete safetensors file",
+        "delete it and fetch or make it again (a download that was cut off looks like this)",
+    )  # fmt: skip
+
+
+def read_header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Where each tensor of a file lies, in the order of the file, and its metadata; no weight is read."""
+    try:
+        with open(file, "rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > LARGEST_HEADER:
+                raise damaged(file, "it is no safetensors file")
+            written: dict[str, Any] = json.loads(opened.read(length))
+    except (struct.error, ValueError) as problem:
+        raise damaged(file, "its header cannot be read") from problem
+    metadata = written.pop("__metadata__", {})
+    entries = sorted(written.items(), key=lambda item: item[1]["data_offsets"])
+    found = {name: _stored(file, 8 + length, entry) for name, entry in entries}
+    if max((one.start + one.size for one in found.values()), default=0) > file.stat().st_size:
+        raise damaged(file, "it ends too early")
+    return found, metadata
+
+
+def _stored(file: Path, data: int, entry: Mapping[str, Any]) -> Stored:
+    first, last = entry["data_offsets"]
+    return Stored(file, entry["dtype"], tuple(entry["shape"]), data + first, last - first)
+
+
+def lay_out(file: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Stored]]:
+    """The header of a file to be written, and where its tensors (type, shape) will lie in it."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (dtype, shape) in wanted.items():
+        size = math.prod(shape) * WIDTHS[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    del entries["__metadata__"]
+    return struct.pack("<Q", len(text)) + text, {
+        name: _stored(file, 8 + len(text), entry) for name, entry in entries.items()
+    }
+
+
+def write_at(file: Path, offset: int, data: bytes | bytearray | memoryview) -> Piece:
+    """Write bytes into a file that is there; what was written, with its checksum."""
+    with open(file, "r+b", buffering=0) as opened:
+        opened.seek(offset)
+        view = memoryview(data)
+        written = 0
+        while written < len(view):
+            written += opened.write(view[written:]) or 0
+    return offset, len(view), zlib.crc32(view)
+
+
+def is_intact(file: Path, piece: Piece) -> bool:
+    """Whether the file holds there what was written."""
+    offset, length, checksum = piece
+    with open(file, "rb", buffering=0) as opened:
+        opened.seek(offset)
+        data = opened.read(length)
+        while len(data) < length and (more := opened.read(length - len(data))):
+            data += more
+    return len(data) == length and zlib.crc32(data) == checksum

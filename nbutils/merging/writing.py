@@ -1,0 +1,183 @@
+"""One shard of a merged model: computed block by block, written at its place, read back, and written down.
+
+Several workers share the blocks; each holds one block and nothing else, so memory does not grow with the model.
+Not here: what the shards are (plan), the folder they go to (streaming).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbutils.errors import CourseError
+from nbutils.merging import dequantized
+from nbutils.merging.checks import target_code
+from nbutils.merging.formula import Apply, Recipe
+from nbutils.merging.shards import FLOATS, Piece, Stored, is_intact, lay_out, write_at
+from nbutils.paths import write_json
+
+if TYPE_CHECKING:
+    import torch
+
+Progress = Callable[[int], Any]
+JOURNAL = "journal.json"
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """How shards are made: the type written, the device computed on, the 4-bit form, the workers."""
+
+    dtype: str
+    device: str
+    form: Mapping[str, Any]
+    workers: int
+    progress: Progress
+
+    def layout(self, file: Path, recipes: Mapping[str, Recipe]) -> tuple[bytes, dict[str, Stored]]:
+        """The header of a shard and the place of each weight in it."""
+        wanted = {
+            name: (target_code(recipe.source, self.dtype), recipe.source.shape) for name, recipe in recipes.items()
+        }
+        return lay_out(file, wanted)
+
+    def write(self, file: Path, recipes: Mapping[str, Recipe]) -> list[Piece]:
+        """Write a shard, bring it to the disk, read it back; its pieces with their checksums."""
+        header, places = self.layout(file, recipes)
+        with open(file, "wb") as opened:
+            opened.truncate(len(header) + sum(place.size for place in places.values()))
+        pieces = [write_at(file, 0, header), *self._fill(recipes, places)]
+        forget_cached(file)
+        if not intact(file, pieces, self.workers):
+            raise CourseError(
+                f"{file} does not hold what was written to it: that disk loses data.", "a disk that keeps files",
+                "merge to another folder; on Google Drive, merge to the local disk and copy the result",
+            )  # fmt: skip
+        return pieces
+
+    def _fill(self, recipes: Mapping[str, Recipe], places: Mapping[str, Stored]) -> list[Piece]:
+        """Every block of every weight, by several workers; weights that must be whole one after another."""
+        with one_thread_each(), ThreadPoolExecutor(self.workers) as pool:
+            waiting, room = [], threading.BoundedSemaphore(2 * self.workers)
+            for name, recipe in recipes.items():
+                applies = [change.load(self.device) for change in recipe.changes]
+                for first, last in recipe.source.blocks(recipe.whole):
+                    room.acquire()
+                    work = pool.submit(self._block, name, recipe, applies, places[name], first, last)
+                    work.add_done_callback(lambda _: room.release())
+                    waiting.append(work)
+                    if recipe.whole:
+                        work.result()
+                stop_early(waiting)
+            return [work.result() for work in waiting]
+
+    def _block(self, name: str, recipe: Recipe, applies: list[Apply], target: Stored, first: int, last: int) -> Piece:
+        """Make some rows of a weight and write them where they belong."""
+        import torch
+
+        source = recipe.source
+        data: Any
+        if not recipe.changes and not recipe.four_bit and source.dtype == target.dtype:
+            data = source.read(first, last)
+        else:
+            with torch.inference_mode():
+                made = self._rows(recipe, applies, first, last).to(getattr(torch, FLOATS[target.dtype]))
+            require_finite(name, made, target.dtype)
+            data = made.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        self.progress(len(data))
+        return write_at(target.file, target.start + first * (target.size // max(target.rows, 1)), data)
+
+    def _rows(self, recipe: Recipe, applies: list[Apply], first: int, last: int) -> torch.Tensor:
+        """The rows in float32 with every change in them."""
+        stored = recipe.source.tensor(first, last).to(self.device)
+        base = dequantized.there_and_back(stored, self.form) if recipe.four_bit else stored.float()
+        weight = base.clone() if len(applies) > 1 else base
+        for apply in applies:
+            weight = apply(weight, base, first, last)
+        return weight
+
+
+def stop_early(waiting: list[Future[Piece]]) -> None:
+    """Raise the first error among the blocks that are done, so that a full disk is not met ten thousand times."""
+    for work in waiting:
+        if work.done() and work.exception():
+            for other in waiting:
+                other.cancel()
+            work.result()
+
+
+def require_finite(name: str, made: torch.Tensor, code: str) -> None:
+    """Refuse numbers that the target type cannot hold, and adapters that hold none."""
+    if not bool(made.isfinite().all()):
+        raise CourseError(
+            f"{name} has infinite or undefined numbers after the merge in {FLOATS[code]}.", "finite weights",
+            "merge in bfloat16 or float32 (float16 ends at 65504); if it stays, the adapter itself is broken",
+        )  # fmt: skip
+
+
+@contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Within this block each worker computes on one processor: the blocks are what runs side by side."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def forget_cached(file: Path) -> None:
+    """Bring a file to the disk and drop the copy in memory, so that reading it back reads the disk."""
+    with open(file, "rb+") as opened:
+        os.fsync(opened.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def intact(file: Path, pieces: list[Piece], workers: int) -> bool:
+    """Whether a file holds all its pieces, and nothing behind them."""
+    end = max((offset + length for offset, length, _ in pieces), default=0)
+    if not pieces or not file.is_file() or file.stat().st_size != end:
+        return False
+    with ThreadPoolExecutor(workers) as pool:
+        return all(pool.map(lambda piece: is_intact(file, piece), pieces))
+
+
+@dataclass
+class Journal:
+    """Which shards of an interrupted merge are finished; it counts only for the same merge of the same files."""
+
+    folder: Path
+    of: dict[str, Any]
+    shards: dict[str, list[Piece]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path, of: dict[str, Any]) -> Journal:
+        """The journal of a folder; another merge's remains are removed with it."""
+        try:
+            written = json.loads((folder / JOURNAL).read_text(encoding="utf-8"))
+            if written["of"] == json.loads(json.dumps(of)):
+                shards = {name: [tuple(piece) for piece in pieces] for name, pieces in written["shards"].items()}
+                return cls(folder, of, shards)
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        for file in folder.iterdir():
+            file.unlink()
+        return cls(folder, of)
+
+    def add(self, name: str, pieces: list[Piece]) -> None:
+        """Write down that a shard is finished."""
+        self.shards[name] = pieces
+        write_json(self.folder / JOURNAL, {"of": self.of, "shards": self.shards})
+
+    def close(self) -> None:
+        """The merge is complete: nothing to resume."""
+        (self.folder / JOURNAL).unlink(missing_ok=True)

@@ -1,0 +1,97 @@
+"""Small random models and adapters for the tests of merging, and PEFT's own merge of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Glm4Config, PretrainedConfig, Qwen2Config, Qwen3Config
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 160, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "glm4": Glm4Config}
+PROMPT = torch.arange(3, 19)[None]
+
+
+def make_base(folder: Path, kind: str = "qwen2", tied: bool = False, dtype: str = "bfloat16", shards: str = "") -> Path:
+    """A random model in a folder; `shards`: the largest size of a file."""
+    torch.manual_seed(7)
+    config = CONFIGS[kind](**SHAPE, tie_word_embeddings=tied, eos_token_id=1, bos_token_id=2)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_(0, 0.1)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, **({"max_shard_size": shards} if shards else {}))
+    return folder
+
+
+def load(folder: Path, dtype: str = "float32") -> Any:
+    """A model from its folder."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def make_adapter(base: Path, folder: Path, seed: int = 11, dtype: str = "float32", **settings: Any) -> Path:
+    """An adapter on that base whose every trained number was moved."""
+    settings = {"r": 4, "lora_alpha": 10, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | settings
+    torch.manual_seed(seed)
+    model = get_peft_model(load(base), LoraConfig(**settings))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn_like(weight) * 0.05)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def with_adapter(base: Path, *adapters: Path, dtype: str = "float32") -> Any:
+    """The base with adapters beside it, all of them active."""
+    names = [f"one{place}" for place in range(len(adapters))]
+    model = PeftModel.from_pretrained(load(base, dtype), adapters[0], adapter_name=names[0])
+    for name, adapter in zip(names[1:], adapters[1:], strict=True):
+        model.load_adapter(adapter, adapter_name=name)
+    model.base_model.set_adapter(names)
+    return model.eval()
+
+
+def merged_by_peft(base: Path, *adapters: Path, dtype: str = "float32", computed_in: str = "float32") -> dict[str, Any]:
+    """The weights PEFT makes, computed in one type and cast to another, as a state dict."""
+    names = [f"one{place}" for place in range(len(adapters))]
+    merged = with_adapter(base, *adapters, dtype=computed_in).merge_and_unload(adapter_names=names)
+    return {name: weight.detach() for name, weight in merged.to(getattr(torch, dtype)).state_dict().items()}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a model folder."""
+    return {name: weight for file in sorted(folder.glob("*.safetensors")) for name, weight in load_file(file).items()}
+
+
+def ulps(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """How many steps of bfloat16 lie between two tensors, element by element."""
+    ordered = [
+        torch.where(bits < 0, -32768 - bits, bits) for bits in (x.view(torch.int16).int() for x in (left, right))
+    ]
+    return (ordered[0] - ordered[1]).abs()
+
+
+def logits(model: Any) -> torch.Tensor:
+    """What a model says to the prompt, in float32."""
+    with torch.inference_mode():
+        return model(input_ids=PROMPT).logits.float()  # type: ignore[no-any-return]
+
+
+def untied_copy(base: Path, folder: Path) -> Path:
+    """The same model with an output layer of its own."""
+    model = load(base, "bfloat16")
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False and "lm_head.weight" in weights(folder)
+    return folder
