@@ -114,22 +114,33 @@ class Board:
         """Tokens a second and the wait for the first token, over how many ask at once."""
         import matplotlib.pyplot as plt
 
-        figure, (speed, wait) = plt.subplots(1, 2, figsize=(9, 3.2))
-        for name in dict.fromkeys(level.engine for level in self.levels):
+        figure, panels = plt.subplots(1, 2, figsize=(9, 3.2))
+        for place, name in enumerate(dict.fromkeys(level.engine for level in self.levels)):
             mine = sorted((one for one in self.levels if one.engine == name), key=lambda one: one.concurrency)
-            speed.plot([one.concurrency for one in mine], [one.tokens_per_second for one in mine], "o-", label=name)
-            timed = [(one.concurrency, one.ttft_ms["p90"]) for one in mine if one.ttft_ms]
-            if timed:
-                wait.plot(*zip(*timed, strict=True), "o-", label=name)
-        speed.set(title="Throughput", xlabel="requests at a time", ylabel="tokens/s", xscale="log", yscale="log")
-        wait.set(title="First token, p90", xlabel="requests at a time", ylabel="ms", xscale="log", yscale="log")
-        for axes in (speed, wait):
-            axes.set_xticks(self.settings.concurrency, [str(one) for one in self.settings.concurrency])
-            axes.minorticks_off()
-            axes.grid(alpha=0.3)
-        speed.legend()
+            speeds = [(one.concurrency, one.tokens_per_second) for one in mine if one.tokens_per_second]
+            waits = [(one.concurrency, one.ttft_ms["p90"]) for one in mine if one.ttft_ms]
+            for axes, points in zip(panels, (speeds, waits), strict=True):
+                if points:
+                    axes.plot(*zip(*points, strict=True), "o-", color=f"C{place}", label=name)
+        _dress(panels[0], "Throughput", "tokens/s", self.levels)
+        _dress(panels[1], "First token, p90", "ms", self.levels)
+        panels[0].legend()
         figure.tight_layout()
         dashboard.show_figure(figure, path)
+
+
+def _dress(axes: Any, title: str, unit: str, levels: Iterable[Level]) -> None:
+    """Both axes in steps of the same ratio, with numbers a person reads."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set(title=title, xlabel="requests at a time", ylabel=unit, xscale="log", yscale="log")
+    many = sorted({level.concurrency for level in levels})
+    axes.set_xticks(many, [str(one) for one in many])
+    axes.xaxis.set_minor_locator(LogLocator(subs=()))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(alpha=0.3)
 
 
 def _row(level: Level) -> dict[str, str]:
