@@ -462,7 +462,7 @@ def test_a1_the_public_address_is_told_with_a_warning(tmp_path: Path) -> None:
         "[serving.public_address(platforms.detect(), port) for port in (6006, 6008, 7000)]",
         "from nbutils import platforms, serving",
     )
-    assert said[0].startswith("public at https://u1-abc.westb.seetacloud.com:8443/v1: anybody who knows it")
+    assert said[0].startswith("public at https://u1-abc.westb.seetacloud.com:8443/v1: whoever has the API key")
     assert "API key" in said[0] and "page shows for port 6008" in said[1]
     assert said[2].endswith("autodl makes only 6006 and 6008 public")
     assert serving.public_address(LOCAL, 7000) == "port 7000 is for programs on this machine"

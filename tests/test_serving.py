@@ -24,7 +24,8 @@ from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
 from nbutils.profiles.schema import Evaluation
 from nbutils.serving import Running, environment, logs
-from nbutils.serving.server import Server, flag_words
+from nbutils.serving.flags import flag_words
+from nbutils.serving.server import Server
 
 STUB = """
 import json, subprocess, sys, time
@@ -256,7 +257,7 @@ def test_flags_become_words() -> None:
     ("engine", "module"), [("vllm", "vllm.entrypoints.openai.api_server"), ("transformers", "serve")]
 )
 def test_the_line_shown_is_the_line_run(tmp_path: Path, engine: str, module: str) -> None:
-    made = serving.ServingEnvironment(Path("/py"), engine, environment.VARIABLES[engine])
+    made = serving.ServingEnvironment(Path("/py"), engine, environment.variables_of(engine))
     server = Server(tmp_path, made, flags={"served-model-name": "course"})
     assert module in server.command() and str(server.port) in server.command()
     assert server.shell_line().endswith("--served-model-name course") and "HF_HUB_OFFLINE=1" in server.shell_line()

@@ -22,7 +22,7 @@ from nbutils.profiles.schema import RULES, Profile, flat, keys, shown
 
 RENAMED = {"train.accumulation": "is now train.batch, the rows of a step: micro_batch x accumulation"}
 CHECKPOINTING = "train.gradient_checkpointing"
-NOT_PROFILES = ("models", "cards")
+NOT_PROFILES = ("models", "cards", "serving", "exports")
 _BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
 
 

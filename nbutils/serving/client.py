@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer, Message
+from nbutils.serving import watching
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -38,18 +39,27 @@ def ask(
 
     with ThreadPoolExecutor(max_workers=at_once) as pool:
         found = pool.map(one, conversations, tools or [None] * len(conversations))
-        return list(tqdm(found, total=len(conversations), desc="requests", unit="row"))
+        try:
+            return list(tqdm(found, total=len(conversations), desc="requests", unit="row"))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # the others would fail one by one
+            raise
 
 
 def _ask_one(
     client: OpenAI, model_name: str, messages: list[Message], tools: Tools, max_tokens: int, token_ids: bool
 ) -> Answer:
     """One request; the fields beyond OpenAI's own are vLLM's. Calls come back as the text the model wrote."""
-    response = client.chat.completions.create(
-        model=model_name, messages=[_for_api(message) for message in messages], max_tokens=max_tokens, temperature=0.0,
-        extra_body={"return_token_ids": True} if token_ids else None,
-        **({"tools": tools, "tool_choice": "none"} if tools else {}),
-    )  # type: ignore[call-overload]  # fmt: skip
+    from openai import OpenAIError
+
+    try:
+        response = client.chat.completions.create(
+            model=model_name, messages=[_for_api(message) for message in messages], max_tokens=max_tokens,
+            temperature=0.0, extra_body={"return_token_ids": True} if token_ids else None,
+            **({"tools": tools, "tool_choice": "none"} if tools else {}),
+        )  # type: ignore[call-overload]  # fmt: skip
+    except OpenAIError as problem:
+        raise refusal(problem, str(client.base_url)) from problem
     choice = response.choices[0]
     prompt, answer = getattr(response, "prompt_token_ids", None), getattr(choice, "token_ids", None)
     if token_ids and (prompt is None or answer is None):
@@ -57,6 +67,24 @@ def _ask_one(
             "the server returned no token ids.", "a vLLM server", "pass token_ids=False to compare texts only"
         )
     return Answer(list(prompt or []), list(answer or []), choice.message.content or "", choice.finish_reason == "stop")
+
+
+def refusal(problem: Exception, url: str) -> CourseError:
+    """A request that failed, in plain words: the server is gone, wants a key, or refuses this request."""
+    if gone := watching.cause(url):
+        return gone
+    status = getattr(problem, "status_code", None)
+    if status == 401:
+        todo = "take the client from server.client(), or set VLLM_API_KEY to the server's key"
+    elif "chat template" in str(problem):
+        todo = "serve a folder that has a chat template (lesson 04 writes one), or pass chat-template: a file with one"
+    elif status == 404:
+        todo = "call the model by a name it is served under: server.names"
+    elif status is None:
+        todo = "run the cell that starts the server again"
+    else:
+        todo = "shorten the prompt or max_tokens, or mend what it names"
+    return CourseError(f"the server at {url} did not answer: {problem}", "a request this server takes", todo)
 
 
 def _for_api(message: Message) -> Message:

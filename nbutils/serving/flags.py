@@ -1,0 +1,150 @@
+"""An engine's flags: as words of a command line, and checked against the installed version's own parser.
+
+Not here: which flags (they stand in the lesson; what a card wants, in table). Reading the parser takes seconds, so what
+it takes is kept beside the environment, for each version of the engine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nbutils import paths, platforms
+from nbutils.errors import CourseError
+from nbutils.serving.environment import ServingEnvironment
+
+SCRIPT = Path(__file__).parent / "inside" / "course_options.py"
+SECONDS = 300.0
+Flags = Mapping[str, Any] | Sequence[str]
+Options = dict[str, dict[str, Any]]
+GONE = {  # flags of older versions and of texts about them: what does their work now
+    "max-batch-size": "max-num-seqs (how many requests are answered together) and max-num-batched-tokens (how many"
+    " tokens one step may hold): vLLM fills each step anew and has no fixed batch",
+    "swap-space": "nothing: when the cache is full, vLLM V1 computes a request again instead of swapping it out;"
+    " kv-offloading-size (GiB of RAM) keeps cache blocks in the machine's memory",
+    "num-scheduler-steps": "nothing: V1 schedules ahead by itself",
+    "preemption-mode": "nothing: V1 always recomputes",
+    "use-v2-block-manager": "nothing: there is only one now",
+    "disable-log-requests": "nothing: requests are logged only with enable-log-requests",
+    "max-seq-len-to-capture": "nothing: cudagraph-capture-sizes decides",
+}
+
+
+def flag_words(flags: Flags) -> list[str]:
+    """Flags as command-line words: True is a bare flag, None and False leave it out, a list is taken as it is."""
+    if not isinstance(flags, Mapping):
+        return [str(word) for word in flags]
+    words: list[str] = []
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        values = [] if value is True else value if isinstance(value, list | tuple) else [value]
+        words += [f"--{name}", *map(str, values)]
+    return words
+
+
+def value_of(words: Sequence[str], name: str) -> str | None:
+    """The first value a flag has among these words; None if it is not there."""
+    place = next(
+        (place for place, word in enumerate(words) if word in (f"--{name}", f"--{name.replace('-', '_')}")), -1
+    )
+    joined = next((word.partition("=")[2] for word in words if word.startswith(f"--{name}=")), None)
+    return words[place + 1] if 0 <= place < len(words) - 1 else joined
+
+
+def options(environment: ServingEnvironment) -> Options | None:
+    """What the installed engine's parser takes; None where it cannot be asked (its start will tell why)."""
+    engine_key = _ask(environment, "key", 60.0)
+    if engine_key is None:
+        return None
+    kept = _cache(environment, engine_key)
+    try:
+        return dict(json.loads(kept.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        print("Reading which flags the installed engine takes (once for each version, some seconds).", flush=True)
+    found = _ask(environment, "options", SECONDS)
+    if found:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        paths.write_json(kept, found)
+    return found
+
+
+def check(words: Sequence[str], known: Options) -> None:
+    """Stop at the first flag the parser would refuse; the error names what comes nearest, or what took its place."""
+    place = 0
+    while place < len(words):
+        name, _, value = words[place].partition("=")
+        end = next((at for at in range(place + 1, len(words)) if _is_flag(words[at])), len(words))
+        values = [value] if "=" in words[place] else list(words[place + 1 : end])
+        _check_one(name, values, known)
+        place = end
+
+
+def _check_one(name: str, values: list[str], known: Options) -> None:
+    option = known.get(name) or known.get(name.replace("_", "-")) or known.get(name.partition(".")[0])
+    if option is None:
+        raise _unknown(name, known)
+    if "." in name and name not in known:
+        return  # one key of a flag that takes JSON
+    count = {"none": values == [], "one": len(values) == 1}.get(option["values"], bool(values))
+    if not count:
+        wanted = {"none": "no value", "one": "one value"}.get(option["values"], "one value or more")
+        raise _wrong(name, values, wanted)
+    if option["choices"] and (other := [value for value in values if value not in option["choices"]]):
+        raise _wrong(name, other, "one of " + ", ".join(option["choices"]))
+    if option["type"] and not all(_is_number(value, option["type"]) for value in values):
+        raise _wrong(name, values, {"int": "a whole number", "float": "a number"}[option["type"]])
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and not _is_number(word, "float")
+
+
+def _is_number(value: str, kind: str) -> bool:
+    try:
+        return bool(str((int if kind == "int" else float)(value)))
+    except ValueError:
+        return False
+
+
+def _wrong(name: str, values: list[str], wanted: str) -> CourseError:
+    told = " ".join(values) or "nothing"
+    return CourseError(f"the flag {name} was given {told}.", f"{name} takes {wanted}", "mend it in the cell with flags")
+
+
+def _unknown(name: str, known: Options) -> CourseError:
+    """What to write instead of a flag the installed version does not have."""
+    bare = name.lstrip("-").replace("_", "-")
+    if bare in GONE:
+        return CourseError(
+            f"the flag {name} does not exist in the installed version.", f"what took its place: {GONE[bare]}",
+            "take it out of the cell with flags, or write what took its place",
+        )  # fmt: skip
+    near = difflib.get_close_matches(f"--{bare}", known, n=3, cutoff=0.6)
+    allowed = f"the nearest are {', '.join(near)}" if near else f"one of its {len(known)} flags; none is like this one"
+    return CourseError(f"the installed version has no flag {name}.", allowed, "mend it in the cell with the flags")
+
+
+def _ask(environment: ServingEnvironment, what: str, seconds: float) -> Any:
+    """Run the script in the interpreter that serves; None if it fails."""
+    command = [str(environment.python), str(SCRIPT), what, environment.engine]
+    try:
+        told = subprocess.run(
+            command, env=environment.variables(), cwd="/", stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=seconds,
+        )  # fmt: skip
+        return json.loads(told.stdout.strip().splitlines()[-1]) if told.returncode == 0 else None
+    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
+        return None
+
+
+def _cache(environment: ServingEnvironment, engine_key: str) -> Path:
+    """Where the options of this version are kept: in the environment if it is ours, else in the scratch folder."""
+    about = hashlib.sha256(f"{environment.python}|{environment.engine}|{engine_key}".encode()).hexdigest()[:16]
+    folder = environment.folder or platforms.folders(platforms.detect()).scratch
+    return folder / f"options-{about}.json"
