@@ -127,7 +127,7 @@ def test_merging_keeps_the_model_and_the_report_says_so(tmp_path: Path, texts: p
     assert found.readings.gap("full", "merged").mean < 1e-7 < 1e-2 < found.readings.gap("full", "base").mean
     assert [line.verdict for line in found.lines] == ["a price", "the same"]
     assert found.table()[-1]["same answers"] == "16 of 16" and "KL mean" in found.text()
-    assert found.facts()["holds"] and found.facts()["lines"][0]["compared"] == ["base", "full"]
+    assert found.facts()["holds"] and found.facts()["gaps"]["merged against full"]["same_answers"] == 16
 
 
 def test_a_merge_that_lost_the_tuning_stops_the_lesson(tmp_path: Path, texts: parity.Fixed, readings: dict) -> None:
@@ -206,6 +206,16 @@ def test_a_merge_into_the_dequantised_base_must_equal_the_4_bit_one(
         ("4bit", "merged", False),
     ]
     assert not judged(tmp_path, texts, about={"onto": "dequantized"}, merged=given["full"], **given).holds
+
+
+@pytest.mark.parametrize(
+    ("onto", "method", "told"), [("half", "qlora", "'half'"), ("dequantized", "lora", "nothing was")]
+)
+def test_a_merge_onto_what_was_never_there_is_refused_early(onto: str, method: str, told: str) -> None:
+    parity.require_onto("dequantized", "qlora")
+    parity.require_onto("full", "lora")
+    with pytest.raises(CourseError, match=told):
+        parity.require_onto(onto, method)
 
 
 def test_predictions_that_are_no_numbers_are_refused(base: Any, texts: parity.Fixed) -> None:
@@ -306,8 +316,9 @@ def test_a_model_that_lies_on_disk_reads_the_same(
     assert "disk" in tuned.hf_device_map.values()
     found = parity.measure(tuned, texts, answers=False)
     assert found.answers is None and parity.gap(readings["full"], found).mean < 1e-9
-    with tuned.disable_adapter():
-        assert parity.gap(readings["base"], parity.measure(tuned, texts, answers=False)).mean < 1e-9
+    kept = parity.Readings(tmp_path, texts)
+    kept.read("full", tuned, answers=False)
+    assert parity.gap(readings["base"], kept["base"]).mean < 1e-9 and kept.gap("full", "base").same_answers is None
 
 
 @pytest.mark.parametrize(
@@ -335,6 +346,11 @@ def test_the_room_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tight = parity.room_for(14.2, object(), tmp_path)
     assert not tight.fits and tight.name == "4bit" and "do NOT fit into the card (14.7 GiB free)" in tight.reason
     assert tight.wide["device_map"] == "auto" and tight.wide["offload_folder"] == str(tmp_path)
+    assert (small.other, small.beside, tight.other, tight.beside) == ("4bit", {}, "full", tight.wide)
+    (tmp_path / "weights.dat").touch()
+    tight.clear()
+    small.clear()
+    assert not tmp_path.exists()
     with pytest.raises(CourseError, match="what card and RAM cannot hold"):
         parity.room_for(1e6, object(), tmp_path)
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from nbutils.parity.fitting import Room, room_for
 from nbutils.parity.fixed import Fixed, fixed_set
 from nbutils.parity.gaps import Gap, gap
-from nbutils.parity.judging import ALLOWED, Report, report
+from nbutils.parity.judging import ALLOWED, Report, report, require_onto
 from nbutils.parity.keeping import Readings
 from nbutils.parity.reading import Reading, measure
 from nbutils.parity.served import measure_server
 
 __all__ = [
     "ALLOWED", "Fixed", "Gap", "Reading", "Readings", "Report", "Room", "fixed_set", "gap", "measure",
-    "measure_server", "report", "room_for",
+    "measure_server", "report", "require_onto", "room_for",
 ]  # fmt: skip

@@ -5,11 +5,13 @@ Not here: loading it (the lesson does), or what fits for training (plan).
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nbutils import platforms
 from nbutils.disk import require_disk
 from nbutils.paths import GIB
 
@@ -30,6 +32,21 @@ class Room:
     def name(self) -> str:
         """The reading that the model of the exam gives."""
         return "full" if self.fits else "4bit"
+
+    @property
+    def other(self) -> str:
+        """The reading that needs another model."""
+        return "4bit" if self.fits else "full"
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """What `PeftModel.from_pretrained` is given: an adapter lies where its base lies."""
+        return {} if self.fits else self.wide
+
+    def clear(self) -> None:
+        """Delete what was put on disk."""
+        if "offload_folder" in self.wide:
+            shutil.rmtree(self.wide["offload_folder"], ignore_errors=True)
 
 
 def decide(gib: float, card_gib: float | None, ram_gib: float) -> tuple[bool, dict[int | str, str]]:
@@ -52,7 +69,8 @@ def room_for(gib: float, card: Any, scratch: Path) -> Room:
     """The same for this machine as it is now; `scratch` takes what neither card nor RAM can hold."""
     import psutil
 
-    free, ram = _free_on_card() if card else None, psutil.virtual_memory().available / GIB
+    free = _free_on_card() if card else None
+    ram = min(psutil.virtual_memory().available / GIB, platforms.memory_gib().value)
     fits, memory = decide(gib, free, ram)
     place, here = ("the card", free) if free is not None else ("RAM", ram)
     if fits:

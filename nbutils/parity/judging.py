@@ -131,11 +131,8 @@ class Report:
 
     def facts(self) -> dict[str, Any]:
         """All numbers for facts.json."""
-        lines = [
-            asdict(line.gap) | {"compared": [line.other, line.reference], "allowed": line.allowed}
-            for line in self.lines
-        ]
-        return {"holds": self.holds, "verdict": self.verdict, "lines": lines}
+        gaps = {f"{line.other} against {line.reference}": asdict(line.gap) for line in self.lines}
+        return {"holds": self.holds, "allowed": ALLOWED[self.dtype], "verdict": self.verdict, "gaps": gaps}
 
     def require(self) -> None:
         """Stop the lesson if a form of the model is not the one that was trained."""
@@ -154,6 +151,17 @@ def report(readings: Readings, dtype: str) -> Report:
     if dtype not in ALLOWED:
         raise CourseError(f"the precision is {dtype!r}.", ", ".join(ALLOWED), "name the dtype the model was merged in")
     return Report(readings, dtype)
+
+
+def require_onto(onto: str, method: str) -> None:
+    """Stop early where there is no 4-bit base to merge into: the adapter was trained on another."""
+    if onto not in ONTO:
+        raise CourseError(f"MERGE_ONTO is {onto!r}.", ", ".join(ONTO), "choose one of these")
+    if onto == "dequantized" and method != "qlora":
+        raise CourseError(
+            f"MERGE_ONTO is {onto!r}, and with method {method} nothing was trained on 4 bits.",
+            'full; "dequantized" is for adapters of a qlora profile', 'set MERGE_ONTO = "full"',
+        )  # fmt: skip
 
 
 def _said(found: Gap) -> str:

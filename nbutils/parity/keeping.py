@@ -16,7 +16,7 @@ from nbutils.evaluation.exam import FOLDER
 from nbutils.evaluation.keeping import digest
 from nbutils.parity.fixed import Fixed
 from nbutils.parity.gaps import Gap, gap
-from nbutils.parity.reading import Reading
+from nbutils.parity.reading import Reading, measure
 from nbutils.paths import write_json
 
 NAMES = ("base", "4bit", "full", "merged", "vllm")
@@ -60,6 +60,13 @@ class Readings:
             self.gaps[_key(name, other)] = gap(reading, self._held[other])
             self.gaps[_key(other, name)] = gap(self._held[other], reading)
         self._write(name)
+
+    def read(self, name: str, tuned: Any, *, answers: bool = True) -> None:
+        """Measure an adapter on a base; on the unquantised one (`full`) also the base, with the adapter off."""
+        self[name] = measure(tuned, self.fixed, answers=answers)
+        if name == "full":
+            with tuned.disable_adapter():
+                self["base"] = measure(tuned, self.fixed, answers=answers)
 
     def gap(self, reference: str, other: str) -> Gap | None:
         """How far `other` is from `reference`; None if one of them was not measured."""
