@@ -73,14 +73,13 @@ class Engine:
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     """One on a free port, in a thread of its own."""
-    made, loop, ready = Engine(), asyncio.new_event_loop(), threading.Event()
+    made, loop, ready, app = Engine(), asyncio.new_event_loop(), threading.Event(), web.Application()
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
 
     async def serve() -> None:
-        app = web.Application()
         routes = [("POST", "/v1/completions", made.completions), ("GET", "/metrics", made.metrics)]
         for method, place, answer in [*routes, ("GET", "/v1/models", made.models)]:
             app.router.add_route(method, place, answer)
-        runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
@@ -96,6 +95,7 @@ def engine() -> Iterator[Engine]:
     thread.start()
     assert ready.wait(5)
     yield made
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(5)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(5)
 
