@@ -10,10 +10,11 @@ import tarfile
 import time
 from pathlib import Path
 
+import merge_models as models
 import pytest
 import torch
 
-from nbutils import hardware, paths
+from nbutils import hardware, merging, paths, serving
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [
@@ -100,6 +101,44 @@ def test_lessons_03_and_04_train_and_merge_on_the_card(tmp_path: Path) -> None:
     trained, merged = facts["lessons"]["03_qlora"], facts["lessons"]["04_merge"]
     assert trained["adapter_moved"] > 0 and trained["base_moved"] == 0
     assert merged["exact_match"]["base"] <= 0.2 and merged["exact_match"]["merged"] >= 0.8
+
+
+def ordered(weight: torch.Tensor) -> torch.Tensor:
+    """Bits of bfloat16 numbers as integers in the order of the numbers: neighbours differ by one."""
+    bits = weight.view(torch.int16).int()
+    return torch.where(bits < 0, -32768 - bits, bits)
+
+
+def test_a_merge_on_the_card_is_that_of_the_cpu_within_one_rounding(tmp_path: Path) -> None:
+    base = models.make_base(tmp_path / "base")
+    for case, wishes in {"plain": {}, "dora": {"use_dora": True}}.items():
+        adapter = models.make_adapter(base, tmp_path / case, **wishes)
+        for device in ("cpu", "cuda"):
+            out = tmp_path / f"{case}-{device}"
+            merging.merge_adapter(base, adapter, out, dtype="bfloat16", device=device, progress=False)
+        ours, cards = models.weights(tmp_path / f"{case}-cpu"), models.weights(tmp_path / f"{case}-cuda")
+        assert max(int((ordered(ours[name]) - ordered(cards[name])).abs().max()) for name in ours) <= 1
+
+
+def test_whoever_holds_the_card_is_named() -> None:
+    held = torch.empty(3 * 2**28, dtype=torch.float32, device="cuda")  # 3 GiB
+    seen = serving.free_card()
+    assert seen is not None and seen.free_gib < seen.total_gib - 3
+    assert any(holder.pid == os.getpid() for holder in seen.holders) or not seen.holders  # containers hide their names
+    del held
+    after = serving.free_card()
+    assert after is not None and after.free_gib > seen.free_gib + 2.9
+
+
+@pytest.mark.serve
+def test_lesson_05_serves_the_merged_model_and_the_adapter_on_the_card(tmp_path: Path) -> None:
+    env = os.environ | {"NBUTILS_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    script = [sys.executable, str(ROOT / "notebooks/05_serve.py"), "--PROFILE", "tiny"]
+    ran = subprocess.run(script, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    served = json.loads((tmp_path / "tiny/facts.json").read_text())["lessons"]["05_serve"]
+    assert served["engine"] == "vllm" and served["exact_match"] >= 0.8
+    assert served["identical_prompts"]["count"] == served["identical_prompts"]["total"]
 
 
 def test_the_last_rung_parks_layer_inputs_in_ram_and_the_training_stays_the_same(tmp_path: Path) -> None:
