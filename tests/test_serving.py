@@ -23,7 +23,7 @@ from nbutils import evaluation, paths, serving
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
 from nbutils.profiles.schema import Evaluation
-from nbutils.serving import Running, environment, logs
+from nbutils.serving import Running, environment, flags, logs
 from nbutils.serving.flags import flag_words
 from nbutils.serving.server import Server
 
@@ -32,12 +32,15 @@ import json, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 port, mode, notes = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
-child = subprocess.Popen([sys.executable, "-c", deaf])
+child = subprocess.Popen(["VLLM::EngineCore", "-c", deaf], executable=sys.executable)
 open(notes, "w").write(str(child.pid))
 print("Loading weights took 0.01 seconds", flush=True)
 if mode == "crash":
     print("(EngineCore pid=7) ERROR 11-15 01:02:03 [core.py:9] ValueError: max_model_len is larger than", flush=True)
     print("RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
+    sys.exit(1)
+if mode == "broken":
+    print("ModuleNotFoundError: No module named 'vllm.engine'", flush=True)
     sys.exit(1)
 if mode == "slow":
     time.sleep(60)
@@ -74,9 +77,9 @@ ThreadingHTTPServer(("127.0.0.1", port), Answers).serve_forever()
 class StubServer(Server):
     """The real class around a small fake server that also has a child deaf to SIGTERM."""
 
-    def __init__(self, folder: Path, mode: str = "healthy", port: int = 0) -> None:
+    def __init__(self, folder: Path, mode: str = "healthy", port: int = 0, api_key: str | None = None) -> None:
         here = serving.ServingEnvironment(Path(sys.executable), "vllm")
-        super().__init__("tiny", here, port=port, log=folder / "log")
+        super().__init__("tiny", here, port=port, log=folder / "log", api_key=api_key)
         self.script, self.notes, self.mode = folder / "stub.py", folder / "child.pid", mode
         self.script.write_text(STUB, encoding="utf-8")
 
@@ -242,6 +245,113 @@ def test_a_killed_supervisor_takes_the_server_along(stub: StubServer) -> None:
         until(lambda: alive([api]) == [])
     stub.stop()
     assert not stub.healthy()
+
+
+# --- what can happen to a server that is up --------------------------------------------------------------------------
+
+
+def test_a_killed_engine_is_noticed_and_told_to_whoever_asks(
+    stub: StubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub.start().wait(20)
+    members = stub.everyone()
+    killed = time.monotonic()
+    os.kill(members[-1], signal.SIGKILL)
+    until(lambda: stub.failure is not None)
+    assert time.monotonic() - killed < 10
+    until(lambda: alive(members) == [])
+    told = capsys.readouterr().out
+    assert "[FAIL]" in told and f"its engine (process {members[-1]}) is gone" in told and str(stub.log) in told
+    with pytest.raises(CourseError, match="its engine") as caught:
+        serving.ask(stub.client(max_retries=0), "tiny", [[{"role": "user", "content": "q"}]] * 3, 8)
+    assert "starts it again" in caught.value.todo
+    with pytest.raises(CourseError, match="its engine"):
+        stub.require()
+    stub.start().wait(20)
+    assert stub.failure is None
+    stub.require()
+
+
+def test_a_killed_server_process_is_noticed(stub: StubServer) -> None:
+    stub.start().wait(20)
+    os.kill(stub.everyone()[1], signal.SIGKILL)
+    until(lambda: stub.failure is not None)
+    assert stub.failure and "exit status 137" in stub.failure.seen
+
+
+def test_a_server_that_is_stopped_is_no_failure(stub: StubServer) -> None:
+    stub.start().wait(20)
+    stub.stop()
+    time.sleep(1.2)
+    assert stub.failure is None
+    with pytest.raises(CourseError, match="not running"):
+        stub.require()
+
+
+def test_a_broken_environment_is_built_anew_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stub: StubServer
+) -> None:
+    reasons: list[str] = []
+    stub.mode, stub.environment = "broken", serving.ServingEnvironment(Path(sys.executable), "vllm", {}, tmp_path)
+
+    def rebuild(_recipe: object, _folder: Path, why: str) -> None:
+        reasons.append(why)
+        stub.mode = "healthy" if mends else "broken"
+
+    monkeypatch.setattr(environment.environments, "rebuild", rebuild)
+    mends = True
+    stub.start().wait(20)
+    assert reasons == ["ModuleNotFoundError: No module named 'vllm.engine'"] and stub.healthy()
+    other, mends = StubServer(tmp_path, "broken"), False
+    other.environment = stub.environment
+    with pytest.raises(CourseError, match=r"vllm\.engine"):
+        other.start().wait(20)
+    assert len(reasons) == 2
+    with pytest.raises(CourseError, match=r"vllm\.engine"):
+        StubServer(tmp_path, "broken").start().wait(20)  # somebody else's interpreter is not ours to build anew
+    assert len(reasons) == 2
+
+
+def test_a_server_left_by_another_kernel_is_found_and_stopped(tmp_path: Path) -> None:
+    owner, members = started_elsewhere(tmp_path, "time.sleep(60)")
+    try:
+        found = serving.stale(tmp_path)
+        assert found and (found.pid, found.owner, found.owner_alive) == (members[0], owner.pid, True)
+        assert f"another kernel (process {owner.pid})" in str(found) and found.reuse(tmp_path / "merged") is None
+        assert serving.stale(tmp_path / "elsewhere") is None
+        found.stop()
+        assert alive(members) == [] and serving.stale(tmp_path) is None
+    finally:
+        owner.kill()
+        owner.wait()
+    assert "a kernel that is gone" in str(serving.Stale(1, 2, False, "m", 3, tmp_path))
+
+
+def test_a_note_leads_to_a_server_whose_log_is_elsewhere(up: StubServer, tmp_path: Path) -> None:
+    other = tmp_path / "other-run"
+    other.mkdir()
+    shutil.copy(tmp_path / "server.json", other)
+    found = serving.stale(other)
+    assert found and up.process and found.pid == up.process.pid and "this kernel" in str(found)
+    again = found.reuse(tmp_path / "merged")
+    assert again and again.url == up.url
+
+
+# --- the key ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_travels_by_the_environment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbutils.serving.server.GRACE_SECONDS", 0.5)
+    with StubServer(model_folder(tmp_path), api_key="s3cret") as server:
+        serving.leave_note(server, tmp_path)
+        _, api, _ = server.everyone()
+        assert psutil.Process(api).environ()["VLLM_API_KEY"] == "s3cret" and server.client().api_key == "s3cret"
+        lines = [" ".join(psutil.Process(pid).cmdline()) for pid in server.everyone()]
+        seen = [*lines, server.log.read_text(), (tmp_path / "server.json").read_text(), server.shell_line()]
+        seen += [repr(server), " ".join(Server.command(server)), json.dumps(server.settings())]
+        assert not [text for text in seen if "s3cret" in text]
+        assert 'VLLM_API_KEY="$VLLM_API_KEY"' in server.shell_line()
+        assert "course_guard.Guard" in Server.command(server)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -597,7 +707,13 @@ def test_vllm_and_its_engine_die_with_a_killed_kernel(tmp_path: Path) -> None:
 
 
 @pytest.mark.serve
-def test_vllm_names_a_misspelt_flag(tmp_path: Path) -> None:
-    with pytest.raises(CourseError, match="unrecognized arguments: --max-modellen") as caught:
-        Server(paths.TINY_MODEL, "vllm-cpu", flags={"max-modellen": 5}, log=tmp_path / "log").start().wait(120)
-    assert "mend the flag" in caught.value.todo
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [("max-modellen", "--max-model-len"), ("swap-space", "kv-offloading-size"), ("max-batch-size", "max-num-seqs")],
+)
+def test_a_flag_vllm_does_not_have_is_named_before_it_starts(tmp_path: Path, wrong: str, told: str) -> None:
+    server = Server(paths.TINY_MODEL, "vllm-cpu", flags=FLAGS["vllm-cpu"] | {wrong: 5}, log=tmp_path / "log")
+    with pytest.raises(CourseError, match=f"--{wrong}") as caught:
+        server.start()
+    assert told in caught.value.allowed and not server.log.exists()
+    assert f"--{told.lstrip('-')}" in (flags.options(server.environment) or {}), "what is advised exists"

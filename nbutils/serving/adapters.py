@@ -15,8 +15,12 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")  # these leave the base as it is
 
 
-def lora_flags(adapters: Mapping[str, Path], model_name: str) -> list[str]:
-    """The flags that serve these adapters under these names."""
+def lora_flags(adapters: Mapping[str, Path], model_name: str, engine: str = "vllm") -> list[str]:
+    """The flags that serve these adapters under these names.
+
+    On a CPU one slot more stays empty: vLLM 0.32 gives requests for the base, when they share a step with those for an
+    adapter, the weights of the last slot.
+    """
     if not adapters:
         return []
     if model_name in adapters:
@@ -31,7 +35,7 @@ def lora_flags(adapters: Mapping[str, Path], model_name: str) -> list[str]:
             "merge it (lesson 04) and serve the merged folder",
         )  # fmt: skip
     modules = [f"{name}={Path(folder).absolute()}" for name, folder in adapters.items()]
-    several = ["--max-loras", str(len(adapters))]
+    several = ["--max-loras", str(len(adapters) + (engine == "vllm-cpu"))]
     return ["--enable-lora", *several, "--max-lora-rank", str(min(room)), "--lora-modules", *modules]
 
 

@@ -73,7 +73,7 @@ def memory(index: int = 0) -> CardMemory | None:
 def require_free(share: float) -> None:
     """Stop before vLLM does, and name who holds the card; `share` of it must be free."""
     found = memory()
-    if found is None or found.free_gib >= share * found.total_gib - CONTEXT_GIB:
+    if found is None or found.free_gib >= share * found.total_gib:
         return
     raise CourseError(
         f"the server wants {share:.0%} of the card ({share * found.total_gib:.1f} GiB), and only {found}.",

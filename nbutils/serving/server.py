@@ -219,7 +219,8 @@ class Server:
                 "`transformers serve` cannot serve adapters beside their base.", "vLLM, or no adapters",
                 "serve the merged folder (lesson 04)",
             )  # fmt: skip
-        return [*words, *lora.lora_flags(self.adapters, flags.value_of(words, "served-model-name") or self.model)]
+        name = flags.value_of(words, "served-model-name") or self.model
+        return [*words, *lora.lora_flags(self.adapters, name, self.environment.engine)]
 
     def _mend_or_raise(self) -> logs.Follower:
         """A server that died while starting: built anew and started again once if its environment is broken."""
