@@ -76,5 +76,5 @@ def _text(exam: Exam, row: int, reach: int) -> tuple[list[int], int]:
     one, prompt = exam.rows[row], exam.prompts[row]
     ids, _ = exam.view.encode(one["messages"], one.get("tools"))
     begin = max(1, common_length(prompt, ids))
-    text = ids[: begin + MEASURED][-reach:]
+    text = ids[: begin + MEASURED][-(reach - 1) :]  # a server adds at least one token
     return text, min(len(ids) - begin, MEASURED, len(text) - 1)

@@ -40,8 +40,10 @@ class Line:
 
     @property
     def verdict(self) -> str:
-        """In a word."""
-        return "a price" if self.allowed is None else "FAILS" if self.why else "the same"
+        """In a word or two."""
+        if self.allowed is None:
+            return "what the tuning changed" if self.other == "base" else "a price"
+        return "FAILS" if self.why else "the same"
 
 
 @dataclass(frozen=True)
