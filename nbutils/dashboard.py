@@ -1,6 +1,6 @@
-"""What people look at: the loss curve, live numbers, tables, a chat box. Plain output where no frontend is attached.
+"""What people look at: the loss curve, live numbers, tables. Plain output where no frontend is attached.
 
-Not here: any logic. Labels in plots are English: Colab has no Chinese font.
+Not here: any logic, and the chat (chatbox). Labels in plots are English: Colab has no Chinese font.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import html
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -208,25 +208,3 @@ class LiveLines:
     def flush(self) -> None:
         """Nothing waits: a line is passed on when it is whole."""
         sys.stdout.flush()
-
-
-def chat(answer: Callable[[str], str], example: str, live: bool = True) -> None:
-    """One example question and its answer; below it, in a live notebook, a box to type in."""
-    print(f"you    {example}\nmodel  {answer(example)}")
-    if not live or not in_kernel() or detect().batch:
-        return
-    try:
-        import ipywidgets as widgets
-        from IPython.display import display
-    except ImportError:
-        return
-    question, log = widgets.Text(placeholder="Type a message and press Enter"), widgets.Output()
-
-    def reply(_: Any) -> None:
-        text, question.value = question.value, ""
-        with log:
-            print(f"you    {text}\nmodel  {answer(text)}")
-
-    button = widgets.Button(description="Send")
-    button.on_click(reply)
-    display(widgets.VBox([widgets.HBox([question, button]), log]))

@@ -16,10 +16,11 @@
 # You will have
 #
 # - your model behind an OpenAI-compatible endpoint, in an environment that leaves the training one alone,
-# - proof, prompt by prompt and token by token, that it says what transformers says,
-# - its start-up time and its speed, next to plain `generate`.
+# - proof, token by token and in nats, that it says what transformers says,
+# - its speed with one and with many asking at once, next to plain `generate` and `transformers serve`,
+# - base and tuned side by side under one address, and a chat with both.
 #
-# Takes 2 minutes with the tiny model. The first time, building the serving environment adds some minutes and 3 GB of disk (12 GB with a card).
+# Takes 3 minutes with the tiny model. The first time, building the serving environment adds some minutes and 3 GB of disk (12 GB with a card).
 
 # %% [markdown]
 # The next cell installs the course where it is missing; on a machine that has it, it does nothing.
@@ -32,7 +33,8 @@ if importlib.util.find_spec("nbutils") is None:
 
 # %% [markdown]
 # The dials. `FOLDER` is a model folder to serve instead of the one lesson 04 left; `PORT` 0 takes a free one; `QUESTIONS` 0 leaves their
-# number to the profile. `KEEP_RUNNING` leaves the server up when the lesson is over, until the kernel ends.
+# number to the profile. `RIVALS` are what the server is measured against, `SIDE_BY_SIDE` serves base and adapter together at the end.
+# `KEEP_RUNNING` leaves the last server up when the lesson is over, until the kernel ends, with a chat box to type in.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -42,6 +44,8 @@ FOLDER: str = ""
 ENGINE: str = "auto"
 PORT: int = 0
 QUESTIONS: int = 0
+RIVALS: str = "generate,transformers-serve"
+SIDE_BY_SIDE: bool = True
 KEEP_RUNNING: bool = False
 
 # %% [markdown]
@@ -54,17 +58,25 @@ from nbutils import profiles
 
 lesson = nbutils.start("05_serve", globals())
 lesson.require("02_data_prep" if FOLDER else "04_merge")
-folder = profiles.model_folder(Path(FOLDER).expanduser() if FOLDER else lesson.run.merged)
+folder = Path(profiles.model_folder(Path(FOLDER).expanduser() if FOLDER else lesson.run.merged))
+
+# %% [markdown]
+# A server that an earlier start of this lesson left up would hold the card's memory. It is ended here.
+
+# %%
+from nbutils import serving
+
+while left := serving.stale(lesson.run.path):
+    print(f"{left}: it is stopped now")
+    left.stop()
 
 # %% [markdown]
 # ## What it should say
 #
 # First the answers of plain transformers to the held-back questions, greedy, in the precision we will serve in. They are what the
-# server will be measured against; rows that the server could not take are left out. Then the model leaves the memory: a server wants the card to itself.
+# server will be measured against; rows that the server could not take are left out.
 
 # %%
-import time
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from nbutils import data, evaluation
 
@@ -79,14 +91,54 @@ exam = evaluation.Exam(lesson.run.path, tokenizer, held_back, wanted, dtype, lim
 questions, references = exam.questions, exam.references
 
 # %% [markdown]
-# The clock runs along, so that the server has something to beat.
+# Equal answers can hide a changed model, so the predictions of lesson 04's fixed set are compared too. If lesson 04 left none for
+# this model, they are read now.
 
 # %%
-started = time.perf_counter()
+from nbutils import parity, paths
+
+name = "parity_of_folder" if FOLDER else "parity"
+known = (lesson.run.path / "evaluation" / f"{name}.json").exists()
+fixed = None if known else parity.fixed_set(exam, exam.general(), model=model, limit=limit - 1)
+readings = parity.Readings(lesson.run.path, fixed, about=paths.stamp(folder), name=name)
+if "merged" not in readings:
+    readings["merged"] = parity.measure(model, readings.fixed)
+
+# %% [markdown]
+# The answers.
+
+# %%
 local = exam.generate(model)
-local_seconds = time.perf_counter() - started
+print(f"{len(local)} answers, {sum(len(answer.token_ids) for answer in local)} tokens")
+
+# %% [markdown]
+# ## How fast without a server
+#
+# The same prompts for everybody: words at random, so that nobody has an answer ready, and answers of a fixed length. Plain `generate`
+# takes one at a time, or a batch that waits for its slowest. Everything measured goes to `bench.json` in the run folder.
+
+# %%
+from nbutils import bench
+
+settings = bench.Settings((1, 8, 32, 128) if lesson.card else (1, 8, 32), *((128, 128) if lesson.card else (64, 64)))
+board = bench.Board(lesson.run.path / "bench.json", settings, {"model": lesson.model_name, "dtype": dtype})
+if "generate" in RIVALS:
+    prompts = settings.prompts(tokenizer, 32)
+    board.add(bench.generate(model, prompts[: max(2, batch)], settings.answer_tokens, batch) for batch in (1, 32))
+
+# %% [markdown]
+# When one person asks, every token needs all weights read from memory once. That is the limit no engine can beat on this card.
+
+# %%
+if lesson.card:
+    board.limit("vllm", bench.limit(folder, bench.copy_bandwidth()))
+
+# %% [markdown]
+# Then the model leaves the memory: a server wants the card to itself. Should somebody else hold a part of it, he is named.
+
+# %%
 del model
-torch.cuda.empty_cache()
+serving.free_card()
 
 # %% [markdown]
 # ## The engine
@@ -94,16 +146,18 @@ torch.cuda.empty_cache()
 # vLLM needs a card of capability 7.5 (a T4) or newer, and has a build for CPUs. Older cards are served by transformers itself.
 
 # %%
-from nbutils import hardware, serving
+from nbutils import hardware
 
 engine = hardware.engine(lesson.card) if ENGINE == "auto" else hardware.Choice(ENGINE, "parameter ENGINE")
 print(f"engine: {engine.value} ({engine.reason})")
 
 # %% [markdown]
 # vLLM brings its own torch, and installing it here would replace the one you train with. So it lives in a virtual environment of its
-# own, built once; the server is another process, and this notebook only talks to it.
+# own, built once, in the version that fits driver and Python; the server is another process, and this notebook only talks to it.
 
 # %%
+if engine.value != "transformers":
+    print(serving.build_of(engine.value))
 environment = serving.ensure_environment(engine.value)
 print("serving from", environment.python)
 
@@ -112,27 +166,39 @@ print("serving from", environment.python)
 #
 # - `dtype`: the precision we measured in. A T4 has no bfloat16, there it is float16, which vLLM also calls `half`.
 # - `max-model-len`: prompt and answer together. The cache is planned for it, so ask for what you need and not for what the model could.
-# - `max-num-seqs`: how many requests are answered together; more wait in line.
+# - `max-num-seqs`: how many requests are answered together; more wait in line. Older texts say `--max-batch-size`: vLLM has no such flag.
+#   It fills every step anew from whoever is there; this flag and `max-num-batched-tokens` bound a step.
 # - `gpu-memory-utilization`: the share of the card vLLM takes, weights and cache.
+# - `--swap-space` is gone too: when the cache is full, a request is computed again later. `kv-offloading-size` lends it RAM instead.
 # - `enforce-eager`: no compilation. A slower server that starts sooner: right for a CPU and for a look, wrong for a long service on a card.
 #
-# The chat template is not among them: the server reads the model's own, from the same folder.
+# The chat template is not among them: the server reads the model's own, from the same folder. What this card wants beyond that:
+
+# %%
+from nbutils import dashboard
+
+own = serving.flags_for(lesson.card, folder)
+dashboard.show_choices(own, "\n".join(f"{flag}: {choice.value} ({choice.reason})" for flag, choice in own.items()))
+
+# %% [markdown]
+# All together. Before a start the flags are checked against the installed version's own list; a misspelt one is named with its nearest.
 
 # %%
 serve = lesson.profile.serve
 shared = {"served-model-name": "course", "dtype": dtype, "max-model-len": serve.max_model_len, "max-num-seqs": serve.max_num_seqs}
+own = {flag: choice.value for flag, choice in own.items()}
 flags = {
-    "vllm": {**shared, "gpu-memory-utilization": serve.gpu_memory},
-    "vllm-cpu": {**shared, "enforce-eager": True},
+    "vllm": {**own, **shared, "gpu-memory-utilization": serve.gpu_memory},
+    "vllm-cpu": {**own, **shared},
     "transformers": {"dtype": dtype, "device": "cuda:0" if lesson.card else "cpu"},
 }[engine.value]
 
 # %% [markdown]
 # This is the line you would type in a terminal; here it is run for you. The server listens on this machine only (`127.0.0.1`). Some
-# platforms lead from outside to certain ports, and then one of those is taken.
+# platforms lead from outside to certain ports; then one of those is taken, and a key is made that every client must show.
 
 # %%
-port = PORT or serving.preferred_port(lesson.platform)
+port = PORT or serving.preferred_port(lesson.platform, engine=engine.value)
 server = serving.Server(folder, environment, flags=flags, port=port, log=lesson.run.logs / "serve.log")
 print(server.shell_line())
 print(serving.public_address(lesson.platform, server.port))
@@ -153,11 +219,23 @@ startup_seconds = server.wait()
 # %%
 from openai import OpenAI
 
-client = OpenAI(base_url=server.url, api_key="none-is-checked")
+client = OpenAI(base_url=server.url, api_key=server.api_key or "none-is-checked")
 response = client.chat.completions.create(
     model=server.model_name, messages=questions[0], max_tokens=size.max_new_tokens, temperature=0
 )
 print(questions[0][-1]["content"], "\n->", response.choices[0].message.content)
+
+# %% [markdown]
+# The same from a terminal, and the page that lists everything the server understands (its OpenAPI description, to be tried out there).
+# Where a key is needed, it is `server.api_key`: put it into your own variable, never into a notebook.
+
+# %%
+import json, shlex
+
+body = json.dumps({"model": server.model_name, "messages": questions[0], "temperature": 0}, ensure_ascii=False)
+key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if server.api_key else ""
+print(f'curl {server.url}/chat/completions -H "Content-Type: application/json"{key} -d {shlex.quote(body)}')
+print(f"everything it understands: {server.root}/docs")
 
 # %% [markdown]
 # ## All of them at once
@@ -165,17 +243,8 @@ print(questions[0][-1]["content"], "\n->", response.choices[0].message.content)
 # `serving.ask` makes that same call for every question, many in flight. vLLM also tells which tokens went in and came out.
 
 # %%
-started = time.perf_counter()
-served = serving.ask(
-    client,
-    server.model_name,
-    questions,
-    size.max_new_tokens,
-    tools=exam.tools,
-    token_ids=engine.value != "transformers",
-    at_once=serve.max_num_seqs,
-)
-served_seconds = time.perf_counter() - started
+asking = {"tools": exam.tools, "token_ids": engine.value != "transformers", "at_once": serve.max_num_seqs}
+served = serving.ask(client, server.model_name, questions, size.max_new_tokens, **asking)
 
 # %% [markdown]
 # ## Does it say the same?
@@ -184,51 +253,119 @@ served_seconds = time.perf_counter() - started
 # answers. In float32 not one token may differ. In 16 bits two kernels round differently and a close choice may tip: that is reported.
 
 # %%
-parity = serving.compare(served, local)
-print(parity)
-serving.require_parity(parity, dtype)
+same_answers = serving.compare(served, local)
+print(same_answers)
+serving.require_parity(same_answers, dtype)
+
+# %% [markdown]
+# Now the predictions: what vLLM expects at every position of the fixed set, against the merged model and, from lesson 04, the way
+# there from the 4-bit base. What must be the same and is not stops the lesson.
+
+# %%
+same_model = parity.report(readings, dtype)
+if engine.value != "transformers":
+    readings["vllm"] = parity.measure_server(server.url, server.model_name, readings.fixed, server.api_key)
+    same_model = parity.report(readings, dtype)
+    dashboard.show_table(same_model.table(), "The same model?", same_model.text())
+    print(same_model.verdict)
+    same_model.require()
 
 # %% [markdown]
 # Some of the answers, for your own eyes; a tick means that it is exactly what was wanted.
 
 # %%
-from nbutils import dashboard
-
 columns = {"transformers": [answer.text for answer in local], "server": [answer.text for answer in served]}
 dashboard.show_table(evaluation.before_after_table(questions, references, columns, rows=4), "The same words")
 
 # %% [markdown]
-# And the scores of lesson 04, of both: the server's are what your users will get.
+# ## How fast with a server
+#
+# One asks, then eight, then more. *First token* is what a reader waits for; *per token* is how fast the text then grows; each with what
+# half, nine of ten and 99 of 100 stay below. Meanwhile the server tells how many it works on, how many wait and how full its cache is.
 
 # %%
-scores = evaluation.score_table(exam, {"transformers": local, "server": served})
-dashboard.show_table(scores, "The same scores", evaluation.aligned(scores))
+label = "vllm" if engine.value != "transformers" else "transformers serve"
+board.add(bench.measure(bench.target_of(server), label, settings, tokenizer))
 
 # %% [markdown]
-# The speed of both, in answer tokens a second. With the tiny model on a CPU most of the server's time is HTTP; on a card it is the
-# other way round, and the more ask at once the wider the gap.
+# The rival that brings a server of its own: `transformers serve`, on the same prompts, after ours has made room.
 
 # %%
-tokens = sum(len(answer.token_ids) for answer in local)
-speed = {"transformers": tokens / local_seconds, "server": tokens / served_seconds}
-print(f"server ready after {startup_seconds:.0f} s; {tokens} tokens in {len(questions)} answers")
-print(*(f"{name:13} {value:8.0f} tokens/s" for name, value in speed.items()), sep="\n")
+if "transformers-serve" in RIVALS and engine.value != "transformers":
+    server.stop()
+    bench.Bench(folder, board, card=lesson.card).try_transformers()
+
+# %% [markdown]
+# The table, and what it means. With the tiny model on a CPU much of the time is HTTP; on a card the gap is the whole reason for a
+# server: weights are read once for everybody who asks. (`python -m nbutils bench-serve --model FOLDER` measures this by itself.)
+
+# %%
+board.show("Speed on your own model")
+
+# %% [markdown]
+# The same as a picture.
+
+# %%
+board.plot(lesson.run.path / "bench.png")
+
+# %% [markdown]
+# ## Base and tuned, side by side
+#
+# An adapter need not be merged to be served: with `enable-lora` vLLM computes W·x + scale·B·(A·x) for each request, and one server
+# has the base and any number of adapters, each under a name. It costs some speed; merged is for the one model you keep.
+# Tokenizer and stop tokens are those of the merged folder, so that both are asked in the same words.
+
+# %%
+from nbutils.errors import CourseError
+
+beside = SIDE_BY_SIDE and not FOLDER and engine.value != "transformers"
+if beside:
+    server.stop()
+    both = flags | {"served-model-name": "base", "tokenizer": folder, "generation-config": folder}
+    try:
+        where = {"port": server.port, "log": lesson.run.logs / "serve_both.log", "api_key": server.api_key}
+        server = serving.Server(lesson.model, environment, flags=both, adapters={"tuned": lesson.run.adapter}, **where)
+    except CourseError as reason:
+        beside = False
+        print(f"merged only: {reason}")
+
+# %% [markdown]
+# The server that the rest of the lesson talks to: that one, or where it could not be, the merged model's again.
+
+# %%
+if not server.running:
+    server.start()
+    server.wait()
+client = server.client()
+print("names:", ", ".join(server.names))
+
+# %% [markdown]
+# The held-back questions again, to each of the names.
+
+# %%
+answers = {name: serving.ask(client, name, questions, size.max_new_tokens, **asking) for name in server.names} if beside else {}
+same = {name: serving.compare(said, served).identical for name, said in answers.items()}
+print(*(f"{name:5}  {count} of {len(served)} answers are those of the merged model" for name, count in same.items()), sep="\n")
+
+# %% [markdown]
+# And the scores of lesson 04, of all: the server's are what your users will get.
+
+# %%
+scores = evaluation.score_table(exam, {"transformers": local, "server, merged": served} | answers)
+dashboard.show_table(scores, "The same scores", evaluation.aligned(scores))
 
 # %% [markdown]
 # ## Talk to it
 #
-# One example. With `KEEP_RUNNING` set, the server stays up and a chat box follows in which you can type.
+# One example. With `KEEP_RUNNING` set, the server stays up and a chat box follows: type, press Enter, and watch both answer; *Stop*
+# hangs up, and the server turns to others.
 
 # %%
-def reply(text: str) -> str:
-    messages = [*questions[0][:-1], {"role": "user", "content": text}]
-    answer = client.chat.completions.create(
-        model=server.model_name, messages=messages, max_tokens=size.max_new_tokens, temperature=0
-    )
-    return answer.choices[0].message.content
+from nbutils import chatbox
 
-
-dashboard.chat(reply, example=questions[-1][-1]["content"], live=KEEP_RUNNING)
+told = {"opening": questions[-1][:-1], "max_tokens": size.max_new_tokens, "temperature": 0}
+talks = [chatbox.Talk(name, client, name, **told) for name in server.names]
+box = chatbox.chat(talks, [questions[-1][-1]["content"]], live=KEEP_RUNNING)
 
 # %% [markdown]
 # ## Exercise
@@ -238,7 +375,7 @@ dashboard.chat(reply, example=questions[-1][-1]["content"], live=KEEP_RUNNING)
 
 # %%
 temperature = 0.0
-asked = dict(model=server.model_name, messages=questions[0], max_tokens=size.max_new_tokens, temperature=temperature)
+asked = dict(model=server.names[-1], messages=questions[0], max_tokens=size.max_new_tokens, temperature=temperature)
 times = 3 if server.running else 0
 said = {client.chat.completions.create(**asked).choices[0].message.content for _ in range(times)}
 expected = [1] if temperature == 0 else [2, 3]
@@ -246,7 +383,8 @@ mark = "TODO: set KEEP_RUNNING" if not times else " OK " if len(said) in expecte
 print(f"[{mark}] saw {len(said)} different answers at temperature {temperature}, expected {expected}: try 0.0, 1.0 and 1.5")
 
 # %% [markdown]
-# A server nobody needs is memory nobody has. One that stays up is noted in the run folder: lesson 04, run again, then lets it answer.
+# A server nobody needs is memory nobody has. One that stays up is noted in the run folder: the next start of this lesson finds it, and
+# with `SIDE_BY_SIDE` off, when it is the merged model's, lesson 04 lets it answer.
 
 # %%
 if KEEP_RUNNING:
@@ -259,8 +397,9 @@ print("the server is", f"running at {server.url}" if server.running else "stoppe
 # ## You now have
 #
 # - your model behind an OpenAI-compatible endpoint, in an environment that leaves the training one alone,
-# - proof, prompt by prompt and token by token, that it says what transformers says,
-# - its start-up time and its speed, next to plain `generate`.
+# - proof, token by token and in nats, that it says what transformers says,
+# - its speed with one and with many asking at once, next to plain `generate` and `transformers serve`,
+# - base and tuned side by side under one address, and a chat with both.
 #
 # That is the whole course. Lesson 07 shows where a base model comes from.
 
@@ -268,10 +407,11 @@ print("the server is", f"running at {server.url}" if server.running else "stoppe
 lesson.finish(
     engine=engine.value,
     rows_left_out=exam.left_out,
-    identical_answers={"count": parity.identical, "total": parity.total},
-    identical_prompts={"count": parity.same_prompts, "total": parity.total},
+    identical_answers={"count": same_answers.identical, "total": same_answers.total},
+    identical_prompts={"count": same_answers.same_prompts, "total": same_answers.total},
+    parity=same_model.facts(),
+    side_by_side=same,
     exact_match=evaluation.exact_match([answer.text for answer in served], references),
     startup_seconds=round(startup_seconds, 1),
-    tokens_per_second=round(speed["server"], 1),
-    transformers_tokens_per_second=round(speed["transformers"], 1),
+    tokens_per_second=board.speeds(),
 )

@@ -30,11 +30,6 @@ def test_the_loss_curve_is_saved(tmp_path: Path, capsys) -> None:  # type: ignor
     assert "nothing to plot" in capsys.readouterr().out and not (tmp_path / "no.png").exists()
 
 
-def test_the_chat_box_answers_one_example_when_nobody_can_type(capsys) -> None:  # type: ignore[no-untyped-def]
-    dashboard.chat(str.upper, "hello")
-    assert capsys.readouterr().out == "you    hello\nmodel  HELLO\n"
-
-
 def test_the_live_line_puts_names_where_one_says_them() -> None:
     parts = {"step": "7 of 30", "loss": "1.5", "tokens/s": "2,000", "memory": "peak 3.00 GiB", "left": "0:42"}
     assert dashboard.live_line(parts) == "step 7 of 30 · loss 1.5 · 2,000 tokens/s · peak 3.00 GiB · 0:42 left"

@@ -7,13 +7,15 @@ engine gets the same tokens and has to give back exactly as many.
 
 from __future__ import annotations
 
+from nbutils.bench.asking import Bench, target_of
 from nbutils.bench.board import Board
+from nbutils.bench.limits import copy_bandwidth, limit
 from nbutils.bench.load import Target, drive, find_target, measure
 from nbutils.bench.numbers import Level, Request
 from nbutils.bench.prompts import Prompt, Settings, make_prompts
 from nbutils.bench.rivals import generate
 
 __all__ = [
-    "Board", "Level", "Prompt", "Request", "Settings", "Target", "drive", "find_target", "generate", "make_prompts",
-    "measure",
+    "Bench", "Board", "Level", "Prompt", "Request", "Settings", "Target", "copy_bandwidth", "drive", "find_target",
+    "generate", "limit", "make_prompts", "measure", "target_of",
 ]  # fmt: skip

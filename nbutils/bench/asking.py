@@ -88,13 +88,17 @@ class Bench:
 
     def transformers(self) -> None:
         """`transformers serve`, with its continuous batching where there is a card; fewer requests, as it is slow."""
-        few = [many for many in self.board.settings.concurrency if many <= max(BATCHES)]
+        few = [many for many in self.board.settings.concurrency if many <= (32 if self.card else 8)]
         settings = replace(self.board.settings, concurrency=tuple(few) or (1,), rounds=1, least=2)
         device = "cuda:0" if self.card else "cpu"
         flags = {"dtype": self.dtype, "device": device, "continuous-batching": self.card is not None}
         with serving.Server(self.folder, "transformers", flags=flags) as server:
             levels = measure(target_of(server), "transformers serve", settings, tokenizer_of(self.folder))
             self.board.add(self.clock.taken(levels))
+
+    def try_transformers(self) -> None:
+        """The same, where a failure is only written down."""
+        run_steps({"transformers serve": self.transformers}, self.board, self.clock)
 
 
 def answer(
@@ -168,10 +172,10 @@ def run_steps(steps: Mapping[str, Callable[[], None]], board: Board, clock: Cloc
             board.leave_out(name, str(problem) if isinstance(problem, CourseError) else repr(problem))
 
 
-def target_of(server: Any) -> Target:
+def target_of(server: serving.Server) -> Target:
     """A server of this course as a target."""
     vllm = server.environment.engine != "transformers"
-    return Target(server.url, server.model_name, vllm, getattr(server, "api_key", None))
+    return Target(server.url, server.model_name, vllm, server.api_key)
 
 
 def tokenizer_of(folder: Path | None) -> Any:

@@ -53,6 +53,13 @@ class Board:
         ours, theirs = self.find(engine, concurrency), self.find(rival, concurrency)
         return round(ours.tokens_per_second / theirs.tokens_per_second, 2) if ours and theirs else None
 
+    def speeds(self) -> dict[str, dict[str, float]]:
+        """Tokens a second by engine and number of askers."""
+        found: dict[str, dict[str, float]] = {}
+        for level in self.levels:
+            found.setdefault(level.engine, {})[str(level.concurrency)] = level.tokens_per_second
+        return found
+
     def of_limit(self, engine: str) -> dict[str, float] | None:
         """Percent of the bandwidth's limit that one stream gets: whole requests, and the tokens after the first."""
         level, limit = self.find(engine, 1), self.limits.get(engine)
