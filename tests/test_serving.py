@@ -23,7 +23,7 @@ from nbutils import evaluation, paths, serving
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
 from nbutils.profiles.schema import Evaluation
-from nbutils.serving import Running, environment, flags, logs
+from nbutils.serving import Running, environment, flags, logs, processes
 from nbutils.serving.flags import flag_words
 from nbutils.serving.server import Server
 
@@ -335,6 +335,16 @@ def test_a_note_leads_to_a_server_whose_log_is_elsewhere(up: StubServer, tmp_pat
     assert found and up.process and found.pid == up.process.pid and "this kernel" in str(found)
     again = found.reuse(tmp_path / "merged")
     assert again and again.url == up.url
+    found.stop()
+    assert serving.stale(other) is None and up.process is None
+    time.sleep(1.2)
+    assert up.failure is None, "it was meant"
+
+
+def test_a_server_nobody_here_may_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "end_group", lambda *_: None)
+    with pytest.raises(CourseError, match="could not be ended"):
+        serving.Stale(os.getpgid(0), 2, False, "m", 3, tmp_path).stop()
 
 
 # --- the key ---------------------------------------------------------------------------------------------------------

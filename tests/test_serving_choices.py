@@ -15,7 +15,7 @@ import pytest
 
 from nbutils import hardware, paths, platforms, serving
 from nbutils.errors import CourseError
-from nbutils.serving import adapters, card, client, flags, keys, logs, ports, table
+from nbutils.serving import adapters, card, client, environment, flags, keys, logs, ports, table
 from nbutils.serving.server import Server
 
 HERE = serving.ServingEnvironment(Path("/py"), "vllm")
@@ -94,6 +94,22 @@ def test_bfloat16_on_an_old_card_is_stopped_before_the_start() -> None:
         table.require_dtype("bfloat16", (7, 5))
     for fine in (("bfloat16", (8, 0)), ("half", (7, 5)), (None, (7, 5))):
         table.require_dtype(*fine)
+
+
+def test_a_turing_card_is_kept_from_what_is_broken_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "ask_driver", lambda *_: "7.5, 580.1")
+    assert environment.variables_of("vllm")["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    monkeypatch.setattr(hardware, "ask_driver", lambda *_: "9.0, 580.1")
+    assert "VLLM_USE_FLASHINFER_SAMPLER" not in environment.variables_of("vllm")
+
+
+def test_a_given_interpreter_need_not_fit_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NBUTILS_SERVE_PYTHON", raising=False)
+    monkeypatch.setattr(hardware, "ask_driver", lambda *_: "9.0, 470.1")
+    with pytest.raises(CourseError, match="no build"):
+        environment.recipe_of("vllm")
+    monkeypatch.setenv("NBUTILS_SERVE_PYTHON", "/py")
+    assert environment.recipe_of("vllm").prefix == "NBUTILS_SERVE"
 
 
 # --- the flags -------------------------------------------------------------------------------------------------------

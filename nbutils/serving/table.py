@@ -54,6 +54,7 @@ class CardRow(Strict):
     capability_from: tuple[int, int] | None
     engine: str
     flags: dict[str, Any]
+    variables: dict[str, str] = {}
     formats: tuple[str, ...]
     reason: str
 
@@ -103,7 +104,7 @@ def build_for(engine: str, driver: int | None, python: str = "") -> Build:
     )  # fmt: skip
 
 
-def row_for(card: hardware.Card | None) -> CardRow:
+def row_for(card: hardware.Card | Seen | None) -> CardRow:
     """The row of a card."""
     if card is None:
         return next(row for row in table().cards if row.capability_from is None)
