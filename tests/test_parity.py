@@ -322,6 +322,29 @@ def test_a_model_that_lies_on_disk_reads_the_same(
     assert parity.gap(readings["base"], kept["base"]).mean < 1e-9 and kept.gap("full", "base").same_answers is None
 
 
+def test_a_merge_into_the_dequantised_base_is_what_the_4_bit_model_computes(
+    tmp_path: Path, adapter: Path, texts: parity.Fixed
+) -> None:
+    """bitsandbytes' CPU path for bfloat16 moved a float32 model by 1e-4 nats: `as_trained` keeps it off."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from nbutils import merging
+
+    four_bit = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="float32"
+    )
+    narrow = {"quantization_config": four_bit, "device_map": {"": "cpu"}, "dtype": "float32"}
+    model = parity.as_trained(AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, **narrow))
+    trained = parity.measure(PeftModel.from_pretrained(model, adapter), texts, answers=False)
+    merging.merge_adapter(
+        paths.TINY_MODEL, adapter, tmp_path / "merged", dtype="float32", onto="dequantized", progress=False,
+        quantization={"quant_type": "nf4", "double_quant": True, "dtype": "float32"},
+    )  # fmt: skip
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
+    assert parity.gap(trained, parity.measure(merged, texts, answers=False)).mean < 1e-7
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
 def test_a_model_larger_than_the_card_and_the_memory_reads_the_same(

@@ -7,7 +7,7 @@ Not here: merging or exporting a model, or asking whether the tuning helped (eva
 
 from __future__ import annotations
 
-from nbutils.parity.fitting import Room, room_for
+from nbutils.parity.fitting import Room, as_trained, room_for
 from nbutils.parity.fixed import Fixed, fixed_set
 from nbutils.parity.gaps import Gap, gap
 from nbutils.parity.judging import ALLOWED, Report, report, require_onto
@@ -16,6 +16,6 @@ from nbutils.parity.reading import Reading, measure
 from nbutils.parity.served import measure_server
 
 __all__ = [
-    "ALLOWED", "Fixed", "Gap", "Reading", "Readings", "Report", "Room", "fixed_set", "gap", "measure",
+    "ALLOWED", "Fixed", "Gap", "Reading", "Readings", "Report", "Room", "as_trained", "fixed_set", "gap", "measure",
     "measure_server", "report", "require_onto", "room_for",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A model that may be larger than the card: whether it fits, and if not, how its logits are computed all the same.
+"""A model that may be larger than the card: whether it fits, and how its logits are computed all the same.
 
 Not here: loading it (the lesson does), or what fits for training (plan).
 """
@@ -92,3 +92,14 @@ def _free_on_card() -> float:
 
     hardware.free_memory()
     return float(torch.cuda.mem_get_info()[0]) / GIB
+
+
+def as_trained(model: Any) -> Any:
+    """The model, if in 4 bits on a CPU, computing as it did in training; call this before the model is first run.
+
+    Where a CPU has bfloat16, bitsandbytes otherwise repacks the weights for it at the first run without training.
+    """
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+    return model
