@@ -104,11 +104,6 @@ def damage(folder: Path, recipe: Recipe) -> str:
         return f"its interpreter does not run ({type(problem).__name__})"
 
 
-def versions(folder: Path) -> dict[str, str]:
-    """What the probe told when the environment was made."""
-    return dict(_marker(folder).get("versions", {}))
-
-
 def place(prefix: str, name: str) -> Path:
     """Where an environment lives: <prefix>_ENV, the checkout, or the platform's scratch folder."""
     if given := os.environ.get(f"{prefix}_ENV"):
