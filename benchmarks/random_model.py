@@ -31,9 +31,11 @@ def make(name: str, folder: Path) -> None:
     )  # fmt: skip
     began = time.perf_counter()
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)  # type: ignore[arg-type]
+        model = Qwen2ForCausalLM._from_config(
+            config, dtype=torch.bfloat16
+        )  # never in float32: that is twice the memory
     model.generation_config = GenerationConfig.from_pretrained(paths.TINY_MODEL)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="4GB")  # as the Hub has them
     tokenizer.save_pretrained(folder)
     print(f"{model.num_parameters() / 1e9:.2f} B parameters in {folder} after {time.perf_counter() - began:.0f} s")
 

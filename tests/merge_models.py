@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Glm4Config, PretrainedConfig, Qwe
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 160, "max_position_embeddings": 64, "pad_token_id": 0,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 161, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
 CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "glm4": Glm4Config}
 PROMPT = torch.arange(3, 19)[None]

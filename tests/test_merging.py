@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nbutils import merging
+from nbutils.merging import bases, shards
 
 
 def merge(base: Path, adapter: Any, out: Path, **wishes: Any) -> merging.MergeReport:
@@ -65,6 +66,20 @@ def test_every_architecture_and_every_number_of_files(kind: str, sharded: str, t
         < 0.05
         < (models.logits(models.load(base)) - models.logits(merged)).abs().max()
     )
+
+
+@pytest.mark.parametrize("case", ["embeddings", "dora", "dora on embeddings", "tokens", "modules_to_save", "lora_bias"])
+def test_pieces_of_a_weight_have_the_bits_of_the_whole(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one row would be left over (161 = 5 x 32 + 1): a product of one row is rounded otherwise."""
+    monkeypatch.setattr(shards, "BLOCK", 64 * 40)
+    monkeypatch.setattr(shards, "STEP", 64)
+    base = models.make_base(tmp_path / "base")
+    assert len(list(bases.open_base(base).weights["lm_head.weight"].blocks())) > 2
+    adapter = models.make_adapter(base, tmp_path / "adapter", r=16, **CASES[case])
+    merge(base, adapter, tmp_path / "out", dtype="float32")
+    assert_same_bits(models.weights(tmp_path / "out"), models.merged_by_peft(base, adapter))
 
 
 TIED: dict[str, dict[str, Any]] = {
