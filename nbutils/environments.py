@@ -83,9 +83,9 @@ def ensure(recipe: Recipe, folder: Path) -> Path:
 
 def rebuild(recipe: Recipe, folder: Path, why: str) -> Path:
     """Build an environment anew because it was seen not to work."""
-    print(f"{folder} does not work ({why}): it is built anew.", flush=True)
     (folder / MARKER).unlink(missing_ok=True)
-    return ensure(recipe, folder)
+    _build_alone(folder, recipe, why)
+    return python_in(folder)
 
 
 def is_ready(folder: Path, recipe: Recipe) -> bool:
@@ -155,7 +155,7 @@ def _checked(python: Path, recipe: Recipe) -> Path:
     return python
 
 
-def _build_alone(folder: Path, recipe: Recipe) -> None:
+def _build_alone(folder: Path, recipe: Recipe, seen: str = "") -> None:
     """Build under a lock, which the system frees if this process dies: of two builders the second finds it ready."""
     import fcntl
 
@@ -167,7 +167,8 @@ def _build_alone(folder: Path, recipe: Recipe) -> None:
         except BlockingIOError:
             print(f"Another process is building {folder}: waiting for it.", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        why = damage(folder, recipe) if is_ready(folder, recipe) else "it is unfinished or was made for other versions"
+        unready = seen or "it is unfinished or was made for other versions"
+        why = damage(folder, recipe) if is_ready(folder, recipe) else unready
         if why:
             _build(folder, recipe, why)
     finally:

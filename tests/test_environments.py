@@ -88,7 +88,9 @@ def test_one_that_was_seen_not_to_work_is_built_anew(tmp_path: Path, capsys: pyt
     environments.ensure(NOTHING, tmp_path / "venv")
     (tmp_path / "venv/leftover").touch()
     environments.rebuild(NOTHING, tmp_path / "venv", "libcudart.so.13 is missing")
-    assert not (tmp_path / "venv/leftover").exists() and "libcudart.so.13 is missing" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert not (tmp_path / "venv/leftover").exists() and "libcudart.so.13 is missing, so it is built anew" in told
+    assert "unfinished" not in told and environments.is_ready(tmp_path / "venv", NOTHING)
 
 
 def test_a_folder_that_is_something_else_is_never_removed(tmp_path: Path) -> None:
