@@ -196,3 +196,39 @@ def bench_serve(as_json: bool, concurrency: str, prompt_tokens: int, answer_toke
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         board = asking.answer(settings=settings, **wishes)
     print(json.dumps(board.as_dict(), indent=2)) if as_json else board.show()
+
+
+@app.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("formats", nargs=-1)
+@click.option("--out", type=click.Path(path_type=Path), help="Where the exports go; default: exports/ beside FOLDER.")
+@click.option("--data", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Train rows (.jsonl): awq "
+              "needs them, w4a16 becomes better with them.")  # fmt: skip
+@click.option("--check/--no-check", default=True, help="Compare each export with FOLDER.")
+def export(folder: Path, formats: tuple[str, ...], out: Path | None, data: Path | None, check: bool) -> None:
+    """Write the merged model FOLDER in other FORMATS, each with its size and its loss; without any: show them all."""
+    from nbutils.exporting import asking
+
+    asking.answer(folder, formats, out, data, check)
+
+
+@app.command("export-env")
+def export_env() -> None:
+    """Make the environment that exports are made in, or check that it is there."""
+    from nbutils import exporting
+
+    print(f"export environment: {exporting.ensure_environment()}")
+
+
+@app.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("to")
+@click.option("--public", is_flag=True, help="Let everyone see it; without this it is private.")
+def push(folder: Path, to: str, public: bool) -> None:
+    """Upload the model FOLDER: TO is hub:owner/name, modelscope:owner/name, kaggle:owner/name, or a file.tar."""
+    from nbutils import sharing
+
+    if to.endswith(".tar"):
+        print(sharing.single_file(folder, Path(to)))
+    else:
+        print(sharing.push(folder, to, private=not public))

@@ -77,7 +77,14 @@ def export(
         return _cast(base, form, out, progress)
     job = _job(form, base, calibration)
     method = _method(job, len(job.get("rows", ())))
-    about = {"format": name, "method": method, "of": mark(base.folder), "rows": _digest(job.get("rows", []))}
+    made_from = (paths.stamp(base.folder) or {}).get("base", "")
+    about = {
+        "format": name,
+        "base": made_from,
+        "method": method,
+        "of": mark(base.folder),
+        "rows": _digest(job.get("rows", [])),
+    }
     if paths.stamp(out) == about:
         return _finished(form, out, base, method, reused=True)
     _require_room(form, base, out)

@@ -31,7 +31,7 @@ from nbutils.exporting.inside import main
 main(job)
 """
 QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-QUIET["OMP_WAIT_POLICY"] = "passive"  # idle threads sleep instead of spin: hardware.share_processors
+CALM = {"OMP_WAIT_POLICY": "passive"}  # idle threads sleep instead of spin, as everywhere (hardware.share_processors)
 BEAT = 20.0  # seconds between two lines
 
 
@@ -44,7 +44,7 @@ def run(need: str, job: Mapping[str, Any], title: str, progress: bool = True) ->
         with open(log, "wb") as output:
             running = subprocess.Popen(
                 [python, "-c", START, str(PACKAGE), str(file)], cwd=place, stdout=output, stderr=subprocess.STDOUT,
-                env=environments.variables(environment.PREFIX, QUIET),
+                env=environments.variables(environment.PREFIX, QUIET | CALM),
             )  # fmt: skip
             try:
                 _wait(running, log, title, progress)

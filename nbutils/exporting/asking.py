@@ -1,0 +1,41 @@
+"""`python -m nbutils export`: what can be made here, or the exports that were asked for, each beside its parity line.
+
+Not here: making (making), comparing (checking).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nbutils import dashboard, hardware, paths
+from nbutils.exporting import checking
+from nbutils.exporting.formats import find
+from nbutils.exporting.making import export
+from nbutils.exporting.offering import offer
+
+
+def answer(folder: Path, names: Sequence[str], out: Path | None, data: Path | None, check: bool) -> None:
+    """Make and check the exports that were named; show what there is if none was."""
+    if not names:
+        dashboard.show_table([one.row for one in offer(hardware.card())])
+        return
+    rows = read_rows(data) if data else []
+    forms = [find(name) for name in names]  # all of them, before the first is made
+    lines, reference = [], None
+    fixed = checking.quick_set(folder, rows or read_rows(paths.SAMPLES / "general.jsonl")) if check else None
+    for form in forms:
+        made = export(folder, form.name, out / form.name if out else None, calibration=rows)
+        print(made)
+        if fixed:
+            reference = reference or checking.read(checking.merged_of(made), fixed)
+            lines.append(checking.check(made, fixed, reference))
+    if lines:
+        dashboard.show_table(checking.table(lines))
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The chat rows of a .jsonl file."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -1,0 +1,197 @@
+"""Uploads, opt-in and private unless said otherwise: hub:owner/name, modelscope:owner/name, kaggle:owner/name.
+
+The token comes from platforms.secret, goes to the library alone and is never shown.
+Not here: what stands on the model's page (card).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbutils import disk, paths, platforms, record
+from nbutils.errors import CourseError
+from nbutils.sharing.card import PATH, model_card
+
+OWN = (paths.STAMP, "training.json", "export.json", "README.md")  # ours, or written anew
+IGNORED = [*OWN, ".*", "*.partial", "__pycache__/*"]
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What was uploaded, and where it is."""
+
+    url: str
+    private: bool
+    gib: float
+
+    def __str__(self) -> str:
+        return f"{self.url} ({self.gib:.2f} GiB, {'private' if self.private else 'PUBLIC'})"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One kind of target: its library, its secrets (any full group of them will do), the upload, the page."""
+
+    library: str
+    install: str
+    secrets: tuple[tuple[str, ...], ...]
+    get_token: str
+    upload: Callable[[Path, str, dict[str, str], bool], None]
+    page: str
+
+
+def push(folder: Path, to: str, *, private: bool = True) -> Pushed:
+    """Upload a model folder with a card of its own; nothing leaves this machine unless `to` says where to."""
+    kind, name = parse(to)
+    place = PLACES[kind]
+    if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
+        raise CourseError(
+            f"{folder} is no model folder.", "a folder with config.json, or with a GGUF file",
+            "give the merged folder of a run, or one of its exports",
+        )  # fmt: skip
+    if kind == "kaggle" and not private:
+        raise CourseError(
+            "Kaggle makes every new model private.", "private", "push it so, and make it public on its page there"
+        )
+    secrets = _secrets(to, place)
+    with _staged(folder, model_card(folder, name)) as staged:
+        try:
+            place.upload(staged, name, secrets, private)
+        except ImportError as problem:
+            raise CourseError(
+                f"{place.library} is not installed here.", f"an environment with {place.library}",
+                f"pip install {place.install}, and run this again",
+            ) from problem  # fmt: skip
+        except CourseError:
+            raise
+        except Exception as problem:
+            told = record.mask_secrets(str(problem))[:300]
+            raise CourseError(
+                f"the upload to {to} failed: {type(problem).__name__}: {told}",
+                f"a token that may write to {name}, and a network that reaches it",
+                f"check name and token ({place.get_token}); what was uploaded already is not sent again",
+            ) from None  # the original may hold the token in its request
+    return Pushed(place.page.format(name=name), private, disk.folder_gib(folder))
+
+
+def parse(to: str) -> tuple[str, str]:
+    """Kind and name of a target."""
+    kind, _, name = to.strip().partition(":")
+    if kind not in PLACES or not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", name):
+        raise CourseError(
+            f"the target is {to!r}.", "hub:owner/name, modelscope:owner/name or kaggle:owner/name",
+            "write it so, with your own account as owner",
+        )  # fmt: skip
+    return kind, name
+
+
+def _secrets(to: str, place: Place) -> dict[str, str]:
+    """The first full group of secrets that this machine has."""
+    for group in place.secrets:
+        found = {name: value for name in group if (value := platforms.secret(name))}
+        if len(found) == len(group):
+            return found
+    wanted = " or ".join(" and ".join(group) for group in place.secrets)
+    raise CourseError(
+        f"pushing to {to} needs {wanted}, and it was not found.", "a token with the right to write",
+        f"make one at {place.get_token}, then keep it as a secret of that name (Colab: the key symbol; "
+        "Kaggle: Add-ons > Secrets; elsewhere an environment variable)",
+    )  # fmt: skip
+
+
+@contextmanager
+def _staged(folder: Path, card: str) -> Iterator[Path]:
+    """The folder as it is uploaded: links to its files, without what is only ours, with the card."""
+    with tempfile.TemporaryDirectory(prefix=".push-", dir=folder.parent) as place:
+        staged = Path(place) / folder.name
+        shutil.copytree(folder, staged, copy_function=_link, ignore=shutil.ignore_patterns(*IGNORED))
+        (staged / "README.md").write_text(card, encoding="utf-8")
+        for file in staged.glob("*config.json"):
+            _without_paths(file)
+        yield staged
+
+
+def _without_paths(file: Path) -> None:
+    """Settings remember the folder a model was loaded from: that is nobody's business."""
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    private = [key for key, value in settings.items() if key.endswith("name_or_path") and PATH.search(str(value))]
+    if private:
+        file.unlink()  # it is a second name of the original, which stays as it is
+        kept = {key: value for key, value in settings.items() if key not in private}
+        file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _link(source: str, target: str) -> str:
+    """A second name for the file; a copy where the disk knows no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+    return target
+
+
+def _to_hub(folder: Path, name: str, secrets: dict[str, str], private: bool) -> None:
+    from huggingface_hub import HfApi
+
+    api: Any = HfApi(token=secrets["HF_TOKEN"])
+    api.create_repo(name, private=private, exist_ok=True)
+    _require_private(private, lambda: api.model_info(name).private, name)
+    api.upload_folder(repo_id=name, folder_path=folder, commit_message="Model and card")
+
+
+def _to_modelscope(folder: Path, name: str, secrets: dict[str, str], private: bool) -> None:
+    from modelscope.hub.api import HubApi
+
+    token = secrets["MODELSCOPE_API_TOKEN"]
+    api = HubApi(token=token)
+    wish = "private" if private else "public"
+    api.create_repo(repo_id=name, token=token, visibility=wish, repo_type="model", exist_ok=True)
+    api.upload_folder(
+        repo_id=name, folder_path=str(folder), token=token, repo_type="model", commit_message="Model and card"
+    )
+
+
+def _to_kaggle(folder: Path, name: str, secrets: dict[str, str], private: bool) -> None:
+    import kagglehub
+
+    before = {key: os.environ.get(key) for key in secrets}
+    os.environ.update(secrets)  # the library looks nowhere else
+    try:
+        kagglehub.model_upload(f"{name}/transformers/default", str(folder), version_notes="Model and card")
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key) if value is None else os.environ.update({key: value})
+
+
+def _require_private(private: bool, ask: Callable[[], bool], name: str) -> None:
+    """A repository that was there already may be public: nothing is uploaded into it unasked."""
+    if private and not ask():
+        raise CourseError(
+            f"{name} exists already and is public.", "a private repository, or an upload that is meant to be public",
+            "choose another name, make that one private on its page, or push with private=False (--public)",
+        )  # fmt: skip
+
+
+PLACES: dict[str, Place] = {
+    "hub": Place(
+        "huggingface_hub", "huggingface_hub", (("HF_TOKEN",),), "huggingface.co/settings/tokens", _to_hub,
+        "https://huggingface.co/{name}",
+    ),
+    "modelscope": Place(
+        "modelscope", "modelscope", (("MODELSCOPE_API_TOKEN",),), "modelscope.cn/my/myaccesstoken", _to_modelscope,
+        "https://modelscope.cn/models/{name}",
+    ),
+    "kaggle": Place(
+        "kagglehub", "kagglehub", (("KAGGLE_API_TOKEN",), ("KAGGLE_USERNAME", "KAGGLE_KEY")), "kaggle.com/settings",
+        _to_kaggle, "https://www.kaggle.com/models/{name}",
+    ),
+}  # fmt: skip
