@@ -121,7 +121,7 @@ class Board:
         """Tokens a second and the wait for the first token, over how many ask at once."""
         import matplotlib.pyplot as plt
 
-        figure, panels = plt.subplots(1, 2, figsize=(9, 3.2))
+        figure, panels = plt.subplots(1, 2, figsize=(9, 3.5))
         for place, name in enumerate(dict.fromkeys(level.engine for level in self.levels)):
             mine = sorted((one for one in self.levels if one.engine == name), key=lambda one: one.concurrency)
             speeds = [(one.concurrency, one.tokens_per_second) for one in mine if one.tokens_per_second]
@@ -131,19 +131,20 @@ class Board:
                     axes.plot(*zip(*points, strict=True), "o-", color=f"C{place}", label=name)
         _dress(panels[0], "Throughput", "tokens/s", self.levels)
         _dress(panels[1], "First token, p90", "ms", self.levels)
-        panels[0].legend()
-        figure.tight_layout()
+        names = panels[0].get_legend_handles_labels()
+        figure.legend(*names, loc="lower center", ncols=max(1, len(names[1])), frameon=False)
+        figure.tight_layout(rect=(0, 0.08, 1, 1))
         dashboard.show_figure(figure, path)
 
 
 def _dress(axes: Any, title: str, unit: str, levels: Iterable[Level]) -> None:
     """Both axes in steps of the same ratio, with numbers a person reads."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     axes.set(title=title, xlabel="requests at a time", ylabel=unit, xscale="log", yscale="log")
     many = sorted({level.concurrency for level in levels})
     axes.set_xticks(many, [str(one) for one in many])
-    axes.xaxis.set_minor_locator(LogLocator(subs=()))
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
