@@ -10,7 +10,7 @@ TORCH := torch==2.13.0
 course: $(VENV)/ready .venv-serve/ready.json  ## lessons 01-05, headless
 	$(PY) -m nbutils run $(ARGS)
 
-test: $(VENV)/ready .venv-serve/ready.json  ## every test but those that need a GPU
+test: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## every test but those that need a GPU
 	$(PY) -m pytest -m "not gpu" $(ARGS)
 
 test-fast: $(VENV)/ready  ## two minutes: no lesson, no server, no installation
@@ -41,5 +41,8 @@ $(VENV)/ready: pyproject.toml
 .venv-serve/ready.json: | $(VENV)/ready
 	$(PY) -m nbutils serve-env
 
+.venv-export/ready.json: | $(VENV)/ready  # the exports of lesson 04; also made by the first export that needs it
+	$(PY) -m nbutils export-env
+
 clean:  ## environments only; runs/ is yours
-	rm -rf $(VENV) .venv-serve
+	rm -rf $(VENV) .venv-serve .venv-export

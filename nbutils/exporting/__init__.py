@@ -7,7 +7,7 @@ Not here: merging (merging), giving a model away (sharing).
 
 from __future__ import annotations
 
-from nbutils.exporting.checking import ParityLine, check, quick_set, table
+from nbutils.exporting.checking import ParityLine, check, quick_set, read_merged, table
 from nbutils.exporting.environment import ensure_environment
 from nbutils.exporting.formats import FORMATS, Format, chosen
 from nbutils.exporting.making import Export, export
@@ -15,5 +15,5 @@ from nbutils.exporting.offering import Offer, offer
 
 __all__ = [
     "FORMATS", "Export", "Format", "Offer", "ParityLine", "check", "chosen", "ensure_environment", "export", "offer",
-    "quick_set", "table",
+    "quick_set", "read_merged", "table",
 ]  # fmt: skip

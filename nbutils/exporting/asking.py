@@ -5,12 +5,13 @@ Not here: making (making), comparing (checking).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nbutils import dashboard, hardware, paths
+from nbutils.data import stored_rows
+from nbutils.errors import CourseError
 from nbutils.exporting import checking
 from nbutils.exporting.formats import find
 from nbutils.exporting.making import export
@@ -30,12 +31,22 @@ def answer(folder: Path, names: Sequence[str], out: Path | None, data: Path | No
         made = export(folder, form.name, out / form.name if out else None, calibration=rows)
         print(made)
         if fixed:
-            reference = reference or checking.read(checking.merged_of(made), fixed)
+            reference = reference or checking.read_merged(made, fixed)
             lines.append(checking.check(made, fixed, reference))
     if lines:
         dashboard.show_table(checking.table(lines))
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The chat rows of a .jsonl file."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """The chat rows of a file that lesson 02 wrote."""
+    try:
+        rows = stored_rows(file)
+        whole = bool(rows) and all(row["messages"][-1]["content"] for row in rows)
+    except (ValueError, KeyError, TypeError, IndexError):
+        whole = False
+    if not whole:
+        raise CourseError(
+            f"{file} holds something else than chat rows.", "a train.jsonl of lesson 02",
+            "let `python -m nbutils data check FILE --out FOLDER` write one from your data",
+        )  # fmt: skip
+    return rows

@@ -62,17 +62,14 @@ def check(export: Export, fixed: Fixed, reference: Reading | None = None, *, pro
     """Read an export through the fixed set and compare it with the merged model, which is read too if need be."""
     from nbutils import parity
 
-    if export.folder == export.merged and reference is None:
-        reference = found = read(export, fixed, progress)  # it is the merged model
-    else:
-        found = read(export, fixed, progress)
-    return ParityLine(export, parity.gap(reference or read(merged_of(export), fixed, progress), found))
+    before = reference or read_merged(export, fixed, progress)
+    return ParityLine(export, parity.gap(before, read(export, fixed, progress)))
 
 
-def merged_of(export: Export) -> Export:
-    """The merged model, as something that can be read like an export."""
+def read_merged(export: Export, fixed: Fixed, progress: bool = True) -> Reading:
+    """The merged model read in the same way, once for all its exports."""
     size = export.merged_bytes
-    return Export("merged", export.merged, export.merged, size, size, 0.0, "merged")
+    return read(Export("merged", export.merged, export.merged, size, size, 0.0, "merged"), fixed, progress)
 
 
 def read(export: Export, fixed: Fixed, progress: bool = True) -> Reading:

@@ -1,0 +1,268 @@
+"""nbutils.exporting: every format is offered, made whole or not at all, reused, and compared with the merged model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from nbutils import cli, disk, exporting, hardware, paths
+from nbutils.errors import CourseError
+from nbutils.exporting import asking, environment, formats, making, process
+from nbutils.exporting.inside import converting
+from nbutils.merging.bases import open_base
+from nbutils.parity import Gap
+
+T4 = hardware.Card("Tesla T4", (7, 5), 14.6, 1)
+ROWS = [json.loads(line) for line in (paths.SAMPLES / "train.jsonl").read_text(encoding="utf-8").splitlines()[:24]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_given(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Fast tests never touch a real environment."""
+    if not request.node.get_closest_marker("install"):
+        for name in ("PYTHON", "PYTHONPATH", "ENV"):
+            monkeypatch.delenv(f"NBUTILS_EXPORT_{name}", raising=False)
+
+
+@pytest.fixture
+def merged(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(paths.TINY_MODEL, tmp_path / "run/merged"))
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The jobs that were done; instead of the real work each copies the model it starts from."""
+    done: list[dict[str, Any]] = []
+
+    def pretend(need: str, job: Mapping[str, Any], title: str, progress: bool = True) -> dict[str, Any]:
+        done.append({**job, "need": need, "dtype": open_base(Path(job["source"])).dtype})
+        if job["do"] == "gguf":
+            Path(job["file"]).write_bytes(b"GGUF")
+        else:
+            shutil.copytree(job["source"], job["out"], dirs_exist_ok=True)
+        return {}
+
+    monkeypatch.setattr(process, "run", pretend)
+    return done
+
+
+# --- formats and offers ----------------------------------------------------------------------------------------------
+
+
+def test_formats_of_a_parameter() -> None:
+    assert exporting.chosen(" fp8, GGUF-q8_0;fp8,") == ["fp8", "gguf-q8_0"] and exporting.chosen("") == []
+    with pytest.raises(CourseError, match="did you mean w4a16"):
+        exporting.chosen("fp8,w4a6")
+    with pytest.raises(CourseError, match="llama-quantize"):
+        exporting.chosen("gguf-q4_k_m")
+
+
+def test_every_format_is_offered_with_a_reason_where_it_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBUTILS_EXPORT_PYTHON", sys.executable)  # the training environment has none of the libraries
+    offers = {one.name: one for one in exporting.offer()}
+    assert set(offers) == set(formats.FORMATS) | set(formats.ELSEWHERE)
+    assert [name for name, one in offers.items() if one.available] == ["bf16", "fp16"]
+    assert "lacks llmcompressor" in offers["fp8"].reason and "lacks torchao" in offers["int8"].reason
+    assert "llama-quantize" in offers["gguf-q4_k_m"].command and offers["fp8"].row["here"].startswith("NO: ")
+    with pytest.raises(CourseError, match="which lacks llmcompressor"):
+        environment.interpreter("llmcompressor")
+
+
+def test_without_an_environment_it_is_said_that_one_is_made_or_why_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NBUTILS_EXPORT_ENV", str(tmp_path / "venv"))
+    assert all(one.available for one in exporting.offer() if one.name in formats.FORMATS)
+    assert "at first use" in exporting.offer()[2].reason
+    monkeypatch.setattr(disk, "free_gib", lambda folder: 0.5)
+    offers = {one.name: one for one in exporting.offer()}
+    assert not offers["fp8"].available and "0.5 GiB are free" in offers["fp8"].reason and offers["fp16"].available
+
+
+def test_a_card_that_cannot_compute_with_a_format_is_named() -> None:
+    told = {one.name: one.reason for one in exporting.offer(T4)}
+    assert "Tesla T4" in told["bf16"] and "Tesla T4" in told["fp8"]
+    assert "Tesla T4" not in told["fp16"] + told["w4a16"] + told["gguf-f16"]
+
+
+# --- making ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_is_whole_reused_and_made_anew_for_another_model(merged: Path, work: list[dict[str, Any]]) -> None:
+    first = exporting.export(merged, "fp8", progress=False)
+    assert first.folder == merged.parent / "exports/fp8" and paths.stamp(first.folder) is not None and not first.reused
+    assert (first.folder / "tokenizer.json").exists() and not (first.folder / "training.json").exists()
+    assert first.ratio == 1 and str(first.folder) in first.load and "made before" not in str(first)
+    assert exporting.export(merged, "fp8", progress=False).reused and len(work) == 1
+    weights = load_file(merged / "model.safetensors")
+    weights["model.layers.3.mlp.up_proj.weight"][5] += 1
+    save_file(weights, merged / "model.safetensors", {"format": "pt"})
+    assert not exporting.export(merged, "fp8", progress=False).reused and len(work) == 2
+
+
+def test_a_failed_export_leaves_nothing_that_looks_finished(merged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(need: str, job: Mapping[str, Any], *rest: Any) -> dict[str, Any]:
+        (Path(job["out"]) / "model.safetensors").write_bytes(b"half")
+        raise CourseError("it broke.", "whole", "again")
+
+    monkeypatch.setattr(process, "run", fails)
+    with pytest.raises(CourseError, match="it broke"):
+        exporting.export(merged, "w4a16", progress=False)
+    assert not (merged.parent / "exports/w4a16").exists()
+
+
+def test_with_rows_four_bits_are_calibrated_and_awq_needs_them(merged: Path, work: list[dict[str, Any]]) -> None:
+    exporting.export(merged, "w4a16", progress=False)
+    made = exporting.export(merged, "w4a16", calibration=ROWS, progress=False)
+    exporting.export(merged, "awq", calibration=ROWS, progress=False)
+    assert [(job["do"], job["setting"]) for job in work] == [
+        ("compress", "W4A16"), ("calibrate", "gptq"), ("calibrate", "awq"),
+    ]  # fmt: skip
+    assert made.method == "GPTQ on 24 rows, groups of 128" and not made.reused and work[1]["length"] == making.BLOCK
+    with pytest.raises(CourseError, match="no rows were given"):
+        exporting.export(merged, "awq")
+
+
+def test_a_float32_model_is_cast_before_it_is_compressed_and_nothing_of_that_stays(
+    merged: Path, work: list[dict[str, Any]]
+) -> None:
+    weights = {name: weight.float() for name, weight in load_file(merged / "model.safetensors").items()}
+    save_file(weights, merged / "model.safetensors", {"format": "pt"})
+    exporting.export(merged, "fp8", progress=False)
+    exporting.export(merged, "gguf-q8_0", progress=False)
+    assert [job["dtype"] for job in work] == ["bfloat16", "float32"]
+    assert sorted(place.name for place in (merged.parent / "exports").iterdir()) == ["fp8", "gguf-q8_0"]
+
+
+def test_a_gguf_is_one_file_in_its_folder(merged: Path, work: list[dict[str, Any]]) -> None:
+    made = exporting.export(merged, "gguf-f16", progress=False)
+    assert made.file == made.folder / "model-f16.gguf" and made.bytes == 4
+    assert {file.name for file in made.folder.iterdir()} == {"model-f16.gguf", making.NOTE, paths.STAMP}
+
+
+def test_the_type_it_was_merged_in_is_its_own_export_and_another_is_cast(merged: Path) -> None:
+    same = exporting.export(merged, "bf16", progress=False)
+    assert same.folder == merged and same.ratio == 1 and not (merged.parent / "exports").exists()
+    made = exporting.export(merged, "fp16", progress=False)
+    before, after = (load_file(folder / "model.safetensors") for folder in (merged, made.folder))
+    assert all(torch.equal(after[name], before[name].half()) for name in before)
+    save_file({name: weight * 2 for name, weight in before.items()}, merged / "model.safetensors", {"format": "pt"})
+    again = load_file(exporting.export(merged, "fp16", progress=False).folder / "model.safetensors")
+    assert torch.equal(again["model.norm.weight"], (before["model.norm.weight"] * 2).half())
+
+
+def test_groups_divide_every_width_or_the_reason_is_said(merged: Path) -> None:
+    def with_width(width: int) -> Path:
+        weights = load_file(paths.TINY_MODEL / "model.safetensors")
+        weights["model.layers.0.mlp.down_proj.weight"] = torch.zeros(256, width, dtype=torch.bfloat16)
+        save_file(weights, merged / "model.safetensors", {"format": "pt"})
+        return merged
+
+    assert [making.group_size(open_base(with_width(width))) for width in (640, 704, 672)] == [128, 64, 32]
+    with pytest.raises(CourseError, match=r"layers 650 wide.*\n.*\n.*fp8"):
+        making.group_size(open_base(with_width(650)))
+
+
+def test_an_export_that_does_not_fit_is_refused_before_it_begins(
+    merged: Path, work: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = type("Memory", (), {"available": 2**29})()
+    with monkeypatch.context() as patch:
+        patch.setattr(making.psutil, "virtual_memory", lambda: full)
+        with pytest.raises(CourseError, match="whole model in memory"):
+            exporting.export(merged, "int8")
+        exporting.export(merged, "fp8", progress=False)  # goes file by file
+    monkeypatch.setattr(disk, "free_gib", lambda folder: 0.001)
+    with pytest.raises(CourseError, match="the export gguf-f16 needs"):
+        exporting.export(merged, "gguf-f16")
+    assert len(work) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "log", "told"),
+    [
+        (-9, "Quantizing: 40%", "memory of this machine"),
+        (1, "torch.OutOfMemoryError: CUDA out of memory.", "memory of this machine"),
+        (1, "NotImplementedError: BPE pre-tokenizer was not recognized", "tokenizer cuts text"),
+        (1, "ERROR:hf-to-gguf:Model NeoForCausalLM is not supported", "this kind of model"),
+        (1, "begin\nKeyError: 'x'\n", "KeyError: 'x'"),
+    ],
+)
+def test_what_went_wrong_in_plain_words(status: int, log: str, told: str) -> None:
+    assert told in str(process.failed("the export", status, log))
+
+
+def test_a_job_that_fails_is_told_with_its_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "interpreter", lambda need: Path(sys.executable))
+    with pytest.raises(CourseError, match=r"KeyError: 'dance'"):
+        process.run("transformers", {"do": "dance"}, "the dance")
+
+
+def test_the_tiny_models_tokenizer_cuts_like_qwens(tmp_path: Path) -> None:
+    assert converting.cuts_like_qwen(paths.TINY_MODEL)
+    (tmp_path / "tokenizer.json").write_text('{"pre_tokenizer": {"type": "Whitespace"}}', encoding="utf-8")
+    assert not converting.cuts_like_qwen(tmp_path)
+
+
+# --- the line beside the merged model, and the command line ----------------------------------------------------------
+
+
+def line(mean: float) -> exporting.ParityLine:
+    made = exporting.Export("fp8", Path("x"), Path("y"), 60, 100, 3.0, "rounded")
+    return exporting.ParityLine(made, Gap(mean, 2 * mean, 9, 10, 3, 4))
+
+
+def test_the_verdict_in_words() -> None:
+    said = [line(mean).verdict for mean in (0.0005, 0.01, 0.1, 0.9, 3.0, float("nan"))]
+    assert said == ["the same", "hardly differs", "differs a little", "clearly differs", "BROKEN", "BROKEN"]
+    row = line(0.01).row
+    assert (row["of merged"], row["same next token"], row["same answers"]) == ("0.60", "9 of 10", "3 of 4")
+    assert line(0.01).facts["ratio"] == 0.6 and "hardly differs" in str(line(0.01))
+
+
+def test_a_set_without_a_run() -> None:
+    fixed = exporting.quick_set(paths.TINY_MODEL, ROWS)
+    assert len(fixed.prompts) == len(fixed.texts) == 8 and all(fixed.measured) and fixed.stops == [2]
+    assert all(text[: len(prompt)] == prompt for text, prompt in zip(fixed.texts, fixed.prompts, strict=True))
+
+
+def test_the_command_line(merged: Path, work: list[dict[str, Any]], tmp_path: Path) -> None:
+    listed = CliRunner().invoke(cli.app, ["export", str(merged)])
+    assert listed.exit_code == 0 and "gguf-q4_k_m" in listed.output and not work
+    ran = CliRunner().invoke(cli.app, ["export", str(merged), "fp8", "gguf-f16", "--no-check", "--out", str(tmp_path)])
+    assert ran.exit_code == 0 and "vllm serve" in ran.output and (tmp_path / "gguf-f16/model-f16.gguf").exists()
+    wrong = CliRunner().invoke(cli.app, ["export", str(merged), "fp16", "fp9"])
+    assert wrong.exit_code == 1 and not (merged.parent / "exports/fp16").exists()  # all names before any work
+    (tmp_path / "own.jsonl").write_text('{"question": "?"}\n', encoding="utf-8")
+    with pytest.raises(CourseError, match="something else than chat rows"):
+        asking.read_rows(tmp_path / "own.jsonl")
+
+
+# --- the real environment --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.install
+def test_real_exports_are_smaller_and_nearly_the_same_model(tmp_path: Path) -> None:
+    """About three minutes: every way of making one, each read back as its users would load it."""
+    merged = Path(shutil.copytree(paths.TINY_MODEL, tmp_path / "merged"))
+    fixed = exporting.quick_set(merged, ROWS[-8:])
+    reference, largest = None, {"fp8": 0.1, "w4a16": 0.4, "awq": 0.4, "int8": 0.01, "gguf-f16": 1e-4, "gguf-q8_0": 0.01}
+    for name, allowed in largest.items():
+        made = exporting.export(merged, name, calibration=ROWS[:8] if name == "awq" else (), progress=False)
+        reference = reference or exporting.read_merged(made, fixed)
+        told = exporting.check(made, fixed, reference)
+        assert told.gap.mean < allowed, told
+        assert made.ratio < (1.05 if name == "gguf-f16" else 0.65), told
+        config = made.folder / "config.json"
+        assert ("quantization_config" in config.read_text()) if config.exists() else made.file
+    gptq = exporting.export(merged, "w4a16", calibration=ROWS[:8], progress=False)
+    assert exporting.check(gptq, fixed, reference).gap.mean < 0.4 and gptq.method.startswith("GPTQ")
