@@ -22,6 +22,7 @@ from nbutils.errors import CourseError
 from nbutils.sharing.card import PATH, model_card
 
 OWN = (paths.STAMP, "training.json", "export.json", "README.md")  # ours, or written anew
+MODELSCOPE_PUBLIC = 5  # as its library calls it
 IGNORED = [*OWN, ".*", "*.partial", "__pycache__/*"]
 
 
@@ -32,9 +33,10 @@ class Pushed:
     url: str
     private: bool
     gib: float
+    note: str = ""
 
     def __str__(self) -> str:
-        return f"{self.url} ({self.gib:.2f} GiB, {'private' if self.private else 'PUBLIC'})"
+        return f"{self.url} ({self.gib:.2f} GiB, {'private' if self.private else 'PUBLIC'}){self.note}"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Place:
     get_token: str
     upload: Callable[[Path, str, dict[str, str], bool], None]
     page: str
+    note: str = ""
 
 
 def push(folder: Path, to: str, *, private: bool = True) -> Pushed:
@@ -80,7 +83,7 @@ def push(folder: Path, to: str, *, private: bool = True) -> Pushed:
                 f"a token that may write to {name}, and a network that reaches it",
                 f"check name and token ({place.get_token}); what was uploaded already is not sent again",
             ) from None  # the original may hold the token in its request
-    return Pushed(place.page.format(name=name), private, disk.folder_gib(folder))
+    return Pushed(place.page.format(name=name), private, disk.folder_gib(folder), place.note)
 
 
 def parse(to: str) -> tuple[str, str]:
@@ -155,6 +158,8 @@ def _to_modelscope(folder: Path, name: str, secrets: dict[str, str], private: bo
     api = HubApi(token=token)
     wish = "private" if private else "public"
     api.create_repo(repo_id=name, token=token, visibility=wish, repo_type="model", exist_ok=True)
+    seen = {key.lower(): value for key, value in dict(api.get_model(name)).items()}
+    _require_private(private, lambda: seen.get("visibility") != MODELSCOPE_PUBLIC, name)
     api.upload_folder(
         repo_id=name, folder_path=str(folder), token=token, repo_type="model", commit_message="Model and card"
     )
@@ -192,6 +197,6 @@ PLACES: dict[str, Place] = {
     ),
     "kaggle": Place(
         "kagglehub", "kagglehub", (("KAGGLE_API_TOKEN",), ("KAGGLE_USERNAME", "KAGGLE_KEY")), "kaggle.com/settings",
-        _to_kaggle, "https://www.kaggle.com/models/{name}",
+        _to_kaggle, "https://www.kaggle.com/models/{name}", "; a model that was public before stays public",
     ),
 }  # fmt: skip

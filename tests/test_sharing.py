@@ -1,0 +1,278 @@
+"""nbutils.sharing: nothing leaves unasked, private by default, no token and no path shown; one file that verifies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from nbutils import cli, disk, paths, sharing
+from nbutils.errors import CourseError
+from nbutils.sharing import packing, pushing
+
+TOKEN = "hf_correcthorsebatterystaple0123456"
+SECRETS = ("HF_TOKEN", "MODELSCOPE_API_TOKEN", "KAGGLE_API_TOKEN", "KAGGLE_USERNAME", "KAGGLE_KEY")
+
+
+@pytest.fixture(autouse=True)
+def no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SECRETS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A merged folder as lesson 04 leaves it, with a private path in its settings."""
+    folder = tmp_path / "run/merged"
+    folder.parent.mkdir()
+    with paths.whole_folder(folder, {"base": "Qwen/Qwen2.5-7B-Instruct", "dtype": "bfloat16", "adapter": "x"}) as new:
+        shutil.copytree(paths.TINY_MODEL, new, dirs_exist_ok=True)
+        config = json.loads((new / "config.json").read_text())
+        (new / "config.json").write_text(json.dumps(config | {"_name_or_path": "/home/li/secret-project"}))
+    return folder
+
+
+class Recorded:
+    """A library's upload call, recorded: what was asked, and what the folder held at that moment."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = [("made", settings)]
+        self.sent: dict[str, str] = {}
+        self.public = False
+
+    def create_repo(self, repo_id: str, **settings: Any) -> None:
+        self.calls.append(("create", {"repo_id": repo_id, **settings}))
+
+    def get_model(self, name: str) -> dict[str, Any]:
+        return {"Visibility": 5 if self.public else 1}
+
+    def model_info(self, name: str) -> Any:
+        return type("Info", (), {"private": not self.public})()
+
+    def upload_folder(self, *, folder_path: Any, **settings: Any) -> None:
+        self.calls.append(("upload", settings))
+        self.sent = {file.name: file.read_text(errors="replace")[:5000] for file in Path(folder_path).iterdir()}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    import huggingface_hub
+
+    api = Recorded()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda **settings: api.calls.append(("made", settings)) or api)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return api
+
+
+# --- pushing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_push_is_private_has_a_card_and_takes_nothing_of_this_machine_along(
+    model: Path, hub: Recorded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pushed = sharing.push(model, "hub:li/orders")
+    calls = dict(hub.calls)
+    assert calls["made"] == {"token": TOKEN} and calls["create"]["private"] is True
+    assert pushed.url == "https://huggingface.co/li/orders" and "private" in str(pushed)
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(hub.sent)
+    assert not {paths.STAMP, "training.json"} & set(hub.sent)
+    assert "base_model: Qwen/Qwen2.5-7B-Instruct" in hub.sent["README.md"]
+    sent = "".join(hub.sent.values()) + str(pushed) + "".join(capsys.readouterr())
+    assert "/home" not in sent and str(model.parent) not in sent and TOKEN not in sent
+    assert "/home/li" in (model / "config.json").read_text() and paths.stamp(model) is not None  # the original stays
+    assert [place.name for place in model.parent.iterdir()] == ["merged"]
+
+
+def test_a_public_push_must_be_asked_for(model: Path, hub: Recorded) -> None:
+    hub.public = True
+    with pytest.raises(CourseError, match="exists already and is public"):
+        sharing.push(model, "hub:li/orders")
+    assert not hub.sent
+    assert "PUBLIC" in str(sharing.push(model, "hub:li/orders", private=False)) and hub.sent
+
+
+@pytest.mark.parametrize("to", ["li/orders", "hub:orders", "hub:li/orders/x", "drive:li/orders", "hub:../etc/x", ""])
+def test_a_target_that_is_none(model: Path, to: str) -> None:
+    with pytest.raises(CourseError, match="hub:owner/name"):
+        sharing.push(model, to)
+
+
+def test_no_model_no_push(tmp_path: Path) -> None:
+    with pytest.raises(CourseError, match="no model folder"):
+        sharing.push(tmp_path, "hub:li/orders")
+
+
+@pytest.mark.parametrize("kind", sorted(sharing.PLACES))
+def test_a_missing_token_is_named_with_where_to_get_one(model: Path, kind: str) -> None:
+    place = sharing.PLACES[kind]
+    with pytest.raises(CourseError, match=place.get_token) as told:
+        sharing.push(model, f"{kind}:li/orders")
+    assert place.secrets[0][0] in str(told.value)
+
+
+@pytest.mark.parametrize(("kind", "module"), [("modelscope", "modelscope"), ("kaggle", "kagglehub")])
+def test_a_missing_library_is_named(model: Path, monkeypatch: pytest.MonkeyPatch, kind: str, module: str) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setenv(sharing.PLACES[kind].secrets[0][0], TOKEN)
+    with pytest.raises(CourseError, match=f"pip install {module}"):
+        sharing.push(model, f"{kind}:li/orders")
+
+
+def test_modelscope_gets_a_private_repository(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    api = Recorded()
+    fake = ModuleType("modelscope.hub.api")
+    fake.HubApi = lambda **settings: api  # type: ignore[attr-defined]
+    for name in ("modelscope", "modelscope.hub"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "modelscope.hub.api", fake)
+    monkeypatch.setenv("MODELSCOPE_API_TOKEN", TOKEN)
+    sharing.push(model, "modelscope:li/orders")
+    assert dict(api.calls)["create"]["visibility"] == "private" and "README.md" in api.sent
+    api.public, api.sent = True, {}
+    with pytest.raises(CourseError, match="exists already and is public"):
+        sharing.push(model, "modelscope:li/orders")
+    assert not api.sent
+
+
+def test_kaggle_gets_its_token_for_the_upload_only(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    seen: list[tuple[str, str | None, list[str]]] = []
+    fake = ModuleType("kagglehub")
+
+    def upload(handle: str, folder: str, **settings: Any) -> None:
+        seen.append((handle, os.environ.get("KAGGLE_API_TOKEN"), sorted(os.listdir(folder))))
+
+    fake.model_upload = upload  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kagglehub", fake)
+    monkeypatch.setattr(pushing.platforms, "secret", {"KAGGLE_API_TOKEN": TOKEN}.get)  # as from Kaggle's secrets
+    sharing.push(model, "kaggle:li/orders")
+    handle, token, files = seen[0]
+    assert handle == "li/orders/transformers/default" and token == TOKEN and "README.md" in files
+    assert "KAGGLE_API_TOKEN" not in os.environ
+    with pytest.raises(CourseError, match="every new model private"):
+        sharing.push(model, "kaggle:li/orders", private=False)
+
+
+@pytest.fixture
+def refusing_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A real HTTP server in place of the Hub that refuses every token, and what it was asked."""
+    asked: list[str] = []
+
+    class Refuses(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(f"{self.path} {self.headers.get('authorization')}")
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            body = json.dumps({"error": f"Invalid token {TOKEN}"}).encode()
+            self.send_response(401)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    import huggingface_hub
+
+    real, address = huggingface_hub.HfApi, f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda **settings: real(endpoint=address, **settings))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield asked
+    server.shutdown()
+
+
+def test_a_refused_token_is_told_and_never_shown(model: Path, refusing_hub: list[str]) -> None:
+    with pytest.raises(CourseError, match="the upload to hub:li/orders failed") as told:
+        sharing.push(model, "hub:li/orders")
+    assert refusing_hub[0].startswith("/api/repos/create") and TOKEN in refusing_hub[0]  # it went where it belongs
+    assert TOKEN not in str(told.value) and told.value.__cause__ is None and told.value.__suppress_context__
+
+
+# --- the card --------------------------------------------------------------------------------------------------------
+
+
+def test_a_card_names_no_path(tmp_path: Path) -> None:
+    folder = tmp_path / "fp8"
+    about = {"format": "fp8", "base": "/home/li/models/tiny_base", "method": "FP8_DYNAMIC, rounded without data"}
+    with paths.whole_folder(folder, about) as new:
+        shutil.copy(paths.TINY_MODEL / "config.json", new)
+    card = sharing.model_card(folder, "li/orders")
+    assert "/home" not in card and "base model: tiny_base" in card and "base_model:" not in card
+    assert "fp8: half the size" in card and "vllm serve li/orders" in card
+
+
+# --- one file --------------------------------------------------------------------------------------------------------
+
+
+def test_one_file_holds_the_folder_and_verifies(model: Path, tmp_path: Path) -> None:
+    made = sharing.single_file(model, progress=False)
+    assert made.file == model.parent / "merged.tar" and made.bytes == made.file.stat().st_size
+    assert made.sha256 == paths.sha256(made.file) and made.sha256[:16] in str(made)
+    with tarfile.open(made.file) as tar:
+        assert {member.uname + member.gname for member in tar} == {""}
+        tar.extractall(tmp_path / "there", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    assert paths.stamp(tmp_path / "there/merged") == paths.stamp(model)
+    assert sharing.single_file(model, tmp_path / "again.tar", progress=False).sha256 == made.sha256
+
+
+def test_an_archive_that_does_not_verify_is_not_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = packing._pack
+
+    def damaged(folder: Path, partial: Path, progress: bool) -> tuple[str, int]:
+        told = real(folder, partial, progress)
+        with open(partial, "r+b") as file:
+            file.seek(partial.stat().st_size // 2)
+            file.write(b"\xff" * 64)
+        return told
+
+    monkeypatch.setattr(packing, "_pack", damaged)
+    with pytest.raises(CourseError, match=r"differs from .*model\.safetensors"):
+        sharing.single_file(model, progress=False)
+    assert [place.name for place in model.parent.iterdir()] == ["merged"]
+
+
+def test_one_file_needs_a_model_and_room(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CourseError, match="no model folder"):
+        sharing.single_file(tmp_path)
+    monkeypatch.setattr(disk, "free_gib", lambda folder: 0.001)
+    with pytest.raises(CourseError, match="one file of the model needs"):
+        sharing.single_file(model)
+
+
+@pytest.mark.parametrize(
+    ("platform", "size", "told"),
+    [
+        ("colab", 1000, "files.download("),
+        ("colab", 300_000_000, "mount Drive"),
+        ("kaggle", 1000, "/kaggle/working"),
+        ("autodl", 1000, "scp -P PORT"),
+        ("local", 1000, "right-click"),
+    ],
+)
+def test_how_to_download_it(
+    platform: str, size: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "merged.tar"
+    with open(file, "wb") as opened:
+        opened.truncate(size)
+    monkeypatch.setattr(packing.platforms, "detect", lambda: type("P", (), {"name": platform})())
+    assert told in sharing.download_hint(file)
+
+
+def test_the_command_line(model: Path, hub: Recorded, tmp_path: Path) -> None:
+    packed = CliRunner().invoke(cli.app, ["push", str(model), str(tmp_path / "own.tar")])
+    assert packed.exit_code == 0 and (tmp_path / "own.tar").exists() and not hub.sent
+    ran = CliRunner().invoke(cli.app, ["push", str(model), "hub:li/orders"])
+    assert ran.exit_code == 0 and "private" in ran.output and TOKEN not in ran.output
