@@ -180,6 +180,8 @@ def test_an_export_that_does_not_fit_is_refused_before_it_begins(
         patch.setattr(making.psutil, "virtual_memory", lambda: full)
         with pytest.raises(CourseError, match="whole model in memory"):
             exporting.export(merged, "int8")
+        with pytest.raises(CourseError, match="w4a16 without calibration rows"):
+            exporting.export(merged, "w4a16", calibration=ROWS)
         exporting.export(merged, "fp8", progress=False)  # goes file by file
     monkeypatch.setattr(disk, "free_gib", lambda folder: 0.001)
     with pytest.raises(CourseError, match="the export gguf-f16 needs"):

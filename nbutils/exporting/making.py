@@ -87,7 +87,7 @@ def export(
     }
     if paths.stamp(out) == about:
         return _finished(form, out, base, method, reused=True)
-    _require_room(form, base, out)
+    _require_room(form, base, out, whole=form.whole or job["do"] == "calibrate")
     paths.make_folder(out.parent, "exports")
     if progress:
         print(f"Exporting {merged} as {name} ({method}).", flush=True)
@@ -198,7 +198,7 @@ def weights_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _require_room(form: Format, base: Base, out: Path) -> None:
+def _require_room(form: Format, base: Base, out: Path, whole: bool) -> None:
     """Stop before a long job that the disk or the memory cannot hold."""
     full = sum(place.size for place in base.weights.values()) / paths.GIB
     sixteen = full / 2 if base.dtype == "float32" else full
@@ -206,10 +206,11 @@ def _require_room(form: Format, base: Base, out: Path) -> None:
     disk.require_disk(out.parent, sixteen * form.size * 1.1 + between + 0.02, f"the export {form.name}")
     free = min(psutil.virtual_memory().available / paths.GIB, platforms.memory_gib().value)
     wanted = full * 1.2 + 1.0
-    if form.whole and free < wanted:
+    if whole and free < wanted:
         raise CourseError(
             f"{form.name} needs the whole model in memory, {wanted:.1f} GiB, and {free:.1f} GiB are free here.",
-            f"at least {wanted:.1f} GiB", "stop other notebooks; fp8, w4a16 and the gguf formats need far less",
+            f"at least {wanted:.1f} GiB",
+            "stop other notebooks; fp8, the gguf formats, and w4a16 without calibration rows need far less",
         )  # fmt: skip
 
 
