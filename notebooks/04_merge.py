@@ -34,8 +34,9 @@ if importlib.util.find_spec("nbutils") is None:
 
 # %% [markdown]
 # The dials. Leave them as they are to merge what lesson 03 trained last with this profile. `MERGE_ONTO = "dequantized"` merges into
-# the 4-bit base made wide again, see below. `EXPORTS` names smaller forms (`fp8, gguf-q8_0`), `PUSH_TO` a place on a hub
-# (`hub:owner/name`), `LM_EVAL_TASKS` public benchmarks for those who have network and time: each separated by commas, each opt-in.
+# the 4-bit base made wide again, see below. The rest is for those who ask for it: `EXPORTS` names smaller forms (`"fp8, gguf-q8_0"`),
+# `PUSH_TO` a place to upload to (`"hub:owner/name"`, also `modelscope:` and `kaggle:`) or `"file"` for one file to download, and
+# `LM_EVAL_TASKS` public benchmarks, separated by commas.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -52,13 +53,15 @@ LM_EVAL_TASKS: str = ""
 # %%
 import nbutils
 import torch
-from nbutils import evaluation, exporting, merging, parity, training
+from nbutils import evaluation, exporting, merging, parity, sharing, training
 
 lesson = nbutils.start("04_merge", globals())
 dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[lesson.profile.machine.precision]
 dtype_name = str(dtype).removeprefix("torch.")
 parity.require_onto(MERGE_ONTO, lesson.profile.method)
 formats = exporting.chosen(EXPORTS)
+if PUSH_TO not in ("", "file"):
+    sharing.pushing.parse(PUSH_TO)
 bench = evaluation.Harness(LM_EVAL_TASKS, lesson.run.path, dtype_name)
 
 # %% [markdown]
@@ -199,7 +202,7 @@ readings = parity.Readings(lesson.run.path, fixed, about=about)
 print(fixed)
 
 # %% [markdown]
-# The adapter beside the base sits the exam, and its predictions are read.
+# The adapter beside the base sits the exam, and its predictions are read. They are kept in the run folder, a megabyte in all.
 
 # %%
 from peft import PeftModel
@@ -219,7 +222,7 @@ from nbutils import hardware
 
 del model, tuned
 hardware.free_memory()
-if lesson.profile.method == "qlora":
+if lesson.profile.method == "qlora" and room.other not in readings:
     other = narrow if room.other == "4bit" else room.wide
     tuned = parity.as_trained(AutoModelForCausalLM.from_pretrained(lesson.model, dtype=dtype, **other))
     tuned = PeftModel.from_pretrained(tuned, lesson.run.adapter, **room.beside)
@@ -228,7 +231,7 @@ if lesson.profile.method == "qlora":
 hardware.free_memory()
 
 # %% [markdown]
-# The merged model is loaded from its folder, as a server would.
+# The merged model is loaded from its folder, as a server would, and read at every start: the others are kept.
 
 # %%
 merged = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **room.wide)
@@ -342,6 +345,18 @@ exports = [exporting.check(one, fixed, readings["merged"]) for one in made_expor
 print(*made_exports, sep="\n")
 if exports:
     dashboard.show_table(exporting.table(exports), "Smaller, and what it costs")
+
+# %% [markdown]
+# Nothing leaves this machine unless `PUSH_TO` says where to. Uploads are private, with a page that names the base and the form but
+# no folder of yours; the token comes from the platform's secrets and is never shown.
+
+# %%
+if PUSH_TO == "file":
+    print(sharing.single_file(folder))
+elif PUSH_TO:
+    print(sharing.push(folder, PUSH_TO))
+else:
+    print(f"kept here: {folder}")
 
 # %% [markdown]
 # ## Exercise

@@ -307,6 +307,8 @@ def test_lesson_04_where_the_model_does_not_fit_asks_in_4_bits_and_compares_in_f
     assert gaps["merged against 4bit"]["mean"] < 1e-6 < gaps["full against 4bit"]["mean"]
     assert gaps["merged against 4bit"]["same_answers"] is None  # one run through the model, no answers
     assert not list(home.rglob("offload"))
+    again = launch(["-c", tight, *words, "--MERGE_ONTO", "dequantized"], home)
+    assert again.returncode == 0 and "is there already and of this very adapter" in again.stdout
 
 
 def test_a_hub_model_without_network_is_an_error_not_the_tiny_one(tmp_path: Path) -> None:

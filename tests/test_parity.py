@@ -320,6 +320,10 @@ def test_a_model_that_lies_on_disk_reads_the_same(
     kept = parity.Readings(tmp_path, texts)
     kept.read("full", tuned, answers=False)
     assert parity.gap(readings["base"], kept["base"]).mean < 1e-9 and kept.gap("full", "base").same_answers is None
+    later = parity.Readings(tmp_path, texts)
+    later.read("full", None)  # nothing is measured again
+    later["merged"] = readings["merged"]
+    assert parity.report(later, "float32").holds and later.gap("full", "merged").mean < 1e-7
 
 
 def test_a_merge_into_the_dequantised_base_is_what_the_4_bit_model_computes(

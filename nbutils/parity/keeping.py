@@ -62,7 +62,12 @@ class Readings:
         self._write(name)
 
     def read(self, name: str, tuned: Any, *, answers: bool = True) -> None:
-        """Measure an adapter on a base; on the unquantised one (`full`) also the base, with the adapter off."""
+        """Measure an adapter on a base; on the unquantised one (`full`) also the base, with the adapter off.
+
+        What is kept of these very models and texts is not measured again.
+        """
+        if name in self and (name != "full" or "base" in self):
+            return
         self[name] = measure(tuned, self.fixed, answers=answers)
         if name == "full":
             with tuned.disable_adapter():
