@@ -5,11 +5,14 @@ Not here: the measuring itself (load, rivals). Every step is kept when it is don
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +26,7 @@ from nbutils.bench.numbers import Level
 from nbutils.bench.prompts import Settings
 from nbutils.errors import CourseError
 from nbutils.paths import make_folder
+from nbutils.serving.ports import DIRECT
 
 RIVALS = ("generate", "transformers-serve")
 BATCHES = (1, 32)
@@ -73,16 +77,16 @@ class Bench:
         self.board.add(found["levels"])
 
     def vllm(self, name: str, folder: Path) -> None:
-        """vLLM with its defaults; only what the prompts need is set."""
-        settings, engine = self.board.settings, hardware.engine(self.card).value
-        flags: dict[str, Any] = {
-            "served-model-name": "bench", "dtype": self.dtype, "max-num-seqs": max(settings.concurrency),
+        """vLLM with its defaults; only what this card wants and the prompts need is set."""
+        settings = self.board.settings
+        flags = {flag: choice.value for flag, choice in serving.flags_for(self.card, folder).items()} | {
+            "served-model-name": "bench", "max-num-seqs": max(settings.concurrency),
             "max-model-len": settings.prompt_tokens + settings.answer_tokens + SLACK,
         }  # fmt: skip
-        flags |= {"enforce-eager": True} if engine == "vllm-cpu" else {}
         if bandwidth := self.board.about.get("copy_bytes_per_second"):
             self.board.limit(name, limits.limit(folder, bandwidth))
-        with serving.Server(folder, engine, flags=flags) as server:
+        with serving.Server(folder, hardware.engine(self.card).value, flags=flags) as server:
+            self.board.about["vllm"] = version_of(server)
             levels = measure(target_of(server), name, settings, tokenizer_of(folder))
             self.board.add(self.clock.taken(levels))
 
@@ -149,6 +153,8 @@ def bench_model(
     clock, card = Clock(seconds), hardware.card()
     bench = Bench(Path(profiles.model_folder(folder)), board, clock, card)
     board.about |= {"model": bench.folder.name, "dtype": bench.dtype, "machine": card.name if card else "cpu"}
+    board.about |= {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    board.about["load_before"] = round(os.getloadavg()[0], 1)  # of a busy machine only ratios mean something
     steps: dict[str, Callable[[], None]] = {"generate": bench.generate} if "generate" in wanted else {}
     if hardware.engine(card).value != "transformers":
         forms = {"vllm": bench.folder} | {f"vllm {name}": Path(place) for name, place in (variants or {}).items()}
@@ -176,6 +182,13 @@ def target_of(server: serving.Server) -> Target:
     """A server of this course as a target."""
     vllm = server.environment.engine != "transformers"
     return Target(server.url, server.model_name, vllm, server.api_key)
+
+
+def version_of(server: serving.Server) -> str:
+    """Which vLLM answers."""
+    with suppress(OSError, ValueError, KeyError), DIRECT.open(f"{server.root}/version", timeout=5.0) as told:
+        return str(json.load(told)["version"])
+    return "not told"
 
 
 def tokenizer_of(folder: Path | None) -> Any:
