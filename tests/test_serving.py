@@ -296,11 +296,12 @@ def test_a_broken_environment_is_built_anew_once(
 
     def rebuild(_recipe: object, _folder: Path, why: str) -> None:
         reasons.append(why)
+        time.sleep(3)
         stub.mode = "healthy" if mends else "broken"
 
     monkeypatch.setattr(environment.environments, "rebuild", rebuild)
     mends = True
-    stub.start().wait(20)
+    assert stub.start().wait(20) < 3, "building is not starting"
     assert reasons == ["ModuleNotFoundError: No module named 'vllm.engine'"] and stub.healthy()
     other, mends = StubServer(tmp_path, "broken"), False
     other.environment = stub.environment

@@ -160,7 +160,7 @@ class Server:
         started, show = time.monotonic(), logs.Follower(self.log)
         while not self.healthy():
             if not self.running:
-                show = self._mend_or_raise()
+                show, started = self._mend_or_raise(), time.monotonic()  # building it anew is not starting it
             seconds = time.monotonic() - started
             if seconds > timeout:
                 self.stop()
