@@ -232,3 +232,17 @@ def push(folder: Path, to: str, public: bool) -> None:
         print(sharing.single_file(folder, Path(to)))
     else:
         print(sharing.push(folder, to, private=not public))
+
+
+@app.command()
+@click.argument("base")
+@click.argument("adapter", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--dtype", default="auto", help="float32, float16, bfloat16, or auto: the base's own.")
+@click.option("--onto", default="full", help="full, or dequantized: the base as 4-bit training saw it.")
+@click.option("--device", default="cpu", help="cpu needs no more than some hundred MB; cuda computes on the card.")
+def merge(base: str, adapter: tuple[Path, ...], out: Path, dtype: str, onto: str, device: str) -> None:
+    """Merge ADAPTER (or several) into BASE, a folder or a Hub id, and write the model to OUT, shard by shard."""
+    from nbutils import merging
+
+    print(merging.merge_adapter(base, list(adapter), out, dtype=dtype, onto=onto, device=device))

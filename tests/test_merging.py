@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import merge_models as models
 import pytest
 import torch
 
-from nbutils import merging
-from nbutils.merging import bases, shards
+from nbutils import merging, paths
+from nbutils.errors import CourseError
+from nbutils.merging import bases, dequantized, shards
 
 
 def merge(base: Path, adapter: Any, out: Path, **wishes: Any) -> merging.MergeReport:
@@ -25,6 +27,7 @@ def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
+    "scale of two": {"lora_alpha": 8},
     "rslora": {"use_rslora": True},
     "patterns": {
         "rank_pattern": {"q_proj": 8, r"layers.1.mlp.down_proj": 2}, "alpha_pattern": {"layers.0.self_attn.o_proj": 3},
@@ -142,3 +145,48 @@ def test_pefts_own_16_bit_merge_gives_the_same_bits_unless_it_is_the_safe_one(tm
         steps = models.ulps(ours[name], safe[name])
         assert 0.1 < float((steps > 0).float().mean()) < 0.5, name
         assert torch.all((ours[name].float() - truth[name]).abs() <= (safe[name].float() - truth[name]).abs())
+
+
+def in_four_bits(base: Path, folder: Path, **form: Any) -> Path:
+    """The base as transformers and bitsandbytes load it in 4 bits, its weights taken back to 16."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, **form)
+    loaded = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype="bfloat16", device_map="cpu")
+    model = models.load(base, "bfloat16")
+    seen = {name: part for name, part in loaded.named_modules() if isinstance(part, Linear4bit)}
+    assert len(seen) == 14
+    for name, part in seen.items():
+        model.get_submodule(name).weight.data = dequantize_4bit(part.weight.data, part.weight.quant_state)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_dequantised_base_is_the_one_bitsandbytes_trains_on(tied: bool, tmp_path: Path) -> None:
+    base = models.make_base(tmp_path / "base", tied=tied)
+    adapter = models.make_adapter(base, tmp_path / "adapter")
+    for form in ({"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, {"bnb_4bit_quant_type": "fp4"}):
+        seen = in_four_bits(base, tmp_path / form["bnb_4bit_quant_type"], **form)
+        out = tmp_path / f"out-{form['bnb_4bit_quant_type']}"
+        wishes = {"double_quant": False} | form
+        report = merge(base, adapter, out, onto="dequantized", quantization=wishes)
+        theirs = models.merged_by_peft(seen, adapter, dtype="bfloat16")
+        theirs = {name: weight for name, weight in theirs.items() if not (tied and name == "lm_head.weight")}
+        assert_same_bits(models.weights(out), theirs)
+        assert "dequantised" in str(report) and paths.stamp(out) != merging.describe(base, adapter, "bfloat16")
+    merge(base, adapter, tmp_path / "full")
+    one = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(models.weights(tmp_path / "full")[one], models.weights(out)[one])
+
+
+def test_the_four_bit_form_is_checked_and_its_library_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dequantized.settings(None) == dequantized.settings({"type": "nf4", "double": True})
+    for wrong in ({"quant_type": "int4"}, {"bits": 3}):
+        with pytest.raises(CourseError, match="the 4-bit form was given as"):
+            dequantized.settings(wrong)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    with pytest.raises(CourseError, match="needs bitsandbytes"):
+        dequantized.require_library()

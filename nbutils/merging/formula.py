@@ -6,6 +6,7 @@ Not here: reading settings (plan), files (shards), and the 4-bit form of a base 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -37,11 +38,14 @@ class Product:
     def load(self, device: str) -> Apply:
         """Read the factors; the function that applies them."""
         up, down = (place.tensor().float().to(device) for place in (self.up, self.down))
+        scale = self.scale
+        if math.frexp(scale)[0] == 0.5:  # a power of two moves no digit: scaled once, the same bits for less work
+            up, scale = up * scale, 1.0
         magnitude = self.magnitude.tensor().float().to(device) if self.magnitude else None
 
         def apply(weight: torch.Tensor, base: torch.Tensor, first: int, last: int) -> torch.Tensor:
             delta = (up @ down[:, first:last]).T if self.turned else up[first:last] @ down
-            delta = delta.mul_(self.scale)
+            delta = delta if scale == 1.0 else delta.mul_(scale)
             if magnitude is None:
                 return weight.add_(delta)
             return _dora(weight, base, delta, magnitude if self.turned else magnitude[first:last], self.turned)

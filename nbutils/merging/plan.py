@@ -89,7 +89,7 @@ def _split(key: str) -> tuple[str, str]:
     ways = r"(lora_[AB])\.weight|(lora_B\.bias)|(lora_embedding_[AB])|(lora_magnitude_vector)(?:\.weight)?"
     ways += r"|token_adapter\.(trainable_tokens_delta)|(?:base_layer\.|modules_to_save\.)?(weight|bias)"
     match = re.fullmatch(rf"(.+?)\.(?:{ways})", key)
-    if match is None:
+    if match is None or ".lora_" in match[1]:
         raise CourseError(
             f"the adapter holds {key}, which no LoRA has.", "lora_A, lora_B, biases, trained tokens, whole modules",
             "save the adapter again with a current PEFT",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -72,29 +73,45 @@ class Stored:
         """Elements of a row."""
         return math.prod(self.shape[1:]) or 1
 
-    def read(self, first: int = 0, last: int | None = None) -> bytearray:
-        """The bytes of rows `first` to `last`."""
+    def read(self, first: int = 0, last: int | None = None, scratch: bool = False) -> memoryview:
+        """The bytes of rows `first` to `last`; scratch: in memory that this thread's next such read overwrites."""
         width = self.size // max(self.rows, 1)
-        buffer = bytearray(((self.rows if last is None else last) - first) * width)
-        with open(self.file, "rb", buffering=0) as file:
-            file.seek(self.start + first * width)
-            view, got = memoryview(buffer), 0
-            while got < len(buffer):
-                count = file.readinto(view[got:])
-                if not count:
-                    raise damaged(self.file, "it ends too early")
-                got += count
-        return buffer
+        count = ((self.rows if last is None else last) - first) * width
+        view = memoryview(_scratch(count) if scratch else bytearray(count))[:count]
+        if _read_into(self.file, self.start + first * width, view) < count:
+            raise damaged(self.file, "it ends too early")
+        return view
 
-    def tensor(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+    def tensor(self, first: int = 0, last: int | None = None, scratch: bool = False) -> torch.Tensor:
         """Rows `first` to `last` as a tensor of their own type."""
         import torch
 
         rows = (self.rows if last is None else last) - first
         shape = (rows, *self.shape[1:]) if self.shape else ()
-        data = self.read(first, last)
-        flat = torch.frombuffer(data, dtype=getattr(torch, FLOATS[self.dtype])) if data else torch.empty(0)
+        data = self.read(first, last, scratch)
+        flat = torch.frombuffer(data, dtype=getattr(torch, FLOATS[self.dtype])) if len(data) else torch.empty(0)
         return flat.reshape(shape)
+
+
+_held = threading.local()
+
+
+def _scratch(size: int) -> bytearray:
+    """Memory of this thread, used again and again: fresh memory for each block costs more than computing it."""
+    if len(getattr(_held, "memory", b"")) < size:
+        _held.memory = bytearray(size)
+    memory: bytearray = _held.memory
+    return memory
+
+
+def _read_into(file: Path, offset: int, view: memoryview) -> int:
+    """Fill the view from there; how many bytes there were."""
+    got = 0
+    with open(file, "rb", buffering=0) as opened:
+        opened.seek(offset)
+        while got < len(view) and (count := opened.readinto(view[got:])):
+            got += count
+    return got
 
 
 def damaged(file: Path, why: str) -> CourseError:
@@ -158,9 +175,5 @@ def write_at(file: Path, offset: int, data: bytes | bytearray | memoryview) -> P
 def is_intact(file: Path, piece: Piece) -> bool:
     """Whether the file holds there what was written."""
     offset, length, checksum = piece
-    with open(file, "rb", buffering=0) as opened:
-        opened.seek(offset)
-        data = opened.read(length)
-        while len(data) < length and (more := opened.read(length - len(data))):
-            data += more
-    return len(data) == length and zlib.crc32(data) == checksum
+    view = memoryview(_scratch(length))[:length]
+    return _read_into(file, offset, view) == length and zlib.crc32(view) == checksum

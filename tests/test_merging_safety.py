@@ -1,0 +1,376 @@
+"""merging: what is refused, what is asked before, and what a killed, damaged or full merge leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import merge_models as models
+import pytest
+import torch
+from click.testing import CliRunner
+
+from nbutils import cli, disk, lessons, merging, paths, platforms
+from nbutils.errors import CourseError
+from nbutils.merging import bases, plan, shards, writing
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base of several files and an adapter for it, made once; tests that change them copy them first."""
+    folder = tmp_path_factory.mktemp("merge")
+    models.make_base(folder / "base", shards="60KB")
+    models.make_adapter(folder / "base", folder / "adapter")
+    return folder
+
+
+@pytest.fixture
+def pair(home: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Copies that may be changed."""
+    return shutil.copytree(home / "base", tmp_path / "base"), shutil.copytree(home / "adapter", tmp_path / "adapter")
+
+
+def merge(base: str | Path, adapter: Any, out: Path, **wishes: Any) -> merging.MergeReport:
+    return merging.merge_adapter(base, adapter, out, progress=False, **wishes)
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def same(one: Path, other: Path) -> bool:
+    left, right = models.weights(one), models.weights(other)
+    return set(left) == set(right) and all(torch.equal(left[name], right[name]) for name in left)
+
+
+# --- refused before anything is written -------------------------------------------------------------------------------
+
+
+def test_a_quantised_base_is_refused_and_the_right_one_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = pair
+    quantised = base.rename(tmp_path / "Qwen2.5-7B-Instruct-bnb-4bit")
+    change(quantised / "config.json", quantization_config={"load_in_4bit": True})
+    with pytest.raises(CourseError, match="is a quantised model") as caught:
+        merging.check_base(quantised, adapter)
+    assert "use Qwen2.5-7B-Instruct:" in caught.value.todo
+    unnamed = quantised.rename(tmp_path / "mine")
+    with pytest.raises(CourseError, match="quantised from"):
+        merging.check_base(unnamed, adapter)
+
+
+def test_another_base_is_refused_and_a_quantised_twin_is_not(pair: tuple[Path, Path]) -> None:
+    base, adapter = pair
+    merging.check_base(base, adapter)
+    with pytest.raises(CourseError, match="was trained on"):
+        merging.check_base("Qwen/Qwen2.5-7B-Instruct", adapter)
+    change(adapter / "adapter_config.json", base_model_name_or_path="somebody/base-bnb-4bit")
+    merging.check_base(base, adapter)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"peft_type": "IA3"}, "IA3 adapter"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changed the base too"),
+        ({"r": 5}, "rank 5"),
+        *(({key: ["x"]}, "cannot be merged") for key in plan.OTHER_KINDS),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(
+    settings: dict[str, Any], words: str, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    base, adapter = pair
+    change(adapter / "adapter_config.json", **settings)
+    with pytest.raises(CourseError, match=words):
+        merge(base, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not paths.partial_of(tmp_path / "out").exists()
+
+
+def other_adapter(adapter: Path, rename: tuple[str, str] = ("", ""), keep: int = 10**6, size: int = 0) -> None:
+    """The adapter's file with other names, fewer tensors or another width."""
+    from safetensors.torch import load_file, save_file
+
+    file = adapter / "adapter_model.safetensors"
+    tensors = {name.replace(*rename): weight for name, weight in list(load_file(file).items())[:keep]}
+    save_file({name: weight[..., : size or None].contiguous() for name, weight in tensors.items()}, file)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"rename": ("q_proj", "query")}, "does not have .nearest: .*q_proj.weight"),
+        ({"rename": ("lora_A", "lora_E")}, "which no LoRA has"),
+        ({"keep": 0}, "the adapter is empty"),
+        ({"size": 3}, "was made for|rank"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(how: dict[str, Any], words: str, pair: tuple[Path, Path]) -> None:
+    base, adapter = pair
+    other_adapter(adapter, **how)
+    with pytest.raises(CourseError, match=words):
+        merging.check_base(base, adapter)
+
+
+def test_a_bias_for_layers_without_one_is_refused(home: Path, tmp_path: Path) -> None:
+    adapter = models.make_adapter(home / "base", tmp_path / "adapter", target_modules=["o_proj"], lora_bias=True)
+    with pytest.raises(CourseError, match=r"has a bias for .*o_proj, and the base has none"):
+        merging.check_base(home / "base", adapter)
+
+
+def test_files_that_are_missing_old_or_cut_off_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = pair
+    shard = sorted(base.glob("*.safetensors"))[1]
+    whole = shard.read_bytes()
+    for broken in (whole[:-10], b"short", b"\xff" * 64):
+        shard.write_bytes(broken)
+        with pytest.raises(CourseError, match="is damaged"):
+            merge(base, adapter, tmp_path / "out")
+    shard.unlink()
+    (base / "pytorch_model.bin").touch()
+    with pytest.raises(CourseError, match=r"lacks .*old format \(.bin\)"):
+        merge(base, adapter, tmp_path / "out")
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(CourseError, match=r"has no adapter_model.safetensors"):
+        bases.open_adapter(adapter)
+    with pytest.raises(CourseError, match=r"config.json is missing"):
+        bases.open_base(tmp_path)
+
+
+def test_unknown_wishes_are_refused(home: Path, tmp_path: Path) -> None:
+    for wishes in ({"dtype": "int4"}, {"onto": "4bit"}):
+        with pytest.raises(CourseError, match="is '"):
+            merge(home / "base", home / "adapter", tmp_path / "out", **wishes)
+
+
+def test_numbers_too_large_for_float16_are_not_written(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = pair
+    place = bases.open_base(base).weights["model.norm.weight"]
+    huge = torch.full(place.shape, 1e6, dtype=torch.bfloat16)
+    shards.write_at(place.file, place.start, huge.view(torch.uint8).numpy().tobytes())
+    with pytest.raises(CourseError, match=r"model.norm.weight has infinite .* in float16"):
+        merge(base, adapter, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
+    assert merge(base, adapter, tmp_path / "out").dtype == "bfloat16"
+
+
+def test_no_room_on_disk_or_in_memory_is_told_before(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "free_gib", lambda folder: 0.001)
+        with pytest.raises(CourseError, match="writing the merged model needs"):
+            merge(home / "base", home / "adapter", out)
+    with monkeypatch.context() as patched:
+        patched.setattr(platforms, "memory_gib", lambda: platforms.Limit(0.1, "a test"))
+        with pytest.raises(CourseError, match=r"merging needs .* of memory, and 0.1 GiB are free"):
+            merge(home / "base", home / "adapter", out)
+    assert not out.exists() and not paths.partial_of(out).exists()
+
+
+# --- interrupted, damaged, full ---------------------------------------------------------------------------------------
+
+DYING = """
+import os, signal, sys
+from pathlib import Path
+from nbutils import merging
+from nbutils.merging import writing
+write_at = writing.write_at
+def dying(file, offset, data):
+    if file.name.startswith("model-00003") and offset:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write_at(file, offset, data)
+writing.write_at = dying
+merging.merge_adapter(*(Path(each) for each in sys.argv[1:]), progress=False)
+"""
+
+
+def kill_in_the_third_file(home: Path, out: Path) -> None:
+    line = [sys.executable, "-c", DYING, str(home / "base"), str(home / "adapter"), str(out)]
+    assert subprocess.run(line, check=False).returncode == -signal.SIGKILL
+    assert not out.exists() and paths.stamp(out) is None and paths.stamp(paths.partial_of(out)) is None
+
+
+def test_a_killed_merge_leaves_nothing_that_looks_finished_and_goes_on_by_file(home: Path, tmp_path: Path) -> None:
+    out, fresh = tmp_path / "out", tmp_path / "fresh"
+    kill_in_the_third_file(home, out)
+    shutil.copytree(paths.partial_of(out), paths.partial_of(tmp_path / "damaged"))
+    report = merge(home / "base", home / "adapter", out)
+    assert report.resumed_shards == 2 and "2 files were there" in str(report)
+    assert not merge(home / "base", home / "adapter", fresh).resumed_shards
+    assert same(out, fresh) and not paths.partial_of(out).exists() and not (out / writing.JOURNAL).exists()
+
+    first = next(paths.partial_of(tmp_path / "damaged").glob("model-00001*"))
+    with open(first, "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"\x01")
+    assert merge(home / "base", home / "adapter", tmp_path / "damaged").resumed_shards == 1
+    assert same(tmp_path / "damaged", fresh)
+
+
+def test_remains_of_another_merge_are_not_taken_over(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    fail_in_the_third_file(monkeypatch, OSError(errno.ENOSPC, "full"))
+    with pytest.raises(CourseError, match="filled up during the merge"):
+        merge(home / "base", home / "adapter", out)
+    assert len(list(paths.partial_of(out).glob("model-*"))) >= 2
+    monkeypatch.undo()
+    other = models.make_adapter(home / "base", tmp_path / "other", seed=5)
+    assert not merge(home / "base", other, out).resumed_shards
+    assert same(out, Path(merge(home / "base", other, tmp_path / "fresh").folder))
+
+
+def fail_in_the_third_file(monkeypatch: pytest.MonkeyPatch, problem: Exception) -> None:
+    write_at = shards.write_at
+
+    def failing(file: Path, offset: int, data: Any) -> shards.Piece:
+        if file.name.startswith("model-00003") and offset:
+            raise problem
+        return write_at(file, offset, data)
+
+    monkeypatch.setattr(writing, "write_at", failing)
+
+
+def test_a_disk_that_loses_what_was_written_is_noticed(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_at = shards.write_at
+
+    def losing(file: Path, offset: int, data: Any) -> shards.Piece:
+        piece = write_at(file, offset, data)
+        write_at(file, offset, b"\x00" * min(8, len(memoryview(data))))
+        return piece
+
+    monkeypatch.setattr(writing, "write_at", losing)
+    with pytest.raises(CourseError, match="does not hold what was written"):
+        merge(home / "base", home / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_finished_merge_is_kept_and_one_of_another_adapter_replaced(home: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = merge(home / "base", home / "adapter", out)
+    assert paths.stamp(out) == merging.describe(home / "base", home / "adapter", "bfloat16")
+    written = (out / "config.json").stat().st_mtime_ns
+    again = merge(home / "base", home / "adapter", out)
+    assert again.reused and "nothing to do" in str(again) and (out / "config.json").stat().st_mtime_ns == written
+    assert (again.merged, again.copied, again.bytes) == (first.merged, first.copied, first.bytes)
+    other = models.make_adapter(home / "base", tmp_path / "other", seed=5)
+    assert not merge(home / "base", other, out).reused
+
+
+# --- what the folder holds, and where it lies -------------------------------------------------------------------------
+
+
+def test_the_folder_speaks_as_the_training_did(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    base = shutil.copytree(paths.TINY_MODEL, tmp_path / "base")
+    adapter = models.make_adapter(base, tmp_path / "adapter")
+    merge(base, adapter, tmp_path / "plain", dtype="float16")
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "plain").chat_template
+        == AutoTokenizer.from_pretrained(base).chat_template
+    )
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = "{{ messages[0]['content'] }} trained"
+    tokenizer.save_pretrained(adapter)
+    change(base / "config.json", torch_dtype="float32")
+    merge(base, adapter, tmp_path / "out", dtype="float16")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template.endswith("trained")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["dtype"] == "float16" and "torch_dtype" not in config
+    assert (tmp_path / "out/generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
+    assert models.load(tmp_path / "out", "auto").dtype == torch.float16
+
+
+def test_a_hub_id_is_found_in_the_cache(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    revision = "0" * 40
+    repo = tmp_path / "models--somebody--base"
+    shutil.copytree(home / "base", repo / "snapshots" / revision)
+    (repo / "refs").mkdir()
+    (repo / "refs/main").write_text(revision)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_OFFLINE", True)
+    merging.check_base("somebody/base", home / "adapter")
+    report = merge("somebody/base", home / "adapter", tmp_path / "out")
+    assert report.base == "somebody/base" == bases.called(repo / "snapshots" / revision)
+    with pytest.raises(CourseError, match="nobody/base cannot be fetched"):
+        merge("nobody/base", home / "adapter", tmp_path / "other")
+
+
+def test_a_model_that_does_not_fit_the_run_folder_goes_to_scratch_and_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = lessons.RunFolder(paths.make_folder(tmp_path / "keep/run", "a test"))
+    folders = platforms.Folders(tmp_path, tmp_path / "scratch", tmp_path / "keep", None)
+    monkeypatch.setattr(disk, "free_gib", lambda folder: 50.0 if folder.is_relative_to(folders.scratch) else 10.0)
+    assert merging.choose_place(run, folders, 8) == run.path / "merged" == run.merged
+    place = merging.choose_place(run, folders, 15)
+    assert place == folders.scratch / "run/merged" == lessons.RunFolder(run.path).merged
+    assert "no room for 15.0 GiB" in capsys.readouterr().out
+    with pytest.raises(CourseError, match=r"the merged model needs 60.0 GiB"):
+        merging.choose_place(lessons.RunFolder(paths.make_folder(tmp_path / "keep/other", "a test")), folders, 60)
+    shutil.rmtree(folders.scratch)  # another machine: the note says nothing any more
+    assert lessons.RunFolder(run.path).merged == run.path / "merged"
+
+
+def test_the_command_merges_and_says_what_it_did(home: Path, tmp_path: Path) -> None:
+    line = ["merge", str(home / "base"), str(home / "adapter"), str(tmp_path / "out"), "--dtype", "float32"]
+    ran = CliRunner().invoke(cli.app, line)
+    assert ran.exit_code == 0 and "14 weights changed" in ran.output, ran.output
+    assert same(tmp_path / "out", Path(merge(home / "base", home / "adapter", tmp_path / "x", dtype="float32").folder))
+
+
+def test_casting_is_a_merge_without_an_adapter(home: Path, tmp_path: Path) -> None:
+    report = merging.cast_model(home / "base", tmp_path / "out", "float16", progress=False)
+    wanted = {name: weight.half() for name, weight in models.weights(home / "base").items()}
+    made = models.weights(tmp_path / "out")
+    assert report.copied == len(wanted) and all(torch.equal(made[name], wanted[name]) for name in wanted)
+    assert merging.cast_model(home / "base", tmp_path / "out", "float16", progress=False).reused
+
+
+GROWTH = """
+import sys
+from pathlib import Path
+import torch, transformers
+from nbutils import merging
+def peak(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+torch.zeros(8).add(1)
+before = peak()
+merging.merge_adapter(*(Path(each) for each in sys.argv[1:]), progress=False)
+print((peak() - before) // 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_memory_does_not_grow_with_the_weight(home: Path, tmp_path: Path) -> None:
+    """A single weight of 256 MiB, which with its change would be 1 GiB in float32, merged in far less."""
+    from safetensors.torch import save_file
+
+    name, shape = "model.layers.0.mlp.up_proj", (16384, 8192)
+    base = paths.make_folder(tmp_path / "base", "a test")
+    (base / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
+    header, places = shards.lay_out(base / bases.SINGLE, {f"{name}.weight": ("BF16", shape)})
+    with open(base / bases.SINGLE, "wb") as file:
+        file.write(header)
+        file.truncate(len(header) + places[f"{name}.weight"].size)
+    adapter = shutil.copytree(home / "adapter", tmp_path / "adapter")
+    factors = {"lora_A": torch.ones(4, shape[1]), "lora_B": torch.ones(shape[0], 4)}
+    save_file(
+        {f"base_model.model.{name}.{part}.weight": weight for part, weight in factors.items()},
+        adapter / "adapter_model.safetensors",
+    )
+    line = [sys.executable, "-c", GROWTH, str(base), str(adapter), str(tmp_path / "out")]
+    ran = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert int(ran.stdout) < 150, ran.stdout
+    (tmp_path / "out" / bases.SINGLE).unlink()
