@@ -296,7 +296,7 @@ def test_a_broken_environment_is_built_anew_once(
 
     def rebuild(_recipe: object, _folder: Path, why: str) -> None:
         reasons.append(why)
-        time.sleep(3)
+        time.sleep(3 if mends else 0)
         stub.mode = "healthy" if mends else "broken"
 
     monkeypatch.setattr(environment.environments, "rebuild", rebuild)

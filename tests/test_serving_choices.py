@@ -191,6 +191,7 @@ def test_flags_are_checked_before_anything_starts(tmp_path: Path) -> None:
     assert server.process is None and not server.log.exists()
 
 
+@pytest.mark.serve
 def test_the_script_reads_this_interpreters_transformers(tmp_path: Path) -> None:
     here = serving.ServingEnvironment(Path(sys.executable), "transformers", {}, tmp_path)
     found = flags.options(here)
