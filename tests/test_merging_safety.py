@@ -318,6 +318,14 @@ def test_a_model_that_does_not_fit_the_run_folder_goes_to_scratch_and_is_found(
     place = merging.choose_place(run, folders, 15)
     assert place == folders.scratch / "run/merged" == lessons.RunFolder(run.path).merged
     assert "no room for 15.0 GiB" in capsys.readouterr().out
+    assert merging.choose_place(run, folders, 8) == run.path / "merged" == run.merged  # there is room again
+    for folder in (run.adapter, run.merged):
+        with paths.whole_folder(folder, {"adapter": None} if folder == run.merged else {"steps": 3}):
+            pass
+    assert merging.choose_place(run, folders, 15) == place  # what is there is of another adapter
+    with paths.whole_folder(place, {"adapter": {"steps": 3}}):
+        pass
+    assert merging.choose_place(run, folders, 99) == place == run.merged  # finished: no more room is needed
     with pytest.raises(CourseError, match=r"the merged model needs 60.0 GiB"):
         merging.choose_place(lessons.RunFolder(paths.make_folder(tmp_path / "keep/other", "a test")), folders, 60)
     shutil.rmtree(folders.scratch)  # another machine: the note says nothing any more

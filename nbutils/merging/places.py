@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbutils import disk
-from nbutils.paths import make_folder, write_json
+from nbutils.paths import make_folder, partial_of, write_json
 
 if TYPE_CHECKING:
     from nbutils.lessons import RunFolder
@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
 def choose_place(run: RunFolder, folders: Folders, gib: float) -> Path:
     """The run folder if the merged model fits there, else scratch, told in a line and noted for the next lessons."""
+    if run.has("04_merge"):
+        return run.merged
     kept = run.path / "merged"
-    if run.merged.is_dir() or disk.free_gib(run.path) >= gib:
-        return run.merged if run.merged.is_dir() else kept
+    if disk.free_gib(run.path) + disk.folder_gib(partial_of(kept)) >= gib:
+        run.elsewhere.unlink(missing_ok=True)
+        return kept
     scratch = make_folder(folders.scratch / run.name, "the merged model") / "merged"
     disk.require_disk(scratch.parent, gib, "the merged model")
     write_json(run.elsewhere, {"folder": str(scratch)})
