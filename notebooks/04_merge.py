@@ -215,7 +215,8 @@ readings.read(room.name, tuned)
 # ## Is it the same model?
 #
 # The adapter was trained on a 4-bit base, and will run on an unquantised one. Both are read, whichever has not been yet.
-# (`as_trained`: on some CPUs bitsandbytes computes more coarsely once nothing is trained. Not here.)
+# (`as_trained`: on some CPUs bitsandbytes computes more coarsely once nothing is trained, not here. `put_beside`: PEFT's model, also
+# for a base that lies partly on disk.)
 
 # %%
 from nbutils import hardware
@@ -224,10 +225,10 @@ del model, tuned
 hardware.free_memory()
 if lesson.profile.method == "qlora" and room.other not in readings:
     other = narrow if room.other == "4bit" else room.wide
-    tuned = parity.as_trained(AutoModelForCausalLM.from_pretrained(lesson.model, dtype=dtype, **other))
-    tuned = PeftModel.from_pretrained(tuned, lesson.run.adapter, **room.beside)
+    model = parity.as_trained(AutoModelForCausalLM.from_pretrained(lesson.model, dtype=dtype, **other))
+    tuned = parity.put_beside(model, lesson.run.adapter)
     readings.read(room.other, tuned, answers=room.fits)
-    del tuned
+    del model, tuned
 hardware.free_memory()
 
 # %% [markdown]

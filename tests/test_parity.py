@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -308,29 +309,49 @@ def test_damaged_readings_are_measured_again_not_trusted(
     assert "merged" not in parity.Readings(tmp_path, texts, about={"adapter": 1})
 
 
-@pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
+def on_disk(folder: Path, adapter: Path, memory: dict[int | str, str]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    elsewhere = {"device_map": "auto", "max_memory": memory, "offload_folder": str(folder)}
+    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32", **elsewhere)
+    assert "disk" in model.hf_device_map.values()
+    return parity.put_beside(model, adapter)
+
+
 def test_a_model_that_lies_on_disk_reads_the_same(
-    tmp_path: Path, adapter: Path, texts: parity.Fixed, readings: dict
+    tmp_path: Path, adapter: Path, texts: parity.Fixed, readings: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elsewhere = {"device_map": "auto", "max_memory": {"cpu": "8MiB"}, "offload_folder": str(tmp_path)}
-    tuned = with_adapter(adapter, **elsewhere)
-    assert "disk" in tuned.hf_device_map.values()
-    found = parity.measure(tuned, texts, answers=False)
-    assert found.answers is None and parity.gap(readings["full"], found).mean < 1e-9
+    """PEFT's own way left a copy of the whole base in the current folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    tuned = on_disk(tmp_path / "offload", adapter, {"cpu": "8MiB"})
     kept = parity.Readings(tmp_path, texts)
     kept.read("full", tuned, answers=False)
+    assert kept["full"].answers is None and parity.gap(readings["full"], kept["full"]).mean < 1e-9
     assert parity.gap(readings["base"], kept["base"]).mean < 1e-9 and kept.gap("full", "base").same_answers is None
     later = parity.Readings(tmp_path, texts)
     later.read("full", None)  # nothing is measured again
     later["merged"] = readings["merged"]
     assert parity.report(later, "float32").holds and later.gap("full", "merged").mean < 1e-7
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_an_adapter_that_has_no_place_beside_a_model_on_disk_is_refused(
+    tmp_path: Path, base: Any, adapter: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(adapter, tmp_path / "odd")
+    weights = load_file(adapter / "adapter_model.safetensors")
+    save_file(weights | {"base_model.model.extra.weight": torch.zeros(2)}, tmp_path / "odd/adapter_model.safetensors")
+    with pytest.raises(CourseError, match="has no place beside"):
+        on_disk(tmp_path / "offload", tmp_path / "odd", {"cpu": "8MiB"})
 
 
 def test_a_merge_into_the_dequantised_base_is_what_the_4_bit_model_computes(
     tmp_path: Path, adapter: Path, texts: parity.Fixed
 ) -> None:
     """bitsandbytes' CPU path for bfloat16 moved a float32 model by 1e-4 nats: `as_trained` keeps it off."""
-    from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     from nbutils import merging
@@ -340,7 +361,7 @@ def test_a_merge_into_the_dequantised_base_is_what_the_4_bit_model_computes(
     )
     narrow = {"quantization_config": four_bit, "device_map": {"": "cpu"}, "dtype": "float32"}
     model = parity.as_trained(AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, **narrow))
-    trained = parity.measure(PeftModel.from_pretrained(model, adapter), texts, answers=False)
+    trained = parity.measure(parity.put_beside(model, adapter), texts, answers=False)
     merging.merge_adapter(
         paths.TINY_MODEL, adapter, tmp_path / "merged", dtype="float32", onto="dequantized", progress=False,
         quantization={"quant_type": "nf4", "double_quant": True, "dtype": "float32"},
@@ -350,15 +371,12 @@ def test_a_merge_into_the_dequantised_base_is_what_the_4_bit_model_computes(
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
 def test_a_model_larger_than_the_card_and_the_memory_reads_the_same(
     tmp_path: Path, adapter: Path, texts: parity.Fixed
 ) -> None:
     whole = parity.measure(with_adapter(adapter, device_map={"": 0}), texts, answers=False)
-    memory: dict[int | str, str] = {0: "9MiB", "cpu": "5MiB"}
-    tuned = with_adapter(adapter, device_map="auto", max_memory=memory, offload_folder=str(tmp_path))
-    assert len(set(tuned.hf_device_map.values())) > 1
-    assert parity.gap(whole, parity.measure(tuned, texts, answers=False)).mean < 1e-6
+    found = parity.measure(on_disk(tmp_path, adapter, {0: "9MiB", "cpu": "5MiB"}), texts, answers=False)
+    assert parity.gap(whole, found).mean < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -386,7 +404,7 @@ def test_the_room_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tight = parity.room_for(14.2, object(), tmp_path)
     assert not tight.fits and tight.name == "4bit" and "do NOT fit into the card (14.7 GiB free)" in tight.reason
     assert tight.wide["device_map"] == "auto" and tight.wide["offload_folder"] == str(tmp_path)
-    assert (small.other, small.beside, tight.other, tight.beside) == ("4bit", {}, "full", tight.wide)
+    assert (small.other, tight.other) == ("4bit", "full")
     (tmp_path / "weights.dat").touch()
     tight.clear()
     small.clear()

@@ -7,7 +7,7 @@ Not here: merging or exporting a model, or asking whether the tuning helped (eva
 
 from __future__ import annotations
 
-from nbutils.parity.fitting import Room, as_trained, room_for
+from nbutils.parity.fitting import Room, as_trained, put_beside, room_for
 from nbutils.parity.fixed import Fixed, fixed_set
 from nbutils.parity.gaps import Gap, gap
 from nbutils.parity.judging import ALLOWED, Report, report, require_onto
@@ -17,5 +17,5 @@ from nbutils.parity.served import measure_server
 
 __all__ = [
     "ALLOWED", "Fixed", "Gap", "Reading", "Readings", "Report", "Room", "as_trained", "fixed_set", "gap", "measure",
-    "measure_server", "report", "require_onto", "room_for",
+    "measure_server", "put_beside", "report", "require_onto", "room_for",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 
 from nbutils import platforms
 from nbutils.disk import require_disk
+from nbutils.errors import CourseError
 from nbutils.paths import GIB
 
 WORK_GIB = 1.5  # beside the weights: CUDA itself, the activations of the fixed set and its logits
@@ -37,11 +38,6 @@ class Room:
     def other(self) -> str:
         """The reading that needs another model."""
         return "4bit" if self.fits else "full"
-
-    @property
-    def beside(self) -> dict[str, Any]:
-        """What `PeftModel.from_pretrained` is given: an adapter lies where its base lies."""
-        return {} if self.fits else self.wide
 
     def clear(self) -> None:
         """Delete what was put on disk."""
@@ -76,7 +72,6 @@ def room_for(gib: float, card: Any, scratch: Path) -> Room:
     if fits:
         reason = f"{gib:.1f} GiB of weights fit into {place} ({here:.1f} GiB free)"
         return Room(True, reason, {"device_map": {"": 0 if card else "cpu"}})
-    warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # PEFT loads those once more, and rightly
     require_disk(scratch, gib, "what card and RAM cannot hold of the model")
     reason = (
         f"{gib:.1f} GiB of weights do NOT fit into {place} ({here:.1f} GiB free): every model sits the exam in 4 bits, "
@@ -103,3 +98,31 @@ def as_trained(model: Any) -> Any:
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
     return model
+
+
+def put_beside(model: Any, adapter: Path) -> Any:
+    """PEFT's model of a base that may lie partly in RAM and on disk, with the adapter on the device that computes.
+
+    PEFT's own way would write a copy of such a base into the current folder, over the base itself if its path is
+    relative. So it is not told where the base lies, and gets the adapter's weights from here.
+    """
+    from accelerate.utils import set_module_tensor_to_device
+    from peft import PeftModel
+    from peft.utils import load_peft_weights
+
+    elsewhere = model.__dict__.pop("hf_device_map", {})
+    device = next((place for place in elsewhere.values() if isinstance(place, int)), "cpu")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # what the next lines are for
+        tuned = PeftModel.from_pretrained(model, adapter)
+    known = dict(tuned.named_parameters())
+    for name, value in load_peft_weights(str(adapter), device="cpu").items():
+        head, _, tail = name.rpartition(".")
+        place = f"{head}.default.{tail}"
+        if place not in known:
+            raise CourseError(
+                f"{name} of the adapter has no place beside a model that lies partly on disk.", "plain LoRA matrices",
+                "run this lesson on a machine whose card or memory holds the model",
+            )  # fmt: skip
+        set_module_tensor_to_device(tuned, place, device, value.to(known[place].dtype))
+    return tuned
