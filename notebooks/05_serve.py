@@ -284,8 +284,8 @@ dashboard.show_table(evaluation.before_after_table(questions, references, column
 # half, nine of ten and 99 of 100 stay below. Meanwhile the server tells how many it works on, how many wait and how full its cache is.
 
 # %%
-label = "vllm" if engine.value != "transformers" else "transformers serve"
-board.add(bench.measure(bench.target_of(server), label, settings, tokenizer))
+label, load = ("vllm", settings) if engine.value != "transformers" else ("transformers serve", settings.few())
+board.add(bench.measure(bench.target_of(server), label, load, tokenizer))
 
 # %% [markdown]
 # The rival that brings a server of its own: `transformers serve`, on the same prompts, after ours has made room.
@@ -364,7 +364,7 @@ dashboard.show_table(scores, "The same scores", evaluation.aligned(scores))
 from nbutils import chatbox
 
 told = {"opening": questions[-1][:-1], "max_tokens": size.max_new_tokens, "temperature": 0}
-talks = [chatbox.Talk(name, client, name, **told) for name in server.names]
+talks = [chatbox.Talk(Path(name).name, client, name, **told) for name in server.names]
 box = chatbox.chat(talks, [questions[-1][-1]["content"]], live=KEEP_RUNNING)
 
 # %% [markdown]

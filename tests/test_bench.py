@@ -202,6 +202,15 @@ def test_prompts_have_their_length_read_back_and_differ(tokenizer: Any) -> None:
     assert found == bench.make_prompts(tokenizer, 48, 12, seed=3) != bench.make_prompts(tokenizer, 48, 12, seed=4)
 
 
+def test_a_slow_server_gets_the_first_prompts_of_the_same_levels(tokenizer: Any) -> None:
+    full = bench.Settings((1, 8, 32, 128), 16, 16)
+    few = full.few()
+    assert few.concurrency == (1, 8) and [few.requests(many) for many in few.concurrency] == [2, 8]
+    assert few.prompts(tokenizer, 8) == full.prompts(tokenizer, 8)[:8] and bench.Settings((64,)).few().concurrency == (
+        1,
+    )
+
+
 def test_a_tokenizer_that_does_not_read_itself_back_is_told() -> None:
     class Odd:
         all_special_ids: tuple[int, ...] = ()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,7 @@ class Bench:
 
     def transformers(self) -> None:
         """`transformers serve`, with its continuous batching where there is a card; fewer requests, as it is slow."""
-        few = [many for many in self.board.settings.concurrency if many <= (32 if self.card else 8)]
-        settings = replace(self.board.settings, concurrency=tuple(few) or (1,), rounds=1, least=2)
+        settings = self.board.settings.few(32 if self.card else 8)
         device = "cuda:0" if self.card else "cpu"
         flags = {"dtype": self.dtype, "device": device, "continuous-batching": self.card is not None}
         with serving.Server(self.folder, "transformers", flags=flags) as server:

@@ -7,7 +7,7 @@ beginning, so that no engine answers from its prefix cache what another has to c
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nbutils.errors import CourseError
@@ -37,6 +37,11 @@ class Settings:
     def requests(self, concurrency: int) -> int:
         """How many requests a level makes."""
         return max(self.least, self.rounds * concurrency)
+
+    def few(self, most: int = 8) -> Settings:
+        """The same for a server that answers one after the other: fewer at a time, and each place filled once."""
+        fewer = tuple(many for many in self.concurrency if many <= most) or (1,)
+        return replace(self, concurrency=fewer, rounds=1, least=2)
 
     def prompts(self, tokenizer: Any, concurrency: int) -> list[Prompt]:
         """The prompts of one level, the same for every engine."""
