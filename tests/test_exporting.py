@@ -225,7 +225,7 @@ def line(mean: float) -> exporting.ParityLine:
 
 def test_the_verdict_in_words() -> None:
     said = [line(mean).verdict for mean in (0.0005, 0.01, 0.1, 0.9, 3.0, float("nan"))]
-    assert said == ["the same", "hardly differs", "differs a little", "clearly differs", "BROKEN", "BROKEN"]
+    assert said == ["next to the same", "hardly differs", "differs a little", "clearly differs", "BROKEN", "BROKEN"]
     row = line(0.01).row
     assert (row["of merged"], row["same next token"], row["same answers"]) == ("0.60", "9 of 10", "3 of 4")
     assert line(0.01).facts["ratio"] == 0.6 and "hardly differs" in str(line(0.01))

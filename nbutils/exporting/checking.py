@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nbutils.parity import Fixed, Gap, Reading
 
 # Nats per token up to which the words hold; beyond the last the export is broken, not coarse.
-WORDS = ((0.001, "the same"), (0.02, "hardly differs"), (0.15, "differs a little"), (1.0, "clearly differs"))
+WORDS = ((0.001, "next to the same"), (0.02, "hardly differs"), (0.15, "differs a little"), (1.0, "clearly differs"))
 BROKEN = "BROKEN"
 PROMPTS, MEASURED, LONGEST = 8, 16, 256  # of a set made without a run
 
