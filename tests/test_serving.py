@@ -428,8 +428,22 @@ def test_follower_shows_telling_lines_only_and_not_too_many(tmp_path: Path, caps
     show(2.5)
     show(30.0)
     assert [line.split("s  ")[1] for line in capsys.readouterr().out.splitlines()] == [
-        "second", "Loading weights took 1 s", "still starting",
+        "second", "loading the weights", "still at it",
     ]  # fmt: skip
+
+
+def test_a_phase_is_told_once_and_a_long_line_ends_between_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (log := tmp_path / "log").write_text("", encoding="utf-8")
+    show = logs.Follower(log)
+    for second, line in enumerate(("Capturing CUDA graphs: 1/2", "Capturing CUDA graphs: 2/2", "word " * 40)):
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+        show(3.0 * second)
+    told = [line.split("s  ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert told[0] == "planning the memory, rehearsing answers" and len(told) == 2
+    assert told[1].endswith("word …") and len(told[1]) <= 100
 
 
 @pytest.mark.parametrize(

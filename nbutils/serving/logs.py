@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 from nbutils.errors import CourseError
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) \d\d-\d\d [\d:]+ \[[\w.]+:\d+\]|INFO: )?\s*")
-NOISE = re.compile(r"Route:|Triton|[█▄▀]|WARNING|Warning|warn\(|GET /|nanobind|Available routes|^\W*$|^\s{2,}")
+NOISE = re.compile(
+    r"Route:|Triton|[█▄▀]|WARNING|Warning|warn\(|GET /|nanobind|Available routes|^\W*$|^\s{2,}|IR op|fusions"
+)
+PHASES = (  # what vLLM is doing, in plain words; the first match wins, any other line is shown as it is
+    (r"non-default args|Using max model len|Resolved architecture", "reading the model's settings"),
+    (r"Initializing a V1 LLM engine|world_size=|Model Runner", "the engine starts"),
+    (r"Starting to load model|Loading safetensors|LinearKernel|Loading weights took", "loading the weights"),
+    (r"Dynamo|[Cc]ompil|Cache the graph", "compiling, for faster answers; kept for the next start"),
+    (r"Capturing|profiling|warm-?up|JIT|FlashInfer|KV cache|Free memory", "planning the memory, rehearsing answers"),
+    (r"init engine|Starting vLLM|Started server|Waiting for application", "the server opens its doors"),
+)
 ERROR = re.compile(r"^(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception): .+|^[\w.]+: error: .+|^error: .+|CUDA out of memory")
 VAGUE = re.compile(r"Engine core initialization failed|[Ss]ee (root cause|stack trace)|CalledProcessError")
 ADVICE = (  # first match wins
@@ -38,19 +49,20 @@ class Follower:
 
     def __init__(self, log: Path, every: float = 2.0, patience: float = 20.0) -> None:
         self.log, self.every, self.patience = log, every, patience
-        self.offset, self.shown, self.waiting = 0, -every, ""
+        self.offset, self.shown, self.waiting, self.last = 0, -every, "", ""
 
     def __call__(self, seconds: float) -> None:
         """Look at the log; `seconds` is the time since the start."""
         fresh = [line for line in map(plain, self._new_lines()) if line]
         self.waiting = fresh[-1] if fresh else self.waiting
-        if self.waiting and seconds - self.shown >= self.every:
-            self._show(seconds, self.waiting)
+        if self.waiting not in ("", self.last) and seconds - self.shown >= self.every:
+            self.last = self.waiting
+            self._show(seconds, self.last)
         elif seconds - self.shown >= self.patience:
-            self._show(seconds, "still starting")
+            self._show(seconds, "still at it" if self.last else "still starting")
 
     def _show(self, seconds: float, line: str) -> None:
-        print(f"{max(seconds, 0):4.0f} s  {line[:110]}", flush=True)
+        print(f"{max(seconds, 0):4.0f} s  {line}", flush=True)
         self.shown, self.waiting = seconds, ""
 
     def _new_lines(self) -> list[str]:
@@ -62,8 +74,10 @@ class Follower:
 
 
 def plain(line: str) -> str:
-    """A log line without its process, level, date and place; empty if it tells a learner nothing."""
-    return "" if NOISE.search(line) else PREFIX.sub("", line).strip()
+    """What a log line tells a learner: a phase, or the line without process, level, date and place; else nothing."""
+    said = PREFIX.sub("", line).strip()
+    phase = next((words for pattern, words in PHASES if re.search(pattern, said)), "")
+    return phase or ("" if NOISE.search(line) else textwrap.shorten(said, 100, placeholder=" …"))
 
 
 def tail(log: Path, lines: int = 12) -> str:
