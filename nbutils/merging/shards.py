@@ -10,7 +10,6 @@ import json
 import math
 import struct
 import threading
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,11 +168,18 @@ def write_at(file: Path, offset: int, data: bytes | bytearray | memoryview) -> P
         written = 0
         while written < len(view):
             written += opened.write(view[written:]) or 0
-    return offset, len(view), zlib.crc32(view)
+    return offset, len(view), checksum(view)
 
 
 def is_intact(file: Path, piece: Piece) -> bool:
     """Whether the file holds there what was written."""
-    offset, length, checksum = piece
+    offset, length, wanted = piece
     view = memoryview(_scratch(length))[:length]
-    return _read_into(file, offset, view) == length and zlib.crc32(view) == checksum
+    return _read_into(file, offset, view) == length and checksum(view) == wanted
+
+
+def checksum(data: memoryview) -> int:
+    """A checksum as fast as memory: every byte is summed twice, and a merge should cost little more than a copy."""
+    import xxhash  # comes with datasets
+
+    return int(xxhash.xxh3_64_intdigest(data))

@@ -17,7 +17,8 @@ from nbutils.errors import CourseError
 from nbutils.merging import bases, checks, dequantized, plan
 from nbutils.merging.companions import write_companions, write_index
 from nbutils.merging.formula import Recipe
-from nbutils.merging.writing import Journal, Workshop, intact
+from nbutils.merging.readback import intact
+from nbutils.merging.writing import Journal, Workshop
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ONTO = ("full", "dequantized")

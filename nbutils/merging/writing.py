@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +20,8 @@ from nbutils.errors import CourseError
 from nbutils.merging import dequantized
 from nbutils.merging.checks import target_code
 from nbutils.merging.formula import Apply, Recipe
-from nbutils.merging.shards import FLOATS, Piece, Stored, is_intact, lay_out, write_at
+from nbutils.merging.readback import ReadBack
+from nbutils.merging.shards import FLOATS, Piece, Stored, lay_out, write_at
 from nbutils.paths import write_json
 
 if TYPE_CHECKING:
@@ -53,32 +53,33 @@ class Workshop:
         header, places = self.layout(file, recipes)
         with open(file, "wb") as opened:
             opened.truncate(len(header) + sum(place.size for place in places.values()))
-        pieces = [write_at(file, 0, header), *self._fill(recipes, places)]
-        forget_cached(file)
-        if not intact(file, pieces, self.workers):
-            raise CourseError(
-                f"{file} does not hold what was written to it: that disk loses data.", "a disk that keeps files",
-                "merge to another folder; on Google Drive, merge to the local disk and copy the result",
-            )  # fmt: skip
-        return pieces
+        with ReadBack(file) as done:
+            done.add(write_at(file, 0, header))
+            self._fill(recipes, places, done.add)
+        return done.pieces
 
-    def _fill(self, recipes: Mapping[str, Recipe], places: Mapping[str, Stored]) -> list[Piece]:
+    def _fill(self, recipes: Mapping[str, Recipe], places: Mapping[str, Stored], done: Callable[[Piece], None]) -> None:
         """Every block of every weight, by several workers; weights that must be whole one after another."""
         with one_thread_each(), ThreadPoolExecutor(self.workers) as pool:
-            waiting, room = [], threading.BoundedSemaphore(2 * self.workers)
+            waiting: list[Future[None]] = []
+            room = threading.BoundedSemaphore(2 * self.workers)
             for name, recipe in recipes.items():
                 applies = [change.load(self.device) for change in recipe.changes]
                 for first, last in recipe.source.blocks(recipe.whole):
                     room.acquire()
-                    work = pool.submit(self._block, name, recipe, applies, places[name], first, last)
+                    work = pool.submit(self._block, name, recipe, applies, places[name], first, last, done)
                     work.add_done_callback(lambda _: room.release())
                     waiting.append(work)
                     if recipe.whole:
                         work.result()
-                stop_early(waiting)
-            return [work.result() for work in waiting]
+                waiting = still_waiting(waiting)
+            for work in waiting:
+                work.result()
 
-    def _block(self, name: str, recipe: Recipe, applies: list[Apply], target: Stored, first: int, last: int) -> Piece:
+    def _block(
+        self, name: str, recipe: Recipe, applies: list[Apply], target: Stored, first: int, last: int,
+        done: Callable[[Piece], None],
+    ) -> None:  # fmt: skip
         """Make some rows of a weight and write them where they belong."""
         import torch
 
@@ -93,7 +94,7 @@ class Workshop:
                 require_finite(name, made, target.dtype)
             data = made.view(-1).view(torch.uint8).numpy().data
         self.progress(len(data))
-        return write_at(target.file, target.start + first * (target.size // max(target.rows, 1)), data)
+        done(write_at(target.file, target.start + first * (target.size // max(target.rows, 1)), data))
 
     def _rows(
         self, recipe: Recipe, applies: list[Apply], target: Stored, first: int, last: int
@@ -116,13 +117,14 @@ class Workshop:
         return made, fine
 
 
-def stop_early(waiting: list[Future[Piece]]) -> None:
-    """Raise the first error among the blocks that are done, so that a full disk is not met ten thousand times."""
-    for work in waiting:
+def still_waiting(works: list[Future[None]]) -> list[Future[None]]:
+    """The blocks that are not done; the first error among the others ends it all at once, not ten thousand times."""
+    for work in works:
         if work.done() and work.exception():
-            for other in waiting:
+            for other in works:
                 other.cancel()
             work.result()
+    return [work for work in works if not work.done()]
 
 
 def surely_finite(weight: torch.Tensor, narrow: bool) -> bool:
@@ -158,23 +160,6 @@ def one_thread_each() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
-
-
-def forget_cached(file: Path) -> None:
-    """Bring a file to the disk and drop the copy in memory, so that reading it back reads the disk."""
-    with open(file, "rb+") as opened:
-        os.fsync(opened.fileno())
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def intact(file: Path, pieces: list[Piece], workers: int) -> bool:
-    """Whether a file holds all its pieces, and nothing behind them."""
-    end = max((offset + length for offset, length, _ in pieces), default=0)
-    if not pieces or not file.is_file() or file.stat().st_size != end:
-        return False
-    with ThreadPoolExecutor(workers) as pool:
-        return all(pool.map(lambda piece: is_intact(file, piece), pieces))
 
 
 @dataclass

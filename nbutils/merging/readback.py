@@ -1,0 +1,77 @@
+"""A growing file brought to the disk and read back from there, while the rest of it is still being made.
+
+Checking at the end would read everything a second time with nothing else to do; meanwhile it costs almost nothing.
+Not here: what is written (writing).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+from nbutils.errors import CourseError
+from nbutils.merging.shards import Piece, is_intact
+
+PAUSE = 0.2  # seconds between two looks at what has been written
+
+
+class ReadBack:
+    """Within its block every piece that is added is read back from the disk; a lost one is an error at its end."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.pieces: list[Piece] = []
+        self._checked = 0
+        self._lost = False
+        self._ended = threading.Event()
+        self._helper = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> ReadBack:
+        self._helper.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._helper.join()
+        if kind is None:
+            self._check()
+            self._require_kept()
+
+    def add(self, piece: Piece) -> None:
+        """A piece that has been written; workers may call it side by side."""
+        self.pieces.append(piece)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(PAUSE) and not self._lost:
+            self._check()
+
+    def _check(self) -> None:
+        """Bring what was written to the disk, drop the copy in memory, and read it from where it is now."""
+        fresh = self.pieces[self._checked :]
+        with open(self.file, "rb+") as opened:
+            os.fsync(opened.fileno())
+            for offset, length, _ in fresh if hasattr(os, "posix_fadvise") else ():
+                os.posix_fadvise(opened.fileno(), offset, length, os.POSIX_FADV_DONTNEED)
+        self._lost = self._lost or not all(is_intact(self.file, piece) for piece in fresh)
+        self._checked += len(fresh)
+
+    def _require_kept(self) -> None:
+        if self._lost:
+            raise CourseError(
+                f"{self.file} does not hold what was written to it: that disk loses data.", "a disk that keeps files",
+                "merge to another folder; on Google Drive, merge to the local disk and copy the result",
+            )  # fmt: skip
+
+
+def intact(file: Path, pieces: list[Piece], workers: int) -> bool:
+    """Whether a file holds all its pieces, and nothing behind them."""
+    end = max((offset + length for offset, length, _ in pieces), default=0)
+    if not pieces or not file.is_file() or file.stat().st_size != end:
+        return False
+    with ThreadPoolExecutor(workers) as pool:
+        return all(pool.map(lambda piece: is_intact(file, piece), pieces))
