@@ -5,9 +5,9 @@
 MODEL is a course model (Qwen2.5-1.5B); a base of its shape and a rank-16 adapter on every linear layer are made at
 random in FOLDER (a temporary one), which needs three times the model's size. Every merge is a process of its own:
 `peak_gib` is the most memory it ever held above what it held after its imports. Copies (shutil, then fsync) and merges
-take turns; `speed_over_copy` is the ratio of their median seconds, with the base in the page cache for both. A merge needs
-processors and a copy does not, so on a busy machine (`load_of_the_machine`, against `cores`) the ratio falls. PEFT's way
-(load in 16 bits, merge_and_unload, save_pretrained) is run once, and its weights are compared with ours bit by bit.
+take turns; `speed_over_copy` is the ratio of their median seconds, with the base in the page cache for both. A merge
+needs processors and a copy hardly does: on a busy machine (`load_of_the_machine`, against `cores`) the ratio falls.
+PEFT's way (load in 16 bits, merge_and_unload, save_pretrained) is run once, and its weights are compared bit by bit.
 Results: benchmarks/results/merge_<WHERE>_<MODEL>.json.
 """
 
@@ -134,7 +134,8 @@ def measure(base: Path, adapter: Path, folder: Path, rounds: int, peft: bool) ->
     found: dict[str, Any] = {
         "copy_seconds": [round(seconds, 2) for seconds in copies], "merges": merges,
         "speed_over_copy": round(statistics.median(copies) / statistics.median(one["seconds"] for one in merges), 3),
-        "peak_gib": max(one["peak_gib"] for one in merges), "load_of_the_machine": [round(x, 1) for x in os.getloadavg()],
+        "peak_gib": max(one["peak_gib"] for one in merges),
+        "load_of_the_machine": [round(each, 1) for each in os.getloadavg()],
     }  # fmt: skip
     for way in ["cuda"] * (hardware.card() is not None) + ["peft"] * peft:
         found[way] = merge(way, base, adapter, folder / way)
