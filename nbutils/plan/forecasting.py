@@ -23,7 +23,7 @@ RENTED = ("RTX 4090", "ampere_24gb")  # the usual rented card, and its profile
 MEASURED = "H200"  # the one card whose speed was measured
 REMARK = f"Speed from published numbers; only the {MEASURED} was measured. Prices: configs/cards.yaml, yours to edit."
 SPARE = 1.1  # merging asks for a tenth more disk than the model has
-LOADING = 2.0  # GiB of RAM for Python, torch and one shard on its way to the card
+MERGING = 2.0  # GiB of RAM for Python, torch and the blocks of a merge, which never holds a whole weight
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Forecast:
     hours: float | None
     cost: dict[str, float | None]
     disk_gib: dict[str, float]
-    merge_ram_gib: dict[str, float]
+    after_gib: dict[str, float]
     amount: str
     notes: list[str] = field(default_factory=list)
 
@@ -70,7 +70,7 @@ class Forecast:
             "hours": None if self.hours is None else round(self.hours, 2),
             "cost": {name: None if value is None else round(value, 2) for name, value in self.cost.items()},
             "disk_gib": {name: round(size, 1) for name, size in self.disk_gib.items()},
-            "merge_ram_gib": {name: round(size, 1) for name, size in self.merge_ram_gib.items()},
+            "after_gib": {name: round(size, 1) for name, size in self.after_gib.items()},
             "notes": self.notes,
         }  # fmt: skip
 
@@ -92,7 +92,7 @@ def forecast(
     hours = None if rate is None or real is None else real / rate / 3600
     made = Forecast(
         shape.name, card, recipe, batch, memory.parts(shape, recipe), rate, hours, cost(card, hours),
-        disk(shape, recipe, keep_checkpoints), merge_ram(shape, recipe), words,
+        disk(shape, recipe, keep_checkpoints), after(shape, recipe), words,
     )  # fmt: skip
     return replace(made, notes=notes(made, real))
 
@@ -131,17 +131,18 @@ def disk(shape: Shape, recipe: Recipe, keep_checkpoints: int) -> dict[str, float
     return {"download": whole, "merged": whole * SPARE, "checkpoints": trained * keep_checkpoints}
 
 
-def merge_ram(shape: Shape, recipe: Recipe) -> dict[str, float]:
-    """GiB to merge (lesson 04): the model in 16 bits on the card; without one in 32 bits in RAM."""
-    whole = shape.params * recipe.wide / GIB
-    return {"on_card": whole, "ram_with_card": LOADING, "ram_without_card": shape.params * 4 / GIB + LOADING}
+def after(shape: Shape, recipe: Recipe) -> dict[str, float]:
+    """GiB after the training: RAM for the merge, from disk to disk; of the card for the model in 16 bits."""
+    return {"merge_ram": MERGING, "on_card": shape.params * recipe.wide / GIB}
 
 
 def notes(made: Forecast, real_tokens: float | None) -> list[str]:
     """What a reader must know: what does not fit, what is missing, what was not measured."""
     card, found = made.card, []
-    if made.merge_ram_gib["on_card"] > card.memory_gib:
-        found.append(f"merging needs a larger card, or {made.merge_ram_gib['ram_without_card']:.0f} GiB of RAM")
+    if made.after_gib["on_card"] > card.memory_gib:
+        found.append(
+            "merges here, but is too large to be served in 16 bits on this card: make a w4a16 of it in lesson 04"
+        )
     if card.tflops is None:
         found.append("speed, hours and cost unknown: give the card's dense 16-bit arithmetic with --tflops")
     elif made.tokens_per_second is None:

@@ -22,7 +22,6 @@ def as_rows(made: Forecast) -> list[dict[str, Any]]:
     """The forecast as rows of a table: what, how much, why."""
     parts = ", ".join(f"{name} {size:.2f}" for name, size in made.parts.items())
     disk = ", ".join(f"{name} {size:.1f}" for name, size in made.disk_gib.items())
-    ram = made.merge_ram_gib
     rate = "unknown" if made.tokens_per_second is None else f"{made.tokens_per_second:,.0f} tokens/s"
     price = money({"yuan": made.card.yuan, "dollars": made.card.dollars})
     hourly = price if price in ("free", "unknown") else f"{price} an hour and card"
@@ -34,10 +33,8 @@ def as_rows(made: Forecast) -> list[dict[str, Any]]:
         "time": ("unknown" if made.hours is None else f"{made.hours:.1f} h", made.amount),
         "cost": (money(made.cost) if price != "free" else "free", f"{hourly} ({made.card.price_from})"),
         "disk": (f"{sum(made.disk_gib.values()):.0f} GiB", disk),
-        "merging": (
-            f"{ram['on_card']:.0f} GiB of the card",
-            f"or {ram['ram_without_card']:.0f} GiB of RAM without one",
-        ),
+        "merging": (f"{made.after_gib['merge_ram']:.0f} GiB of RAM", "from disk to disk"),
+        "serving": (f"{made.after_gib['on_card']:.0f} GiB of the card", "in 16 bits, and some for the cache"),
     }
     found = [{"what": name, "forecast": value, "from": why} for name, (value, why) in lines.items()]
     return found + [{"what": "note", "forecast": "", "from": note} for note in made.notes]
