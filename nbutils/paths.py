@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,23 +78,79 @@ def whole_folder(target: Path, about: dict[str, Any], resume: bool = False) -> I
 
     Its stamp is written last: `about`, which says what the folder was made from, and the size of every file.
     With `resume` the block finds what an interrupted one left, and must know by itself what of it is whole.
+    A folder of that name is replaced only if it was made this way and holds nothing else.
     """
+    _require_ours(target)
     partial = partial_of(target)
-    if not resume:
-        shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(exist_ok=resume)
-    yield partial
-    for file in partial.rglob("*"):
-        if file.is_file():
-            _flush(file)
-    write_json(partial / STAMP, {"about": about, "files": _sizes(partial)})
-    if target.exists():
-        shutil.rmtree(target)
-    os.replace(partial, target)
+    with _alone_in(partial):
+        if not resume:
+            _empty(partial)
+        yield partial
+        for file in partial.rglob("*"):
+            if file.is_file():
+                _flush(file)
+        write_json(partial / STAMP, {"about": about, "files": _sizes(partial)})
+        _require_ours(target)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(partial, target)
     if stamp(target) is None:
         raise CourseError(
             f"{target} was written, but is not whole there: that disk lost a part of it.", "a disk that keeps files",
             "run this cell again; on Google Drive, wait a minute first",
+        )  # fmt: skip
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Make a folder and hold it: a second process that wants it is told; the system frees it should this one die."""
+    import fcntl
+
+    folder.mkdir(exist_ok=True)
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a disk without locks, as Drive: two at once are not noticed there
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as problem:
+                raise CourseError(
+                    f"another process is writing {folder}.", "one at a time", "wait until it is done, or end it"
+                ) from problem
+        yield
+    finally:
+        os.close(held)
+
+
+def _empty(folder: Path) -> None:
+    for one in folder.iterdir():
+        shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
+
+
+def require_apart(target: Path, *sources: Path) -> None:
+    """Refuse to write a folder over, around or into one that it is made from."""
+    place = target.resolve()
+    for source in (one.resolve() for one in sources):
+        if place == source or place in source.parents or source in place.parents:
+            raise CourseError(
+                f"the result would go to {target}, and {source} is needed to make it.", "a folder apart from it",
+                "name another folder for the result",
+            )  # fmt: skip
+
+
+def _require_ours(target: Path) -> None:
+    """Refuse a folder with files in it that `whole_folder` did not write: they would be lost."""
+    if not os.path.lexists(target):
+        return
+    found = {} if not target.is_dir() or target.is_symlink() else _sizes(target)
+    try:
+        known = json.loads((target / STAMP).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        known = {}
+    others = sorted(name for name in found if name not in known and not name.startswith("."))
+    if others or not target.is_dir() or target.is_symlink():
+        what = f"has files that were not made here ({', '.join(others[:3])})" if others else "is no plain folder"
+        raise CourseError(
+            f"{target} {what}.", "a new or empty folder, or one this course wrote",
+            "move them elsewhere, or name another folder: what is there would be lost",
         )  # fmt: skip
 
 

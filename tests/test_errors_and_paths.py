@@ -74,6 +74,39 @@ def test_a_file_that_was_cut_short_or_lost_voids_the_stamp(tmp_path: Path) -> No
         assert paths.stamp(tmp_path / "merged") is None
 
 
+def test_files_of_somebody_else_are_never_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "mine"
+    with paths.whole_folder(target, {}) as folder:
+        (folder / "model").write_text("first")
+    with paths.whole_folder(target, {}) as folder:  # our own is replaced
+        (folder / "model").write_text("second")
+    (target / "thesis.txt").write_text("years of work")
+    for made in (target, tmp_path):  # one of ours with a stranger in it, and a folder that never was ours
+        with pytest.raises(CourseError, match="were not made here"), paths.whole_folder(made, {}):
+            raise AssertionError("nothing may be begun")
+    assert (target / "thesis.txt").read_text() == "years of work" and (target / "model").read_text() == "second"
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(CourseError, match="no plain folder"), paths.whole_folder(tmp_path / "link", {}):
+        raise AssertionError("nothing may be begun")
+
+
+def test_two_processes_do_not_write_the_same_folder(tmp_path: Path) -> None:
+    target = tmp_path / "merged"
+    with paths.whole_folder(target, {}, resume=True) as folder:
+        (folder / "model").write_text("x")
+        with pytest.raises(CourseError, match="another process is writing"), paths.whole_folder(target, {}):
+            raise AssertionError("nothing may be begun")
+        assert (folder / "model").exists()
+    assert paths.stamp(target) == {}
+
+
+def test_a_result_lies_apart_from_what_it_is_made_of(tmp_path: Path) -> None:
+    paths.require_apart(tmp_path / "out", tmp_path / "base")
+    for out in (tmp_path / "base", tmp_path, tmp_path / "base" / "out", tmp_path / "base" / ".." / "base"):
+        with pytest.raises(CourseError, match="is needed to make it"):
+            paths.require_apart(out, tmp_path / "base")
+
+
 def test_half_a_stamp_is_no_stamp(tmp_path: Path) -> None:
     (tmp_path / "complete.json").write_text('{"steps"')
     assert paths.stamp(tmp_path) is None

@@ -143,6 +143,20 @@ def test_files_that_are_missing_old_or_cut_off_are_refused(pair: tuple[Path, Pat
         bases.open_base(tmp_path)
 
 
+def test_nothing_is_merged_over_base_adapter_or_strange_files(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = pair
+    other = shutil.copytree(adapter, tmp_path / "other")  # its folder named as OUT: the real OUT was forgotten
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years of work")
+    for out, words in {
+        base: "needed", adapter: "needed", tmp_path: "needed", other: "is an adapter", tmp_path / "mine": "be lost",
+    }.items():  # fmt: skip
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(CourseError, match=words):
+            merge(base, adapter, out)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_unknown_wishes_are_refused(home: Path, tmp_path: Path) -> None:
     for wishes in ({"dtype": "int4"}, {"onto": "4bit"}):
         with pytest.raises(CourseError, match="is '"):

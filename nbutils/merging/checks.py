@@ -17,7 +17,7 @@ from nbutils.errors import CourseError
 from nbutils.merging import bases, plan
 from nbutils.merging.formula import Product, Recipe
 from nbutils.merging.shards import BLOCK, CODES, WIDTHS, Stored
-from nbutils.paths import GIB, sha256, stamp
+from nbutils.paths import GIB, require_apart, sha256, stamp
 
 SPARE = 0.2  # GiB of memory for what was not counted
 
@@ -39,6 +39,16 @@ def check_base(base: str | Path, adapter: Path) -> None:
         )  # fmt: skip
     if found := folder or bases.find_folder(base, fetch=False):
         plan.recipes(bases.open_base(found), [bases.open_adapter(adapter)])
+
+
+def require_place(out: Path, base: Path, adapters: Sequence[Path]) -> None:
+    """Refuse to write over what is merged, and over an adapter: the last name on a command line may be one."""
+    require_apart(out, base, *adapters)
+    if (out / "adapter_config.json").exists():
+        raise CourseError(
+            f"{out} is an adapter, and the merged model would replace it.", "a new folder for the result",
+            "name the result's folder after the adapters",
+        )  # fmt: skip
 
 
 def target_code(place: Stored, dtype: str) -> str:

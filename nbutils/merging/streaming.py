@@ -73,6 +73,7 @@ def merge_adapter(
     for one in adapters:
         checks.check_base(base, one)
     opened = bases.open_base(base)
+    checks.require_place(out, opened.folder, adapters)
     recipes, untied = plan.recipes(opened, [bases.open_adapter(one) for one in adapters])
     form = dequantized.settings(quantization)
     if onto == "dequantized":
@@ -94,6 +95,7 @@ def cast_model(model: str | Path, out: Path, dtype: str, *, progress: bool = Tru
     began = time.perf_counter()
     _require_known("dtype", dtype, DTYPES[1:])
     opened = bases.open_base(model)
+    checks.require_place(out, opened.folder, [])
     recipes, _ = plan.recipes(opened, [])
     about = {"model": opened.called, "dtype": dtype, "of": paths.stamp(opened.folder)}
     size = checks.size_bytes(recipes, dtype)
