@@ -81,6 +81,7 @@ def test_files_of_somebody_else_are_never_replaced(tmp_path: Path) -> None:
     with paths.whole_folder(target, {}) as folder:  # our own is replaced
         (folder / "model").write_text("second")
     (target / "thesis.txt").write_text("years of work")
+    assert paths.stamp(target) == {}  # it is still whole
     for made in (target, tmp_path):  # one of ours with a stranger in it, and a folder that never was ours
         with pytest.raises(CourseError, match="were not made here"), paths.whole_folder(made, {}):
             raise AssertionError("nothing may be begun")
