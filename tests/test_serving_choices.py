@@ -125,6 +125,40 @@ KNOWN: flags.Options = {
 }
 
 
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"host": "0.0.0.0"}, "Server(host=...)"),
+        ({"port": 6006}, "Server(port=...)"),
+        (["--port=6006"], "Server(port=...)"),
+        (["--hos", "0.0.0.0"], "Server(host=...)"),  # a parser completes it
+        ({"dtype": ["half", "--host", "0.0.0.0"]}, "Server(host=...)"),
+        ({"api-key": "s3cret"}, "VLLM_API_KEY"),
+        ({"api_key": "s3cret"}, "VLLM_API_KEY"),
+        ({"--api-key=s3cret": True}, "VLLM_API_KEY"),
+        ({"hf-token": "s3cret"}, "HF_TOKEN"),
+        ({"uds": "/x"}, "Server(host=..., port=...)"),
+        ({"model": "other"}, "first argument"),
+        ({"middleware": "mine.Open"}, "guard"),
+        ({"config": "serve.yaml"}, "each flag by its name"),
+        ({"root-path": "/x"}, "server.url"),
+        ({"grpc": True}, "no key guards it"),
+        ({"ssl-certfile": "x.pem"}, "plain HTTP"),
+        ({"headless": True}, "answer nobody"),
+        ({"lora-modules": ["a=b"]}, "adapters="),
+    ],
+)
+def test_what_the_server_decides_is_not_for_flags(given: flags.Flags, instead: str) -> None:
+    with pytest.raises(CourseError, match="not for flags to decide") as caught:
+        Server("owner/name", environment.ServingEnvironment(Path("/py"), "vllm"), flags=given)
+    assert instead in caught.value.allowed and "s3cret" not in str(caught.value)
+
+
+def test_flags_that_only_look_alike_are_free() -> None:
+    given = {"config-format": "hf", "model-impl": "auto", "served-model-name": "a", "seed": -1, "enable-lora": True}
+    assert Server("owner/name", environment.ServingEnvironment(Path("/py"), "vllm"), flags=given).model_name == "a"
+
+
 def test_flags_the_parser_takes_pass() -> None:
     given = {
         "max-model-len": "4k", "max_num_seqs": 8, "gpu-memory-utilization": 0.9, "dtype": "half", "enforce-eager": True,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,9 +35,25 @@ GONE = {  # flags of older versions and of texts about them: what does their wor
     "max-seq-len-to-capture": "nothing: cudagraph-capture-sizes decides",
 }
 
+DECIDED = {  # what a Server decides, as the key depends on it; a flag would come later and win
+    "host": "Server(host=...), which also makes the key it needs",
+    "port": "PORT, which is Server(port=...)",
+    "uds": "Server(host=..., port=...): the course's clients speak TCP",
+    "api-key": "Server(api_key=...) or the variable VLLM_API_KEY: a command line can be read by everybody here",
+    "hf-token": "the variable HF_TOKEN: a command line can be read by everybody here",
+    "model": "the first argument of Server",
+    "middleware": "nothing: the guard that asks for the key stands there",
+    "config": "each flag by its name: a file could set host, port and key unseen",
+    "root-path": "nothing: clients find the server at server.url",
+    "grpc": "nothing: no key guards it",
+    "headless": "nothing: it would answer nobody",
+    "ssl-keyfile": "a proxy in front of it: the course's clients speak plain HTTP on this machine",
+    "lora-modules": "Server(adapters={name: folder})",
+}
+
 
 def flag_words(flags: Flags) -> list[str]:
-    """Flags as command-line words: True is a bare flag, None and False leave it out, a list is taken as it is."""
+    """Flags as command-line words: True is a bare flag, None and False leave it out, a mapping is written as JSON."""
     if not isinstance(flags, Mapping):
         return [str(word) for word in flags]
     words: list[str] = []
@@ -44,8 +61,26 @@ def flag_words(flags: Flags) -> list[str]:
         if value is None or value is False:
             continue
         values = [] if value is True else value if isinstance(value, list | tuple) else [value]
-        words += [f"--{name}", *map(str, values)]
+        words += [f"--{name}", *(json.dumps(one) if isinstance(one, Mapping) else str(one) for one in values)]
     return words
+
+
+def refuse_decided(words: Sequence[str]) -> None:
+    """Stop at a flag that would overrule what the Server decides, however it is spelt."""
+    for word in filter(_is_flag, words):
+        bare = re.split(r"[=.]", word.lstrip("-"))[0].replace("_", "-")
+        group = next((name for name in DECIDED if word.startswith("--") and _means(bare, name)), "")
+        if group:
+            raise CourseError(
+                f"flags has {bare}, which is not for flags to decide.", f"instead of it: {DECIDED[group]}",
+                f"take {bare} out of the flags",
+            )  # fmt: skip
+
+
+def _means(bare: str, name: str) -> bool:
+    """Whether a flag is this one, its beginning (parsers complete it), or of the same family (ssl-…, grpc-…)."""
+    family = name.partition("-")[0] + "-" if name.startswith(("ssl", "grpc")) else "\n"
+    return bool(bare) and (name.startswith(bare) or bare.startswith(family))
 
 
 def value_of(words: Sequence[str], name: str) -> str | None:
@@ -53,7 +88,8 @@ def value_of(words: Sequence[str], name: str) -> str | None:
     place = next(
         (place for place, word in enumerate(words) if word in (f"--{name}", f"--{name.replace('-', '_')}")), -1
     )
-    joined = next((word.partition("=")[2] for word in words if word.startswith(f"--{name}=")), None)
+    spellings = (f"--{name}=", f"--{name.replace('-', '_')}=")
+    joined = next((word.partition("=")[2] for word in words if word.startswith(spellings)), None)
     return words[place + 1] if 0 <= place < len(words) - 1 else joined
 
 

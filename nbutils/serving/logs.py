@@ -114,5 +114,5 @@ def explain(log: Path, status: int) -> CourseError:
     advice = next((todo for pattern, todo in ADVICE if re.search(pattern, told)), "")
     return CourseError(
         f"the server ended while it was starting (exit status {status}):\n{told}", "a server that stays up",
-        f"{advice + '; the' if advice else 'read the'} whole log is {log}",
+        f"{advice}; the whole log is {log}" if advice else f"read the whole log: {log}",
     )  # fmt: skip

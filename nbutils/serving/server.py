@@ -214,6 +214,7 @@ class Server:
     def _words(self, given: flags.Flags) -> list[str]:
         """The flags as words, with those of the adapters."""
         words = flags.flag_words(given)
+        flags.refuse_decided(words)
         if self.adapters and self.environment.engine == "transformers":
             raise CourseError(
                 "`transformers serve` cannot serve adapters beside their base.", "vLLM, or no adapters",
