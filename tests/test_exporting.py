@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from nbutils import cli, disk, exporting, hardware, paths
 from nbutils.errors import CourseError
-from nbutils.exporting import asking, environment, formats, making, process
+from nbutils.exporting import asking, checking, environment, formats, making, planning, process
 from nbutils.exporting.inside import converting
 from nbutils.merging.bases import open_base
-from nbutils.parity import Fixed, Gap, Reading
+from nbutils.parity import Fixed, Gap, Reading, fitting
 
 T4 = hardware.Card("Tesla T4", (7, 5), 14.6, 1)
 ROWS = [json.loads(line) for line in (paths.SAMPLES / "train.jsonl").read_text(encoding="utf-8").splitlines()[:24]]
@@ -127,7 +127,7 @@ def test_with_rows_four_bits_are_calibrated_and_awq_needs_them(merged: Path, wor
     assert [(job["do"], job["setting"]) for job in work] == [
         ("compress", "W4A16"), ("calibrate", "gptq"), ("calibrate", "awq"),
     ]  # fmt: skip
-    assert made.method == "GPTQ on 24 rows, groups of 128" and not made.reused and work[1]["length"] == making.BLOCK
+    assert made.method == "GPTQ on 24 rows, groups of 128" and not made.reused and work[1]["length"] == planning.BLOCK
     with pytest.raises(CourseError, match="no rows were given"):
         exporting.export(merged, "awq")
 
@@ -167,9 +167,9 @@ def test_groups_divide_every_width_or_the_reason_is_said(merged: Path) -> None:
         save_file(weights, merged / "model.safetensors", {"format": "pt"})
         return merged
 
-    assert [making.group_size(open_base(with_width(width))) for width in (640, 704, 672)] == [128, 64, 32]
+    assert [planning.group_size(open_base(with_width(width))) for width in (640, 704, 672)] == [128, 64, 32]
     with pytest.raises(CourseError, match=r"layers 650 wide.*\n.*\n.*fp8"):
-        making.group_size(open_base(with_width(650)))
+        planning.group_size(open_base(with_width(650)))
 
 
 def test_an_export_that_does_not_fit_is_refused_before_it_begins(
@@ -177,16 +177,54 @@ def test_an_export_that_does_not_fit_is_refused_before_it_begins(
 ) -> None:
     full = type("Memory", (), {"available": 2**29})()
     with monkeypatch.context() as patch:
-        patch.setattr(making.psutil, "virtual_memory", lambda: full)
+        patch.setattr(planning.psutil, "virtual_memory", lambda: full)
         with pytest.raises(CourseError, match="whole model in memory"):
             exporting.export(merged, "int8")
-        with pytest.raises(CourseError, match="w4a16 without calibration rows"):
-            exporting.export(merged, "w4a16", calibration=ROWS)
+        with pytest.raises(CourseError, match=r"awq needs the whole model.*\n.*\n.*w4a16"):
+            exporting.export(merged, "awq", calibration=ROWS)  # without the rows there is no such format
         exporting.export(merged, "fp8", progress=False)  # goes file by file
     monkeypatch.setattr(disk, "free_gib", lambda folder: 0.001)
     with pytest.raises(CourseError, match="the export gguf-f16 needs"):
         exporting.export(merged, "gguf-f16")
     assert len(work) == 1
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
+    memory = type("Memory", (), {"available": int(gib * 2**30)})()
+    monkeypatch.setattr(planning.psutil, "virtual_memory", lambda: memory)
+
+
+def test_where_the_model_is_larger_than_the_memory_w4a16_is_rounded_without_the_rows_and_says_so(
+    merged: Path, work: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_memory(monkeypatch, 0.5)
+    made = exporting.export(merged, "w4a16", calibration=ROWS, progress=False)
+    assert made.method == "W4A16, rounded without data, groups of 128" and work[0]["do"] == "compress"
+    told = capsys.readouterr().out
+    assert told.count("[WARN]") == 1 and "GPTQ needs the whole model in memory, 1.0 GiB, and 0.5 GiB are free" in told
+    assert exporting.export(merged, "w4a16", calibration=ROWS, progress=False).reused and len(work) == 1
+
+
+def test_a_finished_calibrated_export_is_reused_also_when_memory_is_short(
+    merged: Path, work: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exporting.export(merged, "w4a16", calibration=ROWS, progress=False)
+    with_memory(monkeypatch, 0.5)
+    again = exporting.export(merged, "w4a16", calibration=ROWS, progress=False)
+    assert again.reused and again.method.startswith("GPTQ on 24 rows") and "[WARN]" not in capsys.readouterr().out
+
+
+def test_a_long_calibration_on_a_cpu_is_told_before_it_begins(
+    merged: Path, work: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(planning, "LONG_GIB", 0.0)
+    with_memory(monkeypatch, 64)
+    monkeypatch.setattr(hardware, "card", lambda: T4)
+    exporting.export(merged, "awq", calibration=ROWS, progress=False)
+    assert "very long" not in capsys.readouterr().out
+    monkeypatch.setattr(hardware, "card", lambda: None)
+    exporting.export(merged, "w4a16", calibration=ROWS, progress=False)
+    assert "[WARN] w4a16: GPTQ runs your rows" in (told := capsys.readouterr().out) and "very long" in told
 
 
 @pytest.mark.parametrize(
@@ -229,6 +267,20 @@ def test_the_verdict_in_words() -> None:
     row = line(0.01).row
     assert (row["of merged"], row["same next token"], row["same answers"]) == ("0.60", "9 of 10", "3 of 4")
     assert line(0.01).facts["ratio"] == 0.6 and "hardly differs" in str(line(0.01))
+
+
+def test_an_export_that_would_not_fit_when_read_is_not_compared_and_lesson_04_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fitting, "decide", lambda gib, card, ram: (gib < 10, {}))
+    large = exporting.Export("w4a16", Path("x"), Path("y"), 5 * 2**30, 14 * 2**30, 3.0, "rounded")
+    told = exporting.check(large, Fixed([[1, 2]], [1], [[1]], [2], 0))
+    said = capsys.readouterr().out
+    assert told.gap is None and "14.0 GiB do not fit" in said and "FOLDER = x" in said
+    assert told.row["verdict"].startswith("not compared") and told.facts["ratio"] == 5 / 14 and "w4a16" in str(told)
+    assert checking.fits_here(9.0, None)
+    monkeypatch.setattr(disk, "free_gib", lambda folder: 0.1)  # nor on the disk
+    assert not checking.fits_here(14.0, None)
 
 
 def test_a_set_without_a_run() -> None:

@@ -31,7 +31,7 @@ def answer(folder: Path, names: Sequence[str], out: Path | None, data: Path | No
         made = export(folder, form.name, out / form.name if out else None, calibration=rows)
         print(made)
         if fixed:
-            reference = reference or checking.read_merged(made, fixed)
+            reference = reference or (checking.read_merged(made, fixed) if checking.readable(made) else None)
             lines.append(checking.check(made, fixed, reference))
     if lines:
         dashboard.show_table(checking.table(lines))

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbutils import hardware, paths
+from nbutils.errors import CourseError
 from nbutils.exporting import process
 from nbutils.exporting.making import Export
 
@@ -19,32 +21,32 @@ if TYPE_CHECKING:
 
 # Nats per token up to which the words hold; beyond the last the export is broken, not coarse.
 WORDS = ((0.001, "next to the same"), (0.02, "hardly differs"), (0.15, "differs a little"), (1.0, "clearly differs"))
-BROKEN = "BROKEN"
+BROKEN, UNREAD = "BROKEN", "not compared: too large to be read here"
 PROMPTS, MEASURED, LONGEST = 8, 16, 256  # of a set made without a run
 
 
 @dataclass(frozen=True)
 class ParityLine:
-    """One export beside the merged model it was made from."""
+    """One export beside the merged model it was made from; without a gap it could not be compared here."""
 
     export: Export
-    gap: Gap
+    gap: Gap | None
 
     @property
     def verdict(self) -> str:
         """In words."""
-        return next((words for limit, words in WORDS if self.gap.mean <= limit), BROKEN)
+        if self.gap is None:
+            return UNREAD
+        mean = self.gap.mean
+        return next((words for limit, words in WORDS if mean <= limit), BROKEN)
 
     @property
     def row(self) -> dict[str, str]:
         """For a table."""
-        gap, export = self.gap, self.export
+        export = self.export
         return {
             "format": export.name, "size": f"{export.bytes / 1e6:,.1f} MB", "of merged": f"{export.ratio:.2f}",
-            "KL mean": f"{gap.mean:.2g}", "KL worst": f"{gap.worst:.2g}",
-            "same next token": f"{gap.same_choices} of {gap.positions}",
-            "same answers": "not asked" if gap.same_answers is None else f"{gap.same_answers} of {gap.answers}",
-            "verdict": self.verdict, "made by": export.method,
+            **(_numbers(self.gap) if self.gap else {}), "verdict": self.verdict, "made by": export.method,
         }  # fmt: skip
 
     @property
@@ -52,18 +54,52 @@ class ParityLine:
         """For facts.json."""
         export = self.export
         told = {"format": export.name, "bytes": export.bytes, "ratio": export.ratio, "seconds": export.seconds}
-        return told | {"method": export.method, "verdict": self.verdict} | asdict(self.gap)
+        return told | {"method": export.method, "verdict": self.verdict} | (asdict(self.gap) if self.gap else {})
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.row.items())
 
 
+def _numbers(gap: Gap) -> dict[str, str]:
+    least = "at least " if gap.coarse else ""  # a server tells its likeliest tokens only
+    return {
+        "KL mean": f"{least}{gap.mean:.2g}", "KL worst": f"{least}{gap.worst:.2g}",
+        "same next token": f"{gap.same_choices} of {gap.positions}",
+        "same answers": "not asked" if gap.same_answers is None else f"{gap.same_answers} of {gap.answers}",
+    }  # fmt: skip
+
+
 def check(export: Export, fixed: Fixed, reference: Reading | None = None, *, progress: bool = True) -> ParityLine:
-    """Read an export through the fixed set and compare it with the merged model, which is read too if need be."""
+    """Read an export through the fixed set and compare it with the merged model, which is read too if need be.
+
+    transformers makes small weights wide again before it computes: where the merged model does not fit, no export does.
+    """
     from nbutils import parity
 
+    if not readable(export):
+        print(
+            f"[WARN] {export.name} is not compared here: read by transformers it is as wide as the merged model, and "
+            f"{export.merged_bytes / paths.GIB:.1f} GiB do not fit. vLLM keeps it small: lesson 05 compares the formats "
+            f"for vLLM, with FOLDER = {export.folder}"
+        )
+        return ParityLine(export, None)
     before = reference or read_merged(export, fixed, progress)
     return ParityLine(export, parity.gap(before, read(export, fixed, progress)))
+
+
+def readable(export: Export) -> bool:
+    """Whether an export, made wide again, fits into card or memory."""
+    return fits_here(export.merged_bytes / paths.GIB, hardware.card())
+
+
+def fits_here(gib: float, card: hardware.Card | None) -> bool:
+    """Whether transformers can hold weights of this size on this machine, as it is now."""
+    from nbutils import parity
+
+    try:
+        return parity.room_for(gib, card, Path(tempfile.gettempdir())).fits
+    except CourseError:  # they do not fit, nor on the disk to be read piece by piece, which is not asked for here
+        return False
 
 
 def read_merged(export: Export, fixed: Fixed, progress: bool = True) -> Reading:

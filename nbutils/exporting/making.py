@@ -1,6 +1,7 @@
 """One export: from a merged folder to a folder (or a GGUF file in one) that is whole or not there at all.
 
-Not here: the arithmetic (inside), casting (merging.cast_model), whether it is still the same model (checking).
+Not here: what it takes (planning), the arithmetic (inside), casting (merging.cast_model), whether it is still the
+same model (checking).
 """
 
 from __future__ import annotations
@@ -16,19 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from nbutils import disk, paths, platforms
+from nbutils import paths
 from nbutils.errors import CourseError
-from nbutils.exporting import process
+from nbutils.exporting import planning, process
 from nbutils.exporting.formats import Format, find
 from nbutils.merging import cast_model
 from nbutils.merging.bases import Base, open_base
 from nbutils.merging.companions import TOKENIZER
 
 NOTE = "export.json"
-GROUPS = (128, 64, 32)  # what vLLM's 4-bit kernels take
-MOST_ROWS, BLOCK = 256, 512  # rows of a calibration, and tokens of the blocks they are joined to
 SAMPLES, SAMPLE = 32, 2**16  # places of a file, and bytes at each, that tell two models apart
 
 
@@ -69,25 +66,21 @@ def export(
 ) -> Export:
     """Write a merged model in another format; a finished export of this very model is reused.
 
-    `calibration` are train rows, texts or token lists: AWQ needs them, and with them w4a16 is made by GPTQ.
+    `calibration` are train rows, texts or token lists: AWQ needs them, and with them w4a16 is made by GPTQ, or, where
+    the memory does not hold the whole model, by plain rounding all the same.
     """
     form, base = find(name), open_base(merged)
     out = out or merged.parent / "exports" / name
     if form.work == "cast":
         return _cast(base, form, out, progress)
-    job = _job(form, base, calibration)
-    method = _method(job, len(job.get("rows", ())))
-    made_from = (paths.stamp(base.folder) or {}).get("base", "")
-    about = {
-        "format": name,
-        "base": made_from,
-        "method": method,
-        "of": mark(base.folder),
-        "rows": _digest(job.get("rows", [])),
-    }
+    job = planning.job_for(form, base, calibration)
+    made_before = paths.stamp(out) == _about(form, base, job)
+    if job["do"] == "calibrate" and not made_before and planning.leave_rows_out(form, base, job):
+        job = planning.job_for(form, base, ())
+    method, about = planning.method_of(job), _about(form, base, job)
     if paths.stamp(out) == about:
         return _finished(form, out, base, method, reused=True)
-    _require_room(form, base, out, whole=form.whole or job["do"] == "calibrate")
+    planning.require_room(form, base, out, whole=form.whole or job["do"] == "calibrate")
     paths.make_folder(out.parent, "exports")
     if progress:
         print(f"Exporting {merged} as {name} ({method}).", flush=True)
@@ -101,48 +94,13 @@ def export(
     return _finished(form, out, base, method)
 
 
-def _job(form: Format, base: Base, calibration: Sequence[Any]) -> dict[str, Any]:
-    """What to do: with calibration rows 4 bits are chosen by GPTQ, without by rounding."""
-    rows = list(calibration)[:: max(1, len(calibration) // MOST_ROWS)][:MOST_ROWS]
-    if form.setting == "awq" and not rows:
-        raise CourseError(
-            "awq looks at data while it rounds, and no rows were given.", "some of the rows the model was trained on",
-            "give them as calibration (on the command line: --data train.jsonl), or take w4a16, which needs none",
-        )  # fmt: skip
-    four_bits = form.setting in ("W4A16", "awq")
-    job = {"do": form.work, "setting": form.setting, "group": group_size(base) if four_bits else 0}
-    if four_bits and rows:
-        setting = "awq" if form.setting == "awq" else "gptq"
-        return job | {
-            "do": "calibrate",
-            "setting": setting,
-            "rows": rows,
-            "length": min(BLOCK, base.config.get("max_position_embeddings", BLOCK)),
-        }
-    return job
-
-
-def _method(job: dict[str, Any], rows: int) -> str:
-    """How it is made, in words."""
-    groups = f", groups of {job['group']}" if job["group"] else ""
-    if job["do"] == "calibrate":
-        return f"{job['setting'].upper()} on {rows} rows{groups}"
-    return {"compress": f"{job['setting']}, rounded without data{groups}", "gguf": f"GGUF {job['setting']}",
-            "int8": "8-bit integers for every row of a weight"}[job["do"]]  # fmt: skip
-
-
-def group_size(base: Base) -> int:
-    """The largest group that divides the width of every layer."""
-    layers = {name: place.shape for name, place in base.weights.items() if len(place.shape) == 2}
-    widths = {shape[1] for name, shape in layers.items() if "embed" not in name and "lm_head" not in name}
-    found = next((size for size in GROUPS if not any(width % size for width in widths)), 0)
-    if found:
-        return found
-    odd = sorted(width for width in widths if width % GROUPS[-1])
-    raise CourseError(
-        f"this model has layers {odd[0]} wide, which cannot be cut into groups of {GROUPS[-1]}.",
-        f"widths that can be divided by one of {', '.join(map(str, GROUPS))}", "take fp8 or a gguf format instead",
-    )  # fmt: skip
+def _about(form: Format, base: Base, job: dict[str, Any]) -> dict[str, Any]:
+    """What an export was made from and how: two that are equal need not be made twice."""
+    made_from = (paths.stamp(base.folder) or {}).get("base", "")
+    return {
+        "format": form.name, "base": made_from, "method": planning.method_of(job), "of": mark(base.folder),
+        "rows": _digest(job.get("rows", [])),
+    }  # fmt: skip
 
 
 def _places(form: Format, source: Path, folder: Path) -> dict[str, str]:
@@ -192,26 +150,24 @@ def _finished(form: Format, out: Path, base: Base, method: str, reused: bool = F
     return Export(form.name, out, base.folder, *sizes, seconds, method, file, reused)
 
 
+def opened(folder: Path, merged: Path) -> Export:
+    """An export that was made earlier from this merged model."""
+    about = paths.stamp(folder) or {}
+    if "of" not in about or about["of"] != mark(merged):
+        made = "of another model" if "of" in about else "that lesson 04 did not make, or that is not whole"
+        raise CourseError(
+            f"{folder} is a quantised model {made}, and there is nothing to compare it with.",
+            f"an export of {merged}",
+            f"name it in EXPORTS of lesson 04 and take what is then in {merged.parent / 'exports'}; or set RUN_NAME to "
+            "the run it comes from",
+        )  # fmt: skip
+    return _finished(find(about["format"]), folder, open_base(merged), about["method"], reused=True)
+
+
 def weights_bytes(folder: Path) -> int:
     """The size of a model's weights."""
     files = [file for kind in ("*.safetensors", "*.gguf") for file in folder.glob(kind)]
     return sum(file.stat().st_size for file in files)
-
-
-def _require_room(form: Format, base: Base, out: Path, whole: bool) -> None:
-    """Stop before a long job that the disk or the memory cannot hold."""
-    full = sum(place.size for place in base.weights.values()) / paths.GIB
-    sixteen = full / 2 if base.dtype == "float32" else full
-    between = sixteen if base.dtype == "float32" and form.work in ("compress", "calibrate") else 0.0
-    disk.require_disk(out.parent, sixteen * form.size * 1.1 + between + 0.02, f"the export {form.name}")
-    free = min(psutil.virtual_memory().available / paths.GIB, platforms.memory_gib().value)
-    wanted = full * 1.2 + 1.0
-    if whole and free < wanted:
-        raise CourseError(
-            f"{form.name} needs the whole model in memory, {wanted:.1f} GiB, and {free:.1f} GiB are free here.",
-            f"at least {wanted:.1f} GiB",
-            "stop other notebooks; fp8, the gguf formats, and w4a16 without calibration rows need far less",
-        )  # fmt: skip
 
 
 def mark(folder: Path) -> str:
