@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ def merge(base: str | Path, adapter: Any, out: Path, **wishes: Any) -> merging.M
 
 def change(file: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def rewrite(file: Path, how: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """A safetensors file with other tensors in it."""
+    from safetensors.torch import load_file, save_file
+
+    save_file(how(load_file(file)), file, {"format": "pt"})
 
 
 def same(one: Path, other: Path) -> bool:
@@ -95,11 +103,13 @@ def test_what_cannot_be_merged_is_refused(
 
 def other_adapter(adapter: Path, rename: tuple[str, str] = ("", ""), keep: int = 10**6, size: int = 0) -> None:
     """The adapter's file with other names, fewer tensors or another width."""
-    from safetensors.torch import load_file, save_file
-
-    file = adapter / "adapter_model.safetensors"
-    tensors = {name.replace(*rename): weight for name, weight in list(load_file(file).items())[:keep]}
-    save_file({name: weight[..., : size or None].contiguous() for name, weight in tensors.items()}, file)
+    rewrite(
+        adapter / "adapter_model.safetensors",
+        lambda tensors: {
+            name.replace(*rename): weight[..., : size or None].contiguous()
+            for name, weight in list(tensors.items())[:keep]
+        },
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,6 +125,42 @@ def test_an_adapter_that_does_not_fit_is_refused(how: dict[str, Any], words: str
     base, adapter = pair
     other_adapter(adapter, **how)
     with pytest.raises(CourseError, match=words):
+        merging.check_base(base, adapter)
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        ("0.self_attn.q_proj.lora_B", r"has lora_A for model.layers.0.self_attn.q_proj, and no lora_B"),
+        ("1.mlp.up_proj.lora_A", r"has lora_B for model.layers.1.mlp.up_proj, and no lora_A"),
+        (".layers.1.", r"has nothing for model.layers.1.*which its settings name"),
+    ],
+)
+def test_an_adapter_that_lost_a_part_is_refused(lost: str, words: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = pair
+    rewrite(adapter / "adapter_model.safetensors", lambda tensors: {k: v for k, v in tensors.items() if lost not in k})
+    with pytest.raises(CourseError, match=words):
+        merge(base, adapter, tmp_path / "out")
+    change(adapter / "adapter_config.json", layers_to_transform=[0])
+    if lost == ".layers.1.":  # asked for like that
+        assert merge(base, adapter, tmp_path / "out").merged == 7
+
+
+def test_an_adapter_bias_without_its_matrices_is_refused(home: Path, tmp_path: Path) -> None:
+    adapter = models.make_adapter(home / "base", tmp_path / "adapter", target_modules=["q_proj"], lora_bias=True)
+    rewrite(
+        adapter / "adapter_model.safetensors",
+        lambda tensors: {name: tensor for name, tensor in tensors.items() if name.endswith("lora_B.bias")},
+    )
+    with pytest.raises(CourseError, match=r"has lora_B.bias for .*q_proj, and no lora_A"):
+        merging.check_base(home / "base", adapter)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+def test_a_compressed_adapter_is_refused(kind: torch.dtype, pair: tuple[Path, Path]) -> None:
+    base, adapter = pair
+    rewrite(adapter / "adapter_model.safetensors", lambda tensors: {k: v.to(kind) for k, v in tensors.items()})
+    with pytest.raises(CourseError, match=r"holds .*lora_A.weight as (I8|F8_E4M3)"):
         merging.check_base(base, adapter)
 
 
@@ -363,6 +409,7 @@ def test_casting_is_a_merge_without_an_adapter(home: Path, tmp_path: Path) -> No
 
 GROWTH = """
 import sys
+from collections.abc import Callable
 from pathlib import Path
 import torch, transformers
 from nbutils import merging

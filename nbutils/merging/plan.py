@@ -1,7 +1,7 @@
 """What an adapter does to each weight of a base, worked out from settings and headers alone.
 
 Here an adapter that does not belong to the base, or that cannot be merged, is refused, before anything is written.
-Not here: the arithmetic (formula) and the files (shards).
+Not here: an adapter's own tensors (modules), the arithmetic (formula), the files (shards).
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from nbutils.errors import CourseError
 from nbutils.merging.bases import HEAD, Adapter, Base
 from nbutils.merging.formula import Change, Product, Recipe, Rows, Shift
+from nbutils.merging.modules import PAIRS, Module, read_modules, require_targets
 from nbutils.merging.shards import Stored
 
-PREFIX = "base_model.model."
 # Settings that make an adapter something else than W + scale · B · A, each with what it is.
 OTHER_KINDS = {
     "arrow_config": "Arrow, which chooses among experts for each token", "use_bdlora": "BD-LoRA",
@@ -30,24 +29,18 @@ OTHER_KINDS = {
 PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # the others also change the base when training begins
 
 
-@dataclass
-class Module:
-    """What one adapter has for one module of the base."""
-
-    parts: dict[str, Stored] = field(default_factory=dict)  # lora_A, lora_B, … and weight, bias: replacements
-
-
 def recipes(base: Base, adapters: Iterable[Adapter]) -> tuple[dict[str, Recipe], bool]:
     """How each weight of the merged model is made, and whether its output layer had to be untied."""
     made = {name: Recipe(place) for name, place in base.weights.items()}
     untied = False
     for adapter in adapters:
         require_mergeable(adapter)
-        modules = _modules(adapter)
+        modules = read_modules(adapter)
         untied = _untie(made, base, adapter, modules) or untied
         unknown = [name for name in modules if f"{name}.weight" not in made and f"{name}.bias" not in made]
         if unknown or not modules:
             raise _mismatch(base, unknown, made)
+        require_targets(adapter, modules, base.weights)
         for name, module in modules.items():
             for part, recipe in _changed(name, module, adapter, made).items():
                 made[f"{name}.{part}"] = recipe
@@ -73,29 +66,6 @@ def require_mergeable(adapter: Adapter) -> None:
             "an adapter for the base as it was published",
             "save it again with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...) converts it",
         )
-
-
-def _modules(adapter: Adapter) -> dict[str, Module]:
-    """The adapter's tensors by the module of the base they belong to."""
-    found: dict[str, Module] = {}
-    for key, place in adapter.tensors.items():
-        name, part = _split(key.removeprefix(PREFIX))
-        found.setdefault(name, Module()).parts[part] = place
-    return found
-
-
-def _split(key: str) -> tuple[str, str]:
-    """Module and part of a key: `x.lora_A.weight` is part lora_A of x, `x.base_layer.bias` its bias."""
-    ways = r"(lora_[AB])\.weight|(lora_B\.bias)|(lora_embedding_[AB])|(lora_magnitude_vector)(?:\.weight)?"
-    ways += r"|token_adapter\.(trainable_tokens_delta)|(?:base_layer\.|modules_to_save\.)?(weight|bias)"
-    match = re.fullmatch(rf"(.+?)\.(?:{ways})", key)
-    if match is None or ".lora_" in match[1]:
-        raise CourseError(
-            f"the adapter holds {key}, which no LoRA has.", "lora_A, lora_B, biases, trained tokens, whole modules",
-            "save the adapter again with a current PEFT",
-        )  # fmt: skip
-    name, *parts = match.groups()
-    return name, next(part for part in parts if part)
 
 
 def _untie(made: dict[str, Recipe], base: Base, adapter: Adapter, modules: dict[str, Module]) -> bool:
@@ -147,8 +117,8 @@ def _weight_changes(name: str, module: Module, adapter: Adapter) -> list[Change]
     parts, config = module.parts, adapter.config
     magnitude, turned = parts.get("lora_magnitude_vector"), bool(config.get("fan_in_fan_out"))
     found: list[Change] = []
-    for up, down, lies_turned in (("lora_B", "lora_A", turned), ("lora_embedding_B", "lora_embedding_A", True)):
-        if up in parts and down in parts:
+    for (down, up), lies_turned in zip(PAIRS, (turned, True), strict=True):
+        if up in parts:
             scale = scaling(config, name, parts[down].shape[0])
             found.append(Product(parts[up], parts[down], scale, lies_turned, magnitude))
     if "trainable_tokens_delta" in parts:
