@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from nbutils import cli, disk, paths, sharing
 from nbutils.errors import CourseError
-from nbutils.sharing import packing, pushing
+from nbutils.sharing import contents, packing, pushing
 
 TOKEN = "hf_correcthorsebatterystaple0123456"
 SECRETS = ("HF_TOKEN", "MODELSCOPE_API_TOKEN", "KAGGLE_API_TOKEN", "KAGGLE_USERNAME", "KAGGLE_KEY")
@@ -200,6 +200,96 @@ def test_a_refused_token_is_told_and_never_shown(model: Path, refusing_hub: list
     assert TOKEN not in str(told.value) and told.value.__cause__ is None and told.value.__suppress_context__
 
 
+# --- what of a folder is given away ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """A model as the Hub's cache keeps it: every file is a link with a relative target."""
+    blobs, folder = tmp_path / "cache/blobs", tmp_path / "cache/snapshots/abc"
+    shutil.copytree(paths.TINY_MODEL, blobs)
+    folder.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (folder / file.name).symlink_to(f"../../blobs/{file.name}")
+    return folder
+
+
+def test_a_folder_of_links_is_pushed_as_the_files_they_lead_to(snapshot: Path, hub: Recorded) -> None:
+    pushed = sharing.push(snapshot, "hub:li/orders")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(hub.sent)
+    assert pushed.gib * paths.GIB > (paths.TINY_MODEL / "model.safetensors").stat().st_size
+    assert (snapshot / "config.json").is_symlink()
+
+
+def test_a_folder_of_links_is_packed_as_the_files_they_lead_to(snapshot: Path, tmp_path: Path) -> None:
+    weights = "abc/model.safetensors"
+    (snapshot / "second.safetensors").hardlink_to(snapshot.parents[1] / "blobs/model.safetensors")
+    made = sharing.single_file(snapshot, tmp_path / "one.tar", progress=False)
+    with tarfile.open(made.file) as tar:
+        assert all(member.isreg() for member in tar)
+        assert tar.getmember(weights).size == (paths.TINY_MODEL / "model.safetensors").stat().st_size
+
+
+def test_room_for_one_file_is_counted_behind_the_links(snapshot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = (paths.TINY_MODEL / "model.safetensors").stat().st_size / paths.GIB
+    monkeypatch.setattr(disk, "free_gib", lambda folder: 0.01 + size / 2)
+    with pytest.raises(CourseError, match="one file of the model needs"):
+        sharing.single_file(snapshot, progress=False)
+
+
+def test_a_disk_without_second_names_still_serves(
+    snapshot: Path, hub: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*names: Any) -> None:
+        raise OSError("not supported")
+
+    monkeypatch.setattr(contents.os, "link", refuse)
+    sharing.push(snapshot, "hub:li/orders")
+    monkeypatch.setattr(contents.os, "symlink", refuse)
+    sharing.push(snapshot, "hub:li/orders")
+    assert "model.safetensors" in hub.sent
+
+
+@pytest.mark.parametrize(("name", "target"), [("model-2.safetensors", "gone"), ("data", "..")])
+def test_a_link_to_nothing_or_to_a_folder_is_no_part_of_a_model(
+    model: Path, hub: Recorded, name: str, target: str
+) -> None:
+    (model / name).symlink_to(target)
+    with pytest.raises(CourseError, match=f"{name} is a link to"):
+        sharing.single_file(model, progress=False)
+    with pytest.raises(CourseError, match=f"{name} is a link to"):
+        sharing.push(model, "hub:li/orders")
+    assert not hub.sent
+
+
+def test_what_is_hidden_or_half_written_stays_here(model: Path, hub: Recorded, tmp_path: Path) -> None:
+    (model / ".env").write_text("HF_TOKEN=x")
+    for name in (".ipynb_checkpoints", "__pycache__"):
+        (model / name).mkdir()
+        (model / name / "config.json").write_text("{}")
+    (model / "model-2.safetensors.partial").write_text("half")
+    (model / "training_args.bin").write_text("/home/li")
+    with tarfile.open(sharing.single_file(model, tmp_path / "one.tar", progress=False).file) as tar:
+        packed = {name.removeprefix("merged/") for name in tar.getnames()}
+    sharing.push(model, "hub:li/orders")
+    given = {file.name for file in paths.TINY_MODEL.iterdir() if file.is_file()}
+    assert packed == given | {paths.STAMP} and set(hub.sent) == given - set(contents.OWN) | {"README.md"}
+
+
+@pytest.mark.parametrize("given", [".", "../merged/", "text"])
+def test_the_folder_one_stands_in_has_a_name(
+    model: Path, hub: Recorded, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.chdir(model)
+    folder: Any = str(model) if given == "text" else Path(given)
+    made = sharing.single_file(folder, progress=False)
+    assert made.file == model.parent / "merged.tar"
+    with tarfile.open(made.file) as tar:
+        assert "merged/config.json" in tar.getnames()
+    sharing.push(folder, "hub:li/orders")
+    assert "config.json" in hub.sent
+
+
 # --- the card --------------------------------------------------------------------------------------------------------
 
 
@@ -230,8 +320,8 @@ def test_one_file_holds_the_folder_and_verifies(model: Path, tmp_path: Path) -> 
 def test_an_archive_that_does_not_verify_is_not_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = packing._pack
 
-    def damaged(folder: Path, partial: Path, progress: bool) -> tuple[str, int]:
-        told = real(folder, partial, progress)
+    def damaged(folder: Path, files: list[Path], partial: Path, progress: bool) -> tuple[str, int]:
+        told = real(folder, files, partial, progress)
         with open(partial, "r+b") as file:
             file.seek(partial.stat().st_size // 2)
             file.write(b"\xff" * 64)
@@ -249,6 +339,17 @@ def test_one_file_needs_a_model_and_room(model: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(disk, "free_gib", lambda folder: 0.001)
     with pytest.raises(CourseError, match="one file of the model needs"):
         sharing.single_file(model)
+
+
+def test_where_one_file_may_lie(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to(model)
+    for folder, out in [(model, model / "model.tar"), (model, tmp_path / "latest/x/model.tar")]:
+        with pytest.raises(CourseError, match="inside the folder it is made of"):
+            sharing.single_file(folder, out, progress=False)
+    with pytest.raises(CourseError, match="is a folder"):
+        sharing.single_file(model, tmp_path / "run", progress=False)
+    assert sharing.single_file(model, tmp_path / "new/place/one.tar", progress=False).file.is_file()
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Giving a model away, only when asked to: to the Hub, ModelScope or Kaggle, or as one file to download.
 
-pushing: the uploads; card: what stands on the model's page; packing: one file. Not here: making exports (exporting).
+pushing: the uploads; card: what stands on the model's page; packing: one file; contents: which files.
+Not here: making exports (exporting).
 """
 
 from __future__ import annotations

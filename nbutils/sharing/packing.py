@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import tarfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -16,9 +15,9 @@ from typing import IO
 from nbutils import disk, paths, platforms
 from nbutils.checkpoints.archive import HashingFile, flush
 from nbutils.errors import CourseError
+from nbutils.sharing import contents
 
 SMALL = 200e6  # bytes a browser fetches from a notebook without trouble
-LEFT_OUT = (".cache", ".git", "__pycache__")
 
 
 @dataclass(frozen=True)
@@ -34,41 +33,45 @@ class SingleFile:
         return f"{self.file}: {self.bytes / 1e6:,.1f} MB, sha256 {self.sha256[:16]}\n  {self.hint}"
 
 
-def single_file(folder: Path, out: Path | None = None, *, progress: bool = True) -> SingleFile:
+def single_file(folder: str | Path, out: str | Path | None = None, *, progress: bool = True) -> SingleFile:
     """Pack a model folder into one .tar, streaming; it has its name only after every file in it was compared."""
-    if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
-        raise CourseError(
-            f"{folder} is no model folder.", "a folder with config.json, or with a GGUF file",
-            "give the merged folder of a run, or one of its exports",
-        )  # fmt: skip
-    out = out or folder.parent / f"{folder.name}.tar"
-    size = disk.folder_gib(folder)
-    disk.require_disk(out.parent, size * 1.01 + 0.01, "one file of the model")
+    folder = contents.model_folder(folder)
+    out = _place(out or folder.parent / f"{folder.name}.tar", folder)
+    files = contents.model_files(folder)
+    disk.require_disk(out.parent, contents.size_of(files) / paths.GIB * 1.01 + 0.01, "one file of the model")
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        digest, count = _pack(folder, partial, progress)
-        _verify(folder, partial)
+        digest, count = _pack(folder, files, partial, progress)
+        _verify(folder, files, partial)
         os.replace(partial, out)
     finally:
         partial.unlink(missing_ok=True)
     return SingleFile(out, count, digest, download_hint(out))
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    for file in sorted(folder.rglob("*")):
-        if file.is_file() and not set(file.relative_to(folder).parts) & set(LEFT_OUT):
-            yield file
+def _place(out: str | Path, folder: Path) -> Path:
+    """Where the archive goes; its folder is made."""
+    out = Path(os.path.abspath(Path(out).expanduser()))
+    if out.is_dir() or folder.resolve() in out.resolve().parents:
+        seen = "is a folder" if out.is_dir() else "would lie inside the folder it is made of"
+        raise CourseError(
+            f"the archive {out} {seen}.", "a file beside the folder, or elsewhere",
+            f"name it {folder.parent / f'{folder.name}.tar'}, for example",
+        )  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return out
 
 
-def _pack(folder: Path, partial: Path, progress: bool) -> tuple[str, int]:
+def _pack(folder: Path, files: list[Path], partial: Path, progress: bool) -> tuple[str, int]:
     """Write the archive; its checksum and size. Owners, groups and times of this machine stay here."""
     from tqdm.auto import tqdm
 
-    bar = tqdm(total=int(disk.folder_gib(folder) * paths.GIB), unit="B", unit_scale=True, disable=not progress)
+    bar = tqdm(total=contents.size_of(files), unit="B", unit_scale=True, disable=not progress)
     with bar, open(partial, "wb") as file:
         counted = HashingFile(file)
-        with tarfile.open(fileobj=counted, mode="w", copybufsize=paths.CHUNK) as tar:  # type: ignore[call-overload]
-            for one in _files(folder):
+        settings = {"mode": "w", "copybufsize": paths.CHUNK, "dereference": True}  # a link's target stays here
+        with tarfile.open(fileobj=counted, **settings) as tar:  # type: ignore[call-overload]
+            for one in files:
                 name = f"{folder.name}/{one.relative_to(folder).as_posix()}"
                 tar.add(one, arcname=name, recursive=False, filter=_anonymous)
                 bar.update(one.stat().st_size)
@@ -82,9 +85,9 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
-def _verify(folder: Path, partial: Path) -> None:
+def _verify(folder: Path, files: list[Path], partial: Path) -> None:
     """Read the archive back and compare every file of it with the folder."""
-    expected = {f"{folder.name}/{one.relative_to(folder).as_posix()}": one for one in _files(folder)}
+    expected = {f"{folder.name}/{one.relative_to(folder).as_posix()}": one for one in files}
     seen = {}
     with tarfile.open(partial) as tar:
         for member in tar:

@@ -1,29 +1,24 @@
 """Uploads, opt-in and private unless said otherwise: hub:owner/name, modelscope:owner/name, kaggle:owner/name.
 
 The token comes from platforms.secret, goes to the library alone and is never shown.
-Not here: what stands on the model's page (card).
+Not here: what stands on the model's page (card), which files are given away (contents).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbutils import disk, paths, platforms, record
+from nbutils import paths, platforms, record
 from nbutils.errors import CourseError
-from nbutils.sharing.card import PATH, model_card
+from nbutils.sharing import contents
+from nbutils.sharing.card import model_card
 
-OWN = (paths.STAMP, "training.json", "export.json", "README.md")  # ours, or written anew
 MODELSCOPE_PUBLIC = 5  # as its library calls it
-IGNORED = [*OWN, ".*", "*.partial", "__pycache__/*"]
 
 
 @dataclass(frozen=True)
@@ -52,21 +47,18 @@ class Place:
     note: str = ""
 
 
-def push(folder: Path, to: str, *, private: bool = True) -> Pushed:
+def push(folder: str | Path, to: str, *, private: bool = True) -> Pushed:
     """Upload a model folder with a card of its own; nothing leaves this machine unless `to` says where to."""
     kind, name = parse(to)
     place = PLACES[kind]
-    if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
-        raise CourseError(
-            f"{folder} is no model folder.", "a folder with config.json, or with a GGUF file",
-            "give the merged folder of a run, or one of its exports",
-        )  # fmt: skip
+    folder = contents.model_folder(folder)
+    files = contents.model_files(folder)
     if kind == "kaggle" and not private:
         raise CourseError(
             "Kaggle makes every new model private.", "private", "push it so, and make it public on its page there"
         )
     secrets = _secrets(to, place)
-    with _staged(folder, model_card(folder, name)) as staged:
+    with contents.staged(folder, files, model_card(folder, name)) as staged:
         try:
             place.upload(staged, name, secrets, private)
         except ImportError as problem:
@@ -83,7 +75,7 @@ def push(folder: Path, to: str, *, private: bool = True) -> Pushed:
                 f"a token that may write to {name}, and a network that reaches it",
                 f"check name and token ({place.get_token}); what was uploaded already is not sent again",
             ) from None  # the original may hold the token in its request
-    return Pushed(place.page.format(name=name), private, disk.folder_gib(folder), place.note)
+    return Pushed(place.page.format(name=name), private, contents.size_of(files) / paths.GIB, place.note)
 
 
 def parse(to: str) -> tuple[str, str]:
@@ -109,37 +101,6 @@ def _secrets(to: str, place: Place) -> dict[str, str]:
         f"make one at {place.get_token}, then keep it as a secret of that name (Colab: the key symbol; "
         "Kaggle: Add-ons > Secrets; elsewhere an environment variable)",
     )  # fmt: skip
-
-
-@contextmanager
-def _staged(folder: Path, card: str) -> Iterator[Path]:
-    """The folder as it is uploaded: links to its files, without what is only ours, with the card."""
-    with tempfile.TemporaryDirectory(prefix=".push-", dir=folder.parent) as place:
-        staged = Path(place) / folder.name
-        shutil.copytree(folder, staged, copy_function=_link, ignore=shutil.ignore_patterns(*IGNORED))
-        (staged / "README.md").write_text(card, encoding="utf-8")
-        for file in staged.glob("*config.json"):
-            _without_paths(file)
-        yield staged
-
-
-def _without_paths(file: Path) -> None:
-    """Settings remember the folder a model was loaded from: that is nobody's business."""
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    private = [key for key, value in settings.items() if key.endswith("name_or_path") and PATH.search(str(value))]
-    if private:
-        file.unlink()  # it is a second name of the original, which stays as it is
-        kept = {key: value for key, value in settings.items() if key not in private}
-        file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _link(source: str, target: str) -> str:
-    """A second name for the file; a copy where the disk knows no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-    return target
 
 
 def _to_hub(folder: Path, name: str, secrets: dict[str, str], private: bool) -> None:
