@@ -61,7 +61,10 @@ class Recorded:
 
     def upload_folder(self, *, folder_path: Any, **settings: Any) -> None:
         self.calls.append(("upload", settings))
-        self.sent = {file.name: file.read_text(errors="replace")[:5000] for file in Path(folder_path).iterdir()}
+        files = [file for file in Path(folder_path).rglob("*") if file.is_file()]
+        self.sent = {
+            file.relative_to(folder_path).as_posix(): file.read_text(errors="replace")[:5000] for file in files
+        }
 
 
 @pytest.fixture
@@ -274,6 +277,47 @@ def test_what_is_hidden_or_half_written_stays_here(model: Path, hub: Recorded, t
     sharing.push(model, "hub:li/orders")
     given = {file.name for file in paths.TINY_MODEL.iterdir() if file.is_file()}
     assert packed == given | {paths.STAMP} and set(hub.sent) == given - set(contents.OWN) | {"README.md"}
+
+
+PRIVATE: dict[str, Any] = {
+    "config.json": {"text_config": {"_name_or_path": "/home/li/one"}, "parts": [{"deep": {"name_or_path": "../li/x"}}]},
+    "generation_config.json": {"_name_or_path": "runs/li/merged"},
+    "tokenizer_config.json": {"tokenizer_file": "/home/li/two/tokenizer.json", "name_or_path": "C:\\\\li\\\\x"},
+    "trainer_state.json": ["~/li/three", {"best": "/home/li/four words/checkpoint-3", "from": "file:///home/li/five"}],
+    "vision/processor_config.json": {"a": [[{"b": "/root/li/six"}]], "/root/li/eight": 1},
+    "tokenizer.json": {"model": {"vocab": {"/usr/li": 0}}, "name_or_path": "/home/li/seven"},
+}
+
+
+def test_no_private_path_is_uploaded_however_deep_it_lies(model: Path, hub: Recorded) -> None:
+    (model / "vision").mkdir()
+    for name, settings in PRIVATE.items():
+        kept = {"eos_token": "</s>", "base": "Qwen/Qwen2.5-7B", "n": 1, "merges": [["/", "usr/li"]], "think": "/think"}
+        (model / name).write_text(json.dumps([*settings, kept] if isinstance(settings, list) else settings | kept))
+    before = {name: (model / name).read_text() for name in PRIVATE}
+    sharing.push(model, "hub:li/orders")
+    for name, text in ((name, hub.sent[name]) for name in PRIVATE):
+        told = text.replace("usr/li", "")
+        assert "li/" not in told and "/li" not in told and "\\\\li" not in told, (name, text)
+        kept = json.loads(text)[-1] if name == "trainer_state.json" else json.loads(text)
+        assert kept["eos_token"] == "</s>" and kept["base"] == "Qwen/Qwen2.5-7B" and kept["think"] == "/think"
+        assert kept["merges"] == [["/", "usr/li"]]
+    assert json.loads(hub.sent["tokenizer.json"])["model"] == {"vocab": {"/usr/li": 0}}
+    assert before == {name: (model / name).read_text() for name in PRIVATE}
+
+
+def test_a_vocabulary_is_not_searched_for_paths(model: Path, hub: Recorded) -> None:
+    (model / "tokenizer.json").write_text(json.dumps({"model": {"merges": [["/usr/local", "/bin"]]}}))
+    sharing.push(model, "hub:li/orders")
+    assert hub.sent["tokenizer.json"] == (model / "tokenizer.json").read_text()
+
+
+@pytest.mark.parametrize("text", [b"{no", b"\xff\xfe{}"])
+def test_damaged_settings_are_not_uploaded(model: Path, hub: Recorded, text: bytes) -> None:
+    (model / "generation_config.json").write_bytes(text)
+    with pytest.raises(CourseError, match=r"generation_config\.json cannot be read"):
+        sharing.push(model, "hub:li/orders")
+    assert not hub.sent and [place.name for place in model.parent.iterdir()] == ["merged"]
 
 
 @pytest.mark.parametrize("given", [".", "../merged/", "text"])

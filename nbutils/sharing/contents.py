@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from nbutils import paths
 from nbutils.errors import CourseError
-from nbutils.sharing.card import PATH
+from nbutils.sharing.card import public_name
 
 OWN = (paths.STAMP, "training.json", "export.json", "README.md")  # ours, or written anew; in an archive they may stay
 LEFT_OUT = (".*", "*.partial", "__pycache__", "training_args.bin")  # the last is a pickle full of this machine's paths
+FULL_PATH = re.compile(r"(?:(?:/[^/\n]+){2}|~[/\\]|file://|[A-Za-z]:[/\\]|\\\\)[^\n]*")
+VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")  # tokens may look like paths and are none
 
 
 def model_folder(given: str | Path) -> Path:
@@ -69,7 +73,7 @@ def staged(folder: Path, files: Iterable[Path], card: str) -> Iterator[Path]:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _second_name(Path(os.path.realpath(file)), target)
         (stage / "README.md").write_text(card, encoding="utf-8")
-        for file in stage.glob("*config.json"):
+        for file in stage.rglob("*.json"):
             _without_paths(file)
         yield stage
 
@@ -86,10 +90,34 @@ def _second_name(source: Path, target: Path) -> None:
 
 
 def _without_paths(file: Path) -> None:
-    """Settings remember the folder a model was loaded from: that is nobody's business."""
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    private = [key for key, value in settings.items() if key.endswith("name_or_path") and PATH.search(str(value))]
-    if private:
+    """Settings remember the folders a model was made in: that is nobody's business."""
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise CourseError(
+            f"{file.name} cannot be read ({type(problem).__name__}), so nobody knows what it would tell.",
+            "JSON files that are whole", "make this model again, or remove the file if it is no part of it",
+        ) from None  # fmt: skip
+    public = _public(settings, _is_private if file.name not in VOCABULARIES else lambda value: False)
+    if public != settings:
         file.unlink()  # it is a second name of the original, which stays as it is
-        kept = {key: value for key, value in settings.items() if key not in private}
-        file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(public, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _public(value: Any, private: Callable[[Any], bool]) -> Any:
+    """The same without private paths, at any depth; where a name says that a path may follow, short ones too."""
+    if isinstance(value, list):
+        return [_public(one, private) for one in value if not private(one)]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _public(one, private)
+        for key, one in value.items()
+        if not private(key) and not private(one)
+        and not (key.endswith("name_or_path") and isinstance(one, str) and public_name(one) != one)
+    }  # fmt: skip
+
+
+def _is_private(value: Any) -> bool:
+    """Whether this is a path that only this machine has."""
+    return isinstance(value, str) and bool(FULL_PATH.fullmatch(value))
