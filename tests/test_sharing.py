@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tarfile
 import threading
 from collections.abc import Iterator
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
 from click.testing import CliRunner
 
 from nbutils import cli, disk, paths, sharing
@@ -48,13 +51,17 @@ class Recorded:
     def __init__(self, **settings: Any) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = [("made", settings)]
         self.sent: dict[str, str] = {}
-        self.public = False
+        self.public = self.exists = False
+        self.reply: dict[str, Any] | None = None
 
     def create_repo(self, repo_id: str, **settings: Any) -> None:
         self.calls.append(("create", {"repo_id": repo_id, **settings}))
 
+    def repo_exists(self, repo_id: str, **settings: Any) -> bool:
+        return self.exists
+
     def get_model(self, name: str) -> dict[str, Any]:
-        return {"Visibility": 5 if self.public else 1}
+        return {"Visibility": 5 if self.public else 1} if self.reply is None else self.reply
 
     def model_info(self, name: str) -> Any:
         return type("Info", (), {"private": not self.public})()
@@ -131,7 +138,8 @@ def test_a_missing_library_is_named(model: Path, monkeypatch: pytest.MonkeyPatch
         sharing.push(model, f"{kind}:li/orders")
 
 
-def test_modelscope_gets_a_private_repository(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def modelscope(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     api = Recorded()
     fake = ModuleType("modelscope.hub.api")
     fake.HubApi = lambda **settings: api  # type: ignore[attr-defined]
@@ -139,32 +147,124 @@ def test_modelscope_gets_a_private_repository(model: Path, monkeypatch: pytest.M
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "modelscope.hub.api", fake)
     monkeypatch.setenv("MODELSCOPE_API_TOKEN", TOKEN)
-    sharing.push(model, "modelscope:li/orders")
-    assert dict(api.calls)["create"]["visibility"] == "private" and "README.md" in api.sent
-    api.public, api.sent = True, {}
-    with pytest.raises(CourseError, match="exists already and is public"):
+    return api
+
+
+@pytest.mark.parametrize("reply", [{"Visibility": 1}, {"visibility": 1}, {}])
+def test_modelscope_gets_a_new_private_repository(model: Path, modelscope: Recorded, reply: dict[str, Any]) -> None:
+    modelscope.reply = reply  # what was just made as private may be reported without a word about it
+    assert "private" in str(sharing.push(model, "modelscope:li/orders")) and "README.md" in modelscope.sent
+    made = dict(modelscope.calls)["create"]
+    assert made["visibility"] == "private" and made["exist_ok"] is False  # a foreign one is not taken for ours
+
+
+@pytest.mark.parametrize("reply", [{"Visibility": 5}, {"visibility": 3}, {"Visibility": None}, {"Visibility": "?"}, {}])
+def test_modelscope_must_say_that_an_old_repository_is_private(
+    model: Path, modelscope: Recorded, reply: dict[str, Any]
+) -> None:
+    modelscope.exists, modelscope.reply = True, reply
+    with pytest.raises(CourseError, match=r"(?s)li/orders exists already and .*--public"):
         sharing.push(model, "modelscope:li/orders")
-    assert not api.sent
+    assert not modelscope.sent and "create" not in dict(modelscope.calls)
+    assert "PUBLIC" in str(sharing.push(model, "modelscope:li/orders", private=False)) and modelscope.sent
 
 
-def test_kaggle_gets_its_token_for_the_upload_only(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
+def test_modelscope_is_not_trusted_to_have_made_it_private(model: Path, modelscope: Recorded) -> None:
+    modelscope.public = True
+    with pytest.raises(CourseError, match="is public"):
+        sharing.push(model, "modelscope:li/orders")
+    assert not modelscope.sent
 
-    seen: list[tuple[str, str | None, list[str]]] = []
-    fake = ModuleType("kagglehub")
 
-    def upload(handle: str, folder: str, **settings: Any) -> None:
-        seen.append((handle, os.environ.get("KAGGLE_API_TOKEN"), sorted(os.listdir(folder))))
+def test_what_is_told_is_what_is_there(model: Path, modelscope: Recorded, hub: Recorded) -> None:
+    modelscope.exists = True
+    assert "PUBLIC" not in str(sharing.push(model, "modelscope:li/orders", private=False))
+    assert "PUBLIC" not in str(sharing.push(model, "hub:li/orders", private=False))  # an old one stays private
 
-    fake.model_upload = upload  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kagglehub", fake)
+
+class Kaggle:
+    """kagglehub and kagglesdk as far as they are asked: what is there, and what was sent with which token."""
+
+    def __init__(self) -> None:
+        self.there: Any = HTTPStatus.NOT_FOUND
+        self.sent: list[tuple[str, str | None, list[str]]] = []
+        self.asked: list[tuple[str, str, str | None]] = []
+        self.models = self.model_api_client = self
+
+    def __enter__(self) -> Kaggle:
+        return self
+
+    def __exit__(self, *told: object) -> None:
+        pass
+
+    def get_model(self, request: Any) -> Any:
+        self.asked.append((request.owner_slug, request.model_slug, os.environ.get("KAGGLE_API_TOKEN")))
+        if isinstance(self.there, HTTPStatus):
+            answer = requests.Response()
+            answer.status_code = self.there
+            raise requests.HTTPError(f"no: {TOKEN}", response=answer)
+        return self.there
+
+    def model_upload(self, handle: str, folder: str, **settings: Any) -> None:
+        self.sent.append((handle, os.environ.get("KAGGLE_API_TOKEN"), sorted(os.listdir(folder))))
+
+
+@pytest.fixture
+def kaggle(monkeypatch: pytest.MonkeyPatch) -> Kaggle:
+    there = Kaggle()
+    contents_of: dict[str, dict[str, Any]] = {
+        "kagglehub": {"model_upload": there.model_upload},
+        "kagglehub.clients": {"build_kaggle_client": lambda: there},
+        "kagglesdk": {}, "kagglesdk.models": {}, "kagglesdk.models.types": {},
+        "kagglesdk.models.types.model_api_service": {"ApiGetModelRequest": SimpleNamespace},
+    }  # fmt: skip
+    for name, inside in contents_of.items():
+        module = ModuleType(name)
+        vars(module).update(inside)
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(pushing.platforms, "secret", {"KAGGLE_API_TOKEN": TOKEN}.get)  # as from Kaggle's secrets
-    sharing.push(model, "kaggle:li/orders")
-    handle, token, files = seen[0]
+    return there
+
+
+@pytest.mark.parametrize("there", [HTTPStatus.NOT_FOUND, HTTPStatus.FORBIDDEN, SimpleNamespace(is_private=True)])
+def test_kaggle_gets_its_token_for_the_upload_only(model: Path, kaggle: Kaggle, there: Any) -> None:
+    kaggle.there = there
+    assert "(0.0" in (told := str(sharing.push(model, "kaggle:li/orders"))) and told.endswith("private)")
+    handle, token, files = kaggle.sent[0]
     assert handle == "li/orders/transformers/default" and token == TOKEN and "README.md" in files
-    assert "KAGGLE_API_TOKEN" not in os.environ
+    assert kaggle.asked == [("li", "orders", TOKEN)] and "KAGGLE_API_TOKEN" not in os.environ
     with pytest.raises(CourseError, match="every new model private"):
         sharing.push(model, "kaggle:li/orders", private=False)
+    assert len(kaggle.sent) == 1
+
+
+@pytest.mark.parametrize("there", [SimpleNamespace(is_private=False), SimpleNamespace(is_private=None)])
+def test_kaggle_is_asked_before_the_upload(model: Path, kaggle: Kaggle, there: Any) -> None:
+    kaggle.there = there
+    with pytest.raises(CourseError, match=r"(?s)li/orders exists already and .*--public"):
+        sharing.push(model, "kaggle:li/orders")
+    assert not kaggle.sent and "KAGGLE_API_TOKEN" not in os.environ
+    assert "PUBLIC" in str(sharing.push(model, "kaggle:li/orders", private=False)) and kaggle.sent
+
+
+def test_kaggle_that_does_not_answer_gets_nothing(model: Path, kaggle: Kaggle) -> None:
+    kaggle.there = HTTPStatus.INTERNAL_SERVER_ERROR
+    with pytest.raises(CourseError, match="the upload to kaggle:li/orders failed: HTTPError") as told:
+        sharing.push(model, "kaggle:li/orders")
+    assert not kaggle.sent and TOKEN not in str(told.value)
+
+
+def test_a_kagglehub_too_old_to_be_asked_is_named(model: Path, kaggle: Kaggle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kagglehub.clients", ModuleType("kagglehub.clients"))
+    with pytest.raises(CourseError, match="too old"):
+        sharing.push(model, "kaggle:li/orders")
+    assert not kaggle.sent
+
+
+def test_a_token_in_the_target_is_not_shown(model: Path) -> None:
+    with pytest.raises(CourseError, match="the target is") as told:
+        sharing.push(model, f"hub:{TOKEN}@li/orders")
+    assert TOKEN not in str(told.value)
 
 
 @pytest.fixture

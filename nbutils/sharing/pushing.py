@@ -18,7 +18,8 @@ from nbutils.errors import CourseError
 from nbutils.sharing import contents
 from nbutils.sharing.card import model_card
 
-MODELSCOPE_PUBLIC = 5  # as its library calls it
+MODELSCOPE_PRIVATE = 1  # as its library calls it; 3 is internal, 5 public
+ABSENT = (403, 404)  # what is public can be seen by all: it is not there, or hidden and no one else's to fill
 
 
 @dataclass(frozen=True)
@@ -28,23 +29,23 @@ class Pushed:
     url: str
     private: bool
     gib: float
-    note: str = ""
 
     def __str__(self) -> str:
-        return f"{self.url} ({self.gib:.2f} GiB, {'private' if self.private else 'PUBLIC'}){self.note}"
+        return f"{self.url} ({self.gib:.2f} GiB, {'private' if self.private else 'PUBLIC'})"
 
 
 @dataclass(frozen=True)
 class Place:
-    """One kind of target: its library, its secrets (any full group of them will do), the upload, the page."""
+    """One kind of target: its library, its secrets (any full group of them will do), the upload, the page.
+
+    The upload sends nothing to what it cannot tell to be private, unless that is wanted, and says if it is private.
+    """
 
     library: str
-    install: str
     secrets: tuple[tuple[str, ...], ...]
     get_token: str
-    upload: Callable[[Path, str, dict[str, str], bool], None]
+    upload: Callable[[Path, str, dict[str, str], bool], bool]
     page: str
-    note: str = ""
 
 
 def push(folder: str | Path, to: str, *, private: bool = True) -> Pushed:
@@ -53,18 +54,14 @@ def push(folder: str | Path, to: str, *, private: bool = True) -> Pushed:
     place = PLACES[kind]
     folder = contents.model_folder(folder)
     files = contents.model_files(folder)
-    if kind == "kaggle" and not private:
-        raise CourseError(
-            "Kaggle makes every new model private.", "private", "push it so, and make it public on its page there"
-        )
     secrets = _secrets(to, place)
     with contents.staged(folder, files, model_card(folder, name)) as staged:
         try:
-            place.upload(staged, name, secrets, private)
+            private = place.upload(staged, name, secrets, private)
         except ImportError as problem:
             raise CourseError(
-                f"{place.library} is not installed here.", f"an environment with {place.library}",
-                f"pip install {place.install}, and run this again",
+                f"{place.library} is not installed here, or too old.", f"an environment with {place.library} of today",
+                f"pip install {place.library} --upgrade, and run this again",
             ) from problem  # fmt: skip
         except CourseError:
             raise
@@ -75,7 +72,7 @@ def push(folder: str | Path, to: str, *, private: bool = True) -> Pushed:
                 f"a token that may write to {name}, and a network that reaches it",
                 f"check name and token ({place.get_token}); what was uploaded already is not sent again",
             ) from None  # the original may hold the token in its request
-    return Pushed(place.page.format(name=name), private, contents.size_of(files) / paths.GIB, place.note)
+    return Pushed(place.page.format(name=name), private, contents.size_of(files) / paths.GIB)
 
 
 def parse(to: str) -> tuple[str, str]:
@@ -83,7 +80,7 @@ def parse(to: str) -> tuple[str, str]:
     kind, _, name = to.strip().partition(":")
     if kind not in PLACES or not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", name):
         raise CourseError(
-            f"the target is {to!r}.", "hub:owner/name, modelscope:owner/name or kaggle:owner/name",
+            f"the target is {record.mask_secrets(to)!r}.", "hub:owner/name, modelscope:owner/name or kaggle:owner/name",
             "write it so, with your own account as owner",
         )  # fmt: skip
     return kind, name
@@ -103,61 +100,89 @@ def _secrets(to: str, place: Place) -> dict[str, str]:
     )  # fmt: skip
 
 
-def _to_hub(folder: Path, name: str, secrets: dict[str, str], private: bool) -> None:
+def _to_hub(folder: Path, name: str, secrets: dict[str, str], private: bool) -> bool:
     from huggingface_hub import HfApi
 
     api: Any = HfApi(token=secrets["HF_TOKEN"])
     api.create_repo(name, private=private, exist_ok=True)
-    _require_private(private, lambda: api.model_info(name).private, name)
+    hidden = api.model_info(name).private is True
+    _require_private(private, hidden, name)
     api.upload_folder(repo_id=name, folder_path=folder, commit_message="Model and card")
+    return hidden
 
 
-def _to_modelscope(folder: Path, name: str, secrets: dict[str, str], private: bool) -> None:
+def _to_modelscope(folder: Path, name: str, secrets: dict[str, str], private: bool) -> bool:
     from modelscope.hub.api import HubApi
 
     token = secrets["MODELSCOPE_API_TOKEN"]
     api = HubApi(token=token)
-    wish = "private" if private else "public"
-    api.create_repo(repo_id=name, token=token, visibility=wish, repo_type="model", exist_ok=True)
-    seen = {key.lower(): value for key, value in dict(api.get_model(name)).items()}
-    _require_private(private, lambda: seen.get("visibility") != MODELSCOPE_PUBLIC, name)
-    api.upload_folder(
-        repo_id=name, folder_path=str(folder), token=token, repo_type="model", commit_message="Model and card"
-    )
+    about: dict[str, Any] = {"repo_id": name, "repo_type": "model", "token": token}
+    existed = api.repo_exists(**about)
+    if not existed:
+        api.create_repo(**about, visibility="private" if private else "public", exist_ok=False)
+    seen = {key.lower(): value for key, value in dict(api.get_model(name)).items()}.get("visibility")
+    hidden = seen == MODELSCOPE_PRIVATE or (private and not existed and seen is None)
+    _require_private(private, hidden, name)
+    api.upload_folder(**about, folder_path=str(folder), commit_message="Model and card")
+    return hidden
 
 
-def _to_kaggle(folder: Path, name: str, secrets: dict[str, str], private: bool) -> None:
+def _to_kaggle(folder: Path, name: str, secrets: dict[str, str], private: bool) -> bool:
     import kagglehub
 
     before = {key: os.environ.get(key) for key in secrets}
     os.environ.update(secrets)  # the library looks nowhere else
     try:
+        hidden = _hidden_at_kaggle(name)
+        if hidden and not private:
+            raise CourseError(
+                "Kaggle makes every new model private.", "private", "push it so, and make it public on its page there"
+            )
+        _require_private(private, hidden, name)
         kagglehub.model_upload(f"{name}/transformers/default", str(folder), version_notes="Model and card")
     finally:
         for key, value in before.items():
             os.environ.pop(key) if value is None else os.environ.update({key: value})
+    return hidden
 
 
-def _require_private(private: bool, ask: Callable[[], bool], name: str) -> None:
+def _hidden_at_kaggle(name: str) -> bool:
+    """Whether the model is private there, or not there yet: the library makes new ones private."""
+    from kagglehub.clients import build_kaggle_client
+    from kagglesdk.models.types.model_api_service import ApiGetModelRequest
+
+    request = ApiGetModelRequest()
+    request.owner_slug, request.model_slug = name.split("/")
+    try:
+        with build_kaggle_client() as client:
+            return client.models.model_api_client.get_model(request).is_private is True
+    except Exception as problem:
+        if getattr(getattr(problem, "response", None), "status_code", None) in ABSENT:
+            return True
+        raise
+
+
+def _require_private(private: bool, hidden: bool, name: str) -> None:
     """A repository that was there already may be public: nothing is uploaded into it unasked."""
-    if private and not ask():
+    if private and not hidden:
         raise CourseError(
-            f"{name} exists already and is public.", "a private repository, or an upload that is meant to be public",
+            f"{name} exists already and is public, or does not say that it is private.",
+            "a private repository, or an upload that is meant to be public",
             "choose another name, make that one private on its page, or push with private=False (--public)",
         )  # fmt: skip
 
 
 PLACES: dict[str, Place] = {
     "hub": Place(
-        "huggingface_hub", "huggingface_hub", (("HF_TOKEN",),), "huggingface.co/settings/tokens", _to_hub,
+        "huggingface_hub", (("HF_TOKEN",),), "huggingface.co/settings/tokens", _to_hub,
         "https://huggingface.co/{name}",
     ),
     "modelscope": Place(
-        "modelscope", "modelscope", (("MODELSCOPE_API_TOKEN",),), "modelscope.cn/my/myaccesstoken", _to_modelscope,
+        "modelscope", (("MODELSCOPE_API_TOKEN",),), "modelscope.cn/my/myaccesstoken", _to_modelscope,
         "https://modelscope.cn/models/{name}",
     ),
     "kaggle": Place(
-        "kagglehub", "kagglehub", (("KAGGLE_API_TOKEN",), ("KAGGLE_USERNAME", "KAGGLE_KEY")), "kaggle.com/settings",
-        _to_kaggle, "https://www.kaggle.com/models/{name}", "; a model that was public before stays public",
+        "kagglehub", (("KAGGLE_API_TOKEN",), ("KAGGLE_USERNAME", "KAGGLE_KEY")), "kaggle.com/settings",
+        _to_kaggle, "https://www.kaggle.com/models/{name}",
     ),
 }  # fmt: skip
