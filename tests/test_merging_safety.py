@@ -73,6 +73,62 @@ def test_a_quantised_base_is_refused_and_the_right_one_named(pair: tuple[Path, P
         merging.check_base(unnamed, adapter)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"compression_config": {"format": "pack-quantized"}}, {"quantization": {"bits": 4, "group_size": 64}},
+        {"text_config": {"quantization_config": {"quant_method": "gptq"}}},
+    ],
+)  # fmt: skip
+def test_every_way_to_say_quantised_is_understood(settings: dict[str, Any], pair: tuple[Path, Path]) -> None:
+    base, adapter = pair
+    change(base / "config.json", **settings)
+    with pytest.raises(CourseError, match="is a quantised model"):
+        merging.check_base(base, adapter)
+
+
+PACKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "MLX": lambda weight: weight.to(torch.int32).view(torch.uint32),
+    "fp8": lambda weight: weight.to(torch.float8_e4m3fn),
+    "int8": lambda weight: weight.to(torch.int8),
+    "bitsandbytes": lambda weight: torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8),
+}
+
+
+@pytest.mark.parametrize("form", PACKED)
+def test_quantised_weights_are_seen_without_settings(form: str, home: Path, tmp_path: Path) -> None:
+    base = models.make_base(tmp_path / "base-8bit")
+    rewrite(
+        base / bases.SINGLE,
+        lambda found: {name: PACKED[form](one) if "v_proj.weight" in name else one for name, one in found.items()},
+    )
+    with pytest.raises(CourseError, match="is a quantised model") as caught:
+        merge(base, home / "adapter", tmp_path / "out")
+    assert "use base:" in caught.value.todo
+    with pytest.raises(CourseError, match="is a quantised model"):
+        merging.check_base(base, home / "adapter")
+
+
+def test_what_is_no_weight_keeps_its_type_and_null_is_not_quantised(home: Path, tmp_path: Path) -> None:
+    base = models.make_base(tmp_path / "base")
+    change(base / "config.json", quantization_config=None)
+    positions = {"positions": torch.arange(8)[None], "mask": torch.ones(4, 4, dtype=torch.bool)}
+    rewrite(base / bases.SINGLE, lambda found: found | positions)
+    merge(base, home / "adapter", tmp_path / "out", dtype="float16")
+    made = models.weights(tmp_path / "out")
+    assert all(torch.equal(made[name], tensor) for name, tensor in positions.items())
+
+
+def test_headers_that_say_something_else_than_their_file_are_refused(pair: tuple[Path, Path]) -> None:
+    base, adapter = pair
+    file = sorted(base.glob("*.safetensors"))[0]
+    for header in (b"[1, 2]  ", b'{"w":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}', b'{"w":{"dtype":"F32"}}',
+                   b'{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'):  # fmt: skip
+        file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+        with pytest.raises(CourseError, match="is damaged"):
+            merging.check_base(base, adapter)
+
+
 def test_another_base_is_refused_and_a_quantised_twin_is_not(pair: tuple[Path, Path]) -> None:
     base, adapter = pair
     merging.check_base(base, adapter)
@@ -273,6 +329,22 @@ def test_a_killed_merge_leaves_nothing_that_looks_finished_and_goes_on_by_file(h
         file.write(b"\x01")
     assert merge(home / "base", home / "adapter", tmp_path / "damaged").resumed_shards == 1
     assert same(tmp_path / "damaged", fresh)
+
+
+@pytest.mark.parametrize("kind", ["k_proj.weight", "norm.weight", "k_proj.bias"])
+def test_a_finished_merge_does_not_count_for_other_weights_of_the_same_name(
+    kind: str, home: Path, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    base, adapter = pair
+    merge(home / "base", home / "adapter", tmp_path / "out")
+    assert merge(base, adapter, tmp_path / "out").reused  # the same content elsewhere
+    for file in base.glob("*.safetensors"):
+        rewrite(file, lambda found: {name: one + 1 if name.endswith(kind) else one for name, one in found.items()})
+    assert not merge(base, adapter, tmp_path / "out").reused
+    merge(base, adapter, tmp_path / "fresh")
+    assert same(tmp_path / "out", tmp_path / "fresh")
+    merging.cast_model(home / "base", tmp_path / "cast", "float16", progress=False)
+    assert not merging.cast_model(base, tmp_path / "cast", "float16", progress=False).reused
 
 
 def test_remains_of_another_merge_are_not_taken_over(

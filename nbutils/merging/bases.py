@@ -22,6 +22,7 @@ HEAD = "lm_head"
 QUANTISED_NAME = re.compile(
     r"[-_](unsloth-)?(bnb-4bit|4bit|8bit|awq|gptq|fp8|gguf|w4a16|w8a8|int4|int8|mlx)\b.*$", re.I
 )
+QUANTISED_KEYS = ("quantization_config", "compression_config", "quantization")  # the last one is MLX's
 NEEDED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.py"]
 
 
@@ -74,12 +75,17 @@ def plain_name(name: str) -> str:
 
 
 def require_unquantised(name: str, config: Mapping[str, Any]) -> None:
-    """Refuse a quantised base, and say which one to use."""
-    if "quantization_config" not in config:
-        return
+    """Refuse a base whose settings say that it is quantised, and say which one to use."""
+    parts = [config, *(part for key, part in config.items() if key.endswith("_config") and isinstance(part, Mapping))]
+    if any(part.get(key) for part in parts for key in QUANTISED_KEYS):
+        raise quantised(name)
+
+
+def quantised(name: str) -> CourseError:
+    """The error for a quantised base."""
     full = QUANTISED_NAME.sub("", name)
     instead = full if full != name else "the model this one was quantised from (its page names it)"
-    raise CourseError(
+    return CourseError(
         f"{name} is a quantised model.", "the 16-bit (or 32-bit) model it was made from",
         f"use {instead}: merging into quantised weights would round the tuning away",
     )  # fmt: skip
@@ -113,6 +119,8 @@ def open_base(base: str | Path) -> Base:
     config = read_settings(folder / "config.json", "a model folder")
     require_unquantised(called(base), config)
     shards = {name: read_header(folder / name)[0] for name in _file_names(folder)}
+    if any(place.is_packed for shard in shards.values() for place in shard.values()):
+        raise quantised(called(base))  # also where the settings do not say so
     return Base(folder, called(base), config, shards)
 
 

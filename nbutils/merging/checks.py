@@ -5,7 +5,6 @@ Not here: the merge itself (streaming), and whether the result is the same model
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ import psutil
 
 from nbutils import disk, platforms
 from nbutils.errors import CourseError
-from nbutils.merging import bases, plan
+from nbutils.merging import bases, marks, plan
 from nbutils.merging.formula import Product, Recipe
-from nbutils.merging.shards import BLOCK, CODES, WIDTHS, Stored
-from nbutils.paths import GIB, require_apart, sha256, stamp
+from nbutils.merging.shards import BITS, BLOCK, CODES, Stored
+from nbutils.paths import GIB, require_apart
 
 SPARE = 0.2  # GiB of memory for what was not counted
 
@@ -58,10 +57,7 @@ def target_code(place: Stored, dtype: str) -> str:
 
 def size_bytes(recipes: Mapping[str, Recipe], dtype: str) -> int:
     """How large the merged weights will be."""
-    return sum(
-        recipe.source.size // WIDTHS[recipe.source.dtype] * WIDTHS[target_code(recipe.source, dtype)]
-        for recipe in recipes.values()
-    )
+    return sum(recipe.source.elements * BITS[target_code(recipe.source, dtype)] // 8 for recipe in recipes.values())
 
 
 def size_gib(base: str | Path, adapter: Path, dtype: str = "auto") -> float:
@@ -76,14 +72,10 @@ def memory_gib(recipes: Iterable[Recipe], workers: int) -> float:
     most = blocks
     for recipe in recipes:
         products = [change for change in recipe.changes if isinstance(change, Product)]
-        factors = sum(4 * (_elements(change.up) + _elements(change.down)) for change in products)
-        whole = _elements(recipe.source) * 20 if recipe.whole else 0
+        factors = sum(4 * (change.up.elements + change.down.elements) for change in products)
+        whole = recipe.source.elements * 20 if recipe.whole else 0
         most = max(most, blocks + factors, whole + factors)
     return most / GIB + SPARE
-
-
-def _elements(place: Stored) -> int:
-    return place.size // WIDTHS[place.dtype]
 
 
 def require_memory(gib: float) -> None:
@@ -104,25 +96,17 @@ def require_room(out: Path, needed: int, present: int, recipes: Iterable[Recipe]
 
 
 def describe(
-    base: str | Path, adapter: Path | Sequence[Path], dtype: str, onto: str = "full",
+    base: str | Path | bases.Base, adapter: Path | Sequence[Path], dtype: str, onto: str = "full",
     quantization: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What a merged folder was made from, as its stamp says; equal for the same merge on another machine."""
-    marks = [mark(one) for one in adapters_of(adapter)]
-    about: dict[str, Any] = {"base": bases.called(base), "dtype": dtype, "onto": onto}
-    about["adapter"] = marks[0] if len(marks) == 1 else marks
+    opened = base if isinstance(base, bases.Base) else bases.open_base(base)
+    about: dict[str, Any] = {"base": opened.called, "base_mark": marks.of_model(opened), "dtype": dtype, "onto": onto}
+    found = [marks.of_adapter(one) for one in adapters_of(adapter)]
+    about["adapter"] = found[0] if len(found) == 1 else found
     return about | ({"quantization": dict(quantization)} if quantization else {})
 
 
 def adapters_of(adapter: Path | Sequence[Path]) -> list[Path]:
     """One adapter or several, as a list."""
     return [adapter] if isinstance(adapter, Path) else list(adapter)
-
-
-def mark(adapter: Path) -> Any:
-    """What an adapter is: its stamp if the course wrote it, else a checksum of its files."""
-    written = stamp(adapter)
-    if written is not None:
-        return written
-    files = [adapter / name for name in ("adapter_config.json", "adapter_model.safetensors")]
-    return hashlib.sha256("".join(sha256(file) for file in files if file.is_file()).encode()).hexdigest()[:16]

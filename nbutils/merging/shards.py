@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 CODES = {name: code for code, name in FLOATS.items()}
-WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+BITS = {  # every type of the format
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
+    "U64": 64, "I64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+COUNTS = ("BOOL", "I64", "U64")  # masks and positions; other types that are no ordinary floats hold quantised weights
 LARGEST_HEADER = 100 * 2**20  # what the format itself allows
 BLOCK = 2**21  # elements read and written at a time
 LEAST = 32  # rows of a piece
@@ -50,6 +55,16 @@ class Stored:
     def is_float(self) -> bool:
         """Whether it holds ordinary floating-point numbers."""
         return self.dtype in FLOATS
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is a matrix of quantised weights."""
+        return not self.is_float and self.dtype not in COUNTS and len(self.shape) > 1 and self.rows > 1
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
 
     def blocks(self, whole: bool = False) -> Iterator[tuple[int, int]]:
         """First and last row of pieces of about BLOCK elements; whole: everything at once."""
@@ -131,9 +146,16 @@ def read_header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
             written: dict[str, Any] = json.loads(opened.read(length))
     except (struct.error, ValueError) as problem:
         raise damaged(file, "its header cannot be read") from problem
-    metadata = written.pop("__metadata__", {})
-    entries = sorted(written.items(), key=lambda item: item[1]["data_offsets"])
-    found = {name: _stored(file, 8 + length, entry) for name, entry in entries}
+    try:
+        metadata = written.pop("__metadata__", {})
+        entries = sorted(written.items(), key=lambda item: item[1]["data_offsets"])
+        found = {name: _stored(file, 8 + length, entry) for name, entry in entries}
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        raise damaged(file, "its header is not one of safetensors") from problem
+    if strange := next(
+        (one.dtype for one in found.values() if one.size * 8 != one.elements * BITS.get(one.dtype, -1)), ""
+    ):
+        raise damaged(file, f"a tensor of type {strange} has another size than its shape says, or the type is unknown")
     if max((one.start + one.size for one in found.values()), default=0) > file.stat().st_size:
         raise damaged(file, "it ends too early")
     return found, metadata
@@ -149,7 +171,7 @@ def lay_out(file: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> tu
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (dtype, shape) in wanted.items():
-        size = math.prod(shape) * WIDTHS[dtype]
+        size = math.prod(shape) * BITS[dtype] // 8
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(entries, separators=(",", ":")).encode()

@@ -14,7 +14,7 @@ from typing import Any
 
 from nbutils import disk, paths, platforms
 from nbutils.errors import CourseError
-from nbutils.merging import bases, checks, dequantized, plan
+from nbutils.merging import bases, checks, dequantized, marks, plan
 from nbutils.merging.companions import write_companions, write_index
 from nbutils.merging.formula import Recipe
 from nbutils.merging.readback import intact
@@ -79,7 +79,7 @@ def merge_adapter(
     if onto == "dequantized":
         recipes = _through_four_bits(opened, recipes)
     written = opened.dtype if dtype == "auto" else dtype
-    about = checks.describe(base, adapter, written, onto, quantization if onto == "dequantized" else None)
+    about = checks.describe(opened, adapter, written, onto, quantization if onto == "dequantized" else None)
     changed = sum(recipe.changed for recipe in recipes.values())
     report = MergeReport(
         out, opened.called, ", ".join(str(one) for one in adapters), written, onto, device, changed,
@@ -97,7 +97,7 @@ def cast_model(model: str | Path, out: Path, dtype: str, *, progress: bool = Tru
     opened = bases.open_base(model)
     checks.require_place(out, opened.folder, [])
     recipes, _ = plan.recipes(opened, [])
-    about = {"model": opened.called, "dtype": dtype, "of": paths.stamp(opened.folder)}
+    about = {"model": opened.called, "dtype": dtype, "of": paths.stamp(opened.folder), "mark": marks.of_model(opened)}
     size = checks.size_bytes(recipes, dtype)
     report = MergeReport(out, opened.called, "", dtype, "full", "cpu", 0, len(recipes), size, 0.0)
     if paths.stamp(out) == about:
