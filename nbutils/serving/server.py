@@ -10,25 +10,23 @@ import atexit
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from nbutils import processes
 from nbutils.errors import CourseError
 from nbutils.serving import adapters as lora
-from nbutils.serving import card, flags, keys, logs, processes, table, watching
+from nbutils.serving import card, flags, keys, logs, table, watching
 from nbutils.serving.environment import ServingEnvironment, ensure_environment, repaired
 from nbutils.serving.ports import checked_port, health, reach_directly
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
-SUPERVISOR = Path(__file__).with_name("supervise.py")
 GUARD = Path(__file__).parent / "inside"
 GRACE_SECONDS = 10.0
 HERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}  # how this machine calls itself there
@@ -142,13 +140,9 @@ class Server:
         reach_directly(self.host)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         secret = {keys.VARIABLE: self.api_key} if self.api_key else {}
-        supervisor = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(GRACE_SECONDS)]
+        variables = self.environment.variables(self.settings() | secret)
         with open(self.log, "wb") as output:
-            self.process = subprocess.Popen(
-                [*supervisor, *self.command()], env=self.environment.variables(self.settings() | secret),
-                cwd=self.log.parent, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
+            self.process = processes.supervised(self.command(), variables, self.log.parent, output, GRACE_SECONDS)
         self.failure = None
         watching.SERVERS[self.url] = self
         atexit.register(self.stop)
@@ -188,15 +182,8 @@ class Server:
             watcher.done.set()
         atexit.unregister(self.stop)
         watching.cell_events("unregister", self._after_cell)
-        if process is None:
-            return
-
-        def gone(seconds: float) -> None:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
-
-        processes.end_group(process.pid, GRACE_SECONDS, gone)
-        process.wait()
+        if process is not None:
+            processes.end(process, GRACE_SECONDS)
 
     def fail(self, trouble: str) -> None:
         """Called by the watcher: remember why the server is gone, say so, and clear away what is left of it."""

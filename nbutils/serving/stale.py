@@ -15,10 +15,12 @@ from pathlib import Path
 
 import psutil
 
+from nbutils import processes
 from nbutils.errors import CourseError
-from nbutils.serving import flags, processes, watching
+from nbutils.processes import SUPERVISOR
+from nbutils.serving import flags, watching
 from nbutils.serving.running import NOTE, Running, running
-from nbutils.serving.server import GRACE_SECONDS, SUPERVISOR
+from nbutils.serving.server import GRACE_SECONDS
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from nbutils import processes
 from nbutils.errors import CourseError
-from nbutils.serving import logs, processes
+from nbutils.serving import logs
 from nbutils.serving.ports import health
 
 if TYPE_CHECKING:

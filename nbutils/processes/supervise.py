@@ -1,7 +1,7 @@
-"""A script: run a server so that it cannot outlive the process that asked for it (`server` starts it).
+"""A script: run a command so that it cannot outlive the process that asked for it (`processes.supervised` starts it).
 
-A kernel may be killed without a chance to clean up, and vLLM's engine processes live on when only their API server is
-killed. So this small process leads the server's process group, watches its own parent, and ends the whole group when
+A kernel may be killed without a chance to clean up, and vLLM's engine or pip's second process live on when only the
+first is killed. So this small process leads their process group, watches its own parent, and ends the whole group when
 that parent is gone. It imports nothing but the standard library.
 """
 
@@ -32,7 +32,7 @@ def main(parent: int, grace: float, command: list[str]) -> int:
 
 
 def _die_with_me() -> Callable[[], object] | None:
-    """On Linux, a hook that lets the kernel end the server should this process be killed too."""
+    """On Linux, a hook that lets the system end the command should this process be killed too."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None).prctl  # looked up before the fork

@@ -1,17 +1,45 @@
-"""Groups of processes: who lives in one, and how it is ended for good.
+"""Groups of processes that end with this kernel: how one is started (supervise leads it), who lives in it, its end.
 
-Not here: the server that leads one (server), the one that outlives its kernel (stale).
+Not here: what runs in one: servers (serving), the steps of a build (environments).
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from pathlib import Path
+from typing import IO
 
 import psutil
+
+SUPERVISOR = Path(__file__).with_name("supervise.py")
+
+
+def supervised(
+    command: list[str], env: Mapping[str, str], cwd: Path, output: IO[bytes], grace: float, fds: Collection[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a command in a group of its own, which ends when this process does; `fds` stay open until then."""
+    leader = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(grace)]
+    return subprocess.Popen(
+        [*leader, *command], env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+        start_new_session=True, pass_fds=fds,
+    )  # fmt: skip
+
+
+def end(leader: subprocess.Popen[bytes], grace: float) -> None:
+    """End a supervised command and every process it made."""
+
+    def gone(seconds: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            leader.wait(seconds)
+
+    end_group(leader.pid, grace, gone)
+    leader.wait()
 
 
 def end_group(group: int, grace: float, gone: Callable[[float], object]) -> None:
