@@ -276,6 +276,18 @@ def test_numbers_too_large_for_float16_are_not_written(pair: tuple[Path, Path], 
     assert merge(base, adapter, tmp_path / "out").dtype == "bfloat16"
 
 
+def test_undefined_numbers_in_a_whole_module_are_not_written(home: Path, tmp_path: Path) -> None:
+    wishes: dict[str, Any] = {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"], "dtype": "bfloat16"}
+    adapter = models.make_adapter(home / "base", tmp_path / "adapter", **wishes)
+    rewrite(
+        adapter / "adapter_model.safetensors",
+        lambda found: {name: one * float("nan") if "lm_head" in name else one for name, one in found.items()},
+    )
+    with pytest.raises(CourseError, match=r"lm_head.weight has infinite .* in bfloat16") as caught:
+        merge(home / "base", adapter, tmp_path / "out")
+    assert "the adapter itself is broken" in caught.value.todo and "float16" not in caught.value.todo
+
+
 def test_no_room_on_disk_or_in_memory_is_told_before(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +359,29 @@ def test_a_finished_merge_does_not_count_for_other_weights_of_the_same_name(
     assert not merging.cast_model(base, tmp_path / "cast", "float16", progress=False).reused
 
 
+KILLED_THERE = """
+import os, signal, sys
+from pathlib import Path
+from nbutils import merging
+from nbutils.merging import streaming, writing
+STEP = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+merging.merge_adapter(*(Path(each) for each in sys.argv[1:]), progress=False)
+"""
+
+
+def test_a_merge_killed_in_its_last_step_or_in_its_journal_leaves_no_trace(home: Path, tmp_path: Path) -> None:
+    """Whatever the moment: finished files are kept, and nothing but the model is in the folder afterwards."""
+    for step, kept in {"streaming.write_companions": 3, "writing.write_json": 0}.items():
+        code = KILLED_THERE.replace("STEP", step)
+        out = tmp_path / step
+        line = [sys.executable, "-c", code, str(home / "base"), str(home / "adapter"), str(out)]
+        assert subprocess.run(line, check=False).returncode == -signal.SIGKILL
+        (paths.partial_of(out) / f".{writing.JOURNAL}.7.partial").touch()
+        (paths.partial_of(out) / ".ipynb_checkpoints").mkdir()
+        assert merge(home / "base", home / "adapter", out).resumed_shards == kept
+        assert not [file.name for file in out.iterdir() if "journal" in file.name]
+
+
 def test_remains_of_another_merge_are_not_taken_over(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,6 +451,11 @@ def test_the_folder_speaks_as_the_training_did(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = "{{ messages[0]['content'] }} trained"
     tokenizer.save_pretrained(adapter)
+    half = shutil.copytree(adapter, tmp_path / "half/adapter")
+    (half / "tokenizer.json").unlink()  # settings without a vocabulary: the base has one
+    merge(base, half, tmp_path / "half/out", dtype="float16")
+    spoken = AutoTokenizer.from_pretrained(tmp_path / "half/out")
+    assert spoken.chat_template.endswith("trained") and spoken.get_vocab() == tokenizer.get_vocab()
     change(base / "config.json", torch_dtype="float32")
     merge(base, adapter, tmp_path / "out", dtype="float16")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template.endswith("trained")
@@ -451,6 +491,11 @@ def test_a_model_that_does_not_fit_the_run_folder_goes_to_scratch_and_is_found(
     assert place == folders.scratch / "run/merged" == lessons.RunFolder(run.path).merged
     assert "no room for 15.0 GiB" in capsys.readouterr().out
     assert merging.choose_place(run, folders, 8) == run.path / "merged" == run.merged  # there is room again
+    merging.choose_place(run, folders, 15)
+    monkeypatch.setattr(disk, "folder_gib", lambda folder: 40.0 if folder == paths.partial_of(place) else 0.0)
+    assert merging.choose_place(run, folders, 80) == place  # half of it is written already
+    monkeypatch.setattr(disk, "folder_gib", lambda folder: 0.0)
+    assert merging.choose_place(run, folders, 8) == run.merged
     for folder in (run.adapter, run.merged):
         with paths.whole_folder(folder, {"adapter": None} if folder == run.merged else {"steps": 3}):
             pass
@@ -488,30 +533,37 @@ from nbutils import merging
 def peak(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 torch.zeros(8).add(1)
 before = peak()
-merging.merge_adapter(*(Path(each) for each in sys.argv[1:]), progress=False)
+base, adapter, out, dtype = sys.argv[1:]
+merging.merge_adapter(base, Path(adapter), Path(out), dtype=dtype, progress=False)
 print((peak() - before) // 1024)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_memory_does_not_grow_with_the_weight(home: Path, tmp_path: Path) -> None:
-    """A single weight of 256 MiB, which with its change would be 1 GiB in float32, merged in far less."""
+@pytest.mark.parametrize(("stack", "dtype"), [((), "auto"), ((32, 2048, 2048), "float16")], ids=["matrix", "experts"])
+def test_memory_does_not_grow_with_the_weight(stack: tuple[int, ...], dtype: str, home: Path, tmp_path: Path) -> None:
+    """A single weight of 256 MiB, which with its change would be 1 GiB in float32, merged in far less.
+
+    Fused experts are few rows of millions of numbers each; they are cast, and a small weight beside them changed.
+    """
     from safetensors.torch import save_file
 
-    name, shape = "model.layers.0.mlp.up_proj", (16384, 8192)
+    name, shape = "model.layers.0.mlp.up_proj", (64, 32) if stack else (16384, 8192)
     base = paths.make_folder(tmp_path / "base", "a test")
     (base / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
-    header, places = shards.lay_out(base / bases.SINGLE, {f"{name}.weight": ("BF16", shape)})
+    header, places = shards.lay_out(
+        base / bases.SINGLE, {f"{name}.weight": ("BF16", shape)} | ({"experts": ("BF16", stack)} if stack else {})
+    )
     with open(base / bases.SINGLE, "wb") as file:
         file.write(header)
-        file.truncate(len(header) + places[f"{name}.weight"].size)
+        file.truncate(len(header) + sum(place.size for place in places.values()))
     adapter = shutil.copytree(home / "adapter", tmp_path / "adapter")
     factors = {"lora_A": torch.ones(4, shape[1]), "lora_B": torch.ones(shape[0], 4)}
     save_file(
         {f"base_model.model.{name}.{part}.weight": weight for part, weight in factors.items()},
         adapter / "adapter_model.safetensors",
     )
-    line = [sys.executable, "-c", GROWTH, str(base), str(adapter), str(tmp_path / "out")]
+    line = [sys.executable, "-c", GROWTH, str(base), str(adapter), str(tmp_path / "out"), dtype]
     ran = subprocess.run(line, capture_output=True, text=True, check=True)
     assert int(ran.stdout) < 150, ran.stdout
     (tmp_path / "out" / bases.SINGLE).unlink()

@@ -15,7 +15,7 @@ from nbutils import disk, platforms
 from nbutils.errors import CourseError
 from nbutils.merging import bases, marks, plan
 from nbutils.merging.formula import Product, Recipe
-from nbutils.merging.shards import BITS, BLOCK, CODES, Stored
+from nbutils.merging.shards import BITS, BLOCK, CODES, LEAST, Stored
 from nbutils.paths import GIB, require_apart
 
 SPARE = 0.2  # GiB of memory for what was not counted
@@ -68,9 +68,10 @@ def size_gib(base: str | Path, adapter: Path, dtype: str = "auto") -> float:
 
 def memory_gib(recipes: Iterable[Recipe], workers: int) -> float:
     """GiB of memory the merge will need: a few blocks for each worker, or the largest weight that must be whole."""
-    blocks = workers * BLOCK * 16  # bytes: what is read, in float32, the change, what is written
-    most = blocks
+    most = 0
     for recipe in recipes:
+        block = max(BLOCK, 2 * LEAST * recipe.source.width if recipe.by_rows else 0)
+        blocks = workers * block * 16  # bytes: what is read, in float32, the change, what is written
         products = [change for change in recipe.changes if isinstance(change, Product)]
         factors = sum(4 * (change.up.elements + change.down.elements) for change in products)
         whole = recipe.source.elements * 20 if recipe.whole else 0

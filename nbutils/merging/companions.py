@@ -17,16 +17,23 @@ SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.py")
 TOKENIZER = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
 )  # fmt: skip
+VOCABULARY = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 
 
 def write_companions(folder: Path, base: Base, adapter: Path | None, dtype: str, untied: bool) -> None:
     """Copy what belongs to the base; tokenizer and chat template are those of the training if the adapter has them."""
-    own = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else None
-    tokenizer = _matching(own or base.folder, TOKENIZER)
+    own = _matching(adapter, TOKENIZER) if adapter and (adapter / "tokenizer_config.json").is_file() else set()
+    whole = any(file.match(pattern) for file in own for pattern in VOCABULARY)
+    tokenizer = own if whole else _over(_matching(base.folder, TOKENIZER), own)
     others = _matching(base.folder, SMALL) - _matching(base.folder, (*TOKENIZER, INDEX, "config.json"))
     for file in sorted(tokenizer | others):
         shutil.copyfile(file, folder / file.name)
     write_json(folder / "config.json", _settings(base, dtype, untied))
+
+
+def _over(files: set[Path], others: set[Path]) -> set[Path]:
+    """The files, and the others in place of those with the same name: settings alone are no tokenizer."""
+    return others | {file for file in files if file.name not in {one.name for one in others}}
 
 
 def _matching(folder: Path, patterns: tuple[str, ...]) -> set[Path]:

@@ -121,6 +121,11 @@ class Recipe:
         return self.four_bit or any(change.whole for change in self.changes)
 
     @property
+    def by_rows(self) -> bool:
+        """Whether a row means something: where nothing is added, each number is copied or cast by itself."""
+        return bool(self.changes) or self.four_bit
+
+    @property
     def changed(self) -> bool:
         """Whether the weight is another than the base's."""
         return bool(self.changes) or self.replaced

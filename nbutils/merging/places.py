@@ -25,7 +25,8 @@ def choose_place(run: RunFolder, folders: Folders, gib: float) -> Path:
         run.elsewhere.unlink(missing_ok=True)
         return kept
     scratch = make_folder(folders.scratch / run.name, "the merged model") / "merged"
-    disk.require_disk(scratch.parent, gib, "the merged model")
+    begun = disk.folder_gib(partial_of(scratch))  # an interrupted merge goes on, and has taken its room already
+    disk.require_disk(scratch.parent, max(0.0, gib - begun), "the merged model")
     write_json(run.elsewhere, {"folder": str(scratch)})
     print(
         f"[WARN] {run.path} has no room for {gib:.1f} GiB: the merged model goes to {scratch}, which is not kept when "

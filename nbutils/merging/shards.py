@@ -11,7 +11,7 @@ import math
 import struct
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,11 @@ class Stored:
     def elements(self) -> int:
         """How many numbers it holds."""
         return math.prod(self.shape)
+
+    @property
+    def flat(self) -> Stored:
+        """The same as a row of single numbers, for what is done to each by itself: rows of a stack can be huge."""
+        return self if BITS[self.dtype] < 8 else replace(self, shape=(self.elements,))
 
     def blocks(self, whole: bool = False) -> Iterator[tuple[int, int]]:
         """First and last row of pieces of about BLOCK elements; whole: everything at once."""

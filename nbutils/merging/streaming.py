@@ -18,7 +18,7 @@ from nbutils.merging import bases, checks, dequantized, marks, plan
 from nbutils.merging.companions import write_companions, write_index
 from nbutils.merging.formula import Recipe
 from nbutils.merging.readback import intact
-from nbutils.merging.writing import Journal, Workshop
+from nbutils.merging.writing import JOURNAL, Journal, Workshop
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ONTO = ("full", "dequantized")
@@ -123,6 +123,7 @@ def _make(
             workshop = Workshop(report.dtype, report.device, form, workers, bar.update)
             resumed = _write_shards(folder, workshop, _by_shard(base, recipes), {"about": about, "base": _files(base)})
             write_companions(folder, base, adapters[-1] if adapters else None, report.dtype, report.untied)
+            (folder / JOURNAL).unlink()  # last: until then an interrupted merge goes on from here
     except OSError as problem:
         if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -144,7 +145,6 @@ def _write_shards(folder: Path, workshop: Workshop, shards: dict[str, dict[str, 
         else:
             journal.add(name, workshop.write(folder / name, recipes))
     write_index(folder, places)
-    journal.close()
     return resumed
 
 

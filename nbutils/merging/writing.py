@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,11 +64,13 @@ class Workshop:
         with one_thread_each(), ThreadPoolExecutor(self.workers) as pool:
             waiting: list[Future[None]] = []
             room = threading.BoundedSemaphore(2 * self.workers)
-            for name, recipe in recipes.items():
+            for name, asked in recipes.items():
+                recipe = asked if asked.by_rows else replace(asked, source=asked.source.flat)
+                place = places[name] if asked.by_rows else places[name].flat
                 applies = [change.load(self.device) for change in recipe.changes]
                 for first, last in recipe.source.blocks(recipe.whole):
                     room.acquire()
-                    work = pool.submit(self._block, name, recipe, applies, places[name], first, last, done)
+                    work = pool.submit(self._block, name, recipe, applies, place, first, last, done)
                     work.add_done_callback(lambda _: room.release())
                     waiting.append(work)
                     if recipe.whole:
@@ -85,7 +88,7 @@ class Workshop:
 
         source = recipe.source
         data: Any
-        if not recipe.changes and not recipe.four_bit and source.dtype == target.dtype:
+        if not recipe.by_rows and not recipe.replaced and source.dtype == target.dtype:
             data = source.read(first, last, scratch=True)
         else:
             with torch.inference_mode():
@@ -143,7 +146,8 @@ def require_finite(name: str, made: torch.Tensor, code: str) -> None:
     if not bool(made.isfinite().all()):
         raise CourseError(
             f"{name} has infinite or undefined numbers after the merge in {FLOATS[code]}.", "finite weights",
-            "merge in bfloat16 or float32 (float16 ends at 65504); if it stays, the adapter itself is broken",
+            "merge in bfloat16 or float32: float16 ends at 65504; if it stays, train again" if code == "F16"
+            else "train again from an earlier checkpoint, at a lower learning rate: the adapter itself is broken",
         )  # fmt: skip
 
 
@@ -176,19 +180,17 @@ class Journal:
         try:
             written = json.loads((folder / JOURNAL).read_text(encoding="utf-8"))
             if written["of"] == json.loads(json.dumps(of)):
+                for begun in folder.glob(f".{JOURNAL}.*"):  # killed while it was written
+                    begun.unlink()
                 shards = {name: [tuple(piece) for piece in pieces] for name, pieces in written["shards"].items()}
                 return cls(folder, of, shards)
         except (OSError, ValueError, KeyError, TypeError):
             pass
-        for file in folder.iterdir():
-            file.unlink()
+        for strange in folder.iterdir():
+            shutil.rmtree(strange) if strange.is_dir() else strange.unlink()
         return cls(folder, of)
 
     def add(self, name: str, pieces: list[Piece]) -> None:
         """Write down that a shard is finished."""
         self.shards[name] = pieces
         write_json(self.folder / JOURNAL, {"of": self.of, "shards": self.shards})
-
-    def close(self) -> None:
-        """The merge is complete: nothing to resume."""
-        (self.folder / JOURNAL).unlink(missing_ok=True)
