@@ -259,9 +259,69 @@ def test_nothing_is_merged_over_base_adapter_or_strange_files(pair: tuple[Path, 
         assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_names_as_text_and_from_inside_the_folder(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home / "base")
+    assert merge(".", str(home / "adapter"), str(tmp_path / "out")).base == "base"  # type: ignore[arg-type]
+    assert merge(home / "base", [home / "adapter"], tmp_path / "out").reused
+
+
+@pytest.mark.parametrize("name", [None, ""])
+def test_where_no_base_is_written_down_names_and_shapes_decide(name: Any, pair: tuple[Path, Path]) -> None:
+    base, adapter = pair
+    change(adapter / "adapter_config.json", base_model_name_or_path=name)
+    merging.check_base(base, adapter)
+    other_adapter(adapter, rename=("q_proj", "query"))
+    with pytest.raises(CourseError, match="does not have"):
+        merging.check_base(base, adapter)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"r": None}, "says no rank"), ({"lora_alpha": None}, "says no rank"), ({"alpha_pattern": {"(": 4}}, "no rank"),
+        ([], "cannot be read"),
+    ],
+)  # fmt: skip
+def test_settings_that_say_nothing_are_refused(settings: Any, words: str, pair: tuple[Path, Path]) -> None:
+    base, adapter = pair
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings if settings else settings))
+    with pytest.raises(CourseError, match=words):
+        merging.check_base(base, adapter)
+
+
+def test_an_index_that_does_not_fit_its_files_is_refused(pair: tuple[Path, Path]) -> None:
+    base, adapter = pair
+    index, files = base / bases.INDEX, sorted(base.glob("*.safetensors"))
+    written = index.read_text()
+    for wrong in ({}, {"weight_map": ["x"]}):
+        index.write_text(json.dumps(wrong))
+        with pytest.raises(CourseError, match=r"is damaged|lacks model.safetensors"):
+            merging.check_base(base, adapter)
+    index.write_text(written)
+    rewrite(files[2], lambda found: {name: one for name, one in found.items() if "norm" not in name})
+    with pytest.raises(CourseError, match=r"no file has model.*norm"):
+        merging.check_base(base, adapter)
+    shutil.copyfile(files[0], files[2])
+    with pytest.raises(CourseError, match="is damaged"):
+        merging.check_base(base, adapter)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EFBIG, errno.EROFS])
+def test_a_disk_that_fails_is_told_in_words(
+    code: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_in_the_third_file(monkeypatch, OSError(code, os.strerror(code)))
+    with pytest.raises(CourseError, match=os.strerror(code)):
+        merge(home / "base", home / "adapter", tmp_path / "out")
+
+
 def test_unknown_wishes_are_refused(home: Path, tmp_path: Path) -> None:
-    for wishes in ({"dtype": "int4"}, {"onto": "4bit"}):
-        with pytest.raises(CourseError, match="is '"):
+    for wishes in (
+        {"dtype": "int4"}, {"onto": "4bit"}, {"device": "gpu"}, {"device": "cuda:99"},
+        {"quantization": {"dtype": "int3"}},
+    ):  # fmt: skip
+        with pytest.raises(CourseError, match=r"is '|4-bit form was given"):
             merge(home / "base", home / "adapter", tmp_path / "out", **wishes)
 
 

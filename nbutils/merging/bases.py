@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils.errors import CourseError
-from nbutils.merging.shards import FLOATS, Stored, read_header
+from nbutils.merging.shards import FLOATS, Stored, damaged, read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head"
@@ -63,10 +63,10 @@ class Adapter:
 
 def called(base: str | Path) -> str:
     """The base as it is written down: a Hub id, or the name of a folder; a folder of the cache is named by its id."""
-    parts = Path(base).parts
+    parts = Path(base).absolute().parts if Path(base).is_dir() else Path(base).parts
     if "snapshots" in parts and (cache := parts[parts.index("snapshots") - 1]).startswith("models--"):
         return cache.removeprefix("models--").replace("--", "/")
-    return Path(base).name if Path(base).is_dir() else str(base)
+    return parts[-1] if Path(base).is_dir() else str(base)
 
 
 def plain_name(name: str) -> str:
@@ -119,6 +119,7 @@ def open_base(base: str | Path) -> Base:
     config = read_settings(folder / "config.json", "a model folder")
     require_unquantised(called(base), config)
     shards = {name: read_header(folder / name)[0] for name in _file_names(folder)}
+    _require_all(folder, shards)
     if any(place.is_packed for shard in shards.values() for place in shard.values()):
         raise quantised(called(base))  # also where the settings do not say so
     return Base(folder, called(base), config, shards)
@@ -126,10 +127,7 @@ def open_base(base: str | Path) -> Base:
 
 def _file_names(folder: Path) -> list[str]:
     """The weight files of a model folder."""
-    if (folder / INDEX).is_file():
-        names = sorted(set(read_settings(folder / INDEX, "a model folder")["weight_map"].values()))
-    else:
-        names = [SINGLE]
+    names = sorted({Path(name).name for name in _index(folder).values()}) or [SINGLE]
     missing = [name for name in names if not (folder / name).is_file()]
     if not missing:
         return names
@@ -138,6 +136,23 @@ def _file_names(folder: Path) -> list[str]:
         f"{folder} lacks {missing[0]}.{old}", "all files of a model in safetensors format",
         "fetch the model again; one that exists only as .bin: load it with transformers and call save_pretrained",
     )  # fmt: skip
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Which weight is in which file, if there are several."""
+    found = read_settings(folder / INDEX, "a model folder").get("weight_map") if (folder / INDEX).is_file() else {}
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise damaged(folder / INDEX, "it does not say which weight is where")
+    return found
+
+
+def _require_all(folder: Path, shards: Mapping[str, Mapping[str, Stored]]) -> None:
+    """Refuse files that do not hold what the index says, or hold a weight twice."""
+    held = Counter(name for shard in shards.values() for name in shard)
+    missing = next((name for name in _index(folder) if name not in held), "")
+    twice = next((name for name, times in held.items() if times > 1), "")
+    if missing or twice:
+        raise damaged(folder, f"no file has {missing}, which is in {INDEX}" if missing else f"two files have {twice}")
 
 
 def open_adapter(folder: Path) -> Adapter:
@@ -156,6 +171,8 @@ def read_settings(file: Path, kind: str) -> dict[str, Any]:
     """A JSON file of a folder that must be there."""
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("no settings")
         return found
     except (OSError, ValueError) as problem:
         raise CourseError(

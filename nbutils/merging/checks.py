@@ -27,7 +27,7 @@ def check_base(base: str | Path, adapter: Path) -> None:
     The weights' names and shapes are compared where the base is on this machine; only headers are read.
     """
     settings = bases.read_settings(adapter / "adapter_config.json", "an adapter folder")
-    trained_on = str(settings.get("base_model_name_or_path"))
+    trained_on = str(settings.get("base_model_name_or_path") or base)  # not written down: names and shapes decide
     folder = Path(base) if Path(base).is_dir() else None
     if folder:
         bases.require_unquantised(bases.called(base), bases.read_settings(folder / "config.json", "a model folder"))
@@ -108,6 +108,19 @@ def describe(
     return about | ({"quantization": dict(quantization)} if quantization else {})
 
 
-def adapters_of(adapter: Path | Sequence[Path]) -> list[Path]:
+def adapters_of(adapter: str | Path | Sequence[Path]) -> list[Path]:
     """One adapter or several, as a list."""
-    return [adapter] if isinstance(adapter, Path) else list(adapter)
+    return [Path(adapter)] if isinstance(adapter, str | Path) else [Path(one) for one in adapter]
+
+
+def require_device(device: str) -> None:
+    """Refuse a device that is not here."""
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except Exception as problem:  # torch says it in many ways
+        raise CourseError(
+            f"device is {device!r}, and nothing can be computed there.", "cpu; cuda on a machine with a card",
+            "leave device out: the merge is limited by the disk, and the CPU is as quick",
+        ) from problem  # fmt: skip

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
+from nbutils.merging.shards import CODES
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,8 @@ def settings(given: Mapping[str, Any] | None) -> dict[str, Any]:
     short = {"type": "quant_type", "double": "double_quant", "bnb_4bit_use_double_quant": "double_quant"}
     named = {short.get(key, key.removeprefix("bnb_4bit_")): value for key, value in (given or {}).items()}
     unknown = sorted(set(named) - set(DEFAULTS))
-    if unknown or named.get("quant_type", "nf4") not in ("nf4", "fp4"):
+    known = named.get("quant_type", "nf4") in ("nf4", "fp4") and named.get("dtype") in (None, *CODES)
+    if unknown or not known:
         raise CourseError(
             f"the 4-bit form was given as {dict(given or {})}.", "quant_type (nf4 or fp4), double_quant, dtype",
             "write down the settings the adapter was trained with (lesson 03 shows them)",

@@ -135,8 +135,14 @@ def _bias_changes(name: str, module: Module, adapter: Adapter) -> list[Change]:
 
 def scaling(config: Mapping[str, Any], name: str, rank: int) -> float:
     """The factor before B · A: alpha / r, or alpha / sqrt(r) for rsLoRA, where patterns may change either."""
-    wanted = int(_by_pattern(config.get("rank_pattern"), name, config["r"]))
-    alpha = _by_pattern(config.get("alpha_pattern"), name, config["lora_alpha"])
+    try:
+        wanted = int(_by_pattern(config.get("rank_pattern"), name, config["r"]))
+        alpha = float(_by_pattern(config.get("alpha_pattern"), name, config["lora_alpha"]))
+    except (KeyError, TypeError, ValueError, AttributeError, re.error) as problem:
+        raise CourseError(
+            f"adapter_config.json says no rank and alpha for {name} ({type(problem).__name__}: {problem}).",
+            "r and lora_alpha as numbers, patterns as PEFT writes them", "save the adapter again with PEFT",
+        ) from problem  # fmt: skip
     if wanted != rank:
         raise CourseError(
             f"the adapter's settings say rank {wanted} for {name}, its weights have {rank}.",

@@ -62,14 +62,15 @@ class MergeReport:
 
 
 def merge_adapter(
-    base: str | Path, adapter: Path | Sequence[Path], out: Path, *, dtype: str = "auto", onto: str = "full",
+    base: str | Path, adapter: str | Path | Sequence[Path], out: str | Path, *, dtype: str = "auto", onto: str = "full",
     device: str = "cpu", quantization: Mapping[str, Any] | None = None, progress: bool = True,
 ) -> MergeReport:  # fmt: skip
     """Write base + adapter (or several, one after another) to `out`, streaming; a finished merge of them is kept."""
     began = time.perf_counter()
     _require_known("dtype", dtype, DTYPES)
     _require_known("onto", onto, ONTO)
-    adapters = checks.adapters_of(adapter)
+    checks.require_device(device)
+    adapters, out = checks.adapters_of(adapter), Path(out)
     for one in adapters:
         checks.check_base(base, one)
     opened = bases.open_base(base)
@@ -79,7 +80,7 @@ def merge_adapter(
     if onto == "dequantized":
         recipes = _through_four_bits(opened, recipes)
     written = opened.dtype if dtype == "auto" else dtype
-    about = checks.describe(opened, adapter, written, onto, quantization if onto == "dequantized" else None)
+    about = checks.describe(opened, adapters, written, onto, quantization if onto == "dequantized" else None)
     changed = sum(recipe.changed for recipe in recipes.values())
     report = MergeReport(
         out, opened.called, ", ".join(str(one) for one in adapters), written, onto, device, changed,
@@ -125,13 +126,20 @@ def _make(
             write_companions(folder, base, adapters[-1] if adapters else None, report.dtype, report.untied)
             (folder / JOURNAL).unlink()  # last: until then an interrupted merge goes on from here
     except OSError as problem:
-        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise CourseError(
-            f"the disk of {out} filled up during the merge.", f"{report.bytes / paths.GIB:.1f} GiB of free disk",
-            "make room and run this again: the finished files are kept and the merge goes on",
-        ) from problem  # fmt: skip
+        raise _told(problem, report) from problem
     return replace(report, seconds=time.perf_counter() - began, resumed_shards=resumed)
+
+
+def _told(problem: OSError, report: MergeReport) -> CourseError:
+    """The error of a disk in plain words."""
+    again = "run this again: the finished files are kept and the merge goes on"
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        needed = f"{report.bytes / paths.GIB:.1f} GiB of free disk"
+        return CourseError(f"the disk of {report.folder} filled up during the merge.", needed, f"make room and {again}")
+    return CourseError(
+        f"writing {report.folder} failed: {problem.strerror or problem}.", "a disk that takes files of several GB",
+        f"look at that disk (read-only? a FAT stick?) or name a folder on another, and {again}",
+    )  # fmt: skip
 
 
 def _write_shards(folder: Path, workshop: Workshop, shards: dict[str, dict[str, Recipe]], of: dict[str, Any]) -> int:
