@@ -42,6 +42,9 @@ if mode == "crash":
 if mode == "broken":
     print("ModuleNotFoundError: No module named 'vllm.engine'", flush=True)
     sys.exit(1)
+if mode == "crashes":
+    import os
+    os.kill(os.getpid(), 7)  # as a library that was cut off does
 if mode == "slow":
     time.sleep(60)
 
@@ -311,6 +314,60 @@ def test_a_broken_environment_is_built_anew_once(
     with pytest.raises(CourseError, match=r"vllm\.engine"):
         StubServer(tmp_path, "broken").start().wait(20)  # somebody else's interpreter is not ours to build anew
     assert len(reasons) == 2
+
+
+def test_a_crash_is_repaired_once_and_then_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stub: StubServer
+) -> None:
+    reasons: list[str] = []
+    stub.mode, stub.environment = "crashes", serving.ServingEnvironment(Path(sys.executable), "vllm", {}, tmp_path)
+    monkeypatch.setattr(environment.environments, "rebuild", lambda _recipe, _folder, why: reasons.append(why))
+    with pytest.raises(CourseError, match=r"(?s)exit status 135.*It crashed: a bus error"):
+        stub.start().wait(20)
+    assert reasons == ["the server crashed while it was starting (a bus error, exit status 135)"]
+
+
+UNREADABLE = """Traceback (most recent call last):
+  File "/x/lib/python3.11/site-packages/vllm/__init__.py", line 3, in <module>
+    import regex
+  File "{place}", line 7
+    def parse(
+             ^
+SyntaxError: '(' was never closed
+"""
+
+
+def test_what_counts_as_a_broken_environment(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def broken(text: str, status: int = 1) -> str:
+        log.write_text(text, encoding="utf-8")
+        return logs.broken(log, status)
+
+    found = broken(UNREADABLE.format(place="/x/lib/python3.11/site-packages/regex/_regex_core.py"))
+    assert "never closed" in found and "_regex_core.py" in found
+    assert not broken(UNREADABLE.format(place="/home/me/my_parser.py"))  # the learner's own file
+    assert broken("ImportError: /x/site-packages/tokenizers.abi3.so: file too short\n")
+    assert not broken("ImportError: This modeling file requires einops. Run `pip install einops`\n")
+    for status in (132, 134, 135, 139):
+        assert str(status) in broken("", status)
+    assert not broken("", 1) and not broken("", 137)
+    assert not broken("torch.OutOfMemoryError: CUDA out of memory\n", 134)  # it says why
+
+
+@pytest.mark.parametrize("prefix", ["", "(APIServer pid=7) "])
+def test_a_setting_that_was_refused_is_told_with_its_reason(tmp_path: Path, prefix: str) -> None:
+    lines = [
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+        "  Value error, User-specified max_model_len (100000) is greater than 512. [type=value_error, input_value=A()]",
+        "    For further information visit somewhere",
+    ]
+    (tmp_path / "log").write_text("".join(f"{prefix}{line}\n" for line in lines), encoding="utf-8")
+    told = logs.explain(tmp_path / "log", 1)
+    assert (
+        "ModelConfig refuses it: Value error, User-specified max_model_len (100000) is greater than 512." in told.seen
+    )
+    assert "lower max-model-len" in told.todo and "input_value" not in told.seen
 
 
 def test_a_server_left_by_another_kernel_is_found_and_stopped(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def ensure_environment(engine: str, folder: Path | None = None) -> ServingEnviro
 
 
 def repaired(environment: ServingEnvironment, why: str) -> ServingEnvironment:
-    """The same environment built anew, because a server could not even be imported in it."""
+    """The same environment mended or built anew, because a server could not even start in it."""
     assert environment.folder
     environments.rebuild(recipe_of(environment.engine), environment.folder, why)
     return environment

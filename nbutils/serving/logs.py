@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from itertools import takewhile
 from pathlib import Path
 
 from nbutils.errors import CourseError
@@ -39,9 +40,14 @@ ADVICE = (  # first match wins
     (r"CUDA driver version is insufficient|forward compatibility",
      "the driver is older than this vLLM wants: take a newer image (configs/serving.yaml says which driver it needs)"),
 )  # fmt: skip
-BROKEN = re.compile(  # an environment that cannot even import its engine
-    r"^(?:ModuleNotFoundError: .*|ImportError: .*|OSError: .*cannot open shared object file.*|.*undefined symbol: .*)$"
+BROKEN = re.compile(  # an environment that cannot even import its engine; a model that wants more packages says how
+    r"^(?:ModuleNotFoundError: |ImportError: |OSError: .*cannot open shared object file|.*undefined symbol: )"
+    r"(?!.*pip install)"
 )
+UNREADABLE = re.compile(r"^(?:SyntaxError|IndentationError|TabError|(?:Value|EOF)Error: .*(?:null bytes|marshal))")
+CRASHES = {132: "an illegal instruction", 134: "an abort", 135: "a bus error", 139: "a segmentation fault"}
+REASON_LINES = 8
+INVALID = re.compile(r"ValidationError: \d+ validation errors? for (\w+)")
 
 
 class Follower:
@@ -92,8 +98,16 @@ def _all_lines(log: Path) -> list[str]:
 def errors(log: Path, limit: int = 3) -> list[str]:
     """The last different error lines of a log, those that only point at others left out."""
     lines = [PREFIX.sub("", line).strip() for line in _all_lines(log)]
-    found = dict.fromkeys(line for line in lines if ERROR.search(line) and not VAGUE.search(line))
-    return list(found)[-limit:]
+    told = [_with_reason(lines, at) for at, line in enumerate(lines) if ERROR.search(line) and not VAGUE.search(line)]
+    return list(dict.fromkeys(told))[-limit:]
+
+
+def _with_reason(lines: list[str], at: int) -> str:
+    """An error line; a setting that was refused stands in the lines after it, and goes along."""
+    if not (about := INVALID.search(lines[at])):
+        return lines[at]
+    after = takewhile(lambda line: not line.startswith("For further"), lines[at + 1 : at + 1 + REASON_LINES])
+    return f"{about[1]} refuses it: " + " ".join(line.partition(" [type=")[0] for line in after)
 
 
 def cause(log: Path) -> str:
@@ -101,17 +115,36 @@ def cause(log: Path) -> str:
     return "\n".join(errors(log))
 
 
-def broken(log: Path) -> str:
-    """The import that failed, if the engine's environment is broken; empty if it failed for another reason."""
-    return next((line for line in reversed(errors(log, 20)) if BROKEN.match(line)), "")
+def broken(log: Path, status: int = 1) -> str:
+    """Why the engine's environment is taken for broken; empty if the server ended for another reason."""
+    found = next((line for line in reversed(errors(log, 20)) if BROKEN.match(line)), "") or _unreadable(log)
+    if found or status not in CRASHES or _advice(cause(log) or tail(log)):
+        return found
+    return f"the server crashed while it was starting ({CRASHES[status]}, exit status {status})"
+
+
+def _unreadable(log: Path) -> str:
+    """The last file of an installed package that Python could not read."""
+    place, found = "", ""
+    for line in (PREFIX.sub("", line).strip() for line in _all_lines(log)):
+        place = line if line.startswith('File "') else place
+        if UNREADABLE.match(line) and "site-packages" in place:
+            found = f"{line} ({place.split(',')[0]})"
+    return found
+
+
+def _advice(told: str) -> str:
+    return next((todo for pattern, todo in ADVICE if re.search(pattern, told)), "")
 
 
 def explain(log: Path, status: int) -> CourseError:
     """Why the server ended, and what to do about it."""
-    told = cause(log) or tail(log)
+    told = cause(log) or tail(log) or "It said nothing."
+    advice = _advice(told)
     if status in (137, -9):
         told += "\nThe system killed it, most likely because memory ran out."
-    advice = next((todo for pattern, todo in ADVICE if re.search(pattern, told)), "")
+    if status in CRASHES:
+        told += f"\nIt crashed: {CRASHES[status]}. A damaged library does that, or one that does not fit this machine."
     return CourseError(
         f"the server ended while it was starting (exit status {status}):\n{told}", "a server that stays up",
         f"{advice}; the whole log is {log}" if advice else f"read the whole log: {log}",

@@ -154,7 +154,7 @@ class Server:
         started, show = time.monotonic(), logs.Follower(self.log)
         while not self.healthy():
             if not self.running:
-                show, started = self._mend_or_raise(), time.monotonic()  # building it anew is not starting it
+                show, started = self._mend_or_raise(), time.monotonic()  # repairing is not starting
             seconds = time.monotonic() - started
             if seconds > timeout:
                 self.stop()
@@ -211,9 +211,10 @@ class Server:
         return [*words, *lora.lora_flags(self.adapters, name, self.environment.engine)]
 
     def _mend_or_raise(self) -> logs.Follower:
-        """A server that died while starting: built anew and started again once if its environment is broken."""
+        """A server that died while starting: started again once, if its broken environment could be repaired."""
         assert self.process
-        status, why = self.process.returncode, logs.broken(self.log)
+        status = self.process.returncode
+        why = logs.broken(self.log, status)
         self.stop()
         if not why or self._mended or self.environment.folder is None:
             raise logs.explain(self.log, status)
