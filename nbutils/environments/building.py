@@ -128,7 +128,7 @@ class Builder:
             if former.exists():
                 self._put_back()
                 if isinstance(problem, CourseError):
-                    raise _kept(problem, self.folder) from problem
+                    raise _kept(problem, self.folder, why) from problem
             raise
         _remove(former)
 
@@ -199,7 +199,7 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def _kept(problem: CourseError, folder: Path) -> CourseError:
+def _kept(problem: CourseError, folder: Path, why: str) -> CourseError:
     """The error of a replacement that failed, and what is left."""
-    seen = f"{problem.seen}\nWhat was in {folder} before is there again, with the fault it had."
+    seen = f"{problem.seen}\nWhat was in {folder} before is there again, as it was ({why})."
     return CourseError(seen, problem.allowed, f"run this again where packages can be had; {problem.todo}")
