@@ -32,8 +32,8 @@ if importlib.util.find_spec("nbutils") is None:
     print("Installing the course from", re.sub("//[^/]*@", "//", SOURCE)); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
 
 # %% [markdown]
-# The dials. `FOLDER` is a model folder to serve instead of the one lesson 04 left; `PORT` 0 takes a free one; `QUESTIONS` 0 leaves their
-# number to the profile. `RIVALS` are what the server is measured against, `SIDE_BY_SIDE` serves base and adapter together at the end.
+# The dials. `FOLDER` is a model folder to serve instead of the one lesson 04 left, also one of its exports (fp8, w4a16); `PORT` 0 takes
+# a free one; `QUESTIONS` 0 leaves their number to the profile. `RIVALS` are what the server is measured against, `SIDE_BY_SIDE` serves base and adapter together at the end.
 # `KEEP_RUNNING` leaves the last server up when the lesson is over, until the kernel ends, with a chat box to type in.
 
 # %% tags=["parameters"]
@@ -73,43 +73,48 @@ while left := serving.stale(lesson.run.path):
 # %% [markdown]
 # ## What it should say
 #
-# First the answers of plain transformers to the held-back questions, greedy, in the precision we will serve in. They are what the
-# server will be measured against; rows that the server could not take are left out.
+# A server is measured against plain transformers. That needs the whole model on this machine once, in 16 or 32 bits. Where it does
+# not fit (a 7B on a T4), and for an export, which only vLLM reads, what lesson 04 kept of the merged model takes its place.
+
+# %%
+from nbutils import exporting
+
+reference = exporting.reference(folder, lesson, ENGINE)
+dtype = reference.dtype
+print(reference.reason)
+
+# %% [markdown]
+# The questions are the held-back rows; those that the server could not take are left out.
 
 # %%
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from nbutils import data, evaluation
 
 size = lesson.profile.evaluation
-dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[lesson.profile.machine.precision]
 _, held_back = data.load(lesson.run.data)
-model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": 0 if lesson.card else "cpu"})
 tokenizer = AutoTokenizer.from_pretrained(folder)
 wanted = size.model_copy(update={"rows": QUESTIONS or size.rows})
-limit = evaluation.reach(model, lesson.profile.serve.max_model_len)
-exam = evaluation.Exam(lesson.run.path, tokenizer, held_back, wanted, dtype, limit=limit)
+asked = {"thinking": reference.thinking(tokenizer, held_back), "limit": reference.reach(lesson.profile.serve.max_model_len)}
+exam = evaluation.Exam(lesson.run.path, tokenizer, held_back, wanted, dtype, **asked)
 questions, references = exam.questions, exam.references
+
+# %% [markdown]
+# The answers: greedy, in the precision we will serve in; or those of lesson 04.
+
+# %%
+model = None
+if reference.loads:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": 0 if lesson.card else "cpu"})
+local = exam.generate(model) if reference.loads else reference.answers(exam, held_back, size)
+print(f"{len(local)} answers, {sum(len(answer.token_ids) for answer in local)} tokens")
 
 # %% [markdown]
 # Equal answers can hide a changed model, so the predictions of lesson 04's fixed set are compared too. If lesson 04 left none for
 # this model, they are read now.
 
 # %%
-from nbutils import parity, paths
-
-name = "parity_of_folder" if FOLDER else "parity"
-known = (lesson.run.path / "evaluation" / f"{name}.json").exists()
-fixed = None if known else parity.fixed_set(exam, exam.general(), model=model, limit=limit - 1)
-readings = parity.Readings(lesson.run.path, fixed, about=paths.stamp(folder), name=name)
-if "merged" not in readings:
-    readings["merged"] = parity.measure(model, readings.fixed)
-
-# %% [markdown]
-# The answers.
-
-# %%
-local = exam.generate(model)
-print(f"{len(local)} answers, {sum(len(answer.token_ids) for answer in local)} tokens")
+readings = reference.readings(exam, model)
+print(readings.fixed)
 
 # %% [markdown]
 # ## How fast without a server
@@ -122,7 +127,8 @@ from nbutils import bench
 
 settings = bench.Settings((1, 8, 32, 128) if lesson.card else (1, 8, 32), *((128, 128) if lesson.card else (64, 64)))
 board = bench.Board(lesson.run.path / "bench.json", settings, {"model": lesson.model_name, "dtype": dtype})
-if "generate" in RIVALS:
+rivals = board.invited(RIVALS, reference.obstacle)
+if "generate" in rivals:
     prompts = settings.prompts(tokenizer, 32)
     board.add(bench.generate(model, prompts[: max(2, batch)], settings.answer_tokens, batch) for batch in (1, 32))
 
@@ -186,6 +192,7 @@ dashboard.show_choices(own, "\n".join(f"{flag}: {choice.value} ({choice.reason})
 # %%
 serve = lesson.profile.serve
 shared = {"served-model-name": "course", "dtype": dtype, "max-model-len": serve.max_model_len, "max-num-seqs": serve.max_num_seqs}
+shared |= reference.flags(exam.thinking)
 own = {flag: choice.value for flag, choice in own.items()}
 flags = {
     "vllm": {**own, **shared, "gpu-memory-utilization": serve.gpu_memory},
@@ -251,21 +258,24 @@ served = serving.ask(client, server.model_name, questions, size.max_new_tokens, 
 #
 # Prompts first: if they differ, the server uses another template than training did, and everything after that is luck. Then the
 # answers. In float32 not one token may differ. In 16 bits two kernels round differently and a close choice may tip: that is reported.
+# With the weights of an export more of them tip: that is its price, and no error.
 
 # %%
 same_answers = serving.compare(served, local)
 print(same_answers)
-serving.require_parity(same_answers, dtype)
+serving.require_parity(same_answers, reference.precision)
 
 # %% [markdown]
 # Now the predictions: what vLLM expects at every position of the fixed set, against the merged model and, from lesson 04, the way
-# there from the 4-bit base. What must be the same and is not stops the lesson.
+# there from the 4-bit base. What must be the same and is not stops the lesson. An export gets its line here, as in lesson 04.
 
 # %%
+from nbutils import parity
+
 same_model = parity.report(readings, dtype)
 if engine.value != "transformers":
-    readings["vllm"] = parity.measure_server(server.url, server.model_name, readings.fixed, server.api_key)
-    same_model = parity.report(readings, dtype)
+    told = parity.measure_server(server.url, server.model_name, readings.fixed, server.api_key)
+    same_model = reference.compared(readings, told)
     dashboard.show_table(same_model.table(), "The same model?", same_model.text())
     print(same_model.verdict)
     same_model.require()
@@ -274,7 +284,7 @@ if engine.value != "transformers":
 # Some of the answers, for your own eyes; a tick means that it is exactly what was wanted.
 
 # %%
-columns = {"transformers": [answer.text for answer in local], "server": [answer.text for answer in served]}
+columns = {reference.called: [answer.text for answer in local], "server": [answer.text for answer in served]}
 dashboard.show_table(evaluation.before_after_table(questions, references, columns, rows=4), "The same words")
 
 # %% [markdown]
@@ -291,7 +301,7 @@ board.add(bench.measure(bench.target_of(server), label, load, tokenizer))
 # The rival that brings a server of its own: `transformers serve`, on the same prompts, after ours has made room.
 
 # %%
-if "transformers-serve" in RIVALS and engine.value != "transformers":
+if "transformers-serve" in rivals and engine.value != "transformers":
     server.stop()
     bench.Bench(folder, board, card=lesson.card).try_transformers()
 
@@ -351,7 +361,7 @@ print(*(f"{name:5}  {count} of {len(served)} answers are those of the merged mod
 # And the scores of lesson 04, of all: the server's are what your users will get.
 
 # %%
-scores = evaluation.score_table(exam, {"transformers": local, "server, merged": served} | answers)
+scores = evaluation.score_table(exam, {reference.called: local, "server": served} | answers)
 dashboard.show_table(scores, "The same scores", evaluation.aligned(scores))
 
 # %% [markdown]

@@ -276,6 +276,15 @@ def test_the_board_is_on_disk_after_every_step_and_says_what_it_means(tmp_path: 
     assert (tmp_path / "plots" / "bench.png").stat().st_size > 5000
 
 
+def test_rivals_of_a_model_that_cannot_be_loaded_are_left_out_with_the_reason(tmp_path: Path, capsys: Any) -> None:
+    board = bench.Board(tmp_path / "bench.json", bench.Settings((1,), 4, 4), {})
+    assert board.invited("generate, transformers-serve") == ["generate", "transformers-serve"] and not board.left_out
+    assert board.invited("generate,transformers-serve", "fp8 is for vLLM") == [] and board.invited("", "no") == []
+    assert "generate left out: fp8 is for vLLM" in capsys.readouterr().out
+    kept = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert list(kept["left_out"]) == ["generate", "transformers-serve"]
+
+
 def test_a_step_that_fails_and_one_without_time_stop_no_other(tmp_path: Path) -> None:
     board, clock = bench.Board(tmp_path / "bench.json", bench.Settings(), {}), asking.Clock()
 

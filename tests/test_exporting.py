@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
-from nbutils import cli, disk, exporting, hardware, paths
+from nbutils import cli, disk, evaluation, exporting, hardware, lessons, parity, paths
+from nbutils.chat import find_stop_ids
 from nbutils.errors import CourseError
+from nbutils.evaluation import Answer
 from nbutils.exporting import asking, checking, environment, formats, making, planning, process
 from nbutils.exporting.inside import converting
 from nbutils.merging.bases import open_base
 from nbutils.parity import Fixed, Gap, Reading, fitting
+from nbutils.profiles.schema import Evaluation
 
 T4 = hardware.Card("Tesla T4", (7, 5), 14.6, 1)
+comparing = importlib.import_module("nbutils.exporting.reference")  # the function of that name hides the room
 ROWS = [json.loads(line) for line in (paths.SAMPLES / "train.jsonl").read_text(encoding="utf-8").splitlines()[:24]]
 
 
@@ -299,6 +307,140 @@ def test_the_command_line(merged: Path, work: list[dict[str, Any]], tmp_path: Pa
     (tmp_path / "own.jsonl").write_text('{"question": "?"}\n', encoding="utf-8")
     with pytest.raises(CourseError, match="something else than chat rows"):
         asking.read_rows(tmp_path / "own.jsonl")
+
+
+# --- what a server is compared with ----------------------------------------------------------------------------------
+
+
+def lesson_of(run: Path, card: hardware.Card | None = None, precision: str = "fp32", share: float = 0.85) -> Any:
+    profile = SimpleNamespace(machine=SimpleNamespace(precision=precision), serve=SimpleNamespace(gpu_memory=share))
+    return SimpleNamespace(card=card, profile=profile, run=lessons.RunFolder(run))
+
+
+@pytest.fixture
+def stamped(tmp_path: Path) -> Path:
+    """A run whose merged model is whole and knows what it was made from."""
+    (tmp_path / "run").mkdir()
+    with paths.whole_folder(tmp_path / "run/merged", {"base": "tiny_base", "onto": "full"}) as folder:
+        shutil.copytree(paths.TINY_MODEL, folder, dirs_exist_ok=True)
+    return tmp_path / "run"
+
+
+def quantised(run: Path, name: str) -> Path:
+    """An export of that run, with a config that says it is quantised."""
+    made = exporting.export(run / "merged", name, calibration=ROWS, progress=False)
+    config = json.loads((made.folder / "config.json").read_text(encoding="utf-8"))
+    (made.folder / "config.json").write_text(json.dumps(config | {"quantization_config": {}}), encoding="utf-8")
+    stamp = json.loads((made.folder / paths.STAMP).read_text(encoding="utf-8"))
+    stamp["files"]["config.json"] = (made.folder / "config.json").stat().st_size
+    paths.write_json(made.folder / paths.STAMP, stamp)
+    return made.folder
+
+
+def larger_than(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
+    """No machine holds the merged model, which now has so many GiB."""
+    monkeypatch.setattr(fitting, "decide", lambda *sizes: (False, {}))
+    monkeypatch.setattr(comparing, "fits_here", lambda *sizes: False)
+    monkeypatch.setattr(comparing, "loaded_gib", lambda *about: gib)
+
+
+def test_a_model_that_fits_is_loaded_and_compared_token_by_token(stamped: Path) -> None:
+    found = exporting.reference(stamped / "merged", lesson_of(stamped))
+    assert found.loads and found.precision == "float32" and found.name == "parity" and not found.obstacle
+    other = exporting.reference(paths.TINY_MODEL, lesson_of(stamped))
+    assert other.loads and other.name == "parity_of_folder" and other.merged == paths.TINY_MODEL
+    assert found.flags(None) == {} and found.reach(100) == 100 < found.reach()
+
+
+def test_a_model_that_cannot_be_served_on_this_card_stops_the_lesson_with_sizes_and_a_way_out(
+    stamped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    larger_than(monkeypatch, 14.2)
+    with pytest.raises(CourseError) as told:
+        exporting.reference(stamped / "merged", lesson_of(stamped, T4, "fp16"))
+    said = str(told.value)
+    assert "14.2 GiB of weights" in said and "Tesla T4 has 14.6 GiB" in said and "85%" in said
+    assert 'EXPORTS = "w4a16"' in said and str(stamped / "exports/w4a16") in said
+    with pytest.raises(CourseError, match="more than the free memory of this machine"):
+        exporting.reference(stamped / "merged", lesson_of(stamped))
+    old = hardware.Card("Tesla P100", (6, 0), 16.0, 2)
+    with pytest.raises(CourseError, match="a T4 or newer"):
+        exporting.reference(stamped / "merged", lesson_of(stamped, old, "fp16"))
+
+
+def test_two_cards_serve_what_one_cannot_load(stamped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    larger_than(monkeypatch, 14.2)
+    found = exporting.reference(stamped / "merged", lesson_of(stamped, replace(T4, count=2), "fp16"))
+    assert not found.loads and found.export is None and found.precision == "weights in 4 bits"
+    assert "over 2" in found.obstacle and found.called == "merged (lesson 04)"
+
+
+def test_an_export_is_compared_with_the_model_it_was_made_from(stamped: Path, work: list[dict[str, Any]]) -> None:
+    folder = quantised(stamped, "fp8")
+    found = exporting.reference(folder, lesson_of(stamped))
+    assert not found.loads and found.merged == stamped / "merged" and found.export and found.export.name == "fp8"
+    assert found.precision == "fp8" and "for vLLM" in found.obstacle
+    with pytest.raises(CourseError, match=r"cannot compute with them.*\n.*\n.*w4a16"):
+        exporting.reference(folder, lesson_of(stamped, T4, "fp16"))
+    with pytest.raises(CourseError, match="the engine here is transformers"):
+        exporting.reference(folder, lesson_of(stamped), "transformers")
+    assert exporting.reference(quantised(stamped, "w4a16"), lesson_of(stamped, T4, "fp16")).export
+
+
+def test_an_export_of_another_model_is_refused(stamped: Path, work: list[dict[str, Any]], tmp_path: Path) -> None:
+    folder = quantised(stamped, "fp8")
+    with pytest.raises(CourseError, match=r"of another model.*\n.*\n.*RUN_NAME"):
+        exporting.reference(folder, lesson_of(tmp_path / "no run"))
+    (folder / paths.STAMP).unlink()
+    with pytest.raises(CourseError, match="lesson 04 did not make"):
+        exporting.reference(folder, lesson_of(stamped))
+
+
+@pytest.mark.parametrize("asked_in", ["float32", "float32, weights in 4 bits"])
+def test_the_answers_are_those_lesson_04_kept(
+    stamped: Path, work: list[dict[str, Any]], asked_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exam of lesson 04 is sat by a model that says its row's number; lesson 05 asks fewer rows."""
+    folder, tokenizer = quantised(stamped, "fp8"), AutoTokenizer.from_pretrained(paths.TINY_MODEL)
+    found, size = exporting.reference(folder, lesson_of(stamped)), Evaluation(batch_size=4, max_new_tokens=8, rows=6)
+    exam = evaluation.Exam(stamped, tokenizer, ROWS, size.model_copy(update={"rows": 4}), "float32", limit=200)
+    with pytest.raises(CourseError, match="kept no answers"):
+        found.answers(exam, ROWS, size)
+    before = evaluation.Exam(stamped, tokenizer, ROWS, size, asked_in, limit=found.reach())
+    stops = sorted(find_stop_ids(tokenizer, stamped / "merged"))
+    decided_by = before._decided_by(paths.stamp(stamped / "merged"), stops=stops)
+    before.folder.mkdir()
+    said = {number: Answer(prompt, [number], str(number)) for number, prompt in enumerate(before.prompts)}
+    evaluation.keeping.resumed(
+        before.folder / "answers-merged.jsonl", decided_by, before.prompts, lambda _: said.items()
+    )
+    kept = (before.folder / "answers-merged.jsonl").read_bytes()
+    assert [one.text for one in found.answers(exam, ROWS, size)] == ["0", "1", "2", "3"]
+    more = evaluation.Exam(stamped, tokenizer, ROWS, size.model_copy(update={"rows": 8}), "float32", limit=200)
+    with pytest.raises(CourseError, match="these 8 questions"):
+        found.answers(more, ROWS, size)
+    assert (before.folder / "answers-merged.jsonl").read_bytes() == kept  # nothing is written by looking
+
+
+def test_predictions_are_lesson_04s_and_those_of_an_export_are_a_price(
+    stamped: Path, work: list[dict[str, Any]]
+) -> None:
+    found = exporting.reference(quantised(stamped, "fp8"), lesson_of(stamped))
+    exam = SimpleNamespace(run=stamped, folder=stamped / "evaluation")
+    fixed = Fixed([[1, 2]], [1], [[1]], [2], 0)
+    readings = parity.Readings(stamped, fixed, about=paths.stamp(stamped / "merged"))
+    readings["full"] = merged = Reading(torch.tensor([[0.7, 0.3]]).log(), answers=[[1]])
+    with pytest.raises(CourseError, match="kept no predictions"):
+        found.readings(exam)  # type: ignore[arg-type]
+    readings["merged"] = merged
+    known = found.readings(exam)  # type: ignore[arg-type]
+    told = found.compared(known, Reading(torch.tensor([[0.6, 0.4]]).log(), answers=[[1]]))
+    assert isinstance(told, exporting.Price) and "The price of fp8, in vLLM: differs a little" in told.verdict
+    assert told.table()[0]["format"] == "fp8" and "fp8" in told.text() and told.facts()["price"]["coarse"]
+    assert told.table()[0]["KL mean"].startswith("at least") and "vllm" not in found.readings(exam)  # type: ignore[arg-type]
+    told.require()  # a price is paid, not refused
+    same = replace(found, export=None).compared(known, merged)
+    assert isinstance(same, parity.Report) and same.holds and "vllm" in known
 
 
 # --- the real environment --------------------------------------------------------------------------------------------

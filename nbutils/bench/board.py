@@ -44,6 +44,13 @@ class Board:
         print(f"  {what} left out: {reason}", flush=True)
         self.save()
 
+    def invited(self, named: str, obstacle: str = "") -> list[str]:
+        """The rivals that were named, if the model can be loaded for them; why it cannot is kept."""
+        names = [name for part in named.split(",") if (name := part.strip())]
+        for name in names if obstacle else []:
+            self.leave_out(name, obstacle)
+        return [] if obstacle else names
+
     def find(self, engine: str, concurrency: int) -> Level | None:
         """One level, if it was measured."""
         return next((one for one in self.levels if (one.engine, one.concurrency) == (engine, concurrency)), None)

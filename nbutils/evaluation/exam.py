@@ -109,6 +109,12 @@ class Exam:
         by = f"{server.engine} server" if server else "generate"
         return Result(name, answers, self.references, losses, self.score(answers), by)
 
+    def kept(self, name: str, mark: Any, folder: Path) -> list[Answer]:
+        """What a folder's model answered when it sat this very exam, without loading it; [] unless all is there."""
+        decided_by = self._decided_by(mark, stops=sorted(find_stop_ids(self.tokenizer, folder)))
+        found = keeping.kept(self._file("answers", name, None, "jsonl"), decided_by, self.prompts)
+        return [found[number] for number in sorted(found)] if len(found) == len(self.prompts) else []
+
     def generate(self, model: Any) -> list[Answer]:
         """The answers of a model, all asked anew and none kept: for those who measure how fast they come."""
         return greedy(model, self.tokenizer, self.prompts, self.size.max_new_tokens, self.size.batch_size)

@@ -45,6 +45,11 @@ def resumed(file: Path, decided_by: dict[str, Any], prompts: list[list[int]], as
     return [found[number] for number in range(len(prompts))]
 
 
+def kept(file: Path, decided_by: dict[str, Any], prompts: list[list[int]]) -> dict[int, Answer]:
+    """The answers the file has already; nothing is asked, and nothing written."""
+    return _read(file, digest(decided_by | {"prompts": prompts}), prompts)
+
+
 def _line(number: int, answer: Answer) -> str:
     kept = {"row": number, "token_ids": answer.token_ids, "text": answer.text, "stopped": answer.stopped}
     return json.dumps(kept | {"check": _check(answer)}, ensure_ascii=False)

@@ -79,8 +79,8 @@ def check(export: Export, fixed: Fixed, reference: Reading | None = None, *, pro
     if not readable(export):
         print(
             f"[WARN] {export.name} is not compared here: read by transformers it is as wide as the merged model, and "
-            f"{export.merged_bytes / paths.GIB:.1f} GiB do not fit. vLLM keeps it small: lesson 05 compares the formats "
-            f"for vLLM, with FOLDER = {export.folder}"
+            f"{export.merged_bytes / paths.GIB:.1f} GiB do not fit. vLLM keeps it small: lesson 05 compares "
+            f"what vLLM serves, with FOLDER = {export.folder}"
         )
         return ParityLine(export, None)
     before = reference or read_merged(export, fixed, progress)

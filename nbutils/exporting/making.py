@@ -153,7 +153,7 @@ def _finished(form: Format, out: Path, base: Base, method: str, reused: bool = F
 def opened(folder: Path, merged: Path) -> Export:
     """An export that was made earlier from this merged model."""
     about = paths.stamp(folder) or {}
-    if "of" not in about or about["of"] != mark(merged):
+    if "of" not in about or not (merged / "config.json").is_file() or about["of"] != mark(merged):
         made = "of another model" if "of" in about else "that lesson 04 did not make, or that is not whole"
         raise CourseError(
             f"{folder} is a quantised model {made}, and there is nothing to compare it with.",
