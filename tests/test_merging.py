@@ -190,3 +190,38 @@ def test_the_four_bit_form_is_checked_and_its_library_needed(tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     with pytest.raises(CourseError, match="needs bitsandbytes"):
         dequantized.require_library()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_every_weight_is_proved_and_a_forgotten_one_is_found(dtype: str, tmp_path: Path) -> None:
+    """What parity cannot see in 16 bits: one matrix without its change, or every change a tenth too small."""
+    from safetensors.torch import load_file, save_file
+
+    base = models.make_base(tmp_path / "base", "qwen3")
+    adapter = models.make_adapter(base, tmp_path / "adapter")
+    merging.merge_adapter(base, adapter, tmp_path / "out", dtype=dtype, progress=False)
+    proof = merging.prove(base, adapter, tmp_path / "out")
+    assert proof.changed == 14 and not proof.left_out and str(proof.weights) in str(proof)
+    file = tmp_path / "out/model.safetensors"
+    right, before = load_file(file), models.weights(base)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    tenth = before[name].float() + 0.9 * (right[name].float() - before[name].float())
+    for wrong in (before[name], tenth):
+        save_file(right | {name: wrong.to(right[name].dtype)}, file, {"format": "pt"})
+        with pytest.raises(CourseError, match=rf"{name} in .* is not what base and adapter make"):
+            merging.prove(base, adapter, tmp_path / "out")
+    norm = "model.norm.weight"
+    save_file(right | {norm: right[norm] * 1.5}, file, {"format": "pt"})
+    with pytest.raises(CourseError, match=norm):
+        merging.prove(base, adapter, tmp_path / "out")
+    save_file({key: one for key, one in right.items() if key != norm}, file, {"format": "pt"})
+    with pytest.raises(CourseError, match=norm):
+        merging.prove(base, adapter, tmp_path / "out")
+
+
+def test_what_can_only_be_computed_whole_is_left_out_of_the_proof_and_told(tmp_path: Path) -> None:
+    base = models.make_base(tmp_path / "base", "qwen3", tied=True)
+    adapter = models.make_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "embed_tokens"], use_dora=True)
+    merging.merge_adapter(base, adapter, tmp_path / "out", progress=False)
+    proof = merging.prove(base, adapter, tmp_path / "out")
+    assert proof.left_out == 1 and proof.changed >= 2 and "left out" in str(proof)

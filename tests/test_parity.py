@@ -156,6 +156,20 @@ def test_rounding_is_allowed_by_precision_and_no_more(tmp_path: Path, texts: par
         assert [dtype for dtype in judging.ALLOWED if parity.report(found.readings, dtype).holds] == holding, by
 
 
+def test_a_part_of_a_small_tuning_lost_is_no_rounding(tmp_path: Path, texts: parity.Fixed, readings: dict) -> None:
+    """Within what 16 bits explain at most, and still too far for a tuning of that size."""
+    small, most = shifted(readings["base"], 0.2), judging.ALLOWED["bfloat16"]
+    lost = shifted(small, 0.16)
+    found = judged(tmp_path, texts, dtype="bfloat16", base=readings["base"], full=small, merged=lost)
+    apart = found.readings.gap("full", "merged").mean
+    assert judging.LEAST_ALLOWED["bfloat16"] < apart < most and not found.holds
+    assert found.lines[-1].allowed == judging.LEAST_ALLOWED["bfloat16"] and "rounding to bfloat16" in found.verdict
+    found.readings["merged"] = shifted(small, 0.02)
+    assert parity.report(found.readings, "bfloat16").holds
+    found.readings["vllm"] = shifted(found.readings["merged"], 0.16)  # a server computes with kernels of its own
+    assert parity.report(found.readings, "bfloat16").holds
+
+
 def test_where_rounding_is_coarse_the_base_must_still_be_farther(
     tmp_path: Path, texts: parity.Fixed, readings: dict
 ) -> None:
@@ -176,11 +190,18 @@ def test_in_float32_every_answer_must_be_the_same(tmp_path: Path, texts: parity.
     assert judged(tmp_path, texts, dtype="float16", **(readings | {"merged": other})).holds
 
 
-def test_nothing_compared_is_no_proof_and_no_precision_is_an_error(tmp_path: Path, texts: parity.Fixed) -> None:
+def test_nothing_compared_is_no_proof_and_no_precision_is_an_error(
+    tmp_path: Path, texts: parity.Fixed, readings: dict
+) -> None:
     empty = judged(tmp_path, texts)
     assert not empty.holds and empty.text() == "nothing was compared"
     with pytest.raises(CourseError, match="nothing was compared"):
         empty.require()
+    (tmp_path / "x").mkdir()
+    told = judged(tmp_path / "x", texts, _4bit=readings["full"], merged=readings["merged"])
+    with pytest.raises(CourseError, match="must be the same") as caught:
+        told.require()
+    assert '"full" and "merged"' in caught.value.allowed
     with pytest.raises(CourseError, match="the precision is 'int8'"):
         judged(tmp_path, texts, dtype="int8")
 
@@ -307,6 +328,43 @@ def test_damaged_readings_are_measured_again_not_trusted(
         judged(tmp_path / "other", texts, about={"adapter": 2}, merged=readings["base"])
         (tmp_path / "other/evaluation/parity/merged.safetensors").replace(folder / "parity/merged.safetensors")
     assert "merged" not in parity.Readings(tmp_path, texts, about={"adapter": 1})
+
+
+def test_readings_of_another_version_are_measured_again(tmp_path: Path, texts: parity.Fixed, readings: dict) -> None:
+    judged(tmp_path, texts, about={"adapter": 1}, **readings)
+    file = tmp_path / "evaluation/parity.json"
+    good = json.loads(file.read_text())
+    for wrong in ({"gaps": {"x": {"kl": 1.0}}}, {"gaps": None}, {"readings": ["full"]}, {"readings": {"full": {}}},
+                  {"fixed": {"new": 1}}):  # fmt: skip
+        file.write_text(json.dumps(good | wrong))
+        assert not list(parity.Readings(tmp_path, texts, about={"adapter": 1})), wrong
+        with pytest.raises(CourseError, match="no readings are kept"):
+            parity.Readings(tmp_path)
+
+
+def test_the_reading_on_the_unquantised_base_is_always_wanted() -> None:
+    for fits in (True, False):
+        room = parity.Room(fits, "", {})
+        assert set(room.wanted("qlora")) == {room.name, room.other} and room.wanted("lora") == ("full",)
+    lesson = (Path(__file__).parents[1] / "notebooks/04_merge.py").read_text(encoding="utf-8")
+    assert "if room.name in wanted:" in lesson and "if room.other in wanted and" in lesson
+
+
+def test_a_folder_that_speaks_other_tokens_is_refused(tmp_path: Path, exam: evaluation.Exam) -> None:
+    folder = tmp_path / "merged"
+    exam.tokenizer.save_pretrained(folder)
+    assert parity.require_tokenizer(folder, exam.tokenizer, exam.rows) == len(exam.rows)
+    settings = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = settings["model"]["vocab"]
+    one, other = [piece for piece in ("a", "b", "e", "t") if piece in vocabulary][:2]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    (folder / "tokenizer.json").write_text(json.dumps(settings), encoding="utf-8")
+    with pytest.raises(CourseError, match="makes other tokens"):
+        parity.require_tokenizer(folder, exam.tokenizer, exam.rows)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    with pytest.raises(CourseError, match="has no tokenizer"):
+        parity.require_tokenizer(folder, exam.tokenizer, exam.rows)
 
 
 def on_disk(folder: Path, adapter: Path, memory: dict[int | str, str]) -> Any:

@@ -5,6 +5,10 @@ Not here: whether the merged model is the same model (parity) and whether the tu
 
 from nbutils.merging.checks import check_base, describe, size_gib
 from nbutils.merging.places import choose_place
+from nbutils.merging.proving import Proof, prove
 from nbutils.merging.streaming import MergeReport, cast_model, merge_adapter
 
-__all__ = ["MergeReport", "cast_model", "check_base", "choose_place", "describe", "merge_adapter", "size_gib"]
+__all__ = [
+    "MergeReport", "Proof", "cast_model", "check_base", "choose_place", "describe", "merge_adapter", "prove",
+    "size_gib",
+]  # fmt: skip

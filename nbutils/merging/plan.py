@@ -191,6 +191,11 @@ def _mismatch(base: Base, unknown: list[str], made: Mapping[str, Recipe]) -> Cou
         )  # fmt: skip
     near = difflib.get_close_matches(f"{unknown[0]}.weight", list(made), n=1, cutoff=0.6)
     hint = f" (nearest: {near[0]})" if near else ""
+    if "vision_config" in base.config or "text_config" in base.config:
+        return CourseError(
+            f"{base.called} is a multimodal model, and its files name {unknown[0]} otherwise than PEFT does.",
+            "language models", "merge it with PEFT's merge_and_unload on a machine with enough memory",
+        )  # fmt: skip
     return CourseError(
         f"the adapter changes {unknown[0]} and {len(unknown) - 1} more modules that {base.called} does not have{hint}.",
         "an adapter and the base it was trained on", "use the base that adapter_config.json names",

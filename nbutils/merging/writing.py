@@ -92,14 +92,14 @@ class Workshop:
             data = source.read(first, last, scratch=True)
         else:
             with torch.inference_mode():
-                made, fine = self._rows(recipe, applies, target, first, last)
+                made, fine = self.rows(recipe, applies, target, first, last)
             if not fine:
                 require_finite(name, made, target.dtype)
             data = made.view(-1).view(torch.uint8).numpy().data
         self.progress(len(data))
         done(write_at(target.file, target.start + first * (target.size // max(target.rows, 1)), data))
 
-    def _rows(
+    def rows(
         self, recipe: Recipe, applies: list[Apply], target: Stored, first: int, last: int
     ) -> tuple[torch.Tensor, bool]:
         """The rows with every change in them, computed in float32 and rounded once; whether they are surely finite."""

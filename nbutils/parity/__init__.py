@@ -1,7 +1,7 @@
 """Is it still the same model? The same texts through every form of it, and how far their predictions are apart.
 
 fixed: the texts; reading, served: what one model makes of them; keeping: all readings of a run; gaps: two readings
-compared; judging: what that means, in words; fitting: how a model is loaded that is larger than the card.
+compared; judging: what that means, in words; spelling: the tokenizer; fitting: a model larger than the card.
 Not here: merging or exporting a model, or asking whether the tuning helped (evaluation).
 """
 
@@ -14,8 +14,9 @@ from nbutils.parity.judging import ALLOWED, Report, report, require_onto
 from nbutils.parity.keeping import Readings
 from nbutils.parity.reading import Reading, measure
 from nbutils.parity.served import measure_server
+from nbutils.parity.spelling import require_tokenizer
 
 __all__ = [
     "ALLOWED", "Fixed", "Gap", "Reading", "Readings", "Report", "Room", "as_trained", "fixed_set", "gap", "measure",
-    "measure_server", "put_beside", "report", "require_onto", "room_for",
+    "measure_server", "put_beside", "report", "require_onto", "require_tokenizer", "room_for",
 ]  # fmt: skip

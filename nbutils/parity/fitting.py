@@ -39,6 +39,10 @@ class Room:
         """The reading that needs another model."""
         return "4bit" if self.fits else "full"
 
+    def wanted(self, method: str) -> tuple[str, ...]:
+        """The readings a lesson takes: in 4 bits only if the adapter was trained so, on the unquantised base always."""
+        return ("full", "4bit") if method == "qlora" else ("full",)
+
     def clear(self) -> None:
         """Delete what was put on disk."""
         if "offload_folder" in self.wide:

@@ -36,10 +36,10 @@ class Readings:
                 f"no readings are kept in {self.file}.", "the fixed set of lesson 04",
                 "run lesson 04, or make a set with parity.fixed_set",
             )  # fmt: skip
-        self.fixed = fixed or Fixed(**kept["fixed"])
+        self.fixed: Fixed = fixed or kept["fixed"]
         self.about = kept.get("about") if about is None else json.loads(json.dumps(about, default=str))
         same = kept.get("mark") == self._mark
-        self.gaps = {key: Gap(**one) for key, one in kept["gaps"].items()} if same else {}
+        self.gaps = kept["gaps"] if same else {}
         self._held = {one: found for one in (kept["readings"] if same else {}) if (found := self._load(one, kept))}
 
     def __contains__(self, name: object) -> bool:
@@ -108,7 +108,7 @@ class Readings:
                 tokens, logs = file.get_tensor("tokens").long(), file.get_tensor("logs")
         except (OSError, SafetensorError):
             return None
-        return Reading(logs, tokens, kept["readings"][name]["answers"])
+        return Reading(logs, tokens, kept["readings"][name])
 
 
 def _key(reference: str, other: str) -> str:
@@ -118,8 +118,10 @@ def _key(reference: str, other: str) -> str:
 def _read(file: Path) -> dict[str, Any]:
     """What the file holds; nothing if it is missing or damaged."""
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        whole = {"mark", "about", "gaps", "readings", "fixed"} <= set(kept)
-    except (OSError, ValueError, TypeError):
+        kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        kept["gaps"] = {key: Gap(**one) for key, one in kept["gaps"].items()}
+        kept["readings"] = {name: one["answers"] for name, one in kept["readings"].items()}
+        kept["fixed"] = Fixed(**kept["fixed"])
+        return kept if {"mark", "about"} <= set(kept) else {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # or of another version of this course
         return {}
-    return kept if whole else {}
