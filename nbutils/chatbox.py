@@ -10,7 +10,10 @@ import html
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from socket import SHUT_RDWR
 from typing import TYPE_CHECKING, Any
 
 from nbutils import dashboard
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 BEAT = 0.05  # seconds between two drawings of a growing answer
+PATIENCE = 0.5  # seconds for a stream to close; after that it closes when the server speaks again
 HEIGHT = 380  # pixels of a column before it scrolls
 
 
@@ -36,42 +40,76 @@ class Talk:
 
     def stream(self, text: str, stop: threading.Event | None = None) -> Iterator[str]:
         """The answer so far, again and again while it grows; `stop` ends it and hangs up."""
-        stop, answer = stop or threading.Event(), ""
-        self.said.append({"role": "user", "content": text})
+        before, answer = self.said, ""
+        asked: list[Message] = [*before, {"role": "user", "content": text}]
         try:
-            with self._open() as pieces:
-                for piece in pieces:
-                    if stop.is_set():  # leaving the block closes the stream, and the server frees the place
-                        break
-                    answer += (piece.choices[0].delta.content or "") if piece.choices else ""
-                    yield answer
+            for piece in overheard(lambda: self._open(asked), stop or threading.Event()):
+                answer += (piece.choices[0].delta.content or "") if piece.choices else ""
+                yield answer
         finally:
-            self.said += [{"role": "assistant", "content": answer}] if answer else []
-            if not answer:
-                self.said.pop()  # a question without an answer would confuse the next one
+            if answer and self.said is before:  # a question without an answer would confuse the next one
+                self.forgotten += (len(before) + 1 - len(asked)) // 2
+                self.said = [*asked, {"role": "assistant", "content": answer}]
 
-    def _open(self) -> Any:
-        """Ask; while the server finds it too long, without the oldest question and answer."""
+    def _open(self, asked: list[Message]) -> Any:
+        """Ask; while the server finds it too long, `asked` loses its oldest question and answer."""
         from openai import BadRequestError
 
-        kept, dropped = self.said, 0
         while True:
             try:
-                messages: Any = [*self.opening, *kept]
-                pieces = self.client.chat.completions.create(
+                messages: Any = [*self.opening, *asked]
+                return self.client.chat.completions.create(
                     model=self.model, messages=messages, stream=True, **self.settings
                 )
-                break
             except BadRequestError:
-                if len(kept) < 3:
+                if len(asked) < 3:
                     raise
-                kept, dropped = kept[2:], dropped + 1
-        self.said, self.forgotten = kept, self.forgotten + dropped
-        return pieces
+                del asked[:2]
 
     def forget(self) -> None:
         """Begin anew."""
         self.said, self.forgotten = [], 0
+
+
+def overheard(start: Callable[[], Any], stop: threading.Event) -> Iterator[Any]:
+    """What a server streams, read by a thread: `stop` is heard at once, even while the server is silent."""
+    heard, opened, left = SimpleQueue[Any](), list[Any](), threading.Event()
+
+    def read() -> None:
+        end: Exception | None = None
+        try:
+            with start() as pieces:  # leaving the block closes the stream, and the server frees the place
+                opened.append(pieces)
+                for piece in pieces:
+                    if left.is_set():
+                        break
+                    heard.put(piece)
+        except Exception as problem:  # told to whoever listens
+            end = problem
+        heard.put(end)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        while not stop.is_set():
+            with suppress(Empty):
+                piece = heard.get(timeout=BEAT)
+                if isinstance(piece, Exception):
+                    raise piece
+                if piece is None:
+                    return
+                yield piece
+    finally:
+        left.set()
+        hang_up(opened, reader)
+
+
+def hang_up(opened: Sequence[Any], reader: threading.Thread) -> None:
+    """End a stream whose reader may be waiting for the next piece; closing it from here would not wake the reader."""
+    if reader.is_alive():
+        with suppress(Exception):  # no stream yet, a stream that is over, or one without a socket
+            opened[0].response.extensions["network_stream"].get_extra_info("socket").shutdown(SHUT_RDWR)
+        reader.join(PATIENCE)
 
 
 def chat(talks: Sequence[Talk], examples: Sequence[str], live: bool = True) -> Box | None:
@@ -142,47 +180,56 @@ class Box:
         if self.busy or not text.strip():
             return
         self.question.value = ""
-        self.stopped.clear()
-        self._grow(len(self.talks))
+        self.stopped = threading.Event()  # of these answers only: others may still be ending
+        self._grow(len(self.talks), self.stopped)
         self.running = [
-            threading.Thread(target=self._answer, args=(place, text.strip()), daemon=True)
+            threading.Thread(target=self._answer, args=(place, text.strip(), self.stopped), daemon=True)
             for place in range(len(self.talks))
         ]
         for thread in self.running:
             thread.start()
 
     def begin_anew(self) -> None:
-        """Forget everything that was said."""
+        """Forget everything that was said; answers that are still growing end by themselves, and nobody sees them."""
         self.stopped.set()
-        for thread in self.running:
-            thread.join(10)
+        with self.lock:
+            self.stopped, self.growing = threading.Event(), 0
+        self._grow(0, self.stopped)
         for talk, column in zip(self.talks, self.columns, strict=True):
             talk.forget()
             self.shown[talk.name] = []
             column.value = page(talk.name, [])
 
-    def _answer(self, place: int, text: str) -> None:
+    def _answer(self, place: int, text: str, stopped: threading.Event) -> None:
         """Let one column grow; the last one to end switches the buttons back."""
-        talk, column, drawn, answer = self.talks[place], self.columns[place], 0.0, ""
+        talk, drawn, answer = self.talks[place], 0.0, ""
         lines = self.shown[talk.name]
-        lines += [("you", text), (talk.name, "")]
-        column.value = page(talk.name, [*lines[:-1], (talk.name, "…")])
+        lines += [("you", text), (talk.name, "…")]
+        self._draw(place, lines)
         try:
-            for answer in talk.stream(text, self.stopped):
+            for answer in talk.stream(text, stopped):
                 lines[-1] = (talk.name, answer)
                 if time.monotonic() - drawn > BEAT:
-                    column.value, drawn = page(talk.name, lines), time.monotonic()
-            lines[-1] = (talk.name, answer + (" [stopped]" if self.stopped.is_set() else ""))
+                    self._draw(place, lines)
+                    drawn = time.monotonic()
+            lines[-1] = (talk.name, answer + (" [stopped]" if stopped.is_set() else ""))
         except Exception as problem:  # a thread has nobody to raise to: the column tells it
             lines[-1] = ("problem", plain(problem))
-        column.value = page(talk.name, lines, talk.forgotten)
-        self._grow(-1)
+        self._draw(place, lines)
+        self._grow(-1, stopped)
 
-    def _grow(self, change: int) -> None:
-        """So many more, or fewer, answers are growing; the buttons follow."""
+    def _draw(self, place: int, lines: list[tuple[str, str]]) -> None:
+        """Show a column, unless a new chat has begun since."""
+        talk = self.talks[place]
+        if self.shown[talk.name] is lines:
+            self.columns[place].value = page(talk.name, lines, talk.forgotten)
+
+    def _grow(self, change: int, turn: threading.Event) -> None:
+        """So many more, or fewer, answers are growing; the buttons follow. A turn that was left does not count."""
         with self.lock:
-            self.growing += change
-            self.send.disabled, self.stop.disabled = self.busy, not self.busy
+            if turn is self.stopped:
+                self.growing += change
+                self.send.disabled, self.stop.disabled = self.busy, not self.busy
 
 
 def page(name: str, lines: Sequence[tuple[str, str]], forgotten: int = 0) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,22 @@ class Client:
             self.given += 1
             yield SimpleNamespace(choices=[SimpleNamespace(delta=SimpleNamespace(content=" " * (place > 0) + word))])
         yield SimpleNamespace(choices=[])  # the piece that carries only the usage
+
+
+class Silent(Client):
+    """A server that says nothing, before it takes the question or after it, until `wake` is set."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__("too late")
+        self.wake, self.before = threading.Event(), before
+
+    def create(self, **wanted: Any) -> Client:
+        assert not self.before or self.wake.wait(20)
+        return super().create(**wanted)
+
+    def pieces(self) -> Iterator[Any]:
+        assert self.wake.wait(20)
+        yield from super().pieces()
 
 
 def refusal(status: int, kind: Any, message: str) -> Any:
@@ -140,6 +157,64 @@ def test_a_new_chat_forgets() -> None:
     finished(box)
     box.anew.click()
     assert not box.talks[0].said and "Nothing said yet" in box.columns[0].value
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert true()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_stop_is_heard_while_the_server_is_silent(before: bool) -> None:
+    client = Silent(before)
+    box = chatbox.Box([talk(client)])
+    box.ask("hello")
+    time.sleep(0.1)
+    box.stop.click()
+    wait_until(lambda: not box.busy)
+    assert "[stopped]" in box.columns[0].value and not box.send.disabled and not box.talks[0].said
+    client.wake.set()
+    wait_until(lambda: client.closed == 1)  # an answer nobody waits for is hung up as soon as it comes
+    assert "too late" not in box.columns[0].value and not box.talks[0].said
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_new_chat_waits_for_no_server_and_knows_nothing_of_the_old_one(before: bool) -> None:
+    client = Silent(before)
+    box = chatbox.Box([talk(client)])
+    box.ask("hello")
+    time.sleep(0.1)
+    began = time.monotonic()
+    box.anew.click()
+    assert time.monotonic() - began < 0.5 and not box.busy and not box.send.disabled and box.stop.disabled
+    box.talks[0].client = Client("new words")  # type: ignore[assignment]
+    box.ask("again")
+    finished(box)
+    client.wake.set()
+    wait_until(lambda: client.closed == 1)
+    time.sleep(0.1)
+    told = box.columns[0].value
+    assert "new words" in told and "too late" not in told and "hello" not in told and "Error" not in told
+    assert [message["content"] for message in box.talks[0].said] == ["again", "new words"]
+
+
+def test_stop_hangs_up_on_a_real_server_that_is_silent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}/v1", api_key="none")
+        box = chatbox.Box([talk(client)])
+        box.ask("hello")
+        line, _ = listening.accept()
+        with line:
+            line.settimeout(5)
+            line.recv(65536)
+            line.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+            time.sleep(0.3)
+            box.stop.click()
+            wait_until(lambda: not box.busy)
+            while line.recv(65536):  # the end of the stream: the server may give the place away
+                pass
 
 
 @pytest.mark.parametrize(
