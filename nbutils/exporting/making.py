@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,11 @@ from nbutils import paths
 from nbutils.errors import CourseError
 from nbutils.exporting import planning, process
 from nbutils.exporting.formats import Format, find
-from nbutils.merging import cast_model
+from nbutils.merging import cast_model, marks
 from nbutils.merging.bases import Base, open_base
 from nbutils.merging.companions import TOKENIZER
 
 NOTE = "export.json"
-SAMPLES, SAMPLE = 32, 2**16  # places of a file, and bytes at each, that tell two models apart
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,7 @@ def export(
     """
     form, base = find(name), open_base(merged)
     out = out or merged.parent / "exports" / name
+    paths.require_apart(out, base.folder)
     if form.work == "cast":
         return _cast(base, form, out, progress)
     job = planning.job_for(form, base, calibration)
@@ -98,7 +98,7 @@ def _about(form: Format, base: Base, job: dict[str, Any]) -> dict[str, Any]:
     """What an export was made from and how: two that are equal need not be made twice."""
     made_from = (paths.stamp(base.folder) or {}).get("base", "")
     return {
-        "format": form.name, "base": made_from, "method": planning.method_of(job), "of": mark(base.folder),
+        "format": form.name, "base": made_from, "method": planning.method_of(job), "of": marks.of_model(base),
         "rows": _digest(job.get("rows", [])),
     }  # fmt: skip
 
@@ -116,7 +116,7 @@ def _sixteen_bits(base: Base, form: Format, folder: Path, things: ExitStack) -> 
     """The folder to start from: vLLM's formats keep some weights as they are, and those should have 16 bits."""
     if base.dtype != "float32" or form.work not in ("compress", "calibrate"):
         return base.folder
-    place = things.enter_context(tempfile.TemporaryDirectory(prefix=".sixteen-", dir=folder.parent))
+    place = things.enter_context(tempfile.TemporaryDirectory(prefix=".sixteen-", dir=folder))  # goes with the attempt
     return cast_model(base.folder, Path(place) / base.folder.name, "bfloat16", progress=False).folder
 
 
@@ -135,8 +135,6 @@ def _cast(base: Base, form: Format, out: Path, progress: bool) -> Export:
     if base.dtype == form.setting:
         size = weights_bytes(base.folder)
         return Export(form.name, base.folder, base.folder, size, size, 0.0, "it was merged in this type", reused=True)
-    if paths.stamp(base.folder) is None:
-        shutil.rmtree(out, ignore_errors=True)  # nothing says whether it was made from this very model
     paths.make_folder(out.parent, "exports")
     report = cast_model(base.folder, out, form.setting, progress=progress)
     sizes = weights_bytes(out), weights_bytes(base.folder)
@@ -144,7 +142,9 @@ def _cast(base: Base, form: Format, out: Path, progress: bool) -> Export:
 
 
 def _finished(form: Format, out: Path, base: Base, method: str, reused: bool = False) -> Export:
-    seconds = json.loads((out / NOTE).read_text(encoding="utf-8"))["seconds"]
+    seconds = 0.0
+    with suppress(OSError, ValueError, KeyError, TypeError):  # only told, so a damaged note does no harm
+        seconds = float(json.loads((out / NOTE).read_text(encoding="utf-8"))["seconds"])
     file = _gguf(form, out) if form.work == "gguf" else None
     sizes = weights_bytes(out), weights_bytes(base.folder)
     return Export(form.name, out, base.folder, *sizes, seconds, method, file, reused)
@@ -153,7 +153,7 @@ def _finished(form: Format, out: Path, base: Base, method: str, reused: bool = F
 def opened(folder: Path, merged: Path) -> Export:
     """An export that was made earlier from this merged model."""
     about = paths.stamp(folder) or {}
-    if "of" not in about or not (merged / "config.json").is_file() or about["of"] != mark(merged):
+    if "of" not in about or not (merged / "config.json").is_file() or about["of"] != marks.of_model(open_base(merged)):
         made = "of another model" if "of" in about else "that lesson 04 did not make, or that is not whole"
         raise CourseError(
             f"{folder} is a quantised model {made}, and there is nothing to compare it with.",
@@ -168,19 +168,6 @@ def weights_bytes(folder: Path) -> int:
     """The size of a model's weights."""
     files = [file for kind in ("*.safetensors", "*.gguf") for file in folder.glob(kind)]
     return sum(file.stat().st_size for file in files)
-
-
-def mark(folder: Path) -> str:
-    """A checksum over samples of all weights and the settings: two models have two, and it takes no time."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with open(file, "rb") as opened:
-            for place in range(SAMPLES):
-                opened.seek(max(0, size - SAMPLE) * place // (SAMPLES - 1))
-                digest.update(opened.read(SAMPLE))
-    return digest.hexdigest()[:16]
 
 
 def _digest(rows: Sequence[Any]) -> str:

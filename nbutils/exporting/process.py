@@ -1,4 +1,4 @@
-"""One job in the export environment: a process of its own, its output in a log, a line now and then.
+"""One job in the export environment: a process of its own that ends with this kernel, a line now and then.
 
 Not here: what the job does (inside). The course's own package is handed over by path, so the environment holds
 nothing of it, and nothing of this kernel's packages reaches the job.
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nbutils import environments
+from nbutils import environments, processes
 from nbutils.errors import CourseError
 from nbutils.exporting import environment
 from nbutils.paths import PACKAGE
@@ -33,6 +33,7 @@ main(job)
 QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 CALM = {"OMP_WAIT_POLICY": "passive"}  # idle threads sleep instead of spin, as everywhere (hardware.share_processors)
 BEAT = 20.0  # seconds between two lines
+GRACE_SECONDS = 5.0
 
 
 def run(need: str, job: Mapping[str, Any], title: str, progress: bool = True) -> dict[str, Any]:
@@ -42,19 +43,16 @@ def run(need: str, job: Mapping[str, Any], title: str, progress: bool = True) ->
         file, log, answer = (Path(place) / name for name in ("job.json", "log.txt", "answer.json"))
         file.write_text(json.dumps({**job, "answer": str(answer)}, default=str), encoding="utf-8")
         with open(log, "wb") as output:
-            running = subprocess.Popen(
-                [python, "-c", START, str(PACKAGE), str(file)], cwd=place, stdout=output, stderr=subprocess.STDOUT,
-                env=environments.variables(environment.PREFIX, QUIET | CALM),
-            )  # fmt: skip
-            try:
-                _wait(running, log, title, progress)
-            finally:
-                running.kill()
-                running.wait()
+            command = [str(python), "-c", START, str(PACKAGE), str(file)]
+            told = environments.variables(environment.PREFIX, QUIET | CALM)
+            running = processes.supervised(command, told, Path(place), output, GRACE_SECONDS)
+        try:
+            _wait(running, log, title, progress)
+        finally:
+            processes.end(running, GRACE_SECONDS)
         if running.returncode != 0 or not answer.exists():
             raise failed(title, running.returncode, log.read_text(encoding="utf-8", errors="replace"))
-        told: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        return told
+        return dict(json.loads(answer.read_text(encoding="utf-8")))
 
 
 def _wait(running: subprocess.Popen[bytes], log: Path, title: str, progress: bool) -> None:
@@ -78,7 +76,9 @@ def lines(text: str) -> list[str]:
 def failed(title: str, status: int, text: str) -> CourseError:
     """A job that failed, in plain words."""
     tail = "\n".join(lines(text)[-8:])
-    if status == -signal.SIGKILL or re.search(r"OutOfMemory|out of memory|Cannot allocate memory|MemoryError", text):
+    if status in (-signal.SIGKILL, 128 + signal.SIGKILL) or re.search(
+        r"OutOfMemory|out of memory|Cannot allocate memory|MemoryError", text
+    ):
         return CourseError(
             f"{title}: the memory of this machine did not suffice.", "memory for the model, or for one file of it",
             "stop other notebooks and servers; fp8, w4a16 and the gguf formats need the least",
