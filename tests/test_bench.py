@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from aiohttp import web
 from click.testing import CliRunner
 
 from nbutils import bench, cli, paths
-from nbutils.bench import asking, limits, numbers, watching
+from nbutils.bench import alone, asking, limits, load, numbers, rivals, silence, watching
 from nbutils.errors import CourseError
 
 FIRST, EACH = 0.05, 0.01  # seconds the fake engine takes until its first token, and for each one after it
@@ -28,23 +31,32 @@ class Engine:
 
     def __init__(self) -> None:
         self.fault, self.running, self.most, self.bodies = "", 0, 0, list[dict[str, Any]]()
-        self.vllm, self.url = True, ""
+        self.vllm, self.url, self.turn = True, "", asyncio.Lock()
+        self.listing: Any = {"data": [{"id": "tuned"}, {"id": "base"}]}
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body | {"key": request.headers.get("Authorization", "")})
-        if self.fault == "refuses":
+        late = self.fault == "late refusal" and body["max_tokens"] == 4
+        if self.fault == "refuses" or late:
             return web.json_response({"error": {"message": "too long"}}, status=400)
+        if self.fault == "wants a key":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        if self.fault == "silent":
+            await asyncio.sleep(30)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            return await self.stream(response, body["max_tokens"], request)
+            async with self.turn if self.fault == "one by one" else contextlib.nullcontext():
+                return await self.stream(response, body["max_tokens"], request)
         finally:
             self.running -= 1
 
     async def stream(self, response: web.StreamResponse, tokens: int, request: web.Request) -> web.StreamResponse:
+        early = {"ping": b": ping\n\n", "empty first": b'data: {"choices":[{"text":"","index":0}]}\n\n'}
+        await response.write(early.get(self.fault, b""))
         for place in range(tokens):
             await asyncio.sleep(EACH if place else FIRST)
             await response.write(b'data: {"choices":[{"text":" say \\"error\\": no"}]}\n\n')
@@ -67,14 +79,16 @@ class Engine:
         return web.Response(text="\n".join(["# HELP x", *lines, ""]) if self.vllm else "nothing")
 
     async def models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tuned"}, {"id": "base"}]})
+        if self.listing == "text":
+            return web.Response(text="welcome")
+        return web.json_response(self.listing, status=401 if self.listing == "401" else 200)
 
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     """One on a free port, in a thread of its own."""
     made, loop, ready, app = Engine(), asyncio.new_event_loop(), threading.Event(), web.Application()
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
 
     async def serve() -> None:
         routes = [("POST", "/v1/completions", made.completions), ("GET", "/metrics", made.metrics)]
@@ -111,7 +125,7 @@ def test_the_numbers_are_those_of_the_server(engine: Engine) -> None:
     assert level.ttft_ms and level.tpot_ms and level.latency_ms
     assert FIRST * 1000 <= level.ttft_ms["p50"] < FIRST * 1000 + 60
     assert EACH * 1000 <= level.tpot_ms["p50"] < EACH * 2000
-    assert whole * 1000 <= level.latency_ms["p50"] <= level.latency_ms["p99"]
+    assert whole * 1000 <= level.latency_ms["p50"] <= level.latency_ms["p90"]
     assert level.tokens_per_second == pytest.approx(16 * 20 / level.seconds, rel=0.01)
     assert 2 * whole <= level.seconds < 6 * whole  # two rounds of eight, not sixteen one by one
 
@@ -350,3 +364,174 @@ def test_an_interrupt_ends_the_load(engine: Engine, monkeypatch: pytest.MonkeyPa
     with contextlib.suppress(KeyboardInterrupt):
         bench.drive(bench.Target(engine.url, "tuned"), "vllm", prompts(4), 2000, 4)
     assert time.monotonic() - began < 5  # 2,000 tokens would take 20 s
+
+
+def test_time_per_token_is_of_the_tokens_after_the_first() -> None:
+    found = numbers.summarise("vllm", 1, [bench.Request(1.0, 4.0, 4)], 4.0)
+    assert found.ttft_ms == {"p50": 1000.0} and found.tpot_ms == {"p50": 1000.0}  # three tokens in three seconds
+
+
+def test_an_idle_server_before_and_after_is_in_no_mean() -> None:
+    watcher = watching.Watcher(None, "")
+    watcher.samples = [{watching.RUNNING: many, watching.WAITING: 9 - many} for many in (0.0, 4.0, 6.0, 0.0)]
+    watcher.cards = [(0.0, 90.0), (80.0, 1.0), (100.0, 2.0), (0.0, 90.0)]
+    assert watcher.summary() == {
+        "running_mean": 5.0, "running_max": 6.0, "waiting_max": 5.0, "gpu_percent_mean": 90.0, "gpu_gib_max": 2.0,
+    }  # fmt: skip
+
+
+def test_the_client_goes_past_any_proxy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert bench.drive(bench.Target(engine.url, "tuned"), "vllm", prompts(1), 2, 1).errors == 0
+
+
+def test_percentiles_are_told_only_of_enough_requests() -> None:
+    assert numbers.spread([0.001] * 9) == {"p50": 1.0} and set(numbers.spread([0.001] * 99) or ()) == {"p50", "p90"}
+    row = bench.Board(None, bench.Settings(), {})
+    row.levels = [numbers.summarise("vllm", 1, [bench.Request(0.1, 0.2, 2)] * 10, 1.0)]
+    assert row.rows()[0]["answer ms"] == "200 / 200 / –"
+    assert bench.Settings().requests(1) >= 10  # p90 has a meaning at every level
+
+
+def test_generate_gets_the_prompts_the_servers_get(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, seen = bench.Settings((1, 32), 8, 4), dict[int, list[bench.Prompt]]()
+    monkeypatch.setattr(rivals, "generate", lambda model, given, tokens, batch: seen.update({batch: given}))
+    list(bench.static(None, settings, tokenizer))
+    assert [len(seen[batch]) for batch in (1, 32)] == [2, 32]
+    assert all(seen[batch] == settings.prompts(tokenizer, batch)[: len(seen[batch])] for batch in (1, 32))
+
+
+@pytest.mark.parametrize("fault", ["ping", "empty first"])
+def test_the_first_token_is_the_first_text(engine: Engine, fault: str) -> None:
+    engine.fault = fault
+    level = bench.drive(bench.Target(engine.url, "tuned"), "vllm", prompts(1), 3, 1)
+    assert level.errors == 0 and level.ttft_ms and level.ttft_ms["p50"] >= 1000 * FIRST
+
+
+def test_text_that_comes_in_crumbs_is_seen() -> None:
+    assert load.TEXT.search(b'{"text": "a') and load.TEXT.search(b'"text":"\\"')
+    assert not any(map(load.TEXT.search, (b'"text":""', b'"text":"', b'"text":null', b": ping")))
+
+
+def test_a_warm_up_without_one_answer_stops(engine: Engine) -> None:
+    engine.fault = "refuses"
+    settings = bench.Settings((1, 2), 8, 4)
+    with pytest.raises(CourseError, match=r"not one of 2 requests .* was answered: HTTP 400.*too long"):
+        next(bench.measure(bench.Target(engine.url, "tuned"), "vllm", settings, None))
+
+    def gone() -> None:
+        raise CourseError("its engine is gone.", "one", "start it")
+
+    with pytest.raises(CourseError, match="its engine is gone"):  # a server of ours knows more than its silence tells
+        next(bench.measure(bench.Target(engine.url, "tuned", require=gone), "vllm", settings, None))
+
+
+def test_a_level_of_errors_is_kept_and_stops_the_lesson_and_the_command(engine: Engine, tmp_path: Path) -> None:
+    engine.fault = "late refusal"  # after the warm-up
+    board = bench.Board(tmp_path / "bench.json", bench.Settings((1, 2), 8, 4), {})
+    with pytest.raises(CourseError, match="not one of 10 requests"):
+        board.add(bench.measure(bench.Target(engine.url, "tuned"), "vllm", board.settings, None))
+    assert [one.errors for one in board.levels] == [10]
+    engine.bodies.clear()
+    words = ["bench-serve", "--url", engine.url, "--concurrency", "1,2", "--answer-tokens", "4", "--out", str(tmp_path)]
+    ran = CliRunner().invoke(cli.app, words)
+    assert ran.exit_code == 1 and "vllm was not measured" in ran.stderr and "HTTP 400" in ran.stdout
+    kept = json.loads((tmp_path / "bench.json").read_text())
+    assert "Traceback" not in ran.output and [one["errors"] for one in kept["levels"]] == [10]
+
+
+def test_a_rival_that_only_fails_ends_the_command_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*_: Any, **__: Any) -> None:
+        raise CourseError("no engine.", "one", "make it")
+
+    monkeypatch.setattr(alone, "measure", nothing)
+    monkeypatch.setattr(asking.Bench, "vllm", lambda self, name, folder: self.board.add([level(name, 1, 5.0)]))
+    monkeypatch.setattr(asking.hardware, "card", lambda: None)
+    words = ["bench-serve", "--model", str(paths.TINY_MODEL), "--rivals", "generate"]
+    ran = CliRunner().invoke(cli.app, words)
+    assert ran.exit_code == 1 and "generate was not measured: no engine." in ran.stderr and "vllm" in ran.stdout
+
+
+def test_silence_is_told_and_ends_the_level(engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(silence, "WORD", 0.3)
+    engine.fault = "silent"
+    began = time.monotonic()
+    level = bench.drive(bench.Target(engine.url, "tuned"), "vllm", prompts(8), 3, 2, silence=0.8)
+    assert time.monotonic() - began < 3 and level.errors == 8 and "silent for 1 s" in level.first_error
+    assert "the server has been silent for 0 s" in capsys.readouterr().out
+    assert load.SILENCE <= 120 and load.WARM_SILENCE <= 300
+
+
+def test_a_server_that_answers_somebody_is_not_silent(engine: Engine) -> None:
+    engine.fault = "one by one"
+    level = bench.drive(bench.Target(engine.url, "tuned"), "vllm", prompts(4), 20, 4, silence=0.5)
+    assert level.errors == 0 and level.seconds > 0.5
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("401", "set VLLM_API_KEY"), ([1, 2], "serves nothing"), ({"data": None}, "serves nothing"),
+        ({"data": [{"x": 1}, 3]}, "serves nothing"), ({"data": 7}, "serves nothing"), ("text", "like a server"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("vllm", [True, False])
+def test_odd_answers_of_a_server_are_told_in_words(engine: Engine, fault: Any, told: str, vllm: bool) -> None:
+    engine.listing, engine.vllm = fault, vllm
+    ran = CliRunner().invoke(cli.app, ["bench-serve", "--url", engine.url, "--concurrency", "1"])
+    assert ran.exit_code == 1 and told in ran.stderr and "Traceback" not in ran.output
+
+
+def test_a_server_that_wants_a_key_for_its_answers_only_says_so(engine: Engine) -> None:
+    engine.fault = "wants a key"
+    with pytest.raises(CourseError, match="set VLLM_API_KEY"):
+        next(bench.measure(bench.Target(engine.url, "tuned"), "vllm", bench.Settings((1,)), None))
+
+
+def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CourseError, match="no tokenizer"):
+        asking.tokenizer_of(tmp_path)
+
+
+def test_rivals_are_read_and_unknown_ones_refused() -> None:
+    assert bench.chosen(" generate,transformers-serve, ") == ["generate", "transformers-serve"]
+    assert bench.chosen("") == []
+    for text in ("generat", "generate,transformers serve"):
+        with pytest.raises(CourseError, match="generate, transformers-serve"):
+            bench.chosen(text)
+    with pytest.raises(CourseError, match="rivals are fast"):
+        bench.Board(None, bench.Settings(), {}).invited("fast", "no room")
+
+
+def test_generate_ends_with_the_process_that_asked_for_it() -> None:
+    code = (
+        "from nbutils import bench, paths\n"
+        "bench.Bench(paths.TINY_MODEL, bench.Board(None, bench.Settings((1,), 8, 400), {})).generate()"
+    )
+    asks = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        workers, deadline = list[psutil.Process](), time.monotonic() + 30
+        while not workers and time.monotonic() < deadline:
+            time.sleep(0.1)
+            workers = psutil.Process(asks.pid).children(recursive=True)
+        time.sleep(2)
+        workers = psutil.Process(asks.pid).children(recursive=True)
+        assert workers
+    finally:
+        asks.kill()
+        asks.wait()
+    _, alive = psutil.wait_procs(workers, 10)
+    for process in alive:
+        process.kill()
+    assert not alive
+
+
+def test_generate_alone_brings_its_levels_back_and_says_why_it_could_not(monkeypatch: Any) -> None:
+    found = alone.measure(paths.TINY_MODEL, "float32", bench.Settings((1,), 8, 4))
+    assert [(one.concurrency, one.errors) for one in found.levels] == [(1, 0), (32, 0)] and found.bandwidth == 0.0
+    monkeypatch.setattr(alone, "CODE", "raise MemoryError('no room')")
+    with pytest.raises(CourseError, match=r"plain generate ended with status 1: .*no room"):
+        alone.measure(paths.TINY_MODEL, "float32", bench.Settings((1,), 8, 4))

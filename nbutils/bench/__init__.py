@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from nbutils.bench.asking import Bench, target_of
 from nbutils.bench.board import Board
+from nbutils.bench.finding import find_target
 from nbutils.bench.limits import copy_bandwidth, limit
-from nbutils.bench.load import Target, drive, find_target, measure
+from nbutils.bench.load import Target, drive, measure
 from nbutils.bench.numbers import Level, Request
 from nbutils.bench.prompts import Prompt, Settings, make_prompts
-from nbutils.bench.rivals import generate
+from nbutils.bench.rivals import chosen, generate, static
 
 __all__ = [
-    "Bench", "Board", "Level", "Prompt", "Request", "Settings", "Target", "copy_bandwidth", "drive", "find_target",
-    "generate", "limit", "make_prompts", "measure", "target_of",
+    "Bench", "Board", "Level", "Prompt", "Request", "Settings", "Target", "chosen", "copy_bandwidth", "drive",
+    "find_target", "generate", "limit", "make_prompts", "measure", "static", "target_of",
 ]  # fmt: skip

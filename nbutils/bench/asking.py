@@ -7,29 +7,26 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from nbutils import hardware, profiles, serving
-from nbutils.bench import limits, rivals
+from nbutils.bench import alone, limits
 from nbutils.bench.board import Board
-from nbutils.bench.load import Target, find_target, measure
+from nbutils.bench.finding import find_target
+from nbutils.bench.load import Target, measure
 from nbutils.bench.numbers import Level
-from nbutils.bench.prompts import Settings
+from nbutils.bench.prompts import Settings, tokenizer_of
+from nbutils.bench.rivals import RIVALS, chosen
 from nbutils.errors import CourseError
 from nbutils.paths import make_folder
 from nbutils.serving.ports import DIRECT
 
-RIVALS = ("generate", "transformers-serve")
-BATCHES = (1, 32)
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MOST = 4096
 SLACK = 16  # tokens of room beyond prompt and answer
@@ -68,13 +65,9 @@ class Bench:
 
     def generate(self) -> None:
         """Plain generate, in a process of its own, whose memory is free again when it ends."""
-        settings = self.board.settings
-        prompts = settings.prompts(tokenizer_of(self.folder), max(BATCHES))
-        work = partial(rivals.alone, self.folder, self.dtype, prompts, settings.answer_tokens, BATCHES)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            found = pool.submit(work).result()
-        self.board.about |= {"copy_bytes_per_second": found["bandwidth"]} if found["bandwidth"] else {}
-        self.board.add(found["levels"])
+        found = alone.measure(self.folder, self.dtype, self.board.settings)
+        self.board.about |= {"copy_bytes_per_second": found.bandwidth} if found.bandwidth else {}
+        self.board.add(found.levels)
 
     def vllm(self, name: str, folder: Path) -> None:
         """vLLM with its defaults; only what this card wants and the prompts need is set."""
@@ -116,7 +109,20 @@ def answer(
     bench_url(url, name, model, board) if url else bench_model(Path(model or ""), board, wanted=rivals)
     if out:
         board.plot(out / "bench.png")
+    require_measured(board)
     return board
+
+
+def require_measured(board: Board) -> None:
+    """Stop, after the table was shown, if something that was asked for was not measured."""
+    missing = {level.engine: level.first_error for level in board.levels if level.dead} | board.left_out
+    if not missing:
+        return
+    board.show()
+    raise CourseError(
+        "; ".join(f"{name} was not measured: {reason.splitlines()[0]}" for name, reason in missing.items()),
+        "answers from every engine that was asked for", "read above what happened, mend it, then measure again",
+    )  # fmt: skip
 
 
 def levels_in(text: str) -> tuple[int, ...]:
@@ -133,7 +139,8 @@ def levels_in(text: str) -> tuple[int, ...]:
 def bench_url(url: str, name: str, model: Path | None, board: Board) -> Board:
     """Measure a server that is already running; an API key is taken from VLLM_API_KEY."""
     target = find_target(url, name, os.environ.get("VLLM_API_KEY") or None)
-    board.add(measure(target, "vllm" if target.vllm else "server", board.settings, tokenizer_of(model)))
+    name, tokenizer = "vllm" if target.vllm else "server", tokenizer_of(model)
+    run_steps({name: lambda: board.add(measure(target, name, board.settings, tokenizer))}, board, Clock())
     return board
 
 
@@ -146,8 +153,7 @@ def bench_model(
     seconds: float = 0.0,
 ) -> Board:
     """Measure a model folder: plain generate, vLLM, vLLM with other forms of the same model, `transformers serve`."""
-    if unknown := [name for name in wanted if name not in RIVALS]:
-        raise CourseError(f"rivals are {', '.join(unknown)}.", ", ".join(RIVALS), "leave --rivals away for both")
+    wanted = chosen(",".join(wanted))
     hardware.share_processors()
     clock, card = Clock(seconds), hardware.card()
     bench = Bench(Path(profiles.model_folder(folder)), board, clock, card)
@@ -180,7 +186,7 @@ def run_steps(steps: Mapping[str, Callable[[], None]], board: Board, clock: Cloc
 def target_of(server: serving.Server) -> Target:
     """A server of this course as a target."""
     vllm = server.environment.engine != "transformers"
-    return Target(server.url, server.model_name, vllm, server.api_key)
+    return Target(server.url, server.model_name, vllm, server.api_key, server.require)
 
 
 def version_of(server: serving.Server) -> str:
@@ -188,12 +194,3 @@ def version_of(server: serving.Server) -> str:
     with suppress(OSError, ValueError, KeyError), DIRECT.open(f"{server.root}/version", timeout=5.0) as told:
         return str(json.load(told)["version"])
     return "not told"
-
-
-def tokenizer_of(folder: Path | None) -> Any:
-    """The tokenizer of a model folder; None where there is no folder."""
-    if folder is None:
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import dashboard, paths
-from nbutils.bench.numbers import Level, Spread
+from nbutils.bench.numbers import POINTS, Level, Spread
 from nbutils.bench.prompts import Settings
+from nbutils.bench.rivals import chosen
 
 DASH = "–"
 
@@ -46,7 +47,7 @@ class Board:
 
     def invited(self, named: str, obstacle: str = "") -> list[str]:
         """The rivals that were named, if the model can be loaded for them; why it cannot is kept."""
-        names = [name for part in named.split(",") if (name := part.strip())]
+        names = chosen(named)
         for name in names if obstacle else []:
             self.leave_out(name, obstacle)
         return [] if obstacle else names
@@ -132,12 +133,12 @@ class Board:
         for place, name in enumerate(dict.fromkeys(level.engine for level in self.levels)):
             mine = sorted((one for one in self.levels if one.engine == name), key=lambda one: one.concurrency)
             speeds = [(one.concurrency, one.tokens_per_second) for one in mine if one.tokens_per_second]
-            waits = [(one.concurrency, one.ttft_ms["p90"]) for one in mine if one.ttft_ms]
+            waits = [(one.concurrency, one.ttft_ms["p50"]) for one in mine if one.ttft_ms]
             for axes, points in zip(panels, (speeds, waits), strict=True):
                 if points:
                     axes.plot(*zip(*points, strict=True), "o-", color=f"C{place}", label=name)
         _dress(panels[0], "Throughput", "tokens/s", self.levels)
-        _dress(panels[1], "First token, p90", "ms", self.levels)
+        _dress(panels[1], "First token, median", "ms", self.levels)
         names = panels[0].get_legend_handles_labels()
         figure.legend(*names, loc="lower center", ncols=max(1, len(names[1])), frameon=False)
         figure.tight_layout(rect=(0, 0.08, 1, 1))
@@ -170,11 +171,12 @@ def _row(level: Level) -> dict[str, str]:
 
 
 def _three(spread: Spread | None) -> str:
-    """p50 / p90 / p99."""
+    """p50 / p90 / p99; a dash for what too few requests cannot tell."""
     if spread is None:
         return DASH
     digits = 1 if max(spread.values()) < 100 else 0
-    return " / ".join(f"{value:,.{digits}f}" for value in spread.values())
+    told = [spread.get(f"p{point}") for point in POINTS]
+    return " / ".join(DASH if value is None else f"{value:,.{digits}f}" for value in told)
 
 
 def _one(during: Mapping[str, float], name: str, unit: str = "") -> str:

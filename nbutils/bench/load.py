@@ -1,7 +1,7 @@
 """The load: many streamed requests in flight at once, timed as they arrive. aiohttp, because at thousands of tokens a
 second a client that parses every piece measures itself.
 
-Not here: starting servers (serving, asking) and what the server does meanwhile (watching).
+Not here: starting servers (serving, asking) or finding one (finding), and what it does meanwhile (watching).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -19,13 +19,15 @@ import orjson
 
 from nbutils.bench.numbers import Level, Request, summarise
 from nbutils.bench.prompts import Prompt, Settings, make_prompts
+from nbutils.bench.silence import Patience
 from nbutils.bench.watching import Watcher
 from nbutils.errors import CourseError
 
 TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
+TEXT = re.compile(rb'"text":\s*"[^"]')  # not a comment, not an empty piece
 TAIL = 2048  # bytes of a stream's end in which its count of tokens stands
 WARM_TOKENS, WARM_SEED = 8, -1
-SILENCE = 600.0  # seconds without a byte after which a request has failed
+SILENCE, WARM_SILENCE = 120.0, 300.0  # seconds without a byte for anybody; kernels may be compiled for the first ones
 Result = TypeVar("Result")
 
 
@@ -37,6 +39,7 @@ class Target:
     name: str
     vllm: bool = True
     api_key: str | None = field(default=None, repr=False)
+    require: Callable[[], None] | None = field(default=None, repr=False, compare=False)  # raises why it is not up
 
     @property
     def headers(self) -> dict[str, str]:
@@ -49,7 +52,8 @@ class Target:
         """A request for exactly so many tokens, in the words of the engine."""
         shared: dict[str, Any] = {"model": self.name, "stream": True, "max_tokens": tokens, "temperature": 0.0}
         if self.vllm:
-            exact = {"prompt": prompt.ids, "min_tokens": tokens, "ignore_eos": True}
+            # every token has to show, as the first text is taken for the first token
+            exact = {"prompt": prompt.ids, "min_tokens": tokens, "ignore_eos": True, "skip_special_tokens": False}
             return orjson.dumps(shared | exact | {"stream_options": {"include_usage": True}})
         if not prompt.text:
             raise CourseError(
@@ -64,9 +68,26 @@ class Target:
 def measure(target: Target, engine: str, settings: Settings, tokenizer: Any) -> Iterator[Level]:
     """Warm the server up, then one level after the other; all of them or as many as are taken."""
     most = max(settings.concurrency)
-    drive(target, engine, make_prompts(tokenizer, settings.prompt_tokens, most, seed=WARM_SEED), WARM_TOKENS, most)
-    for concurrency in settings.concurrency:
-        yield drive(target, engine, settings.prompts(tokenizer, concurrency), settings.answer_tokens, concurrency)
+    warm = make_prompts(tokenizer, settings.prompt_tokens, most, seed=WARM_SEED)
+    require_answers(target, drive(target, engine, warm, WARM_TOKENS, most, silence=WARM_SILENCE))
+    for many in settings.concurrency:
+        level = drive(target, engine, settings.prompts(tokenizer, many), settings.answer_tokens, many)
+        yield level  # kept first, even if it holds nothing but errors
+        require_answers(target, level)
+
+
+def require_answers(target: Target, level: Level) -> None:
+    """Stop where not one request was answered; a server of this course knows best why."""
+    if not level.dead:
+        return
+    if target.require:
+        target.require()
+    key = level.first_error.startswith(("HTTP 401", "HTTP 403"))
+    raise CourseError(
+        f"not one of {level.requests} requests to {target.url} was answered: {level.first_error}",
+        "a server that answers" + " those who have its key" * key,
+        "set VLLM_API_KEY to its key" if key else "look at the server's log, start it again, then measure again",
+    )
 
 
 def drive(
@@ -75,28 +96,38 @@ def drive(
     prompts: Sequence[Prompt],
     tokens: int,
     concurrency: int,
+    *,
+    silence: float = SILENCE,
 ) -> Level:
     """Send all prompts, `concurrency` in flight, and sum up; what the server tells of itself is read meanwhile."""
-    return in_own_loop(_drive(target, engine, [target.body(prompt, tokens) for prompt in prompts], tokens, concurrency))
+    bodies = [target.body(prompt, tokens) for prompt in prompts]
+    return in_own_loop(_drive(target, engine, bodies, tokens, concurrency, Patience(silence)))
 
 
-async def _drive(target: Target, engine: str, bodies: Iterable[bytes], tokens: int, concurrency: int) -> Level:
+async def _drive(
+    target: Target, engine: str, bodies: Sequence[bytes], tokens: int, concurrency: int, patience: Patience
+) -> Level:
     waiting, done = iter(bodies), list[Request]()
 
-    async with _session(target) as session:
+    async with open_session(target) as session:
 
         async def worker() -> None:
             for body in waiting:
-                done.append(await request(session, target, body, tokens))
+                done.append(await request(session, target, body, tokens, patience.heard))
+
+        async def workers() -> None:
+            await asyncio.gather(*(worker() for _ in range(concurrency)))
 
         async with Watcher(session, target.url if target.vllm else "") as watcher:
+            patience.heard()
             started = time.perf_counter()
-            await asyncio.gather(*(worker() for _ in range(concurrency)))
+            given_up = await patience.through(workers())
             seconds = time.perf_counter() - started
+    done += [_failed(started, given_up) for _ in range(len(bodies) - len(done))]
     return summarise(engine, concurrency, done, seconds, watcher.summary())
 
 
-async def request(session: Any, target: Target, body: bytes, tokens: int) -> Request:
+async def request(session: Any, target: Target, body: bytes, tokens: int, heard: Callable[[], None]) -> Request:
     """One streamed request; whatever is not an answer of exactly `tokens` tokens is an error."""
     import aiohttp
 
@@ -106,44 +137,18 @@ async def request(session: Any, target: Target, body: bytes, tokens: int) -> Req
             if response.status != 200:
                 return _failed(sent, f"HTTP {response.status}: {(await response.text())[:200]}")
             async for piece in response.content.iter_any():
-                first = first or time.perf_counter()
+                heard()
                 tail = tail[-TAIL:] + piece
+                if first is None and TEXT.search(tail):
+                    first = time.perf_counter()
                 if b'"error":' in tail:  # a quote inside a text would be escaped
                     return _failed(sent, tail[-200:].decode(errors="replace"))
     except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as problem:
         return _failed(sent, f"{type(problem).__name__}: {problem}")
     told = TOKENS.findall(tail)
-    if first is None or not told or int(told[-1]) != tokens:
+    if not told or int(told[-1]) != tokens:
         return _failed(sent, f"{told[-1].decode() if told else 'no'} tokens told, {tokens} were asked for")
-    return Request(first - sent, time.perf_counter() - sent, tokens)
-
-
-def find_target(url: str, name: str = "", api_key: str | None = None) -> Target:
-    """A server that is running: which model it has and whether it is vLLM."""
-    return in_own_loop(_find(url.rstrip("/"), name, api_key))
-
-
-async def _find(url: str, name: str, api_key: str | None) -> Target:
-    import aiohttp
-
-    url = url if url.endswith("/v1") else f"{url}/v1"
-    try:
-        async with _session(Target(url, name, api_key=api_key)) as session:
-            async with session.get(f"{url}/models") as response:
-                names = [model["id"] for model in orjson.loads(await response.read()).get("data", [])]
-            async with session.get(f"{url.removesuffix('/v1')}/metrics") as response:
-                vllm = b"vllm:" in await response.read()
-    except (aiohttp.ClientError, OSError, ValueError, asyncio.TimeoutError) as problem:
-        raise CourseError(
-            f"{url}/models did not answer like a server ({type(problem).__name__}).",
-            "the address of a running OpenAI-compatible server", "start it first, or mend --url",
-        ) from problem  # fmt: skip
-    if vllm and (not names or (name and name not in names)):
-        raise CourseError(
-            f"{url} serves {', '.join(names) or 'nothing'}, and {name or 'a model'} was asked for.",
-            "a name it serves; with an API key, the right one in VLLM_API_KEY", "mend --name or set VLLM_API_KEY",
-        )  # fmt: skip
-    return Target(url, name or names[0], vllm, api_key)
+    return Request(None if first is None else first - sent, time.perf_counter() - sent, tokens)
 
 
 def in_own_loop(work: Coroutine[Any, Any, Result]) -> Result:
@@ -162,11 +167,11 @@ def in_own_loop(work: Coroutine[Any, Any, Result]) -> Result:
         loop.close()
 
 
-def _session(target: Target) -> Any:
-    """A session without limits of its own, past any proxy."""
+def open_session(target: Target, silence: float | None = None) -> Any:
+    """A session past any proxy, without limits unless one of `silence` is given."""
     import aiohttp
 
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=SILENCE)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=silence)
     connector = aiohttp.TCPConnector(limit=0)
     return aiohttp.ClientSession(headers=target.headers, timeout=timeout, connector=connector, trust_env=False)
 

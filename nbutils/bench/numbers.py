@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-POINTS = (50, 90, 99)
+POINTS = {50: 1, 90: 10, 99: 100}  # percentiles, and the requests from which on they mean something
 Spread = dict[str, float]
 
 
@@ -38,9 +38,14 @@ class Level:
     latency_ms: Spread | None
     during: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def dead(self) -> bool:
+        """Whether there is nothing but errors."""
+        return self.errors == self.requests > 0
+
     def __str__(self) -> str:
         wrong = f", {self.errors} ERRORS ({self.first_error})" if self.errors else ""
-        last = f", p90 {self.latency_ms['p90'] / 1000:.2f} s" if self.latency_ms else ""
+        last = f", half of the answers within {self.latency_ms['p50'] / 1000:.2f} s" if self.latency_ms else ""
         return f"{self.engine}, {self.concurrency} at a time: {self.tokens_per_second:,.1f} tokens/s{last}{wrong}"
 
 
@@ -66,10 +71,11 @@ def summarise(
 
 
 def spread(seconds: Sequence[float]) -> Spread | None:
-    """Milliseconds that half, nine of ten and all but one of a hundred stay below."""
+    """Milliseconds that half, nine of ten and all but one of a hundred stay below; p90 from 10 on, p99 from 100 on."""
     import numpy as np
 
     if not seconds:
         return None
-    values = np.percentile(np.asarray(seconds) * 1000, POINTS)
-    return {f"p{point}": round(float(value), 2) for point, value in zip(POINTS, values, strict=True)}
+    told = [point for point, least in POINTS.items() if len(seconds) >= least]
+    values = np.percentile(np.asarray(seconds) * 1000, told)
+    return {f"p{point}": round(float(value), 2) for point, value in zip(told, values, strict=True)}

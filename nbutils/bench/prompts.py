@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from nbutils.errors import CourseError
@@ -32,7 +33,7 @@ class Settings:
     prompt_tokens: int = 128
     answer_tokens: int = 128
     rounds: int = 4
-    least: int = 8  # requests, when few ask at once
+    least: int = 10  # requests, when few ask at once
 
     def requests(self, concurrency: int) -> int:
         """How many requests a level makes."""
@@ -46,6 +47,21 @@ class Settings:
     def prompts(self, tokenizer: Any, concurrency: int) -> list[Prompt]:
         """The prompts of one level, the same for every engine."""
         return make_prompts(tokenizer, self.prompt_tokens, self.requests(concurrency), seed=concurrency)
+
+
+def tokenizer_of(folder: Path | None) -> Any:
+    """The tokenizer of a model folder; None where there is no folder."""
+    if folder is None:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as problem:
+        raise CourseError(
+            f"there is no tokenizer to be read in {folder} ({type(problem).__name__}).",
+            "a model folder with its tokenizer", "give the folder lesson 04 wrote",
+        ) from problem  # fmt: skip
 
 
 def make_prompts(tokenizer: Any, tokens: int, count: int, seed: int = 0) -> list[Prompt]:

@@ -1,19 +1,40 @@
-"""Plain `model.generate` on the same prompts: what a lesson would do without a server.
+"""Who a server is measured against, and plain `model.generate` on the same prompts: a lesson without a server.
 
-Not here: `transformers serve`, which is a server like any other (asking starts it, load measures it).
+Not here: `transformers serve`, which is a server like any other (asking starts it, load measures it), and the process
+of its own that generate may get (alone).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nbutils.bench.numbers import Level, Request, summarise
-from nbutils.bench.prompts import Prompt
+from nbutils.bench.prompts import Prompt, Settings
+from nbutils.errors import CourseError
 
-WARM_TOKENS = 8
+RIVALS = ("generate", "transformers-serve")
+BATCHES = (1, 32)
+WARM_TOKENS, FEWEST = 8, 2
+
+
+def chosen(text: str) -> list[str]:
+    """The rivals in a text with commas between; none in an empty one."""
+    names = [name for part in text.split(",") if (name := part.strip())]
+    if unknown := [name for name in names if name not in RIVALS]:
+        raise CourseError(
+            f"rivals are {', '.join(unknown)}.", f"{', '.join(RIVALS)} with a comma between, or nothing",
+            "mend the name, or leave it out",
+        )  # fmt: skip
+    return names
+
+
+def static(model: Any, settings: Settings, tokenizer: Any) -> Iterator[Level]:
+    """`generate` one at a time and in batches, on the first prompts that servers get with as many at a time."""
+    for batch in BATCHES:
+        prompts = settings.prompts(tokenizer, batch)[: max(FEWEST, batch)]
+        yield generate(model, prompts, settings.answer_tokens, batch)
 
 
 def generate(model: Any, prompts: Sequence[Prompt], tokens: int, batch: int) -> Level:
@@ -48,17 +69,3 @@ def _endless(model: Any) -> Any:
     from transformers import GenerationConfig
 
     return GenerationConfig(do_sample=False, pad_token_id=model.generation_config.pad_token_id or 0)
-
-
-def alone(folder: Path, dtype: str, prompts: Sequence[Prompt], tokens: int, batches: Sequence[int]) -> dict[str, Any]:
-    """`generate` with a model loaded for it, and the card's bandwidth (0 without one); for a process that then ends."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from nbutils.bench.limits import copy_bandwidth
-
-    cuda = torch.cuda.is_available()
-    bandwidth = copy_bandwidth() if cuda else 0.0
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": 0 if cuda else "cpu"}).eval()
-    levels = [generate(model, prompts[: max(2, batch)], tokens, batch) for batch in batches]
-    return {"bandwidth": bandwidth, "levels": levels}

@@ -13,6 +13,7 @@ from typing import Any
 from nbutils.paths import GIB
 
 BEAT = 0.5
+REPLY = 10.0  # seconds for one sample, as a server may hang
 LINE = re.compile(r"^(vllm:\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 CACHE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # the second until vLLM 0.10
@@ -53,8 +54,11 @@ class Watcher:
         if not self.address:
             return
         with suppress(Exception):  # the numbers are an extra: no request fails because of them
-            async with self.session.get(self.address) as response:
-                self.samples.append(read_metrics(await response.text()))
+            self.samples.append(read_metrics(await asyncio.wait_for(self._page(), REPLY)))
+
+    async def _page(self) -> str:
+        async with self.session.get(self.address) as response:
+            return str(await response.text())
 
     def summary(self) -> dict[str, float]:
         """Means and peaks in the words of the table; the first and last sample see an idle server."""
