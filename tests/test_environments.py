@@ -152,6 +152,17 @@ def test_a_marker_of_a_former_version_and_what_python_writes_itself_are_no_damag
     assert environments.damage(made.venv, made.recipe) == ""
 
 
+def test_a_file_that_two_packages_bring_may_be_as_either_left_it(made: Made) -> None:
+    shared, text = made.file("thing"), "x = 1  # and newer\n"
+    record = next(made.venv.glob("lib/python*/site-packages/other-1.0.dist-info/RECORD"))
+    record.write_text(record.read_text(encoding="utf-8") + f"thing.py,{digest(text)},{len(text)}\n", encoding="utf-8")
+    assert environments.damage(made.venv, made.recipe) == ""
+    shared.write_text(text, encoding="utf-8")
+    assert environments.damage(made.venv, made.recipe) == ""
+    shared.write_text("neither\n", encoding="utf-8")
+    assert "thing.py" in environments.damage(made.venv, made.recipe)
+
+
 def test_other_versions_and_a_dead_interpreter_are_damage(made: Made) -> None:
     told = environments.damage(made.venv, replace(made.recipe, steps=(("thing==2.0",), ("another==3.0",))))
     assert "thing is 1.0 instead of 2.0" in told and "another is gone" in told

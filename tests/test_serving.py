@@ -375,9 +375,12 @@ def test_a_server_left_by_another_kernel_is_found_and_stopped(tmp_path: Path) ->
     try:
         found = serving.stale(tmp_path)
         assert found and (found.pid, found.owner, found.owner_alive) == (members[0], owner.pid, True)
-        assert f"another kernel (process {owner.pid})" in str(found) and found.reuse(tmp_path / "merged") is None
+        assert f"another kernel (process {owner.pid})" in str(found)
         assert serving.stale(tmp_path / "elsewhere") is None
-        found.stop()
+        with pytest.raises(CourseError, match="STOP_OTHERS") as told:
+            serving.make_way(tmp_path)
+        assert f":{found.port}/v1" in told.value.todo and alive(members)
+        serving.make_way(tmp_path, stop_others=True)
         assert alive(members) == [] and serving.stale(tmp_path) is None
     finally:
         owner.kill()
@@ -391,9 +394,7 @@ def test_a_note_leads_to_a_server_whose_log_is_elsewhere(up: StubServer, tmp_pat
     shutil.copy(tmp_path / "server.json", other)
     found = serving.stale(other)
     assert found and up.process and found.pid == up.process.pid and "this kernel" in str(found)
-    again = found.reuse(tmp_path / "merged")
-    assert again and again.url == up.url
-    found.stop()
+    serving.make_way(other)  # its own it may stop unasked
     assert serving.stale(other) is None and up.process is None
     time.sleep(1.2)
     assert up.failure is None, "it was meant"

@@ -32,14 +32,28 @@ def installed() -> dict[str, tuple[str, str]]:
     return found
 
 
-def bad_files(notes: str, deep: bool) -> list[str]:
-    """The files of a package that are gone or changed; what Python compiles it may write again."""
+def claims(notes: str) -> list[tuple[str, str, int]] | None:
+    """The files of a package with checksum and size; what Python compiles it may write again. None without a record."""
     try:
         with open(os.path.join(notes, "RECORD"), encoding="utf-8", newline="") as file:
             rows = [row for row in csv.reader(file) if len(row) == 3 and row[2] and not row[0].endswith(".pyc")]
     except (OSError, ValueError):
-        return ["RECORD"]
-    return [name for name, digest, size in rows if not whole(os.path.join(notes, "..", name), digest, int(size), deep)]
+        return None
+    return [(os.path.normpath(os.path.join(notes, "..", name)), digest, int(size)) for name, digest, size in rows]
+
+
+def bad_files(found: dict[str, tuple[str, str]], deep: bool) -> dict[str, list[str]]:
+    """Of each package the files that are gone or changed; one that two packages bring may be as either left it."""
+    claimed = {name: claims(notes) for name, (_, notes) in found.items()}
+    wanted: dict[str, set[tuple[str, int]]] = {}
+    for rows in claimed.values():
+        for path, digest, size in rows or ():
+            wanted.setdefault(path, set()).add((digest, size))
+    bad = {path for path, forms in wanted.items() if not any(whole(path, *form, deep) for form in forms)}
+    return {
+        name: ["RECORD"] if rows is None else [path for path, _, _ in rows if path in bad]
+        for name, rows in claimed.items()
+    }
 
 
 def whole(path: str, digest: str, size: int, deep: bool) -> bool:
@@ -69,9 +83,10 @@ def faults(pins: list[tuple[str, str]], known: dict[str, str], deep: bool) -> li
             told.append((f"{name} is gone", f"{name}=={version}"))
         elif name in dict(pins) and there.partition("+")[0] != version.partition("+")[0]:
             told.append((f"{name} is {there} instead of {version}", f"{name}=={version}"))
-    for name, (version, notes) in sorted(found.items()):
-        if bad := bad_files(notes, deep):
-            told.append((f"{name}: {len(bad)} of its files gone or damaged ({bad[0]})", f"{name}=={version}"))
+    for name, bad in sorted(bad_files(found, deep).items()):
+        if bad:
+            one = os.path.basename(bad[0])
+            told.append((f"{name}: {len(bad)} of its files gone or damaged ({one})", f"{name}=={found[name][0]}"))
     return told
 
 

@@ -11,11 +11,11 @@ from nbutils.serving.environment import ServingEnvironment, build_of, ensure_env
 from nbutils.serving.ports import preferred_port, public_address
 from nbutils.serving.running import Running, leave_note, running
 from nbutils.serving.server import Server
-from nbutils.serving.stale import Stale, stale
+from nbutils.serving.stale import Stale, make_way, stale
 from nbutils.serving.table import flags_for, row_for, tensor_parallel
 
 __all__ = [
     "Parity", "Running", "Server", "ServingEnvironment", "Stale", "ask", "build_of", "compare", "ensure_environment",
-    "flags_for", "free_card", "leave_note", "preferred_port", "public_address", "require_parity", "row_for", "running",
-    "stale", "tensor_parallel",
+    "flags_for", "free_card", "leave_note", "make_way", "preferred_port", "public_address", "require_parity", "row_for",
+    "running", "stale", "tensor_parallel",
 ]  # fmt: skip

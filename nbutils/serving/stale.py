@@ -19,7 +19,7 @@ from nbutils import processes
 from nbutils.errors import CourseError
 from nbutils.processes import SUPERVISOR
 from nbutils.serving import flags, watching
-from nbutils.serving.running import NOTE, Running, running
+from nbutils.serving.running import NOTE
 from nbutils.serving.server import GRACE_SECONDS
 
 
@@ -38,11 +38,6 @@ class Stale:
         whose = "this kernel" if self.owner == os.getpid() else f"another kernel (process {self.owner})"
         whose = whose if self.owner_alive else f"a kernel that is gone (process {self.owner})"
         return f"a server of {self.model} is still up on port {self.port} (process {self.pid}), started by {whose}"
-
-    def reuse(self, folder: Path) -> Running | None:
-        """The server as one that can be asked, if it is noted, answers and serves this very folder."""
-        found = running(self.run, folder)
-        return found if found and found.pid == self.pid else None
 
     def stop(self) -> None:
         """End it and every process it made, whoever started it."""
@@ -63,6 +58,18 @@ class Stale:
             leader = psutil.Process(self.pid)
             while not processes.is_gone(leader) and time.monotonic() < deadline:
                 time.sleep(0.05)
+
+
+def make_way(run: Path, stop_others: bool = False) -> None:
+    """End the servers an earlier start left up in this run; that of another living kernel only if told to."""
+    while left := stale(run):
+        if left.owner_alive and left.owner != os.getpid() and not stop_others:
+            raise CourseError(
+                f"{left}.", "one server at a time for a run: it holds the memory this one needs",
+                f"ask that one (http://127.0.0.1:{left.port}/v1), close its notebook, or set STOP_OTHERS to True",
+            )  # fmt: skip
+        print(f"{left}: it is stopped now", flush=True)
+        left.stop()
 
 
 def stale(run: Path) -> Stale | None:
