@@ -265,6 +265,8 @@ from nbutils import dashboard
 same = parity.report(readings, dtype_name)
 dashboard.show_table(same.table(), "The same model?", same.text())
 print(same.verdict)
+if not same.holds:
+    room.clear()
 same.require()
 
 # %% [markdown]
