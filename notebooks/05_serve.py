@@ -170,7 +170,7 @@ print("serving from", environment.python)
 # %% [markdown]
 # ## The flags
 #
-# - `dtype`: the precision we measured in. A T4 has no bfloat16, there it is float16, which vLLM also calls `half`.
+# - `dtype`: the precision we measured in (16 bits for an export). A T4 has no bfloat16, there it is float16, which vLLM also calls `half`.
 # - `max-model-len`: prompt and answer together. The cache is planned for it, so ask for what you need and not for what the model could.
 # - `max-num-seqs`: how many requests are answered together; more wait in line. Older texts say `--max-batch-size`: vLLM has no such flag.
 #   It fills every step anew from whoever is there; this flag and `max-num-batched-tokens` bound a step.
@@ -191,8 +191,8 @@ dashboard.show_choices(own, "\n".join(f"{flag}: {choice.value} ({choice.reason})
 
 # %%
 serve = lesson.profile.serve
-shared = {"served-model-name": "course", "dtype": dtype, "max-model-len": serve.max_model_len, "max-num-seqs": serve.max_num_seqs}
-shared |= reference.flags(exam.thinking)
+shared = {"served-model-name": "course", "dtype": reference.served_in, **reference.flags(exam.thinking)}
+shared |= {"max-model-len": serve.max_model_len, "max-num-seqs": serve.max_num_seqs}
 own = {flag: choice.value for flag, choice in own.items()}
 flags = {
     "vllm": {**own, **shared, "gpu-memory-utilization": serve.gpu_memory},

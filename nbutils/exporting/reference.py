@@ -47,6 +47,11 @@ class Reference:
         return self.dtype if self.loads else self.export.name if self.export else NARROW
 
     @property
+    def served_in(self) -> str:
+        """The `dtype` a server is given: the kernels for smaller weights compute in 16 bits only."""
+        return "bfloat16" if self.export and self.dtype == "float32" else self.dtype
+
+    @property
     def called(self) -> str:
         """Who answered, for the head of a column."""
         return "transformers" if self.loads else "merged (lesson 04)"
@@ -148,6 +153,10 @@ def reference(folder: Path, lesson: Lesson, engine: str = "auto") -> Reference:
         made = opened(folder, lesson.run.merged)
         _require_engine(made, card, engine)
         told = f"{made.name} weights are for vLLM, transformers does not read them here"
+        if made.name == "fp8" and engine == "vllm-cpu":
+            print(
+                "[WARN] CPUs have no fp8: it is imitated, at seconds for each token. w4a16 is the format to try here."
+            )
         return Reference(folder, made.merged, dtype, False, told, made)
     gib, of_run = loaded_gib(folder, dtype), folder.resolve() == lesson.run.merged.resolve()
     name = "parity" if of_run else "parity_of_folder"
