@@ -33,8 +33,9 @@ if importlib.util.find_spec("nbutils") is None:
 
 # %% [markdown]
 # The dials. `FOLDER` is a model folder to serve instead of the one lesson 04 left, also one of its exports (fp8, w4a16); `PORT` 0 takes
-# a free one; `QUESTIONS` 0 leaves their number to the profile. `RIVALS` are what the server is measured against, `SIDE_BY_SIDE` serves base and adapter together at the end.
-# `KEEP_RUNNING` leaves the last server up when the lesson is over, until the kernel ends, with a chat box to type in.
+# a free one; `QUESTIONS` 0 leaves their number to the profile. `RIVALS` are what the server is measured against, `SIDE_BY_SIDE` serves
+# base and adapter together at the end. `KEEP_RUNNING` leaves the last server up when the lesson is over, until the kernel ends, with a
+# chat box to type in. `STOP_OTHERS` may end a server that another notebook of this run has up.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -47,6 +48,7 @@ QUESTIONS: int = 0
 RIVALS: str = "generate,transformers-serve"
 SIDE_BY_SIDE: bool = True
 KEEP_RUNNING: bool = False
+STOP_OTHERS: bool = False
 
 # %% [markdown]
 # If there is no merged model in this run folder yet, lesson 04 runs now.
@@ -61,14 +63,14 @@ lesson.require("02_data_prep" if FOLDER else "04_merge")
 folder = Path(profiles.model_folder(Path(FOLDER).expanduser() if FOLDER else lesson.run.merged))
 
 # %% [markdown]
-# A server that an earlier start of this lesson left up would hold the card's memory. It is ended here.
+# A server that an earlier start of this lesson left up would hold the card's memory: it is ended here. One that another open notebook
+# uses is named instead, with its address, so that you can ask it; `STOP_OTHERS` ends that one too. Unknown rivals are told now as well.
 
 # %%
-from nbutils import serving
+from nbutils import bench, serving
 
-while left := serving.stale(lesson.run.path):
-    print(f"{left}: it is stopped now")
-    left.stop()
+serving.make_way(lesson.run.path, STOP_OTHERS)
+bench.chosen(RIVALS)
 
 # %% [markdown]
 # ## What it should say
@@ -123,14 +125,11 @@ print(readings.fixed)
 # takes one at a time, or a batch that waits for its slowest. Everything measured goes to `bench.json` in the run folder.
 
 # %%
-from nbutils import bench
-
 settings = bench.Settings((1, 8, 32, 128) if lesson.card else (1, 8, 32), *((128, 128) if lesson.card else (64, 64)))
 board = bench.Board(lesson.run.path / "bench.json", settings, {"model": lesson.model_name, "dtype": dtype})
 rivals = board.invited(RIVALS, reference.obstacle)
 if "generate" in rivals:
-    prompts = settings.prompts(tokenizer, 32)
-    board.add(bench.generate(model, prompts[: max(2, batch)], settings.answer_tokens, batch) for batch in (1, 32))
+    board.add(bench.static(model, settings, tokenizer))
 
 # %% [markdown]
 # When one person asks, every token needs all weights read from memory once. That is the limit no engine can beat on this card.
