@@ -428,6 +428,27 @@ def test_a_merge_into_the_dequantised_base_is_what_the_4_bit_model_computes(
     assert parity.gap(trained, parity.measure(merged, texts, answers=False)).mean < 1e-7
 
 
+def test_a_base_that_lies_whole_on_one_device_gets_its_adapter_there(adapter: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32")
+    model.hf_device_map = {"": 0}  # whatever it says: the weights are where they are
+    tuned = parity.put_beside(model, adapter)
+    assert {str(weight.device) for weight in tuned.parameters()} == {"cpu"}
+    assert any("lora_B" in name and weight.abs().sum() > 0 for name, weight in tuned.named_parameters())
+
+
+@pytest.mark.gpu
+def test_a_four_bit_base_on_the_card_gets_its_adapter_there(adapter: Path, texts: parity.Fixed) -> None:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    settings = {"quantization_config": four_bit, "device_map": {"": 0}, "dtype": torch.bfloat16}
+    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, **settings)
+    read = parity.measure(parity.put_beside(model, adapter), texts, answers=False)
+    assert len(read.logs) == texts.positions
+
+
 @pytest.mark.gpu
 def test_a_model_larger_than_the_card_and_the_memory_reads_the_same(
     tmp_path: Path, adapter: Path, texts: parity.Fixed

@@ -108,14 +108,17 @@ def put_beside(model: Any, adapter: Path) -> Any:
     """PEFT's model of a base that may lie partly in RAM and on disk, with the adapter on the device that computes.
 
     PEFT's own way would write a copy of such a base into the current folder, over the base itself if its path is
-    relative. So it is not told where the base lies, and gets the adapter's weights from here.
+    relative. So it is not told where the base lies, and gets the adapter's weights from here. A base that lies whole on
+    one device needs none of this.
     """
     from accelerate.utils import set_module_tensor_to_device
     from peft import PeftModel
     from peft.utils import load_peft_weights
 
-    elsewhere = model.__dict__.pop("hf_device_map", {})
-    device = next((place for place in elsewhere.values() if isinstance(place, int)), "cpu")
+    if not any(weight.is_meta for weight in model.parameters()):
+        return PeftModel.from_pretrained(model, adapter)
+    places = model.__dict__.pop("hf_device_map", {}).values()
+    device = next((place for place in places if str(place) not in ("cpu", "disk")), "cpu")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # what the next lines are for
         tuned = PeftModel.from_pretrained(model, adapter)
