@@ -21,8 +21,8 @@ PAUSE = 0.2  # seconds between two looks at what has been written
 class ReadBack:
     """Within its block every piece that is added is read back from the disk; a lost one is an error at its end."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, file: Path, workers: int) -> None:
+        self.file, self.workers = file, workers
         self.pieces: list[Piece] = []
         self._checked = 0
         self._lost = False
@@ -57,7 +57,7 @@ class ReadBack:
             os.fsync(opened.fileno())
             for offset, length, _ in fresh if hasattr(os, "posix_fadvise") else ():
                 os.posix_fadvise(opened.fileno(), offset, length, os.POSIX_FADV_DONTNEED)
-        self._lost = self._lost or not all(is_intact(self.file, piece) for piece in fresh)
+        self._lost = self._lost or not all_intact(self.file, fresh, self.workers)
         self._checked += len(fresh)
 
     def _require_kept(self) -> None:
@@ -73,5 +73,10 @@ def intact(file: Path, pieces: list[Piece], workers: int) -> bool:
     end = max((offset + length for offset, length, _ in pieces), default=0)
     if not pieces or not file.is_file() or file.stat().st_size != end:
         return False
+    return all_intact(file, pieces, workers)
+
+
+def all_intact(file: Path, pieces: list[Piece], workers: int) -> bool:
+    """Whether a file holds these pieces; several readers, because a disk gives one of them only a part of its speed."""
     with ThreadPoolExecutor(workers) as pool:
         return all(pool.map(lambda piece: is_intact(file, piece), pieces))

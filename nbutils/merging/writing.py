@@ -54,7 +54,7 @@ class Workshop:
         header, places = self.layout(file, recipes)
         with open(file, "wb") as opened:
             opened.truncate(len(header) + sum(place.size for place in places.values()))
-        with ReadBack(file) as done:
+        with ReadBack(file, self.workers) as done:
             done.add(write_at(file, 0, header))
             self._fill(recipes, places, done.add)
         return done.pieces
