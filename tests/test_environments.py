@@ -235,7 +235,8 @@ def test_an_interrupted_removal_is_still_recognised_as_ours(made: Made, monkeypa
 
 
 KERNEL = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
 from pathlib import Path
 from nbutils import environments
 from nbutils.environments.building import Builder
