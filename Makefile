@@ -13,7 +13,7 @@ course: $(VENV)/ready .venv-serve/ready.json  ## lessons 01-05, headless
 test: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## every test but those that need a GPU
 	$(PY) -m pytest -m "not gpu" $(ARGS)
 
-test-fast: $(VENV)/ready  ## two minutes: no lesson, no server, no installation
+test-fast: $(VENV)/ready  ## some minutes: no lesson, no server, no installation
 	$(PY) -m pytest -m "not gpu and not notebook and not serve and not install" $(ARGS)
 
 test-gpu: $(VENV)/ready  ## needs a CUDA card
