@@ -36,12 +36,12 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Place:
-    """One kind of target: its library, its secrets (any full group of them will do), the upload, the page.
+    """One kind of target: its package, its secrets (any full group of them will do), the upload, the page.
 
     The upload sends nothing to what it cannot tell to be private, unless that is wanted, and says if it is private.
     """
 
-    library: str
+    package: str
     secrets: tuple[tuple[str, ...], ...]
     get_token: str
     upload: Callable[[Path, str, dict[str, str], bool], bool]
@@ -60,8 +60,8 @@ def push(folder: str | Path, to: str, *, private: bool = True) -> Pushed:
             private = place.upload(staged, name, secrets, private)
         except ImportError as problem:
             raise CourseError(
-                f"{place.library} is not installed here, or too old.", f"an environment with {place.library} of today",
-                f"pip install {place.library} --upgrade, and run this again",
+                f"{place.package} is not installed here, or too old.", f"{place.package} in its newest version",
+                f"pip install {place.package} --upgrade, and run this again",
             ) from problem  # fmt: skip
         except CourseError:
             raise
