@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from nbutils import cli, disk, evaluation, exporting, hardware, lessons, parity, paths, serving
+from nbutils import cli, disk, evaluation, exporting, hardware, lessons, parity, paths, platforms, serving
 from nbutils.chat import find_stop_ids
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
@@ -220,9 +220,8 @@ def test_groups_divide_every_width_or_the_reason_is_said(merged: Path) -> None:
 def test_an_export_that_does_not_fit_is_refused_before_it_begins(
     merged: Path, work: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = type("Memory", (), {"available": 2**29})()
     with monkeypatch.context() as patch:
-        patch.setattr(planning.psutil, "virtual_memory", lambda: full)
+        with_memory(patch, 0.5)
         with pytest.raises(CourseError, match="whole model in memory"):
             exporting.export(merged, "int8")
         with pytest.raises(CourseError, match=r"awq needs the whole model.*\n.*\n.*w4a16"):
@@ -235,8 +234,7 @@ def test_an_export_that_does_not_fit_is_refused_before_it_begins(
 
 
 def with_memory(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
-    memory = type("Memory", (), {"available": int(gib * 2**30)})()
-    monkeypatch.setattr(planning.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(platforms, "free_memory_gib", lambda: platforms.Limit(gib, "a test"))
 
 
 def test_where_the_model_is_larger_than_the_memory_w4a16_is_rounded_without_the_rows_and_says_so(

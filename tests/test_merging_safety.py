@@ -357,7 +357,7 @@ def test_no_room_on_disk_or_in_memory_is_told_before(
         with pytest.raises(CourseError, match="writing the merged model needs"):
             merge(home / "base", home / "adapter", out)
     with monkeypatch.context() as patched:
-        patched.setattr(platforms, "memory_gib", lambda: platforms.Limit(0.1, "a test"))
+        patched.setattr(platforms, "free_memory_gib", lambda: platforms.Limit(0.1, "a test"))
         with pytest.raises(CourseError, match=r"merging needs .* of memory, and 0.1 GiB are free"):
             merge(home / "base", home / "adapter", out)
     assert not out.exists() and not paths.partial_of(out).exists()

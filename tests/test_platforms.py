@@ -8,8 +8,10 @@ import stat
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import simulate
 
@@ -290,6 +292,26 @@ def limits_of(root: Path, **files: str) -> tuple[platforms.Limit, platforms.Limi
     for place, text in files.items():
         machine.write(place, text)
     return platforms.processors(root), platforms.memory_gib(root)
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"memory.max": 12, "memory.current": 11, "memory.stat": "anon 1\ninactive_file {gib}"}, 2.0),
+        ({"memory/memory.limit_in_bytes": 12, "memory/memory.usage_in_bytes": 11,
+          "memory/memory.stat": "inactive_file 0\ntotal_inactive_file {gib}"}, 2.0),
+        ({"memory.max": 12}, 12.0),
+        ({"memory.max": 12, "memory.current": 13, "memory.stat": "nonsense"}, 0.0),
+    ],
+)  # fmt: skip
+def test_what_a_container_has_used_is_not_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, Any], free: float
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=500 * 2**30, total=512 * 2**30))
+    for name, value in files.items():
+        text = value.format(gib=2**30) if isinstance(value, str) else str(value * 2**30)
+        simulate.Machine(tmp_path).write(f"sys/fs/cgroup/{name}", text)
+    assert platforms.free_memory_gib(tmp_path).value == pytest.approx(free, abs=1e-6)
 
 
 def test_without_a_control_group_the_machines_numbers_hold(tmp_path: Path) -> None:

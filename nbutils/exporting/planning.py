@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from nbutils import disk, hardware, paths, platforms
 from nbutils.errors import CourseError
 from nbutils.exporting.formats import Format
@@ -99,5 +97,4 @@ def require_room(form: Format, base: Base, out: Path, whole: bool) -> None:
 def memory_of(base: Base) -> tuple[float, float, float]:
     """GiB of a model's weights, of free memory, and what a work needs that holds the whole model."""
     full = sum(place.size for place in base.weights.values()) / paths.GIB
-    free = min(psutil.virtual_memory().available / paths.GIB, platforms.memory_gib().value)
-    return full, free, full * 1.2 + 1.0
+    return full, platforms.free_memory_gib().value, full * 1.2 + 1.0

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from nbutils import disk, platforms
 from nbutils.errors import CourseError
 from nbutils.merging import bases, marks, plan
@@ -81,8 +79,7 @@ def memory_gib(recipes: Iterable[Recipe], workers: int) -> float:
 
 def require_memory(gib: float) -> None:
     """Stop before a merge that the system would kill."""
-    limit = platforms.memory_gib()
-    free = min(psutil.virtual_memory().available / GIB, limit.value)
+    free = platforms.free_memory_gib().value
     if free < gib:
         raise CourseError(
             f"merging needs {gib:.1f} GiB of memory, and {free:.1f} GiB are free here.", f"at least {gib:.1f} GiB",

@@ -67,10 +67,8 @@ def _mib(gib: float) -> str:
 
 def room_for(gib: float, card: Any, scratch: Path) -> Room:
     """The same for this machine as it is now; `scratch` takes what neither card nor RAM can hold."""
-    import psutil
-
     free = _free_on_card() if card else None
-    ram = min(psutil.virtual_memory().available / GIB, platforms.memory_gib().value)
+    ram = platforms.free_memory_gib().value
     fits, memory = decide(gib, free, ram)
     place, here = ("the card", free) if free is not None else ("RAM", ram)
     if fits:

