@@ -21,6 +21,7 @@ from nbutils.paths import GIB
 
 BF16_FROM = (8, 0)  # torch.cuda.is_bf16_supported() also says yes on a T4, by emulation: never ask it
 VLLM_FROM = (7, 5)
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # a precision as torch and vLLM call it
 MAPS_MEMORY = 102  # CUDA's number for "virtual memory management supported"
 OUT_OF_MEMORY = re.compile(r"CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.DOTALL)
 VARLEN_FROM = (2, 10)  # the torch that has a kernel for packed rows

@@ -85,7 +85,7 @@ def whole_folder(target: Path, about: dict[str, Any], resume: bool = False) -> I
     partial = partial_of(target)
     with _alone_in(partial):
         if not resume:
-            _empty(partial)
+            empty_folder(partial)
         yield partial
         for file in partial.rglob("*"):
             if file.is_file():
@@ -121,7 +121,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
         os.close(held)
 
 
-def _empty(folder: Path) -> None:
+def empty_folder(folder: Path) -> None:
+    """Remove everything in a folder; the folder itself stays, and may be held by a lock."""
     for one in folder.iterdir():
         shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
 

@@ -21,7 +21,6 @@ from nbutils.serving import logs
 
 CODE = "import sys; from nbutils.bench import alone; alone.work(alone.Path(sys.argv[1]))"
 ASKED, FOUND, LOG = "asked.json", "found.json", "generate.log"
-GRACE = 5.0
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,11 @@ def measure(folder: Path, dtype: str, settings: Settings) -> Found:
     """Let another process load the model and measure it."""
     with TemporaryDirectory(prefix="nbutils-generate-") as made:
         place = Path(made)
-        paths.write_json(place / ASKED, {"folder": str(folder), "dtype": dtype, "settings": asdict(settings)})
-        status = _run([sys.executable, "-c", CODE, made], place / LOG)
+        paths.write_json(
+            place / ASKED, {"folder": str(folder.absolute()), "dtype": dtype, "settings": asdict(settings)}
+        )
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        status = processes.run([sys.executable, "-c", CODE, made], env, place / LOG)
         if status:
             told = logs.errors(place / LOG) or [logs.tail(place / LOG)]
             raise CourseError(
@@ -46,18 +48,6 @@ def measure(folder: Path, dtype: str, settings: Settings) -> Found:
             )  # fmt: skip
         found = json.loads((place / FOUND).read_text(encoding="utf-8"))
     return Found(found["bandwidth"], [Level(**level) for level in found["levels"]])
-
-
-def _run(command: list[str], log: Path) -> int:
-    """Run a command until it, or this process, ends; its exit status."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with open(log, "wb") as output:
-        leader = processes.supervised(command, env, Path.cwd(), output, GRACE)
-        try:
-            return leader.wait()
-        finally:
-            if leader.poll() is None:  # interrupted
-                processes.end(leader, GRACE)
 
 
 def work(place: Path) -> None:

@@ -27,7 +27,6 @@ from nbutils.errors import CourseError
 from nbutils.paths import make_folder
 from nbutils.serving.ports import DIRECT
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MOST = 4096
 SLACK = 16  # tokens of room beyond prompt and answer
 
@@ -61,7 +60,7 @@ class Bench:
     @property
     def dtype(self) -> str:
         """The precision every engine computes in."""
-        return DTYPES[hardware.precision(self.card).value]
+        return hardware.DTYPES[hardware.precision(self.card).value]
 
     def generate(self) -> None:
         """Plain generate, in a process of its own, whose memory is free again when it ends."""

@@ -6,12 +6,12 @@ Not here: measuring engines (load, rivals).
 from __future__ import annotations
 
 import json
-import struct
 import time
 from pathlib import Path
 from typing import Any
 
 from nbutils.errors import CourseError
+from nbutils.merging.shards import read_header
 
 EMBEDDING = "embed_tokens.weight"
 
@@ -23,19 +23,11 @@ def weights_bytes(folder: Path) -> tuple[int, int]:
         raise CourseError(
             f"there are no safetensors weights in {folder}.", "a model folder", "give the folder lesson 04 wrote"
         )
-    sizes = {name: size for file in files for name, size in _tensors(file).items()}
+    sizes = {name: place.size for file in files for name, place in read_header(file)[0].items()}
     whole = sum(sizes.values())
     tied = bool(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings", False))
     looked_up = sum(size for name, size in sizes.items() if name.endswith(EMBEDDING))
     return whole, whole if tied else whole - looked_up
-
-
-def _tensors(file: Path) -> dict[str, int]:
-    """Name and bytes of each tensor, from the header alone."""
-    with open(file, "rb") as opened:
-        header = json.loads(opened.read(struct.unpack("<Q", opened.read(8))[0]))
-    places = {name: about["data_offsets"] for name, about in header.items() if name != "__metadata__"}
-    return {name: last - first for name, (first, last) in places.items()}
 
 
 def copy_bandwidth(device: str = "cuda", size: int = 2**30, repeats: int = 10) -> float:

@@ -6,15 +6,12 @@ Not here: which commands (building), how a group of processes ends (processes).
 from __future__ import annotations
 
 import re
-import subprocess
 import time
 from pathlib import Path
 
 from nbutils import processes
 from nbutils.environments.recipe import Recipe, variables
 from nbutils.errors import CourseError
-
-GRACE_SECONDS = 5.0
 
 
 def run(title: str, command: list[str], log: Path, recipe: Recipe, lock: int, beat: float = 20.0) -> None:
@@ -23,19 +20,12 @@ def run(title: str, command: list[str], log: Path, recipe: Recipe, lock: int, be
     The supervisor keeps the lock open: should this kernel be killed, the next one waits until pip has ended too.
     """
     started = time.monotonic()
-    with open(log, "ab") as output:
-        running = processes.supervised(command, variables(), log.parent, output, GRACE_SECONDS, (lock,))
-    try:
-        while True:
-            try:
-                running.wait(beat)
-                break
-            except subprocess.TimeoutExpired:
-                latest = (_lines(log) or ["no output yet"])[-1]
-                print(f"  {title}: {time.monotonic() - started:.0f} s, {latest[:80]}", flush=True)
-    finally:
-        processes.end(running, GRACE_SECONDS)
-    if running.returncode != 0:
+
+    def tell(seconds: float) -> None:
+        latest = (_lines(log) or ["no output yet"])[-1]
+        print(f"  {title}: {seconds:.0f} s, {latest[:80]}", flush=True)
+
+    if processes.run(command, variables(), log, tell, beat=beat, fds=(lock,)) != 0:
         raise failed(title, log, recipe)
     print(f"  {title}: done in {time.monotonic() - started:.0f} s", flush=True)
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,8 +30,6 @@ main(job)
 """
 QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 CALM = {"OMP_WAIT_POLICY": "passive"}  # idle threads sleep instead of spin, as everywhere (hardware.share_processors)
-BEAT = 20.0  # seconds between two lines
-GRACE_SECONDS = 5.0
 
 
 def run(need: str, job: Mapping[str, Any], title: str, progress: bool = True) -> dict[str, Any]:
@@ -42,29 +38,17 @@ def run(need: str, job: Mapping[str, Any], title: str, progress: bool = True) ->
     with tempfile.TemporaryDirectory(prefix="nbutils-export-") as place:
         file, log, answer = (Path(place) / name for name in ("job.json", "log.txt", "answer.json"))
         file.write_text(json.dumps({**job, "answer": str(answer)}, default=str), encoding="utf-8")
-        with open(log, "wb") as output:
-            command = [str(python), "-c", START, str(PACKAGE), str(file)]
-            told = environments.variables(environment.PREFIX, QUIET | CALM)
-            running = processes.supervised(command, told, Path(place), output, GRACE_SECONDS)
-        try:
-            _wait(running, log, title, progress)
-        finally:
-            processes.end(running, GRACE_SECONDS)
-        if running.returncode != 0 or not answer.exists():
-            raise failed(title, running.returncode, log.read_text(encoding="utf-8", errors="replace"))
+        command = [str(python), "-c", START, str(PACKAGE), str(file)]
+        env = environments.variables(environment.PREFIX, QUIET | CALM)
+        status = processes.run(command, env, log, lambda seconds: _tell(title, seconds, log) if progress else None)
+        if status != 0 or not answer.exists():
+            raise failed(title, status, log.read_text(encoding="utf-8", errors="replace"))
         return dict(json.loads(answer.read_text(encoding="utf-8")))
 
 
-def _wait(running: subprocess.Popen[bytes], log: Path, title: str, progress: bool) -> None:
-    began = time.monotonic()
-    while True:
-        try:
-            running.wait(BEAT)
-            return
-        except subprocess.TimeoutExpired:
-            if progress:
-                text = log.read_text(encoding="utf-8", errors="replace")
-                print(f"  {title}: {time.monotonic() - began:.0f} s, {(lines(text) or ['begun'])[-1][:90]}", flush=True)
+def _tell(title: str, seconds: float, log: Path) -> None:
+    text = log.read_text(encoding="utf-8", errors="replace")
+    print(f"  {title}: {seconds:.0f} s, {(lines(text) or ['begun'])[-1][:90]}", flush=True)
 
 
 def lines(text: str) -> list[str]:

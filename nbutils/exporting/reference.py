@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from nbutils.lessons import Lesson
     from nbutils.profiles.schema import Evaluation
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2}
 LEAST_GIB = 0.5  # what a server needs at the very least beside the weights
 NARROW = "weights in 4 bits"  # how lesson 04 asks a model that does not fit
@@ -147,7 +146,7 @@ class Price:
 
 def reference(folder: Path, lesson: Lesson, engine: str = "auto") -> Reference:
     """How a folder that is to be served on this machine is compared; stops if it cannot be served."""
-    card, dtype = lesson.card, DTYPES[lesson.profile.machine.precision]
+    card, dtype = lesson.card, hardware.DTYPES[lesson.profile.machine.precision]
     engine = hardware.engine(card).value if engine == "auto" else engine
     if is_quantised(folder):
         made = opened(folder, lesson.run.merged)

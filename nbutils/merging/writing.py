@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +22,7 @@ from nbutils.merging.checks import target_code
 from nbutils.merging.formula import Apply, Recipe
 from nbutils.merging.readback import ReadBack
 from nbutils.merging.shards import FLOATS, Piece, Stored, lay_out, write_at
-from nbutils.paths import write_json
+from nbutils.paths import empty_folder, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -186,8 +185,7 @@ class Journal:
                 return cls(folder, of, shards)
         except (OSError, ValueError, KeyError, TypeError):
             pass
-        for strange in folder.iterdir():
-            shutil.rmtree(strange) if strange.is_dir() else strange.unlink()
+        empty_folder(folder)
         return cls(folder, of)
 
     def add(self, name: str, pieces: list[Piece]) -> None:

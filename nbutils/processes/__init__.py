@@ -31,6 +31,24 @@ def supervised(
     )  # fmt: skip
 
 
+def run(
+    command: list[str], env: Mapping[str, str], log: Path, tell: Callable[[float], object] = lambda seconds: None,
+    *, grace: float = 5.0, beat: float = 20.0, fds: Collection[int] = (),
+) -> int:  # fmt: skip
+    """Run a supervised command to its end with its words in the log; its status. `tell` hears the seconds each beat."""
+    started = time.monotonic()
+    with open(log, "ab") as output:
+        running = supervised(command, env, log.parent, output, grace, fds)
+    try:
+        while True:
+            try:
+                return running.wait(beat)
+            except subprocess.TimeoutExpired:
+                tell(time.monotonic() - started)
+    finally:
+        end(running, grace)
+
+
 def end(leader: subprocess.Popen[bytes], grace: float) -> None:
     """End a supervised command and every process it made."""
 
