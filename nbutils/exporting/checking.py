@@ -46,7 +46,7 @@ class ParityLine:
         export = self.export
         return {
             "format": export.name, "size": f"{export.bytes / 1e6:,.1f} MB", "of merged": f"{export.ratio:.2f}",
-            **(_numbers(self.gap) if self.gap else {}), "verdict": self.verdict, "made by": export.method,
+            **(self.gap.columns if self.gap else {}), "verdict": self.verdict, "made by": export.method,
         }  # fmt: skip
 
     @property
@@ -58,15 +58,6 @@ class ParityLine:
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.row.items())
-
-
-def _numbers(gap: Gap) -> dict[str, str]:
-    least = "at least " if gap.coarse else ""  # a server tells its likeliest tokens only
-    return {
-        "KL mean": f"{least}{gap.mean:.2g}", "KL worst": f"{least}{gap.worst:.2g}",
-        "same next token": f"{gap.same_choices} of {gap.positions}",
-        "same answers": "not asked" if gap.same_answers is None else f"{gap.same_answers} of {gap.answers}",
-    }  # fmt: skip
 
 
 def check(export: Export, fixed: Fixed, reference: Reading | None = None, *, progress: bool = True) -> ParityLine:

@@ -5,7 +5,6 @@ Not here: asking (evaluation), predictions (parity), how an export is checked ri
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from nbutils.errors import CourseError
 from nbutils.exporting.checking import ParityLine, fits_here
 from nbutils.exporting.formats import find
 from nbutils.exporting.making import Export, opened, weights_bytes
+from nbutils.merging import bases
 from nbutils.serving.table import tensor_parallel
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def reference(folder: Path, lesson: Lesson, engine: str = "auto") -> Reference:
     """How a folder that is to be served on this machine is compared; stops if it cannot be served."""
     card, dtype = lesson.card, hardware.DTYPES[lesson.profile.machine.precision]
     engine = hardware.engine(card).value if engine == "auto" else engine
-    if is_quantised(folder):
+    if bases.is_quantised(_config(folder)):
         made = opened(folder, lesson.run.merged)
         _require_engine(made, card, engine)
         told = f"{made.name} weights are for vLLM, transformers does not read them here"
@@ -168,11 +168,6 @@ def reference(folder: Path, lesson: Lesson, engine: str = "auto") -> Reference:
     return Reference(folder, folder, dtype, False, told, name=name)
 
 
-def is_quantised(folder: Path) -> bool:
-    """Whether a model folder has weights that transformers can only read with another library."""
-    return "quantization_config" in _config(folder)
-
-
 def loaded_gib(folder: Path, dtype: str) -> float:
     """GiB of the weights of a model when it is loaded in this type."""
     config = _config(folder)
@@ -181,8 +176,7 @@ def loaded_gib(folder: Path, dtype: str) -> float:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return found
+    return bases.read_settings(folder / "config.json", "a model folder")
 
 
 def _require_engine(made: Export, card: hardware.Card | None, engine: str) -> None:

@@ -74,10 +74,15 @@ def plain_name(name: str) -> str:
     return QUANTISED_NAME.sub("", Path(name).name).lower()
 
 
+def is_quantised(config: Mapping[str, Any]) -> bool:
+    """Whether a model's settings, or those of a part of it, say that its weights are quantised."""
+    parts = [config, *(part for key, part in config.items() if key.endswith("_config") and isinstance(part, Mapping))]
+    return any(part.get(key) for part in parts for key in QUANTISED_KEYS)
+
+
 def require_unquantised(name: str, config: Mapping[str, Any]) -> None:
     """Refuse a base whose settings say that it is quantised, and say which one to use."""
-    parts = [config, *(part for key, part in config.items() if key.endswith("_config") and isinstance(part, Mapping))]
-    if any(part.get(key) for part in parts for key in QUANTISED_KEYS):
+    if is_quantised(config):
         raise quantised(name)
 
 

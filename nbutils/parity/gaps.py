@@ -33,6 +33,16 @@ class Gap:
     answers: int = 0
     coarse: bool = False
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """For the tables that show it."""
+        least = "at least " if self.coarse else ""
+        return {
+            "KL mean": f"{least}{self.mean:.2g}", "KL worst": f"{least}{self.worst:.2g}",
+            "same next token": f"{self.same_choices} of {self.positions}",
+            "same answers": "not asked" if self.same_answers is None else f"{self.same_answers} of {self.answers}",
+        }  # fmt: skip
+
 
 def gap(reference: Reading, other: Reading) -> Gap:
     """How much is lost if `other` predicts in place of `reference`."""

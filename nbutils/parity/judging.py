@@ -190,16 +190,10 @@ def _said(found: Gap) -> str:
 
 
 def _row(line: Line) -> dict[str, str]:
-    found = line.gap
-    least = "at least " if found.coarse else ""  # a server tells its likeliest tokens only
-    said = "not asked" if found.same_answers is None else f"{found.same_answers} of {found.answers}"
     return {
         "model": CALLED[line.other],
         "compared with": CALLED[line.reference],
-        "KL mean": f"{least}{found.mean:.2g}",
-        "KL worst": f"{least}{found.worst:.2g}",
-        "same next token": f"{found.same_choices} of {found.positions}",
-        "same answers": said,
+        **line.gap.columns,
         "allowed": "" if line.allowed is None else f"{line.allowed:.2g}",
         "verdict": line.verdict,
     }

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 GUARD = Path(__file__).parent / "inside"
 GRACE_SECONDS = 10.0
-HERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}  # how this machine calls itself there
+EVERYWHERE = "0.0.0.0"  # every address of this machine, which calls itself 127.0.0.1
 
 
 class Server:
@@ -70,7 +70,7 @@ class Server:
     @property
     def root(self) -> str:
         """Where this machine reaches the server."""
-        return f"http://{HERE.get(self.host, self.host)}:{self.port}"
+        return f"http://{'127.0.0.1' if self.host == EVERYWHERE else self.host}:{self.port}"
 
     @property
     def url(self) -> str:

@@ -55,7 +55,6 @@ class CardRow(Strict):
     engine: str
     flags: dict[str, Any]
     variables: dict[str, str] = {}
-    formats: tuple[str, ...]
     reason: str
 
 
