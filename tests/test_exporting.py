@@ -365,7 +365,8 @@ def quantised(run: Path, name: str) -> Path:
     """An export of that run, with a config that says it is quantised."""
     made = exporting.export(run / "merged", name, calibration=ROWS, progress=False)
     config = json.loads((made.folder / "config.json").read_text(encoding="utf-8"))
-    (made.folder / "config.json").write_text(json.dumps(config | {"quantization_config": {}}), encoding="utf-8")
+    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    (made.folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     stamp = json.loads((made.folder / paths.STAMP).read_text(encoding="utf-8"))
     stamp["files"]["config.json"] = (made.folder / "config.json").stat().st_size
     paths.write_json(made.folder / paths.STAMP, stamp)
