@@ -113,6 +113,7 @@ class Stored:
 
 
 _held = threading.local()
+_writing = threading.Lock()  # a file takes one writer at a time anyway, and who waits here leaves the processor free
 
 
 def _scratch(size: int) -> bytearray:
@@ -189,9 +190,9 @@ def lay_out(file: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> tu
 
 def write_at(file: Path, offset: int, data: bytes | bytearray | memoryview) -> Piece:
     """Write bytes into a file that is there; what was written, with its checksum."""
-    with open(file, "r+b", buffering=0) as opened:
+    view = memoryview(data)
+    with open(file, "r+b", buffering=0) as opened, _writing:
         opened.seek(offset)
-        view = memoryview(data)
         written = 0
         while written < len(view):
             written += opened.write(view[written:]) or 0
