@@ -8,7 +8,7 @@ random in FOLDER (a temporary one), which needs three times the model's size. Ev
 take turns; `speed_over_copy` is the ratio of their median seconds, with the base in the page cache for both. A merge
 needs processors and a copy hardly does: on a busy machine (`load_of_the_machine`, against `cores`) the ratio falls.
 PEFT's way (load in 16 bits, merge_and_unload, save_pretrained) is run once, and its weights are compared bit by bit.
-Results: benchmarks/results/merge_<WHERE>_<MODEL>.json.
+Results: benchmarks/results/merge_<WHERE>_<MODEL>.json, after each part.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -109,18 +111,23 @@ def largest_difference(left: Path, right: Path) -> int:
     """How many steps of bfloat16 two models are apart at most, read block by block."""
     import torch
 
-    one, other, worst = bases.open_base(left).weights, bases.open_base(right).weights, 0
+    one, other = bases.open_base(left).weights, bases.open_base(right).weights
     assert set(one) == set(other)
-    for name, place in one.items():
-        for block in place.blocks():
-            bits = [side[name].tensor(*block).view(torch.int16).int() for side in (one, other)]
-            ordered = [torch.where(each < 0, -32768 - each, each) for each in bits]
-            worst = max(worst, int((ordered[0] - ordered[1]).abs().max()))
-    return worst
+
+    def apart(name: str, block: tuple[int, int]) -> int:
+        bits = [side[name].tensor(*block).view(torch.int16) for side in (one, other)]
+        if torch.equal(*bits):
+            return 0
+        ordered = [torch.where(each < 0, -32768 - each.int(), each.int()) for each in bits]
+        return int((ordered[0] - ordered[1]).abs().max())
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = [pool.submit(apart, name, block) for name, place in one.items() for block in place.blocks()]
+        return max(each.result() for each in found)
 
 
-def measure(base: Path, adapter: Path, folder: Path, rounds: int, peft: bool) -> dict[str, Any]:
-    """Copies and merges in turn, then the other ways once."""
+def measure(base: Path, adapter: Path, folder: Path, rounds: int, peft: bool) -> Iterator[dict[str, Any]]:
+    """Copies and merges in turn, then the other ways once; what is known after each of these."""
     copies, merges = [], []
     for number in range(rounds):
         for place in base.glob("*.safetensors"):
@@ -137,29 +144,31 @@ def measure(base: Path, adapter: Path, folder: Path, rounds: int, peft: bool) ->
         "peak_gib": max(one["peak_gib"] for one in merges),
         "load_of_the_machine": [round(each, 1) for each in os.getloadavg()],
     }  # fmt: skip
+    yield found
     for way in ["cuda"] * (hardware.card() is not None) + ["peft"] * peft:
         found[way] = merge(way, base, adapter, folder / way)
+        yield found
         found[way]["largest_difference_ulp"] = largest_difference(folder / "merged", folder / way)
         shutil.rmtree(folder / way)
-    return found
+        yield found
 
 
 def main(wishes: argparse.Namespace) -> None:
     """Make the base, measure, write the results."""
     import random_model
 
+    file = ROOT / f"benchmarks/results/merge_{wishes.where}_{wishes.model}.json"
     with tempfile.TemporaryDirectory(dir=wishes.folder) as made:
         folder = Path(made)
         random_model.make(wishes.model, folder / wishes.model)
         make_adapter(folder / wishes.model, folder / "adapter")
         size = sum(file.stat().st_size for file in (folder / wishes.model).glob("*.safetensors"))
-        found = measure(folder / wishes.model, folder / "adapter", folder, wishes.rounds, wishes.peft)
-    about = {
-        "model": wishes.model, "gib": round(size / paths.GIB, 2), "rank": RANK, "cores": os.cpu_count(),
-        "machine": platform.machine(), "block": shards.BLOCK,
-    }  # fmt: skip
-    file = ROOT / f"benchmarks/results/merge_{wishes.where}_{wishes.model}.json"
-    paths.write_json(file, about | found)
+        about = {
+            "model": wishes.model, "gib": round(size / paths.GIB, 2), "rank": RANK, "cores": os.cpu_count(),
+            "machine": platform.machine(), "block": shards.BLOCK,
+        }  # fmt: skip
+        for found in measure(folder / wishes.model, folder / "adapter", folder, wishes.rounds, wishes.peft):
+            paths.write_json(file, about | found)
     print(file.read_text(encoding="utf-8"))
 
 

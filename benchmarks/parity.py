@@ -14,6 +14,7 @@ import argparse
 import random
 import shutil
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def judged(readings: parity.Readings, merged: Path, dtype: str) -> dict[str, Any
     readings["merged"] = parity.measure(load(merged, dtype), readings.fixed)
     report = parity.report(readings, dtype)
     line = next(one for one in report.lines if one.other == "merged")
-    return {**line.gap.columns, "allowed": line.allowed, "holds": report.holds}
+    return {**asdict(line.gap), "allowed": line.allowed, "holds": report.holds}
 
 
 def served(readings: parity.Readings, merged: Path, dtype: str, log: Path) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def served(readings: parity.Readings, merged: Path, dtype: str, log: Path) -> di
         readings["vllm"] = parity.measure_server(server.url, server.model_name, readings.fixed, server.api_key)
     report = parity.report(readings, dtype)
     line = next(one for one in report.lines if one.other == "vllm")
-    return {**line.gap.columns, "allowed": line.allowed, "holds": report.holds}
+    return {**asdict(line.gap), "allowed": line.allowed, "holds": report.holds}
 
 
 def measure(base: Path, adapter: Path, folder: Path, strength: float, dtype: str, serve: bool) -> dict[str, Any]:

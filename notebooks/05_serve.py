@@ -161,10 +161,8 @@ print(f"engine: {engine.value} ({engine.reason})")
 # own, built once, in the version that fits driver and Python; the server is another process, and this notebook only talks to it.
 
 # %%
-if engine.value != "transformers":
-    print(serving.build_of(engine.value))
 environment = serving.ensure_environment(engine.value)
-print("serving from", environment.python)
+print(environment)
 
 # %% [markdown]
 # ## The flags

@@ -57,9 +57,10 @@ class Engine:
     async def stream(self, response: web.StreamResponse, tokens: int, request: web.Request) -> web.StreamResponse:
         early = {"ping": b": ping\n\n", "empty first": b'data: {"choices":[{"text":"","index":0}]}\n\n'}
         await response.write(early.get(self.fault, b""))
+        said = b'"","token_ids":[7]' if self.fault == "no text" else b'" say \\"error\\": no"'
         for place in range(tokens):
             await asyncio.sleep(EACH if place else FIRST)
-            await response.write(b'data: {"choices":[{"text":" say \\"error\\": no"}]}\n\n')
+            await response.write(b'data: {"choices":[{"text":%b}]}\n\n' % said)
             if self.fault == "breaks" and place == 2:
                 await response.write(b'data: {"error": {"message": "engine died"}}\n\n')
             if self.fault == "hangs up" and place == 2:
@@ -411,9 +412,17 @@ def test_the_first_token_is_the_first_text(engine: Engine, fault: str) -> None:
     assert level.errors == 0 and level.ttft_ms and level.ttft_ms["p50"] >= 1000 * FIRST
 
 
+def test_a_first_token_without_a_text_counts(engine: Engine) -> None:
+    engine.fault = "no text"  # half a character, or a token the tokenizer does not know
+    level = bench.drive(bench.Target(engine.url, "tuned"), "vllm", prompts(1), 3, 1)
+    assert level.ttft_ms and level.ttft_ms["p50"] >= 1000 * FIRST and engine.bodies[-1]["return_token_ids"] is True
+
+
 def test_text_that_comes_in_crumbs_is_seen() -> None:
-    assert load.TEXT.search(b'{"text": "a') and load.TEXT.search(b'"text":"\\"')
-    assert not any(map(load.TEXT.search, (b'"text":""', b'"text":"', b'"text":null', b": ping")))
+    seen = (b'{"text": "a', b'"text":"\\"', b'"text":"","token_ids":[7')
+    assert all(map(load.FIRST.search, seen))
+    nothing = (b'"text":""', b'"text":"', b'"text":null', b": ping", b'"prompt_token_ids":[7]', b'"token_ids":[]')
+    assert not any(map(load.FIRST.search, nothing))
 
 
 def test_a_warm_up_without_one_answer_stops(engine: Engine) -> None:

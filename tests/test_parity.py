@@ -158,15 +158,15 @@ def test_rounding_is_allowed_by_precision_and_no_more(tmp_path: Path, texts: par
 
 def test_a_part_of_a_small_tuning_lost_is_no_rounding(tmp_path: Path, texts: parity.Fixed, readings: dict) -> None:
     """Within what 16 bits explain at most, and still too far for a tuning of that size."""
-    small, most = shifted(readings["base"], 0.2), judging.ALLOWED["bfloat16"]
-    lost = shifted(small, 0.16)
+    small, most = shifted(readings["base"], 0.25), judging.ALLOWED["bfloat16"]
+    lost = shifted(small, 0.23)
     found = judged(tmp_path, texts, dtype="bfloat16", base=readings["base"], full=small, merged=lost)
     apart = found.readings.gap("full", "merged").mean
     assert judging.LEAST_ALLOWED["bfloat16"] < apart < most and not found.holds
     assert found.lines[-1].allowed == judging.LEAST_ALLOWED["bfloat16"] and "rounding to bfloat16" in found.verdict
     found.readings["merged"] = shifted(small, 0.02)
     assert parity.report(found.readings, "bfloat16").holds
-    found.readings["vllm"] = shifted(found.readings["merged"], 0.16)  # a server computes with kernels of its own
+    found.readings["vllm"] = shifted(found.readings["merged"], 0.23)  # a server computes with kernels of its own
     assert parity.report(found.readings, "bfloat16").holds
 
 

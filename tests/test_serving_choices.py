@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -264,6 +265,17 @@ def test_adapters_vllm_cannot_serve_are_refused_with_the_reason(tmp_path: Path, 
     with pytest.raises(CourseError, match=why) as caught:
         adapters.lora_flags({"tuned": adapter(tmp_path / "a", **config)}, "base")
     assert "merge it" in caught.value.todo
+
+
+@pytest.mark.parametrize("helper, knows", [("r: int", False), ("rank_pattern: dict", True)])
+def test_ranks_of_single_layers_are_refused_where_vllm_overlooks_them(tmp_path: Path, helper: str, knows: bool) -> None:
+    (tmp_path / "site/vllm/lora").mkdir(parents=True)
+    (tmp_path / "site/vllm/__init__.py").touch()
+    (tmp_path / "site/vllm/lora/peft_helper.py").write_text(helper)
+    here = serving.ServingEnvironment(Path(sys.executable), "vllm", {"PYTHONPATH": str(tmp_path / "site")})
+    given = {"tuned": adapter(tmp_path / "a", alpha_pattern={"q_proj": 64})}
+    with nullcontext() if knows else pytest.raises(CourseError, match="which this version overlooks"):
+        assert "--enable-lora" in Server("base-model", here, flags={}, adapters=given).flags
 
 
 def test_other_mistakes_with_adapters_are_named(tmp_path: Path) -> None:

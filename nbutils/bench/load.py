@@ -24,7 +24,8 @@ from nbutils.bench.watching import Watcher
 from nbutils.errors import CourseError
 
 TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
-TEXT = re.compile(rb'"text":\s*"[^"]')  # not a comment, not an empty piece
+# the first text, or the first token where it has none (half a character); not a comment, not an empty piece
+FIRST = re.compile(rb'"text":\s*"[^"]|"token_ids":\s*\[\s*\d')
 TAIL = 2048  # bytes of a stream's end in which its count of tokens stands
 WARM_TOKENS, WARM_SEED = 8, -1
 SILENCE, WARM_SILENCE = 120.0, 300.0  # seconds without a byte for anybody; kernels may be compiled for the first ones
@@ -52,8 +53,7 @@ class Target:
         """A request for exactly so many tokens, in the words of the engine."""
         shared: dict[str, Any] = {"model": self.name, "stream": True, "max_tokens": tokens, "temperature": 0.0}
         if self.vllm:
-            # every token has to show, as the first text is taken for the first token
-            exact = {"prompt": prompt.ids, "min_tokens": tokens, "ignore_eos": True, "skip_special_tokens": False}
+            exact = {"prompt": prompt.ids, "min_tokens": tokens, "ignore_eos": True, "return_token_ids": True}
             return orjson.dumps(shared | exact | {"stream_options": {"include_usage": True}})
         if not prompt.text:
             raise CourseError(
@@ -139,7 +139,7 @@ async def request(session: Any, target: Target, body: bytes, tokens: int, heard:
             async for piece in response.content.iter_any():
                 heard()
                 tail = tail[-TAIL:] + piece
-                if first is None and TEXT.search(tail):
+                if first is None and FIRST.search(tail):
                     first = time.perf_counter()
                 if b'"error":' in tail:  # a quote inside a text would be escaped
                     return _failed(sent, tail[-200:].decode(errors="replace"))

@@ -6,7 +6,7 @@ Not here: merging (merging). Each adapter becomes a model name of the same serve
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from nbutils.errors import CourseError
@@ -15,11 +15,14 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")  # these leave the base as it is
 
 
-def lora_flags(adapters: Mapping[str, Path], model_name: str, engine: str = "vllm") -> list[str]:
+def lora_flags(
+    adapters: Mapping[str, Path], model_name: str, engine: str = "vllm",
+    knows_patterns: Callable[[], bool] = lambda: True,
+) -> list[str]:  # fmt: skip
     """The flags that serve these adapters under these names.
 
-    On a CPU one slot more stays empty: vLLM 0.32 gives requests for the base, when they share a step with those for an
-    adapter, the weights of the last slot.
+    `knows_patterns`: whether the installed vLLM heeds ranks of single layers. On a CPU one slot more stays empty: vLLM
+    0.32 gives requests for the base, when they share a step with those for an adapter, the weights of the last slot.
     """
     if not adapters:
         return []
@@ -28,7 +31,7 @@ def lora_flags(adapters: Mapping[str, Path], model_name: str, engine: str = "vll
             f"the base model and an adapter are both called {model_name!r}.", "a name for each",
             "choose another served-model-name, or another key in adapters",
         )  # fmt: skip
-    rank = max(_rank(Path(folder)) for folder in adapters.values())
+    rank = max(_rank(Path(folder), knows_patterns) for folder in adapters.values())
     if not (room := [one for one in RANKS if one >= rank]):
         raise CourseError(
             f"the adapter has rank {rank}.", f"vLLM serves adapters up to rank {max(RANKS)} unmerged",
@@ -39,7 +42,7 @@ def lora_flags(adapters: Mapping[str, Path], model_name: str, engine: str = "vll
     return ["--enable-lora", *several, "--max-lora-rank", str(min(room)), "--lora-modules", *modules]
 
 
-def _rank(folder: Path) -> int:
+def _rank(folder: Path, knows_patterns: Callable[[], bool]) -> int:
     """The largest rank of an adapter; one that vLLM cannot serve unmerged is refused here, with the reason."""
     try:
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
@@ -48,7 +51,7 @@ def _rank(folder: Path) -> int:
             f"{folder} is not an adapter folder ({type(problem).__name__} at adapter_config.json).",
             "a folder with adapter_config.json and adapter_model.safetensors", "give the adapter lesson 03 left",
         ) from problem  # fmt: skip
-    if why := _refused(config):
+    if why := _refused(config, knows_patterns):
         raise CourseError(
             f"vLLM cannot serve this adapter unmerged: {why}.", "a LoRA adapter of linear layers, without DoRA",
             "merge it (lesson 04) and serve the merged folder",
@@ -56,7 +59,7 @@ def _rank(folder: Path) -> int:
     return max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
 
 
-def _refused(config: Mapping[str, object]) -> str:
+def _refused(config: Mapping[str, object], knows_patterns: Callable[[], bool]) -> str:
     """Why vLLM refuses an adapter; empty if it takes it."""
     if config.get("peft_type") != "LORA":
         return f"its type is {config.get('peft_type')}"
@@ -66,6 +69,8 @@ def _refused(config: Mapping[str, object]) -> str:
         return f"it brings whole layers of its own ({config['modules_to_save']})"
     if config.get("trainable_token_indices"):
         return "it trains single tokens of the embedding"
+    if (config.get("rank_pattern") or config.get("alpha_pattern")) and not knows_patterns():
+        return "some of its layers have a rank or weight of their own, which this version overlooks"
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower() not in PLAIN_STARTS:
         return f"its start ({start}) changed the base's weights"

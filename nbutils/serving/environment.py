@@ -38,6 +38,12 @@ class ServingEnvironment:
     env_vars: dict[str, str] = field(default_factory=dict)
     folder: Path | None = None  # where it was built; None for an interpreter of somebody else's
 
+    def __str__(self) -> str:
+        if self.engine == "transformers":
+            return f"`transformers serve`, from {self.python}"
+        what = build_of(self.engine) if self.folder else f"the {self.engine} of {GIVEN}"
+        return f"{what}\nserving from {self.python}"
+
     def variables(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """The whole environment of a server process; what belongs to this kernel only is left out."""
         told = self.env_vars | dict(extra or {})

@@ -110,6 +110,11 @@ def options(environment: ServingEnvironment) -> Options | None:
     return found
 
 
+def knows_patterns(environment: ServingEnvironment) -> bool:
+    """Whether the installed vLLM heeds ranks and weights of single layers (0.26 does not); its start tells if not."""
+    return _ask(environment, "patterns", 60.0) is not False
+
+
 def check(words: Sequence[str], known: Options) -> None:
     """Stop at the first flag the parser would refuse; the error names what comes nearest, or what took its place."""
     place = 0

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -208,7 +209,8 @@ class Server:
                 "serve the merged folder (lesson 04)",
             )  # fmt: skip
         name = flags.value_of(words, "served-model-name") or self.model
-        return [*words, *lora.lora_flags(self.adapters, name, self.environment.engine)]
+        knows_patterns = partial(flags.knows_patterns, self.environment)
+        return [*words, *lora.lora_flags(self.adapters, name, self.environment.engine, knows_patterns)]
 
     def _mend_or_raise(self) -> logs.Follower:
         """A server that died while starting: started again once, if its broken environment could be repaired."""

@@ -1,6 +1,7 @@
 """A script for the interpreter that serves: which options does this version of the engine take? Prints JSON.
 
-It runs where nbutils is not installed, so it imports nothing of it. `key` tells which version this is, in a moment.
+It runs where nbutils is not installed, so it imports nothing of it. `key` tells which version this is, and `patterns`
+whether adapters may have ranks of single layers, in a moment.
 """
 
 from __future__ import annotations
@@ -25,6 +26,14 @@ def key(engine: str) -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return f"{place}-{int(os.stat(place).st_mtime)}"
+
+
+def patterns(engine: str) -> bool:
+    """Whether this vLLM reads an adapter's `rank_pattern` and `alpha_pattern`; nothing is imported for it."""
+    found = importlib.util.find_spec("vllm")
+    assert found and found.origin and engine != "transformers"
+    with open(os.path.join(os.path.dirname(found.origin), "lora", "peft_helper.py"), encoding="utf-8") as reader:
+        return "rank_pattern" in reader.read()
 
 
 def vllm_parser() -> Any:
@@ -77,4 +86,5 @@ def transformers_options() -> dict[str, Any]:
 if __name__ == "__main__":
     asked, engine_name = sys.argv[1:]
     listed = vllm_options if engine_name != "transformers" else transformers_options
-    print(json.dumps(key(engine_name) if asked == "key" else listed()))
+    short = {"key": key, "patterns": patterns}
+    print(json.dumps(short[asked](engine_name) if asked in short else listed()))
