@@ -1,7 +1,7 @@
-"""A growing file brought to the disk and read back, while the rest of it is still being made.
+"""A growing file brought to the disk, and an eighth of it read back from there, while the rest is still being made.
 
-Every byte is read back, and every eighth piece from the disk itself: the system has told by then that all of it is
-there, and reading all of it from there again would take as long as the merge.
+The system has told by then that all of it is on the disk; a disk that loses data all the same loses more than a piece.
+Reading all of it again would take as long as the merge. What an interrupted merge left is read to the last byte.
 Not here: what is written (writing).
 """
 
@@ -17,11 +17,11 @@ from nbutils.errors import CourseError
 from nbutils.merging.shards import Piece, is_intact
 
 PAUSE = 0.2  # seconds between two looks at what has been written
-SAMPLE = 8  # one piece of so many is dropped from memory, so that it is read from the disk
+SAMPLE = 8  # one piece of so many is read back
 
 
 class ReadBack:
-    """Within its block every piece that is added is read back; a lost one is an error at its end."""
+    """Within its block all pieces are brought to the disk and some are read back; a lost one is an error at its end."""
 
     def __init__(self, file: Path, workers: int) -> None:
         self.file, self.workers = file, workers
@@ -53,14 +53,15 @@ class ReadBack:
             self._check()
 
     def _check(self) -> None:
-        """Bring what was written to the disk, drop some of it from memory, and read all of it from where it is now."""
-        fresh = self.pieces[self._checked :]
+        """Bring what was written to the disk, drop some of it from memory, and read that from where it is now."""
+        fresh = len(self.pieces)
+        sample = [self.pieces[place] for place in range(self._checked, fresh) if place % SAMPLE == 0]
         with open(self.file, "rb+") as opened:
             os.fsync(opened.fileno())
-            for offset, length, _ in fresh[::SAMPLE] if hasattr(os, "posix_fadvise") else ():
+            for offset, length, _ in sample if hasattr(os, "posix_fadvise") else ():
                 os.posix_fadvise(opened.fileno(), offset, length, os.POSIX_FADV_DONTNEED)
-        self._lost = self._lost or not all_intact(self.file, fresh, self.workers)
-        self._checked += len(fresh)
+        self._lost = self._lost or not all_intact(self.file, sample, self.workers)
+        self._checked = fresh
 
     def _require_kept(self) -> None:
         if self._lost:

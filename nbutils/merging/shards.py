@@ -31,7 +31,7 @@ COUNTS = ("BOOL", "I64", "U64")  # masks and positions; other types that are no 
 LARGEST_HEADER = 100 * 2**20  # what the format itself allows
 BLOCK = 2**21  # elements read and written at a time
 LEAST = 32  # rows of a piece
-STEP = 2**17  # elements computed at a time: what fits in a processor's own cache is three times as fast
+STEP = 2**18  # elements computed at a time: what fits in a processor's own cache is three times as fast
 
 Piece = tuple[int, int, int]  # offset, length and checksum of bytes that were written
 
