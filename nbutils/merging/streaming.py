@@ -53,7 +53,7 @@ class MergeReport:
         speed = self.bytes / max(self.seconds, 1e-9) / 1e6
         return (
             f"merged: {self.merged} weights changed, {self.copied} copied{form}: {self.folder} ({size}) "
-            f"in {self.seconds:.1f} s, {speed:,.0f} MB/s on {self.device}, brought to the disk and verified{resumed}{untied}"
+            f"in {self.seconds:.1f} s, {speed:,.0f} MB/s on {self.device}, on the disk, verified{resumed}{untied}"
         )
 
     def facts(self) -> dict[str, Any]:
