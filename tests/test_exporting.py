@@ -411,6 +411,11 @@ def test_two_cards_serve_what_one_cannot_load(stamped: Path, monkeypatch: pytest
     assert "over 2" in found.obstacle and found.called == "merged (lesson 04)"
 
 
+def test_an_unknown_engine_is_told_before_anything_is_asked(stamped: Path) -> None:
+    with pytest.raises(CourseError, match="engine is 'vlm'"):
+        exporting.reference(stamped / "merged", lesson_of(stamped), "vlm")
+
+
 def test_an_export_is_compared_with_the_model_it_was_made_from(
     stamped: Path, work: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:

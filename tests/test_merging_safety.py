@@ -61,6 +61,16 @@ def same(one: Path, other: Path) -> bool:
 # --- refused before anything is written -------------------------------------------------------------------------------
 
 
+def test_no_adapter_is_a_mistake_and_home_is_found(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CourseError, match="no adapter was given"):
+        merging.merge_adapter(pair[0], [], tmp_path / "out")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    base, adapter = (f"~/{one.relative_to(tmp_path)}" for one in pair)
+    assert merging.merge_adapter(base, adapter, "~/out", progress=False).folder == tmp_path / "out"
+
+
 def test_a_quantised_base_is_refused_and_the_right_one_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = pair
     quantised = base.rename(tmp_path / "Qwen2.5-7B-Instruct-bnb-4bit")

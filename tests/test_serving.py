@@ -427,8 +427,8 @@ def test_a_key_travels_by_the_environment_only(tmp_path: Path, monkeypatch: pyte
 
 
 def test_flags_become_words() -> None:
-    given = {"dtype": "half", "enforce-eager": True, "seed": None, "x": False}
-    assert flag_words(given) == ["--dtype", "half", "--enforce-eager"]
+    given = {"dtype": "half", "enforce-eager": True, "seed": None, "enable-prefix-caching": False}
+    assert flag_words(given) == ["--dtype", "half", "--enforce-eager", "--no-enable-prefix-caching"]
     assert flag_words(["--dtype", "half"]) == ["--dtype", "half"]
     assert flag_words({"override-generation-config": {"top_p": 0.5}})[1] == '{"top_p": 0.5}'
 

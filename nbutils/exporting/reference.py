@@ -17,6 +17,7 @@ from nbutils.exporting.checking import ParityLine, fits_here
 from nbutils.exporting.formats import find
 from nbutils.exporting.making import Export, opened, weights_bytes
 from nbutils.merging import bases
+from nbutils.serving.environment import require_engine
 from nbutils.serving.table import tensor_parallel
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ def reference(folder: Path, lesson: Lesson, engine: str = "auto") -> Reference:
     """How a folder that is to be served on this machine is compared; stops if it cannot be served."""
     card, dtype = lesson.card, hardware.DTYPES[lesson.profile.machine.precision]
     engine = hardware.engine(card).value if engine == "auto" else engine
+    require_engine(engine)
     if bases.is_quantised(_config(folder)):
         made = opened(folder, lesson.run.merged)
         _require_engine(made, card, engine)

@@ -106,8 +106,11 @@ def describe(
 
 
 def adapters_of(adapter: str | Path | Sequence[Path]) -> list[Path]:
-    """One adapter or several, as a list."""
-    return [Path(adapter)] if isinstance(adapter, str | Path) else [Path(one) for one in adapter]
+    """One adapter or several, as a list; none is a mistake."""
+    given = [adapter] if isinstance(adapter, str | Path) else list(adapter)
+    if not given:
+        raise CourseError("no adapter was given.", "one adapter folder or more", "name the folder that lesson 03 left")
+    return [Path(one).expanduser() for one in given]
 
 
 def require_device(device: str) -> None:

@@ -6,6 +6,7 @@ Not here: the arithmetic (formula), one shard (writing), the checks before it (c
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -70,7 +71,7 @@ def merge_adapter(
     _require_known("dtype", dtype, DTYPES)
     _require_known("onto", onto, ONTO)
     checks.require_device(device)
-    adapters, out = checks.adapters_of(adapter), Path(out)
+    base, adapters, out = os.path.expanduser(base), checks.adapters_of(adapter), Path(out).expanduser()
     for one in adapters:
         checks.check_base(base, one)
     opened = bases.open_base(base)

@@ -52,8 +52,7 @@ class ServingEnvironment:
 
 def ensure_environment(engine: str, folder: Path | None = None) -> ServingEnvironment:
     """The serving environment of an engine; built if it is missing, half made, of another version or broken."""
-    if engine not in ENGINES:
-        raise CourseError(f"engine is {engine!r}.", ", ".join(ENGINES), "choose one, or leave ENGINE at auto")
+    require_engine(engine)
     if engine == "transformers":
         _require_serve_packages()
         return ServingEnvironment(Path(sys.executable), engine, variables_of(engine))
@@ -63,6 +62,12 @@ def ensure_environment(engine: str, folder: Path | None = None) -> ServingEnviro
     python = environments.ensure(recipe, folder)
     ours = folder if python == environments.python_in(folder) else None
     return ServingEnvironment(python, engine, variables_of(engine), ours)
+
+
+def require_engine(engine: str) -> None:
+    """Refuse an engine nobody knows."""
+    if engine not in ENGINES:
+        raise CourseError(f"engine is {engine!r}.", ", ".join(ENGINES), "choose one, or leave ENGINE at auto")
 
 
 def repaired(environment: ServingEnvironment, why: str) -> ServingEnvironment:

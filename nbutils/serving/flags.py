@@ -53,15 +53,18 @@ DECIDED = {  # what a Server decides, as the key depends on it; a flag would com
 
 
 def flag_words(flags: Flags) -> list[str]:
-    """Flags as command-line words: True is a bare flag, None and False leave it out, a mapping is written as JSON."""
+    """Flags as words: True is a bare flag, False its `--no-` form, None leaves it out, a mapping is written as JSON."""
     if not isinstance(flags, Mapping):
         return [str(word) for word in flags]
     words: list[str] = []
     for name, value in flags.items():
-        if value is None or value is False:
+        if value is None:
             continue
-        values = [] if value is True else value if isinstance(value, list | tuple) else [value]
-        words += [f"--{name}", *(json.dumps(one) if isinstance(one, Mapping) else str(one) for one in values)]
+        values = [] if isinstance(value, bool) else value if isinstance(value, list | tuple) else [value]
+        words += [
+            f"--no-{name}" if value is False else f"--{name}",
+            *(json.dumps(one) if isinstance(one, Mapping) else str(one) for one in values),
+        ]
     return words
 
 
