@@ -59,9 +59,14 @@ def load(folder: Path, dtype: str) -> Any:
 def judged(readings: parity.Readings, merged: Path, dtype: str) -> dict[str, Any]:
     """What lesson 04 would say of this merged model."""
     readings["merged"] = parity.measure(load(merged, dtype), readings.fixed)
+    return verdict(readings, "merged", dtype)
+
+
+def verdict(readings: parity.Readings, name: str, dtype: str) -> dict[str, Any]:
+    """The line of the report that judges this reading."""
     report = parity.report(readings, dtype)
-    line = next(one for one in report.lines if one.other == "merged")
-    return {**asdict(line.gap), "allowed": line.allowed, "holds": report.holds}
+    line = next(one for one in report.lines if one.other == name and one.allowed is not None)
+    return {**asdict(line.gap), "allowed": line.allowed, "holds": not line.why}
 
 
 def served(readings: parity.Readings, merged: Path, dtype: str, log: Path) -> dict[str, Any]:
@@ -73,9 +78,7 @@ def served(readings: parity.Readings, merged: Path, dtype: str, log: Path) -> di
     environment = serving.ensure_environment(str(hardware.engine(card).value))
     with serving.Server(merged, environment, flags=flags, log=log) as server:
         readings["vllm"] = parity.measure_server(server.url, server.model_name, readings.fixed, server.api_key)
-    report = parity.report(readings, dtype)
-    line = next(one for one in report.lines if one.other == "vllm")
-    return {**asdict(line.gap), "allowed": line.allowed, "holds": report.holds}
+    return verdict(readings, "vllm", dtype)
 
 
 def measure(base: Path, adapter: Path, folder: Path, strength: float, dtype: str, serve: bool) -> dict[str, Any]:

@@ -287,6 +287,8 @@ def test_the_board_is_on_disk_after_every_step_and_says_what_it_means(tmp_path: 
     told = capsys.readouterr().out
     assert "15.0 times the tokens of plain generate" in told and "80 % of the 250 tokens/s that memory allows" in told
     assert "not measured: transformers serve (the time was up)" in told
+    board.limit("vllm", {"tokens_per_second": 4e5, "tokens_per_second_strict": 4e5})
+    assert "memory allows" not in "\n".join(board.sentences())  # a tiny model
     board.plot(tmp_path / "plots" / "bench.png")
     assert (tmp_path / "plots" / "bench.png").stat().st_size > 5000
 

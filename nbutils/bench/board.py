@@ -122,7 +122,8 @@ class Board:
             lines.append(f"{many} at a time: {engine} gives {value:.1f} times the tokens of plain generate")
         for engine, share in told["percent_of_limit_at_1"].items():
             most = self.limits[engine]["tokens_per_second"]
-            lines.append(f"{engine} alone: {share['request']:.0f} % of the {most:,.0f} tokens/s that memory allows")
+            if share["request"] >= 1:  # a tiny model waits for the processor, not for memory
+                lines.append(f"{engine} alone: {share['request']:.0f} % of the {most:,.0f} tokens/s that memory allows")
         return lines + [f"not measured: {what} ({reason})" for what, reason in self.left_out.items()]
 
     def plot(self, path: Path | None = None) -> None:
