@@ -275,6 +275,19 @@ def test_a_killed_engine_is_noticed_and_told_to_whoever_asks(
     stub.require()
 
 
+def test_a_server_that_ends_with_its_engine_before_anybody_looks_is_explained(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nbutils.serving.watching.EVERY_SECONDS", 1.5)
+    stub.start().wait(20)
+    _, api, engine = stub.everyone()
+    for member in (engine, api):
+        os.kill(member, signal.SIGKILL)
+    until(lambda: not stub.running)
+    with pytest.raises(CourseError, match=rf"its process ended.*its engine \(process {engine}\) is gone"):
+        serving.ask(stub.client(max_retries=0), "tiny", [[{"role": "user", "content": "q"}]], 8)
+
+
 def test_a_killed_server_process_is_noticed(stub: StubServer) -> None:
     stub.start().wait(20)
     os.kill(stub.everyone()[1], signal.SIGKILL)

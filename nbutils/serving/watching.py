@@ -44,12 +44,14 @@ class Watcher(threading.Thread):
 
     def trouble(self) -> str:
         """What is wrong with the server; empty if nothing is."""
-        if (status := self.leader.poll()) is not None:
-            return f"its process ended (exit status {status})"
+        status = self.leader.poll()
         lost = [process.pid for process in self.engines if processes.is_gone(process)]
+        signs = [f"its process ended (exit status {status})"] if status is not None else []
         if lost:
-            return f"its engine (process {lost[0]}) is gone: it crashed, or the system or somebody killed it"
-        return "it says itself that its engine is dead" if health(self.server.root) == 503 else ""
+            signs.append(f"its engine (process {lost[0]}) is gone: it crashed, or the system or somebody killed it")
+        if not signs and health(self.server.root) == 503:
+            signs.append("it says itself that its engine is dead")
+        return ", ".join(signs)
 
 
 def failed(server: Server, trouble: str) -> CourseError:
@@ -66,8 +68,8 @@ def cause(url: str, patience: float = 3.0) -> CourseError | None:
     """Why the server of this address does not answer, if this kernel started it and it failed."""
     server = SERVERS.get(url.rstrip("/"))
     deadline = time.monotonic() + patience
-    while server is not None and server.failure is None and server.running and time.monotonic() < deadline:
-        time.sleep(0.1)  # the connection breaks a moment before the watcher looks
+    while server and server.failure is None and server.process and time.monotonic() < deadline:
+        time.sleep(0.1)  # the connection breaks, and the process ends, a moment before the watcher looks
     return server.failure if server is not None else None
 
 
