@@ -509,6 +509,15 @@ def test_follower_shows_telling_lines_only_and_not_too_many(tmp_path: Path, caps
     ]  # fmt: skip
 
 
+def test_of_the_engines_own_lines_only_phases_and_errors_are_told() -> None:
+    own = "(EngineCore pid=7) {} 11-15 22:41:07 [vllm.py:17] {}"
+    assert logs.plain(own.format("WARNING", "Enforce eager set, disabling torch.compile and JIT warmup.")) == ""
+    assert logs.plain(own.format("INFO", "Asynchronous scheduling is enabled.")) == ""
+    assert logs.plain(own.format("INFO", "Dynamo bytecode transform time: 3 s")).startswith("compiling")
+    assert logs.plain(own.format("ERROR", "no such thing")) == "no such thing"
+    assert logs.plain("Loading the model of another engine") == "Loading the model of another engine"
+
+
 def test_a_phase_is_told_once_and_a_long_line_ends_between_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,13 +12,17 @@ from nbutils.errors import CourseError
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) \d\d-\d\d [\d:]+ \[[\w.]+:\d+\]|INFO: )?\s*")
 NOISE = re.compile(
-    r"Route:|Triton|[█▄▀]|WARNING|Warning|warn\(|GET /|nanobind|Available routes|^\W*$|^\s{2,}|IR op|fusions"
+    r"Route:|Triton|[█▄▀]|Warning|warn\(|GET /|nanobind|Available routes|^\W*$|^\s{2,}|IR op|^\[W\d|\bINFO\b"
 )
-PHASES = (  # what vLLM is doing, in plain words; the first match wins, any other line is shown as it is
+PHASES = (  # what vLLM is doing, in plain words; the first match wins, of its other lines only errors are shown
     (r"non-default args|Using max model len|Resolved architecture", "reading the model's settings"),
     (r"Initializing a V1 LLM engine|world_size=|Model Runner", "the engine starts"),
     (r"Starting to load model|Loading safetensors|LinearKernel|Loading weights took", "loading the weights"),
-    (r"Dynamo|[Cc]ompil|Cache the graph", "compiling, for faster answers; kept for the next start"),
+    (
+        r"Dynamo|torch\.compile takes|Compiling|Cache the graph",
+        "compiling, for faster answers; kept for later",
+    ),
+    (r"torch_compile_cache|[Cc]ompiled graph", "looking for what an earlier start has compiled"),
     (r"Capturing|profiling|warm-?up|JIT|FlashInfer|KV cache|Free memory", "planning the memory, rehearsing answers"),
     (r"init engine|Starting vLLM|Started server|Waiting for application", "the server opens its doors"),
 )
@@ -81,6 +85,8 @@ class Follower:
 
 def plain(line: str) -> str:
     """What a log line tells a learner: a phase, or the line without process, level, date and place; else nothing."""
+    if "WARNING" in line:
+        return ""
     said = PREFIX.sub("", line).strip()
     phase = next((words for pattern, words in PHASES if re.search(pattern, said)), "")
     return phase or ("" if NOISE.search(line) else textwrap.shorten(said, 100, placeholder=" …"))
