@@ -238,11 +238,17 @@ def push(folder: Path, to: str, public: bool) -> None:
 @click.argument("base")
 @click.argument("adapter", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--dtype", default="auto", help="float32, float16, bfloat16, or auto: the base's own.")
+@click.option("--dtype", default="auto", help="float32, float16, bfloat16, or auto: the base's own.", show_default=True)
 @click.option("--onto", default="full", help="full, or dequantized: the base as 4-bit training saw it.")
 @click.option("--device", default="cpu", help="cpu needs no more than some hundred MB; cuda computes on the card.")
-def merge(base: str, adapter: tuple[Path, ...], out: Path, dtype: str, onto: str, device: str) -> None:
+@click.option("--replace", is_flag=True, help="Put it in the place of another model of this course that is in OUT.")
+def merge(
+    base: str, adapter: tuple[Path, ...], out: Path, dtype: str, onto: str, device: str, replace: bool
+) -> None:  # fmt: skip
     """Merge ADAPTER (or several) into BASE, a folder or a Hub id, and write the model to OUT, shard by shard."""
     from nbutils import merging
 
-    print(merging.merge_adapter(base, list(adapter), out, dtype=dtype, onto=onto, device=device))
+    report = merging.merge_adapter(
+        base, list(adapter), out, dtype=dtype, onto=onto, device=device, replace_other=replace
+    )  # fmt: skip
+    print(report)

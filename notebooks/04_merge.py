@@ -104,7 +104,7 @@ by_hand = W + (B @ A) * scale
 print(f"{weight}: W {tuple(W.shape)} + {scale:g} · B {tuple(B.shape)} · A {tuple(A.shape)}")
 
 # %% [markdown]
-# Now all of them. It is written to a side folder that takes its name only when everything is in it and was read back, so half a
+# Now all of them. It is written to a side folder that takes its name only when everything is in it and on the disk, so half a
 # model is never served. An interrupted merge goes on where it was; a finished one of this very adapter is kept. Where the run
 # folder has no room (Kaggle keeps 20 GB), the model goes to the machine's own disk.
 

@@ -70,7 +70,7 @@ folder = Path(profiles.model_folder(Path(FOLDER).expanduser() if FOLDER else les
 from nbutils import bench, serving
 
 serving.make_way(lesson.run.path, STOP_OTHERS)
-bench.chosen(RIVALS)
+rivals = bench.chosen(RIVALS)
 
 # %% [markdown]
 # ## What it should say
@@ -175,7 +175,7 @@ print(environment)
 # - `--swap-space` is gone too: when the cache is full, a request is computed again later. `kv-offloading-size` lends it RAM instead.
 # - `enforce-eager`: no compilation. A slower server that starts sooner: right for a CPU and for a look, wrong for a long service on a card.
 #
-# The chat template is not among them: the server reads the model's own, from the same folder. What this card wants beyond that:
+# The chat template is not among them: the server reads the model's own, from the same folder. What this machine wants of them:
 
 # %%
 from nbutils import dashboard
@@ -408,7 +408,7 @@ print("the server is", f"running at {server.url}" if server.running else "stoppe
 # - its speed with one and with many asking at once, next to plain `generate` and `transformers serve`,
 # - base and tuned side by side under one address, and a chat with both.
 #
-# That is the whole course. Lesson 07 shows where a base model comes from.
+# That is the whole course. Lesson 06 trains on several cards, lesson 07 shows where a base model comes from.
 
 # %%
 lesson.finish(

@@ -326,6 +326,13 @@ def test_an_export_that_would_not_fit_when_read_is_not_compared_and_lesson_04_go
     assert not checking.fits_here(14.0, None)
 
 
+def test_exports_are_compared_on_rows_that_were_held_back(tmp_path: Path) -> None:
+    assert asking.checked_on(tmp_path / "merged").name == "general.jsonl"
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/eval.jsonl").touch()
+    assert asking.checked_on(tmp_path / "merged") == tmp_path / "data/eval.jsonl"
+
+
 def test_a_set_without_a_run() -> None:
     fixed = exporting.quick_set(paths.TINY_MODEL, ROWS)
     assert len(fixed.prompts) == len(fixed.texts) == 8 and all(fixed.measured) and fixed.stops == [2]
@@ -339,6 +346,9 @@ def test_the_command_line(merged: Path, work: list[dict[str, Any]], tmp_path: Pa
     assert ran.exit_code == 0 and "vllm serve" in ran.output and (tmp_path / "gguf-f16/model-f16.gguf").exists()
     wrong = CliRunner().invoke(cli.app, ["export", str(merged), "fp16", "fp9"])
     assert wrong.exit_code == 1 and not (merged.parent / "exports/fp16").exists()  # all names before any work
+    assert "FOLDER awq --data" in listed.output  # it cannot be made without rows
+    folder = CliRunner().invoke(cli.app, ["export", str(paths.SAMPLES), "fp16"])
+    assert folder.exit_code == 1 and "config.json is missing" in folder.output
     (tmp_path / "own.jsonl").write_text('{"question": "?"}\n', encoding="utf-8")
     with pytest.raises(CourseError, match="something else than chat rows"):
         asking.read_rows(tmp_path / "own.jsonl")

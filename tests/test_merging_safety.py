@@ -584,6 +584,11 @@ def test_the_command_merges_and_says_what_it_did(home: Path, tmp_path: Path) -> 
     ran = CliRunner().invoke(cli.app, line)
     assert ran.exit_code == 0 and "14 weights changed" in ran.output, ran.output
     assert same(tmp_path / "out", Path(merge(home / "base", home / "adapter", tmp_path / "x", dtype="float32").folder))
+    other = [*line[:-1], "float16"]
+    refused = CliRunner().invoke(cli.app, other)
+    assert refused.exit_code == 1 and "holds another model" in refused.output and "float32" in refused.output
+    assert CliRunner().invoke(cli.app, line).exit_code == 0  # the very same: nothing to do
+    assert CliRunner().invoke(cli.app, [*other, "--replace"]).exit_code == 0
 
 
 def test_casting_is_a_merge_without_an_adapter(home: Path, tmp_path: Path) -> None:

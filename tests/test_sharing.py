@@ -461,6 +461,15 @@ def test_one_file_holds_the_folder_and_verifies(model: Path, tmp_path: Path) -> 
     assert sharing.single_file(model, tmp_path / "again.tar", progress=False).sha256 == made.sha256
 
 
+def test_a_file_of_another_kind_is_not_replaced(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.tar").write_text("mine")
+    with pytest.raises(CourseError, match="is no archive of a merged folder"):
+        sharing.single_file(model, tmp_path / "notes.tar", progress=False)
+    assert (tmp_path / "notes.tar").read_text() == "mine"
+    first, again = (sharing.single_file(model, tmp_path / "model.tar", progress=False) for _ in range(2))
+    assert first.sha256 == again.sha256
+
+
 def test_an_archive_that_does_not_verify_is_not_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = packing._pack
 

@@ -16,6 +16,7 @@ from nbutils.exporting import checking
 from nbutils.exporting.formats import find
 from nbutils.exporting.making import export
 from nbutils.exporting.offering import offer
+from nbutils.merging.bases import open_base
 
 
 def answer(folder: Path, names: Sequence[str], out: Path | None, data: Path | None, check: bool) -> None:
@@ -25,8 +26,10 @@ def answer(folder: Path, names: Sequence[str], out: Path | None, data: Path | No
         return
     rows = read_rows(data) if data else []
     forms = [find(name) for name in names]  # all of them, before the first is made
+    open_base(folder)
     lines, reference = [], None
-    fixed = checking.quick_set(folder, rows or read_rows(paths.SAMPLES / "general.jsonl")) if check else None
+    held_back = checked_on(folder)
+    fixed = checking.quick_set(folder, read_rows(held_back)) if check else None
     for form in forms:
         made = export(folder, form.name, out / form.name if out else None, calibration=rows)
         print(made)
@@ -34,7 +37,14 @@ def answer(folder: Path, names: Sequence[str], out: Path | None, data: Path | No
             reference = reference or (checking.read_merged(made, fixed) if checking.readable(made) else None)
             lines.append(checking.check(made, fixed, reference))
     if lines:
+        print(f"Compared on {fixed and len(fixed.texts)} rows of {held_back}; only tables of the same rows compare.")
         dashboard.show_table(checking.table(lines))
+
+
+def checked_on(folder: Path) -> Path:
+    """The rows an export is compared on: those its run held back, else general questions; never those of --data."""
+    of_run = folder.parent / "data/eval.jsonl"
+    return of_run if of_run.is_file() else paths.SAMPLES / "general.jsonl"
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:

@@ -54,9 +54,10 @@ class Export:
 
     def __str__(self) -> str:
         made = "made before" if self.reused else f"{self.seconds:.0f} s"
+        lesson = "    # or lesson 05 with FOLDER set to it" if self.load.startswith("vllm") else ""
         return (
             f"{self.name}: {self.bytes / 1e6:,.1f} MB, {self.ratio:.2f} of the merged model ({self.method}; {made})\n"
-            f"  {self.file or self.folder}\n  {self.load}"
+            f"  {self.file or self.folder}\n  {self.load}{lesson}"
         )
 
 

@@ -56,7 +56,9 @@ def _one(form: Format, card: hardware.Card | None, has: Sequence[str] | None, re
         said = reason or "its environment is made at first use (a few GiB, a few minutes, needs the network)"
     if card and card.capability < form.capability:
         said += f"; this card ({card.name}) cannot compute with it, another machine can"
-    return Offer(form.name, form.purpose, form.runs, available, said, f"python -m nbutils export FOLDER {form.name}")
+    rows = " --data TRAIN_ROWS.jsonl" if form.work == "calibrate" else ""
+    line = f"python -m nbutils export FOLDER {form.name}{rows}"
+    return Offer(form.name, form.purpose, form.runs, available, said, line)
 
 
 def _state() -> tuple[Sequence[str] | None, str]:

@@ -14,7 +14,7 @@ from nbutils.errors import CourseError
 from nbutils.merging import bases, marks, plan
 from nbutils.merging.formula import Product, Recipe
 from nbutils.merging.shards import BITS, BLOCK, CODES, LEAST, Stored
-from nbutils.paths import GIB, require_apart
+from nbutils.paths import GIB, require_apart, stamp
 
 SPARE = 0.2  # GiB of memory for what was not counted
 
@@ -31,8 +31,9 @@ def check_base(base: str | Path, adapter: Path) -> None:
         bases.require_unquantised(bases.called(base), bases.read_settings(folder / "config.json", "a model folder"))
     if bases.plain_name(bases.called(trained_on)) != bases.plain_name(bases.called(base)):
         raise CourseError(
-            f"the adapter was trained on {trained_on}, the base is {base}.", trained_on,
-            "use the MODEL of lesson 03, or another RUN_NAME; the same model in a renamed folder: give it that name",
+            f"the adapter was trained on {trained_on}, the base is {base}{'' if folder else ', no folder here'}.",
+            trained_on, "use the MODEL of lesson 03 (in a lesson: or another RUN_NAME); the same model in a renamed "
+            "folder: give it that name",
         )  # fmt: skip
     if found := folder or bases.find_folder(base, fetch=False):
         plan.recipes(bases.open_base(found), [bases.open_adapter(adapter)])
@@ -111,6 +112,15 @@ def adapters_of(adapter: str | Path | Sequence[Path]) -> list[Path]:
     if not given:
         raise CourseError("no adapter was given.", "one adapter folder or more", "name the folder that lesson 03 left")
     return [Path(one).expanduser() for one in given]
+
+
+def require_new(out: Path) -> None:
+    """Refuse a folder that holds another finished model."""
+    if found := stamp(out):
+        raise CourseError(
+            f"{out} holds another model: onto {found.get('base', 'a base')}, in {found.get('dtype', 'some type')}.",
+            "a new folder", "name another folder, or add --replace to put the new model in its place",
+        )  # fmt: skip
 
 
 def require_device(device: str) -> None:

@@ -65,8 +65,12 @@ class MergeReport:
 def merge_adapter(
     base: str | Path, adapter: str | Path | Sequence[Path], out: str | Path, *, dtype: str = "auto", onto: str = "full",
     device: str = "cpu", quantization: Mapping[str, Any] | None = None, progress: bool = True,
+    replace_other: bool = True,
 ) -> MergeReport:  # fmt: skip
-    """Write base + adapter (or several, one after another) to `out`, streaming; a finished merge of them is kept."""
+    """Write base + adapter (or several, one after another) to `out`, streaming; a finished merge of them is kept.
+
+    `replace_other`: whether a model this course made of something else may be replaced there.
+    """
     began = time.perf_counter()
     _require_known("dtype", dtype, DTYPES)
     _require_known("onto", onto, ONTO)
@@ -89,6 +93,8 @@ def merge_adapter(
     )  # fmt: skip
     if paths.stamp(out) == about:
         return replace(report, reused=True)
+    if not replace_other:
+        checks.require_new(out)
     return _make(opened, recipes, report, about, form, adapters, progress, began)
 
 

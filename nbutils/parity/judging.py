@@ -127,7 +127,8 @@ class Report:
             elif line.other == "merged":
                 yield f"The merge kept the tuning: {line.gap.mean:.2g} nats per token from {CALLED[line.reference]}."
             else:
-                yield f"vLLM says the same: {line.gap.mean:.2g} nats per token from the merged model."
+                least = "at least " if line.gap.coarse else ""  # it tells its likeliest tokens only
+                yield f"vLLM says the same: {least}{line.gap.mean:.2g} nats per token from the merged model."
 
     def _prices(self) -> Iterator[str]:
         tuned, moved = self.readings.gap("full", "base"), self.readings.gap("4bit", "full")
@@ -146,8 +147,11 @@ class Report:
 
     def facts(self) -> dict[str, Any]:
         """All numbers for facts.json."""
-        gaps = {f"{line.other} against {line.reference}": asdict(line.gap) for line in self.lines}
-        return {"holds": self.holds, "allowed": ALLOWED[self.dtype], "verdict": self.verdict, "gaps": gaps}
+        gaps = {
+            f"{line.other} against {line.reference}": asdict(line.gap) | {"allowed": line.allowed}
+            for line in self.lines
+        }
+        return {"holds": self.holds, "verdict": self.verdict, "gaps": gaps}
 
     def require(self) -> None:
         """Stop the lesson if a form of the model is not the one that was trained."""

@@ -58,8 +58,23 @@ def _place(out: str | Path, folder: Path) -> Path:
             f"the archive {out} {seen}.", "a file beside the folder, or elsewhere",
             f"name it {folder.parent / f'{folder.name}.tar'}, for example",
         )  # fmt: skip
+    if out.exists() and not _is_ours(out, folder):
+        raise CourseError(
+            f"{out} is there already, and is no archive of a {folder.name} folder.", "a new file name",
+            "name another file, or move that one away",
+        )  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     return out
+
+
+def _is_ours(file: Path, folder: Path) -> bool:
+    """Whether a file is an archive that was made of a folder of this name."""
+    try:
+        with tarfile.open(file) as tar:
+            first = tar.next()
+            return first is not None and first.name.startswith(f"{folder.name}/")
+    except (OSError, tarfile.TarError):
+        return False
 
 
 def _pack(folder: Path, files: list[Path], partial: Path, progress: bool) -> tuple[str, int]:

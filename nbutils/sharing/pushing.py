@@ -80,7 +80,8 @@ def parse(to: str) -> tuple[str, str]:
     kind, _, name = to.strip().partition(":")
     if kind not in PLACES or not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", name):
         raise CourseError(
-            f"the target is {record.mask_secrets(to)!r}.", "hub:owner/name, modelscope:owner/name or kaggle:owner/name",
+            f"the target is {record.mask_secrets(to)!r}.",
+            "hub:owner/name, modelscope:owner/name, kaggle:owner/name or a file.tar",
             "write it so, with your own account as owner",
         )  # fmt: skip
     return kind, name
