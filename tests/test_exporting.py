@@ -326,6 +326,15 @@ def test_an_export_that_would_not_fit_when_read_is_not_compared_and_lesson_04_go
     assert not checking.fits_here(14.0, None)
 
 
+def test_an_export_that_replaces_another_says_so(
+    merged: Path, work: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exporting.export(merged, "w4a16", tmp_path / "w4a16", calibration=ROWS)
+    assert "takes the place" not in capsys.readouterr().out
+    exporting.export(merged, "w4a16", tmp_path / "w4a16")
+    assert "It takes the place of one made otherwise (" in capsys.readouterr().out
+
+
 def test_exports_are_compared_on_rows_that_were_held_back(tmp_path: Path) -> None:
     assert asking.checked_on(tmp_path / "merged").name == "general.jsonl"
     (tmp_path / "data").mkdir()

@@ -85,6 +85,8 @@ def export(
     paths.make_folder(out.parent, "exports")
     if progress:
         print(f"Exporting {merged} as {name} ({method}).", flush=True)
+        if former := paths.stamp(out):
+            print(f"  It takes the place of one made otherwise ({former.get('method', 'unknown')}).", flush=True)
     began = time.monotonic()
     with paths.whole_folder(out, about) as folder, ExitStack() as things:
         source = _sixteen_bits(base, form, folder, things)

@@ -17,7 +17,10 @@ NOISE = re.compile(
 PHASES = (  # what vLLM is doing, in plain words; the first match wins, of its other lines only errors are shown
     (r"non-default args|Using max model len|Resolved architecture", "reading the model's settings"),
     (r"Initializing a V1 LLM engine|world_size=|Model Runner", "the engine starts"),
-    (r"Starting to load model|Loading safetensors|LinearKernel|Loading weights took", "loading the weights"),
+    (
+        r"\[transformers\] Loading|Starting to load model|Loading safetensors|LinearKernel|Loading weights took",
+        "loading the weights",
+    ),
     (
         r"Dynamo|torch\.compile takes|Compiling|Cache the graph",
         "compiling, for faster answers; kept for later",
