@@ -70,7 +70,7 @@ folder = Path(profiles.model_folder(Path(FOLDER).expanduser() if FOLDER else les
 from nbutils import bench, serving
 
 serving.make_way(lesson.run.path, STOP_OTHERS)
-rivals = bench.chosen(RIVALS)
+print("measured beside the server:", ", ".join(bench.chosen(RIVALS)) or "nothing")
 
 # %% [markdown]
 # ## What it should say

@@ -26,9 +26,8 @@ def answer(folder: Path, names: Sequence[str], out: Path | None, data: Path | No
         return
     rows = read_rows(data) if data else []
     forms = [find(name) for name in names]  # all of them, before the first is made
-    open_base(folder)
-    lines, reference = [], None
-    held_back = checked_on(folder)
+    open_base(folder)  # what is no model is refused before its tokenizer is looked for
+    lines, reference, held_back = [], None, checked_on(folder)
     fixed = checking.quick_set(folder, read_rows(held_back)) if check else None
     for form in forms:
         made = export(folder, form.name, out / form.name if out else None, calibration=rows)
@@ -36,8 +35,8 @@ def answer(folder: Path, names: Sequence[str], out: Path | None, data: Path | No
         if fixed:
             reference = reference or (checking.read_merged(made, fixed) if checking.readable(made) else None)
             lines.append(checking.check(made, fixed, reference))
-    if lines:
-        print(f"Compared on {fixed and len(fixed.texts)} rows of {held_back}; only tables of the same rows compare.")
+    if fixed:
+        print(f"Compared on {len(fixed.texts)} rows of {held_back}; only tables of the same rows compare.")
         dashboard.show_table(checking.table(lines))
 
 
