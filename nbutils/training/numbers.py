@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from nbutils import tracking
+from nbutils.training import validation
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -24,11 +25,13 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
     history = trainer.state.log_history
     losses = loss_history(history)
     tokens = [entry["num_tokens"] for entry in history if "num_tokens" in entry and entry["step"] > first_step]
-    live = meter_of(trainer)
+    live, whole = meter_of(trainer), trainer.state.max_steps
+    if validation.ended_early(trainer, history):
+        whole = trainer.state.global_step
     speed = (live and live.average) or (tokens[-1] / seconds if tokens else None)
     return {
         "steps": trainer.state.global_step,
-        "planned_steps": trainer.state.max_steps,  # more than the steps done: the run ended before its time was up
+        "planned_steps": whole,  # more than the steps done: the run ended before its time was up
         "resumed_from_step": first_step,
         "final_loss": round(losses[-1][1], 5) if losses else None,
         "tokens_per_second": round(speed, 1) if speed else None,  # None: nothing was left to train
@@ -37,6 +40,7 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
         "processes": trainer.args.world_size if tokens else None,
         "batch": _batch(trainer.args) if tokens else None,
         "peak_memory_gib": round(hardware.peak_memory_gib(), 3) if tokens else None,
+        **validation.facts(history),
     }
 
 
