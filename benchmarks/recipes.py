@@ -2,10 +2,11 @@
 
     python benchmarks/recipes.py MODEL OUT.jsonl FILE… [--grid] [--jobs 14]
 
-MODEL is a folder with a real chat model; each FILE becomes train and held-back rows as in lesson 02. Every training runs
+MODEL is a folder with a real chat model; each FILE becomes train and held-back rows as in lesson 02. Every training is
 in 4 bits on one GPU and is judged by the loss on the answers' tokens of the same held-back rows. One line of JSON for
-each training, written as it ends. `--grid` sweeps batch, learning rate, epochs and the rest, `--jobs` of them side by side
-(their seconds are then no measure of speed). Without it: the recipes one after the other, timed. Unsloth is optional.
+each training, written as it ends. Without `--grid`: the recipes one after the other, timed, the course's also on parts
+of the rows. `--grid` sweeps batch, learning rate, epochs and the rest around it, `--jobs` side by side (their seconds
+are then no measure of speed). Unsloth is optional.
 """
 
 from __future__ import annotations
@@ -24,34 +25,43 @@ from typing import Any
 import click
 
 LONGEST = 2048
+SHOWN = ("way", "rows", "batch", "learning_rate", "epochs", "steps", "seconds", "base", "loss", "best", "error")
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 COURSE = {"rank": 16, "alpha": 32, "scheduler": "cosine", "warmup": 0.05, "micro": 0, "packing": False}
 # r / alpha / dropout, micro-batch x accumulation, rate, schedule, warm-up (steps or share), epochs, optimizer, decay
 PEERS: dict[str, dict[str, Any]] = {
     "unsloth": {"rank": 16, "alpha": 16, "dropout": 0.0, "micro": 2, "batch": 8, "learning_rate": 2e-4, "epochs": 1,
                 "scheduler": "linear", "warmup": 5, "optimizer": "adamw_8bit", "decay": 0.01},
-    "llama-factory": {"rank": 8, "alpha": 16, "dropout": 0.0, "micro": 1, "batch": 8, "learning_rate": 1e-4, "epochs": 3,
-                      "scheduler": "cosine", "warmup": 0.1, "optimizer": "adamw_torch", "decay": 0.0},
+    "llama-factory": {"rank": 8, "alpha": 16, "dropout": 0.0, "micro": 1, "batch": 8, "learning_rate": 1e-4,
+                      "epochs": 3, "scheduler": "cosine", "warmup": 0.1, "optimizer": "adamw_torch", "decay": 0.0},
     "self-llm": {"rank": 8, "alpha": 32, "dropout": 0.1, "micro": 4, "batch": 16, "learning_rate": 1e-4, "epochs": 3,
                  "scheduler": "linear", "warmup": 0, "optimizer": "adamw_torch", "decay": 0.0},
 }  # fmt: skip
 
 
-def grid(name: str, rows: int) -> Iterator[dict[str, Any]]:
-    """Settings around what may be best for so many rows."""
-    batches = (2, 4, 8) if rows <= 100 else (4, 8, 16) if rows <= 250 else (8, 16, 32)
-    rates = (1e-3, 2e-3, 4e-3) if rows <= 100 else (5e-4, 1e-3, 2e-3)
-    passes = (3, 5, 8) if rows <= 100 else (2, 4) if rows <= 250 else (1, 2, 3)
-    for batch, rate, epochs in product(batches, rates, passes):
-        yield {"batch": batch, "learning_rate": rate, "epochs": epochs}
-    middle = {"batch": batches[1], "learning_rate": rates[1], "epochs": passes[1]}
-    for more in (
-        {"scheduler": "linear"},
-        {"scheduler": "constant_with_warmup"},
-        {"rank": 64, "alpha": 128},
-        {"seed": 1},
-    ):
-        yield middle | more
+def grid(auto: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Settings around the course's own."""
+    for size, rate, epochs in product((0.5, 1, 2), (0.5, 1, 2), (2, 3, 5)):
+        yield {
+            "batch": max(1, int(auto["batch"] * size)), "epochs": epochs,
+            "learning_rate": float(f"{auto['learning_rate'] * rate:.2g}"),
+        }  # fmt: skip
+    for more in ({"scheduler": "linear"}, {"scheduler": "constant_with_warmup"}, {"rank": 64, "alpha": 128}):
+        yield auto | more
+
+
+def automatic(rows: Rows, model_folder: Path) -> dict[str, Any]:
+    """What `PROFILE=auto` chooses on this card for these rows."""
+    from nbutils import plan, profiles
+    from nbutils.profiles import recipe
+
+    train = profiles.load("hopper_141gb").train
+    found = recipe.choose(train, profiles.Rows.of(rows.train.lengths), plan.find(str(model_folder)).hidden)
+    return {
+        "batch": found["train.batch"].value, "epochs": found["train.epochs"].value,
+        "learning_rate": found["train.learning_rate"].value, "packing": found["train.packing"].value,
+        "save_steps": found["train.save_steps"].value, "validation_rows": found["train.validation_rows"].value,
+    }  # fmt: skip
 
 
 class Rows:
@@ -64,12 +74,14 @@ class Rows:
             data.prepare(str(file), Path(folder), rows=limit)
             train, held_back = data.load(Path(folder))
         self.train = chat.fitting(tokenizer, train, LONGEST)
+        self.held_back_rows = held_back
         self.held_back = chat.fitting(tokenizer, held_back, LONGEST).examples
 
     def about(self) -> dict[str, Any]:
         lengths = [len(one.ids) for one in self.train.examples]
         return {
-            "rows": len(lengths), "held_back": len(self.held_back), "mean_length": round(sum(lengths) / len(lengths), 1),
+            "rows": len(lengths), "held_back": len(self.held_back),
+            "mean_length": round(sum(lengths) / len(lengths), 1),
             "longest": max(lengths), "trained_tokens": sum(sum(one.trained) for one in self.train.examples),
         }  # fmt: skip
 
@@ -97,7 +109,7 @@ def held_out_loss(model: Any, examples: list[Any]) -> float:
     return total / count
 
 
-def watch(model: Any, rows: Rows, steps: int, points: int) -> Any:
+def watch(model: Any, rows: Rows, judged: bool) -> Any:
     """A callback with the curve: step, seconds of training without the looking, held-out loss."""
     import torch
     from transformers import TrainerCallback
@@ -112,15 +124,25 @@ def watch(model: Any, rows: Rows, steps: int, points: int) -> Any:
             self.began = time.perf_counter()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step < state.max_steps and (not points or state.global_step % max(steps // points, 1)):
+            step, last = state.global_step, state.max_steps
+            if step < last and (not judged or (step > 12 and step % max(last // 12, 1))):
                 return
             torch.cuda.synchronize()
             now = time.perf_counter()
-            loss = held_out_loss(model, rows.held_back) if points else float("nan")
-            self.points.append((state.global_step, round(now - self.began - self.looked, 2), round(loss, 4)))
+            loss = held_out_loss(model, rows.held_back) if judged else float("nan")
+            self.points.append((step, round(now - self.began - self.looked, 2), round(loss, 4)))
             self.looked += time.perf_counter() - now
 
     return Curve()
+
+
+def four_bits() -> Any:
+    """The base as the course and all three recipes have it."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="bfloat16"
+    )
 
 
 def settings(job: dict[str, Any], folder: str, micro: int) -> dict[str, Any]:
@@ -138,18 +160,15 @@ def settings(job: dict[str, Any], folder: str, micro: int) -> dict[str, Any]:
 def trainer_for(job: dict[str, Any], model_folder: Path, rows: Rows, folder: str) -> Any:
     """A trainer as the course, or as TRL without it, sets it up in 4 bits."""
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
     from nbutils import attention, chat, training
 
-    ours = job["way"] == "course"
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="bfloat16"
-    )
+    ours = job["way"] in ("course", "auto")
     how = {"attn_implementation": attention.use("varlen")} if ours else {}
     model = AutoModelForCausalLM.from_pretrained(
-        model_folder, quantization_config=nf4, dtype="bfloat16", device_map={"": 0}, **how
+        model_folder, quantization_config=four_bits(), dtype="bfloat16", device_map={"": 0}, **how
     )
     lora = LoraConfig(
         r=job["rank"], lora_alpha=job["alpha"], lora_dropout=job.get("dropout", 0.0), target_modules=LINEAR,
@@ -157,7 +176,8 @@ def trainer_for(job: dict[str, Any], model_folder: Path, rows: Rows, folder: str
     )  # fmt: skip
     args = settings(job, folder, job["micro"] or job["batch"])
     if ours:
-        args |= {"padding_free": True, "max_length": None, "gradient_checkpointing": False}
+        args |= {"padding_free": True, "gradient_checkpointing": False}
+        args |= {} if job["packing"] else {"max_length": None}
     else:
         args |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     trainer = SFTTrainer(
@@ -187,48 +207,54 @@ def unsloth_trainer(job: dict[str, Any], model_folder: Path, rows: Rows, folder:
     )
 
 
-def train(job: dict[str, Any], model_folder: Path, rows: Rows) -> dict[str, Any]:
-    """One training and what it reached."""
+def train(job: dict[str, Any], model_folder: Path, rows: Rows, folder: str) -> dict[str, Any]:
+    """One training and what it reached; Unsloth's patched model is judged afterwards, as a plain one."""
     import torch
 
-    with tempfile.TemporaryDirectory() as folder:
-        make = unsloth_trainer if job["way"] == "unsloth" else trainer_for
-        trainer = make(job, model_folder, rows, folder)
-        steps = -(-len(trainer.train_dataset) // job["batch"]) * job["epochs"]
-        judged_here = job["way"] != "unsloth"  # its patched model is judged as a plain one, after the training
-        base = held_out_loss(trainer.model, rows.held_back) if judged_here else None
-        curve = watch(trainer.model, rows, steps, job.get("points", 8) if judged_here else 0)
-        trainer.add_callback(curve)
-        trainer.train()
-        last, seconds, loss = curve.points[-1]
-        if not judged_here:
-            trainer.save_model(folder)
-            loss = judge(folder, model_folder, rows)
-        peak = torch.cuda.max_memory_allocated() / 2**30
-    best = min(curve.points, key=lambda point: point[2]) if judged_here else (last, seconds, loss)
+    from nbutils import chat, training
+
+    plain = job["way"] != "unsloth"
+    trainer = (trainer_for if plain else unsloth_trainer)(job, model_folder, rows, folder)
+    base = held_out_loss(trainer.model, rows.held_back) if plain else None
+    curve = watch(trainer.model, rows, judged=plain)
+    trainer.add_callback(curve)
+    validation = None
+    if job["way"] == "auto":
+        held_back = chat.validation_dataset(rows.train, rows.held_back_rows, job["validation_rows"])
+        validation = training.validation_loss(held_back, every=job["save_steps"], patience=3)
+        validation.trainer = trainer  # type: ignore[attr-defined]
+        trainer.add_callback(validation)
+    trainer.train()
+    last, seconds, loss = curve.points[-1]
+    if validation:
+        validation.keep_best()  # type: ignore[attr-defined]
+        loss = held_out_loss(trainer.model, rows.held_back)
+    if not plain:
+        trainer.save_model(folder)
+    best = min(curve.points, key=lambda point: point[2])
     return job | {
         "steps": last, "seconds": seconds, "base": base and round(base, 4), "loss": round(loss, 4), "best": best[2],
-        "best_step": best[0], "peak_gib": round(peak, 2), "curve": curve.points,
+        "best_step": best[0], "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2), "curve": curve.points,
     }  # fmt: skip
 
 
 def judge(adapter: str, model_folder: Path, rows: Rows) -> float:
-    """The loss of a saved adapter on the 4-bit base, in a process without Unsloth's patches."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_judge, (adapter, model_folder, rows.held_back))
-
-
-def _judge(adapter: str, model_folder: Path, held_back: list[Any]) -> float:
+    """The loss of a saved adapter on the 4-bit base."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM
 
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="bfloat16"
-    )
     model = AutoModelForCausalLM.from_pretrained(
-        model_folder, quantization_config=nf4, dtype="bfloat16", device_map={"": 0}
+        model_folder, quantization_config=four_bits(), dtype="bfloat16", device_map={"": 0}
     )
-    return held_out_loss(PeftModel.from_pretrained(model, adapter), held_back)
+    return held_out_loss(PeftModel.from_pretrained(model, adapter), rows.held_back)
+
+
+def alone(job: dict[str, Any], model_folder: Path, rows: Rows, folder: str) -> dict[str, Any]:
+    """A training in a process of its own: Unsloth changes the libraries of the process it is imported in."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found = pool.apply(train, (job, model_folder, rows, folder))
+    loss = round(judge(folder, model_folder, rows), 4)
+    return found | {"loss": loss, "best": loss}
 
 
 def work(jobs: Any, results: Any, model_folder: Path) -> None:
@@ -242,28 +268,32 @@ def work(jobs: Any, results: Any, model_folder: Path) -> None:
     while (job := jobs.get()) is not None:
         key = (job["file"], job["limit"])
         try:
-            rows = ready.setdefault(key, None) or Rows(Path(job["file"]), job["limit"], tokenizer)
-            ready[key] = rows
-            results.put(train(job, model_folder, rows) | rows.about())
+            if key not in ready:
+                ready[key] = Rows(Path(job["file"]), job["limit"], tokenizer)
+            if job["way"] in ("auto", "course"):
+                job = COURSE | automatic(ready[key], model_folder) | job
+            with tempfile.TemporaryDirectory() as folder:
+                run = alone if job["way"] == "unsloth" else train
+                results.put(run(job, model_folder, ready[key], folder) | ready[key].about())
         except Exception as problem:
             results.put(job | {"error": f"{type(problem).__name__}: {problem}"[:600]})
         torch.cuda.empty_cache()
 
 
-def planned(files: list[str], sweep: bool) -> list[dict[str, Any]]:
-    """Every training: the peers on whole files; for a sweep the grid, also on parts of them."""
-    peers = [{"way": way, "file": file, "limit": 0} | peer for file in files for way, peer in PEERS.items()]
+def planned(files: list[str], sweep: bool, model_folder: Path, ways: list[str]) -> list[dict[str, Any]]:
+    """Every training: the recipes on whole files, the course's on parts too; or the grid around the course's."""
+    parts = [(file, limit) for file in files for limit in (0, 50, 200) if not (limit and "identity" in file)]
     if not sweep:
-        return peers
-    sizes = {file: 1000 for file in files} | {file: 84 for file in files if "identity" in file}
-    parts = [(file, limit) for file, rows in sizes.items() for limit in (0, 50, 200) if limit < rows]
-    found = [
-        {"way": "course", "file": file, "limit": limit} | COURSE | one
-        for file, limit in parts
-        for one in grid(file, limit or sizes[file])
-    ]
+        recipes = [{"way": way, "file": file, "limit": 0} | PEERS.get(way, {}) for file in files for way in ways]
+        return recipes + [{"way": "auto", "file": file, "limit": limit} for file, limit in parts if limit]
+    from transformers import AutoTokenizer
+
+    tokenizer, found = AutoTokenizer.from_pretrained(model_folder), []
+    for file, limit in parts:
+        auto = automatic(Rows(Path(file), limit, tokenizer), model_folder)
+        found += [{"way": "course", "file": file, "limit": limit} | one for one in grid(auto)]
     random.Random(0).shuffle(found)  # where time runs out, something of everything is there
-    return peers + found
+    return found
 
 
 @click.command(help=__doc__)
@@ -272,13 +302,14 @@ def planned(files: list[str], sweep: bool) -> list[dict[str, Any]]:
 @click.argument("files", nargs=-1, required=True)
 @click.option("--grid", "sweep", is_flag=True)
 @click.option("--jobs", default=1, show_default=True)
+@click.option("--ways", default="auto,unsloth,self-llm,llama-factory", show_default=True)
 @click.option("--minutes", default=60.0, help="Stop after so long, with what is there.", show_default=True)
-def main(model: Path, out: Path, files: tuple[str, ...], sweep: bool, jobs: int, minutes: float) -> None:
+def main(model: Path, out: Path, files: tuple[str, ...], sweep: bool, jobs: int, ways: str, minutes: float) -> None:
     os.environ.update({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
     end = time.monotonic() + minutes * 60
     context = multiprocessing.get_context("spawn")
     todo, done = context.Queue(), context.Queue()
-    wanted = planned(list(files), sweep)
+    wanted = planned(list(files), sweep, model, ways.split(","))
     for job in [*wanted, *[None] * jobs]:
         todo.put(job)
     workers = [context.Process(target=work, args=(todo, done, model)) for _ in range(jobs)]
@@ -293,7 +324,7 @@ def main(model: Path, out: Path, files: tuple[str, ...], sweep: bool, jobs: int,
                 break
             file.write(json.dumps(row) + "\n")
             file.flush()
-            print(number + 1, {key: row.get(key) for key in ("way", "rows", "batch", "learning_rate", "epochs", "steps", "seconds", "base", "loss", "best", "error") if key in row}, flush=True)  # fmt: skip
+            print(number + 1, {key: row[key] for key in SHOWN if key in row}, flush=True)
     for worker in workers:
         worker.terminate()
 

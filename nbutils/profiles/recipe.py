@@ -15,12 +15,12 @@ from typing import Any
 from nbutils.hardware import Choice
 from nbutils.profiles.schema import Train
 
-STEPS_PER_EPOCH = 50  # more conversations per step than this leaves cost learning, fewer cost time
-FEWEST = 4  # conversations per step: fewer follow single rows
+STEPS_PER_EPOCH = 50  # fewer, of more conversations each, learn less; more take longer and learn no more
+FEWEST = 8  # conversations per step: fewer follow single rows
 LARGEST_STEP = 8  # rows of max_length: where data is large, the step a GPU computes at its full speed
 PACK_FROM = 4  # rows of max_length in a step: below, packing could not meet the number of conversations
-EPOCHS = ((10_000, 3.0), (50_000, 2.0), (math.inf, 1.0))  # up to so many rows
-RATE, AT_HIDDEN, POWER = 5e-4, 2000, 0.78  # LoRA's best rate falls with the width of the model
+EPOCHS = ((100, 5.0), (10_000, 3.0), (50_000, 2.0), (math.inf, 1.0))  # up to so many rows
+RATE, AT_HIDDEN, POWER = 4e-4, 2000, 0.78  # LoRA's best rate falls with the width of the model
 SAVES, MOST_BETWEEN = 5, 50  # per run, and the steps between two of them in a long one
 MOST_VALIDATED, LEAST_VALIDATED = 64, 4  # rows
 SHARE, FORWARD = 0.05, 0.4  # of the training time for validation; the cost of a row without its backward pass
