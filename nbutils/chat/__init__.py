@@ -33,6 +33,6 @@ __all__ = [
     "missing_stop",
     "show_row",
     "training_dataset",
-    "validation_dataset",
     "training_format",
+    "validation_dataset",
 ]

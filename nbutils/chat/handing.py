@@ -70,7 +70,7 @@ def check_trainer(trainer: Any, report: ContractReport) -> str:
     found = int((trainer.data_collator(rows)["labels"] != IGNORED).sum())
     if found != wanted:
         raise _lost(f"{found} tokens of its first rows", f"{wanted}: its collator hides some")
-    return f"laid out and collated, {trained} tokens are trained, {stops} stop tokens among them: as the contract counted"
+    return f"collated, {trained} tokens are trained, {stops} stop tokens among them: as the contract counted"
 
 
 def _lost(found: str, wanted: str) -> CourseError:

@@ -19,7 +19,7 @@ RARE = 4  # standard deviations: of some hundred micro-batches, hardly one is la
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to train: `checkpointing` is off, on or offload; `packing` fills rows of `length` with several examples."""
+    """One way to train: `checkpointing` is off, on or offload; `packing` fills rows with several examples."""
 
     method: str = "qlora"
     rank: int = 16

@@ -25,9 +25,8 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
     history = trainer.state.log_history
     losses = loss_history(history)
     tokens = [entry["num_tokens"] for entry in history if "num_tokens" in entry and entry["step"] > first_step]
-    live, whole = meter_of(trainer), trainer.state.max_steps
-    if validation.ended_early(trainer, history):
-        whole = trainer.state.global_step
+    live = meter_of(trainer)
+    whole = trainer.state.global_step if validation.ended_early(trainer, history) else trainer.state.max_steps
     speed = (live and live.average) or (tokens[-1] / seconds if tokens else None)
     return {
         "steps": trainer.state.global_step,

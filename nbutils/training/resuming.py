@@ -126,7 +126,7 @@ def steps_left(trainer: Trainer, checkpoint: Path | None) -> int:
         done = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except FileNotFoundError as problem:
         raise trained_already() from problem
-    if validation.ended_early(trainer, done["log_history"]):
+    if validation.ended_early(trainer, done.get("log_history", [])):
         return 0
     return max(_steps_wanted(trainer) - done["global_step"], 0)
 

@@ -175,7 +175,8 @@ def _trained(model: Any) -> list[tuple[str, Any]]:
 
 def of(trainer: Trainer) -> Any:
     """The validation a trainer was given, and told which trainer it is; None without one."""
-    found = next((one for one in trainer.callback_handler.callbacks if hasattr(one, "best_step")), None)
+    callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", [])
+    found = next((one for one in callbacks if hasattr(one, "best_step")), None)
     if found is not None:
         found.trainer = trainer
     return found
