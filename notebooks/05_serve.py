@@ -269,7 +269,7 @@ serving.require_parity(same_answers, reference.precision)
 # %%
 from nbutils import parity
 
-same_model = parity.report(readings, dtype)
+same_model = parity.Report(readings)
 if engine.value != "transformers":
     told = parity.measure_server(server.url, server.model_name, readings.fixed, server.api_key)
     same_model = reference.compared(readings, told)
