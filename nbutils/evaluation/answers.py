@@ -15,6 +15,7 @@ from nbutils.chat import View, find_stop_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+FREE_SHARE = 0.5  # of the GPU's free memory is planned for; the rest is for copies while the KV cache grows
 Message = dict[str, Any]
 Row = dict[str, Any]
 
@@ -62,6 +63,8 @@ def answer_prompts(
     """Answers to numbered prompts, batch by batch, the longest first: if memory is short, that shows at once."""
     from tqdm.auto import tqdm
 
+    batch_size = rows_at_once(model, max(map(len, prompts.values())), max_new_tokens, batch_size)
+
     stops = sorted(find_stop_ids(tokenizer, model.generation_config))
     order = sorted(prompts, key=lambda number: -len(prompts[number]))
 
@@ -74,6 +77,26 @@ def answer_prompts(
                 text = str(tokenizer.decode(ids, skip_special_tokens=True))
                 yield number, Answer(prompts[number], ids, text, bool(ids) and ids[-1] in stops)
             bar.update(len(batch))
+
+
+def rows_at_once(model: Any, prompt_tokens: int, new_tokens: int, most: int) -> int:
+    """How many rows one batch takes: `most`, on a GPU no more than its free memory holds.
+
+    A decoding step takes as long for 200 rows as for one, so that larger batches are that much faster.
+    """
+    import torch
+
+    if model.device.type != "cuda":
+        return most
+    hardware.free_memory()
+    config = model.config.get_text_config()
+    hidden, heads = config.hidden_size, getattr(config, "num_attention_heads", 1)
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    kv_cache = 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+    prefill = 4 * (hidden + (getattr(config, "intermediate_size", None) or 4 * hidden))
+    row = (prompt_tokens + new_tokens) * kv_cache + prompt_tokens * prefill
+    free = FREE_SHARE * torch.cuda.mem_get_info(model.device)[0]
+    return max(1, min(most, int(free / (row * model.dtype.itemsize))))
 
 
 def in_batches(
