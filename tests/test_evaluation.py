@@ -123,11 +123,11 @@ def test_one_row_that_does_not_fit_and_other_errors_are_not_hidden() -> None:
 def test_the_longest_questions_are_asked_first(tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[int] = []
 
-    def watch(model: Any, tokenizer: Any, prompts: list[list[int]], *rest: Any) -> list[list[int]]:
+    def watch(model: Any, prompts: list[list[int]], *rest: Any) -> list[list[int]]:
         widths.append(max(map(len, prompts)))
         return [[2] for _ in prompts]
 
-    monkeypatch.setattr(asking, "_generate_batch", watch)
+    monkeypatch.setattr(asking, "generate_ids", watch)
     evaluation.generate(*tiny, samples(12), 4, 3)
     assert len(widths) == 4 and widths == sorted(widths, reverse=True) and widths[0] > widths[-1]
 
@@ -163,7 +163,7 @@ def test_a_gpu_takes_as_many_rows_as_its_free_memory_holds(monkeypatch: pytest.M
     def rows(device: str, free_gib: float, tokens: int = 256) -> int:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (int(free_gib * 2**30), 0), raising=False)
         model = SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16, config=config)
-        return asking.rows_at_once(model, 200, tokens, 256)
+        return asking.rows_at_once(model, 200 + tokens, 256)
 
     assert (rows("cuda", 120), rows("cuda", 0.01), rows("cpu", 0.01)) == (256, 1, 256)
     assert 30 < rows("cuda", 8) < rows("cuda", 8, tokens=64) < 120
@@ -242,11 +242,11 @@ KILLED = """
     from nbutils import paths
     from nbutils.evaluation import answers
     from test_evaluation import exam_of
-    real = answers._generate_batch
+    real = answers.generate_ids
     def slowly(*given):
         time.sleep(0.4)
         return real(*given)
-    answers._generate_batch = slowly
+    answers.generate_ids = slowly
     model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32")
     tiny = model, AutoTokenizer.from_pretrained(paths.TINY_MODEL)
     exam_of(tiny, Path({run!r}), rows=0).sit("base", model, "mark")
@@ -269,13 +269,13 @@ def test_after_a_kill_only_the_missing_answers_are_asked(
     child.wait()
     found = len(file.read_text(encoding="utf-8").splitlines()) - 1
     assert 8 <= found < 24
-    asked, real = [], asking._generate_batch
+    asked, real = [], asking.generate_ids
 
-    def counted(model: Any, tokenizer: Any, prompts: list[list[int]], *rest: Any) -> list[list[int]]:
+    def counted(model: Any, prompts: list[list[int]], *rest: Any) -> list[list[int]]:
         asked.extend(prompts)
-        return real(model, tokenizer, prompts, *rest)
+        return real(model, prompts, *rest)
 
-    monkeypatch.setattr(asking, "_generate_batch", counted)
+    monkeypatch.setattr(asking, "generate_ids", counted)
     resumed = exam_of(tiny, tmp_path / "killed", rows=0).sit("base", tiny[0], "mark")
     assert len(asked) == 24 - found
     whole = exam_of(tiny, tmp_path / "whole", rows=0).sit("base", tiny[0], "mark")

@@ -164,7 +164,9 @@ def test_the_noise_is_what_smaller_batches_change(
     logs = reading._logs
     monkeypatch.setattr(reading, "_logs", lambda *given: sizes.append(len(given[2])) or logs(*given))
     kept = parity.Readings(tmp_path, texts)
+    kept["vllm"] = Reading(torch.zeros(texts.positions, 3).log_softmax(-1), torch.arange(3).repeat(texts.positions, 1))
     kept.read_merged(base, answers=False)  # lies partly on disk: few runs
+    assert set(parity.Readings(tmp_path, texts)) == {"merged", "again"}  # an earlier server cannot refuse this merge
     assert sizes == [16, 8, 8] and kept.gap("merged", "again").mean < 1e-6 == parity.Report(kept).noise
     monkeypatch.setattr(reading, "_answers", lambda *given: [])
     kept.read_merged(base)
@@ -233,9 +235,8 @@ def test_nothing_compared_is_no_proof(tmp_path: Path, texts: parity.Fixed, readi
         empty.require()
     (tmp_path / "x").mkdir()
     told = judged(tmp_path / "x", texts, _4bit=readings["full"], merged=readings["merged"])
-    with pytest.raises(CourseError, match="must be the same") as caught:
+    with pytest.raises(CourseError, match="nothing was compared that must be the same"):
         told.require()
-    assert '"full" and "merged"' in caught.value.allowed
 
 
 def test_the_price_of_another_base_is_told_and_never_fails(tmp_path: Path, texts: parity.Fixed, readings: dict) -> None:

@@ -18,14 +18,7 @@ from nbutils.evaluation import keeping, scores
 from nbutils.evaluation.answers import Answer, Row, answer_prompts, greedy, rows_at_once
 from nbutils.evaluation.control import beyond_others
 from nbutils.evaluation.losses import Encoded, RowLoss, encode_rows, row_losses
-from nbutils.evaluation.rows import (
-    enough_tokens,
-    fitting_rows,
-    general_rows,
-    prompts_of,
-    questions_of,
-    reference_of,
-)
+from nbutils.evaluation.rows import enough_tokens, fitting_rows, general_rows, prompts_of, questions_of, reference_of
 
 if TYPE_CHECKING:
     from nbutils.profiles.schema import Evaluation
@@ -156,9 +149,8 @@ class Exam:
     def _answers(self, name: str, model: Any, mark: Any, server: Running | None) -> list[Answer]:
         stops = sorted(find_stop_ids(self.tokenizer, model.generation_config))
         decided_by = self._decided_by(mark, stops=stops)
-        ask = partial(
-            answer_prompts, model, self.tokenizer, max_new_tokens=self.max_new_tokens, batch_size=self.size.batch_size
-        )
+        size = {"max_new_tokens": self.max_new_tokens, "batch_size": self.size.batch_size}
+        ask: keeping.Ask = partial(answer_prompts, model, self.tokenizer, **size)
         if server:
             ask = partial(server.answers, max_tokens=self.max_new_tokens)
             decided_by |= {"server": server.engine}
@@ -176,7 +168,7 @@ class Exam:
         return encode_rows(self.view, self.rows)
 
     def _lost(self, model: Any) -> list[list[float]]:
-        batch_size = rows_at_once(model, max(len(text.ids) for text in self._encoded), 0, self.size.batch_size)
+        batch_size = rows_at_once(model, max(len(text.ids) for text in self._encoded), self.size.batch_size)
         return [[row.total, row.tokens] for row in row_losses(model, self._encoded, batch_size)]
 
     def _decided_by(self, mark: Any, **more: Any) -> dict[str, Any]:

@@ -30,11 +30,7 @@ def prompts_of(view: View, rows: Sequence[Row]) -> list[list[int]]:
 
 
 def enough_tokens(view: View, rows: Sequence[Row], most: int) -> int:
-    """How many tokens an answer may have: half as many again as the longest wanted one, at most `most`.
-
-    A longer answer is wrong, and finishing it costs every other row of its batch time. Thoughts are not counted in the
-    wanted answers, so a model that may think gets `most`.
-    """
+    """How many tokens an answer may have: half as many again as the longest wanted one; `most` where it may think."""
     if rows_think(rows) or (view.thinking is not False and "think>" in str(view.tokenizer.chat_template)):
         return most
     wanted = view.tokenizer([reference_of(view, row) for row in rows], add_special_tokens=False)["input_ids"]

@@ -54,15 +54,10 @@ class Report:
     readings: Readings
 
     @property
-    def onto(self) -> str:
-        """What the adapter was merged into."""
-        about = self.readings.about
-        return str(about.get("onto", "full")) if isinstance(about, dict) else "full"
-
-    @property
     def target(self) -> str:
-        """The reading a merged model is compared with."""
-        return ONTO.get(self.onto, "full")
+        """The reading a merged model is compared with, by what the adapter was merged into."""
+        about = self.readings.about
+        return ONTO.get(about.get("onto"), "full") if isinstance(about, dict) else "full"
 
     @property
     def noise(self) -> float:
@@ -145,7 +140,7 @@ class Report:
                 f"{moved.mean:.2g} nats per token (the tuning itself moved it by {tuned.mean:.2g}){_said(moved)}."
             )
         ours = self.readings.gap("4bit", "merged")
-        if self.onto == "dequantized" and ours and moved:
+        if self.target == "4bit" and ours and moved:
             yield (
                 f"Merged into the dequantised base it is {ours.mean:.2g} from what was trained, instead of "
                 f"{moved.mean:.2g}; the price is a base that stays as coarse as 4 bits."
@@ -160,13 +155,8 @@ class Report:
         """Stop the lesson if a form of the model is not the one that was trained."""
         if self.holds:
             return
-        if not any(line.judged for line in self.lines):
-            raise CourseError(
-                "nothing was compared that must be the same.", f'the readings "{self.target}" and "merged"',
-                "run the cells of this lesson from the first one on",
-            )  # fmt: skip
         raise CourseError(
-            self.verdict,
+            self.verdict if any(line.judged for line in self.lines) else "nothing was compared that must be the same.",
             f"a merged model nearer to the adapter than to the base, and a server within {FAR} times the noise of it",
             "serve the folder lesson 04 wrote; if the merged model itself is named, an adapter that hardly learned was "
             "lost in rounding (train longer), or adapter and base do not belong together",
