@@ -147,8 +147,7 @@ class Exam:
         return [score(text, reference) for text, reference in zip(texts, self.references, strict=True)]
 
     def _answers(self, name: str, model: Any, mark: Any, server: Running | None) -> list[Answer]:
-        stops = sorted(find_stop_ids(self.tokenizer, model.generation_config))
-        decided_by = self._decided_by(mark, stops=stops)
+        decided_by = self._decided_by(mark, stops=sorted(find_stop_ids(self.tokenizer, model.generation_config)))
         size = {"max_new_tokens": self.max_new_tokens, "batch_size": self.size.batch_size}
         ask: keeping.Ask = partial(answer_prompts, model, self.tokenizer, **size)
         if server:

@@ -41,9 +41,7 @@ def _cut(base: Result) -> str:
     """Cut off before it was as long as a wanted answer: whether it would have become one is not known."""
     longest, rows = max(map(len, base.references)), len(base.answers)
     short = sum(not answer.stopped and len(answer.text) < longest for answer in base.answers)
-    if short <= rows / 10:
-        return ""
-    return (
+    return (short > rows / 10) * (
         f"{short} of {rows} of {base.name}'s answers were cut off while shorter than a wanted one, and so score less: "
         f"raise evaluation.max_new_tokens before you believe the difference"
     )

@@ -1,7 +1,7 @@
 """What the gaps mean: which forms must be one model, which gaps are a price, and the verdict in words.
 
-How far rounding moves a model depends on its depth and precision, so it is measured in the same run: the merged model
-is read twice, in one batch and in smaller ones. `merging.prove` is what says that the merged weights are right.
+How far rounding moves a model depends on its depth and precision, so it is measured: the merged model is read twice.
+Whether its weights are right is proven elsewhere (merging.prove); a distance to the adapter is then a price.
 
 Not here: measuring (reading, served) or the gaps themselves (gaps).
 """
@@ -117,15 +117,13 @@ class Report:
         return "\n".join([*self._judgements(), *self._prices()])
 
     def _judgements(self) -> Iterator[str]:
-        for line in self.lines:
-            if not line.judged:
-                continue
+        for line in (one for one in self.lines if one.judged):
             if line.why:
                 yield f"THE MODEL CHANGED: {CALLED[line.other]} is not {CALLED[line.reference]}: {line.why}."
             elif line.other == "merged":
                 yield (
                     f"The merge kept the tuning: {line.gap.mean:.2g} nats per token from {CALLED[line.reference]}, "
-                    f"{self._times(line.gap)} times the noise of this run ({self.noise:.2g})."
+                    f"{line.gap.mean / self.noise:.2g} times the noise of this run ({self.noise:.2g})."
                 )
             else:
                 least = "at least " if line.gap.coarse else ""  # it tells its likeliest tokens only
@@ -162,15 +160,12 @@ class Report:
             "lost in rounding (train longer), or adapter and base do not belong together",
         )
 
-    def _times(self, found: Gap) -> str:
-        return f"{found.mean / self.noise:.2g}"
-
     def _row(self, line: Line) -> dict[str, str]:
         return {
             "model": CALLED[line.other],
             "compared with": CALLED[line.reference],
             **line.gap.columns,
-            "times noise": self._times(line.gap),
+            "times noise": f"{line.gap.mean / self.noise:.2g}",
             "verdict": line.verdict,
         }
 

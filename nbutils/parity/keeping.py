@@ -62,11 +62,8 @@ class Readings:
         self._write(name)
 
     def read_merged(self, model: Any, *, answers: bool = True) -> None:
-        """Measure the merged model, and once more in smaller batches: what differs then is the noise of this run.
-
-        A server that was compared with an earlier merged model says nothing about this one.
-        """
-        self._held.pop("vllm", None)
+        """Measure the merged model, and once more in smaller batches: what differs then is the noise of this run."""
+        self._held.pop("vllm", None)  # a server of before says nothing about this one
         self.gaps = {key: found for key, found in self.gaps.items() if "vllm" not in key}
         self["merged"] = measure(model, self.fixed, answers=answers)
         fewer = 1 if answers else max(1, len(self.fixed.texts) // 2)  # one that lies partly on disk: two runs, not 16
