@@ -148,7 +148,7 @@ class Exam:
 
     def _answers(self, name: str, model: Any, mark: Any, server: Running | None) -> list[Answer]:
         decided_by = self._decided_by(mark, stops=sorted(find_stop_ids(self.tokenizer, model.generation_config)))
-        size = {"max_new_tokens": self.max_new_tokens, "batch_size": self.size.batch_size}
+        size: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "batch_size": self.size.batch_size}
         ask: keeping.Ask = partial(answer_prompts, model, self.tokenizer, **size)
         if server:
             ask = partial(server.answers, max_tokens=self.max_new_tokens)

@@ -57,7 +57,7 @@ class Report:
     def target(self) -> str:
         """The reading a merged model is compared with, by what the adapter was merged into."""
         about = self.readings.about
-        return ONTO.get(about.get("onto"), "full") if isinstance(about, dict) else "full"
+        return ONTO.get(str(about.get("onto")), "full") if isinstance(about, dict) else "full"
 
     @property
     def noise(self) -> float:
