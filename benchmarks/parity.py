@@ -1,4 +1,4 @@
-"""What rounding does to a merged model, and what a lost part of the tuning does: do the parity limits tell them apart?
+"""What rounding does to a merged model, and what a lost part of the tuning does: does lesson 04 tell them apart?
 
     python benchmarks/parity.py BASE_FOLDER [--where NAME] [--serve]
 
@@ -58,15 +58,15 @@ def load(folder: Path, dtype: str) -> Any:
 
 def judged(readings: parity.Readings, merged: Path, dtype: str) -> dict[str, Any]:
     """What lesson 04 would say of this merged model."""
-    readings["merged"] = parity.measure(load(merged, dtype), readings.fixed)
-    return verdict(readings, "merged", dtype)
+    readings.read_merged(load(merged, dtype))
+    return verdict(readings, "merged")
 
 
-def verdict(readings: parity.Readings, name: str, dtype: str) -> dict[str, Any]:
+def verdict(readings: parity.Readings, name: str) -> dict[str, Any]:
     """The line of the report that judges this reading."""
-    report = parity.report(readings, dtype)
-    line = next(one for one in report.lines if one.other == name and one.allowed is not None)
-    return {**asdict(line.gap), "allowed": line.allowed, "holds": not line.why}
+    report = parity.Report(readings)
+    line = next(one for one in report.lines if one.other == name and one.judged)
+    return {**asdict(line.gap), "noise": report.noise, "holds": not line.why}
 
 
 def served(readings: parity.Readings, merged: Path, dtype: str, log: Path) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def served(readings: parity.Readings, merged: Path, dtype: str, log: Path) -> di
     environment = serving.ensure_environment(str(hardware.engine(card).value))
     with serving.Server(merged, environment, flags=flags, log=log) as server:
         readings["vllm"] = parity.measure_server(server.url, server.model_name, readings.fixed, server.api_key)
-    return verdict(readings, "vllm", dtype)
+    return verdict(readings, "vllm")
 
 
 def measure(base: Path, adapter: Path, folder: Path, strength: float, dtype: str, serve: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@
 #
 # - a merged model with tokenizer, chat template and generation config,
 # - proof that it computes what base + adapter computed, and the price of leaving the 4-bit base it was trained on,
-# - base, adapter and merged on the same held-back rows: loss, exact match, F1 and more, each with an interval,
+# - base and merged on the same held-back rows: loss, exact match, F1 and more, each with an interval,
 # - a verdict on whether the tuning helped, which can be no, and on what was forgotten,
 # - an HTML report you can send to somebody, and smaller forms of the model if you ask for them.
 #
@@ -139,7 +139,7 @@ print(merging.prove(lesson.model, lesson.run.adapter, folder, onto=MERGE_ONTO))
 # %% [markdown]
 # ## The exam
 #
-# Does the unquantised model fit into this card? If it does not (a 7B on a T4), the questions are asked in 4 bits, all three models
+# Does the unquantised model fit into this card? If it does not (a 7B on a T4), the questions are asked in 4 bits, both models
 # alike, and only the comparison below is made in full width, a piece of the model at a time.
 
 # %%
@@ -169,11 +169,11 @@ tokenizer = AutoTokenizer.from_pretrained(lesson.run.adapter)
 model = parity.as_trained(AutoModelForCausalLM.from_pretrained(lesson.model, dtype=dtype, **kind))
 
 # %% [markdown]
-# Three models will sit the exam: the base, the base with the adapter beside it, and the merged one. The questions are the held-back
-# rows, which no training has seen, and the decoding is greedy, so that the same model always says the same. A second, small exam
-# asks for everyday knowledge, to see what the tuning cost.
+# Two models will sit the exam: the base and the merged one. The questions are the held-back rows, which no training has seen, and
+# the decoding is greedy, so that the same model always says the same. An answer may be half as long again as the longest wanted one;
+# what is longer is judged by its beginning. A second, small exam asks for everyday knowledge, to see what the tuning cost.
 #
-# Some bases think aloud before they answer. Where your rows have no thoughts, all three are asked without thinking, if the template
+# Some bases think aloud before they answer. Where your rows have no thoughts, both are asked without thinking, if the template
 # knows how: else the base would be cut off in mid-thought, and any tuning would look like a success.
 
 # %%
@@ -185,7 +185,7 @@ thinking = False if chat.may_skip_thinking(tokenizer, held_back) else None
 asked_in = dtype_name if room.fits else f"{dtype_name}, weights in 4 bits"
 exam = evaluation.Exam(lesson.run.path, tokenizer, held_back, size, asked_in, thinking=thinking, limit=limit)
 general = exam.general()
-print(f"{len(exam.rows)} held-back rows, {len(general.rows)} general ones, answers of at most {size.max_new_tokens} tokens")
+print(f"{len(exam.rows)} held-back rows, {len(general.rows)} general ones, answers of at most {exam.max_new_tokens} tokens")
 print(f"thinking: {exam.mode}")
 
 # %% [markdown]
@@ -215,13 +215,13 @@ readings = parity.Readings(lesson.run.path, fixed, about=about)
 print(fixed)
 
 # %% [markdown]
-# The adapter beside the base sits the exam, and its predictions are read. They are kept in the run folder, a megabyte in all.
+# The predictions of the adapter beside the base are read, and a few greedy answers. They are kept in the run folder, a megabyte in
+# all. Its whole exam would only repeat the merged model's, which has the same weights.
 
 # %%
 from peft import PeftModel
 
 tuned = PeftModel.from_pretrained(model, lesson.run.adapter)
-adapter = exam.sit("adapter", tuned, [base_mark, paths.stamp(lesson.run.adapter)])
 wanted = room.wanted(lesson.profile.method)
 if room.name in wanted:
     readings.read(room.name, tuned)
@@ -247,22 +247,26 @@ if room.other in wanted and room.other not in readings:
 hardware.free_memory()
 
 # %% [markdown]
-# The merged model is loaded from its folder, as a server would, and read at every start: the others are kept.
+# The merged model is loaded from its folder, as a server would, and read at every start: the others are kept. It is read twice, all
+# texts together and in smaller batches. Nothing but the order of additions differs then, and that is the noise of this run.
 
 # %%
 merged = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **room.wide)
-readings["merged"] = parity.measure(merged, fixed, answers=room.fits)
+readings.read_merged(merged, answers=room.fits)
 
 # %% [markdown]
-# KL is what it costs, in nats for each token, to predict with one model in place of another: 0 for equal ones, and here up to what
-# rounding explains. The merged model must be the one it was made from, and nearer to it than to the base: else the lesson stops.
-# The step from the 4-bit base to the unquantised one is not an error but a price, usually a small one. Whoever will not pay it sets
-# `MERGE_ONTO = "dequantized"`: the base then stays as coarse as it was in training, and the tuning sits exactly where it was learnt.
+# KL is what it costs, in nats for each token, to predict with one model in place of another: 0 for equal ones. Rounding alone makes
+# it a small number, the larger the deeper the model, so it is also told as a multiple of the noise. The weights are proven, so this
+# distance is a price and no error; but a merged model that is nearer to the base than to the adapter has lost the tuning, and the
+# lesson stops.
+#
+# The step from the 4-bit base to the unquantised one is not an error either but a price, usually a small one. Whoever will not pay it
+# sets `MERGE_ONTO = "dequantized"`: the base then stays as coarse as it was in training, and the tuning sits exactly where it was learnt.
 
 # %%
 from nbutils import dashboard
 
-same = parity.report(readings, dtype_name)
+same = parity.Report(readings)
 dashboard.show_table(same.table(), "The same model?", same.text())
 print(same.verdict)
 if not same.holds:
@@ -304,7 +308,7 @@ print(bench)
 # beyond those is *content*, and only content that rises further than chance explains makes the verdict *helped*.
 
 # %%
-outcome = evaluation.Outcome([base, adapter, after], [base_general, after_general])
+outcome = evaluation.Outcome([base, after], [base_general, after_general])
 print(outcome.verdict)
 
 # %% [markdown]
@@ -396,7 +400,7 @@ print("try: add rows that show what it gets wrong" if wrong else "try: a run of 
 #
 # - a merged model with tokenizer, chat template and generation config,
 # - proof that it computes what base + adapter computed, and the price of leaving the 4-bit base it was trained on,
-# - base, adapter and merged on the same held-back rows: loss, exact match, F1 and more, each with an interval,
+# - base and merged on the same held-back rows: loss, exact match, F1 and more, each with an interval,
 # - a verdict on whether the tuning helped, which can be no, and on what was forgotten,
 # - an HTML report you can send to somebody, and smaller forms of the model if you ask for them.
 #

@@ -248,7 +248,7 @@ print(f"everything it understands: {server.root}/docs")
 
 # %%
 asking = {"tools": exam.tools, "token_ids": engine.value != "transformers", "at_once": serve.max_num_seqs}
-served = serving.ask(client, server.model_name, questions, size.max_new_tokens, **asking)
+served = serving.ask(client, server.model_name, questions, exam.max_new_tokens, **asking)
 
 # %% [markdown]
 # ## Does it say the same?
@@ -264,12 +264,13 @@ serving.require_parity(same_answers, reference.precision)
 
 # %% [markdown]
 # Now the predictions: what vLLM expects at every position of the fixed set, against the merged model and, from lesson 04, the way
-# there from the 4-bit base. What must be the same and is not stops the lesson. An export gets its line here, as in lesson 04.
+# there from the 4-bit base. A server that is nearer to the base, or many times further away than the noise lesson 04 measured, runs
+# another model and stops the lesson. An export gets its line here, as in lesson 04.
 
 # %%
 from nbutils import parity
 
-same_model = parity.report(readings, dtype)
+same_model = parity.Report(readings)
 if engine.value != "transformers":
     told = parity.measure_server(server.url, server.model_name, readings.fixed, server.api_key)
     same_model = reference.compared(readings, told)
@@ -350,7 +351,7 @@ print("names:", ", ".join(server.names))
 # The held-back questions again, to each of the names.
 
 # %%
-answers = {name: serving.ask(client, name, questions, size.max_new_tokens, **asking) for name in server.names} if beside else {}
+answers = {name: serving.ask(client, name, questions, exam.max_new_tokens, **asking) for name in server.names} if beside else {}
 same = {name: serving.compare(said, served).identical for name, said in answers.items()}
 print(*(f"{name:5}  {count} of {len(served)} answers are those of the merged model" for name, count in same.items()), sep="\n")
 

@@ -95,7 +95,7 @@ def test_the_evaluation_is_in_the_facts_and_in_a_page(course_run: Path) -> None:
     found = entry["evaluation"]
     assert entry["verdict"] == found["verdict"] == "helped" and entry["rows"] == found["rows"] == 120
     for numbers in found["scores"].values():
-        assert {"base", "adapter", "merged", "difference"} <= set(numbers)
+        assert {"base", "merged", "difference"} <= set(numbers)
         assert numbers["merged"]["low"] <= numbers["merged"]["mean"] <= numbers["merged"]["high"]
         assert 0 <= numbers["difference"]["p"] <= 1
     assert found["scores"]["content"]["difference"]["low"] > 0 and found["flags"] == []

@@ -15,6 +15,7 @@ from nbutils.chat import View, find_stop_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+FREE_SHARE = 0.5  # of the GPU's free memory is planned for; the rest is for copies while the KV cache grows
 Message = dict[str, Any]
 Row = dict[str, Any]
 
@@ -62,11 +63,13 @@ def answer_prompts(
     """Answers to numbered prompts, batch by batch, the longest first: if memory is short, that shows at once."""
     from tqdm.auto import tqdm
 
+    batch_size = rows_at_once(model, max(map(len, prompts.values())) + max_new_tokens, batch_size)
     stops = sorted(find_stop_ids(tokenizer, model.generation_config))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
     order = sorted(prompts, key=lambda number: -len(prompts[number]))
 
     def work(batch: list[int]) -> list[list[int]]:
-        return _generate_batch(model, tokenizer, [prompts[number] for number in batch], max_new_tokens, stops)
+        return generate_ids(model, [prompts[number] for number in batch], max_new_tokens, stops, pad)
 
     with tqdm(total=len(order), desc="answers", unit="row") as bar:
         for batch, outputs in in_batches(order, batch_size, work):
@@ -74,6 +77,21 @@ def answer_prompts(
                 text = str(tokenizer.decode(ids, skip_special_tokens=True))
                 yield number, Answer(prompts[number], ids, text, bool(ids) and ids[-1] in stops)
             bar.update(len(batch))
+
+
+def rows_at_once(model: Any, tokens: int, most: int) -> int:
+    """Rows of one batch: a decoding step takes as long for 200 as for one, so as many as a GPU's free memory holds."""
+    import torch
+
+    if model.device.type != "cuda":
+        return most
+    hardware.free_memory()
+    config, heads = model.config.get_text_config(), model.config.get_text_config().num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_cache = 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+    activations = 4 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    row = tokens * (kv_cache + activations) * model.dtype.itemsize
+    return max(1, min(most, int(FREE_SHARE * torch.cuda.mem_get_info(model.device)[0] / row)))
 
 
 def in_batches(
@@ -96,13 +114,6 @@ def in_batches(
             continue
         yield batch, results
         at += len(batch)
-
-
-def _generate_batch(
-    model: Any, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int, stops: list[int]
-) -> list[list[int]]:
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
-    return generate_ids(model, prompts, max_new_tokens, stops, pad)
 
 
 def generate_ids(

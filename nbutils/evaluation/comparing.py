@@ -1,4 +1,4 @@
-"""Base, adapter and merged side by side: every score with its interval, the verdict, and all of it as facts.
+"""Base and merged side by side: every score with its interval, the verdict, and all of it as facts.
 
 Not here: deciding (verdict), or how it looks (report, drawing).
 """
@@ -27,7 +27,7 @@ SHOWN = {
     "content": ("content (ROUGE-L)", "+.3f", "ROUGE-L beyond other rows' references"),
     "characters": ("length", ".0f", "characters of an answer"),
     "tokens": ("tokens", ".1f", "tokens of an answer"),
-    "stopped": ("stopped", ".1%", "answers that end by themselves"),
+    "stopped": ("stopped", ".1%", "answers that end by themselves within the tokens allowed"),
 }
 SHARES = ("exact_match", "stopped")  # of rows: 0 or 1 for each
 
@@ -52,7 +52,7 @@ class Outcome:
     @cached_property
     def verdict(self) -> Verdict:
         """Whether it helped."""
-        return judge(self.base, self.tuned, self.results[1] if len(self.results) > 2 else None)
+        return judge(self.base, self.tuned)
 
     @cached_property
     def forgetting(self) -> Forgetting | None:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from nbutils.chat import View, find_stop_ids, training_format
 from nbutils.errors import CourseError
 from nbutils.evaluation import keeping, scores
-from nbutils.evaluation.answers import Answer, Row, answer_prompts, greedy
+from nbutils.evaluation.answers import Answer, Row, answer_prompts, greedy, rows_at_once
 from nbutils.evaluation.control import beyond_others
 from nbutils.evaluation.losses import Encoded, RowLoss, encode_rows, row_losses
-from nbutils.evaluation.rows import fitting_rows, general_rows, prompts_of, questions_of, reference_of
+from nbutils.evaluation.rows import enough_tokens, fitting_rows, general_rows, prompts_of, questions_of, reference_of
 
 if TYPE_CHECKING:
     from nbutils.profiles.schema import Evaluation
@@ -73,12 +73,13 @@ class Exam:
         thinking: bool | None = None,
         limit: int = 0,
     ) -> None:
-        rows = list(rows[: size.rows] if size.rows else rows)
+        held_back, rows = rows, list(rows[: size.rows] if size.rows else rows)
         if not rows:
             raise CourseError("there is no row to ask.", "at least one evaluation row", "run lesson 02 again")
         self.run, self.folder, self.tokenizer, self.size = run, run / FOLDER, tokenizer, size
         self.dtype, self.subject, self.thinking, self.limit = dtype, subject, thinking, limit
         self.view = View(tokenizer, training_format(tokenizer, rows, thinking).value, thinking)
+        self.max_new_tokens = enough_tokens(self.view, held_back, size.max_new_tokens)
         self.rows = fitting_rows(self.view, rows, size.max_new_tokens, limit) if limit else rows
         self.left_out = len(rows) - len(self.rows)
         self.questions, self.tools = questions_of(self.rows)[0], [row.get("tools") for row in self.rows]
@@ -117,7 +118,7 @@ class Exam:
 
     def generate(self, model: Any) -> list[Answer]:
         """The answers of a model, all asked anew and none kept: for those who measure how fast they come."""
-        return greedy(model, self.tokenizer, self.prompts, self.size.max_new_tokens, self.size.batch_size)
+        return greedy(model, self.tokenizer, self.prompts, self.max_new_tokens, self.size.batch_size)
 
     def heard(self, answers: Sequence[Answer]) -> list[Answer]:
         """The answers with the `<think>` a prompt may have written for them, so that a thought is known as one."""
@@ -146,11 +147,11 @@ class Exam:
         return [score(text, reference) for text, reference in zip(texts, self.references, strict=True)]
 
     def _answers(self, name: str, model: Any, mark: Any, server: Running | None) -> list[Answer]:
-        stops = sorted(find_stop_ids(self.tokenizer, model.generation_config))
-        size, decided_by = self.size, self._decided_by(mark, stops=stops)
-        ask = partial(_generated, model, self.tokenizer, size)
+        decided_by = self._decided_by(mark, stops=sorted(find_stop_ids(self.tokenizer, model.generation_config)))
+        size: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "batch_size": self.size.batch_size}
+        ask: keeping.Ask = partial(answer_prompts, model, self.tokenizer, **size)
         if server:
-            ask = partial(server.answers, max_tokens=size.max_new_tokens)
+            ask = partial(server.answers, max_tokens=self.max_new_tokens)
             decided_by |= {"server": server.engine}
             print(f"{name}: the answers come from the {server.engine} server at {server.url}")
         return keeping.resumed(self._file("answers", name, server, "jsonl"), decided_by, self.prompts, ask)
@@ -166,15 +167,12 @@ class Exam:
         return encode_rows(self.view, self.rows)
 
     def _lost(self, model: Any) -> list[list[float]]:
-        return [[row.total, row.tokens] for row in row_losses(model, self._encoded, self.size.batch_size)]
+        batch_size = rows_at_once(model, max(len(text.ids) for text in self._encoded), self.size.batch_size)
+        return [[row.total, row.tokens] for row in row_losses(model, self._encoded, batch_size)]
 
     def _decided_by(self, mark: Any, **more: Any) -> dict[str, Any]:
-        return {"model": mark, "dtype": self.dtype, "max_new_tokens": self.size.max_new_tokens, **more}
+        return {"model": mark, "dtype": self.dtype, "max_new_tokens": self.max_new_tokens, **more}
 
     def _file(self, what: str, name: str, server: Running | None, ending: str) -> Path:
         parts = [what, self.subject, name, "served" if server else ""]
         return self.folder / f"{'-'.join(filter(None, parts))}.{ending}"
-
-
-def _generated(model: Any, tokenizer: Any, size: Evaluation, prompts: keeping.Prompts) -> Any:
-    return answer_prompts(model, tokenizer, prompts, size.max_new_tokens, size.batch_size)

@@ -147,7 +147,7 @@ def _method(exam: Exam, outcome: Outcome, about: Mapping[str, Any]) -> str:
     left_out = f"; {exam.left_out} more were too long for the model" if exam.left_out else ""
     told = {
         "rows": f"{len(exam.rows)}, the same for every model, held back from training{left_out}",
-        "decoding": f"greedy, at most {exam.size.max_new_tokens} new tokens, {exam.dtype}; thinking: {exam.mode}",
+        "decoding": f"greedy, at most {exam.max_new_tokens} new tokens, {exam.dtype}; thinking: {exam.mode}",
         "answers by": ", ".join(f"{one.name}: {one.by}" for one in outcome.results),
         "intervals": "95 %: Wilson's for shares of rows (exact match, stopped), bootstrap over rows for the rest; "
         "differences are paired, row by row",

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nbutils.chat import View
+from nbutils.chat.answers import rows_think
 from nbutils.chat.rendering import common_length
 from nbutils.data import stored_rows
 from nbutils.errors import CourseError
 from nbutils.evaluation.answers import Message, Row
 from nbutils.paths import SAMPLES
+
+LEAST_TOKENS, LONGER = 32, 1.5  # of an answer; than the longest wanted one
 
 
 def questions_of(rows: Sequence[Row]) -> tuple[list[list[Message]], list[str]]:
@@ -24,6 +27,14 @@ def questions_of(rows: Sequence[Row]) -> tuple[list[list[Message]], list[str]]:
 def prompts_of(view: View, rows: Sequence[Row]) -> list[list[int]]:
     """What a model is sent for each row."""
     return [view.prompt(row["messages"][:-1], row.get("tools")) for row in rows]
+
+
+def enough_tokens(view: View, rows: Sequence[Row], most: int) -> int:
+    """How many tokens an answer may have: half as many again as the longest wanted one; `most` where it may think."""
+    if rows_think(rows) or (view.thinking is not False and "think>" in str(view.tokenizer.chat_template)):
+        return most
+    wanted = view.tokenizer([reference_of(view, row) for row in rows], add_special_tokens=False)["input_ids"]
+    return min(most, max(LEAST_TOKENS, int(LONGER * max(map(len, wanted)))))
 
 
 def fitting_rows(view: View, rows: list[Row], new_tokens: int, limit: int) -> list[Row]:

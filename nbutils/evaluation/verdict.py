@@ -53,12 +53,12 @@ class Verdict:
         return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
 
 
-def judge(base: Result, tuned: Result, adapter: Result | None = None) -> Verdict:
+def judge(base: Result, tuned: Result) -> Verdict:
     """Compare the answers of two models to the same rows: the first rule that has something to say decides."""
     seen = Evidence(base, tuned)
     rules = (_too_few, _all_alike, _cut_off, _mixed, _helped, _fell, _full_marks)
     word, why, todo = next(filter(None, (rule(seen) for rule in rules)), None) or _no_proof(seen)
-    return Verdict(word, why, todo, find_flags(base, tuned, adapter))
+    return Verdict(word, why, todo, find_flags(base, tuned))
 
 
 def _too_few(seen: Evidence) -> Found:

@@ -104,7 +104,7 @@ class Reference:
                 "run lesson 04 again in this run: what it has finished is kept",
             )  # fmt: skip
         if "merged" not in found:
-            found["merged"] = parity.measure(model, found.fixed)
+            found.read_merged(model)
         return found
 
     def compared(self, readings: parity.Readings, served: parity.Reading) -> parity.Report | Price:
@@ -112,7 +112,7 @@ class Reference:
         if self.export:
             return Price(ParityLine(self.export, parity.gap(readings["merged"], served)))
         readings["vllm"] = served
-        return parity.report(readings, self.dtype)
+        return parity.Report(readings)
 
 
 @dataclass(frozen=True)

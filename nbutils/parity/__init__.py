@@ -10,13 +10,13 @@ from __future__ import annotations
 from nbutils.parity.fitting import Room, as_trained, put_beside, room_for
 from nbutils.parity.fixed import Fixed, fixed_set
 from nbutils.parity.gaps import Gap, gap
-from nbutils.parity.judging import ALLOWED, Report, report, require_onto
+from nbutils.parity.judging import Report, require_onto
 from nbutils.parity.keeping import Readings
 from nbutils.parity.reading import Reading, measure
 from nbutils.parity.served import measure_server
 from nbutils.parity.spelling import require_tokenizer
 
 __all__ = [
-    "ALLOWED", "Fixed", "Gap", "Reading", "Readings", "Report", "Room", "as_trained", "fixed_set", "gap", "measure",
-    "measure_server", "put_beside", "report", "require_onto", "require_tokenizer", "room_for",
+    "Fixed", "Gap", "Reading", "Readings", "Report", "Room", "as_trained", "fixed_set", "gap", "measure",
+    "measure_server", "put_beside", "require_onto", "require_tokenizer", "room_for",
 ]  # fmt: skip

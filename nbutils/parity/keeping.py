@@ -19,7 +19,7 @@ from nbutils.parity.gaps import Gap, gap
 from nbutils.parity.reading import Reading, measure
 from nbutils.paths import write_json
 
-NAMES = ("base", "4bit", "full", "merged", "vllm")
+NAMES = ("base", "4bit", "full", "merged", "again", "vllm")  # again: merged, in other batches
 
 
 class Readings:
@@ -60,6 +60,14 @@ class Readings:
             self.gaps[_key(name, other)] = gap(reading, self._held[other])
             self.gaps[_key(other, name)] = gap(self._held[other], reading)
         self._write(name)
+
+    def read_merged(self, model: Any, *, answers: bool = True) -> None:
+        """Measure the merged model, and once more in smaller batches: what differs then is the noise of this run."""
+        self._held.pop("vllm", None)  # a server of before says nothing about this one
+        self.gaps = {key: found for key, found in self.gaps.items() if "vllm" not in key}
+        self["merged"] = measure(model, self.fixed, answers=answers)
+        fewer = 1 if answers else max(1, len(self.fixed.texts) // 2)  # one that lies partly on disk: two runs, not 16
+        self["again"] = measure(model, self.fixed, answers=False, batch_size=fewer)
 
     def read(self, name: str, tuned: Any, *, answers: bool = True) -> None:
         """Measure an adapter on a base; on the unquantised one (`full`) also the base, with the adapter off.

@@ -41,13 +41,13 @@ class Reading:
         return Reading(logs, tokens, self.answers)
 
 
-def measure(model: Any, fixed: Fixed, *, answers: bool = True) -> Reading:
+def measure(model: Any, fixed: Fixed, *, answers: bool = True, batch_size: int = 0) -> Reading:
     """Read a model in memory; without `answers` it is run once only, as one that lies partly on disk should be."""
     import torch
 
     model.eval()
     everything = list(range(len(fixed.texts)))  # at once if memory allows, so that a model on disk is read once
-    batches = in_batches(everything, len(everything), lambda batch: _logs(model, fixed, batch))
+    batches = in_batches(everything, batch_size or len(everything), lambda batch: _logs(model, fixed, batch))
     logs = torch.cat([row for _, rows in batches for row in rows])
     if not torch.isfinite(logs).any(dim=-1).all() or torch.isnan(logs).any():
         raise CourseError(
