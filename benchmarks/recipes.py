@@ -285,7 +285,8 @@ def planned(files: list[str], sweep: bool, model_folder: Path, ways: list[str]) 
     parts = [(file, limit) for file in files for limit in (0, 50, 200) if not (limit and "identity" in file)]
     if not sweep:
         recipes = [{"way": way, "file": file, "limit": 0} | PEERS.get(way, {}) for file in files for way in ways]
-        return recipes + [{"way": "auto", "file": file, "limit": limit} for file, limit in parts if limit]
+        own = [{"way": "auto", "file": file, "limit": limit} for file, limit in parts if limit and "auto" in ways]
+        return recipes + own
     from transformers import AutoTokenizer
 
     tokenizer, found = AutoTokenizer.from_pretrained(model_folder), []
