@@ -104,7 +104,12 @@ def mask_secrets(text: str) -> str:
 
 def summary(entry: dict[str, Any]) -> str:
     """The facts of one lesson in a line."""
-    return ", ".join(f"{name} {_plain(value)}" for name, value in entry.items() if value is not None)
+    return ", ".join(f"{name} {_plain(value)}" for name, value in _short(entry).items() if value is not None)
+
+
+def _short(entry: dict[str, Any]) -> dict[str, Any]:
+    """Without every value of the profile, which stay in facts.json, and without what is empty."""
+    return {name: value for name, value in entry.items() if name != "settings" and value != {}}
 
 
 def write_report(path: Path, run: str, facts: dict[str, Any]) -> None:
@@ -120,7 +125,7 @@ def write_report(path: Path, run: str, facts: dict[str, Any]) -> None:
     for stem, entry in sorted(facts.get("lessons", {}).items()):
         lines += [f"## {stem}", "", "| fact | value |", "|---|---|"]
         told = {name: value["summary"] for name, value in entry.items() if _has_summary(value)}
-        lines += [f"| {name} | {_plain(value)} |" for name, value in entry.items() if name not in told] + [""]
+        lines += [f"| {name} | {_plain(value)} |" for name, value in _short(entry).items() if name not in told] + [""]
         for name, summary in told.items():
             lines += [f"### {name}", "", *(f"- {_plain(line)}" for line in summary), ""]
     write_text(path, "\n".join(lines))

@@ -32,8 +32,9 @@ if importlib.util.find_spec("nbutils") is None:
     print("Installing the course from", re.sub("//[^/]*@", "//", SOURCE)); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
 
 # %% [markdown]
-# The dials. Empty or zero leaves a value to the profile. `RESUME = "auto"` continues an interrupted run; `"never"`
-# deletes its checkpoints and starts anew. `MAX_HOURS` 0 is the platform's own limit.
+# The dials. Empty or zero leaves a value to the profile; `SET = "train.learning_rate=1e-4, lora.rank=64"` replaces any of
+# them. `RESUME = "auto"` continues an interrupted run; `"80"` goes back to the checkpoint of step 80; `"never"` deletes its
+# checkpoints and starts anew. `MAX_HOURS` 0 is the platform's own limit.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -45,6 +46,7 @@ SAVE_STEPS: int = 0
 MAX_HOURS: float = 0.0
 RESUME: str = "auto"
 SEED: int = 42
+SET: str = ""
 
 # %% [markdown]
 # Starting finds the platform, the card and the run folder.
@@ -316,6 +318,7 @@ for name, value in numbers.items():
 
 # %%
 dashboard.plot_losses(training.loss_history(trainer.state.log_history), lesson.run.logs / "loss.png")
+training.write_history(trainer.state.log_history, lesson.run.logs / "history.json")
 
 # %% [markdown]
 # Did the right weights move? (After one or two steps only half of the adapter has: one matrix of each pair starts at zero.)
@@ -371,4 +374,5 @@ lesson.finish(
     base_moved=moved.base,
     data_fingerprint=card.fingerprint,
     oom_rungs=training.oom_rungs(lesson),
+    **lesson.settings(),
 )

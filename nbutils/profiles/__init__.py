@@ -6,9 +6,9 @@ Not here: a default that no YAML shows. The rooms: `schema` (the keys), `reading
 
 from __future__ import annotations
 
-from nbutils.profiles.choosing import Resolved, resolve, with_overrides
+from nbutils.profiles.choosing import Resolved, resolve
 from nbutils.profiles.models import KnownModel, known_models, model_folder
-from nbutils.profiles.reading import load, names
+from nbutils.profiles.reading import load, names, settings_in, settings_text
 from nbutils.profiles.schema import Profile
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "model_folder",
     "names",
     "resolve",
-    "with_overrides",
+    "settings_in",
+    "settings_text",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -24,6 +24,8 @@ OLDEST = (7, 0)
 BY_MEMORY = ((20.0, "t4_16gb"), (38.0, "ampere_24gb"), (70.0, "ampere_40gb"), (130.0, "hopper_80gb"))
 LARGEST = "hopper_141gb"
 WIDTH, VALUE_WIDTH = 120, 34
+NOT_TO_SET = {"model": "is not set this way: use MODEL", "about": "is not set, it describes the profile"}
+Overrides = Mapping[str, tuple[Any, str]]  # {dotted name: (value, reason)}
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Resolved:
 
     `source` and `called` give the same profile and model again when they are passed to `resolve`, on another machine
     too: `model` may be the folder into which this machine downloaded what is `called` by its hub id.
+    `given` is what SET replaced in it.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Resolved:
     called: str
     choices: dict[str, Choice]
     card: Card | None
+    given: dict[str, Any] = field(default_factory=dict)
 
     @property
     def effective_batch(self) -> int:
@@ -67,11 +71,20 @@ class Resolved:
 
 
 def resolve(
-    profile: str = "auto", model: str = "", *, card: Card | None, platform: Platform, online: Callable[[], bool]
+    profile: str = "auto",
+    model: str = "",
+    *,
+    card: Card | None,
+    platform: Platform,
+    online: Callable[[], bool],
+    overrides: Callable[[str], Overrides] = lambda name: {},
 ) -> Resolved:
-    """The profile and the model for this machine; `auto` falls back to the bundled model when no other can be had."""
+    """The profile and the model for this machine; `auto` falls back to the bundled model when no other can be had.
+
+    `overrides` is asked, by the name of the profile, for values that replace the profile's own before any is decided.
+    """
     chosen = automatic(card, platform, model) if profile == "auto" else Choice(profile, "parameter PROFILE")
-    document = read(chosen.value)
+    document, replaced = _read(chosen.value, overrides, card)
     places = folders(platform)
     called = model or document.profile.model
     wanted = models.meant(called, places.inputs)
@@ -81,14 +94,23 @@ def resolve(
             raise models.unreachable(wanted.value)
         lost = f"{wanted.value} is not in the cache and the model hub does not answer"
         chosen = Choice("tiny", f"{chosen.value} would suit this machine, but {lost}: the bundled model instead")
-        document, way = read("tiny"), "folder"
+        (document, replaced), way = _read("tiny", overrides, card), "folder"
         called = document.profile.model
         wanted = models.meant(called)
     origin = "parameter MODEL" if model else _reason(document, "model")
     source = {"folder": "", "modelscope": ", from ModelScope"}.get(way, f", from the {way}")
     value = models.from_modelscope(wanted.value, places.work) if way == "modelscope" else wanted.value
     decided = Choice(value, f"{wanted.reason}{source}; {origin}")
-    return _assemble(chosen, document, decided, card, models.name_of(called, wanted.value))
+    return _assemble(chosen, document, replaced, decided, card, models.name_of(called, wanted.value))
+
+
+def _read(name: str, overrides: Callable[[str], Overrides], card: Card | None) -> tuple[Document, Overrides]:
+    """The profile with the values that replace its own; what is wrong with them is told before any download."""
+    document = read(name)
+    replaced = overrides(document.file.stem)
+    document = with_overrides(document, replaced)
+    _refuse_impossible(document.profile, card)
+    return document, replaced
 
 
 def automatic(card: Card | None, platform: Platform, model: str = "") -> Choice:
@@ -111,27 +133,31 @@ def for_card(capability: tuple[int, int], memory_gib: float) -> str:
     return next((name for below, name in BY_MEMORY if memory_gib < below), LARGEST)
 
 
-def with_overrides(resolved: Resolved, overrides: Mapping[str, tuple[Any, str]]) -> Resolved:
-    """The same with some values replaced, {dotted name: (value, reason)}, checked again as a whole."""
-    known = [name for name in keys() if name not in ("about", "model")]
-    unknown = [f"{name}: unknown key{did_you_mean(name, known)}" for name in overrides if name not in known]
-    tree = resolved.profile.model_dump()
+def with_overrides(document: Document, overrides: Overrides) -> Document:
+    """The profile with some values replaced, checked again as a whole."""
+    known = [name for name in keys() if name not in NOT_TO_SET]
+    unknown = [
+        f"{name}: {NOT_TO_SET.get(name) or f'unknown key{did_you_mean(name, known)}'}"
+        for name in overrides
+        if name not in known
+    ]
+    tree = document.profile.model_dump()
     for name, (value, _) in overrides.items():
         group, _, leaf = name.rpartition(".")
         if name in known:
             (tree[group] if group else tree)[leaf] = value
-    refuse([*unknown, *problems(tree)], f"{resolved.name} with its overrides")
-    reasons = {name: choice.reason for name, choice in resolved.choices.items()}
-    reasons |= {name: reason for name, (_, reason) in overrides.items()}
-    profile, choices = _settle(Profile.model_validate(tree), reasons, resolved.card)
-    decided = {name: resolved.choices[name] for name in ("profile", "model")}
-    return replace(resolved, profile=profile, choices=decided | choices)
+    by = " and ".join(dict.fromkeys(reason for _, reason in overrides.values()))
+    refuse([*unknown, *problems(tree)], f"{document.file.stem} with {by}")
+    return replace(document, profile=Profile.model_validate(tree))
 
 
-def _assemble(chosen: Choice, document: Document, model: Choice, card: Card | None, called: str) -> Resolved:
+def _assemble(
+    chosen: Choice, document: Document, replaced: Overrides, model: Choice, card: Card | None, called: str
+) -> Resolved:
     name = document.file.stem
     source = chosen.value if chosen.value == name else str(document.file)
     reasons = {key: _reason(document, key) for key in keys()} | {"model": model.reason}
+    reasons |= {key: reason for key, (_, reason) in replaced.items()}
     profile, choices = _settle(document.profile.model_copy(update={"model": model.value}), reasons, card)
     first = {"profile": Choice(name, chosen.reason), "model": model}
     return Resolved(name, source, profile, model.value, called, first | choices, card)
@@ -145,7 +171,6 @@ def _reason(document: Document, key: str) -> str:
 
 def _settle(profile: Profile, reasons: Mapping[str, str], card: Card | None) -> tuple[Profile, dict[str, Choice]]:
     """The profile with its `auto` values decided by the card, and every value with its reason."""
-    _refuse_impossible(profile, card)
     decided = _by_card(profile, card)
     profile = _with(profile, "machine", decided)
     shared = sizing.shared_batch(profile.train)
@@ -207,5 +232,5 @@ def _refuse_impossible(profile: Profile, card: Card | None) -> None:
         raise CourseError(
             f"this machine ({card or 'no card'}) cannot do:" + "".join(f"\n    - {line}" for line in found),
             "values this card has, or auto",
-            "change the values named above in a copy of the profile, or use another machine",
+            "change the values named above in SET or in a copy of the profile, or use another machine",
         )

@@ -5,16 +5,21 @@ Not here: settings about learning; they stand in lesson 03.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils import tracking
+from nbutils.paths import write_json
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
     from nbutils.lessons import Lesson
     from nbutils.training.meter import Meter
+
+CURVES = ("loss", "eval_loss")
 
 
 def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any]:
@@ -33,6 +38,7 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
         "final_loss": round(losses[-1][1], 5) if losses else None,
         "tokens_per_second": round(speed, 1) if speed else None,  # None: nothing was left to train
         "train_seconds": round(seconds, 1) if tokens else None,
+        "cost": _cost(trainer) if tokens else None,  # by currency; None also where no price is known
         "skipped_steps": live.skipped if live and tokens else None,  # float16 looking for its loss scale
         "processes": trainer.args.world_size if tokens else None,
         "batch": _batch(trainer.args) if tokens else None,
@@ -45,15 +51,31 @@ def _batch(args: Any) -> int:
     return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
 
+def _cost(trainer: Trainer) -> dict[str, float] | None:
+    """What this session's training cost."""
+    price = next((one.teller.price for one in _callbacks(trainer) if hasattr(one, "teller")), {})
+    live = meter_of(trainer)
+    return {sign: round(hourly * live.spent / 3600, 2) for sign, hourly in price.items()} or None if live else None
+
+
 def meter_of(trainer: Trainer) -> Meter | None:
     """What `live_numbers` measured, if the trainer was given it."""
-    callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", [])
-    return next((one.meter for one in callbacks if hasattr(one, "meter")), None)
+    return next((one.meter for one in _callbacks(trainer) if hasattr(one, "meter")), None)
+
+
+def _callbacks(trainer: Trainer) -> list[Any]:
+    return getattr(getattr(trainer, "callback_handler", None), "callbacks", [])
 
 
 def loss_history(log_history: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
     """(step, loss) pairs of the training log."""
     return [(entry["step"], entry["loss"]) for entry in log_history if "loss" in entry]
+
+
+def write_history(log_history: Iterable[dict[str, Any]], path: Path) -> None:
+    """The curves of a training as [{step, loss}, {step, eval_loss}, ...]; what is not a number is left out."""
+    losses = [(entry["step"], name, entry[name]) for entry in log_history for name in CURVES if name in entry]
+    write_json(path, [{"step": step, name: loss} for step, name, loss in losses if math.isfinite(loss)])
 
 
 def bookkeeping(lesson: Lesson, seed: int) -> dict[str, Any]:
