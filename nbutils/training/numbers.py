@@ -29,7 +29,8 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
     history = trainer.state.log_history
     losses = loss_history(history)
     tokens = [entry["num_tokens"] for entry in history if "num_tokens" in entry and entry["step"] > first_step]
-    live = meter_of(trainer)
+    watcher = _watcher(trainer)
+    live: Meter | None = watcher and watcher.meter
     speed = (live and live.average) or (tokens[-1] / seconds if tokens else None)
     return {
         "steps": trainer.state.global_step,
@@ -38,7 +39,7 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
         "final_loss": round(losses[-1][1], 5) if losses else None,
         "tokens_per_second": round(speed, 1) if speed else None,  # None: nothing was left to train
         "train_seconds": round(seconds, 1) if tokens else None,
-        "cost": _cost(trainer) if tokens else None,  # by currency; None also where no price is known
+        "cost": (watcher and watcher.teller.cost()) or None if tokens else None,  # None also where no price is known
         "skipped_steps": live.skipped if live and tokens else None,  # float16 looking for its loss scale
         "processes": trainer.args.world_size if tokens else None,
         "batch": _batch(trainer.args) if tokens else None,
@@ -51,20 +52,10 @@ def _batch(args: Any) -> int:
     return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
 
-def _cost(trainer: Trainer) -> dict[str, float] | None:
-    """What this session's training cost."""
-    price = next((one.teller.price for one in _callbacks(trainer) if hasattr(one, "teller")), {})
-    live = meter_of(trainer)
-    return {sign: round(hourly * live.spent / 3600, 2) for sign, hourly in price.items()} or None if live else None
-
-
-def meter_of(trainer: Trainer) -> Meter | None:
-    """What `live_numbers` measured, if the trainer was given it."""
-    return next((one.meter for one in _callbacks(trainer) if hasattr(one, "meter")), None)
-
-
-def _callbacks(trainer: Trainer) -> list[Any]:
-    return getattr(getattr(trainer, "callback_handler", None), "callbacks", [])
+def _watcher(trainer: Trainer) -> Any:
+    """`live_numbers`, if the trainer was given it."""
+    callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", [])
+    return next((one for one in callbacks if hasattr(one, "meter")), None)
 
 
 def loss_history(log_history: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
