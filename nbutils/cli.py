@@ -57,6 +57,23 @@ def run(profile: str, only: tuple[str, ...], parameter: tuple[tuple[str, str], .
 
 
 @app.command()
+@click.argument("runs", nargs=-1)
+@click.option("--out", type=click.Path(path_type=Path), help="A folder for compare.png, the curves.")
+@click.option("--json", "as_json", is_flag=True, help="The comparison as JSON, for programs.")
+def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
+    """Show RUNS (names, or paths of run folders) side by side: settings that differ, losses, scores, verdict."""
+    import json
+
+    from nbutils import compare
+
+    found = compare.of_names(runs)
+    if out:
+        compare.plot(found, out / "compare.png")
+    whole = {"differing": compare.differing(found), "runs": found}
+    print(json.dumps(whole, indent=2, ensure_ascii=False)) if as_json else compare.show(found)
+
+
+@app.command()
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON, for programs.")
 def doctor(as_json: bool) -> None:
     """Look at this machine: platform, folders, limits, card, packages, network. Exit status 1 on any FAIL."""

@@ -21,6 +21,7 @@ from typing import Any
 from nbutils import checkpoints, dashboard, hardware, install, parameters, platforms, profiles, record, scaling
 from nbutils.errors import CourseError
 from nbutils.paths import NOTEBOOKS, make_folder, stamp
+from nbutils.profiles.reading import settings_in, settings_text
 from nbutils.profiles.schema import flat
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
@@ -111,16 +112,12 @@ class Lesson:
         """Run a lesson as a script of `processes` processes with this profile and model, here or in another folder."""
         script = NOTEBOOKS / f"{stem}.py"
         wanted = {"PROFILE": self.resolved.source, "MODEL": self.parameters.get("MODEL", ""), "RUN_NAME": self.run.name}
-        wanted["SET"] = profiles.settings_text(self.resolved.given)
+        wanted["SET"] = settings_text(self.resolved.given)
         types = parameters.declared_in(script)
         passed = {name: value for name, value in (wanted | values).items() if value and name in types}
         with goodbye_later():
             calm = self.stem == "06_scale_out"  # it shows what it compares, and runs lesson 03 three times
             scaling.launch(script, passed, keep or self.folders.keep, processes, threads, calm)
-
-    def settings(self) -> dict[str, Any]:
-        """Every value of the profile as it was used, and what SET replaced, for facts.json."""
-        return {"set": self.resolved.given, "settings": flat(self.profile.model_dump())}
 
     def finish(self, **facts: Any) -> None:
         """Write this lesson's facts and say where everything is."""
@@ -128,8 +125,9 @@ class Lesson:
             "platform": asdict(self.platform), "profile": self.resolved.name, "profile_source": self.resolved.source,
             "model": self.model_name, "card": asdict(self.card) if self.card else None, "versions": record.versions(),
         }  # fmt: skip
-        top |= {"set": self.resolved.given} if self.stem == "03_qlora" else {}  # now the adapter is made with it
         entry = {"seconds": round(time.monotonic() - self.started, 1), **facts}
+        if self.stem == "03_qlora":  # what the adapter was made with
+            top["set"], entry["settings"] = self.resolved.given, flat(self.profile.model_dump())
         whole = record.update(self.run.facts, top, self.stem, entry)
         record.write_report(self.run.report, self.run.name, whole)
         print(f"Lesson {self.stem} done in {entry['seconds']:.0f} s. Facts: {self.run.facts}")
@@ -243,7 +241,8 @@ def open_run(
     resolved = replace(resolved, given=_given(run, values))
     make_folder(run.path, "this run")
     begun: dict[str, Any] = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}
-    if values.get("RESUME") == "never" or not checkpoints.exist(folders, run.name):
+    trained = any(one for store in checkpoints.stores(folders, run.name) for one in store.glob("checkpoint-*.json"))
+    if not trained or values.get("RESUME") == "never":
         begun["set"] = resolved.given  # else what was trained is not of this SET, unless lesson 03 goes on with it
     record.begin(run.facts, begun, unnamed)  # a damaged record is told now, not after the training
     return run, resolved
@@ -252,7 +251,7 @@ def open_run(
 def _given(run: RunFolder, values: dict[str, Any]) -> dict[str, Any]:
     """SET; where it is not given, the one this run began with, unless its profile is named anew."""
     if text := values.get("SET"):
-        return profiles.settings_in(text)
+        return settings_in(text)
     anew = "SET" in values and values.get("PROFILE", "auto") != "auto"
     return {} if anew else record.read(run.facts).get("set", {})
 

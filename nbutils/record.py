@@ -23,6 +23,7 @@ SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|ghp_[A-Za-z0-
 IN_ADDRESS = re.compile(r"(?<=//)[^/\s@]+(?=@)")  # https://user:password@host
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.I)
 MASK, SHORTEST = "[masked]", 8
+MANY = 20  # values of a fact that are not listed in a report
 _secrets: set[str] = set()  # found outside the environment
 
 
@@ -104,12 +105,7 @@ def mask_secrets(text: str) -> str:
 
 def summary(entry: dict[str, Any]) -> str:
     """The facts of one lesson in a line."""
-    return ", ".join(f"{name} {_plain(value)}" for name, value in _short(entry).items() if value is not None)
-
-
-def _short(entry: dict[str, Any]) -> dict[str, Any]:
-    """Without every value of the profile, which stay in facts.json, and without what is empty."""
-    return {name: value for name, value in entry.items() if name != "settings" and value != {}}
+    return ", ".join(f"{name} {_plain(value)}" for name, value in entry.items() if value is not None)
 
 
 def write_report(path: Path, run: str, facts: dict[str, Any]) -> None:
@@ -125,7 +121,7 @@ def write_report(path: Path, run: str, facts: dict[str, Any]) -> None:
     for stem, entry in sorted(facts.get("lessons", {}).items()):
         lines += [f"## {stem}", "", "| fact | value |", "|---|---|"]
         told = {name: value["summary"] for name, value in entry.items() if _has_summary(value)}
-        lines += [f"| {name} | {_plain(value)} |" for name, value in _short(entry).items() if name not in told] + [""]
+        lines += [f"| {name} | {_plain(value)} |" for name, value in entry.items() if name not in told] + [""]
         for name, summary in told.items():
             lines += [f"### {name}", "", *(f"- {_plain(line)}" for line in summary), ""]
     write_text(path, "\n".join(lines))
@@ -141,5 +137,7 @@ def _plain(value: Any) -> str:
         return "; ".join(map(_plain, value["summary"]))
     if isinstance(value, dict):  # what is nested deeper stays in facts.json: a line is no place for it
         flat = {name: inner for name, inner in value.items() if not isinstance(inner, dict | list)}
+        if len(flat) > MANY:
+            return f"{len(flat)} values"
         return ", ".join(f"{name} {_plain(inner)}" for name, inner in (flat or value).items())
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " ")

@@ -374,5 +374,4 @@ lesson.finish(
     base_moved=moved.base,
     data_fingerprint=card.fingerprint,
     oom_rungs=training.oom_rungs(lesson),
-    **lesson.settings(),
 )

@@ -526,7 +526,7 @@ def test_the_table_folds_a_long_folder(machine: Path) -> None:
 
 def tiny_with(text: str, card: Card | None = None, profile: str = "tiny") -> profiles.Resolved:
     """The profile with SET."""
-    wanted = {name: (value, "parameter SET") for name, value in profiles.settings_in(text).items()}
+    wanted = {name: (value, "parameter SET") for name, value in reading.settings_in(text).items()}
     return profiles.resolve(profile, card=card, platform=KAGGLE, online=never, overrides=lambda name: wanted)
 
 
@@ -547,12 +547,12 @@ def test_set_reads_values_as_a_profile_does() -> None:
         "train.learning_rate": 2e-4, "lora.target_modules": ["q_proj", "v_proj"], "machine.liger": "off",
         "lora.use_rslora": True,
     }  # fmt: skip
-    assert profiles.settings_in(text) == values and profiles.settings_in(" ") == {}
-    assert profiles.settings_in(profiles.settings_text(values)) == values
+    assert reading.settings_in(text) == values and reading.settings_in(" ") == {}
+    assert reading.settings_in(reading.settings_text(values)) == values
     resolved = tiny_with(text)
     assert resolved.profile.lora.target_modules == ["q_proj", "v_proj"] and resolved.profile.machine.liger == "off"
     with pytest.raises(CourseError, match="twice"):
-        profiles.settings_in("lora.rank=1, lora.rank=2")
+        reading.settings_in("lora.rank=1, lora.rank=2")
 
 
 def test_overrides_are_checked_all_at_once() -> None:

@@ -13,7 +13,6 @@ from nbutils.checkpoints.people import listing, restore_for_people, stores_of
 from nbutils.checkpoints.store import (
     BEGAN_ANEW,
     clear,
-    exist,
     look,
     newest_verified,
     prune,
@@ -24,7 +23,7 @@ from nbutils.checkpoints.store import (
 )
 
 __all__ = [
-    "BEGAN_ANEW", "Carrier", "Kept", "Manifest", "Route", "clear", "copy", "defect", "end_earlier", "exist",
-    "fingerprint", "forget", "listing", "look", "newest_verified", "pack", "prune", "refuse_other_run",
+    "BEGAN_ANEW", "Carrier", "Kept", "Manifest", "Route", "clear", "copy", "defect", "end_earlier", "fingerprint",
+    "forget", "listing", "look", "newest_verified", "pack", "prune", "refuse_other_run",
     "restore_for_people", "sealed", "stores", "stores_of", "unpack", "unsafe",
 ]  # fmt: skip

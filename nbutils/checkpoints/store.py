@@ -35,11 +35,6 @@ def stores(folders: platforms.Folders, run: str) -> list[Path]:
     return list(dict.fromkeys([sealed(folders, run), *homes, *attached]))
 
 
-def exist(folders: platforms.Folders, run: str) -> bool:
-    """Whether a run has checkpoints anywhere, whole or not."""
-    return any(place for store in stores(folders, run) for place in store.glob("checkpoint-*.json"))
-
-
 def look(store: Path) -> tuple[list[Kept], list[str]]:
     """The checkpoints of a store, newest first, and a line for each file that cannot be one."""
     found, remarks = [], []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from nbutils.profiles.choosing import Resolved, resolve
 from nbutils.profiles.models import KnownModel, known_models, model_folder
-from nbutils.profiles.reading import load, names, settings_in, settings_text
+from nbutils.profiles.reading import load, names
 from nbutils.profiles.schema import Profile
 
 __all__ = [
@@ -20,6 +20,4 @@ __all__ = [
     "model_folder",
     "names",
     "resolve",
-    "settings_in",
-    "settings_text",
 ]

@@ -71,14 +71,9 @@ class Resolved:
 
 
 def resolve(
-    profile: str = "auto",
-    model: str = "",
-    *,
-    card: Card | None,
-    platform: Platform,
-    online: Callable[[], bool],
+    profile: str = "auto", model: str = "", *, card: Card | None, platform: Platform, online: Callable[[], bool],
     overrides: Callable[[str], Overrides] = lambda name: {},
-) -> Resolved:
+) -> Resolved:  # fmt: skip
     """The profile and the model for this machine; `auto` falls back to the bundled model when no other can be had.
 
     `overrides` is asked, by the name of the profile, for values that replace the profile's own before any is decided.

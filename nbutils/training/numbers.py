@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from nbutils.lessons import Lesson
     from nbutils.training.meter import Meter
 
-CURVES = ("loss", "eval_loss")
-
 
 def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any]:
     """The numbers of a finished training for facts.json."""
@@ -65,7 +63,8 @@ def loss_history(log_history: Iterable[dict[str, Any]]) -> list[tuple[int, float
 
 def write_history(log_history: Iterable[dict[str, Any]], path: Path) -> None:
     """The curves of a training as [{step, loss}, {step, eval_loss}, ...]; what is not a number is left out."""
-    losses = [(entry["step"], name, entry[name]) for entry in log_history for name in CURVES if name in entry]
+    names = ("loss", "eval_loss")
+    losses = [(entry["step"], name, entry[name]) for entry in log_history for name in names if name in entry]
     write_json(path, [{"step": step, name: loss} for step, name, loss in losses if math.isfinite(loss)])
 
 

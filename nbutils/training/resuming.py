@@ -66,11 +66,10 @@ def resume_point(lesson: Lesson, mark: dict[str, Any], resume: str) -> Path | No
     return checkpoints.unpack(_alone_in_scratch(best, sealed(lesson)), scratch / "trainer")
 
 
-def _count_only_here(lesson: Lesson, resume: str) -> Path:
+def _count_only_here(lesson: Lesson, resume: str) -> None:
     """Note in this run's store that what other places have of the run is not meant any more."""
     store = paths.make_folder(lesson.run.checkpoints, "checkpoints")
     paths.write_text(store / checkpoints.BEGAN_ANEW, f"Begun with RESUME={resume!r}: only what is here counts.\n")
-    return store
 
 
 def _set_later_aside(lesson: Lesson, best: checkpoints.Kept) -> None:
@@ -79,15 +78,15 @@ def _set_later_aside(lesson: Lesson, best: checkpoints.Kept) -> None:
     if best.archive.parent != keep:
         _copied(best, keep)  # before the other places stop to count
     _count_only_here(lesson, str(best.step))
-    aside, moved = keep / time.strftime(f"after-{best.step}-%Y%m%d-%H%M%S"), set()
-    for one in [one for store in (keep, sealed(lesson)) for one in checkpoints.look(store)[0] if one.step > best.step]:
+    aside = keep / time.strftime(f"after-{best.step}-%Y%m%d-%H%M%S")
+    later = [one for store in (keep, sealed(lesson)) for one in checkpoints.look(store)[0] if one.step > best.step]
+    for one in later:
         aside.mkdir(exist_ok=True)
         for place in (one.archive.with_suffix(".json"), one.archive):  # without its manifest none is looked at
             if place.exists() and not (aside / place.name).exists():
                 shutil.move(place, aside)
-        moved.add(one.step)
-    if moved:
-        print(f"later checkpoints ({', '.join(map(str, sorted(moved)))}) are set aside in {aside}")
+    if later:
+        print(f"set aside in {aside}: {', '.join(sorted({one.archive.stem for one in later}))}")
     print(f'Set RESUME back to "auto" for the next start, which would else go back to step {best.step} again.')
 
 
@@ -215,9 +214,7 @@ def load_finished(trainer: Trainer, checkpoint: Path) -> None:
 
     set_peft_model_state_dict(trainer.model, load_file(checkpoint / "adapter_model.safetensors"))
     trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    trainer.state.max_steps = (
-        trainer.state.global_step
-    )  # as far as it is meant to get now: MAX_STEPS may be less than then
+    trainer.state.max_steps = trainer.state.global_step  # MAX_STEPS may be less than what was planned then
     print(f"Nothing is left to train: this run has {trainer.state.global_step} steps.")
     print('Set a larger MAX_STEPS to go on, or RESUME = "never" to start anew.')
 
