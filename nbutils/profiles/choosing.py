@@ -79,7 +79,7 @@ def resolve(
     `overrides` is asked, by the name of the profile, for values that replace the profile's own before any is decided.
     """
     chosen = automatic(card, platform, model) if profile == "auto" else Choice(profile, "parameter PROFILE")
-    document, replaced = _read(chosen.value, overrides, card)
+    document = _read(chosen.value, overrides, card)
     places = folders(platform)
     called = model or document.profile.model
     wanted = models.meant(called, places.inputs)
@@ -89,23 +89,22 @@ def resolve(
             raise models.unreachable(wanted.value)
         lost = f"{wanted.value} is not in the cache and the model hub does not answer"
         chosen = Choice("tiny", f"{chosen.value} would suit this machine, but {lost}: the bundled model instead")
-        (document, replaced), way = _read("tiny", overrides, card), "folder"
+        document, way = _read("tiny", overrides, card), "folder"
         called = document.profile.model
         wanted = models.meant(called)
     origin = "parameter MODEL" if model else _reason(document, "model")
     source = {"folder": "", "modelscope": ", from ModelScope"}.get(way, f", from the {way}")
     value = models.from_modelscope(wanted.value, places.work) if way == "modelscope" else wanted.value
     decided = Choice(value, f"{wanted.reason}{source}; {origin}")
-    return _assemble(chosen, document, replaced, decided, card, models.name_of(called, wanted.value))
+    return _assemble(chosen, document, decided, card, models.name_of(called, wanted.value))
 
 
-def _read(name: str, overrides: Callable[[str], Overrides], card: Card | None) -> tuple[Document, Overrides]:
+def _read(name: str, overrides: Callable[[str], Overrides], card: Card | None) -> Document:
     """The profile with the values that replace its own; what is wrong with them is told before any download."""
     document = read(name)
-    replaced = overrides(document.file.stem)
-    document = with_overrides(document, replaced)
+    document = with_overrides(document, overrides(document.file.stem))
     _refuse_impossible(document.profile, card)
-    return document, replaced
+    return document
 
 
 def automatic(card: Card | None, platform: Platform, model: str = "") -> Choice:
@@ -141,25 +140,24 @@ def with_overrides(document: Document, overrides: Overrides) -> Document:
         group, _, leaf = name.rpartition(".")
         if name in known:
             (tree[group] if group else tree)[leaf] = value
-    by = " and ".join(dict.fromkeys(reason for _, reason in overrides.values()))
-    refuse([*unknown, *problems(tree)], f"{document.file.stem} with {by}")
-    return replace(document, profile=Profile.model_validate(tree))
+    reasons = {name: reason for name, (_, reason) in overrides.items()}
+    refuse([*unknown, *problems(tree)], f"{document.file.stem} with {' and '.join(dict.fromkeys(reasons.values()))}")
+    return replace(document, profile=Profile.model_validate(tree), replaced=reasons)
 
 
-def _assemble(
-    chosen: Choice, document: Document, replaced: Overrides, model: Choice, card: Card | None, called: str
-) -> Resolved:
+def _assemble(chosen: Choice, document: Document, model: Choice, card: Card | None, called: str) -> Resolved:
     name = document.file.stem
     source = chosen.value if chosen.value == name else str(document.file)
     reasons = {key: _reason(document, key) for key in keys()} | {"model": model.reason}
-    reasons |= {key: reason for key, (_, reason) in replaced.items()}
     profile, choices = _settle(document.profile.model_copy(update={"model": model.value}), reasons, card)
     first = {"profile": Choice(name, chosen.reason), "model": model}
     return Resolved(name, source, profile, model.value, called, first | choices, card)
 
 
 def _reason(document: Document, key: str) -> str:
-    """The comment beside a value and the file it stands in."""
+    """Why a value was replaced; else the comment beside it and the file it stands in."""
+    if key in document.replaced:
+        return document.replaced[key]
     comment = document.reasons.get(key, "")
     return f"{comment}  [{document.file.name}]" if comment else f"set in {document.file.name}"
 

@@ -10,7 +10,7 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,11 +56,12 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Document:
-    """A valid profile with the reason written beside each of its values."""
+    """A valid profile with the reason written beside each of its values, and of those that were replaced since."""
 
     profile: Profile
     reasons: dict[str, str]
     file: Path
+    replaced: Mapping[str, str] = field(default_factory=dict)
 
 
 def load(name: str) -> Profile:
