@@ -30,6 +30,7 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
     watcher = _watcher(trainer)
     live: Meter | None = watcher and watcher.meter
     speed = (live and live.average) or (tokens[-1] / seconds if tokens else None)
+    cost = watcher.teller.cost() if watcher and tokens else None  # {}: no price is known, and it is left out
     return {
         "steps": trainer.state.global_step,
         "planned_steps": trainer.state.max_steps,  # more than the steps done: the run ended before its time was up
@@ -37,12 +38,11 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
         "final_loss": round(losses[-1][1], 5) if losses else None,
         "tokens_per_second": round(speed, 1) if speed else None,  # None: nothing was left to train
         "train_seconds": round(seconds, 1) if tokens else None,
-        "cost": (watcher and watcher.teller.cost()) or None if tokens else None,  # None also where no price is known
         "skipped_steps": live.skipped if live and tokens else None,  # float16 looking for its loss scale
         "processes": trainer.args.world_size if tokens else None,
         "batch": _batch(trainer.args) if tokens else None,
         "peak_memory_gib": round(hardware.peak_memory_gib(), 3) if tokens else None,
-    }
+    } | ({} if cost == {} else {"cost": cost})
 
 
 def _batch(args: Any) -> int:
