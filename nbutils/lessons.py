@@ -112,7 +112,7 @@ class Lesson:
         """Run a lesson as a script of `processes` processes with this profile and model, here or in another folder."""
         script = NOTEBOOKS / f"{stem}.py"
         wanted = {"PROFILE": self.resolved.source, "MODEL": self.parameters.get("MODEL", ""), "RUN_NAME": self.run.name}
-        wanted["SET"] = settings_text(self.resolved.given)
+        wanted["SET"] = settings_text(self.resolved.set_values)
         types = parameters.declared_in(script)
         passed = {name: value for name, value in (wanted | values).items() if value and name in types}
         with goodbye_later():
@@ -127,7 +127,7 @@ class Lesson:
         }  # fmt: skip
         entry = {"seconds": round(time.monotonic() - self.started, 1), **facts}
         if self.stem == "03_qlora":  # what the adapter was made with
-            top["set"], entry["settings"] = self.resolved.given, flat(self.profile.model_dump())
+            top["set"], entry["settings"] = self.resolved.set_values, flat(self.profile.model_dump())
         whole = record.update(self.run.facts, top, self.stem, entry)
         record.write_report(self.run.report, self.run.name, whole)
         print(f"Lesson {self.stem} done in {entry['seconds']:.0f} s. Facts: {self.run.facts}")
@@ -238,12 +238,12 @@ def open_run(
         reasons = {field: hardware.Choice(value, "this run began with it") for field, value in values_then.items()}
         resolved = replace(resolved, choices=resolved.choices | reasons)
     run = folder_of(resolved.name)
-    resolved = replace(resolved, given=_given(run, values))
+    resolved = replace(resolved, set_values=_given(run, values))
     make_folder(run.path, "this run")
     begun: dict[str, Any] = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}
     trained = any(one for store in checkpoints.stores(folders, run.name) for one in store.glob("checkpoint-*.json"))
     if not trained or values.get("RESUME") == "never":
-        begun["set"] = resolved.given  # else what was trained is not of this SET, unless lesson 03 goes on with it
+        begun["set"] = resolved.set_values  # else what was trained is not of this SET, unless lesson 03 goes on with it
     record.begin(run.facts, begun, unnamed)  # a damaged record is told now, not after the training
     return run, resolved
 

@@ -69,7 +69,7 @@ def test_step_parameters_override_the_profile_and_say_so(home: Path) -> None:
 
 def test_set_is_kept_for_every_later_lesson_of_the_run(home: Path) -> None:
     run, resolved = opened({"PROFILE": "tiny", "SET": "lora.rank=8, quantization.type=fp4"})
-    assert record.read(run.facts)["set"] == resolved.given == {"lora.rank": 8, "quantization.type": "fp4"}
+    assert record.read(run.facts)["set"] == resolved.set_values == {"lora.rank": 8, "quantization.type": "fp4"}
     for later in (
         {"RUN_NAME": "tiny"},
         {"PROFILE": "auto", "RUN_NAME": "tiny", "SET": ""},

@@ -34,7 +34,7 @@ class Resolved:
 
     `source` and `called` give the same profile and model again when they are passed to `resolve`, on another machine
     too: `model` may be the folder into which this machine downloaded what is `called` by its hub id.
-    `given` is what SET replaced in it.
+    `set_values` is what SET replaced in it.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Resolved:
     called: str
     choices: dict[str, Choice]
     card: Card | None
-    given: dict[str, Any] = field(default_factory=dict)
+    set_values: dict[str, Any] = field(default_factory=dict)
 
     @property
     def effective_batch(self) -> int:
