@@ -61,15 +61,27 @@ def text_table(rows: Sequence[dict[str, Any]], title: str = "") -> str:
     return "\n".join(lines)
 
 
-def plot_losses(history: Sequence[tuple[int, float]], path: Path | None = None, title: str = "Training loss") -> None:
-    """The loss curve, shown in a notebook and saved to `path` if one is given."""
+def plot_losses(
+    history: Sequence[tuple[int, float]],
+    path: Path | None = None,
+    title: str = "Loss",
+    validation: Sequence[tuple[int, float]] = (),
+) -> None:
+    """The loss curves, shown in a notebook and saved to `path` if one is given."""
     import matplotlib.pyplot as plt
 
     if not history:
         print("No loss was logged: nothing to plot.")
         return
     figure, axes = plt.subplots(figsize=(7, 3))
-    axes.plot([step for step, _ in history], [loss for _, loss in history], linewidth=2)
+    axes.plot([step for step, _ in history], [loss for _, loss in history], linewidth=1.5, alpha=0.6, label="training")
+    if validation:
+        best = min(validation, key=lambda point: point[1])
+        axes.plot(*zip(*validation, strict=True), "o-", linewidth=2, markersize=4, label="validation")
+        axes.plot(
+            *best, "o", markersize=9, fillstyle="none", color="black", label=f"best: {best[1]:.3f} at step {best[0]}"
+        )
+        axes.legend(frameon=False)
     axes.set(title=title, xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     figure.tight_layout()
@@ -125,11 +137,12 @@ class LivePanel:
         reach: tuple[int, int],
         losses: Sequence[tuple[int, float]],
         notes: Sequence[str],
+        validation: Sequence[tuple[int, float]] = (),
     ) -> None:
         """Draw it anew, below the running cell the first time."""
         from IPython.display import display
 
-        page = {"text/html": live_page(parts, reach, losses, notes), "text/plain": live_line(parts)}
+        page = {"text/html": live_page(parts, reach, losses, notes, validation), "text/plain": live_line(parts)}
         cell = sys.modules["IPython"].get_ipython().execution_count
         if self.handle is None or cell != self.cell:
             self.handle, self.cell = display(page, raw=True, display_id=True), cell
@@ -145,7 +158,11 @@ def live_line(parts: Mapping[str, str]) -> str:
 
 
 def live_page(
-    parts: Mapping[str, str], reach: tuple[int, int], losses: Sequence[tuple[int, float]], notes: Sequence[str]
+    parts: Mapping[str, str],
+    reach: tuple[int, int],
+    losses: Sequence[tuple[int, float]],
+    notes: Sequence[str],
+    validation: Sequence[tuple[int, float]] = (),
 ) -> str:
     """The same as a page, `reach` steps of all far: quiet, in the colours of the notebook around it, no scripts."""
     done = 100 * reach[0] / max(reach[1], 1)
@@ -163,25 +180,30 @@ def live_page(
     return (
         f"<div style='max-width:{WIDTH}px;font-family:sans-serif;font-size:13px;line-height:1.5'>"
         f"<div style='background:rgba(128,128,128,.2);border-radius:2px;margin:6px 0'>{bar}</div>"
-        f"<div style='display:flex;flex-wrap:wrap'>{cells}</div>{said}{loss_curve(losses, reach[1])}</div>"
+        f"<div style='display:flex;flex-wrap:wrap'>{cells}</div>{said}{loss_curve(losses, reach[1], validation)}</div>"
     )
 
 
-def loss_curve(losses: Sequence[tuple[int, float]], steps: int) -> str:
+def loss_curve(losses: Sequence[tuple[int, float]], steps: int, validation: Sequence[tuple[int, float]] = ()) -> str:
     """A small curve as SVG that grows with the bar; written by hand, for matplotlib would take longer than a step."""
     few = dict([*losses[:: -(-len(losses) // POINTS) or 1], *losses[-1:]])
     known = [(step, loss) for step, loss in few.items() if math.isfinite(loss)]
     if len(known) < 2:
         return ""
-    low, high = min(loss for _, loss in known), max(loss for _, loss in known)
+    held = [(step, loss) for step, loss in validation if math.isfinite(loss)]
+    low, high = (limit(loss for _, loss in [*known, *held]) for limit in (min, max))
     across, up = WIDTH / max(steps, known[-1][0]), HEIGHT / ((high - low) or 1.0)
-    line = " ".join(f"{step * across:.1f},{16 + (high - loss) * up:.1f}" for step, loss in known)
+    line, dots = (
+        " ".join(f"{step * across:.1f},{16 + (high - loss) * up:.1f}" for step, loss in points)
+        for points in (known, held)
+    )
     label = f"x='{WIDTH}' text-anchor='end' fill='currentColor' style='font-size:11px;opacity:.6'"
     return (
         f"<svg viewBox='0 0 {WIDTH} {HEIGHT + 34}' style='display:block;width:100%;margin-top:2px'>"
         f"<path d='M0 16H{WIDTH}M0 {HEIGHT + 18}H{WIDTH}' stroke='currentColor' stroke-opacity='.15'/>"
         f"<text y='11' {label}>{high:.3f}</text><text y='{HEIGHT + 31}' {label}>{low:.3f}</text>"
-        f"<polyline points='{line}' fill='none' stroke='{ACCENT}' stroke-width='1.5'/></svg>"
+        f"<polyline points='{line}' fill='none' stroke='{ACCENT}' stroke-width='1.5'/>"
+        f"<polyline points='{dots}' fill='none' stroke='{ALARM}' stroke-width='2'/></svg>"
     )
 
 

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -80,6 +80,15 @@ class Lesson:
     def profile(self) -> profiles.Profile:
         """The resolved profile."""
         return self.resolved.profile
+
+    def with_recipe(self, lengths: Sequence[int]) -> Lesson:
+        """The same lesson with the recipe that suits examples of these lengths (in tokens), and what it comes to."""
+        rows = profiles.Rows.of(lengths)
+        fitted = replace(self, resolved=profiles.fit(self.resolved, rows))
+        print(f"recipe    {profiles.schedule(fitted.profile.train, rows)}")
+        if told := profiles.few_steps(fitted.profile.train, self.resolved.given.train, rows):
+            print(told)
+        return fitted
 
     @property
     def model(self) -> str:

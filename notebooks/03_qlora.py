@@ -14,7 +14,8 @@
 #
 # You will have
 #
-# - a LoRA adapter trained on your data, with the loss only on the assistant's words,
+# - a LoRA adapter trained on your data with a recipe that fits it, with the loss only on the assistant's words,
+# - the step that did best on rows held back from the training, not just the last one,
 # - checkpoints that verify, so that a lost session costs a few steps,
 # - a TensorBoard log and a W&B run (offline without a key),
 # - proof that the adapter learned and the base stayed as it was.
@@ -55,15 +56,6 @@ SET: str = ""
 import nbutils
 
 lesson = nbutils.start("03_qlora", globals())
-profile = lesson.profile
-
-# %% [markdown]
-# Every value of this run and why it has it. Nothing below uses a number that is not in this table.
-
-# %%
-from nbutils import dashboard
-
-dashboard.show_choices(lesson.resolved.choices, lesson.resolved.table())
 
 # %% [markdown]
 # ## Data
@@ -73,7 +65,7 @@ dashboard.show_choices(lesson.resolved.choices, lesson.resolved.table())
 # %%
 from nbutils import data
 
-card = data.prepare(DATA, lesson.run.data, rows=profile.data.rows)
+card = data.prepare(DATA, lesson.run.data, rows=lesson.profile.data.rows)
 train_rows, eval_rows = data.load(lesson.run.data)
 print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held back")
 
@@ -90,7 +82,7 @@ from nbutils import chat
 
 tokenizer = AutoTokenizer.from_pretrained(lesson.model)
 stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
-fitting = chat.fitting(tokenizer, train_rows, profile.train.max_length, stop_ids=stop_ids)
+fitting = chat.fitting(tokenizer, train_rows, lesson.profile.train.max_length, stop_ids=stop_ids)
 fitting.write(lesson.run.data)
 print(fitting)
 
@@ -99,7 +91,7 @@ print(fitting)
 # The check names the first row and token that break this.
 
 # %%
-report = chat.check_contract(tokenizer, fitting, profile.train.max_length)
+report = chat.check_contract(tokenizer, fitting, fitting.max_length)
 print(report)
 
 # %% [markdown]
@@ -110,13 +102,32 @@ row = fitting.kept[0]
 chat.show_row(tokenizer, row["messages"], tools=row.get("tools"))
 
 # %% [markdown]
+# ## The recipe
+#
+# How much to learn from each step is a question of your rows, not of the card. Too many conversations a step leave too few
+# steps: the loss hardly moves, and nobody says why. So the rows decide batch, epochs and learning rate, as far as the profile
+# leaves them open; the card only decides how a step is cut into micro-batches.
+
+# %%
+lesson = lesson.with_recipe(fitting.lengths)
+profile = lesson.profile
+
+# %% [markdown]
+# Every value of this run and why it has it. Nothing below uses a number that is not in this table.
+
+# %%
+from nbutils import dashboard
+
+dashboard.show_choices(lesson.resolved.choices, lesson.resolved.table())
+
+# %% [markdown]
 # Will it fit, how long will it take, what will it cost? The plan adds up the card's memory before the model is downloaded
 # (lesson 01 explains the formula), and stops here, not at night, where not even the smallest setting fits.
 
 # %%
 from nbutils import plan
 
-print(plan.describe(plan.require(lesson.resolved, report.examples, report.tokens / report.examples)))
+print(plan.describe(plan.require(lesson.resolved)))
 
 # %% [markdown]
 # ## The base in 4 bits
@@ -186,8 +197,8 @@ lora = LoraConfig(
 # %% [markdown]
 # ## The training
 #
-# Packing puts several short rows into one sequence, so that no step is spent on padding. Checkpoints and logs go to fast
-# scratch first. TensorBoard always logs; W&B goes online only if a key is there, and never asks for one.
+# Rows are laid end to end, so that nothing is spent on padding; where a step holds many of them, packing fills sequences of
+# equal length first. Checkpoints and logs go to fast scratch first. TensorBoard always logs; W&B goes online only if a key is there, and never asks for one.
 
 # %%
 from nbutils import scaling
@@ -195,8 +206,9 @@ from trl import SFTConfig
 
 settings = SFTConfig(
     output_dir=str(lesson.scratch / "trainer"),
-    max_length=profile.train.max_length,
+    max_length=profile.train.max_length if profile.train.packing else None,
     packing=profile.train.packing,
+    padding_free=True,
     per_device_train_batch_size=profile.train.micro_batch,
     gradient_accumulation_steps=profile.train.accumulation_on(scaling.world_size()),
     num_train_epochs=profile.train.epochs,
@@ -239,20 +251,33 @@ resume_from = training.resume_point(lesson, mark, RESUME)
 print(f"resuming {resume_from.name}" if resume_from else "starting at step 0")
 
 # %% [markdown]
+# A falling training loss may be learning by rote. The loss on rows the training never sees tells: it is measured at the start,
+# at each save and at the end. The step where it was lowest is the one that is kept.
+
+# %%
+validation = training.validation_loss(
+    chat.validation_dataset(fitting, eval_rows, profile.train.validation_rows),
+    every=profile.train.save_steps,
+    keep_best=profile.train.keep_best,
+    patience=profile.train.early_stopping,
+)
+
+# %% [markdown]
 # From here on every saved checkpoint is carried to the run folder in the background, and checked there. A Drive that drops or
 # a full disk costs a line, not the training. The clock ends the run before the platform does.
 
 # %%
 way_home = training.carrier(lesson, mark, profile.train.keep_checkpoints)
 watchers = [
+    validation,
     training.keep_checkpoints(way_home),
     training.time_budget(lesson, way_home, MAX_HOURS),
     training.live_numbers(lesson),
 ]
 
 # %% [markdown]
-# The trainer. It gets the very tokens and labels that were checked, and packs them; packed rows are kept apart by their
-# restarting positions: a test of this course compares their logits with those of unpacked rows, for every attention it uses.
+# The trainer. It gets the very tokens and labels that were checked, and lays them end to end; rows are kept apart by their
+# restarting positions: a test of this course compares their logits with those of single rows, for every attention it uses.
 
 # %%
 from trl import SFTTrainer
@@ -283,7 +308,7 @@ before = training.photograph(trainer.model)
 trainer.model.print_trainable_parameters()
 
 # %% [markdown]
-# Now it trains: loss, real tokens per second, memory, time left, and cost where a price is known. In float16 the first steps may
+# Now it trains: loss, validation loss, real tokens per second, memory, time left, and cost where a price is known. In float16 the first steps may
 # be skipped while it looks for its loss scale: that is normal. If the card's memory runs out, the broken step is repeated with
 # fewer rows at a time (and more of them added up, so that the batch stays), then with gradient checkpointing; one line says so,
 # and nothing that was learnt is lost. If the machine is taken away, run this notebook again, unchanged.
@@ -295,7 +320,7 @@ began = time.monotonic()
 if training.steps_left(trainer, resume_from):
     training.train(trainer, lesson, resume_from)
 else:
-    training.load_finished(trainer, resume_from)
+    training.load_finished(trainer, resume_from, chosen=RESUME.isdecimal())
 seconds = time.monotonic() - began
 
 # %% [markdown]
@@ -303,6 +328,13 @@ seconds = time.monotonic() - began
 
 # %%
 training.bring_home(lesson, way_home)
+
+# %% [markdown]
+# The model gets back the weights of its best step.
+
+# %%
+best = validation.keep_best()
+print(f"kept: step {best[0]}, validation loss {best[1]:.4f}" if best else f"kept: the last step, {trainer.state.global_step}")
 
 # %% [markdown]
 # What it took. Tokens per second counts real tokens; peak memory is the card's, or this process's on a CPU.
@@ -313,12 +345,13 @@ for name, value in numbers.items():
     print(f"{name:18} {value if value is not None else 'as measured before'}")
 
 # %% [markdown]
-# The curve should fall quickly and then flatten. If it stays flat from the start, the learning rate is too small or the
-# labels are wrong; if it jumps up, the rate is too large.
+# Both curves should fall quickly and then flatten. If they stay flat from the start, the learning rate is too small or the
+# labels are wrong; if they jump up, the rate is too large; where only validation rises, the rows are being learnt by rote.
 
 # %%
-dashboard.plot_losses(training.loss_history(trainer.state.log_history), lesson.run.logs / "loss.png")
-training.write_history(trainer.state.log_history, lesson.run.logs / "history.json")
+log = trainer.state.log_history
+dashboard.plot_losses(training.loss_history(log), lesson.run.logs / "loss.png", validation=training.validation_history(log))
+training.write_history(log, lesson.run.logs / "history.json")
 
 # %% [markdown]
 # Did the right weights move? (After one or two steps only half of the adapter has: one matrix of each pair starts at zero.)
@@ -334,7 +367,7 @@ print(moved)
 # %%
 from nbutils import paths
 
-about = {"steps": numbers["steps"], "weights": training.adapter_checksum(trainer.model), "fingerprint": mark}
+about = {"steps": best[0] if best else numbers["steps"], "weights": training.adapter_checksum(trainer.model), "fingerprint": mark}
 if paths.stamp(lesson.run.adapter) != about:
     with paths.whole_folder(lesson.run.adapter, about) as folder:
         trainer.save_model(str(folder))
@@ -355,7 +388,8 @@ print(f"[{' OK ' if went_on else 'TODO'}] saw steps {first_step} to {steps} trai
 # %% [markdown]
 # ## You now have
 #
-# - a LoRA adapter trained on your data, with the loss only on the assistant's words,
+# - a LoRA adapter trained on your data with a recipe that fits it, with the loss only on the assistant's words,
+# - the step that did best on rows held back from the training, not just the last one,
 # - checkpoints that verify, so that a lost session costs a few steps,
 # - a TensorBoard log and a W&B run (offline without a key),
 # - proof that the adapter learned and the base stayed as it was.
@@ -374,4 +408,5 @@ lesson.finish(
     base_moved=moved.base,
     data_fingerprint=card.fingerprint,
     oom_rungs=training.oom_rungs(lesson),
+    kept_step=best[0] if best else numbers["steps"],
 )

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +15,7 @@ from nbutils import hardware, paths, profiles
 from nbutils.errors import CourseError
 from nbutils.hardware import Card
 from nbutils.platforms import Platform
-from nbutils.profiles import models, reading, schema
+from nbutils.profiles import models, reading, recipe, schema
 
 COURSE = {
     "tiny", "t4_16gb", "ampere_24gb", "ampere_40gb", "hopper_80gb", "hopper_141gb",
@@ -184,7 +185,7 @@ def test_all_mistakes_are_told_at_once_by_name(altered: Callable[..., str]) -> N
         "quantization.type: none and quantization.double: true: ",
         "machine.liger: 'maybe' should be 'auto', 'on' or 'off'",
         "serve.max_num_seqs: 8.5 should be a valid integer",
-        "train.learning_rate: nan should be a finite number",
+        "train.learning_rate: nan should be 'auto' or nan should be a finite number",
         "\n    - rank: unknown key, did you mean lora.rank?",
         "\n    - quantisation: unknown key, did you mean quantization?",
     ):
@@ -488,12 +489,11 @@ def test_a_profile_of_ones_own_can_be_found_again(altered: Callable[..., str]) -
 
 def test_every_value_has_a_choice_with_its_reason() -> None:
     resolved = profiles.resolve("lora_20k", card=T4, platform=KAGGLE, online=yes)
-    assert set(resolved.choices) == {"profile", "effective_batch", *schema.keys()}
+    assert set(resolved.choices) == {"profile", *schema.keys()}
     assert all(choice.reason for choice in resolved.choices.values())
     values = schema.flat(resolved.profile.model_dump())
     assert {name: resolved.choices[name].value for name in values} == values
     assert resolved.choices["data.rows"].reason.endswith("[lora_20k.yaml]")
-    assert resolved.effective_batch == resolved.choices["effective_batch"].value == 16
 
 
 def test_a_value_without_a_comment_still_has_a_reason(altered: Callable[..., str]) -> None:
@@ -535,9 +535,9 @@ def test_overrides_replace_value_and_reason_and_nothing_else() -> None:
     assert after.profile.train.max_steps == 3 != before.profile.train.max_steps
     assert after.choices["train.max_steps"] == hardware.Choice(3, "parameter SET")
     assert "parameter SET" in next(line for line in after.table().splitlines() if line.startswith("train.max_steps"))
-    assert after.effective_batch == after.choices["effective_batch"].value == 64
+    assert after.profile.train.step_rows == 64
     changed = {name for name in before.choices if before.choices[name] != after.choices[name]}
-    assert changed == {"train.max_steps", "train.batch", "effective_batch"}
+    assert changed == {"train.max_steps", "train.batch"}
     assert (after.name, after.source, after.model) == (before.name, before.source, before.model)
 
 
@@ -619,7 +619,8 @@ def test_nothing_is_left_to_auto_and_the_batch_is_the_profiles(name: str, card: 
     values = schema.flat(resolved.profile.model_dump())
     assert "auto" not in {value for key, value in values.items() if key != "about"}
     train = resolved.profile.train
-    assert train.micro_batch * train.accumulation == train.batch == profiles.load(name).train.batch
+    assert train.micro_batch * train.accumulation == train.batch
+    assert profiles.load(name).train.batch in ("auto", train.batch)
     assert all(resolved.choices[key].reason.startswith("plan: ") for key in AUTO)
 
 
@@ -670,8 +671,78 @@ def test_launched_cards_share_the_batch(monkeypatch: pytest.MonkeyPatch) -> None
     train = profiles.resolve("ampere_24gb", card=H200, platform=KAGGLE, online=yes).profile.train
     assert (train.micro_batch, train.accumulation_on(8)) == (1, 1)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(CourseError, match="a batch of 8 rows cannot be shared by 3 cards"):
-        profiles.resolve("ampere_24gb", card=H200, platform=KAGGLE, online=yes)
+    assert profiles.resolve("ampere_24gb", card=H200, platform=KAGGLE, online=yes).profile.train.batch == 9
+    with pytest.raises(CourseError, match="a batch of 16 rows cannot be shared by 3 cards"):
+        profiles.resolve("lora_20k", card=H200, platform=KAGGLE, online=yes)
+
+
+# ---- the recipe
+
+
+def fitted(name: str, lengths: list[int], card: Card | None = RTX, **changes: Any) -> profiles.Resolved:
+    replaced = {key.replace("__", "."): (value, "a test") for key, value in changes.items()}
+    resolved = profiles.resolve(name, card=card, platform=KAGGLE, online=yes, overrides=lambda _: replaced)
+    return profiles.fit(resolved, profiles.Rows.of(lengths))
+
+
+@pytest.mark.parametrize(("rows", "least", "most"), [(50, 30, 200), (84, 50, 200), (885, 100, 400), (5000, 100, 600)])
+def test_everyday_data_gets_enough_steps(rows: int, least: int, most: int) -> None:
+    resolved = fitted("ampere_24gb", [200] * rows)
+    made = profiles.schedule(resolved.profile.train, resolved.rows)
+    assert least <= made.steps <= most
+    assert made.examples_per_step >= 8
+
+
+def test_the_card_does_not_change_what_is_learnt() -> None:
+    learnt = ("batch", "packing", "epochs", "learning_rate", "save_steps", "validation_rows")
+    for lengths in ([120] * 84, [100, 700] * 400, [300] * 100_000):
+        small, large = (fitted("ampere_24gb", lengths, card).profile.train for card in (RTX, H200))
+        assert [getattr(small, key) for key in learnt] == [getattr(large, key) for key in learnt]
+
+
+def test_large_data_keeps_the_large_step() -> None:
+    train = fitted("ampere_24gb", [265] * 100_000).profile.train
+    assert (train.batch, train.packing, train.epochs, train.save_steps) == (8, True, 1.0, 50)
+
+
+def test_a_step_is_never_larger_than_the_largest_and_never_empty() -> None:
+    for lengths in ([16], [2048] * 3, [2048] * 100_000, [5] * 1_000_000, [20] * 60):
+        resolved = fitted("ampere_24gb", lengths)
+        made = profiles.schedule(resolved.profile.train, resolved.rows)
+        assert made.steps >= 1 and made.tokens_per_step <= 8 * 2048 * 1.05 and resolved.profile.train.step_rows >= 1
+
+
+def test_the_learning_rate_falls_with_the_width_of_the_model() -> None:
+    rates = [
+        profiles.resolve(
+            "ampere_24gb", f"Qwen2.5-{size}B", card=RTX, platform=KAGGLE, online=yes
+        ).profile.train.learning_rate
+        for size in ("0.5", "1.5", "7", "14")
+    ]
+    assert rates == sorted(rates, reverse=True) and 1e-4 < rates[-1] < rates[0] < 1e-3
+
+
+def test_what_a_profile_names_is_kept() -> None:
+    train = fitted(
+        "ampere_24gb", [200] * 885, train__batch=16, train__learning_rate=1e-4, train__epochs=1.0
+    ).profile.train
+    assert (train.batch, train.packing, train.learning_rate, train.epochs) == (16, False, 1e-4, 1.0)
+
+
+def test_a_named_batch_that_leaves_too_few_steps_is_told_with_the_number_to_set() -> None:
+    resolved = fitted("ampere_24gb", [200] * 885, train__batch=8, train__packing=True)
+    told = recipe.few_steps(resolved.profile.train, resolved.given.train, resolved.rows)
+    assert "train.batch=16, train.packing=false" in told
+    fixed = fitted("ampere_24gb", [200] * 885, train__batch=16, train__packing=False)
+    assert not recipe.few_steps(fixed.profile.train, fixed.given.train, fixed.rows)
+
+
+def test_validation_takes_a_bounded_share_of_the_time() -> None:
+    for rows in (200, 885, 5000, 100_000):
+        resolved = fitted("ampere_24gb", [200] * rows)
+        train, made = resolved.profile.train, profiles.schedule(resolved.profile.train, resolved.rows)
+        times = -(-made.steps // train.save_steps) + 1
+        assert recipe.FORWARD * times * train.validation_rows <= 0.05 * made.steps * made.examples_per_step
 
 
 def test_accumulation_needs_a_settled_micro_batch_that_divides() -> None:

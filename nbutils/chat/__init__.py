@@ -11,7 +11,7 @@ from __future__ import annotations
 from nbutils.chat.contract import ContractReport, check_contract
 from nbutils.chat.fitting import Fitting, Long, fitting
 from nbutils.chat.forms import training_format
-from nbutils.chat.handing import check_trainer, training_dataset
+from nbutils.chat.handing import check_trainer, training_dataset, validation_dataset
 from nbutils.chat.rendering import Example, View
 from nbutils.chat.showing import RenderedRow, inspect_row, show_row
 from nbutils.chat.templates import find_stop_ids, missing_stop
@@ -33,5 +33,6 @@ __all__ = [
     "missing_stop",
     "show_row",
     "training_dataset",
+    "validation_dataset",
     "training_format",
 ]

@@ -59,6 +59,11 @@ class Fitting:
         ]
         return "\n".join(lines)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each example that is trained."""
+        return [len(example.ids) for example in self.examples]
+
     def write(self, folder: Path) -> Path:
         """Write the rows that are left out, and their numbers, to too_long.jsonl of a folder; empty without any."""
         lost = [one for one in self.long if one.stop_lost]

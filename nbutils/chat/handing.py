@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from nbutils.chat.contract import ContractReport
     from nbutils.chat.fitting import Fitting
+    from nbutils.chat.rendering import Example, Row
 
 IGNORED = -100  # the label of a token without loss
 BATCHES = 8  # through the collator; all of them treat their rows alike
@@ -24,13 +26,26 @@ BATCHES = 8  # through the collator; all of them treat their rows alike
 
 def training_dataset(fitted: Fitting) -> Dataset:
     """The examples of the rows that fit, for SFTTrainer: it packs and shuffles these tokens, and changes none."""
+    return _dataset(fitted.examples)
+
+
+def validation_dataset(fitted: Fitting, held_back: Sequence[Row], count: int) -> Dataset:
+    """The last `count` held-back rows as the training ones are rendered; those that do not fit are left out."""
+    examples = fitted.view.encode_all(held_back[-count:]) if count and held_back else []
+    found = [one for one in examples if len(one.ids) <= (fitted.max_length or len(one.ids)) and any(one.trained)]
+    if count and not found:
+        print("no row is held back that could be validated on: trained without validation, the last step is kept")
+    return _dataset(found)
+
+
+def _dataset(examples: Sequence[Example]) -> Dataset:
     import numpy
     import pyarrow
     from datasets import Dataset
 
-    edges = list(itertools.accumulate((len(example.ids) for example in fitted.examples), initial=0))
+    edges = list(itertools.accumulate((len(example.ids) for example in examples), initial=0))
     ids, trained = array("i"), bytearray()
-    for example in fitted.examples:
+    for example in examples:
         ids += example.ids
         trained += example.trained
     tokens = numpy.frombuffer(ids, dtype=numpy.int32)
@@ -55,7 +70,7 @@ def check_trainer(trainer: Any, report: ContractReport) -> str:
     found = int((trainer.data_collator(rows)["labels"] != IGNORED).sum())
     if found != wanted:
         raise _lost(f"{found} tokens of its first rows", f"{wanted}: its collator hides some")
-    return f"packed and collated, {trained} tokens are trained, {stops} stop tokens among them: as the contract counted"
+    return f"laid out and collated, {trained} tokens are trained, {stops} stop tokens among them: as the contract counted"
 
 
 def _lost(found: str, wanted: str) -> CourseError:

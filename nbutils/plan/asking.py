@@ -11,7 +11,7 @@ import shutil
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-from nbutils import hardware, scaling
+from nbutils import hardware
 from nbutils.errors import CourseError
 from nbutils.plan import cards, choosing, forecasting, report, shapes
 from nbutils.plan.cards import CardFacts
@@ -68,15 +68,16 @@ def answer(
 def _forecast(card: CardFacts, wishes: Wishes) -> tuple[Shape, Forecast]:
     """A card with all wishes; micro-batch and recomputation, where nobody wishes, are the fastest that fit."""
     profile = _wished(read(wishes.profile or for_card(card.capability, card.memory_gib)), wishes)
-    scaling.require_shares(profile.train.batch, card.count)
-    asked, each = wishes.micro_batch, profile.train.batch // card.count
+    shape, asked = shapes.find(wishes.model or profile.model), wishes.micro_batch
+    free = _changed(profile, train=_changed(profile.train, micro_batch="auto"))
+    batch = forecasting.of_profile(free, card, shape, wishes.rows, wishes.mean_length).batch
+    each = batch // card.count
     if asked and each % asked:
         raise CourseError(
-            f"--micro-batch is {asked}, and of a step's {profile.train.batch} rows each card takes {each}.",
+            f"--micro-batch is {asked}, and of a step's {batch} rows each card takes {each}.",
             f"a number that divides {each}: {', '.join(map(str, choosing.divisors(each)))}",
             "choose one of these, or a profile of your own with another train.batch (--profile FILE)",
         )
-    shape = shapes.find(wishes.model or profile.model)
     return shape, forecasting.of_profile(profile, card, shape, wishes.rows, wishes.mean_length)
 
 

@@ -71,7 +71,7 @@ def options(
     for micro_batch in micro_batches or divisors(rows):
         for way in ways:
             one = replace(recipe, micro_batch=micro_batch, checkpointing=way, accumulation=rows // micro_batch)
-            rate = speed.tokens_per_second(shape, replace(one, packing=True), card, card.count)
+            rate = speed.tokens_per_second(shape, one, card, card.count)
             found.append(Option(one, memory.peak_gib(shape, one), rate))
     return found
 

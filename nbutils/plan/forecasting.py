@@ -15,6 +15,7 @@ from nbutils.plan import cards, choosing, memory, recipes, shapes, speed
 from nbutils.plan.cards import CardFacts
 from nbutils.plan.recipes import Recipe
 from nbutils.plan.shapes import Shape
+from nbutils.profiles.recipe import Rows, Schedule, apply, choose, schedule
 
 if TYPE_CHECKING:
     from nbutils.profiles import Profile, Resolved
@@ -23,6 +24,7 @@ RENTED = ("RTX 4090", "ampere_24gb")  # the usual rented card, and its profile
 MEASURED = "H200"  # the one card whose speed was measured
 REMARK = f"Speed from published numbers; only the {MEASURED} was measured. Prices: configs/cards.yaml, yours to edit."
 SPARE = 1.1  # merging asks for a tenth more disk than the model has
+UNSCHEDULED = ("steps", "examples_per_step", "epochs", "learning_rate")  # without --rows and --mean-length
 MERGING = 2.0  # GiB of RAM for Python, torch and the blocks of a merge, which never holds a whole weight
 
 
@@ -41,6 +43,7 @@ class Forecast:
     disk_gib: dict[str, float]
     after_gib: dict[str, float]
     amount: str
+    schedule: Schedule | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -64,6 +67,7 @@ class Forecast:
         return {
             "model": self.model, "gpu": self.card.name, "gpus": self.card.count, "card": card,
             "recipe": asdict(self.recipe), "batch": self.batch,
+            **(self.schedule.as_dict() if self.schedule else dict.fromkeys(UNSCHEDULED)),
             "peak_vram_gib": round(self.peak_vram_gib, 2), "limit_gib": round(self.limit_gib, 2), "fits": self.fits,
             "parts": {name: round(size, 3) for name, size in self.parts.items()},
             "tokens_per_second": None if self.tokens_per_second is None else round(self.tokens_per_second),
@@ -85,14 +89,15 @@ def forecast(
     epochs: float = 1.0,
     keep_checkpoints: int = 3,
     max_steps: int = 0,
+    schedule: Schedule | None = None,
 ) -> Forecast:
     """Forecast one training; `card.count` cards share the batch. `max_steps` counts instead of rows and epochs."""
-    rate = speed.tokens_per_second(shape, recipe, card, card.count, mean_length)
+    rate = speed.tokens_per_second(shape, recipe, card, card.count)
     real, words = amount(recipe, batch, rows, mean_length, epochs, max_steps)
     hours = None if rate is None or real is None else real / rate / 3600
     made = Forecast(
         shape.name, card, recipe, batch, memory.parts(shape, recipe), rate, hours, cost(card, hours),
-        disk(shape, recipe, keep_checkpoints), after(shape, recipe), words,
+        disk(shape, recipe, keep_checkpoints), after(shape, recipe), words, schedule,
     )  # fmt: skip
     return replace(made, notes=notes(made, real))
 
@@ -102,14 +107,13 @@ def amount(
 ) -> tuple[float | None, str]:
     """Real tokens of a training, None where a fact is missing; and in words, what they are or what is missing."""
     if max_steps:
-        share = speed.filled(recipe, mean_length)
         words = f"{max_steps:,} steps of {batch} rows of {recipe.length:,} tokens"
-        return (None, "give --mean-length") if share is None else (max_steps * batch * recipe.length * share, words)
+        return max_steps * batch * recipe.length * speed.filled(recipe), words
     facts = {"--rows": rows, "--mean-length (tokens of a row)": mean_length}
     if missing := [name for name, value in facts.items() if value is None]:
         return None, f"give {' and '.join(missing)}"
     assert rows is not None and mean_length is not None
-    length = min(mean_length, recipe.length)
+    length = min(mean_length, recipe.length) if recipe.packing else mean_length
     cut = f" (rows of {mean_length:,.0f} are cut)" if mean_length > length else ""
     words = f"{rows:,} rows x {length:,.0f} tokens{cut} x {epochs:g} epoch{'' if epochs == 1 else 's'}"
     return rows * length * epochs, words
@@ -145,8 +149,6 @@ def notes(made: Forecast, real_tokens: float | None) -> list[str]:
         )
     if card.tflops is None:
         found.append("speed, hours and cost unknown: give the card's dense 16-bit arithmetic with --tflops")
-    elif made.tokens_per_second is None:
-        found.append("speed unknown: rows are not packed, so their mean length is needed (--mean-length)")
     if real_tokens is None and made.tokens_per_second is not None:
         free = 0 in made.cost.values()
         found.append(f"{'hours' if free else 'hours and cost'} unknown: {made.amount}")
@@ -168,16 +170,21 @@ def of_profile(
     model: str | Shape = "",
     rows: int | None = None,
     mean_length: float | None = None,
+    data: Rows | None = None,
 ) -> Forecast:
-    """A profile on a card; `auto` values become the fastest that fit, or the smallest if nothing does."""
+    """A profile on a card; `auto` values become what the rows ask for and the fastest that fit, or the smallest."""
     shape = model if isinstance(model, Shape) else shapes.find(model or profile.model)
-    recipe, train = recipes.from_profile(profile, card), profile.train
-    found = choosing.options(shape, recipe, train.batch, card, *choosing.left_open(train))
+    amount = data.examples if data else rows if rows is not None else profile.data.rows or None
+    mean_length = data.mean if data else mean_length
+    if data is None and amount and mean_length:
+        data = Rows.like(amount, mean_length, profile.train.max_length)
+    train = apply(profile.train, choose(profile.train, data, shape.hidden, card.count))
+    recipe = recipes.from_profile(profile.model_copy(update={"train": train}), card, data)
+    found = choosing.options(shape, recipe, train.step_rows, card, *choosing.left_open(train))
     chosen = choosing.choose(found, card)
-    amount = rows if rows is not None else profile.data.rows or None
     return forecast(
-        shape, chosen.recipe, card, train.batch, amount, mean_length, train.epochs or 1.0, train.keep_checkpoints,
-        train.max_steps,
+        shape, chosen.recipe, card, train.step_rows, amount, mean_length, float(train.epochs) or 1.0,
+        train.keep_checkpoints, train.max_steps, schedule(train, data) if data else None,
     )  # fmt: skip
 
 
@@ -206,7 +213,7 @@ def require(resolved: Resolved, rows: int | None = None, mean_length: float | No
     except CourseError:
         return f"No forecast: the shape of {resolved.model} is not known before its download."
     card = replace(cards.of_machine(resolved.card), count=scaling.world_size())
-    made = of_profile(resolved.profile, card, shape, rows, mean_length)
+    made = of_profile(resolved.profile, card, shape, rows, mean_length, resolved.rows)
     if choosing.smallest(choosing.options(shape, made.recipe, made.batch, card)).peak_gib > made.limit_gib:
         raise choosing.nothing_fits(shape, made.recipe, made.batch, card)
     return made

@@ -109,6 +109,5 @@ def logits(shape: Shape, recipe: Recipe) -> float:
 
 def workspace(shape: Shape, recipe: Recipe) -> float:
     """Bytes in passing: the mask of packed rows, and slack."""
-    rows = 1 if recipe.packing else recipe.micro_batch  # packed rows are laid end to end: one long one
-    pairs = rows * (recipe.tokens / rows) ** 2 if recipe.attention == "sdpa" else 0
+    pairs = recipe.tokens**2 if recipe.attention == "sdpa" else 0  # rows are laid end to end: one long one
     return MASK * pairs + SLACK

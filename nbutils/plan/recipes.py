@@ -12,12 +12,14 @@ from nbutils.hardware import BF16_FROM
 
 if TYPE_CHECKING:
     from nbutils.plan.cards import CardFacts
-    from nbutils.profiles import Profile
+    from nbutils.profiles import Profile, Rows
+
+RARE = 4  # standard deviations: of some hundred micro-batches, hardly one is larger
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to train: `checkpointing` is off, on or offload; `packing` fills rows with several examples."""
+    """One way to train: `checkpointing` is off, on or offload; `packing` fills rows of `length` with several examples."""
 
     method: str = "qlora"
     rank: int = 16
@@ -32,11 +34,12 @@ class Recipe:
     packing: bool = True
     accumulation: int = 1
     dropout: bool = False
+    spread: float = 0.0  # standard deviation of the lengths, where rows are not packed
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-step, padding included: packed rows are laid end to end, others side by side."""
-        return self.micro_batch * self.length
+        """Tokens of a micro-step, laid end to end: all alike where rows are packed, else of one that is rarely met."""
+        return round(self.micro_batch * self.length + RARE * self.spread * self.micro_batch**0.5)
 
     @property
     def wide(self) -> int:
@@ -51,9 +54,10 @@ def for_card(card: CardFacts) -> dict[str, str | bool]:
     return {"precision": "fp16", "attention": "sdpa", "liger": False}
 
 
-def from_profile(profile: Profile, card: CardFacts) -> Recipe:
-    """A profile's recipe on a card; what it leaves to the machine is decided by the card's capability."""
+def from_profile(profile: Profile, card: CardFacts, rows: Rows | None = None) -> Recipe:
+    """A settled profile's recipe on a card; what it leaves to the machine is decided by the card's capability."""
     train, machine, by_card = profile.train, profile.machine, for_card(card)
+    single = rows if rows and not train.packing else None
     return Recipe(
         method=profile.method,
         rank=profile.lora.rank,
@@ -61,11 +65,12 @@ def from_profile(profile: Profile, card: CardFacts) -> Recipe:
         attention=str(by_card["attention"]) if machine.attention == "auto" else machine.attention,
         liger=bool(by_card["liger"]) if machine.liger == "auto" else machine.liger == "on",
         optimizer=train.optimizer,
-        length=train.max_length,
+        length=round(single.mean) if single else train.max_length,
+        spread=single.spread if single else 0.0,
         micro_batch=1 if train.micro_batch == "auto" else train.micro_batch,
         checkpointing="on" if train.gradient_checkpointing == "auto" else train.gradient_checkpointing,
         double=profile.quantization.double,
-        packing=train.packing,
+        packing=bool(train.packing),
         dropout=profile.lora.dropout > 0,
-        accumulation=1 if train.micro_batch == "auto" else max(train.batch // (train.micro_batch * card.count), 1),
+        accumulation=1 if train.micro_batch == "auto" else max(train.step_rows // (train.micro_batch * card.count), 1),
     )

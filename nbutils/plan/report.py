@@ -27,6 +27,7 @@ def as_rows(made: Forecast) -> list[dict[str, Any]]:
     hourly = price if price in ("free", "unknown") else f"{price} an hour and card"
     lines = {
         "training": (f"{made.model} on {made.card}", _setting(made)),
+        "recipe": (f"{made.schedule.steps:,} steps", str(made.schedule)) if made.schedule else None,
         "peak of the card": (f"{made.peak_vram_gib:.1f} GiB", parts),
         "the plan allows": (f"{made.limit_gib:.1f} of {made.card.memory_gib:.1f} GiB", _margin(made)),
         "speed": (rate, "real tokens, on all cards together"),
@@ -36,7 +37,7 @@ def as_rows(made: Forecast) -> list[dict[str, Any]]:
         "merging": (f"{made.after_gib['merge_ram']:.0f} GiB of RAM", "from disk to disk"),
         "serving": (f"{made.after_gib['on_card']:.0f} GiB of the card", "in 16 bits, and some for the cache"),
     }
-    found = [{"what": name, "forecast": value, "from": why} for name, (value, why) in lines.items()]
+    found = [{"what": name, "forecast": told[0], "from": told[1]} for name, told in lines.items() if told]
     return found + [{"what": "note", "forecast": "", "from": note} for note in made.notes]
 
 
@@ -78,9 +79,10 @@ def money(cost: dict[str, float | None]) -> str:
 def _setting(made: Forecast) -> str:
     recipe, each = made.recipe, made.batch // made.card.count
     cards = f" x {made.card.count} cards" if made.card.count > 1 else ""
+    rows = f"rows packed to {recipe.length}" if recipe.packing else f"conversations of about {recipe.length} tokens"
     return (
-        f"{recipe.method} rank {recipe.rank}, rows of {recipe.length}, {recipe.micro_batch} x "
-        f"{each // recipe.micro_batch}{cards} rows a step, {WAYS[recipe.checkpointing]}"
+        f"{recipe.method} rank {recipe.rank}, {rows}, {recipe.micro_batch} x "
+        f"{each // recipe.micro_batch}{cards} a step, {WAYS[recipe.checkpointing]}"
     )
 
 

@@ -6,10 +6,13 @@ memory (memory), and which setting is the fastest that fits (choosing).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nbutils.plan.cards import CardFacts
 from nbutils.plan.memory import NF4_DOUBLE
 from nbutils.plan.recipes import Recipe
 from nbutils.plan.shapes import Shape
+from nbutils.profiles.recipe import PACKED
 
 ARITHMETIC = 0.58  # share of the published TFLOP/s that the matrix products reach (7B and 1.5B, 8,192 tokens and more)
 BANDWIDTH = 0.6  # share of the published GB/s that element by element work reaches
@@ -20,7 +23,6 @@ LAUNCH, LAUNCH_AGAIN = 0.0073, 0.0053  # seconds Python needs to start a layer's
 LAUNCH_QUANTISED, LAUNCH_OFFLOAD = 0.005, 0.004  # and for a layer in 4 bits, and for one whose input travels
 RAM_LINK = 12e9  # bytes per second between card and RAM, over PCIe as rented machines have it: an assumption
 OFFLOAD = 1.03  # what parking the layer inputs in RAM costs beside the travel
-PACKED = 0.97  # share of a packed row that is real tokens, with best-fit packing
 PARALLEL = 0.9  # what a second card adds, with gradients exchanged over PCIe: an estimate, not measured
 
 
@@ -33,7 +35,7 @@ def flops(shape: Shape, recipe: Recipe) -> float:
     """Floating point operations of a micro-step: the frozen weights need no gradient of their own."""
     linear = 2 * shape.linear_params * passes(recipe)
     head = 3 * 2 * shape.vocab * shape.hidden  # forward, again in the backward pass, and backward
-    seen = recipe.tokens if recipe.attention == "sdpa" and recipe.packing else recipe.length / 2
+    seen = recipe.tokens if recipe.attention == "sdpa" else recipe.length / 2
     attention = 4 * seen * shape.heads * shape.head_dim * shape.layers * (passes(recipe) + 1)
     return recipe.tokens * (linear + head + attention)
 
@@ -68,19 +70,16 @@ def step_seconds(shape: Shape, recipe: Recipe, card: CardFacts) -> float | None:
     return max(computing * OFFLOAD, launching(shape, recipe), travelling)
 
 
-def filled(recipe: Recipe, mean_length: float | None) -> float | None:
-    """Share of the computed tokens that are real; None for unpacked rows of unknown length."""
-    if recipe.packing:
-        return PACKED
-    return None if mean_length is None else min(1.0, mean_length / recipe.length)
+def filled(recipe: Recipe) -> float:
+    """Share of the computed tokens that are real."""
+    return PACKED if recipe.packing else 1.0
 
 
-def tokens_per_second(
-    shape: Shape, recipe: Recipe, card: CardFacts, gpus: int = 1, mean_length: float | None = None
-) -> float | None:
+def tokens_per_second(shape: Shape, recipe: Recipe, card: CardFacts, gpus: int = 1) -> float | None:
     """Real tokens per second on all cards together; None where a fact is missing."""
-    seconds, real = step_seconds(shape, recipe, card), filled(recipe, mean_length)
-    if seconds is None or real is None:
+    recipe = replace(recipe, spread=0.0)  # the usual micro-batch, not the rare one
+    seconds = step_seconds(shape, recipe, card)
+    if seconds is None:
         return None
     together = 1.0 if gpus == 1 else gpus * PARALLEL
-    return recipe.tokens * real / seconds * together
+    return recipe.tokens * filled(recipe) / seconds * together

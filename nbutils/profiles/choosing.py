@@ -16,7 +16,7 @@ from nbutils import hardware, scaling
 from nbutils.errors import CourseError
 from nbutils.hardware import Card, Choice
 from nbutils.platforms import Platform, folders
-from nbutils.profiles import models, sizing
+from nbutils.profiles import models, recipe, sizing
 from nbutils.profiles.reading import Document, did_you_mean, problems, read, refuse
 from nbutils.profiles.schema import Profile, flat, keys, shown
 
@@ -44,12 +44,10 @@ class Resolved:
     called: str
     choices: dict[str, Choice]
     card: Card | None
+    given: Profile = field(repr=False)  # the profile as it was written, `auto` values and all
+    reasons: Mapping[str, str] = field(repr=False)
+    rows: recipe.Rows | None = None  # those it is settled for
     set_values: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def effective_batch(self) -> int:
-        """Rows per optimiser step on all cards together."""
-        return self.profile.train.batch
 
     def table(self) -> str:
         """Every value with its reason, as aligned text of at most 120 columns."""
@@ -145,13 +143,24 @@ def with_overrides(document: Document, overrides: Overrides) -> Document:
     return replace(document, profile=Profile.model_validate(tree), replaced=reasons)
 
 
+def fit(resolved: Resolved, rows: recipe.Rows) -> Resolved:
+    """The same with every value that was left to the data chosen for these rows."""
+    return _settled(replace(resolved, rows=rows))
+
+
+def _settled(resolved: Resolved) -> Resolved:
+    profile, choices = _settle(resolved.given, resolved.reasons, resolved.card, resolved.rows)
+    decided = {name: resolved.choices[name] for name in ("profile", "model")}
+    return replace(resolved, profile=profile, choices=decided | choices)
+
+
 def _assemble(chosen: Choice, document: Document, model: Choice, card: Card | None, called: str) -> Resolved:
     name = document.file.stem
     source = chosen.value if chosen.value == name else str(document.file)
     reasons = {key: _reason(document, key) for key in keys()} | {"model": model.reason}
-    profile, choices = _settle(document.profile.model_copy(update={"model": model.value}), reasons, card)
+    given = document.profile.model_copy(update={"model": model.value})
     first = {"profile": Choice(name, chosen.reason), "model": model}
-    return Resolved(name, source, profile, model.value, called, first | choices, card)
+    return _settled(Resolved(name, source, given, model.value, called, first, card, given, reasons))
 
 
 def _reason(document: Document, key: str) -> str:
@@ -162,21 +171,21 @@ def _reason(document: Document, key: str) -> str:
     return f"{comment}  [{document.file.name}]" if comment else f"set in {document.file.name}"
 
 
-def _settle(profile: Profile, reasons: Mapping[str, str], card: Card | None) -> tuple[Profile, dict[str, Choice]]:
-    """The profile with its `auto` values decided by the card, and every value with its reason."""
+def _settle(
+    profile: Profile, reasons: Mapping[str, str], card: Card | None, rows: recipe.Rows | None
+) -> tuple[Profile, dict[str, Choice]]:
+    """The profile with its `auto` values decided by the card and the rows, and every value with its reason."""
     decided = _by_card(profile, card)
     profile = _with(profile, "machine", decided)
-    shared = sizing.shared_batch(profile.train)
-    profile = _with(profile, "train", shared)
-    planned = shared | sizing.by_plan(profile, card) | _without_bitsandbytes(profile.train.optimizer, card)
-    profile = _with(profile, "train", planned)
+    wide = sizing.hidden_size(profile.model)
+    by_rows = recipe.choose(profile.train, rows, wide, scaling.world_size())
+    profile = _with(profile, "train", by_rows)
+    by_rows |= sizing.shared_batch(profile.train)
+    profile = _with(profile, "train", by_rows)
+    planned = sizing.by_plan(profile, card, rows) | _without_bitsandbytes(profile.train.optimizer, card)
+    profile, decided = _with(profile, "train", planned), decided | by_rows | planned
     values = flat(profile.model_dump())
-    choices = {key: (decided | planned).get(key, Choice(values[key], reasons[key])) for key in keys()}
-    processes, train = scaling.world_size(), profile.train
-    times = f"{train.micro_batch} x {train.accumulation_on(processes)}"
-    each = f"{times} rows" if processes == 1 else f"{times} rows on each of {processes} cards"
-    choices["effective_batch"] = Choice(train.batch, f"train.batch: {each} make a step")
-    return profile, choices
+    return profile, {key: decided.get(key, Choice(values[key], reasons[key])) for key in keys()}
 
 
 def _with(profile: Profile, group: str, decided: Mapping[str, Choice]) -> Profile:

@@ -17,6 +17,7 @@ Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 ZeroOrMore = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Auto = Literal["auto"]
 
 
 class Strict(BaseModel):
@@ -46,22 +47,35 @@ class Train(Strict):
     """The training run."""
 
     max_length: Annotated[int, Field(ge=16)]
-    batch: Count
-    micro_batch: Literal["auto"] | Count
-    epochs: Annotated[float, Field(ge=0)]
+    batch: Auto | Count
+    micro_batch: Auto | Count
+    epochs: Auto | Annotated[float, Field(ge=0)]
     max_steps: ZeroOrMore
-    learning_rate: Annotated[float, Field(gt=0, lt=1)]
+    learning_rate: Auto | Annotated[float, Field(gt=0, lt=1)]
     scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"]
     warmup_ratio: Fraction
     weight_decay: Annotated[float, Field(ge=0)]
     max_grad_norm: Annotated[float, Field(gt=0)]
     optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
-    packing: bool
+    packing: Auto | bool
     gradient_checkpointing: Literal["auto", "off", "on", "offload"]
     shorten: bool
-    save_steps: Count
+    save_steps: Auto | Count
     keep_checkpoints: Count
     logging_steps: Count
+    validation_rows: Auto | ZeroOrMore
+    keep_best: bool
+    early_stopping: ZeroOrMore
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of an optimiser step on all cards: packed rows where rows are packed, else conversations."""
+        if self.batch == "auto":
+            raise CourseError(
+                "train.batch is auto, which needs rows to choose from.", "a profile settled for its rows",
+                "use the profile as profiles.resolve gives it",
+            )  # fmt: skip
+        return self.batch
 
     @property
     def accumulation(self) -> int:
@@ -70,13 +84,13 @@ class Train(Strict):
 
     def accumulation_on(self, cards: int) -> int:
         """Micro-steps of an optimiser step on each of several cards, which share the batch."""
-        if self.micro_batch == "auto" or self.batch % (self.micro_batch * cards):
+        if self.micro_batch == "auto" or self.step_rows % (self.micro_batch * cards):
             raise CourseError(
                 f"train.batch {self.batch} cannot be done by {cards} x micro_batch {self.micro_batch}.",
                 "a micro_batch that is settled, and divides the batch together with the number of cards",
                 "use the profile as profiles.resolve gives it, or change train.batch",
             )
-        return self.batch // (self.micro_batch * cards)
+        return self.step_rows // (self.micro_batch * cards)
 
 
 class Machine(Strict):
@@ -176,7 +190,7 @@ RULES = (
     ),
     Rule(
         ("train.batch", "train.micro_batch"),
-        lambda batch, micro_batch: micro_batch != "auto" and batch % micro_batch != 0,
+        lambda batch, micro_batch: "auto" not in (batch, micro_batch) and batch % micro_batch != 0,
         "a step is made of whole micro-steps: choose a micro_batch that divides the batch, or auto",
     ),
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from nbutils import scaling
 from nbutils.errors import CourseError
 from nbutils.hardware import Card, Choice
+from nbutils.profiles.recipe import Rows
 from nbutils.profiles.schema import Profile, Train
 
 if TYPE_CHECKING:
@@ -20,14 +21,24 @@ MICRO_BATCH, CHECKPOINTING = "train.micro_batch", "train.gradient_checkpointing"
 WITHOUT_CARD = 2  # rows at a time on a CPU: packed rows form one line there, attention grows with its square
 
 
-def by_plan(profile: Profile, card: Card | None) -> dict[str, Choice]:
+def hidden_size(model: str) -> int | None:
+    """The width of a model, where it is known before its download."""
+    from nbutils import plan
+
+    try:
+        return plan.find(model).hidden
+    except CourseError:
+        return None
+
+
+def by_plan(profile: Profile, card: Card | None, rows: Rows | None = None) -> dict[str, Choice]:
     """The two values, as far as the profile leaves them to the plan."""
     train = profile.train
     left = {MICRO_BATCH: train.micro_batch, CHECKPOINTING: train.gradient_checkpointing}
     wanted = [name for name, value in left.items() if value == "auto"]
     if not wanted:
         return {}
-    found = _without_card(train.batch) if card is None else _with_card(profile, card)
+    found = _without_card(train.step_rows) if card is None else _with_card(profile, card, rows)
     return {name: found[name] for name in wanted}
 
 
@@ -36,7 +47,7 @@ def shared_batch(train: Train) -> dict[str, Choice]:
     if train.micro_batch == "auto":
         return {}
     processes = scaling.world_size()
-    size = scaling.micro_batch_for(train.batch, train.micro_batch, processes)
+    size = scaling.micro_batch_for(train.step_rows, train.micro_batch, processes)
     reason = f"{processes} processes share the batch of {train.batch}"
     return {} if size == train.micro_batch else {MICRO_BATCH: Choice(size, reason)}
 
@@ -49,7 +60,7 @@ def _without_card(batch: int) -> dict[str, Choice]:
     }
 
 
-def _with_card(profile: Profile, card: Card) -> dict[str, Choice]:
+def _with_card(profile: Profile, card: Card, rows: Rows | None) -> dict[str, Choice]:
     """The fastest that fits; the smallest, with a warning, if nothing does; careful values if the shape is unknown."""
     from nbutils import plan
     from nbutils.plan import choosing
@@ -60,10 +71,10 @@ def _with_card(profile: Profile, card: Card) -> dict[str, Choice]:
         shape = plan.find(profile.model)
     except CourseError:
         reason = "plan: the model's shape is not known before its download, so the careful value"
-        rows = 1 if train.micro_batch == "auto" else train.micro_batch
-        return {MICRO_BATCH: Choice(rows, reason), CHECKPOINTING: Choice("on", reason)}
-    recipe = plan.from_profile(profile, facts)
-    found = plan.options(shape, recipe, train.batch, facts, *choosing.left_open(train))
+        size = 1 if train.micro_batch == "auto" else train.micro_batch
+        return {MICRO_BATCH: Choice(size, reason), CHECKPOINTING: Choice("on", reason)}
+    recipe = plan.from_profile(profile, facts, rows)
+    found = plan.options(shape, recipe, train.step_rows, facts, *choosing.left_open(train))
     return _reasoned(found, facts)
 
 

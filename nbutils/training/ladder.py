@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbutils import hardware
 from nbutils.errors import CourseError
-from nbutils.training import memory, rungs
+from nbutils.training import memory, rungs, validation
 from nbutils.training.live import replace_bars
 from nbutils.training.resuming import step_of
 
@@ -29,6 +29,7 @@ def train(trainer: Trainer, lesson: Lesson, resume_from: Path | None) -> None:
     """Train to the end. Where the card's memory runs out: one rung down, and on from the last finished step."""
     remembered, watch = memory.Memory(lesson, rungs.setting_of(trainer)), _watch(trainer)
     now = remembered.begin(resume_from)
+    validation.of(trainer)
     if now != remembered.planned:
         rungs.take(trainer, now)
     trainer.add_callback(watch)

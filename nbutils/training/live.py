@@ -20,6 +20,7 @@ from nbutils.paths import GIB
 from nbutils.plan import cards
 from nbutils.training.meter import Meter
 from nbutils.training.numbers import loss_history
+from nbutils.training.validation import validation_history
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -72,6 +73,7 @@ class Teller:
         loss, left, skipped = self.meter.loss, self.meter.seconds_left, self.meter.skipped
         known = {
             "loss": "" if loss is None else f"{loss:.3f}",
+            "validation": f"{self.meter.validation[-1][1]:.3f}" if self.meter.validation else "",
             "tokens/s": "" if speed is None else f"{speed:,.0f}",
             "memory": memory(self.card, over),
             "left": "" if over or left is None else dashboard.clock(left),
@@ -88,7 +90,7 @@ class Teller:
         """Draw it, or print what is new."""
         notes, self.shown_at = self.meter.notes, self.meter.now()
         if self.panel:
-            self.panel.draw(parts, (self.meter.step, self.meter.steps), self.meter.losses, notes)
+            self.panel.draw(parts, (self.meter.step, self.meter.steps), self.meter.losses, notes, self.meter.validation)
         else:
             print(*notes[self.told :], dashboard.live_line(parts), sep="\n", flush=True)
         self.told = len(notes)
@@ -109,6 +111,7 @@ def live_numbers(
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.meter.begin(state.global_step, state.max_steps, loss_history(state.log_history))
+            self.meter.validation = validation_history(state.log_history)
             if state.is_world_process_zero:
                 self.teller.begin()
 
@@ -118,7 +121,9 @@ def live_numbers(
                 self.teller.tell()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if "loss" not in (logs or {}):  # an evaluation, or the trainer's own summary
+            if "eval_loss" in (logs or {}):
+                self.meter.validation.append((state.global_step, logs["eval_loss"]))
+            if "loss" not in (logs or {}):  # a validation, or the trainer's own summary
                 return
             first = self.meter.last_log <= self.meter.first
             self.meter.logged(state.global_step, logs["loss"], logs.get("num_tokens"))

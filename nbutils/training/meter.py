@@ -32,6 +32,7 @@ class Meter:
         self.step = self.steps = self.first = self.last_log = self.skipped = self.streak = 0
         self.tokens = self.counter = 0.0  # of this callback's trainings; as the trainer last logged them
         self.losses: list[tuple[int, float]] = []
+        self.validation: list[tuple[int, float]] = []
         self.notes: list[str] = []
         self.begun = False  # whether a training of this meter's trainer has begun before
         self.before, self.began = 0.0, math.nan  # seconds of earlier trainings; when the one that runs began

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbutils import tracking
 from nbutils.paths import write_json
+from nbutils.training import validation
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -27,13 +28,15 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
     history = trainer.state.log_history
     losses = loss_history(history)
     tokens = [entry["num_tokens"] for entry in history if "num_tokens" in entry and entry["step"] > first_step]
-    watcher = _watcher(trainer)
+    watcher, whole = _watcher(trainer), trainer.state.max_steps
     live: Meter | None = watcher and watcher.meter
+    if validation.ended_early(trainer, history):
+        whole = trainer.state.global_step
     speed = (live and live.average) or (tokens[-1] / seconds if tokens else None)
     cost = watcher.teller.cost() if watcher and tokens else None  # {}: no price is known, and it is left out
     return {
         "steps": trainer.state.global_step,
-        "planned_steps": trainer.state.max_steps,  # more than the steps done: the run ended before its time was up
+        "planned_steps": whole,  # more than the steps done: the run ended before its time was up
         "resumed_from_step": first_step,
         "final_loss": round(losses[-1][1], 5) if losses else None,
         "tokens_per_second": round(speed, 1) if speed else None,  # None: nothing was left to train
@@ -42,6 +45,7 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
         "processes": trainer.args.world_size if tokens else None,
         "batch": _batch(trainer.args) if tokens else None,
         "peak_memory_gib": round(hardware.peak_memory_gib(), 3) if tokens else None,
+        **validation.facts(history),
     } | ({} if cost == {} else {"cost": cost})
 
 

@@ -18,7 +18,7 @@ from nbutils import checkpoints, paths, scaling
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.paths import CHUNK, GIB
-from nbutils.training import memory
+from nbutils.training import memory, validation
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -31,7 +31,7 @@ RESUME_CHOICES = ("auto", "never")
 # Of train: in a profile, what a run may be continued with in spite of another value. The batch is not among them.
 MAY_CHANGE = {
     "epochs", "max_steps", "save_steps", "keep_checkpoints", "logging_steps", "micro_batch", "gradient_checkpointing",
-    "shorten",
+    "shorten", "validation_rows", "keep_best", "early_stopping",
 }  # fmt: skip
 _LOCKS: dict[Path, IO[str]] = {}
 
@@ -158,6 +158,8 @@ def steps_left(trainer: Trainer, checkpoint: Path | None) -> int:
         done = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except FileNotFoundError as problem:
         raise trained_already() from problem
+    if validation.ended_early(trainer, done["log_history"]):
+        return 0
     return max(_steps_wanted(trainer) - done["global_step"], 0)
 
 
@@ -206,8 +208,8 @@ def _samples(place: Path, all_over: bool) -> Iterator[bytes]:
             yield file.read(SAMPLE)
 
 
-def load_finished(trainer: Trainer, checkpoint: Path) -> None:
-    """Take over the weights and the history of a training that is complete already."""
+def load_finished(trainer: Trainer, checkpoint: Path, chosen: bool = False) -> None:
+    """Take over the weights and the history of a training that is complete; of a `chosen` step, its own weights."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
     from transformers import TrainerState
@@ -215,6 +217,8 @@ def load_finished(trainer: Trainer, checkpoint: Path) -> None:
     set_peft_model_state_dict(trainer.model, load_file(checkpoint / "adapter_model.safetensors"))
     trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     trainer.state.max_steps = trainer.state.global_step  # MAX_STEPS may be less than what was planned then
+    if not chosen and (asked := validation.of(trainer)):
+        asked.remember(trainer.state, checkpoint)
     print(f"Nothing is left to train: this run has {trainer.state.global_step} steps.")
     print('Set a larger MAX_STEPS to go on, or RESUME = "never" to start anew.')
 

@@ -65,7 +65,13 @@ def setting_of(trainer: Trainer) -> Setting:
     """The rung a trainer was built for."""
     args: Any = trainer.args
     kind = "off" if not args.gradient_checkpointing else "offload" if args.activation_offloading else "on"
-    return Setting(args.per_device_train_batch_size, args.gradient_accumulation_steps, kind, args.max_length or 0)
+    return Setting(args.per_device_train_batch_size, args.gradient_accumulation_steps, kind, longest(trainer))
+
+
+def longest(trainer: Trainer) -> int:
+    """Tokens of the longest row: of all where rows are packed."""
+    rows: Any = trainer.train_dataset
+    return trainer.args.max_length or max(map(len, rows["input_ids"]), default=0)  # type: ignore[attr-defined]
 
 
 def take(trainer: Any, new: Setting) -> None:
@@ -81,7 +87,7 @@ def take(trainer: Any, new: Setting) -> None:
         from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
         trainer.maybe_activation_offload_context = get_act_offloading_ctx_manager(trainer.model)
-    if new.length < (args.max_length or 0):
+    if new.length < longest(trainer):
         _cut_rows(trainer, new.length)
 
 

@@ -1,0 +1,185 @@
+"""The recipe of a training, chosen from its rows: conversations per step, epochs, learning rate, saves, validation.
+
+The GPU decides none of this, only how a step is cut into micro-batches (sizing). What a profile names is kept.
+Where the numbers come from: `benchmarks/recipes.py`, and for other model sizes Schulman et al., "LoRA Without Regret".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import Any
+
+from nbutils.hardware import Choice
+from nbutils.profiles.schema import Train
+
+STEPS_PER_EPOCH = 50  # fewer, of more conversations each, learn less; more take longer and learn no more
+FEWEST = 8  # conversations per step: fewer follow single rows
+LARGEST_STEP = 8  # rows of max_length: where data is large, the step a GPU computes at its full speed
+PACK_FROM = 4  # rows of max_length in a step: below, packing could not meet the number of conversations
+EPOCHS = ((100, 5.0), (10_000, 3.0), (50_000, 2.0), (math.inf, 1.0))  # up to so many rows
+RATE, AT_HIDDEN, POWER = 4e-4, 2000, 0.78  # LoRA's best rate falls with the width of the model
+SAVES, MOST_BETWEEN = 5, 50  # per run, and the steps between two of them in a long one
+MOST_VALIDATED, LEAST_VALIDATED = 64, 4  # rows
+SHARE, FORWARD = 0.05, 0.4  # of the training time for validation; the cost of a row without its backward pass
+PACKED = 0.97  # share of a packed row that is real tokens, with best-fit packing
+FEW_STEPS = 50
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a recipe asks of the data: how many examples there are, and how long."""
+
+    examples: int
+    mean: float
+    spread: float  # standard deviation of the lengths
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Rows:
+        """Those of examples with these lengths in tokens."""
+        return cls(len(lengths), fmean(lengths), pstdev(lengths), max(lengths))
+
+    @classmethod
+    def like(cls, examples: int, mean: float, longest: int) -> Rows:
+        """A guess from the mean length alone: instruction data spreads about as wide as its mean."""
+        return cls(examples, min(mean, longest), min(mean, longest - mean) if mean < longest else 0.0, longest)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the recipe comes to."""
+
+    steps: int
+    examples_per_step: float
+    tokens_per_step: float
+    epochs: float
+    learning_rate: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps:,} steps of {self.examples_per_step:,.0f} conversations "
+            f"({self.tokens_per_step:,.0f} tokens), {self.epochs:.3g} epochs, learning rate {self.learning_rate:g}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "steps": self.steps, "examples_per_step": round(self.examples_per_step, 1),
+            "epochs": round(self.epochs, 3), "learning_rate": self.learning_rate,
+        }  # fmt: skip
+
+
+def choose(train: Train, rows: Rows | None, hidden: int | None, processes: int = 1) -> dict[str, Choice]:
+    """The values a profile leaves to its data, by dotted name; without rows those of large data."""
+    found: dict[str, Choice] = {}
+    if train.learning_rate == "auto":
+        found["learning_rate"] = _learning_rate(hidden)
+    if train.epochs == "auto":
+        found["epochs"] = _epochs(rows)
+    found |= _batch(train, rows, processes)
+    if train.save_steps == "auto":
+        found["save_steps"] = _save_steps(apply(train, found), rows)
+    if train.validation_rows == "auto":
+        found["validation_rows"] = _validation_rows(apply(train, found), rows)
+    return {f"train.{name}": choice for name, choice in found.items()}
+
+
+def apply(train: Train, found: Mapping[str, Choice]) -> Train:
+    """The settings with these values in them."""
+    return train.model_copy(update={name.removeprefix("train."): choice.value for name, choice in found.items()})
+
+
+def schedule(train: Train, rows: Rows) -> Schedule:
+    """Steps and their size, for a profile whose values are settled."""
+    batch, whole = train.step_rows, rows.examples
+    if train.packing:
+        whole = math.ceil(rows.examples * rows.mean / (PACKED * train.max_length))
+    per_epoch = math.ceil(whole / batch)
+    steps = train.max_steps or math.ceil(per_epoch * float(train.epochs))
+    each = rows.examples / per_epoch if per_epoch == 1 else rows.examples * batch / whole
+    return Schedule(steps, each, each * rows.mean, steps / per_epoch, float(train.learning_rate))
+
+
+def few_steps(train: Train, pinned: Train, rows: Rows) -> str:
+    """What to set where the batch a profile names leaves too few steps; empty where it does not."""
+    made = schedule(train, rows)
+    if pinned.batch == "auto" or made.steps >= FEW_STEPS or train.max_steps:
+        return ""
+    better = _examples_per_step(rows, train.max_length)
+    if better >= made.examples_per_step:
+        return ""
+    return (
+        f"[WARN] train.batch {train.batch} makes steps of {made.examples_per_step:,.0f} conversations and leaves "
+        f"{made.steps} of them, too few to learn much: set train.batch={better}, train.packing=false"
+    )
+
+
+def _learning_rate(hidden: int | None) -> Choice:
+    if hidden is None:
+        return Choice(2e-4, "recipe: usual for LoRA; the size of this model is not known before its download")
+    rate = float(f"{RATE * (AT_HIDDEN / hidden) ** POWER:.1e}")
+    return Choice(rate, f"recipe: LoRA's best rate for a model {hidden} wide; halve it if the loss jumps")
+
+
+def _epochs(rows: Rows | None) -> Choice:
+    if rows is None:
+        return Choice(EPOCHS[-1][1], "recipe: as for large data, until your rows are known")
+    passes = next(passes for most, passes in EPOCHS if rows.examples <= most)
+    return Choice(passes, f"recipe: for {rows.examples:,} rows; the best step by validation loss is kept")
+
+
+def _examples_per_step(rows: Rows, max_length: int) -> int:
+    """A power of two that leaves about 50 steps in an epoch, up to the largest step."""
+    wanted = 2 ** round(math.log2(max(rows.examples / STEPS_PER_EPOCH, FEWEST)))
+    return max(1, min(wanted, int(LARGEST_STEP * max_length / rows.mean)))
+
+
+def _batch(train: Train, rows: Rows | None, processes: int) -> dict[str, Choice]:
+    """Batch and packing: conversations laid end to end, or, where a step holds many, rows packed to max_length."""
+    found: dict[str, Choice] = {}
+    each = _examples_per_step(rows, train.max_length) if rows else 0
+    filled = each * rows.mean / train.max_length if rows else LARGEST_STEP
+    if train.packing == "auto":
+        by_name = train.batch != "auto"
+        words = (
+            "a batch that is named counts conversations; packing: true makes it count packed rows" if by_name
+            else f"{filled:.1f} rows of {train.max_length} tokens would fill a step: {PACK_FROM} or more are packed"
+        )  # fmt: skip
+        found["packing"] = Choice(not by_name and filled >= PACK_FROM, f"recipe: {words}")
+    packing = found["packing"].value if found else train.packing
+    if train.batch == "auto":
+        size = max(1, round(filled)) if packing else each or FEWEST
+        size = math.ceil(size / processes) * processes  # every process has its share
+        found["batch"] = Choice(size, f"recipe: {_why(rows, each, size, bool(packing), train.max_length)}")
+    return found
+
+
+def _why(rows: Rows | None, each: int, size: int, packing: bool, max_length: int) -> str:
+    if rows is None:
+        return "packed rows, as for large data, until your rows are known"
+    unit = f"rows of {max_length} tokens, about {size * PACKED * max_length / rows.mean:.0f} conversations" if packing \
+        else "conversations"  # fmt: skip
+    large = LARGEST_STEP * max_length / rows.mean
+    told = f"{size} {unit} a step give {math.ceil(rows.examples / each)} steps an epoch"
+    return told if large <= each * 1.5 else f"{told}; {large:.0f} would leave {math.ceil(rows.examples / large)}"
+
+
+def _save_steps(train: Train, rows: Rows | None) -> Choice:
+    if rows is None:
+        return Choice(MOST_BETWEEN, "recipe: as for large data, until your rows are known")
+    steps = schedule(train, rows).steps
+    between = max(1, min(MOST_BETWEEN, math.ceil(steps / SAVES)))
+    return Choice(between, f"recipe: {math.ceil(steps / between)} checkpoints, each with a validation loss")
+
+
+def _validation_rows(train: Train, rows: Rows | None) -> Choice:
+    if rows is None:
+        return Choice(MOST_VALIDATED, "recipe: as for large data, until your rows are known")
+    made = schedule(train, rows)
+    times = math.ceil(made.steps / int(train.save_steps)) + 1
+    budget = int(SHARE * made.steps * made.examples_per_step / (FORWARD * times))
+    count = max(LEAST_VALIDATED, min(MOST_VALIDATED, budget))
+    return Choice(count, f"recipe: held-back rows, {times} times; about {SHARE:.0%} of the training time or less")
