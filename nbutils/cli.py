@@ -10,6 +10,8 @@ import click
 
 from nbutils.errors import CourseError
 
+SET_HELP = 'Values of the profile: "train.learning_rate=1e-4, lora.rank=64".'
+
 
 class Amount(click.FloatRange):
     """A number above zero, and no larger than anything there is: neither infinite nor `nan`."""
@@ -44,13 +46,31 @@ def app() -> None:
 @click.option("--profile", default="", help="A profile of configs/ or the path of one; default: auto.")
 @click.option("--only", multiple=True, help="A lesson, as 03 or 03_qlora; may be given several times.")
 @click.option("-p", "--parameter", multiple=True, nargs=2, metavar="NAME VALUE", help="A parameter of the lessons.")
-def run(profile: str, only: tuple[str, ...], parameter: tuple[tuple[str, str], ...]) -> None:
+@click.option("--set", "given", default="", metavar="TEXT", help=SET_HELP)
+def run(profile: str, only: tuple[str, ...], parameter: tuple[tuple[str, str], ...], given: str) -> None:
     """Run lessons 01-05 (or those named) headless and say where the results are."""
     from nbutils import course
 
-    given = dict(parameter) | ({"PROFILE": profile} if profile else {})
-    folder = course.run(course.select(only), given)
+    options = {name: value for name, value in (("PROFILE", profile), ("SET", given)) if value}
+    folder = course.run(course.select(only), dict(parameter) | options)
     print(f"\n{course.summary(folder)}")
+
+
+@app.command()
+@click.argument("runs", nargs=-1)
+@click.option("--out", type=click.Path(path_type=Path), help="A folder for compare.png, the curves.")
+@click.option("--json", "as_json", is_flag=True, help="The comparison as JSON, for programs.")
+def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
+    """Show RUNS (names, or paths of run folders) side by side: settings that differ, losses, scores, verdict."""
+    import json
+
+    from nbutils import compare
+
+    found = compare.of_names(runs)
+    if out:
+        compare.plot(found, out / "compare.png")
+    whole = {"differing": compare.differing(found), "runs": found}
+    print(json.dumps(whole, indent=2, ensure_ascii=False)) if as_json else compare.show(found)
 
 
 @app.command()
@@ -151,6 +171,7 @@ def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **wishes: Any)
 @click.option("--rows", type=click.IntRange(1), help="Rows of your data.")
 @click.option("--mean-length", type=Amount(1), help="Mean tokens of a row.")
 @click.option("--epochs", type=Amount(), help="Default: the profile's.")
+@click.option("--set", "given", metavar="TEXT", help=SET_HELP)
 @click.option("--vram", type=Amount(), help="Memory of the card in GiB, as torch reports it.")
 @click.option("--tflops", type=Amount(), help="The card's dense 16-bit tensor TFLOP/s.")
 @click.option("--capability", help="The card's CUDA capability, as 7.5.")

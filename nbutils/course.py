@@ -56,7 +56,7 @@ def run(stems: Sequence[str], given: dict[str, str]) -> lessons.RunFolder:
     asked: dict[str, Any] = {
         name: values[name]
         for values in by_lesson.values()
-        for name in ("PROFILE", "MODEL", "RUN_NAME")
+        for name in ("PROFILE", "MODEL", "RUN_NAME", "SET", "RESUME", *lessons.OVERRIDES)
         if name in values
     }
     folder, resolved = lessons.open_run(asked, platform, folders, card)

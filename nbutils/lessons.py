@@ -21,6 +21,8 @@ from typing import Any
 from nbutils import checkpoints, dashboard, hardware, install, parameters, platforms, profiles, record, scaling
 from nbutils.errors import CourseError
 from nbutils.paths import NOTEBOOKS, make_folder, stamp
+from nbutils.profiles.reading import settings_in, settings_text
+from nbutils.profiles.schema import flat
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
 NOTICE, POWER_OFF = "NBUTILS_NOTICE", "NBUTILS_POWER_OFF"  # 1: after a lesson, or the course, has ended well
@@ -119,6 +121,7 @@ class Lesson:
         """Run a lesson as a script of `processes` processes with this profile and model, here or in another folder."""
         script = NOTEBOOKS / f"{stem}.py"
         wanted = {"PROFILE": self.resolved.source, "MODEL": self.parameters.get("MODEL", ""), "RUN_NAME": self.run.name}
+        wanted["SET"] = settings_text(self.resolved.set_values)
         types = parameters.declared_in(script)
         passed = {name: value for name, value in (wanted | values).items() if value and name in types}
         with goodbye_later():
@@ -132,6 +135,8 @@ class Lesson:
             "model": self.model_name, "card": asdict(self.card) if self.card else None, "versions": record.versions(),
         }  # fmt: skip
         entry = {"seconds": round(time.monotonic() - self.started, 1), **facts}
+        if self.stem == "03_qlora":  # what the adapter was made with
+            top["set"], entry["settings"] = self.resolved.set_values, flat(self.profile.model_dump())
         whole = record.update(self.run.facts, top, self.stem, entry)
         record.write_report(self.run.report, self.run.name, whole)
         print(f"Lesson {self.stem} done in {entry['seconds']:.0f} s. Facts: {self.run.facts}")
@@ -218,32 +223,54 @@ def _tell_plainly(kind: type[BaseException], problem: BaseException, trace: Any)
 def open_run(
     values: dict[str, Any], platform: platforms.Platform, folders: platforms.Folders, card: hardware.Card | None
 ) -> tuple[RunFolder, profiles.Resolved]:
-    """The run folder and the resolved profile; a run that exists already keeps the profile it began with."""
+    """The run folder and the resolved profile; a run that exists already keeps the profile and SET it began with."""
     profile, model, name = values.get("PROFILE", "auto"), values.get("MODEL", ""), values.get("RUN_NAME", "")
     make_folder(folders.keep, "runs")
     unnamed = profile == "auto" and not model and not name
     name = unfinished_run(folders.keep, card) if unnamed else name
-    if name:
-        _take_over(RunFolder(folders.keep / check_run_name(name)), folders)
-    earlier = record.read(folders.keep / name / "facts.json") if name else {}
+
+    def folder_of(chosen: str) -> RunFolder:
+        run = RunFolder(folders.keep / (name or default_run_name(chosen, values.get("MODEL", ""))))
+        _take_over(run, folders)
+        return run
+
+    earlier = record.read(folder_of(check_run_name(name)).facts) if name else {}
     continued = profile == "auto" and not model and "profile_source" in earlier
     if continued:
         profile, model = earlier["profile_source"], earlier["model"]
-    resolved = profiles.resolve(profile, model, card=card, platform=platform, online=platforms.hub_online)
+    resolved = profiles.resolve(
+        profile, model, card=card, platform=platform, online=platforms.hub_online,
+        overrides=lambda chosen: _overrides(folder_of(chosen), values),
+    )  # fmt: skip
     if continued:
         values_then = {"profile": resolved.name, "model": resolved.model}
         reasons = {field: hardware.Choice(value, "this run began with it") for field, value in values_then.items()}
         resolved = replace(resolved, choices=resolved.choices | reasons)
-    overrides = {
-        field: (values[name], f"parameter {name}") for name, field in OVERRIDES.items() if values.get(name, 0) > 0
-    }
-    resolved = profiles.with_overrides(resolved, overrides) if overrides else resolved
-    run = RunFolder(folders.keep / (name or default_run_name(resolved.name, values.get("MODEL", ""))))
+    run = folder_of(resolved.name)
+    resolved = replace(resolved, set_values=_given(run, values))
     make_folder(run.path, "this run")
-    _take_over(run, folders)
-    begun = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}
+    begun: dict[str, Any] = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}
+    trained = any(one for store in checkpoints.stores(folders, run.name) for one in store.glob("checkpoint-*.json"))
+    if not trained or values.get("RESUME") == "never":
+        begun["set"] = resolved.set_values  # else what was trained is not of this SET, unless lesson 03 goes on with it
     record.begin(run.facts, begun, unnamed)  # a damaged record is told now, not after the training
     return run, resolved
+
+
+def _given(run: RunFolder, values: dict[str, Any]) -> dict[str, Any]:
+    """SET; where it is not given, the one this run began with, unless its profile is named anew."""
+    if text := values.get("SET"):
+        return settings_in(text)
+    anew = "SET" in values and values.get("PROFILE", "auto") != "auto"
+    return {} if anew else record.read(run.facts).get("set", {})
+
+
+def _overrides(run: RunFolder, values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    """What replaces values of the profile; a parameter of its own wins over SET."""
+    reason = "parameter SET" if values.get("SET") else "parameter SET, with which this run began"
+    given = {name: (value, reason) for name, value in _given(run, values).items()}
+    own = {field: (values[name], f"parameter {name}") for name, field in OVERRIDES.items() if values.get(name, 0) > 0}
+    return given | own
 
 
 def _take_over(run: RunFolder, folders: platforms.Folders) -> None:

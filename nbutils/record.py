@@ -23,6 +23,7 @@ SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|ghp_[A-Za-z0-
 IN_ADDRESS = re.compile(r"(?<=//)[^/\s@]+(?=@)")  # https://user:password@host
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.I)
 MASK, SHORTEST = "[masked]", 8
+MANY = 20  # values of a fact that are not listed in a report
 _secrets: set[str] = set()  # found outside the environment
 
 
@@ -136,5 +137,7 @@ def _plain(value: Any) -> str:
         return "; ".join(map(_plain, value["summary"]))
     if isinstance(value, dict):  # what is nested deeper stays in facts.json: a line is no place for it
         flat = {name: inner for name, inner in value.items() if not isinstance(inner, dict | list)}
+        if len(flat) > MANY:
+            return f"{len(flat)} values"
         return ", ".join(f"{name} {_plain(inner)}" for name, inner in (flat or value).items())
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " ")

@@ -31,12 +31,14 @@ if importlib.util.find_spec("nbutils") is None:
     print("Installing the course from", re.sub("//[^/]*@", "//", SOURCE)); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
 
 # %% [markdown]
-# These are the dials. `PROFILE = "auto"` lets the machine decide; any name from `configs/` works too.
+# These are the dials. `PROFILE = "auto"` lets the machine decide; any name from `configs/` works too. `SET` replaces any of its
+# values, as in `"train.learning_rate=1e-4, lora.rank=64"`; the later lessons of the same run keep to it.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
 MODEL: str = ""
 RUN_NAME: str = ""
+SET: str = ""
 
 # %% [markdown]
 # Starting a lesson prints what was found. The evidence matters: Kaggle's image also carries Colab's package.

@@ -33,8 +33,9 @@ if importlib.util.find_spec("nbutils") is None:
     print("Installing the course from", re.sub("//[^/]*@", "//", SOURCE)); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
 
 # %% [markdown]
-# The dials. Empty or zero leaves a value to the profile. `RESUME = "auto"` continues an interrupted run; `"never"`
-# deletes its checkpoints and starts anew. `MAX_HOURS` 0 is the platform's own limit.
+# The dials. Empty or zero leaves a value to the profile; `SET = "train.learning_rate=1e-4, lora.rank=64"` replaces any of
+# them. `RESUME = "auto"` continues an interrupted run; `"80"` goes back to the checkpoint of step 80; `"never"` deletes its
+# checkpoints and starts anew. `MAX_HOURS` 0 is the platform's own limit.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -46,6 +47,7 @@ SAVE_STEPS: int = 0
 MAX_HOURS: float = 0.0
 RESUME: str = "auto"
 SEED: int = 42
+SET: str = ""
 
 # %% [markdown]
 # Starting finds the platform, the card and the run folder.
@@ -318,7 +320,7 @@ began = time.monotonic()
 if training.steps_left(trainer, resume_from):
     training.train(trainer, lesson, resume_from)
 else:
-    training.load_finished(trainer, resume_from)
+    training.load_finished(trainer, resume_from, chosen=RESUME.isdecimal())
 seconds = time.monotonic() - began
 
 # %% [markdown]
@@ -349,6 +351,7 @@ for name, value in numbers.items():
 # %%
 log = trainer.state.log_history
 dashboard.plot_losses(training.loss_history(log), lesson.run.logs / "loss.png", validation=training.validation_history(log))
+training.write_history(log, lesson.run.logs / "history.json")
 
 # %% [markdown]
 # Did the right weights move? (After one or two steps only half of the adapter has: one matrix of each pair starts at zero.)

@@ -381,6 +381,14 @@ else:
     print(f"kept here: {folder}")
 
 # %% [markdown]
+# Other runs you trained to their end, beside this one: the settings that differ, and what came of them.
+
+# %%
+from nbutils import compare
+
+compare.beside(lesson.run, outcome.facts())
+
+# %% [markdown]
 # ## Exercise
 #
 # Before you look: how many answers does the merged model still get wrong, and in what? Put your guess in, and run the cell.

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import simulate
 
-from nbutils import hardware, lessons, paths, platforms, record, scaling
+from nbutils import checkpoints, hardware, lessons, paths, platforms, record, scaling, training
 from nbutils.errors import CourseError
+from nbutils.profiles import reading
 
 LOCAL = platforms.Platform("local", "test")
 
@@ -66,6 +67,59 @@ def test_step_parameters_override_the_profile_and_say_so(home: Path) -> None:
     assert "SAVE_STEPS" not in resolved.choices["train.save_steps"].reason
 
 
+def test_set_is_kept_for_every_later_lesson_of_the_run(home: Path) -> None:
+    run, resolved = opened({"PROFILE": "tiny", "SET": "lora.rank=8, quantization.type=fp4"})
+    assert record.read(run.facts)["set"] == resolved.set_values == {"lora.rank": 8, "quantization.type": "fp4"}
+    for later in (
+        {"RUN_NAME": "tiny"},
+        {"PROFILE": "auto", "RUN_NAME": "tiny", "SET": ""},
+        {"PROFILE": "auto", "SET": ""},
+        {"PROFILE": "tiny"},  # a lesson that has no SET
+    ):
+        _, again = opened(later)
+        assert again.profile.lora.rank == 8 and again.profile.quantization.type == "fp4", later
+        assert "parameter SET" in again.choices["lora.rank"].reason
+    _, anew = opened({"PROFILE": "tiny", "SET": ""})
+    assert anew.profile.lora.rank != 8 and record.read(run.facts)["set"] == {}
+
+
+def test_a_parameter_of_its_own_wins_over_set(home: Path) -> None:
+    run, resolved = opened({"SET": "train.max_steps=9, train.save_steps=4", "MAX_STEPS": 7})
+    assert (resolved.profile.train.max_steps, resolved.profile.train.save_steps) == (7, 4)
+    assert resolved.choices["train.max_steps"].reason == "parameter MAX_STEPS"
+    assert opened({"RUN_NAME": run.name})[1].profile.train.max_steps == 9
+
+
+def test_a_set_that_does_not_fit_what_was_trained_is_not_remembered(home: Path) -> None:
+    run, _ = opened({"SET": "lora.rank=8"})
+    run.checkpoints.mkdir()
+    (run.checkpoints / "checkpoint-5.json").write_text("{}")
+    assert opened({"SET": "lora.rank=4"})[1].profile.lora.rank == 4  # and lesson 03 refuses it by its fingerprint
+    assert opened({"RUN_NAME": run.name})[1].profile.lora.rank == 8
+    opened({"SET": "lora.rank=4", "RESUME": "never"})
+    assert record.read(run.facts)["set"] == {"lora.rank": 4}
+    namespace = {"__annotations__": {"SET": str}, "SET": "train.max_steps=3"}
+    lesson = lessons.begin("03_qlora", namespace)
+    lesson.finish()
+    facts = record.read(run.facts)
+    assert facts["set"] == {"train.max_steps": 3}
+    assert facts["lessons"]["03_qlora"]["settings"]["train.max_steps"] == 3
+    assert "train.warmup_ratio" not in run.report.read_text()
+
+
+def test_set_is_part_of_what_must_be_equal_to_continue(home: Path) -> None:
+    marks = []
+    for text in ("", "train.save_steps=3", "lora.rank=8", "train.learning_rate=1e-4", "quantization.type=fp4"):
+        profile = opened({"PROFILE": "tiny", "SET": text})[1].profile
+        parts = {"method": profile.quantization.model_dump(), "lora": profile.lora.model_dump()}
+        train = profile.train.model_dump(exclude=training.MAY_CHANGE)
+        marks.append(checkpoints.fingerprint(train=train, **parts))
+    checkpoints.refuse_other_run(marks[0], marks[1])
+    for other in marks[2:]:
+        with pytest.raises(CourseError, match="another training"):
+            checkpoints.refuse_other_run(marks[0], other)
+
+
 def test_begin_and_finish_write_the_promised_facts(home: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     lesson = lessons.begin("01_environment", {"__annotations__": {"PROFILE": str}, "PROFILE": "auto"})
     lesson.finish(answer=42)
@@ -86,9 +140,10 @@ def test_a_failing_earlier_lesson_is_named_with_its_last_lines(tmp_path: Path, c
 def test_an_earlier_lesson_runs_with_the_same_profile_and_run(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    opened({"RUN_NAME": "demo", "SET": "lora.target_modules=[q_proj, v_proj], lora.rank=8"})
     lesson = lessons.begin("04_merge", {"__annotations__": {"RUN_NAME": str}, "RUN_NAME": "demo"})
     (tmp_path / "03_qlora.py").write_text(
-        "PROFILE: str = 'auto'\nRUN_NAME: str = ''\nfrom nbutils import parameters\n"
+        "PROFILE: str = 'auto'\nRUN_NAME: str = ''\nSET: str = ''\nfrom nbutils import parameters\n"
         "from pathlib import Path\nimport json, os\n"
         "v = parameters.collect(globals())\nf = Path(os.environ['NBUTILS_HOME'], RUN_NAME, 'adapter')\n"
         "f.mkdir(parents=True)\n"
@@ -96,7 +151,9 @@ def test_an_earlier_lesson_runs_with_the_same_profile_and_run(
     )
     monkeypatch.setattr(lessons, "NOTEBOOKS", tmp_path)
     lesson.require("03_qlora")
-    assert '"PROFILE": "tiny"' in (home / "demo/adapter/complete.json").read_text()
+    passed = json.loads((home / "demo/adapter/complete.json").read_text())["about"]
+    assert passed["PROFILE"] == "tiny"
+    assert reading.settings_in(passed["SET"]) == {"lora.target_modules": ["q_proj", "v_proj"], "lora.rank": 8}
     monkeypatch.setattr(sys, "executable", "/nonexistent")
     lesson.require("03_qlora")  # is there now: nothing runs
 

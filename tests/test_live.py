@@ -331,8 +331,9 @@ def test_a_real_trainer_shows_these_numbers_and_nothing_of_its_own(
     assert numbers["steps"] == 4 and numbers["skipped_steps"] is None  # no token was counted, so none was measured
 
 
-def test_skipped_steps_and_the_speed_of_all_trainings_are_written_down() -> None:
-    trainer = started(4)
+@pytest.mark.parametrize("rented", [False, True])
+def test_skipped_steps_cost_and_the_speed_of_all_trainings_are_written_down(rented: bool) -> None:
+    trainer = started(4, lesson=lesson_on("autodl", CARD) if rented else lesson_on())
     trainer.step(seconds=10, skipped=True)
     trainer.step(seconds=10)
     trainer.end()
@@ -341,3 +342,6 @@ def test_skipped_steps_and_the_speed_of_all_trainings_are_written_down() -> None
     made = SimpleNamespace(state=trainer.state, callback_handler=handler, args=args)
     numbers = training.measured(made, 99.0, 0)  # type: ignore[arg-type]
     assert numbers["skipped_steps"] == 1 and numbers["tokens_per_second"] == 10.0 and numbers["train_seconds"] == 99.0
+    price = cards.hourly_price(CARD)
+    assert price and numbers.get("cost") == ({"¥": round(price.yuan * 20 / 3600, 2)} if rented else None)
+    assert "cost" not in numbers or rented

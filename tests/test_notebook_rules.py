@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "notebooks").rglob("[0-9][0-9]_*.py"))
 NOTEBOOKS = {file.stem: json.loads(file.with_suffix(".ipynb").read_text(encoding="utf-8")) for file in SOURCES}
 PLATFORM_PATH = re.compile(r"/content\b|/kaggle\b|/root/autodl|/mnt/workspace|/hy-tmp")
-LESSON_03 = ["PROFILE", "MODEL", "DATA", "RUN_NAME", "MAX_STEPS", "SAVE_STEPS", "MAX_HOURS", "RESUME", "SEED"]
+LESSON_03 = ["PROFILE", "MODEL", "DATA", "RUN_NAME", "MAX_STEPS", "SAVE_STEPS", "MAX_HOURS", "RESUME", "SEED", "SET"]
 
 each_lesson = pytest.mark.parametrize("stem", NOTEBOOKS)
 

@@ -226,19 +226,7 @@ def test_papermill_with_output_and_parameters_and_another_training_in_its_place(
     entry = facts_of(tmp_path / "tiny")["lessons"]["03_qlora"]
     assert entry["steps"] == 2 and entry["final_loss"] > 0 and out.exists()
     before = (tmp_path / "tiny/adapter/adapter_model.safetensors").read_bytes()
-    text = (
-        (paths.CONFIGS / "tiny.yaml").read_text(encoding="utf-8").replace("learning_rate: 2e-3", "learning_rate: 1e-4")
-    )
-    (tmp_path / "slow.yaml").write_text(text, encoding="utf-8")
-    words = [
-        "notebooks/03_qlora.py",
-        "--PROFILE",
-        str(tmp_path / "slow.yaml"),
-        "--RUN_NAME",
-        "tiny",
-        "--MAX_STEPS",
-        "2",
-    ]
+    words = ["notebooks/03_qlora.py", "--PROFILE", "tiny", "--MAX_STEPS", "2", "--SET", "train.learning_rate=1e-4"]
     refused = launch(words, tmp_path)
     assert refused.returncode != 0
     assert "(train.learning_rate: kept 0.002, asked 0.0001)" in refused.stderr
@@ -246,6 +234,9 @@ def test_papermill_with_output_and_parameters_and_another_training_in_its_place(
     anew = launch([*words, "--RESUME", "never"], tmp_path)
     assert anew.returncode == 0, anew.stderr[-3000:]
     assert (tmp_path / "tiny/adapter/adapter_model.safetensors").read_bytes() != before
+    facts = facts_of(tmp_path / "tiny")
+    assert facts["set"] == {"train.learning_rate": 1e-4}
+    assert facts["lessons"]["03_qlora"]["settings"]["train.learning_rate"] == 1e-4
 
 
 def test_an_unknown_parameter_stops_papermill_by_name(tmp_path: Path) -> None:

@@ -342,9 +342,12 @@ def test_every_card_profile_is_tried_on_every_card() -> None:
     assert not next(row for row in rows if row["card"] == "T4" and row["profile"] == "hopper_141gb")["fits"]
 
 
-def resolved(profile: str, model: str, card: Card | None) -> profiles.Resolved:
+def resolved(profile: str, model: str, card: Card | None, **replaced: int) -> profiles.Resolved:
     local = platforms.Platform("local", "test")
-    return profiles.resolve(profile, model, card=card, platform=local, online=lambda: True)
+    overrides = {f"train.{name}": (value, "test") for name, value in replaced.items()}
+    return profiles.resolve(
+        profile, model, card=card, platform=local, online=lambda: True, overrides=lambda name: overrides
+    )
 
 
 def test_lesson_03_is_stopped_where_memory_will_not_do() -> None:
@@ -357,11 +360,11 @@ def test_lesson_03_is_stopped_where_memory_will_not_do() -> None:
 
 
 def test_a_number_of_steps_decides_the_hours() -> None:
-    run = resolved("t4_16gb", "Qwen2.5-7B", Card("Tesla T4", (7, 5), 14.6, 1))
-    short, long = (profiles.with_overrides(run, {"train.max_steps": (steps, "test")}) for steps in (100, 200))
+    card = Card("Tesla T4", (7, 5), 14.6, 1)
+    short, long = (resolved("t4_16gb", "Qwen2.5-7B", card, max_steps=steps) for steps in (100, 200))
     hours = [plan.require(one, rows=10**6, mean_length=300).hours for one in (short, long)]
     assert hours[1] == pytest.approx(2 * hours[0])
-    train = run.profile.train
+    train = short.profile.train
     rate = plan.require(short).tokens_per_second
     assert hours[0] * 3600 * rate == pytest.approx(100 * train.batch * train.max_length * speed.PACKED)
 
@@ -409,6 +412,15 @@ def test_every_wish_is_heard() -> None:
     wanted = {"micro_batch": 4, "length": 512, "checkpointing": "offload", "rank": 64, "method": "lora"}
     assert wanted.items() <= answer["recipe"].items()
     assert (answer["gpus"], answer["batch"] % 8) == (2, 0)
+
+
+def test_the_plan_hears_any_value_and_an_option_of_its_own_wins() -> None:
+    words = ("--gpu", "A6000", "--rows", "1000", "--mean-length", "300")
+    answer = asked(*words, "--set", "lora.rank=64, train.micro_batch=2, train.max_length=512, serve.max_model_len=1024")
+    assert {"rank": 64, "micro_batch": 2, "length": 512}.items() <= answer["recipe"].items()
+    assert asked(*words, "--set", "lora.rank=64", "--rank", "8")["recipe"]["rank"] == 8
+    few, many = (asked(*words, "--set", f"train.max_steps={steps}")["hours"] for steps in (10, 1000))
+    assert few < many
 
 
 @pytest.mark.parametrize(

@@ -447,9 +447,7 @@ def test_liger_and_a_fused_attention_are_taken_where_the_card_has_them(monkeypat
     settled = profiles.resolve("tiny", card=RTX, platform=KAGGLE, online=never)
     assert settled.profile.machine.attention in ("varlen", "flash_attention_2")
     assert settled.profile.machine.liger == "on"
-    wish = {"machine.precision": ("fp32", "a test"), "machine.attention": ("auto", "a test")}
-    exact = profiles.with_overrides(settled, wish)
-    assert exact.profile.machine.attention == "sdpa"
+    assert tiny_with("machine.precision=fp32", RTX).profile.machine.attention == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -526,40 +524,80 @@ def test_the_table_folds_a_long_folder(machine: Path) -> None:
 # ---- overrides
 
 
+def tiny_with(text: str, card: Card | None = None, profile: str = "tiny") -> profiles.Resolved:
+    """The profile with SET."""
+    wanted = {name: (value, "parameter SET") for name, value in reading.settings_in(text).items()}
+    return profiles.resolve(profile, card=card, platform=KAGGLE, online=never, overrides=lambda name: wanted)
+
+
 def test_overrides_replace_value_and_reason_and_nothing_else() -> None:
-    before = profiles.resolve("tiny", card=None, platform=KAGGLE, online=never)
-    after = profiles.with_overrides(
-        before, {"train.max_steps": (3, "parameter MAX_STEPS"), "train.batch": (64, "a test")}
-    )
+    before, after = tiny_with(""), tiny_with("train.max_steps=3, train.batch=64")
     assert after.profile.train.max_steps == 3 != before.profile.train.max_steps
-    assert after.choices["train.max_steps"] == hardware.Choice(3, "parameter MAX_STEPS")
+    assert after.choices["train.max_steps"] == hardware.Choice(3, "parameter SET")
+    assert "parameter SET" in next(line for line in after.table().splitlines() if line.startswith("train.max_steps"))
     assert after.profile.train.step_rows == 64
     changed = {name for name in before.choices if before.choices[name] != after.choices[name]}
     assert changed == {"train.max_steps", "train.batch"}
     assert (after.name, after.source, after.model) == (before.name, before.source, before.model)
-    assert profiles.with_overrides(before, {}) == before
+
+
+def test_set_reads_values_as_a_profile_does() -> None:
+    text = "train.learning_rate=2e-4,lora.target_modules=[q_proj, v_proj] , machine.liger = off, lora.use_rslora=true"
+    values = {
+        "train.learning_rate": 2e-4, "lora.target_modules": ["q_proj", "v_proj"], "machine.liger": "off",
+        "lora.use_rslora": True,
+    }  # fmt: skip
+    assert reading.settings_in(text) == values and reading.settings_in(" ") == {}
+    assert reading.settings_in(reading.settings_text(values)) == values
+    resolved = tiny_with(text)
+    assert resolved.profile.lora.target_modules == ["q_proj", "v_proj"] and resolved.profile.machine.liger == "off"
+    with pytest.raises(CourseError, match="twice"):
+        reading.settings_in("lora.rank=1, lora.rank=2")
 
 
 def test_overrides_are_checked_all_at_once() -> None:
-    resolved = profiles.resolve("tiny", card=None, platform=KAGGLE, online=never)
-    values = {"train.max_stps": 3, "train.micro_batch": "8", "quantization.type": "none", "model": "x"}
-    wrong = {name: (value, "a test") for name, value in values.items()}
     with pytest.raises(CourseError) as caught:
-        profiles.with_overrides(resolved, wrong)
+        tiny_with(
+            "train.max_stps=3, train.micro_batch='8', quantization.type=none, model=x, about=y, learning_rte=1, "
+            "train=2, lora.rank, lora.target_modules=[a"
+        )
     for line in (
-        "tiny with its overrides has 5 problems",
+        "tiny with parameter SET has 10 problems",
         "train.max_stps: unknown key, did you mean max_steps?",
         "train.micro_batch: '8' should be 'auto' or '8' should be a valid integer",
         "method: qlora and quantization.type: none",
-        "model: unknown key",
+        "model: is not set this way: use MODEL",
+        "about: is not set",
+        "learning_rte: unknown key, did you mean train.learning_rate?",
+        "lora.rank: None should be a valid integer",
+        "lora.target_modules: '[a' should",
     ):
         assert line in str(caught.value)
+    assert "did you mean train?" not in str(caught.value)
 
 
 def test_overrides_are_checked_against_the_card() -> None:
-    resolved = profiles.resolve("tiny", card=T4, platform=KAGGLE, online=never)
     with pytest.raises(CourseError, match=r"machine\.precision: bf16 needs capability 8\.0"):
-        profiles.with_overrides(resolved, {"machine.precision": ("bf16", "a test")})
+        tiny_with("machine.precision=bf16", T4)
+
+
+@pytest.mark.parametrize("text", ["method=lora", "lora.rnk=8", "machine.precision=bf16"])
+def test_what_cannot_be_is_refused_before_any_download(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "reachable", lambda *_: "modelscope")
+    monkeypatch.setattr(models, "from_modelscope", lambda *_: pytest.fail("downloading"))
+    with pytest.raises(CourseError, match=text.partition("=")[0]):
+        tiny_with(text, T4, "t4_16gb")
+
+
+def test_values_left_to_the_plan_follow_from_what_was_set() -> None:
+    short, long = (
+        profiles.resolve(
+            "ampere_24gb", card=RTX, platform=KAGGLE, online=yes,
+            overrides=lambda name, length=length: {"train.max_length": (length, "a test")},
+        ).profile.train
+        for length in (512, 4096)
+    )  # fmt: skip
+    assert short.micro_batch > long.micro_batch
 
 
 def test_any_folder_can_be_asked_whether_it_holds_a_model(tmp_path: Path) -> None:
@@ -642,10 +680,8 @@ def test_launched_cards_share_the_batch(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def fitted(name: str, lengths: list[int], card: Card | None = RTX, **changes: Any) -> profiles.Resolved:
-    resolved = profiles.resolve(name, card=card, platform=KAGGLE, online=yes)
-    resolved = profiles.with_overrides(
-        resolved, {key.replace("__", "."): (value, "a test") for key, value in changes.items()}
-    )
+    replaced = {key.replace("__", "."): (value, "a test") for key, value in changes.items()}
+    resolved = profiles.resolve(name, card=card, platform=KAGGLE, online=yes, overrides=lambda _: replaced)
     return profiles.fit(resolved, profiles.Rows.of(lengths))
 
 

@@ -39,6 +39,8 @@ class Training:
 
     home: Path
     process: subprocess.Popen[bytes] | None = None
+    steps: int = STEPS
+    resume: str = "auto"
 
     @property
     def checkpoints(self) -> Path:
@@ -57,7 +59,7 @@ class Training:
         env["NBUTILS_LIVE_SECONDS"] = "0"  # a line for every step
         env |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "WANDB_MODE": "offline", "MPLBACKEND": "agg"}
         words = [sys.executable, str(ROOT / "notebooks/03_qlora.py"), "--PROFILE", str(self.home / "tiny.yaml")]
-        words += ["--MAX_STEPS", str(STEPS), "--SAVE_STEPS", str(SAVE_STEPS)]
+        words += ["--MAX_STEPS", str(self.steps), "--SAVE_STEPS", str(SAVE_STEPS), "--RESUME", self.resume]
         with open(self.home / "output", "wb") as out:
             self.process = subprocess.Popen(words, env=env, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
         return self.process
@@ -99,8 +101,8 @@ class Training:
         with tarfile.open(self.checkpoints / f"checkpoint-{STEPS}.tar") as tar:
             state = tar.extractfile(f"checkpoint-{STEPS}/trainer_state.json")
             assert state
-            history: list[dict[str, Any]] = json.load(state)["log_history"]
-        assert len({entry["step"] for entry in history if "loss" in entry}) == len(history)
+            history: list[dict[str, Any]] = [one for one in json.load(state)["log_history"] if "loss" in one]
+        assert len({entry["step"] for entry in history}) == len(history)
         return {entry["step"]: entry for entry in history}
 
     def adapter(self) -> dict[str, Any]:
@@ -226,3 +228,34 @@ def assert_same_but_the_split_average(run: Training, whole: Training, at: int) -
     assert differing(got, expected) <= ({after} if after != at else set())
     parts = (at - before) * got[at]["loss"] + (after - at) * got[after]["loss"]
     assert parts == pytest.approx((after - before) * expected[after]["loss"], abs=1e-5)
+
+
+def test_a_chosen_checkpoint_becomes_the_adapter_and_can_be_gone_on_from(whole: Training, tmp_path: Path) -> None:
+    from safetensors.numpy import load
+
+    log_of(whole)
+    shutil.copytree(whole.home, tmp_path / "runs")
+    chosen = steps_in(whole.checkpoints)[0]
+    with tarfile.open(whole.checkpoints / f"checkpoint-{chosen}.tar") as tar:
+        saved = tar.extractfile(f"checkpoint-{chosen}/adapter_model.safetensors")
+        assert saved
+        weights = load(saved.read())
+    run = Training(tmp_path / "runs", steps=chosen, resume=str(chosen))
+    run.complete()
+    facts = json.loads((run.home / "tiny/facts.json").read_text(encoding="utf-8"))["lessons"]["03_qlora"]
+    assert facts["steps"] == facts["planned_steps"] == chosen < STEPS
+    assert furthest(run.adapter(), weights) == 0.0
+    assert {entry["step"] for entry in history_of(run)} == {step for step in log_of(whole) if step <= chosen}
+    run = Training(tmp_path / "runs")
+    run.complete()
+    assert re.search(rf"continuing from step {chosen},", run.output()), run.output()[-3000:]
+    assert_same(run, whole)
+    assert {entry["step"]: entry["loss"] for entry in history_of(run)} == {
+        step: entry["loss"] for step, entry in run.log().items()
+    }
+
+
+def history_of(run: Training) -> list[dict[str, float]]:
+    """The training curve lesson 03 left."""
+    entries = json.loads((run.home / "tiny/logs/history.json").read_text(encoding="utf-8"))
+    return [entry for entry in entries if "loss" in entry]

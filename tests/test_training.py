@@ -142,6 +142,58 @@ def test_the_newest_is_found_in_scratch_in_keep_and_where_keep_was_before(tmp_pa
     assert [one.step for one in checkpoints.look(lesson.scratch / "sealed")[0]] == [9]
 
 
+def resumed_at(lesson: Any, resume: str = "auto") -> int:
+    return training.step_of(training.resume_point(lesson, MARK, resume))
+
+
+def test_a_chosen_checkpoint_is_gone_on_from_and_later_ones_are_set_aside(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    lesson = lesson_in(tmp_path)
+    for step in (6, 8, 10):
+        keep_one(lesson.run.checkpoints, step)
+    keep_one(lesson.scratch / "sealed", 12)  # was on its way to keep
+    with pytest.raises(CourseError, match="no whole checkpoint of step 7") as caught:
+        resumed_at(lesson, "7")
+    assert caught.value.allowed.endswith("6, 8, 10, 12") and "verify" in caught.value.todo
+    assert resumed_at(lesson, "8") == 8
+    [aside] = lesson.run.checkpoints.glob("after-8-*")
+    assert {place.name for place in aside.iterdir()} == {
+        f"checkpoint-{n}.{end}" for n in (10, 12) for end in ("tar", "json")
+    }
+    assert "checkpoint-10, checkpoint-12" in capsys.readouterr().out
+    assert resumed_at(lesson) == 8, "before anything new is saved"
+    way_home = training.carrier(lesson, MARK, 3)
+    new = tmp_path / "checkpoint-10"
+    new.mkdir()
+    (new / "x").write_text("of the new branch")
+    way_home.take(new)
+    training.bring_home(lesson, way_home)
+    way_home.close()
+    found = training.resume_point(lesson, MARK, "auto")
+    assert found is not None and (found / "x").read_text() == "of the new branch"
+
+
+def test_later_checkpoints_elsewhere_do_not_win_over_the_chosen_one(tmp_path: Path) -> None:
+    lesson = lesson_in(tmp_path, "kaggle", inputs=tmp_path / "input", earlier=(tmp_path / "old",))
+    for step in (20, 40):
+        keep_one(tmp_path / "input/qlora/runs/demo/checkpoints", step)
+    keep_one(tmp_path / "old/demo/checkpoints", 60)
+    assert resumed_at(lesson) == 60 and resumed_at(lesson, "20") == 20
+    shutil.rmtree(lesson.scratch)  # a new machine
+    assert resumed_at(lesson) == 20 and (tmp_path / "old/demo/checkpoints/checkpoint-60.tar").exists()
+
+
+def test_a_chosen_checkpoint_that_is_damaged_or_of_another_training_is_refused(tmp_path: Path) -> None:
+    lesson = lesson_in(tmp_path)
+    keep_one(lesson.run.checkpoints, 6)
+    keep_one(lesson.run.checkpoints, 8)
+    (lesson.run.checkpoints / "checkpoint-6.tar").write_bytes(b"incomplete")
+    with pytest.raises(CourseError, match="no whole checkpoint of step 6"):
+        resumed_at(lesson, "6")
+    with pytest.raises(CourseError, match="another training"):
+        training.resume_point(lesson, {"other": 1}, "8")
+    assert resumed_at(lesson) == 8
+
+
 @pytest.mark.parametrize("layout", ["notebooks/me/qlora", "qlora", "datasets/me/qlora"])
 def test_a_chained_run_continues_from_the_attached_output_of_the_last(tmp_path: Path, layout: str) -> None:
     attached = tmp_path / "input" / layout / "runs/demo/checkpoints"

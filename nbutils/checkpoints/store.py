@@ -55,18 +55,25 @@ def look(store: Path) -> tuple[list[Kept], list[str]]:
     return sorted(found, key=lambda one: one.step, reverse=True), remarks
 
 
-def newest_verified(stores: Iterable[Path], mark: dict[str, Any]) -> Kept | None:
-    """The newest checkpoint of this very training that verifies, each skipped one told in a line.
+def newest_verified(stores: Iterable[Path], mark: dict[str, Any], step: int | None = None) -> Kept | None:
+    """The newest checkpoint of this very training that verifies, or the one of `step`; each skipped one told in a line.
 
     If there are only checkpoints of another training, that is an error: its work is not to be overwritten unasked.
     """
     found = [one for store in stores for one in _look_patiently(store)]
     found.sort(key=lambda one: one.step, reverse=True)  # equal steps stay in the order of the stores
     own = [one for one in found if one.manifest.fingerprint == mark]
-    if (best := first_whole(own)) is not None:
+    wanted = [one for one in own if step in (None, one.step)]
+    if (best := first_whole(wanted)) is not None:
         return best
-    if hidden := [one for one in own if (defect(one) or "").startswith(UNREADABLE)]:
+    if hidden := [one for one in wanted if (defect(one) or "").startswith(UNREADABLE)]:
         raise _unreadable(hidden[0].archive, "the disk gives an error for it")
+    if step is not None and (own or not found):
+        raise CourseError(
+            f"this run has no whole checkpoint of step {step}.",
+            f"a step among: {', '.join(str(at) for at in sorted({one.step for one in own} - {step})) or 'none'}",
+            "set RESUME to one of these or to auto; `python -m nbutils checkpoints verify RUN` reads them all",
+        )
     if (other := first_whole([one for one in found if one.manifest.fingerprint != mark])) is not None:
         refuse_other_run(other.manifest.fingerprint, mark)
     return None

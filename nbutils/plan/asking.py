@@ -17,9 +17,10 @@ from nbutils.plan import cards, choosing, forecasting, report, shapes
 from nbutils.plan.cards import CardFacts
 from nbutils.plan.forecasting import Forecast
 from nbutils.plan.shapes import Shape
-from nbutils.profiles.choosing import for_card
-from nbutils.profiles.reading import load
+from nbutils.profiles.choosing import for_card, with_overrides
+from nbutils.profiles.reading import Document, read, settings_in
 from nbutils.profiles.schema import Profile
+from nbutils.profiles.sizing import CHECKPOINTING, MICRO_BATCH
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Wishes:
     rows: int | None = None
     mean_length: float | None = None
     epochs: float | None = None
+    given: str | None = None  # as SET
 
 
 def answer(
@@ -65,7 +67,7 @@ def answer(
 
 def _forecast(card: CardFacts, wishes: Wishes) -> tuple[Shape, Forecast]:
     """A card with all wishes; micro-batch and recomputation, where nobody wishes, are the fastest that fit."""
-    profile = _wished(load(wishes.profile or for_card(card.capability, card.memory_gib)), wishes)
+    profile = _wished(read(wishes.profile or for_card(card.capability, card.memory_gib)), wishes)
     shape, asked = shapes.find(wishes.model or profile.model), wishes.micro_batch
     free = _changed(profile, train=_changed(profile.train, micro_batch="auto"))
     batch = forecasting.of_profile(free, card, shape, wishes.rows, wishes.mean_length).batch
@@ -79,13 +81,17 @@ def _forecast(card: CardFacts, wishes: Wishes) -> tuple[Shape, Forecast]:
     return shape, forecasting.of_profile(profile, card, shape, wishes.rows, wishes.mean_length)
 
 
-def _wished(profile: Profile, wishes: Wishes) -> Profile:
+def _wished(document: Document, wishes: Wishes) -> Profile:
     """The profile with the wishes in it; one that nobody named leaves open what can be left open."""
-    otherwise = None if wishes.profile else "auto"
+    left_open = {} if wishes.profile else dict.fromkeys((MICRO_BATCH, CHECKPOINTING), "auto")
+    given = settings_in(wishes.given or "")
+    replaced = {name: (value, "--set") for name, value in (left_open | given).items()}
+    profile = with_overrides(document, replaced).profile
     by_rows = wishes.rows is not None or wishes.epochs is not None
     train = {
-        "max_length": wishes.length, "epochs": wishes.epochs, "max_steps": 0 if by_rows else None,
-        "micro_batch": wishes.micro_batch or otherwise, "gradient_checkpointing": wishes.checkpointing or otherwise,
+        "max_length": wishes.length, "epochs": wishes.epochs,
+        "max_steps": 0 if by_rows and "train.max_steps" not in given else None,
+        "micro_batch": wishes.micro_batch, "gradient_checkpointing": wishes.checkpointing,
     }  # fmt: skip
     groups = {"train": _changed(profile.train, **train), "lora": _changed(profile.lora, rank=wishes.rank)}
     return _changed(profile, method=wishes.method, **groups)

@@ -7,7 +7,7 @@ Not here: a default that no YAML shows. The rooms: `schema` (the keys), `reading
 
 from __future__ import annotations
 
-from nbutils.profiles.choosing import Resolved, fit, resolve, with_overrides
+from nbutils.profiles.choosing import Resolved, fit, resolve
 from nbutils.profiles.models import KnownModel, known_models, model_folder
 from nbutils.profiles.reading import load, names
 from nbutils.profiles.recipe import Rows, Schedule, few_steps, schedule
@@ -27,5 +27,4 @@ __all__ = [
     "names",
     "resolve",
     "schedule",
-    "with_overrides",
 ]

@@ -24,6 +24,8 @@ OLDEST = (7, 0)
 BY_MEMORY = ((20.0, "t4_16gb"), (38.0, "ampere_24gb"), (70.0, "ampere_40gb"), (130.0, "hopper_80gb"))
 LARGEST = "hopper_141gb"
 WIDTH, VALUE_WIDTH = 120, 34
+NOT_TO_SET = {"model": "is not set this way: use MODEL", "about": "is not set, it describes the profile"}
+Overrides = Mapping[str, tuple[Any, str]]  # {dotted name: (value, reason)}
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Resolved:
 
     `source` and `called` give the same profile and model again when they are passed to `resolve`, on another machine
     too: `model` may be the folder into which this machine downloaded what is `called` by its hub id.
+    `set_values` is what SET replaced in it.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Resolved:
     given: Profile = field(repr=False)  # the profile as it was written, `auto` values and all
     reasons: Mapping[str, str] = field(repr=False)
     rows: recipe.Rows | None = None  # those it is settled for
+    set_values: dict[str, Any] = field(default_factory=dict)
 
     def table(self) -> str:
         """Every value with its reason, as aligned text of at most 120 columns."""
@@ -65,11 +69,15 @@ class Resolved:
 
 
 def resolve(
-    profile: str = "auto", model: str = "", *, card: Card | None, platform: Platform, online: Callable[[], bool]
-) -> Resolved:
-    """The profile and the model for this machine; `auto` falls back to the bundled model when no other can be had."""
+    profile: str = "auto", model: str = "", *, card: Card | None, platform: Platform, online: Callable[[], bool],
+    overrides: Callable[[str], Overrides] = lambda name: {},
+) -> Resolved:  # fmt: skip
+    """The profile and the model for this machine; `auto` falls back to the bundled model when no other can be had.
+
+    `overrides` is asked, by the name of the profile, for values that replace the profile's own before any is decided.
+    """
     chosen = automatic(card, platform, model) if profile == "auto" else Choice(profile, "parameter PROFILE")
-    document = read(chosen.value)
+    document = _read(chosen.value, overrides, card)
     places = folders(platform)
     called = model or document.profile.model
     wanted = models.meant(called, places.inputs)
@@ -79,7 +87,7 @@ def resolve(
             raise models.unreachable(wanted.value)
         lost = f"{wanted.value} is not in the cache and the model hub does not answer"
         chosen = Choice("tiny", f"{chosen.value} would suit this machine, but {lost}: the bundled model instead")
-        document, way = read("tiny"), "folder"
+        document, way = _read("tiny", overrides, card), "folder"
         called = document.profile.model
         wanted = models.meant(called)
     origin = "parameter MODEL" if model else _reason(document, "model")
@@ -87,6 +95,14 @@ def resolve(
     value = models.from_modelscope(wanted.value, places.work) if way == "modelscope" else wanted.value
     decided = Choice(value, f"{wanted.reason}{source}; {origin}")
     return _assemble(chosen, document, decided, card, models.name_of(called, wanted.value))
+
+
+def _read(name: str, overrides: Callable[[str], Overrides], card: Card | None) -> Document:
+    """The profile with the values that replace its own; what is wrong with them is told before any download."""
+    document = read(name)
+    document = with_overrides(document, overrides(document.file.stem))
+    _refuse_impossible(document.profile, card)
+    return document
 
 
 def automatic(card: Card | None, platform: Platform, model: str = "") -> Choice:
@@ -109,18 +125,22 @@ def for_card(capability: tuple[int, int], memory_gib: float) -> str:
     return next((name for below, name in BY_MEMORY if memory_gib < below), LARGEST)
 
 
-def with_overrides(resolved: Resolved, overrides: Mapping[str, tuple[Any, str]]) -> Resolved:
-    """The same with some values replaced, {dotted name: (value, reason)}, checked again as a whole."""
-    known = [name for name in keys() if name not in ("about", "model")]
-    unknown = [f"{name}: unknown key{did_you_mean(name, known)}" for name in overrides if name not in known]
-    tree = resolved.given.model_dump()
+def with_overrides(document: Document, overrides: Overrides) -> Document:
+    """The profile with some values replaced, checked again as a whole."""
+    known = [name for name in keys() if name not in NOT_TO_SET]
+    unknown = [
+        f"{name}: {NOT_TO_SET.get(name) or f'unknown key{did_you_mean(name, known)}'}"
+        for name in overrides
+        if name not in known
+    ]
+    tree = document.profile.model_dump()
     for name, (value, _) in overrides.items():
         group, _, leaf = name.rpartition(".")
         if name in known:
             (tree[group] if group else tree)[leaf] = value
-    refuse([*unknown, *problems(tree)], f"{resolved.name} with its overrides")
-    reasons = {**resolved.reasons, **{name: reason for name, (_, reason) in overrides.items()}}
-    return _settled(replace(resolved, given=Profile.model_validate(tree), reasons=reasons))
+    reasons = {name: reason for name, (_, reason) in overrides.items()}
+    refuse([*unknown, *problems(tree)], f"{document.file.stem} with {' and '.join(dict.fromkeys(reasons.values()))}")
+    return replace(document, profile=Profile.model_validate(tree), replaced=reasons)
 
 
 def fit(resolved: Resolved, rows: recipe.Rows) -> Resolved:
@@ -144,7 +164,9 @@ def _assemble(chosen: Choice, document: Document, model: Choice, card: Card | No
 
 
 def _reason(document: Document, key: str) -> str:
-    """The comment beside a value and the file it stands in."""
+    """Why a value was replaced; else the comment beside it and the file it stands in."""
+    if key in document.replaced:
+        return document.replaced[key]
     comment = document.reasons.get(key, "")
     return f"{comment}  [{document.file.name}]" if comment else f"set in {document.file.name}"
 
@@ -153,7 +175,6 @@ def _settle(
     profile: Profile, reasons: Mapping[str, str], card: Card | None, rows: recipe.Rows | None
 ) -> tuple[Profile, dict[str, Choice]]:
     """The profile with its `auto` values decided by the card and the rows, and every value with its reason."""
-    _refuse_impossible(profile, card)
     decided = _by_card(profile, card)
     profile = _with(profile, "machine", decided)
     wide = sizing.hidden_size(profile.model)
@@ -213,5 +234,5 @@ def _refuse_impossible(profile: Profile, card: Card | None) -> None:
         raise CourseError(
             f"this machine ({card or 'no card'}) cannot do:" + "".join(f"\n    - {line}" for line in found),
             "values this card has, or auto",
-            "change the values named above in a copy of the profile, or use another machine",
+            "change the values named above in SET or in a copy of the profile, or use another machine",
         )

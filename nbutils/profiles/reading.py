@@ -6,10 +6,11 @@ Not here: which profile suits a machine (choosing). Scalars are read as YAML 1.2
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import reprlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,11 +56,12 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Document:
-    """A valid profile with the reason written beside each of its values."""
+    """A valid profile with the reason written beside each of its values, and of those that were replaced since."""
 
     profile: Profile
     reasons: dict[str, str]
     file: Path
+    replaced: Mapping[str, str] = field(default_factory=dict)
 
 
 def load(name: str) -> Profile:
@@ -93,6 +95,25 @@ def find(name: str) -> Path:
         f"auto, {', '.join(names())}, or the path of a .yaml file of your own",
         f"{hint}Set PROFILE to one of these, or copy one of {paths.CONFIGS} and change it",
     )
+
+
+def settings_in(text: str) -> dict[str, Any]:
+    """`train.learning_rate=1e-4, lora.rank=64` as {dotted name: value}, values read as a profile's; not yet checked."""
+    found: dict[str, Any] = {}
+    for part in filter(str.strip, re.split(r",(?![^\[]*\])", text)):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name in found:
+            raise CourseError(f"SET gives {name} twice.", "each name once", "remove one of them")
+        try:
+            found[name] = yaml.load(value, _Loader)
+        except yaml.YAMLError:
+            found[name] = value  # no value of any key: the schema says so, by name and with all other mistakes
+    return found
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """The same as text again."""
+    return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in settings.items())
 
 
 def read_sheet(file: Path) -> Sheet:
@@ -189,8 +210,9 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     everywhere = {key.rpartition(".")[2]: key for key in known}
     if leaf in everywhere:
         return f", did you mean {everywhere[leaf]}?"
-    here = [key.rpartition(".")[2] for key in [*known, *groups] if key.rpartition(".")[0] == group]
+    here = [key.rpartition(".")[2] for key in [*known, *groups] if key != name and key.rpartition(".")[0] == group]
     near = difflib.get_close_matches(leaf, here, n=1)
+    near = near or [everywhere[one] for one in difflib.get_close_matches(leaf, everywhere, n=1)]
     return f", did you mean {near[0]}?" if near else ""
 
 

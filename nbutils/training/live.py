@@ -70,22 +70,21 @@ class Teller:
 
     def numbers(self, speed: float | None, over: bool = False) -> dict[str, str]:
         """Every number that is known, as text by its name."""
-        hours, loss, left, skipped = (
-            self.meter.spent / 3600,
-            self.meter.loss,
-            self.meter.seconds_left,
-            self.meter.skipped,
-        )
+        loss, left, skipped = self.meter.loss, self.meter.seconds_left, self.meter.skipped
         known = {
             "loss": "" if loss is None else f"{loss:.3f}",
             "validation": f"{self.meter.validation[-1][1]:.3f}" if self.meter.validation else "",
             "tokens/s": "" if speed is None else f"{speed:,.0f}",
             "memory": memory(self.card, over),
             "left": "" if over or left is None else dashboard.clock(left),
-            "cost": " or ".join(f"{sign}{hourly * hours:.2f}" for sign, hourly in self.price.items()) + self.remark,
+            "cost": " or ".join(f"{sign}{money:.2f}" for sign, money in self.cost().items()) + self.remark,
             "skipped": f"{skipped:,}" if skipped else "",
         }
         return {name: text for name, text in known.items() if text}
+
+    def cost(self) -> dict[str, float]:
+        """What it cost so far by currency, where a price is known."""
+        return {sign: round(hourly * self.meter.spent / 3600, 2) for sign, hourly in self.price.items()}
 
     def show(self, parts: dict[str, str]) -> None:
         """Draw it, or print what is new."""

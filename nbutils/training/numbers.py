@@ -5,10 +5,13 @@ Not here: settings about learning; they stand in lesson 03.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils import tracking
+from nbutils.paths import write_json
 from nbutils.training import validation
 
 if TYPE_CHECKING:
@@ -25,9 +28,11 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
     history = trainer.state.log_history
     losses = loss_history(history)
     tokens = [entry["num_tokens"] for entry in history if "num_tokens" in entry and entry["step"] > first_step]
-    live = meter_of(trainer)
+    watcher = _watcher(trainer)
+    live: Meter | None = watcher and watcher.meter
     whole = trainer.state.global_step if validation.ended_early(trainer, history) else trainer.state.max_steps
     speed = (live and live.average) or (tokens[-1] / seconds if tokens else None)
+    cost = watcher.teller.cost() if watcher and tokens else None  # {}: no price is known, and it is left out
     return {
         "steps": trainer.state.global_step,
         "planned_steps": whole,  # more than the steps done: the run ended before its time was up
@@ -40,7 +45,7 @@ def measured(trainer: Trainer, seconds: float, first_step: int) -> dict[str, Any
         "batch": _batch(trainer.args) if tokens else None,
         "peak_memory_gib": round(hardware.peak_memory_gib(), 3) if tokens else None,
         **validation.facts(history),
-    }
+    } | ({} if cost == {} else {"cost": cost})
 
 
 def _batch(args: Any) -> int:
@@ -48,15 +53,22 @@ def _batch(args: Any) -> int:
     return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
 
-def meter_of(trainer: Trainer) -> Meter | None:
-    """What `live_numbers` measured, if the trainer was given it."""
+def _watcher(trainer: Trainer) -> Any:
+    """`live_numbers`, if the trainer was given it."""
     callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", [])
-    return next((one.meter for one in callbacks if hasattr(one, "meter")), None)
+    return next((one for one in callbacks if hasattr(one, "meter")), None)
 
 
 def loss_history(log_history: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
     """(step, loss) pairs of the training log."""
     return [(entry["step"], entry["loss"]) for entry in log_history if "loss" in entry]
+
+
+def write_history(log_history: Iterable[dict[str, Any]], path: Path) -> None:
+    """The curves of a training as [{step, loss}, {step, eval_loss}, ...]; what is not a number is left out."""
+    names = ("loss", "eval_loss")
+    losses = [(entry["step"], name, entry[name]) for entry in log_history for name in names if name in entry]
+    write_json(path, [{"step": step, name: loss} for step, name, loss in losses if math.isfinite(loss)])
 
 
 def bookkeeping(lesson: Lesson, seed: int) -> dict[str, Any]:

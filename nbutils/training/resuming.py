@@ -1,4 +1,4 @@
-"""Where a training goes on: the newest checkpoint that verifies, wherever it lies, and what is left to do after it.
+"""Where a training goes on: the newest checkpoint that verifies or a chosen one, and what is left to do after it.
 
 Not here: how checkpoints are kept while it trains (keeping).
 """
@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -38,10 +39,11 @@ _LOCKS: dict[Path, IO[str]] = {}
 @scaling.told_by_main
 def resume_point(lesson: Lesson, mark: dict[str, Any], resume: str) -> Path | None:
     """The checkpoint to continue from, unpacked in scratch; with RESUME="never" the old ones are removed first."""
-    if resume not in RESUME_CHOICES:
+    step = int(resume) if resume.isdecimal() else None
+    if step is None and resume not in RESUME_CHOICES:
         raise CourseError(
-            f"RESUME is {resume!r}.", " or ".join(map(repr, RESUME_CHOICES)),
-            '"auto" continues from the newest checkpoint that verifies, "never" starts anew',
+            f"RESUME is {resume!r}.", f"{', '.join(map(repr, RESUME_CHOICES))}, or the step of a checkpoint",
+            '"auto" continues from the newest checkpoint that verifies, "80" from that of step 80, "never" starts anew',
         )  # fmt: skip
     scratch = lesson.scratch
     _train_alone(scratch)
@@ -51,31 +53,61 @@ def resume_point(lesson: Lesson, mark: dict[str, Any], resume: str) -> Path | No
     if resume == "never":
         memory.forget(lesson)
         removed = sum(checkpoints.clear(place) for place in _own_stores(lesson))
-        store = paths.make_folder(lesson.run.checkpoints, "checkpoints")
-        paths.write_text(store / checkpoints.BEGAN_ANEW, "Begun with RESUME='never': only what is here counts.\n")
+        _count_only_here(lesson, resume)
         print(f'RESUME is "never": {removed} earlier checkpoints removed' if removed else "no earlier checkpoints")
         return None
-    best = checkpoints.newest_verified(checkpoints.stores(lesson.folders, lesson.run.name), mark)
+    best = checkpoints.newest_verified(checkpoints.stores(lesson.folders, lesson.run.name), mark, step)
     if best is None:
         checkpoints.clear(sealed(lesson))
         return None
     print(f"continuing from step {best.step}, kept in {best.archive.parent}")
+    if step is not None:
+        _set_later_aside(lesson, best)
     return checkpoints.unpack(_alone_in_scratch(best, sealed(lesson)), scratch / "trainer")
+
+
+def _count_only_here(lesson: Lesson, resume: str) -> None:
+    """Note in this run's store that what other places have of the run is not meant any more."""
+    store = paths.make_folder(lesson.run.checkpoints, "checkpoints")
+    paths.write_text(store / checkpoints.BEGAN_ANEW, f"Begun with RESUME={resume!r}: only what is here counts.\n")
+
+
+def _set_later_aside(lesson: Lesson, best: checkpoints.Kept) -> None:
+    """Make the chosen checkpoint the newest of its run; later ones are moved to where nothing looks for them."""
+    keep = lesson.run.checkpoints
+    if best.archive.parent != keep:
+        _copied(best, keep)  # before the other places stop to count
+    _count_only_here(lesson, str(best.step))
+    aside = keep / time.strftime(f"after-{best.step}-%Y%m%d-%H%M%S")
+    later = [one for store in (keep, sealed(lesson)) for one in checkpoints.look(store)[0] if one.step > best.step]
+    for one in later:
+        aside.mkdir(exist_ok=True)
+        for place in (one.archive.with_suffix(".json"), one.archive):  # without its manifest none is looked at
+            if place.exists() and not (aside / place.name).exists():
+                shutil.move(place, aside)
+    if later:
+        print(f"set aside in {aside}: {', '.join(sorted({one.archive.stem for one in later}))}")
+    print(f'Set RESUME back to "auto" for the next start, which would else go back to step {best.step} again.')
+
+
+def _copied(best: checkpoints.Kept, store: Path) -> checkpoints.Kept:
+    """The checkpoint in another store, with room for the folder it is unpacked into."""
+    store.mkdir(parents=True, exist_ok=True)
+    require_disk(store, 2.2 * best.manifest.size / GIB, "restoring a checkpoint")  # the archive, and the folder
+    try:
+        return checkpoints.copy(best, store)
+    except OSError as problem:
+        raise CourseError(
+            f"{best.archive} was whole a moment ago, but could not be copied to {store} ({problem.strerror}).",
+            "a disk that can be read to the end", "run this cell again",
+        ) from problem  # fmt: skip
 
 
 def _alone_in_scratch(best: checkpoints.Kept, store: Path) -> checkpoints.Kept:
     """The checkpoint as the only one in the store of scratch, from where the carrier takes it on to keep if need be."""
     if best.archive.parent != store:
         checkpoints.clear(store)
-        store.mkdir(parents=True, exist_ok=True)
-        require_disk(store, 2.2 * best.manifest.size / GIB, "restoring a checkpoint")  # the archive, and the folder
-        try:
-            return checkpoints.copy(best, store)
-        except OSError as problem:
-            raise CourseError(
-                f"{best.archive} was whole a moment ago, but could not be copied to {store} ({problem.strerror}).",
-                "a disk that can be read to the end", "run this cell again",
-            ) from problem  # fmt: skip
+        return _copied(best, store)
     for old in checkpoints.look(store)[0]:
         if old.archive != best.archive:
             checkpoints.forget(old.archive)
@@ -176,15 +208,16 @@ def _samples(place: Path, all_over: bool) -> Iterator[bytes]:
             yield file.read(SAMPLE)
 
 
-def load_finished(trainer: Trainer, checkpoint: Path) -> None:
-    """Take over the weights and the history of a training that is complete already."""
+def load_finished(trainer: Trainer, checkpoint: Path, chosen: bool = False) -> None:
+    """Take over the weights and the history of a training that is complete; of a `chosen` step, its own weights."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
     from transformers import TrainerState
 
     set_peft_model_state_dict(trainer.model, load_file(checkpoint / "adapter_model.safetensors"))
     trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    if asked := validation.of(trainer):
+    trainer.state.max_steps = trainer.state.global_step  # MAX_STEPS may be less than what was planned then
+    if not chosen and (asked := validation.of(trainer)):
         asked.remember(trainer.state, checkpoint)
     print(f"Nothing is left to train: this run has {trainer.state.global_step} steps.")
     print('Set a larger MAX_STEPS to go on, or RESUME = "never" to start anew.')
