@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from nbutils import chat, data, evaluation, paths
 from nbutils.errors import CourseError
@@ -819,3 +820,19 @@ def test_results_of_lm_eval_are_read_once_and_its_failure_is_told(
     assert capsys.readouterr().out.count("base sits shop") == 1
     with pytest.raises(CourseError, match="Tasks not found: missing"):
         harness.Harness("shop, missing", tmp_path / "run", "float32").run("base", paths.TINY_MODEL, "mark")
+
+
+def test_decoding_with_a_static_cache_says_what_generate_says() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(paths.TINY_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32").eval()
+    prompts = [tokenizer("你好，我的订单")["input_ids"], tokenizer("Where is my parcel, please?")["input_ids"]]
+    stops, width = [int(tokenizer.eos_token_id)], max(map(len, prompts))
+    wanted = asking.generate_ids(model, prompts, 40, stops, tokenizer.pad_token_id)
+    ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(one)) + one for one in prompts])
+    mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts])
+    with torch.inference_mode():
+        found = asking.decode(model, ids, mask, 40, stops)
+    assert [asking._until_stop(row, stops) for row in found] == wanted
+    assert all(len(row) <= 40 for row in found)

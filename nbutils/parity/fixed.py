@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HELD_BACK, GENERAL = 12, 4  # rows
 MEASURED = 16  # positions of a row: the first ones of its wanted answer
-ANSWER_TOKENS = 32  # of a greedy answer
+ANSWER_TOKENS = 16  # of a greedy answer
 LONGEST = 512  # tokens of a text with its answer, so that all texts are one batch for any card
 
 
