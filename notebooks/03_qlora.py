@@ -71,7 +71,7 @@ dashboard.show_choices(lesson.resolved.choices, lesson.resolved.table())
 # %%
 from nbutils import data
 
-card = data.prepare(DATA, lesson.run.data, rows=profile.data.rows)
+card = data.prepare(DATA, lesson.run.data, default=profile.data.source, rows=profile.data.rows)
 train_rows, eval_rows = data.load(lesson.run.data)
 print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held back")
 

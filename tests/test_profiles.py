@@ -17,7 +17,7 @@ from nbutils.platforms import Platform
 from nbutils.profiles import models, reading, schema
 
 COURSE = {
-    "tiny", "t4_16gb", "ampere_24gb", "ampere_40gb", "hopper_80gb", "hopper_141gb",
+    "tiny", "laptop", "t4_16gb", "ampere_24gb", "ampere_40gb", "hopper_80gb", "hopper_141gb",
     "lora_20k", "lora_50k", "lora_100k", "paper_r64", "pretrained_r320",
 }  # fmt: skip
 OTHER_FOLDERS = {"accelerate": "launcher files", "deepspeed": "engine files", "kaggle": "kernel metadata"}
@@ -276,7 +276,7 @@ def test_what_is_no_profile_is_refused(name: str) -> None:
 
 def test_billions_follow_from_the_shapes() -> None:
     known = profiles.known_models()
-    assert len(known) == 13
+    assert len(known) == 14
     for name, model in known.items():
         attention = 2 * model.hidden * model.head_dim * (model.heads + model.kv_heads)
         layer = attention + 3 * model.hidden * model.intermediate

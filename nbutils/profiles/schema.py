@@ -88,8 +88,9 @@ class Machine(Strict):
 
 
 class Data(Strict):
-    """How much data is used."""
+    """Which data is used where none is named, and how much of it."""
 
+    source: str
     rows: ZeroOrMore
 
 
