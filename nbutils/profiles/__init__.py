@@ -1,13 +1,14 @@
 """Profiles: `configs/*.yaml` as frozen values, each with the reason a learner is shown for it.
 
 `load` reads one profile and reports all its mistakes at once; `resolve` settles a profile and a model for this machine.
-Not here: a default that no YAML shows. The rooms: `schema` (the keys), `reading` (YAML), `models`, `choosing`.
+Not here: a default that no YAML shows. The rooms: `schema` (the keys), `reading` (YAML), `models`, `packaged`,
+`choosing`.
 """
 
 from __future__ import annotations
 
 from nbutils.profiles.choosing import Resolved, resolve, with_overrides
-from nbutils.profiles.models import KnownModel, known_models, model_folder
+from nbutils.profiles.models import KnownModel, is_tiny, known_models, model_folder
 from nbutils.profiles.reading import load, names
 from nbutils.profiles.schema import Profile
 
@@ -15,6 +16,7 @@ __all__ = [
     "KnownModel",
     "Profile",
     "Resolved",
+    "is_tiny",
     "known_models",
     "load",
     "model_folder",

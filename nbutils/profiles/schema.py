@@ -196,6 +196,8 @@ def shown(value: Any) -> str:
     """A value as the YAML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
+    if value == "":
+        return '""'
     return ", ".join(value) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
