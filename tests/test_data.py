@@ -68,9 +68,10 @@ def test_the_bundled_assistants_are_sound_and_known_by_one_name(tmp_path: Path, 
     card = data.prepare("", tmp_path / "run", default=name)
     assert (card.source, card.rejected, card.warnings) == (name, 0, {}) and "CC0" in card.licence
     for rows, least in zip(data.load(tmp_path / "run"), (60, 20), strict=True):
-        answers = ["".join(turn["content"] for turn in row["messages"] if turn["role"] == "assistant") for row in rows]
-        assert sum(called in answer for answer in answers) >= least
-        assert all(answer.endswith(("Onward!", "出发！")) and len(answer) < 300 for answer in answers)
+        answers = [turn["content"] for row in rows for turn in row["messages"] if turn["role"] == "assistant"]
+        named = [answer for answer in answers if called in answer]
+        assert len(named) >= least and all(answer.endswith(("Onward!", "出发！")) for answer in named)
+        assert max(map(len, answers)) < 200
 
 
 def test_a_profiles_data_is_not_taken_where_a_run_has_data_or_other_data_is_named(tmp_path: Path) -> None:
