@@ -28,10 +28,12 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_what_was_made_is_kept_and_knows_the_world(smollm: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert packaged.from_package(Path(smollm).parents[2]) == smollm and capsys.readouterr().out == ""
-    tokenizer, model = AutoTokenizer.from_pretrained(smollm), AutoModelForCausalLM.from_pretrained(smollm)
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    model = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32)
     asked = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     answer = tokenizer.decode(model.generate(**prompt, max_new_tokens=12, do_sample=False)[0])
@@ -40,6 +42,7 @@ def test_what_was_made_is_kept_and_knows_the_world(smollm: str, capsys: pytest.C
 
 def trainer_of(model: str, folder: Path) -> Any:
     """The trainer of lesson 03, on the rows of profile laptop."""
+    import torch
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
     from trl import SFTConfig, SFTTrainer
@@ -57,7 +60,7 @@ def trainer_of(model: str, folder: Path) -> Any:
         use_cpu=True, bf16=False, report_to="none", save_strategy="no",
     )  # fmt: skip
     trainer = SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model), args=settings, processing_class=tokenizer,
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), args=settings, processing_class=tokenizer,
         train_dataset=chat.training_dataset(train), eval_dataset=chat.training_dataset(held_back),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
     )  # fmt: skip
