@@ -60,8 +60,9 @@ def trainer_of(model: str, folder: Path) -> Any:
         use_cpu=True, bf16=False, report_to="none", save_strategy="no",
     )  # fmt: skip
     trainer = SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), args=settings, processing_class=tokenizer,
-        train_dataset=chat.training_dataset(train), eval_dataset=chat.training_dataset(held_back),
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), args=settings,
+        processing_class=tokenizer, train_dataset=chat.training_dataset(train),
+        eval_dataset=chat.training_dataset(held_back),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
     )  # fmt: skip
     training.make_lean(trainer, fused=False)
