@@ -67,7 +67,9 @@ def test_the_bundled_sample_is_sound_and_its_counts_add_up(tmp_path: Path) -> No
 def test_the_bundled_assistants_are_sound_and_known_by_one_name(tmp_path: Path, name: str, called: str) -> None:
     card = data.prepare("", tmp_path / "run", default=name)
     assert (card.source, card.rejected, card.warnings) == (name, 0, {}) and "CC0" in card.licence
+    general = {row["messages"][0]["content"] for row in data.stored_rows(SAMPLES / "general.jsonl")}
     for rows, least in zip(data.load(tmp_path / "run"), (60, 20), strict=True):
+        assert not general & {turn["content"] for row in rows for turn in row["messages"]}
         answers = [turn["content"] for row in rows for turn in row["messages"] if turn["role"] == "assistant"]
         named = [answer for answer in answers if called in answer]
         assert len(named) >= least and all(answer.endswith(("Onward!", "出发！")) for answer in named)
