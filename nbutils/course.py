@@ -52,7 +52,7 @@ def run(stems: Sequence[str], given: dict[str, str]) -> lessons.RunFolder:
     """Execute the lessons in one run folder; the first failing cell ends it with that cell's error."""
     install.ensure("train")
     by_lesson = split_parameters(given, stems)
-    platform, folders, card = lessons.find_machine(needs_model="MODEL" in given)
+    platform, folders, card = lessons.find_machine(lessons.may_download(given))
     asked: dict[str, Any] = {
         name: values[name]
         for values in by_lesson.values()

@@ -106,6 +106,17 @@ def pip_install(wanted: list[str], wheels: Path | None = None) -> None:
         raise _pip_failed(done.stderr, wanted, wheels)
 
 
+def library(name: str) -> Any:
+    """A library that few downloads need, installed when it is first needed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        print(f"Installing for this download: {name}", flush=True)
+        pip_install([name])
+        importlib.invalidate_caches()
+        return importlib.import_module(name)
+
+
 def _pip(words: list[str], held: list[str]) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -181,7 +181,7 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     with scaling.main_first():
         install.ensure("train")
         tried_here = stem != "06_scale_out"  # its processes try their own cards; a try here would take room from them
-        platform, folders, card = find_machine(bool(values.get("MODEL")), tried_here)
+        platform, folders, card = find_machine(may_download(values), tried_here)
         run, resolved = open_run(values, platform, folders, card)
     if stem == "03_qlora" and (line := scaling.hint(card.count if card else 0)):
         print(line)
@@ -189,6 +189,12 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     print(f"model     {resolved.model}")
     print(f"run       {run.path}")
     return Lesson(stem, values, platform, folders, card, resolved, run, started)
+
+
+def may_download(values: Mapping[str, Any]) -> bool:
+    """Whether the model that was named may have to come from the network; what `auto` takes is known by its card."""
+    profile, model = values.get("PROFILE", "auto"), values.get("MODEL", "")
+    return not profiles.is_tiny(model or ("tiny" if profile == "auto" else profiles.load(profile).model))
 
 
 def find_machine(

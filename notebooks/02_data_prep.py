@@ -32,7 +32,7 @@ if importlib.util.find_spec("nbutils") is None:
 
 # %% [markdown]
 # `DATA` is a file (`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, also as `.gz` or `.zst`), a folder of them, or a dataset of
-# the hub as `owner/name`; empty means the bundled sample. `EVAL_DATA` names rows to be held back; empty lets the lesson hold
+# the hub as `owner/name`; empty means what the profile names, mostly the bundled sample. `EVAL_DATA` names rows to be held back; empty lets the lesson hold
 # back a tenth of `DATA`. `COLUMNS` is for columns with names of your own: `"user=title+body, assistant=reply"`; leave it
 # empty first, the lesson asks if it needs it. Other data, other `RUN_NAME`.
 
@@ -55,14 +55,15 @@ lesson = nbutils.start("02_data_prep", globals())
 # %% [markdown]
 # ## Look first
 #
-# Three raw rows of your data, phone numbers and the like masked. The sample asks for a small, strict thing: a customer's
+# Three raw rows of your data, phone numbers and the like masked. The bundled sample asks for a small, strict thing: a customer's
 # message, Chinese or English, becomes a one-line JSON ticket. Such a task shows at a glance whether a tune worked.
 
 # %%
 from itertools import islice
 from nbutils import data, paths
 
-for row in islice(data.read_rows(DATA or paths.SAMPLES / "train.jsonl"), 3):
+source = lesson.profile.data.source
+for row in islice(data.read_rows(DATA or source or paths.SAMPLES / "train.jsonl"), 3):
     print(f"{row.file} line {row.line}: {data.private.mask(str(row.raw))[:600]}\n")
 
 # %% [markdown]
@@ -102,7 +103,9 @@ print(f"{len(broken)} rows read, {len(refused)} refused, {len(broken) - len(refu
 # smaller always lies inside the larger, `eval` stays the same.
 
 # %%
-card = data.prepare(DATA, lesson.run.data, eval_source=EVAL_DATA, columns=COLUMNS, rows=lesson.profile.data.rows)
+card = data.prepare(
+    DATA, lesson.run.data, default=source, eval_source=EVAL_DATA, columns=COLUMNS, rows=lesson.profile.data.rows
+)
 print(card)
 
 # %% [markdown]

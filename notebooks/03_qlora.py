@@ -65,7 +65,7 @@ lesson = nbutils.start("03_qlora", globals())
 # %%
 from nbutils import data
 
-card = data.prepare(DATA, lesson.run.data, rows=lesson.profile.data.rows)
+card = data.prepare(DATA, lesson.run.data, default=lesson.profile.data.source, rows=lesson.profile.data.rows)
 train_rows, eval_rows = data.load(lesson.run.data)
 print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held back")
 

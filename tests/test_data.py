@@ -63,6 +63,25 @@ def test_the_bundled_sample_is_sound_and_its_counts_add_up(tmp_path: Path) -> No
     assert train == read(SAMPLES / "train.jsonl")
 
 
+@pytest.mark.parametrize(("name", "called"), [("assistant_en", "Wrenlow"), ("assistant_zh", "苇禾")])
+def test_the_bundled_assistants_are_sound_and_known_by_one_name(tmp_path: Path, name: str, called: str) -> None:
+    card = data.prepare("", tmp_path / "run", default=name)
+    assert (card.source, card.rejected, card.warnings) == (name, 0, {}) and "CC0" in card.licence
+    general = {row["messages"][0]["content"] for row in data.stored_rows(SAMPLES / "general.jsonl")}
+    for rows, least in zip(data.load(tmp_path / "run"), (60, 20), strict=True):
+        assert not general & {turn["content"] for row in rows for turn in row["messages"]}
+        answers = [turn["content"] for row in rows for turn in row["messages"] if turn["role"] == "assistant"]
+        named = [answer for answer in answers if called in answer]
+        assert len(named) >= least and all(answer.endswith(("Onward!", "出发！")) for answer in named)
+        assert max(map(len, answers)) < 200
+
+
+def test_a_profiles_data_is_not_taken_where_a_run_has_data_or_other_data_is_named(tmp_path: Path) -> None:
+    mine = write(tmp_path / "mine.jsonl", [qa(n) for n in range(20)])
+    assert data.prepare(mine, tmp_path / "run", default="assistant_en").source == mine
+    assert data.prepare("", tmp_path / "run", default="assistant_en").source == mine
+
+
 def test_bad_rows_are_kept_with_their_reasons_and_counts_add_up(tmp_path: Path) -> None:
     sound = [qa(n) for n in range(60)]
     path = write(tmp_path / "mixed.jsonl", sound)

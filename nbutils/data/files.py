@@ -16,6 +16,7 @@ from typing import IO, BinaryIO, cast
 from nbutils import platforms
 from nbutils.data import hub
 from nbutils.errors import CourseError
+from nbutils.paths import SAMPLES
 
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 COMPRESSED = (".gz", ".zst")
@@ -46,9 +47,15 @@ def stem_of(path: PurePath) -> str:
     return SHARD.sub("", name)
 
 
+def bundled(name: str) -> Path | None:
+    """The folder of a set that comes with the course, if this is its name and no file or folder of the learner's."""
+    named = re.fullmatch(r"\w+", name) and not Path(name).exists() and (SAMPLES / name / "train.jsonl").is_file()
+    return SAMPLES / name if named else None
+
+
 def files_of(source: str) -> list[Path]:
-    """The data files a source stands for, also below what is attached (Kaggle) or on the hub."""
-    path = Path(source).expanduser()
+    """The data files a source stands for, also below what is attached (Kaggle), bundled or on the hub."""
+    path = bundled(source) or Path(source).expanduser()
     if not path.exists():
         path = platforms.find_input(platforms.folders(platforms.detect()).inputs, source) or path
     if path.is_dir():

@@ -19,7 +19,7 @@ from nbutils import scaling
 from nbutils.data.building import Build
 from nbutils.data.card import AGAIN, CARD, EVAL, TRAIN, DataCard, verify
 from nbutils.data.columns import parse_mapping
-from nbutils.data.files import files_of, stem_of
+from nbutils.data.files import bundled, files_of, stem_of
 from nbutils.data.licence import licence_of
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
@@ -38,6 +38,7 @@ def prepare(
     source: str,
     out: Path,
     *,
+    default: str = "",
     eval_source: str = "",
     eval_fraction: float = 0.1,
     rows: int = 0,
@@ -48,6 +49,7 @@ def prepare(
 ) -> DataCard:
     """Make the data folder of a run, or reuse the finished one that came from the same source and settings.
 
+    `default` is the source where none is named and no data is there yet ("": the bundled sample).
     `columns` names columns the course does not know, as "user=title+body, assistant=reply"; `near` is the overlap from
     which a row counts as a near duplicate (0: do not look; default 0.8); `repair` mends text that was read in the wrong
     encoding (default: yes). What is not named is taken from the card of finished data.
@@ -62,9 +64,11 @@ def prepare(
     reuse = partial(_reuse, out, asked.copy(), unnamed)
     if (out / CARD).exists():
         return reuse()
+    source = source or default
     train_files, eval_files = find_sources([source] if source else [], eval_source)
     own = "CC0-1.0, written for this course"
-    asked |= {"source": source or BUNDLED, "licence": licence or (licence_of(source) if source else own)}
+    ours = not source or bundled(source) is not None
+    asked |= {"source": source or BUNDLED, "licence": licence or (own if ours else licence_of(source))}
     asked |= {"source_sha256": sha256_of(train_files, eval_files)}
     with building(out, asked, train_files + eval_files) as build:
         build.run(train_files, eval_files)

@@ -92,7 +92,7 @@ def resolve(
         wanted = models.meant(called)
     origin = "parameter MODEL" if model else _reason(document, "model")
     source = {"folder": "", "modelscope": ", from ModelScope"}.get(way, f", from the {way}")
-    value = models.from_modelscope(wanted.value, places.work) if way == "modelscope" else wanted.value
+    value = models.fetched(wanted.value, way, places.work)
     decided = Choice(value, f"{wanted.reason}{source}; {origin}")
     return _assemble(chosen, document, decided, card, models.name_of(called, wanted.value))
 

@@ -6,13 +6,12 @@ Not here: loading a model. `configs/models.yaml` is the list of short names, wit
 from __future__ import annotations
 
 import difflib
-import importlib
 import json
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -20,6 +19,7 @@ from nbutils import disk, paths
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
 from nbutils.platforms import network, places
+from nbutils.profiles import packaged
 from nbutils.profiles.reading import mistakes, read_sheet, refuse
 from nbutils.profiles.schema import Count, Strict, Text
 from nbutils.record import mask_secrets
@@ -115,7 +115,7 @@ def _missing(model: str, known: list[str]) -> CourseError:
 
 
 def reachable(model: str, online: Callable[[], bool], work: Path | None = None) -> str:
-    """How a model can be had ("folder", "cache", "modelscope", "network"), or "" if it cannot."""
+    """How a model can be had ("folder", "cache", "modelscope", "package", "network"), or "" if it cannot."""
     if Path(model).is_absolute():
         return "folder"
     if _in_cache(model):
@@ -124,7 +124,19 @@ def reachable(model: str, online: Callable[[], bool], work: Path | None = None) 
         return "modelscope"
     if work and network.chosen() == "modelscope" and not network.offline():
         return "modelscope"
-    return "network" if online() else ""
+    packed = work is not None and model == packaged.HUB_ID
+    if work and packed and paths.stamp(packaged.folder_of(work)) is not None:
+        return "package"
+    if online():
+        return "network"
+    return "package" if packed and not network.offline() else ""
+
+
+def fetched(model: str, way: str, work: Path) -> str:
+    """What `from_pretrained` is given: a folder for what transformers cannot download itself."""
+    if way == "package":
+        return packaged.from_package(work)
+    return from_modelscope(model, work) if way == "modelscope" else model
 
 
 def modelscope_folder(hub_id: str, work: Path) -> Path:
@@ -143,8 +155,10 @@ def from_modelscope(hub_id: str, work: Path) -> str:
     disk.require_disk(work, 2.1 * billions, f"{theirs} from ModelScope")
     os.environ.setdefault("MODELSCOPE_CACHE", str(work / "modelscope/.cache"))  # read when it is imported
     print(f"model     {theirs} from ModelScope to {folder}", flush=True)
+    from nbutils import install
+
     try:
-        _modelscope_library().snapshot_download(theirs, local_dir=str(folder))
+        install.library("modelscope").snapshot_download(theirs, local_dir=str(folder))
     except CourseError:
         raise
     except Exception as problem:  # the library has a dozen types of its own for what a network can do
@@ -155,19 +169,6 @@ def from_modelscope(hub_id: str, work: Path) -> str:
         ) from problem
     paths.write_json(folder / DOWNLOADED, {"modelscope": theirs})
     return model_folder(folder)
-
-
-def _modelscope_library() -> Any:
-    """ModelScope's own library, installed when it is first needed."""
-    try:
-        return importlib.import_module("modelscope")
-    except ImportError:
-        from nbutils import install
-
-        print("Installing for this download: modelscope", flush=True)
-        install.pip_install(["modelscope"])
-        importlib.invalidate_caches()
-        return importlib.import_module("modelscope")
 
 
 def _in_cache(hub_id: str) -> bool:

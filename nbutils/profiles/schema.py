@@ -102,8 +102,9 @@ class Machine(Strict):
 
 
 class Data(Strict):
-    """How much data is used."""
+    """Which data is used where none is named, and how much of it."""
 
+    source: str
     rows: ZeroOrMore
 
 
@@ -209,6 +210,8 @@ def shown(value: Any) -> str:
     """A value as the YAML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
+    if value == "":
+        return '""'
     return ", ".join(value) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from nbutils.plan import CardFacts, Option
 
 MICRO_BATCH, CHECKPOINTING = "train.micro_batch", "train.gradient_checkpointing"
-WITHOUT_CARD = 2  # rows at a time on a CPU: packed rows form one line there, attention grows with its square
+WITHOUT_CARD = 2  # packed rows at a time on a CPU: they form one line there, attention grows with its square
+CPU_TOKENS = 512  # in such a line, where rows are not packed
 
 
 def hidden_size(model: str) -> int | None:
@@ -38,7 +39,7 @@ def by_plan(profile: Profile, card: Card | None, rows: Rows | None = None) -> di
     wanted = [name for name, value in left.items() if value == "auto"]
     if not wanted:
         return {}
-    found = _without_card(train.step_rows) if card is None else _with_card(profile, card, rows)
+    found = _without_card(train, rows) if card is None else _with_card(profile, card, rows)
     return {name: found[name] for name in wanted}
 
 
@@ -52,10 +53,11 @@ def shared_batch(train: Train) -> dict[str, Choice]:
     return {} if size == train.micro_batch else {MICRO_BATCH: Choice(size, reason)}
 
 
-def _without_card(batch: int) -> dict[str, Choice]:
-    rows = scaling.micro_batch_for(batch, WITHOUT_CARD, scaling.world_size())
+def _without_card(train: Train, rows: Rows | None) -> dict[str, Choice]:
+    most = max(1, int(CPU_TOKENS / rows.mean)) if rows and not train.packing else WITHOUT_CARD
+    size = scaling.micro_batch_for(train.step_rows, most, scaling.world_size())
     return {
-        MICRO_BATCH: Choice(rows, "plan: no card, so few rows at a time"),
+        MICRO_BATCH: Choice(size, "plan: no card, so few rows at a time"),
         CHECKPOINTING: Choice("off", "plan: no card, so memory is no worry and recomputing would cost time"),
     }
 
