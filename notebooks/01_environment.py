@@ -134,7 +134,7 @@ from nbutils import profiles
 
 wanted = "t4_16gb"
 other = profiles.load(wanted)
-print("model", other.model, "| precision", other.machine.precision, "| effective batch", other.train.batch)
+print("model", other.model, "| precision", other.machine.precision, "| learning rate", other.train.learning_rate)
 
 # %% [markdown]
 # The check says what it saw and what it expected.
