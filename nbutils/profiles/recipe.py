@@ -21,6 +21,7 @@ LARGEST_STEP = 8  # rows of max_length: where data is large, the step a GPU comp
 PACK_FROM = 4  # rows of max_length in a step: below, packing could not meet the number of conversations
 EPOCHS = ((100, 5.0), (10_000, 3.0), (50_000, 2.0), (math.inf, 1.0))  # up to so many rows
 RATE, AT_HIDDEN, POWER = 4e-4, 2000, 0.78  # LoRA's best rate falls with the width of the model
+FULL_RATE_FROM = 16  # conversations per step: noisier steps want a smaller rate, by the root of their size
 SAVES, MOST_BETWEEN = 5, 50  # per run, and the steps between two of them in a long one
 MOST_VALIDATED, LEAST_VALIDATED = 64, 4  # rows
 SHARE, FORWARD = 0.05, 0.4  # of the training time for validation; the cost of a row without its backward pass
@@ -76,7 +77,7 @@ def choose(train: Train, rows: Rows | None, hidden: int | None, processes: int =
     """The values a profile leaves to its data, by dotted name; without rows those of large data."""
     found: dict[str, Choice] = {}
     if train.learning_rate == "auto":
-        found["learning_rate"] = _learning_rate(hidden)
+        found["learning_rate"] = _learning_rate(hidden, rows, train.max_length)
     if train.epochs == "auto":
         found["epochs"] = _epochs(rows)
     found |= _batch(train, rows, processes)
@@ -117,11 +118,14 @@ def few_steps(train: Train, pinned: Train, rows: Rows) -> str:
     )
 
 
-def _learning_rate(hidden: int | None) -> Choice:
+def _learning_rate(hidden: int | None, rows: Rows | None, max_length: int) -> Choice:
     if hidden is None:
         return Choice(2e-4, "recipe: usual for LoRA; the size of this model is not known before its download")
-    rate = float(f"{RATE * (AT_HIDDEN / hidden) ** POWER:.1e}")
-    return Choice(rate, f"recipe: LoRA's best rate for a model {hidden} wide; halve it if the loss jumps")
+    each = _examples_per_step(rows, max_length) if rows else FULL_RATE_FROM
+    small = min(1.0, each / FULL_RATE_FROM) ** 0.5
+    rate = float(f"{small * RATE * (AT_HIDDEN / hidden) ** POWER:.1e}")
+    why = f"a model {hidden} wide" + (f" and steps of {each} conversations" if small < 1 else "")
+    return Choice(rate, f"recipe: LoRA's best rate for {why}; halve it if the loss jumps")
 
 
 def _epochs(rows: Rows | None) -> Choice:
