@@ -46,19 +46,19 @@ def app() -> None:
 @click.option("--profile", default="", help="A profile of configs/ or the path of one; default: auto.")
 @click.option("--only", multiple=True, help="A lesson, as 03 or 03_qlora; may be given several times.")
 @click.option("-p", "--parameter", multiple=True, nargs=2, metavar="NAME VALUE", help="A parameter of the lessons.")
-@click.option("--set", "given", default="", metavar="TEXT", help=SET_HELP)
-def run(profile: str, only: tuple[str, ...], parameter: tuple[tuple[str, str], ...], given: str) -> None:
+@click.option("--set", "given", multiple=True, metavar="TEXT", help=SET_HELP)
+def run(profile: str, only: tuple[str, ...], parameter: tuple[tuple[str, str], ...], given: tuple[str, ...]) -> None:
     """Run lessons 01-05 (or those named) headless and say where the results are."""
     from nbutils import course
 
-    options = {name: value for name, value in (("PROFILE", profile), ("SET", given)) if value}
+    options = {name: value for name, value in (("PROFILE", profile), ("SET", ", ".join(given))) if value}
     folder = course.run(course.select(only), dict(parameter) | options)
     print(f"\n{course.summary(folder)}")
 
 
 @app.command()
 @click.argument("runs", nargs=-1)
-@click.option("--out", type=click.Path(path_type=Path), help="A folder for compare.png, the curves.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="A folder for compare.png, the curves.")
 @click.option("--json", "as_json", is_flag=True, help="The comparison as JSON, for programs.")
 def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     """Show RUNS (names, or paths of run folders) side by side: settings that differ, losses, scores, verdict."""
@@ -171,7 +171,7 @@ def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **wishes: Any)
 @click.option("--rows", type=click.IntRange(1), help="Rows of your data.")
 @click.option("--mean-length", type=Amount(1), help="Mean tokens of a row.")
 @click.option("--epochs", type=Amount(), help="Default: the profile's.")
-@click.option("--set", "given", metavar="TEXT", help=SET_HELP)
+@click.option("--set", "given", multiple=True, metavar="TEXT", help=SET_HELP)
 @click.option("--vram", type=Amount(), help="Memory of the card in GiB, as torch reports it.")
 @click.option("--tflops", type=Amount(), help="The card's dense 16-bit tensor TFLOP/s.")
 @click.option("--capability", help="The card's CUDA capability, as 7.5.")
@@ -182,6 +182,7 @@ def plan(as_json: bool, **wishes: Any) -> None:
 
     from nbutils.plan import asking
 
+    wishes["given"] = ", ".join(wishes["given"]) or None
     answer = asking.answer(**wishes)
     print(json.dumps(answer.data, indent=2, ensure_ascii=False, allow_nan=False) if as_json else answer.text)
 

@@ -47,19 +47,30 @@ def of_names(names: Sequence[str]) -> Runs:
 def load(folder: Path, evaluation: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What a run folder says of its run; `evaluation` in place of the one that is there."""
     run = RunFolder(folder)
-    facts, curves = record.read(run.facts), run.logs / "history.json"
+    facts = record.read(run.facts)
     trained, merged = (facts.get("lessons", {}).get(stem, {}) for stem in ("03_qlora", "04_merge"))
     judged = evaluation or merged.get("evaluation", {})
     own = {"profile": facts.get("profile"), "model": facts.get("model")}
     own["data"] = str(trained.get("data_fingerprint"))[:12]
-    settings = {name: value for name, value in trained.get("settings", {}).items() if name not in ("about", "model")}
+    settings = {
+        name: value for name, value in (trained.get("settings") or {}).items() if name not in ("about", "model")
+    }
     return {
         "folder": str(folder), "settings": own | settings if settings else {},
         "trained": {name: value for name, value in trained.items() if name != "settings"},
         "scores": {name: judged.get("scores", {}).get(name, {}).get("merged") for name in PANELS},
         "verdict": judged.get("verdict"),
-        "history": json.loads(curves.read_text(encoding="utf-8")) if curves.exists() else [],
+        "history": _history(run.logs / "history.json"),
     }  # fmt: skip
+
+
+def _history(file: Path) -> list[dict[str, Any]]:
+    """The logged losses; none where the file is missing or damaged."""
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [one for one in entries if isinstance(one, dict) and "step" in one] if isinstance(entries, list) else []
 
 
 def differing(runs: Runs) -> list[str]:

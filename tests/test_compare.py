@@ -130,3 +130,10 @@ def test_lesson_04_shows_finished_runs_beside_its_own(home: Path, capsys) -> Non
     compare.beside(run, EVALUATION)
     text = capsys.readouterr().out
     assert cells(text, "lora.rank") == ["16", "4"] and cells(text, "verdict") == ["helped"] * 2
+
+
+def test_a_damaged_history_is_none(tmp_path: Path) -> None:
+    for text in ("[{", "[1, 2]", '[{"loss": 1}]', "{}"):
+        (tmp_path / "history.json").write_text(text)
+        assert compare._history(tmp_path / "history.json") == []
+    assert compare._history(tmp_path / "absent.json") == []

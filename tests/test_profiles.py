@@ -700,6 +700,13 @@ def test_the_card_does_not_change_what_is_learnt() -> None:
         assert [getattr(small, key) for key in learnt] == [getattr(large, key) for key in learnt]
 
 
+@pytest.mark.parametrize(("rows", "tokens", "packed"), [(1000, 1200, 1000), (3000, 1100, 3000), (1000, 800, 500)])
+def test_rows_that_cannot_share_a_packed_row_are_counted_as_the_packer_does(
+    rows: int, tokens: int, packed: int
+) -> None:
+    assert profiles.Rows.of([tokens] * rows).packed(2048) == packed
+
+
 def test_large_data_keeps_the_large_step() -> None:
     train = fitted("ampere_24gb", [265] * 100_000).profile.train
     assert (train.batch, train.packing, train.epochs, train.save_steps) == (8, True, 1.0, 50)

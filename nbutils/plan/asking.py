@@ -87,7 +87,7 @@ def _wished(document: Document, wishes: Wishes) -> Profile:
     given = settings_in(wishes.given or "")
     replaced = {name: (value, "--set") for name, value in (left_open | given).items()}
     profile = with_overrides(document, replaced).profile
-    by_rows = wishes.rows is not None or wishes.epochs is not None
+    by_rows = wishes.epochs is not None or (wishes.rows is not None and profile.train.epochs != 0)
     train = {
         "max_length": wishes.length, "epochs": wishes.epochs,
         "max_steps": 0 if by_rows and "train.max_steps" not in given else None,

@@ -43,6 +43,13 @@ class Rows:
         """Those of examples with these lengths in tokens."""
         return cls(len(lengths), fmean(lengths), pstdev(lengths), max(lengths))
 
+    def packed(self, max_length: int) -> int:
+        """Rows they fill when packed to this length: nearly full ones, unless all are long or of one length."""
+        fill = PACKED
+        if self.mean > max_length / 2 or self.spread < self.mean / 4:
+            fill = min(PACKED, max_length // math.ceil(self.mean) * self.mean / max_length)
+        return math.ceil(self.examples * self.mean / (fill * max_length))
+
     @classmethod
     def like(cls, examples: int, mean: float, longest: int) -> Rows:
         """A guess from the mean length alone: instruction data spreads about as wide as its mean."""
@@ -95,9 +102,8 @@ def apply(train: Train, found: Mapping[str, Choice]) -> Train:
 
 def schedule(train: Train, rows: Rows) -> Schedule:
     """Steps and their size, for a profile whose values are settled."""
-    batch, whole = train.step_rows, rows.examples
-    if train.packing:
-        whole = math.ceil(rows.examples * rows.mean / (PACKED * train.max_length))
+    batch = train.step_rows
+    whole = rows.packed(train.max_length) if train.packing else rows.examples
     per_epoch = math.ceil(whole / batch)
     steps = train.max_steps or math.ceil(per_epoch * float(train.epochs))
     each = rows.examples / per_epoch if per_epoch == 1 else rows.examples * batch / whole
@@ -164,10 +170,11 @@ def _batch(train: Train, rows: Rows | None, processes: int) -> dict[str, Choice]
 def _why(rows: Rows | None, each: int, size: int, packing: bool, max_length: int) -> str:
     if rows is None:
         return "packed rows, as for large data, until your rows are known"
-    unit = f"rows of {max_length} tokens, about {size * PACKED * max_length / rows.mean:.0f} conversations" if packing \
-        else "conversations"  # fmt: skip
+    whole = rows.packed(max_length) if packing else rows.examples
+    conversations = f"{rows.examples * min(size, whole) / whole:.0f} conversations"
+    unit = f"{size} rows of {max_length} tokens, about {conversations}" if packing else f"{size} conversations"
     large = LARGEST_STEP * max_length / rows.mean
-    told = f"{size} {unit} a step give {math.ceil(rows.examples / each)} steps an epoch"
+    told = f"{unit} a step: {math.ceil(whole / size)} steps an epoch"
     return told if large <= each * 1.5 else f"{told}; {large:.0f} would leave {math.ceil(rows.examples / large)}"
 
 

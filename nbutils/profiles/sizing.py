@@ -49,7 +49,8 @@ def shared_batch(train: Train) -> dict[str, Choice]:
         return {}
     processes = scaling.world_size()
     size = scaling.micro_batch_for(train.step_rows, train.micro_batch, processes)
-    reason = f"{processes} processes share the batch of {train.batch}"
+    shared = f"{processes} processes share it" if processes > 1 else "a step is made of whole micro-steps"
+    reason = f"the largest up to {train.micro_batch} that divides the batch of {train.batch}: {shared}"
     return {} if size == train.micro_batch else {MICRO_BATCH: Choice(size, reason)}
 
 

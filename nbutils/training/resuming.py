@@ -219,8 +219,11 @@ def load_finished(trainer: Trainer, checkpoint: Path, chosen: bool = False) -> N
     trainer.state.max_steps = trainer.state.global_step  # MAX_STEPS may be less than what was planned then
     if not chosen and (asked := validation.of(trainer)):
         asked.remember(trainer.state, checkpoint)
-    print(f"Nothing is left to train: this run has {trainer.state.global_step} steps.")
-    print('Set a larger MAX_STEPS to go on, or RESUME = "never" to start anew.')
+    early = validation.ended_early(trainer, trainer.state.log_history)
+    go_on = 'SET = "train.early_stopping=0"' if early else "a larger MAX_STEPS"
+    why = ", and ended early because validation had risen" if early else ""
+    print(f"Nothing is left to train: this run has {trainer.state.global_step} steps{why}.")
+    print(f'{go_on} goes on with it, RESUME = "never" starts anew.')
 
 
 def step_of(checkpoint: Path | None) -> int:
