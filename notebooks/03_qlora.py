@@ -324,17 +324,17 @@ else:
 seconds = time.monotonic() - began
 
 # %% [markdown]
-# Only now we wait for the slow disk, until the last checkpoint and the logs are safe.
-
-# %%
-training.bring_home(lesson, way_home)
-
-# %% [markdown]
 # The model gets back the weights of its best step.
 
 # %%
 best = validation.keep_best()
 print(f"kept: step {best[0]}, validation loss {best[1]:.4f}" if best else f"kept: the last step, {trainer.state.global_step}")
+
+# %% [markdown]
+# Only now we wait for the slow disk, until the last checkpoint and the logs are safe.
+
+# %%
+training.bring_home(lesson, way_home)
 
 # %% [markdown]
 # What it took. Tokens per second counts real tokens; peak memory is the card's, or this process's on a CPU.
