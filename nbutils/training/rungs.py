@@ -70,8 +70,8 @@ def setting_of(trainer: Trainer) -> Setting:
 
 def longest(trainer: Trainer) -> int:
     """Tokens of the longest row: of all where rows are packed."""
-    rows: Any = trainer.train_dataset
-    return trainer.args.max_length or max(map(len, rows["input_ids"]), default=0)  # type: ignore[attr-defined]
+    args: Any = trainer.args
+    return args.max_length or max(map(len, trainer.train_dataset["input_ids"]), default=0)  # type: ignore[index]
 
 
 def take(trainer: Any, new: Setting) -> None:
