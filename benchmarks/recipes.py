@@ -227,7 +227,7 @@ def train(job: dict[str, Any], model_folder: Path, rows: Rows, folder: str) -> d
     trainer.train()
     last, seconds, loss = curve.points[-1]
     if validation:
-        validation.keep_best()  # type: ignore[attr-defined]
+        validation.restore_best()  # type: ignore[attr-defined]
         loss = held_out_loss(trainer.model, rows.held_back)
     if not plain:
         trainer.save_model(folder)

@@ -14,7 +14,7 @@ from typing import Any
 
 from nbutils import dashboard, platforms, record
 from nbutils.errors import CourseError
-from nbutils.evaluation.comparing import SHOWN, aligned
+from nbutils.evaluation.comparing import SHOWN
 from nbutils.evaluation.drawing import PANELS
 from nbutils.evaluation.statistics import Estimate
 from nbutils.lessons import RunFolder
@@ -131,7 +131,7 @@ def plot(runs: Runs, path: Path | None = None) -> None:
 def show(runs: Runs) -> None:
     """The table, and in a notebook the curves."""
     table = rows(runs)
-    dashboard.show_table(table, "Runs side by side", aligned(table))
+    dashboard.show_table(table, "Runs side by side", dashboard.aligned(table))
     if platforms.in_kernel():
         plot(runs)
 

@@ -61,6 +61,15 @@ def text_table(rows: Sequence[dict[str, Any]], title: str = "") -> str:
     return "\n".join(lines)
 
 
+def aligned(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of a table as columns of text."""
+    lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)] if rows else []
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
 def plot_losses(
     history: Sequence[tuple[int, float]],
     path: Path | None = None,

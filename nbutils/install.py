@@ -106,8 +106,8 @@ def pip_install(wanted: list[str], wheels: Path | None = None) -> None:
         raise _pip_failed(done.stderr, wanted, wheels)
 
 
-def library(name: str) -> Any:
-    """A library that few downloads need, installed when it is first needed."""
+def import_package(name: str) -> Any:
+    """A package that few downloads need, installed when it is first imported."""
     try:
         return importlib.import_module(name)
     except ImportError:

@@ -90,7 +90,7 @@ class Lesson:
         fitted = replace(self, resolved=profiles.fit(self.resolved, rows))
         print(f"recipe    {profiles.schedule(fitted.profile.train, rows)}")
         if told := profiles.few_steps(fitted.profile.train, self.resolved.given.train, rows):
-            print(told)
+            print(f"[WARN] {told}")
         return fitted
 
     @property

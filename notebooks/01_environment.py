@@ -122,7 +122,7 @@ print(plan.explain(plan.find(planned.model), planned))
 
 # %%
 table = plan.fits_table()
-dashboard.show_table(table, "What PROFILE auto trains on each card", plan.aligned(table))
+dashboard.show_table(table, "What PROFILE auto trains on each card", dashboard.aligned(table))
 
 # %% [markdown]
 # ## Exercise

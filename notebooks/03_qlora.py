@@ -106,18 +106,14 @@ chat.show_row(tokenizer, row["messages"], tools=row.get("tools"))
 #
 # How much to learn from each step is a question of your rows, not of the card. Too many conversations a step leave too few
 # steps: the loss hardly moves, and nobody says why. So the rows decide batch, epochs and learning rate, as far as the profile
-# leaves them open; the card only decides how a step is cut into micro-batches.
-
-# %%
-lesson = lesson.with_recipe(fitting.lengths)
-profile = lesson.profile
-
-# %% [markdown]
-# Every value of this run and why it has it. Nothing below uses a number that is not in this table.
+# leaves them open; the card only decides how a step is cut into micro-batches. The table has every value of this run and why it
+# has it; nothing below uses a number that is not in it.
 
 # %%
 from nbutils import dashboard
 
+lesson = lesson.with_recipe(fitting.lengths)
+profile = lesson.profile
 dashboard.show_choices(lesson.resolved.choices, lesson.resolved.table())
 
 # %% [markdown]
@@ -253,6 +249,9 @@ print(f"resuming {resume_from.name}" if resume_from else "starting at step 0")
 # %% [markdown]
 # A falling training loss may be learning by rote. The loss on rows the training never sees tells: it is measured at the start,
 # at each save and at the end. The step where it was lowest is the one that is kept.
+#
+# Every saved checkpoint is carried to the run folder in the background, and checked there. A Drive that drops or a full disk costs a
+# line, not the training. The clock ends the run before the platform does.
 
 # %%
 validation = training.validation_loss(
@@ -262,11 +261,6 @@ validation = training.validation_loss(
     patience=profile.train.early_stopping,
 )
 
-# %% [markdown]
-# From here on every saved checkpoint is carried to the run folder in the background, and checked there. A Drive that drops or
-# a full disk costs a line, not the training. The clock ends the run before the platform does.
-
-# %%
 way_home = training.carrier(lesson, mark, profile.train.keep_checkpoints)
 watchers = [
     validation,
@@ -324,16 +318,13 @@ else:
 seconds = time.monotonic() - began
 
 # %% [markdown]
-# The model gets back the weights of its best step.
+# The model gets back the weights of its best step. Only now we wait for the slow disk, until the last checkpoint and the logs are
+# safe.
 
 # %%
-best = validation.keep_best()
+best = validation.restore_best()
 print(f"kept: step {best[0]}, validation loss {best[1]:.4f}" if best else f"kept: the last step, {trainer.state.global_step}")
 
-# %% [markdown]
-# Only now we wait for the slow disk, until the last checkpoint and the logs are safe.
-
-# %%
 training.bring_home(lesson, way_home)
 
 # %% [markdown]

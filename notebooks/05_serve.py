@@ -360,7 +360,7 @@ print(*(f"{name:5}  {count} of {len(served)} answers are those of the merged mod
 
 # %%
 scores = evaluation.score_table(exam, {reference.called: local, "server": served} | answers)
-dashboard.show_table(scores, "The same scores", evaluation.aligned(scores))
+dashboard.show_table(scores, "The same scores", dashboard.aligned(scores))
 
 # %% [markdown]
 # ## Talk to it

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from nbutils import paths, plan, platforms, profiles
+from nbutils import dashboard, paths, plan, platforms, profiles
 from nbutils.cli import app
 from nbutils.errors import CourseError
 from nbutils.hardware import Card
@@ -390,7 +390,7 @@ def test_a_forecast_shows_its_parts_and_the_formula_adds_up() -> None:
 def test_the_table_for_people_has_a_row_for_every_card() -> None:
     table = plan.fits_table()
     assert [row["card"] for row in table] == list(cards.listed())
-    assert max(map(len, report.aligned(table).splitlines())) <= 140
+    assert max(map(len, dashboard.aligned(table).splitlines())) <= 140
     assert report.money({"yuan": None, "dollars": None}) == "unknown"
     assert report.money({"yuan": 0, "dollars": 0}) == "free"
 

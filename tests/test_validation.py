@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from nbutils import training
 from nbutils.training import validation
+from nbutils.training.weights import trained_weights
 
 
 def trainer_with(
@@ -30,10 +31,6 @@ def trainer_with(
         monkeypatch.setattr(validation, "loss_on", lambda *_: next(script))
     assert validation.of(trainer) is callback
     return trainer, callback
-
-
-def trained_weights(trainer: Any) -> dict[str, torch.Tensor]:
-    return {name: one.detach().clone() for name, one in trainer.model.named_parameters() if one.requires_grad}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -70,50 +67,50 @@ def test_it_is_measured_at_the_start_at_each_save_and_at_the_end_and_changes_not
     trainer.train()
     assert [step for step, _ in training.validation_history(trainer.state.log_history)] == [0, 2, 4, 6, STEPS]
     assert training.loss_history(trainer.state.log_history) == training.loss_history(plain.state.log_history)
-    assert same(trained_weights(trainer), trained_weights(plain))
-    assert callback.keep_best() is None
+    assert same(trained_weights(trainer.model), trained_weights(plain.model))
+    assert callback.restore_best() is None
 
 
 def test_the_weights_of_the_best_step_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, callback = trainer_with(tmp_path, (5.0, 4.0, 3.0, 3.5, 3.6), monkeypatch)
     seen: dict[int, dict[str, torch.Tensor]] = {}
-    trainer.add_callback(_photographer(seen))
+    trainer.add_callback(_recorder(seen))
     trainer.train()
-    assert not same(trained_weights(trainer), seen[4])
-    assert callback.keep_best() == (4, 3.0)
-    assert same(trained_weights(trainer), seen[4])
+    assert not same(trained_weights(trainer.model), seen[4])
+    assert callback.restore_best() == (4, 3.0)
+    assert same(trained_weights(trainer.model), seen[4])
     found = validation.facts(trainer.state.log_history)
     assert found == {"validation_loss": {"first": 5.0, "best": 3.0, "last": 3.6}, "best_step": 4}
 
 
-def _photographer(seen: dict[int, dict[str, torch.Tensor]]) -> Any:
+def _recorder(seen: dict[int, dict[str, torch.Tensor]]) -> Any:
     from transformers import TrainerCallback
 
-    class Photographer(TrainerCallback):
+    class Recorder(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            seen[state.global_step] = {n: w.detach().clone() for n, w in model.named_parameters() if w.requires_grad}
+            seen[state.global_step] = trained_weights(model)
 
-    return Photographer()
+    return Recorder()
 
 
 def test_a_continued_run_knows_the_best_step_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = trainer_with(tmp_path, (5.0, 3.0, 4.0), monkeypatch, max_steps=4)
     seen: dict[int, dict[str, torch.Tensor]] = {}
-    first.add_callback(_photographer(seen))
+    first.add_callback(_recorder(seen))
     first.train()
     place = tmp_path / "trainer/checkpoint-4"
     assert (place / validation.BEST).exists()
     again, callback = trainer_with(tmp_path, (4.5, 4.6), monkeypatch, max_steps=7)
     again.train(resume_from_checkpoint=str(place))
-    assert callback.keep_best() == (2, 3.0)
-    assert same(trained_weights(again), seen[2])
+    assert callback.restore_best() == (2, 3.0)
+    assert same(trained_weights(again.model), seen[2])
 
 
 def test_it_ends_early_when_validation_has_risen_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, callback = trainer_with(tmp_path, (5.0, 3.0, 3.1, 3.2), monkeypatch, patience=2, max_steps=20)
     trainer.train()
     assert trainer.state.global_step == 6
-    assert callback.keep_best() == (2, 3.0)
+    assert callback.restore_best() == (2, 3.0)
     assert training.measured(trainer, 1.0, 0)["planned_steps"] == 6
     assert training.steps_left(trainer, tmp_path / "trainer/checkpoint-6") == 0
 
@@ -125,7 +122,7 @@ def test_a_loss_that_is_no_number_ends_it_with_the_last_good_step(
     trainer.train()
     assert trainer.state.global_step == 4
     assert not (tmp_path / "trainer/checkpoint-4").exists(), "spoilt weights are not kept"
-    assert callback.keep_best() == (2, 4.0)
+    assert callback.restore_best() == (2, 4.0)
     assert "[WARN]" in capsys.readouterr().out
     assert validation.facts(trainer.state.log_history)["validation_loss"]["last"] is None
 
@@ -133,7 +130,7 @@ def test_a_loss_that_is_no_number_ends_it_with_the_last_good_step(
 def test_without_held_back_rows_it_trains_as_ever(tmp_path: Path) -> None:
     trainer, callback = trainer_with(tmp_path, held_back=rows(count=0))
     trainer.train()
-    assert trainer.state.global_step == STEPS and callback.keep_best() is None
+    assert trainer.state.global_step == STEPS and callback.restore_best() is None
     assert validation.facts(trainer.state.log_history) == {"validation_loss": None, "best_step": None}
 
 
@@ -143,7 +140,7 @@ def test_a_run_that_stopped_between_two_validations_is_validated_before_the_best
     trainer.train()
     saved = [step for step, _ in training.validation_history(trainer.state.log_history)]
     assert saved == [0, 2, 4]
-    assert callback.keep_best() is not None
+    assert callback.restore_best() is not None
     assert training.validation_history(trainer.state.log_history)[-1][0] == 5
 
 

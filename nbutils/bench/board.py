@@ -107,10 +107,9 @@ class Board:
 
     def show(self, title: str = "Speed") -> None:
         """The table, and below it what it means."""
-        from nbutils.evaluation import aligned
 
         rows = self.rows()
-        dashboard.show_table(rows, title, aligned(rows) if rows else "nothing was measured")
+        dashboard.show_table(rows, title, dashboard.aligned(rows) if rows else "nothing was measured")
         print(*self.sentences(), sep="\n")
 
     def sentences(self) -> list[str]:

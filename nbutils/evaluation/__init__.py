@@ -8,7 +8,7 @@ Not here: network judges, or loading models (the lessons do that).
 from __future__ import annotations
 
 from nbutils.evaluation.answers import Answer, Message, generate, reach
-from nbutils.evaluation.comparing import Outcome, aligned, score_table
+from nbutils.evaluation.comparing import Outcome, score_table
 from nbutils.evaluation.drawing import plot
 from nbutils.evaluation.exam import Exam, Result
 from nbutils.evaluation.harness import Harness
@@ -17,7 +17,7 @@ from nbutils.evaluation.rows import general_rows, questions_of
 from nbutils.evaluation.scores import before_after_table, exact_match
 
 __all__ = [
-    "Answer", "Exam", "Harness", "Message", "Outcome", "Result", "about", "aligned", "before_after_table",
+    "Answer", "Exam", "Harness", "Message", "Outcome", "Result", "about", "before_after_table",
     "exact_match", "general_rows", "generate", "plot", "questions_of", "reach", "score_table",
     "write_report",
 ]  # fmt: skip

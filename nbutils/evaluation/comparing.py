@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from nbutils import dashboard
 from nbutils.evaluation import statistics
 from nbutils.evaluation.answers import Answer
 from nbutils.evaluation.exam import Exam, Result
@@ -86,7 +87,7 @@ class Outcome:
 
     def text(self) -> str:
         """The same table for a terminal."""
-        return aligned(self.table())
+        return dashboard.aligned(self.table())
 
     def summary(self) -> list[str]:
         """What a tired reader wants to know, a line each."""
@@ -167,12 +168,3 @@ def score_table(exam: Exam, answers: Mapping[str, Sequence[Answer]]) -> list[dic
         label, form, _ = SHOWN[score]
         table.append({"score": label} | {name: _estimate(score, one[score]).text(form) for name, one in scored.items()})
     return table
-
-
-def aligned(rows: Sequence[Mapping[str, str]]) -> str:
-    """Rows as columns of text."""
-    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from nbutils import evaluation, hardware, parity, paths
+from nbutils import dashboard, evaluation, hardware, parity, paths
 from nbutils.chat import may_skip_thinking
 from nbutils.errors import CourseError
 from nbutils.exporting.checking import ParityLine, fits_here
@@ -135,7 +135,7 @@ class Price:
 
     def text(self) -> str:
         """The same for a terminal."""
-        return evaluation.aligned(self.table())
+        return dashboard.aligned(self.table())
 
     def facts(self) -> dict[str, Any]:
         """For facts.json."""

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from nbutils import dashboard
 from nbutils.errors import CourseError
-from nbutils.evaluation.comparing import aligned
 from nbutils.parity.gaps import RESOLVED, Gap
 from nbutils.parity.keeping import Readings
 
@@ -109,7 +109,7 @@ class Report:
 
     def text(self) -> str:
         """The same table for a terminal."""
-        return aligned(self.table()) if self.lines else "nothing was compared"
+        return dashboard.aligned(self.table()) if self.lines else "nothing was compared"
 
     @property
     def verdict(self) -> str:

@@ -12,7 +12,7 @@ from nbutils.plan.cards import CardFacts, Price, hourly_price
 from nbutils.plan.choosing import Option, choose, limit_gib, options
 from nbutils.plan.forecasting import Forecast, example, forecast, of_profile, require, which_fits
 from nbutils.plan.recipes import Recipe, for_card, from_profile
-from nbutils.plan.report import aligned, as_rows, describe, explain, fits_table
+from nbutils.plan.report import as_rows, describe, explain, fits_table
 from nbutils.plan.shapes import Shape, find
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "Price",
     "Recipe",
     "Shape",
-    "aligned",
     "as_rows",
     "cards",
     "choose",

@@ -11,7 +11,7 @@ import shutil
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-from nbutils import hardware
+from nbutils import dashboard, hardware
 from nbutils.errors import CourseError
 from nbutils.plan import cards, choosing, forecasting, report, shapes
 from nbutils.plan.cards import CardFacts
@@ -139,9 +139,9 @@ def _capability(text: str | None) -> tuple[int, int] | None:
 def _table(wishes: Wishes, gpus: int | None) -> Answer:
     """Which profile fits which card; with a wish, what was wished for on every card."""
     if gpus is None and not any(value is not None for value in astuple(wishes)):
-        return Answer({"fits": forecasting.which_fits()}, _headed(report.aligned(report.fits_table())))
+        return Answer({"fits": forecasting.which_fits()}, _headed(dashboard.aligned(report.fits_table())))
     made = [_forecast(replace(card, count=gpus or 1), wishes)[1] for card in cards.every()]
-    return Answer({"fits": [one.as_dict() for one in made]}, _headed(report.aligned(report.compared(made))))
+    return Answer({"fits": [one.as_dict() for one in made]}, _headed(dashboard.aligned(report.compared(made))))
 
 
 def _headed(table: str) -> str:

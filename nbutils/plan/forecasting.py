@@ -15,6 +15,7 @@ from nbutils.plan import cards, choosing, memory, recipes, shapes, speed
 from nbutils.plan.cards import CardFacts
 from nbutils.plan.recipes import Recipe
 from nbutils.plan.shapes import Shape
+from nbutils.profiles import sizing
 from nbutils.profiles.recipe import Rows, Schedule, apply, choose, few_steps, schedule
 
 if TYPE_CHECKING:
@@ -179,9 +180,7 @@ def of_profile(
     if data is None and amount and mean_length:
         data = Rows.like(amount, mean_length, profile.train.max_length)
     train = apply(profile.train, choose(profile.train, data, shape.hidden, card.count))
-    if train.micro_batch != "auto":
-        size = scaling.micro_batch_for(train.step_rows, train.micro_batch, card.count)
-        train = train.model_copy(update={"micro_batch": size})
+    train = apply(train, sizing.shared_batch(train, card.count))
     recipe = recipes.from_profile(profile.model_copy(update={"train": train}), card, data)
     found = choosing.options(shape, recipe, train.step_rows, card, *choosing.left_open(train))
     chosen = choosing.choose(found, card)
@@ -190,7 +189,7 @@ def of_profile(
         train.keep_checkpoints, train.max_steps, schedule(train, data) if data else None,
     )  # fmt: skip
     told = few_steps(train, profile.train, data) if data else ""
-    return replace(made, notes=[*made.notes, told.removeprefix("[WARN] ")]) if told else made
+    return replace(made, notes=[*made.notes, told]) if told else made
 
 
 def example(resolved: Resolved, rows: int, mean_length: float) -> Forecast:

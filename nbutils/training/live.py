@@ -122,7 +122,7 @@ def live_numbers(
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if "eval_loss" in (logs or {}):
-                self.meter.validation.append((state.global_step, logs["eval_loss"]))
+                self.meter.validation = validation_history(state.log_history)
             if "loss" not in (logs or {}):  # a validation, or the trainer's own summary
                 return
             first = self.meter.last_log <= self.meter.first

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbutils.training.weights import load_trained_weights, trained_weights
+
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
 
@@ -50,7 +52,7 @@ def validation_loss(rows: Any, every: int, keep_best: bool = True, patience: int
             if self.best and state.is_world_process_zero and self.best_step != state.global_step:
                 save_file(self.best, Path(args.output_dir) / f"checkpoint-{state.global_step}" / BEST)
 
-        def keep_best(self) -> tuple[int, float] | None:
+        def restore_best(self) -> tuple[int, float] | None:
             """Give the model the weights of the best step, a last unvalidated one included; that step and its loss."""
             state = self.trainer.state
             if not len(rows) or not keep_best:
@@ -59,8 +61,7 @@ def validation_loss(rows: Any, every: int, keep_best: bool = True, patience: int
                 self._validate(state, self.trainer.control)
             found = best_of(validation_history(state.log_history))
             if found and self.best and self.best_step == found[0] != state.global_step:
-                for name, weight in _trained(self.trainer.model):
-                    weight.data.copy_(self.best[name])
+                load_trained_weights(self.trainer.model, self.best)
             return found if found and found[0] in (self.best_step, state.global_step) else None
 
         def _due(self, state: Any) -> bool:
@@ -79,9 +80,7 @@ def validation_loss(rows: Any, every: int, keep_best: bool = True, patience: int
                 control.should_training_stop, control.should_save = True, False
             elif found and found[0] == state.global_step:
                 self.best_step = state.global_step
-                self.best = {
-                    name: weight.detach().to("cpu", copy=True) for name, weight in _trained(self.trainer.model)
-                }
+                self.best = trained_weights(self.trainer.model)
             elif found and ends_early(history, patience) and state.global_step < state.max_steps:
                 print("\n" + RISING.format(found[1], found[0], patience) + ": training ends here.", flush=True)
                 control.should_training_stop = control.should_save = True
@@ -94,9 +93,7 @@ def validation_loss(rows: Any, every: int, keep_best: bool = True, patience: int
             if not found or found[0] == self.best_step:
                 return
             if found[0] == state.global_step:
-                self.best = {
-                    name: weight.detach().to("cpu", copy=True) for name, weight in _trained(self.trainer.model)
-                }
+                self.best = trained_weights(self.trainer.model)
             elif (checkpoint / BEST).exists():
                 self.best = load_file(checkpoint / BEST)
             self.best_step = found[0] if self.best else -1
@@ -167,10 +164,6 @@ def _tokens_at_once(args: Any, lengths: Sequence[int]) -> int:
     """About as many as a micro-batch of the training has: without gradients that surely fits."""
     each = args.max_length if args.packing else sum(lengths) / len(lengths)
     return max(int(args.per_device_train_batch_size * each), *lengths)
-
-
-def _trained(model: Any) -> list[tuple[str, Any]]:
-    return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
 
 
 def of(trainer: Trainer) -> Any:

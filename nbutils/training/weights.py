@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 def require_unquantised(model: str) -> None:
@@ -38,6 +39,18 @@ def repair_precision(model: nn.Module) -> int:
     for weight in low:
         weight.data = weight.data.to(torch.float32)
     return len(low)
+
+
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the trainable weights in the computer's memory."""
+    return {name: one.detach().to("cpu", copy=True) for name, one in model.named_parameters() if one.requires_grad}
+
+
+def load_trained_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Put such copies back."""
+    for name, one in model.named_parameters():
+        if one.requires_grad:
+            one.data.copy_(weights[name])
 
 
 @dataclass(frozen=True)
