@@ -27,7 +27,7 @@ def validation_loss(rows: Any, every: int, keep_best: bool = True, patience: int
     from transformers import TrainerCallback
 
     class Validation(TrainerCallback):
-        """`trainer` is set by `begin`; the trainer itself is made with this callback."""
+        """`of` sets its trainer, which is made with this callback."""
 
         def __init__(self) -> None:
             self.trainer: Any = None
