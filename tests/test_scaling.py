@@ -264,6 +264,12 @@ def test_lesson_06_trains_with_two_processes_what_one_would_have_trained(tmp_pat
     assert (
         facts["06_scale_out"]["loss_difference"] < 1e-4
     )  # float32: the same rows in every step, added in another order
+    trials = tmp_path / ".scratch/tiny/trials"
+    alone, together = (
+        json.loads((trials / name / "facts.json").read_text())["lessons"]["03_qlora"]["validation_loss"]
+        for name in ("alone", "together")
+    )
+    assert together == pytest.approx(alone, abs=1e-4)  # the processes share the held-back rows
     trained = facts["03_qlora"]
     assert (trained["processes"], trained["batch"], trained["steps"]) == (2, 2, 12)
     assert trained["base_moved"] == 0 and paths.stamp(tmp_path / "tiny/adapter") is not None

@@ -140,9 +140,11 @@ def loss_on(trainer: Any, rows: Any) -> float:
     was_training = trainer.model.training
     trainer.model.eval()
     with torch.no_grad(), trainer.compute_loss_context_manager():
-        for batch in batches[trainer.args.process_index :: trainer.args.world_size]:
-            inputs = trainer._prepare_inputs(collate([rows[number] for number in batch]))
-            total += trainer.compute_loss(trainer.model, inputs, num_items_in_batch=torch.tensor(count))
+        for first in range(0, len(batches), trainer.args.world_size):
+            place = first + trainer.args.process_index  # past the end: asked again, not counted, as all must meet
+            inputs = trainer._prepare_inputs(collate([rows[number] for number in batches[place % len(batches)]]))
+            loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=torch.tensor(count))
+            total += loss if place < len(batches) else 0.0
     trainer.model.train(was_training)
     return float(trainer.accelerator.reduce(total, "sum")) / trainer.args.world_size
 
