@@ -234,6 +234,7 @@ def open_run(
 ) -> tuple[RunFolder, profiles.Resolved]:
     """The run folder and the resolved profile; a run that exists already keeps the profile and SET it began with."""
     profile, model, name = values.get("PROFILE", "auto"), values.get("MODEL", ""), values.get("RUN_NAME", "")
+    check_resume(values.get("RESUME", "auto"))
     make_folder(folders.keep, "runs")
     unnamed = profile == "auto" and not model and not name
     name = unfinished_run(folders.keep, card) if unnamed else name
@@ -334,3 +335,12 @@ def check_run_name(name: str) -> str:
             "choose such a name, or leave it empty to name the run after its profile",
         )  # fmt: skip
     return name
+
+
+def check_resume(resume: str) -> None:
+    """Refuse what is neither a way to resume nor a step."""
+    if resume not in ("auto", "never") and not resume.isdecimal():
+        raise CourseError(
+            f"RESUME is {resume!r}.", "'auto', 'never', or the step of a checkpoint",
+            '"auto" continues from the newest checkpoint that verifies, "80" from that of step 80, "never" starts anew',
+        )  # fmt: skip

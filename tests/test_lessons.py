@@ -90,6 +90,15 @@ def test_a_parameter_of_its_own_wins_over_set(home: Path) -> None:
     assert opened({"RUN_NAME": run.name})[1].profile.train.max_steps == 9
 
 
+def test_what_cannot_be_meant_is_refused_before_anything_is_made(home: Path) -> None:
+    with pytest.raises(CourseError, match="RESUME is 'yes'"):
+        opened({"PROFILE": "tiny", "RESUME": "yes"})
+    with pytest.raises(CourseError, match=r"train\.max_steps=0"):
+        opened({"PROFILE": "tiny", "SET": "train.epochs=3"})
+    assert not (home / "tiny").exists()
+    assert opened({"PROFILE": "tiny", "SET": "train.epochs=3, train.max_steps=0"})[1].profile.train.epochs == 3
+
+
 def test_a_set_that_does_not_fit_what_was_trained_is_not_remembered(home: Path) -> None:
     run, _ = opened({"SET": "lora.rank=8"})
     run.checkpoints.mkdir()

@@ -115,11 +115,6 @@ def keep_one(store: Path, step: int, mark: dict = MARK) -> None:
     shutil.rmtree(folder)
 
 
-def test_an_unknown_resume_mode_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CourseError, match="RESUME is 'yes'"):
-        training.resume_point(lesson_in(tmp_path), MARK, "yes")
-
-
 def test_resume_never_forgets_and_auto_continues(tmp_path: Path) -> None:
     lesson = lesson_in(tmp_path)
     keep_one(lesson.run.checkpoints, 7)

@@ -128,7 +128,7 @@ def for_card(capability: tuple[int, int], memory_gib: float) -> str:
 def with_overrides(document: Document, overrides: Overrides) -> Document:
     """The profile with some values replaced, checked again as a whole."""
     known = [name for name in keys() if name not in NOT_TO_SET]
-    unknown = [
+    wrong = [
         f"{name}: {NOT_TO_SET.get(name) or f'unknown key{did_you_mean(name, known)}'}"
         for name in overrides
         if name not in known
@@ -138,8 +138,11 @@ def with_overrides(document: Document, overrides: Overrides) -> Document:
         group, _, leaf = name.rpartition(".")
         if name in known:
             (tree[group] if group else tree)[leaf] = value
+    steps = tree["train"]["max_steps"]
+    if "train.epochs" in overrides and "train.max_steps" not in overrides and steps:
+        wrong.append(f"train.epochs: train.max_steps is {steps} and ends the run first; set train.max_steps=0 too")
     reasons = {name: reason for name, (_, reason) in overrides.items()}
-    refuse([*unknown, *problems(tree)], f"{document.file.stem} with {' and '.join(dict.fromkeys(reasons.values()))}")
+    refuse([*wrong, *problems(tree)], f"{document.file.stem} with {' and '.join(dict.fromkeys(reasons.values()))}")
     return replace(document, profile=Profile.model_validate(tree), replaced=reasons)
 
 

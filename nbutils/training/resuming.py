@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 DECISIVE = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt")
 SAMPLES, SAMPLE = 64, 2**16  # blocks of a weights file, and the bytes of each: a moment even for 15 GB
-RESUME_CHOICES = ("auto", "never")
 # Of train: in a profile, what a run may be continued with in spite of another value. The batch is not among them.
 MAY_CHANGE = {
     "epochs", "max_steps", "save_steps", "keep_checkpoints", "logging_steps", "micro_batch", "gradient_checkpointing",
@@ -40,11 +39,6 @@ _LOCKS: dict[Path, IO[str]] = {}
 def resume_point(lesson: Lesson, mark: dict[str, Any], resume: str) -> Path | None:
     """The checkpoint to continue from, unpacked in scratch; with RESUME="never" the old ones are removed first."""
     step = int(resume) if resume.isdecimal() else None
-    if step is None and resume not in RESUME_CHOICES:
-        raise CourseError(
-            f"RESUME is {resume!r}.", f"{', '.join(map(repr, RESUME_CHOICES))}, or the step of a checkpoint",
-            '"auto" continues from the newest checkpoint that verifies, "80" from that of step 80, "never" starts anew',
-        )  # fmt: skip
     scratch = lesson.scratch
     _train_alone(scratch)
     checkpoints.end_earlier(sealed(lesson))
