@@ -23,7 +23,7 @@ from nbutils.profiles.schema import shown
 Runs = dict[str, dict[str, Any]]  # by name, as `load` gives them
 MOST, LONGEST = 4, 40  # runs that lesson 04 shows, characters of a setting
 FORMS = {
-    "rows": ("examples", ","), "steps": ("steps", ","), "trained tokens": ("trained_tokens", ","),
+    "examples": ("examples", ","), "steps": ("steps", ","), "trained tokens": ("trained_tokens", ","),
     "seconds": ("train_seconds", ",.0f"), "last train loss": ("final_loss", ".4f"),
 }  # fmt: skip
 

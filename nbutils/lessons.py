@@ -258,6 +258,9 @@ def open_run(
         resolved = replace(resolved, choices=resolved.choices | reasons)
     run = folder_of(resolved.name)
     resolved = replace(resolved, set_values=_given(run, values))
+    if (former := record.read(run.facts).get("set")) and not values.get("SET"):
+        held = "this run began with it" if resolved.set_values else "no longer holds, as this start is a new one"
+        print(f"SET       {settings_text(former)}: {held}")
     make_folder(run.path, "this run")
     begun: dict[str, Any] = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}
     trained = any(one for store in checkpoints.stores(folders, run.name) for one in store.glob("checkpoint-*.json"))
@@ -268,11 +271,12 @@ def open_run(
 
 
 def _given(run: RunFolder, values: dict[str, Any]) -> dict[str, Any]:
-    """SET; where it is not given, the one this run began with, unless its profile is named anew."""
+    """SET; where it is not given, the one this run began with, unless another profile is named or it starts anew."""
     if text := values.get("SET"):
         return settings_in(text)
-    anew = "SET" in values and values.get("PROFILE", "auto") != "auto"
-    return {} if anew else record.read(run.facts).get("set", {})
+    earlier = record.read(run.facts)
+    same = values.get("PROFILE", "auto") in ("auto", earlier.get("profile"), earlier.get("profile_source"))
+    return earlier.get("set", {}) if same and values.get("RESUME") != "never" else {}
 
 
 def _overrides(run: RunFolder, values: dict[str, Any]) -> dict[str, tuple[Any, str]]:

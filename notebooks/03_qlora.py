@@ -150,7 +150,7 @@ four_bit = BitsAndBytesConfig(
 )
 
 # %% [markdown]
-# Loading quantises each weight on the way in. With `method: lora` the base stays in 16 bits instead.
+# Loading quantises each weight on the way in. With `method: lora` it stays as it is.
 
 # %%
 from transformers import AutoModelForCausalLM, set_seed
@@ -167,7 +167,7 @@ model = AutoModelForCausalLM.from_pretrained(
 )
 
 # %% [markdown]
-# Look at what was loaded: the linear layers in 4 bits, embeddings and norms as they were.
+# Look at what was loaded: with `method: qlora` the linear layers in 4 bits, embeddings and norms as they were.
 
 # %%
 kinds = training.weight_kinds(model)

@@ -229,7 +229,7 @@ if room.name in wanted:
 # %% [markdown]
 # ## Is it the same model?
 #
-# The adapter was trained on a 4-bit base, and will run on an unquantised one. Both are read, whichever has not been yet.
+# With QLoRA the adapter was trained on a 4-bit base, and will run on an unquantised one. Both are read, whichever has not been yet.
 # (`as_trained`: on some CPUs bitsandbytes computes more coarsely once nothing is trained, not here. `put_beside`: PEFT's model, also
 # for a base that lies partly on disk.)
 
@@ -330,7 +330,7 @@ evaluation.plot(outcome, exam.folder / "scores.png")
 #
 # A model that learns one task may forget others. The general rows tell: a ratio of perplexities near 1, and answers as near to the
 # wanted ones as before, mean that nothing was lost.
-# (With the bundled sample: the tiny model knows nothing but its shop, and after the tuning it speaks in tickets only.)
+# (The bundled tiny model knows nothing but its shop, and after the tuning on the bundled sample speaks in tickets only.)
 
 # %%
 print(outcome.forgetting)

@@ -51,9 +51,9 @@ def test_a_failing_cell_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["run", "-p", "MAX_STEP", "3"], "did you mean MAX_STEPS?"),
         (["run", "--only", "03", "-p", "MAX_STEPS", "few"], "MAX_STEPS is 'few'"),
         (["run", "--only", "03", "-p", "MODEL", "./no/such/model"], "no/such/model"),
-        (["run", "--set", "lora.rnk=8"], "did you mean rank?"),
+        (["run", "--set", "lora.rnk=8"], "did you mean lora.rank?"),
         (["run", "-p", "SET", "method=lora"], "quantization.type"),
-        (["plan", "--gpu", "T4", "--set", "lora.rnk=8"], "did you mean rank?"),
+        (["plan", "--gpu", "T4", "--set", "lora.rnk=8"], "did you mean lora.rank?"),
     ],
 )
 def test_mistakes_on_the_command_line_exit_1_with_a_message(home: Path, words: list[str], said: str) -> None:

@@ -67,7 +67,7 @@ def test_step_parameters_override_the_profile_and_say_so(home: Path) -> None:
     assert "SAVE_STEPS" not in resolved.choices["train.save_steps"].reason
 
 
-def test_set_is_kept_for_every_later_lesson_of_the_run(home: Path) -> None:
+def test_set_is_kept_for_every_later_lesson_of_the_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, resolved = opened({"PROFILE": "tiny", "SET": "lora.rank=8, quantization.type=fp4"})
     assert record.read(run.facts)["set"] == resolved.set_values == {"lora.rank": 8, "quantization.type": "fp4"}
     for later in (
@@ -75,12 +75,14 @@ def test_set_is_kept_for_every_later_lesson_of_the_run(home: Path) -> None:
         {"PROFILE": "auto", "RUN_NAME": "tiny", "SET": ""},
         {"PROFILE": "auto", "SET": ""},
         {"PROFILE": "tiny"},  # a lesson that has no SET
+        {"PROFILE": "tiny", "SET": ""},  # `run --profile tiny --only 03`
     ):
         _, again = opened(later)
         assert again.profile.lora.rank == 8 and again.profile.quantization.type == "fp4", later
         assert "parameter SET" in again.choices["lora.rank"].reason
-    _, anew = opened({"PROFILE": "tiny", "SET": ""})
+    _, anew = opened({"PROFILE": "tiny", "SET": "", "RESUME": "never"})
     assert anew.profile.lora.rank != 8 and record.read(run.facts)["set"] == {}
+    assert "no longer holds" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_parameter_of_its_own_wins_over_set(home: Path) -> None:

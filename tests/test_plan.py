@@ -545,11 +545,11 @@ def test_a_profile_that_says_how_many_rows_it_takes_need_not_be_told() -> None:
     assert asked(*words)["hours"] == asked(*words, "--rows", "20000")["hours"] > 0
 
 
-def test_rows_that_are_cut_are_said_to_be_and_count_as_cut() -> None:
+def test_rows_longer_than_max_length_are_told() -> None:
     words = ("--model", "Qwen2.5-7B", "--gpu", "4090", "--rows", "100", "--epochs", "1")
     assert asked(*words, "--mean-length", "3000")["hours"] == asked(*words, "--mean-length", "2048")["hours"]
     shown = CliRunner().invoke(app, ["plan", *words, "--mean-length", "3000"]).output
-    assert "100 rows x 2,048 tokens (rows of 3,000 are cut) x 1 epoch\n" in shown
+    assert "100 rows x 2,048 tokens (of 3,000: raise train.max_length" in shown
 
 
 def test_what_is_free_costs_nothing_however_long_it_takes() -> None:

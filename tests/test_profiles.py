@@ -174,7 +174,7 @@ def test_all_mistakes_are_told_at_once_by_name(altered: Callable[..., str]) -> N
     }  # fmt: skip
     said = refused(altered(wrong, {"  micro_batch:": "  micro_btach:"}, extra="rank: 3\nquantisation: 4\n"))
     for line in (
-        "train.micro_btach: unknown key, did you mean micro_batch?",
+        "train.micro_btach: unknown key, did you mean train.micro_batch?",
         "train.micro_batch: missing",
         "lora.rank: '16' should be a valid integer",
         "lora.alpha: 0 should be greater than or equal to 1",
@@ -553,17 +553,20 @@ def test_set_reads_values_as_a_profile_does() -> None:
     assert resolved.profile.lora.target_modules == ["q_proj", "v_proj"] and resolved.profile.machine.liger == "off"
     with pytest.raises(CourseError, match="twice"):
         reading.settings_in("lora.rank=1, lora.rank=2")
+    for text in ("nonsense", "lora.rank=64 train.epochs=2"):
+        with pytest.raises(CourseError, match="comma"):
+            reading.settings_in(text)
 
 
 def test_overrides_are_checked_all_at_once() -> None:
     with pytest.raises(CourseError) as caught:
         tiny_with(
             "train.max_stps=3, train.micro_batch='8', quantization.type=none, model=x, about=y, learning_rte=1, "
-            "train=2, lora.rank, lora.target_modules=[a"
+            "train=2, lora.rank=, lora.target_modules=[a"
         )
     for line in (
         "tiny with parameter SET has 10 problems",
-        "train.max_stps: unknown key, did you mean max_steps?",
+        "train.max_stps: unknown key, did you mean train.max_steps?",
         "train.micro_batch: '8' should be 'auto' or '8' should be a valid integer",
         "method: qlora and quantization.type: none",
         "model: is not set this way: use MODEL",

@@ -21,7 +21,7 @@ ENOUGH = 10  # rows; fewer tell nothing
 LARGEST = 10_000.0  # a ratio beyond this says no more than "lost"
 WIDTH = 110  # of a line on a screen
 MEANING = {
-    "kept": "what the model knew before is still there",
+    "kept": "by both, general answers are no worse than before; single ones may be, read some of them",
     "forgot": "mix general rows into the training data, or train with a smaller learning rate or fewer steps",
     "unclear": "too few rows to tell",
 }

@@ -115,7 +115,7 @@ def amount(
         return None, f"give {' and '.join(missing)}"
     assert rows is not None and mean_length is not None
     length = min(mean_length, recipe.length) if recipe.packing else mean_length
-    cut = f" (rows of {mean_length:,.0f} are cut)" if mean_length > length else ""
+    cut = f" (of {mean_length:,.0f}: raise train.max_length, longer rows are left out)" if mean_length > length else ""
     words = f"{rows:,} rows x {length:,.0f} tokens{cut} x {epochs:g} epoch{'' if epochs == 1 else 's'}"
     return rows * length * epochs, words
 

@@ -102,6 +102,11 @@ def settings_in(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part in filter(str.strip, re.split(r",(?![^\[]*\])", text)):
         name, _, value = (piece.strip() for piece in part.partition("="))
+        if part.count("=") != 1:
+            raise CourseError(
+                f"SET has {part.strip()!r}.", "name=value, with a comma before the next",
+                'write it like "train.learning_rate=1e-4, lora.rank=64"',
+            )  # fmt: skip
         if name in found:
             raise CourseError(f"SET gives {name} twice.", "each name once", "remove one of them")
         try:
@@ -210,8 +215,8 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     everywhere = {key.rpartition(".")[2]: key for key in known}
     if leaf in everywhere:
         return f", did you mean {everywhere[leaf]}?"
-    here = [key.rpartition(".")[2] for key in [*known, *groups] if key != name and key.rpartition(".")[0] == group]
-    near = difflib.get_close_matches(leaf, here, n=1)
+    here = [key for key in [*known, *groups] if key != name and key.rpartition(".")[0] == group]
+    near = difflib.get_close_matches(name, here, n=1)
     near = near or [everywhere[one] for one in difflib.get_close_matches(leaf, everywhere, n=1)]
     return f", did you mean {near[0]}?" if near else ""
 

@@ -137,7 +137,7 @@ def _epochs(rows: Rows | None) -> Choice:
     if rows is None:
         return Choice(EPOCHS[-1][1], "recipe: as for large data, until your rows are known")
     passes = next(passes for most, passes in EPOCHS if rows.examples <= most)
-    return Choice(passes, f"recipe: for {rows.examples:,} rows; the best step by validation loss is kept")
+    return Choice(passes, f"recipe: for {rows.examples:,} examples; the best step by validation loss is kept")
 
 
 def _examples_per_step(rows: Rows, max_length: int) -> int:
@@ -174,7 +174,8 @@ def _why(rows: Rows | None, each: int, size: int, packing: bool, max_length: int
     unit = f"{size} rows of {max_length} tokens, about {conversations}" if packing else f"{size} conversations"
     large = LARGEST_STEP * max_length / rows.mean
     told = f"{unit} a step: {math.ceil(whole / size)} steps an epoch"
-    return told if large <= each * 1.5 else f"{told}; {large:.0f} would leave {math.ceil(rows.examples / large)}"
+    fewer = f"; steps of {large:.0f} would leave {math.ceil(rows.examples / large)}"
+    return told if large <= each * 1.5 else told + fewer
 
 
 def _save_steps(train: Train, rows: Rows | None) -> Choice:

@@ -157,7 +157,7 @@ RULES = (
     Rule(
         ("method", "quantization.type"),
         lambda method, kind: method == "lora" and kind != "none",
-        "lora keeps its base in 16 bits: choose none, or method qlora",
+        "lora keeps its base unquantised: choose none, or method qlora",
     ),
     Rule(
         ("quantization.type", "quantization.double"),

@@ -57,7 +57,7 @@ def _without_card(train: Train, rows: Rows | None) -> dict[str, Choice]:
     most = max(1, int(CPU_TOKENS / rows.mean)) if rows and not train.packing else WITHOUT_CARD
     size = scaling.micro_batch_for(train.step_rows, most, scaling.world_size())
     return {
-        MICRO_BATCH: Choice(size, "plan: no card, so few rows at a time"),
+        MICRO_BATCH: Choice(size, "plan: no card, so few tokens at a time: attention grows with their square"),
         CHECKPOINTING: Choice("off", "plan: no card, so memory is no worry and recomputing would cost time"),
     }
 
