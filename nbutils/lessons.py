@@ -259,7 +259,7 @@ def open_run(
     run = folder_of(resolved.name)
     resolved = replace(resolved, set_values=_given(run, values))
     if (former := record.read(run.facts).get("set")) and not values.get("SET"):
-        held = "this run began with it" if resolved.set_values else "no longer holds, as this start is a new one"
+        held = "this run began with it" if resolved.set_values else 'dropped: RESUME is "never", or another profile'
         print(f"SET       {settings_text(former)}: {held}")
     make_folder(run.path, "this run")
     begun: dict[str, Any] = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}

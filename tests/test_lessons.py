@@ -82,7 +82,7 @@ def test_set_is_kept_for_every_later_lesson_of_the_run(home: Path, capsys: pytes
         assert "parameter SET" in again.choices["lora.rank"].reason
     _, anew = opened({"PROFILE": "tiny", "SET": "", "RESUME": "never"})
     assert anew.profile.lora.rank != 8 and record.read(run.facts)["set"] == {}
-    assert "no longer holds" in capsys.readouterr().out.splitlines()[-1]
+    assert "dropped" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_parameter_of_its_own_wins_over_set(home: Path) -> None:

@@ -732,6 +732,14 @@ def test_the_learning_rate_falls_with_the_width_of_the_model() -> None:
     assert rates == sorted(rates, reverse=True) and 1e-4 < rates[-1] < rates[0] < 1e-3
 
 
+def test_the_learning_rate_is_that_of_the_steps_a_named_batch_makes() -> None:
+    own, small, large = (
+        fitted("ampere_24gb", [200] * 885, **named).profile.train.learning_rate
+        for named in ({}, {"train__batch": 4}, {"train__batch": 8, "train__packing": True})
+    )
+    assert small == pytest.approx(own / 2, rel=0.05) and large == own
+
+
 def test_what_a_profile_names_is_kept() -> None:
     train = fitted(
         "ampere_24gb", [200] * 885, train__batch=16, train__learning_rate=1e-4, train__epochs=1.0

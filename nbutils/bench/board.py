@@ -107,7 +107,6 @@ class Board:
 
     def show(self, title: str = "Speed") -> None:
         """The table, and below it what it means."""
-
         rows = self.rows()
         dashboard.show_table(rows, title, dashboard.aligned(rows) if rows else "nothing was measured")
         print(*self.sentences(), sep="\n")

@@ -15,7 +15,6 @@ from nbutils.plan import cards, choosing, memory, recipes, shapes, speed
 from nbutils.plan.cards import CardFacts
 from nbutils.plan.recipes import Recipe
 from nbutils.plan.shapes import Shape
-from nbutils.profiles import sizing
 from nbutils.profiles.recipe import Rows, Schedule, apply, choose, few_steps, schedule
 
 if TYPE_CHECKING:
@@ -180,7 +179,6 @@ def of_profile(
     if data is None and amount and mean_length:
         data = Rows.like(amount, mean_length, profile.train.max_length)
     train = apply(profile.train, choose(profile.train, data, shape.hidden, card.count))
-    train = apply(train, sizing.shared_batch(train, card.count))
     recipe = recipes.from_profile(profile.model_copy(update={"train": train}), card, data)
     found = choosing.options(shape, recipe, train.step_rows, card, *choosing.left_open(train))
     chosen = choosing.choose(found, card)
@@ -189,7 +187,7 @@ def of_profile(
         train.keep_checkpoints, train.max_steps, schedule(train, data) if data else None,
     )  # fmt: skip
     told = few_steps(train, profile.train, data) if data else ""
-    return replace(made, notes=[*made.notes, told]) if told else made
+    return replace(made, notes=[*made.notes, *filter(None, [told])])
 
 
 def example(resolved: Resolved, rows: int, mean_length: float) -> Forecast:

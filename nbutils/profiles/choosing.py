@@ -183,8 +183,6 @@ def _settle(
     wide = sizing.hidden_size(profile.model)
     by_rows = recipe.choose(profile.train, rows, wide, scaling.world_size())
     profile = _with(profile, "train", by_rows)
-    by_rows |= sizing.shared_batch(profile.train, scaling.world_size())
-    profile = _with(profile, "train", by_rows)
     planned = sizing.by_plan(profile, card, rows) | _without_bitsandbytes(profile.train.optimizer, card)
     profile, decided = _with(profile, "train", planned), decided | by_rows | planned
     values = flat(profile.model_dump())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
+from nbutils import scaling
 from nbutils.hardware import Choice
 from nbutils.profiles.schema import Train
 
@@ -81,12 +82,13 @@ class Schedule:
 
 def choose(train: Train, rows: Rows | None, hidden: int | None, processes: int = 1) -> dict[str, Choice]:
     """The values a profile leaves to its data, by dotted name; without rows those of large data."""
-    found: dict[str, Choice] = {}
+    found = _batch(train, rows, processes)
+    if train.micro_batch != "auto":
+        found |= _micro_batch(apply(train, found), train.micro_batch, processes)
     if train.learning_rate == "auto":
-        found["learning_rate"] = _learning_rate(hidden, rows, train.max_length)
+        found["learning_rate"] = _learning_rate(hidden, apply(train, found), rows)
     if train.epochs == "auto":
         found["epochs"] = _epochs(rows)
-    found |= _batch(train, rows, processes)
     if train.save_steps == "auto":
         found["save_steps"] = _save_steps(apply(train, found), rows)
     if train.validation_rows == "auto":
@@ -101,11 +103,8 @@ def apply(train: Train, found: Mapping[str, Choice]) -> Train:
 
 def schedule(train: Train, rows: Rows) -> Schedule:
     """Steps and their size, for a profile whose values are settled."""
-    batch = train.step_rows
-    whole = rows.packed(train.max_length) if train.packing else rows.examples
-    per_epoch = math.ceil(whole / batch)
+    per_epoch, each = _per_epoch(train, rows)
     steps = train.max_steps or math.ceil(per_epoch * float(train.epochs))
-    each = rows.examples / per_epoch if per_epoch == 1 else rows.examples * batch / whole
     return Schedule(steps, each, each * rows.mean, steps / per_epoch, float(train.learning_rate))
 
 
@@ -123,13 +122,20 @@ def few_steps(train: Train, pinned: Train, rows: Rows) -> str:
     )
 
 
-def _learning_rate(hidden: int | None, rows: Rows | None, max_length: int) -> Choice:
+def _per_epoch(train: Train, rows: Rows) -> tuple[int, float]:
+    """Steps of an epoch, and the conversations in each, for a batch that is settled."""
+    whole = rows.packed(train.max_length) if train.packing else rows.examples
+    steps = math.ceil(whole / train.step_rows)
+    return steps, rows.examples * min(train.step_rows, whole) / whole
+
+
+def _learning_rate(hidden: int | None, train: Train, rows: Rows | None) -> Choice:
     if hidden is None:
         return Choice(2e-4, "recipe: usual for LoRA; the size of this model is not known before its download")
-    each = _examples_per_step(rows, max_length) if rows else FULL_RATE_FROM
+    each = _per_epoch(train, rows)[1] if rows else FULL_RATE_FROM
     small = min(1.0, each / FULL_RATE_FROM) ** 0.5
     rate = float(f"{small * RATE * (AT_HIDDEN / hidden) ** POWER:.1e}")
-    why = f"a model {hidden} wide" + (f" and steps of {each} conversations" if small < 1 else "")
+    why = f"a model {hidden} wide" + (f" and steps of {each:.0f} conversations" if small < 1 else "")
     return Choice(rate, f"recipe: LoRA's best rate for {why}; halve it if the loss jumps")
 
 
@@ -162,20 +168,27 @@ def _batch(train: Train, rows: Rows | None, processes: int) -> dict[str, Choice]
     if train.batch == "auto":
         size = max(1, round(filled)) if packing else each or FEWEST
         size = math.ceil(size / processes) * processes  # every process has its share
-        found["batch"] = Choice(size, f"recipe: {_why(rows, each, size, bool(packing), train.max_length)}")
+        settled = train.model_copy(update={"batch": size, "packing": packing})
+        found["batch"] = Choice(size, f"recipe: {_why(settled, rows)}")
     return found
 
 
-def _why(rows: Rows | None, each: int, size: int, packing: bool, max_length: int) -> str:
+def _micro_batch(train: Train, named: int, processes: int) -> dict[str, Choice]:
+    """A named micro-batch that is more than a process's share of the batch becomes one that fits into it."""
+    size = scaling.micro_batch_for(train.step_rows, named, processes)
+    shared = f"{processes} processes share it" if processes > 1 else "a step is made of whole micro-steps"
+    reason = f"the largest up to {named} that divides the batch of {train.batch}: {shared}"
+    return {} if size == named else {"micro_batch": Choice(size, reason)}
+
+
+def _why(train: Train, rows: Rows | None) -> str:
     if rows is None:
         return "packed rows, as for large data, until your rows are known"
-    whole = rows.packed(max_length) if packing else rows.examples
-    conversations = f"{rows.examples * min(size, whole) / whole:.0f} conversations"
-    unit = f"{size} rows of {max_length} tokens, about {conversations}" if packing else f"{size} conversations"
-    large = LARGEST_STEP * max_length / rows.mean
-    told = f"{unit} a step: {math.ceil(whole / size)} steps an epoch"
-    fewer = f"; steps of {large:.0f} would leave {math.ceil(rows.examples / large)}"
-    return told if large <= each * 1.5 else told + fewer
+    steps, each = _per_epoch(train, rows)
+    packed = f"{train.batch} rows of {train.max_length} tokens, about " if train.packing else ""
+    large = LARGEST_STEP * train.max_length / rows.mean
+    fewer = f"; steps of {large:.0f} would leave {math.ceil(rows.examples / large)}" if large > each * 1.5 else ""
+    return f"{packed}{each:.0f} conversations a step: {steps} steps an epoch{fewer}"
 
 
 def _save_steps(train: Train, rows: Rows | None) -> Choice:

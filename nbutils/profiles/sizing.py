@@ -43,16 +43,6 @@ def by_plan(profile: Profile, card: Card | None, rows: Rows | None = None) -> di
     return {name: found[name] for name in wanted}
 
 
-def shared_batch(train: Train, processes: int) -> dict[str, Choice]:
-    """A named micro-batch that is more than a process's share of the batch becomes one that fits into it."""
-    if train.micro_batch == "auto":
-        return {}
-    size = scaling.micro_batch_for(train.step_rows, train.micro_batch, processes)
-    shared = f"{processes} processes share it" if processes > 1 else "a step is made of whole micro-steps"
-    reason = f"the largest up to {train.micro_batch} that divides the batch of {train.batch}: {shared}"
-    return {} if size == train.micro_batch else {MICRO_BATCH: Choice(size, reason)}
-
-
 def _without_card(train: Train, rows: Rows | None) -> dict[str, Choice]:
     most = max(1, int(CPU_TOKENS / rows.mean)) if rows and not train.packing else WITHOUT_CARD
     size = scaling.micro_batch_for(train.step_rows, most, scaling.world_size())

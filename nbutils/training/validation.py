@@ -141,7 +141,7 @@ def loss_on(trainer: Any, rows: Any) -> float:
     trainer.model.eval()
     with torch.no_grad(), trainer.compute_loss_context_manager():
         for first in range(0, len(batches), trainer.args.world_size):
-            place = first + trainer.args.process_index  # past the end: asked again, not counted, as all must meet
+            place = first + trainer.args.process_index  # past the end: once more, uncounted; all processes gather
             inputs = trainer._prepare_inputs(collate([rows[number] for number in batches[place % len(batches)]]))
             loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=torch.tensor(count))
             total += loss if place < len(batches) else 0.0
