@@ -3,10 +3,10 @@
     python benchmarks/recipes.py MODEL OUT.jsonl FILE… [--grid] [--jobs 14]
 
 MODEL is a folder with a real chat model; each FILE becomes train and held-back rows as in lesson 02. Every training is
-in 4 bits on one GPU and is judged by the loss on the answers' tokens of the same held-back rows. One line of JSON for
-each training, written as it ends. Without `--grid`: the recipes one after the other, timed, the course's also on parts
-of the rows. `--grid` sweeps batch, learning rate, epochs and the rest around it, `--jobs` side by side (their seconds
-are then no measure of speed). Unsloth is optional.
+on one GPU, in 4 bits except for `auto` with a model under a billion parameters, and is judged by the loss on the
+answers' tokens of the same held-back rows. One line of JSON for each training, written as it ends. Without `--grid`:
+the recipes one after the other, timed, the course's also on parts of the rows. `--grid` sweeps batch, learning rate,
+epochs and the rest around it, `--jobs` side by side (their seconds are then no measure of speed). Unsloth is optional.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from typing import Any
 import click
 
 LONGEST = 2048
-SHOWN = ("way", "rows", "batch", "learning_rate", "epochs", "steps", "seconds", "base", "loss", "best", "error")
+SHOWN = ("way", "bits", "rows", "batch", "learning_rate", "epochs", "steps", "seconds", "base", "loss", "best", "error")
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+OWN = ("auto", "auto-4bit", "course")  # what the course chooses; the same in 4 bits; a setting of the grid, in 4 bits
 COURSE = {"rank": 16, "alpha": 32, "scheduler": "cosine", "warmup": 0.05, "micro": 0, "packing": False}
 # r / alpha / dropout, micro-batch x accumulation, rate, schedule, warm-up (steps or share), epochs, optimizer, decay
 PEERS: dict[str, dict[str, Any]] = {
@@ -55,9 +56,11 @@ def automatic(rows: Rows, model_folder: Path) -> dict[str, Any]:
     from nbutils import plan, profiles
     from nbutils.profiles import recipe
 
-    train = profiles.load("hopper_141gb").train
-    found = recipe.choose(train, profiles.Rows.of(rows.train.lengths), plan.find(str(model_folder)).hidden)
+    shape = plan.find(str(model_folder))
+    profile, _ = recipe.choose_method(profiles.load("hopper_141gb"), shape.params)
+    found = recipe.choose(profile.train, profiles.Rows.of(rows.train.lengths), shape.hidden)
     return {
+        "bits": 16 if profile.method == "lora" else 4,
         "batch": found["train.batch"].value, "epochs": found["train.epochs"].value,
         "learning_rate": found["train.learning_rate"].value, "packing": found["train.packing"].value,
         "save_steps": found["train.save_steps"].value, "validation_rows": found["train.validation_rows"].value,
@@ -136,10 +139,12 @@ def watch(model: Any, rows: Rows, judged: bool) -> Any:
     return Curve()
 
 
-def four_bits() -> Any:
-    """The base as the course and all three recipes have it."""
+def quantized(bits: int = 4) -> Any:
+    """The base as all three recipes have it, and the course where the model is not a small one."""
     from transformers import BitsAndBytesConfig
 
+    if bits == 16:
+        return None
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="bfloat16"
     )
@@ -165,10 +170,10 @@ def trainer_for(job: dict[str, Any], model_folder: Path, rows: Rows, folder: str
 
     from nbutils import attention, chat, training
 
-    ours = job["way"] in ("course", "auto")
+    ours = job["way"] in OWN
     how = {"attn_implementation": attention.use("varlen")} if ours else {}
     model = AutoModelForCausalLM.from_pretrained(
-        model_folder, quantization_config=four_bits(), dtype="bfloat16", device_map={"": 0}, **how
+        model_folder, quantization_config=quantized(job.get("bits", 4)), dtype="bfloat16", device_map={"": 0}, **how
     )
     lora = LoraConfig(
         r=job["rank"], lora_alpha=job["alpha"], lora_dropout=job.get("dropout", 0.0), target_modules=LINEAR,
@@ -219,7 +224,7 @@ def train(job: dict[str, Any], model_folder: Path, rows: Rows, folder: str) -> d
     curve = watch(trainer.model, rows, judged=plain)
     trainer.add_callback(curve)
     validation = None
-    if job["way"] == "auto":
+    if job["way"] in ("auto", "auto-4bit"):
         held_back = chat.validation_dataset(rows.train, rows.held_back_rows, job["validation_rows"])
         validation = training.validation_loss(held_back, every=job["save_steps"], patience=3)
         validation.trainer = trainer  # type: ignore[attr-defined]
@@ -244,7 +249,7 @@ def judge(adapter: str, model_folder: Path, rows: Rows) -> float:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        model_folder, quantization_config=four_bits(), dtype="bfloat16", device_map={"": 0}
+        model_folder, quantization_config=quantized(), dtype="bfloat16", device_map={"": 0}
     )
     return held_out_loss(PeftModel.from_pretrained(model, adapter), rows.held_back)
 
@@ -270,8 +275,9 @@ def work(jobs: Any, results: Any, model_folder: Path) -> None:
         try:
             if key not in ready:
                 ready[key] = Rows(Path(job["file"]), job["limit"], tokenizer)
-            if job["way"] in ("auto", "course"):
-                job = COURSE | automatic(ready[key], model_folder) | job
+            if job["way"] in OWN:
+                bits = {} if job["way"] == "auto" else {"bits": 4}
+                job = COURSE | automatic(ready[key], model_folder) | bits | job
             with tempfile.TemporaryDirectory() as folder:
                 run = alone if job["way"] == "unsloth" else train
                 results.put(run(job, model_folder, ready[key], folder) | ready[key].about())
@@ -280,12 +286,13 @@ def work(jobs: Any, results: Any, model_folder: Path) -> None:
         torch.cuda.empty_cache()
 
 
-def planned(files: list[str], sweep: bool, model_folder: Path, ways: list[str]) -> list[dict[str, Any]]:
+def planned(files: list[str], sweep: bool, model_folder: Path, ways: list[str], micro: int) -> list[dict[str, Any]]:
     """Every training: the recipes on whole files, the course's on parts too; or the grid around the course's."""
     parts = [(file, limit) for file in files for limit in (0, 50, 200) if not (limit and "identity" in file)]
     if not sweep:
-        recipes = [{"way": way, "file": file, "limit": 0} | PEERS.get(way, {}) for file in files for way in ways]
-        own = [{"way": "auto", "file": file, "limit": limit} for file, limit in parts if limit and "auto" in ways]
+        peers = {way: peer | ({"micro": micro} if micro else {}) for way, peer in PEERS.items()}
+        recipes = [{"way": way, "file": file, "limit": 0} | peers.get(way, {}) for file in files for way in ways]
+        own = [{"way": way, "file": file, "limit": part} for file, part in parts for way in ways if part and way in OWN]
         return recipes + own
     from transformers import AutoTokenizer
 
@@ -303,14 +310,17 @@ def planned(files: list[str], sweep: bool, model_folder: Path, ways: list[str]) 
 @click.argument("files", nargs=-1, required=True)
 @click.option("--grid", "sweep", is_flag=True)
 @click.option("--jobs", default=1, show_default=True)
-@click.option("--ways", default="auto,unsloth,self-llm,llama-factory", show_default=True)
+@click.option("--ways", default="auto,auto-4bit,unsloth,self-llm,llama-factory", show_default=True)
+@click.option("--micro", default=0, help="Cut the other recipes' steps so: the same loss, no longer their own time.")
 @click.option("--minutes", default=60.0, help="Stop after so long, with what is there.", show_default=True)
-def main(model: Path, out: Path, files: tuple[str, ...], sweep: bool, jobs: int, ways: str, minutes: float) -> None:
+def main(
+    model: Path, out: Path, files: tuple[str, ...], sweep: bool, jobs: int, ways: str, micro: int, minutes: float
+) -> None:
     os.environ.update({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
     end = time.monotonic() + minutes * 60
     context = multiprocessing.get_context("spawn")
     todo, done = context.Queue(), context.Queue()
-    wanted = planned(list(files), sweep, model, ways.split(","))
+    wanted = planned(list(files), sweep, model, ways.split(","), micro)
     for job in [*wanted, *[None] * jobs]:
         todo.put(job)
     workers = [context.Process(target=work, args=(todo, done, model)) for _ in range(jobs)]

@@ -740,6 +740,27 @@ def test_the_learning_rate_is_that_of_the_steps_a_named_batch_makes() -> None:
     assert small == pytest.approx(own / 2, rel=0.05) and large == own
 
 
+@pytest.mark.parametrize(
+    ("model", "method", "kind"),
+    [("Qwen2.5-0.5B", "lora", "none"), ("Qwen2.5-7B", "qlora", "nf4"), ("me/new", "qlora", "nf4")],
+)
+def test_only_a_model_that_can_afford_it_is_quantised(model: str, method: str, kind: str) -> None:
+    resolved = profiles.resolve("t4_16gb", model, card=T4, platform=KAGGLE, online=yes)
+    assert (resolved.profile.method, resolved.profile.quantization.type) == (method, kind)
+    assert resolved.choices["method"].value == method and resolved.choices["quantization.type"].value == kind
+
+
+def test_a_method_that_is_named_is_kept() -> None:
+    named = {"method": ("qlora", "a test")}
+    small = profiles.resolve("t4_16gb", "Qwen2.5-0.5B", card=T4, platform=KAGGLE, online=yes, overrides=lambda _: named)
+    assert small.profile.method == "qlora" and small.profile.quantization.type == "nf4"
+    sixteen = {"quantization.type": ("none", "a test"), "quantization.double": (False, "a test")}
+    large = profiles.resolve(
+        "ampere_40gb", "Qwen2.5-7B", card=RTX, platform=KAGGLE, online=yes, overrides=lambda _: sixteen
+    )
+    assert large.profile.method == "lora"
+
+
 def test_what_a_profile_names_is_kept() -> None:
     train = fitted(
         "ampere_24gb", [200] * 885, train__batch=16, train__learning_rate=1e-4, train__epochs=1.0

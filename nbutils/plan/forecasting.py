@@ -15,7 +15,7 @@ from nbutils.plan import cards, choosing, memory, recipes, shapes, speed
 from nbutils.plan.cards import CardFacts
 from nbutils.plan.recipes import Recipe
 from nbutils.plan.shapes import Shape
-from nbutils.profiles.recipe import Rows, Schedule, apply, choose, few_steps, schedule
+from nbutils.profiles.recipe import Rows, Schedule, apply, choose, choose_method, few_steps, schedule
 
 if TYPE_CHECKING:
     from nbutils.profiles import Profile, Resolved
@@ -174,6 +174,7 @@ def of_profile(
 ) -> Forecast:
     """A profile on a card; `auto` values become what the rows ask for and the fastest that fit, or the smallest."""
     shape = model if isinstance(model, Shape) else shapes.find(model or profile.model)
+    profile = choose_method(profile, shape.params)[0]
     amount = data.examples if data else rows if rows is not None else profile.data.rows or None
     mean_length = data.mean if data else mean_length
     if data is None and amount and mean_length:

@@ -180,11 +180,13 @@ def _settle(
     """The profile with its `auto` values decided by the card and the rows, and every value with its reason."""
     decided = _by_card(profile, card)
     profile = _with(profile, "machine", decided)
-    wide = sizing.hidden_size(profile.model)
-    by_rows = recipe.choose(profile.train, rows, wide, scaling.world_size())
+    shape = sizing.known_shape(profile.model)
+    params, hidden = (shape.params, shape.hidden) if shape else (None, None)
+    profile, by_model = recipe.choose_method(profile, params)
+    by_rows = recipe.choose(profile.train, rows, hidden, scaling.world_size())
     profile = _with(profile, "train", by_rows)
     planned = sizing.by_plan(profile, card, rows) | _without_bitsandbytes(profile.train.optimizer, card)
-    profile, decided = _with(profile, "train", planned), decided | by_rows | planned
+    profile, decided = _with(profile, "train", planned), decided | by_model | by_rows | planned
     values = flat(profile.model_dump())
     return profile, {key: decided.get(key, Choice(values[key], reasons[key])) for key in keys()}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from nbutils import scaling
 from nbutils.hardware import Choice
-from nbutils.profiles.schema import Train
+from nbutils.profiles.schema import Profile, Quantization, Train
 
 STEPS_PER_EPOCH = 50  # fewer, of more conversations each, learn less; more take longer and learn no more
 FEWEST = 8  # conversations per step: fewer follow single rows
@@ -28,6 +28,8 @@ MOST_VALIDATED, LEAST_VALIDATED = 64, 4  # rows
 SHARE, FORWARD = 0.05, 0.4  # of the training time for validation; the cost of a row without its backward pass
 PACKED = 0.97  # share of a packed row that is real tokens, with best-fit packing
 FEW_STEPS = 50
+SMALL = 1e9  # parameters: below, 4 bits cost a model much of what it knows, and 16 fit every GPU
+UNQUANTIZED = Quantization(type="none", double=False)
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,20 @@ def choose(train: Train, rows: Rows | None, hidden: int | None, processes: int =
     if train.validation_rows == "auto":
         found["validation_rows"] = _validation_rows(apply(train, found), rows)
     return {f"train.{name}": choice for name, choice in found.items()}
+
+
+def choose_method(profile: Profile, params: int | None) -> tuple[Profile, dict[str, Choice]]:
+    """The profile with 4 or 16 bits for the base, where it leaves that open; without a known size 4."""
+    if profile.method != "auto":
+        return profile, {}
+    small = params is not None and params < SMALL
+    if profile.quantization.type != "none" and not small:
+        found = {"method": Choice("qlora", "recipe: 4 bits save memory, and large models lose little by them")}
+        return profile.model_copy(update={"method": "qlora"}), found
+    under = "a model under a billion parameters loses much in 4 bits, and 16 fit"
+    found = {"method": Choice("lora", f"recipe: {under}" if small else "quantization.type is none")}
+    found |= {f"quantization.{key}": Choice(value, "method lora") for key, value in UNQUANTIZED.model_dump().items()}
+    return profile.model_copy(update={"method": "lora", "quantization": UNQUANTIZED}), found
 
 
 def apply(train: Train, found: Mapping[str, Choice]) -> Train:

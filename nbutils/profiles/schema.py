@@ -129,7 +129,7 @@ class Profile(Strict):
 
     about: Text
     model: Text
-    method: Literal["qlora", "lora"]
+    method: Literal["auto", "qlora", "lora"]
     lora: Lora
     quantization: Quantization
     train: Train

@@ -15,19 +15,19 @@ from nbutils.profiles.recipe import Rows
 from nbutils.profiles.schema import Profile, Train
 
 if TYPE_CHECKING:
-    from nbutils.plan import CardFacts, Option
+    from nbutils.plan import CardFacts, Option, Shape
 
 MICRO_BATCH, CHECKPOINTING = "train.micro_batch", "train.gradient_checkpointing"
 WITHOUT_CARD = 2  # packed rows at a time on a CPU: they form one line there, attention grows with its square
 CPU_TOKENS = 512  # in such a line, where rows are not packed
 
 
-def hidden_size(model: str) -> int | None:
-    """The width of a model, where it is known before its download."""
+def known_shape(model: str) -> Shape | None:
+    """The shape of a model, where it is known before its download."""
     from nbutils import plan
 
     try:
-        return plan.find(model).hidden
+        return plan.find(model)
     except CourseError:
         return None
 
