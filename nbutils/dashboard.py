@@ -18,6 +18,7 @@ from nbutils.platforms import detect, in_kernel
 
 ACCENT = "var(--jp-brand-color1, #2979c9)"
 ALARM = "var(--jp-warn-color1, #e07b00)"
+CURVES = {"loss": ACCENT, "validation": ALARM}  # the numbers have the colours of their curves
 WIDTH, HEIGHT, POINTS = 760, 96, 160  # of the live curve
 LIVE_LINE = re.compile(r"(training|step|trained) \d|\[WARN\]|out of memory |.* Saving at step ")
 
@@ -178,7 +179,8 @@ def live_page(
     bar = f"<div style='background:{ACCENT};height:4px;border-radius:2px;width:{done:.1f}%'></div>"
     cells = "".join(
         f"<div style='margin-right:28px;min-width:56px'><div style='opacity:.6;font-size:85%'>{html.escape(name)}</div>"
-        f"<div style='font-variant-numeric:tabular-nums'>{html.escape(text)}</div></div>"
+        f"<div style='font-variant-numeric:tabular-nums;color:{CURVES.get(name, 'inherit')}'>"
+        f"{html.escape(text)}</div></div>"
         for name, text in parts.items()
     )
     line = "margin-top:8px;padding-left:8px;border-left:3px solid"

@@ -85,7 +85,7 @@ class Lesson:
         """The same lesson with the recipe that suits examples of these lengths (in tokens), and what it comes to."""
         from transformers.utils import cached_file
 
-        cached_file(self.model, "config.json")  # of a hub model: its width decides the learning rate
+        cached_file(self.model, "config.json")  # of a hub model: its size decides learning rate and method
         rows = profiles.Rows.of(lengths)
         fitted = replace(self, resolved=profiles.fit(self.resolved, rows))
         print(f"recipe    {profiles.schedule(fitted.profile.train, rows)}")
