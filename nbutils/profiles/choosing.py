@@ -185,7 +185,7 @@ def _settle(
     profile, by_model = recipe.choose_method(profile, params)
     by_rows = recipe.choose(profile.train, rows, hidden, scaling.world_size())
     profile = _with(profile, "train", by_rows)
-    planned = sizing.by_plan(profile, card, rows) | _without_bitsandbytes(profile.train.optimizer, card)
+    planned = sizing.by_plan(profile, shape, card, rows) | _without_bitsandbytes(profile.train.optimizer, card)
     profile, decided = _with(profile, "train", planned), decided | by_model | by_rows | planned
     values = flat(profile.model_dump())
     return profile, {key: decided.get(key, Choice(values[key], reasons[key])) for key in keys()}

@@ -104,10 +104,9 @@ def choose_method(profile: Profile, params: int | None) -> tuple[Profile, dict[s
         return profile, {}
     small = params is not None and params < SMALL
     if profile.quantization.type != "none" and not small:
-        found = {"method": Choice("qlora", "recipe: 4 bits save memory, and large models lose little by them")}
-        return profile.model_copy(update={"method": "qlora"}), found
-    under = "a model under a billion parameters loses much in 4 bits, and 16 fit"
-    found = {"method": Choice("lora", f"recipe: {under}" if small else "quantization.type is none")}
+        return profile.model_copy(update={"method": "qlora"}), {}  # the comment in the profile says why
+    under = "recipe: a model under a billion parameters loses much in 4 bits, and 16 fit"
+    found = {"method": Choice("lora", under if small else "quantization.type is none")}
     found |= {f"quantization.{key}": Choice(value, "method lora") for key, value in UNQUANTIZED.model_dump().items()}
     return profile.model_copy(update={"method": "lora", "quantization": UNQUANTIZED}), found
 

@@ -32,14 +32,14 @@ def known_shape(model: str) -> Shape | None:
         return None
 
 
-def by_plan(profile: Profile, card: Card | None, rows: Rows | None = None) -> dict[str, Choice]:
+def by_plan(profile: Profile, shape: Shape | None, card: Card | None, rows: Rows | None) -> dict[str, Choice]:
     """The two values, as far as the profile leaves them to the plan."""
     train = profile.train
     left = {MICRO_BATCH: train.micro_batch, CHECKPOINTING: train.gradient_checkpointing}
     wanted = [name for name, value in left.items() if value == "auto"]
     if not wanted:
         return {}
-    found = _without_card(train, rows) if card is None else _with_card(profile, card, rows)
+    found = _without_card(train, rows) if card is None else _with_card(profile, shape, card, rows)
     return {name: found[name] for name in wanted}
 
 
@@ -52,16 +52,14 @@ def _without_card(train: Train, rows: Rows | None) -> dict[str, Choice]:
     }
 
 
-def _with_card(profile: Profile, card: Card, rows: Rows | None) -> dict[str, Choice]:
+def _with_card(profile: Profile, shape: Shape | None, card: Card, rows: Rows | None) -> dict[str, Choice]:
     """The fastest that fits; the smallest, with a warning, if nothing does; careful values if the shape is unknown."""
     from nbutils import plan
     from nbutils.plan import choosing
 
     facts = replace(plan.cards.of_machine(card), count=scaling.world_size())
     train = profile.train
-    try:
-        shape = plan.find(profile.model)
-    except CourseError:
+    if shape is None:
         reason = "plan: the model's shape is not known before its download, so the careful value"
         size = 1 if train.micro_batch == "auto" else train.micro_batch
         return {MICRO_BATCH: Choice(size, reason), CHECKPOINTING: Choice("on", reason)}
