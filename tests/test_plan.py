@@ -556,3 +556,9 @@ def test_what_is_free_costs_nothing_however_long_it_takes() -> None:
     made = asked("--model", "Qwen2.5-7B", "--gpu", "T4")
     assert made["hours"] is None and set(made["cost"].values()) == {0}
     assert not any("cost unknown" in note for note in made["notes"])
+
+
+def test_a_small_model_is_planned_in_16_bits_and_told_why() -> None:
+    small, large = (asked("--model", f"Qwen2.5-{size}B", "--gpu", "T4") for size in ("0.5", "3"))
+    assert small["recipe"]["method"] == "lora" and any("billion parameters" in note for note in small["notes"])
+    assert large["recipe"]["method"] == "qlora" and not any("billion parameters" in note for note in large["notes"])

@@ -754,6 +754,11 @@ def test_a_method_that_is_named_is_kept() -> None:
     named = {"method": ("qlora", "a test")}
     small = profiles.resolve("t4_16gb", "Qwen2.5-0.5B", card=T4, platform=KAGGLE, online=yes, overrides=lambda _: named)
     assert small.profile.method == "qlora" and small.profile.quantization.type == "nf4"
+    quantised = {"quantization.type": ("fp4", "a test")}
+    small = profiles.resolve(
+        "t4_16gb", "Qwen2.5-0.5B", card=T4, platform=KAGGLE, online=yes, overrides=lambda _: quantised
+    )
+    assert small.profile.method == "qlora" and small.profile.quantization.type == "fp4"
     sixteen = {"quantization.type": ("none", "a test"), "quantization.double": (False, "a test")}
     large = profiles.resolve(
         "ampere_40gb", "Qwen2.5-7B", card=RTX, platform=KAGGLE, online=yes, overrides=lambda _: sixteen

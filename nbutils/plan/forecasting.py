@@ -174,7 +174,7 @@ def of_profile(
 ) -> Forecast:
     """A profile on a card; `auto` values become what the rows ask for and the fastest that fit, or the smallest."""
     shape = model if isinstance(model, Shape) else shapes.find(model or profile.model)
-    profile = choose_method(profile, shape.params)[0]
+    profile, chosen_by_size = choose_method(profile, shape.params)
     amount = data.examples if data else rows if rows is not None else profile.data.rows or None
     mean_length = data.mean if data else mean_length
     if data is None and amount and mean_length:
@@ -187,8 +187,9 @@ def of_profile(
         shape, chosen.recipe, card, train.step_rows, amount, mean_length, float(train.epochs) or 1.0,
         train.keep_checkpoints, train.max_steps, schedule(train, data) if data else None,
     )  # fmt: skip
-    told = few_steps(train, profile.train, data) if data else ""
-    return replace(made, notes=[*made.notes, *filter(None, [told])])
+    told = [chosen_by_size["method"].reason] if chosen_by_size else []
+    told += [few_steps(train, profile.train, data)] if data else []
+    return replace(made, notes=[*made.notes, *filter(None, told)])
 
 
 def example(resolved: Resolved, rows: int, mean_length: float) -> Forecast:

@@ -138,6 +138,8 @@ def with_overrides(document: Document, overrides: Overrides) -> Document:
         group, _, leaf = name.rpartition(".")
         if name in known:
             (tree[group] if group else tree)[leaf] = value
+    if tree["method"] == "auto" and overrides.get("quantization.type", ("none",))[0] != "none":
+        tree["method"] = "qlora"  # whoever names a way to quantise wants it
     steps = tree["train"]["max_steps"]
     if "train.epochs" in overrides and "train.max_steps" not in overrides and steps:
         wrong.append(f"train.epochs: train.max_steps is {steps} and ends the run first; set train.max_steps=0 too")

@@ -152,17 +152,17 @@ RULES = (
     Rule(
         ("method", "quantization.type"),
         lambda method, kind: method == "qlora" and kind == "none",
-        "qlora trains on a quantised base: choose nf4, or method lora",
+        "qlora trains on a quantised base: set quantization.type=nf4, or method=lora",
     ),
     Rule(
         ("method", "quantization.type"),
         lambda method, kind: method == "lora" and kind != "none",
-        "lora keeps its base unquantised: choose none, or method qlora",
+        "lora keeps its base as it is: set quantization.type=none and quantization.double=false, or method=qlora",
     ),
     Rule(
         ("quantization.type", "quantization.double"),
         lambda kind, double: kind == "none" and double,
-        "there are no quantisation constants to quantise again: set double to false",
+        "there are no quantisation constants to quantise again: set quantization.double=false",
     ),
     Rule(
         ("train.epochs", "train.max_steps"),
