@@ -294,10 +294,15 @@ def _take_over(run: RunFolder, folders: platforms.Folders) -> None:
         if former.has("02_data_prep") and not run.has("02_data_prep"):
             print(f"data      taken over from {former.data}")
             make_folder(run.path, "this run")
-            shutil.copytree(former.data, run.data, dirs_exist_ok=True)
+            shutil.copytree(former.data, run.data, dirs_exist_ok=True, ignore=_links)
         if former.facts.exists() and not run.facts.exists():
             make_folder(run.path, "this run")
             record.begin(run.facts, record.read(former.facts), by_auto=False)
+
+
+def _links(folder: str, names: list[str]) -> set[str]:
+    """Those of a folder that are links: an attached output could name any file of this machine with one."""
+    return {name for name in names if Path(folder, name).is_symlink()}
 
 
 def unfinished_run(keep: Path, card: hardware.Card | None) -> str:

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from nbutils.errors import CourseError
@@ -106,8 +106,13 @@ def _alone_in(folder: Path) -> Iterator[None]:
     """Make a folder and hold it: a second process that wants it is told; the system frees it should this one die."""
     import fcntl
 
+    if folder.is_symlink() or not (folder.is_dir() or not folder.exists()):
+        raise CourseError(
+            f"{folder} is a link or a file, and the result would go through it.", "no file of that name",
+            "look where it leads, and remove it",
+        )  # fmt: skip
     folder.mkdir(exist_ok=True)
-    held = os.open(folder, os.O_RDONLY)
+    held = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         with suppress(OSError):  # a disk without locks, as Drive: two at once are not noticed there
             try:
@@ -139,21 +144,28 @@ def require_apart(target: Path, *sources: Path) -> None:
 
 
 def _require_ours(target: Path) -> None:
-    """Refuse a folder with files in it that `whole_folder` did not write: they would be lost."""
+    """Refuse a folder with anything in it that `whole_folder` did not write, hidden or not: it would be lost."""
     if not os.path.lexists(target):
         return
-    found = {} if not target.is_dir() or target.is_symlink() else _sizes(target)
-    try:
-        known = json.loads((target / STAMP).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        known = {}
-    others = sorted(name for name in found if name not in known and not name.startswith("."))
-    if others or not target.is_dir() or target.is_symlink():
+    plain = target.is_dir() and not target.is_symlink()
+    others = _foreign(target) if plain else []
+    if others or not plain:
         what = f"has files that were not made here ({', '.join(others[:3])})" if others else "is no plain folder"
         raise CourseError(
             f"{target} {what}.", "a new or empty folder, or one this course wrote",
             "move them elsewhere, or name another folder: what is there would be lost",
         )  # fmt: skip
+
+
+def _foreign(folder: Path) -> list[str]:
+    """What a folder holds beside the files of its stamp, the stamp itself and the folders they lie in."""
+    try:
+        known = {PurePosixPath(name) for name in json.loads((folder / STAMP).read_text(encoding="utf-8"))["files"]}
+        known |= {PurePosixPath(STAMP)} | {above for name in known for above in name.parents}
+    except (OSError, ValueError, KeyError, TypeError):
+        known = set()
+    found = (PurePosixPath(one.relative_to(folder).as_posix()) for one in folder.rglob("*"))
+    return sorted(str(one) for one in found if one not in known)
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -91,6 +91,37 @@ def test_files_of_somebody_else_are_never_replaced(tmp_path: Path) -> None:
         raise AssertionError("nothing may be begun")
 
 
+@pytest.mark.parametrize("name", [".bashrc", ".ssh/id", ".git", "a/.hidden", "empty"])
+def test_a_folder_with_anything_in_it_is_not_taken_for_an_empty_one(name: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    if name in (".git", "empty"):
+        (home / name).mkdir(parents=True)
+    else:
+        (home / name).parent.mkdir(parents=True)
+        (home / name).write_text("mine")
+    with pytest.raises(CourseError, match="were not made here"), paths.whole_folder(home, {}):
+        raise AssertionError("nothing may be begun")
+    assert (home / name).exists()
+
+
+def test_links_in_a_folder_of_ours_are_not_lost(tmp_path: Path) -> None:
+    with paths.whole_folder(tmp_path / "merged", {}) as folder:
+        (folder / "model").write_text("first")
+    (tmp_path / "merged/link").symlink_to(tmp_path / "gone")
+    with pytest.raises(CourseError, match="link"), paths.whole_folder(tmp_path / "merged", {}):
+        raise AssertionError("nothing may be begun")
+
+
+def test_a_planted_link_in_the_place_of_the_half_written_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis/years").write_text("of work")
+    paths.partial_of(tmp_path / "merged").symlink_to(tmp_path / "thesis")
+    for resume in (False, True):
+        with pytest.raises(CourseError, match="is a link"), paths.whole_folder(tmp_path / "merged", {}, resume):
+            raise AssertionError("nothing may be begun")
+    assert (tmp_path / "thesis/years").read_text() == "of work"
+
+
 def test_two_processes_do_not_write_the_same_folder(tmp_path: Path) -> None:
     target = tmp_path / "merged"
     with paths.whole_folder(target, {}, resume=True) as folder:

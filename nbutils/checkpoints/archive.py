@@ -2,11 +2,13 @@
 
 The archive goes first, its manifest (step, size, sha256, fingerprint) last. Files are written under their final name
 and read back: a rename on a network disk may not stick, and without a matching manifest nothing is trusted anyway.
+An archive may come from elsewhere: only what `pack` writes is unpacked, plain files and folders below `checkpoint-N`.
 Not here: which archives there are (store), or when they are carried (carrier).
 """
 
 from __future__ import annotations
 
+import collections
 import errno
 import hashlib
 import json
@@ -14,16 +16,16 @@ import os
 import re
 import shutil
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import IO, Any
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, cast
 
 from nbutils.paths import CHUNK, sha256
 
 NAME = re.compile(r"checkpoint-(\d+)")
-SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.10.11, 3.11.3 lack it
+PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
 UNREADABLE = "it cannot be read"
 NO_SYNC_HERE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # some network disks have no fsync
 
@@ -155,6 +157,11 @@ def defect(one: Kept, thorough: bool = True) -> str | None:
             return f"{size:,} bytes, {one.manifest.size:,} expected: cut off or still uploading"
         if thorough and sha256(one.archive) != one.manifest.sha256:
             return "its sha256 differs: damaged"
+        if thorough:
+            with tarfile.open(one.archive, "r:") as tar:
+                collections.deque(_members(tar, one), maxlen=0)
+    except (tarfile.TarError, ValueError, LookupError, OverflowError) as problem:  # tarfile lets all of them out
+        return f"it is no checkpoint archive of this course ({problem})"
     except FileNotFoundError:
         return "the archive is missing"
     except OSError as problem:
@@ -168,8 +175,31 @@ def unpack(one: Kept, folder: Path) -> Path:
     for old in (target, partial):
         shutil.rmtree(old, ignore_errors=True)
     partial.mkdir(parents=True)
-    with tarfile.open(one.archive) as tar:
-        tar.extractall(partial, **SAFELY)
+    with tarfile.open(one.archive, "r:") as tar:
+        for member in _members(tar, one):
+            place = partial / member.name
+            if member.isdir():
+                place.mkdir(parents=True, exist_ok=True)
+                continue
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with open(place, "xb") as file:
+                shutil.copyfileobj(cast(IO[bytes], tar.extractfile(member)), file, CHUNK)
     os.replace(partial / one.archive.stem, target)
     shutil.rmtree(partial)
     return target
+
+
+def _members(tar: tarfile.TarFile, one: Kept) -> Iterator[tarfile.TarInfo]:
+    """The files and folders of an archive; TarError at the first thing that `pack` would not have written."""
+    room, seen = one.manifest.size, set()
+    for member in tar:
+        place = PurePosixPath(member.name)
+        room -= member.size
+        if member.type not in PLAIN or member.issparse():
+            raise tarfile.TarError(f"{member.name!r} is neither a file nor a folder")
+        if place.parts[:1] != (one.archive.stem,) or ".." in place.parts or "\0" in member.name:
+            raise tarfile.TarError(f"{member.name!r} lies outside {one.archive.stem}")
+        if room < 0 or place in seen:
+            raise tarfile.TarError(f"{member.name!r} is there twice, or larger than the archive")
+        seen.add(place)
+        yield member

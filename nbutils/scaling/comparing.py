@@ -81,7 +81,7 @@ def compare(alone: Path, together: Path) -> Comparison:
 def losses(run: Path) -> dict[int, float]:
     """The loss at each logged step, from the trainer's state in the newest checkpoint of a run."""
     newest = checkpoints.look(run / "checkpoints")[0][0].archive
-    with tarfile.open(newest) as tar:
+    with tarfile.open(newest, "r:") as tar:
         state = tar.extractfile(f"{newest.stem}/trainer_state.json")
         assert state
         history = json.load(state)["log_history"]
