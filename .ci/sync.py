@@ -5,7 +5,8 @@
 
 One direction only: the .py file is the source. The result has no outputs, stable cell ids and stable bytes.
 The setup cell stands here once. It looks for the course's wheel among Kaggle's inputs before it asks the network; a
-wheel is installed from its own folder alone (`make wheels` builds one), so that it works with the internet off.
+wheel is installed from its own folder alone (`make wheels` builds one), so that it works with the internet off. It
+never guesses: several wheels, or no address of one's own in pyproject.toml, stop it. It prints no password.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ import jupytext
 
 ROOT = Path(__file__).resolve().parent.parent
 SETUP_CELL = re.compile(r'(?m)(^# %% tags=\["setup"\]\n)(?:[^\n]+\n)*')
-SETUP = """\
+SETUP = r"""
 import glob, importlib.util, os, re, subprocess, sys
 if importlib.util.find_spec("nbutils") is None:
-    SOURCE = os.environ.get("NBUTILS_SOURCE") or max(glob.glob(os.path.join(os.environ.get("NBUTILS_FS_ROOT", "/"), "kaggle/input/**/nbutils-*.whl"), recursive=True), default="git+ADDRESS")
-    print("Installing the course from", re.sub("//[^/]*@", "//", SOURCE)); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
-"""  # noqa: E501
+    WHEELS = glob.glob("/kaggle/input/**/NAME-*.whl", recursive=True)
+    SOURCE = os.getenv("NBUTILS_SOURCE") or "\n".join(WHEELS) or "ADDRESS"
+    assert re.fullmatch(".+", SOURCE), f"Set NBUTILS_SOURCE to your fork or to one of {WHEELS}"
+    print("Installing the course from", re.sub(r"//[^/]*@|\?.*", "//", SOURCE))
+    ALONE = ["--no-index", "-f", os.path.dirname(SOURCE)] if SOURCE.endswith(".whl") else []
+    PIP = subprocess.run([sys.executable, "-m", "pip", "install", "-q", SOURCE, *ALONE], stderr=-1)
+    assert PIP.returncode == 0, re.sub(r"//[^/\s]*@|\?\S*", "//", PIP.stderr.decode())
+"""[1:]
+PLACEHOLDER = "YOUR-NAME"  # in the address until somebody owns one: nothing is installed from it
 BADGES = re.compile(r"(?s)(<!-- badges -->\n).*?(<!-- /badges -->)")
 METADATA = {
     "accelerator": "GPU",
@@ -34,10 +41,10 @@ METADATA = {
 }
 
 
-def address() -> str:
-    """The repository's address, from the one place where it stands."""
-    found = re.search(r'^Repository = "([^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
-    assert found, "pyproject.toml has no [project.urls] Repository"
+def project(key: str) -> str:
+    """A value of pyproject.toml, the one place where name, version and address stand."""
+    found = re.search(rf'^{key} = "([^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+    assert found, f"pyproject.toml has no {key}"
     return found.group(1)
 
 
@@ -48,7 +55,8 @@ def sources() -> list[Path]:
 
 def with_setup(source: str) -> str:
     """A notebook source with the setup cell, which installs from the repository's address."""
-    cell = SETUP.replace("ADDRESS", address())
+    ours = "" if PLACEHOLDER in project("Repository") else f"git+{project('Repository')}@v{project('version')}"
+    cell = SETUP.replace("ADDRESS", ours).replace("NAME", project("name").replace("-", "_"))
     return SETUP_CELL.sub(lambda found: found.group(1) + cell, source)
 
 
@@ -68,7 +76,7 @@ def notebook(stem: str, source: str) -> str:
 
 def badges() -> str:
     """One open-in-Colab badge per lesson."""
-    page = address().replace("https://github.com/", "https://colab.research.google.com/github/")
+    page = project("Repository").replace("https://github.com/", "https://colab.research.google.com/github/")
     picture = "https://colab.research.google.com/assets/colab-badge.svg"
     rows = ["| lesson | open it |", "|---|---|"]
     for file in sources():

@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from packaging.utils import canonicalize_name  # noqa: E402
 
+from nbutils import DISTRIBUTION  # noqa: E402
 from nbutils.install import CONFLICT, FREE, MARKER, is_platforms_own  # noqa: E402
 from nbutils.paths import write_json  # noqa: E402
 
@@ -99,7 +100,7 @@ def resolve(wheel: Path, extra: str, target: Target, image: dict[str, str], free
             stand_in(folder, name, version)
         held = [f"{name}=={version}" for name, version in marked.items() if name not in free]
         (folder / "held.txt").write_text("\n".join(held), encoding="utf-8")
-        asked = f"nbutils{f'[{extra}]' if extra else ''} @ {wheel.resolve().as_uri()}"
+        asked = f"{DISTRIBUTION}{f'[{extra}]' if extra else ''} @ {wheel.resolve().as_uri()}"
         words = ["install", "-q", "--dry-run", "--ignore-installed", "--target", str(folder / "nowhere")]
         words += ["--report", str(folder / "report.json"), "--find-links", place, "-c", str(folder / "held.txt")]
         command = [interpreter(target.python), "-m", "pip", *words, *target.words(), asked]
@@ -116,7 +117,7 @@ def _to_fetch(report: dict) -> list[str]:
     return sorted(
         f"{name}=={version}"
         for name, version in found
-        if not (name == "nbutils" or version.endswith(STAND_IN) or is_platforms_own(name))
+        if not (name == DISTRIBUTION or version.endswith(STAND_IN) or is_platforms_own(name))
     )
 
 
@@ -144,7 +145,7 @@ def build(result: Path, extra: str, target: Target, image: dict[str, str]) -> in
     partial.mkdir(parents=True)
     words = ["wheel", "-q", "--no-deps", "--wheel-dir", str(partial), str(ROOT)]
     subprocess.run([sys.executable, "-m", "pip", *words], check=True)
-    [own] = partial.glob("nbutils-*.whl")
+    [own] = partial.glob(f"{DISTRIBUTION.replace('-', '_')}-*.whl")
     if pins := resolve(own, extra, target, image):
         fetch(pins, target, partial)
     files = [

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nbutils.lessons import Lesson
 
+DISTRIBUTION = "nbutils-finetune-course"  # as pip knows it; `nbutils` there is somebody else's
+
 try:
-    __version__ = version("nbutils")
+    __version__ = version(DISTRIBUTION)
 except PackageNotFoundError:  # used from a checkout that was never installed
     __version__ = "0+checkout"
 

@@ -23,7 +23,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from nbutils import platforms
+from nbutils import DISTRIBUTION, platforms
 from nbutils.errors import CourseError
 from nbutils.paths import sha256
 
@@ -40,7 +40,7 @@ WAYS_ON = (
 
 
 def ensure(extra: str) -> None:
-    """Install what `nbutils[extra]` names and this Python lacks; silent and instant when nothing is missing."""
+    """Install what the extra names and this Python lacks; silent and instant when nothing is missing."""
     remove_blockers()
     missing = unsatisfied(requirements(extra))
     if not missing:
@@ -68,7 +68,7 @@ def _refuse_stale_modules(before: dict[str, str], after: dict[str, str]) -> None
 def requirements(extra: str) -> list[str]:
     """What the installed nbutils asks for under `extra` here; nothing for a checkout that is not installed."""
     try:
-        listed = [Requirement(text) for text in metadata.requires("nbutils") or []]
+        listed = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
     except metadata.PackageNotFoundError:
         return []
     wanted = [
@@ -172,19 +172,29 @@ def remove_blockers() -> None:
 
 
 def attached_wheels() -> Path | None:
-    """The attached folder of wheels for this Python, checked; None if there is none."""
-    found = list(platforms.find_inputs(platforms.folders(platforms.detect()).inputs, MARKER))
-    if (given := os.environ.get("NBUTILS_SOURCE", "")).endswith(".whl"):
-        found += [marker for marker in [Path(given).with_name(MARKER)] if marker.exists()]
-    for marker in reversed(found):
-        listed = _listed(marker)
-        if listed["python"] == _python():
-            return _checked(marker.parent, listed["files"])
+    """The folder of wheels that NBUTILS_SOURCE is in, else the one attached for this Python, checked; None if none."""
+    given = os.environ.get("NBUTILS_SOURCE", "")
+    if given.endswith(".whl") and (marker := Path(given).with_name(MARKER)).exists():
+        found = [marker]
+    else:
+        found = list(platforms.find_inputs(platforms.folders(platforms.detect()).inputs, MARKER))
+    fitting = [(marker.parent, listed) for marker in found if _fits(marker, listed := _listed(marker))]
+    if len(fitting) > 1:
+        raise CourseError(
+            f"Several folders of wheels are attached: {', '.join(str(folder) for folder, _ in fitting)}.",
+            "one of them", "detach the others, or set NBUTILS_SOURCE to the course's wheel in the one that is yours",
+        )  # fmt: skip
+    return _checked(fitting[0][0], fitting[0][1]["files"]) if fitting else None
+
+
+def _fits(marker: Path, listed: dict[str, Any]) -> bool:
+    """Whether wheels are for this Python; a line if they are not."""
+    if listed["python"] != _python():
         print(
             f"The attached {marker.parent} is for Python {listed['python']} and not used: this is {_python()} "
             f"(`make wheels PYTHON_VERSION={_python()}` builds the right one)."
         )
-    return None
+    return bool(listed["python"] == _python())
 
 
 def _python() -> str:
@@ -212,6 +222,8 @@ def _checked(folder: Path, files: list[tuple[str, int, str]]) -> Path:
             bad.append(f"{name} ({path.stat().st_size} of {size} bytes)")
         elif sha256(path) != digest:
             bad.append(f"{name} (other content)")
+    listed = {name for name, _, _ in files}
+    bad += [f"{path.name} (not listed)" for path in sorted(folder.glob("*.whl")) if path.name not in listed]
     if bad:
         raise _damaged(folder, bad)
     return folder

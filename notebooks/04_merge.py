@@ -29,8 +29,13 @@
 # %% tags=["setup"]
 import glob, importlib.util, os, re, subprocess, sys
 if importlib.util.find_spec("nbutils") is None:
-    SOURCE = os.environ.get("NBUTILS_SOURCE") or max(glob.glob(os.path.join(os.environ.get("NBUTILS_FS_ROOT", "/"), "kaggle/input/**/nbutils-*.whl"), recursive=True), default="git+https://github.com/finetune-course/finetune-course")
-    print("Installing the course from", re.sub("//[^/]*@", "//", SOURCE)); subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", SOURCE] + SOURCE.endswith(".whl") * ["--no-index", "--find-links", os.path.dirname(SOURCE)])
+    WHEELS = glob.glob("/kaggle/input/**/nbutils_finetune_course-*.whl", recursive=True)
+    SOURCE = os.getenv("NBUTILS_SOURCE") or "\n".join(WHEELS) or ""
+    assert re.fullmatch(".+", SOURCE), f"Set NBUTILS_SOURCE to your fork or to one of {WHEELS}"
+    print("Installing the course from", re.sub(r"//[^/]*@|\?.*", "//", SOURCE))
+    ALONE = ["--no-index", "-f", os.path.dirname(SOURCE)] if SOURCE.endswith(".whl") else []
+    PIP = subprocess.run([sys.executable, "-m", "pip", "install", "-q", SOURCE, *ALONE], stderr=-1)
+    assert PIP.returncode == 0, re.sub(r"//[^/\s]*@|\?\S*", "//", PIP.stderr.decode())
 
 # %% [markdown]
 # The dials. Leave them as they are to merge what lesson 03 trained last with this profile. `MERGE_ONTO = "dequantized"` merges into

@@ -6,19 +6,23 @@ import hashlib
 import importlib.metadata as metadata
 import importlib.util
 import json
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import images
 import pytest
 
-from nbutils import install
+from nbutils import DISTRIBUTION, install
 from nbutils.errors import CourseError
 
 ROOT = Path(__file__).resolve().parent.parent
+WHEEL = f"{DISTRIBUTION.replace('-', '_')}-0.1.0-py3-none-any.whl"
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -50,7 +54,7 @@ def kaggle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "kaggle/input/datasets/someone/wheels"
     folder.mkdir(parents=True)
-    contents = {"nbutils-0.1.0-py3-none-any.whl": b"the course", "trl-1.16.0-py3-none-any.whl": b"a trainer"}
+    contents = {WHEEL: b"the course", "trl-1.16.0-py3-none-any.whl": b"a trainer"}
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     write_list(folder, RUNNING)
@@ -157,7 +161,7 @@ def test_without_attached_wheels_the_registry_is_asked(kaggle: Path, monkeypatch
 
 def test_a_wheel_named_in_nbutils_source_brings_its_folder(kaggle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KAGGLE_KERNEL_RUN_TYPE")
-    monkeypatch.setenv("NBUTILS_SOURCE", str(kaggle / "nbutils-0.1.0-py3-none-any.whl"))
+    monkeypatch.setenv("NBUTILS_SOURCE", str(kaggle / WHEEL))
     assert install.attached_wheels() == kaggle
 
 
@@ -212,14 +216,20 @@ def test_a_wheel_that_is_not_in_the_folder_is_named_with_the_way_to_build_it(
         install.pip_install(["trl>=1"], Path("/wheels"))
 
 
-def set_up(monkeypatch: pytest.MonkeyPatch, have_it: bool = False) -> list[list[str]]:
+def set_up(monkeypatch: pytest.MonkeyPatch, have_it: bool = False, failure: str = "") -> list[list[str]]:
     """Execute the setup cell of a real notebook; the commands it would run."""
     cells = json.loads((ROOT / "notebooks/03_qlora.ipynb").read_text(encoding="utf-8"))["cells"]
     [text] = ["".join(cell["source"]) for cell in cells if "setup" in cell["metadata"].get("tags", [])]
     commands: list[list[str]] = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if have_it else None)
-    monkeypatch.setattr(subprocess, "check_call", commands.append)
-    exec(compile(text, "setup cell", "exec"), {})
+
+    def pip(words: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+        commands.append(words)
+        return subprocess.CompletedProcess(words, int(bool(failure)), b"", failure.encode())
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    inputs = os.path.join(os.environ["NBUTILS_FS_ROOT"], "kaggle/input")
+    exec(compile(text.replace("/kaggle/input", inputs), "setup cell", "exec"), {})
     return commands
 
 
@@ -227,8 +237,8 @@ def test_the_setup_cell_installs_the_attached_wheel_from_its_folder(
     kaggle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [words] = set_up(monkeypatch)
-    wheel = kaggle / "nbutils-0.1.0-py3-none-any.whl"
-    assert words[3:] == ["install", "-q", str(wheel), "--no-index", "--find-links", str(kaggle)]
+    wheel = kaggle / WHEEL
+    assert words[3:] == ["install", "-q", str(wheel), "--no-index", "-f", str(kaggle)]
 
 
 def test_nbutils_source_wins_over_an_attached_wheel(kaggle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,10 +247,52 @@ def test_nbutils_source_wins_over_an_attached_wheel(kaggle: Path, monkeypatch: p
     assert words[3:] == ["install", "-q", "/some/checkout"]
 
 
-def test_the_setup_cell_falls_back_to_the_repository(kaggle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_setup_cell_installs_from_no_address_that_nobody_owns(
+    kaggle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NBUTILS_FS_ROOT", str(kaggle))
+    monkeypatch.setattr(subprocess, "run", lambda *words, **options: pytest.fail("nothing may be installed"))
+    with pytest.raises(AssertionError, match="NBUTILS_SOURCE"):
+        set_up(monkeypatch)
+
+
+def test_the_setup_cell_chooses_between_no_two_wheels(kaggle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = kaggle.parent.parent / "a-stranger/zzz"
+    other.mkdir(parents=True)
+    (other / WHEEL.replace("0.1.0", "9.9.9")).write_bytes(b"evil")
+    with pytest.raises(
+        AssertionError, match=r"NBUTILS_SOURCE.*a-stranger.*someone|NBUTILS_SOURCE.*someone.*a-stranger"
+    ):
+        set_up(monkeypatch)
+    monkeypatch.setenv("NBUTILS_SOURCE", str(kaggle / WHEEL))
     [words] = set_up(monkeypatch)
-    assert words[3:5] == ["install", "-q"] and words[5].startswith("git+https://") and len(words) == 6
+    assert words[5] == str(kaggle / WHEEL)
+
+
+def test_a_source_that_fails_shows_no_password(
+    kaggle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "git+https://me:pass-word@example.org/course?token=abc"
+    monkeypatch.setenv("NBUTILS_SOURCE", source)
+    with pytest.raises(AssertionError) as caught:
+        set_up(monkeypatch, failure=f"fatal: Authentication failed for '{source}'")
+    told = f"{caught.value}{capsys.readouterr().out}"
+    assert "example.org" in told and "pass-word" not in told and "abc" not in told
+
+
+def test_between_two_attached_folders_of_wheels_a_person_chooses(kaggle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = kaggle.parent / "zzz"
+    shutil.copytree(kaggle, other)
+    with pytest.raises(CourseError, match=r"(?s)wheels.*zzz.*NBUTILS_SOURCE"):
+        install.attached_wheels()
+    monkeypatch.setenv("NBUTILS_SOURCE", str(kaggle / WHEEL))
+    assert install.attached_wheels() == kaggle
+
+
+def test_a_wheel_that_is_not_listed_is_named(kaggle: Path) -> None:
+    (kaggle / "torch-99-py3-none-any.whl").write_bytes(b"evil")
+    with pytest.raises(CourseError, match=r"torch-99.*not listed"):
+        install.attached_wheels()
 
 
 def test_the_setup_cell_does_nothing_where_the_course_is(kaggle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +318,7 @@ def test_a_stand_in_is_a_wheel_of_that_name_and_version(tmp_path: Path) -> None:
 
 
 def test_stand_ins_and_the_platforms_own_are_never_fetched() -> None:
-    listed = {"nbutils": "0.1.0", "TRL": "1.16.0", "torch": "2.14.0", "rich": "13+image", "nvidia-nvtx-cu12": "12.8"}
+    listed = {DISTRIBUTION: "0.1.0", "TRL": "1.16.0", "torch": "2.14.0", "rich": "13+image", "nvidia-nvtx-cu12": "12.8"}
     report = {"install": [{"metadata": {"name": name, "version": version}} for name, version in listed.items()]}
     assert images.WHEELS["_to_fetch"](report) == ["trl==1.16.0"]
 

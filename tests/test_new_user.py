@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from nbutils import install
+from nbutils import DISTRIBUTION, install
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.install
@@ -73,11 +73,11 @@ def test_one_notebook_in_an_empty_folder_installs_the_course_and_runs_to_the_end
     assert str(tmp_path / "env") in inside
 
 
-def setup_cell() -> str:
-    """The setup cell as it stands in the notebook."""
+def setup_cell(root: Path) -> str:
+    """The setup cell as it stands in the notebook, with the inputs of an imitated Kaggle below `root`."""
     cells = json.loads((ROOT / "notebooks/03_qlora.ipynb").read_text(encoding="utf-8"))["cells"]
     [text] = ["".join(cell["source"]) for cell in cells if "setup" in cell["metadata"].get("tags", [])]
-    return text
+    return text.replace("/kaggle/input", f"{root}/kaggle/input")
 
 
 def planned(report: Path) -> dict[str, dict[str, Any]]:
@@ -112,10 +112,12 @@ def test_on_a_platforms_image_only_what_is_lacking_comes_and_torchao_goes(name: 
     before = machine.versions()
     assert set(images.packages(name)) <= set(before) and len(before) > 690
 
-    told = machine.run(setup_cell(), NBUTILS_SOURCE=str(ROOT), NBUTILS_FS_ROOT=str(tmp_path), **images.registry())
+    told = machine.run(
+        setup_cell(tmp_path), NBUTILS_SOURCE=str(ROOT), NBUTILS_FS_ROOT=str(tmp_path), **images.registry()
+    )
     assert f"Installing the course from {ROOT}" in told
     bare = machine.versions()
-    assert before.items() < bare.items() and set(bare) - set(before) == {"nbutils"}
+    assert before.items() < bare.items() and set(bare) - set(before) == {DISTRIBUTION}
 
     dry = {"PIP_DRY_RUN": "1", "PIP_REPORT": str(report), "NBUTILS_FS_ROOT": str(tmp_path)}
     told = machine.run("from nbutils import install; install.ensure('train')", **images.registry(), **dry)
@@ -150,16 +152,20 @@ def test_kaggle_with_the_internet_off_installs_from_an_attached_folder_of_wheels
     assert built.returncode == 0, built.stderr
     listed = json.loads((attached / install.MARKER).read_text(encoding="utf-8"))
     names = {file["name"].split("-")[0] for file in listed["files"]}
-    assert {"nbutils", "fastapi", "pydantic"} <= names and f"{len(listed['files'])} wheels" in built.stdout
+    assert {
+        DISTRIBUTION.replace("-", "_"),
+        "fastapi",
+        "pydantic",
+    } <= names and f"{len(listed['files'])} wheels" in built.stdout
     assert not [one for one in names if install.is_platforms_own(canonicalize_name(one))]
     attached.chmod(0o555)  # inputs are read-only
 
     machine = images.bare(tmp_path / "env")
     images.stand_in(machine, "numpy", images.packages("kaggle")["numpy"])  # every image has it, no folder brings it
     kaggle = {"NBUTILS_FS_ROOT": str(tmp_path), "KAGGLE_KERNEL_RUN_TYPE": "Batch"} | NO_NETWORK
-    [wheel] = attached.glob("nbutils-*.whl")
-    assert f"Installing the course from {wheel}" in machine.run(setup_cell(), **kaggle)
-    assert "nbutils" in machine.versions() and "fastapi" not in machine.versions()
+    [wheel] = attached.glob("nbutils_*.whl")
+    assert f"Installing the course from {wheel}" in machine.run(setup_cell(tmp_path), **kaggle)
+    assert DISTRIBUTION in machine.versions() and "fastapi" not in machine.versions()
     told = machine.run("from nbutils import install; install.ensure('serve'); import fastapi", **kaggle)
     assert f"from the attached {attached}" in told and {"fastapi", "uvicorn", "openai"} <= set(machine.versions())
     assert machine.run("from nbutils import install; install.ensure('serve')", **kaggle) == ""

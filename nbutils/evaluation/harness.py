@@ -17,7 +17,7 @@ from nbutils.errors import CourseError
 from nbutils.evaluation import keeping
 from nbutils.record import mask_secrets
 
-INSTALL = 'pip install "nbutils[harness]"'
+INSTALL = 'pip install "lm-eval>=0.4.9"'
 LAST_LINES = 12
 
 

@@ -106,5 +106,6 @@ def _require_serve_packages() -> None:
     if missing:
         raise CourseError(
             f"`transformers serve` needs {', '.join(missing)}, not installed beside {sys.executable}.",
-            "an environment with " + ", ".join(SERVE_PACKAGES), "pip install 'nbutils[serve]' and run this again",
-        )  # fmt: skip
+            "an environment with " + ", ".join(SERVE_PACKAGES),
+            f"pip install {' '.join(SERVE_PACKAGES)} and run this again",
+        )
