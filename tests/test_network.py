@@ -28,7 +28,8 @@ AUTODL = Platform("autodl", "a test says so")
 LOCAL = Platform("local", "a test says so")
 RTX = Card("RTX 4090", (8, 9), 23.6, 1)
 NAMES = (
-    "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET", "TRANSFORMERS_OFFLINE", "NBUTILS_MIRROR", "NBUTILS_TURBO",
+    "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_IMPLICIT_TOKEN",
+    "TRANSFORMERS_OFFLINE", "NBUTILS_MIRROR", "NBUTILS_TURBO",
     network.FOUND, "MODELSCOPE_CACHE", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL",
     *(form for name in (*network.PROXIES, "no_proxy") for form in (name, name.upper())),
 )  # fmt: skip
@@ -179,9 +180,33 @@ def test_the_learners_mirror_is_taken_unmeasured(web: Web, monkeypatch: pytest.M
     sites = web(hub=0.0, hf_mirror=0.0, modelscope=0.0)
     monkeypatch.setenv("NBUTILS_MIRROR", name)
     for _ in range(2):
-        assert network.prepare_network(AUTODL) == [f"network   models come from {name}, as NBUTILS_MIRROR says"]
+        [line] = network.prepare_network(AUTODL)
+        assert line.startswith(f"network   models come from {name}, as NBUTILS_MIRROR says")
     assert network.chosen() == name and not any(site.asked for site in sites.values())
     assert os.environ.get("HF_ENDPOINT") == (sites[name].url if name == "hf-mirror" else None)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_mirror_gets_no_token_and_the_hub_gets_it_again(
+    web: Web, monkeypatch: pytest.MonkeyPatch, loaded: bool
+) -> None:
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers
+
+    web(hub=0.0, hf_mirror=0.0, modelscope=0.0)
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 30)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", False)
+    if loaded:
+        monkeypatch.setitem(sys.modules, "huggingface_hub.constants", constants)
+    code = "from huggingface_hub.utils import build_hf_headers; print(build_hf_headers().get('authorization'))"
+    for name, sent in (("hf-mirror", False), ("hub", True)):
+        monkeypatch.setenv("NBUTILS_MIRROR", name)
+        told = " ".join(network.prepare_network(AUTODL))
+        assert ("gated models" in told) is not sent
+        if loaded:
+            assert ("authorization" in build_hf_headers()) is sent
+        else:
+            assert ("Bearer" in subprocess.check_output([sys.executable, "-c", code], text=True)) is sent
 
 
 def test_a_wrong_mirror_lists_the_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:

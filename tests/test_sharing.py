@@ -92,7 +92,9 @@ def test_a_push_is_private_has_a_card_and_takes_nothing_of_this_machine_along(
 ) -> None:
     pushed = sharing.push(model, "hub:li/orders")
     calls = dict(hub.calls)
-    assert calls["made"] == {"token": TOKEN} and calls["create"]["private"] is True
+    assert (
+        calls["made"] == {"endpoint": "https://huggingface.co", "token": TOKEN} and calls["create"]["private"] is True
+    )
     assert pushed.url == "https://huggingface.co/li/orders" and "private" in str(pushed)
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(hub.sent)
     assert not {paths.STAMP, "training.json"} & set(hub.sent)
@@ -290,7 +292,7 @@ def refusing_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     import huggingface_hub
 
     real, address = huggingface_hub.HfApi, f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda **settings: real(endpoint=address, **settings))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda **settings: real(**settings | {"endpoint": address}))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     yield asked
     server.shutdown()

@@ -17,6 +17,7 @@ from typing import Any
 
 from nbutils import paths, platforms
 from nbutils.errors import CourseError
+from nbutils.record import without_secrets
 
 MARKER, BEGUN, LOG = (
     "ready.json",
@@ -75,11 +76,11 @@ def place(prefix: str, name: str) -> Path:
 
 
 def variables(prefix: str = "", extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables of a process in such an environment: nothing that belongs to this kernel only.
+    """The variables of a process in such an environment: nothing that belongs to this kernel only, and no secret.
 
     <prefix>_PYTHONPATH names folders of packages, for an interpreter that finds its libraries there.
     """
-    kept = {name: value for name, value in os.environ.items() if name not in KERNEL_ONLY}
+    kept = {name: value for name, value in without_secrets(os.environ).items() if name not in KERNEL_ONLY}
     found = os.environ.get(f"{prefix}_PYTHONPATH") if prefix else None
     return kept | ({"PYTHONPATH": found} if found else {}) | dict(extra or {})
 

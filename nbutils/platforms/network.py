@@ -37,6 +37,7 @@ TURNED_AWAY = (403, 407, 429, 451)
 FOUND = "NBUTILS_MIRROR_FOUND"  # "name unix-time", so that child processes need not measure again
 NOTHING, FORGET_NOTHING = "nothing", 300.0
 SILENCE = "neither the hub nor a mirror answers: models come from folders and the cache"
+NO_TOKEN = {"hf-mirror": "; no token is sent there: gated models come from the hub (NBUTILS_MIRROR=hub) or a folder"}
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 THIS_MACHINE = ("127.0.0.1", "localhost")
 NEAR_AUTODL = ("hf-mirror.com", "modelscope.cn", "aliyuncs.com", "autodl.com")  # the third has ModelScope's large files
@@ -57,7 +58,7 @@ def prepare_network(platform: Platform, probe: bool = True, root: Path | None = 
         lines.append(f"models come from {own}, as HF_ENDPOINT says")
     elif wish:
         os.environ[FOUND] = wish
-        lines += [f"models come from {wish}, as NBUTILS_MIRROR says", *_use(wish)]
+        lines += [f"models come from {wish}, as NBUTILS_MIRROR says{NO_TOKEN.get(wish, '')}", *_use(wish)]
     elif probe or chosen():
         lines += _choose(platform)
     return [mask_secrets(f"network   {line}") for line in lines]
@@ -147,23 +148,32 @@ def _choose(platform: Platform) -> list[str]:
     if name == NOTHING:
         return [SILENCE]
     seen = ", ".join(f"{one} {times[one]:.2f} s" if one in times else f"{one} silent" for one in SOURCES)
-    line = f"models come from {name} ({seen}; NBUTILS_MIRROR overrides)"
+    line = f"models come from {name} ({seen}; NBUTILS_MIRROR overrides){NO_TOKEN.get(name, '')}"
     extra = "hf-mirror" if name == "modelscope" and "hf-mirror" in times and "hub" not in times else name
     return [*([line] if name != "hub" or platform.name in IN_CHINA else []), *_use(extra)]
 
 
 def _use(name: str) -> list[str]:
-    """Point huggingface_hub to a mirror; a sentence if it is too late for that."""
+    """Point huggingface_hub to a mirror, which gets no token; a sentence if it is too late for that."""
     if name == "hf-mirror":
         os.environ |= {"HF_ENDPOINT": SOURCES[name], "HF_HUB_DISABLE_XET": "1"}  # Xet would go past the mirror
+        _send_token(False)
     elif name == "hub":
-        os.environ.pop("HF_ENDPOINT", None)
+        if os.environ.pop("HF_ENDPOINT", None):
+            _send_token(True)
     else:
         return []
     loaded = getattr(sys.modules.get("huggingface_hub.constants"), "ENDPOINT", SOURCES[name])
     if loaded.rstrip("/") == SOURCES[name]:
         return []
     return [f"this kernel has loaded huggingface_hub for {loaded} already: restart it, then this cell takes effect"]
+
+
+def _send_token(allowed: bool) -> None:
+    """Whether downloads carry the learner's token, also where huggingface_hub was imported before."""
+    os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "0" if allowed else "1"
+    if loaded := sys.modules.get("huggingface_hub.constants"):
+        loaded.HF_HUB_DISABLE_IMPLICIT_TOKEN = not allowed  # type: ignore[attr-defined]
 
 
 def _use_turbo(root: Path) -> list[str]:

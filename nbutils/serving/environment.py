@@ -16,6 +16,7 @@ from pathlib import Path
 from nbutils import environments, platforms
 from nbutils.environments import Recipe
 from nbutils.errors import CourseError
+from nbutils.record import without_secrets
 from nbutils.serving import table
 
 PREFIX = "NBUTILS_SERVE"  # NBUTILS_SERVE_PYTHON, NBUTILS_SERVE_PYTHONPATH, NBUTILS_SERVE_ENV
@@ -47,7 +48,8 @@ class ServingEnvironment:
     def variables(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """The whole environment of a server process; what belongs to this kernel only is left out."""
         told = self.env_vars | dict(extra or {})
-        return os.environ | told if Path(sys.executable) == self.python else environments.variables(PREFIX, told)
+        own = Path(sys.executable) == self.python
+        return without_secrets(os.environ) | told if own else environments.variables(PREFIX, told)
 
 
 def ensure_environment(engine: str, folder: Path | None = None) -> ServingEnvironment:

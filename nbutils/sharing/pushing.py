@@ -104,7 +104,7 @@ def _secrets(to: str, place: Place) -> dict[str, str]:
 def _to_hub(folder: Path, name: str, secrets: dict[str, str], private: bool) -> bool:
     from huggingface_hub import HfApi
 
-    api: Any = HfApi(token=secrets["HF_TOKEN"])
+    api: Any = HfApi(endpoint=platforms.network.HUB, token=secrets["HF_TOKEN"])  # never to a mirror
     api.create_repo(name, private=private, exist_ok=True)
     hidden = api.model_info(name).private is True
     _require_private(private, hidden, name)
