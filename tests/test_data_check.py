@@ -230,3 +230,21 @@ def test_many_rows_are_tokenised_in_pieces(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_help_says_what_it_does() -> None:
     assert "near duplicates" in run("--help").stdout and "data" in CliRunner().invoke(app, ["--help"]).stdout
+
+
+@pytest.mark.parametrize("mine", ["train.jsonl", "eval.jsonl", "rejected.jsonl", ".hidden", "data_card.md"])
+def test_a_folder_with_files_of_mine_is_refused_and_left_alone(tmp_path: Path, mixed: str, mine: str) -> None:
+    out = tmp_path / "mine"
+    out.mkdir()
+    (out / mine).write_text('{"messages": []}\n')
+    assert run(mixed, "--out", str(out)).exit_code == 1
+    assert [(file.name, file.read_text()) for file in out.iterdir()] == [(mine, '{"messages": []}\n')]
+
+
+def test_a_file_of_mine_is_no_place_for_rejected_rows(tmp_path: Path, mixed: str) -> None:
+    file, out = tmp_path / "thesis.txt", tmp_path / "out"
+    file.write_text("years of work")
+    assert run(mixed, "--rejected", str(file), "--out", str(out)).exit_code == 1
+    assert file.read_text() == "years of work" and not out.exists()
+    for _ in range(2):  # its own list is written anew
+        report(mixed, "--rejected", str(tmp_path / "rejected.jsonl"))

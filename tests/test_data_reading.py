@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+import tracemalloc
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import pytest
 import zstandard
 
 from nbutils import data
-from nbutils.data import files
+from nbutils.data import files, reading
+from nbutils.data.reading import Row, RowError, read_rows
 from nbutils.errors import CourseError
 from nbutils.paths import SAMPLES
 
@@ -954,3 +956,34 @@ def test_data_is_found_among_attached_inputs_by_its_name(tmp_path: Path, monkeyp
     assert files.files_of("mine.jsonl") == files.files_of("orders/mine.jsonl") == [attached]
     with pytest.raises(CourseError, match="other"):
         files.files_of("other.jsonl")
+
+
+def test_a_line_without_end_is_named_and_the_next_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "LONGEST_LINE", 1 << 22)
+    path = tmp_path / "bomb.jsonl.gz"
+    good = b'{"instruction": "a", "output": "b"}\n'
+    with gzip.open(path, "wb") as file:
+        for lines in (good, b'{"text": "' + bytes(1 << 27) + b'"}\n', good * 3, b'"' + b"x" * (1 << 24)):
+            file.write(lines)
+    tracemalloc.start()
+    found = list(read_rows(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [isinstance(row, Row) for row in found] == [True, False, True, True, True, False]
+    assert [row.line for row in found] == [1, 2, 3, 4, 5, 6] and peak < 64 << 20
+
+
+@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.json.gz"])
+def test_one_line_that_is_the_whole_file_takes_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(reading, "LONGEST_LINE", 20 << 20)
+    with gzip.open(tmp_path / name, "wb", compresslevel=1) as file:
+        file.write(b'{"a": "')
+        for _ in range(256):
+            file.write(bytes(1 << 20))
+    tracemalloc.start()
+    found = list(read_rows(tmp_path / name))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found and all(isinstance(row, RowError) for row in found) and peak < 200 << 20

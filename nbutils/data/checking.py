@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,9 @@ from typing import Any
 
 from nbutils import platforms
 from nbutils.data.building import Build
-from nbutils.data.card import CARD, EVAL, REJECTED, TRAIN
+from nbutils.data.card import EVAL, REJECTED, TRAIN
 from nbutils.data.raw import shown
+from nbutils.data.reading import LONGEST_LINE
 from nbutils.data.splits import building, find_sources, licence_of, settings, sha256_of
 from nbutils.data.tally import Tally, columns_question, describe, entries
 from nbutils.errors import CourseError
@@ -65,10 +67,28 @@ def check(
         raise CourseError("--max-length needs a tokenizer.", "--model FOLDER --max-length N", "name the model's folder")
     if rejected and rejected.is_dir():
         raise CourseError(f"{rejected} is a folder.", "a file for --rejected", f"write {rejected / REJECTED}")
-    if out and (out / CARD).exists():
-        raise CourseError(f"{out} already holds prepared data.", "a new folder for --out", "choose another folder")
+    if rejected and not _ours(rejected):
+        raise CourseError(
+            f"{rejected} is there, and no list of rejected rows.", "a new file for --rejected", "choose another name"
+        )
+    if out and out.is_dir() and (there := sorted(one.name for one in out.iterdir() if not _ours(one))):
+        raise CourseError(
+            f"{out} holds {', '.join(there[:3])}.", "a new or empty folder for --out", "choose another folder"
+        )
     with contextlib.redirect_stdout(sys.stderr):  # what the rooms say meanwhile is no part of the report
         return _check(sources, settings(0.1, columns, near, repair), model, max_length, out, rejected)
+
+
+def _ours(file: Path) -> bool:
+    """Whether nothing is lost when a file is written anew: it is not there, or an earlier list of rejected rows."""
+    if not os.path.lexists(file):
+        return True
+    try:
+        with open(file, encoding="utf-8") as lines:
+            first = json.loads(lines.readline(LONGEST_LINE) or '{"line": 0, "problems": 0, "row": 0}')
+        return not file.is_symlink() and {"line", "problems", "row"} <= set(first)
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _check(

@@ -113,7 +113,7 @@ class _Zstd(io.RawIOBase):
     def __init__(self, file: IO[bytes]) -> None:
         import zstandard
 
-        self._file, self._new = file, zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        self._file, self._new = file, zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj
         self._frame, self._ready, self._begun = self._new(), b"", False
 
     def readable(self) -> bool:
@@ -129,7 +129,9 @@ class _Zstd(io.RawIOBase):
 
     def _fill(self) -> bool:
         """Decompress a little more; False at the end of the file."""
-        chunk = (self._frame.unused_data if self._frame.eof else b"") or self._file.read(1 << 16)
+        chunk = (self._frame.unused_data if self._frame.eof else b"") or self._file.read(
+            1 << 12
+        )  # a bomb makes 128 MiB of it
         if self._frame.eof:
             self._frame, self._begun = self._new(), False
         if not chunk and self._begun:

@@ -21,6 +21,7 @@ from nbutils.data.files import COMPRESSED, FORMATS_TEXT, damages, files_of, form
 from nbutils.data.raw import Problem, Row, RowError
 from nbutils.data.tables import table
 
+LONGEST_LINE = 64 << 20  # bytes; a longer one is no row, and would not fit many a machine's memory
 __all__ = ["FORMATS_TEXT", "Problem", "Row", "RowError", "files_of", "read_rows"]
 
 
@@ -72,7 +73,7 @@ def _first_lines(raw: BinaryIO, decoder: Decoder, lines: bool) -> tuple[list[byt
     first, filled = list[bytes](), list[bytes]()
     while line := raw.readline(LARGEST_ROW):
         if len(line) == LARGEST_ROW and (first or (lines and line.lstrip()[:1] == b"{")):
-            line += raw.readline()  # a row as long as this is a row all the same
+            line = _whole_line(raw, line)  # a row as long as this is a row all the same
         first.append(line)
         filled += [line.strip()] if line.strip() else []
         if len(filled) == 2:
@@ -100,14 +101,34 @@ def _document(file: Path, decoder: Decoder) -> Iterator[Row | RowError]:
 def _lines(file: Path, first: list[bytes], raw: BinaryIO, decoder: Decoder) -> Iterator[Row | RowError]:
     """One row per line; whatever the fast reader refuses is read again by the patient one."""
     name, number = file.name, 0
-    for lines in (first, raw):
+    for lines in (first, _bounded(raw)):
         for line in lines:
             number += 1
+            if len(line) > LONGEST_LINE:
+                seen = f"a line of more than {LONGEST_LINE >> 20} MiB: {line[:40].decode('utf-8', 'replace')}"
+                problem = Problem("long_line", "-", seen, "one row for each line; split or leave out what is longer")
+                yield RowError(name, number, None, (problem,))
+                continue
             try:
                 yield Row(name, number, orjson.loads(line))
             except orjson.JSONDecodeError:
                 if line.strip():
                     yield _patient(name, number, decoder, line)
+
+
+def _bounded(raw: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; of one that is too long its beginning, in memory that does not grow with it."""
+    while line := raw.readline(CHUNK):
+        yield line if line.endswith(b"\n") else _whole_line(raw, line)
+
+
+def _whole_line(raw: BinaryIO, begun: bytes) -> bytes:
+    """The rest of a line; where it is too long, a byte more than is allowed, and the file is at the next one."""
+    line = begun + raw.readline(max(1, LONGEST_LINE + 1 - len(begun)))
+    piece = line
+    while len(line) > LONGEST_LINE and piece and not piece.endswith(b"\n"):
+        piece = raw.readline(CHUNK)
+    return line
 
 
 def _patient(name: str, number: int, decoder: Decoder, line: bytes) -> Row | RowError:
