@@ -98,6 +98,7 @@ class Service(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self) -> None:
+        self.location = ""
         self.status, self.answer, self.delay, self.got = 200, b'{"code": "Success"}', 0.0, list[dict]()
         super().__init__(("127.0.0.1", 0), _Take)
 
@@ -118,8 +119,12 @@ class _Take(BaseHTTPRequestHandler):
         threading.Event().wait(self.server.delay)
         self.send_response(self.server.status)
         self.send_header("Content-Length", str(len(self.server.answer)))
+        if self.server.location:
+            self.send_header("Location", self.server.location)
         self.end_headers()
         self.wfile.write(self.server.answer)
+
+    do_GET = do_POST
 
     def log_message(self, *_: object) -> None:
         pass
@@ -161,6 +166,16 @@ def test_every_refusal_is_a_sentence_without_the_token(service: Service, status:
     service.status, service.answer = status, answer
     told = afterwards.send_notice("t", "x", url=service.url)
     assert told.startswith("No notice sent: ") and said in told and TOKEN not in told
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_the_token_follows_no_redirect(service: Service, status: int) -> None:
+    elsewhere = Service()
+    threading.Thread(target=elsewhere.serve_forever, args=(0.05,), daemon=True).start()
+    service.status, service.location = status, elsewhere.url
+    assert "No notice sent" in afterwards.send_notice("t", "x", url=service.url) and not elsewhere.got
+    elsewhere.shutdown()
+    elsewhere.server_close()
 
 
 def test_a_service_that_is_silent_or_gone_costs_little(service: Service) -> None:

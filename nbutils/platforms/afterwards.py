@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils.platforms.detection import Platform, fs_root
+from nbutils.platforms.network import NoRedirects
 from nbutils.platforms.secrets import secret
 from nbutils.platforms.waiting import TookTooLong, within
 from nbutils.record import mask_secrets
@@ -84,6 +85,6 @@ def _refusal(status: int) -> str:
 
 def _post(url: str, body: bytes, headers: dict[str, str], seconds: float) -> Any:
     """The JSON answer to a POST."""
-    opener = urllib.request.build_opener()  # urlopen would keep the proxies of its first call
+    opener = urllib.request.build_opener(NoRedirects)  # urlopen would keep the proxies of its first call
     with opener.open(urllib.request.Request(url, data=body, headers=headers), timeout=seconds) as answer:
         return json.loads(answer.read(65536))

@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterable, Mapping
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from nbutils.errors import CourseError
@@ -41,6 +42,13 @@ NO_TOKEN = {"hf-mirror": "; no token is sent there: gated models come from the h
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 THIS_MACHINE = ("127.0.0.1", "localhost")
 NEAR_AUTODL = ("hf-mirror.com", "modelscope.cn", "aliyuncs.com", "autodl.com")  # the third has ModelScope's large files
+
+
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """For requests that carry a secret: urllib would send it on to wherever an answer points."""
+
+    def redirect_request(self, *about: Any) -> None:
+        """No other address is asked: the answer counts as an error."""
 
 
 def prepare_network(platform: Platform, probe: bool = True, root: Path | None = None) -> list[str]:

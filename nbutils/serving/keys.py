@@ -1,4 +1,4 @@
-"""Who can reach a server, and the key they need: made when others can, handed over by the environment only.
+"""Who can reach a server, and the key they need: other users of a machine can too. Handed over by the environment only.
 
 Not here: the port (ports), checking the key (vLLM, and inside/course_guard). A key is never printed, logged or written.
 """
@@ -26,13 +26,13 @@ def reachable(host: str, port: int) -> str:
 
 
 def key_for(given: str | None, host: str, port: int, engine: str, unsafe: bool) -> str | None:
-    """The key of a server: the one given, the learner's own in VLLM_API_KEY, or a new one where others reach it."""
+    """The key of a server: the one given, the learner's own in VLLM_API_KEY, or a new one."""
     why = reachable(host, port)
     if engine == "transformers":
         if (why or given) and not unsafe:
             raise _cannot_guard(why or "an API key was given")
         return None
-    return given or os.environ.get(VARIABLE) or (secrets.token_urlsafe(32) if why and not unsafe else None)
+    return given or os.environ.get(VARIABLE) or (None if unsafe else secrets.token_urlsafe(32))
 
 
 def _cannot_guard(why: str) -> CourseError:

@@ -12,8 +12,9 @@ import urllib.request
 
 from nbutils.errors import CourseError
 from nbutils.platforms import Platform
+from nbutils.platforms.network import NoRedirects
 
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy to this machine
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirects)  # to this machine and no further
 PUBLIC = {"autodl": (6006, 6008)}  # the only ports that platform leads to from outside
 
 

@@ -6,7 +6,6 @@ Not here: starting and stopping one (server). A note proves nothing; only an ans
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from urllib.request import Request
 
 from nbutils.errors import CourseError
@@ -44,7 +44,7 @@ class Running:
         from tqdm.auto import tqdm
 
         reach_directly("127.0.0.1")
-        client = OpenAI(base_url=self.url, api_key=known_key(self.url) or keys.NO_KEY)
+        client = OpenAI(base_url=self.url, api_key=own_key(self.url) or keys.NO_KEY)
         one = partial(self._answer, client, max_tokens)
         with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
             found = pool.map(one, prompts.values())
@@ -88,15 +88,18 @@ def running(run: Path, folder: Path) -> Running | None:
 
 
 def _serves(noted: Running) -> bool:
-    """Whether the one who answers there loaded that folder."""
-    key = known_key(noted.url)
+    """Whether the one who answers there, on this machine, loaded that folder."""
+    address = urlsplit(noted.url)
+    if address.scheme != "http" or address.hostname not in keys.LOOPBACK:
+        return False
+    key = own_key(noted.url)
     request = Request(f"{noted.url}/models", headers={"Authorization": f"Bearer {key}"} if key else {})
     with DIRECT.open(request, timeout=3.0) as answer:
         listed = json.load(answer).get("data", [])
     return any(one.get("id") == noted.model_name and one.get("root") == noted.folder for one in listed)
 
 
-def known_key(url: str) -> str | None:
-    """The key of a server, if this kernel started it or the learner keeps it in VLLM_API_KEY; a note never has it."""
+def own_key(url: str) -> str | None:
+    """The key of a server that this kernel started: anyone could write a note, and would be sent any other key."""
     server = watching.SERVERS.get(url)
-    return (server.api_key if server else None) or os.environ.get(keys.VARIABLE)
+    return server.api_key if server and server.running else None
