@@ -241,7 +241,7 @@ def open_run(
 
     def folder_of(chosen: str) -> RunFolder:
         run = RunFolder(folders.keep / (name or default_run_name(chosen, values.get("MODEL", ""))))
-        _take_over(run, folders)
+        _take_over(run, folders, values)
         return run
 
     earlier = record.read(folder_of(check_run_name(name)).facts) if name else {}
@@ -287,7 +287,7 @@ def _overrides(run: RunFolder, values: dict[str, Any]) -> dict[str, tuple[Any, s
     return given | own
 
 
-def _take_over(run: RunFolder, folders: platforms.Folders) -> None:
+def _take_over(run: RunFolder, folders: platforms.Folders, values: Mapping[str, Any]) -> None:
     """Copy data and record of this run from where an earlier start left them: an attached output, a former keep."""
     for store in checkpoints.stores(folders, run.name)[2:]:  # after those of scratch and keep
         former = RunFolder(store.parent)
@@ -296,8 +296,27 @@ def _take_over(run: RunFolder, folders: platforms.Folders) -> None:
             make_folder(run.path, "this run")
             shutil.copytree(former.data, run.data, dirs_exist_ok=True, ignore=_links)
         if former.facts.exists() and not run.facts.exists():
+            facts = record.read(former.facts)
+            if folders.inputs and store.is_relative_to(folders.inputs):
+                _require_named(facts, former.path, values)
             make_folder(run.path, "this run")
-            record.begin(run.facts, record.read(former.facts), by_auto=False)
+            record.begin(run.facts, facts, by_auto=False)
+
+
+def _require_named(facts: dict[str, Any], place: Path, values: Mapping[str, Any]) -> None:
+    """Show what a run from elsewhere was begun with; a model or profile that is not the course's must be named here."""
+    model, profile = str(facts.get("model", "")), str(facts.get("profile_source", ""))
+    print(f"record    taken over from {place}: profile {profile or '-'}, model {model or '-'}")
+    strange = {"MODEL": model and not profiles.is_known(model), "PROFILE": profile and profile not in profiles.names()}
+    there = {"MODEL": model, "PROFILE": profile}
+    named = {name: (text, os.path.abspath(os.path.expanduser(text))) for name in there if (text := values.get(name))}
+    if unnamed := [name for name, odd in strange.items() if odd and there[name] not in named.get(name, ())]:
+        asked = " and ".join(f"{name} = {there[name]!r}" for name in unnamed)
+        raise CourseError(
+            f"the run in {place} was begun elsewhere, with {asked}.",
+            "the course's own, or what you name yourself",
+            f"set {asked} if that is what you want to go on with; else detach it or choose another RUN_NAME",
+        )
 
 
 def _links(folder: str, names: list[str]) -> set[str]:

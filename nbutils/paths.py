@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -178,10 +179,24 @@ def _flush(file: Path) -> None:
         os.fsync(handle.fileno())
 
 
+def require_own(folder: Path) -> None:
+    """Refuse what another user made, or linked, where everybody may write, as in /tmp: they chose what is in it."""
+    there = (place for place in (folder, *folder.parents) if os.path.lexists(place))
+    for place in there:
+        if place.parent.stat().st_mode & stat.S_IWOTH and place.lstat().st_uid != os.getuid():
+            raise CourseError(
+                f"{place} belongs to another user of this machine.", "a folder of your own",
+                "set NBUTILS_HOME (for an environment SERVE_ENV or EXPORT_ENV) to a folder in your home",
+            )  # fmt: skip
+
+
 def make_folder(folder: Path, purpose: str) -> Path:
-    """The folder, made if it is missing; a place where nothing can be written is an error in plain words."""
+    """The folder, made for this user alone if it is missing; a place that takes no files is an error in plain words."""
+    require_own(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for place in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+            place.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()

@@ -172,7 +172,7 @@ print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held back, fingerpr
 from transformers import AutoTokenizer
 from nbutils import chat
 
-tokenizer = AutoTokenizer.from_pretrained(lesson.model)
+tokenizer = AutoTokenizer.from_pretrained(lesson.model, trust_remote_code=False)
 row = data.row_to_show(train_rows)
 chat.show_row(tokenizer, row["messages"], tools=row.get("tools"))
 

@@ -85,7 +85,7 @@ print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held back")
 from transformers import AutoTokenizer
 from nbutils import chat
 
-tokenizer = AutoTokenizer.from_pretrained(lesson.model)
+tokenizer = AutoTokenizer.from_pretrained(lesson.model, trust_remote_code=False)
 stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
 fitting = chat.fitting(tokenizer, train_rows, lesson.profile.train.max_length, stop_ids=stop_ids)
 fitting.write(lesson.run.data)
@@ -170,6 +170,7 @@ model = AutoModelForCausalLM.from_pretrained(
     dtype=dtype,
     attn_implementation=attention.use(profile.machine.attention),
     device_map={"": lesson.device},
+    trust_remote_code=False,
 )
 
 # %% [markdown]

@@ -170,8 +170,8 @@ kind = room.wide if room.fits else narrow
 # The base. If a server of lesson 05 holds the card and memory runs out here, stop that server first.
 
 # %%
-tokenizer = AutoTokenizer.from_pretrained(lesson.run.adapter)
-model = parity.as_trained(AutoModelForCausalLM.from_pretrained(lesson.model, dtype=dtype, **kind))
+tokenizer = AutoTokenizer.from_pretrained(lesson.run.adapter, trust_remote_code=False)
+model = parity.as_trained(AutoModelForCausalLM.from_pretrained(lesson.model, dtype=dtype, **kind, trust_remote_code=False))
 
 # %% [markdown]
 # Two models will sit the exam: the base and the merged one. The questions are the held-back rows, which no training has seen, and
@@ -245,7 +245,7 @@ del model, tuned
 hardware.free_memory()
 if room.other in wanted and room.other not in readings:
     other = narrow if room.other == "4bit" else room.wide
-    model = parity.as_trained(AutoModelForCausalLM.from_pretrained(lesson.model, dtype=dtype, **other))
+    model = parity.as_trained(AutoModelForCausalLM.from_pretrained(lesson.model, dtype=dtype, **other, trust_remote_code=False))
     tuned = parity.put_beside(model, lesson.run.adapter)
     readings.read(room.other, tuned, answers=room.fits)
     del model, tuned
@@ -256,7 +256,7 @@ hardware.free_memory()
 # texts together and in smaller batches. Nothing but the order of additions differs then, and that is the noise of this run.
 
 # %%
-merged = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **room.wide)
+merged = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **room.wide, trust_remote_code=False)
 readings.read_merged(merged, answers=room.fits)
 
 # %% [markdown]
@@ -290,7 +290,7 @@ if not room.fits:
     del merged
     room.clear()
     hardware.free_memory()
-    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **narrow)
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **narrow, trust_remote_code=False)
 server = serving.running(lesson.run.path, folder)
 after = exam.sit("merged", merged, about, server)
 after_general = general.sit("merged", merged, about, server)

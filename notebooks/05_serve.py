@@ -99,7 +99,7 @@ from nbutils import data, evaluation
 
 size = lesson.profile.evaluation
 _, held_back = data.load(lesson.run.data)
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 wanted = size.model_copy(update={"rows": QUESTIONS or size.rows})
 asked = {"thinking": reference.thinking(tokenizer, held_back), "limit": reference.reach(lesson.profile.serve.max_model_len)}
 exam = evaluation.Exam(lesson.run.path, tokenizer, held_back, wanted, dtype, **asked)
@@ -111,7 +111,7 @@ questions, references = exam.questions, exam.references
 # %%
 model = None
 if reference.loads:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": 0 if lesson.card else "cpu"})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": 0 if lesson.card else "cpu"}, trust_remote_code=False)
 local = exam.generate(model) if reference.loads else reference.answers(exam, held_back, size)
 print(f"{len(local)} answers, {sum(len(answer.token_ids) for answer in local)} tokens")
 

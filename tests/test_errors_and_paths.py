@@ -161,3 +161,19 @@ def test_no_folder_is_made_where_a_disk_has_gone(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         paths.write_text(tmp_path / "drive/MyDrive/run/facts.json", "{}")
     assert not list(tmp_path.iterdir())
+
+
+def test_new_folders_are_for_this_user_alone(tmp_path: Path) -> None:
+    made = paths.make_folder(tmp_path / "runs/mine", "this run")
+    assert {place.stat().st_mode & 0o077 for place in (made, made.parent)} == {0}
+
+
+def test_a_folder_somebody_else_made_in_a_public_place_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o1777)
+    (tmp_path / "theirs").mkdir()
+    paths.require_own(tmp_path / "theirs/venv-serve")
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(CourseError, match="belongs to another user"):
+        paths.make_folder(tmp_path / "theirs/venv-serve", "an environment")

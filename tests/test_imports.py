@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import nbutils
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # The arithmetic of a training step is torch code; `training.make_lean` loads it when a trainer is there.
 TORCH_CODE = ("nbutils.training.lean",)
@@ -35,3 +41,16 @@ def test_importing_nbutils_loads_nothing_heavy_and_takes_under_300_ms() -> None:
 def test_no_room_loads_anything_heavy() -> None:
     assert len(rooms()) > 15
     assert loaded_by("import " + ", ".join(rooms())) == []
+
+
+def calls(file: Path) -> list[ast.Call]:
+    return [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+
+
+@pytest.mark.parametrize("file", sorted([*(ROOT / "nbutils").rglob("*.py"), *(ROOT / "notebooks").glob("*.py")]))
+def test_no_model_brings_code_of_its_own(file: Path) -> None:
+    for call in calls(file):
+        name = ast.unparse(call.func)
+        if name.startswith("Auto") and name.endswith(".from_pretrained"):
+            said = {word.arg: ast.unparse(word.value) for word in call.keywords}
+            assert said.get("trust_remote_code") == "False", f"{file.name} line {call.lineno}"

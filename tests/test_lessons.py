@@ -225,6 +225,32 @@ def test_data_and_record_of_an_attached_former_version_are_taken_over(tmp_path: 
     assert run.has("02_data_prep") and record.read(run.facts)["by_auto"] is True
 
 
+@pytest.mark.parametrize(("model", "profile"), [("evil/model", "tiny"), ("tiny", "/kaggle/input/x/mine.yaml")])
+def test_an_attached_run_does_not_choose_a_model_or_profile_by_itself(
+    tmp_path: Path, model: str, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    former = lessons.RunFolder(tmp_path / "input/notebooks/me/qlora/runs/mine")
+    begun(former.path.parent, "mine", "tiny")
+    record.begin(former.facts, {"model": model, "profile_source": profile}, by_auto=True)
+    folders = platforms.Folders(tmp_path, tmp_path / "scratch", tmp_path / "runs", tmp_path / "input")
+    with pytest.raises(CourseError, match=r"begun elsewhere.*(evil/model|mine\.yaml)"):
+        lessons.open_run({"RUN_NAME": "mine"}, LOCAL, folders, None)
+    assert f"model {model}" in capsys.readouterr().out and not (tmp_path / "runs/mine/facts.json").exists()
+    lessons._require_named(record.read(former.facts), former.path, {"MODEL": model, "PROFILE": profile})
+
+
+def test_links_in_an_attached_run_are_not_followed(tmp_path: Path) -> None:
+    former = lessons.RunFolder(tmp_path / "input/notebooks/me/qlora/runs/mine")
+    begun(former.path.parent, "mine", "tiny")
+    former.data.mkdir()
+    (former.data / "data_card.json").write_text("{}")
+    (tmp_path / "secret").write_text("mine")
+    (former.data / "train.jsonl").symlink_to(tmp_path / "secret")
+    folders = platforms.Folders(tmp_path, tmp_path / "scratch", tmp_path / "runs", tmp_path / "input")
+    run, _ = lessons.open_run({"RUN_NAME": "mine"}, LOCAL, folders, None)
+    assert [file.name for file in run.data.iterdir()] == ["data_card.json"]
+
+
 @pytest.mark.parametrize("value", ["", "0", "off", "no", "false"])
 def test_nobody_is_powered_off_who_did_not_say_yes(value: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setenv("NBUTILS_POWER_OFF", value)

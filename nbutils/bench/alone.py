@@ -60,7 +60,7 @@ def work(place: Path) -> None:
     cuda = torch.cuda.is_available()
     bandwidth = limits.copy_bandwidth() if cuda else 0.0
     model = AutoModelForCausalLM.from_pretrained(
-        asked["folder"], dtype=asked["dtype"], device_map={"": 0 if cuda else "cpu"}
+        asked["folder"], dtype=asked["dtype"], device_map={"": 0 if cuda else "cpu"}, trust_remote_code=False
     ).eval()
     levels = [asdict(level) for level in rivals.static(model, settings, tokenizer_of(Path(asked["folder"])))]
     paths.write_json(place / FOUND, {"bandwidth": bandwidth, "levels": levels})

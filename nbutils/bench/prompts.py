@@ -56,7 +56,7 @@ def tokenizer_of(folder: Path | None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as problem:
         raise CourseError(
             f"there is no tokenizer to be read in {folder} ({type(problem).__name__}).",

@@ -174,7 +174,7 @@ def _tokenizer(model: str) -> Any:
     name = _model(model)
     offline = not Path(name).is_absolute() and not network.hub_online()
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=offline)
+        return AutoTokenizer.from_pretrained(name, local_files_only=offline, trust_remote_code=False)
     except (OSError, ValueError) as problem:
         reason = f"{name} is not in the cache, and the model hub does not answer" if offline else str(problem)
         seen = f"There is no tokenizer for --model {model}: {reason.splitlines()[0]}"

@@ -29,6 +29,7 @@ def ensure(recipe: Recipe, folder: Path) -> Path:
     if given := os.environ.get(f"{recipe.prefix}_PYTHON"):
         return checking.checked_interpreter(Path(given).expanduser(), recipe)
     folder = folder.absolute()
+    paths.require_own(folder)
     if not is_ready(folder, recipe) or checking.damage(folder, recipe) or _former(folder.resolve()).exists():
         _settle(folder, recipe)
     return python_in(folder)
@@ -144,7 +145,7 @@ class Builder:
         """Make the environment from nothing; the marker is written last, after the probe ran in it."""
         print(f"Building the {self.recipe.name} environment in {self.folder} (once, a few minutes).", flush=True)
         started = time.monotonic()
-        self.folder.mkdir(exist_ok=True)
+        paths.make_folder(self.folder, f"the {self.recipe.name} environment")
         paths.write_json(self.folder / BEGUN, {"name": self.recipe.name})
         self._step("new environment", [sys.executable, "-m", "venv", "--without-pip", str(self.folder)])
         for wanted in self.recipe.steps:

@@ -38,6 +38,8 @@ class Harness:
         """Let one model sit the tasks; a result that is there already is read."""
         if not self.tasks:
             return
+        if "," in str(model):  # lm-eval would read what follows as options of its own
+            raise CourseError(f"{model} has a comma in its path.", "a path without one", "rename the folder")
         self.folder.mkdir(parents=True, exist_ok=True)
         decided_by = {"model": mark, "dtype": self.dtype, "tasks": self.tasks}
         file = self.folder / f"{name}.json"

@@ -127,7 +127,7 @@ def quick_set(folder: Path, rows: Sequence[dict[str, Any]]) -> Fixed:
     from nbutils import parity
     from nbutils.chat import find_stop_ids
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     prompts, texts, measured = [], [], []
     for row in rows[:PROMPTS]:
         answer = row["messages"][-1]["content"]

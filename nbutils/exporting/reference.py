@@ -65,7 +65,9 @@ class Reference:
         """How many tokens the model reads, or fewer where another limit is tighter."""
         from transformers import AutoConfig
 
-        return evaluation.reach(SimpleNamespace(config=AutoConfig.from_pretrained(self.folder)), *limits)
+        return evaluation.reach(
+            SimpleNamespace(config=AutoConfig.from_pretrained(self.folder, trust_remote_code=False)), *limits
+        )
 
     def thinking(self, tokenizer: Any, rows: list[dict[str, Any]]) -> bool | None:
         """In which mode to ask: the template's own, but what is compared with lesson 04's answers is asked as there."""

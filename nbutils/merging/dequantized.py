@@ -42,7 +42,7 @@ def quantised_modules(folder: Path) -> set[str]:
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     with torch.device("meta"):  # shapes and kinds only, no memory
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     kept = get_keys_to_not_convert(model)
     linear = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
     return {f"{name}.weight" for name in linear if should_convert_module(name, kept)}

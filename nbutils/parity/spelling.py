@@ -20,7 +20,7 @@ def require_tokenizer(folder: Path, tokenizer: Any, rows: Sequence[dict[str, Any
 
     seen = f"the tokenizer of {folder} makes other tokens than the training's"
     try:
-        own = AutoTokenizer.from_pretrained(folder)
+        own = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         compared = [row["messages"] for row in rows[:ROWS]]
         same = all(_tokens(own, one) == _tokens(tokenizer, one) for one in compared)
     except Exception as problem:  # missing files end in errors of many kinds

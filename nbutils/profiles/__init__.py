@@ -8,7 +8,7 @@ Not here: a default that no YAML shows. The rooms: `schema` (the keys), `reading
 from __future__ import annotations
 
 from nbutils.profiles.choosing import Resolved, fit, resolve
-from nbutils.profiles.models import KnownModel, is_tiny, known_models, model_folder
+from nbutils.profiles.models import KnownModel, is_known, is_tiny, known_models, model_folder
 from nbutils.profiles.reading import load, names
 from nbutils.profiles.recipe import Rows, Schedule, few_steps, schedule
 from nbutils.profiles.schema import Profile
@@ -21,6 +21,7 @@ __all__ = [
     "Schedule",
     "few_steps",
     "fit",
+    "is_known",
     "is_tiny",
     "known_models",
     "load",

@@ -62,6 +62,11 @@ def is_tiny(model: str) -> bool:
     return model in ("tiny", str(paths.TINY_MODEL))
 
 
+def is_known(model: str) -> bool:
+    """Whether it is one of the course's own models, by its name or its hub id."""
+    return is_tiny(model) or any(model in (name, known.hub) for name, known in known_models().items())
+
+
 def meant(model: str, inputs: Path | None = None) -> Choice:
     """What `from_pretrained` should be given for this name; whether a hub id can be had is asked by `reachable`.
 

@@ -67,7 +67,7 @@ def _convert(file: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     known = {"gguf_file": file.name, "local_files_only": True}
-    read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **known)
+    read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **known, trust_remote_code=False)
     config = read.config
     config.__dict__.pop("quantization_config", None)  # transformers would refuse to save it
     config.architectures = ["LlamaForCausalLM"]
@@ -75,4 +75,4 @@ def _convert(file: Path, out: Path) -> None:
     model.load_state_dict(read.state_dict())
     model.tie_weights()
     model.to(torch.bfloat16).save_pretrained(out)
-    AutoTokenizer.from_pretrained(file.parent, **known).save_pretrained(out)
+    AutoTokenizer.from_pretrained(file.parent, **known, trust_remote_code=False).save_pretrained(out)

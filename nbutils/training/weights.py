@@ -21,7 +21,7 @@ def require_unquantised(model: str) -> None:
     """Stop at a base that is quantised already: its numbers would be taken for weights, or quantised twice."""
     from transformers import AutoConfig
 
-    given = getattr(AutoConfig.from_pretrained(model), "quantization_config", None)
+    given = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "quantization_config", None)
     if given:
         kind = given.get("quant_method", "unknown") if isinstance(given, dict) else type(given).__name__
         raise CourseError(

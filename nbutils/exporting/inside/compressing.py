@@ -29,8 +29,8 @@ def calibrate(job: dict[str, Any]) -> dict[str, Any]:
 
     if not torch.cuda.is_available():  # llm-compressor 0.14 pins memory for a card before it looks whether one is there
         IntermediatesCache.pin_memory = lambda *args, **settings: None
-    tokenizer = AutoTokenizer.from_pretrained(job["source"])
-    model = AutoModelForCausalLM.from_pretrained(job["source"], dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(job["source"], trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(job["source"], dtype="auto", trust_remote_code=False)
     rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in _blocks(job, tokenizer)]
     made = oneshot(
         model=model, dataset=Dataset.from_list(rows), recipe=_recipe(job["setting"], job["group"]),
@@ -78,7 +78,7 @@ def int8(job: dict[str, Any]) -> dict[str, Any]:
 
     settings = TorchAoConfig(Int8WeightOnlyConfig())
     model = AutoModelForCausalLM.from_pretrained(
-        job["source"], dtype="auto", device_map="cpu", quantization_config=settings
+        job["source"], dtype="auto", device_map="cpu", quantization_config=settings, trust_remote_code=False
     )
     model.save_pretrained(job["out"])
     return {}

@@ -30,5 +30,9 @@ def _load(job: dict[str, Any]) -> Any:
     exact = not card and job["bytes"] < SMALL
     settings: dict[str, Any] = {"gguf_file": job["file"]} if job["file"] else {}
     return AutoModelForCausalLM.from_pretrained(
-        job["folder"], dtype=torch.float32 if exact else "auto", device_map="cuda:0" if card else "cpu", **settings
+        job["folder"],
+        dtype=torch.float32 if exact else "auto",
+        device_map="cuda:0" if card else "cpu",
+        **settings,
+        trust_remote_code=False,
     )
