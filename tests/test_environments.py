@@ -382,3 +382,15 @@ def test_a_marker_says_what_was_asked_for(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "venv/ready.json").read_text(encoding="utf-8"))
     asked = {"name": "thing", "steps": [], "remove": []}
     assert written == asked | {"versions": {"thing": "0"}, "installed": {}}
+
+
+def test_neither_a_server_nor_an_export_sees_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nbutils import serving
+
+    for name in ("HF_TOKEN", "AUTODL_TOKEN", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, "secret")
+    own = serving.ServingEnvironment(Path(sys.executable), "transformers")
+    other = serving.ServingEnvironment(Path("/py"), "vllm")
+    for given in (own.variables({"VLLM_API_KEY": "k"}), other.variables({"VLLM_API_KEY": "k"})):
+        assert "secret" not in given.values() and given["VLLM_API_KEY"] == "k" and given["PATH"]
+    assert "secret" not in environments.variables("EXPORT").values()

@@ -93,3 +93,31 @@ def test_a_number_that_is_none_is_written_as_null(tmp_path: Path) -> None:
     record.update(tmp_path / "facts.json", {}, "03_qlora", {"final_loss": float("nan"), "steps": 3})
     written = (tmp_path / "facts.json").read_text()
     assert json.loads(written, parse_constant=pytest.fail)["lessons"]["03_qlora"] == {"final_loss": None, "steps": 3}
+
+
+KEYS = {
+    "github fine": "github_pat_11ABCDEFG0aBcDeFgHiJkL_mNoPqRsTuVwXyZ", "github oauth": "gho_" + "a1B2" * 9,
+    "aws": "AKIAIOSFODNN7EXAMPLE", "aliyun": "LTAI5tAbCdEfGhIjKlMnOpQr", "hugging face": "hf_" + "aB3" * 10,
+    "jwt": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9P",
+    "openai": "sk-" + "a1" * 20,
+    "wandb": "wandb_v1_AbCdEfGhIjKlMnOpQrStUvWx", "older wandb": "0123456789abcdef0123456789abcdef01234567",
+    "kaggle": '{"username":"me","key":"0123456789abcdef0123456789abcdef"}', "new kaggle": "KGAT_" + "0a1b" * 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_kind_of_key_is_masked_in_the_facts(tmp_path: Path, name: str) -> None:
+    record.update(tmp_path / "facts.json", {}, "01", {"note": f"it is {KEYS[name]} there"})
+    written = (tmp_path / "facts.json").read_text(encoding="utf-8")
+    assert record.MASK in written and KEYS[name][-16:-4] not in written
+
+
+def test_checksums_and_words_are_not_masked() -> None:
+    for text in ("sha256 " + "0a" * 32, "Qwen/Qwen2.5-7B-Instruct", "task-classification-of-rows", "tokens_per_second"):
+        assert record.mask_secrets(text) == text
+
+
+def test_processes_of_others_get_no_secret() -> None:
+    secret = dict.fromkeys(("HF_TOKEN", "AUTODL_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD"), "x")
+    plain = {"PATH": "/bin", "TOKENIZERS_PARALLELISM": "false", "HF_HOME": "/x", "CUDA_VISIBLE_DEVICES": "0"}
+    assert record.without_secrets(secret | plain) == plain

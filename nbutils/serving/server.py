@@ -36,8 +36,8 @@ EVERYWHERE = "0.0.0.0"  # every address of this machine, which calls itself 127.
 class Server:
     """An OpenAI-compatible server for one model; `with Server(...) as server:` starts it, waits and stops it.
 
-    `adapters` are served unmerged beside it, each under its own name. A key is made, and asked of every client, when
-    others can reach the server; `unsafe` leaves that out. `server.client()` knows it.
+    `adapters` are served unmerged beside it, each under its own name. vLLM gets a key that every client must
+    show; `unsafe` leaves it out. `server.client()` knows it.
     """
 
     def __init__(
