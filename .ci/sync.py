@@ -21,17 +21,17 @@ import jupytext
 ROOT = Path(__file__).resolve().parent.parent
 SETUP_CELL = re.compile(r'(?m)(^# %% tags=\["setup"\]\n)(?:[^\n]+\n)*')
 SETUP = r"""
-import glob, importlib.util, os, re, subprocess, sys
+import importlib.util, os, re, subprocess, sys; from glob import glob
 if importlib.util.find_spec("nbutils") is None:
-    WHEELS = glob.glob("/kaggle/input/**/NAME-*.whl", recursive=True)
-    SOURCE = os.getenv("NBUTILS_SOURCE") or "\n".join(WHEELS) or "ADDRESS"
-    assert re.fullmatch(".+", SOURCE), f"Set NBUTILS_SOURCE to your fork or to one of {WHEELS}"
+    OURS = "git+ADDRESS@vVERSION"
+    FOUND = glob(os.getenv("NBUTILS_FS_ROOT", "") + "/kaggle/input/**/nbutils*.whl", recursive=True)
+    SOURCE = os.getenv("NBUTILS_SOURCE") or "\n".join(FOUND) or OURS
+    assert re.fullmatch("(?!.*YOUR-).+", SOURCE), f"Set NBUTILS_SOURCE: your fork or one of {FOUND}"
     print("Installing the course from", re.sub(r"//[^/]*@|\?.*", "//", SOURCE))
     ALONE = ["--no-index", "-f", os.path.dirname(SOURCE)] if SOURCE.endswith(".whl") else []
     PIP = subprocess.run([sys.executable, "-m", "pip", "install", "-q", SOURCE, *ALONE], stderr=-1)
     assert PIP.returncode == 0, re.sub(r"//[^/\s]*@|\?\S*", "//", PIP.stderr.decode())
 """[1:]
-PLACEHOLDER = "YOUR-NAME"  # in the address until somebody owns one: nothing is installed from it
 BADGES = re.compile(r"(?s)(<!-- badges -->\n).*?(<!-- /badges -->)")
 METADATA = {
     "accelerator": "GPU",
@@ -55,8 +55,7 @@ def sources() -> list[Path]:
 
 def with_setup(source: str) -> str:
     """A notebook source with the setup cell, which installs from the repository's address."""
-    ours = "" if PLACEHOLDER in project("Repository") else f"git+{project('Repository')}@v{project('version')}"
-    cell = SETUP.replace("ADDRESS", ours).replace("NAME", project("name").replace("-", "_"))
+    cell = SETUP.replace("ADDRESS", project("Repository")).replace("VERSION", project("version"))
     return SETUP_CELL.sub(lambda found: found.group(1) + cell, source)
 
 

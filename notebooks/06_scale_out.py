@@ -25,11 +25,12 @@
 # The next cell installs the course where it is missing; on a machine that has it, it does nothing.
 
 # %% tags=["setup"]
-import glob, importlib.util, os, re, subprocess, sys
+import importlib.util, os, re, subprocess, sys; from glob import glob
 if importlib.util.find_spec("nbutils") is None:
-    WHEELS = glob.glob("/kaggle/input/**/nbutils_finetune_course-*.whl", recursive=True)
-    SOURCE = os.getenv("NBUTILS_SOURCE") or "\n".join(WHEELS) or ""
-    assert re.fullmatch(".+", SOURCE), f"Set NBUTILS_SOURCE to your fork or to one of {WHEELS}"
+    OURS = "git+https://github.com/YOUR-NAME/finetune-course@v0.1.0"
+    FOUND = glob(os.getenv("NBUTILS_FS_ROOT", "") + "/kaggle/input/**/nbutils*.whl", recursive=True)
+    SOURCE = os.getenv("NBUTILS_SOURCE") or "\n".join(FOUND) or OURS
+    assert re.fullmatch("(?!.*YOUR-).+", SOURCE), f"Set NBUTILS_SOURCE: your fork or one of {FOUND}"
     print("Installing the course from", re.sub(r"//[^/]*@|\?.*", "//", SOURCE))
     ALONE = ["--no-index", "-f", os.path.dirname(SOURCE)] if SOURCE.endswith(".whl") else []
     PIP = subprocess.run([sys.executable, "-m", "pip", "install", "-q", SOURCE, *ALONE], stderr=-1)

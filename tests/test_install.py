@@ -228,8 +228,7 @@ def set_up(monkeypatch: pytest.MonkeyPatch, have_it: bool = False, failure: str 
         return subprocess.CompletedProcess(words, int(bool(failure)), b"", failure.encode())
 
     monkeypatch.setattr(subprocess, "run", pip)
-    inputs = os.path.join(os.environ["NBUTILS_FS_ROOT"], "kaggle/input")
-    exec(compile(text.replace("/kaggle/input", inputs), "setup cell", "exec"), {})
+    exec(compile(text, "setup cell", "exec"), {})
     return commands
 
 

@@ -73,11 +73,11 @@ def test_one_notebook_in_an_empty_folder_installs_the_course_and_runs_to_the_end
     assert str(tmp_path / "env") in inside
 
 
-def setup_cell(root: Path) -> str:
-    """The setup cell as it stands in the notebook, with the inputs of an imitated Kaggle below `root`."""
+def setup_cell() -> str:
+    """The setup cell as it stands in the notebook."""
     cells = json.loads((ROOT / "notebooks/03_qlora.ipynb").read_text(encoding="utf-8"))["cells"]
     [text] = ["".join(cell["source"]) for cell in cells if "setup" in cell["metadata"].get("tags", [])]
-    return text.replace("/kaggle/input", f"{root}/kaggle/input")
+    return text
 
 
 def planned(report: Path) -> dict[str, dict[str, Any]]:
@@ -112,9 +112,7 @@ def test_on_a_platforms_image_only_what_is_lacking_comes_and_torchao_goes(name: 
     before = machine.versions()
     assert set(images.packages(name)) <= set(before) and len(before) > 690
 
-    told = machine.run(
-        setup_cell(tmp_path), NBUTILS_SOURCE=str(ROOT), NBUTILS_FS_ROOT=str(tmp_path), **images.registry()
-    )
+    told = machine.run(setup_cell(), NBUTILS_SOURCE=str(ROOT), NBUTILS_FS_ROOT=str(tmp_path), **images.registry())
     assert f"Installing the course from {ROOT}" in told
     bare = machine.versions()
     assert before.items() < bare.items() and set(bare) - set(before) == {DISTRIBUTION}
@@ -164,7 +162,7 @@ def test_kaggle_with_the_internet_off_installs_from_an_attached_folder_of_wheels
     images.stand_in(machine, "numpy", images.packages("kaggle")["numpy"])  # every image has it, no folder brings it
     kaggle = {"NBUTILS_FS_ROOT": str(tmp_path), "KAGGLE_KERNEL_RUN_TYPE": "Batch"} | NO_NETWORK
     [wheel] = attached.glob("nbutils_*.whl")
-    assert f"Installing the course from {wheel}" in machine.run(setup_cell(tmp_path), **kaggle)
+    assert f"Installing the course from {wheel}" in machine.run(setup_cell(), **kaggle)
     assert DISTRIBUTION in machine.versions() and "fastapi" not in machine.versions()
     told = machine.run("from nbutils import install; install.ensure('serve'); import fastapi", **kaggle)
     assert f"from the attached {attached}" in told and {"fastapi", "uvicorn", "openai"} <= set(machine.versions())
