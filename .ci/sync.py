@@ -26,11 +26,11 @@ if importlib.util.find_spec("nbutils") is None:
     OURS = "git+ADDRESS@vVERSION"
     FOUND = glob(os.getenv("NBUTILS_FS_ROOT", "") + "/kaggle/input/**/nbutils*.whl", recursive=True)
     SOURCE = os.getenv("NBUTILS_SOURCE") or "\n".join(FOUND) or OURS
-    assert re.fullmatch("(?!.*YOUR-).+", SOURCE), f"Set NBUTILS_SOURCE: your fork or one of {FOUND}"
-    print("Installing the course from", re.sub(r"//[^/]*@|\?.*", "//", SOURCE))
+    assert re.fullmatch("(?!-|.*YOUR-).+", SOURCE), f"Set NBUTILS_SOURCE: your fork or one of {FOUND}"
+    print("Installing the course from", re.sub(r"//[^/]*@|[?#].*", "//", SOURCE))
     ALONE = ["--no-index", "-f", os.path.dirname(SOURCE)] if SOURCE.endswith(".whl") else []
     PIP = subprocess.run([sys.executable, "-m", "pip", "install", "-q", SOURCE, *ALONE], stderr=-1)
-    assert PIP.returncode == 0, re.sub(r"//[^/\s]*@|\?\S*", "//", PIP.stderr.decode())
+    assert PIP.returncode == 0, re.sub(r"//[^/\s]*@|[?#]\S*", "//", PIP.stderr.decode())
 """[1:]
 BADGES = re.compile(r"(?s)(<!-- badges -->\n).*?(<!-- /badges -->)")
 METADATA = {
@@ -74,7 +74,9 @@ def notebook(stem: str, source: str) -> str:
 
 
 def badges() -> str:
-    """One open-in-Colab badge per lesson."""
+    """One open-in-Colab badge per lesson; none that leads to the placeholder, which anybody could register."""
+    if "YOUR-" in project("Repository"):
+        return "(The badges stand here once `pyproject.toml` has the address of your fork and `make sync` has run.)\n"
     page = project("Repository").replace("https://github.com/", "https://colab.research.google.com/github/")
     picture = "https://colab.research.google.com/assets/colab-badge.svg"
     rows = ["| lesson | open it |", "|---|---|"]

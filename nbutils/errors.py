@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from nbutils.masking import mask_secrets
+
 
 class CourseError(Exception):
     """A mistake the learner can mend; the message is written for them, not for a debugger."""
 
     def __init__(self, seen: str, allowed: str, todo: str) -> None:
-        self.seen, self.allowed, self.todo = seen, allowed, todo
-        super().__init__(f"{seen}\n  Allowed: {allowed}\n  To do: {todo}")
+        self.seen, self.allowed, self.todo = map(mask_secrets, (seen, allowed, todo))
+        super().__init__(f"{self.seen}\n  Allowed: {self.allowed}\n  To do: {self.todo}")
 
     def __reduce__(self) -> tuple[type[CourseError], tuple[str, str, str]]:
         return CourseError, (self.seen, self.allowed, self.todo)

@@ -25,6 +25,7 @@ from packaging.utils import canonicalize_name
 
 from nbutils import DISTRIBUTION, platforms
 from nbutils.errors import CourseError
+from nbutils.masking import without_secrets
 from nbutils.paths import sha256
 
 PINNED = ("torch", "torchvision", "torchaudio", "triton", "numpy")  # the platform's own, matched to its driver
@@ -97,7 +98,7 @@ def versions() -> dict[str, str]:
 
 def pip_install(wanted: list[str], wheels: Path | None = None) -> None:
     """pip, with every installed package held; if that is impossible, with only the platform's own held."""
-    source = ["--no-index", "--find-links", str(wheels)] if wheels else []
+    source = ["--no-index", "--only-binary", ":all:", "--find-links", str(wheels)] if wheels else []
     done = _pip([*source, *wanted], least_change(wanted))
     if done.returncode != 0 and CONFLICT in done.stderr:
         print("Not possible beside all packages as they are; now only torch, CUDA and numpy are held.", flush=True)
@@ -122,7 +123,7 @@ def _pip(words: list[str], held: list[str]) -> subprocess.CompletedProcess[str]:
         constraints = Path(folder) / "constraints.txt"
         constraints.write_text("".join(f"{line}\n" for line in held), encoding="utf-8")
         command = [sys.executable, "-m", "pip", "install", "-q", "--constraint", str(constraints), *words]
-        return subprocess.run(command, capture_output=True, text=True)
+        return subprocess.run(command, capture_output=True, text=True, env=without_secrets(os.environ))
 
 
 def _pip_failed(stderr: str, wanted: list[str], wheels: Path | None) -> CourseError:
@@ -206,7 +207,7 @@ def _listed(marker: Path) -> dict[str, Any]:
         listed = json.loads(marker.read_text(encoding="utf-8"))
         return {
             "python": str(listed["python"]),
-            "files": [(f["name"], f["bytes"], f["sha256"]) for f in listed["files"]],
+            "files": [(str(f["name"]), f["bytes"], f["sha256"]) for f in listed["files"]],
         }
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise _damaged(marker.parent, [f"{MARKER} ({type(problem).__name__})"]) from problem
@@ -215,15 +216,15 @@ def _listed(marker: Path) -> dict[str, Any]:
 def _checked(folder: Path, files: list[tuple[str, int, str]]) -> Path:
     bad = []
     for name, size, digest in files:
-        path = folder / name
+        path = folder / Path(name).name
         if not path.is_file():
             bad.append(f"{name} (missing)")
         elif path.stat().st_size != size:
             bad.append(f"{name} ({path.stat().st_size} of {size} bytes)")
         elif sha256(path) != digest:
             bad.append(f"{name} (other content)")
-    listed = {name for name, _, _ in files}
-    bad += [f"{path.name} (not listed)" for path in sorted(folder.glob("*.whl")) if path.name not in listed]
+    known = {MARKER, *(name for name, _, _ in files)}
+    bad += [f"{path.name} (not listed)" for path in sorted(folder.iterdir()) if path.name not in known]
     if bad:
         raise _damaged(folder, bad)
     return folder

@@ -6,38 +6,20 @@ Not here: secrets. A value that looks like one is refused, not written.
 from __future__ import annotations
 
 import json
-import os
-import re
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from nbutils import DISTRIBUTION
 from nbutils.errors import CourseError
+from nbutils.masking import KEY, MASK, mask_secrets
 from nbutils.paths import write_json, write_text
 
 PACKAGES = (
     DISTRIBUTION, "torch", "transformers", "peft", "trl", "bitsandbytes", "datasets", "accelerate", "liger-kernel",
     "safetensors", "papermill", "wandb",
 )  # fmt: skip
-# The one list of what a key looks like, by the services learners have accounts at.
-KEY = re.compile(
-    r"(?<![\w-])(?:sk-[\w-]{20,}|hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{22,}|wandb_v1_\w{20,}"
-    r"|KGAT_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|AKID[A-Za-z0-9]{13,}|LTAI[A-Za-z0-9]{12,}|AIza[\w-]{35}"
-    r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,})(?![\w-])"
-    r"|-----BEGIN (?:[A-Z]+ ){0,2}PRIVATE KEY-----"
-    r"|(?i:wandb)[^\n]{0,40}?(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
-    r"|(?i:kaggle)[^\n]{0,80}?(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])"
-    r'|"key"\s*:\s*"[0-9a-f]{32}"',
-    re.ASCII,
-)
-BARE = re.compile(r"(?<![/\w])[0-9a-f]{40}(?!\w)")  # an older W&B key, where nothing says whose it is
-IN_ADDRESS = re.compile(r"(?<=//)[^/\s@]+(?=@)")  # https://user:password@host
-SECRET_NAME = re.compile(r"KEY|TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|_PAT$", re.I)
-MASK, SHORTEST = "[masked]", 8
 MANY = 20  # values of a fact that are not listed in a report
-_secrets: set[str] = set()  # found outside the environment
 
 
 def versions() -> dict[str, str]:
@@ -92,33 +74,14 @@ def _write(path: Path, record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a process that needs no key of the learner's."""
-    return {name: value for name, value in variables.items() if not SECRET_NAME.search(name)}
-
-
-def remember_secret(value: str) -> None:
-    """From now on this value is masked wherever the course writes; a shorter one would mask words by accident."""
-    if len(value) >= SHORTEST:
-        _secrets.add(value)
-
-
 def _masked(value: Any) -> Any:
     """A JSON value with every text in it masked; on the text of the JSON, escaped secrets would slip through."""
     if isinstance(value, dict):
-        return {mask_secrets(name): _masked(inner) for name, inner in value.items()}
+        pairs = {name: MASK if KEY.fullmatch(f"{name}: {inner}") else inner for name, inner in value.items()}
+        return {mask_secrets(name): _masked(inner) for name, inner in pairs.items()}
     if isinstance(value, list):
         return [_masked(inner) for inner in value]
     return mask_secrets(value) if isinstance(value, str) else value
-
-
-def mask_secrets(text: str) -> str:
-    """The text without what looks like a key, the value of a variable named like one, or a secret found elsewhere."""
-    named = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST}
-    values = named | _secrets
-    for value in sorted(values, key=len, reverse=True):
-        text = text.replace(value, MASK)
-    return BARE.sub(MASK, KEY.sub(MASK, IN_ADDRESS.sub(MASK, text)))
 
 
 def summary(entry: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nbutils import platforms, scaling
-from nbutils.record import mask_secrets
+from nbutils.masking import mask_secrets
 
 
 def begin(logs: Path, run: str) -> list[str]:

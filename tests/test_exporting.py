@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import shutil
@@ -545,6 +546,26 @@ def test_a_real_export_is_smaller_and_nearly_the_same_model(
     if made.file is None:
         assert "quantization_config" in (made.folder / "config.json").read_text(encoding="utf-8")
         assert (made.folder / "chat_template.jinja").exists() and (made.folder / "tokenizer.json").exists()
+
+
+@pytest.mark.install
+def test_llama_cpps_converter_runs_no_code_of_a_model(tmp_path: Path) -> None:
+    """For GLM and some others it asks transformers to trust whatever code lies beside the tokenizer."""
+    from transformers import GlmConfig, GlmForCausalLM
+
+    folder = tmp_path / "glm"
+    size = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "pad_token_id": 0}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    GlmForCausalLM(GlmConfig(**size, **heads)).save_pretrained(folder)
+    shutil.copy(paths.TINY_MODEL / "tokenizer.json", folder)
+    about = json.loads((paths.TINY_MODEL / "tokenizer_config.json").read_text(encoding="utf-8"))
+    about |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    paths.write_json(folder / "tokenizer_config.json", about)
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast as Evil\n"
+    (folder / "evil.py").write_text(code, encoding="utf-8")
+    with contextlib.suppress(CourseError):  # the converter may not know this tokenizer; that is not the question
+        exporting.export(folder, "gguf-f16", progress=False)
+    assert not (tmp_path / "ran").exists()
 
 
 @NEEDS_BF16

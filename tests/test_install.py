@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata as metadata
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -147,7 +146,8 @@ def test_attached_wheels_are_used_alone_also_with_a_network(
     monkeypatch.setattr(install, "requirements", lambda extra: ["no-such-distribution>=3"])
     install.ensure("train")
     words = pip.commands[0]
-    assert words[-4:] == ["--no-index", "--find-links", str(kaggle), "no-such-distribution>=3"]
+    offline = ["--no-index", "--only-binary", ":all:", "--find-links", str(kaggle)]
+    assert words[-6:] == [*offline, "no-such-distribution>=3"]
     assert f"from the attached {kaggle}" in capsys.readouterr().out
 
 
@@ -288,10 +288,24 @@ def test_between_two_attached_folders_of_wheels_a_person_chooses(kaggle: Path, m
     assert install.attached_wheels() == kaggle
 
 
-def test_a_wheel_that_is_not_listed_is_named(kaggle: Path) -> None:
-    (kaggle / "torch-99-py3-none-any.whl").write_bytes(b"evil")
-    with pytest.raises(CourseError, match=r"torch-99.*not listed"):
+@pytest.mark.parametrize("name", ["torch-99-py3-none-any.whl", "torch-99.tar.gz", "index.html"])
+def test_what_is_not_listed_is_named_and_nothing_is_installed(kaggle: Path, name: str) -> None:
+    (kaggle / name).write_bytes(b"evil")
+    with pytest.raises(CourseError, match=rf"{name}.*not listed"):
         install.attached_wheels()
+
+
+def test_pip_gets_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def pip(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        given.append(options["env"])
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setenv("HF_TOKEN", "x")
+    monkeypatch.setattr(subprocess, "run", pip)
+    install.pip_install(["trl>=1"])
+    assert "PATH" in given[0] and "HF_TOKEN" not in given[0]
 
 
 def test_the_setup_cell_does_nothing_where_the_course_is(kaggle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

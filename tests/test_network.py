@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import simulate
 
-from nbutils import disk, install, profiles, serving
+from nbutils import disk, environments, install, profiles, serving
 from nbutils.errors import CourseError
 from nbutils.hardware import Card
 from nbutils.platforms import Platform, network
@@ -193,10 +193,11 @@ def test_a_mirror_gets_no_token_and_the_hub_gets_it_again(
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers
 
-    web(hub=0.0, hf_mirror=0.0, modelscope=0.0)
+    sites = web(hub=0.0, hf_mirror=0.0, modelscope=0.0)
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 30)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", False)
     if loaded:
+        monkeypatch.setattr(constants, "ENDPOINT", sites["hub"].url)
         monkeypatch.setitem(sys.modules, "huggingface_hub.constants", constants)
     code = "from huggingface_hub.utils import build_hf_headers; print(build_hf_headers().get('authorization'))"
     for name, sent in (("hf-mirror", False), ("hub", True)):
@@ -207,6 +208,37 @@ def test_a_mirror_gets_no_token_and_the_hub_gets_it_again(
             assert ("authorization" in build_hf_headers()) is sent
         else:
             assert ("Bearer" in subprocess.check_output([sys.executable, "-c", code], text=True)) is sent
+
+
+def test_a_kernel_that_loaded_the_library_for_a_mirror_sends_no_token_until_it_is_restarted(
+    web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers
+
+    sites = web(hub=0.0, hf_mirror=0.0, modelscope=0.0)
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 30)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", False)
+    monkeypatch.setattr(constants, "ENDPOINT", sites["hf-mirror"].url)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.constants", constants)
+    for name in ("hf-mirror", "hub"):
+        monkeypatch.setenv("NBUTILS_MIRROR", name)
+        told = " ".join(network.prepare_network(AUTODL))
+        assert "authorization" not in build_hf_headers()
+    assert "restart" in told
+
+
+def test_a_server_beside_a_mirror_sends_no_token_of_a_file(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = Path.home() / ".cache/huggingface/token"
+    token.parent.mkdir(parents=True)
+    token.write_text("hf_" + "b" * 30)
+    monkeypatch.setenv("HF_HOME", str(token.parent))
+    web(hub=0.0, hf_mirror=0.0, modelscope=0.0)
+    monkeypatch.setenv("NBUTILS_MIRROR", "hf-mirror")
+    network.prepare_network(AUTODL)
+    code = "from huggingface_hub.utils import build_hf_headers; print(build_hf_headers().get('authorization'))"
+    told = subprocess.check_output([sys.executable, "-c", code], text=True, env=environments.variables())
+    assert "Bearer" not in told
 
 
 def test_a_wrong_mirror_lists_the_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:

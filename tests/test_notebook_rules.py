@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nbutils import lessons, parameters
-from nbutils.record import KEY as SECRET
+from nbutils.masking import KEY as SECRET
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "notebooks").rglob("[0-9][0-9]_*.py"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nbutils import record
+from nbutils import masking, record
 from nbutils.errors import CourseError
 
 
@@ -33,10 +33,10 @@ def test_the_value_of_a_secret_variable_is_masked(tmp_path: Path, monkeypatch: p
 
 
 def test_a_secret_found_elsewhere_is_masked_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "_secrets", set())
+    monkeypatch.setattr(masking, "_found", set())
     value = 'quo"te\\back 密码'
-    record.remember_secret(value)
-    record.remember_secret("short")
+    masking.remember_secret(value)
+    masking.remember_secret("short")
     record.update(tmp_path / "facts.json", {}, "x", {"note": [f"a short url?key={value}"], value: 1, "rows": 12345678})
     written = record.read(tmp_path / "facts.json")["lessons"]["x"]
     assert written == {"note": ["a short url?key=[masked]"], "[masked]": 1, "rows": 12345678}
@@ -85,7 +85,9 @@ def test_a_fact_with_a_summary_is_a_list_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_password_in_an_address_is_masked() -> None:
-    text = record.mask_secrets("models come from https://me:pass@mirror.example/x and git+https://tok3n@github.com/a/b")
+    text = masking.mask_secrets(
+        "models come from https://me:pass@mirror.example/x and git+https://tok3n@github.com/a/b"
+    )
     assert "pass" not in text and "tok3n" not in text and "mirror.example/x" in text and "github.com/a/b" in text
 
 
@@ -101,6 +103,13 @@ KEYS = {
     "jwt": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9P",
     "openai": "sk-" + "a1" * 20,
     "wandb": "wandb_v1_AbCdEfGhIjKlMnOpQrStUvWx", "older wandb": "0123456789abcdef0123456789abcdef01234567",
+    "modelscope": "ms-01234567-89ab-cdef-0123-456789abcdef", "gitlab": "glpat-" + "a1B2" * 6,
+    "volcengine": "AKLT" + "a1B2" * 8, "temporary aws": "ASIAIOSFODNN7EXAMPLE", "slack": "xoxb-123456789012-abcdefgh",
+    "repr": repr("\nsk-" + "a1" * 20), "header": "Authorization: Basic bWU6cGFzc3dvcmQxMjM=",
+    "bearer": "Bearer " + "a1" * 12,
+    "parameter": "https://example.org/x?access_token=" + "a1" * 10,
+    "password with @": "https://me:p@ss-word-1234@host-name",
+    "private key": "-----BEGIN RSA PRIVATE KEY-----\nMIIEowIBAAKCAQEA\nabcdefghijklmnop\n-----END RSA PRIVATE KEY-----",
     "kaggle": '{"username":"me","key":"0123456789abcdef0123456789abcdef"}', "new kaggle": "KGAT_" + "0a1b" * 8,
 }  # fmt: skip
 
@@ -109,15 +118,64 @@ KEYS = {
 def test_every_kind_of_key_is_masked_in_the_facts(tmp_path: Path, name: str) -> None:
     record.update(tmp_path / "facts.json", {}, "01", {"note": f"it is {KEYS[name]} there"})
     written = (tmp_path / "facts.json").read_text(encoding="utf-8")
-    assert record.MASK in written and KEYS[name][-16:-4] not in written
+    assert masking.MASK in written
+    for part in ("p@ss-word", "MIIEowIB") if name in ("private key", "password with @") else (KEYS[name][-16:-4],):
+        assert part not in written
+
+
+def test_a_kaggle_key_file_in_the_facts_is_masked(tmp_path: Path) -> None:
+    record.update(tmp_path / "facts.json", {}, "01", {"kaggle": {"username": "me", "key": "0123456789abcdef" * 2}})
+    assert record.read(tmp_path / "facts.json")["lessons"]["01"]["kaggle"] == {"username": "me", "key": masking.MASK}
+
+
+def test_an_error_shows_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "correct-horse")
+    told = CourseError("pip said https://me:secret@host/x", "correct-horse", "sk-" + "a1" * 20)
+    assert (
+        not any(one in str(told) + told.todo for one in ("secret@", "correct-horse", "a1a1")) and "host/x" in told.seen
+    )
 
 
 def test_checksums_and_words_are_not_masked() -> None:
-    for text in ("sha256 " + "0a" * 32, "Qwen/Qwen2.5-7B-Instruct", "task-classification-of-rows", "tokens_per_second"):
-        assert record.mask_secrets(text) == text
+    for text in (
+        "sha256 " + "0a" * 32,
+        "Qwen/Qwen2.5-7B-Instruct",
+        "task-classification-of-rows",
+        "tokens_per_second",
+        "commit " + "0a" * 20,
+        "/kaggle/input/rows.jsonl " + "0a" * 16,
+        "Basic understanding of authorization",
+    ):
+        assert masking.mask_secrets(text) == text
 
 
 def test_processes_of_others_get_no_secret() -> None:
-    secret = dict.fromkeys(("HF_TOKEN", "AUTODL_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD"), "x")
-    plain = {"PATH": "/bin", "TOKENIZERS_PARALLELISM": "false", "HF_HOME": "/x", "CUDA_VISIBLE_DEVICES": "0"}
-    assert record.without_secrets(secret | plain) == plain
+    secret = dict.fromkeys(
+        (
+            "HF_TOKEN",
+            "AUTODL_TOKEN",
+            "WANDB_API_KEY",
+            "AWS_SECRET_ACCESS_KEY",
+            "MY_PASSWORD",
+            "DB_PASS",
+            "PASSPHRASE",
+            "MYSQL_PWD",
+            "GITHUB_PAT",
+            "HF_AUTH",
+            "COOKIE",
+            "NBUTILS_SOURCE",
+        ),
+        "x",
+    )
+    plain = {
+        "PATH": "/bin",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HOME": "/x",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+        "PWD": "/x",
+        "SSH_AUTH_SOCK": "/x",
+        "KEYBOARD": "de",
+        "MAX_TOKENS": "9",
+    }
+    assert masking.without_secrets(secret | plain) == plain

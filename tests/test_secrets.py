@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 import simulate
 
-from nbutils import record
+from nbutils import masking
 from nbutils.errors import CourseError
 from nbutils.platforms import secret
 
 VALUE = "correct-horse-battery-staple"
 ASK = """
 import json, os, sys, time
-from nbutils import platforms, record
+from nbutils import masking, platforms
 began = time.monotonic()
 found = [platforms.secret(name) for name in sys.argv[1:]]
 seconds = time.monotonic() - began
-masked = record.mask_secrets(" ".join(value or "" for value in found))
+masked = masking.mask_secrets(" ".join(value or "" for value in found))
 print()
 print(json.dumps([found, seconds, masked, os.environ.get("NBUTILS_SECRETS_SILENT")]))
 """
@@ -61,10 +61,10 @@ def test_the_environment_comes_first_and_is_trimmed(tmp_path: Path) -> None:
 
 
 def test_a_secret_of_the_environment_is_masked_whatever_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "_secrets", set())
+    monkeypatch.setattr(masking, "_found", set())
     monkeypatch.setenv("MY_NOTE", VALUE)
-    assert record.mask_secrets(f"note {VALUE}") == f"note {VALUE}"
-    assert secret("MY_NOTE") == VALUE and record.mask_secrets(f"note {VALUE}") == "note [masked]"
+    assert masking.mask_secrets(f"note {VALUE}") == f"note {VALUE}"
+    assert secret("MY_NOTE") == VALUE and masking.mask_secrets(f"note {VALUE}") == "note [masked]"
 
 
 def test_at_home_nobody_is_asked(tmp_path: Path) -> None:

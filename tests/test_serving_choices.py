@@ -250,6 +250,9 @@ def test_adapters_become_flags_and_names(tmp_path: Path) -> None:
     line = " ".join(server.command())
     assert "--enable-lora --max-loras 2 --max-lora-rank 64 --lora-modules tuned=" in line
     assert adapters.lora_flags({}, "base") == []
+    for name in ("--trust-remote-code", "a=b", "a,b"):
+        with pytest.raises(CourseError, match="misread"):
+            adapters.lora_flags({name: both["tuned"]}, "base")
     assert adapters.lora_flags(both, "base", "vllm-cpu")[1:3] == ["--max-loras", "3"]  # see there
 
 

@@ -17,6 +17,7 @@ from nbutils.bench import limits, rivals
 from nbutils.bench.numbers import Level
 from nbutils.bench.prompts import Settings, tokenizer_of
 from nbutils.errors import CourseError
+from nbutils.masking import without_secrets
 from nbutils.serving import logs
 
 CODE = "import sys; from nbutils.bench import alone; alone.work(alone.Path(sys.argv[1]))"
@@ -38,7 +39,7 @@ def measure(folder: Path, dtype: str, settings: Settings) -> Found:
         paths.write_json(
             place / ASKED, {"folder": str(folder.absolute()), "dtype": dtype, "settings": asdict(settings)}
         )
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        env = without_secrets(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         status = processes.run([sys.executable, "-c", CODE, made], env, place / LOG)
         if status:
             told = logs.errors(place / LOG) or [logs.tail(place / LOG)]

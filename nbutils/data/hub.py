@@ -10,6 +10,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 from nbutils.errors import CourseError
+from nbutils.masking import mask_secrets
 from nbutils.platforms import network
 
 HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(?::(?P<inside>[^:]+))?")
@@ -24,7 +25,8 @@ def download(repo: str, inside: str, endings: tuple[str, ...]) -> Path:
         names = _listing(repo) if online else _cached_names(repo)
         chosen = _choose(repo, inside, names, endings)
         if online:
-            print(f"The dataset {repo} comes from {_endpoint() or network.HUB}, or from an earlier download")
+            place = mask_secrets(_endpoint() or network.HUB)
+            print(f"The dataset {repo} comes from {place}, or from an earlier download")
         return _snapshot(repo, chosen, endings, online) / chosen
     except CourseError:
         raise

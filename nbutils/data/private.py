@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from nbutils.record import KEY
+from nbutils.masking import KEY
 
 _GAP = r"[ .\-\xa0\u2002-\u200a\u2010-\u2015\u202f\u3000]"  # between groups of digits: spaces, dashes, a point
 _DAY = r"(?:0[1-9]|[12][0-9]|3[01])"
@@ -28,6 +28,7 @@ _LANDLINE = re.compile(rf"0[1-9][0-9]{{1,2}}{_GAP}[2-8][0-9]{{6}}")
 _BORN_19, _BORN_20 = (re.compile(rf"{age}(?:{_GAP}?[0-9]){{9}}{_GAP}?[0-9Xx]") for age in ("19", "20"))
 _WIDE = {ord("０") + digit: str(digit) for digit in range(10)} | {ord("Ｘ"): "X", ord("＠"): "@", ord("－"): "-"}
 _SK, _GITHUB = re.compile(r"sk-[\w-]{20}"), re.compile(r"gh[pousr]_[A-Za-z0-9]{20}")
+_MS = re.compile(r"ms-[0-9a-f]{8}-")
 
 
 def may_hold_private(text: str) -> bool:
@@ -46,13 +47,17 @@ def _may_hold_number(text: str) -> bool:
 
 
 def _may_hold_key(text: str) -> bool:
-    if "_" in text and ("hf_" in text or _GITHUB.search(text) or "github_pat_" in text or "KGAT_" in text):
+    if ("_" in text and any(part in text for part in ("hf_", "github_pat_", "KGAT_"))) or _GITHUB.search(text):
         return True
-    if "-" in text and (_SK.search(text) or "PRIVATE KEY" in text):
+    if "-" in text and ("PRIVATE KEY" in text or "glpat-" in text or _SK.search(text) or _MS.search(text)):
         return True
-    if "A" in text and ("AKI" in text or "LTAI" in text or "AIza" in text or "WANDB" in text):
+    if "A" in text and any(part in text for part in ("AKI", "ASIA", "AKLT", "LTAI", "AIza", "WANDB", "Auth")):
         return True
-    return "wandb" in text or "aggle" in text or ("J" in text and "eyJ" in text)
+    if "=" in text and any(part in text for part in ("token=", "key=", "secret=", "password=")):
+        return True
+    return any(
+        part in text for part in ("wandb", "Bearer ", "Basic ", "xox", "eyJ", "aggle_key", "AGGLE_KEY", 'key"', "key'")
+    )
 
 
 def find_private(text: str) -> Iterator[tuple[str, int, int]]:

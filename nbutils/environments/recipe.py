@@ -17,7 +17,7 @@ from typing import Any
 
 from nbutils import paths, platforms
 from nbutils.errors import CourseError
-from nbutils.record import without_secrets
+from nbutils.masking import without_secrets
 
 MARKER, BEGUN, LOG = (
     "ready.json",

@@ -12,6 +12,7 @@ from pathlib import Path
 from nbutils import processes
 from nbutils.environments.recipe import Recipe, variables
 from nbutils.errors import CourseError
+from nbutils.masking import mask_secrets
 
 
 def run(title: str, command: list[str], log: Path, recipe: Recipe, lock: int, beat: float = 20.0) -> None:
@@ -23,7 +24,7 @@ def run(title: str, command: list[str], log: Path, recipe: Recipe, lock: int, be
 
     def tell(seconds: float) -> None:
         latest = (_lines(log) or ["no output yet"])[-1]
-        print(f"  {title}: {seconds:.0f} s, {latest[:80]}", flush=True)
+        print(f"  {title}: {seconds:.0f} s, {mask_secrets(latest)[:80]}", flush=True)
 
     if processes.run(command, variables(), log, tell, beat=beat, fds=(lock,)) != 0:
         raise failed(title, log, recipe)

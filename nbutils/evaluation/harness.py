@@ -15,7 +15,7 @@ from typing import Any
 
 from nbutils.errors import CourseError
 from nbutils.evaluation import keeping
-from nbutils.record import mask_secrets
+from nbutils.masking import without_secrets
 
 INSTALL = 'pip install "lm-eval>=0.4.9"'
 LAST_LINES = 12
@@ -56,7 +56,9 @@ class Harness:
         ]  # fmt: skip
         before = set(output.rglob("results*.json"))
         with open(log, "w", encoding="utf-8") as out:
-            ended = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            ended = subprocess.run(
+                command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=_variables()
+            )
         made = sorted(set(output.rglob("results*.json")) - before)
         if ended.returncode or not made:
             raise self._failed(log)
@@ -66,9 +68,7 @@ class Harness:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LAST_LINES:]
         offline = " and HF_HUB_OFFLINE=1 is set" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         return CourseError(
-            mask_secrets(
-                f"lm-eval could not run {', '.join(self.tasks)}{offline}. Its last lines:\n" + "\n".join(lines)
-            ),
+            f"lm-eval could not run {', '.join(self.tasks)}{offline}. Its last lines:\n" + "\n".join(lines),
             "names from `lm-eval ls tasks`, or paths of task files, whose data this machine can reach",
             f"mend LM_EVAL_TASKS or the network, or leave it empty; the whole log is {log}",
         )
@@ -82,6 +82,12 @@ class Harness:
 
     def _of(self, task: str, metric: str) -> str:
         return "  ".join(f"{name} {one[task][metric]:.3f}" for name, one in self.results.items())
+
+
+def _variables() -> dict[str, str]:
+    """What lm-eval may know: the hub's token, for tasks behind a form, and no other secret."""
+    token = os.environ.get("HF_TOKEN")
+    return without_secrets(os.environ) | ({"HF_TOKEN": token} if token else {})
 
 
 def read_results(file: Path) -> dict[str, dict[str, float]]:

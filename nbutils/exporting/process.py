@@ -17,6 +17,7 @@ from typing import Any
 from nbutils import environments, processes
 from nbutils.errors import CourseError
 from nbutils.exporting import environment
+from nbutils.masking import mask_secrets
 from nbutils.paths import PACKAGE
 
 START = """
@@ -48,7 +49,7 @@ def run(need: str, job: Mapping[str, Any], title: str, progress: bool = True) ->
 
 def _tell(title: str, seconds: float, log: Path) -> None:
     text = log.read_text(encoding="utf-8", errors="replace")
-    print(f"  {title}: {seconds:.0f} s, {(lines(text) or ['begun'])[-1][:90]}", flush=True)
+    print(f"  {title}: {seconds:.0f} s, {mask_secrets((lines(text) or ['begun'])[-1])[:90]}", flush=True)
 
 
 def lines(text: str) -> list[str]:

@@ -15,11 +15,11 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from nbutils.masking import mask_secrets
 from nbutils.platforms.detection import Platform, fs_root
 from nbutils.platforms.network import NoRedirects
 from nbutils.platforms.secrets import secret
 from nbutils.platforms.waiting import TookTooLong, within
-from nbutils.record import mask_secrets
 
 NOTICE_URL = "https://www.autodl.com/api/v1/wechat/message/send"
 TOKEN = "AUTODL_TOKEN"

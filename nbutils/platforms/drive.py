@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from nbutils.masking import mask_secrets
 from nbutils.platforms.detection import Platform, fs_root
 from nbutils.platforms.waiting import within
-from nbutils.record import mask_secrets
 
 MOUNT_POINT = "content/drive"
 SECONDS = 130.0

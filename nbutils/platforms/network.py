@@ -20,8 +20,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from nbutils.errors import CourseError
+from nbutils.masking import mask_secrets
 from nbutils.platforms.detection import Platform, fs_root
-from nbutils.record import mask_secrets
 
 HUB = "https://huggingface.co"
 SOURCES = {"hub": HUB, "hf-mirror": "https://hf-mirror.com", "modelscope": "https://www.modelscope.cn"}
@@ -178,10 +178,10 @@ def _use(name: str) -> list[str]:
 
 
 def _send_token(allowed: bool) -> None:
-    """Whether downloads carry the learner's token, also where huggingface_hub was imported before."""
+    """Whether downloads carry the learner's token; a huggingface_hub imported for a mirror goes on asking there."""
     os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "0" if allowed else "1"
     if loaded := sys.modules.get("huggingface_hub.constants"):
-        loaded.HF_HUB_DISABLE_IMPLICIT_TOKEN = not allowed  # type: ignore[attr-defined]
+        loaded.HF_HUB_DISABLE_IMPLICIT_TOKEN = not allowed or loaded.ENDPOINT.rstrip("/") != HUB  # type: ignore[attr-defined]
 
 
 def _use_turbo(root: Path) -> list[str]:

@@ -9,9 +9,9 @@ import os
 from collections.abc import Callable
 
 from nbutils.errors import CourseError
+from nbutils.masking import remember_secret
 from nbutils.platforms.detection import detect
 from nbutils.platforms.waiting import within
-from nbutils.record import remember_secret
 
 SECONDS = 15.0  # Colab gives up after 10 by itself; Kaggle would wait 40
 MEMORY = "NBUTILS_SECRETS_SILENT"  # the source that cannot answer; child processes inherit it

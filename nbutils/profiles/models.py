@@ -18,11 +18,11 @@ from pydantic import Field
 from nbutils import disk, paths
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
+from nbutils.masking import mask_secrets
 from nbutils.platforms import network, places
 from nbutils.profiles import packaged
 from nbutils.profiles.reading import mistakes, read_sheet, refuse
 from nbutils.profiles.schema import Count, Strict, Text
-from nbutils.record import mask_secrets
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 INDEX = "model.safetensors.index.json"

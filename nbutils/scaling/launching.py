@@ -19,6 +19,7 @@ from typing import Any
 from nbutils.dashboard import LIVE_LINE
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice, ask_driver
+from nbutils.masking import mask_secrets
 from nbutils.paths import NOTEBOOKS
 from nbutils.scaling.processes import launched
 
@@ -112,7 +113,7 @@ def _show(child: subprocess.Popen[str], calm: bool) -> list[str]:
             if calm and not CALM.match(line):
                 continue
             moving = PROGRESS.search(line) is not None  # a bar is drawn over itself, as it was meant
-            print(f"\r  | {line.rstrip()}", end="" if moving else "\n", flush=True)
+            print(f"\r  | {mask_secrets(line.rstrip())}", end="" if moving else "\n", flush=True)
     except BaseException:  # the stop button: what was started here must not train on alone
         child.terminate()
         raise

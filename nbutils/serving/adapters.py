@@ -6,6 +6,7 @@ Not here: merging (merging). Each adapter becomes a model name of the same serve
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -38,6 +39,11 @@ def lora_flags(
             "merge it (lesson 04) and serve the merged folder",
         )  # fmt: skip
     modules = [f"{name}={Path(folder).absolute()}" for name, folder in adapters.items()]
+    if odd := [one for one in modules if not re.fullmatch(r"\w[\w./-]*=[^=]+", one)]:
+        raise CourseError(
+            f"vLLM would misread the adapter {odd[0]}.", "a name of letters, digits, . / - and a path without =",
+            "choose another key in adapters, or rename the folder",
+        )  # fmt: skip
     several = ["--max-loras", str(len(adapters) + (engine == "vllm-cpu"))]
     return ["--enable-lora", *several, "--max-lora-rank", str(min(room)), "--lora-modules", *modules]
 

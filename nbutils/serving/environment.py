@@ -16,7 +16,7 @@ from pathlib import Path
 from nbutils import environments, platforms
 from nbutils.environments import Recipe
 from nbutils.errors import CourseError
-from nbutils.record import without_secrets
+from nbutils.masking import without_secrets
 from nbutils.serving import table
 
 PREFIX = "NBUTILS_SERVE"  # NBUTILS_SERVE_PYTHON, NBUTILS_SERVE_PYTHONPATH, NBUTILS_SERVE_ENV

