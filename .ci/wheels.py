@@ -136,10 +136,17 @@ def fetch(pins: list[str], target: Target, folder: Path) -> None:
         raise SystemExit("".join(said[-10:]))
 
 
+def _others(folder: Path) -> list[str]:
+    """What a folder holds beside the wheels that an earlier build listed."""
+    marker = folder / MARKER
+    files = json.loads(marker.read_text(encoding="utf-8"))["files"] if marker.exists() else []
+    return sorted({one.name for one in folder.iterdir()} - {MARKER, *(file["name"] for file in files)})
+
+
 def build(result: Path, extra: str, target: Target, image: dict[str, str]) -> int:
     """Fill the folder, its list last; its size in bytes."""
-    if result.exists() and any(result.iterdir()) and not (result / MARKER).exists():
-        raise SystemExit(f"{result} has files but no {MARKER}: it is not a folder of wheels, and is left as it is.")
+    if result.exists() and (others := _others(result)):
+        raise SystemExit(f"{result} holds {', '.join(others[:3])}, not from here: it is left as it is.")
     partial = result.with_name(f".{result.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

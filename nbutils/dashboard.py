@@ -6,6 +6,7 @@ Not here: any logic, and the chat (chatbox). Labels in plots are English: Colab 
 from __future__ import annotations
 
 import html
+import io
 import math
 import re
 import sys
@@ -104,7 +105,10 @@ def show_figure(figure: Any, path: Path | None = None) -> None:
 
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=120, format="png")
+        path.unlink(missing_ok=True)  # a link is replaced, not written through
+        path.write_bytes(picture.getvalue())
     if in_kernel():
         plt.show()
     plt.close(figure)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata as metadata
-import json
 import os
 import platform
 import re
@@ -26,7 +25,7 @@ from packaging.utils import canonicalize_name
 from nbutils import DISTRIBUTION, platforms
 from nbutils.errors import CourseError
 from nbutils.masking import without_secrets
-from nbutils.paths import sha256
+from nbutils.paths import read_json, sha256
 
 PINNED = ("torch", "torchvision", "torchaudio", "triton", "numpy")  # the platform's own, matched to its driver
 PINNED_FAMILIES = ("nvidia-", "cuda-")
@@ -204,7 +203,7 @@ def _python() -> str:
 
 def _listed(marker: Path) -> dict[str, Any]:
     try:
-        listed = json.loads(marker.read_text(encoding="utf-8"))
+        listed = read_json(marker)
         return {
             "python": str(listed["python"]),
             "files": [(str(f["name"]), f["bytes"], f["sha256"]) for f in listed["files"]],

@@ -236,6 +236,7 @@ def open_run(
     profile, model, name = values.get("PROFILE", "auto"), values.get("MODEL", ""), values.get("RUN_NAME", "")
     check_resume(values.get("RESUME", "auto"))
     make_folder(folders.keep, "runs")
+    make_folder(folders.scratch, "what a run needs for a while")
     unnamed = profile == "auto" and not model and not name
     name = unfinished_run(folders.keep, card) if unnamed else name
 
@@ -245,7 +246,7 @@ def open_run(
         return run
 
     earlier = record.read(folder_of(check_run_name(name)).facts) if name else {}
-    continued = profile == "auto" and not model and "profile_source" in earlier
+    continued = profile == "auto" and not model and {"profile_source", "model"} <= set(earlier)
     if continued:
         profile, model = earlier["profile_source"], earlier["model"]
     resolved = profiles.resolve(
@@ -291,14 +292,18 @@ def _take_over(run: RunFolder, folders: platforms.Folders, values: Mapping[str, 
     """Copy data and record of this run from where an earlier start left them: an attached output, a former keep."""
     for store in checkpoints.stores(folders, run.name)[2:]:  # after those of scratch and keep
         former = RunFolder(store.parent)
-        if former.has("02_data_prep") and not run.has("02_data_prep"):
+        attached = bool(folders.inputs and store.is_relative_to(folders.inputs))
+        if attached and any(place.is_symlink() for place in (store, former.path, former.data, former.facts)):
+            print(f"{former.path} is not taken over: a part of it is a link, which could lead anywhere")
+            continue
+        facts = {} if run.facts.exists() else record.read(former.facts)
+        if attached and facts:
+            _require_named(facts, former.path, values)
+        if former.has("02_data_prep") and not run.has("02_data_prep") and not any(run.data.glob("*")):
             print(f"data      taken over from {former.data}")
             make_folder(run.path, "this run")
-            shutil.copytree(former.data, run.data, dirs_exist_ok=True, ignore=_links)
-        if former.facts.exists() and not run.facts.exists():
-            facts = record.read(former.facts)
-            if folders.inputs and store.is_relative_to(folders.inputs):
-                _require_named(facts, former.path, values)
+            shutil.copytree(former.data, run.data, dirs_exist_ok=True, ignore=_not_plain)
+        if facts:
             make_folder(run.path, "this run")
             record.begin(run.facts, facts, by_auto=False)
 
@@ -306,9 +311,11 @@ def _take_over(run: RunFolder, folders: platforms.Folders, values: Mapping[str, 
 def _require_named(facts: dict[str, Any], place: Path, values: Mapping[str, Any]) -> None:
     """Show what a run from elsewhere was begun with; a model or profile that is not the course's must be named here."""
     model, profile = str(facts.get("model", "")), str(facts.get("profile_source", ""))
-    print(f"record    taken over from {place}: profile {profile or '-'}, model {model or '-'}")
+    settings = settings_text(facts.get("set", {})) or "-"
+    print(f"record    taken over from {place}: profile {profile or '-'}, model {model or '-'}, SET {settings}")
     strange = {"MODEL": model and not profiles.is_known(model), "PROFILE": profile and profile not in profiles.names()}
-    there = {"MODEL": model, "PROFILE": profile}
+    there = {"MODEL": model, "PROFILE": profile, "DATA": str(facts.get("set", {}).get("data.source", ""))}
+    strange["DATA"] = there["DATA"] and "DATA" in values and not values.get("SET")  # lesson 02 would read it
     named = {name: (text, os.path.abspath(os.path.expanduser(text))) for name in there if (text := values.get(name))}
     if unnamed := [name for name, odd in strange.items() if odd and there[name] not in named.get(name, ())]:
         asked = " and ".join(f"{name} = {there[name]!r}" for name in unnamed)
@@ -319,9 +326,10 @@ def _require_named(facts: dict[str, Any], place: Path, values: Mapping[str, Any]
         )
 
 
-def _links(folder: str, names: list[str]) -> set[str]:
-    """Those of a folder that are links: an attached output could name any file of this machine with one."""
-    return {name for name in names if Path(folder, name).is_symlink()}
+def _not_plain(folder: str, names: list[str]) -> set[str]:
+    """Those of a folder that are links or pipes: an attached output could name any file of this machine with one."""
+    places = {name: Path(folder, name) for name in names}
+    return {name for name, place in places.items() if place.is_symlink() or not (place.is_file() or place.is_dir())}
 
 
 def unfinished_run(keep: Path, card: hardware.Card | None) -> str:

@@ -50,6 +50,16 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; a pipe, a device or endless nesting is a ValueError like any other text that is none."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no plain file")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as problem:
+        raise ValueError("it is nested too deeply") from problem
+
+
 def sha256(path: Path) -> str:
     """The checksum of a file, read in pieces."""
     digest = hashlib.sha256()
@@ -62,7 +72,7 @@ def sha256(path: Path) -> str:
 def stamp(folder: Path) -> dict[str, Any] | None:
     """What `whole_folder` wrote about a folder; None if the folder, or a part of any file of it, is missing."""
     try:
-        written = json.loads((folder / STAMP).read_text(encoding="utf-8"))
+        written = read_json(folder / STAMP)
         here = _sizes(folder)  # whatever a person or an editor put beside them does no harm
         return written["about"] if written["files"].items() <= here.items() else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -82,6 +92,7 @@ def whole_folder(target: Path, about: dict[str, Any], resume: bool = False) -> I
     With `resume` the block finds what an interrupted one left, and must know by itself what of it is whole.
     A folder of that name is replaced only if it was made this way and holds nothing else.
     """
+    target = target.absolute()
     _require_ours(target)
     partial = partial_of(target)
     with _alone_in(partial):
@@ -161,7 +172,7 @@ def _require_ours(target: Path) -> None:
 def _foreign(folder: Path) -> list[str]:
     """What a folder holds beside the files of its stamp, the stamp itself and the folders they lie in."""
     try:
-        known = {PurePosixPath(name) for name in json.loads((folder / STAMP).read_text(encoding="utf-8"))["files"]}
+        known = {PurePosixPath(name) for name in read_json(folder / STAMP)["files"]}
         known |= {PurePosixPath(STAMP)} | {above for name in known for above in name.parents}
     except (OSError, ValueError, KeyError, TypeError):
         known = set()

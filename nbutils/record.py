@@ -13,12 +13,13 @@ from typing import Any
 from nbutils import DISTRIBUTION
 from nbutils.errors import CourseError
 from nbutils.masking import KEY, MASK, mask_secrets
-from nbutils.paths import write_json, write_text
+from nbutils.paths import read_json, write_json, write_text
 
 PACKAGES = (
     DISTRIBUTION, "torch", "transformers", "peft", "trl", "bitsandbytes", "datasets", "accelerate", "liger-kernel",
     "safetensors", "papermill", "wandb",
 )  # fmt: skip
+TYPES = {"lessons": dict, "set": dict, "model": str, "profile": str, "profile_source": str}
 MANY = 20  # values of a fact that are not listed in a report
 
 
@@ -38,9 +39,10 @@ def read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(record, dict) and isinstance(record.get("lessons", {}), dict):
-            return record
+        record = read_json(path)
+        whole = isinstance(record, dict) and all(type(record.get(one, kind())) is kind for one, kind in TYPES.items())
+        if whole and all(isinstance(entry, dict) for entry in record.get("lessons", {}).values()):
+            return dict(record)
         problem = "it does not hold the facts of lessons"
     except ValueError as broken:
         problem = f"not valid JSON, {broken}"
@@ -102,7 +104,7 @@ def write_report(path: Path, run: str, facts: dict[str, Any]) -> None:
     for stem, entry in sorted(facts.get("lessons", {}).items()):
         lines += [f"## {stem}", "", "| fact | value |", "|---|---|"]
         told = {name: value["summary"] for name, value in entry.items() if _has_summary(value)}
-        lines += [f"| {name} | {_plain(value)} |" for name, value in entry.items() if name not in told] + [""]
+        lines += [f"| {_plain(name)} | {_plain(value)} |" for name, value in entry.items() if name not in told] + [""]
         for name, summary in told.items():
             lines += [f"### {name}", "", *(f"- {_plain(line)}" for line in summary), ""]
     write_text(path, "\n".join(lines))

@@ -12,13 +12,14 @@ from typing import Any, Literal
 
 from nbutils import platforms, scaling
 from nbutils.masking import mask_secrets
+from nbutils.paths import make_folder
 
 
 def begin(logs: Path, run: str) -> list[str]:
     """Where the trainer reports: TensorBoard always; W&B online with a key, else as an offline run; no prompt ever."""
     if not scaling.is_main():
         return []
-    logs.mkdir(parents=True, exist_ok=True)
+    make_folder(logs, "logs")
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
     os.environ |= {"WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
     print(f"logs      TensorBoard; W&B {_begin_wandb(logs, run)}")

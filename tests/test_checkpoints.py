@@ -454,6 +454,11 @@ HOSTILE = {
     "pipe": [member("checkpoint-40/pipe", kind=tarfile.FIFOTYPE)],
     "sparse": [sparse()],
     "twice": [member("checkpoint-40/a", b"x"), member("checkpoint-40/./a", b"y")],
+    "below a file": [member("checkpoint-40/a", b"x"), member("checkpoint-40/a/b", b"y")],
+    "a file instead": [member("checkpoint-40", b"x")],
+    "a long name": [member("checkpoint-40/" + "a" * 300, b"x")],
+    "too many": [member(f"checkpoint-40/{number}") for number in range(10_001)],
+    "empty": [],
 }
 
 
@@ -477,6 +482,49 @@ def test_a_compressed_archive_is_skipped(keep: Path, tmp_path: Path) -> None:
     assert sum(place.stat().st_size for place in (tmp_path / "new").rglob("*") if place.is_file()) < 2**20
 
 
+def test_sizes_below_nothing_do_not_make_room(keep: Path, tmp_path: Path) -> None:
+    """With a negative size an archive's own bytes are read again and again."""
+    made, _ = member("checkpoint-40/a")
+    bad = planted(keep, [(made, b"")])
+    header = bytearray(made.tobuf())
+    header[124:136] = (-1024).to_bytes(12, "big", signed=True)  # base-256, as tarfile reads it
+    header[148:156] = b" " * 8
+    header[148:156] = f"{sum(header):06o}\0 ".encode()
+    raw = bad.archive.read_bytes()
+    bad.archive.write_bytes(raw.replace(bytes(made.tobuf()), bytes(header)))
+    manifest = archive.Manifest(40, bad.archive.stat().st_size, archive.sha256(bad.archive), MARK)
+    assert "no checkpoint archive" in str(checkpoints.defect(archive._seal(archive.Kept(bad.archive, manifest))))
+
+
+def test_headers_for_all_members_are_refused(keep: Path) -> None:
+    place = keep / "checkpoint-40.tar"
+    with tarfile.open(place, "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "x"}) as tar:
+        for made, content in (member("checkpoint-40", kind=tarfile.DIRTYPE), member("checkpoint-40/a", b"x")):
+            tar.addfile(made, io.BytesIO(content))
+    manifest = archive.Manifest(40, place.stat().st_size, archive.sha256(place), MARK)
+    assert "no checkpoint archive" in str(checkpoints.defect(archive.Kept(place, manifest)))
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "nested", "true"])
+def test_a_manifest_or_archive_that_is_no_file_of_ours_is_skipped(what: str, keep: Path, tmp_path: Path) -> None:
+    planted(keep, [member("checkpoint-40/a", b"x")])
+    place, manifest = keep / "checkpoint-40.tar", keep / "checkpoint-40.json"
+    if what == "pipe":
+        manifest.unlink()
+        os.mkfifo(manifest)
+    elif what == "device":
+        manifest.write_text(manifest.read_text().replace(str(place.stat().st_size), "0"))
+        place.unlink()
+        place.symlink_to("/dev/zero")
+    elif what == "nested":
+        manifest.write_text("[" * 100_000)
+    else:
+        manifest.rename(keep / "checkpoint-True.json")
+        (keep / "checkpoint-True.json").write_text((keep / "checkpoint-True.json").read_text().replace("40", "true", 1))
+    restored = restore([keep], tmp_path / "new", MARK)
+    assert restored is not None and restored.name == "checkpoint-30"
+
+
 def test_modes_of_an_archive_do_not_count(tmp_path: Path) -> None:
     made, content = member("checkpoint-40/run", b"#!/bin/sh")
     made.mode = 0o6777
@@ -485,11 +533,9 @@ def test_modes_of_an_archive_do_not_count(tmp_path: Path) -> None:
 
 
 def test_starting_anew_removes_checkpoints_and_nothing_else(keep: Path) -> None:
-    for name in ("checkpoint-notes.json", "checkpoint-30 (1).tar", "notes.txt"):
+    own = ["checkpoint-007.tar", "checkpoint-30 (1).tar", "checkpoint-notes.json", "checkpoint-٣.tar", "notes.txt"]
+    for name in own:
         (keep / name).write_text("mine")
+    checkpoints.prune(keep, checkpoints.look(keep)[0][0], keep_last=3)
     assert checkpoints.clear(keep) == 3
-    assert sorted(place.name for place in keep.iterdir()) == [
-        "checkpoint-30 (1).tar",
-        "checkpoint-notes.json",
-        "notes.txt",
-    ]
+    assert sorted(place.name for place in keep.iterdir()) == own

@@ -82,3 +82,12 @@ def test_bars_of_libraries_are_calm_where_no_one_watches(
     assert (tqdm.auto.tqdm is not before) == calm
     list(tqdm.auto.tqdm(range(3), desc="short work"))
     assert ("short work" in capsys.readouterr().err) != calm
+
+
+def test_a_picture_is_not_drawn_through_a_link(tmp_path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    (tmp_path / "thesis").write_text("mine")
+    (tmp_path / "loss.png").symlink_to(tmp_path / "thesis")
+    dashboard.show_figure(plt.figure(), tmp_path / "loss.png")
+    assert (tmp_path / "thesis").read_text() == "mine" and (tmp_path / "loss.png").read_bytes()[1:4] == b"PNG"

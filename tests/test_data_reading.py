@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import subprocess
 import sys
@@ -987,3 +988,45 @@ def test_one_line_that_is_the_whole_file_takes_bounded_memory(
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found and all(isinstance(row, RowError) for row in found) and peak < 200 << 20
+
+
+def test_blank_lines_without_end_are_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "blank.jsonl"
+    path.write_bytes(b"\r\n" * 5000 + b'{"instruction": "a", "output": "b"}\n')
+    with open(path, "rb") as raw:
+        assert len(reading._first_lines(raw, reading.Decoder(b""), True)[0]) == reading.BLANK_LINES
+    [row] = read_rows(path)
+    assert isinstance(row, Row) and row.line == 5001
+
+
+def test_a_value_that_every_row_of_a_parquet_file_repeats_takes_bounded_memory(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "bomb.parquet"
+    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 120), pyarrow.array(["x" * (1 << 24)]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), path, compression="zstd")
+    assert path.stat().st_size < 1 << 16
+    tracemalloc.start()
+    count = sum(1 for _ in read_rows(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 120 and peak < 600 << 20 and pyarrow.default_memory_pool().max_memory() < 1200 << 20
+
+
+def test_a_zstd_file_that_grows_a_thousandfold_is_read_in_time(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.jsonl.zst"
+    path.write_bytes(zstandard.ZstdCompressor().compress(b'{"a": "' + bytes(1 << 28)))
+    assert all(isinstance(row, RowError) for row in read_rows(path))
+
+
+def test_a_table_of_many_columns_is_read_in_time(tmp_path: Path) -> None:
+    path = tmp_path / "wide.csv"
+    path.write_text(",".join(f"c{number % 99_999}" for number in range(100_000)) + "\n", encoding="utf-8")
+    assert list(read_rows(path)) == []
+
+
+def test_a_pipe_is_no_data_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(CourseError, match="no plain file"):
+        files.files_of(str(tmp_path / "rows.jsonl"))

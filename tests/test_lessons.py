@@ -251,6 +251,43 @@ def test_links_in_an_attached_run_are_not_followed(tmp_path: Path) -> None:
     assert [file.name for file in run.data.iterdir()] == ["data_card.json"]
 
 
+@pytest.mark.parametrize("name", ["data", "facts.json"])
+def test_an_attached_run_that_is_a_link_is_left_alone(tmp_path: Path, name: str) -> None:
+    former = lessons.RunFolder(tmp_path / "input/notebooks/me/qlora/runs/mine")
+    begun(former.path.parent, "mine", "tiny")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "data_card.json").write_text("{}")
+    former.facts.replace(elsewhere / "facts.json")
+    (former.path / name).symlink_to(elsewhere if name == "data" else elsewhere / name)
+    folders = platforms.Folders(tmp_path, tmp_path / "scratch", tmp_path / "runs", tmp_path / "input")
+    run, _ = lessons.open_run({"RUN_NAME": "mine", "PROFILE": "tiny"}, LOCAL, folders, None)
+    assert not run.data.exists() and record.read(run.facts)["by_auto"] is False
+
+
+def test_an_attached_run_overwrites_no_data_and_chooses_none(tmp_path: Path) -> None:
+    former = lessons.RunFolder(tmp_path / "input/notebooks/me/qlora/runs/mine")
+    begun(former.path.parent, "mine", "tiny")
+    former.data.mkdir()
+    for name in ("data_card.json", "train.jsonl"):
+        (former.data / name).write_text("{}")
+    mine = tmp_path / "runs/mine/data/train.jsonl"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    folders = platforms.Folders(tmp_path, tmp_path / "scratch", tmp_path / "runs", tmp_path / "input")
+    record.begin(former.facts, {"set": {"data.source": "/etc/passwd"}}, by_auto=True)
+    with pytest.raises(CourseError, match="DATA = '/etc/passwd'"):
+        lessons.open_run({"RUN_NAME": "mine", "DATA": ""}, LOCAL, folders, None)
+    lessons.open_run({"RUN_NAME": "mine", "DATA": "/etc/passwd"}, LOCAL, folders, None)
+    assert mine.read_text() == "mine" and not mine.with_name("data_card.json").exists()
+
+
+def test_scratch_is_the_users_alone(tmp_path: Path) -> None:
+    folders = platforms.Folders(tmp_path, tmp_path / "scratch/course", tmp_path / "runs", None)
+    run, _ = lessons.open_run({"RUN_NAME": "mine"}, LOCAL, folders, None)
+    assert all(place.stat().st_mode & 0o077 == 0 for place in (folders.scratch, run.path))
+
+
 @pytest.mark.parametrize("value", ["", "0", "off", "no", "false"])
 def test_nobody_is_powered_off_who_did_not_say_yes(value: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setenv("NBUTILS_POWER_OFF", value)

@@ -588,6 +588,9 @@ def test_the_command_merges_and_says_what_it_did(home: Path, tmp_path: Path) -> 
     refused = CliRunner().invoke(cli.app, other)
     assert refused.exit_code == 1 and "holds another model" in refused.output and "float32" in refused.output
     assert CliRunner().invoke(cli.app, line).exit_code == 0  # the very same: nothing to do
+    with open(next(Path(other[3]).glob("generation_config.json"), Path(other[3]) / "config.json"), "a") as file:
+        file.write(" ")  # a model that was changed by hand is one all the same
+    assert CliRunner().invoke(cli.app, other).exit_code == 1
     assert CliRunner().invoke(cli.app, [*other, "--replace"]).exit_code == 0
 
 

@@ -532,3 +532,12 @@ def test_the_command_line(model: Path, hub: Recorded, tmp_path: Path) -> None:
     assert packed.exit_code == 0 and (tmp_path / "own.tar").exists() and not hub.sent
     ran = CliRunner().invoke(cli.app, ["push", str(model), "hub:li/orders"])
     assert ran.exit_code == 0 and "private" in ran.output and TOKEN not in ran.output
+
+
+def test_a_tar_of_somebody_else_is_not_replaced(model: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "mine.tar", "w") as tar:
+        tar.add(model, model.name + "/copy")
+    before = (tmp_path / "mine.tar").read_bytes()
+    with pytest.raises(CourseError, match="there already"):
+        sharing.single_file(model, tmp_path / "mine.tar", progress=False)
+    assert (tmp_path / "mine.tar").read_bytes() == before

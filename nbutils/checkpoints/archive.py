@@ -22,9 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from nbutils.paths import CHUNK, sha256
+from nbutils.paths import CHUNK, read_json, sha256
 
-NAME = re.compile(r"checkpoint-(\d+)")
+NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")  # as the trainer writes it; the names of others differ
+MEMBERS, LONGEST_NAME = 10_000, 255  # files of a checkpoint, far more than one has; bytes of a name
 PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
 UNREADABLE = "it cannot be read"
 NO_SYNC_HERE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # some network disks have no fsync
@@ -138,13 +139,13 @@ def forget(archive: Path) -> None:
 
 def read_manifest(place: Path) -> Manifest:
     """The manifest in a file; ValueError if it is none, or belongs to another file than its name says."""
-    written = json.loads(place.read_text(encoding="utf-8"))
+    written = read_json(place)
     if not isinstance(written, dict) or set(written) != {"step", "size", "sha256", "fingerprint"}:
         raise ValueError("it is no manifest")
     types = {"step": int, "size": int, "sha256": str, "fingerprint": dict}
-    if not all(isinstance(written[name], kind) for name, kind in types.items()):
+    if not all(type(written[name]) is kind for name, kind in types.items()):
         raise ValueError("it is no manifest")
-    if place.stem != f"checkpoint-{written['step']}":
+    if place.stem != f"checkpoint-{written['step']}" or not NAME.fullmatch(place.stem):
         raise ValueError(f"its name says {place.stem}, its content step {written['step']}: renamed or duplicated")
     return Manifest(**written)
 
@@ -152,6 +153,8 @@ def read_manifest(place: Path) -> Manifest:
 def defect(one: Kept, thorough: bool = True) -> str | None:
     """Why a checkpoint cannot be trusted; None if it can. `thorough` also reads it and compares the sha256."""
     try:
+        if not one.archive.is_file():
+            return "the archive is missing"
         size = one.archive.stat().st_size
         if size != one.manifest.size:
             return f"{size:,} bytes, {one.manifest.size:,} expected: cut off or still uploading"
@@ -162,8 +165,6 @@ def defect(one: Kept, thorough: bool = True) -> str | None:
                 collections.deque(_members(tar, one), maxlen=0)
     except (tarfile.TarError, ValueError, LookupError, OverflowError) as problem:  # tarfile lets all of them out
         return f"it is no checkpoint archive of this course ({problem})"
-    except FileNotFoundError:
-        return "the archive is missing"
     except OSError as problem:
         return f"{UNREADABLE} ({problem.strerror})"
     return None
@@ -191,15 +192,22 @@ def unpack(one: Kept, folder: Path) -> Path:
 
 def _members(tar: tarfile.TarFile, one: Kept) -> Iterator[tarfile.TarInfo]:
     """The files and folders of an archive; TarError at the first thing that `pack` would not have written."""
-    room, seen = one.manifest.size, set()
+    top, room = PurePosixPath(one.archive.stem), one.manifest.size
+    folder_at = {top: True}  # False at files
     for member in tar:
         place = PurePosixPath(member.name)
         room -= member.size
-        if member.type not in PLAIN or member.issparse():
+        if member.type not in PLAIN or member.issparse() or member.size < 0 or tar.pax_headers:
             raise tarfile.TarError(f"{member.name!r} is neither a file nor a folder")
-        if place.parts[:1] != (one.archive.stem,) or ".." in place.parts or "\0" in member.name:
-            raise tarfile.TarError(f"{member.name!r} lies outside {one.archive.stem}")
-        if room < 0 or place in seen:
-            raise tarfile.TarError(f"{member.name!r} is there twice, or larger than the archive")
-        seen.add(place)
+        below = place.parts[:1] == top.parts and ".." not in place.parts and "\0" not in member.name
+        if not below or len(place.name.encode()) > LONGEST_NAME:
+            raise tarfile.TarError(f"{member.name!r} lies outside {top}")
+        twice = place in folder_at and not (folder_at[place] and member.isdir())
+        if twice or not all(folder_at.setdefault(above, True) for above in place.parents):
+            raise tarfile.TarError(f"{member.name!r} is there twice, or below a file")
+        folder_at[place] = member.isdir()
+        if room < 0 or len(folder_at) > MEMBERS:
+            raise tarfile.TarError("it is larger than its manifest says, or has too many files")
         yield member
+    if all(folder_at.values()):
+        raise tarfile.TarError("it has no file")

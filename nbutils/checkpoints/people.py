@@ -5,6 +5,7 @@ Not here: the command line (cli). A run is named as in RUN_NAME, or by the path 
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -69,7 +70,7 @@ def restore_for_people(run: str, target: Path | None, step: int | None) -> Path:
     target = target or Path.cwd() / whole.archive.stem
     if target.exists():
         raise CourseError(f"{target} exists already.", "a folder that does not exist yet", "name another with --to")
-    unpacked = archive.unpack(whole, target.parent / f".{target.name}.unpacked")
+    unpacked = archive.unpack(whole, Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)))
     unpacked.rename(target)
     unpacked.parent.rmdir()
     return target

@@ -155,7 +155,7 @@ def _forget_if_possible(archive: Path) -> None:
 def clear(store: Path) -> int:
     """Remove every checkpoint of a store, and say how many there were."""
     files = sorted(store.glob("checkpoint-*.json")) + sorted(store.glob("checkpoint-*.tar"))
-    found = [place for place in files if NAME.fullmatch(place.stem)]
+    found = [place for place in files if NAME.fullmatch(place.stem) and not place.is_dir()]
     for place in found:
         place.unlink(missing_ok=True)
     return len({place.stem for place in found})

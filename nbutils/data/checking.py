@@ -83,11 +83,13 @@ def _ours(file: Path) -> bool:
     """Whether nothing is lost when a file is written anew: it is not there, or an earlier list of rejected rows."""
     if not os.path.lexists(file):
         return True
+    if file.is_symlink() or not file.is_file():
+        return False
     try:
         with open(file, encoding="utf-8") as lines:
             first = json.loads(lines.readline(LONGEST_LINE) or '{"line": 0, "problems": 0, "row": 0}')
-        return not file.is_symlink() and {"line", "problems", "row"} <= set(first)
-    except (OSError, ValueError, TypeError):
+        return isinstance(first, dict) and {"line", "problems", "row"} <= set(first)
+    except (OSError, ValueError, RecursionError):
         return False
 
 

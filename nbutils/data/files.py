@@ -61,6 +61,8 @@ def files_of(source: str) -> list[Path]:
     if path.is_dir():
         return _in_folder(path)
     if path.exists():
+        if not path.is_file():
+            raise CourseError(f"{path} is no plain file.", FORMATS_TEXT, "copy what it gives into a file")
         if not format_of(path):
             todo = "export it in one of these formats (Excel: CSV UTF-8)"
             raise CourseError(f"{path} ends in {path.suffix or 'nothing'!r}.", FORMATS_TEXT, todo)
@@ -114,7 +116,7 @@ class _Zstd(io.RawIOBase):
         import zstandard
 
         self._file, self._new = file, zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj
-        self._frame, self._ready, self._begun = self._new(), b"", False
+        self._frame, self._ready, self._begun = self._new(), memoryview(b""), False
 
     def readable(self) -> bool:
         return True
@@ -129,16 +131,15 @@ class _Zstd(io.RawIOBase):
 
     def _fill(self) -> bool:
         """Decompress a little more; False at the end of the file."""
-        chunk = (self._frame.unused_data if self._frame.eof else b"") or self._file.read(
-            1 << 12
-        )  # a bomb makes 128 MiB of it
+        left = self._frame.unused_data if self._frame.eof else b""
+        chunk = left or self._file.read(1 << 12)  # a bomb makes 128 MiB of it
         if self._frame.eof:
             self._frame, self._begun = self._new(), False
         if not chunk and self._begun:
             raise EOFError("the file ends in the middle of a zstd frame")
         if chunk:
             self._begun = True
-            self._ready = self._frame.decompress(chunk)
+            self._ready = memoryview(self._frame.decompress(chunk))  # cut below without being copied
         return bool(chunk)
 
     def close(self) -> None:

@@ -22,6 +22,8 @@ from nbutils.data.raw import Problem, Row, RowError
 from nbutils.data.tables import table
 
 LONGEST_LINE = 64 << 20  # bytes; a longer one is no row, and would not fit many a machine's memory
+BLANK_LINES = 1000  # at the beginning of a file that could still be one JSON document
+BATCH = 64 << 20  # bytes of parquet at a time
 __all__ = ["FORMATS_TEXT", "Problem", "Row", "RowError", "files_of", "read_rows"]
 
 
@@ -76,7 +78,7 @@ def _first_lines(raw: BinaryIO, decoder: Decoder, lines: bool) -> tuple[list[byt
             line = _whole_line(raw, line)  # a row as long as this is a row all the same
         first.append(line)
         filled += [line.strip()] if line.strip() else []
-        if len(filled) == 2:
+        if len(filled) == 2 or len(first) == BLANK_LINES:
             break
     if not filled or filled[0][:1] not in (b"[", b"{"):
         return first, False
@@ -163,9 +165,18 @@ def _batches(file: Path, source: Any) -> Iterator[Row | RowError]:
         yield _damaged(file, 1, problem)
         return
     try:
-        for batch in opened.iter_batches(batch_size=512):
+        for batch in opened.iter_batches(batch_size=_batch_size(opened.metadata)):
             for row in batch.to_pylist():
                 number += 1
                 yield Row(file.name, number, row)
     except broken as problem:
         yield _damaged(file, number + 1, problem)
+
+
+def _batch_size(about: Any) -> int:
+    """How many rows to hold at a time. A value may be repeated by every row: it counts as large as its column."""
+    groups = [about.row_group(number) for number in range(about.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    largest = max((column.total_uncompressed_size for column in columns), default=0)
+    rows = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=0)
+    return int(min(512, max(1, BATCH / max(rows, 1)), max(16, 4 * BATCH / max(largest, 1))))

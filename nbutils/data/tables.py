@@ -95,4 +95,5 @@ def _delimiter(header: str) -> str:
 
 def _distinct(header: list[str]) -> list[str]:
     """The names of the columns; one that was there before says its place, so that no value is lost (columns asks)."""
-    return [f"{name} (column {n})" if name in header[: n - 1] else name for n, name in enumerate(header, start=1)]
+    first = {name: n for n, name in reversed(list(enumerate(header, start=1)))}
+    return [name if first[name] == n else f"{name} (column {n})" for n, name in enumerate(header, start=1)]

@@ -5,7 +5,6 @@ Not here: whether its files are whole (checking), making one (building). It is t
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -93,7 +92,7 @@ def python_in(folder: Path) -> Path:
 def marker(folder: Path, name: str = MARKER) -> dict[str, Any]:
     """What a finished environment says of itself; nothing for any other folder."""
     try:
-        return dict(json.loads((folder / name).read_text(encoding="utf-8")))
+        return dict(paths.read_json(folder / name))
     except (OSError, ValueError, TypeError):
         return {}
 

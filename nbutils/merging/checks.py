@@ -14,7 +14,7 @@ from nbutils.errors import CourseError
 from nbutils.merging import bases, marks, plan
 from nbutils.merging.formula import Product, Recipe
 from nbutils.merging.shards import BITS, BLOCK, CODES, LEAST, Stored
-from nbutils.paths import GIB, require_apart, stamp
+from nbutils.paths import GIB, STAMP, require_apart, stamp
 
 SPARE = 0.2  # GiB of memory for what was not counted
 
@@ -116,7 +116,8 @@ def adapters_of(adapter: str | Path | Sequence[Path]) -> list[Path]:
 
 def require_new(out: Path) -> None:
     """Refuse a folder that holds another finished model."""
-    if found := stamp(out):
+    if (out / STAMP).exists():
+        found = stamp(out) or {}
         raise CourseError(
             f"{out} holds another model: onto {found.get('base', 'a base')}, in {found.get('dtype', 'some type')}.",
             "a new folder", "name another folder, or add --replace to put the new model in its place",

@@ -18,7 +18,7 @@ from urllib.request import Request
 
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
-from nbutils.paths import stamp, write_json
+from nbutils.paths import read_json, stamp, write_json
 from nbutils.serving import keys, watching
 from nbutils.serving.ports import DIRECT, reach_directly
 from nbutils.serving.server import Server
@@ -82,7 +82,7 @@ def leave_note(server: Server, run: Path) -> None:
 def running(run: Path, folder: Path) -> Running | None:
     """The server noted in a run folder, if it answers, takes tokens, and serves this very model; else None."""
     try:
-        noted = Running(**json.loads((run / NOTE).read_text(encoding="utf-8")))
+        noted = Running(**read_json(run / NOTE))
         same = Path(noted.folder) == folder.absolute() and noted.stamp == stamp(folder) and noted.stamp is not None
         return noted if same and noted.engine.startswith("vllm") and _serves(noted) else None
     except (

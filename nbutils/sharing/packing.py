@@ -58,7 +58,7 @@ def _place(out: str | Path, folder: Path) -> Path:
             f"the archive {out} {seen}.", "a file beside the folder, or elsewhere",
             f"name it {folder.parent / f'{folder.name}.tar'}, for example",
         )  # fmt: skip
-    if out.exists() and not _is_ours(out, folder):
+    if os.path.lexists(out) and not _is_ours(out, folder):
         raise CourseError(
             f"{out} is there already, and is no archive of a {folder.name} folder.", "a new file name",
             "name another file, or move that one away",
@@ -70,9 +70,10 @@ def _place(out: str | Path, folder: Path) -> Path:
 def _is_ours(file: Path, folder: Path) -> bool:
     """Whether a file is an archive that was made of a folder of this name."""
     try:
-        with tarfile.open(file) as tar:
-            first = tar.next()
-            return first is not None and first.name.startswith(f"{folder.name}/")
+        with tarfile.open(file, "r:") as tar:
+            first = tar.next()  # the tars of others have owners and times
+            anonymous = first is not None and not (first.mtime or first.uid or first.gid or first.uname)
+            return first is not None and anonymous and first.name.startswith(f"{folder.name}/")
     except (OSError, tarfile.TarError):
         return False
 
