@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -25,6 +25,7 @@ from nbutils.evaluation import Answer
 from nbutils.profiles.schema import Evaluation
 from nbutils.serving import Running, environment, flags, logs, ports
 from nbutils.serving.flags import flag_words
+from nbutils.serving.running import own_key
 from nbutils.serving.server import Server
 
 STUB = """
@@ -588,7 +589,7 @@ def test_a_cpu_server_leaves_a_core_to_its_front(monkeypatch: pytest.MonkeyPatch
 def client_of(server: Server):  # type: ignore[no-untyped-def]
     from openai import OpenAI
 
-    return OpenAI(base_url=server.url, api_key="none", max_retries=0)
+    return OpenAI(base_url=server.url, api_key=server.api_key or "none", max_retries=0)
 
 
 def test_answers_come_back_in_the_order_asked_with_their_tokens(stub: StubServer) -> None:
@@ -697,6 +698,15 @@ def test_a_note_proves_nothing(up: StubServer, tmp_path: Path) -> None:
     assert serving.running(tmp_path, tmp_path / "merged")
     up.stop()
     assert serving.running(tmp_path, tmp_path / "merged") is None
+
+
+def test_another_kernel_reads_the_key_from_the_process_that_listens_there(up: StubServer, tmp_path: Path) -> None:
+    found = serving.running(tmp_path, tmp_path / "merged")
+    assert found and up.api_key and own_key(found) == up.api_key
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # of a process without that key
+        other = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        assert own_key(replace(found, url=other)) is None
+    assert own_key(replace(found, pid=os.getppid())) is None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

@@ -6,9 +6,11 @@ Not here: starting and stopping one (server). A note proves nothing; only an ans
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from http.client import HTTPException
@@ -16,10 +18,12 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request
 
+import psutil
+
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
 from nbutils.paths import read_json, stamp, write_json
-from nbutils.serving import keys, watching
+from nbutils.serving import keys
 from nbutils.serving.ports import DIRECT, reach_directly
 from nbutils.serving.server import Server
 
@@ -46,7 +50,7 @@ class Running:
         from tqdm.auto import tqdm
 
         reach_directly("127.0.0.1")
-        client = OpenAI(base_url=self.url, api_key=own_key(self.url) or keys.NO_KEY)
+        client = OpenAI(base_url=self.url, api_key=own_key(self) or keys.NO_KEY)
         one = partial(self._answer, client, max_tokens)
         with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
             found = pool.map(one, prompts.values())
@@ -100,14 +104,23 @@ def _serves(noted: Running) -> bool:
     """Whether the one who answers there, on this machine, loaded that folder."""
     if not THIS_MACHINE.fullmatch(noted.url):
         return False
-    key = own_key(noted.url)
+    key = own_key(noted)
     request = Request(f"{noted.url}/models", headers={"Authorization": f"Bearer {key}"} if key else {})
     with DIRECT.open(request, timeout=3.0) as answer:
         listed = json.loads(answer.read(LONGEST)).get("data", [])
     return any(one.get("id") == noted.model_name and one.get("root") == noted.folder for one in listed)
 
 
-def own_key(url: str) -> str | None:
-    """The key of a server that this kernel started: anyone could write a note, and would be sent any other key."""
-    server = watching.SERVERS.get(url)
-    return server.api_key if server and server.running else None
+def own_key(noted: Running) -> str | None:
+    """The key of a server that this user's own process runs at that port, read from that process.
+
+    Anyone could write a note, or listen there by now; neither is sent a key.
+    """
+    with suppress(psutil.Error, OSError):
+        process, port = psutil.Process(noted.pid), int(noted.url.rsplit(":", 1)[1].split("/")[0])
+        family = {process.pid, *(child.pid for child in process.children(recursive=True))}
+        sockets = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        listening = {one.pid for one in sockets if one.laddr and one.laddr.port == port}
+        if process.uids().real == os.getuid() and listening & family:
+            return process.environ().get(keys.VARIABLE)
+    return None
