@@ -32,7 +32,7 @@ if importlib.util.find_spec("nbutils") is None:
     OURS = "git+https://github.com/YOUR-NAME/finetune-course@v0.1.0"
     FOUND = glob(os.getenv("NBUTILS_FS_ROOT", "") + "/kaggle/input/**/nbutils*.whl", recursive=True)
     SOURCE = os.getenv("NBUTILS_SOURCE") or "\n".join(FOUND) or OURS
-    assert re.fullmatch("(?!-|.*YOUR-).+", SOURCE), f"Set NBUTILS_SOURCE: your fork or one of {FOUND}"
+    assert re.fullmatch("(?!-|.*YOUR-).+", SOURCE), f"Set NBUTILS_SOURCE: a fork or one of {FOUND}"
     print("Installing the course from", re.sub(r"//[^/]*@|[?#].*", "//", SOURCE))
     ALONE = ["--no-index", "-f", os.path.dirname(SOURCE)] if SOURCE.endswith(".whl") else []
     PIP = subprocess.run([sys.executable, "-m", "pip", "install", "-q", SOURCE, *ALONE], stderr=-1)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import simulate
 
-from nbutils import record
+from nbutils import masking
 from nbutils.platforms import Platform, afterwards
 
 AUTODL = Platform("autodl", "a test says so")
@@ -21,7 +21,7 @@ TOKEN = "very-secret-developer-token"
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "_secrets", set())
+    monkeypatch.setattr(masking, "_found", set())
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AUTODL_TOKEN", TOKEN)
