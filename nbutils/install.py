@@ -32,6 +32,7 @@ PINNED_FAMILIES = ("nvidia-", "cuda-")
 BLOCKERS = {"torchao": "<0.16"}  # PEFT from 0.19 on refuses to start beside these versions
 FREE = ("datasets", "pyarrow", "dill", "multiprocess")  # TRL asks for newer ones than Colab and Kaggle have
 MARKER = "course-wheels.json"
+READ_BY_PIP = (".whl", ".gz", ".zip", ".bz2", ".xz", ".html")
 CONFLICT = "ResolutionImpossible"  # pip's word for requirements that exclude each other
 WAYS_ON = (
     "switch the network on (Kaggle: Settings > Internet), or attach a folder of wheels as an input "
@@ -168,7 +169,11 @@ def remove_blockers() -> None:
     for name, old in BLOCKERS.items():
         if _is_met(Requirement(f"{name}{old}")):
             print(f"Removing {name} {metadata.version(name)}: PEFT refuses to start beside it, and no lesson uses it.")
-            subprocess.run([sys.executable, "-m", "pip", "uninstall", "-y", "-q", name], check=True)
+            subprocess.run(
+                [sys.executable, "-m", "pip", "uninstall", "-y", "-q", name],
+                check=True,
+                env=without_secrets(os.environ),
+            )
 
 
 def attached_wheels() -> Path | None:
@@ -223,7 +228,8 @@ def _checked(folder: Path, files: list[tuple[str, int, str]]) -> Path:
         elif sha256(path) != digest:
             bad.append(f"{name} (other content)")
     known = {MARKER, *(name for name, _, _ in files)}
-    bad += [f"{path.name} (not listed)" for path in sorted(folder.iterdir()) if path.name not in known]
+    others = [path.name for path in sorted(folder.iterdir()) if path.suffix in READ_BY_PIP and path.name not in known]
+    bad += [f"{name} (not listed)" for name in others]
     if bad:
         raise _damaged(folder, bad)
     return folder

@@ -299,6 +299,7 @@ def _take_over(run: RunFolder, folders: platforms.Folders, values: Mapping[str, 
         facts = {} if run.facts.exists() else record.read(former.facts)
         if attached and facts:
             _require_named(facts, former.path, values)
+            facts["set"] = {name: value for name, value in facts.get("set", {}).items() if name != "data.source"}
         if former.has("02_data_prep") and not run.has("02_data_prep") and not any(run.data.glob("*")):
             print(f"data      taken over from {former.data}")
             make_folder(run.path, "this run")
@@ -314,8 +315,7 @@ def _require_named(facts: dict[str, Any], place: Path, values: Mapping[str, Any]
     settings = settings_text(facts.get("set", {})) or "-"
     print(f"record    taken over from {place}: profile {profile or '-'}, model {model or '-'}, SET {settings}")
     strange = {"MODEL": model and not profiles.is_known(model), "PROFILE": profile and profile not in profiles.names()}
-    there = {"MODEL": model, "PROFILE": profile, "DATA": str(facts.get("set", {}).get("data.source", ""))}
-    strange["DATA"] = there["DATA"] and "DATA" in values and not values.get("SET")  # lesson 02 would read it
+    there = {"MODEL": model, "PROFILE": profile}
     named = {name: (text, os.path.abspath(os.path.expanduser(text))) for name in there if (text := values.get(name))}
     if unnamed := [name for name, odd in strange.items() if odd and there[name] not in named.get(name, ())]:
         asked = " and ".join(f"{name} = {there[name]!r}" for name in unnamed)

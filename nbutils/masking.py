@@ -14,11 +14,11 @@ from collections.abc import Mapping
 # repr; of the second, words could end in the prefix.
 KEY = re.compile(
     r"(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{22,}|glpat-[\w-]{20,}|wandb_v1_\w{20,}"
-    r"|KGAT_[A-Za-z0-9]{20,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,})"
+    r"|KGAT_[A-Za-z0-9]{20,})"
     r"|(?:(?<![\w-])|(?<=\\[nrt])|(?<=\dm))(?:sk-[\w-]{20,}|A[KS]IA[0-9A-Z]{16}|AKID[A-Za-z0-9]{13,}"
     r"|AKLT[A-Za-z0-9]{20,}|LTAI[A-Za-z0-9]{12,}|AIza[\w-]{35}|xox[a-z]-[\w-]{10,}"
-    r"|ms-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?![\w-])"
-    r"|-----BEGIN (?:[A-Z]+ ){0,2}PRIVATE KEY-----(?:[\s\S]{0,10000}?-----END [A-Z ]+-----)?"
+    r"|ms-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,})(?![\w-])"
+    r"|-----BEGIN (?:[A-Z]+ ){0,2}PRIVATE KEY-----(?:[\s\S]{0,4000}?-----END [A-Z ]+-----)?"
     r"|(?i:wandb)[^\n]{0,40}?(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
     r"|(?:(?i:kaggle_key)|\bkey)\W{1,6}[0-9a-f]{32}(?![0-9a-f])"
     r"|(?:(?<=Bearer )|(?<=Basic )|(?<=uthorization: ))(?=[\w.~+/=-]*\d)[\w.~+/=-]{16,}"
@@ -28,8 +28,8 @@ KEY = re.compile(
 BARE = re.compile(r"(?<![/\w@])(?<!commit )(?<!revision )[0-9a-f]{40}(?!\w)")  # an older W&B key
 IN_ADDRESS = re.compile(r"(?<=//)[^/\s]+(?=@)")  # https://user:password@host
 SECRET_NAME = re.compile(
-    r"KEY(?!BOARD)|(?<!IMPLICIT_)TOKEN(?!S|IZERS)|SECRET|PASS(?:W|PHRASE|$)|_PWD$|CREDENTIAL|COOKIE"
-    r"|(?:^|_)(?:PAT|AUTH)(?:_\d+)?$|^NBUTILS_SOURCE$", re.I,
+    r"KEY(?!BOARD|RING)|(?<!IMPLICIT_)TOKEN(?!S|IZER)|SECRET|PASS(?:W|PHRASE|$)|_PWD$|CREDENTIAL|COOKIE"
+    r"|(?:^|_)(?:PAT|AUTH)(?:_\d+)?$", re.I,
 )  # fmt: skip
 MASK, SHORTEST = "[masked]", 8
 _found: set[str] = set()  # secrets from outside the environment
@@ -44,11 +44,12 @@ def remember_secret(value: str) -> None:
 def mask_secrets(text: str) -> str:
     """The text without what looks like a key, the value of a variable named like one, or a secret found elsewhere."""
     named = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST}
-    for value in sorted(named | _found, key=len, reverse=True):
+    paths = {value for value in named if value.startswith(("/", "~"))}  # HF_TOKEN_PATH: where one lies is no secret
+    for value in sorted(named - paths | _found, key=len, reverse=True):
         text = text.replace(value, MASK)
     return BARE.sub(MASK, KEY.sub(MASK, IN_ADDRESS.sub(MASK, text)))
 
 
 def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a process that needs no key of the learner's."""
-    return {name: value for name, value in variables.items() if not SECRET_NAME.search(name)}
+    """The variables of a process that needs no key of the learner's; an address to install from may hold one."""
+    return {name: text for name, text in variables.items() if not SECRET_NAME.search(name) and name != "NBUTILS_SOURCE"}

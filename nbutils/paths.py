@@ -29,6 +29,7 @@ TINY_MODEL = SAMPLES / "tiny_base"
 GIB = 2**30
 CHUNK = 2**22  # bytes read or written at a time
 STAMP = "complete.json"
+LARGEST_JSON = 2**26
 
 
 def write_text(path: Path, text: str) -> None:
@@ -52,8 +53,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """What a JSON file holds; a pipe, a device or endless nesting is a ValueError like any other text that is none."""
-    if path.exists() and not path.is_file():
-        raise ValueError("it is no plain file")
+    if path.exists() and not (path.is_file() and path.stat().st_size < LARGEST_JSON):
+        raise ValueError("it is no plain file, or too large")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as problem:
@@ -192,6 +193,7 @@ def _flush(file: Path) -> None:
 
 def require_own(folder: Path) -> None:
     """Refuse what another user made, or linked, where everybody may write, as in /tmp: they chose what is in it."""
+    folder = folder.absolute()
     there = (place for place in (folder, *folder.parents) if os.path.lexists(place))
     for place in there:
         if place.parent.stat().st_mode & stat.S_IWOTH and place.lstat().st_uid != os.getuid():

@@ -19,7 +19,7 @@ PACKAGES = (
     DISTRIBUTION, "torch", "transformers", "peft", "trl", "bitsandbytes", "datasets", "accelerate", "liger-kernel",
     "safetensors", "papermill", "wandb",
 )  # fmt: skip
-TYPES = {"lessons": dict, "set": dict, "model": str, "profile": str, "profile_source": str}
+TYPES = dict.fromkeys(("lessons", "set", "platform", "versions"), dict) | dict.fromkeys(("model", "profile"), str)
 MANY = 20  # values of a fact that are not listed in a report
 
 
@@ -79,7 +79,10 @@ def _write(path: Path, record: dict[str, Any]) -> dict[str, Any]:
 def _masked(value: Any) -> Any:
     """A JSON value with every text in it masked; on the text of the JSON, escaped secrets would slip through."""
     if isinstance(value, dict):
-        pairs = {name: MASK if KEY.fullmatch(f"{name}: {inner}") else inner for name, inner in value.items()}
+        pairs = {
+            name: MASK if isinstance(inner, str) and KEY.fullmatch(f"{name}: {inner}") else inner
+            for name, inner in value.items()
+        }
         return {mask_secrets(name): _masked(inner) for name, inner in pairs.items()}
     if isinstance(value, list):
         return [_masked(inner) for inner in value]

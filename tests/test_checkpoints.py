@@ -457,6 +457,7 @@ HOSTILE = {
     "below a file": [member("checkpoint-40/a", b"x"), member("checkpoint-40/a/b", b"y")],
     "a file instead": [member("checkpoint-40", b"x")],
     "a long name": [member("checkpoint-40/" + "a" * 300, b"x")],
+    "too deep": [member("checkpoint-40/" + "a/" * 12_000 + "x", b"x")],
     "too many": [member(f"checkpoint-40/{number}") for number in range(10_001)],
     "empty": [],
 }

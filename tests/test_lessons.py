@@ -276,9 +276,8 @@ def test_an_attached_run_overwrites_no_data_and_chooses_none(tmp_path: Path) -> 
     mine.write_text("mine")
     folders = platforms.Folders(tmp_path, tmp_path / "scratch", tmp_path / "runs", tmp_path / "input")
     record.begin(former.facts, {"set": {"data.source": "/etc/passwd"}}, by_auto=True)
-    with pytest.raises(CourseError, match="DATA = '/etc/passwd'"):
-        lessons.open_run({"RUN_NAME": "mine", "DATA": ""}, LOCAL, folders, None)
-    lessons.open_run({"RUN_NAME": "mine", "DATA": "/etc/passwd"}, LOCAL, folders, None)
+    _, resolved = lessons.open_run({"RUN_NAME": "mine", "DATA": ""}, LOCAL, folders, None)
+    assert not resolved.profile.data.source and not resolved.set_values
     assert mine.read_text() == "mine" and not mine.with_name("data_card.json").exists()
 
 

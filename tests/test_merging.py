@@ -225,16 +225,3 @@ def test_what_can_only_be_computed_whole_is_left_out_of_the_proof_and_told(tmp_p
     merging.merge_adapter(base, adapter, tmp_path / "out", progress=False)
     proof = merging.prove(base, adapter, tmp_path / "out")
     assert proof.left_out == 1 and proof.changed >= 2 and "left out" in str(proof)
-
-
-def test_links_of_an_adapter_bring_no_file_of_the_users(tmp_path: Path) -> None:
-    from nbutils.merging import companions
-
-    cache = tmp_path / "models--a--b"
-    for folder in (cache / "blobs", cache / "snapshots/main"):
-        folder.mkdir(parents=True)
-    (cache / "blobs/1").write_text("{}")
-    (tmp_path / "secret").write_text("mine")
-    (cache / "snapshots/main/tokenizer.json").symlink_to("../../blobs/1")
-    (cache / "snapshots/main/tokenizer_evil.json").symlink_to(tmp_path / "secret")
-    assert {file.name for file in companions._matching(cache / "snapshots/main", ("*.json",))} == {"tokenizer.json"}

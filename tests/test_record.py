@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,18 @@ def test_every_kind_of_key_is_masked_in_the_facts(tmp_path: Path, name: str) -> 
 def test_a_kaggle_key_file_in_the_facts_is_masked(tmp_path: Path) -> None:
     record.update(tmp_path / "facts.json", {}, "01", {"kaggle": {"username": "me", "key": "0123456789abcdef" * 2}})
     assert record.read(tmp_path / "facts.json")["lessons"]["01"]["kaggle"] == {"username": "me", "key": masking.MASK}
+
+
+def test_a_source_that_is_a_folder_and_the_place_of_a_token_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBUTILS_SOURCE", "/some/course")
+    monkeypatch.setenv("HF_TOKEN_PATH", "/some/course/token")
+    assert masking.mask_secrets("/some/course/token/x") == "/some/course/token/x"
+    assert "NBUTILS_SOURCE" not in masking.without_secrets(os.environ)
+
+
+def test_text_without_end_is_masked_in_time() -> None:
+    for text in ("eyJ", "hf_", "sk-", "-----BEGIN PRIVATE KEY-----", "wandb", "?key="):
+        assert len(masking.mask_secrets(text * 30_000)) > 0
 
 
 def test_an_error_shows_no_password(monkeypatch: pytest.MonkeyPatch) -> None:

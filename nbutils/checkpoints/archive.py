@@ -25,7 +25,7 @@ from typing import IO, Any, cast
 from nbutils.paths import CHUNK, read_json, sha256
 
 NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")  # as the trainer writes it; the names of others differ
-MEMBERS, LONGEST_NAME = 10_000, 255  # files of a checkpoint, far more than one has; bytes of a name
+MEMBERS, LONGEST_NAME = 10_000, 255  # of files in a checkpoint, of their names with folders
 PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
 UNREADABLE = "it cannot be read"
 NO_SYNC_HERE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # some network disks have no fsync
@@ -87,7 +87,7 @@ def pack(folder: Path, store: Path, mark: dict[str, Any]) -> Kept:
     forget(archive)
     with open(archive, "wb") as file:
         counted = HashingFile(file)
-        with tarfile.open(fileobj=counted, mode="w", copybufsize=CHUNK) as tar:  # type: ignore[call-overload]
+        with tarfile.open(fileobj=counted, mode="w", copybufsize=CHUNK, dereference=True) as tar:  # type: ignore[call-overload]
             tar.add(folder, arcname=folder.name)
         flush(file)
     step = int(folder.name.rsplit("-", 1)[1])
@@ -195,12 +195,14 @@ def _members(tar: tarfile.TarFile, one: Kept) -> Iterator[tarfile.TarInfo]:
     top, room = PurePosixPath(one.archive.stem), one.manifest.size
     folder_at = {top: True}  # False at files
     for member in tar:
+        if len(member.name.encode()) > LONGEST_NAME:
+            raise tarfile.TarError(f"{member.name[:80]!r}... is too long a name")
         place = PurePosixPath(member.name)
         room -= member.size
         if member.type not in PLAIN or member.issparse() or member.size < 0 or tar.pax_headers:
             raise tarfile.TarError(f"{member.name!r} is neither a file nor a folder")
         below = place.parts[:1] == top.parts and ".." not in place.parts and "\0" not in member.name
-        if not below or len(place.name.encode()) > LONGEST_NAME:
+        if not below:
             raise tarfile.TarError(f"{member.name!r} lies outside {top}")
         twice = place in folder_at and not (folder_at[place] and member.isdir())
         if twice or not all(folder_at.setdefault(above, True) for above in place.parents):

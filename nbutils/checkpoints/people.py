@@ -70,7 +70,7 @@ def restore_for_people(run: str, target: Path | None, step: int | None) -> Path:
     target = target or Path.cwd() / whole.archive.stem
     if target.exists():
         raise CourseError(f"{target} exists already.", "a folder that does not exist yet", "name another with --to")
-    unpacked = archive.unpack(whole, Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)))
-    unpacked.rename(target)
-    unpacked.parent.rmdir()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+        archive.unpack(whole, Path(folder)).rename(target)
     return target

