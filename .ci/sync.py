@@ -4,9 +4,9 @@
     python .ci/sync.py --check    exit 1 if anything would change
 
 One direction only: the .py file is the source. The result has no outputs, stable cell ids and stable bytes.
-The setup cell stands here once. It looks for the course's wheel among Kaggle's inputs before it asks the network; a
-wheel is installed from its own folder alone (`make wheels` builds one), so that it works with the internet off. It
-never guesses: several wheels, or no address of one's own in pyproject.toml, stop it. It prints no password.
+The setup cell stands here once. It looks for the course's wheel among Kaggle's inputs before it asks the network; an
+attached wheel is installed from its own folder alone (`make wheels` builds one), so that it works with the internet
+off. It never guesses: several wheels, no address of one's own, or a bare name, stop it. It prints no password.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ if importlib.util.find_spec("nbutils") is None:
     OURS = "git+ADDRESS@vVERSION"
     FOUND = glob(os.getenv("NBUTILS_FS_ROOT", "") + "/kaggle/input/**/nbutils*.whl", recursive=True)
     SOURCE = os.getenv("NBUTILS_SOURCE") or "\n".join(FOUND) or OURS
-    assert re.fullmatch("(?!-|.*YOUR-).+", SOURCE), f"Set NBUTILS_SOURCE: a fork or one of {FOUND}"
-    print("Installing the course from", re.sub(r"//[^/]*@|[?#].*", "//", SOURCE))
-    ALONE = ["--no-index", "-f", os.path.dirname(SOURCE)] if SOURCE.endswith(".whl") else []
+    assert re.fullmatch("(?!-|.*YOUR-).*/.*", SOURCE), (
+        "In a cell above this one: %env NBUTILS_SOURCE=git+https://github.com/YOU/YOUR-FORK@v0.1.0"
+        f" or a folder or a wheel, such as one of the attached {FOUND}")
+    print("Installing the course from", re.sub(r"(?<=//)[^/]*@|[?#].*", "", SOURCE))
+    ALONE = ["--no-index", "--only-binary=:all:", "-f", os.path.dirname(SOURCE)] * (SOURCE in FOUND)
     PIP = subprocess.run([sys.executable, "-m", "pip", "install", "-q", SOURCE, *ALONE], stderr=-1)
-    assert PIP.returncode == 0, re.sub(r"//[^/\s]*@|[?#]\S*", "//", PIP.stderr.decode())
+    assert PIP.returncode == 0, re.sub(r"(?<=//)[^/\s]*@|[?#]\S*", "", PIP.stderr.decode())
 """[1:]
 BADGES = re.compile(r"(?s)(<!-- badges -->\n).*?(<!-- /badges -->)")
 METADATA = {

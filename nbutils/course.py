@@ -14,7 +14,7 @@ from typing import Any
 from nbutils import dashboard, install, lessons, parameters, record
 from nbutils.errors import CourseError
 from nbutils.papermill_io import passing_on_sigterm
-from nbutils.paths import NOTEBOOKS
+from nbutils.paths import NOTEBOOKS, make_folder
 
 
 def available() -> list[str]:
@@ -80,7 +80,7 @@ def execute(stem: str, output: Path, values: dict[str, Any]) -> None:
     import papermill
     from papermill.exceptions import PapermillExecutionError
 
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(output.parent, "the executed lessons")
     try:
         papermill.execute_notebook(
             NOTEBOOKS / f"{stem}.ipynb",

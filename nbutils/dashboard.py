@@ -6,17 +6,19 @@ Not here: any logic, and the chat (chatbox). Labels in plots are English: Colab 
 from __future__ import annotations
 
 import html
-import io
 import math
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nbutils.errors import CourseError
 from nbutils.hardware import Choice
 from nbutils.platforms import detect, in_kernel
 
+DRAWN = b"Matplotlib"  # in the head of its pictures
 ACCENT = "var(--jp-brand-color1, #2979c9)"
 ALARM = "var(--jp-warn-color1, #e07b00)"
 CURVES = {"loss": ACCENT, "validation": ALARM}  # the numbers have the colours of their curves
@@ -104,11 +106,10 @@ def show_figure(figure: Any, path: Path | None = None) -> None:
     import matplotlib.pyplot as plt
 
     if path:
+        if os.path.lexists(path) and (path.is_symlink() or DRAWN not in path.read_bytes()[:1000]):
+            raise CourseError(f"{path} is there, and not drawn here.", "a new file", "move it away, or name another")
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture = io.BytesIO()
-        figure.savefig(picture, dpi=120, format="png")
-        path.unlink(missing_ok=True)  # a link is replaced, not written through
-        path.write_bytes(picture.getvalue())
+        figure.savefig(path, dpi=120, format="png")
     if in_kernel():
         plt.show()
     plt.close(figure)

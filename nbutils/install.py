@@ -169,11 +169,8 @@ def remove_blockers() -> None:
     for name, old in BLOCKERS.items():
         if _is_met(Requirement(f"{name}{old}")):
             print(f"Removing {name} {metadata.version(name)}: PEFT refuses to start beside it, and no lesson uses it.")
-            subprocess.run(
-                [sys.executable, "-m", "pip", "uninstall", "-y", "-q", name],
-                check=True,
-                env=without_secrets(os.environ),
-            )
+            command = [sys.executable, "-m", "pip", "uninstall", "-y", "-q", name]
+            subprocess.run(command, check=True, env=without_secrets(os.environ))
 
 
 def attached_wheels() -> Path | None:

@@ -67,7 +67,7 @@ HANDLER = RunHandler()
 
 
 def _write(place: Path, text: str) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_text(place, text)
 
 

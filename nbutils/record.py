@@ -79,10 +79,8 @@ def _write(path: Path, record: dict[str, Any]) -> dict[str, Any]:
 def _masked(value: Any) -> Any:
     """A JSON value with every text in it masked; on the text of the JSON, escaped secrets would slip through."""
     if isinstance(value, dict):
-        pairs = {
-            name: MASK if isinstance(inner, str) and KEY.fullmatch(f"{name}: {inner}") else inner
-            for name, inner in value.items()
-        }
+        texts = {name: f"{name}: {inner}" for name, inner in value.items() if isinstance(inner, str)}
+        pairs = {name: MASK if KEY.fullmatch(texts.get(name, "")) else inner for name, inner in value.items()}
         return {mask_secrets(name): _masked(inner) for name, inner in pairs.items()}
     if isinstance(value, list):
         return [_masked(inner) for inner in value]

@@ -32,11 +32,13 @@ if importlib.util.find_spec("nbutils") is None:
     OURS = "git+https://github.com/YOUR-NAME/finetune-course@v0.1.0"
     FOUND = glob(os.getenv("NBUTILS_FS_ROOT", "") + "/kaggle/input/**/nbutils*.whl", recursive=True)
     SOURCE = os.getenv("NBUTILS_SOURCE") or "\n".join(FOUND) or OURS
-    assert re.fullmatch("(?!-|.*YOUR-).+", SOURCE), f"Set NBUTILS_SOURCE: a fork or one of {FOUND}"
-    print("Installing the course from", re.sub(r"//[^/]*@|[?#].*", "//", SOURCE))
-    ALONE = ["--no-index", "-f", os.path.dirname(SOURCE)] if SOURCE.endswith(".whl") else []
+    assert re.fullmatch("(?!-|.*YOUR-).*/.*", SOURCE), (
+        "In a cell above this one: %env NBUTILS_SOURCE=git+https://github.com/YOU/YOUR-FORK@v0.1.0"
+        f" or a folder or a wheel, such as one of the attached {FOUND}")
+    print("Installing the course from", re.sub(r"(?<=//)[^/]*@|[?#].*", "", SOURCE))
+    ALONE = ["--no-index", "--only-binary=:all:", "-f", os.path.dirname(SOURCE)] * (SOURCE in FOUND)
     PIP = subprocess.run([sys.executable, "-m", "pip", "install", "-q", SOURCE, *ALONE], stderr=-1)
-    assert PIP.returncode == 0, re.sub(r"//[^/\s]*@|[?#]\S*", "//", PIP.stderr.decode())
+    assert PIP.returncode == 0, re.sub(r"(?<=//)[^/\s]*@|[?#]\S*", "", PIP.stderr.decode())
 
 # %% [markdown]
 # The dials. Leave them as they are to merge what lesson 03 trained last with this profile. `MERGE_ONTO = "dequantized"` merges into

@@ -31,11 +31,13 @@ if importlib.util.find_spec("nbutils") is None:
     OURS = "git+https://github.com/YOUR-NAME/finetune-course@v0.1.0"
     FOUND = glob(os.getenv("NBUTILS_FS_ROOT", "") + "/kaggle/input/**/nbutils*.whl", recursive=True)
     SOURCE = os.getenv("NBUTILS_SOURCE") or "\n".join(FOUND) or OURS
-    assert re.fullmatch("(?!-|.*YOUR-).+", SOURCE), f"Set NBUTILS_SOURCE: a fork or one of {FOUND}"
-    print("Installing the course from", re.sub(r"//[^/]*@|[?#].*", "//", SOURCE))
-    ALONE = ["--no-index", "-f", os.path.dirname(SOURCE)] if SOURCE.endswith(".whl") else []
+    assert re.fullmatch("(?!-|.*YOUR-).*/.*", SOURCE), (
+        "In a cell above this one: %env NBUTILS_SOURCE=git+https://github.com/YOU/YOUR-FORK@v0.1.0"
+        f" or a folder or a wheel, such as one of the attached {FOUND}")
+    print("Installing the course from", re.sub(r"(?<=//)[^/]*@|[?#].*", "", SOURCE))
+    ALONE = ["--no-index", "--only-binary=:all:", "-f", os.path.dirname(SOURCE)] * (SOURCE in FOUND)
     PIP = subprocess.run([sys.executable, "-m", "pip", "install", "-q", SOURCE, *ALONE], stderr=-1)
-    assert PIP.returncode == 0, re.sub(r"//[^/\s]*@|[?#]\S*", "//", PIP.stderr.decode())
+    assert PIP.returncode == 0, re.sub(r"(?<=//)[^/\s]*@|[?#]\S*", "", PIP.stderr.decode())
 
 # %% [markdown]
 # The dials. `FOLDER` is a model folder to serve instead of the one lesson 04 left, also one of its exports (fp8, w4a16); `PORT` 0 takes
@@ -238,7 +240,8 @@ print(questions[0][-1]["content"], "\n->", response.choices[0].message.content)
 
 # %% [markdown]
 # The same from a terminal, and the page that lists everything the server understands (its OpenAPI description, to be tried out there).
-# Where a key is needed, it is `server.api_key`: put it into your own variable, never into a notebook.
+# vLLM asks for a key, `server.api_key`. To know it in a terminal too, choose one yourself: set `VLLM_API_KEY` there and for Jupyter
+# before you start it. Never write it into a notebook.
 
 # %%
 import json, shlex

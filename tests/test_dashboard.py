@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nbutils import dashboard
+from nbutils.errors import CourseError
 from nbutils.hardware import Choice
 
 
@@ -84,10 +85,15 @@ def test_bars_of_libraries_are_calm_where_no_one_watches(
     assert ("short work" in capsys.readouterr().err) != calm
 
 
-def test_a_picture_is_not_drawn_through_a_link(tmp_path: Path) -> None:
+def test_a_picture_is_drawn_over_no_file_of_the_users(tmp_path: Path) -> None:
     import matplotlib.pyplot as plt
 
-    (tmp_path / "thesis").write_text("mine")
-    (tmp_path / "loss.png").symlink_to(tmp_path / "thesis")
-    dashboard.show_figure(plt.figure(), tmp_path / "loss.png")
-    assert (tmp_path / "thesis").read_text() == "mine" and (tmp_path / "loss.png").read_bytes()[1:4] == b"PNG"
+    (tmp_path / "mine.png").write_text("mine")
+    (tmp_path / "link.png").symlink_to(tmp_path / "mine.png")
+    for name in ("mine.png", "link.png"):
+        with pytest.raises(CourseError, match="not drawn here"):
+            dashboard.show_figure(plt.figure(), tmp_path / name)
+    assert (tmp_path / "mine.png").read_text() == "mine"
+    for _ in range(2):
+        dashboard.show_figure(plt.figure(), tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes()[1:4] == b"PNG"

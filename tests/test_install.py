@@ -237,7 +237,7 @@ def test_the_setup_cell_installs_the_attached_wheel_from_its_folder(
 ) -> None:
     [words] = set_up(monkeypatch)
     wheel = kaggle / WHEEL
-    assert words[3:] == ["install", "-q", str(wheel), "--no-index", "-f", str(kaggle)]
+    assert words[3:] == ["install", "-q", str(wheel), "--no-index", "--only-binary=:all:", "-f", str(kaggle)]
 
 
 def test_nbutils_source_wins_over_an_attached_wheel(kaggle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,6 +251,15 @@ def test_the_setup_cell_installs_from_no_address_that_nobody_owns(
 ) -> None:
     monkeypatch.setenv("NBUTILS_FS_ROOT", str(kaggle))
     monkeypatch.setattr(subprocess, "run", lambda *words, **options: pytest.fail("nothing may be installed"))
+    with pytest.raises(AssertionError, match="NBUTILS_SOURCE"):
+        set_up(monkeypatch)
+
+
+@pytest.mark.parametrize("source", ["nbutils", "--index-url=http://evil/", "a/b\nc/d"])
+def test_the_setup_cell_takes_no_bare_name_and_no_option(
+    kaggle: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setenv("NBUTILS_SOURCE", source)
     with pytest.raises(AssertionError, match="NBUTILS_SOURCE"):
         set_up(monkeypatch)
 

@@ -73,7 +73,9 @@ def check(
         )
     if out and out.is_dir() and (there := sorted(one.name for one in out.iterdir() if not _ours(one))):
         raise CourseError(
-            f"{out} holds {', '.join(there[:3])}.", "a new or empty folder for --out", "choose another folder"
+            f"{out} holds {', '.join(there[:3])}.",
+            "a new or empty folder for --out",
+            "choose another folder, or remove what is in it; nothing was written",
         )
     with contextlib.redirect_stdout(sys.stderr):  # what the rooms say meanwhile is no part of the report
         return _check(sources, settings(0.1, columns, near, repair), model, max_length, out, rejected)
