@@ -69,9 +69,10 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     found = compare.of_names(runs)
     if out:
         compare.plot(found, out / "compare.png")
-        click.echo(f"curves: {out / 'compare.png'}", err=True)
     whole = {"differing": compare.differing(found), "runs": found}
     print(json.dumps(whole, indent=2, ensure_ascii=False)) if as_json else compare.show(found)
+    if out and not as_json:
+        print(f"curves: {out / 'compare.png'}")
 
 
 @app.command()
