@@ -32,7 +32,7 @@ from packaging.utils import canonicalize_name  # noqa: E402
 
 from nbutils import DISTRIBUTION  # noqa: E402
 from nbutils.install import CONFLICT, FREE, MARKER, is_platforms_own  # noqa: E402
-from nbutils.paths import write_json  # noqa: E402
+from nbutils.paths import read_json, write_json  # noqa: E402
 
 IMAGES = ROOT / "tests/images"
 KAGGLE = (IMAGES / "colab-2026-08.txt", IMAGES / "kaggle-2026-09.txt")  # Kaggle's image is built from Colab's
@@ -139,7 +139,7 @@ def fetch(pins: list[str], target: Target, folder: Path) -> None:
 def _others(folder: Path) -> list[str]:
     """What a folder holds beside the wheels that an earlier build listed."""
     marker = folder / MARKER
-    files = json.loads(marker.read_text(encoding="utf-8"))["files"] if marker.exists() else []
+    files = read_json(marker)["files"] if marker.exists() else []
     return sorted({one.name for one in folder.iterdir()} - {MARKER, *(file["name"] for file in files)})
 
 

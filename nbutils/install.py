@@ -191,12 +191,13 @@ def attached_wheels() -> Path | None:
 
 def _fits(marker: Path, listed: dict[str, Any]) -> bool:
     """Whether wheels are for this Python; a line if they are not."""
-    if listed["python"] != _python():
-        print(
-            f"The attached {marker.parent} is for Python {listed['python']} and not used: this is {_python()} "
-            f"(`make wheels PYTHON_VERSION={_python()}` builds the right one)."
-        )
-    return bool(listed["python"] == _python())
+    if listed["python"] == _python():
+        return True
+    print(
+        f"The attached {marker.parent} is for Python {listed['python']} and not used: this is {_python()} "
+        f"(`make wheels PYTHON_VERSION={_python()}` builds the right one)."
+    )
+    return False
 
 
 def _python() -> str:

@@ -292,7 +292,7 @@ def _take_over(run: RunFolder, folders: platforms.Folders, values: Mapping[str, 
     """Copy data and record of this run from where an earlier start left them: an attached output, a former keep."""
     for store in checkpoints.stores(folders, run.name)[2:]:  # after those of scratch and keep
         former = RunFolder(store.parent)
-        attached = bool(folders.inputs and store.is_relative_to(folders.inputs))
+        attached = folders.is_attached(store)
         if attached and any(place.is_symlink() for place in (store, former.path, former.data, former.facts)):
             print(f"{former.path} is not taken over: a part of it is a link, which could lead anywhere")
             continue

@@ -23,19 +23,18 @@
 # Takes 3 minutes with the tiny model. The first time, building the serving environment adds some minutes and 3 GB of disk (12 GB with a card).
 
 # %% [markdown]
-# The next cell installs the course where it is missing; on a machine that has it, it does nothing.
+# The next cell installs the course where it is missing; on a machine that has it, it does nothing. If it stops, say where from in a
+# cell above it: `%env NBUTILS_SOURCE=git+https://github.com/YOU/YOUR-FORK@v0.1.0`, or a folder, or one of the wheels it found.
 
 # %% tags=["setup"]
-import importlib.util, os, re, subprocess, sys; from glob import glob
+import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path, sep
 if importlib.util.find_spec("nbutils") is None:
     OURS = "git+https://github.com/YOUR-NAME/finetune-course@v0.1.0"
-    FOUND = glob(os.getenv("NBUTILS_FS_ROOT", "") + "/kaggle/input/**/nbutils*.whl", recursive=True)
-    SOURCE = os.getenv("NBUTILS_SOURCE") or "\n".join(FOUND) or OURS
-    assert re.fullmatch("(?!-|.*YOUR-).*/.*", SOURCE), (
-        "In a cell above this one: %env NBUTILS_SOURCE=git+https://github.com/YOU/YOUR-FORK@v0.1.0"
-        f" or a folder or a wheel, such as one of the attached {FOUND}")
+    ALL = glob(getenv("NBUTILS_FS_ROOT", "") + sep + "kaggle/input/**/nbutils*.whl", recursive=True)
+    SOURCE = getenv("NBUTILS_SOURCE") or "\n".join(ALL) or OURS
+    assert re.fullmatch("(?!-|.*YOUR-).*/.*", SOURCE), f"Set NBUTILS_SOURCE, see above; found {ALL}"
     print("Installing the course from", re.sub(r"(?<=//)[^/]*@|[?#].*", "", SOURCE))
-    ALONE = ["--no-index", "--only-binary=:all:", "-f", os.path.dirname(SOURCE)] * (SOURCE in FOUND)
+    ALONE = ["--no-index", "--only-binary=:all:", "-f", path.dirname(SOURCE)] * (SOURCE in ALL)
     PIP = subprocess.run([sys.executable, "-m", "pip", "install", "-q", SOURCE, *ALONE], stderr=-1)
     assert PIP.returncode == 0, re.sub(r"(?<=//)[^/\s]*@|[?#]\S*", "", PIP.stderr.decode())
 

@@ -402,6 +402,23 @@ def test_restore_unpacks_the_newest_whole_one_into_a_new_folder(runs: Path, tmp_
     assert status == 1 and "exists already" in said
 
 
+def test_restore_makes_the_folders_above(runs: Path, tmp_path: Path) -> None:
+    assert say("restore", "demo", "--to", str(tmp_path / "new/sub/x"))[0] == 0
+    assert [place.name for place in (tmp_path / "new/sub").iterdir()] == ["x"]
+
+
+def test_a_checkpoint_with_links_of_its_own_is_packed_as_files(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-7"
+    folder.mkdir()
+    (folder / "a").write_text("x")
+    (folder / "b").symlink_to("a")
+    os.link(folder / "a", folder / "c")
+    (tmp_path / "store").mkdir()
+    kept = checkpoints.pack(folder, tmp_path / "store", MARK)
+    unpacked = checkpoints.unpack(kept, tmp_path / "new")
+    assert checkpoints.defect(kept) is None and {place.read_text() for place in unpacked.iterdir()} == {"x"}
+
+
 def test_a_run_or_a_step_that_is_not_there_is_told(runs: Path, tmp_path: Path) -> None:
     status, said = say("list", "dmeo")
     assert status == 1 and "no run 'dmeo'" in said and "demo" in said

@@ -82,7 +82,7 @@ def check(
 
 
 def _ours(file: Path) -> bool:
-    """Whether nothing is lost when a file is written anew: it is not there, or an earlier list of rejected rows."""
+    """Whether nothing is lost when a file is written anew: it is missing, empty, or an earlier list of such rows."""
     if not os.path.lexists(file):
         return True
     if file.is_symlink() or not file.is_file():

@@ -36,6 +36,10 @@ class Folders:
     lasting: bool = True
     remark: str = ""
 
+    def is_attached(self, place: Path) -> bool:
+        """Whether a place lies in the inputs: anybody may have made what is there."""
+        return self.inputs is not None and place.is_relative_to(self.inputs)
+
 
 @dataclass(frozen=True)
 class Layout:

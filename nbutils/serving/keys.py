@@ -13,7 +13,7 @@ from nbutils.errors import CourseError
 from nbutils.serving import ports
 
 VARIABLE = "VLLM_API_KEY"
-LOOPBACK = ("127.0.0.1", "localhost")
+LOOPBACK = platforms.network.THIS_MACHINE
 NO_KEY = "none-is-checked"  # what a client sends where no key is needed: it must send something
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,6 +15,7 @@ from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from urllib.request import Request
 
 import psutil
@@ -29,7 +29,6 @@ from nbutils.serving.server import Server
 
 NOTE = "server.json"  # in the run folder
 AT_ONCE = 32
-THIS_MACHINE = re.compile(r"http://(127\.0\.0\.1|localhost):\d{1,5}/v1")
 LONGEST = 1 << 20  # bytes of an answer: whatever listens there by now need not be a server of ours
 
 
@@ -89,20 +88,14 @@ def running(run: Path, folder: Path) -> Running | None:
         noted = Running(**read_json(run / NOTE))
         same = Path(noted.folder) == folder.absolute() and noted.stamp == stamp(folder) and noted.stamp is not None
         return noted if same and noted.engine.startswith("vllm") and _serves(noted) else None
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        HTTPException,
-    ):  # whatever else listens there by now
+    # Whatever else listens there by now may answer anything.
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, HTTPException):
         return None
 
 
 def _serves(noted: Running) -> bool:
     """Whether the one who answers there, on this machine, loaded that folder."""
-    if not THIS_MACHINE.fullmatch(noted.url):
+    if noted.url not in [f"http://{host}:{urlsplit(noted.url).port}/v1" for host in keys.LOOPBACK]:
         return False
     key = own_key(noted)
     request = Request(f"{noted.url}/models", headers={"Authorization": f"Bearer {key}"} if key else {})
@@ -117,7 +110,7 @@ def own_key(noted: Running) -> str | None:
     Anyone could write a note, or listen there by now; neither is sent a key.
     """
     with suppress(psutil.Error, OSError):
-        process, port = psutil.Process(noted.pid), int(noted.url.rsplit(":", 1)[1].split("/")[0])
+        process, port = psutil.Process(noted.pid), urlsplit(noted.url).port
         family = {process.pid, *(child.pid for child in process.children(recursive=True))}
         sockets = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
         listening = {one.pid for one in sockets if one.laddr and one.laddr.port == port}

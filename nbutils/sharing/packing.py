@@ -71,9 +71,10 @@ def _is_ours(file: Path, folder: Path) -> bool:
     """Whether a file is an archive that was made of a folder of this name."""
     try:
         with tarfile.open(file, "r:") as tar:
-            first = tar.next()  # the tars of others have owners and times
-            anonymous = first is not None and not (first.mtime or first.uid or first.gid or first.uname)
-            return first is not None and anonymous and first.name.startswith(f"{folder.name}/")
+            first = tar.next()
+            if first is None or first.mtime or first.uid or first.gid or first.uname:  # as the tars of others have
+                return False
+            return first.name.startswith(f"{folder.name}/")
     except (OSError, tarfile.TarError):
         return False
 

@@ -54,9 +54,7 @@ def resume_point(lesson: Lesson, mark: dict[str, Any], resume: str) -> Path | No
     if best is None:
         checkpoints.clear(sealed(lesson))
         return None
-    inputs = lesson.folders.inputs
-    attached = bool(inputs and best.archive.is_relative_to(inputs))
-    whose = ", which is attached: go on only if it is yours" if attached else ""
+    whose = ", which is attached: go on only if it is yours" if lesson.folders.is_attached(best.archive) else ""
     print(f"continuing from step {best.step}, kept in {best.archive.parent}{whose}")
     if step is not None:
         _set_later_aside(lesson, best)
