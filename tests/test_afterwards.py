@@ -114,7 +114,7 @@ class _Take(BaseHTTPRequestHandler):
     server: Service
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
         self.server.got.append(body | {"path": self.path, "token": self.headers["Authorization"]})
         threading.Event().wait(self.server.delay)
         self.send_response(self.server.status)

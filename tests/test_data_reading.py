@@ -1014,16 +1014,11 @@ def test_a_value_that_every_row_of_a_parquet_file_repeats_takes_bounded_memory(t
     assert count == 120 and peak < 600 << 20 and pyarrow.default_memory_pool().max_memory() < 1200 << 20
 
 
-def test_a_zstd_file_that_grows_a_thousandfold_is_read_in_time(tmp_path: Path) -> None:
-    path = tmp_path / "bomb.jsonl.zst"
-    path.write_bytes(zstandard.ZstdCompressor().compress(b'{"a": "' + bytes(1 << 28)))
-    assert all(isinstance(row, RowError) for row in read_rows(path))
-
-
-def test_a_table_of_many_columns_is_read_in_time(tmp_path: Path) -> None:
+def test_a_table_of_many_columns_does_not_hang(tmp_path: Path) -> None:
     path = tmp_path / "wide.csv"
     path.write_text(",".join(f"c{number % 99_999}" for number in range(100_000)) + "\n", encoding="utf-8")
-    assert list(read_rows(path)) == []
+    code = f"from nbutils.data import reading; assert list(reading.read_rows({str(path)!r})) == []"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)  # with all pairs compared: minutes
 
 
 def test_a_pipe_is_no_data_file(tmp_path: Path) -> None:

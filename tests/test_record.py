@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,9 +138,11 @@ def test_a_source_that_is_a_folder_and_the_place_of_a_token_are_shown(monkeypatc
     assert "NBUTILS_SOURCE" not in masking.without_secrets(os.environ)
 
 
-def test_text_without_end_is_masked_in_time() -> None:
-    for text in ("eyJ", "hf_", "sk-", "-----BEGIN PRIVATE KEY-----", "wandb", "?key="):
-        assert len(masking.mask_secrets(text * 30_000)) > 0
+def test_a_long_text_does_not_hang() -> None:
+    code = "from nbutils.masking import mask_secrets as mask\n" + "".join(
+        f"mask({text!r} * 100_000);" for text in ("eyJ", "hf_", "sk-", "wandb", "?key=", "//")
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)  # looked at from every eyJ: minutes
 
 
 def test_an_error_shows_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
