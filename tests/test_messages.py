@@ -1,0 +1,57 @@
+"""The catalogue of messages and the code that uses it agree: no unknown code, no unused entry, no missing value."""
+
+from __future__ import annotations
+
+import ast
+import string
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nbutils import errors
+
+PACKAGE = Path(errors.__file__).parent
+CATALOGUE = {
+    f"{file.stem}.{name}": entry
+    for file in sorted((errors.MESSAGES / "en").glob("*.yaml"))
+    for name, entry in (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).items()
+}
+
+
+def raised() -> dict[str, list[tuple[str, set[str] | None]]]:
+    """Every code in the source, with where it is raised and the names of its values (None: passed as **values)."""
+    found: dict[str, list[tuple[str, set[str] | None]]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not (
+                isinstance(node, ast.Call) and getattr(node.func, "id", "") == "CourseError" and len(node.args) == 1
+            ):
+                continue
+            if isinstance(node.args[0], ast.Constant):
+                names = {word.arg for word in node.keywords}
+                place = f"{file.relative_to(PACKAGE)}:{node.lineno}"
+                found.setdefault(str(node.args[0].value), []).append((place, None if None in names else names))  # type: ignore[arg-type]
+    return found
+
+
+RAISED = raised()
+
+
+@pytest.mark.parametrize("code", sorted(RAISED))
+def test_each_code_has_texts_for_its_values(code: str) -> None:
+    assert code in CATALOGUE, f"{RAISED[code]} raises {code}, which no file of messages/en has"
+    entry = CATALOGUE[code]
+    assert set(entry) == {"seen", "allowed", "todo"} and all(entry.values()), code
+    wanted = {
+        name.split(".")[0].split("[")[0]
+        for part in entry.values()
+        for _, name, _, _ in string.Formatter().parse(part)
+        if name
+    }
+    for place, given in RAISED[code]:
+        assert given is None or given == wanted, f"{place} gives {given}, the text wants {wanted}"
+
+
+def test_no_entry_is_left_over() -> None:
+    assert sorted(set(CATALOGUE) - set(RAISED)) == []
