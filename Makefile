@@ -5,16 +5,19 @@ PY := $(VENV)/bin/python
 # This exact torch first: on machines whose pip knows a CPU build, it is the one taken, and nothing later replaces it.
 TORCH := torch==2.13.0
 
-.PHONY: course test test-fast test-gpu sync lint bench wheels clean
+.PHONY: course test test-fast test-long test-gpu sync lint bench wheels clean
 
 course: $(VENV)/ready .venv-serve/ready.json  ## lessons 01-05, headless
 	$(PY) -m nbutils run $(ARGS)
 
 test: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## every test but those that need a GPU
-	$(PY) -m pytest -m "not gpu" $(ARGS)
+	$(PY) -m pytest -m "not gpu and not long" $(ARGS)
+
+test-long: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## before a release: kills, all exports, all installs
+	$(PY) -m pytest -m long $(ARGS)
 
 test-fast: $(VENV)/ready  ## some minutes: no lesson, no server, no installation
-	$(PY) -m pytest -m "not gpu and not notebook and not serve and not install" $(ARGS)
+	$(PY) -m pytest -m "not gpu and not notebook and not serve and not install and not long" $(ARGS)
 
 test-gpu: $(VENV)/ready  ## needs a CUDA card
 	$(PY) -m pytest -m gpu $(ARGS)

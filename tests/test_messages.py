@@ -19,19 +19,17 @@ CATALOGUE = {
 }
 
 
-def raised() -> dict[str, list[tuple[str, set[str] | None]]]:
-    """Every code in the source, with where it is raised and the names of its values (None: passed as **values)."""
-    found: dict[str, list[tuple[str, set[str] | None]]] = {}
+def raised() -> dict[str, list[tuple[str, set[str | None]]]]:
+    """Every code in the source, with where it is raised and the names of its values (None among them: **values)."""
+    found: dict[str, list[tuple[str, set[str | None]]]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if not (
-                isinstance(node, ast.Call) and getattr(node.func, "id", "") == "CourseError" and len(node.args) == 1
-            ):
+            if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "CourseError":
                 continue
-            if isinstance(node.args[0], ast.Constant):
-                names = {word.arg for word in node.keywords}
+            if len(node.args) == 1 and isinstance(node.args[0], ast.Constant):
                 place = f"{file.relative_to(PACKAGE)}:{node.lineno}"
-                found.setdefault(str(node.args[0].value), []).append((place, None if None in names else names))  # type: ignore[arg-type]
+                names = {word.arg for word in node.keywords}
+                found.setdefault(str(node.args[0].value), []).append((place, names))
     return found
 
 
@@ -43,14 +41,10 @@ def test_each_code_has_texts_for_its_values(code: str) -> None:
     assert code in CATALOGUE, f"{RAISED[code]} raises {code}, which no file of messages/en has"
     entry = CATALOGUE[code]
     assert set(entry) == {"seen", "allowed", "todo"} and all(entry.values()), code
-    wanted = {
-        name.split(".")[0].split("[")[0]
-        for part in entry.values()
-        for _, name, _, _ in string.Formatter().parse(part)
-        if name
-    }
+    fields = [name for part in entry.values() for _, name, _, _ in string.Formatter().parse(part) if name]
+    wanted = {name.split(".")[0].split("[")[0] for name in fields}
     for place, given in RAISED[code]:
-        assert given is None or given == wanted, f"{place} gives {given}, the text wants {wanted}"
+        assert None in given or given == wanted, f"{place} gives {given}, the text wants {wanted}"
 
 
 def test_no_entry_is_left_over() -> None:
