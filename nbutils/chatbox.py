@@ -218,12 +218,10 @@ class Box:
 
 def _explain(problem: Exception) -> str:
     """What went wrong, and what to do."""
-    from openai import APIConnectionError, AuthenticationError, BadRequestError
+    from openai import APIConnectionError, BadRequestError
 
     if isinstance(problem, APIConnectionError):
         return "The server does not answer. Is it still running? Start it again, then send this once more."
-    if isinstance(problem, AuthenticationError):
-        return "The server asks for its key: make the client with server.client()."
     if isinstance(problem, BadRequestError):
         return f"The server does not take this: {problem.message} Try a shorter message or a new chat."
     return f"{type(problem).__name__}: {problem}"

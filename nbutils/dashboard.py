@@ -22,6 +22,8 @@ ACCENT = "var(--jp-brand-color1, #2979c9)"
 ALARM = "var(--jp-warn-color1, #e07b00)"
 WIDTH, HEIGHT, POINTS = 760, 96, 160  # of the live curve
 LIVE_LINE = re.compile(r"(training|step|trained) \d|\[WARN\]|out of memory |.* Saving at step ")
+Parts = Mapping[str, str]  # live numbers by their names
+Reach = tuple[int, int]  # the step, and the last step
 Losses = Sequence[tuple[int, float]]  # step and loss
 
 
@@ -130,14 +132,7 @@ class LivePanel:
         self.handle: Any = None
         self.cell = -1
 
-    def draw(
-        self,
-        parts: Mapping[str, str],
-        reach: tuple[int, int],
-        losses: Losses,
-        notes: Sequence[str],
-        validation: Losses = (),
-    ) -> None:
+    def draw(self, parts: Parts, reach: Reach, losses: Losses, notes: Sequence[str], validation: Losses = ()) -> None:
         """Draw it again, below the running cell the first time."""
         from IPython.display import display
 
@@ -149,23 +144,17 @@ class LivePanel:
             self.handle.update(page, raw=True)
 
 
-def live_line(parts: Mapping[str, str]) -> str:
+def live_line(parts: Parts) -> str:
     """The numbers in one line."""
     formats = {"memory": "{1}", "tokens/s": "{1} {0}", "left": "{1} {0}", "skipped": "{1} {0}"}
     return " · ".join(formats.get(name, "{0} {1}").format(name, text) for name, text in parts.items())
 
 
-def live_page(
-    parts: Mapping[str, str],
-    reach: tuple[int, int],
-    losses: Losses,
-    notes: Sequence[str],
-    validation: Losses = (),
-) -> str:
-    """The numbers, notes and curve as HTML; `reach` is the step and the last step."""
-    percent, curve = 100 * reach[0] / max(reach[1], 1), _loss_curve(losses, reach[1], validation)
-    size = {"width": WIDTH, "height": HEIGHT}
-    return render_html("live.html", parts=parts, percent=percent, notes=notes, curve=curve, **size)
+def live_page(parts: Parts, reach: Reach, losses: Losses, notes: Sequence[str], validation: Losses = ()) -> str:
+    """The numbers, notes and curve as HTML."""
+    numbers = {"parts": parts, "percent": 100 * reach[0] / max(reach[1], 1), "notes": notes}
+    curve = _loss_curve(losses, reach[1], validation)
+    return render_html("live.html", **numbers, curve=curve, width=WIDTH, height=HEIGHT)
 
 
 def _loss_curve(losses: Losses, steps: int, validation: Losses) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """One training on several GPUs of one machine: which process this is, how a lesson is launched, how runs compare.
 
-torchrun numbers the processes in the environment. Rank 0, the main process, prepares, prints and writes; the others
-compute along. Where no launcher started this process there is one, and nothing here does anything.
-accelerate's PartialState is not used: `join` runs before lesson 03 has installed it, and its barriers would add an
-error of every other process to the main one's.
+torchrun numbers the processes; rank 0, the main process, prepares, prints and writes. Without torchrun all of this does
+nothing. accelerate's PartialState is not used: `join` runs before a lesson has installed it, and after an error of the
+main process its barriers would add one of every other process.
 """
 
 from __future__ import annotations
@@ -77,20 +76,16 @@ def join() -> None:
         os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     import torch
 
-    _check_process_count(torch.cuda.device_count())
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", world_size())), torch.cuda.device_count()
+    if local != world_size():
+        raise CourseError("scaling.several_machines", processes=world_size())
+    if 0 < gpus < local:
+        raise CourseError("scaling.more_processes_than_gpus", processes=local, gpus=gpus)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank())
     if not torch.distributed.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         torch.distributed.init_process_group(backend, timeout=TIMEOUT)
-
-
-def _check_process_count(gpus: int) -> None:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
-    if local != world_size():
-        raise CourseError("scaling.several_machines", processes=world_size())
-    if 0 < gpus < local:
-        raise CourseError("scaling.more_processes_than_gpus", processes=local, gpus=gpus)
 
 
 @contextmanager

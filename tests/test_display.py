@@ -103,7 +103,10 @@ def test_bars_of_libraries_are_calm_where_no_one_watches(
 
 
 class Client:
-    """An OpenAI client whose server streams words, `pace` seconds apart, once `wake` is set; it takes `room` messages."""
+    """An OpenAI client whose server streams words, `pace` seconds apart; it takes at most `room` messages.
+
+    A silent one waits for `wake`, before or after it takes the question.
+    """
 
     def __init__(self, words: str = "one two three", pace: float = 0.0, room: int = 99, silent: str = "") -> None:
         self.words, self.pace, self.room, self.silent = words.split(" "), pace, room, silent
@@ -260,7 +263,6 @@ def test_stop_closes_the_connection_to_a_real_server_that_is_silent() -> None:
     ("problem", "shown"),
     [
         (openai.APIConnectionError(request=httpx.Request("POST", "http://x")), "Is it still running?"),
-        (http_error(401, openai.AuthenticationError, "no"), "asks for its key"),
         (http_error(400, openai.BadRequestError, "8 tokens"), "8 tokens"),
         (ValueError("odd"), "ValueError: odd"),
     ],

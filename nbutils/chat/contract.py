@@ -84,8 +84,6 @@ def check_contract(
 def _notes(fitted: Fitting, stops: set[int]) -> Iterator[str]:
     """What a learner should know although nothing is broken."""
     view = fitted.view
-    if len(fitted.examples) > len(fitted.kept):
-        yield "each answer of a row with several is trained, as an example of its own"
     if view.tokenizer.pad_token_id in stops:
         yield "padding is also the stop token: a collator that masks padding by its id would hide it (TRL's does not)"
     if view.has_thinking_modes():
@@ -112,23 +110,29 @@ def _check_example(view: View, example: Example, row: Row, stops: set[int]) -> s
     for turn, start, end in zip(example.turns, example.shared, [*example.shared[1:], len(ids)], strict=True):
         stop = first_stop(ids, stops, start, end)
         if stop == end:
-            last = max(
-                (at for at in range(start, end) if example.trained[at] and not view.blank(ids[at])), default=start
-            )
+            trained = [at for at in range(start, end) if example.trained[at] and not view.blank(ids[at])]
+            last = _token_name(view, ids, trained[-1] if trained else start)
             names = ", ".join(repr(_decode(view, [stop])) for stop in sorted(stops)) or "nothing"
-            raise CourseError("chat.no_stop_token", row=number, last=_token_name(view, ids, last), stops=names)
+            raise CourseError("chat.no_stop_token", row=number, last=last, stops=names)
         if missing := _missing_part(view.tokenizer, messages[turn], _decode(view, ids[start:stop])):
             if (text := _decode(view, [ids[stop]])) in str(messages[turn].get("content")):
                 raise CourseError("chat.stop_token_in_answer", row=number, stop=text)
             raise CourseError("chat.answer_changed", row=number, part=missing)
         expected[start : stop + 1] = b"\1" * (stop + 1 - start)
         found.add(ids[stop])
-    if expected != example.trained:
-        for at, (mask, wanted) in enumerate(zip(example.trained, expected, strict=True)):
-            if mask != wanted and not view.blank(ids[at]):
-                what = "is no part of an answer, and is trained" if mask else "is part of an answer, and is not trained"
-                raise CourseError("chat.wrong_loss_mask", row=number, token=_token_name(view, ids, at), what=what)
+    _require_mask(view, example, expected)
     return found
+
+
+def _require_mask(view: View, example: Example, expected: bytearray) -> None:
+    """Every token of the answers carries the loss, and no other does; white space aside."""
+    if expected == example.trained:
+        return
+    for at, (mask, wanted) in enumerate(zip(example.trained, expected, strict=True)):
+        if mask != wanted and not view.blank(example.ids[at]):
+            what = "is no part of an answer, and is trained" if mask else "is part of an answer, and is not trained"
+            token = _token_name(view, example.ids, at)
+            raise CourseError("chat.wrong_loss_mask", row=example.row, token=token, what=what)
 
 
 def _require_prompts(view: View, example: Example, row: Row) -> None:

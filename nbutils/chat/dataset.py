@@ -27,17 +27,17 @@ SHOWN = 5  # rows that are left out
 
 
 class Long(NamedTuple):
-    """A row over the limit: its number (from 1), its tokens, how many are cut, and whether the stop token is."""
+    """A row that is left out: its number (from 1), its tokens, and how many are too many."""
 
     row: int
     tokens: int
     cut: int
-    stop_lost: bool
+    stop_lost: bool = True
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """The rows that keep all their stop tokens, and those over the limit; of a kept row only white space is cut."""
+    """The rows that keep their stop tokens, and those that would not; of a kept row only white space is ever cut."""
 
     form: Choice
     max_length: int
@@ -50,15 +50,13 @@ class Fitting:
     examples: list[Example] = field(repr=False)  # those of the kept rows
 
     def __str__(self) -> str:
-        total, left_out = len(self.kept) + len(self.left_out), [one for one in self.long if one.stop_lost]
-        if not left_out:
+        total, count = len(self.kept) + len(self.long), len(self.long)
+        if not count:
             limit = f"max_length is {self.max_length}" if self.max_length else "there is no limit"
             return f"all {total} rows fit: the longest has {self.longest} tokens, {limit}"
-        lines = [
-            f"{len(left_out)} of {total} rows are LEFT OUT: max_length {self.max_length} cuts their stop token off"
-        ]
-        lines += [f"  row {one.row}: {one.tokens} tokens, {one.cut} too many" for one in left_out[:SHOWN]]
-        lines += [f"  and {len(left_out) - SHOWN} more"] if len(left_out) > SHOWN else []
+        lines = [f"{count} of {total} rows are LEFT OUT: max_length {self.max_length} would cut off their stop token"]
+        lines += [f"  row {one.row}: {one.tokens} tokens, {one.cut} too many" for one in self.long[:SHOWN]]
+        lines += [f"  and {count - SHOWN} more"] if count > SHOWN else []
         lines += [f"  to train them raise train.max_length to {self.longest} (memory grows with it), or shorten them"]
         return "\n".join(lines)
 
@@ -69,10 +67,9 @@ class Fitting:
 
     def write(self, folder: Path) -> Path:
         """Write the rows that are left out, with their numbers, to too_long.jsonl; empty without any."""
-        left_out = [one for one in self.long if one.stop_lost]
         lines = [
             json.dumps({"row": one.row, "tokens": one.tokens, "cut": one.cut} | row, ensure_ascii=False) + "\n"
-            for one, row in zip(left_out, self.left_out, strict=True)
+            for one, row in zip(self.long, self.left_out, strict=True)
         ]
         write_text(folder / FILE, "".join(lines))
         return folder / FILE
@@ -96,35 +93,25 @@ def fitting(
         raise CourseError("chat.no_rows")
     view = View(tokenizer, choice.value, thinking, stop_ids)
     examples = view.encode_all(rows)
-    long = _over_limit(view, examples, max_length)
-    lost = {one.row for one in long if one.stop_lost}
     longest = max(len(example.ids) for example in examples)
-    if len(lost) == len(rows):
+    long: dict[int, Long] = {}
+    for example in sorted(examples, key=lambda example: (example.row, len(example.ids))):
+        if 0 < max_length <= last_place(view, example):
+            long[example.row] = Long(example.row, len(example.ids), len(example.ids) - max_length)
+    if len(long) == len(rows):
         raise CourseError("chat.all_rows_too_long", rows=len(rows), max_length=max_length, longest=longest)
-    numbers = [number for number in range(1, len(rows) + 1) if number not in lost]
+    numbers = [number for number in range(1, len(rows) + 1) if number not in long]
     return Fitting(
         form=choice,
         max_length=max_length,
         kept=[rows[number - 1] for number in numbers],
         numbers=numbers,
-        long=long,
+        long=tuple(long.values()),
         longest=longest,
-        left_out=[rows[number - 1] for number in sorted(lost)],
+        left_out=[rows[number - 1] for number in long],
         view=view,
-        examples=[example for example in examples if example.row not in lost],
+        examples=[example for example in examples if example.row not in long],
     )
-
-
-def _over_limit(view: View, examples: list[Example], max_length: int) -> tuple[Long, ...]:
-    """Rows over the limit; of a row with several examples, one that loses its stop token, or else the longest."""
-    long: dict[int, Long] = {}
-    for example in examples:
-        tokens = len(example.ids)
-        if 0 < max_length < tokens:
-            one = Long(example.row, tokens, tokens - max_length, last_place(view, example) >= max_length)
-            longest = max(long.get(example.row, one), one, key=lambda long: (long.stop_lost, long.tokens))
-            long[example.row] = longest
-    return tuple(long.values())
 
 
 def last_place(view: View, example: Example) -> int:

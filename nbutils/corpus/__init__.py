@@ -13,12 +13,6 @@ from nbutils.corpus.pretraining import (
 from nbutils.corpus.samples import sample_rows, write_samples
 
 __all__ = [
-    "CHAT_TEMPLATE",
-    "build_tokenizer",
-    "chat",
-    "finished_training",
-    "pretraining_texts",
-    "sample_rows",
-    "token_rows",
+    "CHAT_TEMPLATE", "build_tokenizer", "chat", "finished_training", "pretraining_texts", "sample_rows", "token_rows",
     "write_samples",
-]
+]  # fmt: skip

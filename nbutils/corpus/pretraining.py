@@ -30,7 +30,7 @@ from nbutils.corpus.samples import (
     draw_message,
     draw_scene,
     number_word,
-)
+)  # fmt: skip
 from nbutils.errors import CourseError
 
 if TYPE_CHECKING:
