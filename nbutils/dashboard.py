@@ -40,17 +40,22 @@ def render_html(template: str, **values: Any) -> str:
     return str(_templates().get_template(template).render(accent=ACCENT, alarm=ALARM, **values))
 
 
-def show_table(rows: Sequence[dict[str, Any]], title: str = "", text: str = "") -> None:
-    """A table: HTML in a notebook; in a script `text`, or else one line per entry."""
-    if not text:
-        entries = ["".join(f"  {name}: {value}\n" for name, value in row.items()) for row in rows]
-        text = "\n".join([title, *entries] if title else entries)
+def show(template: str, text: str, **values: Any) -> None:
+    """A page of templates/ in a notebook; `text` in a terminal."""
     if not in_kernel():
         print(text)
         return
     from IPython.display import display
 
-    display({"text/html": render_html("table.html", rows=rows, title=title), "text/plain": text}, raw=True)
+    display({"text/html": render_html(template, **values), "text/plain": text}, raw=True)
+
+
+def show_table(rows: Sequence[dict[str, Any]], title: str = "", text: str = "") -> None:
+    """A table: HTML in a notebook; in a script `text`, or else one line per entry."""
+    if not text:
+        entries = ["".join(f"  {name}: {value}\n" for name, value in row.items()) for row in rows]
+        text = "\n".join([title, *entries] if title else entries)
+    show("table.html", text, rows=rows, title=title)
 
 
 def show_choices(choices: Mapping[str, Choice], text: str) -> None:

@@ -99,10 +99,11 @@ def test_a_row_is_shown_with_its_answer_and_stop_token_as_trained(
     chat.show_row(tokenizer, TWO)
     assert "<|im_start|>assistant\n[On its way.<|im_end|>]\n" in capsys.readouterr().out
     shown: list[Any] = []
-    monkeypatch.setattr("nbutils.chat.show.in_kernel", lambda: True)
+    monkeypatch.setattr("nbutils.dashboard.in_kernel", lambda: True)
     monkeypatch.setattr(IPython.display, "display", lambda page, raw: shown.append(page["text/html"]))
     chat.show_row(tokenizer, talk("<b>?", "<i>&"))
     assert "&lt;b&gt;?" in shown[0] and "<b>" not in shown[0] and ">&lt;i&gt;&amp;&lt;|im_end|&gt;</span>" in shown[0]
+    assert shown[0].count("\n\n") == 0  # the text as it is, and no line break of the template
 
 
 # --- the contract holds -------------------------------------------------------------------------------------------
@@ -472,23 +473,6 @@ def answered(text: str) -> str:
 def test_templates_that_break_the_contract(bare: Any, template: str, code: str, words: str) -> None:
     with refused(f"chat.{code}", words, row=1):
         check(with_template(bare, template), [{"messages": TWO}], "messages" if "generation %" in template else "")
-
-
-@pytest.mark.parametrize("shift", [1, -1])
-def test_a_mask_off_by_one(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
-    tokenizer.chat_template = MARKED.replace("assistant\n", "assistant")  # no white space before the answer
-    whole = tokenizer.apply_chat_template
-
-    def shifted(*args: Any, **settings: Any) -> Any:
-        out = whole(*args, **settings)
-        if settings.get("return_assistant_tokens_mask"):
-            masks = out["assistant_masks"]
-            out["assistant_masks"] = [[0, *one[:-1]] if shift > 0 else [*one[1:], 0] for one in masks]
-        return out
-
-    monkeypatch.setattr(tokenizer, "apply_chat_template", shifted)
-    with refused("chat.wrong_loss_mask", row=1):
-        check(tokenizer, form="messages")
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 from dataclasses import dataclass
 from typing import Any
 
+from nbutils import dashboard
 from nbutils.chat.render import View, training_format
 from nbutils.chat.types import Messages, Tools
-from nbutils.platforms import in_kernel
-
-STYLE = "background:#c8f0d0;color:#0b3d1a;border-radius:2px"
-LEGEND = f'<div><span style="{STYLE}">trained: the model learns to write this</span>, the rest it only reads</div>'
 
 
 @dataclass(frozen=True)
@@ -31,14 +27,6 @@ class RenderedRow:
 
     def __str__(self) -> str:
         return "".join(f"[{text}]" if trained else text for text, trained in self.runs())
-
-    def html(self) -> str:
-        """The same with color instead of brackets, under a legend."""
-        spans = [
-            f'<span style="{STYLE}">{html.escape(text)}</span>' if trained else html.escape(text)
-            for text, trained in self.runs()
-        ]
-        return f'{LEGEND}<pre style="white-space:pre-wrap">{"".join(spans)}</pre>'
 
 
 def inspect_row(tokenizer: Any, messages: Messages, form: str = "", tools: Tools = None) -> RenderedRow:
@@ -60,11 +48,5 @@ def show_row(tokenizer: Any, messages: Messages, form: str = "", tools: Tools = 
     answers = sum(message["role"] == "assistant" for message in messages)
     if form == "prompt_completion" and answers > 1:
         print(f"This row has {answers} answers, each an example of its own; here is the last one.")
-    notebook = in_kernel()
-    print(f"{sum(row.trained)} of {len(row.ids)} tokens are trained, {'in color' if notebook else 'in [brackets]'}:")
-    if not notebook:
-        print(row)
-        return
-    from IPython.display import display
-
-    display({"text/html": row.html(), "text/plain": str(row)}, raw=True)
+    print(f"{sum(row.trained)} of {len(row.ids)} tokens are trained. They are marked:")
+    dashboard.show("tokens.html", str(row), runs=row.runs())
