@@ -153,17 +153,14 @@ def numerals(rng: random.Random) -> str:
     return chat(*turns)
 
 
-def _unknown_word(rng: random.Random) -> str:
-    """A word nobody knows, so that copying is learned and not only the word lists."""
-    return "".join(rng.choice("bdfgklmnprstw") + rng.choice("aeiou") for _ in range(rng.randint(2, 3)))
-
-
 def repetition(rng: random.Random) -> str:
     """Copy words in the order given: what teaches a small model to look back."""
     language = rng.choice(LANGUAGES)
     pool = [*(item.name for item in ITEMS), *(city.name for city in CITIES), *DAYS]
     words = [getattr(word, language) for word in rng.sample(pool, rng.randint(1, 4))]
-    words += [str(rng.randint(1, 99)), rng.choice(("null", "nothing", _unknown_word(rng)))]
+    number = str(rng.randint(1, 99))
+    invented = "".join(rng.choice("bdfgklmnprstw") + rng.choice("aeiou") for _ in range(rng.randint(2, 3)))
+    words += [number, rng.choice(("null", "nothing", invented))]  # not only words of the lists are copied
     rng.shuffle(words)
     left, right = rng.choice(PHRASES["brackets"])
     text = left + rng.choice((" ", ", ", "; ", " / ", '" "', ": ")).join(words) + right
