@@ -1,16 +1,16 @@
-"""What people look at: the loss curve, live numbers, tables. Plain output where no frontend is attached.
+"""What people look at: tables, the loss curve, live numbers. Plain text where no frontend is attached.
 
-Not here: any logic, and the chat (chatbox). Labels in plots are English: Colab has no Chinese font.
+The HTML is in templates/. Labels in plots are English: Colab has no Chinese font.
 """
 
 from __future__ import annotations
 
-import html
 import math
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +18,50 @@ from nbutils.errors import CourseError
 from nbutils.hardware import Choice
 from nbutils.platforms import detect, in_kernel
 
-DRAWN = b"Matplotlib"  # in the head of its pictures
 ACCENT = "var(--jp-brand-color1, #2979c9)"
 ALARM = "var(--jp-warn-color1, #e07b00)"
-CURVES = {"loss": ACCENT, "validation": ALARM}  # the numbers have the colours of their curves
 WIDTH, HEIGHT, POINTS = 760, 96, 160  # of the live curve
 LIVE_LINE = re.compile(r"(training|step|trained) \d|\[WARN\]|out of memory |.* Saving at step ")
+Parts = Mapping[str, str]  # live numbers by their names
+Reach = tuple[int, int]  # the step, and the last step
+Losses = Sequence[tuple[int, float]]  # step and loss
+
+
+@cache
+def _templates() -> Any:
+    from jinja2 import Environment, FileSystemLoader
+
+    folder = Path(__file__).with_name("templates")
+    return Environment(loader=FileSystemLoader(folder), autoescape=True, trim_blocks=True)
+
+
+def render_html(template: str, **values: Any) -> str:
+    """A page of templates/, with every value escaped."""
+    return str(_templates().get_template(template).render(accent=ACCENT, alarm=ALARM, **values))
+
+
+def show(template: str, text: str, **values: Any) -> None:
+    """A page of templates/ in a notebook; `text` in a terminal."""
+    if not in_kernel():
+        print(text)
+        return
+    from IPython.display import display
+
+    display({"text/html": render_html(template, **values), "text/plain": text}, raw=True)
 
 
 def show_table(rows: Sequence[dict[str, Any]], title: str = "", text: str = "") -> None:
     """A table: HTML in a notebook; in a script `text`, or else one line per entry."""
-    _show(_html_table(rows, title), text or text_table(rows, title))
+    if not text:
+        entries = ["".join(f"  {name}: {value}\n" for name, value in row.items()) for row in rows]
+        text = "\n".join([title, *entries] if title else entries)
+    show("table.html", text, rows=rows, title=title)
 
 
 def show_choices(choices: Mapping[str, Choice], text: str) -> None:
     """Every decided value with its reason; `text` is the same for a terminal."""
     rows = [{"what": name, "value": choice.value, "why": choice.reason} for name, choice in choices.items()]
     show_table(rows, text=text)
-
-
-def _show(page: str, text: str) -> None:
-    """Both forms to a notebook, which takes the one it can draw; the text to a terminal."""
-    if not in_kernel():
-        print(text)
-        return
-    from IPython.display import display
-
-    display({"text/html": page, "text/plain": text}, raw=True)
-
-
-def _html_table(rows: Sequence[dict[str, Any]], title: str) -> str:
-    cell = "style='text-align:left;vertical-align:top;padding:2px 12px 2px 0'"
-    names = list(rows[0]) if rows else []
-    head = "".join(f"<th {cell}>{html.escape(str(name))}</th>" for name in names)
-    lines = ["".join(f"<td {cell}>{html.escape(str(row[name]))}</td>" for name in names) for row in rows]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    caption = f"<caption style='text-align:left;font-weight:bold'>{html.escape(title)}</caption>" if title else ""
-    return f"<table style='border-collapse:collapse'>{caption}<tr>{head}</tr>{body}</table>"
-
-
-def text_table(rows: Sequence[dict[str, Any]], title: str = "") -> str:
-    """The same table as text."""
-    lines = [title] if title else []
-    for row in rows:
-        lines += [f"  {name}: {value}" for name, value in row.items()] + [""]
-    return "\n".join(lines)
 
 
 def aligned(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -74,12 +73,7 @@ def aligned(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def plot_losses(
-    history: Sequence[tuple[int, float]],
-    path: Path | None = None,
-    title: str = "Loss",
-    validation: Sequence[tuple[int, float]] = (),
-) -> None:
+def plot_losses(history: Losses, path: Path | None = None, title: str = "Loss", validation: Losses = ()) -> None:
     """The loss curves, shown in a notebook and saved to `path` if one is given."""
     import matplotlib.pyplot as plt
 
@@ -87,13 +81,12 @@ def plot_losses(
         print("No loss was logged: nothing to plot.")
         return
     figure, axes = plt.subplots(figsize=(7, 3))
-    axes.plot([step for step, _ in history], [loss for _, loss in history], linewidth=1.5, alpha=0.6, label="training")
+    axes.plot(*zip(*history, strict=True), linewidth=1.5, alpha=0.6, label="training")
     if validation:
-        best = min(validation, key=lambda point: point[1])
+        step, loss = min(validation, key=lambda point: point[1])
+        best = f"best: {loss:.3f} at step {step}"
         axes.plot(*zip(*validation, strict=True), "o-", linewidth=2, markersize=4, label="validation")
-        axes.plot(
-            *best, "o", markersize=9, fillstyle="none", color="black", label=f"best: {best[1]:.3f} at step {best[0]}"
-        )
+        axes.plot(step, loss, "o", markersize=9, fillstyle="none", color="black", label=best)
         axes.legend(frameon=False)
     axes.set(title=title, xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
@@ -102,12 +95,12 @@ def plot_losses(
 
 
 def show_figure(figure: Any, path: Path | None = None) -> None:
-    """Show a figure in a notebook, and save it to `path` if one is given."""
+    """Show a figure in a notebook, and save it to `path` if one is given; only figures of ours are overwritten."""
     import matplotlib.pyplot as plt
 
     if path:
-        if os.path.lexists(path) and (path.is_symlink() or DRAWN not in path.read_bytes()[:1000]):
-            raise CourseError(f"{path} is there, and not drawn here.", "a new file", "move it away, or name another")
+        if os.path.lexists(path) and (path.is_symlink() or b"Matplotlib" not in path.read_bytes()[:1000]):
+            raise CourseError("dashboard.foreign_file", path=path)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120, format="png")
     if in_kernel():
@@ -124,19 +117,17 @@ def watched() -> bool:
 
 
 def calm_bars() -> None:
-    """Bars of libraries as text, where no one watches: a widget's bar would stay at 0 % in the executed notebook."""
+    """Progress bars as text, seldom drawn, where no one watches: a widget stays at 0 % in an executed notebook."""
     if not in_kernel() or watched():
         return
     import tqdm.auto
     import tqdm.std
 
-    class Calm(tqdm.std.tqdm):
-        """A bar that is drawn seldom, and once at its end."""
-
+    class CalmBar(tqdm.std.tqdm):
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **{"mininterval": 15, "maxinterval": 15, "delay": 0.5, **settings})
 
-    tqdm.auto.tqdm = Calm  # type: ignore[assignment]  # before transformers and datasets look it up
+    tqdm.auto.tqdm = CalmBar  # type: ignore[assignment]  # before transformers and datasets look it up
 
 
 class LivePanel:
@@ -146,15 +137,8 @@ class LivePanel:
         self.handle: Any = None
         self.cell = -1
 
-    def draw(
-        self,
-        parts: Mapping[str, str],
-        reach: tuple[int, int],
-        losses: Sequence[tuple[int, float]],
-        notes: Sequence[str],
-        validation: Sequence[tuple[int, float]] = (),
-    ) -> None:
-        """Draw it anew, below the running cell the first time."""
+    def draw(self, parts: Parts, reach: Reach, losses: Losses, notes: Sequence[str], validation: Losses = ()) -> None:
+        """Draw it again, below the running cell the first time."""
         from IPython.display import display
 
         page = {"text/html": live_page(parts, reach, losses, notes, validation), "text/plain": live_line(parts)}
@@ -165,62 +149,33 @@ class LivePanel:
             self.handle.update(page, raw=True)
 
 
-def live_line(parts: Mapping[str, str]) -> str:
+def live_line(parts: Parts) -> str:
     """The numbers in one line."""
-    shapes = {"memory": "{1}", "tokens/s": "{1} {0}", "left": "{1} {0}", "skipped": "{1} {0}"}
-    words = [shapes.get(name, "{0} {1}").format(name, text) for name, text in parts.items()]
-    return " · ".join(words)
+    formats = {"memory": "{1}", "tokens/s": "{1} {0}", "left": "{1} {0}", "skipped": "{1} {0}"}
+    return " · ".join(formats.get(name, "{0} {1}").format(name, text) for name, text in parts.items())
 
 
-def live_page(
-    parts: Mapping[str, str],
-    reach: tuple[int, int],
-    losses: Sequence[tuple[int, float]],
-    notes: Sequence[str],
-    validation: Sequence[tuple[int, float]] = (),
-) -> str:
-    """The same as a page, `reach` steps of all far: quiet, in the colours of the notebook around it, no scripts."""
-    done = 100 * reach[0] / max(reach[1], 1)
-    bar = f"<div style='background:{ACCENT};height:4px;border-radius:2px;width:{done:.1f}%'></div>"
-    cells = "".join(
-        f"<div style='margin-right:28px;min-width:56px'><div style='opacity:.6;font-size:85%'>{html.escape(name)}</div>"
-        f"<div style='font-variant-numeric:tabular-nums;color:{CURVES.get(name, 'inherit')}'>"
-        f"{html.escape(text)}</div></div>"
-        for name, text in parts.items()
-    )
-    line = "margin-top:8px;padding-left:8px;border-left:3px solid"
-    colours = [ALARM if note.startswith("[WARN]") else ACCENT for note in notes]
-    said = "".join(
-        f"<div style='{line} {one}'>{html.escape(note)}</div>" for one, note in zip(colours, notes, strict=True)
-    )
-    return (
-        f"<div style='max-width:{WIDTH}px;font-family:sans-serif;font-size:13px;line-height:1.5'>"
-        f"<div style='background:rgba(128,128,128,.2);border-radius:2px;margin:6px 0'>{bar}</div>"
-        f"<div style='display:flex;flex-wrap:wrap'>{cells}</div>{said}{loss_curve(losses, reach[1], validation)}</div>"
-    )
+def live_page(parts: Parts, reach: Reach, losses: Losses, notes: Sequence[str], validation: Losses = ()) -> str:
+    """The numbers, notes and curve as HTML."""
+    numbers = {"parts": parts, "percent": 100 * reach[0] / max(reach[1], 1), "notes": notes}
+    curve = _loss_curve(losses, reach[1], validation)
+    return render_html("live.html", **numbers, curve=curve, width=WIDTH, height=HEIGHT)
 
 
-def loss_curve(losses: Sequence[tuple[int, float]], steps: int, validation: Sequence[tuple[int, float]] = ()) -> str:
-    """A small curve as SVG that grows with the bar; written by hand, for matplotlib would take longer than a step."""
-    few = dict([*losses[:: -(-len(losses) // POINTS) or 1], *losses[-1:]])
-    known = [(step, loss) for step, loss in few.items() if math.isfinite(loss)]
-    if len(known) < 2:
-        return ""
-    held = [(step, loss) for step, loss in validation if math.isfinite(loss)]
-    low, high = (limit(loss for _, loss in [*known, *held]) for limit in (min, max))
-    across, up = WIDTH / max(steps, known[-1][0]), HEIGHT / ((high - low) or 1.0)
+def _loss_curve(losses: Losses, steps: int, validation: Losses) -> dict[str, Any]:
+    """SVG points of a curve that grows with the bar: matplotlib would take longer than a step. Empty without two."""
+    thinned = dict([*losses[:: -(-len(losses) // POINTS) or 1], *losses[-1:]])
+    training = [(step, loss) for step, loss in thinned.items() if math.isfinite(loss)]
+    if len(training) < 2:
+        return {}
+    held_back = [(step, loss) for step, loss in validation if math.isfinite(loss)]
+    low, high = (limit(loss for _, loss in [*training, *held_back]) for limit in (min, max))
+    x, y = WIDTH / max(steps, training[-1][0]), HEIGHT / ((high - low) or 1.0)
     line, dots = (
-        " ".join(f"{step * across:.1f},{16 + (high - loss) * up:.1f}" for step, loss in points)
-        for points in (known, held)
+        " ".join(f"{step * x:.1f},{16 + (high - loss) * y:.1f}" for step, loss in points)
+        for points in (training, held_back)
     )
-    label = f"x='{WIDTH}' text-anchor='end' fill='currentColor' style='font-size:11px;opacity:.6'"
-    return (
-        f"<svg viewBox='0 0 {WIDTH} {HEIGHT + 34}' style='display:block;width:100%;margin-top:2px'>"
-        f"<path d='M0 16H{WIDTH}M0 {HEIGHT + 18}H{WIDTH}' stroke='currentColor' stroke-opacity='.15'/>"
-        f"<text y='11' {label}>{high:.3f}</text><text y='{HEIGHT + 31}' {label}>{low:.3f}</text>"
-        f"<polyline points='{line}' fill='none' stroke='{ACCENT}' stroke-width='1.5'/>"
-        f"<polyline points='{dots}' fill='none' stroke='{ALARM}' stroke-width='2'/></svg>"
-    )
+    return {"low": low, "high": high, "training": line, "validation": dots}
 
 
 def clock(seconds: float) -> str:
@@ -230,7 +185,7 @@ def clock(seconds: float) -> str:
 
 
 class LiveLines:
-    """A file for papermill's `stdout_file`: of all a lesson prints, a training's lines pass, above the bar."""
+    """A file for papermill's `stdout_file`: of all a lesson prints, the training's lines appear above the bar."""
 
     def __init__(self) -> None:
         self.rest = ""
@@ -244,5 +199,5 @@ class LiveLines:
             tqdm.write(f"  {line}")
 
     def flush(self) -> None:
-        """Nothing waits: a line is passed on when it is whole."""
+        """Nothing is held back but an unfinished line."""
         sys.stdout.flush()

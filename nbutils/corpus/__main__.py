@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from nbutils.corpus.samples import write_samples
+from nbutils.corpus import write_samples
 
 for path in write_samples(*map(Path, sys.argv[1:2])):
     print("wrote", path)

@@ -149,7 +149,7 @@ def _next(tally: Tally, written: str, rejected: Path | None, lengths: dict[str, 
 
 def _measure(folder: Path, tokenizer: Any, max_length: int) -> dict[str, Any]:
     """Tokens of every accepted row: how many are over the limit, what would be cut, how many stop tokens go with it."""
-    from nbutils.chat.fitting import fitting, last_place
+    from nbutils.chat import fitting, last_place
 
     form = ""
     found = {"max_length": max_length, "rows": 0, "longest": 0, "over": 0, "tokens_cut": 0, "stop_lost": 0}

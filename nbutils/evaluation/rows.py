@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nbutils.chat import View
-from nbutils.chat.answers import rows_think
-from nbutils.chat.rendering import common_length
+from nbutils.chat.types import common_length, rows_think
 from nbutils.data import stored_rows
 from nbutils.errors import CourseError
 from nbutils.evaluation.answers import Message, Row

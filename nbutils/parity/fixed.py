@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbutils.chat import find_stop_ids
-from nbutils.chat.rendering import common_length
+from nbutils.chat.types import common_length
 from nbutils.evaluation.keeping import digest
 
 if TYPE_CHECKING:

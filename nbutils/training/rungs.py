@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from nbutils.chat.handing import IGNORED
+from nbutils.chat.types import IGNORED
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -1,21 +1,14 @@
-"""One row before the learner's eyes: its text as the trainer sees it, with the trained tokens in colour.
-
-Not here: what is trained (rendering).
-"""
+"""One row as the trainer sees it, with the trained tokens in color."""
 
 from __future__ import annotations
 
-import html
 import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from nbutils.chat.forms import training_format
-from nbutils.chat.rendering import Messages, Tools, View
-from nbutils.platforms import in_kernel
-
-STYLE = "background:#c8f0d0;color:#0b3d1a;border-radius:2px"
-LEGEND = f'<div><span style="{STYLE}">trained: the model learns to write this</span>, the rest it only reads</div>'
+from nbutils import dashboard
+from nbutils.chat.render import View, training_format
+from nbutils.chat.types import Messages, Tools
 
 
 @dataclass(frozen=True)
@@ -29,22 +22,11 @@ class RenderedRow:
 
     def runs(self) -> list[tuple[str, bool]]:
         """The text in stretches that are all trained or all not."""
-        joined: list[tuple[str, bool]] = []
-        for token, trained in zip(self.tokens, self.trained, strict=True):
-            before = joined.pop()[0] if joined and joined[-1][1] == trained else ""
-            joined.append((before + token, trained))
-        return joined
+        groups = itertools.groupby(zip(self.tokens, self.trained, strict=True), key=lambda pair: pair[1])
+        return [("".join(token for token, _ in pairs), trained) for trained, pairs in groups]
 
     def __str__(self) -> str:
         return "".join(f"[{text}]" if trained else text for text, trained in self.runs())
-
-    def html(self) -> str:
-        """The same with colour instead of brackets, under a legend."""
-        spans = [
-            f'<span style="{STYLE}">{html.escape(text)}</span>' if trained else html.escape(text)
-            for text, trained in self.runs()
-        ]
-        return f'{LEGEND}<pre style="white-space:pre-wrap">{"".join(spans)}</pre>'
 
 
 def inspect_row(tokenizer: Any, messages: Messages, form: str = "", tools: Tools = None) -> RenderedRow:
@@ -60,17 +42,11 @@ def inspect_row(tokenizer: Any, messages: Messages, form: str = "", tools: Tools
 
 
 def show_row(tokenizer: Any, messages: Messages, form: str = "", tools: Tools = None) -> None:
-    """Show one conversation with its trained tokens in colour; in [brackets] where no notebook is attached."""
+    """Show one conversation with its trained tokens in color; in [brackets] outside a notebook."""
     form = form or training_format(tokenizer, [{"messages": messages}]).value
     row = inspect_row(tokenizer, messages, form, tools)
     answers = sum(message["role"] == "assistant" for message in messages)
     if form == "prompt_completion" and answers > 1:
         print(f"This row has {answers} answers, each an example of its own; here is the last one.")
-    attached = in_kernel()
-    print(f"{sum(row.trained)} of {len(row.ids)} tokens are trained, {'in colour' if attached else 'in [brackets]'}:")
-    if not attached:
-        print(row)
-        return
-    from IPython.display import display
-
-    display({"text/html": row.html(), "text/plain": str(row)}, raw=True)
+    print(f"{sum(row.trained)} of {len(row.ids)} tokens are trained. They are marked:")
+    dashboard.show("tokens.html", str(row), runs=row.runs())
