@@ -101,10 +101,11 @@ def pip_install(wanted: list[str], wheels: Path | None = None) -> None:
     """Install with every installed package pinned; if that is impossible, with only the platform's own pinned."""
     source = ["--no-index", "--only-binary", ":all:", "--find-links", str(wheels)] if wheels else []
     free = {*FREE, *(str(canonicalize_name(Requirement(text).name)) for text in wanted)}
-    done = _pip([*source, *wanted], [name for name in versions() if name not in free])
+    installed = versions()
+    done = _pip([*source, *wanted], {name: installed[name] for name in installed if name not in free})
     if done.returncode != 0 and CONFLICT in done.stderr:
         print("Not possible with all packages as they are; now only torch, CUDA and numpy are pinned.", flush=True)
-        done = _pip([*source, *wanted], [name for name in versions() if is_platforms_own(name)])
+        done = _pip([*source, *wanted], {name: installed[name] for name in installed if is_platforms_own(name)})
     if done.returncode == 0:
         return
     tail = "\n".join(done.stderr.strip().splitlines()[-8:])
@@ -115,12 +116,11 @@ def pip_install(wanted: list[str], wheels: Path | None = None) -> None:
     raise CourseError("install.pip_failed", tail=tail, wanted=", ".join(wanted), marker=MARKER)
 
 
-def _pip(words: list[str], pinned: list[str]) -> subprocess.CompletedProcess[str]:
-    """pip, with these installed packages kept at their versions; a local build tag (+cu128) is on no index."""
-    installed = versions()
+def _pip(words: list[str], pinned: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """pip, with installed packages pinned to their versions; a local build tag (+cu128) is on no index."""
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"
-        lines = [f"{name}=={installed[name].split('+')[0]}\n" for name in pinned]
+        lines = [f"{name}=={version.split('+')[0]}\n" for name, version in pinned.items()]
         constraints.write_text("".join(lines), encoding="utf-8")
         command = [sys.executable, "-m", "pip", "install", "-q", "--constraint", str(constraints), *words]
         return subprocess.run(command, capture_output=True, text=True, env=without_secrets(os.environ))

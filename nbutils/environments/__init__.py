@@ -68,14 +68,13 @@ def ensure(recipe: Recipe, folder: Path) -> Path:
     return python_in(folder.absolute())
 
 
-def rebuild(recipe: Recipe, folder: Path, reason: str) -> Path:
+def rebuild(recipe: Recipe, folder: Path, reason: str) -> None:
     """Replace an environment that turned out not to work, unless another process just did."""
     before = _read(folder / MARKER).get("built")
     with _locked(folder.resolve()) as target:
         if _read(target / MARKER).get("built") == before:
             print(f"{folder} is rebuilt: {reason}", flush=True)
             _build(recipe, target)
-    return python_in(folder)
 
 
 def is_ready(folder: Path, recipe: Recipe) -> bool:

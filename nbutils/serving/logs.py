@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 
-from nbutils import platforms
 from nbutils.errors import CourseError
 from nbutils.serving.engine import table
 
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
-PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) \d\d-\d\d [\d:]+ \[[\w.]+:\d+\]|INFO: )?\s*")
+PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?((DEBUG|INFO|ERROR) \d\d-\d\d [\d:]+ \[[\w.]+:\d+\]|INFO: )?\s*")
 ERROR = re.compile(r"^(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception): .+|^[\w.]+: error: .+|^error: .+|CUDA out of memory")
 VAGUE = re.compile(r"Engine core initialization failed|[Ss]ee (root cause|stack trace)|CalledProcessError")
 INVALID = re.compile(r"ValidationError: \d+ validation errors? for (\w+)")
@@ -43,29 +41,13 @@ FAILURES: tuple[tuple[str, Callable[..., CourseError]], ...] = (  # the first pa
 )  # fmt: skip
 
 
-class StartupProgress:
-    """One line that says how long a server has been starting and what it is doing."""
-
-    def __init__(self, log: Path) -> None:
-        self.log, self.offset, self.phase, self.shown = log, 0, "starting", -1
-        self.rewrites = sys.stdout.isatty() or platforms.in_kernel()
-
-    def show(self, seconds: float, message: str = "") -> None:
-        """Update the line; where it cannot be rewritten, print one when the phase changes. `message` ends it."""
-        before, self.phase = self.phase, message or self._latest_phase()
-        if message or (int(seconds) > self.shown if self.rewrites else self.phase != before):
-            self.shown = int(seconds)
-            start, end = ("\r", "\n" if message else "") if self.rewrites else ("", "\n")
-            print(f"{start}{seconds:4.0f} s  {self.phase:<50}", end=end, flush=True)
-
-    def _latest_phase(self) -> str:
-        with open(self.log, "rb") as file:
-            file.seek(self.offset)
-            complete, newline, _ = file.read().rpartition(b"\n")  # the last line may be half written
-        self.offset += len(complete) + len(newline)
-        lines = [line for line in complete.decode("utf-8", "replace").splitlines() if "WARNING" not in line]
-        found = [name for line in lines for pattern, name in table().phases.items() if re.search(pattern, line)]
-        return found[-1] if found else self.phase
+def phase(log: Path) -> str:
+    """What a server is doing while it starts, by the last line of its log that says so."""
+    for line in reversed(lines_of(log)):
+        for pattern, name in table().phases.items():
+            if re.search(pattern, line) and "WARNING" not in line:
+                return name
+    return "starting"
 
 
 def lines_of(log: Path) -> list[str]:

@@ -42,17 +42,10 @@ class Server:
     """
 
     def __init__(
-        self,
-        model: Path | str,
-        engine: ServingEnvironment | str,
-        *,
-        flags: Flags | None = None,
-        port: int = 0,
-        host: str = "127.0.0.1",
-        log: Path | None = None,
-        adapters: Mapping[str, Path] | None = None,
+        self, model: Path | str, engine: ServingEnvironment | str, *, flags: Flags | None = None, port: int = 0,
+        host: str = "127.0.0.1", log: Path | None = None, adapters: Mapping[str, Path] | None = None,
         api_key: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.environment = ensure_environment(engine) if isinstance(engine, str) else engine
         self.model, self.host = str(Path(model).absolute() if Path(model).is_dir() else model), host
         self.adapters = {name: Path(folder).absolute() for name, folder in (adapters or {}).items()}
@@ -154,24 +147,25 @@ class Server:
             return self._wait(timeout)
 
     def _wait(self, timeout: float) -> float:
+        from tqdm import tqdm
+
         if self.process is None:
             raise CourseError("serving.not_running")
-        started, progress = time.monotonic(), logs.StartupProgress(self.log)
-        while not self.healthy():
-            seconds = time.monotonic() - started
-            if not self.running:
-                status = self.process.returncode
-                self.stop()
-                raise logs.explain(self.log, status)
-            if seconds > timeout:
-                self.stop()
-                raise CourseError("serving.start_timeout", seconds=timeout, tail=logs.tail(self.log), log=self.log)
-            progress.show(seconds)
-            time.sleep(0.2)
+        started = time.monotonic()
+        with tqdm(desc="starting", bar_format="{elapsed}  {desc}") as progress:
+            while not self.healthy():
+                if not self.running:
+                    status = self.process.returncode
+                    self.stop()
+                    raise logs.explain(self.log, status)
+                if time.monotonic() - started > timeout:
+                    self.stop()
+                    raise CourseError("serving.start_timeout", seconds=timeout, tail=logs.tail(self.log), log=self.log)
+                progress.set_description_str(logs.phase(self.log))
+                time.sleep(0.5)
+            progress.set_description_str(f"ready at {self.url}")
         threading.Thread(target=self._watch, args=(self.process, self._stopping), daemon=True).start()
-        seconds = time.monotonic() - started
-        progress.show(seconds, f"ready at {self.url}")
-        return seconds
+        return time.monotonic() - started
 
     def healthy(self) -> bool:
         """Whether the server answers now."""
