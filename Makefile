@@ -48,4 +48,4 @@ $(VENV)/ready: pyproject.toml .ci/constraints.txt
 	$(PY) -m nbutils export-env
 
 clean:  ## environments only; runs/ is yours
-	rm -rf $(VENV) .venv-serve .venv-export
+	rm -rf $(VENV) .venv-serve* .venv-export*

@@ -268,13 +268,6 @@ def test_a_source_that_fails_shows_no_password(
 # --- building wheels -------------------------------------------------------------------------------------------------
 
 
-def test_the_lists_of_the_images_are_plain_facts() -> None:
-    colab, kaggle = images.packages("colab"), images.packages("kaggle")
-    assert len(colab) > 690 and colab["torch"] == "2.11.0+cu128" and colab["torchao"] == "0.10.0"
-    assert kaggle["torch"] == "2.10.0+cu128" and kaggle["transformers"] == "5.0.0" and kaggle["peft"] == colab["peft"]
-    assert f"triton=={colab['triton']}" in images.requires("torch", colab["torch"], colab)
-
-
 def test_a_stand_in_is_a_wheel_of_that_name_and_version(tmp_path: Path) -> None:
     wheel = images.WHEELS["stand_in"](tmp_path, "Some.Name", "1.0+image", ["numpy>=1"])
     with zipfile.ZipFile(wheel) as archive:

@@ -403,7 +403,7 @@ def test_a_server_starts_answers_and_stops_with_its_children(stub: StubServer) -
         members = stub.everyone()
         assert stub.healthy() and len(members) == 3 and alive(members) == members
         questions = [[{"role": "user", "content": f"q{number}"}] for number in range(40)]
-        answers = serving.ask(stub.client(), "m", questions, 8)
+        answers = serving.ask(stub.client(), "m", questions, 8, at_once=8)
         assert [answer.text for answer in answers] == [f"Q{number}" for number in range(40)], "in the order asked"
         assert answers[3] == Answer([2], [ord("q"), ord("3")], "Q3")
         _ = 1 / 0

@@ -16,16 +16,15 @@ from nbutils.serving.server import failure_at
 if TYPE_CHECKING:
     from openai import OpenAI
 
-REQUESTS_IN_FLIGHT = 32
 Tools = list[dict[str, Any]] | None
 T = TypeVar("T")
 
 
 def ask(
     client: OpenAI, model_name: str, conversations: Sequence[list[Message]], max_tokens: int, *,
-    tools: Sequence[Tools] = (), token_ids: bool = True,
+    tools: Sequence[Tools] = (), token_ids: bool = True, at_once: int = 32,
 ) -> list[Answer]:  # fmt: skip
-    """Greedy answers in the order of the conversations, many requests in flight; `tools` of each, if any.
+    """Greedy answers in the order of the conversations, `at_once` requests in flight; `tools` of each, if any.
 
     vLLM returns token ids, too; `transformers serve` refuses a request for them (`token_ids=False`).
     """
@@ -34,14 +33,14 @@ def ask(
         offered = tools[number] if tools else None
         return _ask_one(client, model_name, conversations[number], offered, max_tokens, token_ids)
 
-    return list(concurrently(one, range(len(conversations))))
+    return list(concurrently(one, range(len(conversations)), at_once))
 
 
-def concurrently(request: Callable[[T], Answer], items: Collection[T]) -> Iterator[Answer]:
+def concurrently(request: Callable[[T], Answer], items: Collection[T], at_once: int = 32) -> Iterator[Answer]:
     """The answers to many requests in the order of the items; the first that fails cancels the rest."""
     from tqdm.auto import tqdm
 
-    with ThreadPoolExecutor(max_workers=REQUESTS_IN_FLIGHT) as pool:
+    with ThreadPoolExecutor(max_workers=at_once) as pool:
         try:
             yield from tqdm(pool.map(request, items), total=len(items), desc="requests", unit="row")
         except BaseException:

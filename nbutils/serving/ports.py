@@ -42,7 +42,7 @@ def public_address(platform: Platform, port: int) -> str:
         return f"port {port} is for programs on this machine; {platform.name} makes only {others} public"
     address = os.environ.get(f"AutoDLService{port}URL", "").strip().rstrip("/")
     where = f"{address}/v1" if address else f"the address that {platform.name}'s page shows for port {port}"
-    return f"public at {where}: whoever has the server's API key can use the model (server.api_key)"
+    return f"public at {where}: whoever has the API key (server.api_key) can use the model"
 
 
 def checked_port(host: str, port: int) -> int:
