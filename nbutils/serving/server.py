@@ -164,7 +164,8 @@ class Server:
                 progress.set_description_str(logs.phase(self.log))
                 time.sleep(0.5)
             progress.set_description_str(f"ready at {self.url}")
-        threading.Thread(target=self._watch, args=(self.process, self._stopping), daemon=True).start()
+        about = (self.process, engine_processes(self.process.pid), self._stopping)
+        threading.Thread(target=self._watch, args=about, daemon=True).start()
         return time.monotonic() - started
 
     def healthy(self) -> bool:
@@ -188,9 +189,8 @@ class Server:
         if not self.running:
             raise CourseError("serving.not_running")
 
-    def _watch(self, process: subprocess.Popen[bytes], stopping: threading.Event) -> None:
+    def _watch(self, process: subprocess.Popen[bytes], engines: list[int], stopping: threading.Event) -> None:
         """In a thread: report within seconds when the server, or vLLM's engine process behind it, is gone."""
-        engines = engine_processes(process.pid)
         while not stopping.wait(WATCH_SECONDS):
             status, lost = process.poll(), [engine for engine in engines if processes.is_gone(engine)]
             signs = [f"its process ended (exit status {status})"] if status is not None else []
