@@ -29,11 +29,27 @@ def ask(
     vLLM returns token ids, too; `transformers serve` refuses a request for them (`token_ids=False`).
     """
 
-    def one(number: int) -> Answer:
-        offered = tools[number] if tools else None
-        return _ask_one(client, model_name, conversations[number], offered, max_tokens, token_ids)
+    from openai import OpenAIError
 
-    return list(concurrently(one, range(len(conversations)), at_once))
+    options: Any = {"max_tokens": max_tokens, "temperature": 0.0}
+    options |= {"extra_body": {"return_token_ids": True}} if token_ids else {}
+
+    def one(conversation: list[Message], offered: Tools) -> Answer:
+        calling: Any = {"tools": offered, "tool_choice": "none"} if offered else {}  # calls come back as text
+        try:
+            messages: Any = [_for_api(message) for message in conversation]
+            response = client.chat.completions.create(model=model_name, messages=messages, **options, **calling)
+        except OpenAIError as error:
+            raise request_failed(error, str(client.base_url)) from error
+        choice: Any = response.choices[0]
+        prompt, answer = getattr(response, "prompt_token_ids", None), getattr(choice, "token_ids", None)
+        if token_ids and (prompt is None or answer is None):
+            raise CourseError("serving.no_token_ids")
+        text, ended = choice.message.content or "", choice.finish_reason == "stop"
+        return Answer(list(prompt or []), list(answer or []), text, ended)
+
+    pairs = list(zip(conversations, tools or [None] * len(conversations), strict=True))
+    return list(concurrently(lambda pair: one(*pair), pairs, at_once))
 
 
 def concurrently(request: Callable[[T], Answer], items: Collection[T], at_once: int = 32) -> Iterator[Answer]:
@@ -46,27 +62,6 @@ def concurrently(request: Callable[[T], Answer], items: Collection[T], at_once: 
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _ask_one(
-    client: OpenAI, model_name: str, messages: list[Message], tools: Tools, max_tokens: int, token_ids: bool
-) -> Answer:
-    """One request; with `tool_choice` none, tool calls come back as the text the model wrote."""
-    from openai import OpenAIError
-
-    try:
-        response = client.chat.completions.create(
-            model=model_name, messages=[_for_api(message) for message in messages], max_tokens=max_tokens,
-            temperature=0.0, extra_body={"return_token_ids": True} if token_ids else None,
-            **({"tools": tools, "tool_choice": "none"} if tools else {}),
-        )  # type: ignore[call-overload]  # fmt: skip
-    except OpenAIError as error:
-        raise request_failed(error, str(client.base_url)) from error
-    choice = response.choices[0]
-    prompt, answer = getattr(response, "prompt_token_ids", None), getattr(choice, "token_ids", None)
-    if token_ids and (prompt is None or answer is None):
-        raise CourseError("serving.no_token_ids")
-    return Answer(list(prompt or []), list(answer or []), choice.message.content or "", choice.finish_reason == "stop")
 
 
 def request_failed(error: Exception, url: str) -> CourseError:

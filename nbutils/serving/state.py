@@ -46,25 +46,21 @@ class Running:
 
     def answers(self, prompts: dict[int, list[int]], max_tokens: int) -> Iterator[tuple[int, Answer]]:
         """Greedy answers to numbered prompts given as token ids, so that the server sees what `generate` would."""
-        from openai import OpenAI
+        from openai import OpenAI, OpenAIError
 
         reach_directly("127.0.0.1")
         client = OpenAI(base_url=self.url, api_key=own_key(self) or NO_KEY)
-        answers = concurrently(lambda prompt: self._answer(client, max_tokens, prompt), prompts.values())
-        yield from zip(prompts, answers, strict=True)
+        options: Any = {"max_tokens": max_tokens, "temperature": 0.0, "extra_body": {"return_token_ids": True}}
 
-    def _answer(self, client: Any, max_tokens: int, prompt: list[int]) -> Answer:
-        from openai import OpenAIError
+        def one(prompt: list[int]) -> Answer:
+            try:
+                response = client.completions.create(model=self.model_name, prompt=prompt, **options)
+            except OpenAIError as error:
+                raise CourseError("serving.lost_server", url=self.url, error=error) from error
+            choice: Any = response.choices[0]
+            return Answer(prompt, list(choice.token_ids), choice.text, choice.finish_reason == "stop")
 
-        try:
-            response = client.completions.create(
-                model=self.model_name, prompt=prompt, max_tokens=max_tokens, temperature=0.0,
-                extra_body={"return_token_ids": True},
-            )  # fmt: skip
-        except OpenAIError as error:
-            raise CourseError("serving.lost_server", url=self.url, error=error) from error
-        choice = response.choices[0]
-        return Answer(prompt, list(choice.token_ids), choice.text, choice.finish_reason == "stop")
+        yield from zip(prompts, concurrently(one, prompts.values()), strict=True)
 
 
 def leave_note(server: Server, run: Path) -> None:
@@ -123,15 +119,6 @@ class Stale:
         whose = whose if self.owner_alive else f"a kernel that is gone (process {self.owner})"
         return f"a server of {self.model} is still up on port {self.port} (process {self.pid}), started by {whose}"
 
-    def stop(self) -> None:
-        """End it and every process it started, whoever started it."""
-        for server in list(SERVERS.values()):
-            if server.process and server.process.pid == self.pid:
-                server.stop()  # this kernel's own: the thread that watches it must know
-        processes.end(self.pid, GRACE_SECONDS)
-        if left := processes.members(self.pid):
-            raise CourseError("serving.cannot_stop", server=self, processes=", ".join(map(str, left)))
-
 
 def make_way(run: Path, stop_others: bool = False) -> None:
     """Stop the leftover servers of a run; that of another living kernel only with `stop_others`."""
@@ -139,7 +126,12 @@ def make_way(run: Path, stop_others: bool = False) -> None:
         if left.owner_alive and left.owner != os.getpid() and not stop_others:
             raise CourseError("serving.other_kernel", server=left, port=left.port)
         print(f"{left}: it is stopped now", flush=True)
-        left.stop()
+        for server in list(SERVERS.values()):
+            if server.process and server.process.pid == left.pid:
+                server.stop()  # this kernel's own: the thread that watches it must know
+        processes.end(left.pid, GRACE_SECONDS)
+        if members := processes.members(left.pid):
+            raise CourseError("serving.cannot_stop", server=left, processes=", ".join(map(str, members)))
 
 
 def stale(run: Path) -> Stale | None:
