@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-# This exact torch first: on machines whose pip knows a CPU build, it is the one taken, and nothing later replaces it.
+INSTALL := $(PY) nbutils/environments/installer.py -q  # uv with pip's settings; pip where uv cannot be had
+# This exact torch first: on machines whose index knows a CPU build, it is the one taken, and nothing later replaces it.
 TORCH := torch==2.13.0
 
 .PHONY: course test test-fast test-long test-gpu sync lint bench wheels clean
@@ -34,11 +35,10 @@ bench: $(VENV)/ready  ## ratios on this machine; benchmarks/gpu_lessons.sh is fo
 wheels: $(VENV)/ready  ## dist/wheels, for notebooks without network; IMAGE: kaggle, none, or a file with `pip freeze` of the image
 	$(PY) .ci/wheels.py $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION)) $(if $(PLATFORM),--platform $(PLATFORM)) $(if $(IMAGE),--image $(IMAGE))
 
-$(VENV)/ready: pyproject.toml
+$(VENV)/ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q --disable-pip-version-check "pip>=23"  # lesson 05 fills its environment with `pip --python`
-	$(PY) -m pip install -q --disable-pip-version-check $(TORCH)
-	$(PY) -m pip install -q --disable-pip-version-check -c .ci/constraints.txt -e ".[train,serve,dev]"
+	$(INSTALL) $(TORCH)
+	$(INSTALL) -c .ci/constraints.txt -e ".[train,serve,dev]"
 	touch $@
 
 .venv-serve/ready.json: | $(VENV)/ready
@@ -48,4 +48,4 @@ $(VENV)/ready: pyproject.toml
 	$(PY) -m nbutils export-env
 
 clean:  ## environments only; runs/ is yours
-	rm -rf $(VENV) .venv-serve .venv-export
+	rm -rf $(VENV) .venv-serve* .venv-export*

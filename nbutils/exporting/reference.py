@@ -17,8 +17,7 @@ from nbutils.exporting.checking import ParityLine, fits_here
 from nbutils.exporting.formats import find
 from nbutils.exporting.making import Export, opened, weights_bytes
 from nbutils.merging import bases
-from nbutils.serving.environment import require_engine
-from nbutils.serving.table import tensor_parallel
+from nbutils.serving.engine import require_engine, tensor_parallel
 
 if TYPE_CHECKING:
     from nbutils.lessons import Lesson

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from nbutils.errors import CourseError
 from nbutils.parity.gaps import NOTHING
 from nbutils.parity.reading import Reading
-from nbutils.serving.server import reach_directly
+from nbutils.serving.ports import reach_directly
 
 if TYPE_CHECKING:
     import torch

@@ -3,92 +3,83 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer, Message
-from nbutils.serving import watching
+from nbutils.serving.server import failure_at
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
 Tools = list[dict[str, Any]] | None
+T = TypeVar("T")
 
 
 def ask(
-    client: OpenAI,
-    model_name: str,
-    conversations: Sequence[list[Message]],
-    max_tokens: int,
-    *,
-    tools: Sequence[Tools] = (),
-    token_ids: bool = True,
-    at_once: int = 32,
-) -> list[Answer]:
-    """Greedy answers of a server, `at_once` requests in flight, in the order they were asked; `tools` of each, if any.
+    client: OpenAI, model_name: str, conversations: Sequence[list[Message]], max_tokens: int, *,
+    tools: Sequence[Tools] = (), token_ids: bool = True, at_once: int = 32,
+) -> list[Answer]:  # fmt: skip
+    """Greedy answers in the order of the conversations, `at_once` requests in flight; `tools` of each, if any.
 
-    `token_ids` asks for the tokens too; vLLM gives them, `transformers serve` refuses the question.
+    vLLM returns token ids, too; `transformers serve` refuses a request for them (`token_ids=False`).
     """
-    from tqdm.auto import tqdm
+
+    from openai import OpenAIError
+
+    options: Any = {"max_tokens": max_tokens, "temperature": 0.0}
+    options |= {"extra_body": {"return_token_ids": True}} if token_ids else {}
 
     def one(conversation: list[Message], offered: Tools) -> Answer:
-        return _ask_one(client, model_name, conversation, offered, max_tokens, token_ids)
+        calling: Any = {"tools": offered, "tool_choice": "none"} if offered else {}  # calls come back as text
+        try:
+            messages: Any = [_for_api(message) for message in conversation]
+            response = client.chat.completions.create(model=model_name, messages=messages, **options, **calling)
+        except OpenAIError as error:
+            raise request_failed(error, str(client.base_url)) from error
+        choice: Any = response.choices[0]
+        prompt, answer = getattr(response, "prompt_token_ids", None), getattr(choice, "token_ids", None)
+        if token_ids and (prompt is None or answer is None):
+            raise CourseError("serving.no_token_ids")
+        text, ended = choice.message.content or "", choice.finish_reason == "stop"
+        return Answer(list(prompt or []), list(answer or []), text, ended)
+
+    pairs = list(zip(conversations, tools or [None] * len(conversations), strict=True))
+    return list(concurrently(lambda pair: one(*pair), pairs, at_once))
+
+
+def concurrently(request: Callable[[T], Answer], items: Collection[T], at_once: int = 32) -> Iterator[Answer]:
+    """The answers to many requests in the order of the items; the first that fails cancels the rest."""
+    from tqdm.auto import tqdm
 
     with ThreadPoolExecutor(max_workers=at_once) as pool:
-        found = pool.map(one, conversations, tools or [None] * len(conversations))
         try:
-            return list(tqdm(found, total=len(conversations), desc="requests", unit="row"))
+            yield from tqdm(pool.map(request, items), total=len(items), desc="requests", unit="row")
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # the others would fail one by one
+            pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _ask_one(
-    client: OpenAI, model_name: str, messages: list[Message], tools: Tools, max_tokens: int, token_ids: bool
-) -> Answer:
-    """One request; the fields beyond OpenAI's own are vLLM's. Calls come back as the text the model wrote."""
-    from openai import OpenAIError
-
-    try:
-        response = client.chat.completions.create(
-            model=model_name, messages=[_for_api(message) for message in messages], max_tokens=max_tokens,
-            temperature=0.0, extra_body={"return_token_ids": True} if token_ids else None,
-            **({"tools": tools, "tool_choice": "none"} if tools else {}),
-        )  # type: ignore[call-overload]  # fmt: skip
-    except OpenAIError as problem:
-        raise refusal(problem, str(client.base_url)) from problem
-    choice = response.choices[0]
-    prompt, answer = getattr(response, "prompt_token_ids", None), getattr(choice, "token_ids", None)
-    if token_ids and (prompt is None or answer is None):
-        raise CourseError(
-            "the server returned no token ids.", "a vLLM server", "pass token_ids=False to compare texts only"
-        )
-    return Answer(list(prompt or []), list(answer or []), choice.message.content or "", choice.finish_reason == "stop")
-
-
-def refusal(problem: Exception, url: str) -> CourseError:
-    """A request that failed, in plain words: the server is gone, wants a key, or refuses this request."""
-    if gone := watching.cause(url):
-        return gone
-    status = getattr(problem, "status_code", None)
+def request_failed(error: Exception, url: str) -> CourseError:
+    """Why a request failed: the server died, wants a key, does not know the model, or refuses the request."""
+    if died := failure_at(url):
+        return died
+    status = getattr(error, "status_code", None)
+    if status is None:
+        return CourseError("serving.no_answer", url=url, error=error)
     if status == 401:
-        todo = "take the client from server.client(), or set VLLM_API_KEY to the server's key"
-    elif "chat template" in str(problem):
-        todo = "serve a folder that has a chat template (lesson 04 writes one), or pass chat-template: a file with one"
-    elif status == 404:
-        todo = "call the model by a name it is served under: server.names"
-    elif status is None:
-        todo = "run the cell that starts the server again"
-    else:
-        todo = "shorten the prompt or max_tokens, or mend what it names"
-    return CourseError(f"the server at {url} did not answer: {problem}", "a request this server takes", todo)
+        return CourseError("serving.wrong_key", url=url)
+    if status == 404:
+        return CourseError("serving.unknown_model", url=url, error=error)
+    return CourseError("serving.request_refused", url=url, error=error)
 
 
 def _for_api(message: Message) -> Message:
-    """A message with the arguments of its calls as JSON text, the form they have in OpenAI's API."""
+    """A message with the arguments of its tool calls as JSON text, as OpenAI's API has them."""
     if not message.get("tool_calls"):
         return message
     calls = [
@@ -101,7 +92,7 @@ def _for_api(message: Message) -> Message:
 
 @dataclass(frozen=True)
 class Parity:
-    """How many answers (and prompts, where the server tells them) are the same in two places."""
+    """How many answers, and prompts where the server returns them, are the same in two places."""
 
     identical: int
     total: int
@@ -116,53 +107,39 @@ class Parity:
 
     def __str__(self) -> str:
         prompts = f"{self.same_prompts} of {self.total} prompts identical"
-        prompts = prompts if self.by == "token" else "prompts not told by this server"
+        prompts = prompts if self.by == "token" else "prompts not returned by this server"
         line = f"parity: {self.identical} of {self.total} answers identical ({self.by} by {self.by}), {prompts}"
         return line if self.first_difference is None else f"{line}\n  {self.first_difference}"
 
 
 def compare(answers_server: Sequence[Answer], answers_local: Sequence[Answer]) -> Parity:
-    """Compare answer by answer: by tokens where the server told them, else by text."""
+    """Compare answer by answer: by tokens where the server returned them, else by text."""
     if len(answers_server) != len(answers_local) or not answers_local:
-        raise CourseError(
-            f"{len(answers_server)} answers of the server and {len(answers_local)} of transformers.",
-            "the same number of both, at least one", "ask both the same questions",
-        )  # fmt: skip
-    pairs = list(zip(answers_server, answers_local, strict=True))
-    by_token = all(server.prompt_ids for server in answers_server)
-    prompts = [not by_token or server.prompt_ids == local.prompt_ids for server, local in pairs]
-    answers = [_same(server, local, by_token) for server, local in pairs]
-    wrong = next((index for index in range(len(pairs)) if not (prompts[index] and answers[index])), None)
-    told = None if wrong is None else _difference(wrong, *pairs[wrong], by_token, prompts[wrong])
-    return Parity(sum(answers), len(pairs), sum(prompts) if by_token else 0, told, "token" if by_token else "text")
+        raise CourseError("serving.answer_count", server=len(answers_server), local=len(answers_local))
+    by_token = all(answer.prompt_ids for answer in answers_server)
+    same_prompts, same_answers, differences = 0, 0, []
+    for index, (server, local) in enumerate(zip(answers_server, answers_local, strict=True)):
+        ours, theirs = (server.token_ids, local.token_ids) if by_token else (server.text, local.text)
+        same_answers += ours == theirs
+        same_prompts += by_token and server.prompt_ids == local.prompt_ids
+        if by_token and server.prompt_ids != local.prompt_ids:
+            at = _common(server.prompt_ids, local.prompt_ids)
+            differences.append(f"prompt {index} differs at token {at}: the server uses another chat template")
+        elif ours != theirs:
+            at, unit = _common(ours, theirs), "token" if by_token else "character"
+            texts = f"server {server.text!r}, transformers {local.text!r}"
+            differences.append(f"answer {index} differs at {unit} {at}: {texts}")
+    first = differences[0] if differences else None
+    return Parity(same_answers, len(answers_local), same_prompts, first, "token" if by_token else "text")
+
+
+def _common(one: Sequence[object], other: Sequence[object]) -> int:
+    """How long two sequences are the same from their beginning."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
 def require_parity(parity: Parity, dtype: str) -> None:
-    """Stop unless the server says the same; in 16 bits only prompts must agree, as rounding may tip a close choice."""
+    """Stop unless the answers agree; in 16 bits only prompts must, as rounding may tip a close choice."""
     prompts_differ = parity.by == "token" and parity.same_prompts < parity.total
-    if parity.full or (dtype != "float32" and not prompts_differ):
-        return
-    raise CourseError(
-        str(parity), "the same prompts, and in float32 the same answers token by token",
-        "serve the folder lesson 04 wrote, with its own chat template and generation config",
-    )  # fmt: skip
-
-
-def _same(server: Answer, local: Answer, by_token: bool) -> bool:
-    return server.token_ids == local.token_ids if by_token else server.text == local.text
-
-
-def _difference(index: int, server: Answer, local: Answer, by_token: bool, same_prompt: bool) -> str:
-    """The first difference of one pair, for people."""
-    if not same_prompt:
-        place = _fork(server.prompt_ids, local.prompt_ids)
-        return f"prompt {index} differs at token {place}: the server does not use the model's own chat template"
-    where = _fork(server.token_ids, local.token_ids) if by_token else _fork(server.text, local.text)
-    unit = "token" if by_token else "character"
-    return f"answer {index} differs at {unit} {where}: server {server.text!r}, transformers {local.text!r}"
-
-
-def _fork(one: Sequence[object], other: Sequence[object]) -> int:
-    """The first position at which two sequences differ."""
-    shared = min(len(one), len(other))
-    return next((place for place in range(shared) if one[place] != other[place]), shared)
+    if not parity.full and (dtype == "float32" or prompts_differ):
+        raise CourseError("serving.no_parity", parity=parity)

@@ -1,28 +1,29 @@
-"""Which port a server takes, and under which address others find it.
+"""The port a server listens on, who can reach it there, and the API key they need.
 
-Not here: the server (server). It listens on this machine only unless a lesson says otherwise.
+A key is handed over through the environment only: it is never printed, logged, stored or put on a command line.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import urllib.error
 import urllib.request
 
+from nbutils import platforms
 from nbutils.errors import CourseError
 from nbutils.platforms import Platform
-from nbutils.platforms.network import NoRedirects
+from nbutils.platforms.network import THIS_MACHINE, NoRedirects
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirects)  # to this machine and no further
-PUBLIC = {"autodl": (6006, 6008)}  # the only ports that platform leads to from outside
+PUBLIC = {"autodl": (6006, 6008)}  # the only ports that platform forwards from outside
+KEY_VARIABLE = "VLLM_API_KEY"
+NO_KEY = "none-is-checked"  # an OpenAI client must send something
 
 
 def preferred_port(platform: Platform, host: str = "127.0.0.1", engine: str = "vllm") -> int:
-    """The first free port of those the platform makes public; 0, which is any free one, where there is none.
-
-    An engine that cannot ask for a key gets none of them.
-    """
+    """The first free port that the platform makes public, if the engine checks keys; otherwise 0, any free port."""
     for port in PUBLIC.get(platform.name, ()) if engine != "transformers" else ():
         try:
             return checked_port(host, port)
@@ -32,7 +33,7 @@ def preferred_port(platform: Platform, host: str = "127.0.0.1", engine: str = "v
 
 
 def public_address(platform: Platform, port: int) -> str:
-    """Where others find a server on this port, in a sentence; the platform tells its addresses by variables."""
+    """Where others reach a server on this port, in a sentence."""
     public = PUBLIC.get(platform.name, ())
     if not public:
         return f"port {port} is for programs on this machine"
@@ -41,21 +42,28 @@ def public_address(platform: Platform, port: int) -> str:
         return f"port {port} is for programs on this machine; {platform.name} makes only {others} public"
     address = os.environ.get(f"AutoDLService{port}URL", "").strip().rstrip("/")
     where = f"{address}/v1" if address else f"the address that {platform.name}'s page shows for port {port}"
-    return f"public at {where}: whoever has the API key that was made for it can ask the model (server.api_key)"
+    return f"public at {where}: whoever has the API key (server.api_key) can use the model"
 
 
 def checked_port(host: str, port: int) -> int:
-    """The port if it is free; 0 asks for any free one."""
+    """The port if it is free; for 0 any free one."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except (OSError, OverflowError) as problem:
-            raise CourseError(
-                f"port {port} on {host} cannot be used ({problem}).", "a free port between 1024 and 65535, or 0",
-                "set PORT to 0 to take any free port, or to another number",
-            ) from problem  # fmt: skip
+        except (OSError, OverflowError) as error:
+            raise CourseError("serving.port_taken", port=port, host=host, error=error) from error
         return int(probe.getsockname()[1])
+
+
+def api_key_for(given: str | None, host: str, port: int, engine: str) -> str | None:
+    """The API key of a server: the one given, the learner's own in VLLM_API_KEY, or a new one."""
+    if engine != "transformers":
+        return given or os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
+    public = port in PUBLIC.get(platforms.detect().name, ())
+    if given or public or host not in THIS_MACHINE:
+        raise CourseError("serving.no_key_check", host=host, port=port)
+    return None
 
 
 def reach_directly(host: str) -> None:
@@ -66,7 +74,7 @@ def reach_directly(host: str) -> None:
 
 
 def health(root: str) -> int:
-    """What a server's /health answers now; 0 for nothing."""
+    """The HTTP status of a server's /health; 0 if nobody answers."""
     try:
         with DIRECT.open(f"{root}/health", timeout=2.0) as answer:
             return int(answer.status)

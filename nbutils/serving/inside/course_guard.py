@@ -1,7 +1,7 @@
-"""Runs inside vLLM (`--middleware course_guard.Guard`): without the key, nothing but the signs of life is answered.
+"""ASGI middleware inside vLLM (`--middleware course_guard.Guard`): all paths but a few need the API key.
 
-vLLM's own key guards some paths only: `/invocations` would run the model for anybody. The server's interpreter imports
-this file, and nbutils is not installed there: it imports nothing but the standard library.
+vLLM's own check covers `/v1` only: `/invocations` would run the model for anybody. The server's interpreter imports
+this file, and nbutils is not installed there: it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-OPEN = ("/health", "/version", "/docs", "/redoc", "/openapi.json")  # GET only: nothing in them tells of model or use
+OPEN = ("/health", "/version", "/docs", "/redoc", "/openapi.json")  # GET only: they reveal neither model nor use
 
 
 class Guard:
-    """ASGI middleware; the key comes by the environment, never by the command line."""
+    """Answers 401 to a request without the key, which comes through the environment."""
 
     def __init__(self, app: Any) -> None:
         self.app, self.expected = app, _digest(f"Bearer {os.environ['VLLM_API_KEY']}".encode())
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        """Pass on what is allowed, answer 401 to the rest."""
+        """Pass an allowed request on, refuse any other."""
         if scope["type"] not in ("http", "websocket") or self.allows(scope):
             await self.app(scope, receive, send)
-            return
-        if scope["type"] == "websocket":
+        elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
-            return
-        kind = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-        await send({"type": "http.response.start", "status": 401, "headers": kind})
-        await send({"type": "http.response.body", "body": b'{"error": {"message": "the API key is missing or wrong"}}'})
+        else:
+            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+            body = b'{"error": {"message": "the API key is missing or wrong"}}'
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
 
     def allows(self, scope: Mapping[str, Any]) -> bool:
         """Whether a request carries the key, or asks for nothing that needs one."""
