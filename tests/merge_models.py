@@ -95,3 +95,20 @@ def untied_copy(base: Path, folder: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     assert config["tie_word_embeddings"] is False and "lm_head.weight" in weights(folder)
     return folder
+
+
+def in_4_bits(base: Path, folder: Path, quant_type: str, double_quant: bool = True) -> Path:
+    """The base as transformers and bitsandbytes load it in 4 bits, its weights dequantized."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+    from transformers import BitsAndBytesConfig
+
+    settings = {"bnb_4bit_quant_type": quant_type, "bnb_4bit_use_double_quant": double_quant}
+    config = BitsAndBytesConfig(load_in_4bit=True, **settings)
+    loaded = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype="bfloat16", device_map="cpu")
+    model = load(base, "bfloat16")
+    for name, part in loaded.named_modules():
+        if isinstance(part, Linear4bit):
+            model.get_submodule(name).weight.data = dequantize_4bit(part.weight.data, part.weight.quant_state)
+    model.save_pretrained(folder)
+    return folder
