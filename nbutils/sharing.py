@@ -213,9 +213,6 @@ def model_card(folder: Path, name: str) -> str:
     return masking.mask_secrets("\n".join([*lines, "", "```", load.format(path=name), "```", ""]))
 
 
-# --- which files, and without what ------------------------------------------------------------------------------------
-
-
 def _model_folder(given: str | Path) -> Path:
     """The folder by its full name; it must hold a model."""
     folder = Path(os.path.abspath(Path(given).expanduser()))
@@ -243,27 +240,16 @@ def _size(files: Iterable[Path]) -> int:
 @contextmanager
 def _staged(folder: Path, files: Iterable[Path], card: str) -> Iterator[Path]:
     """The folder as it is uploaded: links to its files, with the card, without local paths in JSON files."""
-    beside = folder.parent if os.access(folder.parent, os.W_OK) else None  # Kaggle's inputs are read-only
-    with tempfile.TemporaryDirectory(prefix=".push-", dir=beside) as place:
+    with tempfile.TemporaryDirectory(prefix="nbutils-push-") as place:
         stage = Path(place) / folder.name
         for file in (one for one in files if one.name not in NOT_UPLOADED):
             target = stage / file.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
-            _link(Path(os.path.realpath(file)), target)
+            target.symlink_to(os.path.realpath(file))
         (stage / "README.md").write_text(card, encoding="utf-8")
         for file in stage.rglob("*.json"):
             _remove_local_paths(file)
         yield stage
-
-
-def _link(source: Path, target: Path) -> None:
-    """A hard link; a symbolic one to another disk; a copy where there are no links."""
-    for make in (os.link, os.symlink):
-        try:
-            return make(source, target)
-        except OSError:
-            continue
-    shutil.copyfile(source, target)
 
 
 def _remove_local_paths(file: Path) -> None:
@@ -301,9 +287,6 @@ def _public_name(name: str) -> str:
     return Path(name).name if is_local else name
 
 
-# --- one file ---------------------------------------------------------------------------------------------------------
-
-
 def single_file(folder: str | Path, out: str | Path | None = None, *, progress: bool = True) -> SingleFile:
     """Pack a model folder into one .tar, uncompressed; it takes its name after it was read back."""
     folder = _model_folder(folder)
@@ -339,8 +322,9 @@ def _is_archive_of(file: Path, folder: Path) -> bool:
             first = tar.next()
     except (OSError, tarfile.TarError):
         return False
-    anonymous = first is not None and not (first.mtime or first.uid or first.gid or first.uname)
-    return anonymous and first is not None and first.name.startswith(f"{folder.name}/")
+    if first is None or first.mtime or first.uid or first.gid or first.uname:
+        return False
+    return first.name.startswith(f"{folder.name}/")
 
 
 def _pack(folder: Path, files: list[Path], partial: Path, progress: bool) -> tuple[str, int]:

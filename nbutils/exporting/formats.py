@@ -30,7 +30,10 @@ LAPTOPS = "laptops, with or without a GPU"
 
 @dataclass(frozen=True)
 class Format:
-    """A format: `work` is the job that makes it, with `setting`; `size` is its share of the 16-bit model."""
+    """A format: `work` is the job that makes it, with `setting`; `size` is its share of the 16-bit model.
+
+    What only a program of llama.cpp makes ("elsewhere") is listed with its command.
+    """
 
     name: str
     purpose: str
@@ -59,20 +62,21 @@ FORMATS: dict[str, Format] = {one.name: one for one in (
     Format("gguf-f16", "for llama.cpp, Ollama, LM Studio; also the start for their smaller forms", LAPTOPS,
            "gguf", "f16", 1.05, load=LLAMA),
     Format("gguf-q8_0", "the same in 8 bits, next to no loss", LAPTOPS, "gguf", "q8_0", 0.6, load=LLAMA),
+    Format("gguf-q4_k_m", "a quarter of the size, most used on laptops", LAPTOPS,
+           "elsewhere", "llama-quantize model-f16.gguf model-q4_k_m.gguf q4_k_m", load=LLAMA),
 )}  # fmt: skip
-# Made only by llama.cpp's own program: listed with the command, not made here.
-ELSEWHERE = {"gguf-q4_k_m": "llama-quantize model-f16.gguf model-q4_k_m.gguf q4_k_m"}
 
 
 def find(name: str) -> Format:
     """The format of that name."""
-    if name in ELSEWHERE:
-        raise CourseError("exporting.made_elsewhere", name=name, formats=", ".join(FORMATS), command=ELSEWHERE[name])
-    if name not in FORMATS:
+    form = FORMATS.get(name)
+    if form is None:
         near = difflib.get_close_matches(name, FORMATS, 1)
         hint = f" (closest: {near[0]})" if near else ""
         raise CourseError("exporting.unknown_format", name=name, formats=", ".join(FORMATS), hint=hint)
-    return FORMATS[name]
+    if form.work == "elsewhere":
+        raise CourseError("exporting.made_elsewhere", name=name, command=form.setting)
+    return form
 
 
 def chosen(text: str) -> list[str]:
@@ -92,26 +96,24 @@ class Offer:
 
 def offer(card: hardware.Card | None = None) -> list[Offer]:
     """Every format, and whether it can be made here; `card` is the GPU that might have to compute with it."""
-    possible, state = _environment_state()
-    offers = []
+    states = {
+        "cast": (True, "nothing to install"),
+        "elsewhere": (False, "made by a program of llama.cpp, which no Python package brings"),
+    }
+    environment, offers = _environment_state(), []
     for form in FORMATS.values():
-        available, reason = (True, "nothing to install") if form.work == "cast" else (possible, state)
+        available, reason = states.get(form.work, environment)
         if card and card.capability < form.capability:
             reason += f"; this GPU ({card.name}) cannot compute with it, another machine can"
         rows = " --data TRAIN_ROWS.jsonl" if form.work == "calibrate" else ""
         command = f"python -m nbutils export FOLDER {form.name}{rows}"
-        offers.append(_offer(form.name, form.purpose, form.runs, available, reason, command))
-    reason = "made by a program of llama.cpp, which no Python package brings"
-    for name, command in ELSEWHERE.items():
-        purpose = "a quarter of the size, most used on laptops"
-        offers.append(_offer(name, purpose, LAPTOPS, False, reason, f"{command}    # after gguf-f16"))
+        row = {
+            "format": form.name, "for": form.purpose, "runs on": form.runs,
+            "here": f"{'yes' if available else 'NO'}: {reason}",
+            "command": f"{form.setting}    # after gguf-f16" if form.work == "elsewhere" else command,
+        }  # fmt: skip
+        offers.append(Offer(form.name, available, row))
     return offers
-
-
-def _offer(name: str, purpose: str, runs: str, available: bool, reason: str, command: str) -> Offer:
-    here = f"{'yes' if available else 'NO'}: {reason}"
-    row = {"format": name, "for": purpose, "runs on": runs, "here": here, "command": command}
-    return Offer(name, available, row)
 
 
 def _recipe() -> environments.Recipe:

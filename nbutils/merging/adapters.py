@@ -141,16 +141,10 @@ def _group_by_module(adapter: Adapter) -> Modules:
     for name, parts in modules.items():
         for a, b in PAIRS:
             if (a in parts) != (b in parts):
-                raise _incomplete(name, b if a in parts else a)
+                raise CourseError("merging.incomplete_adapter", module=name, missing=b if a in parts else a)
         if "lora_magnitude_vector" in parts and "lora_A" not in parts:
-            if "lora_embedding_A" in parts:
-                raise CourseError("merging.unsupported_adapter", folder=adapter.path, kind="DoRA on an embedding")
-            raise _incomplete(name, "lora_A")
+            raise CourseError("merging.unsupported_adapter", folder=adapter.path, kind="DoRA on an embedding")
     return modules
-
-
-def _incomplete(module: str, missing: str) -> CourseError:
-    return CourseError("merging.incomplete_adapter", module=module, missing=missing)
 
 
 def _require_known_modules(base: ModelFolder, modules: Modules, plans: Mapping[str, WeightPlan]) -> None:
@@ -178,7 +172,7 @@ def _require_every_layer(adapter: Adapter, modules: Modules, weights: Iterable[s
     for name in (weight.removesuffix(".weight") for weight in weights if weight.endswith(".weight")):
         is_target = any(name == target or name.endswith(f".{target}") for target in targets)
         if is_target and name not in modules and without_layer(name) in kinds:
-            raise _incomplete(name, "tensor at all")
+            raise CourseError("merging.incomplete_adapter", module=name, missing="tensor at all")
 
 
 def _untie(plans: dict[str, WeightPlan], base: ModelFolder, adapter: Adapter, modules: Modules) -> bool:

@@ -7,22 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
-from nbutils.merging.safetensors_io import CODES
 
 if TYPE_CHECKING:
     import torch
 
-# What lesson 03 trains with; `dtype` is the dtype the base was loaded in, None: the base's own.
+# The 4-bit settings of lesson 03; `dtype` is the dtype the base was loaded in, None: the base's own.
 DEFAULTS: dict[str, Any] = {"quant_type": "nf4", "double_quant": True, "dtype": None}
-
-
-def read_settings(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """quant_type, double_quant and dtype, with the defaults of lesson 03."""
-    settings = DEFAULTS | dict(given or {})
-    known = settings["quant_type"] in ("nf4", "fp4") and settings["dtype"] in (None, *CODES)
-    if not known or set(settings) != set(DEFAULTS):
-        raise CourseError("merging.unknown_quantization", given=dict(given or {}))
-    return settings
 
 
 def quantized_weights(folder: Path) -> set[str]:

@@ -79,12 +79,9 @@ def open_base(base: str | Path) -> ModelFolder:
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
         raise damaged(path / INDEX, "it does not name the files of the weights")
     files = sorted({Path(file).name for file in index.values()}) or [SINGLE]
-    for file in files:
-        _require_file(path / file)
     model = ModelFolder(path, model_name(base), config, {file: read_header(path / file)[0] for file in files})
-    for name in index:
-        if name not in model.weights:
-            raise damaged(path, f"no file has {name}, which is in {INDEX}")
+    if missing := sorted(index.keys() - model.weights.keys()):
+        raise damaged(path, f"no file has {missing[0]}, which is in {INDEX}")
     require_unquantized(base, config, model.weights)
     return model
 
@@ -92,13 +89,7 @@ def open_base(base: str | Path) -> ModelFolder:
 def open_adapter(path: Path) -> Adapter:
     """An adapter folder as PEFT saves it."""
     config = read_config(path / ADAPTER_CONFIG)
-    _require_file(path / ADAPTER_WEIGHTS)
     return Adapter(path, config, read_header(path / ADAPTER_WEIGHTS)[0])
-
-
-def _require_file(file: Path) -> None:
-    if not file.is_file():
-        raise CourseError("merging.missing_file", file=file)
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -135,11 +126,6 @@ def model_name(base: str | Path) -> str:
     if "snapshots" in parts and (cache := parts[parts.index("snapshots") - 1]).startswith("models--"):
         return cache.removeprefix("models--").replace("--", "/")
     return parts[-1] if Path(base).is_dir() else str(base)
-
-
-def unquantized_name(base: str | Path) -> str:
-    """A model's name without its owner and without the suffix of a quantized copy."""
-    return QUANTIZED_SUFFIX.sub("", Path(model_name(base)).name).lower()
 
 
 def is_quantized(config: Mapping[str, Any]) -> bool:
@@ -185,24 +171,23 @@ def adapter_fingerprint(adapter: Path) -> Any:
 
 def copy_companions(out: Path, base: ModelFolder, adapter: Path | None, dtype: str, untied: bool) -> None:
     """Config, tokenizer and other small files: the base's, but the tokenizer of the training if the adapter has it."""
-    trained = _matching(adapter, TOKENIZER_FILES) if adapter and (adapter / "tokenizer_config.json").is_file() else {}
-    tokenizer = _matching(base.path, TOKENIZER_FILES)
-    if any(file.match(pattern) for file in trained.values() for pattern in VOCABULARY_FILES):
-        tokenizer = {}  # the adapter's is complete; otherwise its files go over the base's
-    others = _matching(base.path, SMALL_FILES)
-    for name in [INDEX, "config.json", *_matching(base.path, TOKENIZER_FILES)]:
-        others.pop(name, None)
-    for name, file in (others | tokenizer | trained).items():
-        shutil.copyfile(file, out / name)
+
+    def matching(folder: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
+        return {file.name: file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+
+    tokenizer = matching(base.path, TOKENIZER_FILES)
+    others = {name: file for name, file in matching(base.path, SMALL_FILES).items() if name not in tokenizer}
+    if adapter and (adapter / "tokenizer_config.json").is_file():
+        complete = matching(adapter, VOCABULARY_FILES)  # otherwise its files go over the base's
+        tokenizer = ({} if complete else tokenizer) | matching(adapter, TOKENIZER_FILES)
+    for name, file in (others | tokenizer).items():
+        if name not in (INDEX, "config.json"):
+            shutil.copyfile(file, out / name)
     config = {key: value for key, value in base.config.items() if key != "quantization_config"}
     if dtype != "auto":
         config.pop("torch_dtype", None)  # the former name of dtype
         config["dtype"] = dtype
     paths.write_json(out / "config.json", config | ({"tie_word_embeddings": False} if untied else {}))
-
-
-def _matching(folder: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
-    return {file.name: file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()}
 
 
 def choose_place(run: RunFolder, folders: Folders, gib: float) -> Path:

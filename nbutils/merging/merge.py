@@ -61,14 +61,11 @@ class MergeReport:
         size = f"{self.bytes / paths.GIB:.2f} GiB, {self.dtype}"
         if self.reused:
             return f"merged: {self.folder} ({size}) is there already, made from this very adapter: nothing to do"
-        onto = ", onto the dequantized 4-bit base" if self.onto == "dequantized" else ""
-        resumed = f"; {self.resumed_shards} files were there from an interrupted merge" if self.resumed_shards else ""
-        untied = "; the output layer now has a weight of its own, because the adapter changed it" if self.untied else ""
-        speed = self.bytes / max(self.seconds, 1e-9) / 1e6
-        return (
-            f"merged: {self.merged} weights changed, {self.copied} copied{onto}: {self.folder} ({size}) "
-            f"in {self.seconds:.1f} s, {speed:,.0f} MB/s on {self.device}{resumed}{untied}"
-        )
+        text = f"merged: {self.merged} weights changed, {self.copied} copied: {self.folder} ({size})"
+        text += f" in {self.seconds:.1f} s on {self.device}"
+        text += ", onto the dequantized 4-bit base" if self.onto == "dequantized" else ""
+        text += f"; {self.resumed_shards} files were there from an interrupted merge" if self.resumed_shards else ""
+        return text + ("; the output layer now has a weight of its own" if self.untied else "")
 
     def facts(self) -> dict[str, Any]:
         """The report for facts.json."""
@@ -91,9 +88,11 @@ def merge_adapter(
     for one in adapters:
         check_base(base, one)
     model = open_base(base)
-    _require_place(out, model.path, adapters)
+    paths.require_apart(out, model.path, *adapters)
+    if (out / model_folder.ADAPTER_CONFIG).exists():  # the last name on a command line may be an adapter
+        raise CourseError("merging.out_is_adapter", folder=out)
     plans, untied = plan_weights(model, [open_adapter(one) for one in adapters])
-    four_bit = dequantize.read_settings(quantization)
+    four_bit = dequantize.DEFAULTS | dict(quantization or {})
     if onto == "dequantized":
         names = dequantize.quantized_weights(model.path)
         plans = {name: replace(one, dequantized=name in names and not one.replaced) for name, one in plans.items()}
@@ -115,16 +114,13 @@ def cast_model(base: str | Path, out: Path, dtype: str, *, progress: bool = True
     """Write a model in another dtype, as a merge without an adapter."""
     _require_one_of("dtype", dtype, DTYPES[1:])
     model = open_base(base)
-    _require_place(out, model.path, [])
+    paths.require_apart(out, model.path)
     plans, _ = plan_weights(model, [])
     fingerprint = model_folder.model_fingerprint(model)
     about = {"model": model.name, "dtype": dtype, "of": paths.stamp(model.path), "mark": fingerprint}
     size = _size_bytes(plans, dtype)
     report = MergeReport(out, model.name, "", dtype, "full", "cpu", 0, len(plans), size, 0.0)
     return _write_model(model, plans, report, about, dequantize.DEFAULTS, None, progress)
-
-
-# --- checks before a merge --------------------------------------------------------------------------------------------
 
 
 def check_base(base: str | Path, adapter: Path) -> None:
@@ -136,7 +132,8 @@ def check_base(base: str | Path, adapter: Path) -> None:
     trained_on = str(config.get("base_model_name_or_path") or base)
     if Path(base).is_dir():
         model_folder.require_unquantized(base, model_folder.read_config(Path(base) / "config.json"))
-    if model_folder.unquantized_name(trained_on) != model_folder.unquantized_name(base):
+    names = (Path(model_folder.model_name(one)).name for one in (trained_on, base))
+    if len({model_folder.QUANTIZED_SUFFIX.sub("", name).lower() for name in names}) > 1:
         raise CourseError("merging.wrong_base", trained_on=trained_on, base=base)
     if found := model_folder.find_folder(base, download=False):
         plan_weights(open_base(found), [open_adapter(adapter)])
@@ -184,16 +181,6 @@ def _require_one_of(parameter: str, value: str, allowed: tuple[str, ...]) -> Non
         raise CourseError("merging.unknown_value", parameter=parameter, value=value, allowed=", ".join(allowed))
 
 
-def _require_place(out: Path, base: Path, adapters: Sequence[Path]) -> None:
-    """Refuse to write over the sources, or over an adapter: the last name on a command line may be one."""
-    paths.require_apart(out, base, *adapters)
-    if (out / model_folder.ADAPTER_CONFIG).exists():
-        raise CourseError("merging.out_is_adapter", folder=out)
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
 def _write_model(
     model: ModelFolder, plans: Mapping[str, WeightPlan], report: MergeReport, about: dict[str, Any],
     four_bit: Mapping[str, Any], adapter: Path | None, progress: bool,
@@ -209,18 +196,16 @@ def _write_model(
     written = disk.folder_gib(paths.partial_of(out))  # by an interrupted merge
     needed = max(0.0, report.bytes * 1.02 / paths.GIB - written) + 0.05
     disk.require_disk(out.parent, needed, "writing the merged model")
-    shards = _by_shard(model, plans)
-    files = [(name, (model.path / name).stat()) for name in model.shards]
-    source = json.dumps([about, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]], sort_keys=True)
+    shards = {file: {name: plans[name] for name in weights} for file, weights in model.shards.items()}
+    for name in plans.keys() - model.weights.keys():  # an untied output layer goes beside the embedding
+        next(one for one in shards.values() if any("embed_tokens" in each for each in one))[name] = plans[name]
+    stats = [(model.path / name).stat() for name in model.shards]
+    source = json.dumps([about, [(stat.st_size, stat.st_mtime_ns) for stat in stats]], sort_keys=True)
     bar = tqdm(total=report.bytes, unit="B", unit_scale=True, desc="merging", disable=not progress)
     writer = ShardWriter(report.dtype, report.device, four_bit, workers, bar.update)
     try:
         with bar, paths.whole_folder(out, about, resume=True) as folder:
             resumed = writer.write_all(folder, shards, hashlib.sha256(source.encode()).hexdigest())
-            if len(shards) > 1:
-                weight_map = {name: file for file, weights in shards.items() for name in sorted(weights)}
-                index = {"metadata": {"total_size": report.bytes}, "weight_map": weight_map}
-                paths.write_json(folder / model_folder.INDEX, index)
             model_folder.copy_companions(folder, model, adapter, report.dtype, report.untied)
             (folder / JOURNAL).unlink()  # last: until then an interrupted merge continues
     except OSError as problem:
@@ -228,16 +213,6 @@ def _write_model(
             raise CourseError("merging.disk_full", folder=out, needed=report.bytes / paths.GIB) from problem
         raise CourseError("merging.write_failed", folder=out, problem=problem.strerror or problem) from problem
     return replace(report, seconds=time.perf_counter() - started, resumed_shards=resumed)
-
-
-def _by_shard(model: ModelFolder, plans: Mapping[str, WeightPlan]) -> dict[str, dict[str, WeightPlan]]:
-    """The plans by file, as in the base; an untied output layer goes beside the embedding."""
-    shards = {file: {name: plans[name] for name in weights} for file, weights in model.shards.items()}
-    untied = {name: plan for name, plan in plans.items() if name not in model.weights}
-    if untied:
-        home = next(file for file, weights in shards.items() if any("embed_tokens" in name for name in weights))
-        shards[home] |= untied
-    return shards
 
 
 @dataclass(frozen=True)
@@ -260,6 +235,10 @@ class ShardWriter:
             else:
                 checksums[name] = self.write(folder / name, plans)
                 paths.write_json(folder / JOURNAL, {"of": source, "shards": checksums})
+        if len(shards) > 1:
+            weight_map = {name: file for file, plans in shards.items() for name in plans}
+            size = sum(_size_bytes(plans, self.dtype) for plans in shards.values())
+            paths.write_json(folder / model_folder.INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
         return resumed
 
     def write(self, file: Path, plans: Mapping[str, WeightPlan]) -> str:
@@ -270,7 +249,7 @@ class ShardWriter:
             {name: (target_dtype(plan.source, self.dtype), plan.source.shape) for name, plan in plans.items()}
         )
         digest = xxhash.xxh3_64(header)
-        with open(file, "wb") as out, _one_thread_per_worker():
+        with open(file, "wb") as out, one_thread_per_worker():
             out.write(header)
             for data in self._in_order(self._blocks(plans)):
                 out.write(data)
@@ -335,7 +314,7 @@ def compute_rows(
 
 
 @contextmanager
-def _one_thread_per_worker() -> Iterator[None]:
+def one_thread_per_worker() -> Iterator[None]:
     """Let each worker compute on one CPU core, and a GPU compute products in full float32."""
     import torch
 

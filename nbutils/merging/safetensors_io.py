@@ -1,4 +1,4 @@
-"""Safetensors files read in pieces, by offset: nothing is mapped into memory, and no weight needs to be whole."""
+"""Safetensors files read in pieces, by offset: nothing is mapped into memory, no weight has to be whole."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class StoredTensor:
     @property
     def is_quantized(self) -> bool:
         """Whether it is a matrix of quantized weights."""
-        return not self.is_float and self.dtype not in INDICES and len(self.shape) > 1 and self.rows > 1
+        return self.dtype not in (*FLOATS, *INDICES) and len(self.shape) > 1 and self.rows > 1
 
     @property
     def flat(self) -> StoredTensor:
@@ -111,6 +111,8 @@ def damaged(file: Path, reason: str) -> CourseError:
 
 def read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """The tensors of a file in the order they are stored, and the file's metadata; no weight is read."""
+    if not file.is_file():
+        raise CourseError("merging.missing_file", file=file)
     try:
         with open(file, "rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))

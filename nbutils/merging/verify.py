@@ -13,7 +13,7 @@ from nbutils.errors import CourseError
 from nbutils.merging import dequantize
 from nbutils.merging.adapters import WeightPlan, plan_weights
 from nbutils.merging.folder import open_adapter, open_base
-from nbutils.merging.merge import _one_thread_per_worker, adapter_paths, compute_rows
+from nbutils.merging.merge import adapter_paths, compute_rows, one_thread_per_worker
 from nbutils.merging.safetensors_io import MIN_ROWS, StoredTensor, split_rows
 
 COPIED = 2**12  # elements compared at each end of a weight that was only copied
@@ -37,14 +37,14 @@ def prove(base: str | Path, adapter: str | Path | Sequence[Path], folder: Path, 
     """Compare the first and last rows of every weight with base + adapter; refuse a model that differs."""
     model, merged = open_base(base), open_base(folder).weights
     plans, _ = plan_weights(model, [open_adapter(one) for one in adapter_paths(adapter)])
-    for name in sorted(set(plans) ^ set(merged)):
-        raise CourseError("merging.not_proven", weight=name, folder=folder)
     whole = dequantize.quantized_weights(model.path) if onto == "dequantized" else set()
     compared = {name: plan for name, plan in plans.items() if name not in whole}
-    with _one_thread_per_worker():
-        for name, plan in compared.items():
-            if not _is_as_planned(plan, merged[name]):
-                raise CourseError("merging.not_proven", weight=name, folder=folder)
+    with one_thread_per_worker():
+        differing = sorted(plans.keys() ^ merged.keys()) or (
+            name for name, plan in compared.items() if not _is_as_planned(plan, merged[name])
+        )
+        for name in differing:
+            raise CourseError("merging.not_proven", weight=name, folder=folder)
     return Proof(len(compared), sum(plan.changed for plan in compared.values()), len(plans) - len(compared))
 
 
