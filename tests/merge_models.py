@@ -72,14 +72,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: weight for file in sorted(folder.glob("*.safetensors")) for name, weight in load_file(file).items()}
 
 
-def ulps(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """How many steps of bfloat16 lie between two tensors, element by element."""
-    ordered = [
-        torch.where(bits < 0, -32768 - bits, bits) for bits in (x.view(torch.int16).int() for x in (left, right))
-    ]
-    return (ordered[0] - ordered[1]).abs()
-
-
 def logits(model: Any) -> torch.Tensor:
     """What a model says to the prompt, in float32."""
     with torch.inference_mode():
