@@ -31,7 +31,8 @@ from typing import Any
 import psutil
 
 from nbutils import hardware, paths
-from nbutils.merging import bases, shards
+from nbutils.merging import bases
+from nbutils.merging import safetensors_io as shards
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK = 16

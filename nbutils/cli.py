@@ -231,7 +231,7 @@ def bench_serve(as_json: bool, concurrency: str, prompt_tokens: int, answer_toke
 @click.option("--check/--no-check", default=True, help="Compare each export with FOLDER.")
 def export(folder: Path, formats: tuple[str, ...], out: Path | None, data: Path | None, check: bool) -> None:
     """Write the merged model FOLDER in other FORMATS, each with its size and its loss; without any: show them all."""
-    from nbutils.exporting import asking
+    from nbutils.exporting import compare as asking
 
     asking.answer(folder, formats, out, data, check)
 

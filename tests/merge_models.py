@@ -72,14 +72,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: weight for file in sorted(folder.glob("*.safetensors")) for name, weight in load_file(file).items()}
 
 
-def ulps(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """How many steps of bfloat16 lie between two tensors, element by element."""
-    ordered = [
-        torch.where(bits < 0, -32768 - bits, bits) for bits in (x.view(torch.int16).int() for x in (left, right))
-    ]
-    return (ordered[0] - ordered[1]).abs()
-
-
 def logits(model: Any) -> torch.Tensor:
     """What a model says to the prompt, in float32."""
     with torch.inference_mode():
@@ -94,4 +86,21 @@ def untied_copy(base: Path, folder: Path) -> Path:
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     assert config["tie_word_embeddings"] is False and "lm_head.weight" in weights(folder)
+    return folder
+
+
+def in_4_bits(base: Path, folder: Path, quant_type: str, double_quant: bool = True) -> Path:
+    """The base as transformers and bitsandbytes load it in 4 bits, its weights dequantized."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+    from transformers import BitsAndBytesConfig
+
+    settings = {"bnb_4bit_quant_type": quant_type, "bnb_4bit_use_double_quant": double_quant}
+    config = BitsAndBytesConfig(load_in_4bit=True, **settings)
+    loaded = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype="bfloat16", device_map="cpu")
+    model = load(base, "bfloat16")
+    for name, part in loaded.named_modules():
+        if isinstance(part, Linear4bit):
+            model.get_submodule(name).weight.data = dequantize_4bit(part.weight.data, part.weight.quant_state)
+    model.save_pretrained(folder)
     return folder

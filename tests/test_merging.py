@@ -1,227 +1,599 @@
-"""merging: the same bits as PEFT's merge, the right base, and never half a folder."""
+"""nbutils.merging: the bits of PEFT's merge, refusals before anything is written, and never half a model."""
 
 from __future__ import annotations
 
+import errno
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import merge_models as models
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from support import refused
 
-from nbutils import merging, paths
-from nbutils.errors import CourseError
-from nbutils.merging import bases, dequantized, shards
+from nbutils import cli, disk, lessons, merging, paths, platforms
+from nbutils.merging import adapters, safetensors_io
+from nbutils.merging import folder as folders
+from nbutils.merging import merge as merge_module
+
+Pair = tuple[Path, Path]
+Bases = Callable[..., Path]
+ADAPTER = folders.ADAPTER_WEIGHTS
 
 
-def merge(base: Path, adapter: Any, out: Path, **wishes: Any) -> merging.MergeReport:
-    return merging.merge_adapter(base, adapter, out, progress=False, **wishes)
+@pytest.fixture(scope="module")
+def base_of(tmp_path_factory: pytest.TempPathFactory) -> Bases:
+    """Bases by their settings, each made once; tests only read them."""
+    return functools.cache(lambda **settings: models.make_base(tmp_path_factory.mktemp("made") / "base", **settings))
 
 
-def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert set(ours) == set(theirs)
-    for name, weight in ours.items():
-        assert weight.dtype == theirs[name].dtype and torch.equal(weight, theirs[name]), name
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base of several files and an adapter for it, made once; tests that change them copy them."""
+    folder = tmp_path_factory.mktemp("merge")
+    models.make_base(folder / "base", shards="60KB")
+    models.make_adapter(folder / "base", folder / "adapter")
+    return folder
 
+
+@pytest.fixture
+def pair(home: Path, tmp_path: Path) -> Pair:
+    """Copies that may be changed."""
+    return shutil.copytree(home / "base", tmp_path / "base"), shutil.copytree(home / "adapter", tmp_path / "adapter")
+
+
+def merge(base: str | Path, adapter: Any, out: Path, **settings: Any) -> merging.MergeReport:
+    return merging.merge_adapter(base, adapter, out, progress=False, **settings)
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def rewrite(file: Path, how: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
+    """A safetensors file with each tensor changed, or left out where None is returned."""
+    changed = {name: how(name, tensor) for name, tensor in load_file(file).items()}
+    save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, file, {"format": "pt"})
+
+
+def assert_same_bits(ours: Path | dict[str, torch.Tensor], theirs: Path | dict[str, torch.Tensor]) -> None:
+    left, right = (models.weights(one) if isinstance(one, Path) else one for one in (ours, theirs))
+    assert set(left) == set(right)
+    for name, weight in left.items():
+        assert weight.dtype == right[name].dtype and torch.equal(weight, right[name]), name
+
+
+# --- the same bits as PEFT --------------------------------------------------------------------------------------------
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "scale of two": {"lora_alpha": 8},
+    "power-of-two scale": {"lora_alpha": 8},
     "rslora": {"use_rslora": True},
     "patterns": {
         "rank_pattern": {"q_proj": 8, r"layers.1.mlp.down_proj": 2}, "alpha_pattern": {"layers.0.self_attn.o_proj": 3},
     },
     "dora": {"use_dora": True},
     "bias all": {"bias": "all"},
-    "bias lora_only": {"target_modules": ["q_proj"], "bias": "lora_only"},
-    "lora_bias": {"target_modules": ["q_proj", "k_proj"], "lora_bias": True},
     "modules_to_save": {"modules_to_save": ["lm_head", "norm"]},
     "embeddings": {"target_modules": ["embed_tokens", "lm_head", "v_proj"]},
-    "dora on embeddings": {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True},
-    "tokens": {"trainable_token_indices": [3, 150]},
-    "tokens of both": {"trainable_token_indices": {"embed_tokens": [3, 7], "lm_head": [9]}},
     "16-bit adapter": {"dtype": "bfloat16"},
+    "mica": {"init_lora_weights": "mica"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_merge_has_the_bits_of_pefts_own(case: str, tmp_path: Path) -> None:
-    base = models.make_base(tmp_path / "base")
+def test_the_merge_has_the_bits_of_peft(
+    case: str, base_of: Bases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from small blocks, where one row would be left over (161 = 5 x 32 + 1) and be rounded differently."""
+    base = base_of()
     adapter = models.make_adapter(base, tmp_path / "adapter", **CASES[case])
-    for dtype in ("bfloat16", "float32"):
-        report = merge(base, adapter, tmp_path / dtype, dtype=dtype)
-        assert report.merged and not report.resumed_shards and not report.untied
-        assert_same_bits(models.weights(tmp_path / dtype), models.merged_by_peft(base, adapter, dtype=dtype))
+    report = merge(base, adapter, tmp_path / "bfloat16")
+    assert report.merged and not report.resumed_shards and not report.untied
+    assert_same_bits(tmp_path / "bfloat16", models.merged_by_peft(base, adapter, dtype="bfloat16"))
+    monkeypatch.setattr(safetensors_io, "BLOCK", 64 * 40)
+    monkeypatch.setattr(safetensors_io, "STEP", 64)
+    assert len(list(merging.open_base(base).weights["lm_head.weight"].blocks())) > 2
+    merge(base, adapter, tmp_path / "float32", dtype="float32")
+    assert_same_bits(tmp_path / "float32", models.merged_by_peft(base, adapter))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "glm4"])
-@pytest.mark.parametrize("sharded", ["", "60KB"])
-def test_every_architecture_and_every_number_of_files(kind: str, sharded: str, tmp_path: Path) -> None:
-    base = models.make_base(tmp_path / "base", kind, shards=sharded)
+def test_other_architectures_in_several_files(kind: str, base_of: Bases, tmp_path: Path) -> None:
+    base = base_of(kind=kind, shards="60KB")
     adapter = models.make_adapter(base, tmp_path / "adapter")
     merge(base, adapter, tmp_path / "out")
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(list(base.glob("*.safetensors")))
-    assert_same_bits(models.weights(tmp_path / "out"), models.merged_by_peft(base, adapter, dtype="bfloat16"))
-    tuned, merged = models.with_adapter(base, adapter), models.load(tmp_path / "out")
-    assert (
-        (models.logits(tuned) - models.logits(merged)).abs().max()
-        < 0.05
-        < (models.logits(models.load(base)) - models.logits(merged)).abs().max()
-    )
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(list(base.glob("*.safetensors"))) > 1
+    assert_same_bits(tmp_path / "out", models.merged_by_peft(base, adapter, dtype="bfloat16"))
+    merged = models.logits(models.load(tmp_path / "out"))
+    assert (models.logits(models.with_adapter(base, adapter)) - merged).abs().max() < 0.05
+    assert (models.logits(models.load(base)) - merged).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("case", ["embeddings", "dora", "dora on embeddings", "tokens", "modules_to_save", "lora_bias"])
-def test_pieces_of_a_weight_have_the_bits_of_the_whole(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "settings", [{}, {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}]
+)
+def test_tied_embeddings_stay_tied_if_the_adapter_leaves_them_equal(
+    settings: dict[str, Any], base_of: Bases, tmp_path: Path
 ) -> None:
-    """Also where one row would be left over (161 = 5 x 32 + 1): a product of one row is rounded otherwise."""
-    monkeypatch.setattr(shards, "BLOCK", 64 * 40)
-    monkeypatch.setattr(shards, "STEP", 64)
-    base = models.make_base(tmp_path / "base")
-    assert len(list(bases.open_base(base).weights["lm_head.weight"].blocks())) > 2
-    adapter = models.make_adapter(base, tmp_path / "adapter", r=16, **CASES[case])
-    merge(base, adapter, tmp_path / "out", dtype="float32")
-    assert_same_bits(models.weights(tmp_path / "out"), models.merged_by_peft(base, adapter))
-
-
-TIED: dict[str, dict[str, Any]] = {
-    "linear only": {},
-    "tokens": {"trainable_token_indices": [3, 150]},
-    "saved together": {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
-}
-
-
-@pytest.mark.parametrize("case", TIED)
-def test_tied_embeddings_stay_tied_where_the_adapter_leaves_them_equal(case: str, tmp_path: Path) -> None:
-    base = models.make_base(tmp_path / "base", tied=True)
-    adapter = models.make_adapter(base, tmp_path / "adapter", **TIED[case])
+    base = base_of(tied=True)
+    adapter = models.make_adapter(base, tmp_path / "adapter", **settings)
     assert not merge(base, adapter, tmp_path / "out").untied
     theirs = models.merged_by_peft(base, adapter, dtype="bfloat16")
     assert torch.equal(theirs.pop("lm_head.weight"), theirs["model.embed_tokens.weight"])
-    assert_same_bits(models.weights(tmp_path / "out"), theirs)
+    assert_same_bits(tmp_path / "out", theirs)
 
 
-UNTIED: dict[str, dict[str, Any]] = {
-    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
-    "output": {"target_modules": ["lm_head", "q_proj"]},
-    "both": {"target_modules": ["lm_head", "embed_tokens"]},
-    "embedding saved": {"modules_to_save": ["embed_tokens"]},
-}
-
-
-@pytest.mark.parametrize("case", UNTIED)
-def test_tied_embeddings_are_untied_where_the_adapter_made_them_differ(case: str, tmp_path: Path) -> None:
-    """PEFT adds to the one shared matrix and so makes another model; untied first, it gives the bits we give."""
-    base = models.make_base(tmp_path / "base", tied=True)
-    adapter = models.make_adapter(base, tmp_path / "adapter", **UNTIED[case])
-    report = merge(base, adapter, tmp_path / "out")
-    assert report.untied and "weight of its own" in str(report)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["embed_tokens", "q_proj"]}, {"target_modules": ["lm_head", "q_proj"]},
+        {"target_modules": ["lm_head", "embed_tokens"]}, {"modules_to_save": ["embed_tokens"]},
+    ],
+)  # fmt: skip
+def test_tied_embeddings_are_untied_if_the_adapter_made_them_differ(
+    settings: dict[str, Any], base_of: Bases, tmp_path: Path
+) -> None:
+    """PEFT adds to the one shared matrix and makes another model; untied first, it gives our bits."""
+    base = base_of(tied=True)
+    adapter = models.make_adapter(base, tmp_path / "adapter", **settings)
+    assert merge(base, adapter, tmp_path / "out").untied
     untied = models.untied_copy(base, tmp_path / "untied")
-    assert_same_bits(models.weights(tmp_path / "out"), models.merged_by_peft(untied, adapter, dtype="bfloat16"))
-    trained = models.logits(models.with_adapter(base, adapter))
+    assert_same_bits(tmp_path / "out", models.merged_by_peft(untied, adapter, dtype="bfloat16"))
     merge(base, adapter, tmp_path / "exact", dtype="float32")
+    trained = models.logits(models.with_adapter(base, adapter))
     assert (models.logits(models.load(tmp_path / "exact")) - trained).abs().max() < 1e-4
 
 
-def test_several_adapters_are_merged_one_after_another(tmp_path: Path) -> None:
-    base = models.make_base(tmp_path / "base")
-    first = models.make_adapter(base, tmp_path / "first")
+def test_several_adapters_are_merged_one_after_another(home: Path, tmp_path: Path) -> None:
+    base, first = home / "base", home / "adapter"
     second = models.make_adapter(base, tmp_path / "second", seed=12, target_modules=["q_proj", "o_proj"], r=2)
     merge(base, [first, second], tmp_path / "out", dtype="float32")
-    assert_same_bits(models.weights(tmp_path / "out"), models.merged_by_peft(base, first, second))
-
-
-def test_pefts_own_16_bit_merge_gives_the_same_bits_unless_it_is_the_safe_one(tmp_path: Path) -> None:
-    """With `safe_merge` PEFT rounds the change before adding it, and a part of the weights is off by some steps."""
-    base = models.make_base(tmp_path / "base")
-    adapter = models.make_adapter(base, tmp_path / "adapter")
-    merge(base, adapter, tmp_path / "out")
-    ours = models.weights(tmp_path / "out")
-    assert_same_bits(ours, models.merged_by_peft(base, adapter, dtype="bfloat16", computed_in="bfloat16"))
-    safe = models.with_adapter(base, adapter, dtype="bfloat16").merge_and_unload(safe_merge=True).state_dict()
-    truth = models.merged_by_peft(base, adapter)
-    for name in (name for name in ours if "_proj.weight" in name):
-        steps = models.ulps(ours[name], safe[name])
-        assert 0.1 < float((steps > 0).float().mean()) < 0.5, name
-        assert torch.all((ours[name].float() - truth[name]).abs() <= (safe[name].float() - truth[name]).abs())
-
-
-def in_four_bits(base: Path, folder: Path, **form: Any) -> Path:
-    """The base as transformers and bitsandbytes load it in 4 bits, its weights taken back to 16."""
-    from bitsandbytes.functional import dequantize_4bit
-    from bitsandbytes.nn import Linear4bit
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    config = BitsAndBytesConfig(load_in_4bit=True, **form)
-    loaded = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype="bfloat16", device_map="cpu")
-    model = models.load(base, "bfloat16")
-    seen = {name: part for name, part in loaded.named_modules() if isinstance(part, Linear4bit)}
-    assert len(seen) == 14
-    for name, part in seen.items():
-        model.get_submodule(name).weight.data = dequantize_4bit(part.weight.data, part.weight.quant_state)
-    model.save_pretrained(folder)
-    return folder
+    assert_same_bits(tmp_path / "out", models.merged_by_peft(base, first, second))
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_dequantised_base_is_the_one_bitsandbytes_trains_on(tied: bool, tmp_path: Path) -> None:
-    base = models.make_base(tmp_path / "base", tied=tied)
+@pytest.mark.parametrize("settings", [{"quant_type": "nf4"}, {"quant_type": "fp4", "double_quant": False}])
+def test_the_dequantized_base_is_the_one_bitsandbytes_trains_on(
+    tied: bool, settings: dict[str, Any], base_of: Bases, tmp_path: Path
+) -> None:
+    base = base_of(tied=tied)
     adapter = models.make_adapter(base, tmp_path / "adapter")
-    for form in ({"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, {"bnb_4bit_quant_type": "fp4"}):
-        seen = in_four_bits(base, tmp_path / form["bnb_4bit_quant_type"], **form)
-        out = tmp_path / f"out-{form['bnb_4bit_quant_type']}"
-        wishes = {"double_quant": False} | form
-        report = merge(base, adapter, out, onto="dequantized", quantization=wishes)
-        theirs = models.merged_by_peft(seen, adapter, dtype="bfloat16")
-        theirs = {name: weight for name, weight in theirs.items() if not (tied and name == "lm_head.weight")}
-        assert_same_bits(models.weights(out), theirs)
-        assert "dequantised" in str(report) and paths.stamp(out) != merging.describe(base, adapter, "bfloat16")
-    merge(base, adapter, tmp_path / "full")
-    one = "model.layers.0.mlp.up_proj.weight"
-    assert not torch.equal(models.weights(tmp_path / "full")[one], models.weights(out)[one])
+    seen = models.in_4_bits(base, tmp_path / "seen", **settings)
+    merge(base, adapter, tmp_path / "out", onto="dequantized", quantization=settings)
+    theirs = models.merged_by_peft(seen, adapter, dtype="bfloat16")
+    assert_same_bits(tmp_path / "out", {k: v for k, v in theirs.items() if not (tied and k == "lm_head.weight")})
+    proof = merging.prove(base, adapter, tmp_path / "out", onto="dequantized")
+    assert proof.left_out == 14 and not proof.changed
+    assert not merge(base, adapter, tmp_path / "out").reused  # onto the full base it is another model
 
 
-def test_the_four_bit_form_is_checked_and_its_library_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dequantized.settings(None) == dequantized.settings({"type": "nf4", "double": True})
-    for wrong in ({"quant_type": "int4"}, {"bits": 3}):
-        with pytest.raises(CourseError, match="the 4-bit form was given as"):
-            dequantized.settings(wrong)
+def test_a_missing_bitsandbytes_is_named(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
-    with pytest.raises(CourseError, match="needs bitsandbytes"):
-        dequantized.require_library()
+    with refused("merging.needs_bitsandbytes"):
+        merge(home / "base", home / "adapter", tmp_path / "out", onto="dequantized")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_every_weight_is_proved_and_a_forgotten_one_is_found(dtype: str, tmp_path: Path) -> None:
-    """What parity cannot see in 16 bits: one matrix without its change, or every change a tenth too small."""
-    from safetensors.torch import load_file, save_file
-
-    base = models.make_base(tmp_path / "base", "qwen3")
+def test_a_proof_finds_any_weight_that_differs(dtype: str, base_of: Bases, tmp_path: Path) -> None:
+    """What answers hardly show in 16 bits: one matrix without its update, or with a tenth of it missing."""
+    base = base_of(kind="qwen3")
     adapter = models.make_adapter(base, tmp_path / "adapter")
-    merging.merge_adapter(base, adapter, tmp_path / "out", dtype=dtype, progress=False)
+    merge(base, adapter, tmp_path / "out", dtype=dtype)
     proof = merging.prove(base, adapter, tmp_path / "out")
-    assert proof.changed == 14 and not proof.left_out and str(proof.weights) in str(proof)
+    assert proof.changed == 14 and not proof.left_out
     file = tmp_path / "out/model.safetensors"
     right, before = load_file(file), models.weights(base)
-    name = "model.layers.1.self_attn.v_proj.weight"
+    name, norm = "model.layers.1.self_attn.v_proj.weight", "model.norm.weight"
     tenth = before[name].float() + 0.9 * (right[name].float() - before[name].float())
-    for wrong in (before[name], tenth):
-        save_file(right | {name: wrong.to(right[name].dtype)}, file, {"format": "pt"})
-        with pytest.raises(CourseError, match=rf"{name} in .* is not what base and adapter make"):
+    wrong = [right | {name: before[name].to(right[name].dtype)}, right | {name: tenth.to(right[name].dtype)}]
+    wrong += [right | {norm: right[norm] * 1.5}, {key: one for key, one in right.items() if key != norm}]
+    for tensors, changed in zip(wrong, (name, name, norm, norm), strict=True):
+        save_file(tensors, file, {"format": "pt"})
+        with refused("merging.not_proven", weight=changed):
             merging.prove(base, adapter, tmp_path / "out")
-    norm = "model.norm.weight"
-    save_file(right | {norm: right[norm] * 1.5}, file, {"format": "pt"})
-    with pytest.raises(CourseError, match=norm):
-        merging.prove(base, adapter, tmp_path / "out")
-    save_file({key: one for key, one in right.items() if key != norm}, file, {"format": "pt"})
-    with pytest.raises(CourseError, match=norm):
-        merging.prove(base, adapter, tmp_path / "out")
 
 
-def test_what_can_only_be_computed_whole_is_left_out_of_the_proof_and_told(tmp_path: Path) -> None:
-    base = models.make_base(tmp_path / "base", "qwen3", tied=True)
-    adapter = models.make_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "embed_tokens"], use_dora=True)
-    merging.merge_adapter(base, adapter, tmp_path / "out", progress=False)
-    proof = merging.prove(base, adapter, tmp_path / "out")
-    assert proof.left_out == 1 and proof.changed >= 2 and "left out" in str(proof)
+# --- refused before anything is written -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantization_config": {"load_in_4bit": True}}, {"compression_config": {"format": "pack-quantized"}},
+        {"quantization": {"bits": 4}}, {"text_config": {"quantization_config": {"quant_method": "gptq"}}},
+    ],
+)  # fmt: skip
+def test_a_quantized_base_is_refused_and_the_right_one_named(settings: dict[str, Any], pair: Pair) -> None:
+    base = pair[0].rename(pair[0].with_name("Qwen2.5-7B-Instruct-bnb-4bit"))
+    change(base / "config.json", **settings)
+    with refused("merging.quantized_base", original="Qwen2.5-7B-Instruct"):
+        merging.check_base(base, pair[1])
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda weight: weight.to(torch.int32).view(torch.uint32), lambda weight: weight.to(torch.float8_e4m3fn),
+        lambda weight: weight.to(torch.int8), lambda weight: torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8),
+    ],
+    ids=["MLX", "fp8", "int8", "bitsandbytes"],
+)  # fmt: skip
+def test_quantized_weights_are_seen_without_a_config(pack: Any, home: Path, tmp_path: Path) -> None:
+    base = models.make_base(tmp_path / "base-8bit")
+    rewrite(base / folders.SINGLE, lambda name, one: pack(one) if "v_proj.weight" in name else one)
+    with refused("merging.quantized_base", original="base"):
+        merging.check_base(base, home / "adapter")
+
+
+def test_indices_keep_their_dtype_and_null_is_not_quantized(home: Path, tmp_path: Path) -> None:
+    base = models.make_base(tmp_path / "base")
+    change(base / "config.json", quantization_config=None)
+    indices = {"positions": torch.arange(8)[None], "mask": torch.ones(4, 4, dtype=torch.bool)}
+    save_file(models.weights(base) | indices, base / folders.SINGLE, {"format": "pt"})
+    merge(base, home / "adapter", tmp_path / "out", dtype="float16")
+    made = models.weights(tmp_path / "out")
+    assert all(torch.equal(made[name], tensor) for name, tensor in indices.items())
+
+
+def with_header(header: bytes) -> Callable[[bytes], bytes]:
+    return lambda content: len(header).to_bytes(8, "little") + header + bytes(64)
+
+
+SHARD = "model-00001-of-00003.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "code"),
+    [
+        (SHARD, with_header(b"[1, 2]  "), "damaged_file"),
+        (SHARD, with_header(b'{"w":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}'), "damaged_file"),
+        (SHARD, with_header(b'{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'), "damaged_file"),
+        (SHARD, with_header(b"{}"), "damaged_file"),
+        (SHARD, lambda content: b"\xff" * 64, "damaged_file"),
+        (SHARD, lambda content: content[:-10], "damaged_file"),
+        (SHARD, lambda content: content[:5], "damaged_file"),
+        (SHARD, None, "missing_file"),
+        (folders.INDEX, lambda content: b'{"weight_map": ["x"]}', "damaged_file"),
+        ("config.json", lambda content: b"[]", "unreadable_config"),
+        ("config.json", None, "unreadable_config"),
+    ],
+)
+def test_a_damaged_base_is_refused(name: str, damage: Callable[[bytes], bytes] | None, code: str, pair: Pair) -> None:
+    file = pair[0] / name
+    file.write_bytes(damage(file.read_bytes())) if damage else file.unlink()
+    with refused(f"merging.{code}"):
+        merging.check_base(*pair)
+
+
+def test_the_base_must_be_the_one_of_the_training(pair: Pair) -> None:
+    base, adapter = pair
+    with refused("merging.wrong_base", base="Qwen/Qwen2.5-7B-Instruct"):
+        merging.check_base("Qwen/Qwen2.5-7B-Instruct", adapter)
+    for name in ("somebody/base-bnb-4bit", None, ""):  # a quantized twin; not written down: names and shapes decide
+        change(adapter / "adapter_config.json", base_model_name_or_path=name)
+        merging.check_base(base, adapter)
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"peft_type": "IA3"}, "unsupported_adapter"),
+        *(({"init_lora_weights": init}, "init_changed_base") for init in ("pissa_niter_4", "olora", "lora_ga", None)),
+        ({"r": 5}, "wrong_rank"),
+        ({"r": None}, "no_rank"),
+        ({"lora_alpha": None}, "no_rank"),
+        ({"alpha_pattern": {"(": 4}}, "no_rank"),
+        *(({key: ["x"]}, "unsupported_adapter") for key in adapters.UNSUPPORTED),
+    ],
+)
+def test_a_config_that_cannot_be_merged_is_refused(settings: dict[str, Any], code: str, pair: Pair) -> None:
+    out = pair[0].with_name("out")
+    change(pair[1] / "adapter_config.json", **settings)
+    with refused(f"merging.{code}"):
+        merge(*pair, out)
+    assert not out.exists() and not paths.partial_of(out).exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "values"),
+    [
+        (lambda name, one: None, "empty_adapter", {}),
+        (lambda name, one: one[..., :3].contiguous(), "wrong_shape", {}),
+        (lambda name, one: one.to(torch.int8), "compressed_adapter", {"dtype": "I8"}),
+        (lambda name, one: None if "0.self_attn.q_proj.lora_B" in name else one, "incomplete_adapter",
+         {"module": "model.layers.0.self_attn.q_proj", "missing": "lora_B"}),
+        (lambda name, one: None if "1.mlp.up_proj.lora_A" in name else one, "incomplete_adapter",
+         {"module": "model.layers.1.mlp.up_proj", "missing": "lora_A"}),
+        (lambda name, one: None if ".layers.1." in name else one, "incomplete_adapter", {"missing": "tensor at all"}),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_or_are_missing_are_refused(
+    how: Callable[..., Any], code: str, values: dict[str, str], pair: Pair
+) -> None:
+    rewrite(pair[1] / ADAPTER, how)
+    with refused(f"merging.{code}", **values):
+        merging.check_base(*pair)
+    if values.get("missing") == "tensor at all":  # unless that layer was left out on purpose
+        change(pair[1] / "adapter_config.json", layers_to_transform=[0])
+        merging.check_base(*pair)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code"), [("q_proj", "query", "unknown_module"), ("lora_A", "lora_E", "unknown_tensor")]
+)
+def test_unknown_names_are_refused(old: str, new: str, code: str, pair: Pair) -> None:
+    tensors = load_file(pair[1] / ADAPTER)
+    save_file({name.replace(old, new): tensor for name, tensor in tensors.items()}, pair[1] / ADAPTER)
+    with refused(f"merging.{code}"):
+        merging.check_base(*pair)
+
+
+def test_dora_on_an_embedding_and_a_missing_file_are_refused(home: Path, tmp_path: Path) -> None:
+    settings = {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}
+    adapter = models.make_adapter(home / "base", tmp_path / "adapter", **settings)
+    with refused("merging.unsupported_adapter", kind="DoRA on an embedding"):
+        merging.check_base(home / "base", adapter)
+    (adapter / ADAPTER).unlink()
+    with refused("merging.missing_file"):
+        merging.check_base(home / "base", adapter)
+
+
+def test_nothing_is_written_over_base_adapter_or_foreign_files(pair: Pair, tmp_path: Path) -> None:
+    base, adapter = pair
+    other = shutil.copytree(adapter, tmp_path / "other")  # named as OUT: the real OUT was forgotten
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years of work")
+    (tmp_path / "planted").mkdir()
+    paths.partial_of(tmp_path / "out").symlink_to(tmp_path / "planted")
+    for out in (base, adapter, tmp_path, other, tmp_path / "mine", tmp_path / "out"):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(merge_module.CourseError):
+            merge(base, adapter, out)
+        assert sorted(tmp_path.rglob("*")) == before
+    with refused("merging.out_is_adapter"):
+        merge(base, adapter, other)
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "int4"}, {"onto": "4bit"}, {"device": "gpu"}])
+def test_unknown_settings_are_refused(settings: dict[str, Any], home: Path, tmp_path: Path) -> None:
+    with refused("merging.unknown_value", parameter=next(iter(settings))):
+        merge(home / "base", home / "adapter", tmp_path / "out", **settings)
+    with refused("merging.no_adapter"):
+        merge(home / "base", [], tmp_path / "out")
+
+
+def test_values_that_are_not_finite_are_not_written(pair: Pair, tmp_path: Path) -> None:
+    base, adapter = pair
+    for file in base.glob("*.safetensors"):
+        rewrite(file, lambda name, one: torch.full_like(one, 1e6) if name == "model.norm.weight" else one)
+    with refused("merging.not_finite", weight="model.norm.weight", dtype="float16"):
+        merge(base, adapter, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists() and merge(base, adapter, tmp_path / "out").dtype == "bfloat16"
+    saved = models.make_adapter(base, tmp_path / "saved", modules_to_save=["lm_head"], dtype="bfloat16")
+    rewrite(saved / ADAPTER, lambda name, one: one * float("nan") if "lm_head" in name else one)
+    with refused("merging.not_finite", weight="lm_head.weight", dtype="bfloat16"):
+        merge(base, saved, tmp_path / "other")
+
+
+def test_too_little_disk_is_refused_before_anything_is_written(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "free_gib", lambda folder: 0.001)
+    with pytest.raises(merge_module.CourseError, match="disk"):
+        merge(home / "base", home / "adapter", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+# --- interrupted, damaged, full ---------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from nbutils import merging, paths
+from nbutils.merging import folder, merge
+write = merge.ShardWriter.write
+def kill(*given):
+    os.kill(os.getpid(), signal.SIGKILL)
+def killed_in_third(self, file, plans):
+    return write(self, file, plans) if not file.name.startswith("model-00003") else (file.write_bytes(b"half"), kill())
+{step}
+merging.merge_adapter(*(Path(each) for each in sys.argv[1:]), progress=False)
+"""
+
+
+def kill(step: str, home: Path, out: Path) -> None:
+    command = [sys.executable, "-c", KILLED.format(step=step), str(home / "base"), str(home / "adapter"), str(out)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert not out.exists() and paths.stamp(out) is None and paths.stamp(paths.partial_of(out)) is None
+
+
+def test_a_killed_merge_continues_with_the_next_shard(home: Path, tmp_path: Path) -> None:
+    out, damaged, fresh = tmp_path / "out", tmp_path / "damaged", tmp_path / "fresh"
+    kill("merge.ShardWriter.write = killed_in_third", home, out)
+    shutil.copytree(paths.partial_of(out), paths.partial_of(damaged))
+    assert merge(home / "base", home / "adapter", out).resumed_shards == 2
+    merge(home / "base", home / "adapter", fresh)
+    assert_same_bits(out, fresh)
+    partial, secret = paths.partial_of(damaged), tmp_path / "secret.txt"
+    first = next(partial.glob("model-00001*"))
+    first.write_bytes(first.read_bytes()[:-3] + b"\x01\x02\x03")
+    secret.write_text("mine")
+    (partial / "generation_config.json").symlink_to(secret)  # planted: it is not written through
+    assert merge(home / "base", home / "adapter", damaged).resumed_shards == 1
+    assert_same_bits(damaged, fresh)
+    assert secret.read_text() == "mine" and {one.name for one in damaged.iterdir()} == {
+        one.name for one in fresh.iterdir()
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("step", "resumed"), [("folder.copy_companions = kill", 3), ("paths.write_json = kill", 0)]
+)  # fmt: skip
+def test_a_merge_killed_near_its_end_leaves_no_trace(step: str, resumed: int, home: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    kill(step, home, out)
+    (paths.partial_of(out) / f".{merge_module.JOURNAL}.7.partial").touch()
+    (paths.partial_of(out) / ".ipynb_checkpoints").mkdir()
+    assert merge(home / "base", home / "adapter", out).resumed_shards == resumed
+    assert {one.name for one in out.iterdir()} == {one.name for one in (home / "base").iterdir()} | {paths.STAMP}
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENOSPC, "disk_full"), (errno.EDQUOT, "disk_full"), (errno.EIO, "write_failed")]
+)
+def test_a_disk_that_fails_is_reported_and_its_files_do_not_count_for_another_merge(
+    number: int, code: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, out = merge_module.ShardWriter.write, tmp_path / "out"
+
+    def failing(self: Any, file: Path, plans: Any) -> str:
+        if file.name.startswith("model-00003"):
+            raise OSError(number, os.strerror(number))
+        return write(self, file, plans)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(merge_module.ShardWriter, "write", failing)
+        with refused(f"merging.{code}"):
+            merge(home / "base", home / "adapter", out)
+    assert len(list(paths.partial_of(out).glob("model-*"))) == 2
+    other = models.make_adapter(home / "base", tmp_path / "other", seed=5)
+    assert not merge(home / "base", other, out).resumed_shards
+    assert_same_bits(out, merge(home / "base", other, tmp_path / "fresh").folder)
+
+
+@pytest.mark.parametrize("kind", ["k_proj.weight", "norm.weight", "k_proj.bias"])
+def test_a_finished_merge_is_reused_only_for_the_same_weights(
+    kind: str, home: Path, pair: Pair, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    first = merge(home / "base", home / "adapter", out)
+    assert paths.stamp(out) == merging.describe(home / "base", home / "adapter", "bfloat16")
+    again = merge(*pair, out)  # the same content elsewhere
+    assert again.reused and (again.merged, again.copied, again.bytes) == (first.merged, first.copied, first.bytes)
+    merging.cast_model(home / "base", tmp_path / "cast", "float16", progress=False)
+    assert_same_bits(tmp_path / "cast", {name: one.half() for name, one in models.weights(home / "base").items()})
+    for file in pair[0].glob("*.safetensors"):
+        rewrite(file, lambda name, one: one + 1 if name.endswith(kind) else one)
+    assert not merge(*pair, out).reused
+    assert not merging.cast_model(pair[0], tmp_path / "cast", "float16", progress=False).reused
+
+
+# --- what the folder holds, and where it lies -------------------------------------------------------------------------
+
+
+def test_the_folder_has_the_tokenizer_of_the_training(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    base = shutil.copytree(paths.TINY_MODEL, tmp_path / "base")
+    change(base / "config.json", torch_dtype="float32")
+    adapter = models.make_adapter(base, tmp_path / "adapter")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    merge(base, adapter, tmp_path / "plain", dtype="float16")
+    assert AutoTokenizer.from_pretrained(tmp_path / "plain").chat_template == tokenizer.chat_template
+    config = json.loads((tmp_path / "plain/config.json").read_text())
+    assert config["dtype"] == "float16" and "torch_dtype" not in config
+    assert (tmp_path / "plain/generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
+    assert models.load(tmp_path / "plain", "auto").dtype == torch.float16
+    tokenizer.chat_template = "{{ messages[0]['content'] }} trained"
+    tokenizer.save_pretrained(adapter)
+    for complete in (True, False):  # settings without a vocabulary: the base has one
+        merge(base, adapter, tmp_path / str(complete), dtype="float16")
+        made = AutoTokenizer.from_pretrained(tmp_path / str(complete))
+        assert made.chat_template.endswith("trained") and made.get_vocab() == tokenizer.get_vocab()
+        (adapter / "tokenizer.json").unlink(missing_ok=True)
+
+
+def test_a_hub_id_is_found_in_the_cache(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    revision, repo = "0" * 40, tmp_path / "models--somebody--base"
+    shutil.copytree(home / "base", repo / "snapshots" / revision)
+    (repo / "refs").mkdir()
+    (repo / "refs/main").write_text(revision)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_OFFLINE", True)
+    merging.check_base("somebody/base", home / "adapter")
+    assert merge("somebody/base", home / "adapter", tmp_path / "out").base == "somebody/base"
+    change(shutil.copytree(home / "adapter", tmp_path / "adapter") / "adapter_config.json", base_model_name_or_path="")
+    with refused("merging.download_failed", base="nobody/base"):
+        merge("nobody/base", tmp_path / "adapter", tmp_path / "other")
+
+
+def test_a_model_that_does_not_fit_the_run_folder_goes_to_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = lessons.RunFolder(paths.make_folder(tmp_path / "keep/run", "a test"))
+    places = platforms.Folders(tmp_path, tmp_path / "scratch", tmp_path / "keep", None)
+    monkeypatch.setattr(disk, "free_gib", lambda folder: 50.0 if folder.is_relative_to(places.scratch) else 10.0)
+    assert merging.choose_place(run, places, 8) == run.path / "merged" == run.merged
+    place = merging.choose_place(run, places, 15)
+    assert place == places.scratch / "run/merged" == lessons.RunFolder(run.path).merged
+    assert "[WARN]" in capsys.readouterr().out
+    assert merging.choose_place(run, places, 8) == run.path / "merged" == run.merged  # there is room again
+    monkeypatch.setattr(disk, "folder_gib", lambda folder: 40.0 if folder == paths.partial_of(place) else 0.0)
+    assert merging.choose_place(run, places, 80) == place  # half of it is written already
+    for folder, about in ((run.adapter, {"steps": 3}), (place, {"adapter": {"steps": 3}})):
+        with paths.whole_folder(folder, about):
+            pass
+    assert merging.choose_place(run, places, 99) == place == run.merged  # finished: no more room is needed
+
+
+def test_the_command_replaces_another_model_only_on_request(home: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["merge", str(home / "base"), str(home / "adapter"), str(out), "--dtype"]
+    for _ in range(2):  # the second time there is nothing to do
+        ran = CliRunner().invoke(cli.app, [*command, "float32"])
+        assert ran.exit_code == 0, ran.output
+    assert_same_bits(out, merge(home / "base", home / "adapter", tmp_path / "x", dtype="float32").folder)
+    for _ in range(2):  # also when it was edited by hand
+        assert CliRunner().invoke(cli.app, [*command, "float16"]).exit_code == 1
+        with open(out / "config.json", "a") as file:
+            file.write(" ")
+    assert CliRunner().invoke(cli.app, [*command, "float16", "--replace"]).exit_code == 0
+
+
+GROWTH = """
+import sys
+from pathlib import Path
+import torch
+from nbutils import merging
+def peak(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+torch.zeros(8).add(1)
+before = peak()
+base, adapter, out, dtype = sys.argv[1:]
+merging.merge_adapter(base, Path(adapter), Path(out), dtype=dtype, progress=False)
+print((peak() - before) // 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize(
+    ("stack", "dtype"), [((), "auto"), pytest.param((32, 2048, 2048), "float16", marks=pytest.mark.long)]
+)
+def test_memory_does_not_grow_with_the_weight(stack: tuple[int, ...], dtype: str, home: Path, tmp_path: Path) -> None:
+    """A single weight of 256 MiB, or fused experts (few rows of millions of numbers), merged in far less."""
+    name, shape = "model.layers.0.mlp.up_proj", (64, 32) if stack else (16384, 8192)
+    base = paths.make_folder(tmp_path / "base", "a test")
+    (base / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
+    tensors = {f"{name}.weight": ("BF16", shape)} | ({"experts": ("BF16", stack)} if stack else {})
+    header = safetensors_io.make_header(tensors)
+    with open(base / folders.SINGLE, "wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(2 * torch.Size(shape).numel() for _, shape in tensors.values()))
+    adapter = shutil.copytree(home / "adapter", tmp_path / "adapter")
+    factors = {"lora_A": torch.ones(4, shape[1]), "lora_B": torch.ones(shape[0], 4)}
+    save_file({f"base_model.model.{name}.{part}.weight": one for part, one in factors.items()}, adapter / ADAPTER)
+    command = [sys.executable, "-c", GROWTH, str(base), str(adapter), str(tmp_path / "out"), dtype]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    shutil.rmtree(tmp_path / "out")
+    assert int(ran.stdout) < 150, ran.stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils.errors import CourseError
-from nbutils.merging.shards import read_header
+from nbutils.merging.safetensors_io import read_header
 
 EMBEDDING = "embed_tokens.weight"
 

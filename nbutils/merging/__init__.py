@@ -1,14 +1,12 @@
-"""Merging an adapter into its base on a small machine: checks, the streaming merge, where the result goes.
+"""Merging an adapter into its base on a small machine, from disk to disk, and proving the result."""
 
-Not here: whether the merged model is the same model (parity) and whether the tuning helped (evaluation).
-"""
-
-from nbutils.merging.checks import check_base, describe, size_gib
-from nbutils.merging.places import choose_place
-from nbutils.merging.proving import Proof, prove
-from nbutils.merging.streaming import MergeReport, cast_model, merge_adapter
+from nbutils.merging import folder as bases  # lesson 04 opens models with merging.bases.open_base
+from nbutils.merging.adapters import init_changes_base
+from nbutils.merging.folder import choose_place, is_quantized, open_base
+from nbutils.merging.merge import MergeReport, cast_model, check_base, describe, merge_adapter, size_gib
+from nbutils.merging.verify import Proof, prove
 
 __all__ = [
-    "MergeReport", "Proof", "cast_model", "check_base", "choose_place", "describe", "merge_adapter", "prove",
-    "size_gib",
+    "MergeReport", "Proof", "bases", "cast_model", "check_base", "choose_place", "describe", "init_changes_base",
+    "is_quantized", "merge_adapter", "open_base", "prove", "size_gib",
 ]  # fmt: skip
