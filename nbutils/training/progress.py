@@ -193,7 +193,7 @@ class LiveNumbers(TrainerCallback):
         if "loss" not in logs:
             return
         broken = not math.isfinite(logs["loss"]) and self.skipped == self.skipped_at_log  # skipped steps are harmless
-        if broken and not any(note.startswith(NOT_FINITE[:20]) for note in self.notes):
+        if broken and not any(note.startswith("[WARN] the loss is") for note in self.notes):
             self.notes.append(NOT_FINITE.format(logs["loss"], self.step))
         first, self.skipped_at_log = not self.token_counts, self.skipped
         self.losses.append((self.step, logs["loss"]))
