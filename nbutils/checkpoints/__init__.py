@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 from nbutils.checkpoints.archive import Kept, Manifest, copy, defect, fingerprint, forget, pack, step_of, unpack
-from nbutils.checkpoints.store import (
-    BEGAN_ANEW,
-    clear,
-    listing,
-    look,
-    newest_verified,
-    prune,
-    refuse_other_run,
-    restore_for_people,
-    sealed,
-    stores,
-    unsafe,
-)
+from nbutils.checkpoints.store import BEGAN_ANEW, clear, listing, look, newest_verified, prune, refuse_other_run
+
+from nbutils.checkpoints.store import restore_for_people, sealed, stores, unsafe  # isort: skip
 from nbutils.checkpoints.sync import CheckpointSync, Route, end_earlier
 
 Carrier = CheckpointSync  # the name benchmarks use

@@ -19,10 +19,11 @@ from transformers import Trainer, TrainerCallback
 from nbutils import checkpoints, platforms, scaling, tracking
 from nbutils.checkpoints import CheckpointSync
 from nbutils.disk import require_disk
+from nbutils.errors import CourseError
 from nbutils.lessons import Lesson
 from nbutils.paths import GIB
 from nbutils.training.progress import best_of, stopped_early, validation_history
-from nbutils.training.resume import trained_already, unlock_run
+from nbutils.training.resume import unlock_run
 from nbutils.training.weights import load_trained_weights, trained_weights
 
 Clock = Callable[[], float]
@@ -65,7 +66,7 @@ class KeepCheckpoints(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.trained:  # `oom.train` resets it before it goes on
-            raise trained_already()
+            raise CourseError("training.trained_already")
         self.trained = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

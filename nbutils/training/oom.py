@@ -25,11 +25,7 @@ from nbutils.training.progress import validation_callback
 from nbutils.training.resume import OOM_FILE
 from nbutils.training.weights import load_trained_weights, trained_weights
 
-CHECKPOINTING = {
-    "off": "gradient checkpointing off",
-    "on": "gradient checkpointing on (slower: each layer is computed again in the backward pass)",
-    "offload": "gradient checkpointing with its activations in the computer's memory (slower still)",
-}
+CHECKPOINTING = ("off", "on", "offload")  # each needs less memory, and more time, than the one before
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class StepSettings:
 
     micro_batch: int
     accumulation: int
-    checkpointing: str  # off, on, offload
+    checkpointing: str  # of gradients; offload: activations go to the computer's memory
 
     @property
     def batch(self) -> int:
@@ -54,12 +50,9 @@ class StepSettings:
             return replace(self, checkpointing="on")
         return replace(self, checkpointing="offload") if self.checkpointing == "on" and offload else None
 
-    def change_to(self, new: StepSettings) -> str:
-        """The difference, for the learner."""
-        if new.checkpointing != self.checkpointing:
-            return CHECKPOINTING[new.checkpointing]
-        return (f"micro-batch {self.micro_batch} -> {new.micro_batch}, "
-                f"accumulation {self.accumulation} -> {new.accumulation}")  # fmt: skip
+    def __str__(self) -> str:
+        batch = f"micro-batch {self.micro_batch} x accumulation {self.accumulation}"
+        return f"{batch}, gradient checkpointing {self.checkpointing}"
 
 
 def train(trainer: Trainer, lesson: Lesson, resume_from: Path | None) -> None:
@@ -87,14 +80,14 @@ def train(trainer: Trainer, lesson: Lesson, resume_from: Path | None) -> None:
             with suppress(CourseError, OSError, RuntimeError):  # keep the last step before giving up
                 if watch.last_checkpoint(resume_from) is not None:
                     trainer.callback_handler.on_save(args, trainer.state, trainer.control)
-            values = asdict(settings) | {"peak": peak, "tried": history.tried() or "nothing"}
-            raise CourseError("training.oom_exhausted", step=step, **values)
+            tried = "; ".join(str(_settings(one["from"])) for one in history.changes) or "nothing else"
+            raise CourseError("training.oom_exhausted", step=step, peak=peak, settings=settings, tried=tried)
         history.add(step, peak, settings, smaller)
         apply(trainer, smaller)
         resume_from = _saved(watch, resume_from)
         _reset(trainer)
-        print(f"out of memory at step {step} (peak {peak:.1f} GiB): {settings.change_to(smaller)}; "
-              f"the batch stays {smaller.batch}; going on from step {step_of(resume_from)}", flush=True)  # fmt: skip
+        print(f"out of memory at step {step} (peak {peak:.1f} GiB): going on from step {step_of(resume_from)} with "
+              f"{smaller} (the batch stays {smaller.batch})", flush=True)  # fmt: skip
         settings = smaller
 
 
@@ -239,9 +232,7 @@ class OomHistory:
         self.changes = oom_rungs(self.lesson)
         if not same or reached is None or reached.batch != self.planned.batch:
             return self.planned
-        print(f"This run ran out of memory on this GPU before. It goes on with micro-batch {reached.micro_batch}, "
-              f"accumulation {reached.accumulation}, gradient checkpointing {reached.checkpointing}; "
-              f"delete {path} to start as planned.")  # fmt: skip
+        print(f"This run ran out of memory on this GPU before: {reached}. Delete {path} to start as planned.")
         return reached
 
     def add(self, step: int, peak: float, old: StepSettings, new: StepSettings) -> None:
@@ -253,11 +244,6 @@ class OomHistory:
             paths.write_json(self.lesson.run.path / OOM_FILE, content)
         except OSError as problem:
             print(f"[WARN] {OOM_FILE} could not be written ({problem.strerror}); the training goes on.")
-
-    def tried(self) -> str:
-        """All changes so far, for the learner."""
-        pairs = [(_settings(one["from"]), _settings(one["to"])) for one in self.changes]
-        return "; ".join(old.change_to(new) for old, new in pairs if old and new)
 
 
 def oom_rungs(lesson: Lesson) -> list[dict[str, Any]]:

@@ -156,18 +156,13 @@ def steps_left(trainer: Trainer, checkpoint: Path | None) -> int:
     try:
         done = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except FileNotFoundError as problem:
-        raise trained_already() from problem
+        raise CourseError("training.trained_already") from problem
     if stopped_early(done.get("log_history", []), getattr(validation_callback(trainer), "patience", 0)):
         return 0
     batches = math.ceil(len(trainer.train_dataset) / (args.train_batch_size * args.world_size))  # type: ignore[arg-type]
     per_epoch = max(math.ceil(batches / args.gradient_accumulation_steps), 1)
     planned = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     return max(planned - done["global_step"], 0)
-
-
-def trained_already() -> CourseError:
-    """The error for a trainer that is started twice: its weights are no longer those of the checkpoint."""
-    return CourseError("training.trained_already")
 
 
 def load_finished(trainer: Trainer, checkpoint: Path, chosen: bool = False) -> None:
