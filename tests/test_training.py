@@ -861,10 +861,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def assert_same(trainer: Any, whole: Any, since: int = 0) -> None:
-    """The same steps, rows in the same order, rates and weights."""
+    """The same steps, rows in the same order, rates, losses and weights."""
     assert trainer.state.global_step == trainer.state.max_steps == whole.state.max_steps
     assert trainer.diary.steps == {step: seen for step, seen in whole.diary.steps.items() if step > since}
     torch.testing.assert_close(trained_weights(trainer.model), trained_weights(whole.model), rtol=0, atol=1e-6)
+    losses, expected = (dict(progress.loss_history(one.state.log_history)) for one in (trainer, whole))
+    assert all(losses[step] == pytest.approx(loss, abs=1e-5) for step, loss in expected.items())
 
 
 def test_batches_stay_the_same_and_are_made_of_arrays(tmp_path: Path) -> None:
@@ -1018,7 +1020,7 @@ def batch_of(trainer: Any) -> tuple[int, int]:
 def test_a_training_goes_on_from_its_last_step(
     tmp_path: Path, whole: Any, calls: Any, reached: Any, steps: Any
 ) -> None:
-    trainer, lesson, taken = build(tmp_path, save_steps=2), lesson_in(tmp_path), []
+    trainer, lesson, taken = build(tmp_path, save_steps=3), lesson_in(tmp_path), []
     sync: Any = SimpleNamespace(messages=list, take=lambda folder: taken.append(folder.name), seconds=1.0)
     trainer.add_callback(callbacks.KeepCheckpoints(sync))
     trainer.add_callback(callbacks.TimeBudget(lesson, sync, 0.0))
@@ -1029,7 +1031,7 @@ def test_a_training_goes_on_from_its_last_step(
     assert [(one["step"], one["from"]["micro_batch"]) for one in oom.oom_rungs(lesson)] == [
         *zip(steps, (4, 2), strict=False)
     ]
-    assert taken == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-7"]
+    assert taken == ["checkpoint-3", "checkpoint-6", "checkpoint-7"]
     tokens = [{one["step"]: one.get("num_tokens") for one in each.state.log_history} for each in (trainer, whole)]
     assert tokens[0][6] == tokens[1][6]
     with refused("training.trained_already"):

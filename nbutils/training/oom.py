@@ -6,6 +6,7 @@ A broken step is forgotten: weights, optimizer, schedule and sampler go on as if
 
 from __future__ import annotations
 
+import copy
 import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +26,8 @@ from nbutils.training.progress import validation_callback
 from nbutils.training.resume import OOM_FILE
 from nbutils.training.weights import load_trained_weights, trained_weights
 
+COUNTERS = ("current_flos", "_total_train_tokens", "_metrics")
+LOSS_COUNTERS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 CHECKPOINTING = ("off", "on", "offload")  # each needs less memory, and more time, than the one before
 
 
@@ -108,16 +111,20 @@ class StepWatch(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.started = self.updating = False
-        self.step_started, self.tokens = -1, 0
+        self.step_started = -1
+        self.noted: dict[str, Any] = {}  # the trainer's counters when the current step began
+        self.restored: dict[str, Any] = {}  # those to go on with after an out-of-memory
         self.first_weights: dict[str, torch.Tensor] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.started, self.updating, self.step_started = True, False, -1
+        for name, value in copy.deepcopy(self.restored).items():  # `train` has just set them to zero
+            setattr(self.trainer, name, value)
         # The first update allocates the optimizer's state: the likeliest place to run out of memory.
         self.first_weights = {} if self.trainer.optimizer.state else trained_weights(self.trainer.model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.step_started, self.tokens = state.global_step, getattr(self.trainer, "_total_train_tokens", 0)
+        self.step_started, self.noted = state.global_step, _counters(self.trainer)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.updating = True
@@ -132,11 +139,11 @@ class StepWatch(TrainerCallback):
         if not self.started:
             return resume_from
         trainer, step, self.started = self.trainer, self.trainer.state.global_step, False
-        if self.step_started == step:  # else it was after a step, in a validation or a save
-            trainer._total_train_tokens = self.tokens
-            trainer._metrics["train"].clear()
-            if self.updating and (self.first_weights or step != step_of(resume_from)):
-                self._undo_update(step + 1)
+        inside = self.step_started == step  # else it was after a step, in a validation or a save
+        self.restored = self.noted if inside else _counters(trainer)
+        trainer.current_flos = self.restored.pop("current_flos")  # the checkpoint has it
+        if inside and self.updating and (self.first_weights or step != step_of(resume_from)):
+            self._undo_update(step + 1)
         if step == step_of(resume_from):
             return resume_from
         trainer._save_checkpoint(trainer.model, trial=None)
@@ -148,6 +155,12 @@ class StepWatch(TrainerCallback):
             raise CourseError("training.oom_half_updated", step=step)
         load_trained_weights(self.trainer.model, self.first_weights)
         self.trainer.optimizer.state.clear()
+
+
+def _counters(trainer: Any) -> dict[str, Any]:
+    """What a step adds to: means of the next log, tokens, flops."""
+    names = [*COUNTERS, *(LOSS_COUNTERS if hasattr(trainer, "_tr_loss") else ())]  # local variables in older versions
+    return copy.deepcopy({name: getattr(trainer, name) for name in names if hasattr(trainer, name)})
 
 
 def _saved(watch: StepWatch, resume_from: Path | None) -> Path | None:
