@@ -239,7 +239,8 @@ class LiveNumbers(TrainerCallback):
             self._show(state, {"step": f"{self.step:,} of {self.steps:,}"} | self._numbers())
 
     def _numbers(self, done: bool = False) -> dict[str, str]:
-        speed, left = self.average_speed if done else self.speed, None if done else self.seconds_left
+        speed = self.average_speed if done or self.speed is None else self.speed
+        left = None if done else self.seconds_left
         known = {
             "loss": f"{self.losses[-1][1]:.3f}" if self.losses else "",
             "validation": f"{self.validation[-1][1]:.3f}" if self.validation else "",
