@@ -28,7 +28,8 @@ from trl import SFTConfig, SFTTrainer
 
 from nbutils import hardware, lessons
 from nbutils.paths import GIB
-from nbutils.training import ladder, memory
+from nbutils.training import oom as ladder
+from nbutils.training import oom as memory
 
 BATCH, STEPS, LENGTH, COUNT = 8, 6, 2048, 30
 FIRST = 2000  # the first token of row n is FIRST + n

@@ -34,7 +34,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nbutils import chat, dashboard, data, hardware, paths, platforms
-from nbutils.training import live
+from nbutils import training as live
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 42
@@ -67,7 +67,7 @@ class Panel(dashboard.LivePanel):
 
     def draw(self, *what: Any) -> None:
         """The page and its message, as in a notebook."""
-        parts, reach, losses, notes = what
+        parts, reach, losses, notes, _ = what
         page = {"text/html": dashboard.live_page(parts, reach, losses, notes), "text/plain": dashboard.live_line(parts)}
         self.output.update(page, raw=True)
 
@@ -78,7 +78,7 @@ def stopwatch(lesson: Any, length: int, drawn: bool) -> tuple[Any, list[Block]]:
 
     blocks: list[Block] = []
     shown: Any = live.live_numbers(lesson)
-    shown.teller.panel = Panel() if drawn else None
+    shown.panel = Panel() if drawn else None
 
     @contextmanager
     def timed() -> Iterator[None]:

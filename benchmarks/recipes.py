@@ -227,12 +227,12 @@ def train(job: dict[str, Any], model_folder: Path, rows: Rows, folder: str) -> d
     if job["way"] in ("auto", "auto-4bit"):
         held_back = chat.validation_dataset(rows.train, rows.held_back_rows, job["validation_rows"])
         validation = training.validation_loss(held_back, every=job["save_steps"], patience=3)
-        validation.trainer = trainer  # type: ignore[attr-defined]
+        validation.trainer = trainer
         trainer.add_callback(validation)
     trainer.train()
     last, seconds, loss = curve.points[-1]
     if validation:
-        validation.restore_best()  # type: ignore[attr-defined]
+        validation.restore_best()
         loss = held_out_loss(trainer.model, rows.held_back)
     if not plain:
         trainer.save_model(folder)

@@ -1,7 +1,7 @@
-"""Attention for packed rows: torch's own variable-length kernel, registered with transformers under the name `varlen`.
+"""Attention for packed rows: torch's variable-length kernel, registered with transformers under the name `varlen`.
 
 Packed rows restart their positions; the kernel is told where, so no token sees another example and no mask is built.
-Not here: choosing it (hardware). Whatever is not packed (padding, a cache) goes to torch's ordinary attention.
+Whatever is not packed (padding, a cache) goes to torch's ordinary attention.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def use(name: str) -> str:
-    """The name for `attn_implementation`, made known to transformers if it is ours.
+    """The name for `attn_implementation`; `varlen` is registered.
 
-    TRL warns that rows may mix unless FlashAttention is used. With the ways used here they do not, which tests prove.
+    TRL warns that rows may mix without FlashAttention. With the implementations used here they do not (tests compare).
     """
-    logging.getLogger("trl.trainer.sft_trainer").addFilter(_is_not_about_packing)
+    logging.getLogger("trl.trainer.sft_trainer").addFilter(_is_needed)
     return register() if name == NAME else name
 
 
-def _is_not_about_packing(record: logging.LogRecord) -> bool:
+def _is_needed(record: logging.LogRecord) -> bool:
     return not any(words in str(record.msg) for words in NEEDLESS)
 
 
 def register() -> str:
-    """Make `varlen` known to transformers."""
+    """Register `varlen` with transformers."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -46,18 +46,18 @@ def register() -> str:
 
 
 def boundaries(position_ids: Tensor) -> tuple[Tensor, int]:
-    """Where the examples of flattened rows begin and end, and the longest one; every row begins one too."""
+    """Where the examples of flattened rows begin and end, and the longest one."""
     import torch
 
     starts = position_ids == 0
     starts[:, 0] = True
-    ends = torch.nonzero(starts.flatten()).flatten()
-    edges = torch.cat([ends, ends.new_tensor([starts.numel()])]).to(torch.int32)
+    first = torch.nonzero(starts.flatten()).flatten()
+    edges = torch.cat([first, first.new_tensor([starts.numel()])]).to(torch.int32)
     return edges, int(edges.diff().max())
 
 
 def with_boundaries(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """A collator that also says where examples begin: known on the CPU, asking the card would stop it in each layer."""
+    """A collator that adds the boundaries on the CPU: computing them on the GPU would stall it in each layer."""
 
     def collate_with_boundaries(rows: Any) -> dict[str, Any]:
         batch = collate(rows)
@@ -72,7 +72,7 @@ def with_boundaries(collate: Callable[..., dict[str, Any]]) -> Callable[..., dic
 def _mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, attention_mask: Tensor | None = None, **rest: Any
 ) -> Tensor | None:
-    """No mask for whole rows without padding, which is what packed rows are; torch's ordinary one for the others."""
+    """No mask for whole rows without padding, which is what packed rows are."""
     from transformers.masking_utils import sdpa_mask
 
     if attention_mask is None and q_length == kv_length:
@@ -84,24 +84,29 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention with the shapes transformers uses: heads before tokens on the way in, after them on the way out."""
+    """Attention with the shapes of transformers: heads before tokens in the input, after them in the output."""
     from torch.nn.attention.varlen import varlen_attn
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    _refuse_unknown({"dropout": dropout} | {name: kwargs.get(name) for name in ("s_aux", "softcap")})
+    parts = [
+        *(["dropout"] if dropout else []),
+        *(name for name in ("s_aux", "softcap") if kwargs.get(name) is not None),
+    ]
+    if parts:
+        raise CourseError("training.unsupported_attention", parts=", ".join(parts))
     rows, heads, length, size = query.shape
     edges, longest = _edges(query, kwargs)
     q, k, v = (states.transpose(1, 2).reshape(rows * length, -1, size) for states in (query, key, value))
     window = (-1 if sliding_window is None else sliding_window - 1, 0)  # 0: no token sees a later one
-    more: dict[str, Any] = {"scale": scaling, "window_size": window, **_grouped(heads, key.shape[1])}
+    more: dict[str, Any] = {"scale": scaling, "window_size": window, **_gqa(heads, key.shape[1])}
     out: Any = varlen_attn(q, k, v, edges, edges, longest, longest, **more)
     return out.view(rows, length, heads, size), None
 
 
 def _edges(query: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, int]:
-    """The boundaries the collator gave, else those of the positions, else one example per row."""
+    """The boundaries from the collator, else from the positions, else one example per row."""
     import torch
 
     if kwargs.get(BOUNDARIES[0]) is not None:
@@ -114,20 +119,9 @@ def _edges(query: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, int]:
 
 
 @cache
-def _grouped(heads: int, kv_heads: int) -> dict[str, bool]:
-    """Fewer key than query heads: the kernel shares keys without copying them; newer torch wants to be told."""
+def _gqa(heads: int, kv_heads: int) -> dict[str, bool]:
+    """Newer torch wants to be told about grouped-query attention."""
     from torch.nn.attention.varlen import varlen_attn
 
-    asked = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return {"enable_gqa": True} if asked and heads != kv_heads else {}
-
-
-def _refuse_unknown(wishes: dict[str, Any]) -> None:
-    """Stop at a model whose attention has parts that torch's kernel for packed rows has not."""
-    asked = [name for name, value in wishes.items() if value is not None and not (name == "dropout" and value == 0)]
-    if asked:
-        raise CourseError(
-            f"this model's attention has {', '.join(asked)}, and torch's kernel for packed rows has not.",
-            "attention without dropout, sinks (s_aux) and softcap, as Qwen, GLM and Llama have it",
-            "set machine.attention to sdpa in a copy of the profile",
-        )
+    known = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return {"enable_gqa": True} if known and heads != kv_heads else {}

@@ -1,14 +1,11 @@
-"""Where a training reports: TensorBoard always, W&B when it can be had; never a login prompt, never a lost training.
-
-Not here: what is reported (the trainer decides that).
-"""
+"""Experiment tracking: TensorBoard always, W&B online with a key and else offline; never a prompt, never a lost run."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nbutils import platforms, scaling
 from nbutils.masking import mask_secrets
@@ -16,50 +13,47 @@ from nbutils.paths import make_folder
 
 
 def begin(logs: Path, run: str) -> list[str]:
-    """Where the trainer reports: TensorBoard always; W&B online with a key, else as an offline run; no prompt ever."""
+    """Start tracking; the values for `report_to`."""
     if not scaling.is_main():
         return []
     make_folder(logs, "logs")
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
     os.environ |= {"WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
-    print(f"logs      TensorBoard; W&B {_begin_wandb(logs, run)}")
+    print(f"logs      TensorBoard; W&B {_start_wandb(logs, run)}")
     return ["tensorboard", "wandb"]
 
 
 def end() -> None:
-    """Complete the files of an offline W&B run; one that is online completes itself in its own time."""
+    """Finish an offline W&B run; an online one finishes by itself."""
     import wandb
 
     if wandb.run is not None and wandb.run.offline:
         wandb.finish()
 
 
-def _begin_wandb(logs: Path, run: str) -> str:
-    """Start the W&B run the trainer will use; whatever keeps it from going online makes it an offline one."""
+def _start_wandb(logs: Path, run: str) -> str:
+    """Start the W&B run that the trainer will use; whatever keeps it from going online makes it an offline one."""
     import wandb
 
-    plainly = sys.excepthook  # wandb.init puts its own there, which prints a traceback before a learner's mistake
-
-    def started(mode: Literal["online", "offline"], **more: Any) -> None:
-        wandb.init(**options, mode=mode, **more)
-        sys.excepthook = plainly
-
     options: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", "finetune-course"), "name": run, "dir": logs}
+    excepthook = sys.excepthook  # wandb.init replaces it, and prints a traceback before a CourseError
     wandb.finish()  # of an earlier run of this cell
-    why_not = _wandb_offline_reason()
-    if why_not is None:
-        try:
-            started("online", settings=wandb.Settings(init_timeout=30))
+    reason = _offline_reason()
+    try:
+        if reason is None:
+            wandb.init(**options, mode="online", settings=wandb.Settings(init_timeout=30))
             return "online"
-        except Exception as problem:  # a refused key, a dead network: neither may cost the training
-            why_not = f"{type(problem).__name__}: {mask_secrets(str(problem))[:120]}"
+    except Exception as problem:  # a refused key, a dead network: neither may cost the training
+        reason = f"{type(problem).__name__}: {mask_secrets(str(problem))[:120]}"
+    finally:
+        sys.excepthook = excepthook
     os.environ["WANDB_MODE"] = "offline"
-    started("offline")
-    return f"offline: {why_not}"
+    wandb.init(**options, mode="offline")
+    sys.excepthook = excepthook
+    return f"offline: {reason}"
 
 
-def _wandb_offline_reason() -> str | None:
-    """Why W&B need not be asked at all; None if it should be."""
+def _offline_reason() -> str | None:
     if os.environ.get("WANDB_MODE", "online") != "online":
         return "WANDB_MODE says so"
     key = platforms.secret("WANDB_API_KEY")

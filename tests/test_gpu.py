@@ -54,7 +54,7 @@ def test_four_bit_weights_are_on_the_card_and_smaller() -> None:
 
 @pytest.mark.parametrize("backend", ["varlen", "sdpa"])
 def test_packed_logits_and_gradients_on_the_card_are_those_of_the_unpacked_rows(backend: str) -> None:
-    from test_attention import ROWS, packed
+    from test_training import ROWS, packed
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from nbutils import attention
@@ -83,12 +83,12 @@ def test_packed_logits_and_gradients_on_the_card_are_those_of_the_unpacked_rows(
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_the_lean_step_with_liger_is_as_close_to_the_truth_as_peft(recompute: bool) -> None:
-    from test_lean import errors_in_16_bits
+def test_the_fused_step_with_liger_is_as_close_to_the_truth_as_peft(recompute: bool) -> None:
+    from test_training import errors_in_16_bits
 
-    far = errors_in_16_bits("cuda", fused=True, recompute=recompute)
-    print(far)
-    assert 0 < far["ours"] < 1.1 * far["pefts"]
+    errors = errors_in_16_bits("cuda", liger=True, recompute=recompute)
+    print(errors)
+    assert 0 < errors["ours"] < 1.1 * errors["pefts"]
 
 
 def test_lessons_03_and_04_train_and_merge_on_the_card(tmp_path: Path) -> None:
@@ -141,21 +141,23 @@ def test_lesson_05_serves_the_merged_model_and_the_adapter_on_the_card(tmp_path:
     assert served["identical_prompts"]["count"] == served["identical_prompts"]["total"]
 
 
-def test_the_last_rung_parks_layer_inputs_in_ram_and_the_training_stays_the_same(tmp_path: Path) -> None:
-    import test_ladder
+def test_activations_are_offloaded_and_the_training_stays_the_same(tmp_path: Path) -> None:
+    import test_training
     from trl.models.activation_offloading import OffloadActivations
+
+    from nbutils.training.weights import trained_weights
 
     words = {"use_cpu": False, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 4}
     words |= {"gradient_checkpointing": True}
-    whole, capped = (test_ladder.build(tmp_path / name, **words) for name in ("whole", "capped"))
+    whole, capped = (test_training.build(tmp_path / name, **words) for name in ("whole", "capped"))
     whole.train()
-    test_ladder.run_out(capped, 4)
-    lesson = test_ladder.lesson_in(tmp_path, card=hardware.card())
-    test_ladder.ladder.train(capped, lesson, None)
-    assert test_ladder.rungs.setting_of(capped).checkpointing == "offload"
+    test_training.run_out(capped, 4)
+    lesson = test_training.lesson_in(tmp_path, card=hardware.card())
+    test_training.oom.train(capped, lesson, None)
+    assert test_training.oom.settings_of(capped).checkpointing == "offload"
     assert isinstance(capped.maybe_activation_offload_context, OffloadActivations)
     assert capped.state.global_step == 4 and capped.diary.steps == whole.diary.steps
-    torch.testing.assert_close(test_ladder.weights(capped), test_ladder.weights(whole), rtol=0, atol=1e-4)
+    torch.testing.assert_close(trained_weights(capped.model), trained_weights(whole.model), rtol=0, atol=1e-4)
 
 
 def test_the_ladder_takes_two_rungs_on_the_card() -> None:

@@ -16,7 +16,7 @@ import nbutils
 ROOT = Path(__file__).resolve().parent.parent
 
 # The arithmetic of a training step is torch code; `training.make_lean` loads it when a trainer is there.
-TORCH_CODE = ("nbutils.training.lean",)
+TORCH_CODE = [f"nbutils.training.{name}" for name in ("callbacks", "fused", "oom", "progress", "weights")]
 HEAVY = ("torch", "transformers", "datasets", "vllm", "trl", "peft", "matplotlib", "ipywidgets", "openai")
 
 

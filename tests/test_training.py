@@ -1,14 +1,19 @@
-"""training: the right weights in the right type, packing that keeps rows apart, logs without prompts."""
+"""training, attention, tracking: PEFT's numbers, packed rows kept apart, runs that resume and survive an OOM."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import json
+import logging
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,422 +22,1223 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import wandb
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from support import refused
 from torch import nn
+from torch.nn import functional
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Glm4Config,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    TrainerCallback,
+)
+from trl import SFTConfig, SFTTrainer
+from trl.models import activation_offloading
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from nbutils import checkpoints, lessons, paths, platforms, training
-from nbutils.errors import CourseError
+from nbutils import attention, checkpoints, hardware, lessons, paths, platforms, tracking, training
+from nbutils.plan import cards
 from nbutils.platforms import drive
-from nbutils.training import budget, keeping, weights
+from nbutils.training import callbacks, fused, oom, progress, resume, weights
+from nbutils.training.oom import StepSettings
+from nbutils.training.weights import trained_weights
 
-MARK = checkpoints.fingerprint(seed=1)
-
-
-@pytest.fixture(scope="module")
-def tiny():  # type: ignore[no-untyped-def]
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32", attn_implementation="sdpa").eval()
+FINGERPRINT = checkpoints.fingerprint(seed=1)
+T4 = hardware.Card("Tesla T4", (7, 5), 14.56, 1)
+RTX_4090 = hardware.Card("NVIDIA GeForce RTX 4090", (8, 9), 23.6, 1)
 
 
-def test_only_trainable_weights_are_put_back_into_float32() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16)
-    model[0].requires_grad_(False)
-    assert weights.repair_precision(model) == 2
-    assert {weight.dtype for weight in model[0].parameters()} == {torch.bfloat16}
-    assert {weight.dtype for weight in model[1].parameters()} == {torch.float32}
+@pytest.fixture(autouse=True, scope="module")
+def quick() -> Iterator[None]:
+    """One thread for so small a model; the garbage collector, called often here, spares what is there already."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
 
 
-def test_the_batches_of_a_lean_trainer_are_those_it_had(tmp_path: Path) -> None:
-    from datasets import Dataset
-    from peft import LoraConfig
-    from trl import SFTConfig, SFTTrainer
-
-    rows = [{"input_ids": [*range(5, 5 + size)], "labels": [-100, *range(6, 5 + size)]} for size in (7, 30, 3, 11, 16)]
-    settings = SFTConfig(
-        output_dir=str(tmp_path), max_length=32, packing=True, per_device_train_batch_size=2, use_cpu=True, bf16=False,
-        dataloader_pin_memory=False, report_to="none", seed=1,
-    )  # fmt: skip
-    dataset = Dataset.from_list(rows)
-    trainer = SFTTrainer(str(paths.TINY_MODEL), settings, train_dataset=dataset, peft_config=LoraConfig())
-    before = [*trainer.get_train_dataloader()]
-    training.make_lean(trainer, fused=False)
-    after = [*trainer.get_train_dataloader()]
-    assert isinstance(trainer.train_dataset[0]["input_ids"], numpy.ndarray)
-    assert len(before) == len(after) > 1 and any((batch["labels"] == -100).any() for batch in after)
-    for old, new in zip(before, after, strict=True):
-        assert {*old} == {*new} and all(torch.equal(old[name], new[name]) for name in old if torch.is_tensor(old[name]))
-
-
-def test_the_photograph_sees_one_changed_weight_and_two_swapped_ones() -> None:
-    model = nn.Linear(40, 40)
-    model.bias.requires_grad_(False)
-    before = training.photograph(model)
-    assert training.compare(before, model) == training.Moved(0, 1, 0, 1)
-    with torch.no_grad():
-        model.weight[3, 3] += 1e-3
-    assert training.compare(before, model) == training.Moved(1, 1, 0, 1)
-    swapped = copy.deepcopy(model)
-    before = training.photograph(swapped)
-    with torch.no_grad():
-        swapped.bias[[0, 1]] = swapped.bias[[1, 0]]
-    assert training.compare(before, swapped).base == 1
-
-
-def test_packed_rows_do_not_see_each_other(tiny) -> None:  # type: ignore[no-untyped-def]
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    rows = [[5, 6, 7, 8, 9], [20, 21, 22], [30, 31, 32, 33]]
-    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    packed = {"input_ids": [*chain(*rows)], "labels": [*chain(*rows)], "seq_lengths": [len(row) for row in rows]}
-    batch = collator([packed])
-    batch.pop("labels")
-    with torch.inference_mode():
-        together = tiny(**batch, use_cache=False).logits[0]
-        alone = torch.cat([tiny(input_ids=torch.tensor([row])).logits[0] for row in rows])
-    torch.testing.assert_close(together[: len(alone)], alone, rtol=1e-4, atol=1e-4)
-
-
-def lesson_in(folder: Path, platform: str = "local", inputs: Path | None = None, earlier: tuple[Path, ...] = ()):  # type: ignore[no-untyped-def]
+def lesson_in(
+    folder: Path, platform: str = "local", card: Any = None, inputs: Path | None = None, earlier: Any = ()
+) -> Any:
     """What training asks a lesson for."""
-    folders = platforms.Folders(folder, folder / "scratch", folder / "runs", inputs, earlier=earlier)
     run = lessons.RunFolder(folder / "runs/demo")
     run.path.mkdir(parents=True, exist_ok=True)
-    return SimpleNamespace(
-        run=run,
-        folders=folders,
-        platform=platforms.Platform(platform, ""),
-        started=0.0,
-        scratch=folder / "scratch/demo",
+    folders = platforms.Folders(folder, folder / "scratch", folder / "runs", inputs, earlier=earlier)
+    machine = {"platform": platforms.Platform(platform, ""), "card": card, "started": 0.0}
+    return SimpleNamespace(run=run, folders=folders, scratch=folder / "scratch/demo", **machine)
+
+
+# Fused LoRA layers
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+FAMILIES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "glm4": Glm4Config}
+FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+
+
+def adapted(base: nn.Module, **settings: Any) -> Any:
+    """A model with an adapter whose B is not zero, which would hide mistakes in A."""
+    torch.manual_seed(1)
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", **settings))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.2)
+    return model.train()
+
+
+def random_model(family: str = "qwen2") -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(FAMILIES[family](**SIZES))
+
+
+def one_step(model: Any, recompute: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits and gradients of the adapter."""
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    model.zero_grad()
+    ids = torch.randint(2, 100, (2, 17), generator=torch.Generator().manual_seed(3)).to(model.device)
+    out = model(input_ids=ids, labels=ids, use_cache=False)
+    out.loss.backward()
+    return out.logits.detach(), {
+        name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
+    }
+
+
+def changed_mlp(base: Any) -> Any:
+    class Clamped(type(base.model.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).clamp(-0.01, 0.01)
+
+    for layer in base.model.layers:
+        layer.mlp.__class__ = Clamped
+    return base
+
+
+def other_quantization(base: Any) -> Any:
+    base.model.layers[0].mlp.up_proj.__class__ = type("EightBit", (nn.Linear,), {})
+    return base
+
+
+def hooked(base: Any) -> Any:
+    for layer in base.model.layers:
+        layer.mlp.register_forward_hook(lambda module, given, out: out * out)
+    return base
+
+
+def tiny_4bit() -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        paths.TINY_MODEL, dtype="float32", quantization_config=FOUR_BIT, device_map={"": "cpu"}
     )
 
 
-def keep_one(store: Path, step: int, mark: dict = MARK) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("make", "layers"),
+    [
+        (random_model, 21),
+        (lambda: random_model("qwen3"), 21),
+        (lambda: random_model("llama"), 21),
+        (lambda: random_model("glm4"), 18),  # one matrix for gate and up
+        (lambda: changed_mlp(random_model()), 21),
+        (lambda: other_quantization(random_model()), 20),
+        (lambda: hooked(random_model()), 21),
+        (tiny_4bit, None),
+    ],
+    ids=["qwen2", "qwen3", "llama", "glm4", "unknown MLP", "unknown quantization", "hook on the MLP", "4 bit"],
+)
+def test_outputs_and_gradients_are_pefts(make: Callable[[], Any], layers: int | None, recompute: bool) -> None:
+    model = adapted(make())
+    logits, grads = one_step(model, recompute)
+    found = fused.patch_model(model, fused=False)
+    assert found == fused.patch_model(model, fused=False) == (layers or 7 * model.config.num_hidden_layers)
+    fused_logits, fused_grads = one_step(model, recompute)
+    torch.testing.assert_close(fused_logits, logits, rtol=1e-4, atol=1e-4)
+    assert set(fused_grads) == set(grads) and grads
+    for name, grad in grads.items():
+        assert (fused_grads[name] - grad).abs().max() < 1e-4 * grad.abs().max(), name
+
+
+def errors_in_16_bits(device: str, liger: bool, recompute: bool) -> dict[str, float]:
+    """How far PEFT's gradients and ours are from those in 32 bits; the base in bfloat16, as in lesson 03."""
+    model = adapted(random_model().to(torch.bfloat16).float()).to(device)
+    _, truth = one_step(model, recompute=False)
+    for name, weight in model.named_parameters():
+        weight.data = weight.data if "lora" in name else weight.data.to(torch.bfloat16)
+    with torch.autocast(device, torch.bfloat16):
+        _, pefts = one_step(model, recompute)
+        fused.patch_model(model, liger)
+        _, ours = one_step(model, recompute)
+    assert {grad.dtype for grad in ours.values()} == {torch.float32} and set(ours) == set(truth)
+    return {
+        kind: sum(((grads[name] - truth[name]) ** 2).sum().item() for name in truth) ** 0.5
+        for kind, grads in {"ours": ours, "pefts": pefts}.items()
+    }
+
+
+def test_in_16_bits_gradients_are_as_close_to_the_truth_as_pefts() -> None:
+    errors = errors_in_16_bits("cpu", liger=False, recompute=False)
+    assert 0 < errors["ours"] < 1.1 * errors["pefts"]
+
+
+def test_a_recomputed_layer_skips_its_last_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, product, recomputed = adapted(random_model()), fused._product, []
+    fused.patch_model(model, fused=False)
+    monkeypatch.setattr(fused, "_product", lambda *given: recomputed.append(fused._recomputing()) or product(*given))
+    one_step(model, recompute=True)
+    assert recomputed.count(False) == 21 and recomputed.count(True) == 18
+    assert type(random_model("glm4").model.layers[0]).__name__ not in fused.ENDS_WITH_MLP  # a norm follows its MLP
+
+
+def test_evaluation_other_adapters_and_variants_are_pefts_own() -> None:
+    assert fused.patch_model(adapted(random_model(), use_dora=True), fused=False) == 0
+    model, ids = adapted(random_model()), torch.arange(2, 12)[None]
+
+    def outputs() -> list[torch.Tensor]:
+        with torch.no_grad(), model.eval().disable_adapter():
+            base = model.train()(input_ids=ids).logits
+        return [base, model.eval()(input_ids=ids).logits.detach()]
+
+    before = outputs()
+    fused.patch_model(model, fused=False)
+    torch.testing.assert_close(outputs(), before)
+    model.add_adapter("second", LoraConfig(r=2, target_modules="all-linear"))
+    model.train()(input_ids=ids)
+    model.merge_and_unload().train()(input_ids=ids)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_are_those_of_the_function(dropout: float) -> None:
+    torch.manual_seed(0)
+    x, gate, up, a, low_a = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((5, 6), (5, 7), (5, 7), (2, 6), (2, 7))
+    )
+    wide, down = (torch.randn(4, size, dtype=torch.float64) for size in (6, 7))
+    b = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+    rest = (1.5, dropout, torch.float64)
+
+    def linear(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(1)  # the same numbers are dropped each time
+        return fused._LoraLinear.apply(x, wide, None, a, b, *rest)
+
+    def mlp(gate: torch.Tensor, up: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(1)
+        return fused._LoraDown.apply(gate, up, down, None, a, b, *rest, False, False)
+
+    assert torch.autograd.gradcheck(linear, (x, a, b)) and torch.autograd.gradcheck(mlp, (gate, up, low_a, b))
+
+
+def test_with_dropout_a_recomputed_layer_drops_the_same_numbers() -> None:
+    model, seen = adapted(random_model(), lora_dropout=0.2), []
+    fused.patch_model(model, fused=False)
+    for recompute, seed in ((False, 5), (True, 5), (False, 6)):
+        torch.manual_seed(seed)
+        seen.append(one_step(model, recompute))
+    torch.testing.assert_close(seen[0], seen[1])
+    assert (seen[2][0] - seen[0][0]).abs().max() > 1e-3
+
+
+# Weights
+
+
+def test_checksums_see_one_changed_weight_and_two_swapped_ones() -> None:
+    model = nn.Linear(40, 40)
+    model.bias.requires_grad_(False)
+    before, twin = weights.weight_checksums(model), copy.deepcopy(model)
+    assert str(weights.changed_weights(before, model)) and weights.changed_weights(before, model).adapter == 0
+    assert weights.adapter_checksum(model) == weights.adapter_checksum(twin)
+    with torch.no_grad():
+        model.weight[3, 3] += 1e-3
+        model.bias[[0, 1]] = model.bias[[1, 0]]
+    assert weights.changed_weights(before, model) == weights.Changed(1, 1, 1, 1)
+    assert weights.adapter_checksum(model) != weights.adapter_checksum(twin)
+
+
+def test_dtypes_are_counted_and_adapters_cast_to_float32(tmp_path: Path) -> None:
+    model = tiny_4bit()
+    assert weights.weight_kinds(model)["nf4, double"] == 7 * model.config.num_hidden_layers
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16)
+    layers[0].requires_grad_(False)
+    assert weights.repair_precision(layers) == 2 and weights.weight_kinds(layers) == {"bfloat16": 2, "float32": 2}
+    weights.require_unquantised(str(paths.TINY_MODEL))
+    config = json.loads((paths.TINY_MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    with refused("training.quantized_base", method="awq"):
+        weights.require_unquantised(str(tmp_path))
+
+
+# Attention
+
+ROWS = [[5, 6, 7, 8, 9], [20, 21, 22], [30, 31, 32, 33], [40, 41]]
+
+
+def packed(rows: list[list[int]]) -> dict[str, Any]:
+    """Two packed rows, flattened by TRL's collator as the trainer's are."""
+    halves = (rows[: len(rows) // 2], rows[len(rows) // 2 :])
+    examples = [
+        {"input_ids": [*chain(*half)], "labels": [*chain(*half)], "seq_lengths": [*map(len, half)]} for half in halves
+    ]
+    batch = attention.with_boundaries(DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True))(examples)
+    batch.pop("labels")
+    return batch
+
+
+def varlen_kernel(*flat: torch.Tensor, **rest: Any) -> torch.Tensor:
+    """Torch's varlen kernel as its documentation describes it, in slow steps: it has no CPU form of its own."""
+    query, key, value, edges, *_ = flat
+    out, group, left = torch.zeros_like(query), query.shape[1] // key.shape[1], rest["window_size"][0]
+    for start, end in zip(edges.tolist()[:-1], edges.tolist()[1:], strict=True):
+        q = query[start:end].transpose(0, 1)
+        k, v = (one[start:end].transpose(0, 1).repeat_interleave(group, dim=0) for one in (key, value))
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None]
+        hidden = (distance < 0) | ((distance > left) & (left >= 0))
+        scores = (q @ k.transpose(1, 2) * rest["scale"]).masked_fill(hidden, float("-inf"))
+        out[start:end] = scores.softmax(-1).matmul(v).transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "varlen", "varlen without boundaries"])
+def test_packed_rows_have_the_logits_of_single_rows(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_kernel)
+    monkeypatch.setattr(attention, "_gqa", lambda heads, kv_heads: {})
+    name = attention.use(backend.split()[0])
+    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32", attn_implementation=name).eval()
+    assert model.config._attn_implementation == name
+
+    def logits(**batch: Any) -> torch.Tensor:
+        dropped = attention.BOUNDARIES if "without" in backend else ()
+        with torch.inference_mode():
+            return model(**{key: batch[key] for key in batch if key not in dropped}, use_cache=False).logits[0]
+
+    together = logits(**packed(ROWS))
+    torch.testing.assert_close(
+        together, torch.cat([logits(input_ids=torch.tensor([row])) for row in ROWS]), rtol=1e-4, atol=1e-5
+    )
+    changed = logits(**packed([[50, 51, 52, 53, 54], *ROWS[1:]]))
+    different = (together - changed).abs().amax(dim=-1) > 1e-6
+    assert different[:5].all() and not different[5:].any()
+
+
+def test_boundaries_are_those_of_the_rows_laid_end_to_end() -> None:
+    batch = packed(ROWS)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 5, 8, 12, 14] and batch["cu_seq_lens_q"].dtype == torch.int32
+    assert batch["max_length_q"] == batch["max_length_k"] == 5
+    edges, longest = attention.boundaries(torch.tensor([[0, 1, 2, 0], [3, 4, 0, 1]]))
+    assert edges.tolist() == [0, 3, 4, 6, 8] and longest == 3
+    assert attention.with_boundaries(lambda rows: {"input_ids": rows})([1]) == {"input_ids": [1]}
+
+
+def test_padded_batches_and_generation_use_torchs_ordinary_attention() -> None:
+    models = [
+        AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32", attn_implementation=name).eval()
+        for name in (attention.register(), "sdpa")
+    ]
+    ids = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]])
+    mask = (ids != 0).long()
+    with torch.inference_mode():
+        torch.testing.assert_close(*(model(input_ids=ids, attention_mask=mask).logits[mask.bool()] for model in models))
+    said = [model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False) for model in models]
+    assert torch.equal(*said)
+
+
+@pytest.mark.parametrize("part", [{"dropout": 0.1}, {"s_aux": torch.zeros(4)}, {"softcap": 50.0}])
+def test_attention_the_kernel_does_not_support_is_refused(part: dict[str, Any]) -> None:
+    query = torch.zeros(1, 4, 3, 8)
+    with refused("training.unsupported_attention", parts=next(iter(part))):
+        attention._attend(nn.Module(), query, query, query, None, **part)
+
+
+def test_trls_warning_about_packing_is_hidden_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    attention.use("sdpa")
+    for text in ("You are using packing, but the attention implementation is not set to…", "Something else"):
+        logging.getLogger("trl.trainer.sft_trainer").warning(text)
+    assert [record.getMessage() for record in caplog.records] == ["Something else"]
+
+
+# Tracking
+
+KEY = "k" * 40
+
+
+@pytest.fixture
+def no_wandb_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (
+        "WANDB_MODE",
+        "WANDB_SILENT",
+        "WANDB_CONSOLE",
+        "WANDB_API_KEY",
+        "TENSORBOARD_LOGGING_DIR",
+        "WANDB_BASE_URL",
+    )
+    for name in names:
+        monkeypatch.setenv(name, "x")  # so that what the code sets is undone afterwards
+        monkeypatch.delenv(name)
+
+
+def test_without_a_key_wandb_is_offline_and_in_the_run_folder(tmp_path: Path, no_wandb_variables: None) -> None:
+    assert tracking.begin(tmp_path / "logs", "demo") == ["tensorboard", "wandb"]
+    tracking.end()
+    assert list((tmp_path / "logs").rglob("offline-run-*"))
+    assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(tmp_path / "logs/tensorboard")
+
+
+@pytest.mark.parametrize(
+    ("network", "key_is_good", "modes"),
+    [(False, True, ["offline"]), (True, False, ["online", "offline"]), (True, True, ["online"])],
+)
+def test_a_key_goes_online_if_it_can_and_is_never_printed(
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: Any,
+    no_wandb_variables: None,
+    network: bool,
+    key_is_good: bool,
+    modes: Any,
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    if network:
+        monkeypatch.setattr("nbutils.platforms.answers", lambda url, seconds: True)
+    else:
+        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    seen: list[str] = []
+
+    def init(mode: str, **_: object) -> None:
+        seen.append(mode)
+        if mode == "online" and not key_is_good:
+            raise RuntimeError(f"key {KEY} is not valid")
+
+    monkeypatch.setattr(wandb, "init", init)
+    tracking.begin(tmp_path, "demo")
+    assert seen == modes and KEY not in capsys.readouterr().out
+
+
+# Resume
+
+
+def keep_one(store: Path, step: int) -> None:
     folder = store.parent / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     (folder / "x").write_text(str(step))
     store.mkdir(exist_ok=True)
-    checkpoints.pack(folder, store, mark)
+    checkpoints.pack(folder, store, FINGERPRINT)
     shutil.rmtree(folder)
 
 
-def test_resume_never_forgets_and_auto_continues(tmp_path: Path) -> None:
-    lesson = lesson_in(tmp_path)
+def resumed_at(lesson: Any, how: str = "auto") -> int:
+    return oom.step_of(resume.resume_point(lesson, FINGERPRINT, how))
+
+
+def synced(lesson: Any, folder: Path | None = None) -> None:
+    running = resume.start_sync(lesson, FINGERPRINT, 3)
+    if folder:
+        running.take(folder)
+    callbacks.wait_for_sync(lesson, running)
+    running.close()
+
+
+def test_the_newest_of_scratch_run_folder_and_earlier_folder_is_resumed(tmp_path: Path) -> None:
+    lesson = lesson_in(tmp_path, earlier=(tmp_path / "old",))
+    assert resumed_at(lesson) == 0
+    keep_one(tmp_path / "old/demo/checkpoints", 5)
+    assert resumed_at(lesson) == 5
     keep_one(lesson.run.checkpoints, 7)
     (lesson.scratch / "trainer/checkpoint-99").mkdir(parents=True)  # left by a killed run: proves nothing
-    found = training.resume_point(lesson, MARK, "auto")
-    assert training.step_of(found) == 7 and not (lesson.scratch / "trainer/checkpoint-99").exists()
-    assert training.resume_point(lesson, MARK, "never") is None
-    assert training.resume_point(lesson, MARK, "auto") is None and training.step_of(None) == 0
-
-
-def test_the_newest_is_found_in_scratch_in_keep_and_where_keep_was_before(tmp_path: Path) -> None:
-    lesson = lesson_in(tmp_path, earlier=(tmp_path / "old",))
-    keep_one(tmp_path / "old/demo/checkpoints", 5)
-    assert training.step_of(training.resume_point(lesson, MARK, "auto")) == 5
-    keep_one(lesson.run.checkpoints, 7)
-    assert training.step_of(training.resume_point(lesson, MARK, "auto")) == 7
+    assert resumed_at(lesson) == 7 and not (lesson.scratch / "trainer/checkpoint-99").exists()
     keep_one(lesson.scratch / "sealed", 9)
-    found = training.resume_point(lesson, MARK, "auto")
+    found = resume.resume_point(lesson, FINGERPRINT, "auto")
     assert found is not None and (found / "x").read_text() == "9"
     assert [one.step for one in checkpoints.look(lesson.scratch / "sealed")[0]] == [9]
+    synced(lesson)
+    assert resumed_at(lesson) == 9 and (lesson.run.checkpoints / "checkpoint-9.tar").exists()
+    (lesson.run.path / resume.OOM_FILE).write_text("{}")
+    assert resumed_at(lesson, "never") == 0 and resumed_at(lesson) == 0
+    assert not (lesson.run.path / resume.OOM_FILE).exists() and (tmp_path / "old/demo/checkpoints").exists()
 
 
-def resumed_at(lesson: Any, resume: str = "auto") -> int:
-    return training.step_of(training.resume_point(lesson, MARK, resume))
-
-
-def test_a_chosen_checkpoint_is_gone_on_from_and_later_ones_are_set_aside(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_that_was_synced_and_deleted_starts_over(tmp_path: Path) -> None:
     lesson = lesson_in(tmp_path)
+    keep_one(lesson.scratch / "sealed", 9)
+    synced(lesson)
+    shutil.rmtree(lesson.run.path)
+    lesson.run.path.mkdir()
+    assert resumed_at(lesson) == 0
+
+
+def test_a_chosen_checkpoint_is_resumed_and_later_ones_are_set_aside(tmp_path: Path) -> None:
+    lesson = lesson_in(tmp_path, "kaggle", inputs=tmp_path / "input", earlier=(tmp_path / "old",))
+    keep_one(tmp_path / "input/qlora/runs/demo/checkpoints", 60)
     for step in (6, 8, 10):
         keep_one(lesson.run.checkpoints, step)
-    keep_one(lesson.scratch / "sealed", 12)  # was on its way to keep
-    with pytest.raises(CourseError, match="no whole checkpoint of step 7") as caught:
+    keep_one(lesson.scratch / "sealed", 12)  # was on its way to the run folder
+    with refused("checkpoints.step_missing", steps="6, 8, 10, 12, 60"):
         resumed_at(lesson, "7")
-    assert caught.value.allowed.endswith("6, 8, 10, 12") and "verify" in caught.value.todo
+    with refused("checkpoints.other_training"):
+        resume.resume_point(lesson, {"other": 1}, "8")
     assert resumed_at(lesson, "8") == 8
     [aside] = lesson.run.checkpoints.glob("after-8-*")
-    assert {place.name for place in aside.iterdir()} == {
-        f"checkpoint-{n}.{end}" for n in (10, 12) for end in ("tar", "json")
-    }
-    assert "checkpoint-10, checkpoint-12" in capsys.readouterr().out
-    assert resumed_at(lesson) == 8, "before anything new is saved"
-    way_home = training.carrier(lesson, MARK, 3)
+    assert {path.stem for path in aside.iterdir()} == {"checkpoint-10", "checkpoint-12"} and len(
+        [*aside.iterdir()]
+    ) == 4
+    shutil.rmtree(lesson.scratch)  # a new machine
+    assert resumed_at(lesson) == 8
     new = tmp_path / "checkpoint-10"
     new.mkdir()
     (new / "x").write_text("of the new branch")
-    way_home.take(new)
-    training.bring_home(lesson, way_home)
-    way_home.close()
-    found = training.resume_point(lesson, MARK, "auto")
+    synced(lesson, new)
+    found = resume.resume_point(lesson, FINGERPRINT, "auto")
     assert found is not None and (found / "x").read_text() == "of the new branch"
-
-
-def test_later_checkpoints_elsewhere_do_not_win_over_the_chosen_one(tmp_path: Path) -> None:
-    lesson = lesson_in(tmp_path, "kaggle", inputs=tmp_path / "input", earlier=(tmp_path / "old",))
-    for step in (20, 40):
-        keep_one(tmp_path / "input/qlora/runs/demo/checkpoints", step)
-    keep_one(tmp_path / "old/demo/checkpoints", 60)
-    assert resumed_at(lesson) == 60 and resumed_at(lesson, "20") == 20
-    shutil.rmtree(lesson.scratch)  # a new machine
-    assert resumed_at(lesson) == 20 and (tmp_path / "old/demo/checkpoints/checkpoint-60.tar").exists()
-
-
-def test_a_chosen_checkpoint_that_is_damaged_or_of_another_training_is_refused(tmp_path: Path) -> None:
-    lesson = lesson_in(tmp_path)
-    keep_one(lesson.run.checkpoints, 6)
-    keep_one(lesson.run.checkpoints, 8)
-    (lesson.run.checkpoints / "checkpoint-6.tar").write_bytes(b"incomplete")
-    with pytest.raises(CourseError, match="no whole checkpoint of step 6"):
-        resumed_at(lesson, "6")
-    with pytest.raises(CourseError, match="another training"):
-        training.resume_point(lesson, {"other": 1}, "8")
-    assert resumed_at(lesson) == 8
+    (lesson.run.checkpoints / "checkpoint-8.tar").write_bytes(b"incomplete")
+    with refused("checkpoints.step_missing"):
+        resumed_at(lesson, "8")
 
 
 @pytest.mark.parametrize("layout", ["notebooks/me/qlora", "qlora", "datasets/me/qlora"])
-def test_a_chained_run_continues_from_the_attached_output_of_the_last(tmp_path: Path, layout: str) -> None:
+def test_a_run_continues_from_the_attached_read_only_output_of_the_last(tmp_path: Path, layout: str) -> None:
     attached = tmp_path / "input" / layout / "runs/demo/checkpoints"
     keep_one(attached, 20)
     keep_one(attached, 40)
     (attached / "checkpoint-40.tar").write_bytes(b"incomplete")
     keep_one(tmp_path / "input/datasets/me/another/runs/other/checkpoints", 90)
-    for place in attached.iterdir():
-        place.chmod(0o444)
-    attached.chmod(0o555)
+    for path in (*attached.iterdir(), attached):
+        path.chmod(0o555)
     lesson = lesson_in(tmp_path, "kaggle", inputs=tmp_path / "input")
-    assert training.step_of(training.resume_point(lesson, MARK, "auto")) == 20
-    way_home = training.carrier(lesson, MARK, 3)
-    kept = way_home.finish(patience=10, bar=False)
-    way_home.close()
-    assert kept is not None and kept.archive.parent == lesson.run.checkpoints  # so that the chain can go on from here
+    assert resumed_at(lesson) == 20
+    synced(lesson)
+    assert (lesson.run.checkpoints / "checkpoint-20.json").exists()  # so that the chain can go on from here
+    assert resumed_at(lesson, "never") == 0 and (attached / "checkpoint-20.tar").exists()
 
 
-def test_a_run_that_came_home_leaves_nothing_in_scratch_and_deleting_it_begins_anew(tmp_path: Path) -> None:
+def test_a_second_training_in_the_same_run_is_refused(tmp_path: Path) -> None:
     lesson = lesson_in(tmp_path)
-    keep_one(lesson.scratch / "sealed", 9)
-    way_home = training.carrier(lesson, MARK, 3)
-    training.bring_home(lesson, way_home)
-    way_home.close()
-    assert training.step_of(training.resume_point(lesson, MARK, "auto")) == 9
-    training.bring_home(lesson, training.carrier(lesson, MARK, 3))
-    shutil.rmtree(lesson.run.path)
-    lesson.run.path.mkdir()
-    assert training.resume_point(lesson, MARK, "auto") is None
+    assert resumed_at(lesson) == resumed_at(lesson) == 0  # the same kernel may start again
+    code = "from pathlib import Path; from nbutils.training import resume; resume._lock_run(Path({!r}))"
+    code = code.format(str(lesson.scratch))
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode != 0 and "another process is training in demo" in ran.stderr
+    resume.unlock_run(lesson)
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-class FakeTime:
+def test_a_trainer_trains_once_and_saving_steps_are_logged(tmp_path: Path) -> None:
+    callback = callbacks.KeepCheckpoints(SimpleNamespace(messages=list))  # type: ignore[arg-type]
+    for saving in (True, False):
+        control = SimpleNamespace(should_log=False, should_save=saving)
+        callback.on_step_end(None, SimpleNamespace(global_step=3, max_steps=9), control)
+        assert control.should_log is saving
+    callback.on_train_begin(None, None, None)
+    with refused("training.trained_already"):
+        callback.on_train_begin(None, None, None)
+    with refused("training.trained_already"):
+        resume.steps_left(SimpleNamespace(args=None), tmp_path / "checkpoint-5")  # type: ignore[arg-type]
+
+
+def test_the_fingerprint_of_a_model_is_its_content_and_not_its_place(tmp_path: Path) -> None:
+    size = 3 * paths.CHUNK
+    layer = bytes([1]) * (size // 40)  # one matrix of many, wherever it is
+
+    def fingerprint(folder: str, changed_at: int = 0, changed: bytes = b"") -> dict[str, str]:
+        place, content = tmp_path / folder / "m", bytearray(size)
+        place.mkdir(parents=True, exist_ok=True)
+        content[changed_at : changed_at + len(changed)] = changed
+        (place / "config.json").write_text("{}")
+        (place / "model.safetensors").write_bytes(content)
+        return resume.model_fingerprint(SimpleNamespace(model=str(place), model_name=str(place)))  # type: ignore[arg-type]
+
+    assert fingerprint("one") == fingerprint("other") and fingerprint("one")["name"] == "m"
+    places = range(0, size - len(layer), size // 25)
+    found = {fingerprint("one", at, layer)["content"] for at in places}
+    assert (
+        len(found | {fingerprint("one")["content"], fingerprint("one", size - 1, b"t")["content"]}) == len(places) + 2
+    )
+    frozen = json.loads((Path(__file__).with_name("contracts.json")).read_text())["checkpoint"]["fingerprint"]["model"]
+    assert resume.model_fingerprint(SimpleNamespace(model=str(paths.TINY_MODEL), model_name="tiny")) == frozen  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("step", "max_steps", "left"), [(20, 20, 0), (20, 25, 5), (20, 10, 0), (7, -1, 2)])
+def test_what_is_left_to_train_is_counted(tmp_path: Path, step: int, max_steps: int, left: int) -> None:
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    epochs = {"train_batch_size": 2, "world_size": 1, "gradient_accumulation_steps": 2, "num_train_epochs": 1.5}
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(max_steps=max_steps, **epochs), train_dataset=range(21))
+    assert resume.steps_left(trainer, tmp_path) == left and resume.steps_left(trainer, None) > 0  # 6 steps a pass
+
+
+def test_checkpoints_that_do_not_fit_stop_the_training_before_it_begins(tmp_path: Path) -> None:
+    huge = torch.empty(1, device="meta").expand(2**50).requires_grad_()
+    trainer: Any = SimpleNamespace(
+        model=SimpleNamespace(parameters=lambda: [huge]), args=SimpleNamespace(output_dir=".")
+    )
+    with pytest.raises(Exception, match="writing checkpoints needs"):
+        callbacks.require_room(trainer, tmp_path, 2)
+
+
+def test_a_drive_that_dropped_is_noticed_before_anything_is_written(tmp_path: Path, monkeypatch: Any) -> None:
+    mounted = [True]
+    monkeypatch.setattr(drive, "is_mount", lambda place, *_: place == tmp_path and bool(mounted))
+    check = resume.mount_check(tmp_path / "MyDrive/runs")
+    check()
+    mounted.clear()
+    with pytest.raises(OSError, match="not mounted"):
+        check()
+
+
+# Time budget
+
+
+class Clock:
     """A clock that is turned by hand."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    seconds = 0.0
 
     def __call__(self) -> float:
         return self.seconds
 
 
-def watch(tmp_path: Path, platform: str, max_hours: float, sync_seconds: float = 0.0):  # type: ignore[no-untyped-def]
-    """A time budget on a hand-turned clock, and what turns it."""
-    now, lesson = FakeTime(), lesson_in(tmp_path, platform)
-    clock = budget.Clock(lesson, max_hours, now)
-    callback = training.time_budget(lesson, SimpleNamespace(seconds=sync_seconds), max_hours, clock)  # type: ignore[arg-type]
-    return callback, now
-
-
-def hours_until_it_ends(callback, now: FakeTime, step_seconds: float, save_seconds: float = 0.0) -> float:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("platform", "max_hours", "used", "step", "sync", "between"),
+    [
+        ("colab", 0.0, 2, 30, 600, (9.6, 10 - 950 / 3600)),  # of 12 hours, with time to save and sync
+        ("kaggle", 0.0, 2, 30, 600, (9.6, 10 - 950 / 3600)),
+        ("colab", 2.0, 11, 10, 0, (1.7, 2 - 300 / 3600)),  # MAX_HOURS counts from the lesson
+        ("local", 1.0, 0, 300, 0, (0.6, 1 - 600 / 3600)),  # a slow step ends it earlier
+        ("local", 0.0, 0, 600, 0, (100, 101)),  # nobody counts
+        ("colab", 0.0, 13, 600, 0, (100, 101)),  # a machine older than its limit has another one
+    ],
+)
+def test_a_run_ends_in_time(
+    tmp_path: Path,
+    monkeypatch: Any,
+    platform: str,
+    max_hours: float,
+    used: float,
+    step: float,
+    sync: float,
+    between: Any,
+) -> None:
+    monkeypatch.setattr(platforms, "session_seconds", lambda platform: used * 3600.0)
+    now, sync_of = Clock(), SimpleNamespace(seconds=sync)
+    callback = callbacks.TimeBudget(lesson_in(tmp_path, platform), sync_of, max_hours, now)  # type: ignore[arg-type]
     state, control = SimpleNamespace(global_step=0, max_steps=10**6), SimpleNamespace(should_training_stop=False)
     callback.on_train_begin(None, state, control)
     while not control.should_training_stop and now.seconds < 100 * 3600:
-        now.seconds += step_seconds
+        now.seconds += step
         state.global_step += 1
         callback.on_step_end(None, state, control)
-        if save_seconds and state.global_step % 10 == 0:
-            now.seconds += save_seconds
+        if sync and state.global_step % 10 == 0:
+            now.seconds += 20
             callback.on_save(None, state, control)
-    budget.stop_listening()
-    assert now.seconds >= 100 * 3600 or (control.should_save and control.should_log)
-    return now.seconds / 3600
+    callbacks.restore_sigterm()
+    assert between[0] <= now.seconds / 3600 <= between[1] and (between[0] >= 100 or control.should_save)
 
 
-@pytest.mark.parametrize("platform", ["colab", "kaggle"])
-def test_the_run_ends_before_the_platforms_limit_with_room_for_the_way_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, platform: str
-) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(platforms, "session_seconds", lambda platform: 2 * 3600.0)  # two hours gone before the lesson
-    callback, now = watch(tmp_path, platform, 0.0, sync_seconds=600)
-    ended = hours_until_it_ends(callback, now, step_seconds=30, save_seconds=20)
-    left = 10.0 - ended
-    assert (600 + 20 + 30 + 300) / 3600 < left < 0.4
-    said = capsys.readouterr().out
-    assert f"the 12 h of {platform}" in said and ("Add Input" in said if platform == "kaggle" else "run all" in said)
-
-
-def test_max_hours_overrides_the_limit_and_counts_from_the_lesson(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(platforms, "session_seconds", lambda platform: 11 * 3600.0)
-    callback, now = watch(tmp_path, "colab", 2.0)
-    assert 1.7 < hours_until_it_ends(callback, now, step_seconds=10) < 2.0 - 300 / 3600
-
-
-def test_a_slow_step_ends_the_run_earlier(tmp_path: Path) -> None:
-    callback, now = watch(tmp_path, "local", 1.0)
-    quick = hours_until_it_ends(callback, now, step_seconds=5)
-    callback, now = watch(tmp_path, "local", 1.0)
-    assert hours_until_it_ends(callback, now, step_seconds=300) <= quick - 300 / 3600
-
-
-def test_where_nobody_counts_the_hours_the_run_goes_on(tmp_path: Path) -> None:
-    callback, now = watch(tmp_path, "local", 0.0)
-    assert hours_until_it_ends(callback, now, step_seconds=600) >= 100
-
-
-def test_sigterm_saves_and_ends_and_leaves_the_old_handler(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_sigterm_saves_and_ends_and_a_second_one_kills(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    callback, _ = watch(tmp_path, "local", 0.0)
+    callback = callbacks.TimeBudget(lesson_in(tmp_path), SimpleNamespace(seconds=0.0), 0.0)  # type: ignore[arg-type]
     state, control = SimpleNamespace(global_step=3, max_steps=9), SimpleNamespace(should_training_stop=False)
     callback.on_train_begin(None, state, control)
     os.kill(os.getpid(), signal.SIGTERM)
     callback.on_step_end(None, state, control)
     assert control.should_save and control.should_training_stop and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    budget.stop_listening()
+    callbacks.restore_sigterm()
     assert signal.getsignal(signal.SIGTERM) == before
-    assert "SIGTERM" in capsys.readouterr().out
 
 
-def test_a_saving_step_is_logged_too(tmp_path: Path) -> None:
-    callback = training.keep_checkpoints(SimpleNamespace(messages=lambda: []))  # type: ignore[arg-type]
-    state = SimpleNamespace(global_step=3, max_steps=9)
-    for saving in (True, False):
-        control = SimpleNamespace(should_log=False, should_save=saving)
-        callback.on_step_end(None, state, control)
-        assert control.should_log is saving
+# Live numbers
 
 
-def test_a_drive_that_dropped_is_noticed_before_anything_is_written(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    mounted = [True]
-    monkeypatch.setattr(drive, "is_mount", lambda place, *_: place == tmp_path and bool(mounted))
-    check = keeping.still_mounted(tmp_path / "MyDrive/runs")
-    check()
-    mounted.clear()
-    with pytest.raises(OSError, match="is not mounted any more"):
-        check()
+class Reported:
+    """Tells `LiveNumbers` what a real trainer would."""
+
+    def __init__(self, steps: int, logging_steps: int = 1, step: int = 0, lesson: Any = None, **options: Any) -> None:
+        local = SimpleNamespace(card=None, platform=SimpleNamespace(name="local"))
+        self.clock, self.logging_steps, self.tokens = Clock(), logging_steps, 0.0
+        self.live = progress.LiveNumbers(lesson or local, now=self.clock, **options)
+        self.state = SimpleNamespace(global_step=step, max_steps=steps, log_history=[], is_world_process_zero=True)
+        self.begin()
+
+    def begin(self) -> None:
+        self.live.on_train_begin(None, self.state, None)
+
+    def step(self, seconds: float = 1.0, tokens: float = 100.0, loss: float = 2.0, skipped: bool = False) -> None:
+        self.clock.seconds += seconds
+        self.tokens += tokens
+        self.state.global_step += 1
+        control = SimpleNamespace(should_log=self.state.global_step % self.logging_steps == 0)
+        self.live.on_step_end(None, self.state, control, optimizer=SimpleNamespace(step_was_skipped=skipped))
+        if control.should_log:
+            self.state.log_history.append({"loss": loss, "num_tokens": self.tokens, "step": self.state.global_step})
+            self.live.on_log(None, self.state, control, logs=self.state.log_history[-1])
+
+    def end(self) -> None:
+        self.live.on_log(None, self.state, None, logs={"train_loss": 1.0})
+        self.live.on_train_end(None, self.state, None)
 
 
-def test_measured_counts_only_what_this_session_trained() -> None:
-    history = [{"step": 5, "loss": 2.0, "num_tokens": 900.0}, {"step": 10, "loss": 1.0, "num_tokens": 100.0}]
-    args = SimpleNamespace(world_size=2, train_batch_size=3, gradient_accumulation_steps=4)
-    trainer = SimpleNamespace(state=SimpleNamespace(log_history=history, global_step=10, max_steps=12), args=args)
-    numbers = training.measured(trainer, seconds=2.0, first_step=5)  # type: ignore[arg-type]
-    assert (numbers["processes"], numbers["batch"]) == (2, 24)
-    assert numbers["tokens_per_second"] == 50.0 and numbers["final_loss"] == 1.0 and numbers["resumed_from_step"] == 5
-    again = training.measured(trainer, 1.0, first_step=10)  # type: ignore[arg-type]
-    assert {again[name] for name in ("tokens_per_second", "peak_memory_gib", "processes", "batch")} == {None}
-
-
-def test_a_trainer_trains_once(tmp_path: Path) -> None:
-    callback = training.keep_checkpoints(SimpleNamespace(messages=lambda: []))  # type: ignore[arg-type]
-    callback.on_train_begin(None, None, None)
-    with pytest.raises(CourseError, match="mix two trainings"):
-        callback.on_train_begin(None, None, None)
-    with pytest.raises(CourseError, match="mix two trainings"):
-        training.steps_left(SimpleNamespace(), tmp_path / "checkpoint-5")  # type: ignore[arg-type]
-
-
-def test_the_mark_of_a_model_is_its_content_and_not_its_place(tmp_path: Path) -> None:
-    marks = []
-    for name, content in (("one/m", b"w"), ("other/m", b"w"), ("third/m", b"v")):
-        folder = tmp_path / name
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text("{}")
-        (folder / "model.safetensors").write_bytes(content)
-        marks.append(training.model_mark(SimpleNamespace(model=str(folder), model_name=str(folder))))  # type: ignore[arg-type]
-    assert marks[0] == marks[1] and marks[0]["name"] == "m" and marks[0] != marks[2]
-
-
-def test_other_weights_at_the_same_place_are_another_model(tmp_path: Path) -> None:
-    size, weights = 3 * paths.CHUNK, tmp_path / "model.safetensors"
-    (tmp_path / "config.json").write_text("{}")
-
-    def mark(changed_at: int = 0, changed: bytes = b"") -> str:
-        content = bytearray(size)
-        content[changed_at : changed_at + len(changed)] = changed
-        weights.write_bytes(content)
-        lesson: Any = SimpleNamespace(model=str(tmp_path), model_name="m")
-        return training.model_mark(lesson)["content"]
-
-    layer = bytes([1]) * (size // 40)  # one matrix of many, wherever it is
-    places = range(0, size - len(layer), size // 25)
-    marks = {mark(), mark(size - 1, b"t"), *(mark(at, layer) for at in places)}
-    assert len(marks) == len(places) + 2 and mark() in marks
-
-
-def test_lesson_03_records_what_it_trained_on() -> None:
-    lesson = (Path(__file__).parents[1] / "notebooks/03_qlora.py").read_text(encoding="utf-8")
-    recorded = lesson[lesson.index("lesson.finish(") :]
-    assert all(f" {fact}=" in recorded for fact in ("form", "examples", "trained_tokens", "rows_left_out"))
-
-
-def test_a_machine_older_than_its_limit_has_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platforms, "session_seconds", lambda platform: 13 * 3600.0)
-    callback, now = watch(tmp_path, "colab", 0.0)
-    assert hours_until_it_ends(callback, now, step_seconds=600) >= 100
-
-
-def test_a_second_training_in_the_same_run_is_refused(tmp_path: Path) -> None:
-    lesson = lesson_in(tmp_path)
-    training.resume_point(lesson, MARK, "auto")
-    training.resume_point(lesson, MARK, "auto")  # the same kernel may start again
-    alone = "from pathlib import Path; from nbutils.training.resuming import _train_alone"
-    other = f"{alone}; _train_alone(Path({str(lesson.scratch)!r}))"
-    ran = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
-    assert ran.returncode != 0 and "another process is training in demo" in ran.stderr
-
-
-def test_checkpoints_that_do_not_fit_stop_the_training_before_it_begins(tmp_path: Path) -> None:
-    huge = torch.empty(1, device="meta").expand(2**50).requires_grad_()
-    trainer = SimpleNamespace(model=SimpleNamespace(parameters=lambda: [huge]), args=SimpleNamespace(output_dir="."))
-    with pytest.raises(CourseError, match="writing checkpoints needs"):
-        training.require_room(trainer, tmp_path, 2)  # type: ignore[arg-type]
-
-
-def trainer_at(folder: Path, step: int, planned: int, max_steps: int) -> tuple[SimpleNamespace, Path]:
-    folder.mkdir()
-    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "max_steps": planned}))
-    args = SimpleNamespace(
-        max_steps=max_steps, train_batch_size=2, world_size=1, gradient_accumulation_steps=2, num_train_epochs=1.5
+def test_speed_is_that_of_the_recent_steps_and_survives_an_out_of_memory(capsys: Any) -> None:
+    run = Reported(1000, step=20)
+    assert capsys.readouterr().out.startswith("training 980 steps")
+    run.step(seconds=60)
+    assert run.live.speed is None and run.live.seconds_left is None
+    run.step(seconds=2)
+    assert run.live.speed == 50 and run.live.seconds_left == 978 * 2
+    for _ in range(progress.RECENT + 5):
+        run.step(seconds=0.5, tokens=200)
+    assert run.live.speed == 400 and run.live.seconds_left == pytest.approx((1000 - 77) * 0.5)
+    run.begin()
+    assert run.live.speed is None and len(run.live.losses) == 57
+    run.end()
+    spent = 60 + 2 + 55 * 0.5
+    assert run.live.spent == spent and run.live.average_speed == pytest.approx(run.tokens / spent)
+    assert (
+        capsys.readouterr().out.splitlines()[-1].startswith("trained 77 of 1,000 steps in 1:30 · loss 2.000 · 125 tok")
     )
-    return SimpleNamespace(args=args, train_dataset=range(21)), folder  # 11 batches, 6 steps a pass, 9 steps
 
 
 @pytest.mark.parametrize(
-    ("step", "planned", "max_steps", "left"), [(20, 20, 20, 0), (20, 20, 25, 5), (20, 20, 10, 0), (7, 9, -1, 2)]
+    ("steps", "seconds", "logging_steps", "lines"),
+    [(1000, 0.01, 1, (4, 6)), (3600, 1, 1, (45, 65)), (360, 100, 50, (100, 125))],
 )
-def test_what_is_left_to_train_is_counted(tmp_path: Path, step: int, planned: int, max_steps: int, left: int) -> None:
-    trainer, checkpoint = trainer_at(tmp_path / "checkpoint-x", step, planned, max_steps)
-    assert training.steps_left(trainer, checkpoint) == left  # type: ignore[arg-type]
-    assert training.steps_left(trainer, None) > 0  # type: ignore[arg-type]
+def test_lines_are_few(steps: int, seconds: float, logging_steps: int, lines: tuple[int, int], capsys: Any) -> None:
+    run = Reported(steps, logging_steps)
+    for _ in range(steps):
+        run.step(seconds)
+    run.end()
+    assert lines[0] <= len(capsys.readouterr().out.splitlines()) <= lines[1]
+    run.state.is_world_process_zero = False
+    run.begin()
+    run.end()
+    assert capsys.readouterr().out == "", "only the main process speaks"
 
 
-def test_quantised_weights_are_counted_by_kind() -> None:
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, quantization_config=four_bit, dtype=torch.float32)
-    kinds = training.weight_kinds(model)
-    assert kinds["nf4, double"] == 7 * model.config.num_hidden_layers and set(kinds) == {"nf4, double", "float32"}
-
-
-def test_equal_adapters_have_equal_checksums() -> None:
-    one = nn.Linear(4, 4)
-    other = copy.deepcopy(one)
-    assert training.adapter_checksum(one) == training.adapter_checksum(other)
-    with torch.no_grad():
-        other.weight[0, 0] += 1
-    assert training.adapter_checksum(one) != training.adapter_checksum(other)
+def test_seconds_between_lines_can_be_set(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv(progress.LIVE_SECONDS, "0")
+    run = Reported(20, logging_steps=5)
+    for _ in range(20):
+        run.step(seconds=0.01)
+    assert len(capsys.readouterr().out.splitlines()) == 21
+    for text in ("often", "nan", "inf", "-1"):
+        monkeypatch.setenv(progress.LIVE_SECONDS, text)
+        with refused("training.live_seconds", value=text):
+            Reported(20)
 
 
-def test_a_base_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
-    training.require_unquantised(str(paths.TINY_MODEL))
-    config = json.loads((paths.TINY_MODEL / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CourseError, match=r"quantised already .*awq"):
-        training.require_unquantised(str(tmp_path))
+def test_skipped_steps_and_losses_that_are_not_finite_are_explained_once(capsys: Any) -> None:
+    run = Reported(1000, seconds=0)
+    run.step(skipped=True, loss=math.inf)
+    run.step(skipped=True)
+    run.step()
+    said = capsys.readouterr().out
+    assert said.count("normal in the first steps") == 1 and said.endswith("· 2 skipped\n") and "[WARN]" not in said
+    for _ in range(progress.NO_SCALE + 5):
+        run.step(skipped=True)
+    assert capsys.readouterr().out.count("[WARN]") == 1
+    for loss in (1.0, math.nan, math.nan, math.inf):
+        run.step(loss=loss)
+    assert capsys.readouterr().out.count("[WARN]") == 1
+
+
+def test_a_panel_is_drawn_over_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("nbutils.dashboard.watched", lambda: True)
+    monkeypatch.setattr("nbutils.dashboard.LivePanel.draw", lambda self, *given: drawn.append(given))
+    run = Reported(1000)
+    for _ in range(1000):
+        run.step(seconds=0.01)
+    run.end()
+    assert 10 <= len(drawn) <= 15 and capsys.readouterr().out == "" and len(drawn[-1][2]) == 1000
+
+
+@pytest.mark.parametrize(
+    ("platform", "card", "price"),
+    [
+        ("autodl", RTX_4090, {"¥": 2.0}),
+        ("runpod", RTX_4090, {"$": 0.4}),
+        ("local", RTX_4090, {"¥": 2.0, "$": 0.4}),
+        ("kaggle", RTX_4090, {}),
+        ("local", None, {}),
+    ],
+)
+def test_the_cost_is_the_price_by_the_hour_and_is_measured(
+    monkeypatch: Any, platform: str, card: Any, price: Any
+) -> None:
+    monkeypatch.setattr(cards, "hourly_price", lambda card: cards.Price(2.0, 0.4))
+    monkeypatch.setattr(progress, "memory_text", lambda card, done: "")
+    run = Reported(4, lesson=SimpleNamespace(card=card, platform=SimpleNamespace(name=platform)))
+    run.step(seconds=900, skipped=True)
+    run.step(seconds=900)
+    run.end()
+    args = SimpleNamespace(world_size=2, train_batch_size=3, gradient_accumulation_steps=4)
+    handler = SimpleNamespace(callbacks=[SimpleNamespace(), run.live])
+    trainer: Any = SimpleNamespace(state=run.state, callback_handler=handler, args=args)
+    numbers = progress.measured(trainer, 99.0, first_step=1)
+    assert numbers.get("cost") == ({sign: hourly / 2 for sign, hourly in price.items()} or None)
+    assert ("cost" in numbers) is bool(price) and (numbers["skipped_steps"], numbers["batch"]) == (1, 24)
+    assert (numbers["tokens_per_second"], numbers["train_seconds"]) == (0.1, 99.0)
+    nothing = progress.measured(trainer, 99.0, first_step=2)
+    assert nothing["tokens_per_second"] is nothing["train_seconds"] is nothing["cost"] is None and nothing["steps"] == 2
+
+
+# A real trainer
+
+OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.56 GiB"
+FIRST = 1000  # the first token of row n is FIRST + n, so that a batch tells which rows it has
+STEPS = 7  # 21 rows: 3 steps a pass with 8 rows each, the last of a pass with 5
+
+
+def rows(sizes: tuple[int, ...] = (10, 8), count: int = 21) -> Dataset:
+    """Packed rows of examples of these sizes, all different."""
+    tokens = [[FIRST + n, *((n * 31 + k * k) % 900 + 10 for k in range(sum(sizes) - 1))] for n in range(count)]
+    return Dataset.from_list([{"input_ids": row, "labels": row, "seq_lengths": [*sizes]} for row in tokens])
+
+
+class Diary(TrainerCallback):
+    """The rows, learning rate and weights of each finished step."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.steps: dict[int, tuple[list[int], float]] = {}
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seen = []
+
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, model: Any = None, **_: Any
+    ) -> None:
+        assert state.global_step not in self.steps, "no step is done twice"
+        self.steps[state.global_step] = ([*self.seen], lr_scheduler.get_last_lr()[0])
+        self.weights[state.global_step] = trained_weights(model)
+
+
+def build(folder: Path, **settings: Any) -> Any:
+    """A real trainer on the first layer of the tiny model, with a diary."""
+    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32", num_hidden_layers=1)
+    defaults: dict[str, Any] = {
+        "max_length": 256, "packing": True, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+        "max_steps": STEPS, "learning_rate": 2e-3, "lr_scheduler_type": "cosine", "gradient_checkpointing": False,
+        "use_cpu": True, "bf16": False, "dataloader_pin_memory": False, "report_to": "none", "disable_tqdm": True,
+        "logging_steps": 3, "save_steps": 100, "save_total_limit": 1, "seed": 1, "data_seed": 1,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+    }  # fmt: skip
+    torch.manual_seed(0)
+    trainer: Any = SFTTrainer(
+        model=model, args=SFTConfig(output_dir=str(folder / "trainer"), **defaults | settings), train_dataset=rows(),
+        processing_class=AutoTokenizer.from_pretrained(paths.TINY_MODEL),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    )  # fmt: skip
+    fused.patch_lora_kernels(trainer, fused=False)
+    trainer.diary = Diary()
+    trainer.add_callback(trainer.diary)
+    compute_loss = trainer.compute_loss
+
+    def counted_loss(model: Any, inputs: Any, **words: Any) -> Any:
+        tokens = inputs["input_ids"].flatten().tolist()
+        trainer.diary.seen += [token - FIRST for token in tokens if FIRST <= token < FIRST + 900]
+        return compute_loss(model, inputs, **words)
+
+    trainer.compute_loss = counted_loss
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The training nothing happens to; its checkpoints of steps 3 and 6 are kept."""
+    trainer = build(tmp_path_factory.mktemp("whole"), save_steps=3, save_total_limit=2)
+    trainer.train()
+    assert [len(seen) for seen, _ in trainer.diary.steps.values()] == [8, 8, 5, 8, 8, 5, 8]
+    return trainer
+
+
+def assert_same(trainer: Any, whole: Any, since: int = 0) -> None:
+    """The same steps, rows in the same order, rates, losses and weights."""
+    assert trainer.state.global_step == trainer.state.max_steps == whole.state.max_steps
+    assert trainer.diary.steps == {step: seen for step, seen in whole.diary.steps.items() if step > since}
+    torch.testing.assert_close(trained_weights(trainer.model), trained_weights(whole.model), rtol=0, atol=1e-6)
+    losses, expected = (dict(progress.loss_history(one.state.log_history)) for one in (trainer, whole))
+    assert all(losses[step] == pytest.approx(loss, abs=1e-5) for step, loss in expected.items())
+
+
+def test_batches_stay_the_same_and_are_made_of_arrays(tmp_path: Path) -> None:
+    settings = SFTConfig(
+        str(tmp_path), max_length=32, packing=True, per_device_train_batch_size=2, use_cpu=True, seed=1, bf16=False,
+        dataloader_pin_memory=False, report_to="none",
+    )  # fmt: skip
+    data = [{"input_ids": [*range(5, 5 + size)], "labels": [-100, *range(6, 5 + size)]} for size in (7, 30, 3, 11, 16)]
+    trainer = SFTTrainer(
+        str(paths.TINY_MODEL), settings, train_dataset=Dataset.from_list(data), peft_config=LoraConfig()
+    )
+    before = [*trainer.get_train_dataloader()]
+    training.make_lean(trainer, fused=False)  # the name notebooks use
+    after = [*trainer.get_train_dataloader()]
+    assert isinstance(trainer.train_dataset[0]["input_ids"], numpy.ndarray) and len(before) == len(after) > 1
+    for old, new in zip(before, after, strict=True):
+        assert {*old} == {*new} and all(torch.equal(old[name], new[name]) for name in old if torch.is_tensor(old[name]))
+
+
+# Validation
+
+
+def validated(
+    folder: Path, losses: Sequence[float] = (), monkeypatch: Any = None, held_back: Any = None, **settings: Any
+) -> Any:
+    """A real trainer that saves and validates every second step; `losses` replaces what it would measure."""
+    keep = {name: settings.pop(name) for name in ("keep_best", "patience") if name in settings}
+    trainer = build(folder, save_steps=2, **settings)
+    callback = callbacks.Validation(rows(count=5) if held_back is None else held_back, every=2, **keep)
+    trainer.add_callback(callback)
+    if monkeypatch:
+        script = iter(losses)
+        monkeypatch.setattr(callbacks, "validation_loss_on", lambda *_: next(script))
+    assert progress.validation_callback(trainer) is callback
+    return trainer, callback
+
+
+def steps_of(trainer: Any) -> list[int]:
+    return [step for step, _ in progress.validation_history(trainer.state.log_history)]
+
+
+def test_the_loss_is_the_mean_over_all_trained_tokens_whatever_the_batches(tmp_path: Path) -> None:
+    held_back = rows(sizes=(9, 7), count=5)
+    labels = [[-100] * (3 + number) + row["labels"][3 + number :] for number, row in enumerate(held_back)]
+    held_back = held_back.remove_columns("labels").add_column("labels", labels)
+    trainer, total = build(tmp_path, per_device_train_batch_size=1, max_length=16), 0.0
+    trainer.model.eval()
+    for row in held_back:
+        for part in (slice(0, 9), slice(9, 16)):  # the examples of a packed row do not see each other
+            logits = trainer.model(input_ids=torch.tensor([row["input_ids"][part]])).logits[0, :-1]
+            total += float(
+                functional.cross_entropy(logits, torch.tensor(row["labels"][part][1:]), reduction="sum").detach()
+            )
+    count = sum(label != -100 for row in held_back for label in row["labels"])
+    expected = pytest.approx(total / count, rel=1e-4)
+    assert callbacks.validation_loss_on(trainer, held_back) == expected and trainer.model.training is False
+    trainer.args.per_device_train_batch_size = 3
+    assert callbacks.validation_loss_on(trainer, held_back) == expected
+
+
+def test_validation_at_start_saves_and_end_changes_nothing(tmp_path: Path, whole: Any) -> None:
+    trainer, callback = validated(tmp_path, keep_best=False)
+    trainer.train()
+    assert steps_of(trainer) == [0, 2, 4, 6, STEPS] and callback.restore_best() is None
+    assert progress.loss_history(trainer.state.log_history) == progress.loss_history(whole.state.log_history)
+    assert_same(trainer, whole)
+    progress.write_history([*trainer.state.log_history, {"step": 8, "loss": math.nan}], tmp_path / "history.json")
+    assert len(json.loads((tmp_path / "history.json").read_text())) == 2 + 5
+
+
+def test_the_best_step_is_restored_also_by_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, callback = validated(tmp_path, (5.0, 3.0, 4.0), monkeypatch, max_steps=4)
+    first.train()
+    assert (tmp_path / "trainer/checkpoint-4" / callbacks.BEST).exists()
+    again, resumed = validated(tmp_path, (4.5, 4.6), monkeypatch, max_steps=7)
+    again.train(resume_from_checkpoint=str(tmp_path / "trainer/checkpoint-4"))
+    finished, loaded = validated(tmp_path, (), monkeypatch, max_steps=4)
+    resume.load_finished(finished, tmp_path / "trainer/checkpoint-7")
+    for trainer, kept in ((first, callback), (again, resumed), (finished, loaded)):
+        assert kept.restore_best() == (2, 3.0)
+        torch.testing.assert_close(trained_weights(trainer.model), first.diary.weights[2], rtol=0, atol=0)
+    numbers = progress.measured(again, 1.0, 4)
+    assert (numbers["validation_loss"], numbers["best_step"]) == ({"first": 5.0, "best": 3.0, "last": 4.6}, 2)
+
+
+def test_it_ends_early_when_the_loss_rises_and_at_once_when_it_is_not_finite(tmp_path: Path, monkeypatch: Any) -> None:
+    trainer, callback = validated(tmp_path / "a", (5.0, 3.0, 3.1, 3.2), monkeypatch, patience=2, max_steps=20)
+    trainer.train()
+    assert trainer.state.global_step == 6 == progress.measured(trainer, 1.0, 0)["planned_steps"]
+    assert callback.restore_best() == (2, 3.0) and resume.steps_left(trainer, tmp_path / "a/trainer/checkpoint-6") == 0
+    trainer, callback = validated(tmp_path / "b", (5.0, 4.0, math.nan), monkeypatch)
+    trainer.train()
+    assert trainer.state.global_step == 4 and not (tmp_path / "b/trainer/checkpoint-4").exists()
+    assert callback.restore_best() == (2, 4.0)
+    assert progress.measured(trainer, 1.0, 0)["validation_loss"]["last"] is None
+
+
+def test_a_last_step_that_was_not_validated_is_and_no_rows_are_no_validation(tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step == 3
+
+    trainer, callback = validated(tmp_path)
+    trainer.add_callback(Stop())
+    trainer.train()
+    assert steps_of(trainer) == [0, 2] and callback.restore_best() is not None and steps_of(trainer) == [0, 2, 3]
+    trainer, callback = validated(tmp_path, held_back=rows(count=0), max_steps=2)
+    trainer.train()
+    assert callback.restore_best() is None and progress.measured(trainer, 1.0, 0)["best_step"] is None
+
+
+# Out of memory
+
+
+def run_out(trainer: Any, *calls: int) -> None:
+    """Raise after these backward passes (counted from 1, over all attempts): their gradients are left behind."""
+    backward, count = trainer.accelerator.backward, iter(range(1, 10**6))
+
+    def failing(loss: Any, **words: Any) -> None:
+        backward(loss, **words)
+        if next(count) in calls:
+            raise torch.OutOfMemoryError(OOM)
+
+    trainer.accelerator.backward = failing
+
+
+def raise_once(owner: Any, name: str, after: bool = False, when: Callable[[], bool] = lambda: True) -> list[bool]:
+    """Let a method run out of memory the first time, before or after it did its work."""
+    method, raised = getattr(owner, name), []
+
+    def failing(*given: Any, **named: Any) -> Any:
+        if raised or not when():
+            return method(*given, **named)
+        raised.append(True)
+        if after:
+            method(*given, **named)
+        raise torch.OutOfMemoryError(OOM)
+
+    setattr(owner, name, failing)
+    return raised
+
+
+def batch_of(trainer: Any) -> tuple[int, int]:
+    return trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
+
+
+@pytest.mark.parametrize(
+    ("calls", "reached", "steps"),
+    [((1,), (2, 4), [1]), ((4,), (2, 4), [2]), ((7, 8), (1, 8), [4, 4]), ((6, 15), (1, 8), [3, 5])],
+)
+def test_a_training_goes_on_from_its_last_step(
+    tmp_path: Path, whole: Any, calls: Any, reached: Any, steps: Any
+) -> None:
+    trainer, lesson, taken = build(tmp_path, save_steps=3), lesson_in(tmp_path), []
+    sync: Any = SimpleNamespace(messages=list, take=lambda folder: taken.append(folder.name), seconds=1.0)
+    trainer.add_callback(callbacks.KeepCheckpoints(sync))
+    trainer.add_callback(callbacks.TimeBudget(lesson, sync, 0.0))
+    run_out(trainer, *calls)
+    oom.train(trainer, lesson, None)
+    assert_same(trainer, whole)
+    assert batch_of(trainer) == reached and trainer._train_batch_size == reached[0]
+    assert [(one["step"], one["from"]["micro_batch"]) for one in oom.oom_rungs(lesson)] == [
+        *zip(steps, (4, 2), strict=False)
+    ]
+    assert taken == ["checkpoint-3", "checkpoint-6", "checkpoint-7"]
+    tokens = [{one["step"]: one.get("num_tokens") for one in each.state.log_history} for each in (trainer, whole)]
+    assert tokens[0][6] == tokens[1][6]
+    with refused("training.trained_already"):
+        trainer.train()
+    callbacks.restore_sigterm()
+
+
+@pytest.mark.parametrize(
+    "where", ["before the first update", "after the first update", "saving", "validation", "loading"]
+)
+def test_no_step_is_lost_or_repeated_wherever_memory_runs_out(
+    tmp_path: Path, monkeypatch: Any, whole: Any, where: str
+) -> None:
+    trainer, checkpoint = build(tmp_path, save_steps=3), None
+    if "update" in where:
+        monkeypatch.setattr(torch.optim.AdamW, "step", torch.optim.AdamW.step)  # restored afterwards
+        raised = raise_once(torch.optim.AdamW, "step", after="after" in where)
+    elif where == "saving":
+        raised = raise_once(trainer, "_save_optimizer_and_scheduler")
+    elif where == "validation":
+        callback = callbacks.Validation(rows(count=5), every=2)
+        trainer.add_callback(callback)
+        raised = raise_once(callback, "_validate", when=lambda: trainer.state.global_step == 2)
+    else:
+        raised, checkpoint = raise_once(trainer, "_load_from_checkpoint"), Path(whole.args.output_dir) / "checkpoint-6"
+    oom.train(trainer, lesson_in(tmp_path), checkpoint)
+    assert raised and batch_of(trainer) == (2, 4)
+    assert_same(trainer, whole, since=6 if checkpoint else 0)
+
+
+def test_a_later_update_that_broke_off_is_not_trained_on(tmp_path: Path) -> None:
+    trainer, lesson = build(tmp_path), lesson_in(tmp_path)
+    callback = TrainerCallback()
+    raise_once(callback, "on_optimizer_step", when=lambda: trainer.state.global_step == 3)
+    trainer.add_callback(callback)
+    with refused("training.oom_half_updated", step=4):
+        oom.train(trainer, lesson, None)
+    assert oom.oom_rungs(lesson)[0]["to"]["micro_batch"] == 2  # so that the next session fits
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_log", "on_save", "on_train_end"])
+def test_memory_that_runs_out_after_the_last_step_trains_no_step_more(tmp_path: Path, whole: Any, event: str) -> None:
+    trainer, callback = build(tmp_path), TrainerCallback()
+    raised = raise_once(callback, event, when=lambda: trainer.state.global_step >= trainer.state.max_steps)
+    trainer.add_callback(callback)
+    oom.train(trainer, lesson_in(tmp_path), None)
+    assert raised and (Path(trainer.args.output_dir) / f"checkpoint-{STEPS}").exists()
+    assert_same(trainer, whole)
+
+
+def test_a_resumed_training_that_runs_out_at_once_starts_with_what_fits(tmp_path: Path, whole: Any) -> None:
+    checkpoint, lesson = Path(whole.args.output_dir) / "checkpoint-6", lesson_in(tmp_path)
+    trainer = build(tmp_path)
+    run_out(trainer, 1)
+    oom.train(trainer, lesson, checkpoint)
+    assert_same(trainer, whole, since=6)
+    again = build(tmp_path)
+    oom.train(again, lesson, checkpoint)
+    assert batch_of(again) == (2, 4)
+    assert_same(again, whole, since=6)
+
+
+@pytest.mark.parametrize("card", [None, T4])
+def test_gradient_checkpointing_is_turned_on_then_offloaded(
+    tmp_path: Path, monkeypatch: Any, whole: Any, card: Any
+) -> None:
+    made: list[Any] = []
+    make = lambda model: made.append(contextlib.nullcontext()) or made[-1]  # noqa: E731
+    monkeypatch.setattr(activation_offloading, "get_act_offloading_ctx_manager", make)
+    trainer = build(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8)
+    run_out(trainer, *([12, 20] if card else [12]))
+    oom.train(trainer, lesson_in(tmp_path, card=card), None)
+    assert trainer.model.base_model.model.model.layers[0].gradient_checkpointing
+    assert oom.settings_of(trainer).checkpointing == ("offload" if card else "on") and bool(made) == bool(card)
+    assert_same(trainer, whole)
+
+
+def test_where_nothing_is_left_the_last_step_is_kept(tmp_path: Path) -> None:
+    trainer, taken = build(tmp_path, per_device_train_batch_size=2), []
+    sync: Any = SimpleNamespace(messages=list, take=lambda folder: taken.append(folder.name))
+    trainer.add_callback(callbacks.KeepCheckpoints(sync))
+    run_out(trainer, *range(6, 100))
+    with refused("training.oom_exhausted", "micro-batch 2 x", "train.max_length", step=3):
+        oom.train(trainer, lesson_in(tmp_path), None)
+    assert taken == ["checkpoint-2"] and trainer.state.global_step == 2
+
+
+def test_other_errors_and_several_processes_are_not_touched(tmp_path: Path) -> None:
+    trainer, lesson = build(tmp_path), lesson_in(tmp_path)
+    for problem in (RuntimeError("shapes do not match"), ValueError("CUDA out of memory")):
+        trainer.compute_loss = lambda *_, problem=problem, **__: (_ for _ in ()).throw(problem)
+        with pytest.raises(type(problem)) as caught:
+            oom.train(trainer, lesson, None)
+        assert caught.value is problem and batch_of(trainer) == (4, 2) and oom.oom_rungs(lesson) == []
+    raise_once(trainer, "train")
+    trainer.args = SimpleNamespace(**vars(trainer.args) | {"world_size": 2})
+    with refused("training.oom_distributed", step=1):
+        oom.train(trainer, lesson, None)
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (torch.OutOfMemoryError("anything"), True),
+        (RuntimeError(OOM), True),
+        (RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:113] DefaultCPUAllocator: can't allocate memory"), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (MemoryError("out of memory"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(problem: Exception, expected: bool) -> None:
+    assert hardware.out_of_memory(problem) is expected
+
+
+@pytest.mark.parametrize(
+    ("start", "offload", "expected"),
+    [
+        ((6, 2, "off"), True, [(3, 4, "off"), (1, 12, "off"), (1, 12, "on"), (1, 12, "offload")]),
+        ((5, 1, "on"), True, [(1, 5, "on"), (1, 5, "offload")]),
+        ((1, 8, "on"), False, []),
+    ],
+)
+def test_settings_get_smaller_in_order_and_the_batch_stays(start: Any, offload: bool, expected: Any) -> None:
+    settings, seen = StepSettings(*start), []
+    while (smaller := settings.smaller(offload)) is not None:
+        assert smaller.batch == settings.batch
+        settings = smaller
+        seen.append((settings.micro_batch, settings.accumulation, settings.checkpointing))
+    assert seen == expected
+
+
+PLANNED, REACHED = StepSettings(4, 2, "off"), StepSettings(2, 4, "off")
+
+
+def history_on(folder: Path, card: hardware.Card = T4, planned: StepSettings = PLANNED) -> oom.OomHistory:
+    return oom.OomHistory(lesson_in(folder, card=card), planned)
+
+
+def test_a_resumed_run_starts_with_what_fits_on_this_gpu(tmp_path: Path) -> None:
+    checkpoint = Path("checkpoint-9")
+    history_on(tmp_path).add(9, 14.123, PLANNED, REACHED)
+    again = history_on(tmp_path)
+    assert again.start(checkpoint) == REACHED and again.changes[0]["used_gib"] == 14.12
+    assert history_on(tmp_path).start(None) == REACHED  # lost before its first checkpoint
+    larger = history_on(tmp_path, RTX_4090)
+    assert larger.start(checkpoint) == PLANNED and len(larger.changes) == 1  # what happened stays on record
+    other = StepSettings(8, 1, "off")
+    assert history_on(tmp_path, planned=other).start(checkpoint) == other
+    assert history_on(tmp_path, RTX_4090).start(None) == PLANNED and oom.oom_rungs(again.lesson) == []
+
+
+def test_the_file_of_an_earlier_version_is_read_and_a_damaged_one_is_not_believed(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    file, history = tmp_path / "runs/demo/memory.json", history_on(tmp_path)
+    old, new = ({"micro_batch": n, "accumulation": 8 // n, "checkpointing": "off", "length": 256} for n in (4, 2))
+    earlier = {"card": str(T4), "planned": old, "reached": new, "rungs": [{"step": 1, "from": old, "to": new}]}
+    paths.write_json(file, earlier)
+    assert history.start(None) == REACHED and len(history.changes) == 1
+    for bad in ({"accumulation": 2}, {"micro_batch": "2"}, {"micro_batch": 0}, {"checkpointing": "banana"}):
+        paths.write_json(file, earlier | {"reached": new | bad, "rungs": ["x", {"from": 3}]})
+        assert history.start(Path("checkpoint-9")) == PLANNED and history.changes == []
+    for text in ("{", "[]", '{"reached": 3, "rungs": 4}'):
+        file.write_text(text)
+        assert history_on(tmp_path).start(Path("checkpoint-9")) == PLANNED
+    monkeypatch.setattr(paths, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    history.add(1, 1.0, PLANNED, REACHED)  # does not end the training
+
+
+@pytest.mark.parametrize("where", ["in a step", "in the first update"])
+def test_the_loss_scale_of_float16_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    class Overflow(TrainerCallback):
+        """The gradients of the first step are too large for the loss scale."""
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if state.global_step == 0:
+                next(one for one in model.parameters() if one.requires_grad).grad.fill_(float("inf"))
+
+    trainers = []
+    for name in ("undisturbed", "disturbed"):
+        trainer = build(tmp_path / name, max_grad_norm=0.0, learning_rate=1e-3, optim="adamw_torch")
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        trainer.add_callback(Overflow())
+        trainers.append(trainer)
+    undisturbed, trainer = trainers
+    undisturbed.train()
+    run_out(trainer, *([6] if where == "in a step" else []))
+    if where == "in the first update":
+        monkeypatch.setattr(torch.optim.AdamW, "step", torch.optim.AdamW.step)
+        raise_once(torch.optim.AdamW, "step", after=True)
+    oom.train(trainer, lesson_in(tmp_path), None)
+    scale = undisturbed.accelerator.scaler.state_dict()
+    assert trainer.accelerator.scaler.state_dict() == scale and scale["scale"] == 1024 / 2 * 2**3
+    assert batch_of(trainer) == (2, 4)
+    assert_same(trainer, undisturbed)
+
+
+def test_the_trainer_shows_live_numbers_and_no_bars_of_its_own(tmp_path: Path, capfd: Any) -> None:
+    trainer = build(tmp_path, disable_tqdm=False, max_steps=3)
+    trainer.add_callback(progress.LiveNumbers(lesson_in(tmp_path)))
+    capfd.readouterr()
+    oom.train(trainer, lesson_in(tmp_path), None)
+    shown = capfd.readouterr()
+    lines = [line for line in shown.out.splitlines() if line]
+    assert lines[0].startswith("training 3 steps") and lines[-1].startswith("trained 3 of 3 steps") and len(lines) == 3
+    assert "it/s" not in shown.err
+    assert progress.measured(trainer, 1.0, 0)["tokens_per_second"] > 0

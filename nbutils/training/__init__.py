@@ -1,24 +1,32 @@
-"""What a training run needs around the trainer: a lean step, progress kept, time and memory watched, numbers shown.
+"""What a training run needs around the trainer; lesson 03 builds the trainer and chooses its settings in full view.
 
-Not here: building the trainer or choosing its settings; lesson 03 does both in full view.
+The modules import torch and transformers, so they are loaded when a name is first used.
 """
 
 from __future__ import annotations
 
-from nbutils.training.budget import time_budget
-from nbutils.training.keeping import bring_home, carrier, keep_checkpoints, require_room
-from nbutils.training.ladder import train
-from nbutils.training.live import live_numbers
-from nbutils.training.memory import oom_rungs
-from nbutils.training.numbers import bookkeeping, loss_history, measured, write_history
-from nbutils.training.resuming import MAY_CHANGE, load_finished, model_mark, resume_point, step_of, steps_left
-from nbutils.training.step import make_lean
-from nbutils.training.validation import validation_history, validation_loss
-from nbutils.training.weights import Moved, adapter_checksum, compare, photograph, require_unquantised, weight_kinds
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "MAY_CHANGE", "Moved", "adapter_checksum", "bookkeeping", "bring_home", "carrier", "compare", "keep_checkpoints",
-    "live_numbers", "load_finished", "loss_history", "make_lean", "measured", "model_mark", "oom_rungs", "photograph",
-    "require_room", "require_unquantised", "resume_point", "step_of", "steps_left", "time_budget", "train",
-    "validation_history", "validation_loss", "weight_kinds", "write_history",
-]  # fmt: skip
+_NAMES = {
+    "callbacks": "KeepCheckpoints TimeBudget Validation require_room wait_for_sync",
+    "fused": "patch_lora_kernels",
+    "oom": "oom_rungs remove_progress_bars step_of train",
+    "progress": "LiveNumbers bookkeeping loss_history measured validation_history write_history",
+    "resume": "MAY_CHANGE load_finished model_fingerprint resume_point start_sync steps_left",
+    "weights": "adapter_checksum changed_weights require_unquantised weight_checksums weight_kinds",
+}
+_OLD_NAMES = {
+    "bring_home": "wait_for_sync", "carrier": "start_sync", "compare": "changed_weights", "live_numbers": "LiveNumbers",
+    "keep_checkpoints": "KeepCheckpoints", "make_lean": "patch_lora_kernels", "model_mark": "model_fingerprint",
+    "photograph": "weight_checksums", "replace_bars": "remove_progress_bars", "time_budget": "TimeBudget",
+    "validation_loss": "Validation",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    name = _OLD_NAMES.get(name, name)
+    for module, names in _NAMES.items():
+        if name in names.split():
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
