@@ -24,13 +24,13 @@ from transformers import AutoTokenizer
 
 from nbutils import cli, disk, evaluation, exporting, hardware, lessons, parity, paths, platforms, serving
 from nbutils.chat import find_stop_ids
+from nbutils.config import Evaluation
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
 from nbutils.exporting import asking, checking, environment, formats, making, planning, process
 from nbutils.exporting.inside import converting
 from nbutils.merging.bases import open_base
 from nbutils.parity import Fixed, Gap, Reading, fitting
-from nbutils.profiles.schema import Evaluation
 
 T4 = hardware.Card("Tesla T4", (7, 5), 14.6, 1)
 comparing = importlib.import_module("nbutils.exporting.reference")  # the function of that name hides the room

@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 from nbutils import evaluation, paths, platforms, processes, serving
+from nbutils.config import Evaluation
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
-from nbutils.profiles.schema import Evaluation
 from nbutils.serving import Running, environment, flags, logs, ports
 from nbutils.serving.flags import flag_words
 from nbutils.serving.running import own_key

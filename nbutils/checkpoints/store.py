@@ -13,8 +13,8 @@ from typing import Any
 
 from nbutils import platforms
 from nbutils.checkpoints.archive import NAME, UNREADABLE, Kept, defect, forget, manifest_of, read_manifest
+from nbutils.config import flat
 from nbutils.errors import CourseError
-from nbutils.profiles.schema import flat
 
 CHECKPOINTS, SEALED, BEGAN_ANEW = "checkpoints", "sealed", "began_anew.txt"
 WAITS = (1.0, 3.0, 9.0)  # seconds between looks at a store that cannot be listed

@@ -21,8 +21,8 @@ from nbutils.serving.environment import require_engine
 from nbutils.serving.table import tensor_parallel
 
 if TYPE_CHECKING:
+    from nbutils.config import Evaluation
     from nbutils.lessons import Lesson
-    from nbutils.profiles.schema import Evaluation
 
 WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2}
 LEAST_GIB = 0.5  # what a server needs at the very least beside the weights
