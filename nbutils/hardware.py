@@ -118,7 +118,10 @@ def driver_gpus() -> list[str]:
         pynvml.nvmlInit()
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
         return [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
-    except Exception:  # no library, no driver, no right to ask
+    except ImportError:
+        lines = ask_driver("-L").splitlines()  # "GPU 0: Tesla T4 (UUID: ...)"
+        return [line.split(": ")[1].removesuffix(" (UUID") for line in lines if line.startswith("GPU ")]
+    except Exception:  # no driver, or no right to ask
         return []
 
 

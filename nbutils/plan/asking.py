@@ -5,6 +5,7 @@ torch is loaded only if no GPU is named and one may be in this machine.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -149,7 +150,7 @@ def answer(
 
 def _this_machine() -> Card | None:
     """The GPU of this machine; torch is asked only where the driver lists one."""
-    return hardware.card() if hardware.driver_gpus() else None
+    return hardware.card() if importlib.util.find_spec("torch") and hardware.driver_gpus() else None
 
 
 def _capability(text: str | None) -> tuple[int, int] | None:
