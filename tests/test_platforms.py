@@ -27,7 +27,7 @@ from support import refused
 from nbutils import disk, environments, hardware, masking, platforms, serving
 from nbutils.hardware import Card
 from nbutils.paths import GIB
-from nbutils.platforms import Platform, detection, drive, network, secret, shutdown
+from nbutils.platforms import Platform, detection, drive, network, secret, secrets, shutdown
 
 AUTODL, COLAB, LOCAL = (Platform(name, "a test says so") for name in ("autodl", "colab", "local"))
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,6 +55,22 @@ def make(root: Path, *places: str) -> Path:
     for place in places:
         (root / place).mkdir(parents=True, exist_ok=True)
     return root
+
+
+def enter(monkeypatch: pytest.MonkeyPatch, machine: simulate.Machine) -> simulate.Machine:
+    """This process is on that machine from now on: its variables, its root, the fakes of its packages."""
+    for name in (drive.STATE, secrets.STATE, "HF_TOKEN"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in (machine.env | {"NBUTILS_FS_ROOT": str(machine.root)}).items():
+        monkeypatch.setenv(name, value)
+    for name in [one for one in sys.modules if one.startswith(("google.colab", "kaggle_secrets"))]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in machine.packages:
+        monkeypatch.syspath_prepend(simulate.FAKES / name)
+    monkeypatch.setattr(secrets, "_printed", set())
+    monkeypatch.setattr(secrets, "SECONDS", 0.5)
+    return machine
 
 
 def calls(machine: simulate.Machine) -> list[str]:
@@ -257,9 +273,6 @@ def test_hours_are_counted_where_somebody_counts_them(tmp_path: Path) -> None:
     assert 0 < platforms.session_seconds(COLAB, Path("/")) < 10**9
 
 
-V1 = {"proc/self/cgroup": "7:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n1:name=systemd:/\n"}
-
-
 @pytest.mark.parametrize(
     ("files", "cpus", "memory", "free"),
     [
@@ -267,17 +280,14 @@ V1 = {"proc/self/cgroup": "7:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n1:na
         ({"cpu.max": "50000 100000", "memory.max": 2 * GIB}, 0.5, 2, 2),
         ({"memory.max": 12 * GIB, "memory.current": 11 * GIB, "memory.stat": f"a 1\ninactive_file {GIB}"}, None, 12, 2),
         ({"memory.max": 12 * GIB, "memory.current": 13 * GIB, "memory.stat": "anon 1"}, None, 12, 0),
-        ({"/proc/self/cgroup": "0::/user.slice/job-7\n", "user.slice/memory.max": 3 * GIB, "user.slice/cpu.max": "9 10",
-          "user.slice/job-7/memory.max": "max", "user.slice/job-7/cpu.max": "25000 100000"}, 0.25, 3, 3),
-        ({"/proc/self/cgroup": V1["proc/self/cgroup"], "memory/memory.limit_in_bytes": 4 * GIB,
-          "memory/memory.usage_in_bytes": 2 * GIB, "memory/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB}",
-          "cpu,cpuacct/docker/abc/cpu.cfs_quota_us": 50000, "cpu,cpuacct/docker/abc/cpu.cfs_period_us": 100000},
-         0.5, 4, 3),
+        ({"memory/memory.limit_in_bytes": 4 * GIB, "memory/memory.usage_in_bytes": 2 * GIB,
+          "memory/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB}",
+          "cpu,cpuacct/cpu.cfs_quota_us": 50000, "cpu,cpuacct/cpu.cfs_period_us": 100000}, 0.5, 4, 3),
         ({"memory/memory.limit_in_bytes": 2**63 - 4096, "cpu/cpu.cfs_quota_us": -1, "cpu/cpu.cfs_period_us": 10},
          None, 512, 500),
     ],
 )  # fmt: skip
-def test_the_smallest_limit_of_this_processs_cgroups_holds(
+def test_the_limits_of_a_container_hold_in_both_layouts_of_cgroups(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     files: dict[str, Any],
@@ -287,7 +297,7 @@ def test_the_smallest_limit_of_this_processs_cgroups_holds(
 ) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=500 * GIB, total=512 * GIB))
     for name, text in files.items():
-        simulate.Machine(tmp_path).write(name[1:] if name[0] == "/" else f"sys/fs/cgroup/{name}", str(text))
+        simulate.Machine(tmp_path).write(f"sys/fs/cgroup/{name}", str(text))
     assert platforms.processors(tmp_path).value == (cpus or len(os.sched_getaffinity(0)))
     assert platforms.memory_gib(tmp_path).value == pytest.approx(memory)
     assert platforms.free_memory_gib(tmp_path).value == pytest.approx(free)
@@ -296,68 +306,71 @@ def test_the_smallest_limit_of_this_processs_cgroups_holds(
 # ---- Drive
 
 MOUNT = "platforms.mount_drive(platforms.detect())"
-STATE = f"[{MOUNT}, platforms.folders(platforms.detect()).keep]"
+
+
+def mount() -> str:
+    return platforms.mount_drive(platforms.detect())
+
+
+def keep() -> Path:
+    return platforms.folders(platforms.detect()).keep
 
 
 def colab(tmp_path: Path, **env: str) -> simulate.Machine:
     """Colab with a kernel, on which Drive is not mounted yet."""
     machine = simulate.colab(tmp_path)
-    machine.env |= {"FAKE_KERNEL": "1", "FAKE_DELAY": "0.1"} | env
+    machine.env |= {"FAKE_KERNEL": "1", "FAKE_DELAY": "0"} | env
     return machine
 
 
-def test_drive_is_mounted_and_runs_are_kept_there(tmp_path: Path) -> None:
-    machine = colab(tmp_path, FAKE_DRIVE="ok")
-    said, keep = machine.ask(STATE)
-    assert said.startswith("Drive is mounted:") and keep in said
-    assert keep == str(machine.root / "content/drive/MyDrive/finetune-course")
+def test_drive_is_mounted_and_runs_are_kept_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = enter(monkeypatch, colab(tmp_path, FAKE_DRIVE="ok"))
+    assert mount().startswith("Drive is mounted:")
+    assert keep() == machine.root / "content/drive/MyDrive/finetune-course"
     assert calls(machine) == ["mount 110000"], "upstream gets less time than we allow in all"
 
 
 @pytest.mark.parametrize(
     ("env", "meaning"),
     [
-        ({"FAKE_DRIVE": "headless"}, "no Colab page"),
-        ({"FAKE_DRIVE": "pexpect"}, "no Colab page"),
-        ({"FAKE_DRIVE": "denied"}, "access was refused"),
-        ({"FAKE_KERNEL": ""}, "only the notebook's kernel"),
-        ({"FAKE_DRIVE": "policy"}, "your organization"),
-        ({"FAKE_DRIVE": "too_big"}, "too many files"),
-        ({"FAKE_DRIVE": "liar"}, "nothing is mounted"),
-        ({"FAKE_DRIVE": "odd"}, "no room for [masked]"),
+        ({"FAKE_DRIVE": "headless"}, "no Colab page"), ({"FAKE_DRIVE": "pexpect"}, "no Colab page"),
+        ({"FAKE_DRIVE": "denied"}, "access was refused"), ({"FAKE_KERNEL": ""}, "only the notebook's kernel"),
+        ({"FAKE_DRIVE": "policy"}, "your organization"), ({"FAKE_DRIVE": "too_big"}, "too many files"),
+        ({"FAKE_DRIVE": "liar"}, "nothing is mounted"), ({"FAKE_DRIVE": "odd"}, "no room for [masked]"),
     ],
-)
-def test_every_failure_is_a_sentence_and_runs_stay_here(tmp_path: Path, env: dict[str, str], meaning: str) -> None:
-    machine = colab(tmp_path, **env)
-    child = f"from nbutils import platforms; print({MOUNT})"
-    said, keep, again = machine.ask(
-        f"[*{STATE}, subprocess.check_output([sys.executable, '-c', {child!r}], text=True)]",
-        "import subprocess, sys\nfrom nbutils import platforms",
-    )
+)  # fmt: skip
+def test_every_failure_is_a_sentence_and_runs_stay_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], meaning: str
+) -> None:
+    machine = enter(monkeypatch, colab(tmp_path, **env))
+    said = mount()
     assert said.startswith("Drive could not be mounted: ") and meaning in said and "To do: " in said
-    assert keep == str(machine.root / "content/runs") and not (machine.root / "content/drive/MyDrive").exists()
-    assert "not requested a second time" in again and meaning in again and len(calls(machine)) == 1
+    assert keep() == machine.root / "content/runs" and not (machine.root / "content/drive/MyDrive").exists()
+    assert "not requested a second time" in mount() and len(calls(machine)) == 1
+    assert os.environ[drive.STATE].startswith("failed: "), "which child processes inherit"
 
 
-def test_drive_is_not_requested_where_it_is_off_elsewhere_or_mounted(tmp_path: Path) -> None:
+def test_drive_is_not_requested_where_it_is_off_elsewhere_or_mounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     off = colab(tmp_path / "off", NBUTILS_DRIVE="off")
     enterprise = simulate.colab(tmp_path / "enterprise", enterprise=True)
-    kaggle = simulate.kaggle(tmp_path)  # has Colab's package
-    for machine in (off, enterprise, kaggle):
-        assert "not used" in machine.ask(MOUNT) or "No Drive on" in machine.ask(MOUNT)
-        assert calls(machine) == []
     mounted = simulate.mounted(colab(tmp_path, NBUTILS_DRIVE="failed: once before"))
-    said, keep = mounted.ask(STATE)
-    assert "mounted already" in said and keep.endswith("MyDrive/finetune-course") and calls(mounted) == []
+    kaggle = simulate.kaggle(tmp_path)  # has Colab's package
+    said = {"off": off, "No Drive on colab_enterprise": enterprise, "mounted already": mounted, "No Drive on": kaggle}
+    for text, machine in said.items():
+        with monkeypatch.context() as patch:
+            enter(patch, machine)
+            assert text in mount() and calls(machine) == []
+            assert machine is not mounted or keep() == drive.runs_folder(machine.root)
 
 
-def test_files_and_links_in_the_mount_point_are_left_alone(tmp_path: Path) -> None:
-    machine = colab(tmp_path, FAKE_DRIVE="ok")
+def test_files_in_the_mount_point_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = enter(monkeypatch, colab(tmp_path, FAKE_DRIVE="ok"))
     lost = machine.write("content/drive/MyDrive/x/adapter.bin", "made before Drive was mounted")
-    said = drive.mount_drive(COLAB, root=machine.root)
-    assert f"mv {machine.root}/content/drive " in said and lost.exists() and calls(machine) == []
+    assert f"mv {machine.root}/content/drive " in mount() and lost.exists() and calls(machine) == []
     (machine.root / "content/drive").rename(machine.root / "content/drive-before")
-    assert machine.ask(MOUNT).startswith("Drive is mounted:"), "done as told, it works"
+    assert mount().startswith("Drive is mounted:"), "done as told, it works"
 
 
 HANGS = """
@@ -766,26 +779,14 @@ def test_without_a_token_or_a_service_no_notice_is_sent(monkeypatch: pytest.Monk
 # ---- secrets
 
 VALUE = "correct-horse-battery-staple"
-ASK = """
-import json, sys, time
-from nbutils import masking, platforms
-platforms.secrets.SECONDS = 1.0
-began = time.monotonic()
-found = [platforms.secret(name) for name in sys.argv[1:]]
-seconds = time.monotonic() - began
-print()
-print(json.dumps([found, seconds, masking.mask_secrets(" ".join(value or "" for value in found))]))
-"""
 
 
-def read_secrets(machine: simulate.Machine, *names: str) -> tuple[list[str | None], str]:
+def read_secrets(capsys: pytest.CaptureFixture[str], *names: str) -> tuple[list[str | None], str]:
     """The secrets by name, and what was printed on the way."""
-    ran = machine.python("-c", ASK, *names, timeout=30)
-    assert ran.returncode == 0 and not ran.stderr, ran.stderr
-    printed, _, last = ran.stdout.strip().rpartition("\n")
-    found, seconds, masked = json.loads(last)
-    assert VALUE not in printed and VALUE not in masked and seconds < 5
-    return found, printed.strip()
+    began = time.monotonic()
+    found, printed = [secret(name) for name in names], capsys.readouterr().out.strip()
+    assert VALUE not in printed and VALUE not in masking.mask_secrets(str(found)) and time.monotonic() - began < 5
+    return found, printed
 
 
 def test_the_environment_comes_first_is_trimmed_and_masked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -809,10 +810,12 @@ def test_the_environment_comes_first_is_trimmed_and_masked(monkeypatch: pytest.M
     ],
 )
 def test_colabs_secrets_and_each_of_their_failures(
-    tmp_path: Path, env: dict[str, str], names: list[str], expected: list[str | None], said: str, asked: int
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], env: dict[str, str],
+    names: list[str], expected: list[str | None], said: str, asked: int,
+) -> None:  # fmt: skip
     machine = colab(tmp_path, **{"FAKE_SECRETS": json.dumps({"HF_TOKEN": f"{VALUE} \n"})} | env)
-    found, printed = read_secrets(machine, *names)
+    enter(monkeypatch, machine)
+    found, printed = read_secrets(capsys, *names)
     assert found == expected and said in printed and printed.count("\n") == 0
     assert bool(printed) is bool(said) and len(calls(machine)) == asked
 
@@ -825,7 +828,7 @@ class Secrets(BaseHTTPRequestHandler):
         if label.startswith("STATUS_"):
             self.send_error(int(label.removeprefix("STATUS_")))
             return
-        time.sleep(3 if label == "SLOW" else 0)
+        time.sleep(1 if label == "SLOW" else 0)
         absent, broken = "No user secrets exist for kernel id 7 and label X.", f"Internal trouble with {VALUE}"
         told = {"wasSuccessful": label == "HF_TOKEN", "result": {"secret": VALUE}}
         if label != "HF_TOKEN":
@@ -851,24 +854,30 @@ class Secrets(BaseHTTPRequestHandler):
     ],
 )
 def test_kaggles_secrets_and_each_of_their_failures(
-    tmp_path: Path, names: list[str], expected: list[str | None], said: str
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], names: list[str],
+    expected: list[str | None], said: str,
+) -> None:  # fmt: skip
     server = ThreadingHTTPServer(("127.0.0.1", 0), Secrets)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     machine = simulate.kaggle(tmp_path)
     machine.env["KAGGLE_URL_BASE"] = f"http://127.0.0.1:{server.server_address[1]}"
-    found, printed = read_secrets(machine, *names)
+    enter(monkeypatch, machine)
+    found, printed = read_secrets(capsys, *names)
     server.shutdown()
     server.server_close()
     assert found == expected and said in printed and bool(printed) is bool(said)
 
 
-def test_kaggle_without_internet_or_token_is_told_once(tmp_path: Path) -> None:
-    machine = simulate.kaggle(tmp_path)
-    found, printed = read_secrets(machine, "HF_TOKEN", "WANDB_API_KEY")
+def test_kaggle_without_internet_or_token_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    enter(monkeypatch, simulate.kaggle(tmp_path))
+    found, printed = read_secrets(capsys, "HF_TOKEN", "WANDB_API_KEY")
     assert found == [None, None] and "Internet" in printed and printed.count("\n") == 0
-    del machine.env["KAGGLE_USER_SECRETS_TOKEN"]
-    assert "Add-ons > Secrets" in read_secrets(machine, "HF_TOKEN")[1]
+    assert os.environ[secrets.STATE] == "kaggle", "which child processes inherit"
+    monkeypatch.delenv(secrets.STATE)
+    monkeypatch.delenv("KAGGLE_USER_SECRETS_TOKEN")
+    assert "Add-ons > Secrets" in read_secrets(capsys, "HF_TOKEN")[1]
 
 
 # ---- hardware

@@ -2,7 +2,7 @@
 
 `configs/platforms.yaml` lists what proves each platform, in the order in which they are tried: folders and packages
 alone prove little. Only variables and files count, so that a child process finds the same platform as its notebook.
-In a container the machine's own numbers are not yours, so the smallest limit of this process's cgroups counts.
+In a container the machine's own numbers are not yours: its cgroup's limits count.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -152,34 +152,24 @@ def free_memory_gib(root: Path | None = None) -> Limit:
 
 
 def _smallest(machine: Limit, root: Path | None, controller: str, read: Callable[[Path], float]) -> Limit:
-    """The machine's number, or the smallest limit of this process's cgroup and those above it (cgroup v1 and v2)."""
-    found = [machine]
-    for folder in _cgroup_folders(root or fs_root(), controller):
+    """The machine's number, or the limit of this container's cgroup (v2, or v1 with a folder for each controller)."""
+    found, root = [machine], root or fs_root()
+    for place in ("", controller, f"{controller},{controller}acct"):
         with suppress(OSError, ValueError):  # not there, or "max": no limit
-            found.append(Limit(read(folder), f"/{folder.relative_to(root or fs_root())}"))
+            folder = root / CGROUP / place
+            found.append(Limit(read(folder), f"/{folder.relative_to(root)}"))
     return min(found, key=lambda limit: limit.value)
 
 
-def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    top = root / CGROUP
-    yield from (top, top / controller)
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, names, group = line.split(":", 2)
-            if not names or controller in names.split(","):  # no names: v2, one tree for all
-                place = Path(group.lstrip("/"))
-                yield from (top / names / part for part in (place, *place.parents))
-
-
-def _first_line(folder: Path, *names: str) -> list[str]:
-    """The words of the first of these files that is there."""
+def _words(folder: Path, *names: str) -> list[str]:
+    """The words in the first of these files that is there."""
     name = next((name for name in names if (folder / name).exists()), names[-1])
     return (folder / name).read_text(encoding="utf-8").split()
 
 
 def _cpu_quota(folder: Path) -> float:
-    quota, *period = _first_line(folder, "cpu.max", "cpu.cfs_quota_us")
-    period = period or _first_line(folder, "cpu.cfs_period_us")
+    quota, *period = _words(folder, "cpu.max", "cpu.cfs_quota_us")
+    period = period or _words(folder, "cpu.cfs_period_us")
     if int(quota) <= 0:
         raise ValueError("no limit")
     return int(quota) / int(period[0])
@@ -187,10 +177,10 @@ def _cpu_quota(folder: Path) -> float:
 
 def _memory(folder: Path) -> tuple[float, float]:
     """GiB a cgroup may use, and has in use; cached files that can be dropped at once are not in use."""
-    limit = int(_first_line(folder, "memory.max", "memory.limit_in_bytes")[0]) / GIB
-    with suppress(OSError, ValueError):
-        words = _first_line(folder, "memory.stat")
+    limit = int(_words(folder, "memory.max", "memory.limit_in_bytes")[0]) / GIB
+    with suppress(OSError, ValueError):  # what is in use may not be told
+        words = _words(folder, "memory.stat")
         stat = dict(zip(words[::2], words[1::2], strict=True))
-        used = int(_first_line(folder, "memory.current", "memory.usage_in_bytes")[0])
+        used = int(_words(folder, "memory.current", "memory.usage_in_bytes")[0])
         return limit, (used - int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)) / GIB
     return limit, 0.0
