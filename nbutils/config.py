@@ -241,7 +241,7 @@ def read(name: str) -> Document:
     if not (file.suffix in (".yaml", ".yml") and file.is_file()):
         if name not in names():
             near = difflib.get_close_matches(file.stem.lower(), names(), n=1)
-            hint = f"Did you mean {near[0]}? " if near else ""
+            hint = f"did you mean {near[0]}? " if near else ""
             raise CourseError("config.unknown_profile", name=name, names=", ".join(names()), hint=hint)
         file = paths.CONFIGS / f"{name}.yaml"
     tree, reasons, duplicates = _read_yaml(file)

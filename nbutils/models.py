@@ -142,7 +142,7 @@ def meant(model: str, inputs: Path | None = None) -> Choice:
     if HUB_ID.fullmatch(model):
         return Choice(model, "a hub id")
     near = difflib.get_close_matches(model, list(known), n=1, cutoff=0.5)
-    hint = f"Did you mean {near[0]}? " if near and "/" not in model else ""
+    hint = f"did you mean {near[0]}? " if near and "/" not in model else ""
     raise CourseError("models.unknown", model=model, names=", ".join(known), hint=hint)
 
 

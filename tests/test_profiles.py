@@ -185,7 +185,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
     with refused("config.not_yaml", "gbk.yaml"):
         profiles.load("gbk.yaml")
     for name in ("t4_16g", "T4_16GB", "t4_16gb.yaml"):
-        with refused("config.unknown_profile", "Did you mean t4_16gb?", *COURSE):
+        with refused("config.unknown_profile", "did you mean t4_16gb?", *COURSE):
             profiles.load(name)
     for name in ("models", "cards", "platforms", "", "nowhere/mine.yaml"):
         with refused("config.unknown_profile"):
@@ -218,7 +218,7 @@ def test_names_hub_ids_and_folders_are_understood(machine: Path) -> None:
     folder.mkdir(parents=True)
     for name in ("./runs/merged", "/no/such/model", "~/no-such-model", "a/b/c", "owner/", "Qwen2.5-9B"):
         code = "models.no_model_folder" if "merged" in name else "models.unknown"
-        with refused(code, *(["Did you mean Qwen2.5"] if name == "Qwen2.5-9B" else [])):
+        with refused(code, *(["did you mean Qwen2.5"] if name == "Qwen2.5-9B" else [])):
             models.meant(name)
     (folder / "adapter_config.json").write_text("{}")
     with refused("models.no_model_folder", "merge it first"):
