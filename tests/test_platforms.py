@@ -710,6 +710,16 @@ def test_the_first_free_public_port_of_autodl_is_taken(monkeypatch: pytest.Monke
         assert serving.preferred_port(AUTODL) == ports[1]
 
 
+def test_a_port_that_is_public_is_told_with_its_address(tmp_path: Path) -> None:
+    said = simulate.autodl(tmp_path).ask(
+        "[serving.public_address(platforms.detect(), port) for port in (6006, 6008, 7000)]",
+        "from nbutils import platforms, serving",
+    )
+    assert "https://u1-abc.westb.seetacloud.com:8443/v1" in said[0] and "API key" in said[0]
+    assert "6008" in said[1] and "only 6006 and 6008" in said[2]
+    assert "for programs on this machine" in serving.public_address(LOCAL, 7000)
+
+
 def shutdowns(machine: simulate.Machine) -> str:
     log = machine.root / "shutdown.log"
     return log.read_text() if log.exists() else ""
