@@ -22,7 +22,8 @@ from typing import Any
 import click
 
 from nbutils import hardware
-from nbutils.plan import cards, choosing
+from nbutils.plan import cards
+from nbutils.plan import forecast as choosing
 
 hardware.leave_no_gaps()  # as a lesson does, before torch
 import torch  # noqa: E402

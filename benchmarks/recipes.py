@@ -54,7 +54,7 @@ def grid(auto: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def automatic(rows: Rows, model_folder: Path) -> dict[str, Any]:
     """What `PROFILE=auto` chooses on this card for these rows."""
     from nbutils import plan, profiles
-    from nbutils.profiles import recipe
+    from nbutils.plan import schedule as recipe
 
     shape = plan.find(str(model_folder))
     profile, _ = recipe.choose_method(profiles.load("hopper_141gb"), shape.params)

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import dashboard, platforms, record
+from nbutils.config import shown
 from nbutils.errors import CourseError
 from nbutils.evaluation.comparing import SHOWN
 from nbutils.evaluation.drawing import PANELS
 from nbutils.evaluation.statistics import Estimate
 from nbutils.lessons import RunFolder
-from nbutils.profiles.schema import shown
 
 Runs = dict[str, dict[str, Any]]  # by name, as `load` gives them
 MOST, LONGEST = 4, 40  # runs that lesson 04 shows, characters of a setting

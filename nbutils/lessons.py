@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import checkpoints, dashboard, hardware, install, parameters, platforms, profiles, record, scaling
+from nbutils.config import flat, settings_in, settings_text
 from nbutils.errors import CourseError
 from nbutils.paths import NOTEBOOKS, make_folder, stamp
-from nbutils.profiles.reading import settings_in, settings_text
-from nbutils.profiles.schema import flat
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
 NOTICE, POWER_OFF = "NBUTILS_NOTICE", "NBUTILS_POWER_OFF"  # 1: after a lesson, or the course, has ended well

@@ -1,4 +1,4 @@
-"""Imitated platforms: a file-system root of their own, a clean environment, fakes of their packages; in a subprocess.
+"""Simulated platforms: a file-system root of their own, a clean environment, fakes of their packages; in a subprocess.
 
 The marks, the decoys and the failures are those the real platforms show. Each builder returns a `Machine`;
 `machine.python("-c", code)` runs there. The fakes of packages that cannot exist here lie in `tests/fakes/<name>/`.
@@ -20,7 +20,7 @@ FAKES = Path(__file__).resolve().parent / "fakes"
 
 @dataclass
 class Machine:
-    """An imitated machine: where its paths begin, its environment, the fake packages it has installed."""
+    """A simulated machine: where its paths begin, its environment, the fake packages it has installed."""
 
     root: Path
     env: dict[str, str] = field(default_factory=dict)
@@ -43,9 +43,11 @@ class Machine:
         """A clean environment: PATH and HOME of the machine, its own variables, nothing inherited."""
         home = self.root / "root"
         home.mkdir(parents=True, exist_ok=True)
-        path = [*(str(FAKES / name) for name in self.packages), str(ROOT)]
+        path = [*(str(FAKES / name.partition("_")[0]) for name in self.packages), str(ROOT)]
+        gpu = next((name.partition("_")[2] for name in self.packages if name.startswith("torch_")), "")
         base = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(home), "LANG": "C.UTF-8"}
         own = {"NBUTILS_FS_ROOT": str(self.root), "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"}
+        own["FAKE_GPU"] = gpu.replace("cpu", "")
         return base | own | {"OMP_WAIT_POLICY": "passive", "PYTHONWARNINGS": "ignore"} | self.env
 
     def python(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -84,8 +86,6 @@ TURBO = (
     "export https_proxy=http://127.0.0.1:12798\n"
 )
 SHUTDOWN = '#!/bin/sh\necho "called with [$*]" >> "$(dirname "$0")/../../shutdown.log"\n'
-NO_DEVICES = "#!/bin/sh\necho No devices were found\nexit 9\n"
-MEMINFO = "MemTotal:       {kib} kB\nMemFree:        {kib} kB\nMemAvailable:   {kib} kB\n"
 
 
 def colab(folder: Path, gpu: bool = True, enterprise: bool = False) -> Machine:
@@ -117,7 +117,7 @@ def kaggle(folder: Path, batch: bool = False) -> Machine:
 def autodl(folder: Path, login: bool = True, file_storage: bool = True, card: bool = True) -> Machine:
     """A1-A4: AutoDL; without `login` none of its variables, without `file_storage` no autodl-fs.
 
-    Without `card` it is started in the mode without one: 2 GiB of memory and half a core on a host of 512 GiB.
+    Without `card` it is started in the mode without one: 2 GiB of memory and half a core.
     """
     machine = Machine(folder / "autodl", dict(AUTODL_ENV) if login else {})
     machine.make("root/autodl-tmp", "root/autodl-pub", "root/tf-logs", "root/miniconda3")
@@ -126,17 +126,9 @@ def autodl(folder: Path, login: bool = True, file_storage: bool = True, card: bo
     machine.write("etc/network_turbo", TURBO)
     machine.write("usr/bin/shutdown", SHUTDOWN).chmod(0o755)
     if not card:
-        without_card(machine)
+        machine.write("sys/fs/cgroup/memory.max", f"{2 * 2**30}\n")
+        machine.write("sys/fs/cgroup/cpu.max", "50000 100000\n")
     return machine
-
-
-def without_card(machine: Machine) -> None:
-    """A4: the driver's tool finds no device; the container's limits are far below what the host shows."""
-    machine.write("usr/bin/nvidia-smi", NO_DEVICES).chmod(0o755)
-    machine.env["PATH"] = f"{machine.root}/usr/bin:{Path(sys.executable).parent}:/usr/bin:/bin"
-    machine.write("proc/meminfo", MEMINFO.format(kib=512 * 2**20))
-    machine.write("sys/fs/cgroup/memory.max", f"{2 * 2**30}\n")
-    machine.write("sys/fs/cgroup/cpu.max", "50000 100000\n")
 
 
 def lanyun(folder: Path) -> Machine:

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from nbutils import compare, lessons, paths, profiles, record, training
 from nbutils.cli import app
+from nbutils.config import flat
 from nbutils.errors import CourseError
-from nbutils.profiles.schema import flat
 
 ESTIMATE = {"mean": 0.912, "low": 0.85, "high": 0.95}
 EVALUATION = {

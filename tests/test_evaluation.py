@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from nbutils import chat, data, evaluation, paths
+from nbutils.config import Evaluation
 from nbutils.errors import CourseError
 from nbutils.evaluation import answers as asking
 from nbutils.evaluation import control, harness, keeping, losses, report, scores, statistics, verdict
@@ -27,7 +28,6 @@ from nbutils.evaluation.exam import Exam, Result
 from nbutils.evaluation.forgetting import forgetting
 from nbutils.evaluation.losses import RowLoss
 from nbutils.evaluation.rows import reference_of
-from nbutils.profiles.schema import Evaluation
 
 
 @pytest.fixture(scope="module")

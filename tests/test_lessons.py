@@ -11,8 +11,8 @@ import pytest
 import simulate
 
 from nbutils import checkpoints, hardware, lessons, paths, platforms, record, scaling, training
+from nbutils import config as reading
 from nbutils.errors import CourseError
-from nbutils.profiles import reading
 
 LOCAL = platforms.Platform("local", "test")
 
@@ -298,7 +298,7 @@ def test_nobody_is_powered_off_who_did_not_say_yes(value: str, monkeypatch: pyte
 GOODBYE = """
 from pathlib import Path
 from nbutils import checkpoints, lessons, platforms
-from nbutils.platforms import afterwards
+from nbutils.platforms import shutdown as afterwards
 afterwards.power_off.__defaults__ = (0.0, None)
 run = lessons.RunFolder(Path("runs/demo"))
 run.path.mkdir(parents=True)

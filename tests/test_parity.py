@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from nbutils import evaluation, parity, paths
+from nbutils.config import Evaluation
 from nbutils.errors import CourseError
 from nbutils.evaluation import general_rows
 from nbutils.parity import fitting, fixed
 from nbutils.parity.reading import Reading
-from nbutils.profiles.schema import Evaluation
 
 SIZE = Evaluation(batch_size=8, max_new_tokens=16, rows=0)
 KEY = "not-a-secret-only-a-test"

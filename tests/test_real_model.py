@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from nbutils import chat, data, training
+from nbutils import models as packaged
 from nbutils.errors import CourseError
 from nbutils.paths import SAMPLES
-from nbutils.profiles import packaged
 
 pytestmark = pytest.mark.install
 LENGTH, STEPS = 256, 8

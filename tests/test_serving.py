@@ -29,7 +29,7 @@ from support import refused
 
 from nbutils import environments, evaluation, hardware, paths, platforms, processes, serving
 from nbutils.evaluation import Answer
-from nbutils.profiles.schema import Evaluation
+from nbutils.config import Evaluation
 from nbutils.serving import Running, Server, client, engine, flags, logs, ports, state
 from nbutils.serving.server import engine_processes
 

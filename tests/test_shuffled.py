@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nbutils import evaluation, paths
-from nbutils.profiles.schema import Evaluation
+from nbutils.config import Evaluation
 
 pytestmark = pytest.mark.notebook
 STEPS = 60  # the form is learnt from shuffled answers; of the true ones four seeds got 57 to 88 % right

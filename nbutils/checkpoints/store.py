@@ -17,7 +17,7 @@ from typing import Any
 from nbutils import platforms
 from nbutils.checkpoints.archive import NAME, UNREADABLE, Kept, defect, forget, read_manifest, unpack
 from nbutils.errors import CourseError
-from nbutils.profiles.schema import flat
+from nbutils.config import flat
 
 CHECKPOINTS, LOCAL_STORE, BEGAN_ANEW = "checkpoints", "sealed", "began_anew.txt"
 RETRY_SECONDS = (1.0, 3.0, 9.0)  # for a disk that gives an error

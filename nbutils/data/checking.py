@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nbutils import platforms
+from nbutils import models, platforms
 from nbutils.data.building import Build
 from nbutils.data.card import EVAL, REJECTED, TRAIN
 from nbutils.data.raw import shown
@@ -25,7 +25,6 @@ from nbutils.data.splits import building, find_sources, licence_of, settings, sh
 from nbutils.data.tally import Tally, columns_question, describe, entries
 from nbutils.errors import CourseError
 from nbutils.platforms import network
-from nbutils.profiles import models
 
 AT_ONCE = 2000  # rows tokenised at a time
 

@@ -21,7 +21,7 @@ from nbutils.evaluation.losses import Encoded, RowLoss, encode_rows, row_losses
 from nbutils.evaluation.rows import enough_tokens, fitting_rows, general_rows, prompts_of, questions_of, reference_of
 
 if TYPE_CHECKING:
-    from nbutils.profiles.schema import Evaluation
+    from nbutils.config import Evaluation
     from nbutils.serving import Running
 
 FOLDER = "evaluation"  # below the run

@@ -21,7 +21,7 @@ from nbutils.serving.engine import require_engine, tensor_parallel
 
 if TYPE_CHECKING:
     from nbutils.lessons import Lesson
-    from nbutils.profiles.schema import Evaluation
+    from nbutils.config import Evaluation
 
 # Mean KL in nats per token up to which the words hold; beyond the last the export is broken.
 VERDICTS = ((0.001, "next to the same"), (0.02, "hardly differs"), (0.15, "differs a little"), (1.0, "clearly differs"))

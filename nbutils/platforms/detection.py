@@ -1,25 +1,56 @@
-"""Which platform this is, and on what evidence.
+"""Which platform this is, on what evidence, and what it allows: hours, processors, memory.
 
-Not here: its folders (places) or limits. Folders and packages alone prove little: Kaggle's image is built from Colab's
-and carries its package and its /content, and Colab has stray /kaggle folders. So the order below matters. Only
-variables and files count, so that a subprocess of a notebook finds the same platform as the notebook.
+`configs/platforms.yaml` lists what proves each platform, in the order in which they are tried: folders and packages
+alone prove little. Only variables and files count, so that a child process finds the same platform as its notebook.
+In a container the machine's own numbers are not yours: its cgroup's limits count.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Literal
+
+import psutil
+import yaml
+from pydantic import BaseModel, ConfigDict
 
 from nbutils.errors import CourseError
+from nbutils.paths import CONFIGS, GIB
 
-NAMES = (
-    "colab", "colab_enterprise", "kaggle", "autodl", "pai_dsw", "modelscope", "featurize", "gpushare", "matpool",
-    "paperspace", "hf_spaces", "studio_lab", "lightning", "modal", "runpod", "local",
-)  # fmt: skip
+CGROUP = "sys/fs/cgroup"
+
+
+class Entry(BaseModel):
+    """One platform of `configs/platforms.yaml`, which explains the keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    proof: tuple[str, ...]
+    work: str
+    scratch: str
+    decoys: tuple[str, ...] = ()
+    keep: dict[str, str] = {}
+    inputs: str = ""
+    hours: float = 0.0
+    cache: Literal["", "work", "scratch"] = ""
+    china: bool = False
+    gpu_todo: str = "start a machine with a GPU"
+    hub_todo: str = "check the network, or set HF_ENDPOINT to a mirror"
+    keep_todo: str = "download what you want to keep, or set NBUTILS_HOME to a folder that lasts"
+
+
+@cache
+def table() -> dict[str, Entry]:
+    """All platforms by name, in the order in which they are tried."""
+    tree = yaml.safe_load((CONFIGS / "platforms.yaml").read_text(encoding="utf-8"))
+    return {name: Entry.model_validate(entry) for name, entry in tree.items()}
 
 
 @dataclass(frozen=True)
@@ -30,44 +61,14 @@ class Platform:
     evidence: str
     batch: bool = False
 
-
-@dataclass(frozen=True)
-class Marks:
-    """Variables and /paths of a platform: any of `proof` proves it; `also` is seen there too and proves nothing."""
-
-    proof: tuple[str, ...]
-    also: tuple[str, ...] = ()
-    remark: str = "{} too"
-
-
-COLAB = Marks(
-    ("/var/colab/hostname", "TBE_RUNTIME_ADDR", "COLAB_JUPYTER_IP", "COLAB_BACKEND_VERSION"), ("/kaggle",),
-    "the {} folder is a stray one of Colab's image",
-)  # fmt: skip
-KAGGLE = Marks(
-    ("KAGGLE_KERNEL_RUN_TYPE",), ("COLAB_RELEASE_TAG", "/content"),
-    "{} came with Colab's image, from which Kaggle's is built",
-)  # fmt: skip
-AUTODL = Marks(("AutoDLContainerUUID", "AutoDLRegion", "/etc/profile.d/autodl.env.sh", "/root/autodl-tmp"))
-OTHERS = {  # in this order: ModelScope's notebooks are PAI-DSW machines and have its variables too
-    "modelscope": Marks(
-        ("MODELSCOPE_ENVIRONMENT", "MODELSCOPE_USERNAME"), ("DSW_INSTANCE_ID",), "{} because it runs on PAI-DSW"
-    ),
-    "pai_dsw": Marks(("DSW_INSTANCE_ID", "dsw_region"), ("PAI_WORKSPACE_ID", "/mnt/workspace")),
-    "gpushare": Marks(("/hy-tmp",), ("/hy-public", "/hy-netdisk", "/hy-nas")),
-    "matpool": Marks(("/public/script/switch_pip_source.sh",)),  # /mnt, its disk, is on every machine
-    "paperspace": Marks(("PAPERSPACE_NOTEBOOK_REPO_ID", "PAPERSPACE_CLUSTER_ID")),
-    "hf_spaces": Marks(("SPACE_ID", "SPACE_HOST")),
-    "studio_lab": Marks(("/home/studio-lab-user",)),
-    "lightning": Marks(("LIGHTNING_CLOUD_SPACE_ID", "LIGHTNING_CLOUD_PROJECT_ID", "/teamspace")),
-    "modal": Marks(("MODAL_TASK_ID", "MODAL_IMAGE_ID", "MODAL_CLOUD_PROVIDER", "MODAL_REGION", "MODAL_IS_REMOTE")),
-    "runpod": Marks(("RUNPOD_POD_ID",)),
-}
-DECOYS = ("COLAB_RELEASE_TAG", "KAGGLE_KEY", "KAGGLE_USERNAME", "KAGGLE_API_TOKEN", "/kaggle", "/etc/network_turbo")
+    @property
+    def entry(self) -> Entry:
+        """What is known about it."""
+        return table()[self.name]
 
 
 def fs_root(env: Mapping[str, str] | None = None) -> Path:
-    """Where the platforms' fixed paths begin: `/`, or `NBUTILS_FS_ROOT` when a platform is imitated."""
+    """Where the platforms' fixed paths begin: `/`, or `NBUTILS_FS_ROOT` when a platform is simulated."""
     return Path((os.environ if env is None else env).get("NBUTILS_FS_ROOT") or "/")
 
 
@@ -75,70 +76,111 @@ def detect(env: Mapping[str, str] | None = None, root: Path | None = None) -> Pl
     """The platform and its evidence; `NBUTILS_PLATFORM` overrides."""
     env = os.environ if env is None else env
     root = root or fs_root(env)
-    return (
-        _named(env) or _kaggle(env, root) or _colab(env, root) or _marked("autodl", AUTODL, env, root)
-        or _featurize(env, root) or _other(env, root) or _local(env, root)
-    )  # fmt: skip
+    if name := env.get("NBUTILS_PLATFORM"):
+        if name not in table():
+            raise CourseError("platforms.unknown", name=name, names=", ".join(table()))
+        evidence = "NBUTILS_PLATFORM is set"
+    else:
+        found = ((one, entry, _present(entry.proof, env, root)) for one, entry in table().items())
+        name, entry, proof = next(row for row in found if row[2] or not row[1].proof)
+        decoys = _present(entry.decoys, env, root)
+        evidence = ", ".join(proof) or "no platform left a mark"
+        evidence += f"; {', '.join(decoys)} alone proves nothing" if decoys else ""
+    return Platform(name, evidence, name == "kaggle" and env.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch")
 
 
-def _named(env: Mapping[str, str]) -> Platform | None:
-    name = env.get("NBUTILS_PLATFORM")
-    if name and name not in NAMES:
-        raise CourseError(
-            f"NBUTILS_PLATFORM is {name!r}.", ", ".join(NAMES), "unset it to let the course look for itself"
-        )
-    batch = name == "kaggle" and env.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
-    return Platform(name, "NBUTILS_PLATFORM is set", batch) if name else None
+def _present(marks: tuple[str, ...], env: Mapping[str, str], root: Path) -> list[str]:
+    """The marks that are here; an empty variable and a path this user may not look at (below /root) are not."""
 
+    def is_here(mark: str) -> bool:
+        name, _, value = mark.partition("=")
+        if mark.startswith("/"):
+            return os.path.exists(root / mark[1:])  # `Path.exists` would raise
+        return env.get(name) == value if value else bool(env.get(name))
 
-def _kaggle(env: Mapping[str, str], root: Path) -> Platform | None:
-    kind = env.get("KAGGLE_KERNEL_RUN_TYPE")  # Interactive or Batch; an account's keys at home are no mark
-    found = _marked("kaggle", KAGGLE, env, root)
-    if not (kind and found):
-        return None
-    return Platform("kaggle", found.evidence.replace("RUN_TYPE", f"RUN_TYPE={kind}", 1), kind == "Batch")
-
-
-def _colab(env: Mapping[str, str], root: Path) -> Platform | None:
-    found = _marked("colab", COLAB, env, root)
-    if env.get("VERTEX_PRODUCT") != "COLAB_ENTERPRISE":
-        return found
-    return Platform("colab_enterprise", "VERTEX_PRODUCT=COLAB_ENTERPRISE" + (f", {found.evidence}" if found else ""))
-
-
-def _featurize(env: Mapping[str, str], root: Path) -> Platform | None:
-    """A home folder of that name may lie in any image: the user or the command must fit it."""
-    if not _seen(("/home/featurize",), env, root):
-        return None
-    users = {env.get("USER"), env.get("LOGNAME"), Path(env.get("HOME", "")).name}
-    marks = ["user featurize"] if "featurize" in users else []
-    marks += ["command featurize"] if shutil.which("featurize", path=env.get("PATH", "")) else []
-    return Platform("featurize", ", ".join(["/home/featurize", *marks])) if marks else None
-
-
-def _other(env: Mapping[str, str], root: Path) -> Platform | None:
-    found = (_marked(name, marks, env, root) for name, marks in OTHERS.items())
-    return next(filter(None, found), None)
-
-
-def _local(env: Mapping[str, str], root: Path) -> Platform:
-    decoys = _seen(DECOYS, env, root)
-    return Platform("local", "no platform left a mark" + (f"; {', '.join(decoys)} alone proves none" if decoys else ""))
-
-
-def _marked(name: str, marks: Marks, env: Mapping[str, str], root: Path) -> Platform | None:
-    proof, also = _seen(marks.proof, env, root), _seen(marks.also, env, root)
-    said = f"; {marks.remark.format(', '.join(also))}" if also else ""
-    return Platform(name, ", ".join(proof) + said) if proof else None
-
-
-def _seen(marks: tuple[str, ...], env: Mapping[str, str], root: Path) -> list[str]:
-    """The marks that are here; a path this user may not look at (below /root) is not, `Path.exists` would raise."""
-    here = {mark: os.path.exists(root / mark[1:]) if mark.startswith("/") else bool(env.get(mark)) for mark in marks}
-    return [mark for mark, is_here in here.items() if is_here]
+    return [mark for mark in marks if is_here(mark)]
 
 
 def in_kernel() -> bool:
     """Whether this code runs in a notebook kernel (also a headless one) and not as a plain script."""
     shell = sys.modules.get("IPython")
     return bool(shell and shell.get_ipython() and "ipykernel" in sys.modules)
+
+
+# ---- limits
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A number that holds for this process, and where it was read."""
+
+    value: float
+    source: str
+
+
+def time_limit_hours(platform: Platform) -> float:
+    """How long a machine of this platform lives; 0 if nobody takes it away."""
+    return platform.entry.hours
+
+
+def session_seconds(platform: Platform, root: Path | None = None) -> float:
+    """How long this machine has been up on a platform that counts the hours; 0 elsewhere."""
+    root = root or fs_root()
+    try:  # a simulated machine tells it by the date of its /proc/1
+        started = psutil.Process(1).create_time() if root == Path("/") else (root / "proc/1").stat().st_mtime
+    except (OSError, psutil.Error):
+        return 0.0
+    return max(0.0, time.time() - started) if time_limit_hours(platform) else 0.0
+
+
+def processors(root: Path | None = None) -> Limit:
+    """How many processors this process may use; a container may have half a one."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return _smallest(Limit(allowed, "the processors this process may run on"), root, "cpu", _cpu_quota)
+
+
+def memory_gib(root: Path | None = None) -> Limit:
+    """How much memory this process may use."""
+    whole = Limit(psutil.virtual_memory().total / GIB, "the machine's memory")
+    return _smallest(whole, root, "memory", lambda folder: _memory(folder)[0])
+
+
+def free_memory_gib(root: Path | None = None) -> Limit:
+    """How much memory this process can still take: what a container has used is not free, whatever the machine says."""
+    free = Limit(psutil.virtual_memory().available / GIB, "the machine's free memory")
+    return _smallest(free, root, "memory", lambda folder: max(0.0, _memory(folder)[0] - _memory(folder)[1]))
+
+
+def _smallest(machine: Limit, root: Path | None, controller: str, read: Callable[[Path], float]) -> Limit:
+    """The machine's number, or the limit of this container's cgroup (v2, or v1 with a folder for each controller)."""
+    found, root = [machine], root or fs_root()
+    for place in ("", controller, f"{controller},{controller}acct"):
+        with suppress(OSError, ValueError):  # not there, or "max": no limit
+            folder = root / CGROUP / place
+            found.append(Limit(read(folder), f"/{folder.relative_to(root)}"))
+    return min(found, key=lambda limit: limit.value)
+
+
+def _words(folder: Path, *names: str) -> list[str]:
+    """The words in the first of these files that is there."""
+    name = next((name for name in names if (folder / name).exists()), names[-1])
+    return (folder / name).read_text(encoding="utf-8").split()
+
+
+def _cpu_quota(folder: Path) -> float:
+    quota, *period = _words(folder, "cpu.max", "cpu.cfs_quota_us")
+    period = period or _words(folder, "cpu.cfs_period_us")
+    if int(quota) <= 0:
+        raise ValueError("no limit")
+    return int(quota) / int(period[0])
+
+
+def _memory(folder: Path) -> tuple[float, float]:
+    """GiB a cgroup may use, and has in use; cached files that can be dropped at once are not in use."""
+    limit = int(_words(folder, "memory.max", "memory.limit_in_bytes")[0]) / GIB
+    with suppress(OSError, ValueError):  # what is in use may not be told
+        words = _words(folder, "memory.stat")
+        stat = dict(zip(words[::2], words[1::2], strict=True))
+        used = int(_words(folder, "memory.current", "memory.usage_in_bytes")[0])
+        return limit, (used - int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)) / GIB
+    return limit, 0.0

@@ -1,11 +1,10 @@
 """The network as it is here: AutoDL's proxies, whether the model hub answers, and which mirror to use instead.
 
-Not here: downloading anything. Every wait is bounded, name lookups included; `HF_HUB_OFFLINE=1` means no call at all.
+Every wait is bounded, name lookups included; `HF_HUB_OFFLINE=1` means no call at all.
 """
 
 from __future__ import annotations
 
-import configparser
 import os
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from nbutils.errors import CourseError
 from nbutils.masking import mask_secrets
@@ -25,23 +23,25 @@ from nbutils.platforms.detection import Platform, fs_root
 
 HUB = "https://huggingface.co"
 SOURCES = {"hub": HUB, "hf-mirror": "https://hf-mirror.com", "modelscope": "https://www.modelscope.cn"}
-SMALL_FILE = {  # the same small file, by the way each of them is downloaded from
+CONFIG_FILE = {  # the same small file, at the address from which each of them is downloaded
     "hub": "/Qwen/Qwen2.5-0.5B-Instruct/resolve/main/config.json",
     "hf-mirror": "/Qwen/Qwen2.5-0.5B-Instruct/resolve/main/config.json",
     "modelscope": "/api/v1/models/Qwen/Qwen2.5-0.5B-Instruct/repo?Revision=master&FilePath=config.json",
 }
-IN_CHINA = ("autodl", "pai_dsw", "modelscope", "featurize", "gpushare", "matpool")
 SECONDS = 4.0  # all probes of one start together
 TURBO_SECONDS = 5.0
 NEAR_ENOUGH = 2.0  # the hub itself is taken up to this many times the best time
-TURNED_AWAY = (403, 407, 429, 451)
+REFUSED = (403, 407, 429, 451)
 FOUND = "NBUTILS_MIRROR_FOUND"  # "name unix-time", so that child processes need not measure again
-NOTHING, FORGET_NOTHING = "nothing", 300.0
+NOTHING, NOTHING_SECONDS = "nothing", 300.0
 SILENCE = "neither the hub nor a mirror answers: models come from folders and the cache"
 NO_TOKEN = {"hf-mirror": "; no token is sent there: gated models come from the hub (NBUTILS_MIRROR=hub) or a folder"}
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 THIS_MACHINE = ("127.0.0.1", "localhost")
-NEAR_AUTODL = ("hf-mirror.com", "modelscope.cn", "aliyuncs.com", "autodl.com")  # the third has ModelScope's large files
+NEARBY = (  # faster without AutoDL's proxy: ModelScope with its large files, and the usual mirrors of pip
+    "hf-mirror.com", "modelscope.cn", "aliyuncs.com", "autodl.com", "aliyun.com", "tuna.tsinghua.edu.cn",
+    "ustc.edu.cn", "huaweicloud.com", "tencent.com", "tencentyun.com",
+)  # fmt: skip
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -57,16 +57,16 @@ def prepare_network(platform: Platform, probe: bool = True, root: Path | None = 
     Without `probe` nothing is measured: right for a lesson that needs no model from the network.
     """
     lines = _use_turbo(root or fs_root())
-    wish = os.environ.get("NBUTILS_MIRROR", "")
-    if wish and wish not in SOURCES:
-        raise CourseError(f"NBUTILS_MIRROR is {wish!r}.", ", ".join(SOURCES), "set one of these, or unset it")
+    mirror = os.environ.get("NBUTILS_MIRROR", "")
+    if mirror and mirror not in SOURCES:
+        raise CourseError("platforms.unknown_mirror", name=mirror, names=", ".join(SOURCES))
     if offline():
         lines.append("offline, as HF_HUB_OFFLINE says: models come from folders and the cache")
     elif own := _own_endpoint():
         lines.append(f"models come from {own}, as HF_ENDPOINT says")
-    elif wish:
-        os.environ[FOUND] = wish
-        lines += [f"models come from {wish}, as NBUTILS_MIRROR says{NO_TOKEN.get(wish, '')}", *_use(wish)]
+    elif mirror:
+        os.environ[FOUND] = mirror
+        lines += [f"models come from {mirror}, as NBUTILS_MIRROR says{NO_TOKEN.get(mirror, '')}", *_use(mirror)]
     elif probe or chosen():
         lines += _choose(platform)
     return [mask_secrets(f"network   {line}") for line in lines]
@@ -74,18 +74,18 @@ def prepare_network(platform: Platform, probe: bool = True, root: Path | None = 
 
 def offline() -> bool:
     """Whether the learner forbade the network."""
-    named = [os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")]
-    return any(value in ("1", "TRUE", "YES", "ON") for value in named)
+    values = [os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")]
+    return any(value in ("1", "TRUE", "YES", "ON") for value in values)
 
 
 def chosen() -> str:
     """Where models come from ("hub", "hf-mirror", "modelscope", "nothing" if none answered); "" if not known yet."""
     if _own_endpoint():
         return ""
-    if wish := os.environ.get("NBUTILS_MIRROR"):
-        return wish
+    if mirror := os.environ.get("NBUTILS_MIRROR"):
+        return mirror
     name, _, moment = os.environ.get(FOUND, "").partition(" ")
-    stale = name == NOTHING and time.time() - float(moment or 0) > FORGET_NOTHING
+    stale = name == NOTHING and time.time() - float(moment or 0) > NOTHING_SECONDS
     return "" if stale else name
 
 
@@ -103,17 +103,17 @@ def hub_online(seconds: float = SECONDS) -> bool:
 
 def answers(url: str, seconds: float) -> bool:
     """Whether a web address answers at all within the given time."""
-    return bool(measure({"it": url}, seconds, refusing=()))
+    return bool(measure({"it": url}, seconds, refused=()))
 
 
-def measure(urls: Mapping[str, str], seconds: float, refusing: Iterable[int] = TURNED_AWAY) -> dict[str, float]:
+def measure(urls: Mapping[str, str], seconds: float, refused: Iterable[int] = REFUSED) -> dict[str, float]:
     """Seconds until each address answered, all asked at once; those that did not in time are left out."""
     times: dict[str, float] = {}
     began = time.monotonic()
 
     def ask(name: str, url: str) -> None:
         status = _status(url, seconds)
-        if 0 < status < 500 and status not in refusing:
+        if 0 < status < 500 and status not in refused:
             times[name] = time.monotonic() - began
 
     # daemons and not a pool: a name lookup knows no timeout, and nobody must wait for it when the lesson ends
@@ -133,8 +133,8 @@ def _status(url: str, seconds: float) -> int:
         with opener.open(request, timeout=seconds) as answer:
             answer.read(1024)
             return int(answer.status)
-    except urllib.error.HTTPError as refused:
-        return refused.code
+    except urllib.error.HTTPError as problem:
+        return problem.code
     except (OSError, ValueError, HTTPException):
         return 0
 
@@ -144,10 +144,10 @@ def _choose(platform: Platform) -> list[str]:
     if before := chosen():
         line = SILENCE if before == NOTHING else f"models come from {before}, as found before"
         return [*([line] if before != "hub" else []), *_use(before)]
-    urls = {name: base + SMALL_FILE[name] for name, base in SOURCES.items()}
-    if platform.name in IN_CHINA:
+    urls = {name: base + CONFIG_FILE[name] for name, base in SOURCES.items()}
+    if platform.entry.china:
         times = measure(urls, SECONDS)
-    else:  # elsewhere the mirrors are strangers: asked only if the hub is silent
+    else:  # elsewhere the mirrors are far: asked only if the hub is silent
         times = measure({"hub": urls.pop("hub")}, SECONDS / 2) or measure(urls, SECONDS / 2)
     name = min(times, key=times.__getitem__, default=NOTHING)
     if "hub" in times and times["hub"] <= NEAR_ENOUGH * times[name]:
@@ -157,8 +157,8 @@ def _choose(platform: Platform) -> list[str]:
         return [SILENCE]
     seen = ", ".join(f"{one} {times[one]:.2f} s" if one in times else f"{one} silent" for one in SOURCES)
     line = f"models come from {name} ({seen}; NBUTILS_MIRROR overrides){NO_TOKEN.get(name, '')}"
-    extra = "hf-mirror" if name == "modelscope" and "hf-mirror" in times and "hub" not in times else name
-    return [*([line] if name != "hub" or platform.name in IN_CHINA else []), *_use(extra)]
+    beside = "hf-mirror" if name == "modelscope" and "hf-mirror" in times and "hub" not in times else name
+    return [*([line] if name != "hub" or platform.entry.china else []), *_use(beside)]
 
 
 def _use(name: str) -> list[str]:
@@ -187,50 +187,27 @@ def _send_token(allowed: bool) -> None:
 def _use_turbo(root: Path) -> list[str]:
     """AutoDL's proxies for GitHub and the hub, as its script sets them; a learner's own proxies stay."""
     script = root / "etc/network_turbo"
-    if any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
-        _reach_directly(*THIS_MACHINE)
+    own = any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES)
+    if own or not script.is_file() or os.environ.get("NBUTILS_TURBO", "").lower() in ("off", "0", "no"):
+        _bypass_proxy(*(THIS_MACHINE if own else ()))
         return []
-    if not script.is_file() or os.environ.get("NBUTILS_TURBO", "").lower() in ("off", "0", "no"):
-        return []
-    told = _variables_of(script)
-    found = {name: value for name, value in told.items() if name.lower() in PROXIES}
+    command = ["bash", "-c", 'source "$0" >/dev/null 2>&1 </dev/null; env -0', str(script)]
+    try:
+        ran = subprocess.run(command, capture_output=True, timeout=TURBO_SECONDS, check=True, stdin=subprocess.DEVNULL)
+        pairs = (entry.partition("=") for entry in ran.stdout.decode("utf-8", "replace").split("\0"))
+        variables = {name: value for name, _, value in pairs}
+    except (OSError, subprocess.SubprocessError):
+        variables = {}
+    found = {name: value for name, value in variables.items() if name.lower() in PROXIES}
     if not found:
         return [f"{script} sets no proxy: GitHub and the hub are reached directly"]
     os.environ |= found
-    _reach_directly(*told.get("no_proxy", "").split(","), *THIS_MACHINE, *NEAR_AUTODL, *_pip_hosts(script.parent))
+    _bypass_proxy(*variables.get("no_proxy", "").split(","), *THIS_MACHINE, *NEARBY)
     return [f"proxies of {script} for GitHub and the hub (NBUTILS_TURBO=off leaves them)"]
 
 
-def _variables_of(script: Path) -> dict[str, str]:
-    """The environment after a shell script, which runs in a process of its own."""
-    command = ["bash", "-c", 'source "$0" >/dev/null 2>&1 </dev/null; env -0', str(script)]
-    try:
-        told = subprocess.run(
-            command, capture_output=True, timeout=TURBO_SECONDS, check=True, stdin=subprocess.DEVNULL
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    pairs = (entry.partition("=") for entry in told.decode("utf-8", "replace").split("\0"))
-    return {name: value for name, _, value in pairs if name}
-
-
-def _reach_directly(*hosts: str) -> None:
+def _bypass_proxy(*hosts: str) -> None:
     """Past any proxy to these hosts: to this machine for the server of lesson 05, to what is near for its speed."""
-    for name in ("no_proxy", "NO_PROXY"):
+    for name in ("no_proxy", "NO_PROXY") if hosts else ():
         known = [part.strip() for part in [*os.environ.get(name, "").split(","), *hosts]]
         os.environ[name] = ",".join(dict.fromkeys(filter(None, known)))
-
-
-def _pip_hosts(etc: Path) -> list[str]:
-    """The hosts of the package registries this machine's pip is set to: near ones, or they would not be set."""
-    urls = f"{os.environ.get('PIP_INDEX_URL', '')} {os.environ.get('PIP_EXTRA_INDEX_URL', '')}".split()
-    files = [etc / "pip.conf", Path.home() / ".pip/pip.conf", Path.home() / ".config/pip/pip.conf"]
-    settings = configparser.RawConfigParser(strict=False)
-    for file in files:
-        try:
-            settings.read(file, encoding="utf-8")
-        except (configparser.Error, UnicodeDecodeError):
-            continue
-    for section in settings.sections():
-        urls += " ".join(settings.get(section, key, fallback="") for key in ("index-url", "extra-index-url")).split()
-    return [host for host in (urlsplit(url).hostname for url in urls) if host]

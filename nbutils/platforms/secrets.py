@@ -1,6 +1,6 @@
 """Secrets by name: from the environment, Colab's userdata or Kaggle's secrets. Their values are never printed.
 
-Not here: who uses them. A source that cannot answer is asked once: each further secret would cost its wait again.
+A store that cannot answer is asked once: each further secret would cost its wait again.
 """
 
 from __future__ import annotations
@@ -11,57 +11,51 @@ from collections.abc import Callable
 from nbutils.errors import CourseError
 from nbutils.masking import remember_secret
 from nbutils.platforms.detection import detect
-from nbutils.platforms.waiting import within
+from nbutils.platforms.drive import within
 
 SECONDS = 15.0  # Colab gives up after 10 by itself; Kaggle would wait 40
-MEMORY = "NBUTILS_SECRETS_SILENT"  # the source that cannot answer; child processes inherit it
-_told: set[str] = set()
-
+STATE = "NBUTILS_SECRETS_SILENT"  # the store that cannot answer; child processes inherit it
 INSTEAD = "set an environment variable of that name instead"
-ABSENT, SILENT = "absent", "silent"
-# (source, type of the exception, what it means: ABSENT, or a sentence; whether the source is not asked again)
-CAUSES: tuple[tuple[str, str, str, str], ...] = (
-    ("colab", "SecretNotFoundError", ABSENT, ""),
-    ("colab", "NotebookAccessError", "{name} is among Colab's secrets, but this notebook may not read it: "
-     "open the key symbol at the left and tick 'Notebook access' beside it", ""),
-    ("colab", "AttributeError", "Colab's secrets can only be read in a notebook's kernel, not in `!python ...`: "
-     + INSTEAD, SILENT),
-    ("colab", "TimeoutException", "Colab's secrets do not answer without an open Colab page (papermill, VS Code): "
-     + INSTEAD, SILENT),
-    ("colab", "TookTooLong", "Colab's secrets do not answer: " + INSTEAD, SILENT),
-    ("colab", "MessageError", "the Colab page could not give {name}: reload the page and run this cell again", ""),
-    ("kaggle", "BackendError", "Kaggle's secrets answered with an error for {name}: run this cell again later", ""),
-    ("kaggle", "CredentialError", "Kaggle gave this machine no token for its secrets: open Add-ons > Secrets in the "
-     "notebook's page, tick the secret, and start again; or " + INSTEAD, SILENT),
-    ("kaggle", "ValidationError", "{name} cannot be the name of a Kaggle secret: correct it", ""),
-    ("kaggle", "ConnectionError", "Kaggle's secrets cannot be reached{status}: turn on Settings > Internet, or "
-     + INSTEAD, SILENT),
-    ("kaggle", "TookTooLong", "Kaggle's secrets do not answer: turn on Settings > Internet, or " + INSTEAD, SILENT),
-)  # fmt: skip
+_printed: set[str] = set()
+
+# (store, type of the exception): (what to say, nothing where the secret is just not there; whether to ask again)
+CAUSES: dict[tuple[str, str], tuple[str, bool]] = {
+    ("colab", "SecretNotFoundError"): ("", True),
+    ("colab", "NotebookAccessError"): ("open the key symbol at the left and tick 'Notebook access' for {name}", True),
+    ("colab", "MessageError"): ("the Colab page could not give {name}: reload the page and run this cell again", True),
+    ("colab", "AttributeError"): ("only a notebook's kernel can read Colab's secrets, not `!python ...`", False),
+    ("colab", "TimeoutException"): ("without an open Colab page (papermill, VS Code) its secrets do not answer", False),
+    ("colab", "TimedOut"): ("Colab's secrets do not answer", False),
+    ("kaggle", "BackendError"): ("Kaggle's secrets answered with an error for {name}: run this cell again later", True),
+    ("kaggle", "CredentialError"): ("tick the secret under Add-ons > Secrets of this notebook and start again", False),
+    ("kaggle", "ConnectionError"): ("Kaggle's secrets cannot be reached: turn on Settings > Internet", False),
+    ("kaggle", "TimedOut"): ("Kaggle's secrets do not answer: turn on Settings > Internet", False),
+}
 
 
 def secret(name: str) -> str | None:
     """A secret from the environment, Colab's userdata or Kaggle's secrets; None if nobody has it."""
     name = name.strip()
     if not name:
-        raise CourseError("a secret without a name was asked for.", "a name such as HF_TOKEN", "name the secret")
-    value = os.environ.get(name, "").strip() or _from_platform(name)
+        raise CourseError("platforms.unnamed_secret")
+    value = os.environ.get(name, "").strip() or _from_store(name)
     if value:
         remember_secret(value)
     return value or None
 
 
-def _from_platform(name: str) -> str:
-    """The secret as this platform keeps it; empty, and a sentence where one helps, if it cannot be had."""
-    source = detect().name
-    if source not in SOURCES or os.environ.get(MEMORY) == source:
+def _from_store(name: str) -> str:
+    """The secret as this platform keeps it; empty, after a sentence where one helps, if it cannot be had."""
+    store = detect().name
+    if store not in STORES or os.environ.get(STATE) == store:
         return ""
     try:
-        return str(within(SECONDS, lambda: SOURCES[source](name)) or "").strip()
+        return str(within(SECONDS, lambda: STORES[store](name)) or "").strip()
     except ImportError:
         return ""
     except Exception as problem:  # seven documented types, of which none may cost the learner the lesson
-        _explain(source, name, problem)
+        if "No user secrets exist" not in str(problem):
+            _explain(store, name, problem)
         return ""
 
 
@@ -77,21 +71,18 @@ def _kaggle(name: str) -> str | None:
     return UserSecretsClient().get_secret(name)
 
 
-SOURCES: dict[str, Callable[[str], str | None]] = {"colab": _colab, "kaggle": _kaggle}
+STORES: dict[str, Callable[[str], str | None]] = {"colab": _colab, "kaggle": _kaggle}
 
 
-def _explain(source: str, name: str, problem: Exception) -> None:
-    """One sentence for what a learner can mend; a failure's own text is not shown, it may hold what it must not."""
+def _explain(store: str, name: str, problem: Exception) -> None:
+    """One sentence, once; the exception's own text is not shown, it may hold what it must not."""
     kinds = [kind.__name__ for kind in type(problem).__mro__]
-    unknown = (f"{source}'s secrets failed with {kinds[0]}: {INSTEAD}", "")
-    found = [cause[2:] for cause in CAUSES if cause[0] == source and cause[1] in kinds]
-    meaning, silent = found[0] if found else unknown
+    known = [CAUSES[store, kind] for kind in kinds if (store, kind) in CAUSES]
+    text, again = known[0] if known else (f"{store}'s secrets failed with {kinds[0]}", True)
     status = getattr(problem.__cause__, "code", None)
-    if meaning == ABSENT or "No user secrets exist" in str(problem):
-        return
-    if silent and status != 429:  # too many requests: the next may be answered
-        os.environ[MEMORY] = source
-    sentence = meaning.format(name=name, status=f" (HTTP status {status})" if status else "")
-    if sentence not in _told:
-        _told.add(sentence)
-        print(f"secret    {sentence}.")
+    if not again and status != 429:  # too many requests: the next may be answered
+        os.environ[STATE] = store
+    sentence = text.format(name=name) + (f" (HTTP status {status})" if status else "")
+    if text and sentence not in _printed:
+        _printed.add(sentence)
+        print(f"secret    {sentence}; or {INSTEAD}.")

@@ -1,0 +1,71 @@
+"""After a finished run, only if the learner asked for it: a WeChat notice, and AutoDL's power-off. Nothing here raises.
+
+Whether the run is safe is for checkpoints to say; a run that is not is never powered off.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from http.client import HTTPException
+from pathlib import Path
+
+from nbutils.masking import mask_secrets
+from nbutils.platforms.detection import Platform, fs_root
+from nbutils.platforms.network import NoRedirects
+from nbutils.platforms.secrets import secret
+
+NOTICE_URL = "https://www.autodl.com/api/v1/wechat/message/send"
+TOKEN = "AUTODL_TOKEN"
+STATUSES = {401: f"{TOKEN} is not valid", 403: f"{TOKEN} is not valid", 429: "AutoDL allows 50 a day and 5 a minute"}
+ELSEWHERE = "Switch the machine off on AutoDL's page, it costs money."
+
+
+def power_off(platform: Platform, problem: str | None, grace: float = 60.0, root: Path | None = None) -> str:
+    """Switch an AutoDL machine off, after a time in which the learner can stop it; says what was done or why not.
+
+    `problem` is why the last checkpoint in keep does not verify; None if it does.
+    """
+    tool = (root or fs_root()) / "usr/bin/shutdown"
+    if platform.name != "autodl":
+        return f"Not powered off: this is {platform.name}, and only AutoDL's machines are switched off from inside."
+    if problem is not None:
+        return f"Not powered off, because the run is not safe yet: {problem}. Look at it, then switch off by hand."
+    print(f"This machine is powered off in {grace:.0f} s. To keep it on, interrupt this cell (Ctrl-C).", flush=True)
+    try:
+        time.sleep(grace)
+        subprocess.run(
+            [tool], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=True
+        )  # without arguments: it would not be AutoDL's power-off
+    except KeyboardInterrupt:
+        return f"Not powered off: you stopped it. {ELSEWHERE}"
+    except (OSError, subprocess.SubprocessError) as failed:
+        said = mask_secrets(f"{failed} {getattr(failed, 'stderr', None) or ''}".strip()[-300:])
+        return f"Not powered off: {type(failed).__name__}: {said}. {ELSEWHERE}"
+    return "Powered off. What is on the data disk stays for 15 days; start the same notebook again to go on."
+
+
+def send_notice(
+    title: str, text: str, name: str = "finetune-course", url: str = NOTICE_URL, seconds: float = 10
+) -> str:
+    """Send a WeChat message through AutoDL; says how it went."""
+    token = secret(TOKEN)
+    if not token:
+        return f"No notice sent: there is no {TOKEN}. Set it to the developer token of your AutoDL account."
+    message = {"title": title, "name": name, "content": text}
+    body = json.dumps({key: mask_secrets(value) for key, value in message.items()}).encode()
+    headers = {"Authorization": token, "Content-Type": "application/json"}
+    opener = urllib.request.build_opener(NoRedirects)  # urlopen would keep the proxies of its first call
+    try:
+        with opener.open(urllib.request.Request(url, data=body, headers=headers), timeout=seconds) as answer:
+            reply = dict(json.loads(answer.read(65536)))
+    except urllib.error.HTTPError as refused:
+        return f"No notice sent: HTTP status {refused.code}, {STATUSES.get(refused.code, 'AutoDL did not take it')}."
+    except (OSError, ValueError, TypeError, HTTPException) as problem:
+        return mask_secrets(f"No notice sent: AutoDL's service did not answer ({type(problem).__name__}: {problem}).")
+    if str(reply.get("code", "success")).lower() in ("success", "0", "200"):
+        return "Notice sent to WeChat."
+    return mask_secrets(f"No notice sent: AutoDL answered {str(reply.get('msg') or reply['code'])[:200]!r}.")
