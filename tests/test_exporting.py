@@ -29,7 +29,8 @@ from nbutils.evaluation import Answer
 from nbutils.exporting import asking, checking, environment, formats, making, planning, process
 from nbutils.exporting.inside import converting
 from nbutils.merging.bases import open_base
-from nbutils.parity import Fixed, Gap, Reading, fitting
+from nbutils.parity import Fixed, Gap, Reading
+from nbutils.parity import offload as fitting
 from nbutils.profiles.schema import Evaluation
 
 T4 = hardware.Card("Tesla T4", (7, 5), 14.6, 1)
@@ -479,7 +480,7 @@ def test_the_answers_are_those_lesson_04_kept(
     decided_by = before._decided_by(paths.stamp(stamped / "merged"), stops=stops)
     before.folder.mkdir()
     said = {number: Answer(prompt, [number], str(number)) for number, prompt in enumerate(before.prompts)}
-    evaluation.keeping.resumed(
+    evaluation.exam.resume_answers(
         before.folder / "answers-merged.jsonl", decided_by, before.prompts, lambda _: said.items()
     )
     kept = (before.folder / "answers-merged.jsonl").read_bytes()
