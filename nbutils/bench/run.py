@@ -183,7 +183,8 @@ class Board:
             most = self.limits[engine]["tokens_per_second"]
             if share["request"] >= 1:  # a tiny model waits for the processor, not for memory
                 print(f"{engine} alone: {share['request']:.0f} % of the {most:,.0f} tokens/s that memory allows")
-        print(*(f"not measured: {what} ({reason})" for what, reason in self.left_out.items()), sep="\n")
+        for what, reason in self.left_out.items():
+            print(f"not measured: {what} ({reason})")
 
     def plot(self, path: Path | None = None) -> None:
         """Tokens a second and the wait for the first token, over the concurrency."""
