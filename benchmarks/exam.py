@@ -20,8 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nbutils import chat, paths
-from nbutils.evaluation import losses
-from nbutils.evaluation.answers import answer_prompts
+from nbutils.evaluation import inference as losses
+from nbutils.evaluation.inference import answer_prompts
 
 ROOT = Path(__file__).resolve().parent.parent
 NEW_TOKENS, BATCH = 32, 32

@@ -1,10 +1,10 @@
 """How fast one model is served: vLLM against plain `generate` and `transformers serve`, and its other forms at 1.
 
-    python benchmarks/serve.py MODEL_FOLDER --where h200 --limit-seconds 1200 \
+    python benchmarks/serve.py MODEL_FOLDER --where h200 \
         --variants fp8=FOLDER,w4a16=FOLDER       results: benchmarks/results/serve_<where>.json, after each step
 
-Steps come in the order of their worth: generate, vLLM, the variants, `transformers serve`; what no time is left for is
-named in the file. With a card the copy bandwidth is measured too, and what share of its limit one stream gets.
+Steps come in the order of their worth: generate, vLLM, the variants, `transformers serve`. With a GPU the copy
+bandwidth is measured too, and what share of its limit one stream gets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from nbutils.bench import Board, Settings, asking
+from nbutils.bench import Board, Settings, run
 from nbutils.errors import CourseError
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -34,18 +34,17 @@ def read_variants(text: str) -> dict[str, Path]:
 @click.option("--concurrency", default="1,8,32,128")
 @click.option("--prompt-tokens", default=128)
 @click.option("--answer-tokens", default=128)
-@click.option("--rivals", default=",".join(asking.RIVALS))
-@click.option("--limit-seconds", default=0.0, help="No step begins after so long; 0: no limit.")
+@click.option("--rivals", default=",".join(run.RIVALS))
 @click.option("--out", type=click.Path(path_type=Path), help="Another file.")
 def main(
     model: Path, where: str, variants: str, concurrency: str, prompt_tokens: int, answer_tokens: int, rivals: str,
-    limit_seconds: float, out: Path | None,
+    out: Path | None,
 ) -> None:  # fmt: skip
     """Measure MODEL, and its variants."""
-    settings = Settings(asking.levels_in(concurrency), prompt_tokens, answer_tokens)
+    settings = Settings(run.levels_in(concurrency), prompt_tokens, answer_tokens)
     board = Board(out or RESULTS / f"serve_{where}.json", settings, {"where": where})
     wanted = [name for name in rivals.split(",") if name]
-    asking.bench_model(model, board, wanted=wanted, variants=read_variants(variants), seconds=limit_seconds)
+    run.bench_model(model, board, rivals=wanted, variants=read_variants(variants))
     board.show()
 
 

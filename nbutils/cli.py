@@ -213,7 +213,8 @@ def bench_serve(as_json: bool, concurrency: str, prompt_tokens: int, answer_toke
     import json
     from contextlib import nullcontext, redirect_stdout
 
-    from nbutils.bench import Settings, asking
+    from nbutils.bench import Settings
+    from nbutils.bench import run as asking
 
     settings = Settings(asking.levels_in(concurrency), prompt_tokens, answer_tokens)
     wishes["rivals"] = [name for name in wishes["rivals"].split(",") if name]

@@ -1,7 +1,4 @@
-"""Runs side by side: the settings that differ, what the training took, losses, scores with intervals, and the curves.
-
-Not here: measuring. All of it stands in the run folders (facts.json, logs/history.json); what a run lacks is a dash.
-"""
+"""Runs side by side, from what their folders say: the settings that differ, losses, scores and the loss curves."""
 
 from __future__ import annotations
 
@@ -15,16 +12,16 @@ from typing import Any
 from nbutils import dashboard, platforms, record
 from nbutils.config import shown
 from nbutils.errors import CourseError
-from nbutils.evaluation.comparing import SHOWN
-from nbutils.evaluation.drawing import PANELS
-from nbutils.evaluation.statistics import Estimate
+from nbutils.evaluation.report import PANELS, SHOWN
+from nbutils.evaluation.stats import Estimate
 from nbutils.lessons import RunFolder
 
 Runs = dict[str, dict[str, Any]]  # by name, as `load` gives them
 MOST, LONGEST = 4, 40  # runs that lesson 04 shows, characters of a setting
-FORMS = {
+MEASURES = {
     "examples": ("examples", ","), "steps": ("steps", ","), "trained tokens": ("trained_tokens", ","),
     "seconds": ("train_seconds", ",.0f"), "last train loss": ("final_loss", ".4f"),
+    "validation loss, last": ("last", ".4f"), "validation loss, best": ("best", ".4f"), "best step": ("best_step", ","),
 }  # fmt: skip
 
 
@@ -33,14 +30,13 @@ def of_names(names: Sequence[str]) -> Runs:
     keep = platforms.folders(platforms.detect()).keep
     known = {place.parent.name: place.parent for place in sorted(keep.glob("*/facts.json"))}
     found = {name: known.get(name) or Path(name).expanduser() for name in names}
-    absent = [name for name, folder in found.items() if not (folder / "facts.json").is_file()]
-    if absent or len(found) < 2:
-        near = difflib.get_close_matches(absent[0], known, n=1) if absent else []
-        raise CourseError(
-            f"there is no run {absent[0]!r} in {keep}." if absent else f"{len(found)} of the two runs this needs.",
-            f"two or more of: {', '.join(known) or 'none yet'}; or paths of run folders",
-            f"did you mean {near[0]}?" if near else "name runs, or set NBUTILS_HOME to where your runs are",
-        )
+    listed = ", ".join(known) or "none yet"
+    for name, folder in found.items():
+        if not (folder / "facts.json").is_file():
+            near = "".join(f" (did you mean {one}?)" for one in difflib.get_close_matches(name, known, n=1))
+            raise CourseError("compare.no_run", name=name, near=near, keep=keep, known=listed)
+    if len(found) < 2:
+        raise CourseError("compare.too_few_runs", count=len(found), known=listed)
     return {name: load(folder) for name, folder in found.items()}
 
 
@@ -50,11 +46,8 @@ def load(folder: Path, evaluation: Mapping[str, Any] | None = None) -> dict[str,
     facts = record.read(run.facts)
     trained, merged = (facts.get("lessons", {}).get(stem, {}) for stem in ("03_qlora", "04_merge"))
     judged = evaluation or merged.get("evaluation", {})
-    own = {"profile": facts.get("profile"), "model": facts.get("model")}
-    own["data"] = str(trained.get("data_fingerprint"))[:12]
-    settings = {
-        name: value for name, value in (trained.get("settings") or {}).items() if name not in ("about", "model")
-    }
+    settings = {name: one for name, one in (trained.get("settings") or {}).items() if name not in ("about", "model")}
+    own = {name: facts.get(name) for name in ("profile", "model")} | {"data": str(trained.get("data_fingerprint"))[:12]}
     return {
         "folder": str(folder), "settings": own | settings if settings else {},
         "trained": {name: value for name, value in trained.items() if name != "settings"},
@@ -80,26 +73,15 @@ def differing(runs: Runs) -> list[str]:
     return [name for name in names if any(one.get(name) != recorded[0].get(name) for one in recorded)]
 
 
-def rows(runs: Runs) -> list[dict[str, str]]:
-    """The table: settings that differ, then what came of them."""
-    columns = {}
-    for label, run in runs.items():
-        settings = {name: run["settings"].get(name) for name in differing(runs)}
-        told = {name: "" if value is None else shown(value)[:LONGEST] for name, value in settings.items()}
-        columns[label] = told | _measures(run)
-    names = next(iter(columns.values()))
-    return [{"": name} | {label: column[name] or "-" for label, column in columns.items()} for name in names]
-
-
-def _measures(run: Mapping[str, Any]) -> dict[str, str]:
-    """The numbers of a run as text, empty where there is none."""
-    trained, loss = run["trained"], run["trained"].get("validation_loss") or {}
-    older = "" if run["settings"] else ", settings not recorded"
-    told = {"lesson 03": f"finished{older}" if trained else "has not finished here"}
-    told |= {label: _text(trained.get(name), form) for label, (name, form) in FORMS.items()}
-    told["validation loss, last"] = _text(loss.get("last"), ".4f")
-    told["validation loss, best"] = _text(loss.get("best"), ".4f")
-    told["best step"] = _text(trained.get("best_step"), ",")
+def _column(run: Mapping[str, Any], settings: Sequence[str]) -> dict[str, str]:
+    """One run as text, by row of the table; empty where there is nothing to tell."""
+    trained, recorded = run["trained"], run["settings"]
+    values = {**trained, **(trained.get("validation_loss") or {})}
+    told = {name: shown(recorded[name])[:LONGEST] if recorded.get(name) is not None else "" for name in settings}
+    finished = "finished" if recorded else "finished, settings not recorded"
+    told["lesson 03"] = finished if trained else "has not finished here"
+    for label, (name, form) in MEASURES.items():
+        told[label] = "" if values.get(name) is None else f"{values[name]:{form}}"
     told["cost"] = " or ".join(f"{sign}{money:.2f}" for sign, money in (trained.get("cost") or {}).items())
     for name, one in run["scores"].items():
         known = one is not None and one["mean"] is not None
@@ -107,12 +89,8 @@ def _measures(run: Mapping[str, Any]) -> dict[str, str]:
     return told | {"verdict": run["verdict"] or ""}
 
 
-def _text(value: float | None, form: str) -> str:
-    return "" if value is None else f"{value:{form}}"
-
-
 def plot(runs: Runs, path: Path | None = None) -> None:
-    """The curves, one colour for each run: light while training, bold on held-back rows."""
+    """The loss curves, one color for each run: light while training, bold on held-back rows."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4))
@@ -130,7 +108,9 @@ def plot(runs: Runs, path: Path | None = None) -> None:
 
 def show(runs: Runs) -> None:
     """The table, and in a notebook the curves."""
-    table = rows(runs)
+    columns = {label: _column(run, differing(runs)) for label, run in runs.items()}
+    names = next(iter(columns.values()))
+    table = [{"": name} | {label: column[name] or "-" for label, column in columns.items()} for name in names]
     dashboard.show_table(table, "Runs side by side", dashboard.aligned(table))
     if platforms.in_kernel():
         plot(runs)
@@ -141,7 +121,7 @@ def beside(run: RunFolder, evaluation: Mapping[str, Any]) -> None:
     others = sorted(run.path.parent.glob("*/facts.json"), key=lambda place: place.stat().st_mtime, reverse=True)
     found = {run.name: load(run.path, evaluation)}
     for folder in (place.parent for place in others if place != run.facts):
-        with suppress(CourseError):  # a damaged record is told where its own run is opened
+        with suppress(CourseError):  # a damaged record is reported where its own run is opened
             one = load(folder)
             found |= {folder.name: one} if one["trained"] and record.complete(one["trained"]) else {}
     if len(found) == 1:

@@ -1,26 +1,27 @@
-"""The serving benchmark: its numbers against a server whose behaviour is known, its file, its words and its errors."""
+"""bench: its numbers against a server whose behavior is known, its file, and its errors; compare: runs side by side."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import subprocess
-import sys
+import math
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from aiohttp import web
 from click.testing import CliRunner
+from support import refused
 
-from nbutils import bench, cli, paths
-from nbutils.bench import alone, asking, limits, load, numbers, rivals, silence, watching
+from nbutils import bench, cli, compare, lessons, paths, profiles, record, training
+from nbutils.bench import client, run
+from nbutils.bench.client import Request, summarize
 from nbutils.errors import CourseError
+from nbutils.config import flat
 
 FIRST, EACH = 0.05, 0.01  # seconds the fake engine takes until its first token, and for each one after it
 KEY = "k-123"
@@ -31,14 +32,13 @@ class Engine:
 
     def __init__(self) -> None:
         self.fault, self.running, self.most, self.bodies = "", 0, 0, list[dict[str, Any]]()
-        self.vllm, self.url, self.turn = True, "", asyncio.Lock()
-        self.listing: Any = {"data": [{"id": "tuned"}, {"id": "base"}]}
+        self.url, self.turn = "", asyncio.Lock()
+        self.listing: Any = {"data": [{"id": "tuned", "owned_by": "vllm"}, {"id": "base", "owned_by": "vllm"}]}
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body | {"key": request.headers.get("Authorization", "")})
-        late = self.fault == "late refusal" and body["max_tokens"] == 4
-        if self.fault == "refuses" or late:
+        if self.fault == "refuses" or (self.fault == "late refusal" and body["max_tokens"] == 4):
             return web.json_response({"error": {"message": "too long"}}, status=400)
         if self.fault == "wants a key":
             return web.json_response({"error": "Unauthorized"}, status=401)
@@ -73,11 +73,11 @@ class Engine:
 
     async def metrics(self, _: web.Request) -> web.Response:
         lines = [
-            f'vllm:num_requests_running{{engine="0"}} {float(self.running)}',
+            f'vllm:num_requests_running{{e="0"}} {self.running - 1.0}', 'vllm:num_requests_running{e="1"} 1.0',
             'vllm:num_requests_waiting{engine="0"} 3.0', 'vllm:kv_cache_usage_perc{engine="0"} 0.25',
-            f"vllm:num_preemptions_total {len(self.bodies)}",
+            'vllm:kv_cache_usage_perc{engine="1"} 0.2', f"vllm:num_preemptions_total {len(self.bodies)}",
         ]  # fmt: skip
-        return web.Response(text="\n".join(["# HELP x", *lines, ""]) if self.vllm else "nothing")
+        return web.Response(text="\n".join(["# HELP x", *lines, ""]))
 
     async def models(self, _: web.Request) -> web.Response:
         if self.listing == "text":
@@ -92,21 +92,20 @@ def engine() -> Iterator[Engine]:
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
 
     async def serve() -> None:
-        routes = [("POST", "/v1/completions", made.completions), ("GET", "/metrics", made.metrics)]
-        for method, place, answer in [*routes, ("GET", "/v1/models", made.models)]:
-            app.router.add_route(method, place, answer)
+        app.router.add_post("/v1/completions", made.completions)
+        app.router.add_get("/metrics", made.metrics)
+        app.router.add_get("/v1/models", made.models)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        assert site._server
-        made.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"  # type: ignore[attr-defined]
+        made.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"  # type: ignore[union-attr]
         ready.set()
 
-    def run() -> None:
+    def work() -> None:
         loop.run_until_complete(serve())
         loop.run_forever()
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     assert ready.wait(5)
     yield made
@@ -115,246 +114,73 @@ def engine() -> Iterator[Engine]:
     thread.join(5)
 
 
-def prompts(count: int) -> list[bench.Prompt]:
-    return bench.make_prompts(None, 16, count)
-
-
-def test_the_numbers_are_those_of_the_server(engine: Engine) -> None:
-    level = bench.drive(bench.Target(engine.url, "tuned"), "vllm", prompts(16), 20, 8)
-    whole = FIRST + 19 * EACH
-    assert (level.errors, level.requests, engine.most) == (0, 16, 8)
-    assert level.ttft_ms and level.tpot_ms and level.latency_ms
-    assert FIRST * 1000 <= level.ttft_ms["p50"] < FIRST * 1000 + 60
-    assert EACH * 1000 <= level.tpot_ms["p50"] < EACH * 2000
-    assert whole * 1000 <= level.latency_ms["p50"] <= level.latency_ms["p90"]
-    assert level.tokens_per_second == pytest.approx(16 * 20 / level.seconds, rel=0.01)
-    assert 2 * whole <= level.seconds < 6 * whole  # two rounds of eight, not sixteen one by one
-
-
-def test_a_request_asks_for_exactly_so_many_tokens_with_the_key_in_its_header(engine: Engine) -> None:
+def drive(engine: Engine, requests: int, tokens: int, concurrency: int, **more: Any) -> bench.Level:
     target = bench.Target(engine.url, "tuned", api_key=KEY)
-    bench.drive(target, "vllm", prompts(1), 3, 1)
-    body = engine.bodies[0]
-    assert (body["max_tokens"], body["min_tokens"], body["ignore_eos"], body["temperature"]) == (3, 3, True, 0.0)
-    assert body["prompt"] == prompts(1)[0].ids and body["key"] == f"Bearer {KEY}"
     assert KEY not in repr(target)
-
-
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ("refuses", "HTTP 400"), ("breaks", "engine died"), ("short", "4 tokens told, 5"), ("hangs up", "Error"),
-    ],
-)  # fmt: skip
-def test_what_is_no_whole_answer_is_an_error_and_in_no_number(engine: Engine, fault: str, told: str) -> None:
-    engine.fault = fault
-    level = bench.drive(bench.Target(engine.url, "tuned"), "vllm", prompts(3), 5, 3)
-    assert level.errors == 3 and told in level.first_error
-    assert level.tokens_per_second == 0 and level.ttft_ms is None and "3 ERRORS" in str(level)
-
-
-def test_a_server_that_is_gone_is_an_error_of_each_request() -> None:
-    level = bench.drive(bench.Target("http://127.0.0.1:9/v1", "x"), "vllm", prompts(2), 5, 2)
-    assert level.errors == 2 and "ClientConnector" in level.first_error
-
-
-def test_queue_and_cache_are_read_while_it_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "card_use", lambda: (90.0, 12.5))
-    monkeypatch.setattr(watching.Watcher.__init__, "__defaults__", (0.02,))
-    level = bench.drive(bench.Target(engine.url, "tuned"), "vllm", prompts(4), 20, 4)
-    assert level.during["running_max"] == 4 and level.during["waiting_max"] == 3
-    assert level.during["kv_cache_percent_max"] == 25 and level.during["preemptions"] == 4
-    assert level.during["gpu_percent_mean"] == 90 and level.during["gpu_gib_max"] == 12.5
-
-
-def test_metrics_of_several_engines_are_summed_and_old_names_are_known() -> None:
-    page = 'vllm:num_requests_running{e="0"} 2.0\nvllm:num_requests_running{e="1"} 3.0\nvllm:gpu_cache_usage_perc 0.5\n'
-    assert watching.read_metrics(page + 'vllm:gpu_cache_usage_perc{e="1"} 0.4\nother 1\n') == {
-        "vllm:num_requests_running": 5.0, "vllm:gpu_cache_usage_perc": 0.5,
-    }  # fmt: skip
-
-
-def test_it_runs_where_a_loop_runs_already(engine: Engine) -> None:
-    async def cell() -> bench.Level:
-        return bench.drive(bench.Target(engine.url, "tuned"), "vllm", prompts(1), 2, 1)
-
-    assert asyncio.run(cell()).errors == 0
-
-
-def test_a_running_server_is_found_with_its_kind_and_names(engine: Engine) -> None:
-    found = bench.find_target(engine.url.removesuffix("/v1"))
-    assert (found.url, found.name, found.vllm) == (engine.url, "tuned", True)
-    assert bench.find_target(engine.url, "base").name == "base"
-    engine.vllm = False
-    assert not bench.find_target(engine.url, "any").vllm
-
-
-def test_an_address_without_a_server_and_a_name_it_does_not_serve_are_told(engine: Engine) -> None:
-    with pytest.raises(CourseError, match="did not answer like a server"):
-        bench.find_target("http://127.0.0.1:9")
-    with pytest.raises(CourseError, match="serves tuned, base, and other was asked for"):
-        bench.find_target(engine.url, "other")
-
-
-def test_transformers_gets_the_same_prompt_as_text_and_no_stop_token() -> None:
-    target = bench.Target("http://x/v1", "m", vllm=False)
-    body = json.loads(target.body(bench.Prompt([5], "word"), 7))
-    assert body["prompt"] == "word" and json.loads(body["generation_config"])["eos_token_id"] == -1
-    with pytest.raises(CourseError, match="takes prompts as text"):
-        target.body(bench.Prompt([5]), 7)
+    return bench.drive(target, "vllm", bench.make_prompts(None, 16, requests), tokens, concurrency, **more)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return asking.tokenizer_of(paths.TINY_MODEL)
+    return client.tokenizer_of(paths.TINY_MODEL)
 
 
-def test_prompts_have_their_length_read_back_and_differ(tokenizer: Any) -> None:
-    found = bench.make_prompts(tokenizer, 48, 12, seed=3)
-    assert {len(prompt.ids) for prompt in found} == {48}
-    assert all(tokenizer(prompt.text)["input_ids"] == prompt.ids for prompt in found)
-    assert len({tuple(prompt.ids[:4]) for prompt in found}) == 12  # no shared beginning, no prefix cache
-    assert found == bench.make_prompts(tokenizer, 48, 12, seed=3) != bench.make_prompts(tokenizer, 48, 12, seed=4)
-
-
-def test_a_slow_server_gets_the_first_prompts_of_the_same_levels(tokenizer: Any) -> None:
-    full = bench.Settings((1, 8, 32, 128), 16, 16)
-    few = full.few()
-    assert few.concurrency == (1, 8) and [few.requests(many) for many in few.concurrency] == [2, 8]
-    assert few.prompts(tokenizer, 8) == full.prompts(tokenizer, 8)[:8] and bench.Settings((64,)).few().concurrency == (
-        1,
-    )
-
-
-def test_a_tokenizer_that_does_not_read_itself_back_is_told() -> None:
-    class Odd:
-        all_special_ids: tuple[int, ...] = ()
-
-        def __len__(self) -> int:
-            return 5
-
-        def __call__(self, text: str) -> dict[str, list[int]]:
-            return {"input_ids": [1] * (len(text) + 1)}
-
-        def decode(self, ids: list[int]) -> str:
-            return " a" * len(ids)
-
-    with pytest.raises(CourseError, match="no text of exactly 8 tokens"):
-        bench.make_prompts(Odd(), 8, 1)
-
-
-def test_generate_gives_every_answer_its_full_length_and_leaves_the_model_as_it_was(tokenizer: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32")
-    own = model.generation_config
-    level = bench.generate(model, bench.make_prompts(tokenizer, 8, 6), 12, 4)
-    assert (level.engine, level.errors, level.requests, level.ttft_ms) == ("generate", 0, 6, None)
-    assert level.tokens_per_second == pytest.approx(72 / level.seconds, rel=0.01) and model.generation_config is own
-
-
-def test_the_limit_counts_the_weights_a_token_reads(tmp_path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    weights = {"model.embed_tokens.weight": torch.zeros(10, 4), "lm_head.weight": torch.zeros(10, 4)}
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    for tied, read in ((False, 160), (True, 320)):
-        paths.write_json(tmp_path / "config.json", {"tie_word_embeddings": tied})
-        assert limits.weights_bytes(tmp_path) == (320, read)
-    assert limits.limit(tmp_path, 3200.0)["tokens_per_second"] == 10
-    assert limits.copy_bandwidth("cpu", 2**22, 3) > 1e6
-    with pytest.raises(CourseError, match="no safetensors weights"):
-        limits.weights_bytes(tmp_path / "none")
-
-
-def level(engine: str, many: int, speed: float, tpot: float | None = None) -> bench.Level:
-    each = None if tpot is None else {"p50": tpot, "p90": tpot, "p99": tpot}
-    return bench.Level(engine, many, 8, 0, "", 1.0, speed, each, each, {"p50": 1.0, "p90": 2.0, "p99": 3.0})
-
-
-def test_the_board_is_on_disk_after_every_step_and_says_what_it_means(tmp_path: Path, capsys: Any) -> None:
-    board = bench.Board(tmp_path / "bench.json", bench.Settings((1, 32)), {"where": "here"})
-    board.add([level("generate", 32, 100.0)])
-    assert len(json.loads((tmp_path / "bench.json").read_text())["levels"]) == 1
-    board.limit("vllm", {"tokens_per_second": 250.0, "tokens_per_second_strict": 500.0})
-    board.add([level("vllm", 1, 200.0, 4.0), level("vllm", 32, 1500.0, 5.0)])
-    board.leave_out("transformers serve", "the time was up")
-    kept = json.loads((tmp_path / "bench.json").read_text())
-    assert kept["ratios"] == {"vllm_over_generate_at_32": 15.0} and kept["about"] == {"where": "here"}
-    assert kept["percent_of_limit_at_1"]["vllm"] == {"request": 80.0, "decoding": 100.0, "decoding_strict": 50.0}
-    board.show()
-    told = capsys.readouterr().out
-    assert "15.0 times the tokens of plain generate" in told and "80 % of the 250 tokens/s that memory allows" in told
-    assert "not measured: transformers serve (the time was up)" in told
-    board.limit("vllm", {"tokens_per_second": 4e5, "tokens_per_second_strict": 4e5})
-    assert "memory allows" not in "\n".join(board.sentences())  # a tiny model
-    board.plot(tmp_path / "plots" / "bench.png")
-    assert (tmp_path / "plots" / "bench.png").stat().st_size > 5000
-
-
-def test_rivals_of_a_model_that_cannot_be_loaded_are_left_out_with_the_reason(tmp_path: Path, capsys: Any) -> None:
-    board = bench.Board(tmp_path / "bench.json", bench.Settings((1,), 4, 4), {})
-    assert board.invited("generate, transformers-serve") == ["generate", "transformers-serve"] and not board.left_out
-    assert board.invited("generate,transformers-serve", "fp8 is for vLLM") == [] and board.invited("", "no") == []
-    assert "generate left out: fp8 is for vLLM" in capsys.readouterr().out
-    kept = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
-    assert list(kept["left_out"]) == ["generate", "transformers-serve"]
-
-
-def test_a_step_that_fails_and_one_without_time_stop_no_other(tmp_path: Path) -> None:
-    board, clock = bench.Board(tmp_path / "bench.json", bench.Settings(), {}), asking.Clock()
-
-    def broken() -> None:
-        raise CourseError("no engine.", "one", "make it")
-
-    def dies() -> None:
-        raise RuntimeError("out of memory")
-
-    def slow() -> None:
-        board.add(clock.taken(iter([level("vllm", 1, 5.0), level("vllm", 8, 6.0)])))
-        clock.ends = time.monotonic() - 1
-        board.add(clock.taken(iter([level("vllm", 32, 7.0)])))
-
-    asking.run_steps({"broken": broken, "dies": dies, "slow": slow, "late": slow}, board, clock)
-    kept = json.loads((tmp_path / "bench.json").read_text())
-    assert [one["concurrency"] for one in kept["levels"]] == [1, 8]
-    assert kept["left_out"]["late"] == "the time was up" and "no engine" in kept["left_out"]["broken"]
-    assert "out of memory" in kept["left_out"]["dies"]
-
-
-def test_spread_is_of_all_requests() -> None:
-    found = numbers.spread([one / 1000 for one in range(1, 101)])
-    assert found == {"p50": 50.5, "p90": 90.1, "p99": 99.01} and numbers.spread([]) is None
-
-
-def test_the_command_measures_a_running_server_as_json(engine: Engine, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
-    words = ["bench-serve", "--url", engine.url, "--concurrency", "2,1", "--answer-tokens", "4", "--json"]
-    ran = CliRunner().invoke(cli.app, [*words, "--out", str(tmp_path / "out")])
-    assert ran.exit_code == 0, ran.output
-    told = json.loads(ran.stdout)
-    assert [(one["concurrency"], one["errors"]) for one in told["levels"]] == [(1, 0), (2, 0)]
-    assert json.loads((tmp_path / "out" / "bench.json").read_text()) == told and KEY not in ran.output
-    assert {body["key"] for body in engine.bodies} == {f"Bearer {KEY}"}
+def test_the_numbers_are_those_of_the_server(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "BEAT", 0.02)
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # the client goes past it
+    level, whole = drive(engine, 16, 20, 8), FIRST + 19 * EACH
+    assert (level.errors, level.requests, engine.most) == (0, 16, 8)
+    assert level.ttft_ms and level.tpot_ms and level.latency_ms
+    assert FIRST * 1000 <= level.ttft_ms["p50"] < FIRST * 1000 + 60
+    assert EACH * 1000 <= level.tpot_ms["p50"] < EACH * 2000
+    assert whole * 1000 <= level.latency_ms["p50"] <= level.latency_ms["p90"] and "p99" not in level.latency_ms
+    assert level.tokens_per_second == pytest.approx(16 * 20 / level.seconds, rel=0.01)
+    assert 2 * whole <= level.seconds < 6 * whole  # two rounds of eight, not sixteen one by one
+    assert level.during["running_max"] == 8 and level.during["waiting_max"] == 3  # summed over two engines
+    assert level.during["kv_cache_percent_max"] == 25 and level.during["preemptions"] == 16
+    body = engine.bodies[0]
+    assert (body["max_tokens"], body["min_tokens"], body["ignore_eos"], body["temperature"]) == (20, 20, True, 0.0)
+    assert body["prompt"] == bench.make_prompts(None, 16, 1)[0].ids and body["key"] == f"Bearer {KEY}"
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ([], "neither a model nor a server"), (["--url", "x", "--concurrency", "1,no"], "--concurrency has 'no'"),
-        (["--model", ".", "--rivals", "fast"], "rivals are fast"),
-    ],
-)  # fmt: skip
-def test_wishes_that_cannot_be_are_told(words: list[str], told: str) -> None:
-    ran = CliRunner().invoke(cli.app, ["bench-serve", *words])
-    assert ran.exit_code == 1 and told in ran.stderr
+    ("fault", "told"),
+    [("refuses", "HTTP 400"), ("breaks", "engine died"), ("short", "4 tokens told, 5"), ("hangs up", "Error")],
+)
+def test_what_is_no_whole_answer_is_an_error_and_in_no_number(engine: Engine, fault: str, told: str) -> None:
+    engine.fault = fault
+    level = drive(engine, 3, 5, 3)
+    assert level.errors == 3 and told in level.first_error and level.failed
+    assert level.tokens_per_second == 0 and level.ttft_ms is None and "3 ERRORS" in str(level)
 
 
-def test_an_interrupt_ends_the_load(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["ping", "empty first", "no text"])
+def test_the_first_token_is_the_first_text_or_a_token_without_one(engine: Engine, fault: str) -> None:
+    engine.fault = fault
+    level = drive(engine, 1, 3, 1)
+    assert level.errors == 0 and level.ttft_ms and 1000 * FIRST <= level.ttft_ms["p50"] < 1000 * FIRST + 60
+    assert all(map(client.FIRST_TOKEN.search, (b'{"text": "a', b'"text":"\\"', b'"text":"","token_ids":[7')))
+    assert not any(map(client.FIRST_TOKEN.search, (b'"text":""', b'"text":null', b": ping", b'"prompt_token_ids":[7]')))
+
+
+def test_silence_ends_a_level_but_waiting_in_line_does_not(engine: Engine) -> None:
+    engine.fault, began = "silent", time.monotonic()
+    level = drive(engine, 8, 3, 2, silence=0.8)
+    assert time.monotonic() - began < 4 and level.errors == 8 and "silent" in level.first_error
+    engine.fault = "one by one"
+    level = drive(engine, 4, 20, 4, silence=0.5)
+    assert level.errors == 0 and level.seconds > 0.5
+
+
+def test_an_interrupt_ends_the_load_and_a_running_loop_does_not_hinder_it(engine: Engine, monkeypatch: Any) -> None:
     from concurrent.futures import Future
 
-    real = Future.result
+    async def cell() -> bench.Level:
+        return drive(engine, 1, 2, 1)
+
+    assert asyncio.run(cell()).errors == 0
+    real, began = Future.result, time.monotonic()
 
     def interrupted(self: Any, timeout: float | None = None) -> Any:
         if not self.done():
@@ -363,186 +189,260 @@ def test_an_interrupt_ends_the_load(engine: Engine, monkeypatch: pytest.MonkeyPa
         return real(self, timeout)
 
     monkeypatch.setattr(Future, "result", interrupted)
-    began = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):
-        bench.drive(bench.Target(engine.url, "tuned"), "vllm", prompts(4), 2000, 4)
-    assert time.monotonic() - began < 5  # 2,000 tokens would take 20 s
+        drive(engine, 4, 2000, 4)
+    assert time.monotonic() - began < 8  # 2,000 tokens would take 20 s
 
 
-def test_time_per_token_is_of_the_tokens_after_the_first() -> None:
-    found = numbers.summarise("vllm", 1, [bench.Request(1.0, 4.0, 4)], 4.0)
-    assert found.ttft_ms == {"p50": 1000.0} and found.tpot_ms == {"p50": 1000.0}  # three tokens in three seconds
+def test_a_server_without_one_answer_stops_with_the_reason(engine: Engine, tmp_path: Path) -> None:
+    def level(fault: str, **more: Any) -> bench.Level:
+        engine.fault = fault
+        return next(
+            bench.measure(bench.Target(engine.url, "tuned", **more), "vllm", bench.Settings((1, 2), 8, 4), None)
+        )
 
-
-def test_an_idle_server_before_and_after_is_in_no_mean() -> None:
-    watcher = watching.Watcher(None, "")
-    watcher.samples = [{watching.RUNNING: many, watching.WAITING: 9 - many} for many in (0.0, 4.0, 6.0, 0.0)]
-    watcher.cards = [(0.0, 90.0), (80.0, 1.0), (100.0, 2.0), (0.0, 90.0)]
-    assert watcher.summary() == {
-        "running_mean": 5.0, "running_max": 6.0, "waiting_max": 5.0, "gpu_percent_mean": 90.0, "gpu_gib_max": 2.0,
-    }  # fmt: skip
-
-
-def test_the_client_goes_past_any_proxy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "http_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    assert bench.drive(bench.Target(engine.url, "tuned"), "vllm", prompts(1), 2, 1).errors == 0
-
-
-def test_percentiles_are_told_only_of_enough_requests() -> None:
-    assert numbers.spread([0.001] * 9) == {"p50": 1.0} and set(numbers.spread([0.001] * 99) or ()) == {"p50", "p90"}
-    row = bench.Board(None, bench.Settings(), {})
-    row.levels = [numbers.summarise("vllm", 1, [bench.Request(0.1, 0.2, 2)] * 10, 1.0)]
-    assert row.rows()[0]["answer ms"] == "200 / 200 / –"
-    assert bench.Settings().requests(1) >= 10  # p90 has a meaning at every level
-
-
-def test_generate_gets_the_prompts_the_servers_get(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, seen = bench.Settings((1, 32), 8, 4), dict[int, list[bench.Prompt]]()
-    monkeypatch.setattr(rivals, "generate", lambda model, given, tokens, batch: seen.update({batch: given}))
-    list(bench.static(None, settings, tokenizer))
-    assert [len(seen[batch]) for batch in (1, 32)] == [2, 32]
-    assert all(seen[batch] == settings.prompts(tokenizer, batch)[: len(seen[batch])] for batch in (1, 32))
-
-
-@pytest.mark.parametrize("fault", ["ping", "empty first"])
-def test_the_first_token_is_the_first_text(engine: Engine, fault: str) -> None:
-    engine.fault = fault
-    level = bench.drive(bench.Target(engine.url, "tuned"), "vllm", prompts(1), 3, 1)
-    assert level.errors == 0 and level.ttft_ms and level.ttft_ms["p50"] >= 1000 * FIRST
-
-
-def test_a_first_token_without_a_text_counts(engine: Engine) -> None:
-    engine.fault = "no text"  # half a character, or a token the tokenizer does not know
-    level = bench.drive(bench.Target(engine.url, "tuned"), "vllm", prompts(1), 3, 1)
-    assert level.ttft_ms and level.ttft_ms["p50"] >= 1000 * FIRST and engine.bodies[-1]["return_token_ids"] is True
-
-
-def test_text_that_comes_in_crumbs_is_seen() -> None:
-    seen = (b'{"text": "a', b'"text":"\\"', b'"text":"","token_ids":[7')
-    assert all(map(load.FIRST.search, seen))
-    nothing = (b'"text":""', b'"text":"', b'"text":null', b": ping", b'"prompt_token_ids":[7]', b'"token_ids":[]')
-    assert not any(map(load.FIRST.search, nothing))
-
-
-def test_a_warm_up_without_one_answer_stops(engine: Engine) -> None:
-    engine.fault = "refuses"
-    settings = bench.Settings((1, 2), 8, 4)
-    with pytest.raises(CourseError, match=r"not one of 2 requests .* was answered: HTTP 400.*too long"):
-        next(bench.measure(bench.Target(engine.url, "tuned"), "vllm", settings, None))
+    with refused("bench.no_answer", "too long", requests=2):
+        level("refuses")
+    with refused("bench.wrong_key"):
+        level("wants a key")
 
     def gone() -> None:
-        raise CourseError("its engine is gone.", "one", "start it")
+        raise CourseError("bench.no_model_or_url")
 
-    with pytest.raises(CourseError, match="its engine is gone"):  # a server of ours knows more than its silence tells
-        next(bench.measure(bench.Target(engine.url, "tuned", require=gone), "vllm", settings, None))
-
-
-def test_a_level_of_errors_is_kept_and_stops_the_lesson_and_the_command(engine: Engine, tmp_path: Path) -> None:
-    engine.fault = "late refusal"  # after the warm-up
+    with refused("bench.no_model_or_url"):  # a server of ours knows more than its silence tells
+        level("refuses", require=gone)
+    engine.fault = "late refusal"  # after the warm-up: what was measured is kept
     board = bench.Board(tmp_path / "bench.json", bench.Settings((1, 2), 8, 4), {})
-    with pytest.raises(CourseError, match="not one of 10 requests"):
+    with refused("bench.no_answer"):
         board.add(bench.measure(bench.Target(engine.url, "tuned"), "vllm", board.settings, None))
-    assert [one.errors for one in board.levels] == [10]
-    engine.bodies.clear()
-    words = ["bench-serve", "--url", engine.url, "--concurrency", "1,2", "--answer-tokens", "4", "--out", str(tmp_path)]
-    ran = CliRunner().invoke(cli.app, words)
-    assert ran.exit_code == 1 and "vllm was not measured" in ran.stderr and "HTTP 400" in ran.stdout
+    assert [one["errors"] for one in json.loads((tmp_path / "bench.json").read_text())["levels"]] == [10]
+
+
+def test_a_running_server_is_found_with_its_kind_and_names(engine: Engine) -> None:
+    found = bench.find_target(engine.url.removesuffix("/v1"))
+    assert (found.url, found.name, found.vllm) == (engine.url, "tuned", True)
+    assert bench.find_target(engine.url, "base").name == "base"
+    with refused("bench.not_served", name="other", names="tuned, base"):
+        bench.find_target(engine.url, "other")
+    with refused("bench.no_server"):
+        bench.find_target("http://127.0.0.1:9")
+    for listing, code in (("401", "wrong_key"), ({"data": None}, "not_served"), ("text", "no_server")):
+        engine.listing = listing
+        with refused(f"bench.{code}"):
+            bench.find_target(engine.url)
+    engine.listing = {"data": [{"id": "m", "owned_by": "Qwen"}]}
+    target = bench.find_target(engine.url, "any")
+    body = json.loads(target.body(bench.Prompt([5], "word"), 7))  # `transformers serve` takes text, no stop token
+    assert not target.vllm and body["prompt"] == "word" and json.loads(body["generation_config"])["eos_token_id"] == -1
+    with refused("bench.text_prompts_only"):
+        target.body(bench.Prompt([5]), 7)
+
+
+def test_prompts_have_their_length_read_back_and_differ(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    found = bench.make_prompts(tokenizer, 48, 12, seed=3)
+    assert {len(prompt.ids) for prompt in found} == {48}
+    assert all(tokenizer(prompt.text)["input_ids"] == prompt.ids for prompt in found)
+    assert len({tuple(prompt.ids[:4]) for prompt in found}) == 12  # no shared beginning, no prefix cache
+    assert found == bench.make_prompts(tokenizer, 48, 12, seed=3) != bench.make_prompts(tokenizer, 48, 12, seed=4)
+    full = bench.Settings((1, 8, 32, 128), 16, 16)
+    few = full.few()  # a slow server gets the first prompts of the same levels
+    assert few.concurrency == (1, 8) and bench.Settings((64,)).few().concurrency == (1,)
+    assert [len(few.prompts(None, many)) for many in (1, 8)] == [2, 8] and len(full.prompts(None, 1)) == 10
+    assert few.prompts(tokenizer, 8) == full.prompts(tokenizer, 8)[:8]
+    with refused("bench.no_tokenizer"):
+        client.tokenizer_of(tmp_path)
+    monkeypatch.setattr(client, "TRIES", 0)
+    with refused("bench.no_prompt", tokens=8):
+        bench.make_prompts(tokenizer, 8, 1)
+
+
+def test_percentiles_are_of_all_requests_and_told_only_of_enough() -> None:
+    level = summarize("vllm", 1, [Request(1.0, 4.0, 4)], 4.0)
+    assert level.ttft_ms == {"p50": 1000.0} and level.tpot_ms == {"p50": 1000.0}  # three tokens in three seconds
+    hundred = summarize("vllm", 1, [Request(one / 1000, 1.0, 1) for one in range(1, 101)], 1.0)
+    assert hundred.ttft_ms == {"p50": 50.5, "p90": 90.1, "p99": 99.01} and hundred.tpot_ms is None
+    ten = summarize("vllm", 1, [Request(0.1, 0.2, 2)] * 10, 1.0)
+    assert run._row(ten)["answer ms"] == "200 / 200 / –"
+
+
+def test_generate_gets_the_servers_prompts_and_leaves_the_model_as_it_was(tokenizer: Any, monkeypatch: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32")
+    own, settings, seen = model.generation_config, bench.Settings((1, 32), 8, 4), dict[int, list[bench.Prompt]]()
+    level = bench.generate(model, bench.make_prompts(tokenizer, 8, 6), 12, 4)
+    assert (level.engine, level.errors, level.requests, level.ttft_ms) == ("generate", 0, 6, None)
+    assert level.tokens_per_second == pytest.approx(72 / level.seconds, rel=0.01) and model.generation_config is own
+    monkeypatch.setattr(run, "generate", lambda model, given, tokens, batch: seen.update({batch: given}))
+    list(bench.static(None, settings, tokenizer))
+    assert {batch: len(given) for batch, given in seen.items()} == {1: 2, 32: 32}
+    assert all(given == settings.prompts(tokenizer, batch)[: len(given)] for batch, given in seen.items())
+
+
+def test_the_limit_counts_the_weights_a_token_reads(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    with refused("bench.no_weights"):
+        bench.limit(tmp_path, 1.0)
+    weights = {"model.embed_tokens.weight": torch.zeros(10, 4), "lm_head.weight": torch.zeros(10, 4)}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for tied, strict in ((False, 20.0), (True, 10.0)):
+        paths.write_json(tmp_path / "config.json", {"tie_word_embeddings": tied})
+        found = bench.limit(tmp_path, 3200.0)
+        assert (found["tokens_per_second"], found["tokens_per_second_strict"]) == (10.0, strict)
+    assert bench.copy_bandwidth("cpu", 2**22, 3) > 1e6
+
+
+def a_level(engine: str, many: int, speed: float, tpot: float | None = None) -> bench.Level:
+    each = None if tpot is None else {"p50": tpot, "p90": tpot, "p99": tpot}
+    return bench.Level(engine, many, 8, 0, "", 1.0, speed, each, each, {"p50": 1.0, "p90": 2.0, "p99": 3.0})
+
+
+def test_the_board_is_on_disk_after_every_step_and_says_what_it_means(tmp_path: Path, capsys: Any) -> None:
+    board = bench.Board(tmp_path / "bench.json", bench.Settings((1, 32)), {"where": "here"})
+    board.add([a_level("generate", 32, 100.0)])
+    assert len(json.loads((tmp_path / "bench.json").read_text())["levels"]) == 1
+    board.limit("vllm", {"tokens_per_second": 250.0, "tokens_per_second_strict": 500.0})
+    board.add([a_level("vllm", 1, 200.0, 4.0), a_level("vllm", 32, 1500.0, 5.0)])
+    assert board.invited("generate, transformers-serve") == ["generate", "transformers-serve"] and not board.left_out
+    assert board.invited("transformers-serve", "fp8 is for vLLM") == [] == board.invited("", "no")
     kept = json.loads((tmp_path / "bench.json").read_text())
-    assert "Traceback" not in ran.output and [one["errors"] for one in kept["levels"]] == [10]
+    assert kept["ratios"] == {"vllm_over_generate_at_32": 15.0} and kept["about"] == {"where": "here"}
+    assert kept["percent_of_limit_at_1"]["vllm"] == {"request": 80.0, "decoding": 100.0, "decoding_strict": 50.0}
+    assert kept["left_out"] == {"transformers-serve": "fp8 is for vLLM"} and set(kept) >= {
+        "settings",
+        "bandwidth_limit",
+    }
+    board.show()
+    said = capsys.readouterr().out
+    assert "15.0 times" in said and "80 % of the 250" in said and "transformers-serve (fp8 is for vLLM)" in said
+    board.plot(tmp_path / "plots" / "bench.png")
+    assert (tmp_path / "plots" / "bench.png").stat().st_size > 5000
+    with refused("bench.unknown_rivals", names="fast"):
+        board.invited("fast", "no room")
 
 
-def test_a_rival_that_only_fails_ends_the_command_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(*_: Any, **__: Any) -> None:
-        raise CourseError("no engine.", "one", "make it")
-
-    monkeypatch.setattr(alone, "measure", nothing)
-    monkeypatch.setattr(asking.Bench, "vllm", lambda self, name, folder: self.board.add([level(name, 1, 5.0)]))
-    monkeypatch.setattr(asking.hardware, "card", lambda: None)
-    words = ["bench-serve", "--model", str(paths.TINY_MODEL), "--rivals", "generate"]
-    ran = CliRunner().invoke(cli.app, words)
-    assert ran.exit_code == 1 and "generate was not measured: no engine." in ran.stderr and "vllm" in ran.stdout
+def invoke(*words: str) -> Any:
+    return CliRunner().invoke(cli.app, list(words))
 
 
-def test_silence_is_told_and_ends_the_level(engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(silence, "WORD", 0.3)
-    engine.fault = "silent"
-    began = time.monotonic()
-    level = bench.drive(bench.Target(engine.url, "tuned"), "vllm", prompts(8), 3, 2, silence=0.8)
-    assert time.monotonic() - began < 3 and level.errors == 8 and "silent for 1 s" in level.first_error
-    assert "the server has been silent for 0 s" in capsys.readouterr().out
-    assert load.SILENCE <= 120 and load.WARM_SILENCE <= 300
+def test_the_command_measures_a_running_server_as_json(engine: Engine, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    words = ["bench-serve", "--url", engine.url, "--concurrency", "2,1", "--answer-tokens", "4", "--out", str(tmp_path)]
+    ran = invoke(*words, "--json")
+    assert ran.exit_code == 0, ran.output
+    told = json.loads(ran.stdout)
+    assert [(one["concurrency"], one["errors"]) for one in told["levels"]] == [(1, 0), (2, 0)]
+    assert json.loads((tmp_path / "bench.json").read_text()) == told and KEY not in ran.output
+    assert {body["key"] for body in engine.bodies} == {f"Bearer {KEY}"} and (tmp_path / "bench.png").exists()
+    engine.fault = "late refusal"
+    ran = invoke(*words)
+    assert ran.exit_code == 1 and "HTTP 400" in ran.output and "Traceback" not in ran.output
 
 
-def test_a_server_that_answers_somebody_is_not_silent(engine: Engine) -> None:
-    engine.fault = "one by one"
-    level = bench.drive(bench.Target(engine.url, "tuned"), "vllm", prompts(4), 20, 4, silence=0.5)
-    assert level.errors == 0 and level.seconds > 0.5
+def test_a_step_that_fails_stops_no_other_and_ends_the_command_with_an_error(monkeypatch: Any) -> None:
+    def fails(self: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(run.Bench, "generate", fails)
+    monkeypatch.setattr(run.Bench, "vllm", lambda self, name, folder: self.board.add([a_level(name, 1, 5.0)]))
+    monkeypatch.setattr(run.hardware, "card", lambda: None)
+    ran = invoke("bench-serve", "--model", str(paths.TINY_MODEL), "--rivals", "generate")
+    assert ran.exit_code == 1 and "out of memory" in ran.stderr and "vllm" in ran.stdout
+
+
+def test_plain_generate_is_measured_in_this_process() -> None:
+    board = bench.Board(None, bench.Settings((1,), 8, 4), {})
+    bench.Bench(paths.TINY_MODEL, board).generate()
+    assert [(one.concurrency, one.errors) for one in board.levels] == [(1, 0), (32, 0)]
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ("401", "set VLLM_API_KEY"), ([1, 2], "serves nothing"), ({"data": None}, "serves nothing"),
-        ({"data": [{"x": 1}, 3]}, "serves nothing"), ({"data": 7}, "serves nothing"), ("text", "like a server"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("vllm", [True, False])
-def test_odd_answers_of_a_server_are_told_in_words(engine: Engine, fault: Any, told: str, vllm: bool) -> None:
-    engine.listing, engine.vllm = fault, vllm
-    ran = CliRunner().invoke(cli.app, ["bench-serve", "--url", engine.url, "--concurrency", "1"])
-    assert ran.exit_code == 1 and told in ran.stderr and "Traceback" not in ran.output
+    "words", [[], ["--url", "x", "--concurrency", "1,no"], ["--model", ".", "--rivals", "fast"]], ids=str
+)
+def test_wrong_words_are_refused(words: list[str]) -> None:
+    ran = invoke("bench-serve", *words)
+    assert ran.exit_code == 1 and "Allowed:" in ran.stderr and "Traceback" not in ran.output
 
 
-def test_a_server_that_wants_a_key_for_its_answers_only_says_so(engine: Engine) -> None:
-    engine.fault = "wants a key"
-    with pytest.raises(CourseError, match="set VLLM_API_KEY"):
-        next(bench.measure(bench.Target(engine.url, "tuned"), "vllm", bench.Settings((1,)), None))
+ESTIMATE = {"mean": 0.912, "low": 0.85, "high": 0.95}
+EVALUATION = {
+    "verdict": "helped", "scores": {name: {"base": ESTIMATE, "merged": ESTIMATE} for name in compare.PANELS},
+}  # fmt: skip
 
 
-def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CourseError, match="no tokenizer"):
-        asking.tokenizer_of(tmp_path)
+def a_run(home: Path, name: str, steps: int = 200, **settings: Any) -> lessons.RunFolder:
+    """A run folder as lessons 03 and 04 leave it."""
+    folder = lessons.RunFolder(home / name)
+    folder.path.mkdir(parents=True)
+    record.begin(folder.facts, {"profile": "tiny", "profile_source": "tiny", "model": "tiny"}, by_auto=False)
+    record.update(
+        folder.facts, {}, "03_qlora",
+        {
+            "steps": steps, "planned_steps": steps, "examples": 800, "trained_tokens": 30367, "train_seconds": 1450.3,
+            "cost": {"¥": 1.25}, "final_loss": 0.18607, "validation_loss": {"first": 2.0, "best": 0.3, "last": 0.4},
+            "best_step": steps // 2, "data_fingerprint": settings.pop("data", "450a6a355ac5"),
+            "settings": flat(profiles.load("tiny").model_dump()) | settings,
+        },
+    )  # fmt: skip
+    record.update(folder.facts, {}, "04_merge", {"verdict": "helped", "evaluation": EVALUATION})
+    log = [{"step": at, "loss": 9.0 / at, "eval_loss": 9.5 / at, "num_tokens": 5.0} for at in range(5, steps, 5)]
+    training.write_history([*log, {"step": 3, "loss": math.nan}], folder.logs / "history.json")
+    return folder
 
 
-def test_rivals_are_read_and_unknown_ones_refused() -> None:
-    assert bench.chosen(" generate,transformers-serve, ") == ["generate", "transformers-serve"]
-    assert bench.chosen("") == []
-    for text in ("generat", "generate,transformers serve"):
-        with pytest.raises(CourseError, match="generate, transformers-serve"):
-            bench.chosen(text)
-    with pytest.raises(CourseError, match="rivals are fast"):
-        bench.Board(None, bench.Settings(), {}).invited("fast", "no room")
+def cells(text: str, row: str) -> list[str]:
+    """The columns of a row of the table."""
+    line = next(line for line in text.splitlines() if line.startswith(row))
+    return [cell.strip() for cell in line.removeprefix(row).strip().split("  ") if cell.strip()]
 
 
-def test_generate_ends_with_the_process_that_asked_for_it() -> None:
-    code = (
-        "from nbutils import bench, paths\n"
-        "bench.Bench(paths.TINY_MODEL, bench.Board(None, bench.Settings((1,), 8, 400), {})).generate()"
-    )
-    asks = subprocess.Popen([sys.executable, "-c", code])
-    try:
-        workers, deadline = list[psutil.Process](), time.monotonic() + 30
-        while not workers and time.monotonic() < deadline:
-            time.sleep(0.1)
-            workers = psutil.Process(asks.pid).children(recursive=True)
-        time.sleep(2)
-        workers = psutil.Process(asks.pid).children(recursive=True)
-        assert workers
-    finally:
-        asks.kill()
-        asks.wait()
-    _, alive = psutil.wait_procs(workers, 10)
-    for process in alive:
-        process.kill()
-    assert not alive
+def test_settings_that_differ_and_what_came_of_them_are_shown(home: Path, tmp_path: Path) -> None:
+    a_run(home, "one")
+    a_run(home, "two", 100, **{"lora.rank": 64, "data": "other"})
+    text = invoke("compare", "one", str(home / "two")).output
+    assert cells(text, "lora.rank") == ["16", "64"] and cells(text, "data") == ["450a6a355ac5", "other"]
+    assert "lora.alpha" not in text and "profile" not in text and "about" not in text
+    assert cells(text, "steps") == ["200", "100"] and cells(text, "best step") == ["100", "50"]
+    assert cells(text, "merged: exact match") == ["91.2% [85.0%, 95.0%]"] * 2
+    assert cells(text, "cost") == ["¥1.25"] * 2 and cells(text, "verdict") == ["helped"] * 2
+    whole = json.loads(invoke("compare", "one", "two", "--json", "--out", str(tmp_path / "out")).output)
+    assert whole["differing"] == ["data", "lora.rank"] and whole["runs"]["two"]["settings"]["lora.rank"] == 64
+    one = whole["runs"]["one"]
+    assert one["trained"]["validation_loss"]["best"] == 0.3 and one["scores"]["exact_match"] == ESTIMATE
+    assert {name for entry in one["history"] for name in entry} == {"step", "loss", "eval_loss"}
+    assert (tmp_path / "out/compare.png").stat().st_size > 10_000
 
 
-def test_generate_alone_brings_its_levels_back_and_says_why_it_could_not(monkeypatch: Any) -> None:
-    found = alone.measure(paths.TINY_MODEL, "float32", bench.Settings((1,), 8, 4))
-    assert [(one.concurrency, one.errors) for one in found.levels] == [(1, 0), (32, 0)] and found.bandwidth == 0.0
-    monkeypatch.setattr(alone, "CODE", "raise MemoryError('no room')")
-    with pytest.raises(CourseError, match=r"plain generate ended with status 1: .*no room"):
-        alone.measure(paths.TINY_MODEL, "float32", bench.Settings((1,), 8, 4))
+def test_what_a_run_lacks_is_a_dash_and_said(home: Path, capsys: Any) -> None:
+    mine, older = a_run(home, "one", **{"lora.rank": 8}), a_run(home, "older")
+    facts = json.loads(older.facts.read_text())
+    for name in ("settings", "validation_loss", "best_step", "cost"):
+        del facts["lessons"]["03_qlora"][name]
+    paths.write_json(older.facts, facts)
+    (older.logs / "history.json").write_text('[{"loss": 1}, 2]')
+    begun = a_run(home, "begun")
+    record.begin(begun.facts, {"profile": "tiny"}, by_auto=False)
+    paths.write_json(begun.facts, {"profile": "tiny", "lessons": {}})
+    text = invoke("compare", "one", "older", "begun").output
+    assert cells(text, "validation loss, best") == ["0.3000", "-", "-"] and cells(text, "steps") == ["200", "200", "-"]
+    assert cells(text, "lesson 03") == ["finished", "finished, settings not recorded", "has not finished here"]
+    assert "lora.rank" not in text, "one run alone differs from nothing"
+    assert compare.load(older.path)["history"] == []
+    compare.beside(mine, EVALUATION)  # lesson 04: finished runs only
+    assert "begun" not in (said := capsys.readouterr().out) and cells(said, "verdict") == ["helped"] * 2
+    older.facts.write_text("{")
+    compare.beside(mine, EVALUATION)
+    assert "only finished run" in capsys.readouterr().out
+
+
+def test_unknown_runs_and_fewer_than_two_are_refused(home: Path) -> None:
+    a_run(home, "one")
+    a_run(home, "two")
+    with refused("compare.no_run", "two?", name="twoo", known="one, two"):
+        compare.of_names(["one", "twoo"])
+    for names in (["one"], []):
+        with refused("compare.too_few_runs", count=len(names)):
+            compare.of_names(names)
+        assert invoke("compare", *names).exit_code == 1

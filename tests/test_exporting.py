@@ -383,7 +383,7 @@ def test_the_answers_are_those_lesson_04_kept(run: Path, jobs: Jobs, precision: 
     before.folder.mkdir()
     answers = {n: evaluation.Answer(prompt, [n], str(n)) for n, prompt in enumerate(before.prompts)}
     kept = before.folder / "answers-merged.jsonl"
-    evaluation.keeping.resumed(kept, decided_by, before.prompts, lambda _: answers.items())
+    evaluation.exam.resume_answers(kept, decided_by, before.prompts, lambda _: answers.items())
     content = kept.read_bytes()
     assert [one.text for one in found.answers(exams[4], ROWS, size)] == ["0", "1", "2", "3"]
     with refused("exporting.no_answers", questions=8):

@@ -286,7 +286,7 @@ def test_lesson_04_alone_makes_what_it_needs_with_the_learners_own_profile(quick
 def test_lesson_04_where_the_model_does_not_fit_asks_in_4_bits_and_compares_in_full(quick: tuple) -> None:
     """And the merge into the dequantised base, with both numbers."""
     home, words, _ = quick
-    tight = "import runpy, sys; from nbutils.parity import fitting; sys.argv = sys.argv[1:]; "
+    tight = "import runpy, sys; from nbutils.parity import offload as fitting; sys.argv = sys.argv[1:]; "
     tight += "fitting.decide = lambda gib, card, ram: (False, {'cpu': '8MiB'}); "
     tight += "runpy.run_path(sys.argv[0], run_name='__main__')"
     ran = launch(["-c", tight, *words, "--MERGE_ONTO", "dequantized"], home)

@@ -1,30 +1,35 @@
-"""The exam every model sits: the same rows, the same decoding, the same scores.
+"""The exam: every model gets the same rows, the same greedy decoding and the same scores.
 
-`Exam` asks and scores; what it finds is a `Result`, row by row. Not here: the rows themselves (rows),
-or comparing two results (comparing).
+Answers and losses are written to `evaluation/` as they come, so that a lost session costs one batch. What is stored
+counts only under the fingerprint of everything that decides it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils.chat import View, find_stop_ids, training_format
+from nbutils.chat.types import common_length, rows_think
+from nbutils.data import stored_rows
 from nbutils.errors import CourseError
-from nbutils.evaluation import keeping, scores
-from nbutils.evaluation.answers import Answer, Row, answer_prompts, greedy, rows_at_once
-from nbutils.evaluation.control import beyond_others
-from nbutils.evaluation.losses import Encoded, RowLoss, encode_rows, row_losses
-from nbutils.evaluation.rows import enough_tokens, fitting_rows, general_rows, prompts_of, questions_of, reference_of
+from nbutils.evaluation import inference, metrics
+from nbutils.evaluation.inference import Answer, Message, Row, RowLoss
+from nbutils.paths import SAMPLES, write_json, write_text
 
 if TYPE_CHECKING:
     from nbutils.config import Evaluation
-    from nbutils.serving import Running
 
 FOLDER = "evaluation"  # below the run
+LEAST_TOKENS, LONGER = 32, 1.5  # of an answer; than the longest reference
+THINKING_MODES = {None: "the template's default", False: "off (enable_thinking=False)", True: "on"}
+Ask = Callable[[dict[int, list[int]]], Iterable[tuple[int, Answer]]]
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,11 @@ class Result:
 
     def mean(self, score: str) -> float:
         """The plain mean of a score."""
-        values = self.scores[score]
-        return sum(values) / len(values)
+        return sum(self.scores[score]) / len(self.scores[score])
 
     @property
     def loss(self) -> float:
-        """Nats for each of the assistant's tokens."""
+        """Nats per assistant token."""
         return sum(row.total for row in self.losses) / sum(row.tokens for row in self.losses)
 
     @property
@@ -53,75 +57,73 @@ class Result:
         """The answers as text."""
         return [answer.text for answer in self.answers]
 
+    def values(self, score: str) -> tuple[list[float], list[float] | None]:
+        """Row by row, with weights: the loss is weighted by tokens, so that its mean is that of the whole text."""
+        if score == "loss":
+            return [row.total / row.tokens for row in self.losses], [float(row.tokens) for row in self.losses]
+        return self.scores[score], None
+
 
 class Exam:
-    """Rows with known answers, and the way they are asked; `subject` keeps the files of two exams apart.
+    """Rows with known answers, and how they are asked; `subject` keeps the files of two exams apart.
 
-    `thinking` is the thinking mode of the prompts (None: the template's default). Rows that do not fit `limit` tokens,
-    with the longest answer allowed, are left out and told.
+    `thinking` is the thinking mode of the prompts (None: the template's default). Rows that do not fit `limit` tokens
+    with the longest answer allowed are left out with a warning.
     """
 
     def __init__(
-        self,
-        run: Path,
-        tokenizer: Any,
-        rows: Sequence[Row],
-        size: Evaluation,
-        dtype: str,
-        *,
-        subject: str = "",
-        thinking: bool | None = None,
-        limit: int = 0,
-    ) -> None:
-        held_back, rows = rows, list(rows[: size.rows] if size.rows else rows)
-        if not rows:
-            raise CourseError("there is no row to ask.", "at least one evaluation row", "run lesson 02 again")
+        self, run: Path, tokenizer: Any, rows: Sequence[Row], size: Evaluation, dtype: str, *,
+        subject: str = "", thinking: bool | None = None, limit: int = 0,
+    ) -> None:  # fmt: skip
+        chosen = list(rows[: size.rows] if size.rows else rows)
+        if not chosen:
+            raise CourseError("evaluation.no_rows")
         self.run, self.folder, self.tokenizer, self.size = run, run / FOLDER, tokenizer, size
         self.dtype, self.subject, self.thinking, self.limit = dtype, subject, thinking, limit
-        self.view = View(tokenizer, training_format(tokenizer, rows, thinking).value, thinking)
-        self.max_new_tokens = enough_tokens(self.view, held_back, size.max_new_tokens)
-        self.rows = fitting_rows(self.view, rows, size.max_new_tokens, limit) if limit else rows
-        self.left_out = len(rows) - len(self.rows)
+        self.mode = THINKING_MODES[thinking]
+        self.view = View(tokenizer, training_format(tokenizer, chosen, thinking).value, thinking)
+        self.max_new_tokens = _answer_tokens(self.view, rows, size.max_new_tokens)
+        self.rows = _fitting_rows(self.view, chosen, size.max_new_tokens, limit) if limit else chosen
+        self.left_out = len(chosen) - len(self.rows)
         self.questions, self.tools = questions_of(self.rows)[0], [row.get("tools") for row in self.rows]
-        self.prompts = prompts_of(self.view, self.rows)
+        self.prompts = [_prompt(self.view, row) for row in self.rows]
         self.references = [reference_of(self.view, row) for row in self.rows]
 
     def general(self) -> Exam:
-        """The exam on everyday knowledge, asked in the same way; always all of it."""
+        """The exam on general knowledge, asked in the same way; always all of it."""
         size = self.size.model_copy(update={"rows": 0})
-        asked: dict[str, Any] = {"thinking": self.thinking, "limit": self.limit}
-        return Exam(self.run, self.tokenizer, general_rows(), size, self.dtype, subject="general", **asked)
-
-    @property
-    def mode(self) -> str:
-        """In which thinking mode every model is asked."""
-        return {None: "the template's default", False: "off (enable_thinking=False)", True: "on"}[self.thinking]
+        same: dict[str, Any] = {"thinking": self.thinking, "limit": self.limit}
+        return Exam(self.run, self.tokenizer, general_rows(), size, self.dtype, subject="general", **same)
 
     def facts(self) -> dict[str, Any]:
         """How it was asked, for facts.json."""
         return {"thinking": self.mode, "rows_left_out": self.left_out}
 
-    def sit(self, name: str, model: Any, mark: Any, server: Running | None = None) -> Result:
-        """Ask one model, of which `mark` says exactly what it is; through a server of that model if one is given."""
+    def sit(self, name: str, model: Any, mark: Any, server: Any = None) -> Result:
+        """Ask one model, whose fingerprint is `mark`; through a `serving.Running` server of that model if given."""
         self.folder.mkdir(parents=True, exist_ok=True)
         model.eval()
-        losses = self._losses(name, model, mark)
-        answers = self.heard(self._answers(name, model, mark, server))
+        encoded = inference.encode_rows(self.view, self.rows)
+        decided_by = self._decided_by(mark, rows=digest([row._asdict() for row in encoded]))
+        make = partial(inference.row_losses, model, encoded, self.size.batch_size)
+        losses = stored_once(self._file("losses", name, "json"), decided_by, make)
+        answers = self.with_think_tag(self._answers(name, model, mark, server))
         by = f"{server.engine} server" if server else "generate"
-        return Result(name, answers, self.references, losses, self.score(answers), by)
+        return Result(name, answers, self.references, [RowLoss(*pair) for pair in losses], self.score(answers), by)
 
     def kept(self, name: str, mark: Any, folder: Path) -> list[Answer]:
-        """What a folder's model answered when it sat this very exam, without loading it; [] unless all is there."""
+        """The stored answers of a folder's model to this very exam, without loading it; [] unless all are there."""
         decided_by = self._decided_by(mark, stops=sorted(find_stop_ids(self.tokenizer, folder)))
-        found = keeping.kept(self._file("answers", name, None, "jsonl"), decided_by, self.prompts)
+        found = stored_answers(self._file("answers", name, "jsonl"), decided_by, self.prompts)
         return [found[number] for number in sorted(found)] if len(found) == len(self.prompts) else []
 
     def generate(self, model: Any) -> list[Answer]:
-        """The answers of a model, all asked anew and none kept: for those who measure how fast they come."""
-        return greedy(model, self.tokenizer, self.prompts, self.max_new_tokens, self.size.batch_size)
+        """The answers of a model, none of them stored."""
+        found = dict(self._ask(model)(dict(enumerate(self.prompts))))
+        return [found[number] for number in sorted(found)]
 
-    def heard(self, answers: Sequence[Answer]) -> list[Answer]:
-        """The answers with the `<think>` a prompt may have written for them, so that a thought is known as one."""
+    def with_think_tag(self, answers: Sequence[Answer]) -> list[Answer]:
+        """The answers with the `<think>` that a prompt may have opened for them, so that thinking is seen as such."""
         ends = [str(self.tokenizer.decode(prompt[-12:])).rstrip() for prompt in self.prompts]
         return [
             replace(answer, text=f"<think>{answer.text}") if end.endswith("<think>") else answer
@@ -130,49 +132,150 @@ class Exam:
 
     def score(self, answers: Sequence[Answer]) -> dict[str, list[float]]:
         """Every score of every answer."""
-        texts = [answer.text for answer in answers]
+        texts, references = [answer.text for answer in answers], self.references
         return {
-            "exact_match": self._each(lambda a, r: float(scores.is_exact(a, r)), texts),
-            "rouge_l": self._each(scores.rouge_l, texts),
-            "character_f1": self._each(scores.character_f1, texts),
-            "exact_content": beyond_others(lambda a, r: float(scores.is_exact(a, r)), texts, self.references),
-            "content": beyond_others(scores.rouge_l, texts, self.references),
-            "characters": [float(len(scores.characters(text))) for text in texts],
+            "exact_match": list(map(metrics.exact, texts, references)),
+            "rouge_l": list(map(metrics.rouge_l, texts, references)),
+            "character_f1": list(map(metrics.character_f1, texts, references)),
+            "exact_content": metrics.content(metrics.exact, texts, references),
+            "content": metrics.content(metrics.rouge_l, texts, references),
+            "characters": [float(len(metrics.normalized(text))) for text in texts],
             "tokens": [float(len(answer.token_ids)) for answer in answers],
             "stopped": [float(answer.stopped) for answer in answers],
-            "unfinished": [float(scores.is_unfinished(text)) for text in texts],
+            "unfinished": [float(metrics.is_unfinished(text)) for text in texts],
         }
 
-    def _each(self, score: Callable[[str, str], float], texts: list[str]) -> list[float]:
-        return [score(text, reference) for text, reference in zip(texts, self.references, strict=True)]
-
-    def _answers(self, name: str, model: Any, mark: Any, server: Running | None) -> list[Answer]:
+    def _answers(self, name: str, model: Any, mark: Any, server: Any) -> list[Answer]:
         decided_by = self._decided_by(mark, stops=sorted(find_stop_ids(self.tokenizer, model.generation_config)))
+        if not server:
+            return resume_answers(self._file("answers", name, "jsonl"), decided_by, self.prompts, self._ask(model))
+        print(f"{name}: the answers come from the {server.engine} server at {server.url}")
+        file, ask = (
+            self._file("answers", f"{name}-served", "jsonl"),
+            partial(server.answers, max_tokens=self.max_new_tokens),
+        )
+        return resume_answers(file, decided_by | {"server": server.engine}, self.prompts, ask)
+
+    def _ask(self, model: Any) -> Ask:
         size: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "batch_size": self.size.batch_size}
-        ask: keeping.Ask = partial(answer_prompts, model, self.tokenizer, **size)
-        if server:
-            ask = partial(server.answers, max_tokens=self.max_new_tokens)
-            decided_by |= {"server": server.engine}
-            print(f"{name}: the answers come from the {server.engine} server at {server.url}")
-        return keeping.resumed(self._file("answers", name, server, "jsonl"), decided_by, self.prompts, ask)
-
-    def _losses(self, name: str, model: Any, mark: Any) -> list[RowLoss]:
-        decided_by = self._decided_by(mark, rows=keeping.digest([asdict(row) for row in self._encoded]))
-        made = keeping.once(self._file("losses", name, None, "json"), decided_by, partial(self._lost, model))
-        return [RowLoss(*pair) for pair in made]
-
-    @cached_property
-    def _encoded(self) -> list[Encoded]:
-        """The rows as training sees them, rendered once for all models."""
-        return encode_rows(self.view, self.rows)
-
-    def _lost(self, model: Any) -> list[list[float]]:
-        batch_size = rows_at_once(model, max(len(text.ids) for text in self._encoded), self.size.batch_size)
-        return [[row.total, row.tokens] for row in row_losses(model, self._encoded, batch_size)]
+        return partial(inference.answer_prompts, model, self.tokenizer, **size)
 
     def _decided_by(self, mark: Any, **more: Any) -> dict[str, Any]:
         return {"model": mark, "dtype": self.dtype, "max_new_tokens": self.max_new_tokens, **more}
 
-    def _file(self, what: str, name: str, server: Running | None, ending: str) -> Path:
-        parts = [what, self.subject, name, "served" if server else ""]
-        return self.folder / f"{'-'.join(filter(None, parts))}.{ending}"
+    def _file(self, what: str, name: str, ending: str) -> Path:
+        return self.folder / f"{'-'.join(filter(None, (what, self.subject, name)))}.{ending}"
+
+
+def questions_of(rows: Sequence[Row]) -> tuple[list[list[Message]], list[str]]:
+    """Prompts and references of chat rows: everything before the last turn, and that turn."""
+    chosen = [row["messages"] for row in rows]
+    return [messages[:-1] for messages in chosen], [str(messages[-1]["content"] or "") for messages in chosen]
+
+
+def general_rows() -> list[Row]:
+    """Everyday questions in Chinese and English that have nothing to do with any training data of the course."""
+    return stored_rows(SAMPLES / "general.jsonl")
+
+
+def reference_of(view: View, row: Row) -> str:
+    """The reference as a model would write it; a tool call is written the way the template writes it."""
+    last = row["messages"][-1]
+    if not last.get("tool_calls"):
+        return str(last["content"] or "")
+    ids, _ = view.encode(row["messages"], row.get("tools"))
+    begins = common_length(_prompt(view, row), ids)
+    return str(view.tokenizer.decode(ids[begins:], skip_special_tokens=True)).strip()
+
+
+def _prompt(view: View, row: Row) -> list[int]:
+    return view.prompt(row["messages"][:-1], row.get("tools"))
+
+
+def _answer_tokens(view: View, rows: Sequence[Row], most: int) -> int:
+    """Tokens an answer may have: half as many again as the longest reference; `most` where a model may think."""
+    if rows_think(rows) or (view.thinking is not False and "think>" in str(view.tokenizer.chat_template)):
+        return most
+    references = view.tokenizer([reference_of(view, row) for row in rows], add_special_tokens=False)["input_ids"]
+    return min(most, max(LEAST_TOKENS, int(LONGER * max(map(len, references)))))
+
+
+def _fitting_rows(view: View, rows: list[Row], new_tokens: int, limit: int) -> list[Row]:
+    """The rows that fit a context of `limit` tokens; the others are named."""
+    needed = [len(_prompt(view, row)) + new_tokens for row in rows]
+    for example in view.encode_all(rows):
+        needed[example.row - 1] = max(needed[example.row - 1], len(example.ids))
+    long = [f"row {number} ({tokens:,} tokens)" for number, tokens in enumerate(needed, 1) if tokens > limit]
+    if len(long) == len(rows):
+        values = {"rows": len(rows), "least": min(needed), "limit": limit, "new_tokens": new_tokens}
+        raise CourseError("evaluation.no_row_fits", **values)
+    if long:
+        more = f" and {len(long) - 5} more" if len(long) > 5 else ""
+        print(f"[WARN] left out, as they do not fit {limit:,} tokens with their answer: {', '.join(long[:5])}{more}")
+    return [row for row, tokens in zip(rows, needed, strict=True) if tokens <= limit]
+
+
+def digest(value: Any) -> str:
+    """A short fingerprint of any JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def stored_once(file: Path, decided_by: dict[str, Any], make: Callable[[], Any]) -> Any:
+    """A JSON value that is made once and then read from its file, as long as what decides it stays the same."""
+    fingerprint = digest(decided_by)
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        if stored["fingerprint"] == fingerprint and stored["check"] == digest(stored["value"]):
+            return stored["value"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    value = make()
+    write_json(file, {"fingerprint": fingerprint, "decided_by": decided_by, "check": digest(value), "value": value})
+    return value
+
+
+def resume_answers(file: Path, decided_by: dict[str, Any], prompts: list[list[int]], ask: Ask) -> list[Answer]:
+    """All answers in order: those the file has already, and the missing ones from `ask`, written as they come."""
+    found = stored_answers(file, decided_by, prompts)
+    missing = {number: prompt for number, prompt in enumerate(prompts) if number not in found}
+    if found:
+        print(f"{len(found)} of {len(prompts)} answers are in {file.name} already")
+    if missing:
+        header = {"fingerprint": digest(decided_by | {"prompts": prompts}), "decided_by": decided_by}
+        lines = [json.dumps(header, ensure_ascii=False, default=str), *(_line(*one) for one in sorted(found.items()))]
+        write_text(file, "\n".join(lines) + "\n")  # whole, so that a line torn by a kill is gone
+        with open(file, "a", encoding="utf-8", newline="\n") as out:
+            for number, answer in ask(missing):
+                found[number] = answer
+                out.write(_line(number, answer) + "\n")
+                out.flush()
+            os.fsync(out.fileno())
+    return [found[number] for number in range(len(prompts))]
+
+
+def stored_answers(file: Path, decided_by: dict[str, Any], prompts: list[list[int]]) -> dict[int, Answer]:
+    """The answers in a file of this fingerprint; a line that is torn or was changed counts as missing."""
+    found: dict[int, Answer] = {}
+    try:  # split at \n alone: an answer may hold any other line end
+        header, *lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+        if json.loads(header)["fingerprint"] != digest(decided_by | {"prompts": prompts}):
+            return found
+    except (OSError, ValueError, KeyError, TypeError):
+        return found
+    for line in lines:
+        try:
+            stored = json.loads(line)
+            number = int(stored["row"])
+            answer = Answer(prompts[number], stored["token_ids"], stored["text"], stored["stopped"])
+        except (ValueError, KeyError, TypeError, IndexError):
+            continue
+        if line == _line(number, answer):
+            found[number] = answer
+    return found
+
+
+def _line(number: int, answer: Answer) -> str:
+    """One stored answer, with a checksum over its prompt too."""
+    stored = {"row": number, "token_ids": answer.token_ids, "text": answer.text, "stopped": answer.stopped}
+    check = digest([answer.prompt_ids, answer.token_ids, answer.text, answer.stopped])
+    return json.dumps(stored | {"check": check}, ensure_ascii=False)

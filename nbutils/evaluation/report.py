@@ -1,70 +1,207 @@
-"""The report of an evaluation as one HTML file that opens by itself: no network, no script, light and dark.
+"""Base and tuned side by side: the table, the figure, the facts, and one HTML page that opens by itself.
 
-Everything a learner or a model wrote is escaped, and private data in it masked: pages are sent around.
-Not here: any number that was not measured elsewhere.
+Everything a learner or a model wrote is escaped in the page, and private data in it masked: pages are sent around.
 """
 
 from __future__ import annotations
 
-import html
+import io
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbutils import record
+from nbutils import dashboard, record
+from nbutils.data.private import mask
 from nbutils.data.raw import shown
-from nbutils.evaluation.comparing import SHOWN, Outcome
-from nbutils.evaluation.drawing import as_svg
-from nbutils.evaluation.exam import Exam
-from nbutils.evaluation.scores import is_exact, spoken
+from nbutils.evaluation import metrics, stats
+from nbutils.evaluation.exam import Exam, Result
+from nbutils.evaluation.inference import Answer, Message
+from nbutils.evaluation.verdict import RULE, SHARES, Forgetting, Verdict, change, forgetting, judge
 from nbutils.paths import write_text
 
 if TYPE_CHECKING:
     from nbutils.lessons import Lesson
 
-SAMPLES, WORST = 6, 6
-LONGEST = 1200  # characters of a text that are shown
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2330; --soft: #5d6675; --line: #d9dee6; --card: #f5f7fa; --page: #fff;
-  --good: #13733a; --bad: #b3261e; --calm: #8a6100; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e8ee; --soft: #9aa4b2; --line: #39414d; --card: #1f252d;
-  --page: #15191f; --good: #5fd08a; --bad: #ff8a80; --calm: #f0c060; } }
-body { margin: 0 auto; max-width: 960px; padding: 24px 20px 60px; color: var(--ink); background: var(--page);
-  font: 15px/1.6 system-ui, "PingFang SC", "Microsoft YaHei", "Noto Sans CJK SC", sans-serif; }
-h1 { font-size: 22px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 36px 0 8px; } p { margin: 6px 0; }
-.soft { color: var(--soft); }
-.verdict { border-left: 6px solid var(--tone); background: var(--card); padding: 14px 18px; margin: 18px 0;
-  border-radius: 4px; } .verdict b { font-size: 20px; color: var(--tone); }
-.helped, .kept { --tone: var(--good); } .harmed, .forgot { --tone: var(--bad); } .no, .unclear { --tone: var(--calm); }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; vertical-align: top; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); }
-td.n { white-space: nowrap; } small { color: var(--soft); font-size: 12px; }
-th { font-weight: 600; color: var(--soft); } svg { width: 100%; min-width: 600px; height: auto; }
-.sample { border: 1px solid var(--line); border-radius: 6px; padding: 10px 14px; margin: 12px 0; }
-.sample div { display: grid; grid-template-columns: 96px 1fr; gap: 10px; padding: 2px 0; }
-.sample pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: inherit; }
-.right::before { content: "✓ "; color: var(--good); } .wrong::before { content: "✗ "; color: var(--bad); }
-@media (max-width: 560px) { .sample div { grid-template-columns: 1fr; gap: 0; } .sample span { font-size: 13px; } }
-"""
+# what is shown, and how: its name, its format, and in a few words what it is
+SHOWN = {
+    "loss": ("loss", ".3f", "nats per token of the wanted answer; perplexity is e to this"),
+    "exact_match": ("exact match", ".1%", "answers that are the wanted one, to the letter"),
+    "character_f1": ("character F1", ".3f", "characters shared, in any order"),
+    "rouge_l": ("ROUGE-L", ".3f", "characters shared, in order"),
+    "exact_content": ("content (exact)", "+.3f", "exact match beyond other rows' references"),
+    "content": ("content (ROUGE-L)", "+.3f", "ROUGE-L beyond other rows' references"),
+    "characters": ("length", ".0f", "characters of an answer"),
+    "tokens": ("tokens", ".1f", "tokens of an answer"),
+    "stopped": ("stopped", ".1%", "answers that end by themselves within the tokens allowed"),
+}
+PANELS = ("exact_match", "character_f1", "rouge_l", "content", "loss", "stopped")
+COLORS = ("#8a8f98", "#7a5cc9", "#2979c9")
+INK = "#010203"  # replaced by the color of the text around it, so that the figure is readable in the dark
+SAMPLES, LONGEST = 6, 1200  # rows of each list, characters of a text
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of one exam: the first is the one before the tuning, the last the one after."""
+
+    results: Sequence[Result]
+    general: Sequence[Result] = ()
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """Whether it helped."""
+        return judge(self.results[0], self.results[-1])
+
+    @cached_property
+    def forgetting(self) -> Forgetting | None:
+        """What became of general knowledge, if it was asked for."""
+        return forgetting(self.general[0], self.general[-1]) if self.general else None
+
+    @cached_property
+    def means(self) -> dict[str, dict[str, stats.Estimate]]:
+        """Each score of each model with its interval."""
+        return {score: {one.name: _mean(score, *one.values(score)) for one in self.results} for score in SHOWN}
+
+    @cached_property
+    def changes(self) -> dict[str, stats.Difference]:
+        """Each score, after minus before, on the same rows."""
+        return {score: change(self.results[0], self.results[-1], score) for score in SHOWN}
+
+    def table(self) -> list[dict[str, str]]:
+        """For display: one row for each score."""
+        rows = []
+        for score, (label, form, _) in SHOWN.items():
+            means = {name: one.text(form) for name, one in self.means[score].items()}
+            found = self.changes[score]
+            difference = found.estimate.text(f"+{form.removeprefix('+')}")
+            rows.append({"score": label, **means, "difference": difference, "p": found.p_text})
+        return rows
+
+    def text(self) -> str:
+        """The same table for a terminal."""
+        return dashboard.aligned(self.table())
+
+    def summary(self) -> list[str]:
+        """The main numbers, a line each."""
+        lines = [f"verdict: {self.verdict.word}"]
+        for score in ("exact_match", "content"):
+            label, form, _ = SHOWN[score]
+            means = [f"{one.name} {self.means[score][one.name].text(form)}" for one in self.results]
+            lines.append(f"{label}: {', '.join((means[0], means[-1]))}")
+        lines += [f"general knowledge: {self.forgetting.word}"] if self.forgetting else []
+        lines += [f"warning: {flag}" for flag in self.verdict.flags]
+        return [*lines, "all of it: [evaluation/report.html](evaluation/report.html)"]
+
+    def facts(self) -> dict[str, Any]:
+        """All numbers for facts.json."""
+        found = asdict(self.verdict)
+        return {
+            "verdict": found.pop("word"), "rows": len(self.results[0].answers), **found,
+            "scores": {
+                score: {name: one.facts() for name, one in means.items()} | {"difference": self.changes[score].facts()}
+                for score, means in self.means.items()
+            },
+            "summary": self.summary(),
+            "perplexity": {one.name: math.exp(one.loss) if one.loss < 50 else None for one in self.results},
+            "answers_by": {one.name: one.by for one in self.results},
+            **({"general": self._general_facts(self.forgetting)} if self.forgetting else {}),
+        }  # fmt: skip
+
+    def _general_facts(self, found: Forgetting) -> dict[str, Any]:
+        losses = {one.name: one.loss if math.isfinite(one.loss) else None for one in self.general}
+        return {
+            "verdict": found.word, "perplexity_ratio": found.ratio.facts(), "loss": losses,
+            "rows": len(self.general[0].answers), "character_f1_difference": found.f1.facts(),
+        }  # fmt: skip
+
+
+def _mean(score: str, values: list[float], weights: list[float] | None = None) -> stats.Estimate:
+    return stats.share_interval(values) if score in SHARES else stats.mean_interval(values, weights)
+
+
+def score_table(exam: Exam, answers: Mapping[str, Sequence[Answer]]) -> list[dict[str, str]]:
+    """The means of several sets of answers to one exam, for display."""
+    scored = {name: exam.score(exam.with_think_tag(given)) for name, given in answers.items()}
+    table = []
+    for score in ("exact_match", "character_f1", "rouge_l", "stopped"):
+        label, form, _ = SHOWN[score]
+        table.append({"score": label} | {name: _mean(score, one[score]).text(form) for name, one in scored.items()})
+    return table
+
+
+def before_after_table(
+    questions: Sequence[list[Message]], references: Sequence[str], columns: dict[str, Sequence[str]], rows: int = 6
+) -> list[dict[str, str]]:
+    """For display: the question, the reference, and each model's answer with a tick or a cross; private data masked."""
+    table = []
+    for index in range(min(rows, len(references))):
+        row = {"question": mask(str(questions[index][-1]["content"])), "wanted": mask(references[index])}
+        for name, answers in columns.items():
+            tick = "✓" if metrics.exact(answers[index], references[index]) else "✗"
+            row[name] = f"{tick} {mask(answers[index].strip())}"
+        table.append(row)
+    return table
+
+
+def plot(outcome: Outcome, path: Path | None = None) -> None:
+    """Show the scores as a figure in a notebook, and save it to `path` if one is given."""
+    dashboard.show_figure(_figure(outcome, "black"), path)
+
+
+def as_svg(outcome: Outcome) -> str:
+    """The same as SVG, to stand inside a page and take its colors."""
+    import matplotlib.pyplot as plt
+
+    buffer = io.StringIO()
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "course", "font.family": "sans-serif"}):
+        figure = _figure(outcome, INK)
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        plt.close(figure)
+    text = buffer.getvalue()
+    return text[text.index("<svg") :].replace(INK, "currentColor")
+
+
+def _figure(outcome: Outcome, ink: str) -> Any:
+    """Six small panels, the models from left to right: a dot with its interval each."""
+    import matplotlib.pyplot as plt
+
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    style: Any = dict.fromkeys(inked, ink) | {"font.size": 9}
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(2, 3, figsize=(8.4, 4.4))
+        for panel, score in zip(axes.flat, PANELS, strict=True):
+            means = outcome.means[score]
+            for place, (one, color) in enumerate(zip(means.values(), COLORS, strict=False)):
+                panel.plot([place] * 2, [one.low, one.high], color=color, lw=5, alpha=0.4, solid_capstyle="butt")
+                panel.plot([place], [one.mean], "o", color=color, markersize=7)
+            panel.set_title(SHOWN[score][0], loc="left")
+            panel.set_xticks(range(len(means)), list(means))
+            panel.set_xlim(-0.5, len(means) - 0.5)
+            panel.grid(axis="y", alpha=0.25)
+            panel.spines[["top", "right"]].set_visible(False)
+            if score not in ("loss", "content"):
+                panel.set_ylim(-0.05, 1.05)
+        figure.tight_layout()
+    return figure
 
 
 def write_report(path: Path, run: str, exam: Exam, outcome: Outcome, about: Mapping[str, Any]) -> Path:
-    """Write the report; `about` says how it was measured (card, versions, dtype)."""
-    parts = [
-        f"<h1>Did the tuning help? Run {_safe(run)}</h1>",
-        f"<p class=soft>{datetime.now():%Y-%m-%d %H:%M}, {len(exam.rows)} held-back rows</p>",
-        _verdict(outcome), "<h2>The numbers</h2>", _table(outcome), f"<div class=wide>{as_svg(outcome)}</div>",
-        "<h2>General knowledge</h2>" if outcome.forgetting else "", _general(outcome),
-        "<h2>Side by side</h2>", _samples(exam, outcome, range(min(SAMPLES, len(exam.rows)))),
-        "<h2>The worst answers after the tuning</h2>", _samples(exam, outcome, worst(outcome)),
-        "<h2>How it was measured</h2>", _method(exam, outcome, about),
-    ]  # fmt: skip
-    title = f"<title>Evaluation of {_safe(run)}</title>"
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">{title}'
-    page = (
-        f'<!doctype html><html lang="en"><head>{head}<style>{STYLE}</style></head><body>{"".join(parts)}</body></html>'
-    )
+    """Write the page; `about` says how it was measured (GPU, versions, dtype)."""
+    import jinja2
+
+    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    tuned, before = outcome.results[-1].scores, outcome.results[0].scores["exact_match"]
+    wrong = [row for row, right in enumerate(tuned["exact_match"]) if not right]
+    worst = sorted(wrong, key=lambda row: (-before[row], tuned["rouge_l"][row]))  # those first that were right before
+    page = jinja2.Environment(autoescape=True).from_string(template).render(
+        run=run, date=f"{datetime.now():%Y-%m-%d %H:%M}", exam=exam, outcome=outcome, svg=as_svg(outcome), about=about,
+        first=range(min(SAMPLES, len(exam.rows))), worst=worst[:SAMPLES], rule=RULE, level=f"{stats.LEVEL:.0%}",
+        descriptions=[text for _, _, text in SHOWN.values()], shown=_shown, answer=metrics.without_thinking,
+    )  # fmt: skip
     write_text(path, page.encode("utf-8", "replace").decode("utf-8") + "\n")
     return path
 
@@ -72,89 +209,11 @@ def write_report(path: Path, run: str, exam: Exam, outcome: Outcome, about: Mapp
 def about(lesson: Lesson) -> dict[str, Any]:
     """The machine and the packages a lesson ran with."""
     versions = ", ".join(f"{name} {number}" for name, number in record.versions().items())
-    card = str(lesson.card) if lesson.card else "CPU only"
-    return {"model": lesson.model_name, "machine": f"{lesson.platform.name}, {card}", "versions": versions}
+    gpu = str(lesson.card) if lesson.card else "CPU only"
+    return {"model": lesson.model_name, "machine": f"{lesson.platform.name}, {gpu}", "versions": versions}
 
 
-def worst(outcome: Outcome, count: int = WORST) -> list[int]:
-    """The rows the tuned model gets most wrong, those first that were right before."""
-    tuned, base = outcome.tuned.scores, outcome.base.scores["exact_match"]
-    wrong = [row for row, right in enumerate(tuned["exact_match"]) if not right]
-    return sorted(wrong, key=lambda row: (-base[row], tuned["rouge_l"][row]))[:count]
-
-
-def _safe(value: Any) -> str:
-    return html.escape(str(value))
-
-
-def _verdict(outcome: Outcome) -> str:
-    verdict = outcome.verdict
-    flags = "".join(f"<p>⚠ {_safe(flag)}</p>" for flag in verdict.flags)
-    todo = f"<p><i>To do:</i> {_safe(verdict.todo)}</p>" if verdict.todo else ""
-    kind = verdict.word.split()[0]
-    return f"<div class='verdict {kind}'><b>{_safe(verdict.headline)}</b><p>{_safe(verdict.why)}</p>{todo}{flags}</div>"
-
-
-def _general(outcome: Outcome) -> str:
-    kept = outcome.forgetting
-    if kept is None:
-        return ""
-    asked = f"{len(outcome.general[0].answers)} everyday questions in Chinese and English"
-    told = f"<p>{_safe(kept.told)}</p><p class=soft>{asked}</p>"
-    return f"<div class='verdict {kept.word}'><b>{kept.word}</b>{told}</div>"
-
-
-def _table(outcome: Outcome) -> str:
-    """Means with their intervals below them, so that the table also fits a phone turned sideways."""
-    rows, body = outcome.table(), ""
-    head = "".join(f"<th>{_safe(name)}</th>" for name in rows[0])
-    for score, row in zip(SHOWN, rows, strict=True):
-        name, *cells = row.values()
-        numbers = "".join(f"<td class=n>{_two_lines(cell)}</td>" for cell in cells)
-        body += f"<tr><td>{_safe(name)}<br><small>{_safe(SHOWN[score][2])}</small></td>{numbers}</tr>"
-    return f"<div class=wide><table><tr>{head}</tr>{body}</table></div>"
-
-
-def _two_lines(cell: str) -> str:
-    mean, bracket, interval = cell.partition(" [")
-    return f"{_safe(mean)}<br><small>[{_safe(interval)}</small>" if bracket else _safe(mean)
-
-
-def _samples(exam: Exam, outcome: Outcome, rows: Sequence[int]) -> str:
-    return "".join(_sample(exam, outcome, row) for row in rows) or "<p>None: every answer is right.</p>"
-
-
-def _sample(exam: Exam, outcome: Outcome, row: int) -> str:
-    wanted = exam.references[row]
-    lines = [_line("question", _text(exam.questions[row][-1]["content"])), _line("wanted", _text(wanted))]
-    for result in outcome.results:
-        text = result.texts[row]
-        mark = "right" if is_exact(text, wanted) else "wrong"
-        lines.append(_line(result.name, _text(spoken(text) or "(nothing)"), mark))
-    return f"<div class=sample>{''.join(lines)}</div>"
-
-
-def _line(name: str, text: str, mark: str = "") -> str:
-    return f"<div><span class=soft>{_safe(name)}</span><pre class='{mark}'>{_safe(text)}</pre></div>"
-
-
-def _text(value: Any) -> str:
+def _shown(value: Any) -> str:
+    """A text for other eyes: private data masked, control characters visible, cut if it is very long."""
     text = "\n".join(map(shown, str(value or "").split("\n")))
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text)} characters)"
-
-
-def _method(exam: Exam, outcome: Outcome, about: Mapping[str, Any]) -> str:
-    left_out = f"; {exam.left_out} more were too long for the model" if exam.left_out else ""
-    told = {
-        "rows": f"{len(exam.rows)}, the same for every model, held back from training{left_out}",
-        "decoding": f"greedy, at most {exam.max_new_tokens} new tokens, {exam.dtype}; thinking: {exam.mode}",
-        "answers by": ", ".join(f"{one.name}: {one.by}" for one in outcome.results),
-        "intervals": "95 %: Wilson's for shares of rows (exact match, stopped), bootstrap over rows for the rest; "
-        "differences are paired, row by row",
-        "tests": "exact McNemar for right or wrong, sign-flip permutation for the rest",
-        "content": "the score of an answer minus its mean score against the references of five other rows",
-        "verdict": "helped only if content (exact match or ROUGE-L) rises: 97.5 % interval above 0, p < 0.025",
-        **about,
-    }  # fmt: skip
-    body = "".join(f"<tr><td class=soft>{_safe(name)}</td><td>{_safe(value)}</td></tr>" for name, value in told.items())
-    return f"<div class=wide><table>{body}</table></div>"

@@ -1,7 +1,4 @@
-"""A model that may be larger than the card: whether it fits, and how its logits are computed all the same.
-
-Not here: loading it (the lesson does), or what fits for training (plan).
-"""
+"""A model that may be larger than the GPU: whether it fits, and how its logits are computed all the same."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbutils import platforms
+from nbutils import hardware, platforms
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.paths import GIB
 
 WORK_GIB = 1.5  # beside the weights: CUDA itself, the activations of the fixed set and its logits
-SPARE_RAM_GIB = 2.0  # for this program and its neighbours
+SPARE_RAM_GIB = 2.0  # for this program and its neighbors
 LOADED = 1.1  # weights as loaded, with what torch leaves between them
 
 
@@ -49,16 +46,12 @@ class Room:
             shutil.rmtree(self.wide["offload_folder"], ignore_errors=True)
 
 
-def decide(gib: float, card_gib: float | None, ram_gib: float) -> tuple[bool, dict[int | str, str]]:
-    """Whether weights of this size fit into the free memory, else how much of card and RAM they may take.
-
-    The rest of them then lies on disk, and a run through the model reads it from there.
-    """
-    if card_gib is None:
-        allowed = max(0.0, ram_gib - SPARE_RAM_GIB)
-        return gib * LOADED <= allowed, {"cpu": _mib(allowed / 2)}
-    fits = gib * LOADED + WORK_GIB <= card_gib
-    return fits, {0: _mib(card_gib - 2 * WORK_GIB), "cpu": _mib((ram_gib - SPARE_RAM_GIB) / 2)}
+def decide(gib: float, gpu_gib: float | None, ram_gib: float) -> tuple[bool, dict[int | str, str]]:
+    """Whether weights of this size fit into free memory, else how much of GPU and RAM they may take; disk the rest."""
+    memory: dict[int | str, str] = {"cpu": _mib((ram_gib - SPARE_RAM_GIB) / 2)}
+    if gpu_gib is None:
+        return gib * LOADED <= ram_gib - SPARE_RAM_GIB, memory
+    return gib * LOADED + WORK_GIB <= gpu_gib, {0: _mib(gpu_gib - 2 * WORK_GIB)} | memory
 
 
 def _mib(gib: float) -> str:
@@ -66,26 +59,22 @@ def _mib(gib: float) -> str:
 
 
 def room_for(gib: float, card: Any, scratch: Path) -> Room:
-    """The same for this machine as it is now; `scratch` takes what neither card nor RAM can hold."""
-    free = _free_on_card() if card else None
-    ram = platforms.free_memory_gib().value
-    fits, memory = decide(gib, free, ram)
-    place, here = ("the card", free) if free is not None else ("RAM", ram)
+    """The same for this machine as it is now; `scratch` takes what neither GPU nor RAM can hold."""
+    gpu, ram = _free_gpu_gib() if card else None, platforms.free_memory_gib().value
+    fits, memory = decide(gib, gpu, ram)
+    place = f"RAM ({ram:.1f} GiB free)" if gpu is None else f"the GPU ({gpu:.1f} GiB free)"
     if fits:
-        reason = f"{gib:.1f} GiB of weights fit into {place} ({here:.1f} GiB free)"
-        return Room(True, reason, {"device_map": {"": 0 if card else "cpu"}})
-    require_disk(scratch, gib, "what card and RAM cannot hold of the model")
+        return Room(True, f"{gib:.1f} GiB of weights fit into {place}", {"device_map": {"": 0 if card else "cpu"}})
+    require_disk(scratch, gib, "what GPU and RAM cannot hold of the model")
     reason = (
-        f"{gib:.1f} GiB of weights do NOT fit into {place} ({here:.1f} GiB free): every model sits the exam in 4 bits, "
-        f"and the unquantised one is run once over the fixed set, piece by piece from RAM and disk"
+        f"{gib:.1f} GiB of weights do NOT fit into {place}: every model is asked in 4 bits, and the unquantised one is "
+        f"run once over the fixed set, piece by piece from RAM and disk"
     )
     return Room(False, reason, {"device_map": "auto", "max_memory": memory, "offload_folder": str(scratch)})
 
 
-def _free_on_card() -> float:
+def _free_gpu_gib() -> float:
     import torch
-
-    from nbutils import hardware
 
     hardware.free_memory()
     return float(torch.cuda.mem_get_info()[0]) / GIB
@@ -106,8 +95,7 @@ def put_beside(model: Any, adapter: Path) -> Any:
     """PEFT's model of a base that may lie partly in RAM and on disk, with the adapter on the device that computes.
 
     PEFT's own way would write a copy of such a base into the current folder, over the base itself if its path is
-    relative. So it is not told where the base lies, and gets the adapter's weights from here. A base that lies whole on
-    one device needs none of this.
+    relative. So it is not told where the base lies, and gets the adapter's weights from here.
     """
     from accelerate.utils import set_module_tensor_to_device
     from peft import PeftModel
@@ -125,9 +113,6 @@ def put_beside(model: Any, adapter: Path) -> Any:
         head, _, tail = name.rpartition(".")
         place = f"{head}.default.{tail}"
         if place not in known:
-            raise CourseError(
-                f"{name} of the adapter has no place beside a model that lies partly on disk.", "plain LoRA matrices",
-                "run this lesson on a machine whose card or memory holds the model",
-            )  # fmt: skip
+            raise CourseError("parity.adapter_not_lora", weight=name)
         set_module_tensor_to_device(tuned, place, device, value.to(known[place].dtype))
     return tuned
