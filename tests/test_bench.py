@@ -20,8 +20,8 @@ from support import refused
 from nbutils import bench, cli, compare, lessons, paths, profiles, record, training
 from nbutils.bench import client, run
 from nbutils.bench.client import Request, summarize
-from nbutils.errors import CourseError
 from nbutils.config import flat
+from nbutils.errors import CourseError
 
 FIRST, EACH = 0.05, 0.01  # seconds the fake engine takes until its first token, and for each one after it
 KEY = "k-123"

@@ -21,10 +21,10 @@ import torch
 from support import refused
 
 from nbutils import chat, data, evaluation, paths
+from nbutils.config import Evaluation
 from nbutils.evaluation import exam as exams
 from nbutils.evaluation import harness, inference, metrics, report, stats, verdict
 from nbutils.evaluation.inference import Answer, RowLoss
-from nbutils.config import Evaluation
 
 Tiny = tuple[Any, Any]
 HERE = Path(__file__).resolve().parent

@@ -23,11 +23,11 @@ from support import refused
 
 from nbutils import cli, disk, evaluation, exporting, hardware, lessons, parity, paths, platforms, serving
 from nbutils.chat import find_stop_ids
+from nbutils.config import Evaluation
 from nbutils.errors import CourseError
 from nbutils.exporting import compare, formats, make
 from nbutils.merging import open_base
 from nbutils.parity import Fixed, Gap, Reading
-from nbutils.config import Evaluation
 
 T4 = hardware.Card("Tesla T4", (7, 5), 14.6, 1)
 FIXED = Fixed([[1, 2]], [1], [[1]], [2], 0)

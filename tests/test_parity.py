@@ -15,8 +15,8 @@ import torch
 from support import refused
 
 from nbutils import evaluation, merging, parity, paths
-from nbutils.parity import Fixed, Reading, offload, predictions
 from nbutils.config import Evaluation
+from nbutils.parity import Fixed, Reading, offload, predictions
 
 KEY = "not-a-secret-only-a-test"
 Found = dict[str, Reading]

@@ -28,8 +28,8 @@ import pytest
 from support import refused
 
 from nbutils import environments, evaluation, hardware, paths, platforms, processes, serving
-from nbutils.evaluation import Answer
 from nbutils.config import Evaluation
+from nbutils.evaluation import Answer
 from nbutils.serving import Running, Server, client, engine, flags, logs, ports, state
 from nbutils.serving.server import engine_processes
 

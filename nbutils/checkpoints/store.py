@@ -16,8 +16,8 @@ from typing import Any
 
 from nbutils import platforms
 from nbutils.checkpoints.archive import NAME, UNREADABLE, Kept, defect, forget, read_manifest, unpack
-from nbutils.errors import CourseError
 from nbutils.config import flat
+from nbutils.errors import CourseError
 
 CHECKPOINTS, LOCAL_STORE, BEGAN_ANEW = "checkpoints", "sealed", "began_anew.txt"
 RETRY_SECONDS = (1.0, 3.0, 9.0)  # for a disk that gives an error

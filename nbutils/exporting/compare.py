@@ -20,8 +20,8 @@ from nbutils.merging.folder import read_config
 from nbutils.serving.engine import require_engine, tensor_parallel
 
 if TYPE_CHECKING:
-    from nbutils.lessons import Lesson
     from nbutils.config import Evaluation
+    from nbutils.lessons import Lesson
 
 # Mean KL in nats per token up to which the words hold; beyond the last the export is broken.
 VERDICTS = ((0.001, "next to the same"), (0.02, "hardly differs"), (0.15, "differs a little"), (1.0, "clearly differs"))
