@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils import record
-from nbutils.data.raw import shown
+from nbutils.data.text import shown
 from nbutils.evaluation.comparing import SHOWN, Outcome
 from nbutils.evaluation.drawing import as_svg
 from nbutils.evaluation.exam import Exam

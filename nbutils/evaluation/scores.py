@@ -11,7 +11,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
-from nbutils.data.private import mask
+from nbutils.data.text import mask
 from nbutils.evaluation.answers import Message
 
 THINKING = re.compile(r"(?s)^\s*<think>.*?(</think>|\Z)|^((?!<think>).)*?</think>")  # or the prompt opened it
