@@ -30,7 +30,7 @@ from support import refused
 from nbutils import data
 from nbutils.cli import app
 from nbutils.data import build, read
-from nbutils.data.dedupe import TEMPLATE, NearDuplicates, shingles
+from nbutils.data.dedupe import TEMPLATE, NearDuplicates, row_text
 from nbutils.data.text import find_private, mask, repair_mojibake
 from nbutils.errors import CourseError
 from nbutils.paths import SAMPLES
@@ -1027,7 +1027,7 @@ QUESTION = "Hello, I ordered a kettle for my mother last week and nobody told me
 
 def near_duplicates(rows: list[dict[str, Any]], near: float = 0.8) -> tuple[dict[int, int], int]:
     """The rows that are left out, each with the one kept for it, and how many fill in a template."""
-    finder, compared = NearDuplicates(near), [shingles(**row) for row in rows]
+    finder, compared = NearDuplicates(near), [row_text(**row) for row in rows]
     for row in compared:
         finder.add(row)
     return finder.find(np.arange(len(rows)), compared.__getitem__), finder.templated

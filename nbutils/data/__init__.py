@@ -1,4 +1,4 @@
-"""Data: read, normalize, check, deduplicate, split and fingerprint chat rows. Nothing here tokenizes but `data check`."""
+"""Data: read, normalize, check, deduplicate, split and fingerprint chat rows."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from nbutils import platforms, scaling
 from nbutils.data import card as cards
 from nbutils.data.card import CARD, CARD_TEXT, EVAL, REJECTED, REPEATED, TRAIN, Counts, DataCard, Report
 from nbutils.data.columns import KNOWN_COLUMNS, parse_mapping
-from nbutils.data.dedupe import NearDuplicates, digests, shingles
+from nbutils.data.dedupe import NearDuplicates, digests, row_text
 from nbutils.data.read import LONGEST_LINE, bundled, find_files, licence_of, read_rows, split_name
 from nbutils.data.rows import ChatRow, check_row
 from nbutils.data.text import Problem, RowError, shown
@@ -90,7 +90,7 @@ def check(
     sources: Sequence[str], *, columns: str = "", near: float | None = None, repair: bool = True, model: str = "",
     max_length: int = 0, out: Path | None = None, rejected: Path | None = None,
 ) -> Report:  # fmt: skip
-    """`python -m nbutils data check`: the same pass; bad rows never stop it, and only `out` and `rejected` are written."""
+    """`data check`: the same pass; bad rows never stop it, and only `out` and `rejected` are written."""
     if max_length and not model:
         raise CourseError("data.needs_tokenizer")
     if rejected and not _may_replace(rejected):
@@ -283,7 +283,7 @@ class Build:
         self.offsets.append(self.sizes[held_out])
         self.sizes[held_out] += len(line)
         if self.near:
-            self.near.add(shingles(row.messages, row.tools))
+            self.near.add(row_text(row.messages, row.tools))
         self.counts.accept(row)
 
     def _reject(self, error: RowError) -> None:
@@ -306,7 +306,7 @@ class Build:
                 written[self.held_out[number]].seek(self.offsets[number])
                 return json.loads(written[self.held_out[number]].readline())
 
-            repeated = self.near.find(order, lambda number: shingles(**read(number)))
+            repeated = self.near.find(order, lambda number: row_text(**read(number)))
             for number, kept in sorted(repeated.items()):
                 stays[number] = False
                 self.counts.remove(number)
@@ -422,7 +422,7 @@ def _short_names(files: list[Path]) -> dict[Path, str]:
 
 
 def _may_replace(file: Path) -> bool:
-    """Whether nothing is lost when a file is written anew: it is missing, empty, or an earlier list of rejected rows."""
+    """Whether nothing is lost when a file is written anew: missing, empty, or an earlier list of rejected rows."""
     if not os.path.lexists(file):
         return True
     if file.is_symlink() or not file.is_file():

@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 import unicodedata
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ SEPARATOR = "\x1e"  # a control character, which no checked row holds: it stands
 NUMERALS = "0123456789〇零一二两三四五六七八九十百千万亿"
 SYMBOLS = "-*/%#&\\^"  # Unicode takes them for punctuation; mathematical signs and currencies count as well
 PERMUTATIONS, SEED = 64, 42  # four to a band: a pair that overlaps by 0.8 shares a band in 99.9 of 100 cases
+BATCH = 64  # rows hashed at once
 TEMPLATE = 8  # more rows than this that are similar to one row are a template filled in, not copies
 
 
@@ -69,8 +69,18 @@ def normalized(text: str) -> np.ndarray:
 
 def _normalized_bytes(text: str) -> bytes:
     """The same bytes for all variants of a text; of one that ends with punctuation alone the text itself."""
-    kept = _decoded(normalized(text)).replace("\0", "").encode("utf-8", "surrogatepass")
+    if text.isascii() and "-" not in text:
+        kept = text.encode().translate(*_ascii())
+    else:
+        kept = _decoded(normalized(text)).replace("\0", "").encode("utf-8", "surrogatepass")
     return kept if kept and kept[-1] > 0x1F else text.encode()
+
+
+@functools.cache
+def _ascii() -> tuple[bytes, bytes]:
+    """What the ASCII characters are compared as, and those that do not count."""
+    codes = bytes(_tables().normalized[:128].astype(np.uint8))
+    return codes + bytes(128), bytes(code for code in range(128) if not codes[code])
 
 
 def _decoded(codes: np.ndarray) -> str:
@@ -102,40 +112,42 @@ def _normalized_code(character: str) -> int:
     return 0 if category[0] in "PZC" and category != "Cs" and simple not in SYMBOLS else ord(simple)
 
 
-class Shingles(NamedTuple):
-    """The character 3-grams of question and answer, and what has to be equal in both rows."""
+class RowText(NamedTuple):
+    """What is compared of a row: what has to be equal, the question with all earlier turns, the answer."""
 
-    question: np.ndarray
-    answer: np.ndarray
-    exact: int
+    fixed: str
+    question: str
+    answer: str
 
 
-def shingles(messages: Sequence[dict[str, Any]], tools: Any = None) -> Shingles:
-    """What is compared of a row: the question with all earlier turns, and the answer."""
+def row_text(messages: Sequence[dict[str, Any]], tools: Any = None) -> RowText:
+    """The parts of a row that are compared."""
     system = messages[0]["content"] if messages[0]["role"] == "system" else ""
-    texts = [f"{m['content'] or ''}\n{m['tool_calls']}" if m.get("tool_calls") else m["content"] for m in messages]
-    question, answer = "\n".join(texts[bool(system) : -1]), texts[-1]
-    sides = [normalized(f"{SEPARATOR}{text}{SEPARATOR}") for text in (question, answer)]
-    exact = " ".join(_decoded(np.where(_tables().exact.take(side), side, ord(" "))) for side in sides)
-    fixed = f"{system}{SEPARATOR}{tools or ''}"
-    return Shingles(
-        *map(_grams, sides), zlib.crc32(" ".join(exact.split()).encode()) << 32 | zlib.crc32(fixed.encode())
-    )
+    texts = [f"{m['content'] or ''}\n{m['tool_calls']}" if "tool_calls" in m else m["content"] for m in messages]
+    return RowText(f"{system}{SEPARATOR}{tools or ''}", "\n".join(texts[bool(system) : -1]), texts[-1])
 
 
-def _grams(codes: np.ndarray) -> np.ndarray:
-    kept = codes[codes != 0].astype(np.uint64)
-    return kept[:-2] << np.uint64(32) | kept[1:-1] << np.uint64(16) | kept[2:]
+def _numbers_and_symbols(codes: np.ndarray) -> list[str]:
+    """What has to be equal of each text between two separators."""
+    kept = _decoded(np.where(_tables().exact.take(codes), codes, ord(" ")))
+    return [" ".join(text.split()) for text in kept.split(SEPARATOR)[1:-1]]
 
 
-def similarity(one: Shingles, other: Shingles) -> float:
+def _trigrams(codes: np.ndarray) -> np.ndarray:
+    return codes[:-2] << np.uint64(32) | codes[1:-1] << np.uint64(16) | codes[2:]
+
+
+def similarity(one: RowText, other: RowText) -> float:
     """The smaller overlap of questions and of answers; 0 where something differs that has to be equal."""
-    return min(_jaccard(one.question, other.question), _jaccard(one.answer, other.answer)) * (one.exact == other.exact)
-
-
-def _jaccard(one: np.ndarray, other: np.ndarray) -> float:
-    shared, either = len(np.intersect1d(one, other)), len(np.union1d(one, other))
-    return shared / either if either else 1.0
+    found = float(one.fixed == other.fixed)
+    for texts in zip(one[1:], other[1:], strict=True):
+        first, second = (normalized(f"{SEPARATOR}{text}{SEPARATOR}") for text in texts)
+        if not found or _numbers_and_symbols(first) != _numbers_and_symbols(second):
+            return 0.0
+        sets = [np.unique(_trigrams(codes[codes != 0].astype(np.uint64))) for codes in (first, second)]
+        shared = len(np.intersect1d(*sets, assume_unique=True))
+        found = min(found, shared / (len(sets[0]) + len(sets[1]) - shared)) if len(sets[0]) + len(sets[1]) else found
+    return found
 
 
 class NearDuplicates:
@@ -144,17 +156,36 @@ class NearDuplicates:
     def __init__(self, near: float) -> None:
         self.near, self.templated = near, 0
         self._signatures = bytearray()
+        self._waiting: list[RowText] = []
 
-    def add(self, row: Shingles) -> None:
+    def add(self, row: RowText) -> None:
         """The next row."""
+        self._waiting.append(row)
+        if len(self._waiting) == BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        """The signatures of the rows that wait; what has to be equal is mixed into every 3-gram."""
         from rensa import RMinHash
 
-        tokens = np.concatenate([row.question, row.answer ^ np.uint64(1 << 63)]) ^ np.uint64(row.exact)
-        matrix = RMinHash.digest_matrix_from_flat_token_hashes(tokens, [0, len(tokens)], PERMUTATIONS, SEED)
-        self._signatures += np.array(matrix.to_rows()[0], np.uint32).astype(np.uint16).tobytes()
+        rows, self._waiting = self._waiting, []
+        if not rows:
+            return
+        codes = normalized(SEPARATOR + SEPARATOR.join([text for row in rows for text in row[1:]]) + SEPARATOR)
+        exact = _numbers_and_symbols(codes)
+        keys = (f"{row.fixed}\x1d{exact[2 * n]}\x1d{exact[2 * n + 1]}" for n, row in enumerate(rows))
+        codes = codes[codes != 0].astype(np.uint64)
+        starts = np.flatnonzero(codes == ord(SEPARATOR))[::2]
+        tokens = _trigrams(codes)
+        tokens ^= np.repeat(np.array([_hash(key.encode()) for key in keys], np.uint64), np.diff(starts))[: len(tokens)]
+        tokens = np.delete(tokens, starts[1:-1] - 1)  # those across two rows
+        offsets = starts - np.arange(len(starts))
+        matrix = RMinHash.digest_matrix_from_flat_token_hashes(tokens, offsets.astype(np.uint64), PERMUTATIONS, SEED)
+        self._signatures += np.array(matrix.to_rows(), np.uint32).astype(np.uint16).tobytes()
 
-    def find(self, order: np.ndarray, read: Callable[[int], Shingles]) -> dict[int, int]:
+    def find(self, order: np.ndarray, read: Callable[[int], RowText]) -> dict[int, int]:
         """The rows to leave out, each with the row that is kept for it: of two the one that is earlier in `order`."""
+        self._flush()
         candidates = self._candidates(order)
         same: dict[int, int] = {}
         similar: dict[int, int] = {}
@@ -177,7 +208,8 @@ class NearDuplicates:
     def _candidates(self, order: np.ndarray) -> np.ndarray:
         """For each row the most similar of the rows that come first in its LSH buckets; -1 where there is none."""
         signatures = np.frombuffer(self._signatures, np.uint16).reshape(-1, PERMUTATIONS)
-        best, score = np.full(len(order), -1, np.int64), np.zeros(len(order), np.uint8)
+        best = np.full(len(order), -1, np.int64)
+        score = np.full(len(order), int((self.near - 0.15) * PERMUTATIONS), np.uint8)  # less is no candidate
         for band in signatures.view(np.uint64).T:
             places = np.argsort(band[order], kind="stable")
             keys = band[order][places]

@@ -89,7 +89,7 @@ def split_name(path: PurePath) -> str:
 
 
 def bundled(name: str) -> Path | None:
-    """The folder of a dataset that comes with the course, if this is its name and no file or folder of the learner's."""
+    """The folder of a dataset that comes with the course, if this is its name and no file of the learner's."""
     named = re.fullmatch(r"\w+", name) and not Path(name).exists() and (SAMPLES / name / "train.jsonl").is_file()
     return SAMPLES / name if named else None
 
@@ -208,7 +208,8 @@ def _open(path: Path) -> BinaryIO:
 
         raw = cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), HEAD))
     else:
-        raw = cast(BinaryIO, gzip.open(path, "rb")) if path.suffix.lower() == ".gz" else open(path, "rb", CHUNK)
+        packed = path.suffix.lower() == ".gz"
+        raw = cast(BinaryIO, gzip.open(path, "rb")) if packed else open(path, "rb", CHUNK)  # noqa: SIM115
     if raw.peek(3)[:3] == codecs.BOM_UTF8:  # type: ignore[attr-defined]
         raw.read(3)
     return raw

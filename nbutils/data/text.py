@@ -46,7 +46,6 @@ ID_NUMBER = re.compile(  # district, day of birth, serial; a mistyped one is as 
 )
 EMAIL = re.compile(r"(?<![\w.+-])[\w.%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}(?![\w-])", re.ASCII)
 _WIDE = {ord("０") + digit: str(digit) for digit in range(10)} | {ord("Ｘ"): "X", ord("＠"): "@", ord("－"): "-"}
-# Cheap tests that most text fails: ten digits, or a long run of letters and signs as every key has one.
 _DIGITS = re.compile(rf"[0-9](?:{_GAP}?[0-9]){{9}}")
 _TOKEN = re.compile(r"[\w=.~+/:?&-]{15,}|-----BEGIN", re.ASCII)
 PRIVATE_TODO = "look whether the model may learn it; replace it by an invented one if not"
@@ -204,8 +203,7 @@ def find_private(text: str) -> Iterator[tuple[str, int, int]]:
     """Kind, start and end of each phone or identity number, e-mail address and key, in the order of the text."""
     if "０" in text or "１" in text or "＠" in text:
         text = text.translate(_WIDE)  # the digits of Chinese keyboards; no place changes
-    may_hold_key = any(not (token.isalpha() and token.islower()) for token in _TOKEN.findall(text))
-    found = [("key", *match.span()) for match in KEY.finditer(text)] if may_hold_key else []
+    found = [("key", *match.span()) for match in KEY.finditer(text)] if _may_hold_key(text) else []
     found += [("email", *match.span()) for match in EMAIL.finditer(text)] if "@" in text else []
     if _DIGITS.search(text):
         found += [("id_number", *match.span()) for match in ID_NUMBER.finditer(text)]
@@ -215,6 +213,12 @@ def find_private(text: str) -> Iterator[tuple[str, int, int]]:
         if start >= end:
             yield kind, start, stop
             end = stop
+
+
+def _may_hold_key(text: str) -> bool:
+    """A cheap test that most text fails: a long run of letters and signs that are not all small, as every key has."""
+    long = max(map(len, text.split()), default=0) >= 10
+    return long and any(not (token.isalpha() and token.islower()) for token in _TOKEN.findall(text))
 
 
 def excerpt(text: str, at: int, reach: int = 20) -> str:
