@@ -38,34 +38,18 @@ from nbutils.paths import SAMPLES
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ["data_card.json", "data_card.md", "eval.jsonl", "rejected.jsonl", "train.jsonl"]
 SAMPLE_FINGERPRINT = "450a6a355ac516c57e9d33bcd61505a41025723c2438f3fa8a82db9adb2aa224"
+_M = "messages"
 BROKEN = {  # line of broken_rows.jsonl -> (kind, field)
-    2: ("malformed_json", "character 113"),
-    3: ("malformed_json", "character 2"),
-    4: ("wrong_type", "-"),
-    5: ("unknown_columns", "-"),
-    6: ("missing_field", "output"),
-    7: ("empty", "answer"),
-    8: ("wrong_type", "答案"),
-    9: ("empty", "messages[1].content"),
-    10: ("wrong_type", "messages"),
-    11: ("missing_field", "messages[0].content"),
-    12: ("unknown_role", "conversations[0].from"),
-    13: ("role_order", "messages[0]"),
-    14: ("role_order", "messages[1]"),
-    15: ("no_assistant", "messages[0]"),
-    16: ("role_order", "messages[2]"),
-    17: ("template_marker", "prompt"),
-    18: ("template_marker", "answer"),
-    19: ("control_character", "answer"),
-    20: ("mojibake", "答案"),
-    21: ("ambiguous_columns", "instruction, output, question, answer"),
-    22: ("unknown_columns", "-"),
-    23: ("mojibake", "answer"),
-    24: ("role_order", "messages[1]"),
-    25: ("wrong_type", "messages[1].tool_calls[0]"),
-    26: ("malformed_json", "messages[1].tool_calls[0].arguments"),
-    27: ("unsupported_field", "images"),
-}
+    2: ("malformed_json", "character 113"), 3: ("malformed_json", "character 2"), 4: ("wrong_type", "-"),
+    5: ("unknown_columns", "-"), 6: ("missing_field", "output"), 7: ("empty", "answer"), 8: ("wrong_type", "答案"),
+    9: ("empty", f"{_M}[1].content"), 10: ("wrong_type", _M), 11: ("missing_field", f"{_M}[0].content"),
+    12: ("unknown_role", "conversations[0].from"), 13: ("role_order", f"{_M}[0]"), 14: ("role_order", f"{_M}[1]"),
+    15: ("no_assistant", f"{_M}[0]"), 16: ("role_order", f"{_M}[2]"), 17: ("template_marker", "prompt"),
+    18: ("template_marker", "answer"), 19: ("control_character", "answer"), 20: ("mojibake", "答案"),
+    21: ("ambiguous_columns", "instruction, output, question, answer"), 22: ("unknown_columns", "-"),
+    23: ("mojibake", "answer"), 24: ("role_order", f"{_M}[1]"), 25: ("wrong_type", f"{_M}[1].tool_calls[0]"),
+    26: ("malformed_json", f"{_M}[1].tool_calls[0].arguments"), 27: ("unsupported_field", "images"),
+}  # fmt: skip
 
 
 def qa(number: int, answer: str = "yes") -> dict[str, str]:
@@ -105,9 +89,6 @@ def chat(raw: Any, mapping: str = "") -> data.ChatRow:
     row = data.check_row(data.Row("row", 1, raw), data.parse_mapping(mapping))
     assert isinstance(row, data.ChatRow), row
     return row
-
-
-# --- rows -----------------------------------------------------------------------------------------------------------
 
 
 def test_each_broken_row_of_the_sample_is_named_and_hides_no_other(capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,9 +264,6 @@ def test_all_problems_of_a_row_are_reported_at_once() -> None:
     assert [problem.kind for problem in data.problems_of(raw)] == ["unknown_role", "empty", "wrong_type"]
 
 
-# --- columns --------------------------------------------------------------------------------------------------------
-
-
 def test_a_mapping_joins_columns_and_ignores_the_rest() -> None:
     raw = {"标题": "订单", "正文": "到哪里了？", "回复": "在路上。", "角色": "客服", "question": "x", "answer": "y"}
     row = chat(raw, "user=标题+正文, assistant=回复, system=角色")
@@ -339,21 +317,13 @@ def test_a_column_that_is_there_twice_is_asked_about_and_can_be_named(tmp_path: 
         assert chat(row.raw, f"user=question, assistant={column}").messages[1]["content"] == answer
 
 
-# --- text -----------------------------------------------------------------------------------------------------------
-
 SOUND = {  # languages with accents, and the punctuation that makes them look broken byte by byte
     "fr": "« L’été, déjà ? » « café » «\xa0fiancé\xa0» l'œuvre, voilà… où ça – “né” à Noël, naïf, ÇA, «\xa0à\xa0» É…",
     "de": "„Spaß“ und „Maß“, Größe – „Äpfel“, ‚Öl‘, Übermut… 20 °C, § 5, „EÖ“, straße”",
-    "es": "¿Qué? ¡Sí! ESPAÑA, el niño – «año», 3.º, mañana… “Ñandú”",
     "pt": "NÃO, amanhã… “MAÇÃ” «AMANHû «irmã» nº 3, São Paulo – “pão”, à noite, AÇÃO, “É”",
-    "cs": "„Píš“, „víš…“, Kéž… TÉŽ, žluťoučký kůň, „něž“ ŠÉŽ „kéž“ VÍŠ…",
-    "vi": "“… đã…” “à…” – “là” đâu, â, ã, ê… “Â”",
     "ru": "«Привет» – „как дела“…",
     "zh": "你好，世界。“引号”——省略号……《书名》① ℃ ￥ 浣熊 锛子 横浜 涓涓细流",
     "ja": "横浜・浜松、「こんにちは」——浜辺の浜",
-    "he": "שלום “ציטוט” – 5×3 ×½",
-    "signs": "5 × ½ ÷ ¾ ± 20 °C £5 €7 ¥9 © ® ™ § ¶ • … “a” ‘b’ – — ¹²³ µm ¿¡ «»",
-    "code": 'print("é")\n# naïve – ñ\nx = {"ä": 1}',
 }
 
 
@@ -443,7 +413,7 @@ def test_private_data_is_a_warning_with_the_span_masked(kind: str, text: str, sh
 
 @pytest.mark.parametrize(
     "text",
-    ["021-1234567", "2021-62345678", "0.021-62345678", "2019 2020 2021 2022 1", "order 20231381234567890", "12345678901",
+    ["021-1234567", "2021-62345678", "0.021-62345678", "2019 2020 2021 2022 1", "12345678901",
      "0.13812345678", "110105194913310021", "a @ b", "@someone", "sk-learn and hf_hub", f"commit {'0a' * 20}"],
 )  # fmt: skip
 def test_numbers_and_words_that_are_not_private(text: str) -> None:
@@ -468,9 +438,6 @@ def test_what_is_said_about_a_row_can_be_shown(tmp_path: Path) -> None:
     for problem in problems:
         text = f"{problem.field} {problem.seen} {problem.todo}"
         assert text.isprintable() and not any(one in text for one in ("13812", "1234-", "12345", "19491231")), text
-
-
-# --- reading --------------------------------------------------------------------------------------------------------
 
 
 def as_csv(rows: list[Any], separator: str = ",", ends: str = "\r\n") -> str:
@@ -504,7 +471,7 @@ def file_of(name: str, rows: list[Any]) -> bytes:
 
 @pytest.mark.parametrize(
     "name",
-    ["lines.jsonl", "lines.json", "array.json", "flat.json", "array.jsonl", "held.json", "bom.jsonl", "a.csv", "bom.csv",
+    ["lines.jsonl", "lines.json", "array.json", "flat.json", "array.jsonl", "held.json", "bom.jsonl", "bom.csv",
      "semicolon.csv", "a.tsv", "a.parquet", "lines.jsonl.gz", "lines.jsonl.zst", "array.json.zst", "a.csv.gz",
      "a.parquet.gz", "a.parquet.zst"],
 )  # fmt: skip
@@ -710,9 +677,6 @@ def test_other_encodings_are_not_taken_for_chinese(tmp_path: Path, text: str, en
     assert isinstance(row, data.RowError), row
 
 
-# --- sources --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "content", "code"),
     [
@@ -854,9 +818,6 @@ def test_without_a_network_only_a_complete_earlier_download_is_used(
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with refused("data.dataset_unreachable", repo="someone/plain"):
         read.find_files("someone/plain")
-
-
-# --- splits and card ------------------------------------------------------------------------------------------------
 
 
 def test_the_bundled_sample_has_its_fingerprint_and_its_counts_add_up(tmp_path: Path) -> None:
@@ -1013,8 +974,6 @@ def test_the_row_that_is_shown_has_no_private_data_if_there_is_such_a_row() -> N
     assert data.row_to_show([private, private, sound, private]) is sound and data.row_to_show([private]) is private
 
 
-# --- near duplicates ------------------------------------------------------------------------------------------------
-
 ENGLISH = (
     "The parcel was handed to the carrier this morning and should arrive within two working days. You will get a "
     "message with a link as soon as the driver is near your street, and you can still change the address there."
@@ -1111,9 +1070,6 @@ def test_of_two_alike_the_held_out_row_stays(tmp_path: Path) -> None:
     [entry] = stored(tmp_path / "out" / "rejected.jsonl")
     assert "b.jsonl line 1" in entry["problems"][0]["seen"] and entry["line"] == 1
     assert data.prepare(train, tmp_path / "all", eval_source=held_out, near=0).rejected == 0
-
-
-# --- refusing and running again -------------------------------------------------------------------------------------
 
 
 def test_a_source_that_is_mostly_broken_is_refused_and_its_rows_are_written(tmp_path: Path) -> None:
@@ -1251,9 +1207,6 @@ def test_data_that_does_not_fit_on_the_disk_is_refused_before_it_is_read(
     monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.0)
     with pytest.raises(CourseError, match="preparing the data"):
         data.prepare("", tmp_path / "data")
-
-
-# --- data check -----------------------------------------------------------------------------------------------------
 
 
 def run(*words: str | Path) -> Result:

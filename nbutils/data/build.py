@@ -61,9 +61,7 @@ def prepare(
     which a row counts as a near duplicate (0: do not look; default 0.8); `repair` fixes text that was read in the wrong
     encoding (default: yes). What is not named is taken from the card of finished data.
     """
-    if rows < 0:
-        raise CourseError("data.bad_setting", name="rows", value=rows, allowed="0 (all rows) or more", todo="choose 0")
-    settings = _settings(eval_fraction, columns, near, repair) | {"limit": rows}
+    settings = _settings(eval_fraction, rows, columns, near, repair)
     named = {"eval_fraction", "limit"} | {
         name
         for name, value in {"columns": columns or None, "near": near, "repair": repair}.items()
@@ -97,7 +95,7 @@ def check(
         raise CourseError("data.foreign_files", path=rejected, held="something that is no list of rejected rows")
     if out and out.is_dir() and (held := sorted(one.name for one in out.iterdir() if not _may_replace(one))):
         raise CourseError("data.foreign_files", path=out, held=", ".join(held[:3]))
-    settings = _settings(0.1, columns, near, repair) | {"limit": 0, "eval_source": "", "source": ", ".join(sources)}
+    settings = _settings(0.1, 0, columns, near, repair) | {"eval_source": "", "source": ", ".join(sources)}
     with contextlib.redirect_stdout(sys.stderr):  # what is printed meanwhile is no part of the report
         tokenizer = _tokenizer(model) if model else None
         train, held_out = find_sources(sources, "")
@@ -109,7 +107,13 @@ def check(
             if rejected:
                 rejected.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(build.folder / REJECTED, rejected)
-            written = build.try_publish(out) if out else ""
+            written = ""
+            if out:
+                try:
+                    build.publish(out)
+                    written = f"{out} holds {TRAIN}, {EVAL}, {REJECTED} and the data card."
+                except CourseError as problem:  # without rows on both sides
+                    written = f"{out} holds only {REJECTED}: {problem.seen}"
     names = [shown(name) for name in counts.unknown_columns] if counts.columns_question() else []
     problems = [entry for error in counts.first_errors for entry in cards.entries(error)]
     more = {"files": counts.files, "problems": problems, "examples": counts.first_warnings, "lengths": lengths}
@@ -117,17 +121,18 @@ def check(
     return Report(counts.facts() | more)
 
 
-def _settings(eval_fraction: float, columns: str, near: float | None, repair: bool | None) -> dict[str, Any]:
+def _settings(eval_fraction: float, rows: int, columns: str, near: float | None, repair: bool | None) -> dict[str, Any]:
     """The settings that decide what the rows become, once they make sense."""
-    near = NEAR if near is None else near
-    if not 0 < eval_fraction < 1:
-        allowed, todo = "more than 0 and less than 1", "choose 0.1 to hold back a tenth"
-        raise CourseError("data.bad_setting", name="eval_fraction", value=eval_fraction, allowed=allowed, todo=todo)
-    if near and not 0.5 <= near <= 1:
-        allowed, todo = "0 (do not look for near duplicates), or 0.5 to 1", f"leave it at {NEAR}"
-        raise CourseError("data.bad_setting", name="near", value=near, allowed=allowed, todo=todo)
-    mapping = str(parse_mapping(columns) or "")
-    return {"eval_fraction": eval_fraction, "columns": mapping, "near": float(near), "repair": repair is not False}
+    near = NEAR if near is None else float(near)
+    for name, value, sound, allowed in (
+        ("eval_fraction", eval_fraction, 0 < eval_fraction < 1, "more than 0 and less than 1"),
+        ("rows", rows, rows >= 0, "0 (all rows) or more"),
+        ("near", near, not near or 0.5 <= near <= 1, "0 (do not look for near duplicates), or 0.5 to 1"),
+    ):
+        if not sound:
+            raise CourseError("data.bad_setting", name=name, value=value, allowed=allowed)
+    mapping, repair = str(parse_mapping(columns) or ""), repair is not False
+    return {"eval_fraction": eval_fraction, "limit": rows, "columns": mapping, "near": near, "repair": repair}
 
 
 def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], list[Path]]:
@@ -258,15 +263,16 @@ class Build:
         key, prompt = digests(row, numbers=not self.split_here)
         if held_out is None:
             held_out = int(prompt / 2**64 < self.settings["eval_fraction"])
+        repeated = None
         if not held_out and prompt in self.eval_prompts:
             seen = f"asks what {self._place(self.eval_prompts[prompt])} asks"
-            problem = Problem("leak", "-", seen, "train on questions that eval does not ask")
-            self._reject(RowError(row.file, row.line, _stored(row), (problem,)))
+            repeated = Problem("leak", "-", seen, "train on questions that eval does not ask")
         elif key in self.seen:
-            problem = Problem(
+            repeated = Problem(
                 "duplicate", "-", f"the same as {self._place(self.seen[key])}", "nothing: one copy is kept"
             )
-            self._reject(RowError(row.file, row.line, _stored(row), (problem,)))
+        if repeated:
+            self._reject(RowError(row.file, row.line, _stored(row), (repeated,)))
         else:
             self._accept(row, key, prompt, held_out)
 
@@ -380,14 +386,6 @@ class Build:
         write_text(out / CARD_TEXT, card.markdown())
         write_json(out / CARD, card.model_dump())
         return card
-
-    def try_publish(self, out: Path) -> str:
-        """The data folder as lesson 02 would leave it; without rows on both sides only what was rejected."""
-        try:
-            self.publish(out)
-        except CourseError as problem:
-            return f"{out} holds only {REJECTED}: {problem.seen}"
-        return f"{out} holds {TRAIN}, {EVAL}, {REJECTED} and the data card."
 
 
 def _publish(made: Path, final: Path) -> None:

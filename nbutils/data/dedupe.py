@@ -144,9 +144,10 @@ def similarity(one: RowText, other: RowText) -> float:
         first, second = (normalized(f"{SEPARATOR}{text}{SEPARATOR}") for text in texts)
         if not found or _numbers_and_symbols(first) != _numbers_and_symbols(second):
             return 0.0
-        sets = [np.unique(_trigrams(codes[codes != 0].astype(np.uint64))) for codes in (first, second)]
-        shared = len(np.intersect1d(*sets, assume_unique=True))
-        found = min(found, shared / (len(sets[0]) + len(sets[1]) - shared)) if len(sets[0]) + len(sets[1]) else found
+        one_set, other_set = (np.unique(_trigrams(codes[codes != 0].astype(np.uint64))) for codes in (first, second))
+        shared = len(np.intersect1d(one_set, other_set, assume_unique=True))
+        either = len(one_set) + len(other_set) - shared
+        found = min(found, shared / either) if either else found
     return found
 
 

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, cast
 import orjson
 
 from nbutils import platforms
-from nbutils.data.columns import layout_of
+from nbutils.data.columns import LISTS, layout_of
 from nbutils.data.text import GBK, HEAD, Decoder, Problem, Row, RowError, excerpt
 from nbutils.errors import CourseError
 from nbutils.masking import mask_secrets
@@ -36,10 +36,10 @@ FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 COMPRESSED = (".gz", ".zst")
 ENDINGS = tuple(ending + packed for ending in FORMATS for packed in ("", *COMPRESSED))
 NOT_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")  # what datasets writes beside
-SHARD = re.compile(r"-\d{5}-of-\d{5}(?:-[0-9a-f]+)?$")
 HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(?::(?P<inside>[^:]+))?")
 CHUNK = 1 << 20
 LONGEST_LINE = 64 << 20  # bytes; a longer one is no row, and would not fit many a machine's memory
+_BETWEEN = re.compile(r"[\s,]*")
 LARGEST_ROW = 16 << 20  # characters of a row in a json or csv file
 BATCH = 64 << 20  # bytes of parquet at a time
 UNREADABLE = (ValueError, RecursionError)  # of text that is no JSON, has a number of 5,000 digits, or is too deep
@@ -68,9 +68,6 @@ def _error(file: Path, line: int, raw: Any, *problem: str) -> RowError:
     return RowError(file.name, line, raw, (Problem(*problem),))
 
 
-# --- which files ------------------------------------------------------------------------------------------------------
-
-
 def format_of(path: PurePath) -> str:
     """The format by the name, whether compressed or not; empty if it is none the course reads."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
@@ -81,11 +78,7 @@ def format_of(path: PurePath) -> str:
 
 def split_name(path: PurePath) -> str:
     """The name without endings and shard numbers: `test` for test-00000-of-00001.parquet and test.jsonl.gz."""
-    name = path.name
-    for endings in (COMPRESSED, FORMATS):
-        if name.lower().endswith(endings):
-            name = name[: name.rindex(".")]
-    return SHARD.sub("", name)
+    return re.sub(r"(-\d{5}-of-\d{5}(-[0-9a-f]+)?)?\.(jsonl?|csv|tsv|parquet)(\.gz|\.zst)?$", "", path.name, flags=re.I)
 
 
 def bundled(name: str) -> Path | None:
@@ -121,8 +114,7 @@ def _download(repo: str, inside: str) -> Path:
     """The local folder (or file) with the rows of a hub dataset, downloaded once; only what is read is fetched."""
     from huggingface_hub import HfApi, snapshot_download
 
-    online = network.hub_online()
-    endpoint = _endpoint()
+    online, endpoint = network.hub_online(), os.environ.get("HF_ENDPOINT") or None  # the mirror as it is now
     fetch = partial(snapshot_download, repo, repo_type="dataset", endpoint=endpoint, local_files_only=not online)
     try:
         if online:
@@ -143,11 +135,6 @@ def _download(repo: str, inside: str) -> Path:
         raise
     except Exception as problem:  # the client's errors are of several libraries, by version
         raise _hub_error(repo, problem, online) from problem
-
-
-def _endpoint() -> str | None:
-    """The mirror as it is now: the client would keep the one it saw when it was imported."""
-    return os.environ.get("HF_ENDPOINT") or None
 
 
 def _choose(repo: str, inside: str, names: list[str]) -> str:
@@ -188,17 +175,15 @@ def licence_of(source: str) -> str:
 
         readme = path / "README.md"
         if name and not path.exists():
-            kind: dict[str, Any] = {"repo_type": "dataset", "endpoint": _endpoint()}
-            readme = hf_hub_download(name["repo"], "README.md", **kind, local_files_only=not network.hub_online())
+            fetch = partial(hf_hub_download, name["repo"], "README.md", repo_type="dataset")
+            endpoint = os.environ.get("HF_ENDPOINT") or None
+            readme = Path(fetch(endpoint=endpoint, local_files_only=not network.hub_online()))
         fields = metadata_load(readme) or {}
     except Exception:  # without it the rows are as good; the client's errors are of several libraries
         return UNSTATED
     stated = fields.get("license") or fields.get("licence")
     text = ", ".join(map(str, stated)) if isinstance(stated, list) else str(stated or "")
     return f"{text} ({fields['license_name']})" if text and fields.get("license_name") else text or UNSTATED
-
-
-# --- text files -------------------------------------------------------------------------------------------------------
 
 
 def _open(path: Path) -> BinaryIO:
@@ -312,9 +297,6 @@ def _distinct(header: list[str]) -> list[str]:
     return [name if first[name] == n else f"{name} (column {n})" for n, name in enumerate(header, start=1)]
 
 
-# --- JSON documents ---------------------------------------------------------------------------------------------------
-
-
 def _is_document(raw: BinaryIO, decoder: Decoder, jsonl: bool) -> bool:
     """Whether a JSON file is one document and not one row for each line."""
     pieces = (piece.strip() for piece in iter(partial(raw.readline, CHUNK), b""))
@@ -338,7 +320,8 @@ class Window:
     def __init__(self, file: io.TextIOBase) -> None:
         self.file, self.text, self.at, self.line = file, "", 0, 1
 
-    def _grow(self) -> bool:
+    def grow(self) -> bool:
+        """Read on, and drop what was read before; False at the end."""
         more = self.file.read(max(CHUNK, len(self.text) - self.at))
         if more:
             self.text, self.at = self.text[self.at :] + more, 0
@@ -352,100 +335,64 @@ class Window:
     def peek(self) -> str:
         """The next character that is neither space nor comma; empty at the end."""
         while True:
-            self.move(re.compile(r"[\s,]*").match(self.text, self.at).end())  # type: ignore[union-attr]
+            self.move(_BETWEEN.match(self.text, self.at).end())  # type: ignore[union-attr]
             if self.at < len(self.text):
                 return self.text[self.at]
-            if not self._grow():
+            if not self.grow():
                 return ""
-
-    def take(self, character: str) -> None:
-        """Step over a character that has to stand here."""
-        if self.peek() != character:
-            raise json.JSONDecodeError(f"{character} expected", self.text, self.at)
-        self.at += 1
 
     def decode(self) -> tuple[Any, int]:
         """The JSON value that begins here, and where it ends."""
         while True:
             try:
                 value, end = json.JSONDecoder().raw_decode(self.text, self.at)
-                if end < len(self.text) or not self._grow():  # a number may go on
+                if end < len(self.text) or not self.grow():  # a number may go on
                     return value, end
             except json.JSONDecodeError as problem:
                 cut = problem.msg.startswith("Unterminated") or problem.pos > len(self.text) - 16
-                if not cut or len(self.text) - self.at > LARGEST_ROW or not self._grow():
+                if not cut or len(self.text) - self.at > LARGEST_ROW or not self.grow():
                     raise
-
-    def value(self) -> Any:
-        """The JSON value that begins here, read."""
-        value, end = self.decode()
-        self.move(end)
-        return value
 
 
 def _document(file: Path, window: Window, encoding: str) -> Iterator[Row | RowError]:
     """The rows of an array, of an object that holds one, or objects; nothing is read after a fault."""
+    inside = False
     try:
-        for line, value in _values(file, window):
-            yield Row(file.name, line, value, encoding)
+        while begins := window.peek():
+            if begins == "[" and not inside:
+                inside = True
+                window.at += 1
+            elif begins == "]" and inside:
+                return
+            elif begins == "{" and not inside and (start := _held_array(file, window)):
+                window.move(start)
+            else:
+                value, end = window.decode()
+                yield Row(file.name, window.line, value, encoding)
+                window.move(end)
+        if inside:
+            raise json.JSONDecodeError("the list is not closed", window.text, window.at)
     except UNREADABLE as problem:
         text, at = window.text[window.at :], getattr(problem, "pos", window.at) - window.at
         yield _malformed(file, window.line, text, at, problem, "; nothing after this place was read")
 
 
-def _values(file: Path, window: Window) -> Iterator[tuple[int, Any]]:
-    while begins := window.peek():
-        if begins == "[":
-            yield from _array(window)
-            continue
-        try:
-            value, end = window.decode()
-            names = _row_lists(value)
-        except json.JSONDecodeError:
-            if begins != "{" or len(window.text) - window.at <= LARGEST_ROW:
-                raise
-            names = [""]  # too large for a row: it holds the rows
-        if len(names) > 1:
-            raise CourseError("data.several_lists", file=file.name, names=", ".join(names))
-        if names:
-            yield from _held_array(window)
-        else:
-            yield window.line, value
-            window.move(end)
-
-
-def _row_lists(value: Any) -> list[str]:
-    """The names in an object under which lists of rows stand; none if the object is a row itself."""
-    if not isinstance(value, dict):
-        return []
-    lists = {name: held[0] for name, held in value.items() if isinstance(held, list) and held}
-    is_row = layout_of(tuple(value)).problem is None
-    turns = is_row and any({"role", "from"} & first.keys() for first in lists.values() if isinstance(first, dict))
-    names = [name for name, first in lists.items() if isinstance(first, dict)]
-    return [] if turns or (is_row and not {"messages", "conversations", "conversation"} & set(names)) else names
-
-
-def _array(window: Window) -> Iterator[tuple[int, Any]]:
-    window.take("[")
-    while window.peek() not in ("]", ""):
-        yield window.line, window.value()
-    window.take("]")
-
-
-def _held_array(window: Window) -> Iterator[tuple[int, Any]]:
-    """The rows of the first list of objects in an object; what stands beside it is skipped."""
-    window.take("{")
-    while window.peek() == '"':
-        window.value()
-        window.take(":")
-        if window.peek() == "[" and re.compile(r"\[\s*\{").match(window.text, window.at):
-            yield from _array(window)
-        else:
-            window.value()
-    window.take("}")
-
-
-# --- parquet ----------------------------------------------------------------------------------------------------------
+def _held_array(file: Path, window: Window) -> int:
+    """Where the list of rows begins that an object holds; 0 if the object is a row itself."""
+    names = [""]
+    try:
+        value = window.decode()[0]
+        layout = layout_of(tuple(value))
+        turns = [one for one in LISTS if {"role", "from"} & set(next(iter(value.get(one) or [""])))]
+        lists = [name for name, held in value.items() if isinstance(held, list) and held and isinstance(held[0], dict)]
+        names = lists if not turns and (layout.problem or layout.messages) else []
+    except json.JSONDecodeError:
+        if len(window.text) - window.at <= LARGEST_ROW:
+            raise  # a larger object is no row
+    if len(names) > 1:
+        raise CourseError("data.several_lists", file=file.name, names=", ".join(names))
+    held = re.compile(r'"(?:[^"\\]|\\.)*"\s*:\s*(?=\[\s*\{)').search(window.text, window.at) if names else None
+    return held.end() if held else 0
 
 
 def _parquet(file: Path) -> Iterator[Row | RowError]:
