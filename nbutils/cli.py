@@ -147,7 +147,7 @@ def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **wishes: Any)
     """Read, check and deduplicate FILES: files, folders or hub datasets. Bad rows are reported, and never stop it."""
     import json
 
-    from nbutils.data import checking
+    from nbutils.data import build as checking
 
     try:
         report = checking.check(files, repair=not no_repair, **wishes)

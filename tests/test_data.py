@@ -1,66 +1,834 @@
-"""nbutils.data: splits that never move, and a card that adds up; reading has a file of its own."""
+"""nbutils.data: every format and shape, every problem with its place, splits that never move, a card that adds up."""
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import time
+import tracemalloc
+from collections.abc import Iterator
+from datetime import datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
-from test_data_reading import BROKEN, chat_row, qa, read, write
+from click.testing import CliRunner, Result
+from support import refused
 
 from nbutils import data
-from nbutils.data.building import Build
-from nbutils.data.content import line_of
-from nbutils.data.licence import licence_of
+from nbutils.cli import app
+from nbutils.data import build, read
+from nbutils.data.dedupe import TEMPLATE, NearDuplicates, row_text
+from nbutils.data.text import find_private, mask, repair_mojibake
 from nbutils.errors import CourseError
 from nbutils.paths import SAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ["data_card.json", "data_card.md", "eval.jsonl", "rejected.jsonl", "train.jsonl"]
+SAMPLE_FINGERPRINT = "450a6a355ac516c57e9d33bcd61505a41025723c2438f3fa8a82db9adb2aa224"
+_M = "messages"
+BROKEN = {  # line of broken_rows.jsonl -> (kind, field)
+    2: ("malformed_json", "character 113"), 3: ("malformed_json", "character 2"), 4: ("wrong_type", "-"),
+    5: ("unknown_columns", "-"), 6: ("missing_field", "output"), 7: ("empty", "answer"), 8: ("wrong_type", "答案"),
+    9: ("empty", f"{_M}[1].content"), 10: ("wrong_type", _M), 11: ("missing_field", f"{_M}[0].content"),
+    12: ("unknown_role", "conversations[0].from"), 13: ("role_order", f"{_M}[0]"), 14: ("role_order", f"{_M}[1]"),
+    15: ("no_assistant", f"{_M}[0]"), 16: ("role_order", f"{_M}[2]"), 17: ("template_marker", "prompt"),
+    18: ("template_marker", "answer"), 19: ("control_character", "answer"), 20: ("mojibake", "答案"),
+    21: ("ambiguous_columns", "instruction, output, question, answer"), 22: ("unknown_columns", "-"),
+    23: ("mojibake", "answer"), 24: ("role_order", f"{_M}[1]"), 25: ("wrong_type", f"{_M}[1].tool_calls[0]"),
+    26: ("malformed_json", f"{_M}[1].tool_calls[0].arguments"), 27: ("unsupported_field", "images"),
+}  # fmt: skip
 
 
-PEAK_GROWTH = """
+def qa(number: int, answer: str = "yes") -> dict[str, str]:
+    return {"question": f"Is order {number} on its way?", "answer": answer}
+
+
+def chat_row(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def json_lines(rows: list[Any]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json_lines(rows), encoding="utf-8")
+    return str(path)
+
+
+def stored(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def checked(path: Path | str) -> list[data.ChatRow | data.RowError]:
+    return [data.check_row(row) for row in data.read_rows(path)]
+
+
+def contents(path: Path | str) -> list[list[str]]:
+    """The texts of every row of a file; a rejected row fails the test."""
+    rows = checked(path)
+    assert all(isinstance(row, data.ChatRow) for row in rows), rows
+    return [[message["content"] for message in row.messages] for row in rows]
+
+
+def chat(raw: Any, mapping: str = "") -> data.ChatRow:
+    row = data.check_row(data.Row("row", 1, raw), data.parse_mapping(mapping))
+    assert isinstance(row, data.ChatRow), row
+    return row
+
+
+def test_each_broken_row_of_the_sample_is_named_and_hides_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = checked(SAMPLES / "broken_rows.jsonl")
+    errors = [row for row in rows if isinstance(row, data.RowError)]
+    assert {e.line: (e.problems[0].kind, e.problems[0].field) for e in errors} == BROKEN
+    assert [row.line for row in rows if isinstance(row, data.ChatRow)] == [1, 28]
+    assert all(problem.todo and problem.seen for error in errors for problem in error.problems)
+    data.show_problems(errors)
+    assert "line 2, character 113" in capsys.readouterr().out
+
+
+PAIR = chat_row("你好", "您好")["messages"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"messages": PAIR},
+        {"messages": json.dumps(PAIR)},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "你好"}]}, PAIR[1]], "system": " "},
+        {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "您好"}]},
+        {"prompt": PAIR[:1], "completion": PAIR[1:]},
+        {"prompt": "你好", "prompt_id": "7", "messages": PAIR},
+        {"instruction": "你好", "input": "", "output": "您好", "history": None, "text": "whole", "prompt": "whole"},
+        {"指令": "你好", "输入": None, "输出": "您好"},
+        {"问题": "你好", "答案": "您好"},
+        {"用户": "你好", "助手": "您好"},
+        {"q": "你好", "a": "您好"},
+        {"\ufeffQuestion ": "你好", " ANSWER": "您好", "": 7, "Reasoning Content": ""},
+        {"question": "\n \n你好 \r\n", "answer": "您好\n"},
+    ],
+)
+def test_every_known_shape_becomes_the_same_messages(raw: dict[str, Any]) -> None:
+    assert chat(raw).messages == PAIR
+
+
+def test_columns_beside_question_and_answer_are_taken() -> None:
+    raw = {"system": "短", "instruction": "c", "input": "    x", "output": "\n    d\n", "history": [["a", "b"]]}
+    texts = [(message["role"], message["content"]) for message in chat(raw).messages]
+    assert texts == [("system", "短"), ("user", "a"), ("assistant", "b"), ("user", "c\n    x"), ("assistant", "    d")]
+    assert len(chat({**raw, "history": chat_row("a", "b")["messages"]}).messages) == 5
+
+
+ASKED = {"role": "user", "content": "天气?"}
+SEARCH = {"function": {"name": "search", "arguments": {"q": "天气"}}, "type": "function"}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [SEARCH]}
+RESULT = {"role": "tool", "content": "晴", "name": "search", "tool_call_id": "1"}
+SAID = {"role": "assistant", "content": "今天晴。"}
+TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"name": "search", "arguments": json.dumps({"q": "天气"})}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"messages": [ASKED, CALLED, RESULT, SAID], "tools": [TOOL]},
+        {"messages": json.dumps([ASKED, CALLED, RESULT, SAID]), "tools": json.dumps(TOOL["function"])},
+        {"messages": [ASKED, {"role": "assistant", "tool_calls": [CALL]}, RESULT, SAID], "tools": [TOOL["function"]]},
+        {
+            "messages": [ASKED, {"role": "assistant", "function_call": CALL}, {**RESULT, "role": "function"}, SAID],
+            "tools": [TOOL],
+        },
+        {
+            "conversations": [
+                {"from": "human", "value": "天气?"},
+                {"from": "function_call", "value": json.dumps(CALL)},
+                {"from": "observation", "value": "晴", "name": "search", "tool_call_id": "1"},
+                {"from": "gpt", "value": "今天晴。"},
+            ],
+            "tools": json.dumps([TOOL["function"]]),
+        },
+    ],
+)
+def test_every_way_to_write_a_tool_call_becomes_the_same(raw: Any) -> None:
+    row = chat(raw)
+    assert row.messages == [ASKED, {**CALLED, "content": ""}, RESULT, SAID] and row.tools == [TOOL] and not row.trimmed
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"messages": [ASKED, {**SAID, "reasoning_content": "想\n"}]},
+        {"question": "天气?", "Complex_CoT": "想", "response": "今天晴。"},
+        {"question": "天气?", "answer": "<think>\n想\n</think>\n\n今天晴。", "思考过程": "想"},
+    ],
+)
+def test_reasoning_stands_before_the_answer(raw: Any) -> None:
+    assert chat(raw).messages[1]["content"] == "<think>\n想\n</think>\n\n今天晴。"
+
+
+def called_with(**arguments: Any) -> dict[str, Any]:
+    return {"messages": [ASKED, {**CALLED, "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}]}
+
+
+def said(answer: Any) -> dict[str, Any]:
+    return {"question": "a", "answer": answer}
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "field"),
+    [
+        ("text", "wrong_type", "-"),
+        ({}, "unknown_columns", "-"),
+        ({"messages": []}, "empty", "messages"),
+        ({"messages": ["hello"]}, "wrong_type", "messages[0]"),
+        ({"messages": "[{"}, "malformed_json", "messages"),
+        ({"messages": [{"content": "hello"}]}, "missing_field", "messages[0].role"),
+        ({"messages": [{"role": "boss", "content": "b"}]}, "unknown_role", "messages[0].role"),
+        ({"output": "yes"}, "missing_field", "instruction"),
+        *(({"instruction": "a", "input": odd, "output": "b"}, "wrong_type", "input") for odd in (3, 0, False, [])),
+        (said("b") | {"history": [["c", "d", "e"]]}, "wrong_type", "history[0]"),
+        (said("b") | {"history": 0}, "wrong_type", "history"),
+        (said("b") | {"system": 0}, "wrong_type", "system"),
+        (said("b") | {"tools": False}, "wrong_type", "tools[0]"),
+        (said("b") | {"tools": [{"type": "x"}]}, "wrong_type", "tools[0]"),
+        (said("b") | {"tools": "[{"}, "malformed_json", "tools"),
+        (said("b") | {"reasoning_content": 5}, "wrong_type", "reasoning_content"),
+        (said("b") | {"Answer": "c"}, "ambiguous_columns", "answer, Answer"),
+        (said("b") | {"system": "a", "system_prompt": "b"}, "ambiguous_columns", "system, system_prompt"),
+        ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "role_order", "system"),
+        (said("\ud83d"), "control_character", "answer"),
+        (said("a\x85"), "control_character", "answer"),
+        (said(float("nan")), "wrong_type", "answer"),
+        (said(json.loads("[" * 900 + "]" * 900)), "wrong_type", "answer"),
+        (said(10**5000), "wrong_type", "answer"),
+        (called_with(b="\ud83d"), "wrong_type", "messages[1]"),
+        (called_with(b=2**70), "wrong_type", "messages[1]"),
+        (called_with(b=float("nan")), "wrong_type", "messages[1]"),
+        (called_with(b=datetime(2020, 1, 1)), "wrong_type", "messages[1]"),
+        (called_with(b="\x07"), "control_character", "messages[1]"),
+        (called_with(b="<|im_end|>"), "template_marker", "messages[1]"),
+        (called_with(b="CafÃ© Ã  Paris"), "mojibake", "messages[1]"),
+    ],
+)  # fmt: skip
+def test_rules_of_a_row(raw: Any, kind: str, field: str) -> None:
+    problem = data.problems_of(raw)[0]
+    assert (problem.kind, problem.field) == (kind, field)
+
+
+@pytest.mark.parametrize(
+    ("messages", "kind", "field"),
+    [
+        ([ASKED, RESULT, SAID], "role_order", "messages[1]"),
+        ([ASKED, SAID, RESULT, SAID], "role_order", "messages[2]"),
+        ([ASKED, CALLED, ASKED, SAID], "role_order", "messages[2]"),
+        ([ASKED, CALLED, RESULT], "role_order", "messages[2]"),
+        ([ASKED, {"role": "system", "content": "a"}, SAID], "role_order", "messages[1]"),
+        ([ASKED, {**CALLED, "tool_calls": [1]}], "wrong_type", "messages[1].tool_calls[0]"),
+        ([ASKED, {**CALLED, "tool_calls": [{"function": {"name": " "}}]}], "wrong_type", "messages[1].tool_calls[0]"),
+        ([ASKED, {**CALLED, "tool_calls": [{"name": "a", "arguments": "[1]"}]}], "wrong_type",
+         "messages[1].tool_calls[0].arguments"),
+        ([{**ASKED, "tool_calls": [SEARCH]}, SAID], "unsupported_field", "messages[0].tool_calls"),
+        ([ASKED, {**SAID, "images": ["a.png"]}], "unsupported_field", "messages[1].images"),
+        ([{**ASKED, "content": [{"type": "image_url"}]}, SAID], "unsupported_field", "messages[0].content"),
+        ([{**ASKED, "content": [{"type": "text"}]}, SAID], "wrong_type", "messages[0].content"),
+        ([ASKED, {**SAID, "content": "", "reasoning_content": "hm"}], "empty", "messages[1].content"),
+    ],
+)  # fmt: skip
+def test_rules_of_a_conversation(messages: list[Any], kind: str, field: str) -> None:
+    problem = data.problems_of({"messages": messages})[0]
+    assert (problem.kind, problem.field) == (kind, field)
+
+
+def test_sound_rows_have_no_problems() -> None:
+    for raw in ({"messages": [ASKED, CALLED]}, called_with(b=None, c="\\u0007\\b\n\t\\"), said("\tstruck\nout")):
+        assert data.problems_of(raw) == []
+
+
+def test_all_problems_of_a_row_are_reported_at_once() -> None:
+    turns = [("boss", "a"), ("user", ""), ("assistant", 1)]
+    raw = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    assert [problem.kind for problem in data.problems_of(raw)] == ["unknown_role", "empty", "wrong_type"]
+
+
+def test_a_mapping_joins_columns_and_ignores_the_rest() -> None:
+    raw = {"标题": "订单", "正文": "到哪里了？", "回复": "在路上。", "角色": "客服", "question": "x", "answer": "y"}
+    row = chat(raw, "user=标题+正文, assistant=回复, system=角色")
+    assert [m["content"] for m in row.messages] == ["客服", "订单\n到哪里了？", "在路上。"]
+    row = chat({**raw, "标题": None}, "问题=标题+正文，答案=回复")
+    assert [m["content"] for m in row.messages] == ["到哪里了？", "在路上。"]
+    assert chat({"Chat": [ASKED, SAID]}, "messages=chat").messages == [ASKED, SAID]
+    assert chat(qa(1) | {"who": "c"}, "system=who").messages[0]["content"] == "c"
+
+
+def test_a_mapping_reads_back_and_nothing_is_none() -> None:
+    text = "user=a+b, assistant=c, system=d"
+    assert str(data.parse_mapping(text)) == text and data.parse_mapping(f" {text};\n") == data.parse_mapping(text)
+    assert data.parse_mapping(" ") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b", "messages=a, user=b, assistant=c",
+     "user=a+A, assistant=b"],
+)  # fmt: skip
+def test_a_mapping_that_makes_no_sense_is_refused(text: str) -> None:
+    with refused("data.bad_mapping", mapping=text):
+        data.parse_mapping(text)
+
+
+@pytest.mark.parametrize(
+    ("raw", "mapping"),
+    [
+        ({"title": "a", "body": "b", "reply": "c", "date": "d"}, "user=title, assistant=reply"),
+        ({"编号": "1", "顾客留言": "a", "客服回复": "b"}, "user=顾客留言, assistant=客服回复"),
+        ({**qa(1), "instruction": "a", "output": "b"}, "user=instruction, assistant=output"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "user=…, assistant=…"),  # not the wrong one as an example
+    ],
+)
+def test_columns_nobody_can_know_are_asked_for(raw: Any, mapping: str) -> None:
+    problem = data.problems_of(raw)[0]
+    assert f'COLUMNS = "{mapping}"' in problem.todo and all(name in problem.seen + problem.field for name in raw)
+
+
+def test_a_mapping_that_names_an_absent_column_says_which_are_there() -> None:
+    [problem] = data.problems_of(qa(1), data.parse_mapping("user=question, assistant=reply"))
+    assert (problem.kind, problem.field) == ("missing_field", "reply") and "question, answer" in problem.todo
+
+
+def test_a_column_that_is_there_twice_is_asked_about_and_can_be_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question,answer,notes,answer,notes\na,b,c,d,e\n", encoding="utf-8")
+    [row] = data.read_rows(tmp_path / "a.csv")
+    assert [problem.kind for problem in data.problems_of(row.raw)] == ["ambiguous_columns"]
+    for column, answer in (("answer", "b"), ("answer (column 4)", "d")):
+        assert chat(row.raw, f"user=question, assistant={column}").messages[1]["content"] == answer
+
+
+SOUND = {  # languages with accents, and the punctuation that makes them look broken byte by byte
+    "fr": "« L’été, déjà ? » « café » «\xa0fiancé\xa0» l'œuvre, voilà… où ça – “né” à Noël, naïf, ÇA, «\xa0à\xa0» É…",
+    "de": "„Spaß“ und „Maß“, Größe – „Äpfel“, ‚Öl‘, Übermut… 20 °C, § 5, „EÖ“, straße”",
+    "pt": "NÃO, amanhã… “MAÇÃ” «AMANHû «irmã» nº 3, São Paulo – “pão”, à noite, AÇÃO, “É”",
+    "ru": "«Привет» – „как дела“…",
+    "zh": "你好，世界。“引号”——省略号……《书名》① ℃ ￥ 浣熊 锛子 横浜 涓涓细流",
+    "ja": "横浜・浜松、「こんにちは」——浜辺の浜",
+}
+
+
+@pytest.mark.parametrize("language", SOUND)
+def test_sound_text_is_never_touched(language: str) -> None:
+    words, chance = re.split(r"(?<= )", SOUND[language]), random.Random(7)
+    for _ in range(50):
+        mixed = "".join(chance.choices(words, k=12)).strip() or SOUND[language]
+        assert repair_mojibake(mixed) == mixed and not data.problems_of(said(mixed))
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "gbk"])
+@pytest.mark.parametrize(
+    "text", ["我的订单到哪里了？请尽快发货，谢谢。", "Le café est fermé, c’est l’été.", "Где мой заказ?"]
+)
+def test_text_read_in_the_wrong_encoding_is_repaired(text: str, encoding: str) -> None:
+    if encoding == "gbk":
+        text = "你好我们"
+        broken = text.encode().decode("gb18030")
+    else:
+        pieces = (bytes([byte]) for byte in text.encode())
+        broken = "".join(piece.decode(encoding, "ignore") or piece.decode("latin-1") for piece in pieces)
+    row = data.Row("a", 1, {"question": "thé", "answer": broken})
+    fixed, strict = data.check_row(row), data.check_row(row, repair=False)
+    assert isinstance(fixed, data.ChatRow) and fixed.repaired and fixed.messages[1]["content"] == text
+    assert [(warning.kind, warning.field) for warning in fixed.warnings] == [("mojibake", "answer")]
+    assert isinstance(strict, data.RowError) and strict.problems[0].kind == "mojibake"
+
+
+def test_looking_for_broken_text_takes_time_in_proportion() -> None:
+    begun = time.process_time()
+    repair_mojibake("Ü» " * 100_000)
+    assert time.process_time() - begun < 4
+
+
+@pytest.mark.parametrize("text", ["在路上��", "锟斤拷锟斤拷", "璁㈠崟锛屽湪鍝噷?"])
+def test_characters_that_are_lost_are_refused(text: str) -> None:
+    assert [problem.kind for problem in data.problems_of(said(text))] == ["mojibake"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<|im_start|>user", "ok<|im_end|>", "[gMASK]<sop>hello", "<s>[INST] hi", "hello</s>", "a [/INST]", "<<SYS>>",
+     "<start_of_turn>user", "<｜User｜>", "<｜end▁of▁sentence｜>", "<bos>hi", "a<pad><pad>", "[AVAILABLE_TOOLS]"],
+)  # fmt: skip
+def test_template_markers_are_refused(text: str) -> None:
+    assert [problem.kind for problem in data.problems_of(said(text))] == ["template_marker"]
+
+
+def test_text_that_only_looks_like_a_marker_is_kept() -> None:
+    for text in ("### Response: yes", "a <b> c", "it is <s>struck</s> out", "5 <| 6", "<think>\nhm\n</think>\n\nok"):
+        assert data.problems_of(said(text)) == []
+
+
+PRIVATE = [
+    ("phone", "请打 13812345678 找我", "138****5678"),
+    ("phone", "+86 138 1234 5678", "+86 138****5678"),
+    ("phone", "008613812345678", "0086138****5678"),
+    ("phone", "请打１３８１２３４５６７８找我", "１３８****５６７８"),
+    ("phone", "138\xa01234\xa05678", "138****5678"),
+    ("phone", "座机 021-62345678", "021****5678"),
+    ("phone", "座机 0755 8234567", "0755****4567"),
+    ("id_number", "110105 1949 1231 002X", "110****2X"),
+    ("id_number", "1101 0519 4912 3100 2X", "110****2X"),
+    ("id_number", "身份证 11010519491231002X", "110****2X"),
+    ("email", "write to anna.b+c@mail.example.cn, please", "a***@mail.example.cn"),
+    ("email", "邮箱是li@qq.com。", "l***@qq.com"),
+    ("key", "sk-proj-" + "a1B2" * 8, "sk-****"),
+    ("key", "token hf_" + "aB" * 17, "hf_****"),
+    ("key", "AKIA" + "ABCD" * 4, "AKIA****"),
+    ("key", "WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567", "WANDB****"),
+    ("key", "https://a.cn/x?token=abcdefgh", "?tok****"),
+    ("key", "-----BEGIN RSA PRIVATE KEY-----", "-----BEGIN****"),
+    ("key", "Bearer eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdefghijklmnop", "eyJh****"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "shown"), PRIVATE)
+def test_private_data_is_a_warning_with_the_span_masked(kind: str, text: str, shown: str) -> None:
+    row = chat(said(text))
+    assert row.messages[1]["content"] == text
+    assert [(w.kind, w.field, w.seen) for w in row.warnings] == [(kind, "answer", shown)]
+    secret = max(re.split(r"[^\w]+", text), key=len)
+    assert shown in mask(text) and (len(secret) < 8 or secret not in mask(text))
+    assert [(w.kind, w.field) for w in chat(called_with(b=text)).warnings] == [(kind, "messages[1]")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["021-1234567", "2021-62345678", "0.021-62345678", "2019 2020 2021 2022 1", "12345678901",
+     "0.13812345678", "110105194913310021", "a @ b", "@someone", "sk-learn and hf_hub", f"commit {'0a' * 20}"],
+)  # fmt: skip
+def test_numbers_and_words_that_are_not_private(text: str) -> None:
+    assert list(find_private(text)) == [] and mask(text) == text
+
+
+def test_what_is_said_about_a_row_can_be_shown(tmp_path: Path) -> None:
+    bad = "13812345678\ud83d\x1b[2J"
+    rows = [
+        {bad: "a", "b": "c"}, {"messages": [{bad: "a"}]}, said("x") | {bad: 1, "history": [bad]},
+        {"messages": [{"role": bad, "content": "a"}]}, said([bad]), {"messages": f"call {bad}"},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"phone": bad}]}]},
+    ]  # fmt: skip
+    problems = [problem for raw in rows for problem in data.problems_of(raw)]
+    private = ["138-1234-5678", "123456@qq.com", "110105 19491231 002X"]
+    lines = ['{"question": %s, "answer": "b"}', '{"question": "%s" "a": 1}', '{"a": "b" %s}']
+    (tmp_path / "a.jsonl").write_text("\n".join(["{}", "{}", *(line % one for line in lines for one in private)]))
+    (tmp_path / "b.csv").write_text("question,answer\n13812345678,a@b.cn,c\n")
+    broken = [row for row in data.read_rows(tmp_path) if isinstance(row, data.RowError)]
+    assert len(broken) == 10 and all("**" in row.problems[0].seen for row in broken)
+    problems += [row.problems[0] for row in broken] + [*chat(said("CafÃ© 13812345678")).warnings]
+    for problem in problems:
+        text = f"{problem.field} {problem.seen} {problem.todo}"
+        assert text.isprintable() and not any(one in text for one in ("13812", "1234-", "12345", "19491231")), text
+
+
+def as_csv(rows: list[Any], separator: str = ",", ends: str = "\r\n") -> str:
+    lines = [separator.join(rows[0]), *(separator.join(f'"{value}"' for value in row.values()) for row in rows)]
+    return ends.join(lines)
+
+
+def zstd(content: bytes) -> bytes:
+    half = len(content) // 2  # two frames, as parallel compressors and `cat` write them
+    return b"".join(pyarrow.compress(part, "zstd", asbytes=True) for part in (content[:half], content[half:]))
+
+
+def file_of(name: str, rows: list[Any]) -> bytes:
+    """The rows in the format of the file's name."""
+    stem, ending = name.removesuffix(".gz").removesuffix(".zst").split(".")
+    if ending == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink := pyarrow.BufferOutputStream())
+        content = sink.getvalue().to_pybytes()
+    elif ending in ("csv", "tsv"):
+        content = as_csv(
+            rows, {"csv": ",", "tsv": "\t", "semicolon": ";"}[stem if stem == "semicolon" else ending]
+        ).encode()
+    elif stem in ("lines", "bom"):
+        content = json_lines(rows).encode()
+    else:
+        held = {"held": {"version": 1, "numbers": [1], "data": rows, "by": [{"x": 1}][:0]}}.get(stem, rows)
+        content = json.dumps(held, ensure_ascii=False, indent=None if stem == "flat" else 2).encode()
+    content = b"\xef\xbb\xbf" + content if stem == "bom" else content
+    return gzip.compress(content) if name.endswith(".gz") else zstd(content) if name.endswith(".zst") else content
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lines.jsonl", "lines.json", "array.json", "flat.json", "array.jsonl", "held.json", "bom.jsonl", "bom.csv",
+     "semicolon.csv", "a.tsv", "a.parquet", "lines.jsonl.gz", "lines.jsonl.zst", "array.json.zst", "a.csv.gz",
+     "a.parquet.gz", "a.parquet.zst"],
+)  # fmt: skip
+def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
+    rows = [qa(1, "yes,\n是"), qa(2, "[no]; not"), qa(3, "{maybe}")]
+    (tmp_path / name).write_bytes(file_of(name, rows))
+    assert contents(tmp_path / name) == [list(row.values()) for row in rows]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("row", [qa(1), {"id": 7, "tags": [{"a": 1}], **qa(1)}, {"messages": [{"role": "user"}]}])
+def test_objects_by_themselves_are_rows(tmp_path: Path, row: Any, indent: int | None) -> None:
+    (tmp_path / "a.json").write_text("\n".join([json.dumps(row, indent=indent)] * 2), encoding="utf-8")
+    assert [one.raw for one in data.read_rows(tmp_path / "a.json")] == [row, row]
+
+
+def test_rows_know_their_lines(tmp_path: Path) -> None:
+    for name, text, lines in (
+        ("a.csv", 'question,answer\n"two\nlines",yes\nb,no\n', [2, 4]),
+        ("a.json", json.dumps([qa(1), qa(2)], indent=2), [2, 6]),
+        ("a.jsonl", "\n" + json_lines([qa(1)]) + "\r\n\n" + json_lines([qa(2)]), [2, 5]),
+    ):
+        (tmp_path / name).write_text(text, encoding="utf-8", newline="")
+        assert [row.line for row in data.read_rows(tmp_path / name)] == lines
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kinds"),
+    [
+        ("a.jsonl", '{"question": "a", "answer\n%s', ["malformed_json", ""]),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": "a"},\n%s', ["malformed_json", ""]),
+        ("a.jsonl", f'%s{{"question": {"1" * 5000}}}\n%s', ["", "malformed_json", ""]),
+        ("a.json", '[{"q": 1},\n {"q": 2}, {"q" 3}, {"q": 4}]', ["", "", "malformed_json"]),
+        ("a.json", '[{"q": 1}, {"q": 2}', ["", "", "malformed_json"]),
+        ("a.json", '{"data": [{"q": 1}, {"q" 2}]}', ["malformed_json"]),
+        ("a.csv", 'question,answer\na\nb,c,d\n"e"x,f\ng,h\n', ["malformed_csv"] * 3 + [""]),
+        ("a.csv", 'question,answer\na,b\nc,"d\ne,f\n', ["", "malformed_csv"]),
+        ("a.csv", 'question,"answer\na,b\n', ["malformed_csv"]),
+    ],
+)  # fmt: skip
+def test_a_fault_is_named_and_hides_no_row_that_can_be_told(
+    tmp_path: Path, name: str, text: str, kinds: list[str]
+) -> None:
+    (tmp_path / name).write_text(text.replace("%s", json_lines([qa(1)])), encoding="utf-8")
+    rows = list(data.read_rows(tmp_path / name))
+    assert [row.problems[0].kind if isinstance(row, data.RowError) else "" for row in rows] == kinds
+    lines = [row.line for row in rows]
+    assert lines == sorted(lines) and all(row.problems[0].todo for row in rows if isinstance(row, data.RowError))
+
+
+def test_the_place_of_a_fault_in_an_array_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(f'[{json.dumps(qa(1))},\n{{"question": "c" "answer": "d"}}]', encoding="utf-8")
+    _, error = data.read_rows(tmp_path / "a.json")
+    assert (error.line, error.problems[0].field) == (2, "character 18") and '"c" "ans' in error.problems[0].seen
+
+
+def test_an_object_with_several_lists_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"train": [qa(1)], "test": [qa(2)]}, indent=1), encoding="utf-8")
+    with refused("data.several_lists", names="train, test"):
+        list(data.read_rows(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+@pytest.mark.parametrize("name", ["lines.jsonl.gz", "lines.jsonl.zst", "a.parquet"])
+def test_a_damaged_file_gives_its_first_rows_and_then_says_so(tmp_path: Path, name: str, damage: str) -> None:
+    chance = random.Random(1)
+    rows = [qa(n, f"{chance.getrandbits(900):0225x}") for n in range(5000)]
+    content = bytearray(file_of(name, rows))
+    half = len(content) // 2
+    content[half : len(content) if damage == "cut" else half + 4000] = bytes(4000 if damage == "changed" else 0)
+    (tmp_path / name).write_bytes(content)
+    *before, last = data.read_rows(tmp_path / name)
+    assert isinstance(last, data.RowError) and last.problems[0].kind == "damaged_file" and last.line == len(before) + 1
+    sound = [row.raw for row in before if isinstance(row, data.Row)]
+    assert sound[:1000] == rows[:1000][: len(sound)] and (sound or name == "a.parquet")
+
+
+def test_a_file_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes("question,answer\na,b\n".encode("utf-16"))
+    for name in ("b.parquet", "c.parquet.gz", "d.jsonl.gz", "e.csv.zst"):
+        (tmp_path / name).write_bytes(b"PAR1 and no more")
+    write(tmp_path / "f.jsonl", [qa(1)])
+    *bad, good = data.read_rows(tmp_path)
+    assert [row.problems[0].kind for row in bad] == ["encoding"] + ["damaged_file"] * 4 and good.raw == qa(1)
+
+
+PEAK = """
 import resource, sys
 from pathlib import Path
 from nbutils import data
-from nbutils.data.content import line_of
-from nbutils.data.licence import licence_of
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-data.prepare(sys.argv[1], Path(sys.argv[3]) / "small")
-before = peak()
-card = data.prepare(sys.argv[2], Path(sys.argv[3]) / "large")
-print(card.accepted, peak() - before)
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def use(folder, name):
+    if name == "prepare.jsonl":
+        return data.prepare(str(folder / name), folder / "out").accepted
+    return sum(1 for _ in data.read_rows(folder / name))
+folder, *names = map(Path, sys.argv[1:])
+for name in map(str, names):
+    use(folder / "small", name)
+    before = peak()
+    print(name, use(folder / "large", name), peak() - before)
 """
 
 
-def test_a_large_file_streams_through(tmp_path: Path) -> None:
-    small = write(tmp_path / "small.jsonl", [qa(n) for n in range(20)])
-    large = tmp_path / "large.jsonl"
-    with open(large, "w", encoding="utf-8") as file:
-        file.writelines(f'{{"question": "Order {n}?", "answer": "{"x" * 3000}"}}\n' for n in range(20_000))
-    words = [sys.executable, "-c", PEAK_GROWTH, small, str(large), str(tmp_path)]
-    accepted, grown_kib = map(int, subprocess.check_output(words, cwd=ROOT, text=True).split())
-    assert accepted == 20_000
-    assert grown_kib < 20 * 1024 < large.stat().st_size / 1024 / 2, f"{grown_kib} KiB more for a file of 60 MB"
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    names = ["flat.json", "held.json", "lines.jsonl.gz", "lines.jsonl.zst", "a.csv", "prepare.jsonl"]
+    for folder, count in (("small", 1000), ("large", 10_000)):
+        (tmp_path / folder).mkdir()
+        rows = [qa(n, f"{n} " + "x" * 3000) for n in range(count)]
+        for name in names:
+            (tmp_path / folder / name).write_bytes(file_of(name.replace("prepare", "lines"), rows))
+    words = [sys.executable, "-c", PEAK, str(tmp_path), *names]
+    for line in subprocess.check_output(words, cwd=ROOT, text=True).splitlines():
+        name, count, grown_kib = line.split()
+        assert int(count) == 10_000 and int(grown_kib) < 12 * 1024, f"{grown_kib} KiB more for 27 MB more of {name}"
 
 
-# --- splits and card ----------------------------------------------------------------------------------------------
+def test_a_line_without_end_is_named_and_the_next_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "LONGEST_LINE", 1 << 22)
+    good = json_lines([qa(1)]).encode()
+    with gzip.open(tmp_path / "bomb.jsonl.gz", "wb", compresslevel=1) as file:
+        for lines in (good, b'{"text": "' + bytes(1 << 26) + b'"}\n', good * 3, b'"' + b"x" * (1 << 24)):
+            file.write(lines)
+    tracemalloc.start()
+    rows = list(data.read_rows(tmp_path / "bomb.jsonl.gz"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [isinstance(row, data.Row) for row in rows] == [True, False, True, True, True, False]
+    assert [row.line for row in rows] == [1, 2, 3, 4, 5, 6] and peak < 32 << 20
 
 
-def test_the_bundled_sample_is_sound_and_its_counts_add_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.json.gz", "bomb.csv.gz"])
+def test_one_value_that_is_the_whole_file_takes_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(read, "LONGEST_LINE", 4 << 20)
+    monkeypatch.setattr(read, "LARGEST_ROW", 2 << 20)
+    with gzip.open(tmp_path / name, "wb", compresslevel=1) as file:
+        file.write(b'a,b\n"' if "csv" in name else b'{"a": "')
+        for _ in range(64):
+            file.write(b"x" * (1 << 20) if "csv" in name else bytes(1 << 20))
+    tracemalloc.start()
+    rows = list(data.read_rows(tmp_path / name))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert rows and all(isinstance(row, data.RowError) for row in rows) and peak < 40 << 20
+
+
+def test_a_value_that_every_row_of_a_parquet_file_repeats_takes_bounded_memory(tmp_path: Path) -> None:
+    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 120), pyarrow.array(["x" * (1 << 24)]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "bomb.parquet", compression="zstd")
+    tracemalloc.start()
+    count = sum(1 for _ in data.read_rows(tmp_path / "bomb.parquet"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 120 and peak < 600 << 20
+
+
+CHINESE = [
+    {"问题": "我的订单到哪里了？", "答案": "您好，正在路上，预计明天下午送达。"},
+    {"问题": "退款要多久", "答案": "一般三个工作日内到账。"},
+    {"问题": "玫瑰", "答案": "鹦鹉"},
+    {"问题": "ok", "答案": "ok"},
+]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "gbk", "gb18030"])
+@pytest.mark.parametrize("name", ["a.csv", "lines.jsonl", "array.json", "flat.json"])
+def test_chinese_is_read_whatever_it_was_saved_as(tmp_path: Path, name: str, encoding: str) -> None:
+    (tmp_path / name).write_bytes(file_of(name, CHINESE).decode().encode(encoding))
+    rows = checked(tmp_path / name)
+    assert contents(tmp_path / name) == [list(row.values()) for row in CHINESE]
+    assert any(w.kind == "encoding" for row in rows for w in row.warnings) == encoding.startswith("gb")
+
+
+def test_lines_in_two_encodings_are_each_read_in_their_own(tmp_path: Path) -> None:
+    rows = [*CHINESE[:3], {"问题": "Où est le café ?", "答案": "é"}, {"问题": "где", "答案": "Pärt größe"}]
+    lines = [json_lines([row]).encode("gbk" if n in (0, 2) else "utf-8") for n, row in enumerate(rows)]
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
+    assert contents(tmp_path / "a.jsonl") == [list(row.values()) for row in rows]
+    assert [bool(row.warnings) for row in checked(tmp_path / "a.jsonl")] == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "lines.jsonl"])
+@pytest.mark.parametrize("byte", [b"\xff", b"\xe4", b"\x80", b"\xb0", b"\xc4\xe3"])
+def test_a_broken_line_of_utf8_spoils_its_own_row_only(tmp_path: Path, name: str, byte: bytes) -> None:
+    lines = file_of(name, CHINESE[:1] * 3).splitlines()
+    lines[-2] = lines[-2].replace("正".encode(), byte)
+    (tmp_path / name).write_bytes(b"\n".join(lines))
+    rows = checked(tmp_path / name)
+    assert [isinstance(row, data.ChatRow) for row in rows] == [True, False, True]
+    assert (rows[1].problems[0].kind, rows[1].problems[0].field) == ("encoding", "答案")
+    assert not rows[0].warnings and not rows[2].warnings
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [("Où est la fenêtre ? Déjà fermée", "latin-1"), ("Größe über Maß", "cp1252"), ("где мой заказ", "cp1251"),
+     ("訂單到哪裡了？謝謝您的幫忙", "big5"), ("ご注文はどこですか", "shift-jis")],
+)  # fmt: skip
+def test_other_encodings_are_not_taken_for_chinese(tmp_path: Path, text: str, encoding: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines([{"question": text, "answer": "yes"}]).encode(encoding))
+    [row] = checked(tmp_path / "a.jsonl")
+    assert isinstance(row, data.RowError), row
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code"),
+    [
+        ("missing.jsonl", None, "no_such_file"),
+        ("rows.xlsx", b"PK", "unknown_format"),
+        ("folder/readme.txt", b"no data", "folder_without_rows"),
+        ("folder/en/a.jsonl", b"{}", "folder_without_rows"),
+    ],
+)
+def test_sources_that_cannot_be_read_say_so(tmp_path: Path, name: str, content: bytes | None, code: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    source = tmp_path / name.partition("/")[0]
+    with refused(f"data.{code}", str(source)):
+        data.prepare(str(source), tmp_path / "out")
+
+
+def test_a_pipe_is_no_data_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with refused("data.unknown_format"):
+        list(data.read_rows(tmp_path / "rows.jsonl"))
+
+
+def test_data_is_found_among_attached_inputs_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attached = tmp_path / "kaggle/input/datasets/me/orders/mine.jsonl"
+    write(attached, [qa(1)])
+    monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
+    assert read.find_files("mine.jsonl") == read.find_files("orders/mine.jsonl") == [attached]
+
+
+DATASETS = {
+    "someone/plain": {
+        "README.md": b"---\nlicense: other\nlicense_name: own words\n---\n",
+        "train.jsonl": json_lines([qa(n) for n in range(4)]).encode(),
+        "big.bin": b"0" * 10,
+    },
+    "someone/shards": {
+        f"data/{name}-00000-of-00001.jsonl": json_lines([qa(n)]).encode() for n, name in enumerate(("train", "test"))
+    },
+    "someone/configs": {"zh/train.jsonl": b"{}", "en/train.jsonl": b"{}", "en/deeper/train.jsonl": b"{}"},
+    "someone/pictures": {"a.png": b"png"},
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The few addresses of the hub a download needs; 401 for unknown datasets, as the hub answers strangers."""
+
+    fetched: list[str]
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path).removeprefix("/")
+        words = path.removeprefix("api/").removeprefix("datasets/").split("/")
+        name, rest = "/".join(words[:2]), words[2:]
+        if not path:
+            self.answer(b"hub")
+        elif name not in DATASETS:
+            gated = name == "someone/gated"
+            self.answer(b"{}", 403 if gated else 401, {"X-Error-Code": "GatedRepo" if gated else "RepoNotFound"})
+        elif path.startswith("api/"):
+            held = DATASETS[name].items()
+            tree = [{"type": "file", "path": file, "size": len(body), "oid": self.oid(body)} for file, body in held]
+            about = {"id": name, "sha": "1" * 40, "siblings": [{"rfilename": file} for file, _ in held], "tags": []}
+            about |= {"downloads": 0, "likes": 0, "private": False}
+            self.answer(json.dumps(tree if rest[:1] == ["tree"] else about).encode())
+        else:
+            body = DATASETS[name]["/".join(rest[2:])]
+            self.fetched.append("/".join(rest[2:]))
+            self.answer(body, 200, {"ETag": f'"{self.oid(body)}"', "X-Repo-Commit": "1" * 40})
+
+    @staticmethod
+    def oid(body: bytes) -> str:
+        return hashlib.sha1(body).hexdigest()
+
+    def answer(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A hub for the real client; what was fetched from it."""
+    Hub.fetched = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    monkeypatch.chdir(tmp_path)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "NBUTILS_MIRROR", "NBUTILS_MIRROR_FOUND", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    yield Hub.fetched
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_hub_dataset_is_read_by_its_name_and_only_its_rows_are_fetched(hub: list[str], tmp_path: Path) -> None:
+    assert len(contents("someone/plain")) == 4 and set(hub) == {"train.jsonl"}
+    assert len(contents("someone/plain:train.jsonl")) == 4 and read.licence_of("someone/plain") == "other (own words)"
+    assert data.prepare("someone/shards:data", tmp_path / "out").eval == 1
+    assert [path.parent.name for path in read.find_files("someone/configs:en/")] == ["en"]
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("someone/gated", "dataset_refused"), ("someone/nowhere", "dataset_refused"),
+     ("someone/pictures", "dataset_without_rows"), ("someone/plain:zh", "dataset_without_rows"),
+     ("someone/configs", "dataset_of_several")],
+)  # fmt: skip
+def test_what_the_hub_cannot_give_is_explained(hub: list[str], name: str, code: str) -> None:
+    with refused(f"data.{code}", name.partition(":")[0]):
+        read.find_files(name)
+    assert hub == []
+
+
+def test_without_a_network_only_a_complete_earlier_download_is_used(
+    hub: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = read.find_files("someone/shards")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert read.find_files("someone/shards") == files
+    files[0].unlink()
+    for name in ("someone/plain", "someone/shards"):
+        with refused("data.dataset_unreachable", "HF_HUB_OFFLINE"):
+            read.find_files(name)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with refused("data.dataset_unreachable", repo="someone/plain"):
+        read.find_files("someone/plain")
+
+
+def test_the_bundled_sample_has_its_fingerprint_and_its_counts_add_up(tmp_path: Path) -> None:
     card = data.prepare("", tmp_path)
     train, held_out = data.load(tmp_path)
-    assert (card.rejected, card.train, card.eval) == (0, len(train), len(held_out))
+    assert card.fingerprint == SAMPLE_FINGERPRINT
+    assert (card.rejected, card.train, card.eval, card.warnings) == (0, len(train), len(held_out), {})
     assert card.rows == card.accepted == card.train + card.eval
     assert sum(card.characters.values()) == sum(card.languages.values()) == card.accepted
-    assert set(card.languages) == {"zh", "en"} and "CC0" in card.licence
-    assert train == read(SAMPLES / "train.jsonl")
+    assert set(card.languages) == {"zh", "en"} and "CC0" in card.licence and card.lent == 0
+    assert train == stored(SAMPLES / "train.jsonl")
 
 
 @pytest.mark.parametrize(("name", "called"), [("assistant_en", "Wrenlow"), ("assistant_zh", "苇禾")])
@@ -76,70 +844,52 @@ def test_the_bundled_assistants_are_sound_and_known_by_one_name(tmp_path: Path, 
         assert max(map(len, answers)) < 200
 
 
-def test_a_profiles_data_is_not_taken_where_a_run_has_data_or_other_data_is_named(tmp_path: Path) -> None:
-    mine = write(tmp_path / "mine.jsonl", [qa(n) for n in range(20)])
-    assert data.prepare(mine, tmp_path / "run", default="assistant_en").source == mine
-    assert data.prepare("", tmp_path / "run", default="assistant_en").source == mine
-
-
-def test_bad_rows_are_kept_with_their_reasons_and_counts_add_up(tmp_path: Path) -> None:
-    sound = [qa(n) for n in range(60)]
-    path = write(tmp_path / "mixed.jsonl", sound)
-    broken = (SAMPLES / "broken_rows.jsonl").read_text(encoding="utf-8")
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(broken)
-    card = data.prepare(path, tmp_path / "out")
-    rejected = read(tmp_path / "out" / "rejected.jsonl")
-    last = max(BROKEN) + 1  # the first row of the broken ones once more
-    assert (card.rows, card.accepted, card.rejected) == (60 + last, 61, last - 1)
-    assert card.rejected == len(rejected) == sum(card.reasons.values())
-    assert card.accepted == card.train + card.eval + card.unused
-    assert card.reasons["template_marker"] == 2 and card.duplicates == card.reasons["duplicate"] == 1
-    assert rejected[-1]["line"] == 60 + last and "line 61" in rejected[-1]["problems"][0]["seen"]
-    assert {row["line"] - 60 for row in rejected} == {*BROKEN, last}
-    assert f"{60 + last} = 61 accepted + {last - 1} rejected" in str(card)
-
-
-def test_rejected_rows_that_are_not_utf8_are_still_json(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(
-        b"".join(json.dumps(qa(n)).encode() + b"\n" for n in range(9)) + b'{"question": "\xff", "answer": "a"}'
+@pytest.fixture
+def mixed(tmp_path: Path) -> str:
+    """60 sound rows, the broken ones of the sample, a copy, a near copy, and rows that are no JSON when stored."""
+    path = Path(write(tmp_path / "mixed.jsonl", [qa(n, f"yes, on day {n}") for n in range(60)]))
+    more = json_lines(
+        [qa(3, "yes, on day 3"), qa(70, "It is on its way, we hope."), qa(70, "it IS on its way we hope!")]
     )
-    data.prepare(str(path), tmp_path / "out")
-    assert read(tmp_path / "out" / "rejected.jsonl")[0]["row"]["question"] == "\udcff"
+    broken = (SAMPLES / "broken_rows.jsonl").read_text(encoding="utf-8")
+    odd = ['{"question": NaN, "answer": 1}', '{"q": [Infinity, "NaN"]}', '{"q": ' + "[" * 900 + "]" * 900 + "}"]
+    text = path.read_text(encoding="utf-8") + more + broken + "\n".join(odd) + "\n"
+    path.write_bytes(text.encode() + b'{"question": "\xff", "answer": "a"}')
+    return str(path)
 
 
-@pytest.mark.parametrize(
-    "odd", ['{"question": NaN, "answer": 1}', '{"q": [Infinity, "NaN"]}', '{"q": ' + "[" * 900 + "]" * 900 + "}"]
-)
-def test_rejected_rows_are_json_whatever_they_hold(tmp_path: Path, odd: str) -> None:
-    path = Path(write(tmp_path / "a.jsonl", [qa(n) for n in range(9)]))
-    path.write_text(path.read_text(encoding="utf-8") + odd + "\n", encoding="utf-8")
-    data.prepare(str(path), tmp_path / "out")
-    [line] = (tmp_path / "out" / "rejected.jsonl").read_text(encoding="utf-8").splitlines()
-    assert json.loads(line, parse_constant=pytest.fail)["line"] == 10
+def test_bad_rows_are_kept_with_their_reasons_and_counts_add_up(tmp_path: Path, mixed: str) -> None:
+    card = data.prepare(mixed, tmp_path / "out")
+    lines = (tmp_path / "out" / "rejected.jsonl").read_text(encoding="utf-8").splitlines()
+    rejected = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert (card.rows, card.accepted, card.rejected) == (95, 62, 33) and card.rejected == len(rejected)
+    assert card.rejected == sum(card.reasons.values()) and card.accepted == card.train + card.eval + card.unused
+    assert card.reasons["template_marker"] == 2 and card.duplicates == 3
+    assert {entry["line"] for entry in rejected} == {61, 63, *(63 + line for line in (*BROKEN, 28)), *range(92, 96)}
+    places = {entry["line"]: entry["problems"][0]["seen"] for entry in rejected}
+    assert "mixed.jsonl line 4" in places[61] and "line 62" in places[63] and "line 64" in places[91]
+    assert "95 = 62 accepted + 33 rejected" in str(card)
 
 
-def test_languages_follow_the_question_not_the_json_of_the_answer(tmp_path: Path) -> None:
+def test_languages_follow_the_question_and_other_counts_follow_the_row(tmp_path: Path) -> None:
     rows = [chat_row(f"订单 {n} 到了吗", '{"intent": "delivery", "city": null}') for n in range(9)]
-    card = data.prepare(write(tmp_path / "a.jsonl", [*rows, qa(1), chat_row("?", "!")]), tmp_path / "out")
-    assert card.languages == {"zh": 9, "en": 1, "other": 1}
+    noted = [chat_row("Who? \n", f"Nobody knows{end} Call 13812345678.") for end in ("", "!")]  # near duplicates
+    card = data.prepare(write(tmp_path / "a.jsonl", [*rows, chat_row("?", "!"), *noted]), tmp_path / "out")
+    assert card.languages == {"zh": 9, "en": 1, "other": 1} and sum(card.characters.values()) == 11
+    assert (card.reasons, card.trimmed, card.warnings) == ({"near_duplicate": 1}, 1, {"phone": 1})
 
 
-def test_added_rows_never_move_old_ones(tmp_path: Path) -> None:
-    rows = [qa(n) for n in range(400)]
-    data.prepare(write(tmp_path / "a.jsonl", rows[:200]), tmp_path / "few")
-    data.prepare(write(tmp_path / "b.jsonl", rows[::-1]), tmp_path / "many")
-    (few_train, few_eval), (train, held_out) = data.load(tmp_path / "few"), data.load(tmp_path / "many")
-    assert all(row in train for row in few_train) and all(row in held_out for row in few_eval)
-    assert 20 <= len(held_out) <= 60
-
-
-def test_the_same_question_never_stands_on_both_sides(tmp_path: Path) -> None:
-    rows = [qa(n % 50, f"answer {n}") for n in range(200)]
-    data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out")
-    sides = [{row["messages"][0]["content"] for row in rows} for rows in data.load(tmp_path / "out")]
-    assert sides[0] and sides[1] and not sides[0] & sides[1]
+def test_rows_stay_on_their_side_in_any_order_and_when_rows_are_added(tmp_path: Path) -> None:
+    rows = [qa(n, f"{n}") for n in range(400)] + [qa(n, f"{n} !") for n in range(60)]
+    data.prepare(write(tmp_path / "few.jsonl", rows[:200]), tmp_path / "few")
+    data.prepare(write(tmp_path / "many.jsonl", rows[::-1]), tmp_path / "many")
+    cards = [data.prepare(write(tmp_path / "all.jsonl", rows), tmp_path / name) for name in ("all", "again")]
+    few, many, every = (
+        [{str(row) for row in side} for side in data.load(tmp_path / n)] for n in ("few", "many", "all")
+    )
+    for train, held_out in (few, many):
+        assert not train & every[1] and not held_out & every[0]
+    assert few[0] <= every[0] and few[1] <= every[1] and 20 <= len(every[1]) <= 60 and cards[0] == cards[1]
 
 
 WIDE = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
@@ -159,159 +909,250 @@ def test_variants_of_a_question_stand_on_one_side(tmp_path: Path) -> None:
     [("Who wrote Hamlet?", "who wrote hamlet", 1), ("谁写的？", "谁写的 ?", 1), ("a １２", "A 12", 1),
      ("3.5 kg?", "35 kg?", 0), ("4 - 2?", "4 / 2?", 0), ("?", "!", 0), ("C", "C#", 0)],
 )  # fmt: skip
-def test_a_variant_of_a_held_out_question_is_a_leak(tmp_path: Path, asked: str, trained: str, leak: int) -> None:
+def test_a_training_row_that_asks_a_held_out_question_is_a_leak(
+    tmp_path: Path, asked: str, trained: str, leak: int
+) -> None:
     train = write(tmp_path / "a.jsonl", [qa(1), chat_row(trained, "one answer")])
     held_out = write(tmp_path / "b.jsonl", [chat_row(asked, "quite another one")])
     card = data.prepare(train, tmp_path / "out", eval_source=held_out)
     assert card.reasons.get("leak", 0) == leak == card.rejected
 
 
-def test_the_same_source_gives_the_same_fingerprint(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [qa(n) for n in range(50)])
-    cards = [data.prepare(path, tmp_path / name) for name in ("one", "two")]
-    assert cards[0] == cards[1] and len(cards[0].fingerprint) == 64
-    write(tmp_path / "a.jsonl", [qa(n) for n in range(49)])
-    assert data.prepare(path, tmp_path / "three").fingerprint != cards[0].fingerprint
+def test_a_folder_brings_its_held_out_file_and_its_licence(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "train.jsonl", [qa(n) for n in range(10)])
+    (tmp_path / "in" / "test-00000-of-00001.jsonl.gz").write_bytes(file_of("lines.jsonl.gz", [qa(n) for n in (20, 21)]))
+    (tmp_path / "in" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Rows\n", encoding="utf-8")
+    card = data.prepare(str(tmp_path / "in"), tmp_path / "out")
+    assert (card.train, card.eval, card.licence) == (10, 2, "apache-2.0")
+    (tmp_path / "in" / "README.md").write_text("---\na: [\n---\n", encoding="utf-8")
+    assert read.licence_of(str(tmp_path / "in")) == "unstated"
 
 
-def test_smaller_sets_lie_inside_larger_ones(tmp_path: Path) -> None:
+def test_smaller_sets_lie_inside_larger_ones_and_share_their_evaluation(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [qa(n) for n in range(300)])
     cards = [data.prepare(path, tmp_path / str(n), rows=n) for n in (20, 50, 0)]
-    small, middle, whole = ([str(r) for r in data.load(tmp_path / str(n))[0]] for n in (20, 50, 0))
-    assert len(small) == 20 and len(middle) == 50 and set(small) < set(middle) < set(whole)
-    assert cards[0].accepted == 300 == cards[0].train + cards[0].eval + cards[0].unused
-    assert cards[0].eval == cards[2].eval and cards[2].unused == 0
-
-
-def test_a_training_row_that_asks_a_held_out_question_is_a_leak(tmp_path: Path) -> None:
-    train = write(tmp_path / "a.jsonl", [qa(n) for n in range(10)] + [qa(77, "another answer")])
-    held_out = write(tmp_path / "b.jsonl", [qa(3), qa(77), qa(78)])
-    card = data.prepare(train, tmp_path / "out", eval_source=held_out)
-    assert (card.train, card.eval, card.reasons) == (9, 3, {"leak": 2}) and card.duplicates == 2
-
-
-def test_a_folder_brings_its_own_held_out_file(tmp_path: Path) -> None:
-    write(tmp_path / "in" / "train.jsonl", [qa(n) for n in range(10)])
-    write(tmp_path / "in" / "test.jsonl", [qa(n) for n in range(20, 23)])
-    card = data.prepare(str(tmp_path / "in"), tmp_path / "out")
-    assert (card.train, card.eval) == (10, 3)
+    small, middle, whole = ({str(row) for row in data.load(tmp_path / str(n))[0]} for n in (20, 50, 0))
+    assert len(small) == 20 and len(middle) == 50 and small < middle < whole
+    assert cards[0].accepted == 300 == cards[0].train + cards[0].eval + cards[0].unused and cards[2].unused == 0
+    assert len({(tmp_path / str(n) / "eval.jsonl").read_bytes() for n in (20, 50, 0)}) == 1
 
 
 def test_few_rows_still_leave_one_for_evaluation(tmp_path: Path) -> None:
     card = data.prepare(write(tmp_path / "a.jsonl", [qa(1), qa(2)]), tmp_path / "out", eval_fraction=1e-9)
     train, held_out = data.load(tmp_path / "out")
     assert (card.train, card.eval, card.lent) == (1, 1, 1) and train != held_out and "lent" in str(card)
-    assert data.prepare("", tmp_path / "sample").lent == 0 and "lent" not in str(data.read_card(tmp_path / "sample"))
 
 
-# --- refusing -----------------------------------------------------------------------------------------------------
+def test_tools_are_stored_and_make_another_row(tmp_path: Path) -> None:
+    rows = [chat_row(f"{n}?", "yes") for n in range(20)] + [chat_row("3?", "yes") | {"tools": [TOOL]}]
+    card = data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out")
+    kept = [row for side in data.load(tmp_path / "out") for row in side]
+    assert card.accepted == 21 and [row for row in kept if "tools" in row] == [rows[-1]]
 
 
-def test_a_source_that_is_mostly_broken_is_refused_with_lines_and_fields(tmp_path: Path) -> None:
-    with pytest.raises(CourseError) as caught:
-        data.prepare(str(SAMPLES / "broken_rows.jsonl"), tmp_path / "out")
-    bad = len(BROKEN) + 1
-    assert f"{bad} of {bad + 1}" in caught.value.seen and "line 6, output: missing_field" in caught.value.seen
-    assert len(read(tmp_path / "out" / "rejected.jsonl")) == bad
-    assert os.listdir(tmp_path / "out") == ["rejected.jsonl"]
+def test_the_page_of_the_card_holds_what_the_json_holds_and_nothing_private(tmp_path: Path) -> None:
+    rows = [qa(n) for n in range(30)] + [qa(3), qa(31, "")] + [qa(40 + n, f"call 1381234567{n}") for n in range(5)]
+    card = data.prepare(write(tmp_path / "a|b.jsonl", rows), tmp_path / "out", licence="CC-BY-4.0")
+    page = (tmp_path / "out" / "data_card.md").read_text(encoding="utf-8")
+    for words in (
+        "a\\|b.jsonl",
+        "37 = 35 accepted + 2 rejected",
+        "empty 1",
+        "duplicate 1",
+        "en 35",
+        "CC-BY-4.0",
+        "####",
+    ):
+        assert words in page, words
+    assert card.fingerprint in page and card.warnings == {"phone": 5} and len(card.examples) == 2
+    assert "138****" in card.examples[0] and "line 33, answer" in card.examples[0]
+    assert "13812345" not in page + str(card) + (tmp_path / "out" / "data_card.json").read_text(encoding="utf-8")
 
 
-def test_repeated_rows_alone_do_not_make_a_source_bad(tmp_path: Path) -> None:
-    card = data.prepare(write(tmp_path / "a.jsonl", [qa(n) for n in range(20)] * 5), tmp_path / "out")
-    assert (card.rows, card.accepted, card.duplicates) == (100, 20, 80)
+def test_the_row_that_is_shown_has_no_private_data_if_there_is_such_a_row() -> None:
+    private, sound = chat_row("mine?", "call 13812345678"), chat_row("when?", "today")
+    assert data.row_to_show([private, private, sound, private]) is sound and data.row_to_show([private]) is private
+
+
+ENGLISH = (
+    "The parcel was handed to the carrier this morning and should arrive within two working days. You will get a "
+    "message with a link as soon as the driver is near your street, and you can still change the address there."
+)
+ZH = (
+    "包裹今天早上已经交给快递公司，预计会在后天下午送到您家。送达之前您会收到一条短信，里面有修改地址的链接，请您放心。"
+)
+QUESTION = "Hello, I ordered a kettle for my mother last week and nobody told me when it comes. When will it arrive?"
+
+
+def near_duplicates(rows: list[dict[str, Any]], near: float = 0.8) -> tuple[dict[int, int], int]:
+    """The rows that are left out, each with the one kept for it, and how many fill in a template."""
+    finder, compared = NearDuplicates(near), [row_text(**row) for row in rows]
+    for row in compared:
+        finder.add(row)
+    return finder.find(np.arange(len(rows)), compared.__getitem__), finder.templated
+
+
+def unrelated(count: int) -> list[dict[str, Any]]:
+    chance = random.Random(7)
+    words = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(2000)]
+    return [
+        chat_row(" ".join(chance.choices(words, k=12)), " ".join(chance.choices(words, k=20))) for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("rows", "settings", "words"),
+    ("change", "text"),
     [
-        ([], {}, "not one row"),
-        ([qa(1)], {}, "0 evaluation rows"),
-        ([qa(1), qa(2)], {"eval_fraction": 1.5}, "eval_fraction"),
-        ([qa(1), qa(2)], {"rows": -1}, "rows is -1"),
+        (lambda text: text.replace(".", "!", 1), ENGLISH),
+        (str.upper, ENGLISH),
+        (lambda text: text.replace(" ", "  ") + "\n", ENGLISH),
+        (lambda text: text.replace("morning", "evening"), ENGLISH),
+        (lambda text: text.replace("，", ",").replace("。", ""), ZH),
+        (lambda text: text.replace("早", "中"), ZH),
+        (lambda text: text.translate(WIDE), ENGLISH),
+        (lambda text: text.replace("working days", "working-days"), ENGLISH),
     ],
 )
-def test_nothing_to_work_with_is_refused(tmp_path: Path, rows: list[Any], settings: Any, words: str) -> None:
-    if rows == [qa(1)]:
-        settings = {"eval_fraction": 1e-9}
-    with pytest.raises(CourseError) as caught:
+def test_what_is_nearly_the_same_is_found_among_others(change: Any, text: str) -> None:
+    others = unrelated(200)
+    rows = [*others[:100], chat_row(QUESTION, text), *others[100:], chat_row(change(QUESTION), change(text))]
+    assert change(text) != text and near_duplicates(rows) == ({201: 100}, 0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((f"Order 4711: {QUESTION}", ENGLISH), (f"Order 4712: {QUESTION}", ENGLISH)),
+        ((f"我要三箱苹果。{ZH}", ZH), (f"我要五箱苹果。{ZH}", ZH)),
+        ((QUESTION, "yes"), (QUESTION, "no")),
+        (("Where is Lyon?", ENGLISH), ("Who was Ada?", ENGLISH)),
+        ((QUESTION, "3.5 kg"), (QUESTION, "35 kg")),
+        (("What is 4 - 2?", "2"), ("What is 4 / 2?", "2")),
+        ((f"In C: {QUESTION}", ENGLISH), (f"In C#: {QUESTION}", ENGLISH)),
+        ((QUESTION, f"{ENGLISH} $ 5"), (QUESTION, f"{ENGLISH} € 5")),
+    ],
+)
+def test_what_only_looks_alike_is_kept(one: tuple[str, str], other: tuple[str, str]) -> None:
+    assert near_duplicates([chat_row(*one), chat_row(*other)])[0] == {}
+
+
+def test_another_system_text_or_other_tools_make_another_row() -> None:
+    row = chat_row(QUESTION, ENGLISH)
+    rows = [row, *({**row, "tools": [name]} for name in ("search", "buy"))]
+    rows += [{"messages": [{"role": "system", "content": text}, *row["messages"]]} for text in ("Be kind.", "Be rude.")]
+    assert near_duplicates(rows)[0] == {} and near_duplicates([*rows, rows[1]])[0] == {5: 1}
+
+
+def test_a_template_filled_in_many_times_is_kept_but_not_its_copies() -> None:
+    template = f"Classify the review into positive or negative, and answer with this word alone. {ENGLISH} Review: "
+    rows = [chat_row(template + row["messages"][0]["content"][:13], "positive") for row in unrelated(TEMPLATE + 40)]
+    copy = chat_row(rows[3]["messages"][0]["content"].upper() + " !", "positive")
+    repeated, templated = near_duplicates([*rows, copy])
+    assert repeated == {len(rows): 3} and templated > TEMPLATE
+    assert len(near_duplicates(rows[:TEMPLATE])[0]) > 0, "a few rows that resemble each other are near duplicates"
+
+
+def test_nearly_all_pairs_are_found() -> None:
+    chance, rows = random.Random(1), unrelated(300)
+    copies = []
+    for row in rows:
+        letters = list(row["messages"][1]["content"])
+        letters[chance.randrange(len(letters))] = "z"
+        copies.append(chat_row(row["messages"][0]["content"], "".join(letters)))
+    assert len(near_duplicates(rows + copies)[0]) >= 0.98 * len(rows)
+
+
+def test_of_two_alike_the_held_out_row_stays(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", [chat_row(QUESTION, ENGLISH), chat_row("Where is Lyon?", "In France.")])
+    held_out = write(tmp_path / "b.jsonl", [chat_row(f"Please: {QUESTION}", ENGLISH.upper())])
+    card = data.prepare(train, tmp_path / "out", eval_source=held_out)
+    assert (card.train, card.eval, card.reasons) == (1, 1, {"near_leak": 1})
+    [entry] = stored(tmp_path / "out" / "rejected.jsonl")
+    assert "b.jsonl line 1" in entry["problems"][0]["seen"] and entry["line"] == 1
+    assert data.prepare(train, tmp_path / "all", eval_source=held_out, near=0).rejected == 0
+
+
+def test_a_source_that_is_mostly_broken_is_refused_and_its_rows_are_written(tmp_path: Path) -> None:
+    with refused("data.mostly_broken", "line 6, output: missing_field", rejected=27, rows=28):
+        data.prepare(str(SAMPLES / "broken_rows.jsonl"), tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == ["rejected.jsonl"] and len(stored(tmp_path / "out" / "rejected.jsonl")) == 27
+    assert data.prepare(write(tmp_path / "a.jsonl", [qa(n) for n in range(20)] * 5), tmp_path / "copies").accepted == 20
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "code"),
+    [
+        ([], {}, "no_rows"),
+        ([qa(1)], {"eval_fraction": 1e-9}, "too_few_rows"),
+        ([qa(1), qa(2)], {"eval_fraction": 1.5}, "bad_setting"),
+        ([qa(1), qa(2)], {"rows": -1}, "bad_setting"),
+        ([qa(1), qa(2)], {"near": 0.3}, "bad_setting"),
+        ([qa(1), qa(2)], {"eval_source": "none.jsonl"}, "too_few_rows"),
+    ],
+)
+def test_nothing_to_work_with_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Any], settings: Any, code: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "none.jsonl", [{"text": "no columns"}])
+    with refused(f"data.{code}"):
         data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out", **settings)
-    assert words in caught.value.seen
     assert not (tmp_path / "out" / "data_card.json").exists()
 
 
-def test_too_few_rows_left_are_explained_by_those_rejected(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [qa(1), qa(1), qa(1, "")])
-    with pytest.raises(CourseError) as caught:
-        data.prepare(path, tmp_path / "out", eval_fraction=1e-9)
-    assert "2 of 3 rows were rejected: duplicate 1, empty 1" in caught.value.seen
-    assert "rejected.jsonl" in caught.value.todo and len(read(tmp_path / "out" / "rejected.jsonl")) == 2
+def test_unknown_columns_are_asked_for_and_the_answer_is_taken_and_compared(tmp_path: Path) -> None:
+    odd = [{"标题": "发票 13812345678", "正文": f"订单 {n} 什么时候开？", "回复": f"第 {n} 天。"} for n in range(9)]
+    path, columns = write(tmp_path / "a.jsonl", odd), "user=标题+正文, assistant=回复"
+    with refused(
+        "data.mostly_broken", "正文: 订单 0", "138****5678", 'COLUMNS = "user=标题, assistant=回复"'
+    ) as caught:
+        data.prepare(path, tmp_path / "out")
+    assert "13812345678" not in str(caught.value)
+    card = data.prepare(path, tmp_path / "out", columns="user = 标题 + 正文, assistant=回复", near=0.9, repair=False)
+    assert (card.accepted, card.columns, card.warnings) == (9, columns, {"phone": 9})
+    assert data.prepare(path, tmp_path / "out") == data.prepare(path, tmp_path / "out", columns=columns) == card
+    for other in ({"columns": "user=正文, assistant=回复"}, {"near": 0.8}, {"repair": True}):
+        with refused("data.other_input", next(iter(other))):
+            data.prepare(path, tmp_path / "out", **other)
 
 
-def test_held_out_rows_that_are_all_broken_are_not_replaced(tmp_path: Path) -> None:
-    train = write(tmp_path / "a.jsonl", [qa(n) for n in range(10)])
-    held_out = write(tmp_path / "b.jsonl", [{"text": "no columns"}])
-    with pytest.raises(CourseError, match="0 evaluation rows"):
-        data.prepare(train, tmp_path / "out", eval_source=held_out)
-
-
-# --- running again ------------------------------------------------------------------------------------------------
-
-
-def test_finished_data_is_reused_and_not_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_data_is_reused_and_never_exchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "a.jsonl", [qa(n) for n in range(30)])
-    first = data.prepare(path, tmp_path / "out")
+    other = write(tmp_path / "b.jsonl", [qa(n) for n in range(40)])
+    first = data.prepare(path, tmp_path / "out", default="assistant_en")
     before = (tmp_path / "out" / "train.jsonl").stat().st_mtime_ns
-    assert data.prepare(path, tmp_path / "out") == first == data.prepare("", tmp_path / "out")
+    assert first.source == path and data.prepare(path, tmp_path / "out") == first
+    assert data.prepare("", tmp_path / "out", default="assistant_en") == first
     assert (tmp_path / "out" / "train.jsonl").stat().st_mtime_ns == before
     assert "nothing is repeated" in capsys.readouterr().out
-
-
-def test_another_source_for_the_same_run_is_refused(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.jsonl", [qa(n) for n in range(30)])
-    second = write(tmp_path / "b.jsonl", [qa(n) for n in range(40)])
-    data.prepare(first, tmp_path / "out")
-    with pytest.raises(CourseError) as caught:
-        data.prepare(second, tmp_path / "out")
-    assert first in caught.value.seen and second in caught.value.seen and "RUN_NAME" in caught.value.todo
-    with pytest.raises(CourseError, match="limit 0"):
-        data.prepare(first, tmp_path / "out", rows=5)
-    with pytest.raises(CourseError, match="eval_source"):
-        data.prepare("", tmp_path / "out", eval_source=second)
-
-
-def test_data_outlives_the_machine_its_source_was_on(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [qa(n) for n in range(30)])
-    first = data.prepare(path, tmp_path / "out")
-    os.remove(path)
+    for source, settings in ((other, {}), (path, {"rows": 5}), ("", {"eval_source": other})):
+        with refused("data.other_input", "RUN_NAME"):
+            data.prepare(source, tmp_path / "out", **settings)
+    os.remove(path)  # the machine it was on is gone
     assert data.prepare(path, tmp_path / "out") == first
-    with pytest.raises(CourseError, match=r"There is no .*other\.jsonl"):
-        data.prepare(str(tmp_path / "other.jsonl"), tmp_path / "out")
+    with refused("data.no_such_file"):
+        data.prepare(str(tmp_path / "c.jsonl"), tmp_path / "out")
 
 
 def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.jsonl", [qa(n) for n in range(30)])
+    path, out = write(tmp_path / "a.jsonl", [qa(n) for n in range(30)]), tmp_path / "out"
 
     def crash(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("nbutils.data.building.write_json", crash)
-        data.prepare(path, tmp_path / "out")
-    (tmp_path / "out" / "train.jsonl").write_text("half a ro", encoding="utf-8")
-    with pytest.raises(CourseError, match="not prepared"):
-        data.load(tmp_path / "out")
-    assert data.prepare(path, tmp_path / "out").accepted == 30
-    assert sorted(os.listdir(tmp_path / "out")) == FOLDER
-
-
-def test_folders_of_builds_that_were_killed_are_removed(tmp_path: Path) -> None:
-    for name, age in ((".building-old", 7200), (".building-now", 10)):
-        (tmp_path / "out" / name).mkdir(parents=True)
-        (tmp_path / "out" / name / "train.jsonl").touch()
-        for path in (tmp_path / "out" / name / "train.jsonl", tmp_path / "out" / name):
-            os.utime(path, (time.time() - age,) * 2)
-    data.prepare("", tmp_path / "out")
-    assert sorted(os.listdir(tmp_path / "out")) == [".building-now", *FOLDER]
+        patch.setattr(build, "write_json", crash)
+        data.prepare(path, out)
+    (out / "train.jsonl").write_text("half a ro", encoding="utf-8")
+    with refused("data.not_prepared"):
+        data.load(out)
+    for name, age in ((".building-old", 7200), (".building-now", 10)):  # left by processes that were killed
+        (out / name).mkdir()
+        (out / name / "train.jsonl").touch()
+        for left in (out / name / "train.jsonl", out / name):
+            os.utime(left, (time.time() - age,) * 2)
+    assert data.prepare(path, out).accepted == 30
+    assert sorted(os.listdir(out)) == [".building-now", *FOLDER]
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -319,18 +1160,18 @@ def test_data_that_another_process_finished_meanwhile_is_not_exchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool
 ) -> None:
     first, second = (write(tmp_path / f"{n}.jsonl", [qa(i) for i in range(n)]) for n in (30, 40))
-    run = Build.run
+    run = build.Build.run
 
-    def slow(build: Build, *files: Any) -> None:
-        monkeypatch.setattr(Build, "run", run)
+    def slow(self: build.Build, *files: Any) -> None:
+        monkeypatch.setattr(build.Build, "run", run)
         data.prepare(first, tmp_path / "out")
-        run(build, *files)
+        run(self, *files)
 
-    monkeypatch.setattr(Build, "run", slow)
+    monkeypatch.setattr(build.Build, "run", slow)
     if same:
         assert data.prepare(first, tmp_path / "out").rows == 30
     else:
-        with pytest.raises(CourseError, match="already holds data"):
+        with refused("data.other_input"):
             data.prepare(second, tmp_path / "out")
     assert data.verify(tmp_path / "out").rows == 30
 
@@ -346,153 +1187,151 @@ def test_files_that_are_not_the_ones_of_the_card_are_not_trusted(tmp_path: Path,
     else:
         file.write_text(text.replace("yes", "no ", 1) if damage == "edit" else text[: len(text) // 2], encoding="utf-8")
     for use in (data.verify, data.load, lambda out: data.prepare(path, out)):
-        with pytest.raises(CourseError) as caught:
+        with refused("data.changed", "RUN_NAME"):
             use(tmp_path / "out")
-        assert "RUN_NAME" in caught.value.todo
+
+
+def test_a_card_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    path, file = write(tmp_path / "a.jsonl", [qa(n) for n in range(30)]), tmp_path / "out" / "data_card.json"
+    data.prepare(path, tmp_path / "out")
+    new = ("columns", "near", "repair", "warnings", "examples", "lent")
+    old = {name: value for name, value in json.loads(file.read_text(encoding="utf-8")).items() if name not in new}
+    file.write_text(json.dumps(old), encoding="utf-8")
+    card = data.prepare(path, tmp_path / "out", near=0.8, repair=True)
+    assert card.near is None and "not looked for" in str(card)
 
 
 def test_data_that_does_not_fit_on_the_disk_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.0)
-    with pytest.raises(CourseError, match=r"preparing the data needs 0\.[1-9] MiB"):
+    with pytest.raises(CourseError, match="preparing the data"):
         data.prepare("", tmp_path / "data")
 
 
-# --- subsets, columns, warnings, card -------------------------------------------------------------------------------
+def run(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, ["data", "check", *map(str, words)])
 
 
-def test_the_sets_of_20k_50k_and_100k_rows_are_nested_and_share_their_evaluation(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(f'{{"question": "{n}?", "answer": "{n * 7}"}}\n' for n in range(113_000))
-    sets = {}
-    for size in (20_000, 50_000, 100_000):
-        card = data.prepare(str(path), tmp_path / str(size), rows=size, near=0)
-        lines = (tmp_path / str(size) / "train.jsonl").read_bytes().splitlines()
-        sets[size] = (set(lines), (tmp_path / str(size) / "eval.jsonl").read_bytes())
-        assert card.train == len(lines) == size and card.rows == card.accepted == card.train + card.eval + card.unused
-    assert sets[20_000][0] < sets[50_000][0] < sets[100_000][0]
-    assert sets[20_000][1] == sets[50_000][1] == sets[100_000][1] != b""
+def report(*words: str | Path) -> dict[str, Any]:
+    """The JSON of a check whose counts add up."""
+    result = run(*words, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["rows"] == found["accepted"] + found["rejected"] == sum(found["files"].values())
+    assert sum(found["reasons"].values()) == found["rejected"]
+    return found
 
 
-ODD = {"id": 7, "标题": "发票 13812345678", "正文": "什么时候开？", "回复": "明天。"}
+def test_a_check_counts_everything_and_names_the_first_problems(mixed: str) -> None:
+    found, shown = report(mixed), run(mixed).stdout
+    assert (found["rows"], found["accepted"], found["files"]) == (95, 62, {"mixed.jsonl": 95})
+    first = next(problem for problem in found["problems"] if problem["kind"] == "malformed_json")
+    assert (first["file"], first["line"], first["field"]) == ("mixed.jsonl", 65, "character 113")
+    assert {problem["kind"] for problem in found["problems"]} >= set(found["reasons"])
+    assert "= 62 accepted + 33 rejected" in shown and "line 65, character 113: malformed_json" in shown
+    assert "--rejected" in shown and len(shown.splitlines()) < 90
 
 
-def odd(number: int) -> dict[str, Any]:
-    return ODD | {"id": number, "正文": f"订单 {number} 什么时候开？", "回复": f"第 {number} 天。"}
-
-
-def test_columns_nobody_knows_are_asked_for_with_an_example_of_each(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [odd(n) for n in range(9)])
-    with pytest.raises(CourseError) as caught:
-        data.prepare(path, tmp_path / "out")
-    assert "正文: 订单 0 什么时候开？" in caught.value.seen and "id: 0" in caught.value.seen
-    assert "138****5678" in caught.value.seen and "13812345678" not in str(caught.value)
-    assert 'COLUMNS = "user=标题, assistant=回复"' in caught.value.todo and "--columns" in caught.value.todo
-    card = data.prepare(path, tmp_path / "out", columns="user = 标题 + 正文, assistant=回复")
-    assert (card.accepted, card.columns, card.warnings) == (9, "user=标题+正文, assistant=回复", {"phone": 9})
-
-
-def test_settings_are_compared_when_data_is_reused_unless_they_are_not_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [odd(n) for n in range(9)])
-    first = data.prepare(path, tmp_path / "out", columns="user=标题+正文, assistant=回复", near=0.9, repair=False)
-    assert data.prepare(path, tmp_path / "out") == first
-    assert data.prepare(path, tmp_path / "out", columns="question=标题+正文,answer=回复", near=0.9) == first
-    for other in ({"columns": "user=正文, assistant=回复"}, {"near": 0.8}, {"repair": True}):
-        with pytest.raises(CourseError, match=next(iter(other))):
-            data.prepare(path, tmp_path / "out", **other)
-
-
-def test_a_card_written_before_there_were_near_duplicates_is_still_good(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [qa(n) for n in range(30)])
-    data.prepare(path, tmp_path / "out")
-    file = tmp_path / "out" / "data_card.json"
-    old = json.loads(file.read_text(encoding="utf-8"))
-    for name in ("columns", "near", "repair", "warnings", "examples"):
-        del old[name]
-    file.write_text(json.dumps(old), encoding="utf-8")
-    card = data.prepare(path, tmp_path / "out", near=0.8, repair=True)
-    assert card.near is None and "not looked for" in str(card)
-
-
-def test_private_data_is_counted_and_shown_masked_only(tmp_path: Path) -> None:
-    rows = [qa(n, f"call 1381234567{n}") for n in range(5)] + [qa(n + 10, f"mail me{n}@example.com") for n in range(5)]
-    card = data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out")
-    assert card.accepted == 10 and card.warnings == {"phone": 5, "email": 5} and len(card.examples) == 4
-    page = (tmp_path / "out" / "data_card.md").read_text(encoding="utf-8")
-    shown = page + str(card) + (tmp_path / "out" / "data_card.json").read_text(encoding="utf-8")
-    assert "138****" in card.examples[0] and "a.jsonl line 1, answer" in card.examples[0]
-    assert "13812345" not in shown and "me0@" not in shown
-
-
-def test_the_row_that_is_shown_has_no_private_data_if_there_is_such_a_row() -> None:
-    private, sound = chat_row("mine?", "call 13812345678"), chat_row("when?", "today")
-    assert data.row_to_show([private, private, sound, private]) is sound and data.row_to_show([private]) is private
-
-
-def test_repaired_text_is_counted_and_can_be_refused_instead(tmp_path: Path) -> None:
-    rows = [qa(n) for n in range(20)] + [qa(99, "订单已经发货了，请放心。".encode().decode("latin-1"))]
+def test_bad_rows_never_stop_a_check_and_columns_are_asked_for_masked(tmp_path: Path) -> None:
+    rows = [{"title": f"Order {n}?", "mail": "a@b.cn", "reply": "yes", "13812345678": ""} for n in range(9)]
     path = write(tmp_path / "a.jsonl", rows)
-    card = data.prepare(path, tmp_path / "out")
-    assert card.warnings == {"mojibake": 1} and card.rejected == 0
-    assert any("发货" in str(row) for rows in data.load(tmp_path / "out") for row in rows)
-    assert data.prepare(path, tmp_path / "strict", repair=False).reasons == {"mojibake": 1}
+    found, shown = report(path), run(path).stdout
+    assert (found["accepted"], found["columns"]) == (0, ["title", "mail", "reply", "138****5678"])
+    assert 'COLUMNS = "user=title, assistant=reply"' in shown and "a***@b.cn" in shown
+    assert not [text for text in (shown, json.dumps(found)) if "13812345678" in text or "a@b.cn" in text]
+    assert report(path, "--columns", "user=title+mail, assistant=reply")["warnings"] == {"email": 9}
+    assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]
+    turns = [{"role": "user", "text": "a"}, {"role": "assistant", "text": "b"}]
+    assert report(write(tmp_path / "b.jsonl", [{"messages": turns}] * 3))["columns"] == []
 
 
-def test_the_page_of_the_card_holds_what_the_json_holds(tmp_path: Path) -> None:
-    path = write(tmp_path / "a|b.jsonl", [qa(n) for n in range(30)] + [qa(3), qa(31, "")])
-    card = data.prepare(path, tmp_path / "out", licence="CC-BY-4.0")
-    page = (tmp_path / "out" / "data_card.md").read_text(encoding="utf-8")
-    for words in ("a\\|b.jsonl", "32 = 30 accepted + 2 rejected", "empty 1", "duplicate 1", "en 30", "CC-BY-4.0"):
-        assert words in page, words
-    assert card.fingerprint in page and "<=32" in page and "####" in page
+def test_a_source_or_option_that_cannot_be_used_ends_a_check_with_a_message(tmp_path: Path) -> None:
+    result = run(tmp_path / "missing.jsonl", "--json")
+    assert result.exit_code == 1 and set(json.loads(result.stdout)["error"]) == {"seen", "allowed", "todo"}
+    path = write(tmp_path / "a.jsonl", [qa(n) for n in range(20)])
+    (tmp_path / "file").touch()
+    options = [["--columns", "what is this"], ["--max-length", "9"], ["--out", tmp_path / "file"]]
+    options += [["--out", tmp_path / "file/below"], ["--rejected", tmp_path], ["--rejected", tmp_path / "file/x"]]
+    options += [["--model", tmp_path], ["--model", tmp_path / "no model"]]
+    for words in options:
+        result = run(path, *words)
+        assert result.exit_code == 1 and "[FAIL]" in result.stderr and result.stdout == "", words
 
 
-def test_the_licence_of_a_folder_and_of_a_hub_dataset_comes_from_its_readme(
+def test_a_disk_that_fails_midway_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("nbutils.data.build.os.fsync", full)
+    result = run(write(tmp_path / "a.jsonl", [qa(n) for n in range(20)]), "--out", tmp_path / "out")
+    assert result.exit_code == 1 and "No space left" in result.stderr and list((tmp_path / "out").iterdir()) == []
+
+
+def test_only_json_stands_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.jsonl", [qa(1)])
+    monkeypatch.setattr(build, "PROGRESS_FROM_BYTES", 0)
+    monkeypatch.setattr(build, "find_sources", lambda *_: (print("downloading"), ([Path(path)], []))[1])
+    assert report(path)["rows"] == 1 and "downloading" in run(path, "--json").stderr
+
+
+def test_files_without_rows_are_named_and_files_of_one_name_told_apart(tmp_path: Path) -> None:
+    files = [write(tmp_path / "a" / "x.jsonl", [qa(1)]), write(tmp_path / "b" / "x.jsonl", [qa(1), qa(2, "")])]
+    files.append(write(tmp_path / "none.jsonl", []))
+    found = report(*files)
+    assert list(found["files"].values()) == [1, 2, 0] and any("none.jsonl" in line for line in found["next"])
+    places = {problem["kind"]: (problem["file"], problem["seen"]) for problem in found["problems"]}
+    assert places["empty"][0] != places["duplicate"][1] and "a/x.jsonl line 1" in places["duplicate"][1]
+
+
+def test_repair_and_near_duplicates_can_be_turned_off(tmp_path: Path, mixed: str) -> None:
+    assert (
+        "near_duplicate" in report(mixed)["reasons"] and "near_duplicate" not in report(mixed, "--near", "0")["reasons"]
+    )
+    rows = [qa(n) for n in range(5)] + [qa(9, "订单已经发货了，请放心。".encode().decode("latin-1"))]
+    path = write(tmp_path / "latin.jsonl", rows)
+    assert report(path)["warnings"] == {"mojibake": 1}
+    assert report(path, "--no-repair")["reasons"] == {"mojibake": 1}
+
+
+def test_named_files_are_checked_for_leaks(tmp_path: Path) -> None:
+    files = [write(tmp_path / "train.jsonl", [qa(n) for n in range(9)]), write(tmp_path / "test.jsonl", [qa(3, "no")])]
+    assert report(*files)["reasons"] == {"leak": 1} and report(files[1])["rejected"] == 0
+
+
+def test_what_is_asked_for_is_written_and_a_lesson_can_go_on_with_it(tmp_path: Path, mixed: str) -> None:
+    out, rejected = tmp_path / "out", tmp_path / "bad" / "rows.jsonl"
+    found = report(mixed, "--out", out, "--rejected", rejected)
+    assert len(stored(rejected)) == found["rejected"] and rejected.read_bytes() == (out / "rejected.jsonl").read_bytes()
+    card = data.verify(out)
+    assert card.train + card.eval == found["accepted"] and data.prepare(mixed, out) == card
+    assert run(mixed, "--out", out).exit_code == 1, "prepared data is not overwritten"
+    report(mixed, "--rejected", rejected)  # its own list is written anew
+    report(write(tmp_path / "a.jsonl", [{"text": "no columns"}]), "--out", tmp_path / "none")
+    assert os.listdir(tmp_path / "none") == ["rejected.jsonl"]
+
+
+@pytest.mark.parametrize("mine", ["train.jsonl", "rejected.jsonl", ".hidden", "link"])
+def test_files_of_mine_are_refused_and_left_alone(tmp_path: Path, mixed: str, mine: str) -> None:
+    out = tmp_path / "mine"
+    out.mkdir()
+    (out / mine).symlink_to(tmp_path / "elsewhere") if mine == "link" else (out / mine).write_text("years of work")
+    for words in (["--out", out], ["--rejected", out / mine]):
+        assert run(mixed, *words).exit_code == 1
+    assert os.listdir(out) == [mine] and not (tmp_path / "elsewhere").exists()
+    assert mine == "link" or (out / mine).read_text() == "years of work"
+
+
+def test_tokens_over_the_limit_are_counted_with_the_stop_tokens_they_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path / "in" / "rows.jsonl", [qa(n) for n in range(30)])
-    readme = tmp_path / "in" / "README.md"
-    readme.write_text("---\nlicense: apache-2.0\ntags: [chat]\n---\n# Rows\n", encoding="utf-8")
-    assert data.prepare(str(tmp_path / "in"), tmp_path / "out").licence == "apache-2.0"
-    monkeypatch.setattr("nbutils.platforms.network.hub_online", lambda: True)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(readme))
-    assert licence_of("someone/rows") == "apache-2.0"
-    readme.write_text("---\nlicense: other\nlicense_name: own words\n---\n", encoding="utf-8")
-    assert licence_of("someone/rows:folder") == "other (own words)"
-    for text in ("# Rows", "---\na: [\n---\n", "---\n- a\n---\n"):
-        readme.write_text(text, encoding="utf-8")
-        assert licence_of("someone/rows") == "unstated"
-
-
-def test_tools_are_stored_and_make_another_row(tmp_path: Path) -> None:
-    tools = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
-    rows = [chat_row(f"{n}?", "yes") for n in range(20)] + [chat_row("3?", "yes") | {"tools": tools}]
-    card = data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out")
-    stored = [row for side in data.load(tmp_path / "out") for row in side]
-    assert card.accepted == 21 and [row for row in stored if "tools" in row] == [rows[-1]]
-
-
-def test_a_number_of_more_than_64_bits_is_stored_whole() -> None:
-    call = {"type": "function", "function": {"name": "find", "arguments": {"order": 10**30}}}
-    row = data.ChatRow("a", 1, [{"role": "assistant", "content": "找", "tool_calls": [call]}])
-    assert json.loads(line_of(row)) == {"messages": row.messages} and line_of(row).endswith(b"\n")
-
-
-def test_held_out_files_are_known_by_their_stem_also_when_packed(tmp_path: Path) -> None:
-    write(tmp_path / "in" / "train.jsonl", [qa(n) for n in range(10)])
-    packed = gzip.compress("".join(json.dumps(qa(n)) + "\n" for n in range(20, 23)).encode())
-    (tmp_path / "in" / "test-00000-of-00001.jsonl.gz").write_bytes(packed)
-    card = data.prepare(str(tmp_path / "in"), tmp_path / "out")
-    assert (card.train, card.eval) == (10, 3)
-
-
-def test_memory_grows_by_little_for_each_row(tmp_path: Path) -> None:
-    small = write(tmp_path / "small.jsonl", [qa(n) for n in range(20)])
-    large = tmp_path / "large.jsonl"
-    with open(large, "w", encoding="utf-8") as file:
-        file.writelines(f'{{"question": "Order {n}?", "answer": "{n * n}"}}\n' for n in range(60_000))
-    words = [sys.executable, "-c", PEAK_GROWTH, small, str(large), str(tmp_path)]
-    accepted, grown_kib = map(int, subprocess.check_output(words, cwd=ROOT, text=True).split())
-    assert accepted == 60_000 and grown_kib / 60_000 < 0.8, f"{grown_kib} KiB more for 60,000 rows"
+    rows = [chat_row(f"Is order {n} on its way?", "yes " * (400 if n == 7 else 1)) for n in range(20)]
+    path = write(tmp_path / "a.jsonl", rows)
+    lengths = report(path, "--model", "tiny", "--max-length", "128")["lengths"]
+    assert (lengths["rows"], lengths["over"], lengths["stop_lost"], lengths["max_length"]) == (20, 1, 1, 128)
+    assert lengths["longest"] - 128 == lengths["tokens_cut"] > 200
+    monkeypatch.setattr(build, "TOKENIZED_AT_ONCE", 3)
+    assert report(path, "--model", SAMPLES / "tiny_base", "--max-length", "128")["lengths"] == lengths
+    assert "would lose their stop token" in run(path, "--model", "tiny", "--max-length", "128").stdout
+    monkeypatch.setattr("nbutils.platforms.network.hub_online", lambda: False)
+    assert "Qwen/Qwen2.5-7B" in run(path, "--model", "qwen2.5-7b").stderr

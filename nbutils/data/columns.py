@@ -1,7 +1,4 @@
-"""Which columns of a row are the question, the answer and the rest: by their names, or as the learner says.
-
-Not here: what stands in the columns (turns) and whether it may be used (rows).
-"""
+"""Which columns of a row are the question, the answer and the rest: by their names, or by the learner's mapping."""
 
 from __future__ import annotations
 
@@ -10,19 +7,20 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from nbutils.data.raw import Problem
+from nbutils.data.text import Problem
 from nbutils.errors import CourseError
 
 LISTS = ("messages", "conversations", "conversation")
-SYSTEM = ("system", "system_prompt", "系统", "系统提示")
-TOOLS = ("tools", "工具")
-HISTORY = ("history", "历史")
-REASONING = ("reasoning_content", "complex_cot", "思考过程")
-KIN = {"system": SYSTEM, "tools": TOOLS, "history": HISTORY, "reasoning": REASONING}
+OPTIONAL = {  # parts that a row may have beside the question and the answer, by the names of their columns
+    "system": ("system", "system_prompt", "系统", "系统提示"),
+    "tools": ("tools", "工具"),
+    "history": ("history", "历史"),
+    "reasoning": ("reasoning_content", "complex_cot", "思考过程"),
+}
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
-_PLACE = re.compile(r" \(column \d+\)$")
+_DUPLICATE = re.compile(r" \(column \d+\)$")
 _SIGNS = re.compile("[,，;；+＋=＝\n]")
 _ANSWERS = re.compile("答|回复|回覆|输出|译文|结果|answer|reply|response|output|completion|solution|assistant")
 _QUESTIONS = re.compile(
@@ -38,7 +36,7 @@ MAPPING_NAMES = {
 }  # fmt: skip
 
 
-class Shape(NamedTuple):
+class Pair(NamedTuple):
     """Columns that make a question and an answer; `extra` is an optional second part of the question."""
 
     question: str
@@ -49,33 +47,13 @@ class Shape(NamedTuple):
         return "/".join(part for part in (self.question, self.extra, self.answer) if part)
 
 
-SHAPES = (
-    Shape("instruction", "output", "input"),
-    Shape("instruction", "response", "context"),
-    Shape("instruction", "response", "input"),
-    Shape("prompt", "completion"),
-    Shape("prompt", "response"),
-    Shape("question", "answer", "context"),
-    Shape("question", "answer", "input"),
-    Shape("question", "response"),
-    Shape("query", "response"),
-    Shape("query", "answer"),
-    Shape("user", "assistant"),
-    Shape("problem", "solution"),
-    Shape("input", "output"),
-    Shape("input", "content"),
-    Shape("指令", "输出", "输入"),
-    Shape("问题", "答案"),
-    Shape("问题", "回答"),
-    Shape("問題", "答案"),
-    Shape("問題", "回答"),
-    Shape("提问", "回答"),
-    Shape("用户", "助手"),
-    Shape("输入", "输出"),
-    Shape("q", "a"),
-    Shape("问", "答"),
-)
-SHAPES_TEXT = "messages, conversations, " + ", ".join(str(shape) for shape in SHAPES)
+PAIRS = [Pair(*names.split("/")) for names in (
+    "instruction/output/input", "instruction/response/context", "instruction/response/input", "prompt/completion",
+    "prompt/response", "question/answer/context", "question/answer/input", "question/response", "query/response",
+    "query/answer", "user/assistant", "problem/solution", "input/output", "input/content", "指令/输出/输入",
+    "问题/答案", "问题/回答", "問題/答案", "問題/回答", "提问/回答", "用户/助手", "输入/输出", "q/a", "问/答",
+)]  # fmt: skip
+KNOWN_COLUMNS = "messages, conversations, " + ", ".join(map(str, PAIRS))
 
 
 @dataclass(frozen=True)
@@ -102,7 +80,7 @@ class Mapping:
 
 @dataclass(frozen=True)
 class Layout(Mapping):
-    """A mapping as the file has it: the columns by their own names, those of media, and what is wrong with them."""
+    """A mapping with the column names of the file, its media columns, and what is wrong with them."""
 
     media: tuple[str, ...] = ()
     problem: Problem | None = None
@@ -114,28 +92,24 @@ def parse_mapping(text: str) -> Mapping | None:
     for piece in filter(None, (piece.strip() for piece in re.split("[,，;；\n]", text))):
         name, _, value = piece.replace("＝", "=").partition("=")
         columns = tuple(filter(None, (column.strip() for column in re.split("[+＋]", value))))
-        part = MAPPING_NAMES.get(_plain(name), "")
+        part = MAPPING_NAMES.get(_normalized(name), "")
         if not part or not columns:
-            raise _bad_mapping(f"{piece!r} in the mapping {text!r} is not `part=column`.")
+            raise _bad_mapping(text, f"{piece!r} is not `part=column`")
         if part in parts:
-            raise _bad_mapping(f"The mapping {text!r} names {part} twice.")
+            raise _bad_mapping(text, f"{part} is there twice")
         parts[part] = columns
     named = Counter(column.lower() for columns in parts.values() for column in columns)
-    if twice := [column for column, count in named.items() if count > 1]:
-        raise _bad_mapping(f"The mapping {text!r} takes the column {twice[0]!r} twice.")
-    found = Mapping(**parts)
-    if bool(found.user) != bool(found.assistant) or (found.messages and found.user):
-        raise _bad_mapping(f"The mapping {text!r} names {', '.join(parts)}.")
-    return found if parts else None
+    if repeated := [column for column, count in named.items() if count > 1]:
+        raise _bad_mapping(text, f"the column {repeated[0]!r} is there twice")
+    mapping = Mapping(**parts)
+    if bool(mapping.user) != bool(mapping.assistant) or (mapping.messages and mapping.user):
+        raise _bad_mapping(text, f"it names {', '.join(parts)}")
+    return mapping if parts else None
 
 
-def _bad_mapping(seen: str) -> CourseError:
+def _bad_mapping(text: str, reason: str) -> CourseError:
     parts = ", ".join(field.name for field in fields(Mapping))
-    return CourseError(
-        seen,
-        f"user and assistant, or messages alone; besides: {parts}; several columns of one part with + between",
-        f'write it like "{MAPPING_EXAMPLE}"',
-    )
+    return CourseError("data.bad_mapping", mapping=text, reason=reason, parts=parts, example=MAPPING_EXAMPLE)
 
 
 @lru_cache(maxsize=1024)
@@ -143,110 +117,96 @@ def layout_of(columns: tuple[str, ...], mapping: Mapping | None = None) -> Layou
     """What each column holds; decided once for all rows that have the same columns."""
     known: dict[str, str] = {}
     for name in columns:
-        known.setdefault(_plain(name), name)
+        known.setdefault(_normalized(name), name)
     parts = dict(mapping.parts()) if mapping else {}
-    absent = [name for names in parts.values() for name in names if _plain(name) not in known]
-    if absent:
+    if absent := [name for names in parts.values() for name in names if _normalized(name) not in known]:
         todo = f"the mapping names it: correct it to the columns that are there: {', '.join(known.values())}"
         seen = f"only {', '.join(known.values()) or 'no columns'}"
         return Layout(problem=Problem("missing_field", ", ".join(absent), seen, todo))
-    named: dict[str, Any] = {
-        part: tuple(name if name in columns else known[_plain(name)] for name in names) for part, names in parts.items()
+    named = {
+        part: tuple(name if name in columns else known[_normalized(name)] for name in names)
+        for part, names in parts.items()
     }
-    layout = Layout(**named) if "user" in named or "messages" in named else replace(_automatic(known), **named)
-    return layout if layout.problem else replace(layout, problem=_rivals(layout, columns, parts))
+    complete = "user" in named or "messages" in named
+    layout = replace(Layout() if complete else _recognized(known), **named)  # type: ignore[arg-type]
+    return layout if layout.problem else replace(layout, problem=_rival_columns(layout, columns, parts))
 
 
-def _rivals(layout: Layout, columns: tuple[str, ...], parts: dict[str, tuple[str, ...]]) -> Problem | None:
+def _rival_columns(layout: Layout, columns: tuple[str, ...], parts: dict[str, tuple[str, ...]]) -> Problem | None:
     """Two columns for the same thing, of which one would be left out unasked."""
-    said = {name for names in parts.values() for name in names}
-    for part in Mapping.__dataclass_fields__:
-        for taken in getattr(layout, part):
-            same = {_plain(taken), *(KIN.get(part, ()) if part not in parts else ())}
-            rivals = [name for name in columns if _plain(name) in same]
-            if len(rivals) > 1 and taken not in said:
-                wanted = ("user", "assistant") if part in ("user", "assistant") else (part,)
-                todo = _say({one: getattr(layout, one) for one in wanted})
+    mapped = {name for names in parts.values() for name in names}
+    for part, names in layout.parts():
+        for taken in names:
+            same = {_normalized(taken), *(OPTIONAL.get(part, ()) if part not in parts else ())}
+            rivals = [name for name in columns if _normalized(name) in same]
+            if len(rivals) > 1 and taken not in mapped:
+                answers = ("user", "assistant") if part in ("user", "assistant") else (part,)
+                todo = _mapping_advice({one: getattr(layout, one) for one in answers})
                 return Problem("ambiguous_columns", ", ".join(rivals), f"each of them may be the {part}", todo)
     return None
 
 
-def _plain(name: object) -> str:
-    """A name without what differs between files: case, spaces, the place a csv adds to a name that is there twice."""
-    return _PLACE.sub("", str(name).strip().strip("\ufeff")).strip().lower().replace(" ", "_")
+def _normalized(name: object) -> str:
+    """A name without what differs between files: case, spaces, the number a csv adds to a name that is there twice."""
+    return _DUPLICATE.sub("", str(name).strip().strip("\ufeff")).strip().lower().replace(" ", "_")
 
 
-def _automatic(known: dict[str, str]) -> Layout:
+def _recognized(known: dict[str, str]) -> Layout:
     """The layout by the names of the columns alone."""
     lists = [name for name in LISTS if name in known]
-    shapes = _matching(known)
-    if len(lists) + len(shapes) > 1:
-        names = ", ".join([*lists, *map(str, shapes)])
-        todo = advice(known.values())
-        return Layout(problem=Problem("ambiguous_columns", ", ".join(known.values()), f"fits {names}", todo))
-    if not lists and not shapes:
-        return Layout(problem=_unmatched(known))
-
-    def first(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(known[name] for name in names if name in known)[:1]
-
-    media = tuple(known[name] for name in MEDIA if name in known)
-    rest = Layout(system=first(SYSTEM), tools=first(TOOLS), history=first(HISTORY), media=media)
-    if lists:
-        return replace(rest, messages=(known[lists[0]],))
-    question, answer, extra = shapes[0]
-    user = tuple(known[name] for name in (question, extra) if name and name in known)
-    return replace(rest, user=user, assistant=(known[answer],), reasoning=first(REASONING))
-
-
-def _matching(known: dict[str, str]) -> list[Shape]:
-    """The shapes whose question and answer are both there, without those that are part of a larger one."""
     fits = {
-        frozenset(known.keys() & set(shape)): shape
-        for shape in reversed(SHAPES)
-        if {shape.question, shape.answer} <= known.keys()
+        frozenset(known.keys() & set(pair)): pair
+        for pair in reversed(PAIRS)
+        if {pair.question, pair.answer} <= known.keys()
     }
-    return [shape for used, shape in reversed(fits.items()) if not any(used < other for other in fits)]
+    pairs = [pair for used, pair in reversed(fits.items()) if not any(used < other for other in fits)]
+    if len(lists) + len(pairs) > 1:
+        seen = f"fits {', '.join([*lists, *map(str, pairs)])}"
+        return Layout(problem=Problem("ambiguous_columns", ", ".join(known.values()), seen, advice(known.values())))
+    if not lists and not pairs:
+        return Layout(problem=_unknown_columns(known))
+    parts = {part: tuple(known[name] for name in names if name in known)[:1] for part, names in OPTIONAL.items()}
+    if lists:
+        parts |= {"messages": (known[lists[0]],), "reasoning": ()}
+    else:
+        question, answer, extra = pairs[0]
+        parts["user"] = tuple(known[name] for name in (question, extra) if name in known)
+        parts["assistant"] = (known[answer],)
+    return Layout(media=tuple(known[name] for name in MEDIA if name in known), **parts)  # type: ignore[arg-type]
 
 
-def _unmatched(known: dict[str, str]) -> Problem:
-    """The missing half of a shape, or the columns nobody knows."""
+def _unknown_columns(known: dict[str, str]) -> Problem:
+    """The missing half of a pair, or columns nobody knows."""
     names, todo = ", ".join(known.values()), advice(known.values())
-    for shape in SHAPES:
-        for there, absent in ((shape.question, shape.answer), (shape.answer, shape.question)):
+    for pair in PAIRS:
+        for there, absent in ((pair.question, pair.answer), (pair.answer, pair.question)):
             if there in known and len(there) > 1:  # a column called "a" may be anything
                 return Problem("missing_field", absent, f"only {names}", f"add the column {absent!r}, or {todo}")
     return Problem("unknown_columns", "-", names or "no columns", todo)
 
 
-def writable(name: str) -> bool:
-    """Whether a mapping can name the column: it has no sign that separates parts or columns there."""
+def advice(columns: Collection[str]) -> str:
+    """How the learner names the columns, with columns of theirs as an example where their names tell."""
+    names = [name for name in columns if _can_be_mapped(name)]
+    if len(names) < 2 <= len(columns):
+        return _mapping_advice({"user": tuple(columns)})
+    known = {_normalized(name): name for name in reversed(names)}
+    for pair in PAIRS:
+        if {pair.question, pair.answer} <= known.keys():
+            return _mapping_advice({"user": [known[pair.question]], "assistant": [known[pair.answer]]})
+    answers = [name for name in names if _ANSWERS.search(_normalized(name))]
+    questions = [name for name in names if _QUESTIONS.search(_normalized(name)) and name not in answers]
+    question, answer = (questions[0], answers[-1]) if questions and answers else ("…", "…")
+    return _mapping_advice({"user": [question], "assistant": [answer]})
+
+
+def _can_be_mapped(name: str) -> bool:
     return name == name.strip() and name != "" and not _SIGNS.search(name)
 
 
-def _suggested(columns: Collection[str]) -> tuple[str, str]:
-    """Columns whose names are a known pair, or sound like a question and an answer; dots where they do not tell."""
-    names = [name for name in columns if writable(name)]
-    known = {_plain(name): name for name in reversed(names)}
-    for shape in SHAPES:
-        if {shape.question, shape.answer} <= known.keys():
-            return known[shape.question], known[shape.answer]
-    answers = [name for name in names if _ANSWERS.search(_plain(name))]
-    questions = [name for name in names if _QUESTIONS.search(_plain(name)) and name not in answers]
-    return (questions[0], answers[-1]) if questions and answers else ("…", "…")
-
-
-def advice(columns: Collection[str]) -> str:
-    """How the learner names the columns, with columns of theirs as an example where their names tell."""
-    if len([name for name in columns if writable(name)]) < 2 <= len(columns):
-        return _say({"user": tuple(columns)})
-    question, answer = _suggested(columns)
-    return _say({"user": [question], "assistant": [answer]})
-
-
-def _say(parts: dict[str, Sequence[str]]) -> str:
+def _mapping_advice(parts: dict[str, Sequence[str]]) -> str:
     """The line that names the columns, or how to make that possible."""
-    if not all(writable(name) for names in parts.values() for name in names):
+    if not all(_can_be_mapped(name) for names in parts.values() for name in names):
         return "rename the columns: a name that can be given holds no , ; + = and has no space around it"
-    wish = ", ".join(f"{part}={'+'.join(names)}" for part, names in parts.items())
-    return f'say which columns to take: COLUMNS = "{wish}" in lesson 02, --columns "{wish}" on the command line'
+    mapping = ", ".join(f"{part}={'+'.join(names)}" for part, names in parts.items())
+    return f'say which columns to take: COLUMNS = "{mapping}" in lesson 02, --columns "{mapping}" on the command line'

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils import dashboard, record
-from nbutils.data.private import mask
-from nbutils.data.raw import shown
+from nbutils.data.text import mask, shown
 from nbutils.evaluation import metrics, stats
 from nbutils.evaluation.exam import Exam, Result
 from nbutils.evaluation.inference import Answer, Message
