@@ -25,7 +25,7 @@ import numpy as np
 import orjson
 from tqdm import tqdm
 
-from nbutils import platforms, scaling
+from nbutils import models, platforms, scaling
 from nbutils.data import card as cards
 from nbutils.data.card import CARD, CARD_TEXT, EVAL, REJECTED, REPEATED, TRAIN, Counts, DataCard, Report
 from nbutils.data.columns import KNOWN_COLUMNS, parse_mapping
@@ -37,7 +37,6 @@ from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.paths import CHUNK, GIB, SAMPLES, write_json, write_text
 from nbutils.platforms import network
-from nbutils import models
 
 EVAL_NAMES = ("eval", "test", "valid", "validation", "dev")
 BUNDLED, BUNDLED_LICENCE = "the bundled sample", "CC0-1.0, written for this course"
