@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 TORCH := torch==2.13.0
 
 # Two workers with a thread each; tests/conftest.py says how they share the work.
-PYTEST := $(PY) -m pytest -n $(or $(WORKERS),2) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(PY) -m pytest -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder
 # What is in git: a file of yours in the checkout is not linted, tested or synced.
 LESSONS = $(shell git ls-files 'notebooks/*.py')
 

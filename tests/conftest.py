@@ -6,9 +6,9 @@
 - `merged_model`: the merged model of that run. Read only.
 - `server`: a vLLM server of the bundled tiny model, started once a session; `server.client()` talks to it.
 
-`make test` starts two workers with a torch thread each (`-n 2 --dist loadgroup --no-loadscope-reorder`). The tests of a
-file stay on one worker, so its module fixtures are made once; tests that use the course run form one group, and so do
-those of the server. Slow groups start first. Other ways to distribute work too: the course run is behind a file lock.
+`make test` starts two workers with a torch thread each (`-n 2 --dist loadfile --no-loadscope-reorder`). A file runs on
+one worker, so its module fixtures are made once. The file of the course run starts first, then files with slow tests;
+other files that use the course run come last, when it is there (it is behind a file lock).
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ COURSE = {"course_run", "trained_home", "merged_model"}
 SLOW = ("notebook", "serve", "install", "long")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group the tests for the workers, slow groups first: what is left at the end should be short."""
-    ranks: dict[pytest.Item, int] = {}
-    for item in items:
-        fixtures = set(getattr(item, "fixturenames", ()))
-        slow = any(map(item.get_closest_marker, SLOW))
-        group = "course" if fixtures & COURSE else "server" if "server" in fixtures else f"{item.path.stem}-{slow}"
-        ranks[item] = 0 if group == "course" else 1 if slow else 2
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=ranks.__getitem__)
+    """Order the files for the workers: the course run, other slow ones, fast ones, and who waits for the course run."""
+    waiting = {item.path for item in items if COURSE & set(getattr(item, "fixturenames", ()))}
+    slow = {item.path for item in items if any(map(item.get_closest_marker, SLOW))}
+
+    def rank(item: pytest.Item) -> int:
+        if item.path.stem == "test_course_run":
+            return 0
+        return 3 if item.path in waiting else 1 if item.path in slow else 2
+
+    items.sort(key=rank)
 
 
 @pytest.fixture

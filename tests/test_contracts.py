@@ -1,7 +1,7 @@
-"""What programs and notebooks of others rely on: commands, JSON keys, parameters, import paths, the run folder.
+"""What programs and notebooks of others rely on: commands, JSON keys, parameters, import paths.
 
-`contracts.json` holds what was promised. More may be added; what is there may not go. `python tests/test_contracts.py`
-prints what this version has, to be read before it is copied there.
+`contracts.json` holds what was promised. More may be added; what is there may not go. `python tests/test_contracts.py
+[RUN_FOLDER]` prints what this version has, to be read before it is copied there. test_course_run checks the run folder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import click
 import pytest
 
-from nbutils import cli, parameters, paths
+from nbutils import cli, lessons, paths
 
 FROZEN = json.loads((Path(__file__).with_name("contracts.json")).read_text(encoding="utf-8"))
 
@@ -66,7 +66,7 @@ def json_of(words: list[str]) -> Any:
 
 def lesson_parameters() -> dict[str, list[str]]:
     return {
-        lesson.stem: sorted(parameters.declared_in(lesson))
+        lesson.stem: sorted(lessons.declared_in(lesson))
         for lesson in sorted((paths.CHECKOUT / "notebooks").glob("[0-9]*.py"))
     }
 
