@@ -120,14 +120,13 @@ class Lesson:
 
 def say_goodbye(platform: platforms.Platform, run: RunFolder, text: str) -> None:
     """After the work, where the environment asks for it: send a notice, and power off if all checkpoints are kept."""
-    if _is_on(NOTICE):
+    on = [
+        name for name in (NOTICE, POWER_OFF) if os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
+    ]
+    if NOTICE in on:
         print(platforms.send_notice(f"Run {run.name} has ended", text))
-    if _is_on(POWER_OFF):
+    if POWER_OFF in on:
         print(platforms.power_off(platform, checkpoints.unsafe(run.checkpoints)))
-
-
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "").strip().lower() in ("1", "true", "yes", "on")
 
 
 @contextmanager
@@ -181,11 +180,12 @@ def collect(namespace: dict[str, Any]) -> dict[str, Any]:
         annotations = namespace["__annotate__"](1)
     types = _parameter_types(annotations)
     if platforms.in_kernel():
-        refuse_unknown(_injected_names(namespace.get("In", [])), types)
+        refuse_unknown(_injected(namespace.get("In", [])), types)
     elif namespace.get("__name__") == "__main__":
         namespace.update(_from_command_line(sys.argv[1:], types))
-    namespace.update({name: parse(name, namespace[name], kind, strict=True) for name, kind in types.items()})
-    return {name: namespace[name] for name in types}
+    values = {name: parse(name, namespace[name], kind, strict=True) for name, kind in types.items()}
+    namespace.update(values)
+    return values
 
 
 def declared_in(source: Path) -> Types:
@@ -207,11 +207,11 @@ def _from_command_line(arguments: Sequence[str], types: Types) -> dict[str, Any]
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=kind.__name__)
     try:
         given, others = parser.parse_known_args(arguments)
+        refuse_unknown([word[2:].partition("=")[0] for word in others if word.startswith("--")], types)
+        if others:
+            raise argparse.ArgumentError(None, f"what is {others[0]}?")
     except argparse.ArgumentError as problem:
         raise CourseError("lessons.command_line", problem=problem, parameters=_listing(types)) from problem
-    refuse_unknown([word[2:].partition("=")[0] for word in others if word.startswith("--")], types)
-    if others:
-        raise CourseError("lessons.command_line", problem=f"what is {others[0]}?", parameters=_listing(types))
     return {name: parse(name, text, types[name]) for name, text in vars(given).items()}
 
 
@@ -224,8 +224,7 @@ def parse(name: str, value: Any, kind: type, strict: bool = False) -> Any:
     try:
         parsed: Any = TypeAdapter(kind).validate_python(value, strict=strict)
     except ValidationError as problem:
-        seen = {"name": name, "value": repr(value), "type": kind.__name__}
-        raise CourseError("lessons.parameter_type", **seen) from problem
+        raise CourseError("lessons.parameter_type", name=name, value=value, type=kind.__name__) from problem
     if type(parsed) in (int, float) and not parsed >= 0:
         raise CourseError("lessons.parameter_negative", name=name, value=parsed)
     return parsed
@@ -243,11 +242,10 @@ def _listing(types: Types) -> str:
     return ", ".join(f"{name} ({kind.__name__})" for name, kind in types.items())
 
 
-def _injected_names(history: Sequence[str]) -> list[str]:
-    """Names that papermill assigned in this kernel."""
-    cells = [ast.parse(cell) for cell in history if cell.lstrip().startswith("# Parameters")]  # as papermill begins it
-    targets = [node.targets[0] for tree in cells for node in tree.body if isinstance(node, ast.Assign)]
-    names = [target.id for target in targets if isinstance(target, ast.Name)]
+def _injected(history: Sequence[str]) -> list[str]:
+    """The names in the cell that papermill adds."""
+    cells = [ast.parse(cell) for cell in history if cell.lstrip().startswith("# Parameters")]
+    names = [ast.unparse(node.targets[0]) for cell in cells for node in cell.body if isinstance(node, ast.Assign)]
     return [name for name in names if not name.startswith("PAPERMILL_")]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import pkgutil
 import re
 import runpy
 import shutil
@@ -15,10 +14,7 @@ from pathlib import Path
 import pytest
 from support import ROOT
 
-import nbutils
-
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TORCH_CODE = ("nbutils.training.lean",)  # loaded when a trainer is there
 HEAVY = ("torch", "transformers", "datasets", "vllm", "trl", "peft", "matplotlib", "ipywidgets", "openai")
 LESSONS = runpy.run_path(str(ROOT / ".ci/sync.py"))["sources"]()
 
@@ -38,12 +34,23 @@ def loaded_by(code: str) -> tuple[list[str], float]:
     return names, seconds
 
 
+def imported_on_top(file: Path) -> set[str]:
+    """The packages a module imports outside its functions."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    words = [ast.unparse(node).split() for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {one[1].split(".")[0] for one in words}
+
+
 def test_imports_load_nothing_heavy() -> None:
     runs = [loaded_by("import nbutils") for _ in range(3)]
     assert runs[0][0] == [] and min(seconds for _, seconds in runs) < 0.3
-    found = [module.name for module in pkgutil.walk_packages(nbutils.__path__, "nbutils.")]
-    names = [name for name in found if not name.endswith("__main__") and name not in TORCH_CODE]
-    assert len(names) > 15 and loaded_by("import " + ", ".join(names))[0] == []
+    files = {
+        file for file in (ROOT / "nbutils").rglob("*.py") if file.stem != "__main__" and "_files" not in file.parts
+    }
+    torch_code = {file for file in files if imported_on_top(file) & set(HEAVY)}  # loaded when a trainer is there
+    assert len(torch_code) <= 3, "heavy packages are imported inside functions"
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files - torch_code]
+    assert loaded_by("import " + ", ".join(name.removesuffix(".__init__") for name in names))[0] == []
 
 
 def test_imports_point_one_way() -> None:
