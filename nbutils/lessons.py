@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
 NOTICE, POWER_OFF = "NBUTILS_NOTICE", "NBUTILS_POWER_OFF"  # 1: after a lesson, or the course, has ended well
 LAUNCHERS = ("05_serve", "06_scale_out")  # their processes may use every GPU
 OVERRIDES = {"MAX_STEPS": "train.max_steps", "SAVE_STEPS": "train.save_steps"}  # 0 leaves them to the profile
+RUN_NAME = re.compile(r"\w[\w.-]{0,79}")
 Types = dict[str, type]
 TYPES: Types = {"str": str, "int": int, "float": float, "bool": bool}
 
@@ -284,6 +285,8 @@ def open_run(
     resume = values.get("RESUME", "auto")
     if resume not in ("auto", "never") and not resume.isdecimal():
         raise CourseError("lessons.resume", value=resume)
+    if name and not RUN_NAME.fullmatch(name):
+        raise CourseError("lessons.run_name", value=name)
     make_folder(folders.keep, "runs")
     make_folder(folders.scratch, "scratch files")
     unnamed = profile == "auto" and not model and not name
@@ -294,7 +297,7 @@ def open_run(
         _copy_earlier(run, folders, values)
         return run
 
-    earlier = record.read(folder_of(check_run_name(name)).facts) if name else {}
+    earlier = record.read(folder_of("").facts) if name else {}
     continued = profile == "auto" and not model and {"profile_source", "model"} <= set(earlier)
     if continued:
         profile, model = earlier["profile_source"], earlier["model"]
@@ -378,8 +381,15 @@ def _links_and_pipes(folder: str, names: list[str]) -> set[str]:
 
 
 def unfinished_run(keep: Path, card: hardware.Card | None) -> str:
-    """The newest run that `auto` began here and did not finish, also with another GPU than today's; "" if none."""
-    found = [(since, place.name) for place in keep.iterdir() if (since := _unfinished_since(RunFolder(place)))]
+    """The newest run that `auto` began here for a GPU and did not finish, whatever GPU is here today; "" if none."""
+    found: list[tuple[float, str]] = []
+    for run in map(RunFolder, keep.iterdir()):
+        with suppress(CourseError):  # an invalid facts.json
+            facts = record.read(run.facts)
+            trained = facts.get("lessons", {}).get("03_qlora")
+            finished = trained and record.complete(trained)
+            if facts.get("by_auto") and facts.get("profile") != "tiny" and not finished:
+                found += [(file.stat().st_mtime, run.name) for file in run.checkpoints.glob("checkpoint-*.json")]
     if not found:
         return ""
     _, name = max(found)
@@ -390,26 +400,7 @@ def unfinished_run(keep: Path, card: hardware.Card | None) -> str:
     return name
 
 
-def _unfinished_since(run: RunFolder) -> float:
-    """When the last checkpoint of an unfinished training was kept, if `auto` began it for a GPU; else 0."""
-    try:
-        facts = record.read(run.facts)
-    except CourseError:
-        return 0.0
-    trained = facts.get("lessons", {}).get("03_qlora")
-    if not facts.get("by_auto") or facts.get("profile") == "tiny" or (trained and record.complete(trained)):
-        return 0.0
-    return max((place.stat().st_mtime for place in run.checkpoints.glob("checkpoint-*.json")), default=0.0)
-
-
 def default_run_name(profile: str, model: str) -> str:
     """A run without a name is called after its profile, and its model if that was named too."""
     first, second = (re.sub(r"[^\w.-]+", "-", Path(text).name).strip("-._") for text in (profile, model))
     return f"{first}-{second}" if second and second != first else first or "run"
-
-
-def check_run_name(name: str) -> str:
-    """The name, if it can be a folder below the runs."""
-    if not re.fullmatch(r"\w[\w.-]{0,79}", name):
-        raise CourseError("lessons.run_name", value=name)
-    return name

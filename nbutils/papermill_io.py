@@ -93,7 +93,7 @@ def output_for(arguments: Sequence[str], stdout: int) -> str | None:
     following = arguments[arguments.index(words[0]) + 1 :][:1] if words else []
     redirected = os.path.realpath(f"/proc/self/fd/{stdout}").endswith(".ipynb")
     has_output = any(not word.startswith("-") for word in following) or redirected
-    if has_output or not LESSON.fullmatch(lesson.name) or not lesson.is_file():
+    if has_output or "--help-notebook" in arguments or not LESSON.fullmatch(lesson.name) or not lesson.is_file():
         return None
     name = lesson.name
     if RunHandler.place(name).exists():

@@ -84,7 +84,15 @@ def test_a_lesson_alone_goes_to_the_runs_and_overwrites_nothing(lesson: str, hom
 
 @pytest.mark.parametrize(
     "words",
-    ["03_qlora.ipynb out.ipynb", "03_qlora.ipynb out", "03_qlora.ipynb -", "other.ipynb", "no.ipynb", ""],
+    [
+        "03_qlora.ipynb out.ipynb",
+        "03_qlora.ipynb out",
+        "03_qlora.ipynb -",
+        "other.ipynb",
+        "no.ipynb",
+        "",
+        "--help-notebook 03_qlora.ipynb",
+    ],
 )
 def test_other_calls_are_left_to_papermill(lesson: str, words: str) -> None:
     assert papermill_io.output_for(words.split(), stdout=1) is None

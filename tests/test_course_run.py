@@ -15,7 +15,7 @@ from test_contracts import FROZEN, keys, missing
 
 from nbutils import lessons, paths
 
-pytestmark = [pytest.mark.notebook, pytest.mark.serve]
+pytestmark = [pytest.mark.notebook, pytest.mark.serve, pytest.mark.timeout(1200)]
 LESSON_03 = ROOT / "notebooks/03_qlora.ipynb"
 
 

@@ -26,8 +26,8 @@ def tracked() -> set[str]:
 
 
 def loaded_by(code: str) -> tuple[list[str], float]:
-    """The heavy packages that are loaded after `code`, and the seconds it took."""
-    probe = f"import json, sys, time\nt = time.perf_counter()\n{code}\nt = time.perf_counter() - t\n"
+    """The heavy packages that are loaded after `code`, and the CPU seconds it took."""
+    probe = f"import json, sys, time\nt = time.process_time()\n{code}\nt = time.process_time() - t\n"
     probe += f"print(json.dumps([[n for n in {HEAVY!r} if n in sys.modules], t]))"
     ran = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     names, seconds = json.loads(ran.stdout.splitlines()[-1])
