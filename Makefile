@@ -6,19 +6,24 @@ INSTALL := $(PY) nbutils/environments/installer.py -q  # uv with pip's settings;
 # This exact torch first: on machines whose index knows a CPU build, it is the one taken, and nothing later replaces it.
 TORCH := torch==2.13.0
 
-.PHONY: course test test-fast test-long test-gpu sync lint bench wheels clean
+# Two workers with a thread each; tests/conftest.py says how they share the work.
+PYTEST := $(PY) -m pytest -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder
+# What is in git: a file of yours in the checkout is not linted, tested or synced.
+LESSONS = $(shell git ls-files 'notebooks/*.py')
+
+.PHONY: course test test-fast test-long test-gpu sync lint graph bench wheels clean
 
 course: $(VENV)/ready .venv-serve/ready.json  ## lessons 01-05, headless
 	$(PY) -m nbutils run $(ARGS)
 
-test: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## every test but those that need a GPU
-	$(PY) -m pytest -m "not gpu and not long" $(ARGS)
+test: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## the gate: lessons, servers, environments; 10 minutes
+	$(PYTEST) -m "not gpu and not long" $(ARGS)
 
 test-long: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## before a release: kills, all exports, all installs
-	$(PY) -m pytest -m long $(ARGS)
+	$(PYTEST) -m long $(ARGS)
 
-test-fast: $(VENV)/ready  ## some minutes: no lesson, no server, no installation
-	$(PY) -m pytest -m "not gpu and not notebook and not serve and not install and not long" $(ARGS)
+test-fast: $(VENV)/ready  ## 90 seconds: no lesson, no server, no installation
+	$(PYTEST) -m "not gpu and not notebook and not serve and not install and not long" $(ARGS)
 
 test-gpu: $(VENV)/ready  ## needs a CUDA card
 	$(PY) -m pytest -m gpu $(ARGS)
@@ -27,7 +32,14 @@ sync: $(VENV)/ready  ## notebooks/*.ipynb and badges from their sources
 	$(PY) .ci/sync.py
 
 lint: $(VENV)/ready
-	$(PY) -m ruff check . && $(PY) -m ruff format --check -q . && $(PY) -m mypy && $(PY) .ci/sync.py --check
+	$(PY) -m ruff check .ci benchmarks nbutils tests $(LESSONS)
+	$(PY) -m ruff format --check -q .ci benchmarks nbutils tests
+	$(PY) -m mypy
+	$(PY) .ci/sync.py --check
+	$(VENV)/bin/lint-imports --no-cache
+
+graph: $(VENV)/ready  ## docs/imports.svg: which room imports which
+	$(PY) .ci/graph.py
 
 bench: $(VENV)/ready  ## ratios on this machine; benchmarks/gpu_lessons.sh is for one with a card
 	$(PY) benchmarks/threads.py && $(PY) benchmarks/sync.py

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,9 +49,12 @@ def project(key: str) -> str:
     return found.group(1)
 
 
-def sources() -> list[Path]:
-    """Every notebook source."""
-    return sorted((ROOT / "notebooks").rglob("[0-9][0-9]_*.py"))
+def sources(new: bool = False) -> list[Path]:
+    """The notebook sources in git; with `new` also those that are not added yet. Copies of yours are left alone."""
+    options = ["-co", "--exclude-standard"] if new else ["-c"]
+    listed = subprocess.run(["git", "ls-files", *options, "notebooks"], cwd=ROOT, capture_output=True, text=True)
+    found = [ROOT / name for name in listed.stdout.splitlines()] or list((ROOT / "notebooks").glob("*.py"))
+    return sorted(file for file in found if re.fullmatch(r"\d\d_[a-z0-9_]+\.py", file.name) and file.exists())
 
 
 def with_setup(source: str) -> str:
@@ -86,10 +90,10 @@ def badges() -> str:
     return "\n".join(rows) + "\n"
 
 
-def wanted() -> dict[Path, str]:
+def wanted(new: bool = False) -> dict[Path, str]:
     """Every derived file and the text it must have."""
     files = {}
-    for file in sources():
+    for file in sources(new):
         source = with_setup(file.read_text(encoding="utf-8"))
         files |= {file: source, file.with_suffix(".ipynb"): notebook(file.stem, source)}
     readme = ROOT / "README.md"
@@ -102,16 +106,16 @@ def wanted() -> dict[Path, str]:
 
 def main() -> int:
     """Write or check; the exit status says whether something was out of date."""
-    stale = [f for f, text in wanted().items() if not f.exists() or f.read_text(encoding="utf-8") != text]
-    if "--check" in sys.argv:
-        for file in stale:
+    check = "--check" in sys.argv
+    texts = wanted(new=not check)
+    stale = [file for file, text in texts.items() if not file.exists() or file.read_text(encoding="utf-8") != text]
+    for file in stale:
+        if check:
             print(f"{file.relative_to(ROOT)} is out of date: run `make sync`")
-        return int(bool(stale))
-    for file, text in wanted().items():
-        if file in stale:
-            file.write_text(text, encoding="utf-8", newline="\n")
+        else:
+            file.write_text(texts[file], encoding="utf-8", newline="\n")
             print(f"wrote {file.relative_to(ROOT)}")
-    return 0
+    return int(check and bool(stale))
 
 
 if __name__ == "__main__":

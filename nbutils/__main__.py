@@ -1,7 +1,5 @@
 """`python -m nbutils`."""
 
-from __future__ import annotations
-
 from nbutils.cli import app
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""`python -m nbutils …`: thin; every command calls one room."""
+"""`python -m nbutils ...`: each command parses its options and calls one room."""
 
 from __future__ import annotations
 
+import json
 import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,15 @@ import click
 
 from nbutils.errors import CourseError
 
+FILE = click.Path(path_type=Path)
+FOLDER = click.Path(file_okay=False, path_type=Path)
+MODEL_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 SET_HELP = 'Values of the profile: "train.learning_rate=1e-4, lora.rank=64".'
+json_option = click.option("--json", "as_json", is_flag=True, help="The result as JSON, for programs.")
 
 
 class Amount(click.FloatRange):
-    """A number above zero, and no larger than anything there is: neither infinite nor `nan`."""
-
-    name = "number"
+    """A finite number above zero."""
 
     def __init__(self, least: float = 1e-3) -> None:
         super().__init__(min=least, max=1e9)
@@ -26,18 +30,22 @@ class Amount(click.FloatRange):
         return number if number == number else self.fail(f"{value} is not a number", param, context)
 
 
-class PlainMistakes(click.Group):
-    """A group whose commands end a learner's mistake with its message and exit status 1, not with a traceback."""
+class CourseGroup(click.Group):
+    """Commands end a CourseError with its message and exit status 1, without a traceback."""
 
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
-        except CourseError as mistake:
-            print(f"\n[FAIL] {mistake}", file=sys.stderr)
+        except CourseError as error:
+            print(f"\n[FAIL] {error}", file=sys.stderr)
             sys.exit(1)
 
 
-@click.group(cls=PlainMistakes, context_settings={"help_option_names": ["-h", "--help"]})
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+@click.group(cls=CourseGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def app() -> None:
     """The course from the command line."""
 
@@ -48,7 +56,7 @@ def app() -> None:
 @click.option("-p", "--parameter", multiple=True, nargs=2, metavar="NAME VALUE", help="A parameter of the lessons.")
 @click.option("--set", "given", multiple=True, metavar="TEXT", help=SET_HELP)
 def run(profile: str, only: tuple[str, ...], parameter: tuple[tuple[str, str], ...], given: tuple[str, ...]) -> None:
-    """Run lessons 01-05 (or those named) headless and say where the results are."""
+    """Run lessons 01-05 (or those named) headless and print where the results are."""
     from nbutils import course
 
     options = {name: value for name, value in (("PROFILE", profile), ("SET", ", ".join(given))) if value}
@@ -58,33 +66,31 @@ def run(profile: str, only: tuple[str, ...], parameter: tuple[tuple[str, str], .
 
 @app.command()
 @click.argument("runs", nargs=-1)
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="A folder for compare.png, the curves.")
-@click.option("--json", "as_json", is_flag=True, help="The comparison as JSON, for programs.")
+@click.option("--out", type=FOLDER, help="A folder for compare.png, the curves.")
+@json_option
 def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     """Show RUNS (names, or paths of run folders) side by side: settings that differ, losses, scores, verdict."""
-    import json
-
     from nbutils import compare
 
     found = compare.of_names(runs)
     if out:
         compare.plot(found, out / "compare.png")
-    whole = {"differing": compare.differing(found), "runs": found}
-    print(json.dumps(whole, indent=2, ensure_ascii=False)) if as_json else compare.show(found)
-    if out and not as_json:
+    if as_json:
+        print(json.dumps({"differing": compare.differing(found), "runs": found}, indent=2, ensure_ascii=False))
+        return
+    compare.show(found)
+    if out:
         print(f"curves: {out / 'compare.png'}")
 
 
 @app.command()
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON, for programs.")
+@json_option
 def doctor(as_json: bool) -> None:
-    """Look at this machine: platform, folders, limits, card, packages, network. Exit status 1 on any FAIL."""
-    import json
-
+    """Check this machine: platform, folders, limits, GPU, packages, network. Exit status 1 on any FAIL."""
     from nbutils import doctor
 
     report = doctor.examine()
-    print(json.dumps(report.as_dict(), indent=2, ensure_ascii=False) if as_json else report.text())
+    _print_json(report.as_dict()) if as_json else print(report.text())
     sys.exit(int(report.failed))
 
 
@@ -96,21 +102,21 @@ def checkpoints() -> None:
 @checkpoints.command("list")
 @click.argument("run")
 def list_checkpoints(run: str) -> None:
-    """Show which there are and where, by size and manifest."""
+    """List them with size and place, checked by size and manifest."""
     _show_checkpoints(run, thorough=False)
 
 
 @checkpoints.command()
 @click.argument("run")
 def verify(run: str) -> None:
-    """Read every archive and compare its sha256; exit status 1 if one is damaged or none is there."""
+    """Read every archive and compare its sha256; exit status 1 if one is damaged or there is none."""
     sys.exit(int(not _show_checkpoints(run, thorough=True)))
 
 
 @checkpoints.command()
 @click.argument("run")
-@click.option("--to", type=click.Path(path_type=Path), help="A folder that is not there yet; default: ./checkpoint-N.")
-@click.option("--step", type=int, help="This one and not the newest that verifies.")
+@click.option("--to", type=FILE, help="A folder that does not exist yet; default: ./checkpoint-N.")
+@click.option("--step", type=int, help="Of this step, instead of the newest that verifies.")
 def restore(run: str, to: Path | None, step: int | None) -> None:
     """Unpack the newest checkpoint that verifies."""
     from nbutils import checkpoints
@@ -119,7 +125,7 @@ def restore(run: str, to: Path | None, step: int | None) -> None:
 
 
 def _show_checkpoints(run: str, thorough: bool) -> bool:
-    """The table; whether there is something and all of it is whole."""
+    """Print the table; whether there are checkpoints and all of them are complete."""
     from nbutils import checkpoints
 
     lines, remarks = checkpoints.listing(run, thorough)
@@ -137,56 +143,50 @@ def data() -> None:
 @click.argument("files", nargs=-1, required=True)
 @click.option("--columns", default="", metavar="TEXT", help='Which column is what: "user=title+body, assistant=reply".')
 @click.option("--near", type=float, help="Overlap from which rows are near duplicates; 0: do not look; default 0.8.")
-@click.option("--no-repair", is_flag=True, help="Reject text read in the wrong encoding instead of mending it.")
+@click.option("--no-repair", is_flag=True, help="Reject text read in the wrong encoding instead of fixing it.")
 @click.option("--model", default="", help="Measure tokens with the tokenizer of this model, named as in the lessons.")
-@click.option("--max-length", type=click.IntRange(0), default=0, help="Rows longer than so many tokens are reported.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write train, eval, rejected rows and the card here.")
-@click.option("--rejected", type=click.Path(path_type=Path), help="Write the rejected rows with their reasons here.")
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON, for programs.")
-def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **wishes: Any) -> None:
+@click.option("--max-length", type=click.IntRange(0), default=0, help="Report rows with more tokens than this.")
+@click.option("--out", type=FILE, help="Write train, eval, rejected rows and the data card here.")
+@click.option("--rejected", type=FILE, help="Write the rejected rows with their reasons here.")
+@json_option
+def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **options: Any) -> None:
     """Read, check and deduplicate FILES: files, folders or hub datasets. Bad rows are reported, and never stop it."""
-    import json
-
     from nbutils.data import build as checking
 
     try:
-        report = checking.check(files, repair=not no_repair, **wishes)
-    except CourseError as mistake:
+        report = checking.check(files, repair=not no_repair, **options)
+    except CourseError as error:
         if not as_json:
             raise
-        error = {"seen": mistake.seen, "allowed": mistake.allowed, "todo": mistake.todo}
-        print(json.dumps({"error": error}, indent=2, ensure_ascii=False))
+        _print_json({"error": {"seen": error.seen, "allowed": error.allowed, "todo": error.todo}})
         sys.exit(1)
-    print(json.dumps(report.data, indent=2, ensure_ascii=False) if as_json else report.text())
+    _print_json(report.data) if as_json else print(report.text())
 
 
 @app.command()
-@click.option("--profile", help="A profile of configs/ or the path of one; default: the one of the card.")
+@click.option("--profile", help="A profile of configs/ or the path of one; default: the one for the GPU.")
 @click.option("--model", help="A course model, a hub id in the cache, or a folder; default: the profile's.")
-@click.option("--gpu", default="", help='A card of configs/cards.yaml, "T4 x2" for two; default: this machine\'s.')
+@click.option("--gpu", default="", help='A GPU of configs/cards.yaml, "T4 x2" for two; default: this machine\'s.')
 @click.option("--method", type=click.Choice(["qlora", "lora"]), help="Default: by profile and model size.")
 @click.option("--micro-batch", type=click.IntRange(1), help="Rows at a time; default: the fastest that fits.")
 @click.option("--checkpointing", type=click.Choice(["off", "on", "offload"]), help="Default: the fastest that fits.")
 @click.option("--length", type=click.IntRange(16), help="Tokens of a row; default: the profile's.")
 @click.option("--rank", type=click.IntRange(1), help="Rank of the adapter; default: the profile's.")
-@click.option("--gpus", type=click.IntRange(1), help="How many cards share the batch.")
+@click.option("--gpus", type=click.IntRange(1), help="How many GPUs share the batch.")
 @click.option("--rows", type=click.IntRange(1), help="Rows of your data.")
 @click.option("--mean-length", type=Amount(1), help="Mean tokens of a row.")
 @click.option("--epochs", type=Amount(), help="Default: the profile's.")
 @click.option("--set", "given", multiple=True, metavar="TEXT", help=SET_HELP)
-@click.option("--vram", type=Amount(), help="Memory of the card in GiB, as torch reports it.")
-@click.option("--tflops", type=Amount(), help="The card's dense 16-bit tensor TFLOP/s.")
-@click.option("--capability", help="The card's CUDA capability, as 7.5.")
-@click.option("--json", "as_json", is_flag=True, help="The forecast as JSON, for programs.")
-def plan(as_json: bool, **wishes: Any) -> None:
+@click.option("--vram", type=Amount(), help="Memory of the GPU in GiB, as torch reports it.")
+@click.option("--tflops", type=Amount(), help="The GPU's dense 16-bit tensor TFLOP/s.")
+@click.option("--capability", help="The GPU's CUDA capability, as 7.5.")
+@json_option
+def plan(as_json: bool, given: tuple[str, ...], **options: Any) -> None:
     """Forecast memory, speed, time and cost of a training before anything is downloaded."""
-    import json
-
     from nbutils.plan import asking
 
-    wishes["given"] = ", ".join(wishes["given"]) or None
-    answer = asking.answer(**wishes)
-    print(json.dumps(answer.data, indent=2, ensure_ascii=False, allow_nan=False) if as_json else answer.text)
+    answer = asking.answer(given=", ".join(given) or None, **options)
+    _print_json(answer.data) if as_json else print(answer.text)
 
 
 @app.command("serve-env")
@@ -199,36 +199,33 @@ def serve_env() -> None:
 
 
 @app.command("bench-serve")
-@click.option("--model", type=click.Path(file_okay=False, path_type=Path), help="A model folder; it is served here.")
+@click.option("--model", type=FOLDER, help="A model folder; it is served here.")
 @click.option("--url", default="", help="A server that is running; its key, if it has one, in VLLM_API_KEY.")
 @click.option("--name", default="", help="The model's name on that server; default: the first it has.")
-@click.option("--concurrency", default="1,8,32,128", help="How many ask at once, with commas between.")
+@click.option("--concurrency", default="1,8,32,128", help="Concurrent requests, separated by commas.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128)
 @click.option("--answer-tokens", type=click.IntRange(2), default=128)
 @click.option("--rivals", default="generate,transformers-serve", help="What --model is measured against; '' for none.")
-@click.option("--out", type=click.Path(path_type=Path), help="A folder for bench.json and bench.png.")
-@click.option("--json", "as_json", is_flag=True, help="The numbers as JSON, for programs; progress goes to stderr.")
-def bench_serve(as_json: bool, concurrency: str, prompt_tokens: int, answer_tokens: int, **wishes: Any) -> None:
+@click.option("--out", type=FILE, help="A folder for bench.json and bench.png.")
+@json_option
+def bench_serve(as_json: bool, concurrency: str, prompt_tokens: int, answer_tokens: int, **options: Any) -> None:
     """Measure how fast a model is served: throughput, first token, time per token, latency, errors."""
-    import json
-    from contextlib import nullcontext, redirect_stdout
-
     from nbutils.bench import Settings
     from nbutils.bench import run as asking
 
     settings = Settings(asking.levels_in(concurrency), prompt_tokens, answer_tokens)
-    wishes["rivals"] = [name for name in wishes["rivals"].split(",") if name]
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        board = asking.answer(settings=settings, **wishes)
+    options["rivals"] = [name for name in options["rivals"].split(",") if name]
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # progress
+        board = asking.answer(settings=settings, **options)
     print(json.dumps(board.as_dict(), indent=2)) if as_json else board.show()
 
 
 @app.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("folder", type=MODEL_FOLDER)
 @click.argument("formats", nargs=-1)
-@click.option("--out", type=click.Path(path_type=Path), help="Where the exports go; default: exports/ beside FOLDER.")
-@click.option("--data", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Train rows (.jsonl): awq "
-              "needs them, w4a16 becomes better with them.")  # fmt: skip
+@click.option("--out", type=FILE, help="Where the exports go; default: exports/ beside FOLDER.")
+@click.option("--data", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Train rows (.jsonl): awq needs them, w4a16 becomes better with them.")  # fmt: skip
 @click.option("--check/--no-check", default=True, help="Compare each export with FOLDER.")
 def export(folder: Path, formats: tuple[str, ...], out: Path | None, data: Path | None, check: bool) -> None:
     """Write the merged model FOLDER in other FORMATS, each with its size and its loss; without any: show them all."""
@@ -246,34 +243,27 @@ def export_env() -> None:
 
 
 @app.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("folder", type=MODEL_FOLDER)
 @click.argument("to")
 @click.option("--public", is_flag=True, help="Let everyone see it; without this it is private.")
 def push(folder: Path, to: str, public: bool) -> None:
     """Upload the model FOLDER: TO is hub:owner/name, modelscope:owner/name, kaggle:owner/name, or a file.tar."""
     from nbutils import sharing
 
-    if to.endswith(".tar"):
-        print(sharing.single_file(folder, Path(to)))
-    else:
-        print(sharing.push(folder, to, private=not public))
+    is_file = to.endswith(".tar")
+    print(sharing.single_file(folder, Path(to)) if is_file else sharing.push(folder, to, private=not public))
 
 
 @app.command()
 @click.argument("base")
-@click.argument("adapter", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("adapter", nargs=-1, required=True, type=FILE)
+@click.argument("out", type=FILE)
 @click.option("--dtype", default="auto", help="float32, float16, bfloat16, or auto: the base's own.", show_default=True)
 @click.option("--onto", default="full", help="full, or dequantized: the base as 4-bit training saw it.")
-@click.option("--device", default="cpu", help="cpu needs no more than some hundred MB; cuda computes on the card.")
-@click.option("--replace", is_flag=True, help="Put it in the place of another model of this course that is in OUT.")
-def merge(
-    base: str, adapter: tuple[Path, ...], out: Path, dtype: str, onto: str, device: str, replace: bool
-) -> None:  # fmt: skip
+@click.option("--device", default="cpu", help="cpu needs no more than some hundred MB; cuda computes on the GPU.")
+@click.option("--replace", "replace_other", is_flag=True, help="Replace another model of this course that is in OUT.")
+def merge(base: str, adapter: tuple[Path, ...], out: Path, **options: Any) -> None:
     """Merge ADAPTER (or several) into BASE, a folder or a Hub id, and write the model to OUT, shard by shard."""
     from nbutils import merging
 
-    report = merging.merge_adapter(
-        base, list(adapter), out, dtype=dtype, onto=onto, device=device, replace_other=replace
-    )  # fmt: skip
-    print(report)
+    print(merging.merge_adapter(base, list(adapter), out, **options))

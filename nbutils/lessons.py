@@ -1,70 +1,44 @@
-"""A lesson from its first to its last cell: parameters, profile, run folder, what earlier lessons left, facts.
+"""A lesson from its first to its last cell: parameters, machine, profile, run folder, results of earlier lessons.
 
-Not here: what a lesson teaches. A lesson may run in a kernel (Colab, Kaggle, papermill) or as a plain script.
+A lesson runs in a kernel (Colab, Kaggle, papermill) or as a plain script. Its parameters are the annotated upper-case
+names of its `parameters` cell; an unknown name or a wrong type is refused: a misspelt parameter would change nothing.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
+import ast
+import difflib
 import logging
 import os
 import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nbutils import checkpoints, dashboard, hardware, install, parameters, platforms, profiles, record, scaling
-from nbutils.config import flat, settings_in, settings_text
+from nbutils import checkpoints, dashboard, hardware, install, platforms, profiles, record, scaling
 from nbutils.errors import CourseError
-from nbutils.paths import NOTEBOOKS, make_folder, stamp
+from nbutils.paths import NOTEBOOKS, make_folder
+from nbutils.config import flat, settings_in, settings_text
+from nbutils.record import RunFolder
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
 NOTICE, POWER_OFF = "NBUTILS_NOTICE", "NBUTILS_POWER_OFF"  # 1: after a lesson, or the course, has ended well
-LAUNCHING = ("05_serve", "06_scale_out")  # their work is done by processes of their own, which may use every card
+LAUNCHERS = ("05_serve", "06_scale_out")  # their processes may use every GPU
 OVERRIDES = {"MAX_STEPS": "train.max_steps", "SAVE_STEPS": "train.save_steps"}  # 0 leaves them to the profile
-
-
-class RunFolder:
-    """The folder of one run; lessons meet here."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.name = path, path.name
-        self.data = path / "data"  # train.jsonl, eval.jsonl, data_card.json
-        self.checkpoints = path / "checkpoints"  # verified archives
-        self.adapter = path / "adapter"
-        self.elsewhere = path / "merged.json"  # where the merged model is, if it did not fit here
-        self.logs = path / "logs"  # TensorBoard and W&B
-        self.notebooks = path / "notebooks"  # executed copies of headless runs
-        self.facts = path / "facts.json"
-        self.report = path / "report.md"  # the facts for people
-
-    @property
-    def merged(self) -> Path:
-        """The merged model: here, or where lesson 04 found room for it on this machine."""
-        try:
-            place = Path(json.loads(self.elsewhere.read_text(encoding="utf-8"))["folder"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return self.path / "merged"
-        return place if place.parent.is_dir() else self.path / "merged"
-
-    def has(self, stem: str) -> bool:
-        """Whether that lesson's result is here and whole; a merge older than its adapter does not count."""
-        if stem == "02_data_prep":
-            return (self.data / "data_card.json").exists()
-        adapter, merged = stamp(self.adapter), stamp(self.merged)
-        if stem == "03_qlora":
-            return adapter is not None
-        return merged is not None and merged.get("adapter") == adapter
+RUN_NAME = re.compile(r"\w[\w.-]{0,79}")
+Types = dict[str, type]
+TYPES: Types = {"str": str, "int": int, "float": float, "bool": bool}
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a lesson knows about itself; made by `begin`."""
+    """A lesson that was started by `begin`."""
 
     stem: str
     parameters: dict[str, Any]
@@ -80,31 +54,19 @@ class Lesson:
         """The resolved profile."""
         return self.resolved.profile
 
-    def with_recipe(self, lengths: Sequence[int]) -> Lesson:
-        """The same lesson with the recipe that suits examples of these lengths (in tokens), and what it comes to."""
-        from transformers.utils import cached_file
-
-        cached_file(self.model, "config.json")  # of a hub model: its size decides learning rate and method
-        rows = profiles.Rows.of(lengths)
-        fitted = replace(self, resolved=profiles.fit(self.resolved, rows))
-        print(f"recipe    {profiles.schedule(fitted.profile.train, rows)}")
-        if told := profiles.few_steps(fitted.profile.train, self.resolved.given.train, rows):
-            print(f"[WARN] {told}")
-        return fitted
-
     @property
     def model(self) -> str:
-        """What `from_pretrained` is given: a folder or a hub name."""
+        """What `from_pretrained` is given: a folder or a hub id."""
         return self.resolved.model
 
     @property
     def model_name(self) -> str:
-        """The model as it is written down, which means the same on the next machine."""
+        """The model's name in facts.json, which means the same on the next machine."""
         return self.resolved.called
 
     @property
     def device(self) -> int | str:
-        """Where the model is loaded: the number of this process's card, or the CPU."""
+        """Where the model is loaded: the index of this process's GPU, or the CPU."""
         return scaling.rank() if self.card else "cpu"
 
     @property
@@ -112,26 +74,37 @@ class Lesson:
         """This run's folder on the fast disk that may vanish."""
         return self.folders.scratch / self.run.name
 
+    def with_recipe(self, lengths: Sequence[int]) -> Lesson:
+        """The same lesson with the recipe that fits examples of these lengths (in tokens)."""
+        from transformers.utils import cached_file
+
+        cached_file(self.model, "config.json")  # of a hub model: its size decides learning rate and method
+        rows = profiles.Rows.of(lengths)
+        fitted = replace(self, resolved=profiles.fit(self.resolved, rows))
+        print(f"recipe    {profiles.schedule(fitted.profile.train, rows)}")
+        if warning := profiles.few_steps(fitted.profile.train, self.resolved.given.train, rows):
+            print(f"[WARN] {warning}")
+        return fitted
+
     def require(self, stem: str) -> None:
-        """Make sure an earlier lesson's result is in the run folder; if it is not, run that lesson now."""
-        if self.run.has(stem):
-            return
-        print(f"Lesson {stem} has not run in {self.run.path} yet: running it now with this profile.", flush=True)
-        self.launch(stem)
+        """Make sure that an earlier lesson's result is in the run folder; if it is not, run that lesson now."""
+        if not self.run.has(stem):
+            print(f"Lesson {stem} has not run in {self.run.path} yet: running it now with this profile.", flush=True)
+            self.launch(stem)
 
     def launch(self, stem: str, processes: int = 1, threads: int = 0, keep: Path | None = None, **values: Any) -> None:
         """Run a lesson as a script of `processes` processes with this profile and model, here or in another folder."""
         script = NOTEBOOKS / f"{stem}.py"
-        wanted = {"PROFILE": self.resolved.source, "MODEL": self.parameters.get("MODEL", ""), "RUN_NAME": self.run.name}
-        wanted["SET"] = settings_text(self.resolved.set_values)
-        types = parameters.declared_in(script)
-        passed = {name: value for name, value in (wanted | values).items() if value and name in types}
-        with goodbye_later():
-            calm = self.stem == "06_scale_out"  # it shows what it compares, and runs lesson 03 three times
-            scaling.launch(script, passed, keep or self.folders.keep, processes, threads, calm)
+        given = {"PROFILE": self.resolved.source, "MODEL": self.parameters.get("MODEL", ""), "RUN_NAME": self.run.name}
+        given["SET"] = settings_text(self.resolved.set_values)
+        types = declared_in(script)
+        passed = {name: value for name, value in (given | values).items() if value and name in types}
+        with deferred_goodbye():
+            quiet = self.stem == "06_scale_out"  # it compares three runs of lesson 03, and shows what it compares
+            scaling.launch(script, passed, keep or self.folders.keep, processes, threads, quiet)
 
     def finish(self, **facts: Any) -> None:
-        """Write this lesson's facts and say where everything is."""
+        """Write this lesson's facts and print where they are."""
         top = {
             "platform": asdict(self.platform), "profile": self.resolved.name, "profile_source": self.resolved.source,
             "model": self.model_name, "card": asdict(self.card) if self.card else None, "versions": record.versions(),
@@ -146,44 +119,43 @@ class Lesson:
 
 
 def say_goodbye(platform: platforms.Platform, run: RunFolder, text: str) -> None:
-    """What the environment asks for after the work: a WeChat notice, and switching the machine off if all is safe."""
-    if _wished(NOTICE):
+    """After the work, where the environment asks for it: send a notice, and power off if all checkpoints are kept."""
+    on = [
+        name for name in (NOTICE, POWER_OFF) if os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
+    ]
+    if NOTICE in on:
         print(platforms.send_notice(f"Run {run.name} has ended", text))
-    if _wished(POWER_OFF):
+    if POWER_OFF in on:
         print(platforms.power_off(platform, checkpoints.unsafe(run.checkpoints)))
 
 
-def _wished(name: str) -> bool:
-    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
-
-
 @contextmanager
-def goodbye_later() -> Iterator[None]:
-    """Within this block lessons are a part of something larger, which says goodbye itself."""
-    wishes = {name: os.environ.pop(name) for name in (NOTICE, POWER_OFF) if name in os.environ}
+def deferred_goodbye() -> Iterator[None]:
+    """Lessons within this block neither notify nor power off: they are a part of something larger, which does."""
+    variables = {name: os.environ.pop(name) for name in (NOTICE, POWER_OFF) if name in os.environ}
     try:
         yield
     finally:
-        os.environ.update(wishes)
+        os.environ.update(variables)
 
 
 def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
-    """Start a lesson and print where it is, what it found and where its run is kept."""
+    """Start a lesson and print the platform, the profile, the model and where the run is kept."""
     started = time.monotonic()
     if not platforms.in_kernel():
-        sys.excepthook = _tell_plainly
+        sys.excepthook = _print_exception
     dashboard.calm_bars()
     hardware.share_processors()
-    if stem not in LAUNCHING:
+    if stem not in LAUNCHERS:
         hardware.use_one_card()
         hardware.leave_no_gaps()
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # asks for a kernel no lesson needs
-    values = parameters.collect(namespace)
+    values = collect(namespace)
     scaling.join()
     with scaling.main_first():
         install.ensure("train")
-        tried_here = stem != "06_scale_out"  # its processes try their own cards; a try here would take room from them
-        platform, folders, card = find_machine(may_download(values), tried_here)
+        # The processes of lesson 06 try their own GPUs; a try here would take memory from them.
+        platform, folders, card = find_machine(may_download(values), try_card=stem != "06_scale_out")
         run, resolved = open_run(values, platform, folders, card)
     if stem == "03_qlora" and (line := scaling.hint(card.count if card else 0)):
         print(line)
@@ -193,8 +165,92 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     return Lesson(stem, values, platform, folders, card, resolved, run, started)
 
 
+def _print_exception(kind: type[BaseException], problem: BaseException, trace: Any) -> None:
+    """In a plain script a CourseError ends with its message alone; anything else keeps its traceback."""
+    if issubclass(kind, CourseError):
+        print(f"\n[FAIL] {problem}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, problem, trace)
+
+
+def collect(namespace: dict[str, Any]) -> dict[str, Any]:
+    """The checked parameters of a lesson; in a plain script the command line is applied to `namespace` first."""
+    annotations = namespace.get("__annotations__") or {}
+    if not annotations and callable(namespace.get("__annotate__")):  # Python 3.14 computes them on demand
+        annotations = namespace["__annotate__"](1)
+    types = _parameter_types(annotations)
+    if platforms.in_kernel():
+        refuse_unknown(_injected(namespace.get("In", [])), types)
+    elif namespace.get("__name__") == "__main__":
+        namespace.update(_from_command_line(sys.argv[1:], types))
+    values = {name: parse(name, namespace[name], kind, strict=True) for name, kind in types.items()}
+    namespace.update(values)
+    return values
+
+
+def declared_in(source: Path) -> Types:
+    """The parameters of a lesson and their types, read from its `.py` without running it."""
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    nodes = [node for node in tree.body if isinstance(node, ast.AnnAssign)]
+    return _parameter_types({ast.unparse(node.target): ast.unparse(node.annotation) for node in nodes})
+
+
+def _parameter_types(annotations: Mapping[str, Any]) -> Types:
+    kinds = {name: kind for name, kind in annotations.items() if name.isupper()}
+    return {name: kind if isinstance(kind, type) else TYPES[kind.strip("'\"")] for name, kind in kinds.items()}
+
+
+def _from_command_line(arguments: Sequence[str], types: Types) -> dict[str, Any]:
+    """`--NAME VALUE` pairs as typed values."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, description="Parameters of this lesson.")
+    for name, kind in types.items():
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=kind.__name__)
+    try:
+        given, others = parser.parse_known_args(arguments)
+        refuse_unknown([word[2:].partition("=")[0] for word in others if word.startswith("--")], types)
+        if others:
+            raise argparse.ArgumentError(None, f"what is {others[0]}?")
+    except argparse.ArgumentError as problem:
+        raise CourseError("lessons.command_line", problem=problem, parameters=_listing(types)) from problem
+    return {name: parse(name, text, types[name]) for name, text in vars(given).items()}
+
+
+def parse(name: str, value: Any, kind: type, strict: bool = False) -> Any:
+    """A parameter as its declared type: text from a command line, or with `strict` the value in a cell."""
+    from pydantic import TypeAdapter, ValidationError
+
+    if kind is str and type(value) in (int, float):
+        return str(value)  # papermill's -p makes a number of RUN_NAME 2024
+    try:
+        parsed: Any = TypeAdapter(kind).validate_python(value, strict=strict)
+    except ValidationError as problem:
+        raise CourseError("lessons.parameter_type", name=name, value=value, type=kind.__name__) from problem
+    if type(parsed) in (int, float) and not parsed >= 0:
+        raise CourseError("lessons.parameter_negative", name=name, value=parsed)
+    return parsed
+
+
+def refuse_unknown(names: Iterable[str], types: Types) -> None:
+    """Stop if any name is not a parameter of this lesson."""
+    if unknown := [name for name in names if name not in types]:
+        near = difflib.get_close_matches(unknown[0].upper(), types, n=1)
+        hint = f"did you mean {near[0]}?" if near else "remove it"
+        raise CourseError("lessons.parameter_unknown", names=", ".join(unknown), parameters=_listing(types), hint=hint)
+
+
+def _listing(types: Types) -> str:
+    return ", ".join(f"{name} ({kind.__name__})" for name, kind in types.items())
+
+
+def _injected(history: Sequence[str]) -> list[str]:
+    """The names in the cell that papermill adds."""
+    cells = [ast.parse(cell) for cell in history if cell.lstrip().startswith("# Parameters")]
+    names = [ast.unparse(node.targets[0]) for cell in cells for node in cell.body if isinstance(node, ast.Assign)]
+    return [name for name in names if not name.startswith("PAPERMILL_")]
+
+
 def may_download(values: Mapping[str, Any]) -> bool:
-    """Whether the model that was named may have to come from the network; what `auto` takes is known by its card."""
+    """Whether the model may have to be downloaded; the one that `auto` chooses depends on the GPU."""
     profile, model = values.get("PROFILE", "auto"), values.get("MODEL", "")
     return not profiles.is_tiny(model or ("tiny" if profile == "auto" else profiles.load(profile).model))
 
@@ -202,7 +258,7 @@ def may_download(values: Mapping[str, Any]) -> bool:
 def find_machine(
     needs_model: bool, try_card: bool = True
 ) -> tuple[platforms.Platform, platforms.Folders, hardware.Card | None]:
-    """The platform with its network and Drive made ready, its folders, and a card that was seen computing."""
+    """The platform with its network and Drive ready, its folders, and a GPU that was tried."""
     platform, card = platforms.detect(), hardware.card()
     print(f"platform  {platform.name} ({platform.evidence})")
     for line in platforms.prepare_network(platform, probe=card is not None or needs_model):
@@ -220,31 +276,27 @@ def find_machine(
     return platform, folders, card
 
 
-def _tell_plainly(kind: type[BaseException], problem: BaseException, trace: Any) -> None:
-    """In a plain script a learner's mistake ends with its message; anything else keeps its traceback."""
-    if issubclass(kind, CourseError):
-        print(f"\n[FAIL] {problem}", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, problem, trace)
-
-
 def open_run(
     values: dict[str, Any], platform: platforms.Platform, folders: platforms.Folders, card: hardware.Card | None
 ) -> tuple[RunFolder, profiles.Resolved]:
-    """The run folder and the resolved profile; a run that exists already keeps the profile and SET it began with."""
+    """The run folder and the resolved profile; an existing run keeps the profile and SET it started with."""
     profile, model, name = values.get("PROFILE", "auto"), values.get("MODEL", ""), values.get("RUN_NAME", "")
-    check_resume(values.get("RESUME", "auto"))
+    resume = values.get("RESUME", "auto")
+    if resume not in ("auto", "never") and not resume.isdecimal():
+        raise CourseError("lessons.resume", value=resume)
+    if name and not RUN_NAME.fullmatch(name):
+        raise CourseError("lessons.run_name", value=name)
     make_folder(folders.keep, "runs")
-    make_folder(folders.scratch, "what a run needs for a while")
+    make_folder(folders.scratch, "scratch files")
     unnamed = profile == "auto" and not model and not name
     name = unfinished_run(folders.keep, card) if unnamed else name
 
     def folder_of(chosen: str) -> RunFolder:
         run = RunFolder(folders.keep / (name or default_run_name(chosen, values.get("MODEL", ""))))
-        _take_over(run, folders, values)
+        _copy_earlier(run, folders, values)
         return run
 
-    earlier = record.read(folder_of(check_run_name(name)).facts) if name else {}
+    earlier = record.read(folder_of("").facts) if name else {}
     continued = profile == "auto" and not model and {"profile_source", "model"} <= set(earlier)
     if continued:
         profile, model = earlier["profile_source"], earlier["model"]
@@ -253,25 +305,25 @@ def open_run(
         overrides=lambda chosen: _overrides(folder_of(chosen), values),
     )  # fmt: skip
     if continued:
-        values_then = {"profile": resolved.name, "model": resolved.model}
-        reasons = {field: hardware.Choice(value, "this run began with it") for field, value in values_then.items()}
+        began_with = {"profile": resolved.name, "model": resolved.model}
+        reasons = {field: hardware.Choice(value, "this run began with it") for field, value in began_with.items()}
         resolved = replace(resolved, choices=resolved.choices | reasons)
     run = folder_of(resolved.name)
-    resolved = replace(resolved, set_values=_given(run, values))
+    resolved = replace(resolved, set_values=_set_values(run, values))
     if (former := record.read(run.facts).get("set")) and not values.get("SET"):
-        held = "this run began with it" if resolved.set_values else 'dropped: RESUME is "never", or another profile'
-        print(f"SET       {settings_text(former)}: {held}")
+        kept = "this run began with it" if resolved.set_values else 'dropped: RESUME is "never", or another profile'
+        print(f"SET       {settings_text(former)}: {kept}")
     make_folder(run.path, "this run")
-    begun: dict[str, Any] = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}
-    trained = any(one for store in checkpoints.stores(folders, run.name) for one in store.glob("checkpoint-*.json"))
-    if not trained or values.get("RESUME") == "never":
-        begun["set"] = resolved.set_values  # else what was trained is not of this SET, unless lesson 03 goes on with it
-    record.begin(run.facts, begun, unnamed)  # a damaged record is told now, not after the training
+    top: dict[str, Any] = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}
+    trained = any(any(store.glob("checkpoint-*.json")) for store in checkpoints.stores(folders, run.name))
+    if not trained or resume == "never":  # else the kept checkpoints have another SET, until lesson 03 continues them
+        top["set"] = resolved.set_values
+    record.begin(run.facts, top, unnamed)  # an invalid facts.json is an error now, not after the training
     return run, resolved
 
 
-def _given(run: RunFolder, values: dict[str, Any]) -> dict[str, Any]:
-    """SET; where it is not given, the one this run began with, unless another profile is named or it starts anew."""
+def _set_values(run: RunFolder, values: dict[str, Any]) -> dict[str, Any]:
+    """SET; if it is empty, the one this run started with, unless another profile is named or it starts anew."""
     if text := values.get("SET"):
         return settings_in(text)
     earlier = record.read(run.facts)
@@ -280,102 +332,74 @@ def _given(run: RunFolder, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _overrides(run: RunFolder, values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
-    """What replaces values of the profile; a parameter of its own wins over SET."""
+    """What replaces values of the profile; MAX_STEPS and SAVE_STEPS win over SET."""
     reason = "parameter SET" if values.get("SET") else "parameter SET, with which this run began"
-    given = {name: (value, reason) for name, value in _given(run, values).items()}
-    own = {field: (values[name], f"parameter {name}") for name, field in OVERRIDES.items() if values.get(name, 0) > 0}
-    return given | own
+    given = {name: (value, reason) for name, value in _set_values(run, values).items()}
+    steps = {field: (values[name], f"parameter {name}") for name, field in OVERRIDES.items() if values.get(name, 0) > 0}
+    return given | steps
 
 
-def _take_over(run: RunFolder, folders: platforms.Folders, values: Mapping[str, Any]) -> None:
-    """Copy data and record of this run from where an earlier start left them: an attached output, a former keep."""
+def _copy_earlier(run: RunFolder, folders: platforms.Folders, values: Mapping[str, Any]) -> None:
+    """Copy data and facts of this run from where an earlier session left them: an attached output, a former keep."""
     for store in checkpoints.stores(folders, run.name)[2:]:  # after those of scratch and keep
         former = RunFolder(store.parent)
         attached = folders.is_attached(store)
         if attached and any(place.is_symlink() for place in (store, former.path, former.data, former.facts)):
-            print(f"{former.path} is not taken over: a part of it is a link, which could lead anywhere")
+            print(f"[WARN] {former.path} is not used: a part of it is a link, which could lead anywhere")
             continue
         facts = {} if run.facts.exists() else record.read(former.facts)
         if attached and facts:
             _require_named(facts, former.path, values)
             facts["set"] = {name: value for name, value in facts.get("set", {}).items() if name != "data.source"}
         if former.has("02_data_prep") and not run.has("02_data_prep") and not any(run.data.glob("*")):
-            print(f"data      taken over from {former.data}")
+            print(f"data      copied from {former.data}")
             make_folder(run.path, "this run")
-            shutil.copytree(former.data, run.data, dirs_exist_ok=True, ignore=_not_plain)
+            shutil.copytree(former.data, run.data, dirs_exist_ok=True, ignore=_links_and_pipes)
         if facts:
             make_folder(run.path, "this run")
             record.begin(run.facts, facts, by_auto=False)
 
 
 def _require_named(facts: dict[str, Any], place: Path, values: Mapping[str, Any]) -> None:
-    """Show what a run from elsewhere was begun with; a model or profile that is not the course's must be named here."""
-    model, profile = str(facts.get("model", "")), str(facts.get("profile_source", ""))
-    settings = settings_text(facts.get("set", {})) or "-"
-    print(f"record    taken over from {place}: profile {profile or '-'}, model {model or '-'}, SET {settings}")
-    strange = {"MODEL": model and not profiles.is_known(model), "PROFILE": profile and profile not in profiles.names()}
-    there = {"MODEL": model, "PROFILE": profile}
+    """Show what an attached run started with; a model or profile that is not the course's must be named here."""
+    there = {"MODEL": str(facts.get("model", "")), "PROFILE": str(facts.get("profile_source", ""))}
+    shown = {"profile": there["PROFILE"], "model": there["MODEL"], "SET": settings_text(facts.get("set", {}))}
+    print(f"facts     copied from {place}: " + ", ".join(f"{name} {text or '-'}" for name, text in shown.items()))
+    own = {"MODEL": profiles.is_known(there["MODEL"]), "PROFILE": there["PROFILE"] in profiles.names()}
     named = {name: (text, os.path.abspath(os.path.expanduser(text))) for name in there if (text := values.get(name))}
-    if unnamed := [name for name, odd in strange.items() if odd and there[name] not in named.get(name, ())]:
-        asked = " and ".join(f"{name} = {there[name]!r}" for name in unnamed)
-        raise CourseError(
-            f"the run in {place} was begun elsewhere, with {asked}.",
-            "the course's own, or what you name yourself",
-            f"set {asked} if that is what you want to go on with; else detach it or choose another RUN_NAME",
-        )
+    strange = [name for name, text in there.items() if text and not own[name] and text not in named.get(name, ())]
+    if strange:
+        settings = " and ".join(f"{name} = {there[name]!r}" for name in strange)
+        raise CourseError("lessons.attached_run", folder=place, settings=settings)
 
 
-def _not_plain(folder: str, names: list[str]) -> set[str]:
-    """Those of a folder that are links or pipes: an attached output could name any file of this machine with one."""
+def _links_and_pipes(folder: str, names: list[str]) -> set[str]:
+    """What is not copied from an attached folder: with a link it could name any file of this machine."""
     places = {name: Path(folder, name) for name in names}
     return {name for name, place in places.items() if place.is_symlink() or not (place.is_file() or place.is_dir())}
 
 
 def unfinished_run(keep: Path, card: hardware.Card | None) -> str:
-    """The newest run that `auto` began here and did not finish, also with another card than today's; "" if none."""
-    found = [(since, place.name) for place in keep.iterdir() if (since := _unfinished_since(RunFolder(place)))]
+    """The newest run that `auto` began here for a GPU and did not finish, whatever GPU is here today; "" if none."""
+    found: list[tuple[float, str]] = []
+    for run in map(RunFolder, keep.iterdir()):
+        with suppress(CourseError):  # an invalid facts.json
+            facts = record.read(run.facts)
+            trained = facts.get("lessons", {}).get("03_qlora")
+            finished = trained and record.complete(trained)
+            if facts.get("by_auto") and facts.get("profile") != "tiny" and not finished:
+                found += [(file.stat().st_mtime, run.name) for file in run.checkpoints.glob("checkpoint-*.json")]
     if not found:
         return ""
     _, name = max(found)
     if card is None:
-        print(f"[WARN] run {name} is not finished. It needs a card: start it on a machine with one to go on.")
+        print(f"[WARN] run {name} is not finished, and it needs a GPU: start it on a machine with one to continue.")
         return ""
-    print(f"run {name} was begun here and is not finished: going on with it. PROFILE or RUN_NAME begins another.")
+    print(f"run {name} was begun here and is not finished: continuing it. PROFILE or RUN_NAME begins another.")
     return name
-
-
-def _unfinished_since(run: RunFolder) -> float:
-    """When the last checkpoint of an unfinished training was kept, if `auto` began it for a card; else 0."""
-    try:
-        facts = record.read(run.facts)
-    except CourseError:
-        return 0.0
-    trained = facts.get("lessons", {}).get("03_qlora")
-    if not facts.get("by_auto") or facts.get("profile") == "tiny" or (trained and record.complete(trained)):
-        return 0.0
-    return max((place.stat().st_mtime for place in run.checkpoints.glob("checkpoint-*.json")), default=0.0)
 
 
 def default_run_name(profile: str, model: str) -> str:
     """A run without a name is called after its profile, and its model if that was named too."""
     first, second = (re.sub(r"[^\w.-]+", "-", Path(text).name).strip("-._") for text in (profile, model))
     return f"{first}-{second}" if second and second != first else first or "run"
-
-
-def check_run_name(name: str) -> str:
-    """The name, if it can be a folder of its own below the runs."""
-    if not re.fullmatch(r"\w[\w.-]{0,79}", name):
-        raise CourseError(
-            f"RUN_NAME is {name!r}.", "up to 80 letters, digits, '.', '_' and '-', the first a letter or digit",
-            "choose such a name, or leave it empty to name the run after its profile",
-        )  # fmt: skip
-    return name
-
-
-def check_resume(resume: str) -> None:
-    """Refuse what is neither a way to resume nor a step."""
-    if resume not in ("auto", "never") and not resume.isdecimal():
-        raise CourseError(
-            f"RESUME is {resume!r}.", "'auto', 'never', or the step of a checkpoint",
-            '"auto" continues from the newest checkpoint that verifies, "80" from that of step 80, "never" starts anew',
-        )  # fmt: skip

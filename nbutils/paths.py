@@ -1,7 +1,4 @@
-"""Where the course's own files are, and how files are written so that half a file is never trusted.
-
-Not here: where a run is kept (platforms), whether there is room for it (disk), what is inside a run folder (lessons).
-"""
+"""Where the course's own files are, and how files are written so that a half-written one is never trusted."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -17,9 +15,10 @@ from typing import Any
 
 from nbutils.errors import CourseError
 
+DISTRIBUTION = "nbutils-finetune-course"  # on the package registry, `nbutils` is another project
 PACKAGE = Path(__file__).resolve().parent
 CHECKOUT: Path | None = PACKAGE.parent if (PACKAGE.parent / "notebooks").is_dir() else None
-_COURSE = CHECKOUT or PACKAGE / "_files"  # the wheel carries the same folders under nbutils/_files
+_COURSE = CHECKOUT or PACKAGE / "_files"  # the wheel has the same folders under nbutils/_files
 
 CONFIGS = _COURSE / "configs"
 SAMPLES = _COURSE / "data_samples"
@@ -33,9 +32,9 @@ LARGEST_JSON = 2**26
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file or nothing: a temporary neighbour is renamed over it once it is on disk.
+    """Write a whole file or nothing, by renaming a temporary file once it is on disk.
 
-    At most one folder is made: if more are missing, the disk under them is gone, and its mount point must stay empty.
+    At most one folder is made: if more are missing, the disk was unmounted, and its mount point must stay empty.
     """
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -52,9 +51,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; a pipe, a device or endless nesting is a ValueError like any other text that is none."""
+    """The value in a JSON file; a pipe, a huge file or endless nesting is a ValueError, like any invalid JSON."""
     if path.exists() and not (path.is_file() and path.stat().st_size < LARGEST_JSON):
-        raise ValueError("it is no plain file, or too large")
+        raise ValueError("it is not a regular file, or too large")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as problem:
@@ -62,7 +61,7 @@ def read_json(path: Path) -> Any:
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file, read in pieces."""
+    """The checksum of a file, read in chunks."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(CHUNK):
@@ -71,76 +70,67 @@ def sha256(path: Path) -> str:
 
 
 def stamp(folder: Path) -> dict[str, Any] | None:
-    """What `whole_folder` wrote about a folder; None if the folder, or a part of any file of it, is missing."""
+    """The `about` of a folder that `whole_folder` wrote; None if it, or a part of any of its files, is missing."""
     try:
         written = read_json(folder / STAMP)
-        here = _sizes(folder)  # whatever a person or an editor put beside them does no harm
-        return written["about"] if written["files"].items() <= here.items() else None
+        return written["about"] if written["files"].items() <= _sizes(folder).items() else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def partial_of(target: Path) -> Path:
-    """Where `whole_folder` writes before the folder has its name."""
+    """Where `whole_folder` writes before the folder gets its name."""
     return target.with_name(f".{target.name}.partial")
 
 
 @contextmanager
 def whole_folder(target: Path, about: dict[str, Any], resume: bool = False) -> Iterator[Path]:
-    """A folder to write into that takes the name `target` only when the block ends without an error.
+    """A folder to write into that becomes `target` only when the block ends without an error.
 
-    Its stamp is written last: `about`, which says what the folder was made from, and the size of every file.
-    With `resume` the block finds what an interrupted one left, and must know by itself what of it is whole.
-    A folder of that name is replaced only if it was made this way and holds nothing else.
+    The stamp is written last: `about`, which says what the folder was made from, and the size of every file.
+    With `resume` the block finds what an interrupted one left, and must check what of it is complete.
+    An existing target is replaced only if it was made this way and holds nothing else.
     """
     target = target.absolute()
     _require_ours(target)
     partial = partial_of(target)
-    with _alone_in(partial):
+    with _locked(partial):
         if not resume:
             empty_folder(partial)
         yield partial
-        for file in partial.rglob("*"):
-            if file.is_file():
-                _flush(file)
+        for path in (one for one in partial.rglob("*") if one.is_file()):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
         write_json(partial / STAMP, {"about": about, "files": _sizes(partial)})
         _require_ours(target)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
     if stamp(target) is None:
-        raise CourseError(
-            f"{target} was written, but is not whole there: that disk lost a part of it.", "a disk that keeps files",
-            "run this cell again; on Google Drive, wait a minute first",
-        )  # fmt: skip
+        raise CourseError("paths.disk_lost_files", folder=target)
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Make a folder and hold it: a second process that wants it is told; the system frees it should this one die."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Make and lock a folder; the lock is on the folder itself, and the system frees it if this process dies."""
     import fcntl
 
-    if folder.is_symlink() or not (folder.is_dir() or not folder.exists()):
-        raise CourseError(
-            f"{folder} is a link or a file, and the result would go through it.", "no file of that name",
-            "look where it leads, and remove it",
-        )  # fmt: skip
+    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
+        raise CourseError("paths.not_a_folder", path=folder)
     folder.mkdir(exist_ok=True)
-    held = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        with suppress(OSError):  # a disk without locks, as Drive: two at once are not noticed there
+        with suppress(OSError):  # a disk without locks, such as Drive: two writers are not noticed there
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as problem:
-                raise CourseError(
-                    f"another process is writing {folder}.", "one at a time", "wait until it is done, or end it"
-                ) from problem
+                raise CourseError("paths.locked", folder=folder) from problem
         yield
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def empty_folder(folder: Path) -> None:
-    """Remove everything in a folder; the folder itself stays, and may be held by a lock."""
+    """Remove everything in a folder; the folder itself stays, and may be locked."""
     for one in folder.iterdir():
         shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
 
@@ -150,35 +140,23 @@ def require_apart(target: Path, *sources: Path) -> None:
     place = target.resolve()
     for source in (one.resolve() for one in sources):
         if place == source or place in source.parents or source in place.parents:
-            raise CourseError(
-                f"the result would go to {target}, and {source} is needed to make it.", "a folder apart from it",
-                "name another folder for the result",
-            )  # fmt: skip
+            raise CourseError("paths.overlap", target=target, source=source)
 
 
 def _require_ours(target: Path) -> None:
-    """Refuse a folder with anything in it that `whole_folder` did not write, hidden or not: it would be lost."""
+    """Refuse to replace anything that `whole_folder` did not write, hidden files included."""
     if not os.path.lexists(target):
         return
-    plain = target.is_dir() and not target.is_symlink()
-    others = _foreign(target) if plain else []
-    if others or not plain:
-        what = f"has files that were not made here ({', '.join(others[:3])})" if others else "is no plain folder"
-        raise CourseError(
-            f"{target} {what}.", "a new or empty folder, or one this course wrote",
-            "move them elsewhere, or name another folder: what is there would be lost",
-        )  # fmt: skip
-
-
-def _foreign(folder: Path) -> list[str]:
-    """What a folder holds beside the files of its stamp, the stamp itself and the folders they lie in."""
+    if target.is_symlink() or not target.is_dir():
+        raise CourseError("paths.not_a_folder", path=target)
     try:
-        known = {PurePosixPath(name) for name in read_json(folder / STAMP)["files"]}
-        known |= {PurePosixPath(STAMP)} | {above for name in known for above in name.parents}
+        known = {PurePosixPath(name) for name in (STAMP, *read_json(target / STAMP)["files"])}
+        known |= {parent for name in known for parent in name.parents}
     except (OSError, ValueError, KeyError, TypeError):
         known = set()
-    found = (PurePosixPath(one.relative_to(folder).as_posix()) for one in folder.rglob("*"))
-    return sorted(str(one) for one in found if one not in known)
+    found = {PurePosixPath(one.relative_to(target).as_posix()) for one in target.rglob("*")}
+    if foreign := sorted(map(str, found - known)):
+        raise CourseError("paths.foreign_files", folder=target, names=", ".join(foreign[:3]))
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -186,37 +164,21 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(files)}
 
 
-def _flush(file: Path) -> None:
-    with open(file, "rb") as handle:
-        os.fsync(handle.fileno())
-
-
 def require_own(folder: Path) -> None:
-    """Refuse what another user made, or linked, where everybody may write, as in /tmp: they chose what is in it."""
+    """Refuse what another user made, or linked, in a world-writable place such as /tmp."""
     folder = folder.absolute()
-    there = (place for place in (folder, *folder.parents) if os.path.lexists(place))
-    for place in there:
+    for place in (one for one in (folder, *folder.parents) if os.path.lexists(one)):
         if place.parent.stat().st_mode & stat.S_IWOTH and place.lstat().st_uid != os.getuid():
-            raise CourseError(
-                f"{place} belongs to another user of this machine.", "a folder of your own",
-                "set NBUTILS_HOME (for an environment SERVE_ENV or EXPORT_ENV) to a folder in your home",
-            )  # fmt: skip
+            raise CourseError("paths.other_owner", folder=place)
 
 
 def make_folder(folder: Path, purpose: str) -> Path:
-    """The folder, made for this user alone if it is missing; a place that takes no files is an error in plain words."""
+    """The folder, made for this user alone if it is missing; one that cannot be written to is a CourseError."""
     require_own(folder)
     try:
         for place in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
             place.mkdir(mode=0o700, exist_ok=True)
-        folder.mkdir(exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-").close()
     except OSError as problem:
-        raise CourseError(
-            f"{folder} cannot be used for {purpose}: {problem.strerror}.",
-            "a folder this process may write to",
-            "set NBUTILS_HOME to such a folder",
-        ) from problem
+        raise CourseError("paths.not_writable", folder=folder, purpose=purpose, problem=problem.strerror) from problem
     return folder

@@ -1,6 +1,6 @@
-"""facts.json: what a run was and what came out: versions, platform, card, profile, the numbers of each lesson.
+"""The folder of a run and its facts.json: versions, platform, GPU, profile, and the results of each lesson.
 
-Not here: secrets. A value that looks like one is refused, not written.
+Secrets are masked before anything is written.
 """
 
 from __future__ import annotations
@@ -10,21 +10,53 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from nbutils import DISTRIBUTION
 from nbutils.errors import CourseError
 from nbutils.masking import KEY, MASK, mask_secrets
-from nbutils.paths import read_json, write_json, write_text
+from nbutils.paths import DISTRIBUTION, read_json, stamp, write_json, write_text
 
 PACKAGES = (
     DISTRIBUTION, "torch", "transformers", "peft", "trl", "bitsandbytes", "datasets", "accelerate", "liger-kernel",
     "safetensors", "papermill", "wandb",
 )  # fmt: skip
 TYPES = dict.fromkeys(("lessons", "set", "platform", "versions"), dict) | dict.fromkeys(("model", "profile"), str)
-MANY = 20  # values of a fact that are not listed in a report
+MOST_VALUES = 20  # in one line of a report
+
+
+class RunFolder:
+    """The folder of one run, which its lessons share."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.name
+        self.data = path / "data"  # train.jsonl, eval.jsonl, data_card.json
+        self.checkpoints = path / "checkpoints"  # verified archives
+        self.adapter = path / "adapter"
+        self.elsewhere = path / "merged.json"  # where the merged model is, if it did not fit here
+        self.logs = path / "logs"  # TensorBoard and W&B
+        self.notebooks = path / "notebooks"  # executed copies of headless runs
+        self.facts = path / "facts.json"
+        self.report = path / "report.md"  # the facts for people
+
+    @property
+    def merged(self) -> Path:
+        """The merged model: here, or where lesson 04 found room for it on this machine."""
+        try:
+            place = Path(read_json(self.elsewhere)["folder"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return self.path / "merged"
+        return place if place.parent.is_dir() else self.path / "merged"
+
+    def has(self, stem: str) -> bool:
+        """Whether that lesson's result is here and complete; a merge of an earlier adapter does not count."""
+        if stem == "02_data_prep":
+            return (self.data / "data_card.json").exists()
+        adapter, merged = stamp(self.adapter), stamp(self.merged)
+        if stem == "03_qlora":
+            return adapter is not None
+        return merged is not None and merged.get("adapter") == adapter
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that decide a result."""
+    """Installed versions of the packages that a result depends on."""
     found = {}
     for package in PACKAGES:
         try:
@@ -35,33 +67,32 @@ def versions() -> dict[str, str]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The facts so far; an empty record if there are none, an error if the file is not one of the course's."""
+    """The facts so far; empty if there are none, a CourseError if the file was not written by the course."""
     if not path.exists():
         return {}
     try:
-        record = read_json(path)
-        whole = isinstance(record, dict) and all(type(record.get(one, kind())) is kind for one, kind in TYPES.items())
-        if whole and all(isinstance(entry, dict) for entry in record.get("lessons", {}).values()):
-            return dict(record)
+        facts = read_json(path)
+        valid = isinstance(facts, dict) and all(type(facts.get(key, kind())) is kind for key, kind in TYPES.items())
+        if valid and all(isinstance(entry, dict) for entry in facts.get("lessons", {}).values()):
+            return dict(facts)
         problem = "it does not hold the facts of lessons"
-    except ValueError as broken:
-        problem = f"not valid JSON, {broken}"
-    raise CourseError(f"{path} cannot be read: {problem}.", "a facts.json written by the course", "move that file away")
+    except ValueError as invalid:
+        problem = f"not valid JSON, {invalid}"
+    raise CourseError("record.invalid", file=path, problem=problem)
 
 
 def begin(path: Path, top: dict[str, Any], by_auto: bool) -> None:
-    """Note with what a run began, before anything can go wrong; whether `auto` chose it all stays as it was."""
-    facts = read(path)
-    _write(path, {"by_auto": by_auto, "lessons": {}} | facts | top)
+    """Note what a run started with; whether `auto` chose all of it stays as it was."""
+    _write(path, {"by_auto": by_auto, "lessons": {}} | read(path) | top)
 
 
 def complete(trained: dict[str, Any]) -> bool:
-    """Whether the facts of lesson 03 tell of a training that got as far as it was meant to."""
+    """Whether the facts of lesson 03 are of a training that reached its planned steps."""
     return bool(trained.get("steps", 0) >= trained.get("planned_steps", 0))
 
 
 def update(path: Path, top: dict[str, Any], lesson: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """Merge `top` and one lesson's facts into the record; None leaves what an earlier run measured."""
+    """Merge `top` and one lesson's facts into the record; None keeps what an earlier run measured."""
     record = read(path) | top
     earlier = record.get("lessons", {}).get(lesson, {})
     entry = {name: earlier.get(name) if value is None else value for name, value in facts.items()}
@@ -71,17 +102,16 @@ def update(path: Path, top: dict[str, Any], lesson: str, facts: dict[str, Any]) 
 
 def _write(path: Path, record: dict[str, Any]) -> dict[str, Any]:
     plain = json.loads(json.dumps(record, default=str), parse_constant=lambda name: None)  # NaN is not JSON
-    record = _masked(plain)
-    write_json(path, record)
-    return record
+    masked: dict[str, Any] = _masked(plain)
+    write_json(path, masked)
+    return masked
 
 
 def _masked(value: Any) -> Any:
-    """A JSON value with every text in it masked; on the text of the JSON, escaped secrets would slip through."""
+    """A JSON value with all its texts masked; in the text of the JSON, escaped secrets would be missed."""
     if isinstance(value, dict):
-        texts = {name: f"{name}: {inner}" for name, inner in value.items() if isinstance(inner, str)}
-        pairs = {name: MASK if KEY.fullmatch(texts.get(name, "")) else inner for name, inner in value.items()}
-        return {mask_secrets(name): _masked(inner) for name, inner in pairs.items()}
+        secret = {name for name, inner in value.items() if isinstance(inner, str) and KEY.fullmatch(f"{name}: {inner}")}
+        return {mask_secrets(name): MASK if name in secret else _masked(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [_masked(inner) for inner in value]
     return mask_secrets(value) if isinstance(value, str) else value
@@ -89,39 +119,40 @@ def _masked(value: Any) -> Any:
 
 def summary(entry: dict[str, Any]) -> str:
     """The facts of one lesson in a line."""
-    return ", ".join(f"{name} {_plain(value)}" for name, value in entry.items() if value is not None)
+    return ", ".join(f"{name} {_line(value)}" for name, value in entry.items() if value is not None)
 
 
 def write_report(path: Path, run: str, facts: dict[str, Any]) -> None:
-    """report.md: the record of a run for people, made anew from the facts each time a lesson ends."""
+    """Write report.md, the facts of a run for people."""
     platform, card = facts.get("platform", {}), facts.get("card")
     lines = [
         f"# Run {run}", "",
         f"- machine: {platform.get('name')}, {card['name'] if card else 'CPU only'}",
         f"- profile: {facts.get('profile')}, model: {facts.get('model')}",
-        "- versions: " + ", ".join(f"{name} {number}" for name, number in facts.get("versions", {}).items()),
-        "",
+        "- versions: " + ", ".join(f"{name} {number}" for name, number in facts.get("versions", {}).items()), "",
     ]  # fmt: skip
     for stem, entry in sorted(facts.get("lessons", {}).items()):
         lines += [f"## {stem}", "", "| fact | value |", "|---|---|"]
-        told = {name: value["summary"] for name, value in entry.items() if _has_summary(value)}
-        lines += [f"| {_plain(name)} | {_plain(value)} |" for name, value in entry.items() if name not in told] + [""]
-        for name, summary in told.items():
-            lines += [f"### {name}", "", *(f"- {_plain(line)}" for line in summary), ""]
+        summaries = {name: value["summary"] for name, value in entry.items() if _has_summary(value)}
+        lines += [f"| {_line(name)} | {_line(value)} |" for name, value in entry.items() if name not in summaries]
+        for name, summary in summaries.items():
+            lines += ["", f"### {name}", "", *(f"- {_line(line)}" for line in summary)]
+        lines.append("")
     write_text(path, "\n".join(lines))
 
 
 def _has_summary(value: Any) -> bool:
-    """Whether a fact brings lines of its own for people."""
+    """Whether a fact has lines of its own for people."""
     return isinstance(value, dict) and isinstance(value.get("summary"), list)
 
 
-def _plain(value: Any) -> str:
+def _line(value: Any) -> str:
+    """A fact in one line; what is nested deeper stays in facts.json."""
     if _has_summary(value):
-        return "; ".join(map(_plain, value["summary"]))
-    if isinstance(value, dict):  # what is nested deeper stays in facts.json: a line is no place for it
+        return "; ".join(map(_line, value["summary"]))
+    if isinstance(value, dict):
         flat = {name: inner for name, inner in value.items() if not isinstance(inner, dict | list)}
-        if len(flat) > MANY:
+        if len(flat) > MOST_VALUES:
             return f"{len(flat)} values"
-        return ", ".join(f"{name} {_plain(inner)}" for name, inner in (flat or value).items())
+        return ", ".join(f"{name} {_line(inner)}" for name, inner in (flat or value).items())
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " ")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nbutils.errors import CourseError
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @contextmanager
@@ -20,3 +28,26 @@ def refused(code: str, *words: str, **values: Any) -> Iterator[Any]:
     assert error.code == code, f"{error.code}: {error}"
     assert {name: error.values.get(name) for name in values} == values
     assert all(word in str(error) for word in words), str(error)
+
+
+def python(*words: str | Path, home: Path, cwd: Path = ROOT, ok: bool | None = True, **options: Any) -> Any:
+    """`python *words` with its own folder for runs and nobody to ask; what it printed is in stdout and stderr."""
+    env = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
+    env |= {"NBUTILS_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+    given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 300}
+    ran = subprocess.run([sys.executable, *words], env=env, cwd=cwd, text=True, check=False, **(given | options))
+    assert ok is None or (ran.returncode == 0) == ok, f"{(ran.stdout or '')[-2000:]}{(ran.stderr or '')[-4000:]}"
+    return ran
+
+
+def lesson_facts(run: Path, stem: str = "03_qlora") -> dict[str, Any]:
+    """What a lesson wrote into the facts.json of a run folder."""
+    return dict(json.loads((run / "facts.json").read_text(encoding="utf-8"))["lessons"][stem])
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
+    """Wait until something is true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.05)

@@ -1,23 +1,23 @@
-"""What programs and notebooks of others rely on: commands, JSON keys, parameters, import paths, the run folder.
+"""What programs and notebooks of others rely on: commands, JSON keys, parameters, import paths.
 
-`contracts.json` holds what was promised. More may be added; what is there may not go. `python tests/test_contracts.py`
-prints what this version has, to be read before it is copied there.
+`contracts.json` holds what was promised. More may be added; what is there may not go. `python tests/test_contracts.py
+[RUN_FOLDER]` prints what this version has, to be read before it is copied there. test_course_run checks the run folder.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+from support import python
 
-from nbutils import cli, parameters, paths
+from nbutils import cli, lessons, paths
 
 FROZEN = json.loads((Path(__file__).with_name("contracts.json")).read_text(encoding="utf-8"))
 
@@ -55,20 +55,14 @@ def missing(promised: Any, there: Any, place: str = "") -> list[str]:
     return gone
 
 
-def json_of(words: list[str]) -> Any:
+def json_of(words: str) -> Any:
     """The keys of what a command prints with --json."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "nbutils", *words, "--json"], capture_output=True, text=True,
-        env=os.environ | {"NBUTILS_MIRROR": "hub", "HF_HUB_OFFLINE": "1"}, cwd=paths.CHECKOUT,
-    )  # fmt: skip
+    ran = python("-m", "nbutils", *words.split(), "--json", home=Path(tempfile.mkdtemp()), ok=None)
     return keys(json.loads(ran.stdout))
 
 
 def lesson_parameters() -> dict[str, list[str]]:
-    return {
-        lesson.stem: sorted(parameters.declared_in(lesson))
-        for lesson in sorted((paths.CHECKOUT / "notebooks").glob("[0-9]*.py"))
-    }
+    return {file.stem: sorted(lessons.declared_in(file)) for file in sorted(paths.NOTEBOOKS.glob("[0-9]*.py"))}
 
 
 def test_commands_and_options() -> None:
@@ -80,9 +74,8 @@ def test_parameters_of_the_lessons() -> None:
 
 
 @pytest.mark.parametrize("words", FROZEN["json"], ids=lambda words: words.split()[0])
-def test_json_keys(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NBUTILS_HOME", str(tmp_path))
-    assert missing(FROZEN["json"][words], json_of(words.split())) == []
+def test_json_keys(words: str) -> None:
+    assert missing(FROZEN["json"][words], json_of(words)) == []
 
 
 @pytest.mark.parametrize("path", FROZEN["imports"])
@@ -93,7 +86,7 @@ def test_import_paths(path: str) -> None:
 
 if __name__ == "__main__":
     now = {"commands": commands(), "parameters": lesson_parameters()}
-    now["json"] = {words: json_of(words.split()) for words in FROZEN["json"]}
+    now["json"] = {words: json_of(words) for words in FROZEN["json"]}
     if len(sys.argv) > 1:  # a run folder
         run = Path(sys.argv[1])
         now["facts"] = keys(json.loads((run / "facts.json").read_text(encoding="utf-8")))

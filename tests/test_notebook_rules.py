@@ -6,170 +6,122 @@ import ast
 import importlib
 import inspect
 import json
+import operator
 import re
 import runpy
 import statistics
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from support import ROOT
 
-from nbutils import lessons, parameters
+from nbutils import lessons
 from nbutils.masking import KEY as SECRET
 
-ROOT = Path(__file__).resolve().parent.parent
-SOURCES = sorted((ROOT / "notebooks").rglob("[0-9][0-9]_*.py"))
-NOTEBOOKS = {file.stem: json.loads(file.with_suffix(".ipynb").read_text(encoding="utf-8")) for file in SOURCES}
+SYNC = runpy.run_path(str(ROOT / ".ci/sync.py"))
+SOURCES = SYNC["sources"]()  # those in git; a copy of yours follows no rules
 PLATFORM_PATH = re.compile(r"/content\b|/kaggle\b|/root/autodl|/mnt/workspace|/hy-tmp")
-LESSON_03 = ["PROFILE", "MODEL", "DATA", "RUN_NAME", "MAX_STEPS", "SAVE_STEPS", "MAX_HOURS", "RESUME", "SEED", "SET"]
-
-each_lesson = pytest.mark.parametrize("stem", NOTEBOOKS)
-
-
-def cells(stem: str, kind: str = "") -> list[dict]:
-    return [cell for cell in NOTEBOOKS[stem]["cells"] if not kind or cell["cell_type"] == kind]
+BLOCKING = {"input", "getpass", "notebook_login", "login", "wandb.login"}
+LIBRARIES = ("trl", "peft", "transformers", "datasets", "openai", "nbutils")
 
 
-def text(cell: dict) -> str:
-    return "".join(cell["source"])
+class Notebook:
+    """A lesson: its cells, their texts, its syntax tree."""
+
+    def __init__(self, source: Path) -> None:
+        self.source, self.stem = source, source.stem
+        self.json = json.loads(source.with_suffix(".ipynb").read_text(encoding="utf-8"))
+        self.cells: list[dict[str, Any]] = self.json["cells"]
+        self.code = ["".join(cell["source"]) for cell in self.cells if cell["cell_type"] == "code"]
+        self.prose = ["".join(cell["source"]) for cell in self.cells if cell["cell_type"] == "markdown"]
+
+    def tagged(self, tag: str) -> str:
+        """The text of the one cell with that tag."""
+        [text] = ["".join(cell["source"]) for cell in self.cells if tag in cell["metadata"].get("tags", [])]
+        return text
+
+    def nodes(self, kind: type[ast.AST]) -> list[Any]:
+        """The syntax nodes of that kind."""
+        tree = ast.walk(ast.parse(self.source.read_text(encoding="utf-8")))
+        return [node for node in tree if isinstance(node, kind)]
 
 
-def code_lines(cell: dict) -> list[str]:
-    return [line for line in text(cell).splitlines() if line.strip() and not line.strip().startswith("#")]
-
-
-def tagged(stem: str, tag: str) -> list[dict]:
-    return [cell for cell in cells(stem, "code") if tag in cell["metadata"].get("tags", [])]
-
-
-def tree(stem: str) -> ast.Module:
-    return ast.parse(next(file for file in SOURCES if file.stem == stem).read_text(encoding="utf-8"))
-
-
-def test_the_course_and_the_lesson_on_pretraining_are_there() -> None:
-    assert {*lessons.COURSE, "07_from_scratch"} <= set(NOTEBOOKS)
+@pytest.fixture(params=SOURCES, ids=lambda source: source.stem)
+def notebook(request: pytest.FixtureRequest) -> Notebook:
+    return Notebook(request.param)
 
 
 def test_derived_files_are_in_step_with_their_sources() -> None:
-    sync = runpy.run_path(str(ROOT / ".ci/sync.py"))
-    stale = [
-        str(f.relative_to(ROOT)) for f, wanted in sync["wanted"]().items() if f.read_text(encoding="utf-8") != wanted
-    ]
+    stale = [file.name for file, text in SYNC["wanted"]().items() if file.read_text(encoding="utf-8") != text]
     assert stale == [], f"{stale} out of date: run `make sync`"
 
 
-@each_lesson
-def test_no_outputs_are_committed(stem: str) -> None:
-    for cell in cells(stem, "code"):
-        assert cell["outputs"] == [] and cell["execution_count"] is None
+def test_no_outputs_are_committed_the_kernel_is_named_and_cell_ids_are_stable(notebook: Notebook) -> None:
+    code = [cell for cell in notebook.cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert notebook.json["metadata"]["kernelspec"]["name"] == "python3"
+    stem = notebook.stem.replace("_", "-")
+    assert [cell["id"] for cell in notebook.cells] == [f"{stem}-{n:02d}" for n in range(len(notebook.cells))]
 
 
-@each_lesson
-def test_the_kernel_is_named_and_cell_ids_are_stable(stem: str) -> None:
-    assert NOTEBOOKS[stem]["metadata"]["kernelspec"]["name"] == "python3"
-    ids = [cell["id"] for cell in cells(stem)]
-    assert ids == [f"{stem.replace('_', '-')}-{number:02d}" for number in range(len(ids))]
+def test_no_secret_and_no_platform_path_stands_in_a_notebook(notebook: Notebook) -> None:
+    for text in notebook.code + notebook.prose:
+        assert not SECRET.search(text)
+        assert not PLATFORM_PATH.search(text), "absolute platform paths belong in nbutils.platforms"
 
 
-@each_lesson
-def test_no_secret_and_no_platform_path_stands_in_a_notebook(stem: str) -> None:
-    for cell in cells(stem):
-        assert not SECRET.search(text(cell))
-        assert not PLATFORM_PATH.search(text(cell)), "absolute platform paths belong in nbutils.platforms"
+def test_one_setup_cell_a_learner_can_read(notebook: Notebook) -> None:
+    setup = notebook.tagged("setup")
+    assert setup == notebook.code[0] == Notebook(SOURCES[0]).tagged("setup")
+    assert len(setup.splitlines()) <= 10 and max(map(len, setup.splitlines())) <= 100
+    assert "NBUTILS_SOURCE" in setup and "print(" in setup and "torch" not in setup
 
 
-@each_lesson
-def test_one_setup_cell_a_learner_can_read(stem: str) -> None:
-    [setup] = tagged(stem, "setup")
-    lines = text(setup).splitlines()
-    assert len(lines) <= 10 and max(map(len, lines)) <= 100
-    assert text(setup) == text(tagged("03_qlora", "setup")[0])
-    assert "NBUTILS_SOURCE" in text(setup) and "print(" in text(setup) and "torch" not in text(setup)
-    assert cells(stem, "code")[0] is setup
+def test_one_parameters_cell_of_annotated_scalars(notebook: Notebook) -> None:
+    body: list[Any] = ast.parse(notebook.tagged("parameters")).body
+    assert all(isinstance(node, ast.AnnAssign) for node in body)
+    assert all(isinstance(node.value, ast.Constant | ast.UnaryOp) for node in body)
+    assert list(lessons.declared_in(notebook.source)) == [node.target.id for node in body] != []
 
 
-@each_lesson
-def test_one_parameters_cell_of_annotated_scalars(stem: str) -> None:
-    [cell] = tagged(stem, "parameters")
-    nodes = ast.parse(text(cell)).body
-    assert nodes and all(
-        isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Constant | ast.UnaryOp) for node in nodes
-    )
-    source = next(file for file in SOURCES if file.stem == stem)
-    assert list(parameters.declared_in(source)) == [node.target.id for node in nodes]
-
-
-def test_lesson_03_has_the_promised_parameters() -> None:
-    assert list(parameters.declared_in(ROOT / "notebooks/03_qlora.py")) == LESSON_03
-
-
-@each_lesson
-def test_a_sentence_stands_before_every_code_cell(stem: str) -> None:
-    order = cells(stem)
-    for before, cell in pairwise(order):
-        if cell["cell_type"] == "code":
-            assert before["cell_type"] == "markdown", f"no sentence before: {text(cell)[:80]}"
-
-
-@each_lesson
-def test_cells_are_short(stem: str) -> None:
-    sizes = [len(code_lines(cell)) for cell in cells(stem, "code")]
+def test_a_sentence_stands_before_every_code_cell_and_cells_are_short(notebook: Notebook) -> None:
+    for before, cell in pairwise(notebook.cells):
+        assert "markdown" in (before["cell_type"], cell["cell_type"]), f"no sentence before: {cell['source'][:2]}"
+    sizes = [len(re.findall(r"(?m)^[ \t]*[^\s#]", text)) for text in notebook.code]
     assert max(sizes) <= 25 and statistics.median(sizes) <= 6
 
 
-@each_lesson
-def test_no_class_and_no_long_function_is_defined(stem: str) -> None:
-    for node in ast.walk(tree(stem)):
-        assert not isinstance(node, ast.ClassDef)
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 10, f"{node.name} belongs in nbutils"
+def test_code_defines_no_class_and_no_long_function_waits_for_nobody_and_is_not_dead(notebook: Notebook) -> None:
+    assert notebook.nodes(ast.ClassDef) == []
+    for node in notebook.nodes(ast.FunctionDef):
+        assert node.end_lineno - node.lineno < 10, f"{node.name} belongs in nbutils"
+    assert not {ast.unparse(node.func) for node in notebook.nodes(ast.Call)} & BLOCKING
+    assert not {ast.unparse(node.test) for node in notebook.nodes(ast.If)} & {"False", "0"}
+    assert not any(re.search(r"^\s*[!%].*&\s*$", text, re.M) for text in notebook.code), "a background command"
 
 
-@each_lesson
-def test_nothing_waits_for_a_person(stem: str) -> None:
-    calls = {ast.unparse(node.func) for node in ast.walk(tree(stem)) if isinstance(node, ast.Call)}
-    assert not calls & {"input", "getpass", "notebook_login", "login", "wandb.login"}
+def test_it_opens_with_a_promise_closes_with_the_same_bullets_and_has_an_exercise(notebook: Notebook) -> None:
+    def bullets(text: str) -> list[str]:
+        return [line for line in text.splitlines() if line.startswith("- ")]
 
-
-@each_lesson
-def test_no_background_shell_command_and_no_dead_code(stem: str) -> None:
-    for cell in cells(stem, "code"):
-        assert not re.search(r"^\s*[!%].*&\s*$", text(cell), re.M)
-    tests = [ast.unparse(node.test) for node in ast.walk(tree(stem)) if isinstance(node, ast.If)]
-    assert "False" not in tests and "0" not in tests
-
-
-@each_lesson
-def test_it_opens_with_a_promise_and_closes_with_the_same_bullets(stem: str) -> None:
-    first = text(cells(stem)[0])
+    first = notebook.prose[0]
     assert first.startswith("# ") and "You will have" in first and re.search(r"minute|second", first)
-    promised = [line for line in first.splitlines() if line.startswith("- ")]
-    closing = [text(cell) for cell in cells(stem, "markdown") if "You now have" in text(cell)]
-    assert len(promised) >= 3 and len(closing) == 1
-    assert [line for line in closing[0].splitlines() if line.startswith("- ")] == promised
+    [closing] = [text for text in notebook.prose if "You now have" in text]
+    assert len(bullets(first)) >= 3 and bullets(closing) == bullets(first)
+    assert any("## Exercise" in text for text in notebook.prose)
+    assert any("saw" in text and "expected" in text for text in notebook.code), "its check prints both"
+    assert sum(f'nbutils.start("{notebook.stem}", globals())' in text for text in notebook.code) == 1
+    assert "lesson.finish(" in notebook.code[-1]
 
 
-@each_lesson
-def test_it_has_an_exercise_whose_check_prints_what_it_saw_and_expected(stem: str) -> None:
-    assert any("## Exercise" in text(cell) for cell in cells(stem, "markdown"))
-    checks = [text(cell) for cell in cells(stem, "code") if "saw" in text(cell) and "expected" in text(cell)]
-    assert checks
-
-
-@each_lesson
-def test_it_starts_and_finishes_the_same_way(stem: str) -> None:
-    code = [text(cell) for cell in cells(stem, "code")]
-    assert sum(f'nbutils.start("{stem}", globals())' in cell for cell in code) == 1
-    assert "lesson.finish(" in code[-1]
-
-
-def imported_names(stem: str) -> dict[str, object]:
+def imported_names(notebook: Notebook) -> dict[str, Any]:
     """Names a notebook imports from the libraries, bound to the installed objects."""
-    found: dict[str, object] = {}
-    for node in ast.walk(tree(stem)):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in (
-            "trl", "peft", "transformers", "datasets", "openai", "nbutils"
-        ):  # fmt: skip
+    found: dict[str, Any] = {}
+    for node in notebook.nodes(ast.ImportFrom):
+        if node.module.split(".")[0] in LIBRARIES:
             module = importlib.import_module(node.module)
             for alias in node.names:
                 if not hasattr(module, alias.name):
@@ -178,29 +130,15 @@ def imported_names(stem: str) -> dict[str, object]:
     return found
 
 
-def resolve(call: ast.Call, names: dict[str, object]) -> object | None:
-    """The installed object a call names (`SFTConfig`, `AutoTokenizer.from_pretrained`), where that can be told."""
-    path = ast.unparse(call.func).split(".")
-    if path[0] not in names or not all(part.isidentifier() for part in path):
-        return None
-    target = names[path[0]]
-    for part in path[1:]:
-        assert hasattr(target, part), f"{'.'.join(path)} does not exist in the installed version"
-        target = getattr(target, part)
-    return target
-
-
-@each_lesson
-def test_every_keyword_passed_exists_in_the_installed_signature(stem: str) -> None:
-    names, checked = imported_names(stem), 0
-    for call in [node for node in ast.walk(tree(stem)) if isinstance(node, ast.Call)]:
-        target = resolve(call, names)
-        if target is None or not callable(target):
+def test_every_keyword_passed_exists_in_the_installed_signature(notebook: Notebook) -> None:
+    names = SimpleNamespace(**imported_names(notebook))
+    for call in notebook.nodes(ast.Call):
+        path = ast.unparse(call.func)  # SFTConfig, AutoTokenizer.from_pretrained
+        if not hasattr(names, path.split(".")[0]) or not path.replace(".", "_").isidentifier():
             continue
-        accepted = inspect.signature(target).parameters
-        checked += 1
-        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
-            continue
-        for keyword in call.keywords:
-            assert keyword.arg is None or keyword.arg in accepted, f"DRIFT: {ast.unparse(call.func)}({keyword.arg}=)"
-    assert checked or stem == "01_environment"
+        target = operator.attrgetter(path)(names)
+        if callable(target):
+            accepted = inspect.signature(target).parameters
+            anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
+            unknown = {keyword.arg for keyword in call.keywords} - {None, *accepted}
+            assert anything or not unknown, f"DRIFT: {path}({unknown})"

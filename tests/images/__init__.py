@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,9 @@ import packaging
 import psutil
 
 FOLDER = Path(__file__).resolve().parent
-ROOT = FOLDER.parent.parent
-WHEELS = runpy.run_path(str(ROOT / ".ci/wheels.py"))
-LISTS = {
-    "colab": (FOLDER / "colab-2026-08.txt",),
-    "kaggle": (FOLDER / "colab-2026-08.txt", FOLDER / "kaggle-2026-09.txt"),
-}
+WHEELS = runpy.run_path(str(FOLDER.parent.parent / ".ci/wheels.py"))
+COLAB = FOLDER / "colab-2026-08.txt"
+LISTS = {"colab": (COLAB,), "kaggle": (COLAB, FOLDER / "kaggle-2026-09.txt")}
 PYTHONS = {"colab": "3.13", "kaggle": "3.12"}
 NOT_PASSED_ON = ("PIP_", "NBUTILS_", "PYTHON", "VIRTUAL_ENV", "KAGGLE_", "COLAB_")
 
@@ -44,14 +41,10 @@ def requires(name: str, version: str, image: dict[str, str]) -> list[str]:
     return json.loads((FOLDER / "requires.json").read_text(encoding="utf-8")).get(f"{name}=={version}", [])
 
 
-def _pythons(version: str) -> Iterator[str]:
-    yield from filter(None, [shutil.which(f"python{version}")])
-    yield from map(str, sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python")))
-
-
 def python_like(version: str) -> str:
     """A Python of that version if this machine has one, else the running one."""
-    for python in _pythons(version):
+    found = [shutil.which(f"python{version}"), *Path.home().glob(f".pyenv/versions/{version}.*/bin/python")]
+    for python in map(str, filter(None, found)):
         if subprocess.run([python, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
             return python
     return sys.executable
@@ -86,8 +79,7 @@ class Environment:
     def versions(self) -> dict[str, str]:
         """name -> version of everything installed in it."""
         code = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
-        found = json.loads(self.run(code))
-        return {WHEELS["canonicalize_name"](name): version for name, version in found.items()}
+        return {WHEELS["canonicalize_name"](name): version for name, version in json.loads(self.run(code)).items()}
 
     def site(self) -> Path:
         """Its site-packages."""
@@ -98,9 +90,8 @@ def bare(folder: Path, python: str = sys.executable) -> Environment:
     """An environment with nothing but pip."""
     subprocess.run([python, "-m", "venv", folder], check=True)
     environment = Environment(folder)
-    for name in ("setuptools", "pkg_resources"):  # only older Pythons bring it
-        for entry in environment.site().glob(f"{name}*"):
-            shutil.rmtree(entry)
+    for entry in [*environment.site().glob("setuptools*"), *environment.site().glob("pkg_resources*")]:
+        shutil.rmtree(entry)  # only older Pythons bring it
     return environment
 
 
@@ -114,16 +105,11 @@ def stand_in(environment: Environment, package: str, version: str, needs: Sequen
 
 def imitate(name: str, folder: Path) -> Environment:
     """An environment like that image: its Python if there is one here, its pip, stand-ins for all its packages."""
-    environment = bare(folder, python_like(PYTHONS[name]))
-    image = packages(name)
-    environment.run(
-        "import subprocess, sys; subprocess.check_call([sys.executable, '-m', 'pip', 'install', '-q', "
-        f"'pip=={image.pop('pip')}'])",
-        **registry(),
-    )
+    environment, image = bare(folder, python_like(PYTHONS[name])), packages(name)
+    pip = [environment.python, "-m", "pip", "install", "-q", f"pip=={image.pop('pip')}"]
+    subprocess.run(pip, check=True)
     for package, version in image.items():
         stand_in(environment, package, version, requires(package, version, image))
-    site = environment.site()
     for module in (packaging, psutil):  # their stand-ins have no code, and nbutils imports them
-        (site / module.__name__).symlink_to(Path(module.__file__).parent)
+        (environment.site() / module.__name__).symlink_to(Path(module.__file__).parent)
     return environment

