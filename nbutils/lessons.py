@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import checkpoints, dashboard, hardware, install, platforms, profiles, record, scaling
+from nbutils.config import flat, settings_in, settings_text
 from nbutils.errors import CourseError
 from nbutils.paths import NOTEBOOKS, make_folder
-from nbutils.config import flat, settings_in, settings_text
 from nbutils.record import RunFolder
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")

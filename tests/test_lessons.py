@@ -11,8 +11,8 @@ import pytest
 import simulate
 from support import refused
 
-from nbutils import hardware, lessons, paths, platforms, record, scaling
 from nbutils import config as reading
+from nbutils import hardware, lessons, paths, platforms, record, scaling
 
 LOCAL = platforms.Platform("local", "test")
 CARD = hardware.Card("A card", (8, 0), 24.0, 1)
