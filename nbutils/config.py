@@ -10,7 +10,6 @@ import difflib
 import json
 import re
 import reprlib
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -398,7 +397,3 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     near = [everywhere[leaf]] if leaf in everywhere else difflib.get_close_matches(name, here, n=1)
     near = near or [everywhere[one] for one in difflib.get_close_matches(leaf, everywhere, n=1)]
     return f", did you mean {near[0]}?" if near else ""
-
-
-for _former in ("schema", "reading"):  # until every room imports from here
-    sys.modules[f"nbutils.profiles.{_former}"] = sys.modules[__name__]

@@ -21,10 +21,10 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from nbutils import DISTRIBUTION, platforms
+from nbutils import platforms
 from nbutils.errors import CourseError
 from nbutils.masking import without_secrets
-from nbutils.paths import read_json, sha256
+from nbutils.paths import DISTRIBUTION, read_json, sha256
 
 PINNED = ("torch", "torchvision", "torchaudio", "triton", "numpy")  # the platform's own, matched to its driver
 PINNED_FAMILIES = ("nvidia-", "cuda-")

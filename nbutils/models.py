@@ -325,7 +325,3 @@ def _convert_gguf(file: Path, out: Path) -> None:
     model.tie_weights()
     model.to(torch.bfloat16).save_pretrained(out)
     AutoTokenizer.from_pretrained(file.parent, **known, trust_remote_code=False).save_pretrained(out)
-
-
-for _former in ("models", "packaged"):  # until every room imports from here
-    sys.modules[f"nbutils.profiles.{_former}"] = sys.modules[__name__]
