@@ -30,12 +30,19 @@ def refused(code: str, *words: str, **values: Any) -> Iterator[Any]:
     assert all(word in str(error) for word in words), str(error)
 
 
-def python(*words: str | Path, home: Path, cwd: Path = ROOT, ok: bool | None = True, **options: Any) -> Any:
-    """`python *words` with its own folder for runs and nobody to ask; what it printed is in stdout and stderr."""
+def python(*words: str | Path, home: Path, ok: bool | None = True, threads: int = 0, **options: Any) -> Any:
+    """`python *words` with its own folder for runs and nobody to ask; `ok` says how it must end (None: either way)."""
     env = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
     env |= {"NBUTILS_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
-    given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 300}
-    ran = subprocess.run([sys.executable, *words], env=env, cwd=cwd, text=True, check=False, **(given | options))
+    env |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    given = {
+        "cwd": ROOT,
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "timeout": 300,
+    }
+    ran = subprocess.run([sys.executable, *words], env=env, text=True, check=False, **(given | options))
     assert ok is None or (ran.returncode == 0) == ok, f"{(ran.stdout or '')[-2000:]}{(ran.stderr or '')[-4000:]}"
     return ran
 
