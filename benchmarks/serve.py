@@ -14,7 +14,6 @@ from pathlib import Path
 import click
 
 from nbutils.bench import Board, Settings, run
-from nbutils.errors import CourseError
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -23,7 +22,7 @@ def read_variants(text: str) -> dict[str, Path]:
     """`fp8=FOLDER,w4a16=FOLDER` as a mapping."""
     pairs = [part.partition("=") for part in text.split(",") if part]
     if wrong := [name for name, _, folder in pairs if not folder]:
-        raise CourseError(f"--variants has {', '.join(wrong)} without a folder.", "NAME=FOLDER,…", "mend it")
+        raise click.UsageError(f"--variants has {', '.join(wrong)} without a folder; write NAME=FOLDER,…")
     return {name: Path(folder) for name, _, folder in pairs}
 
 

@@ -18,9 +18,11 @@ MESSAGES = Path(__file__).parent / "messages"
 class CourseError(Exception):
     """A mistake the learner can mend; the message is written for them, not for a debugger."""
 
-    def __init__(self, code: str, *old: str, **values: Any) -> None:
-        self.code, self.values = ("", {}) if old else (code, values)
-        texts = (code, *old) if old else (part.format(**values) for part in message(code))
+    def __init__(self, code: str, **values: Any) -> None:
+        self._set(code, values, *(part.format(**values) for part in message(code)))
+
+    def _set(self, code: str, values: dict[str, Any], *texts: str) -> None:
+        self.code, self.values = code, values
         self.seen, self.allowed, self.todo = map(mask_secrets, texts)
         super().__init__(f"{self.seen}\n  Allowed: {self.allowed}\n  To do: {self.todo}")
 
@@ -33,9 +35,9 @@ class CourseError(Exception):
 
 
 def _restored(code: str, *texts: str) -> CourseError:
-    """The error as another process raised it; its values may be anything, so only its texts travel."""
-    error = CourseError(*texts)
-    error.code = code
+    """The error as another process raised it: its texts travel; its values may be anything and do not."""
+    error = CourseError.__new__(CourseError)
+    error._set(code, {}, *texts)
     return error
 
 
