@@ -515,7 +515,7 @@ def test_launched_gpus_share_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (train.micro_batch, train.accumulation_on(8)) == (1, 1)
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert resolve("ampere_24gb", card=H200).profile.train.batch == 9
-    with pytest.raises(Exception, match="a batch of 16 rows"):
+    with refused("scaling.uneven_batch", batch=16):
         resolve("lora_20k", card=H200)
 
 
