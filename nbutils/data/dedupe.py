@@ -211,7 +211,11 @@ class NearDuplicates:
         signatures = np.frombuffer(self._signatures, np.uint16).reshape(-1, PERMUTATIONS)
         best = np.full(len(order), -1, np.int64)
         score = np.full(len(order), int((self.near - 0.15) * PERMUTATIONS), np.uint8)  # less is no candidate
-        for band in signatures.view(np.uint64).T:
+        bands = signatures.view(np.uint64).T
+        whole = np.zeros(len(order), np.uint64)  # copies in a crowd of similar rows share the whole signature
+        for band in bands:
+            whole = whole * np.uint64(0x9E3779B97F4A7C15) + band
+        for band in (*bands, whole):
             places = np.argsort(band[order], kind="stable")
             keys = band[order][places]
             begins = np.concatenate([[True], keys[1:] != keys[:-1]])
