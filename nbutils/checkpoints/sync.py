@@ -94,7 +94,7 @@ class CheckpointSync:
             while (left := self.waiting) is not None:
                 shown.total = left.manifest.size if isinstance(left, Kept) else None
                 shown.n = self.copied
-                shown.refresh()
+                shown.update(0)  # draws at most every mininterval
                 for line in self.messages():
                     tqdm.write(line)
                 at = (self.kept.step if self.kept else 0, self.copied)
