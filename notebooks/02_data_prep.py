@@ -116,11 +116,10 @@ card = data.prepare(
 print(card)
 
 # %% [markdown]
-# A *near duplicate* says what another row says: same numbers and symbols, and both question and answer overlap with those of the
-# other by 80 % or more (short answers: 90 %); case, width, blanks and punctuation do not count. It teaches nothing new, and in
-# `eval` it makes a model look better than it is: `near_leak`. What differs by a *not*, by a name, or by a word that the
-# answer takes up is another row and stays. Many rows that fill in one form stay too, counted as `templated` among the
-# warnings. Here is what became of every row.
+# A *near duplicate* says what another row says: same numbers and symbols, and both question and answer share 80 % or more of
+# their three-character pieces with those of the other; case, width, blanks and punctuation do not count. It teaches nothing new,
+# and in `eval` it makes a model look better than it is: `near_leak`. Many rows that fill in one form stay, counted as
+# `templated` among the warnings. Here is what became of every row.
 
 # %%
 import matplotlib.pyplot as plt

@@ -297,17 +297,17 @@ training.require_room(trainer, lesson.run.checkpoints, profile.train.keep_checkp
 print(chat.check_trainer(trainer, report))
 
 # %% [markdown]
-# The step made lean. TRL casts QLoRA adapters to bfloat16 whatever was asked for, which is slow on a CPU and fatal on a T4: they
+# Two repairs. TRL casts QLoRA adapters to bfloat16 whatever was asked for, which is slow on a CPU and fatal on a T4: they
 # are cast back. And LoRA's sums are folded into its matrix products, which gives the same numbers in fewer passes over memory.
 
 # %%
-print(training.make_lean(trainer, fused=profile.machine.liger == "on"))
+print(training.patch_lora_kernels(trainer, fused=profile.machine.liger == "on"))
 
 # %% [markdown]
-# Before training, a photograph of the weights: we want to see the adapter move and the base stay.
+# Before training, checksums of the weights: afterwards the adapter must have changed and the base must not.
 
 # %%
-before = training.photograph(trainer.model)
+before = training.weight_checksums(trainer.model)
 trainer.model.print_trainable_parameters()
 
 # %% [markdown]

@@ -191,7 +191,7 @@ own = serving.flags_for(lesson.card, folder)
 dashboard.show_choices(own, "\n".join(f"{flag}: {choice.value} ({choice.reason})" for flag, choice in own.items()))
 
 # %% [markdown]
-# All together. Before a start the flags are checked against the installed version's own list; a misspelt one is named with its nearest.
+# All together. A flag that the installed version does not know stops the start, with the nearest name it does know.
 
 # %%
 serve = lesson.profile.serve
