@@ -2,7 +2,7 @@
 
     python benchmarks/batches.py
 
-The card waits for a batch between two steps. `training.make_lean` asks for arrays. Result: results/batches.json.
+The GPU waits for a batch between two steps. `training.patch_lora_kernels` asks for arrays. Result: results/batches.json
 """
 
 from __future__ import annotations

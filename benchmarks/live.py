@@ -77,7 +77,7 @@ def stopwatch(lesson: Any, length: int, drawn: bool) -> tuple[Any, list[Block]]:
     from transformers import TrainerCallback
 
     blocks: list[Block] = []
-    shown: Any = live.live_numbers(lesson)
+    shown: Any = live.LiveNumbers(lesson)
     shown.panel = Panel() if drawn else None
 
     @contextmanager
@@ -149,7 +149,7 @@ def measure(pairs: int, steps: int, drawn: bool) -> list[Block]:
     callback, blocks = stopwatch(lesson, steps, drawn)
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(Path(folder), steps * (2 * pairs + 2) + 1, callback)
-        live.replace_bars(trainer)
+        live.remove_progress_bars(trainer)
         trainer.train()
     return blocks[2 : 2 * pairs + 2]
 

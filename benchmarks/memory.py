@@ -74,7 +74,7 @@ def make_trainer(group: str, folder: Path) -> Any:
     lora = {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": dropout, "target_modules": LINEAR}
     model = load(folder, quantization_config=quantization, dtype=dtype, attn_implementation=kind)
     trainer = trainer_on(model, folder, given, lora)
-    training.make_lean(trainer, fused=liger)
+    training.patch_lora_kernels(trainer, fused=liger)
     trainer.current_gradient_accumulation_steps = 1
     trainer.create_optimizer_and_scheduler(1000)
     trainer.model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)

@@ -190,7 +190,7 @@ def trainer_for(job: dict[str, Any], model_folder: Path, rows: Rows, folder: str
         processing_class=AutoTokenizer.from_pretrained(model_folder), peft_config=lora,
     )  # fmt: skip
     if ours:
-        training.make_lean(trainer, fused=True)
+        training.patch_lora_kernels(trainer, fused=True)
     return trainer
 
 
@@ -226,7 +226,7 @@ def train(job: dict[str, Any], model_folder: Path, rows: Rows, folder: str) -> d
     validation = None
     if job["way"] in ("auto", "auto-4bit"):
         held_back = chat.validation_dataset(rows.train, rows.held_back_rows, job["validation_rows"])
-        validation = training.validation_loss(held_back, every=job["save_steps"], patience=3)
+        validation = training.Validation(held_back, every=job["save_steps"], patience=3)
         validation.trainer = trainer
         trainer.add_callback(validation)
     trainer.train()

@@ -140,7 +140,7 @@ def course(folder: Path, micro: int, accumulation: int, recompute: str, steps: i
 
     args = settings(micro, accumulation, recompute, steps, packing=True, activation_offloading=recompute == "offload")
     trainer = sft(folder, args, attn_implementation=attention.register())
-    training.make_lean(trainer, fused=True)
+    training.patch_lora_kernels(trainer, fused=True)
     return trainer
 
 

@@ -239,7 +239,7 @@ settings = SFTConfig(
 from nbutils import checkpoints
 
 mark = checkpoints.fingerprint(
-    model=training.model_mark(lesson),
+    model=training.model_fingerprint(lesson),
     data=card.fingerprint,
     method=[profile.method, profile.quantization.model_dump()],
     lora=profile.lora.model_dump(),
@@ -263,19 +263,19 @@ print(f"resuming {resume_from.name}" if resume_from else "starting at step 0")
 # line, not the training. The clock ends the run before the platform does.
 
 # %%
-validation = training.validation_loss(
+validation = training.Validation(
     chat.validation_dataset(fitting, eval_rows, profile.train.validation_rows),
     every=profile.train.save_steps,
     keep_best=profile.train.keep_best,
     patience=profile.train.early_stopping,
 )
 
-way_home = training.carrier(lesson, mark, profile.train.keep_checkpoints)
+sync = training.start_sync(lesson, mark, profile.train.keep_checkpoints)
 watchers = [
     validation,
-    training.keep_checkpoints(way_home),
-    training.time_budget(lesson, way_home, MAX_HOURS),
-    training.live_numbers(lesson),
+    training.KeepCheckpoints(sync),
+    training.TimeBudget(lesson, sync, MAX_HOURS),
+    training.LiveNumbers(lesson),
 ]
 
 # %% [markdown]
@@ -334,7 +334,7 @@ seconds = time.monotonic() - began
 best = validation.restore_best()
 print(f"kept: step {best[0]}, validation loss {best[1]:.4f}" if best else f"kept: the last step, {trainer.state.global_step}")
 
-training.bring_home(lesson, way_home)
+training.wait_for_sync(lesson, sync)
 
 # %% [markdown]
 # What it took. Tokens per second counts real tokens; peak memory is the card's, or this process's on a CPU.
@@ -357,7 +357,7 @@ training.write_history(log, lesson.run.logs / "history.json")
 # Did the right weights move? (After one or two steps only half of the adapter has: one matrix of each pair starts at zero.)
 
 # %%
-moved = training.compare(before, trainer.model)
+moved = training.changed_weights(before, trainer.model)
 print(moved)
 
 # %% [markdown]

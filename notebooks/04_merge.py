@@ -88,7 +88,7 @@ merging.check_base(lesson.model, lesson.run.adapter)
 # Public benchmarks come first where they were asked for, while the memory is still free.
 
 # %%
-base_mark = training.model_mark(lesson)
+base_mark = training.model_fingerprint(lesson)
 bench.run("base", lesson.model, base_mark)
 
 # %% [markdown]

@@ -48,7 +48,7 @@ def test_a_real_model_knows_the_world_and_a_few_steps_lower_the_loss_on_held_bac
         eval_dataset=chat.training_dataset(held_back),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
     )  # fmt: skip
-    training.make_lean(trainer, fused=False)
+    training.patch_lora_kernels(trainer, fused=False)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < 0.7 * before

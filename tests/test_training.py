@@ -879,7 +879,7 @@ def test_batches_stay_the_same_and_are_made_of_arrays(tmp_path: Path) -> None:
         str(paths.TINY_MODEL), settings, train_dataset=Dataset.from_list(data), peft_config=LoraConfig()
     )
     before = [*trainer.get_train_dataloader()]
-    training.make_lean(trainer, fused=False)  # the name notebooks use
+    training.patch_lora_kernels(trainer, fused=False)
     after = [*trainer.get_train_dataloader()]
     assert isinstance(trainer.train_dataset[0]["input_ids"], numpy.ndarray) and len(before) == len(after) > 1
     for old, new in zip(before, after, strict=True):

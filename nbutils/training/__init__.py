@@ -16,16 +16,9 @@ _NAMES = {
     "resume": "MAY_CHANGE load_finished model_fingerprint resume_point start_sync steps_left",
     "weights": "adapter_checksum changed_weights require_unquantised weight_checksums weight_kinds",
 }
-_OLD_NAMES = {
-    "bring_home": "wait_for_sync", "carrier": "start_sync", "compare": "changed_weights", "live_numbers": "LiveNumbers",
-    "keep_checkpoints": "KeepCheckpoints", "make_lean": "patch_lora_kernels", "model_mark": "model_fingerprint",
-    "photograph": "weight_checksums", "replace_bars": "remove_progress_bars", "time_budget": "TimeBudget",
-    "validation_loss": "Validation",
-}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    name = _OLD_NAMES.get(name, name)
     for module, names in _NAMES.items():
         if name in names.split():
             return getattr(import_module(f"{__name__}.{module}"), name)
