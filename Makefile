@@ -25,7 +25,7 @@ test-long: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## befo
 test-fast: $(VENV)/ready  ## 90 seconds: no lesson, no server, no installation
 	$(PYTEST) -m "not gpu and not notebook and not serve and not install and not long" $(ARGS)
 
-test-gpu: $(VENV)/ready  ## needs a CUDA card
+test-gpu: $(VENV)/ready  ## needs a CUDA GPU
 	$(PY) -m pytest -m gpu $(ARGS)
 
 sync: $(VENV)/ready  ## notebooks/*.ipynb and badges from their sources
@@ -41,7 +41,7 @@ lint: $(VENV)/ready
 graph: $(VENV)/ready  ## docs/imports.svg: which room imports which
 	$(PY) .ci/graph.py
 
-bench: $(VENV)/ready  ## ratios on this machine; benchmarks/gpu_lessons.sh is for one with a card
+bench: $(VENV)/ready  ## ratios on this machine; benchmarks/gpu_lessons.sh is for one with a GPU
 	$(PY) benchmarks/threads.py && $(PY) benchmarks/sync.py
 
 wheels: $(VENV)/ready  ## dist/wheels, for notebooks without network; IMAGE: kaggle, none, or a file with `pip freeze` of the image

@@ -6,7 +6,8 @@
 One direction only: the .py file is the source. The result has no outputs, stable cell ids and stable bytes.
 The setup cell stands here once. It looks for the course's wheel among Kaggle's inputs before it asks the network; an
 attached wheel is installed from its own folder alone (`make wheels` builds one), so that it works with the internet
-off. It never guesses: several wheels, no address of one's own, or a bare name, stop it. It prints no password.
+off. It never guesses: several wheels, no address of one's own, a bare name or an option stop it. So does an address
+with a user, a password (`@` before the last `/`) or a query: pip and git would print it.
 """
 
 from __future__ import annotations
@@ -22,16 +23,14 @@ import jupytext
 ROOT = Path(__file__).resolve().parent.parent
 SETUP_CELL = re.compile(r'(?m)(^# %% tags=\["setup"\]\n)(?:[^\n]+\n)*')
 SETUP = r"""
-import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path, sep
+import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
 if importlib.util.find_spec("nbutils") is None:
-    OURS = "git+ADDRESS@vVERSION"
-    ALL = glob(getenv("NBUTILS_FS_ROOT", "") + sep + "kaggle/input/**/nbutils*.whl", recursive=True)
-    SOURCE = getenv("NBUTILS_SOURCE") or "\n".join(ALL) or OURS
-    assert re.fullmatch("(?!-|.*YOUR-).*/.*", SOURCE), f"Set NBUTILS_SOURCE, see above; found {ALL}"
-    print("Installing the course from", re.sub(r"(?<=//)[^/]*@|[?#].*", "", SOURCE))
-    ALONE = ["--no-index", "--only-binary=:all:", "-f", path.dirname(SOURCE)] * (SOURCE in ALL)
-    PIP = subprocess.run([sys.executable, "-m", "pip", "install", "-q", SOURCE, *ALONE], stderr=-1)
-    assert PIP.returncode == 0, re.sub(r"(?<=//)[^/\s]*@|[?#]\S*", "", PIP.stderr.decode())
+    OURS = "ADDRESS"
+    WHEELS = glob("/kaggle/input/**/nbutils*.whl", recursive=True)
+    SOURCE = getenv("NBUTILS_SOURCE") or "\n".join(WHEELS) or OURS
+    assert re.match(r"[^-@?][^@?\n]*/[^:?/]*$", SOURCE), f"Set NBUTILS_SOURCE, see above: {WHEELS}"
+    ALONE = ["--no-index", "--only-binary=:all:", "-f", path.dirname(SOURCE)] * (SOURCE in WHEELS)
+    subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 """[1:]
 BADGES = re.compile(r"(?s)(<!-- badges -->\n).*?(<!-- /badges -->)")
 METADATA = {
@@ -59,7 +58,8 @@ def sources(new: bool = False) -> list[Path]:
 
 def with_setup(source: str) -> str:
     """A notebook source with the setup cell, which installs from the repository's address."""
-    cell = SETUP.replace("ADDRESS", project("Repository")).replace("VERSION", project("version"))
+    address = f"git+{project('Repository')}@v{project('version')}"  # the placeholder could be registered by anybody
+    cell = SETUP.replace("ADDRESS", "" if "YOUR-" in address else address)
     return SETUP_CELL.sub(lambda found: found.group(1) + cell, source)
 
 

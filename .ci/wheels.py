@@ -31,8 +31,8 @@ sys.path.insert(0, str(ROOT))
 from packaging.utils import canonicalize_name  # noqa: E402
 
 from nbutils import DISTRIBUTION  # noqa: E402
+from nbutils.files import read_json, write_json  # noqa: E402
 from nbutils.install import CONFLICT, FREE, MARKER, is_platforms_own  # noqa: E402
-from nbutils.paths import read_json, write_json  # noqa: E402
 
 IMAGES = ROOT / "tests/images"
 KAGGLE = (IMAGES / "colab-2026-08.txt", IMAGES / "kaggle-2026-09.txt")  # Kaggle's image is built from Colab's

@@ -19,7 +19,7 @@ import numpy as np
 from datasets import Dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from nbutils import attention, paths
+from nbutils import attention, files
 
 MICRO_BATCH, LENGTH, EXAMPLE, BATCHES = 8, 2048, 256, 40
 RESULT = Path(__file__).parent / "results/batches.json"
@@ -57,7 +57,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "python": platform.python_version(),
         "versions": {name: version(name) for name in ("datasets", "torch", "trl")},
     }  # fmt: skip
-    paths.write_json(RESULT, result)
+    files.write_json(RESULT, result)
     print(*(f"{name:10} {value}" for name, value in result.items()), sep="\n")
 
 

@@ -1,9 +1,9 @@
-"""Lesson 03 on a large card that pretends to be a small one: its memory capped, its abilities taken away.
+"""Lesson 03 on a large gpu that pretends to be a small one: its memory capped, its abilities taken away.
 
     python benchmarks/capped.py T4 MODEL_FOLDER [--steps 20] [--out results.json]
     python benchmarks/capped.py "RTX 4090" MODEL_FOLDER
 
-The lesson runs as it is, with PROFILE ampere_24gb (a 7B, rows of 2,048), and sees the named card of configs/cards.yaml.
+The lesson runs as it is, with PROFILE ampere_24gb (a 7B, rows of 2,048), and sees the named gpu of configs/gpus.yaml.
 Torch's allocator may use that card's memory less what CUDA's context takes. For cards before capability 8.0: float16,
 no Liger, and torch's attention without its flash kernel. A card's speed cannot be imitated so.
 """
@@ -22,8 +22,8 @@ from typing import Any
 import click
 
 from nbutils import hardware
-from nbutils.plan import cards
-from nbutils.plan import forecast as choosing
+from nbutils.plan import gpus
+from nbutils.plan.forecast import CONTEXT_GIB
 
 hardware.leave_no_gaps()  # as a lesson does, before torch
 import torch  # noqa: E402
@@ -32,17 +32,17 @@ ROOT = Path(__file__).resolve().parent.parent
 LESSON = ROOT / "notebooks/03_qlora.py"
 
 
-def pretend(name: str) -> hardware.Card:
-    """Cap this process and let the course see the named card."""
-    facts = cards.find(name)
+def pretend(name: str) -> hardware.GPU:
+    """Cap this process and let the course see the named gpu."""
+    facts = gpus.find(name)
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((facts.memory_gib - choosing.CONTEXT_GIB) * 2**30 / total)
-    card = hardware.Card(name, facts.capability, facts.memory_gib, 1)
-    hardware.card = lambda: card
+    torch.cuda.set_per_process_memory_fraction((facts.memory_gib - CONTEXT_GIB) * 2**30 / total)
+    gpu = hardware.GPU(name, facts.capability, facts.memory_gib, 1)
+    hardware.gpu = lambda: gpu
     if facts.capability < hardware.BF16_FROM:
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(False)
-    return card
+    return gpu
 
 
 def watch(seen: dict[str, Counter[str]]) -> None:
@@ -78,8 +78,8 @@ def watch(seen: dict[str, Counter[str]]) -> None:
 @click.option("--run", "run_name", default="capped")
 @click.option("--out", type=click.Path(path_type=Path))
 def main(name: str, model: Path, steps: int, run_name: str, out: Path | None) -> None:
-    """Train on an imitated card and say what was seen."""
-    machine, card = torch.cuda.get_device_name(0), pretend(name)
+    """Train on an imitated gpu and say what was seen."""
+    machine, gpu = torch.cuda.get_device_name(0), pretend(name)
     seen: dict[str, Counter[str]] = {"results": Counter(), "gradients": Counter()}
     watch(seen)
     words = ["--PROFILE", "ampere_24gb", "--MODEL", model, "--MAX_STEPS", steps, "--RUN_NAME", run_name]
@@ -89,10 +89,10 @@ def main(name: str, model: Path, steps: int, run_name: str, out: Path | None) ->
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     result = {
         "date": date.today().isoformat(), "machine": machine,
-        "card": str(card), "precision": profile.machine.precision, "attention": profile.machine.attention,
-        "micro_batch": profile.train.micro_batch, "accumulation": profile.train.accumulation,
+        "card": str(gpu), "precision": profile.machine.precision, "attention": profile.machine.attention,
+        "micro_batch": profile.train.micro_batch, "accumulation": profile.train.accumulation_on(),
         "checkpointing": profile.train.gradient_checkpointing, "length": profile.train.max_length,
-        "steps": trainer.state.global_step, "allowed_gib": round(card.memory_gib - choosing.CONTEXT_GIB, 2),
+        "steps": trainer.state.global_step, "allowed_gib": round(gpu.memory_gib - CONTEXT_GIB, 2),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 3),
         "losses": [round(loss, 3) for loss in losses], "all_finite": all(map(math.isfinite, losses)),

@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from nbutils import paths
+from nbutils import files
 
 RESULT = Path(__file__).parent / "results/data.json"
 POOL = 4_000_000  # characters that the rows are cut from
@@ -108,7 +108,7 @@ def main(rows: int, parent: str | None) -> None:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("datasets", "numpy", "orjson")},
     }  # fmt: skip
-    paths.write_json(RESULT, result)
+    files.write_json(RESULT, result)
     print(*(f"{name:32} {value}" for name, value in result.items()), sep="\n")
 
 

@@ -1,6 +1,6 @@
 """The exam of lesson 04: answers one at a time against batches, and the memory that losses take.
 
-    python benchmarks/exam.py MODEL_FOLDER [ROWS]     results: benchmarks/results/exam_<cpu or card>.json
+    python benchmarks/evaluator.py MODEL_FOLDER [ROWS]     results: benchmarks/results/exam_<cpu or gpu>.json
 
 Rows are the sample's, repeated. A model without training stops when it likes, so every answer gets all its tokens.
 Losses are also computed the plain way, with the logits of whole batches, to see what leaving most of them out saves.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nbutils import chat, paths
+from nbutils import chat, files
 from nbutils.evaluation import inference as losses
 from nbutils.evaluation.inference import answer_prompts
 
@@ -29,7 +29,7 @@ CUDA = torch.cuda.is_available()
 
 
 def measured(work: Any) -> tuple[float, float]:
-    """Seconds, and GiB of the card beyond what was held before."""
+    """Seconds, and GiB of the GPU beyond what was held before."""
     held = torch.cuda.memory_allocated() if CUDA else 0
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
@@ -61,11 +61,11 @@ def plain_losses(model: Any, texts: list[losses.Encoded]) -> None:
 
 
 def main(folder: str, count: int) -> None:
-    """Both parts of the exam, one after the other on the same rows."""
+    """Both parts of the evaluator, one after the other on the same rows."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     dtype = torch.bfloat16 if CUDA else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": 0 if CUDA else "cpu"}).eval()
-    with open(paths.SAMPLES / "eval.jsonl", encoding="utf-8") as file:
+    with open(files.SAMPLES / "eval.jsonl", encoding="utf-8") as file:
         sample = [json.loads(line) for line in file]
     rows = [sample[number % len(sample)] for number in range(count)]
     view = chat.View(tokenizer, chat.training_format(tokenizer, rows).value)
@@ -87,7 +87,7 @@ def main(folder: str, count: int) -> None:
         "batched_over_single": round(together["tokens_per_second"] / alone["tokens_per_second"], 1),
         "losses": measured_losses,
     }  # fmt: skip
-    paths.write_json(ROOT / f"benchmarks/results/exam_{'card' if CUDA else 'cpu'}.json", result)
+    files.write_json(ROOT / f"benchmarks/results/exam_{'card' if CUDA else 'cpu'}.json", result)
     print(json.dumps(result, indent=2))
 
 

@@ -1,4 +1,4 @@
-"""The OOM ladder on a real card: a memory cap that forces two rungs, and the same training without one beside it.
+"""The OOM ladder on a real gpu: a memory cap that forces two rungs, and the same training without one beside it.
 
     python benchmarks/gpu_ladder.py [FOLDER]
 
@@ -26,8 +26,8 @@ from random_model import make
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from nbutils import hardware, lessons
-from nbutils.paths import GIB
+from nbutils import hardware, record
+from nbutils.files import GIB
 from nbutils.training import oom as ladder
 from nbutils.training import oom as memory
 
@@ -58,7 +58,7 @@ def rows() -> Dataset:
 
 
 def build(model_folder: Path, folder: Path, micro_batch: int, steps: int = STEPS) -> Any:
-    """A LoRA trainer with a diary; nothing of it is left on the card once it is dropped."""
+    """A LoRA trainer with a diary; nothing of it is left on the GPU once it is dropped."""
     settings = SFTConfig(
         output_dir=str(folder), max_length=LENGTH, packing=True, per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=BATCH // micro_batch, max_steps=steps, learning_rate=2e-4,
@@ -89,7 +89,7 @@ def build(model_folder: Path, folder: Path, micro_batch: int, steps: int = STEPS
 
 
 class Cap(TrainerCallback):
-    """Lets the process have this much of the card from the end of a step on."""
+    """Lets the process have this much of the GPU from the end of a step on."""
 
     def __init__(self, step: int, gib: float) -> None:
         self.step, self.gib = step, gib
@@ -100,14 +100,14 @@ class Cap(TrainerCallback):
 
 
 def allow(gib: float) -> None:
-    """Cap what this process may take of the card; what it holds unused goes back first."""
+    """Cap what this process may take of the GPU; what it holds unused goes back first."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(gib * GIB / torch.cuda.get_device_properties(0).total_memory)
 
 
 def clean() -> None:
-    """An empty card, and a fresh peak."""
+    """An empty gpu, and a fresh peak."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -132,7 +132,7 @@ def main(work: Path) -> None:
     clean()
     allow(caps[0])
     lesson: Any = SimpleNamespace(
-        run=lessons.RunFolder(work / "run"), card=hardware.card(),
+        run=record.RunFolder(work / "run"), gpu=hardware.gpu(),
         profile=SimpleNamespace(train=SimpleNamespace(shorten=False)),
     )  # fmt: skip
     lesson.run.path.mkdir()
@@ -142,7 +142,7 @@ def main(work: Path) -> None:
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() / GIB  # since the last rung
     after = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    rungs = memory.oom_rungs(lesson)
+    rungs = memory.oom_changes(lesson)
     result = {
         "card": torch.cuda.get_device_name(0),
         "caps_gib": [round(cap, 2) for cap in caps],

@@ -2,7 +2,7 @@
 # Lessons 01-04 under papermill on a CUDA machine: the tiny model, then random weights in the shape of Qwen2.5-7B for
 # 10 steps; where a folder with a real model and a file of rows are named, that model on those rows as well.
 #   benchmarks/gpu_lessons.sh FOLDER [MODEL ROWS]      results: FOLDER/{tiny,q7b,real}/facts.json, executed notebooks
-# Needs a Python with the course and its extra train, 45 GB of disk in FOLDER and a card of 24 GB or more; no network.
+# Needs a Python with the course and its extra train, 45 GB of disk in FOLDER and a GPU of 24 GB or more; no network.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export NBUTILS_HOME="$1"

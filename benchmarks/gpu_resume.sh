@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A 7B-shaped training on a CUDA machine, killed with SIGKILL after its second kept checkpoint and started again unchanged.
 #   benchmarks/gpu_resume.sh FOLDER      results: FOLDER/q7b/facts.json, FOLDER/first.log, FOLDER/second.log
-# Needs a Python with the course and its extra train, 30 GB of disk in FOLDER and a card of 24 GB or more; no network.
+# Needs a Python with the course and its extra train, 30 GB of disk in FOLDER and a GPU of 24 GB or more; no network.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export NBUTILS_HOME="$1"

@@ -11,13 +11,14 @@ as in a notebook, once a second, into an output that is kept; the way to a brows
 pairs, with an interval drawn from them. On a busy machine that interval is wide; `share` is not: the processor seconds
 of the training thread inside the callback over the seconds of the steps, which is all it can cost.
 `lines` is the same for printed lines instead of a drawing.
-Results: benchmarks/results/live_cpu.json, or live_cuda.json where there is a card.
+Results: benchmarks/results/live_cpu.json, or live_cuda.json where there is a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import platform
 import random
@@ -33,8 +34,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nbutils import chat, dashboard, data, hardware, paths, platforms
-from nbutils import training as live
+from nbutils import chat, data, display, files, hardware, platforms, tracking
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 42
@@ -49,27 +49,15 @@ class Block:
     inside: list[float] = field(default_factory=list)  # processor seconds in the callback during each
 
 
-class Kept:
-    """Stands in for IPython's display: formats a page as its message and keeps the last one."""
+class Output(display.LiveOutput):
+    """Formats a page as IPython's message, as in a notebook, and keeps the last one."""
 
-    def update(self, page: dict[str, str], raw: bool) -> None:
+    message = b""
+
+    def show(self, text: str, html: str = "") -> None:
         """Draw over."""
-        import json
-
+        page = {"text/html": html, "text/plain": text}
         self.message = json.dumps({"data": page, "metadata": {}, "transient": {"display_id": "1"}}).encode()
-
-
-class Panel(dashboard.LivePanel):
-    """A panel whose output is kept here."""
-
-    def __init__(self) -> None:
-        self.output = Kept()
-
-    def draw(self, *what: Any) -> None:
-        """The page and its message, as in a notebook."""
-        parts, reach, losses, notes, _ = what
-        page = {"text/html": dashboard.live_page(parts, reach, losses, notes), "text/plain": dashboard.live_line(parts)}
-        self.output.update(page, raw=True)
 
 
 def stopwatch(lesson: Any, length: int, drawn: bool) -> tuple[Any, list[Block]]:
@@ -77,8 +65,9 @@ def stopwatch(lesson: Any, length: int, drawn: bool) -> tuple[Any, list[Block]]:
     from transformers import TrainerCallback
 
     blocks: list[Block] = []
-    shown: Any = live.LiveNumbers(lesson)
-    shown.panel = Panel() if drawn else None
+    shown: Any = tracking.LiveNumbers(lesson)
+    if drawn:
+        shown.watched, shown.output = True, Output()
 
     @contextmanager
     def timed() -> Iterator[None]:
@@ -124,17 +113,17 @@ def trainer_of(scratch: Path, steps: int, callback: Any) -> Any:
     from trl import SFTConfig, SFTTrainer
 
     data.prepare("", scratch / "data", rows=0)
-    tokenizer = AutoTokenizer.from_pretrained(paths.TINY_MODEL)
-    rows = chat.training_dataset(chat.fitting(tokenizer, data.load(scratch / "data")[0], 256, "messages"))
-    card = torch.cuda.is_available()
+    tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL)
+    rows = chat.training_dataset(chat.filter_by_length(tokenizer, data.load(scratch / "data")[0], 256, "messages"))
+    gpu = torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(
-        paths.TINY_MODEL, dtype=torch.float32, device_map="cuda" if card else "cpu"
+        files.TINY_MODEL, dtype=torch.float32, device_map="cuda" if gpu else "cpu"
     )
     settings = SFTConfig(
         output_dir=str(scratch / "trainer"), max_steps=steps, save_strategy="no", logging_steps=1, max_length=256,
         packing=True, per_device_train_batch_size=2, learning_rate=2e-4, bf16=False,
-        gradient_checkpointing=False, use_cpu=not card, report_to=[], seed=SEED, dataloader_pin_memory=False,
-        logging_nan_inf_filter=False,
+        gradient_checkpointing=False, use_cpu=not gpu, report_to=[], seed=SEED, dataloader_pin_memory=False,
+        logging_nan_inf_filter=False, disable_tqdm=True,
     )  # fmt: skip
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     return SFTTrainer(
@@ -145,11 +134,10 @@ def trainer_of(scratch: Path, steps: int, callback: Any) -> Any:
 
 def measure(pairs: int, steps: int, drawn: bool) -> list[Block]:
     """The blocks of one training in pairs of neighbours, one with and one without; the first two are warm-up."""
-    lesson = SimpleNamespace(card=hardware.card(), platform=platforms.detect())
+    lesson = SimpleNamespace(gpu=hardware.gpu(), platform=platforms.detect())
     callback, blocks = stopwatch(lesson, steps, drawn)
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(Path(folder), steps * (2 * pairs + 2) + 1, callback)
-        live.remove_progress_bars(trainer)
         trainer.train()
     return blocks[2 : 2 * pairs + 2]
 
@@ -186,14 +174,14 @@ def main(pairs: int, steps: int) -> None:
     hardware.share_processors()
     result: dict[str, Any] = {"panel": summary(measure(pairs, steps, drawn=True))}
     result["lines"] = summary(measure(max(pairs // 3, 1), steps, drawn=False))
-    card = hardware.card()
+    gpu = hardware.gpu()
     packages = ("torch", "transformers", "trl")
     result |= {
         "steps_in_a_block": steps, "load_average": round(os.getloadavg()[1], 1), "date": time.strftime("%Y-%m-%d"),
-        "machine": {"card": str(card or "none"), "cores": os.cpu_count(), "python": platform.python_version()},
+        "machine": {"card": str(gpu or "none"), "cores": os.cpu_count(), "python": platform.python_version()},
         "versions": {name: version(name) for name in packages},
     }  # fmt: skip
-    paths.write_json(ROOT / f"benchmarks/results/live_{'cuda' if card else 'cpu'}.json", result)
+    files.write_json(ROOT / f"benchmarks/results/live_{'cuda' if gpu else 'cpu'}.json", result)
     print(*(f"{name:18} {value}" for name, value in result.items()), sep="\n")
 
 

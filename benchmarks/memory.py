@@ -3,7 +3,7 @@
     python benchmarks/memory.py FOLDER [--only Qwen2.5-7B] [--out results.json]
 
 FOLDER gets random weights in the shape of each model, one after the other (30 GB at most). A process loads a model once
-as lesson 03 does, and takes a few steps with full packed rows for every combination. Needs a CUDA card of 80 GB.
+as lesson 03 does, and takes a few steps with full packed rows for every combination. Needs a CUDA GPU of 80 GB.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from typing import Any
 
 import psutil
 
-from nbutils import hardware, paths
-from nbutils.merging import bases
+from nbutils import files, hardware
+from nbutils.merging import folder as bases
 from nbutils.merging import safetensors_io as shards
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +57,7 @@ def make_adapter(base: Path, folder: Path) -> None:
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": 32, "target_modules": linear,
         "base_model_name_or_path": str(base), "init_lora_weights": True, "bias": "none",
     }  # fmt: skip
-    paths.write_json(folder / "adapter_config.json", settings)
+    files.write_json(folder / "adapter_config.json", settings)
 
 
 def copy(base: Path, out: Path) -> float:
@@ -88,7 +88,7 @@ def child(way: str, base: Path, adapter: Path, out: Path) -> None:
     else:
         print(merging.merge_adapter(base, adapter, out, device=way, progress=False))
     seconds = time.perf_counter() - began
-    print(json.dumps({"seconds": round(seconds, 2), "peak_gib": round((_peak() - before) / paths.GIB, 3)}))
+    print(json.dumps({"seconds": round(seconds, 2), "peak_gib": round((_peak() - before) / files.GIB, 3)}))
 
 
 def _peak() -> int:
@@ -132,7 +132,7 @@ def measure(base: Path, adapter: Path, folder: Path, rounds: int, peft: bool) ->
     copies, merges = [], []
     for number in range(rounds):
         for place in base.glob("*.safetensors"):
-            paths.sha256(place)  # the base in the page cache, for both
+            files.sha256(place)  # the base in the page cache, for both
         copies.append(copy(base, folder / f"copy{number}"))
         shutil.rmtree(folder / f"copy{number}")
         print(f"copy     {copies[-1]:.2f} s", flush=True)
@@ -146,7 +146,7 @@ def measure(base: Path, adapter: Path, folder: Path, rounds: int, peft: bool) ->
         "load_of_the_machine": [round(each, 1) for each in os.getloadavg()],
     }  # fmt: skip
     yield found
-    for way in ["cuda"] * (hardware.card() is not None) + ["peft"] * peft:
+    for way in ["cuda"] * (hardware.gpu() is not None) + ["peft"] * peft:
         found[way] = merge(way, base, adapter, folder / way)
         yield found
         found[way]["largest_difference_ulp"] = largest_difference(folder / "merged", folder / way)
@@ -165,11 +165,11 @@ def main(wishes: argparse.Namespace) -> None:
         make_adapter(folder / wishes.model, folder / "adapter")
         size = sum(file.stat().st_size for file in (folder / wishes.model).glob("*.safetensors"))
         about = {
-            "model": wishes.model, "gib": round(size / paths.GIB, 2), "rank": RANK, "cores": os.cpu_count(),
+            "model": wishes.model, "gib": round(size / files.GIB, 2), "rank": RANK, "cores": os.cpu_count(),
             "machine": platform.machine(), "block": shards.BLOCK,
         }  # fmt: skip
         for found in measure(folder / wishes.model, folder / "adapter", folder, wishes.rounds, wishes.peft):
-            paths.write_json(file, about | found)
+            files.write_json(file, about | found)
     print(file.read_text(encoding="utf-8"))
 
 

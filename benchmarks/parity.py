@@ -24,7 +24,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from nbutils import hardware, merging, parity, paths, serving
+from nbutils import files, hardware, merging, parity, serving
 
 RESULTS = Path(__file__).resolve().parent / "results"
 STRENGTHS = (1.0, 0.3, 0.1)
@@ -52,50 +52,50 @@ def changed(adapter: Path, folder: Path, strength: float, lost: bool) -> Path:
 
 
 def load(folder: Path, dtype: str) -> Any:
-    """A model on the card, or where there is none."""
+    """A model on the GPU, or where there is none."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), device_map={"": DEVICE})
 
 
-def judged(readings: parity.Readings, merged: Path, dtype: str) -> dict[str, Any]:
+def judged(predictions: parity.PredictionStore, merged: Path, dtype: str) -> dict[str, Any]:
     """What lesson 04 would say of this merged model."""
-    readings.read_merged(load(merged, dtype))
-    return verdict(readings, "merged")
+    predictions.read_merged(load(merged, dtype))
+    return verdict(predictions, "merged")
 
 
-def verdict(readings: parity.Readings, name: str) -> dict[str, Any]:
+def verdict(predictions: parity.PredictionStore, name: str) -> dict[str, Any]:
     """The line of the report that judges this reading."""
-    report = parity.Report(readings)
+    report = parity.Report(predictions)
     line = next(one for one in report.lines if one.other == name and one.judged)
     return {**asdict(line.gap), "noise": report.noise, "holds": not line.why}
 
 
-def served(readings: parity.Readings, merged: Path, dtype: str, log: Path) -> dict[str, Any]:
+def served(predictions: parity.PredictionStore, merged: Path, dtype: str, log: Path) -> dict[str, Any]:
     """What lesson 05 would say of it."""
     hardware.free_memory()
-    card = hardware.card()
-    flags = {flag: choice.value for flag, choice in serving.flags_for(card, merged).items()}
+    gpu = hardware.gpu()
+    flags = {flag: choice.value for flag, choice in serving.flags_for(gpu, merged).items()}
     flags |= {"served-model-name": "course", "dtype": dtype, "max-model-len": 1024}
-    environment = serving.ensure_environment(str(hardware.engine(card).value))
+    environment = serving.ensure_environment(str(hardware.engine(gpu).value))
     with serving.Server(merged, environment, flags=flags, log=log) as server:
-        readings["vllm"] = parity.measure_server(server.url, server.model_name, readings.fixed, server.api_key)
-    return verdict(readings, "vllm")
+        predictions["vllm"] = parity.measure_server(server.url, server.model_name, predictions.fixed, server.api_key)
+    return verdict(predictions, "vllm")
 
 
 def measure(base: Path, adapter: Path, folder: Path, strength: float, dtype: str, serve: bool) -> dict[str, Any]:
     """One strength in one precision: the right merge, the one that lost a part, and the server."""
     right = changed(adapter, folder / "right", strength, lost=False)
     broken = changed(adapter, folder / "broken", strength, lost=True)
-    readings = parity.Readings(folder, texts(), about={"onto": "full"})
-    readings.read("full", PeftModel.from_pretrained(load(base, dtype), right))
-    tuning = readings.gap("full", "base")
+    predictions = parity.PredictionStore(folder, texts(), about={"onto": "full"})
+    predictions.read("full", lambda: PeftModel.from_pretrained(load(base, dtype), right))
+    tuning = predictions.gap("full", "base")
     assert tuning is not None
     found: dict[str, Any] = {"dtype": dtype, "strength": strength, "tuning_nats": tuning.mean}
     for name, one in {"a part lost": broken, "right": right}.items():
         shutil.rmtree(folder / "merged", ignore_errors=True)
         merging.merge_adapter(base, one, folder / "merged", dtype=dtype, device=DEVICE, progress=False)
-        found[name] = judged(readings, folder / "merged", dtype)
+        found[name] = judged(predictions, folder / "merged", dtype)
     if serve:
-        found["in vLLM"] = served(readings, folder / "merged", dtype, folder / "serve.log")
+        found["in vLLM"] = served(predictions, folder / "merged", dtype, folder / "serve.log")
     print(found, flush=True)
     return found
 
@@ -110,7 +110,7 @@ def main(wishes: argparse.Namespace) -> None:
                 merge.make_adapter(wishes.base, folder / "adapter")
                 serve = wishes.serve and strength == STRENGTHS[0]
                 rows.append(measure(wishes.base, folder / "adapter", folder, strength, dtype, serve))
-            paths.write_json(RESULTS / f"parity_{wishes.where}.json", {"model": wishes.base.name, "rows": rows})
+            files.write_json(RESULTS / f"parity_{wishes.where}.json", {"model": wishes.base.name, "rows": rows})
 
 
 if __name__ == "__main__":

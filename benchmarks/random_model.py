@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from nbutils import paths
+from nbutils import files
 from nbutils.profiles import known_models
 
 
 def make(name: str, folder: Path) -> None:
     """Random bfloat16 weights in the shape of `name`."""
     shape = known_models()[name]
-    tokenizer = AutoTokenizer.from_pretrained(paths.TINY_MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL)
     config = Qwen2Config(
         hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, vocab_size=shape.vocab,
@@ -34,7 +34,7 @@ def make(name: str, folder: Path) -> None:
         model = Qwen2ForCausalLM._from_config(
             config, dtype=torch.bfloat16
         )  # never in float32: that is twice the memory
-    model.generation_config = GenerationConfig.from_pretrained(paths.TINY_MODEL)
+    model.generation_config = GenerationConfig.from_pretrained(files.TINY_MODEL)
     model.save_pretrained(folder, max_shard_size="4GB")  # as the Hub has them
     tokenizer.save_pretrained(folder)
     print(f"{model.num_parameters() / 1e9:.2f} B parameters in {folder} after {time.perf_counter() - began:.0f} s")

@@ -52,15 +52,14 @@ def grid(auto: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def automatic(rows: Rows, model_folder: Path) -> dict[str, Any]:
-    """What `PROFILE=auto` chooses on this card for these rows."""
-    from nbutils import plan, profiles
-    from nbutils.plan import schedule as recipe
+    """What `PROFILE=auto` chooses on this GPU for these rows."""
+    from nbutils import models, profiles
+    from nbutils.plan.schedule import choose
 
-    shape = plan.find(str(model_folder))
-    profile, _ = recipe.choose_method(profiles.load("hopper_141gb"), shape.params)
-    found = recipe.choose(profile.train, profiles.Rows.of(rows.train.lengths), shape.hidden)
+    shape = models.find_shape(str(model_folder))
+    found = choose(profiles.load("hopper_141gb"), profiles.Rows.of(rows.train.lengths), shape)
     return {
-        "bits": 16 if profile.method == "lora" else 4,
+        "bits": 16 if found["method"].value == "lora" else 4,
         "batch": found["train.batch"].value, "epochs": found["train.epochs"].value,
         "learning_rate": found["train.learning_rate"].value, "packing": found["train.packing"].value,
         "save_steps": found["train.save_steps"].value, "validation_rows": found["train.validation_rows"].value,
@@ -76,9 +75,9 @@ class Rows:
         with tempfile.TemporaryDirectory() as folder:
             data.prepare(str(file), Path(folder), rows=limit)
             train, held_back = data.load(Path(folder))
-        self.train = chat.fitting(tokenizer, train, LONGEST)
+        self.train = chat.filter_by_length(tokenizer, train, LONGEST)
         self.held_back_rows = held_back
-        self.held_back = chat.fitting(tokenizer, held_back, LONGEST).examples
+        self.held_back = chat.filter_by_length(tokenizer, held_back, LONGEST).examples
 
     def about(self) -> dict[str, Any]:
         lengths = [len(one.ids) for one in self.train.examples]
@@ -225,7 +224,7 @@ def train(job: dict[str, Any], model_folder: Path, rows: Rows, folder: str) -> d
     trainer.add_callback(curve)
     validation = None
     if job["way"] in ("auto", "auto-4bit"):
-        held_back = chat.validation_dataset(rows.train, rows.held_back_rows, job["validation_rows"])
+        held_back = chat.dataset.validation_dataset(rows.train, rows.held_back_rows, job["validation_rows"])
         validation = training.Validation(held_back, every=job["save_steps"], patience=3)
         validation.trainer = trainer
         trainer.add_callback(validation)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from nbutils.bench import Board, Settings, run
+from nbutils.bench import Results, Settings, run
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -41,7 +41,7 @@ def main(
 ) -> None:  # fmt: skip
     """Measure MODEL, and its variants."""
     settings = Settings(run.levels_in(concurrency), prompt_tokens, answer_tokens)
-    board = Board(out or RESULTS / f"serve_{where}.json", settings, {"where": where})
+    board = Results(out or RESULTS / f"serve_{where}.json", settings, {"where": where})
     wanted = [name for name in rivals.split(",") if name]
     run.bench_model(model, board, rivals=wanted, variants=read_variants(variants))
     board.show()

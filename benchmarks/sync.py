@@ -37,7 +37,7 @@ from typing import Any
 
 import psutil
 
-from nbutils import chat, checkpoints, data, hardware, paths
+from nbutils import chat, checkpoints, data, files, hardware
 from nbutils.checkpoints import archive
 from nbutils.training import weights
 
@@ -132,7 +132,7 @@ def processor_seconds(thread: threading.Thread) -> float:
     return next(one.user_time + one.system_time for one in psutil.Process().threads() if one.id == thread.native_id)
 
 
-def stopwatch(way_home: checkpoints.Carrier) -> tuple[Any, list[Block]]:
+def stopwatch(way_home: checkpoints.CheckpointSync) -> tuple[Any, list[Block]]:
     """A callback that hands every other checkpoint to the carrier, and the times it takes."""
     from transformers import TrainerCallback
 
@@ -176,8 +176,8 @@ def trainer_of(scratch: Path, steps: int, save_steps: int, rank: int, callback: 
     from trl import SFTConfig, SFTTrainer
 
     data.prepare("", scratch / "data", rows=0)
-    tokenizer = AutoTokenizer.from_pretrained(paths.TINY_MODEL)
-    rows = chat.training_dataset(chat.fitting(tokenizer, data.load(scratch / "data")[0], 256, "messages"))
+    tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL)
+    rows = chat.training_dataset(chat.filter_by_length(tokenizer, data.load(scratch / "data")[0], 256, "messages"))
     four_bit = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -185,7 +185,7 @@ def trainer_of(scratch: Path, steps: int, save_steps: int, rank: int, callback: 
         bnb_4bit_compute_dtype=torch.float32,
     )
     model = AutoModelForCausalLM.from_pretrained(
-        paths.TINY_MODEL,
+        files.TINY_MODEL,
         quantization_config=four_bit,
         dtype=torch.float32,
         device_map={"": 0 if torch.cuda.is_available() else "cpu"},
@@ -207,11 +207,11 @@ def trainer_of(scratch: Path, steps: int, save_steps: int, rank: int, callback: 
 
 def measure(scratch: Path, keep: Path, pairs: int, steps: int, rank: int) -> tuple[list[Block], float]:
     """The blocks of one training, the warm-up left out, and the MiB of a checkpoint."""
-    route = checkpoints.Route(scratch / "sealed", keep / "checkpoints", keep_last=3)
-    way_home = checkpoints.Carrier(route, checkpoints.fingerprint(benchmark="sync"))
+    fingerprint = checkpoints.fingerprint(benchmark="sync")
+    way_home = checkpoints.CheckpointSync(scratch / "sealed", keep / "checkpoints", fingerprint)
     callback, blocks = stopwatch(way_home)
     trainer_of(scratch, steps * (2 * pairs + 2), steps, rank, callback).train()
-    kept = way_home.finish(bar=False)
+    kept = way_home.finish()
     assert kept
     return blocks[1:-1], kept.manifest.size / 2**20
 
@@ -260,7 +260,7 @@ def main(pairs: int, steps: int, rank: int) -> None:
         blocks, mib = measure(scratch, keep, pairs, steps, rank)
     packages = ("torch", "transformers", "trl", "peft", "bitsandbytes")
     machine = {
-        "card": str(hardware.card() or "none"),
+        "card": str(hardware.gpu() or "none"),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "kernel": platform.release(),
@@ -271,7 +271,7 @@ def main(pairs: int, steps: int, rank: int) -> None:
         "versions": {name: version(name) for name in packages},
     }  # fmt: skip
     result = summary(blocks) | about
-    paths.write_json(ROOT / f"benchmarks/results/sync_rank{rank}.json", result)
+    files.write_json(ROOT / f"benchmarks/results/sync_rank{rank}.json", result)
     print(*(f"{name:22} {value}" for name, value in result.items()), sep="\n")
 
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nbutils.paths import write_json
+from nbutils.files import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 

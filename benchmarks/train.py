@@ -4,7 +4,7 @@
 
 FOLDER holds the weights (made when missing, 15 GB). Every way trains the same rows: 6,000 of 24 to 2,048 tokens, as
 instruction data is distributed, with LoRA of rank 16 on all linear layers unless the way says otherwise. Each runs in a
-process of its own; tokens are real ones, not padding. Needs a CUDA card; the two `unsloth` ways need Unsloth.
+process of its own; tokens are real ones, not padding. Needs a CUDA GPU; the two `unsloth` ways need Unsloth.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def stock(folder: Path, micro: int, accumulation: int, recompute: str, steps: in
 
 
 def course(folder: Path, micro: int, accumulation: int, recompute: str, steps: int) -> Any:
-    """What lesson 03 does on this card."""
+    """What lesson 03 does on this GPU."""
     from nbutils import attention, training
 
     args = settings(micro, accumulation, recompute, steps, packing=True, activation_offloading=recompute == "offload")
@@ -240,7 +240,7 @@ def profile_of(trainer: Any) -> dict[str, Any]:
 
 
 def measured_tflops() -> float:
-    """What the card reaches in a large matrix product in bfloat16."""
+    """What the GPU reaches in a large matrix product in bfloat16."""
     import torch
 
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -5,24 +5,18 @@ Importing it is cheap: torch, transformers, datasets and vLLM are only loaded by
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from nbutils.paths import DISTRIBUTION
+from nbutils.files import DISTRIBUTION
 
 if TYPE_CHECKING:
-    from nbutils.lessons import Lesson
+    from nbutils.lesson import Lesson
 
-__all__ = ["DISTRIBUTION", "__version__", "start"]
-
-try:
-    __version__ = version(DISTRIBUTION)
-except PackageNotFoundError:  # a checkout that was never installed
-    __version__ = "0+checkout"
+__all__ = ["DISTRIBUTION", "start"]
 
 
 def start(stem: str, namespace: dict[str, Any]) -> Lesson:
     """Start a lesson: read its parameters, find the machine, resolve the profile, open the run folder."""
-    from nbutils.lessons import begin
+    from nbutils.lesson import begin
 
     return begin(stem, namespace)

@@ -1,8 +1,4 @@
-"""Attention for packed rows: torch's variable-length kernel, registered with transformers under the name `varlen`.
-
-Packed rows restart their positions; the kernel is told where, so no token sees another example and no mask is built.
-Whatever is not packed (padding, a cache) goes to torch's ordinary attention.
-"""
+"""Attention for packed rows without a mask: torch's kernel for rows of different length, registered as `varlen`."""
 
 from __future__ import annotations
 
@@ -18,21 +14,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 NAME = "varlen"
-NEEDLESS = ("Padding-free training is enabled, but", "You are using packing, but the attention")
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def use(name: str) -> str:
-    """The name for `attn_implementation`; `varlen` is registered.
-
-    TRL warns that rows may mix without FlashAttention. With the implementations used here they do not (tests compare).
-    """
-    logging.getLogger("trl.trainer.sft_trainer").addFilter(_is_needed)
+    """The name for `attn_implementation`; `varlen` is registered."""
+    # TRL warns that rows may mix without FlashAttention; with the implementations used here they do not (tests compare)
+    logging.getLogger("trl.trainer.sft_trainer").setLevel(logging.ERROR)
     return register() if name == NAME else name
-
-
-def _is_needed(record: logging.LogRecord) -> bool:
-    return not any(words in str(record.msg) for words in NEEDLESS)
 
 
 def register() -> str:
@@ -90,11 +79,8 @@ def _attend(
 
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    parts = [
-        *(["dropout"] if dropout else []),
-        *(name for name in ("s_aux", "softcap") if kwargs.get(name) is not None),
-    ]
-    if parts:
+    unsupported = {"dropout": dropout or None, "s_aux": kwargs.get("s_aux"), "softcap": kwargs.get("softcap")}
+    if parts := [name for name, value in unsupported.items() if value is not None]:
         raise CourseError("training.unsupported_attention", parts=", ".join(parts))
     rows, heads, length, size = query.shape
     edges, longest = _edges(query, kwargs)
@@ -109,18 +95,17 @@ def _edges(query: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, int]:
     """The boundaries from the collator, else from the positions, else one example per row."""
     import torch
 
+    rows, _, length, _ = query.shape
     if kwargs.get(BOUNDARIES[0]) is not None:
         return kwargs[BOUNDARIES[0]], int(kwargs[BOUNDARIES[2]])
-    rows, _, length, _ = query.shape
-    positions = kwargs.get("position_ids")
-    if positions is not None:
+    if (positions := kwargs.get("position_ids")) is not None:
         return boundaries(positions.expand(rows, length))
     return torch.arange(rows + 1, device=query.device, dtype=torch.int32) * length, length
 
 
 @cache
 def _gqa(heads: int, kv_heads: int) -> dict[str, bool]:
-    """Newer torch wants to be told about grouped-query attention."""
+    """The option for grouped-query attention, which newer versions of torch need."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = "enable_gqa" in inspect.signature(varlen_attn).parameters

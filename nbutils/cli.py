@@ -22,9 +22,6 @@ json_option = click.option("--json", "as_json", is_flag=True, help="The result a
 class Amount(click.FloatRange):
     """A finite number above zero."""
 
-    def __init__(self, least: float = 1e-3) -> None:
-        super().__init__(min=least, max=1e9)
-
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
         number = super().convert(value, param, context)
         return number if number == number else self.fail(f"{value} is not a number", param, context)
@@ -41,8 +38,11 @@ class CourseGroup(click.Group):
             sys.exit(1)
 
 
+AMOUNT = Amount(min=1e-3, max=1e9)
+
+
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 @click.group(cls=CourseGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -76,11 +76,9 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     if out:
         compare.plot(found, out / "compare.png")
     if as_json:
-        print(json.dumps({"differing": compare.differing(found), "runs": found}, indent=2, ensure_ascii=False))
-        return
-    compare.show(found)
-    if out:
-        print(f"curves: {out / 'compare.png'}")
+        _print_json({"differing": compare.differing(found), "runs": found})
+    else:
+        compare.show(found)
 
 
 @app.command()
@@ -121,7 +119,7 @@ def restore(run: str, to: Path | None, step: int | None) -> None:
     """Unpack the newest checkpoint that verifies."""
     from nbutils import checkpoints
 
-    print(f"restored: {checkpoints.restore_for_people(run, to, step)}")
+    print(f"restored: {checkpoints.restore(run, to, step)}")
 
 
 def _show_checkpoints(run: str, thorough: bool) -> bool:
@@ -151,10 +149,10 @@ def data() -> None:
 @json_option
 def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **options: Any) -> None:
     """Read, check and deduplicate FILES: files, folders or hub datasets. Bad rows are reported, and never stop it."""
-    from nbutils.data import build as checking
+    from nbutils.data import build
 
     try:
-        report = checking.check(files, repair=not no_repair, **options)
+        report = build.check(files, repair=not no_repair, **options)
     except CourseError as error:
         if not as_json:
             raise
@@ -166,7 +164,7 @@ def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **options: Any
 @app.command()
 @click.option("--profile", help="A profile of configs/ or the path of one; default: the one for the GPU.")
 @click.option("--model", help="A course model, a hub id in the cache, or a folder; default: the profile's.")
-@click.option("--gpu", default="", help='A GPU of configs/cards.yaml, "T4 x2" for two; default: this machine\'s.')
+@click.option("--gpu", default="", help='A GPU of configs/gpus.yaml, "T4 x2" for two; default: this machine\'s.')
 @click.option("--method", type=click.Choice(["qlora", "lora"]), help="Default: by profile and model size.")
 @click.option("--micro-batch", type=click.IntRange(1), help="Rows at a time; default: the fastest that fits.")
 @click.option("--checkpointing", type=click.Choice(["off", "on", "offload"]), help="Default: the fastest that fits.")
@@ -174,18 +172,18 @@ def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **options: Any
 @click.option("--rank", type=click.IntRange(1), help="Rank of the adapter; default: the profile's.")
 @click.option("--gpus", type=click.IntRange(1), help="How many GPUs share the batch.")
 @click.option("--rows", type=click.IntRange(1), help="Rows of your data.")
-@click.option("--mean-length", type=Amount(1), help="Mean tokens of a row.")
-@click.option("--epochs", type=Amount(), help="Default: the profile's.")
+@click.option("--mean-length", type=AMOUNT, help="Mean tokens of a row.")
+@click.option("--epochs", type=AMOUNT, help="Default: the profile's.")
 @click.option("--set", "given", multiple=True, metavar="TEXT", help=SET_HELP)
-@click.option("--vram", type=Amount(), help="Memory of the GPU in GiB, as torch reports it.")
-@click.option("--tflops", type=Amount(), help="The GPU's dense 16-bit tensor TFLOP/s.")
+@click.option("--vram", type=AMOUNT, help="Memory of the GPU in GiB, as torch reports it.")
+@click.option("--tflops", type=AMOUNT, help="The GPU's dense 16-bit tensor TFLOP/s.")
 @click.option("--capability", help="The GPU's CUDA capability, as 7.5.")
 @json_option
 def plan(as_json: bool, given: tuple[str, ...], **options: Any) -> None:
     """Forecast memory, speed, time and cost of a training before anything is downloaded."""
-    from nbutils.plan import asking
+    from nbutils import plan
 
-    answer = asking.answer(given=", ".join(given) or None, **options)
+    answer = plan.answer(given=", ".join(given) or None, **options)
     _print_json(answer.data) if as_json else print(answer.text)
 
 
@@ -194,7 +192,7 @@ def serve_env() -> None:
     """Make the environment that lesson 05 serves from, or check that it is there."""
     from nbutils import hardware, serving
 
-    made = serving.ensure_environment(hardware.engine(hardware.card()).value)
+    made = serving.ensure_environment(hardware.engine(hardware.gpu()).value)
     print(f"serving environment: {made.engine}, {made.python}")
 
 
@@ -210,14 +208,13 @@ def serve_env() -> None:
 @json_option
 def bench_serve(as_json: bool, concurrency: str, prompt_tokens: int, answer_tokens: int, **options: Any) -> None:
     """Measure how fast a model is served: throughput, first token, time per token, latency, errors."""
-    from nbutils.bench import Settings
-    from nbutils.bench import run as asking
+    from nbutils.bench import Settings, run
 
-    settings = Settings(asking.levels_in(concurrency), prompt_tokens, answer_tokens)
+    settings = Settings(run.levels_in(concurrency), prompt_tokens, answer_tokens)
     options["rivals"] = [name for name in options["rivals"].split(",") if name]
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # progress
-        board = asking.answer(settings=settings, **options)
-    print(json.dumps(board.as_dict(), indent=2)) if as_json else board.show()
+        results = run.answer(settings=settings, **options)
+    _print_json(results.as_dict()) if as_json else results.show()
 
 
 @app.command()
@@ -225,13 +222,13 @@ def bench_serve(as_json: bool, concurrency: str, prompt_tokens: int, answer_toke
 @click.argument("formats", nargs=-1)
 @click.option("--out", type=FILE, help="Where the exports go; default: exports/ beside FOLDER.")
 @click.option("--data", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="Train rows (.jsonl): awq needs them, w4a16 becomes better with them.")  # fmt: skip
+              help="Train rows (.jsonl) that awq is calibrated on; other formats need none.")  # fmt: skip
 @click.option("--check/--no-check", default=True, help="Compare each export with FOLDER.")
 def export(folder: Path, formats: tuple[str, ...], out: Path | None, data: Path | None, check: bool) -> None:
     """Write the merged model FOLDER in other FORMATS, each with its size and its loss; without any: show them all."""
-    from nbutils.exporting import compare as asking
+    from nbutils.exporting import compare
 
-    asking.answer(folder, formats, out, data, check)
+    compare.answer(folder, formats, out, data, check)
 
 
 @app.command("export-env")

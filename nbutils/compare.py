@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nbutils import dashboard, platforms, record
+from nbutils import display, platforms, record
 from nbutils.config import shown
 from nbutils.errors import CourseError
+from nbutils.evaluation.metrics import Estimate
 from nbutils.evaluation.report import PANELS, SHOWN
-from nbutils.evaluation.stats import Estimate
-from nbutils.lessons import RunFolder
+from nbutils.files import read_json
+from nbutils.lesson import RunFolder
 
 Runs = dict[str, dict[str, Any]]  # by name, as `load` gives them
 MOST, LONGEST = 4, 40  # runs that lesson 04 shows, characters of a setting
@@ -30,21 +29,21 @@ def of_names(names: Sequence[str]) -> Runs:
     keep = platforms.folders(platforms.detect()).keep
     known = {place.parent.name: place.parent for place in sorted(keep.glob("*/facts.json"))}
     found = {name: known.get(name) or Path(name).expanduser() for name in names}
-    listed = ", ".join(known) or "none yet"
-    for name, folder in found.items():
-        if not (folder / "facts.json").is_file():
-            near = "".join(f" (did you mean {one}?)" for one in difflib.get_close_matches(name, known, n=1))
-            raise CourseError("compare.no_run", name=name, near=near, keep=keep, known=listed)
-    if len(found) < 2:
-        raise CourseError("compare.too_few_runs", count=len(found), known=listed)
+    missing = [name for name, folder in found.items() if not (folder / "facts.json").is_file()]
+    if missing or len(found) < 2:
+        wrong = f"there is no run {missing[0]!r} in {keep}" if missing else f"{len(found)} of the two runs this needs"
+        raise CourseError("compare.no_runs", wrong=wrong, known=", ".join(known) or "none yet")
     return {name: load(folder) for name, folder in found.items()}
 
 
-def load(folder: Path, evaluation: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a run folder says of its run; `evaluation` in place of the one that is there."""
+def load(
+    folder: Path, evaluation: Mapping[str, Any] | None = None, trained: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a run folder says of its run; `evaluation` and `trained` (of lesson 03) in place of what is there."""
     run = RunFolder(folder)
-    facts = record.read(run.facts)
-    trained, merged = (facts.get("lessons", {}).get(stem, {}) for stem in ("03_qlora", "04_merge"))
+    facts, history = record.read(run.facts), run.logs / "history.json"
+    recorded, merged = (facts.get("lessons", {}).get(stem, {}) for stem in ("03_qlora", "04_merge"))
+    trained = recorded | {name: value for name, value in (trained or {}).items() if value is not None}
     judged = evaluation or merged.get("evaluation", {})
     settings = {name: one for name, one in (trained.get("settings") or {}).items() if name not in ("about", "model")}
     own = {name: facts.get(name) for name in ("profile", "model")} | {"data": str(trained.get("data_fingerprint"))[:12]}
@@ -53,17 +52,8 @@ def load(folder: Path, evaluation: Mapping[str, Any] | None = None) -> dict[str,
         "trained": {name: value for name, value in trained.items() if name != "settings"},
         "scores": {name: judged.get("scores", {}).get(name, {}).get("merged") for name in PANELS},
         "verdict": judged.get("verdict"),
-        "history": _history(run.logs / "history.json"),
+        "history": read_json(history) if history.is_file() else [],
     }  # fmt: skip
-
-
-def _history(file: Path) -> list[dict[str, Any]]:
-    """The logged losses; none where the file is missing or damaged."""
-    try:
-        entries = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    return [one for one in entries if isinstance(one, dict) and "step" in one] if isinstance(entries, list) else []
 
 
 def differing(runs: Runs) -> list[str]:
@@ -74,19 +64,17 @@ def differing(runs: Runs) -> list[str]:
 
 
 def _column(run: Mapping[str, Any], settings: Sequence[str]) -> dict[str, str]:
-    """One run as text, by row of the table; empty where there is nothing to tell."""
+    """One run as text, by row of the table; empty where nothing is recorded."""
     trained, recorded = run["trained"], run["settings"]
     values = {**trained, **(trained.get("validation_loss") or {})}
-    told = {name: shown(recorded[name])[:LONGEST] if recorded.get(name) is not None else "" for name in settings}
-    finished = "finished" if recorded else "finished, settings not recorded"
-    told["lesson 03"] = finished if trained else "has not finished here"
+    texts = {name: shown(recorded[name])[:LONGEST] if recorded.get(name) is not None else "" for name in settings}
     for label, (name, form) in MEASURES.items():
-        told[label] = "" if values.get(name) is None else f"{values[name]:{form}}"
-    told["cost"] = " or ".join(f"{sign}{money:.2f}" for sign, money in (trained.get("cost") or {}).items())
+        texts[label] = "" if values.get(name) is None else f"{values[name]:{form}}"
+    texts["cost"] = " or ".join(f"{sign}{money:.2f}" for sign, money in (trained.get("cost") or {}).items())
     for name, one in run["scores"].items():
         known = one is not None and one["mean"] is not None
-        told[f"merged: {SHOWN[name][0]}"] = Estimate(**one).text(SHOWN[name][1]) if known else ""
-    return told | {"verdict": run["verdict"] or ""}
+        texts[f"merged: {SHOWN[name][0]}"] = Estimate(**one).text(SHOWN[name][1]) if known else ""
+    return texts | {"verdict": run["verdict"] or ""}
 
 
 def plot(runs: Runs, path: Path | None = None) -> None:
@@ -95,36 +83,36 @@ def plot(runs: Runs, path: Path | None = None) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 4))
     for place, (label, run) in enumerate(runs.items()):
-        for name, look in (("loss", {"lw": 1.2, "alpha": 0.4}), ("eval_loss", {"lw": 2.6, "marker": "o", "ms": 4})):
+        for name, look in (("loss", {"lw": 1.2, "alpha": 0.4}), ("eval_loss", {"lw": 2.6, "label": label})):
             points = [(entry["step"], entry[name]) for entry in run["history"] if name in entry]
             axes.plot([at for at, _ in points], [loss for _, loss in points], color=f"C{place}", **look)
-        axes.plot([], [], color=f"C{place}", lw=2.6, label=label)
     axes.set(title="Loss: light while training, bold on held-back rows", xlabel="step", ylabel="loss")
     axes.legend(frameon=False)
-    axes.grid(alpha=0.3)
     figure.tight_layout()
-    dashboard.show_figure(figure, path)
+    display.show_figure(figure, path)
 
 
 def show(runs: Runs) -> None:
     """The table, and in a notebook the curves."""
     columns = {label: _column(run, differing(runs)) for label, run in runs.items()}
     names = next(iter(columns.values()))
-    table = [{"": name} | {label: column[name] or "-" for label, column in columns.items()} for name in names]
-    dashboard.show_table(table, "Runs side by side", dashboard.aligned(table))
+    known = [name for name in names if any(column[name] for column in columns.values())]
+    table = [{"": name} | {label: column[name] or "-" for label, column in columns.items()} for name in known]
+    display.show_table(table, "Runs side by side", display.aligned(table))
     if platforms.in_kernel():
         plot(runs)
 
 
-def beside(run: RunFolder, evaluation: Mapping[str, Any]) -> None:
-    """This run, with the evaluation it is about to record, and the newest others that were trained to their end."""
+def beside(
+    run: RunFolder, evaluation: Mapping[str, Any] | None = None, trained: Mapping[str, Any] | None = None
+) -> Runs:
+    """Show this run, with the facts it is about to record, and the newest others that were trained to their end."""
     others = sorted(run.path.parent.glob("*/facts.json"), key=lambda place: place.stat().st_mtime, reverse=True)
-    found = {run.name: load(run.path, evaluation)}
+    found = {run.name: load(run.path, evaluation, trained)}
     for folder in (place.parent for place in others if place != run.facts):
-        with suppress(CourseError):  # a damaged record is reported where its own run is opened
+        with suppress(CourseError, ValueError):  # a damaged record is reported where its own run is opened
             one = load(folder)
             found |= {folder.name: one} if one["trained"] and record.complete(one["trained"]) else {}
-    if len(found) == 1:
-        print("This is the only finished run here.")
-    else:
-        show(dict(list(found.items())[:MOST]))
+    shown = dict(list(found.items())[:MOST])
+    show(shown)
+    return shown

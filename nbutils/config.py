@@ -11,15 +11,15 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from nbutils import paths
+from nbutils import files
 from nbutils.errors import CourseError
 
 Text = Annotated[str, Field(min_length=1)]
@@ -84,20 +84,11 @@ class Train(Strict):
     @property
     def step_rows(self) -> int:
         """Rows of an optimizer step on all GPUs: packed rows where rows are packed, else conversations."""
-        if self.batch == "auto":
-            raise CourseError("config.batch_not_settled")
-        return self.batch
+        return int(self.batch)
 
-    @property
-    def accumulation(self) -> int:
-        """Micro-steps of an optimizer step on one GPU."""
-        return self.accumulation_on(1)
-
-    def accumulation_on(self, gpus: int) -> int:
-        """Micro-steps of an optimizer step on each of several GPUs, which share the batch."""
-        if self.micro_batch == "auto" or self.step_rows % (self.micro_batch * gpus):
-            raise CourseError("config.batch_not_divisible", batch=self.batch, gpus=gpus, micro_batch=self.micro_batch)
-        return self.step_rows // (self.micro_batch * gpus)
+    def accumulation_on(self, gpus: int = 1) -> int:
+        """Micro-steps of an optimizer step on each of the GPUs, which share the batch."""
+        return self.step_rows // (int(self.micro_batch) * gpus)
 
 
 class Machine(Strict):
@@ -145,29 +136,26 @@ class Profile(Strict):
     evaluation: Evaluation
     serve: Serve
 
-
-# Two keys, whether their values cannot go together, and what to say then.
-PAIRS: tuple[tuple[str, str, Any, str], ...] = (
-    ("method", "quantization.type", lambda method, kind: method == "qlora" and kind == "none",
-     "qlora trains on a quantized base: set quantization.type=nf4, or method=lora"),
-    ("method", "quantization.type", lambda method, kind: method == "lora" and kind != "none",
-     "lora keeps its base as it is: set quantization.type=none and quantization.double=false, or method=qlora"),
-    ("quantization.type", "quantization.double", lambda kind, double: kind == "none" and double,
-     "there are no quantization constants to quantize again: set quantization.double=false"),
-    ("train.epochs", "train.max_steps", lambda epochs, steps: epochs == 0 and steps == 0,
-     "nothing would be trained: set one of them"),
-    ("train.scheduler", "train.warmup_ratio", lambda scheduler, ratio: scheduler == "constant" and ratio > 0,
-     "constant ignores its warm-up: choose constant_with_warmup, or warmup_ratio 0"),
-    ("train.max_length", "serve.max_model_len", lambda trained, served: trained > served,
-     "the server would refuse texts as long as those trained on: raise max_model_len"),
-    ("evaluation.max_new_tokens", "serve.max_model_len", lambda answer, served: answer >= served,
-     "the answer alone fills the server's context: lower max_new_tokens"),
-    ("machine.precision", "machine.attention",
-     lambda precision, attention: precision == "fp32" and attention in ("flash_attention_2", "varlen"),
-     "FlashAttention computes in 16 bits only: choose sdpa"),
-    ("train.batch", "train.micro_batch", lambda batch, micro: "auto" not in (batch, micro) and batch % micro != 0,
-     "a step is made of whole micro-steps: choose a micro_batch that divides the batch, or auto"),
-)  # fmt: skip
+    @model_validator(mode="after")
+    def check_pairs(self) -> Profile:
+        """No two values that cannot go together."""
+        train, machine, unquantized = self.train, self.machine, self.quantization.type == "none"
+        flash = machine.attention in ("flash_attention_2", "varlen")
+        named = "auto" not in (train.batch, train.micro_batch)
+        wrong = {
+            "method, quantization.type: qlora takes nf4 or fp4, lora takes none":
+                self.method != "auto" and (self.method == "lora") != unquantized,
+            "train.epochs, train.max_steps: both are 0, set one of them": train.epochs == train.max_steps == 0,
+            "train.max_length, serve.max_model_len: the server would refuse rows as long as the longest trained ones":
+                train.max_length > self.serve.max_model_len,
+            "machine.precision, machine.attention: FlashAttention needs 16 bits; for fp32 choose sdpa":
+                machine.precision == "fp32" and flash,
+            "train.batch, train.micro_batch: choose a micro_batch that divides the batch, or auto":
+                named and int(train.batch) % int(train.micro_batch) != 0,
+        }  # fmt: skip
+        if found := [text for text, holds in wrong.items() if holds]:
+            raise ValueError(*found)
+        return self
 
 
 def flat(tree: Any, above: str = "") -> dict[str, Any]:
@@ -197,9 +185,6 @@ def keys(model: type[BaseModel] = Profile, above: str = "") -> list[str]:
     return listed
 
 
-# ---- files
-
-
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader without the surprises of YAML 1.1."""
 
@@ -212,21 +197,21 @@ _Loader.yaml_implicit_resolvers = {
 _NUMBER = r"^(?:[-+]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?|[-+]?\.inf|\.nan)$"
 _Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 _Loader.add_implicit_resolver(_FLOAT, re.compile(_NUMBER), list("-+.0123456789"))
+_LINE = re.compile(r"^( *)(\w+):(?:.*?\s#\s*(.*\S))?", re.MULTILINE)  # indent, key, the comment beside its value
 
 
 @dataclass(frozen=True)
 class Document:
-    """A valid profile with the reason written beside each of its values, and of those that were replaced since."""
+    """A valid profile with the reason written beside each of its values."""
 
     profile: Profile
     reasons: dict[str, str]
     file: Path
-    replaced: Mapping[str, str] = field(default_factory=dict)
 
 
 def names() -> list[str]:
     """The profiles of the course: the files of `configs` that say what they are `about`."""
-    return sorted(file.stem for file in paths.CONFIGS.glob("*.yaml") if "\nabout:" in file.read_text(encoding="utf-8"))
+    return sorted(file.stem for file in files.CONFIGS.glob("*.yaml") if "\nabout:" in file.read_text(encoding="utf-8"))
 
 
 def load(name: str) -> Profile:
@@ -239,12 +224,11 @@ def read(name: str) -> Document:
     file = Path(name).expanduser()
     if not (file.suffix in (".yaml", ".yml") and file.is_file()):
         if name not in names():
-            near = difflib.get_close_matches(file.stem.lower(), names(), n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            hint = _did_you_mean(file.stem.lower(), names())
             raise CourseError("config.unknown_profile", name=name, names=", ".join(names()), hint=hint)
-        file = paths.CONFIGS / f"{name}.yaml"
-    tree, reasons, duplicates = _read_yaml(file)
-    refuse([*duplicates, *problems(tree)], str(file))
+        file = files.CONFIGS / f"{name}.yaml"
+    tree, reasons = _read_yaml(file)
+    _refuse(_mistakes(tree, Profile), str(file))
     return Document(Profile.model_validate(tree), reasons, file.absolute())
 
 
@@ -252,7 +236,7 @@ def with_overrides(document: Document, overrides: Overrides) -> Document:
     """The profile with some values replaced, checked again as a whole."""
     known = [name for name in keys() if name not in NOT_SETTABLE]
     unknown = [name for name in overrides if name not in known]
-    wrong = [f"{name}: {NOT_SETTABLE.get(name) or f'unknown key{did_you_mean(name, known)}'}" for name in unknown]
+    wrong = [f"{name}: {NOT_SETTABLE.get(name) or f'unknown key{_did_you_mean(name, known)}'}" for name in unknown]
     tree = document.profile.model_dump()
     for name, (value, _) in overrides.items():
         group, _, leaf = name.rpartition(".")
@@ -264,15 +248,15 @@ def with_overrides(document: Document, overrides: Overrides) -> Document:
     if "train.epochs" in overrides and "train.max_steps" not in overrides and steps:
         wrong.append(f"train.epochs: train.max_steps is {steps} and ends the run first; set train.max_steps=0 too")
     reasons = {name: reason for name, (_, reason) in overrides.items()}
-    refuse([*wrong, *problems(tree)], f"{document.file.stem} with {' and '.join(dict.fromkeys(reasons.values()))}")
-    return replace(document, profile=Profile.model_validate(tree), replaced=reasons)
+    where = f"{document.file.stem} with {' and '.join(dict.fromkeys(reasons.values()))}"
+    _refuse([*wrong, *_mistakes(tree, Profile)], where)
+    return Document(Profile.model_validate(tree), document.reasons | reasons, document.file)
 
 
 def read_table(name: str, model: type[Entry]) -> dict[str, Entry]:
     """A file of `configs` with one block for each entry."""
-    tree, _, wrong = _read_yaml(paths.CONFIGS / name)
-    wrong = wrong + [f"{key}.{where}: {text}" for key in tree for where, text in _mistakes(tree[key], model).items()]
-    refuse(wrong, str(paths.CONFIGS / name), name)
+    tree, _ = _read_yaml(files.CONFIGS / name)
+    _refuse([f"{key}.{line}" for key in tree for line in _mistakes(tree[key], model)], str(files.CONFIGS / name))
     return {str(key): model.model_validate(entry) for key, entry in tree.items()}
 
 
@@ -283,8 +267,6 @@ def settings_in(text: str) -> dict[str, Any]:
         name, _, value = (piece.strip() for piece in part.partition("="))
         if part.count("=") != 1:
             raise CourseError("config.malformed_set", part=part.strip())
-        if name in found:
-            raise CourseError("config.duplicate_set", name=name)
         try:
             found[name] = yaml.load(value, _Loader)
         except yaml.YAMLError:
@@ -297,103 +279,51 @@ def settings_text(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in settings.items())
 
 
-def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """A YAML file as its tree, the comment beside each dotted name, and the keys that were given twice."""
+def _read_yaml(file: Path) -> tuple[Any, dict[str, str]]:
+    """A YAML file as its tree, and the comment beside each dotted name."""
     try:
-        tree, reasons, duplicates = _parse(file.read_text(encoding="utf-8"))
+        return _parse(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as problem:
-        mark = getattr(problem, "problem_mark", None)
-        place = f"{file}, line {mark.line + 1}" if mark else str(file)
-        said = getattr(problem, "problem", None) or str(problem).splitlines()[0]
-        raise CourseError("config.not_yaml", place=place, problem=said) from None
-    if not isinstance(tree, dict):
-        raise CourseError("config.no_keys", file=file, configs=paths.CONFIGS)
-    return tree, reasons, duplicates
+        said = " ".join(str(problem).split())
+        raise CourseError("config.not_yaml", file=file, problem=said) from None
 
 
 @lru_cache(maxsize=64)
-def _parse(text: str) -> tuple[Any, dict[str, str], list[str]]:
-    loader = _Loader(text)
-    node = loader.get_single_node()
-    tree = loader.construct_document(node) if node else None
-    reasons: dict[str, str] = {}
-    duplicates: list[str] = []
-    if isinstance(node, yaml.MappingNode):
-        _walk(node, text.splitlines(), "", reasons, duplicates)
-    return tree, reasons, duplicates
+def _parse(text: str) -> tuple[Any, dict[str, str]]:
+    reasons, group = dict[str, str](), ""
+    for indent, name, comment in _LINE.findall(text):
+        group = group if indent else name
+        if comment:
+            reasons[f"{group}.{name}" if indent else name] = comment
+    return yaml.load(text, _Loader), reasons
 
 
-def _walk(
-    node: yaml.MappingNode, lines: Sequence[str], above: str, reasons: dict[str, str], duplicates: list[str]
-) -> None:
-    """Collect the comment beside each value and the keys given twice."""
-    first: dict[str, int] = {}
-    for key, value in node.value:
-        name, line = f"{above}{key.value}", key.start_mark.line
-        if name in first:
-            duplicates.append(f"{name}: given twice, in lines {first[name]} and {line + 1}")
-        first.setdefault(name, line + 1)
-        if isinstance(value, yaml.MappingNode):
-            _walk(value, lines, f"{name}.", reasons, duplicates)
-            continue
-        ends_here = value.end_mark.line == line
-        rest = lines[line][value.end_mark.column if ends_here else key.end_mark.column :]
-        if comment := re.search(r"(?:^|\s)#\s*(.*\S)", rest):
-            reasons[name] = comment.group(1)
-
-
-# ---- mistakes
-
-
-def refuse(found: Sequence[str], where: str, example: str = "tiny.yaml") -> None:
+def _refuse(found: Sequence[str], where: str) -> None:
     """Stop with all problems at once, if there are any."""
     if found:
         listed = "".join(f"\n    - {line}" for line in found)
-        raise CourseError("config.problems", where=where, count=len(found), problems=listed, example=example)
+        raise CourseError("config.problems", where=where, count=len(found), problems=listed)
 
 
-def problems(tree: dict[str, Any]) -> list[str]:
-    """Every mistake of a profile, by dotted name: unknown and missing keys, types, ranges, impossible pairs."""
-    wrong, values = _mistakes(tree, Profile), flat(tree)
-    known = {key: value for key, value in values.items() if key not in wrong}
-    pairs = [
-        f"{one}: {shown(known[one])} and {other}: {shown(known[other])}: {advice}"
-        for one, other, impossible, advice in PAIRS
-        if one in known and other in known and impossible(known[one], known[other])
-    ]
-    return [*(f"{name}: {text}" for name, text in wrong.items()), *pairs]
-
-
-def _mistakes(tree: Any, model: type[Strict]) -> dict[str, str]:
-    """What pydantic holds against a tree, as {dotted name: text}."""
+def _mistakes(tree: Any, model: type[Strict]) -> list[str]:
+    """What pydantic holds against a tree, one line for each dotted name; pairs are checked once the rest is right."""
     known, found = keys(model), dict[str, list[str]]()
     try:
         model.model_validate(tree)
     except ValidationError as error:
         for item in error.errors(include_url=False):
+            if item["type"] == "value_error":
+                return [str(text) for text in item["ctx"]["error"].args]
             parts = [".".join(map(str, item["loc"][: depth + 1])) for depth in range(len(item["loc"]))]
             name = next((part for part in parts if part in known), parts[-1] if parts else "the file")
-            found.setdefault(name, []).append(_explain(name, item, known))
-    return {name: " or ".join(texts) for name, texts in found.items()}
+            text = {"missing": "missing", "extra_forbidden": f"unknown key{_did_you_mean(name, known)}"}
+            said = text.get(item["type"]) or f"{item['msg']}, not {reprlib.repr(item['input'])}"
+            found.setdefault(name, []).append(said)
+    return [f"{name}: {' or '.join(texts)}" for name, texts in found.items()]
 
 
-def _explain(name: str, item: Any, known: Sequence[str]) -> str:
-    if item["type"] == "extra_forbidden":
-        return f"unknown key{did_you_mean(name, known)}"
-    if item["type"] == "missing":
-        return "missing"
-    if item["type"] == "model_type":
-        return f"{reprlib.repr(item['input'])} should be a group of keys"
-    text = item["msg"].removeprefix("Input ")
-    return f"{reprlib.repr(item['input'])} {text}" if text.startswith("should") else text
-
-
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """A hint at the key that was probably meant: the same word in another group, or a similar one in this group."""
-    group, _, leaf = name.rpartition(".")
-    groups = {key.rpartition(".")[0] for key in known} - {""}
-    everywhere = {key.rpartition(".")[2]: key for key in known}
-    here = [key for key in [*known, *groups] if key != name and key.rpartition(".")[0] == group]
-    near = [everywhere[leaf]] if leaf in everywhere else difflib.get_close_matches(name, here, n=1)
-    near = near or [everywhere[one] for one in difflib.get_close_matches(leaf, everywhere, n=1)]
-    return f", did you mean {near[0]}?" if near else ""
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    """A hint at the name that was probably meant, in whatever group."""
+    leaves = {key.rpartition(".")[2]: key for key in known}
+    near = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1)
+    return f", did you mean {leaves[near[0]]}?" if near else ""

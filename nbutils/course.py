@@ -2,52 +2,47 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nbutils import dashboard, install, lessons, record
+from nbutils import display, install, lesson, record
 from nbutils.errors import CourseError
+from nbutils.files import NOTEBOOKS, make_folder
 from nbutils.papermill_io import forward_sigterm
-from nbutils.paths import NOTEBOOKS, make_folder
 
-SHARED = ("PROFILE", "MODEL", "RUN_NAME", "SET", "RESUME", *lessons.OVERRIDES)  # parameters that choose the run
+SHARED = ("PROFILE", "MODEL", "RUN_NAME", "SET", "RESUME", *lesson.OVERRIDES)  # parameters that choose the run
 
 
 def select(only: Sequence[str]) -> list[str]:
     """The lessons named ("03" or "03_qlora"); the course 01-05 when none is."""
-    available = sorted(file.stem for file in NOTEBOOKS.glob("[0-9][0-9]_*.py"))
-    selected: list[str] = []
-    for name in only:
-        found = [stem for stem in available if stem == name or stem.split("_")[0] == name]
-        if not found:
-            raise CourseError("course.unknown_lesson", name=name, available=", ".join(available))
-        selected += found
-    return selected or list(lessons.COURSE)
+    available = {file.stem[:2]: file.stem for file in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.py"))}
+    if unknown := [name for name in only if name not in (*available, *available.values())]:
+        raise CourseError("course.unknown_lesson", name=unknown[0], available=", ".join(available.values()))
+    return [available.get(name, name) for name in only] or list(lesson.COURSE)
 
 
 def split_parameters(given: dict[str, str], stems: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Typed parameters for each lesson: every name must belong to at least one of them."""
-    declared = {stem: lessons.declared_in(NOTEBOOKS / f"{stem}.py") for stem in stems}
-    lessons.refuse_unknown(given, {name: kind for types in declared.values() for name, kind in types.items()})
+    declared = {stem: lesson.declared_in(NOTEBOOKS / f"{stem}.py") for stem in stems}
+    lesson.refuse_unknown(given, {name: kind for types in declared.values() for name, kind in types.items()})
     return {
-        stem: {name: lessons.parse(name, text, types[name]) for name, text in given.items() if name in types}
+        stem: {name: lesson.parse(name, text, types[name]) for name, text in given.items() if name in types}
         for stem, types in declared.items()
     }
 
 
-def run(stems: Sequence[str], given: dict[str, str]) -> lessons.RunFolder:
+def run(stems: Sequence[str], given: dict[str, str]) -> lesson.RunFolder:
     """Execute the lessons in one run folder; the first failing cell ends it with that cell's error."""
     install.ensure("train")
     by_lesson = split_parameters(given, stems)
-    platform, folders, card = lessons.find_machine(lessons.may_download(given))
+    platform, folders, gpu = lesson.find_machine(given)
     shared = {name: values[name] for values in by_lesson.values() for name in SHARED if name in values}
-    folder, resolved = lessons.open_run(shared, platform, folders, card)
+    folder, resolved = lesson.open_run(shared, platform, folders, gpu)
     print(f"profile {resolved.name}, run {folder.path}", flush=True)
     for number, stem in enumerate(stems, 1):
         print(f"[{number}/{len(stems)}] {stem}", flush=True)
-        with forward_sigterm() as received, lessons.deferred_goodbye():
+        with forward_sigterm() as received, lesson.deferred_shutdown():
             execute(stem, folder.notebooks / f"{stem}.ipynb", by_lesson[stem] | {"RUN_NAME": folder.name})
         if stem == "03_qlora" and not record.complete(record.read(folder.facts)["lessons"][stem]):
             print("The training is not finished, so the next lessons wait. The same command continues it.")
@@ -55,7 +50,7 @@ def run(stems: Sequence[str], given: dict[str, str]) -> lessons.RunFolder:
         if received:
             print(f"The machine asked this run to end (SIGTERM): it stops after {stem}. The same command continues it.")
             break
-    lessons.say_goodbye(platform, folder, summary(folder))
+    lesson.notify_and_shut_down(platform, folder, summary(folder))
     return folder
 
 
@@ -69,18 +64,16 @@ def execute(stem: str, output: Path, values: dict[str, Any]) -> None:
         papermill.execute_notebook(
             NOTEBOOKS / f"{stem}.ipynb", output, parameters=values, kernel_name="python3",
             progress_bar={"desc": stem},
-            stdout_file=dashboard.LiveLines(),  # the lines of a training appear above the bar while its cell runs
+            stdout_file=display.LiveLines(),  # the lines of a training appear above the bar while its cell runs
             extra_arguments=["--IPKernelApp.log_level=ERROR"],  # the kernel's own remarks would break the bar
         )  # fmt: skip
     except PapermillExecutionError as failure:
-        seen, allowed, todo = f"\n{failure.ename}: {failure.evalue}", "a lesson that runs to its end", f"open {output}"
-        if parts := re.fullmatch(r"(?s)(.*)\n  Allowed: (.*)\n  To do: (.*)", failure.evalue):
-            seen, allowed, todo = parts.groups()
-        where = {"lesson": stem, "cell": failure.exec_count}
-        raise CourseError("course.lesson_failed", **where, seen=seen, allowed=allowed, todo=todo) from failure
+        problem = f"{failure.ename}: {failure.evalue}"
+        values = {"lesson": stem, "cell": failure.exec_count, "problem": problem, "output": output}
+        raise CourseError("course.lesson_failed", **values) from failure
 
 
-def summary(folder: lessons.RunFolder) -> str:
+def summary(folder: lesson.RunFolder) -> str:
     """Where everything is, and the main results."""
     facts = record.read(folder.facts)["lessons"]
     lines = [f"notebooks  {folder.notebooks}", f"report     {folder.report}", f"facts      {folder.facts}"]

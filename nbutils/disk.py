@@ -1,4 +1,4 @@
-"""Room on disk, checked before a long job so that it does not end in a full one."""
+"""Placement on disk, checked before a long job so that it does not end in a full one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nbutils import platforms
 from nbutils.errors import CourseError
-from nbutils.paths import GIB
+from nbutils.files import GIB
 
 KAGGLE_OUTPUT = 20e9  # bytes that Kaggle saves from /kaggle/working; the disk under it may be larger
 FEWEST_FILES = 300  # a run, its checkpoints and its caches need about this many
@@ -31,8 +31,6 @@ def free_gib(folder: Path) -> float:
 
 def free_inodes(folder: Path) -> int | None:
     """How many more files fit there; None where the file system does not count them."""
-    if not hasattr(os, "statvfs"):
-        return None
     status = os.statvfs(nearest(folder))
     return status.f_favail if status.f_files else None
 
@@ -41,10 +39,7 @@ def require_disk(folder: Path, gib: float, purpose: str) -> None:
     """Stop before a long job that would run out of disk, or of files on a disk that counts them."""
     free, files = free_gib(folder), free_inodes(folder)
     if free < gib:
-        kaggle = platforms.detect().name == "kaggle"
-        tip = "; on Kaggle 20 GB of /kaggle/working are saved, large temporary files belong in /kaggle/temp"
-        sizes = {"needed": _size(gib), "free": _size(free)}
-        raise CourseError("disk.full", purpose=purpose, folder=folder, **sizes, tip=tip if kaggle else "")
+        raise CourseError("disk.full", purpose=purpose, folder=folder, needed=_size(gib), free=_size(free))
     if files is not None and files < FEWEST_FILES:
         raise CourseError("disk.no_inodes", purpose=purpose, folder=folder, files=files, fewest=FEWEST_FILES)
 

@@ -19,7 +19,9 @@ class CourseError(Exception):
     """A mistake the learner can mend; the message is written for them, not for a debugger."""
 
     def __init__(self, code: str, **values: Any) -> None:
-        self._set(code, values, *(part.format(**values) for part in message(code)))
+        room, _, name = code.partition(".")
+        entry = _catalogue(room)[name]
+        self._set(code, values, *(entry[part].format(**values) for part in ("seen", "allowed", "todo")))
 
     def _set(self, code: str, values: dict[str, Any], *texts: str) -> None:
         self.code, self.values = code, values
@@ -39,12 +41,6 @@ def _restored(code: str, *texts: str) -> CourseError:
     error = CourseError.__new__(CourseError)
     error._set(code, {}, *texts)
     return error
-
-
-def message(code: str) -> tuple[str, str, str]:
-    """The three templates of a code."""
-    entry = _catalogue(code.partition(".")[0])[code.partition(".")[2]]
-    return entry["seen"], entry["allowed"], entry["todo"]
 
 
 @cache

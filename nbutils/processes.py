@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 SUPERVISOR = Path(__file__)
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # Linux: a signal when the parent ends
 POLL_SECONDS = 0.2
 
 
@@ -32,9 +32,7 @@ def supervised(
     )  # fmt: skip
 
 
-def run(
-    command: list[str], env: Mapping[str, str], log: Path, report: Callable[[float], object] = lambda seconds: None
-) -> int:
+def run(command: list[str], env: Mapping[str, str], log: Path, report: Callable[[float], object]) -> int:
     """Run a supervised command to its end, output to the log; its exit status. `report` gets the seconds so far."""
     started = time.monotonic()
     with open(log, "ab") as output:
@@ -70,10 +68,10 @@ def members(group: int) -> list[int]:
     import psutil
 
     found = []
-    for process in psutil.process_iter():
+    for pid in psutil.pids():
         with suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(process.pid) == group and not is_gone(process.pid):
-                found.append(process.pid)
+            if os.getpgid(pid) == group and not is_gone(pid):
+                found.append(pid)
     return found
 
 

@@ -6,20 +6,25 @@ Secrets are masked before anything is written.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nbutils.errors import CourseError
+from nbutils.files import DISTRIBUTION, read_json, stamp, write_json, write_text
 from nbutils.masking import KEY, MASK, mask_secrets
-from nbutils.paths import DISTRIBUTION, read_json, stamp, write_json, write_text
+
+if TYPE_CHECKING:
+    from nbutils.config import Profile
+    from nbutils.hardware import GPU
+    from nbutils.platforms import Folders, Platform
 
 PACKAGES = (
     DISTRIBUTION, "torch", "transformers", "peft", "trl", "bitsandbytes", "datasets", "accelerate", "liger-kernel",
     "safetensors", "papermill", "wandb",
 )  # fmt: skip
 TYPES = dict.fromkeys(("lessons", "set", "platform", "versions"), dict) | dict.fromkeys(("model", "profile"), str)
-MOST_VALUES = 20  # in one line of a report
 
 
 class RunFolder:
@@ -55,14 +60,34 @@ class RunFolder:
         return merged is not None and merged.get("adapter") == adapter
 
 
+class HasFacts(Protocol):
+    """A result that goes into facts.json."""
+
+    def facts(self) -> dict[str, Any]: ...
+
+
+class LessonLike(Protocol):
+    """What the rooms use of a started lesson (`nbutils.lesson.Lesson`), so that none of them imports lessons."""
+
+    stem: str
+    platform: Platform
+    folders: Folders
+    gpu: GPU | None
+    profile: Profile
+    resolved: Any  # profiles.Resolved, with what the profile leaves to the rows
+    model: str
+    model_name: str
+    run: RunFolder
+    scratch: Path
+    started: float
+
+
 def versions() -> dict[str, str]:
     """Installed versions of the packages that a result depends on."""
     found = {}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 
@@ -75,10 +100,9 @@ def read(path: Path) -> dict[str, Any]:
         valid = isinstance(facts, dict) and all(type(facts.get(key, kind())) is kind for key, kind in TYPES.items())
         if valid and all(isinstance(entry, dict) for entry in facts.get("lessons", {}).values()):
             return dict(facts)
-        problem = "it does not hold the facts of lessons"
-    except ValueError as invalid:
-        problem = f"not valid JSON, {invalid}"
-    raise CourseError("record.invalid", file=path, problem=problem)
+        raise ValueError("it does not hold the facts of lessons")
+    except ValueError as problem:
+        raise CourseError("record.invalid", file=path, problem=problem) from problem
 
 
 def begin(path: Path, top: dict[str, Any], by_auto: bool) -> None:
@@ -124,35 +148,24 @@ def summary(entry: dict[str, Any]) -> str:
 
 def write_report(path: Path, run: str, facts: dict[str, Any]) -> None:
     """Write report.md, the facts of a run for people."""
-    platform, card = facts.get("platform", {}), facts.get("card")
+    platform, gpu = facts.get("platform", {}), facts.get("card")
     lines = [
         f"# Run {run}", "",
-        f"- machine: {platform.get('name')}, {card['name'] if card else 'CPU only'}",
+        f"- machine: {platform.get('name')}, {gpu['name'] if gpu else 'CPU only'}",
         f"- profile: {facts.get('profile')}, model: {facts.get('model')}",
-        "- versions: " + ", ".join(f"{name} {number}" for name, number in facts.get("versions", {}).items()), "",
+        f"- versions: {_line(facts.get('versions', {}))}",
     ]  # fmt: skip
     for stem, entry in sorted(facts.get("lessons", {}).items()):
-        lines += [f"## {stem}", "", "| fact | value |", "|---|---|"]
-        summaries = {name: value["summary"] for name, value in entry.items() if _has_summary(value)}
-        lines += [f"| {_line(name)} | {_line(value)} |" for name, value in entry.items() if name not in summaries]
-        for name, summary in summaries.items():
-            lines += ["", f"### {name}", "", *(f"- {_line(line)}" for line in summary)]
-        lines.append("")
-    write_text(path, "\n".join(lines))
-
-
-def _has_summary(value: Any) -> bool:
-    """Whether a fact has lines of its own for people."""
-    return isinstance(value, dict) and isinstance(value.get("summary"), list)
+        lines += ["", f"## {stem}", "", "| fact | value |", "|---|---|"]
+        lines += [f"| {_line(name)} | {_line(value)} |" for name, value in entry.items() if name != "settings"]
+    write_text(path, "\n".join(lines) + "\n")
 
 
 def _line(value: Any) -> str:
-    """A fact in one line; what is nested deeper stays in facts.json."""
-    if _has_summary(value):
+    """A fact in one line: its own summary if it has one; what is nested deeper stays in facts.json."""
+    if isinstance(value, dict) and "summary" in value:
         return "; ".join(map(_line, value["summary"]))
     if isinstance(value, dict):
         flat = {name: inner for name, inner in value.items() if not isinstance(inner, dict | list)}
-        if len(flat) > MOST_VALUES:
-            return f"{len(flat)} values"
-        return ", ".join(f"{name} {_line(inner)}" for name, inner in (flat or value).items())
+        return ", ".join(f"{name} {_line(inner)}" for name, inner in flat.items()) or f"{len(value)} values"
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " ")

@@ -1,25 +1,48 @@
-"""Experiment tracking: TensorBoard always, W&B online with a key and else offline; never a prompt, never a lost run."""
+"""Experiment tracking: TensorBoard always, W&B online with a key and else offline, loss curves, live numbers.
+
+Never a prompt, never a lost run.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
-from nbutils import platforms, scaling
+from nbutils import display, distributed, hardware, platforms
+from nbutils.files import make_folder, write_json
 from nbutils.masking import mask_secrets
-from nbutils.paths import make_folder
+from nbutils.plan import gpus
+from nbutils.record import LessonLike
+
+WANDB = "https://api.wandb.ai"
+YUAN = ("autodl", "pai_dsw", "modelscope", "featurize", "gpushare", "matpool")
+NO_RENT = ("colab", "kaggle", "studio_lab")  # free, or paid in units without a price per hour
+LINES, SHORTEST, LONGEST = 50, 5.0, 300.0  # lines per training, and the seconds between two of them
+NOTES = 3  # the newest lines below the numbers of the panel
+Clock = Callable[[], float]
+Curve = list[tuple[int, float]]  # (step, loss)
 
 
 def begin(logs: Path, run: str) -> list[str]:
     """Start tracking; the values for `report_to`."""
-    if not scaling.is_main():
+    if not distributed.is_main():
         return []
+    import wandb
+
     make_folder(logs, "logs")
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
     os.environ |= {"WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
-    print(f"logs      TensorBoard; W&B {_start_wandb(logs, run)}")
+    excepthook = sys.excepthook  # wandb.init replaces it, and prints a traceback before a CourseError
+    wandb.finish()  # of an earlier run of this cell
+    options: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", "finetune-course"), "name": run, "dir": logs}
+    print(f"logs      TensorBoard; W&B {_start_wandb(options)}")
+    sys.excepthook = excepthook
     return ["tensorboard", "wandb"]
 
 
@@ -31,34 +54,118 @@ def end() -> None:
         wandb.finish()
 
 
-def _start_wandb(logs: Path, run: str) -> str:
+def _start_wandb(options: dict[str, Any]) -> str:
     """Start the W&B run that the trainer will use; whatever keeps it from going online makes it an offline one."""
     import wandb
 
-    options: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", "finetune-course"), "name": run, "dir": logs}
-    excepthook = sys.excepthook  # wandb.init replaces it, and prints a traceback before a CourseError
-    wandb.finish()  # of an earlier run of this cell
-    reason = _offline_reason()
-    try:
-        if reason is None:
+    key, reason = platforms.secret("WANDB_API_KEY"), "no WANDB_API_KEY, WANDB_MODE says so, or no network"
+    host = os.environ.get("WANDB_BASE_URL", WANDB)
+    if key and os.environ.get("WANDB_MODE", "online") == "online" and platforms.answers(host, seconds=5):
+        os.environ["WANDB_API_KEY"] = key
+        try:
             wandb.init(**options, mode="online", settings=wandb.Settings(init_timeout=30))
             return "online"
-    except Exception as problem:  # a refused key, a dead network: neither may cost the training
-        reason = f"{type(problem).__name__}: {mask_secrets(str(problem))[:120]}"
-    finally:
-        sys.excepthook = excepthook
+        except Exception as problem:  # a refused key, a dead network: neither may cost the training
+            reason = mask_secrets(f"{type(problem).__name__}: {problem}")[:120]
     os.environ["WANDB_MODE"] = "offline"
     wandb.init(**options, mode="offline")
-    sys.excepthook = excepthook
     return f"offline: {reason}"
 
 
-def _offline_reason() -> str | None:
-    if os.environ.get("WANDB_MODE", "online") != "online":
-        return "WANDB_MODE says so"
-    key = platforms.secret("WANDB_API_KEY")
-    if not key:
-        return "no WANDB_API_KEY"
-    os.environ["WANDB_API_KEY"] = key
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    return None if platforms.answers(host, seconds=5) else mask_secrets(f"{host} does not answer")
+def loss_history(log_history: Iterable[dict[str, Any]]) -> Curve:
+    """(step, loss) pairs of the training log."""
+    return [(entry["step"], entry["loss"]) for entry in log_history if "loss" in entry]
+
+
+def validation_history(log_history: Iterable[dict[str, Any]]) -> Curve:
+    """(step, loss) pairs of the validation log; the last one of each step."""
+    return sorted({entry["step"]: entry["eval_loss"] for entry in log_history if "eval_loss" in entry}.items())
+
+
+def best_of(validation: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
+    """The step with the lowest finite loss."""
+    return min((point for point in validation if math.isfinite(point[1])), key=lambda point: point[1], default=None)
+
+
+def write_history(log_history: Iterable[dict[str, Any]], path: Path) -> None:
+    """Write the curves as [{step, loss}, {step, eval_loss}, ...]; values that are not finite are left out."""
+    points = [(one["step"], name, one[name]) for one in log_history for name in ("loss", "eval_loss") if name in one]
+    write_json(path, [{"step": step, name: loss} for step, name, loss in points if math.isfinite(loss)])
+
+
+def hourly_price(lesson: LessonLike) -> dict[str, float]:
+    """What an hour of this GPU costs by currency; empty where it is free or no price is known."""
+    where, price = lesson.platform.name, gpus.hourly_price(lesson.gpu)
+    if price is None or where in NO_RENT:
+        return {}
+    yuan = {"¥": price.yuan} if price.yuan and where in (*YUAN, "local") else {}
+    return yuan | ({"$": price.dollars} if price.dollars and where not in YUAN else {})
+
+
+class LiveNumbers:
+    """Step, losses, speed, memory, time left and cost: a panel in a notebook, about fifty lines elsewhere."""
+
+    def __init__(self, lesson: LessonLike, now: Clock = monotonic) -> None:
+        self.gpu, self.price, self.now = lesson.gpu, hourly_price(lesson), now
+        self.output, self.watched = display.LiveOutput(), display.watched()
+        self.notes: deque[str] = deque(maxlen=NOTES)
+        self.started = self.start_step = -1.0
+        self.shown_at = -math.inf
+        self.skipped = 0  # steps of float16 while it looks for its loss scale
+        self.tokens = 0.0
+
+    def note(self, line: str) -> None:
+        """Show a line: in the panel, or below what was printed."""
+        self.notes.append(line)
+        if not self.watched:
+            print(line, flush=True)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.started < 0:  # else it continues after it ran out of memory
+            self.started, self.start_step = self.now(), state.global_step
+        self._show(state, f"training {state.max_steps - state.global_step:,} steps, the first takes longest", {})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        self.skipped += bool(getattr(optimizer, "step_was_skipped", False))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "loss" not in (logs or {}):
+            return
+        first, self.tokens = not self.tokens, logs.get("num_tokens", 0.0)
+        spent = self.now() - self.started
+        left = spent / max(state.global_step - self.start_step, 1) * (state.max_steps - state.global_step)
+        pause = 1.0 if self.watched else min(max((spent + left) / LINES, SHORTEST), LONGEST)
+        if first or self.now() - self.shown_at >= pause:
+            numbers = self._numbers(state) | {"left": display.clock(left)}
+            self._show(state, f"step {state.global_step:,} of {state.max_steps:,}", numbers)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        spent = display.clock(self.now() - self.started)
+        steps = f"trained {state.global_step:,} of {state.max_steps:,} steps in {spent}"
+        self._show(state, steps, self._numbers(state))
+
+    def cost(self, seconds: float) -> dict[str, float]:
+        """What so many seconds cost by currency, where a price is known."""
+        return {sign: round(hourly * seconds / 3600, 2) for sign, hourly in self.price.items()}
+
+    def _numbers(self, state: Any) -> dict[str, str]:
+        losses, validation = loss_history(state.log_history), validation_history(state.log_history)
+        spent, of = self.now() - self.started, f" of {self.gpu.memory_gib:.1f}" if self.gpu else ""
+        numbers = {
+            "loss": f"{losses[-1][1]:.3f}" if losses else "",
+            "validation": f"{validation[-1][1]:.3f}" if validation else "",
+            "tokens/s": f"{self.tokens / spent:,.0f}" if self.tokens and spent else "",
+            "memory": f"peak {hardware.peak_memory_gib():.2f}{of} GiB",
+            "cost": " or ".join(f"{sign}{money:.2f}" for sign, money in self.cost(spent).items()),
+        }
+        return {name: text for name, text in numbers.items() if text}
+
+    def _show(self, state: Any, steps: str, numbers: dict[str, str]) -> None:
+        self.shown_at = self.now()
+        line = " · ".join(filter(None, [steps, display.live_line(numbers)]))
+        if self.watched:
+            losses, validation = loss_history(state.log_history), validation_history(state.log_history)
+            page = {"": steps, **numbers}, state.global_step, state.max_steps, losses, validation, self.notes
+            self.output.show(line, display.live_page(*page))
+        else:
+            self.output.show(line)

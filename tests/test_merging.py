@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import functools
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import merge_models as models
@@ -21,7 +22,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from support import refused
 
-from nbutils import cli, disk, lessons, merging, paths, platforms
+from nbutils import cli, disk, files, merging, record
+from nbutils.errors import CourseError
 from nbutils.merging import adapters, safetensors_io
 from nbutils.merging import folder as folders
 from nbutils.merging import merge as merge_module
@@ -73,8 +75,6 @@ def assert_same_bits(ours: Path | dict[str, torch.Tensor], theirs: Path | dict[s
         assert weight.dtype == right[name].dtype and torch.equal(weight, right[name]), name
 
 
-# --- the same bits as PEFT --------------------------------------------------------------------------------------------
-
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "power-of-two scale": {"lora_alpha": 8},
@@ -83,11 +83,8 @@ CASES: dict[str, dict[str, Any]] = {
         "rank_pattern": {"q_proj": 8, r"layers.1.mlp.down_proj": 2}, "alpha_pattern": {"layers.0.self_attn.o_proj": 3},
     },
     "dora": {"use_dora": True},
-    "bias all": {"bias": "all"},
-    "modules_to_save": {"modules_to_save": ["lm_head", "norm"]},
-    "embeddings": {"target_modules": ["embed_tokens", "lm_head", "v_proj"]},
-    "16-bit adapter": {"dtype": "bfloat16"},
-    "mica": {"init_lora_weights": "mica"},
+    "modules_to_save": {"modules_to_save": ["lm_head", "norm"], "bias": "all"},
+    "embeddings": {"target_modules": ["embed_tokens", "lm_head", "v_proj"], "dtype": "bfloat16"},
 }  # fmt: skip
 
 
@@ -101,23 +98,18 @@ def test_the_merge_has_the_bits_of_peft(
     report = merge(base, adapter, tmp_path / "bfloat16")
     assert report.merged and not report.resumed_shards and not report.untied
     assert_same_bits(tmp_path / "bfloat16", models.merged_by_peft(base, adapter, dtype="bfloat16"))
-    monkeypatch.setattr(safetensors_io, "BLOCK", 64 * 40)
-    monkeypatch.setattr(safetensors_io, "STEP", 64)
+    monkeypatch.setattr(safetensors_io, "BLOCK", 64)
     assert len(list(merging.open_base(base).weights["lm_head.weight"].blocks())) > 2
     merge(base, adapter, tmp_path / "float32", dtype="float32")
     assert_same_bits(tmp_path / "float32", models.merged_by_peft(base, adapter))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "glm4"])
-def test_other_architectures_in_several_files(kind: str, base_of: Bases, tmp_path: Path) -> None:
-    base = base_of(kind=kind, shards="60KB")
+def test_another_architecture_in_several_files(base_of: Bases, tmp_path: Path) -> None:
+    base = base_of(kind="glm4", shards="60KB")
     adapter = models.make_adapter(base, tmp_path / "adapter")
     merge(base, adapter, tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(list(base.glob("*.safetensors"))) > 1
     assert_same_bits(tmp_path / "out", models.merged_by_peft(base, adapter, dtype="bfloat16"))
-    merged = models.logits(models.load(tmp_path / "out"))
-    assert (models.logits(models.with_adapter(base, adapter)) - merged).abs().max() < 0.05
-    assert (models.logits(models.load(base)) - merged).abs().max() > 0.05
 
 
 @pytest.mark.parametrize(
@@ -134,13 +126,7 @@ def test_tied_embeddings_stay_tied_if_the_adapter_leaves_them_equal(
     assert_same_bits(tmp_path / "out", theirs)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"target_modules": ["embed_tokens", "q_proj"]}, {"target_modules": ["lm_head", "q_proj"]},
-        {"target_modules": ["lm_head", "embed_tokens"]}, {"modules_to_save": ["embed_tokens"]},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("settings", [{"target_modules": ["lm_head", "q_proj"]}, {"modules_to_save": ["embed_tokens"]}])
 def test_tied_embeddings_are_untied_if_the_adapter_made_them_differ(
     settings: dict[str, Any], base_of: Bases, tmp_path: Path
 ) -> None:
@@ -162,36 +148,27 @@ def test_several_adapters_are_merged_one_after_another(home: Path, tmp_path: Pat
     assert_same_bits(tmp_path / "out", models.merged_by_peft(base, first, second))
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("settings", [{"quant_type": "nf4"}, {"quant_type": "fp4", "double_quant": False}])
 def test_the_dequantized_base_is_the_one_bitsandbytes_trains_on(
-    tied: bool, settings: dict[str, Any], base_of: Bases, tmp_path: Path
+    settings: dict[str, Any], base_of: Bases, tmp_path: Path
 ) -> None:
-    base = base_of(tied=tied)
+    base = base_of(tied=True)
     adapter = models.make_adapter(base, tmp_path / "adapter")
     seen = models.in_4_bits(base, tmp_path / "seen", **settings)
     merge(base, adapter, tmp_path / "out", onto="dequantized", quantization=settings)
     theirs = models.merged_by_peft(seen, adapter, dtype="bfloat16")
-    assert_same_bits(tmp_path / "out", {k: v for k, v in theirs.items() if not (tied and k == "lm_head.weight")})
-    proof = merging.prove(base, adapter, tmp_path / "out", onto="dequantized")
-    assert proof.left_out == 14 and not proof.changed
+    assert_same_bits(tmp_path / "out", {name: one for name, one in theirs.items() if name != "lm_head.weight"})
+    assert "14 can only" in merging.prove(base, adapter, tmp_path / "out", onto="dequantized")
     assert not merge(base, adapter, tmp_path / "out").reused  # onto the full base it is another model
 
 
-def test_a_missing_bitsandbytes_is_named(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
-    with refused("merging.needs_bitsandbytes"):
-        merge(home / "base", home / "adapter", tmp_path / "out", onto="dequantized")
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_proof_finds_any_weight_that_differs(dtype: str, base_of: Bases, tmp_path: Path) -> None:
     """What answers hardly show in 16 bits: one matrix without its update, or with a tenth of it missing."""
     base = base_of(kind="qwen3")
     adapter = models.make_adapter(base, tmp_path / "adapter")
     merge(base, adapter, tmp_path / "out", dtype=dtype)
-    proof = merging.prove(base, adapter, tmp_path / "out")
-    assert proof.changed == 14 and not proof.left_out
+    assert "14 of them tuned" in merging.prove(base, adapter, tmp_path / "out")
     file = tmp_path / "out/model.safetensors"
     right, before = load_file(file), models.weights(base)
     name, norm = "model.layers.1.self_attn.v_proj.weight", "model.norm.weight"
@@ -204,41 +181,16 @@ def test_a_proof_finds_any_weight_that_differs(dtype: str, base_of: Bases, tmp_p
             merging.prove(base, adapter, tmp_path / "out")
 
 
-# --- refused before anything is written -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"quantization_config": {"load_in_4bit": True}}, {"compression_config": {"format": "pack-quantized"}},
-        {"quantization": {"bits": 4}}, {"text_config": {"quantization_config": {"quant_method": "gptq"}}},
-    ],
-)  # fmt: skip
-def test_a_quantized_base_is_refused_and_the_right_one_named(settings: dict[str, Any], pair: Pair) -> None:
-    base = pair[0].rename(pair[0].with_name("Qwen2.5-7B-Instruct-bnb-4bit"))
-    change(base / "config.json", **settings)
-    with refused("merging.quantized_base", original="Qwen2.5-7B-Instruct"):
-        merging.check_base(base, pair[1])
-
-
-@pytest.mark.parametrize(
-    "pack",
-    [
-        lambda weight: weight.to(torch.int32).view(torch.uint32), lambda weight: weight.to(torch.float8_e4m3fn),
-        lambda weight: weight.to(torch.int8), lambda weight: torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8),
-    ],
-    ids=["MLX", "fp8", "int8", "bitsandbytes"],
-)  # fmt: skip
-def test_quantized_weights_are_seen_without_a_config(pack: Any, home: Path, tmp_path: Path) -> None:
-    base = models.make_base(tmp_path / "base-8bit")
-    rewrite(base / folders.SINGLE, lambda name, one: pack(one) if "v_proj.weight" in name else one)
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config", "quantization"])
+def test_a_quantized_base_is_refused_and_the_right_one_named(key: str, pair: Pair) -> None:
+    base = pair[0].rename(pair[0].with_name("base-bnb-4bit"))
+    change(base / "config.json", **{key: {"bits": 4}})
     with refused("merging.quantized_base", original="base"):
-        merging.check_base(base, home / "adapter")
+        merge_module.check_base(base, pair[1])
 
 
-def test_indices_keep_their_dtype_and_null_is_not_quantized(home: Path, tmp_path: Path) -> None:
+def test_indices_keep_their_dtype(home: Path, tmp_path: Path) -> None:
     base = models.make_base(tmp_path / "base")
-    change(base / "config.json", quantization_config=None)
     indices = {"positions": torch.arange(8)[None], "mask": torch.ones(4, 4, dtype=torch.bool)}
     save_file(models.weights(base) | indices, base / folders.SINGLE, {"format": "pt"})
     merge(base, home / "adapter", tmp_path / "out", dtype="float16")
@@ -256,16 +208,11 @@ SHARD = "model-00001-of-00003.safetensors"
 @pytest.mark.parametrize(
     ("name", "damage", "code"),
     [
-        (SHARD, with_header(b"[1, 2]  "), "damaged_file"),
-        (SHARD, with_header(b'{"w":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}'), "damaged_file"),
         (SHARD, with_header(b'{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'), "damaged_file"),
-        (SHARD, with_header(b"{}"), "damaged_file"),
         (SHARD, lambda content: b"\xff" * 64, "damaged_file"),
         (SHARD, lambda content: content[:-10], "damaged_file"),
-        (SHARD, lambda content: content[:5], "damaged_file"),
-        (SHARD, None, "missing_file"),
-        (folders.INDEX, lambda content: b'{"weight_map": ["x"]}', "damaged_file"),
-        ("config.json", lambda content: b"[]", "unreadable_config"),
+        (SHARD, None, "damaged_file"),
+        ("config.json", lambda content: b"[1]", "unreadable_config"),
         ("config.json", None, "unreadable_config"),
     ],
 )
@@ -273,27 +220,24 @@ def test_a_damaged_base_is_refused(name: str, damage: Callable[[bytes], bytes] |
     file = pair[0] / name
     file.write_bytes(damage(file.read_bytes())) if damage else file.unlink()
     with refused(f"merging.{code}"):
-        merging.check_base(*pair)
+        merge_module.check_base(*pair)
 
 
 def test_the_base_must_be_the_one_of_the_training(pair: Pair) -> None:
     base, adapter = pair
     with refused("merging.wrong_base", base="Qwen/Qwen2.5-7B-Instruct"):
-        merging.check_base("Qwen/Qwen2.5-7B-Instruct", adapter)
-    for name in ("somebody/base-bnb-4bit", None, ""):  # a quantized twin; not written down: names and shapes decide
+        merge_module.check_base("Qwen/Qwen2.5-7B-Instruct", adapter)
+    for name in ("somebody/base-bnb-4bit", None):  # a quantized twin; not written down: names and shapes decide
         change(adapter / "adapter_config.json", base_model_name_or_path=name)
-        merging.check_base(base, adapter)
+        merge_module.check_base(base, adapter)
 
 
 @pytest.mark.parametrize(
     ("settings", "code"),
     [
         ({"peft_type": "IA3"}, "unsupported_adapter"),
-        *(({"init_lora_weights": init}, "init_changed_base") for init in ("pissa_niter_4", "olora", "lora_ga", None)),
+        *(({"init_lora_weights": init}, "unsupported_adapter") for init in ("pissa_niter_4", "olora", None)),
         ({"r": 5}, "wrong_rank"),
-        ({"r": None}, "no_rank"),
-        ({"lora_alpha": None}, "no_rank"),
-        ({"alpha_pattern": {"(": 4}}, "no_rank"),
         *(({key: ["x"]}, "unsupported_adapter") for key in adapters.UNSUPPORTED),
     ],
 )
@@ -302,20 +246,17 @@ def test_a_config_that_cannot_be_merged_is_refused(settings: dict[str, Any], cod
     change(pair[1] / "adapter_config.json", **settings)
     with refused(f"merging.{code}"):
         merge(*pair, out)
-    assert not out.exists() and not paths.partial_of(out).exists()
+    assert not out.exists() and not files.partial_of(out).exists()
 
 
 @pytest.mark.parametrize(
     ("how", "code", "values"),
     [
-        (lambda name, one: None, "empty_adapter", {}),
+        (lambda name, one: None, "incomplete_adapter", {}),
         (lambda name, one: one[..., :3].contiguous(), "wrong_shape", {}),
-        (lambda name, one: one.to(torch.int8), "compressed_adapter", {"dtype": "I8"}),
+        (lambda name, one: one.to(torch.int8), "unknown_tensor", {"dtype": "I8"}),
         (lambda name, one: None if "0.self_attn.q_proj.lora_B" in name else one, "incomplete_adapter",
          {"module": "model.layers.0.self_attn.q_proj", "missing": "lora_B"}),
-        (lambda name, one: None if "1.mlp.up_proj.lora_A" in name else one, "incomplete_adapter",
-         {"module": "model.layers.1.mlp.up_proj", "missing": "lora_A"}),
-        (lambda name, one: None if ".layers.1." in name else one, "incomplete_adapter", {"missing": "tensor at all"}),
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_or_are_missing_are_refused(
@@ -323,30 +264,21 @@ def test_tensors_that_do_not_fit_or_are_missing_are_refused(
 ) -> None:
     rewrite(pair[1] / ADAPTER, how)
     with refused(f"merging.{code}", **values):
-        merging.check_base(*pair)
-    if values.get("missing") == "tensor at all":  # unless that layer was left out on purpose
-        change(pair[1] / "adapter_config.json", layers_to_transform=[0])
-        merging.check_base(*pair)
+        merge_module.check_base(*pair)
+    other = {
+        "base_model.model.model.query.lora_A.weight": torch.ones(4, 4),
+        "model.query.lora_B.weight": torch.ones(4, 4),
+    }
+    save_file(other, pair[1] / ADAPTER)
+    with refused("merging.unknown_module"):
+        merge_module.check_base(*pair)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "code"), [("q_proj", "query", "unknown_module"), ("lora_A", "lora_E", "unknown_tensor")]
-)
-def test_unknown_names_are_refused(old: str, new: str, code: str, pair: Pair) -> None:
-    tensors = load_file(pair[1] / ADAPTER)
-    save_file({name.replace(old, new): tensor for name, tensor in tensors.items()}, pair[1] / ADAPTER)
-    with refused(f"merging.{code}"):
-        merging.check_base(*pair)
-
-
-def test_dora_on_an_embedding_and_a_missing_file_are_refused(home: Path, tmp_path: Path) -> None:
+def test_dora_on_an_embedding_is_refused(home: Path, tmp_path: Path) -> None:
     settings = {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}
     adapter = models.make_adapter(home / "base", tmp_path / "adapter", **settings)
     with refused("merging.unsupported_adapter", kind="DoRA on an embedding"):
-        merging.check_base(home / "base", adapter)
-    (adapter / ADAPTER).unlink()
-    with refused("merging.missing_file"):
-        merging.check_base(home / "base", adapter)
+        merge_module.check_base(home / "base", adapter)
 
 
 def test_nothing_is_written_over_base_adapter_or_foreign_files(pair: Pair, tmp_path: Path) -> None:
@@ -355,148 +287,97 @@ def test_nothing_is_written_over_base_adapter_or_foreign_files(pair: Pair, tmp_p
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("years of work")
     (tmp_path / "planted").mkdir()
-    paths.partial_of(tmp_path / "out").symlink_to(tmp_path / "planted")
+    files.partial_of(tmp_path / "out").symlink_to(tmp_path / "planted")
     for out in (base, adapter, tmp_path, other, tmp_path / "mine", tmp_path / "out"):
         before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(merge_module.CourseError):
+        with pytest.raises(CourseError):
             merge(base, adapter, out)
         assert sorted(tmp_path.rglob("*")) == before
-    with refused("merging.out_is_adapter"):
-        merge(base, adapter, other)
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "int4"}, {"onto": "4bit"}, {"device": "gpu"}])
 def test_unknown_settings_are_refused(settings: dict[str, Any], home: Path, tmp_path: Path) -> None:
     with refused("merging.unknown_value", parameter=next(iter(settings))):
         merge(home / "base", home / "adapter", tmp_path / "out", **settings)
-    with refused("merging.no_adapter"):
-        merge(home / "base", [], tmp_path / "out")
 
 
 def test_values_that_are_not_finite_are_not_written(pair: Pair, tmp_path: Path) -> None:
-    base, adapter = pair
-    for file in base.glob("*.safetensors"):
+    for file in pair[0].glob("*.safetensors"):
         rewrite(file, lambda name, one: torch.full_like(one, 1e6) if name == "model.norm.weight" else one)
     with refused("merging.not_finite", weight="model.norm.weight", dtype="float16"):
-        merge(base, adapter, tmp_path / "out", dtype="float16")
-    assert not (tmp_path / "out").exists() and merge(base, adapter, tmp_path / "out").dtype == "bfloat16"
-    saved = models.make_adapter(base, tmp_path / "saved", modules_to_save=["lm_head"], dtype="bfloat16")
-    rewrite(saved / ADAPTER, lambda name, one: one * float("nan") if "lm_head" in name else one)
-    with refused("merging.not_finite", weight="lm_head.weight", dtype="bfloat16"):
-        merge(base, saved, tmp_path / "other")
+        merge(*pair, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists() and merge(*pair, tmp_path / "out").dtype == "bfloat16"
 
-
-def test_too_little_disk_is_refused_before_anything_is_written(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk, "free_gib", lambda folder: 0.001)
-    with pytest.raises(merge_module.CourseError, match="disk"):
-        merge(home / "base", home / "adapter", tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
-# --- interrupted, damaged, full ---------------------------------------------------------------------------------------
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from nbutils import merging, paths
+from nbutils import merging
 from nbutils.merging import folder, merge
-write = merge.ShardWriter.write
 def kill(*given):
     os.kill(os.getpid(), signal.SIGKILL)
-def killed_in_third(self, file, plans):
-    return write(self, file, plans) if not file.name.startswith("model-00003") else (file.write_bytes(b"half"), kill())
+replace = os.replace
+def killed_at_third(source, target):
+    kill() if "model-00003" in str(target) else replace(source, target)
 {step}
 merging.merge_adapter(*(Path(each) for each in sys.argv[1:]), progress=False)
 """
 
 
-def kill(step: str, home: Path, out: Path) -> None:
+@pytest.mark.parametrize(
+    ("step", "resumed"), [("os.replace = killed_at_third", 2), ("folder.copy_companions = kill", 3)]
+)  # fmt: skip
+def test_a_killed_merge_continues_with_the_next_shard(step: str, resumed: int, home: Path, tmp_path: Path) -> None:
+    out, fresh, secret = tmp_path / "out", tmp_path / "fresh", tmp_path / "secret.txt"
     command = [sys.executable, "-c", KILLED.format(step=step), str(home / "base"), str(home / "adapter"), str(out)]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    assert not out.exists() and paths.stamp(out) is None and paths.stamp(paths.partial_of(out)) is None
-
-
-def test_a_killed_merge_continues_with_the_next_shard(home: Path, tmp_path: Path) -> None:
-    out, damaged, fresh = tmp_path / "out", tmp_path / "damaged", tmp_path / "fresh"
-    kill("merge.ShardWriter.write = killed_in_third", home, out)
-    shutil.copytree(paths.partial_of(out), paths.partial_of(damaged))
-    assert merge(home / "base", home / "adapter", out).resumed_shards == 2
-    merge(home / "base", home / "adapter", fresh)
-    assert_same_bits(out, fresh)
-    partial, secret = paths.partial_of(damaged), tmp_path / "secret.txt"
-    first = next(partial.glob("model-00001*"))
-    first.write_bytes(first.read_bytes()[:-3] + b"\x01\x02\x03")
+    assert not out.exists() and files.stamp(files.partial_of(out)) is None
     secret.write_text("mine")
-    (partial / "generation_config.json").symlink_to(secret)  # planted: it is not written through
-    assert merge(home / "base", home / "adapter", damaged).resumed_shards == 1
-    assert_same_bits(damaged, fresh)
-    assert secret.read_text() == "mine" and {one.name for one in damaged.iterdir()} == {
-        one.name for one in fresh.iterdir()
-    }
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("step", "resumed"), [("folder.copy_companions = kill", 3), ("paths.write_json = kill", 0)]
-)  # fmt: skip
-def test_a_merge_killed_near_its_end_leaves_no_trace(step: str, resumed: int, home: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    kill(step, home, out)
-    (paths.partial_of(out) / f".{merge_module.JOURNAL}.7.partial").touch()
-    (paths.partial_of(out) / ".ipynb_checkpoints").mkdir()
+    (files.partial_of(out) / "generation_config.json").symlink_to(secret)  # planted: it is not written through
     assert merge(home / "base", home / "adapter", out).resumed_shards == resumed
-    assert {one.name for one in out.iterdir()} == {one.name for one in (home / "base").iterdir()} | {paths.STAMP}
+    assert_same_bits(out, merge(home / "base", home / "adapter", fresh).folder)
+    assert secret.read_text() == "mine" and {one.name for one in out.iterdir()} == {one.name for one in fresh.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(errno.ENOSPC, "disk_full"), (errno.EDQUOT, "disk_full"), (errno.EIO, "write_failed")]
-)
 def test_a_disk_that_fails_is_reported_and_its_files_do_not_count_for_another_merge(
-    number: int, code: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, out = merge_module.ShardWriter.write, tmp_path / "out"
 
-    def failing(self: Any, file: Path, plans: Any) -> str:
+    def failing(self: Any, file: Path, plans: Any) -> None:
         if file.name.startswith("model-00003"):
-            raise OSError(number, os.strerror(number))
-        return write(self, file, plans)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, file, plans)
 
     with monkeypatch.context() as patched:
         patched.setattr(merge_module.ShardWriter, "write", failing)
-        with refused(f"merging.{code}"):
+        with refused("merging.write_failed"):
             merge(home / "base", home / "adapter", out)
-    assert len(list(paths.partial_of(out).glob("model-*"))) == 2
+    assert len(list(files.partial_of(out).glob("model-*"))) == 2
     other = models.make_adapter(home / "base", tmp_path / "other", seed=5)
     assert not merge(home / "base", other, out).resumed_shards
     assert_same_bits(out, merge(home / "base", other, tmp_path / "fresh").folder)
 
 
-@pytest.mark.parametrize("kind", ["k_proj.weight", "norm.weight", "k_proj.bias"])
+@pytest.mark.parametrize("kind", ["k_proj.weight", "norm.weight"])
 def test_a_finished_merge_is_reused_only_for_the_same_weights(
     kind: str, home: Path, pair: Pair, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     first = merge(home / "base", home / "adapter", out)
-    assert paths.stamp(out) == merging.describe(home / "base", home / "adapter", "bfloat16")
+    about = files.stamp(out)
+    assert about is not None and about.keys() == {"base", "base_mark", "dtype", "onto", "adapter"}
     again = merge(*pair, out)  # the same content elsewhere
     assert again.reused and (again.merged, again.copied, again.bytes) == (first.merged, first.copied, first.bytes)
-    merging.cast_model(home / "base", tmp_path / "cast", "float16", progress=False)
-    assert_same_bits(tmp_path / "cast", {name: one.half() for name, one in models.weights(home / "base").items()})
     for file in pair[0].glob("*.safetensors"):
         rewrite(file, lambda name, one: one + 1 if name.endswith(kind) else one)
     assert not merge(*pair, out).reused
-    assert not merging.cast_model(pair[0], tmp_path / "cast", "float16", progress=False).reused
-
-
-# --- what the folder holds, and where it lies -------------------------------------------------------------------------
 
 
 def test_the_folder_has_the_tokenizer_of_the_training(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    base = shutil.copytree(paths.TINY_MODEL, tmp_path / "base")
+    base = shutil.copytree(files.TINY_MODEL, tmp_path / "base")
     change(base / "config.json", torch_dtype="float32")
     adapter = models.make_adapter(base, tmp_path / "adapter")
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -505,14 +386,11 @@ def test_the_folder_has_the_tokenizer_of_the_training(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "plain/config.json").read_text())
     assert config["dtype"] == "float16" and "torch_dtype" not in config
     assert (tmp_path / "plain/generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
-    assert models.load(tmp_path / "plain", "auto").dtype == torch.float16
     tokenizer.chat_template = "{{ messages[0]['content'] }} trained"
     tokenizer.save_pretrained(adapter)
-    for complete in (True, False):  # settings without a vocabulary: the base has one
-        merge(base, adapter, tmp_path / str(complete), dtype="float16")
-        made = AutoTokenizer.from_pretrained(tmp_path / str(complete))
-        assert made.chat_template.endswith("trained") and made.get_vocab() == tokenizer.get_vocab()
-        (adapter / "tokenizer.json").unlink(missing_ok=True)
+    merge(base, adapter, tmp_path / "trained", dtype="float16")
+    made = AutoTokenizer.from_pretrained(tmp_path / "trained")
+    assert made.chat_template.endswith("trained") and made.get_vocab() == tokenizer.get_vocab()
 
 
 def test_a_hub_id_is_found_in_the_cache(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,43 +400,50 @@ def test_a_hub_id_is_found_in_the_cache(home: Path, tmp_path: Path, monkeypatch:
     (repo / "refs/main").write_text(revision)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_OFFLINE", True)
-    merging.check_base("somebody/base", home / "adapter")
+    merge_module.check_base("somebody/base", home / "adapter")
     assert merge("somebody/base", home / "adapter", tmp_path / "out").base == "somebody/base"
-    change(shutil.copytree(home / "adapter", tmp_path / "adapter") / "adapter_config.json", base_model_name_or_path="")
     with refused("merging.download_failed", base="nobody/base"):
-        merge("nobody/base", tmp_path / "adapter", tmp_path / "other")
+        merging.open_base("nobody/base")
 
 
 def test_a_model_that_does_not_fit_the_run_folder_goes_to_scratch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = lessons.RunFolder(paths.make_folder(tmp_path / "keep/run", "a test"))
-    places = platforms.Folders(tmp_path, tmp_path / "scratch", tmp_path / "keep", None)
-    monkeypatch.setattr(disk, "free_gib", lambda folder: 50.0 if folder.is_relative_to(places.scratch) else 10.0)
-    assert merging.choose_place(run, places, 8) == run.path / "merged" == run.merged
-    place = merging.choose_place(run, places, 15)
-    assert place == places.scratch / "run/merged" == lessons.RunFolder(run.path).merged
+    run = record.RunFolder(files.make_folder(tmp_path / "keep/run", "a test"))
+    started: Any = SimpleNamespace(run=run, model="m", scratch=tmp_path / "scratch/run")
+    monkeypatch.setattr(disk, "free_gib", lambda folder: 10.0)
+
+    def choose(gib: float) -> Path:
+        monkeypatch.setattr(merge_module, "size_gib", lambda *given: gib)
+        return merging.choose_folder(started)
+
+    assert choose(8) == run.path / "merged" == run.merged
+    place = choose(15)
+    assert place == started.scratch / "merged" == record.RunFolder(run.path).merged
     assert "[WARN]" in capsys.readouterr().out
-    assert merging.choose_place(run, places, 8) == run.path / "merged" == run.merged  # there is room again
-    monkeypatch.setattr(disk, "folder_gib", lambda folder: 40.0 if folder == paths.partial_of(place) else 0.0)
-    assert merging.choose_place(run, places, 80) == place  # half of it is written already
+    assert choose(8) == run.path / "merged" == run.merged  # there is room again
+    choose(15)
     for folder, about in ((run.adapter, {"steps": 3}), (place, {"adapter": {"steps": 3}})):
-        with paths.whole_folder(folder, about):
+        with files.complete_folder(folder, about):
             pass
-    assert merging.choose_place(run, places, 99) == place == run.merged  # finished: no more room is needed
+    assert choose(99) == place == run.merged  # finished: no more room is needed
+
+
+def test_a_lesson_checks_base_adapter_and_what_is_merged_onto(home: Path) -> None:
+    run = SimpleNamespace(adapter=home / "adapter")
+    cases = [("full", "lora", True), ("dequantized", "qlora", True), ("dequantized", "lora", False)]
+    for onto, method, allowed in [*cases, ("half", "qlora", False)]:
+        started: Any = SimpleNamespace(run=run, model=home / "base", profile=SimpleNamespace(method=method))
+        with nullcontext() if allowed else refused("merging.wrong_onto", onto=onto, method=method):
+            merging.check(started, onto)
 
 
 def test_the_command_replaces_another_model_only_on_request(home: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = ["merge", str(home / "base"), str(home / "adapter"), str(out), "--dtype"]
+    command = ["merge", str(home / "base"), str(home / "adapter"), str(tmp_path / "out"), "--dtype"]
     for _ in range(2):  # the second time there is nothing to do
         ran = CliRunner().invoke(cli.app, [*command, "float32"])
         assert ran.exit_code == 0, ran.output
-    assert_same_bits(out, merge(home / "base", home / "adapter", tmp_path / "x", dtype="float32").folder)
-    for _ in range(2):  # also when it was edited by hand
-        assert CliRunner().invoke(cli.app, [*command, "float16"]).exit_code == 1
-        with open(out / "config.json", "a") as file:
-            file.write(" ")
+    assert CliRunner().invoke(cli.app, [*command, "float16"]).exit_code == 1
     assert CliRunner().invoke(cli.app, [*command, "float16", "--replace"]).exit_code == 0
 
 
@@ -583,13 +468,14 @@ print((peak() - before) // 1024)
 def test_memory_does_not_grow_with_the_weight(stack: tuple[int, ...], dtype: str, home: Path, tmp_path: Path) -> None:
     """A single weight of 256 MiB, or fused experts (few rows of millions of numbers), merged in far less."""
     name, shape = "model.layers.0.mlp.up_proj", (64, 32) if stack else (16384, 8192)
-    base = paths.make_folder(tmp_path / "base", "a test")
+    base = files.make_folder(tmp_path / "base", "a test")
     (base / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
-    tensors = {f"{name}.weight": ("BF16", shape)} | ({"experts": ("BF16", stack)} if stack else {})
-    header = safetensors_io.make_header(tensors)
+    shapes = {f"{name}.weight": shape} | ({"experts": stack} if stack else {})
+    sizes = {key: 2 * torch.Size(one).numel() for key, one in shapes.items()}
+    header = safetensors_io.make_header({key: ("BF16", one, sizes[key]) for key, one in shapes.items()})
     with open(base / folders.SINGLE, "wb") as file:
         file.write(header)
-        file.truncate(len(header) + sum(2 * torch.Size(shape).numel() for _, shape in tensors.values()))
+        file.truncate(len(header) + sum(sizes.values()))
     adapter = shutil.copytree(home / "adapter", tmp_path / "adapter")
     factors = {"lora_A": torch.ones(4, shape[1]), "lora_B": torch.ones(shape[0], 4)}
     save_file({f"base_model.model.{name}.{part}.weight": one for part, one in factors.items()}, adapter / ADAPTER)

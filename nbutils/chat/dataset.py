@@ -1,140 +1,75 @@
-"""The length filter, and the datasets for the trainer: the tokens that were checked, and no second rendering.
-
-A row whose stop token max_length would cut off is left out loudly, never trained cut.
-"""
+"""Datasets for SFTTrainer, made of the tokens that were checked; answers of a model; a row with its trained tokens."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from nbutils.chat.render import View, training_format
-from nbutils.chat.types import IGNORED, Example, Row
+from nbutils import display, profiles
+from nbutils.chat.contract import ContractReport, FilteredRows, check_contract, filter_by_length
+from nbutils.chat.render import Example, Row, View, find_stop_ids, may_skip_thinking, training_format
 from nbutils.errors import CourseError
-from nbutils.hardware import Choice
-from nbutils.paths import write_text
+from nbutils.record import LessonLike
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-FILE = "too_long.jsonl"
-SHOWN = 5  # rows that are left out
-
-
-class Long(NamedTuple):
-    """A row that is left out: its number (from 1), its tokens, and how many are too many."""
-
-    row: int
-    tokens: int
-    cut: int
-    stop_lost: bool = True
+IGNORED = -100  # the label of a token without loss
+COLLATED_ROWS = 8  # a collator treats all rows alike
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """The rows that keep their stop tokens, and those that would not; of a kept row only white space is ever cut."""
+class ChatDataset:
+    """Rows as tokens and labels for SFTTrainer, and what was checked of them."""
 
-    form: Choice
-    max_length: int
-    kept: list[Row] = field(repr=False)
-    numbers: list[int] = field(repr=False)  # of the kept rows, from 1, among all
-    long: tuple[Long, ...]
-    longest: int
-    left_out: list[Row] = field(repr=False)
-    view: View = field(repr=False)
-    examples: list[Example] = field(repr=False)  # those of the kept rows
+    train: Dataset = field(repr=False)
+    eval: Dataset | None = field(repr=False)  # None: no held-back row can be validated on
+    lengths: list[int] = field(repr=False)  # tokens of each example that is trained
+    left_out: list[Row] = field(repr=False)  # too long
+    report: ContractReport
+    text: str
+
+    def facts(self) -> dict[str, Any]:
+        """What goes into facts.json."""
+        counts = {"examples": self.report.examples, "trained_tokens": self.report.trained}
+        return {"form": self.report.form.value, **counts, "rows_left_out": len(self.left_out)}
 
     def __str__(self) -> str:
-        total, count = len(self.kept) + len(self.long), len(self.long)
-        if not count:
-            limit = f"max_length is {self.max_length}" if self.max_length else "there is no limit"
-            return f"all {total} rows fit: the longest has {self.longest} tokens, {limit}"
-        lines = [f"{count} of {total} rows are LEFT OUT: max_length {self.max_length} would cut off their stop token"]
-        lines += [f"  row {one.row}: {one.tokens} tokens, {one.cut} too many" for one in self.long[:SHOWN]]
-        lines += [f"  and {count - SHOWN} more"] if count > SHOWN else []
-        lines += [f"  to train them raise train.max_length to {self.longest} (memory grows with it), or shorten them"]
-        return "\n".join(lines)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each example that is trained."""
-        return [len(example.ids) for example in self.examples]
-
-    def write(self, folder: Path) -> Path:
-        """Write the rows that are left out, with their numbers, to too_long.jsonl; empty without any."""
-        lines = [
-            json.dumps({"row": one.row, "tokens": one.tokens, "cut": one.cut} | row, ensure_ascii=False) + "\n"
-            for one, row in zip(self.long, self.left_out, strict=True)
-        ]
-        write_text(folder / FILE, "".join(lines))
-        return folder / FILE
+        return self.text
 
 
-def fitting(
-    tokenizer: Any,
-    rows: Sequence[Row],
-    max_length: int,
-    form: str = "",
-    thinking: bool | None = None,
-    stop_ids: Iterable[int] | None = None,
-) -> Fitting:
-    """Render all rows, and leave out those whose stop token lies beyond `max_length` (0: no limit).
-
-    `thinking` is the mode servers will be asked in, where the template has two; None is its default.
-    `stop_ids` are the tokens generation ends at (see find_stop_ids); None: the tokenizer's own.
-    """
-    choice = Choice(form, "as asked") if form else training_format(tokenizer, rows, thinking)
-    if not rows:
-        raise CourseError("chat.no_rows")
-    view = View(tokenizer, choice.value, thinking, stop_ids)
-    examples = view.encode_all(rows)
-    longest = max(len(example.ids) for example in examples)
-    long: dict[int, Long] = {}
-    for example in sorted(examples, key=lambda example: (example.row, len(example.ids))):
-        if 0 < max_length <= last_place(view, example):
-            long[example.row] = Long(example.row, len(example.ids), len(example.ids) - max_length)
-    if len(long) == len(rows):
-        raise CourseError("chat.all_rows_too_long", rows=len(rows), max_length=max_length, longest=longest)
-    numbers = [number for number in range(1, len(rows) + 1) if number not in long]
-    return Fitting(
-        form=choice,
-        max_length=max_length,
-        kept=[rows[number - 1] for number in numbers],
-        numbers=numbers,
-        long=tuple(long.values()),
-        longest=longest,
-        left_out=[rows[number - 1] for number in long],
-        view=view,
-        examples=[example for example in examples if example.row not in long],
-    )
+def build_dataset(
+    tokenizer: Any, train_rows: Sequence[Row], eval_rows: Sequence[Row], lesson: LessonLike
+) -> ChatDataset:
+    """Render the rows, leave out those that are too long (too_long.jsonl lists them), and check the contract."""
+    stop_ids = find_stop_ids(tokenizer, lesson.model)
+    filtered = filter_by_length(tokenizer, train_rows, lesson.profile.train.max_length, stop_ids=stop_ids)
+    filtered.write(lesson.run.data)
+    report = check_contract(filtered)
+    recipe = profiles.fit(lesson.resolved, profiles.Rows.of(filtered.lengths)).profile.train
+    validation = validation_dataset(filtered, eval_rows, int(recipe.validation_rows))
+    return ChatDataset(
+        training_dataset(filtered), validation if len(validation) else None, filtered.lengths, filtered.left_out,
+        report, f"{filtered}\n{report}",
+    )  # fmt: skip
 
 
-def last_place(view: View, example: Example) -> int:
-    """The position of the last trained token that is not white space: the stop token, in a sound example."""
-    at = example.trained.rfind(1)
-    while at > 0 and view.blank(example.ids[at]):
-        at = example.trained.rfind(1, 0, at)
-    return at
-
-
-def training_dataset(fitted: Fitting) -> Dataset:
+def training_dataset(filtered: FilteredRows) -> Dataset:
     """The examples of the kept rows, for SFTTrainer: it packs and shuffles these tokens, and changes none."""
-    return _dataset(fitted.examples)
+    return _dataset(filtered.examples)
 
 
-def validation_dataset(fitted: Fitting, held_back: Sequence[Row], count: int) -> Dataset:
+def validation_dataset(filtered: FilteredRows, held_back: Sequence[Row], count: int) -> Dataset:
     """`count` of the held-back rows, evenly spread, rendered as the training rows are; long ones are left out."""
     if count < len(held_back):
         held_back = [held_back[number * len(held_back) // count] for number in range(count)]
-    examples = fitted.view.encode_all(held_back) if count and held_back else []
-    usable = [one for one in examples if len(one.ids) <= (fitted.max_length or len(one.ids)) and any(one.trained)]
+    examples = filtered.view.encode_all(held_back) if count and held_back else []
+    usable = [one for one in examples if len(one.ids) <= (filtered.max_length or len(one.ids)) and any(one.trained)]
     if count and not usable:
-        print("no row is held back that could be validated on: trained without validation, the last step is kept")
+        print("No held-back row can be used for validation: training goes without it, and the last step is kept.")
     return _dataset(usable)
 
 
@@ -150,5 +85,58 @@ def _dataset(examples: Sequence[Example]) -> Dataset:
         trained += example.trained
     tokens = numpy.frombuffer(ids, dtype=numpy.int32)
     labels = numpy.where(numpy.frombuffer(trained, dtype=bool), tokens, IGNORED).astype(numpy.int64)
+    # offsets of 64 bits: those of a plain list end at 2**31 tokens
     columns = [pyarrow.LargeListArray.from_arrays(offsets, pyarrow.array(values)) for values in (tokens, labels)]
     return Dataset(pyarrow.table(columns, names=["input_ids", "labels"]))
+
+
+def check_trainer(trainer: Any, report: ContractReport) -> str:
+    """Stop unless, after packing, truncation and collation, exactly the tokens of the contract carry the loss."""
+    import numpy
+
+    dataset, trained, stops = trainer.train_dataset, 0, 0
+    for batch in dataset.with_format("arrow").iter(1000):
+        labels = batch["labels"].combine_chunks().flatten().to_numpy()
+        trained += int((labels != IGNORED).sum())
+        stops += int(numpy.isin(labels, report.stop_ids).sum())
+    rows = [dataset[at] for at in range(min(len(dataset), COLLATED_ROWS))]
+    hidden = sum(label != IGNORED for row in rows for label in row["labels"])
+    hidden -= int((trainer.data_collator(rows)["labels"] != IGNORED).sum())
+    if (trained, stops, hidden) != (report.trained, report.answers, 0):
+        found = f"{trained} tokens with {stops} stop tokens, and its collator hides {hidden}"
+        expected = f"{report.trained} tokens with {report.answers} stop tokens"
+        raise CourseError("chat.trainer_mismatch", found=found, expected=expected)
+    return f"collated, {trained} tokens are trained, {stops} stop tokens among them: as the contract counted"
+
+
+def answer(model: Any, tokenizer: Any, rows: Sequence[Row], max_new_tokens: int = 128) -> list[str]:
+    """The model's own answer to the last question of each row, as text; greedy, so it is the same every time."""
+    import torch
+
+    view = View(tokenizer, "prompt_completion", False if may_skip_thinking(tokenizer, rows) else None)
+    stops, training, answers = sorted(find_stop_ids(tokenizer, model.generation_config)), model.training, []
+    settings = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "use_cache": True}
+    model.eval()
+    for row in rows:
+        ids = torch.tensor([view.prompt(row["messages"][:-1], row.get("tools"))], device=model.device)
+        with torch.inference_mode():
+            output = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
+                eos_token_id=stops, pad_token_id=stops[0], **settings,
+            )  # fmt: skip
+        answers.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip())
+    model.train(training)
+    return answers
+
+
+def show_row(tokenizer: Any, row: Row) -> None:
+    """Show one conversation with its trained tokens in color; in [brackets] outside a notebook."""
+    form = training_format(tokenizer, [row]).value
+    ids, trained = View(tokenizer, form).encode(row["messages"], row.get("tools"))
+    groups = itertools.groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1])
+    runs = [(tokenizer.decode([token for token, _ in pairs]), mask) for mask, pairs in groups]
+    answers = sum(message["role"] == "assistant" for message in row["messages"])
+    if form == "prompt_completion" and answers > 1:
+        print(f"This row has {answers} answers, each an example of its own; here is the last one.")
+    print(f"{sum(trained)} of {len(ids)} tokens are trained. They are marked:")
+    display.show("tokens.html", "".join(f"[{text}]" if mask else text for text, mask in runs), runs=runs)

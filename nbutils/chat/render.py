@@ -1,56 +1,66 @@
-"""Rows as the trainer sees them, tokens with a loss mask, and as a server sees their prompts.
-
-Every row is rendered once; what is checked, counted and trained are these very tokens. Where the model's chat template
-does not mark its answers, TRL's training template for it is used.
-"""
+"""Rows as the trainer sees them, tokens with a loss mask, and as a server sees their prompts; each is rendered once."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from functools import cached_property
 from os import PathLike
 from typing import Any, NamedTuple
 
-from nbutils.chat.types import Example, Messages, Row, Tools, common_length, rows_think
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
 
-FORMS = ("messages", "prompt_completion")
+Message = dict[str, Any]
+Messages = list[Message]
+Tools = list[dict[str, Any]] | None
+Row = dict[str, Any]  # {"messages": [...]}, and "tools" where the row has some
 BATCH = 256  # conversations tokenized together
-PROGRESS_ROWS = 3000  # from here on a progress bar is worth it
+QUESTION: Message = {"role": "user", "content": "a question"}  # a plain conversation to try templates with
+ANSWER: Message = {"role": "assistant", "content": "an answer"}
+THOUGHT: Message = {"role": "assistant", "content": "<think>\na thought\n</think>\n\nan answer"}
 
 
-def _training_template(tokenizer: Any) -> str | None:
-    """The template that marks answers for the loss: the tokenizer's own, TRL's for it, or none."""
-    from jinja2 import TemplateError
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+class Conversation(NamedTuple):
+    """What becomes one example: messages, and the positions of the answers that are trained."""
 
-    if not tokenizer.chat_template:
-        raise CourseError("chat.no_chat_template", tokenizer=tokenizer.name_or_path or "this model")
-    own: str = tokenizer.get_chat_template()
-    if has_generation_markers(own):
-        return own
-    try:
-        return get_training_chat_template(tokenizer)
-    except (ValueError, TemplateError):
-        return None
+    row: int
+    messages: Messages
+    tools: Tools
+    turns: tuple[int, ...]
 
 
-def missing_stop(tokenizer: Any) -> str:
-    """The stop token to add where the template leaves the last answer open (GLM-4), else nothing."""
-    rendered = tokenizer.apply_chat_template(_conversation(1, thought=False), tokenize=False)
-    closing = rendered.rpartition("an answer")[2]
-    return "" if any(token in closing for token in tokenizer.get_added_vocab()) else str(tokenizer.eos_token or "")
+class Example(NamedTuple):
+    """One text the trainer trains on."""
+
+    row: int  # from 1
+    turns: tuple[int, ...]  # its answers, as indices of the row's messages
+    ids: array[int]
+    trained: bytes  # a 1 for each token with loss
+    shared: tuple[int, ...]  # for each answer: the tokens of the server's prompt that the text begins with
+    prompts: tuple[int, ...]  # for each answer: the tokens of the server's prompt
+
+
+def rows_think(rows: Sequence[Row]) -> bool:
+    """Whether any answer has a thought that is not empty; servers often write the opening <think> themselves."""
+    for answer in (message for row in rows for message in row["messages"] if message["role"] == "assistant"):
+        thought, closed, _ = str(answer.get("content") or "").partition("</think>")
+        if answer.get("reasoning_content") or (closed and thought.replace("<think>", "").strip()):
+            return True
+    return False
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences share from the start."""
+    if one == other[: len(one)]:
+        return len(one)
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def find_stop_ids(tokenizer: Any, generation: Any = None) -> set[int]:
-    """The tokens generation ends at: those of a generation config, or of the one in a model's folder or repository.
-
-    Where it names none, servers stop at the tokenizer's own.
-    """
+    """The tokens generation ends at: of a generation config, of the one in a model's folder, or the tokenizer's own."""
     if isinstance(generation, str | PathLike):
         from transformers import GenerationConfig
 
@@ -68,68 +78,53 @@ def first_stop(ids: Sequence[int], stops: set[int], start: int, end: int) -> int
     return next((at for at in range(start, end) if ids[at] in stops), end)
 
 
-class Conversation(NamedTuple):
-    """What becomes one example: messages, and the positions of the answers that are trained."""
+def _training_template(tokenizer: Any) -> str | None:
+    """The template that marks answers for the loss: the tokenizer's own, TRL's for it, or none."""
+    from jinja2 import TemplateError
+    from trl import chat_template_utils as trl
 
-    row: int
-    messages: Messages
-    tools: Tools
-    turns: tuple[int, ...]
+    if not tokenizer.chat_template:
+        raise CourseError("chat.no_chat_template", tokenizer=tokenizer.name_or_path or "this model")
+    own: str = tokenizer.get_chat_template()
+    if trl.has_generation_markers(own):
+        return own
+    try:
+        return trl.get_training_chat_template(tokenizer)
+    except (ValueError, TemplateError):
+        return None
 
 
 class View:
-    """How one tokenizer renders rows: for training, and as a server in a thinking mode would (None: its default).
-
-    Generation ends at `stop_ids` (None: at the tokenizer's own); nothing after one of them is trained.
-    """
+    """How a tokenizer renders rows: for training, up to `stop_ids`, and as a server in a thinking mode would."""
 
     def __init__(
         self, tokenizer: Any, form: str, thinking: bool | None = None, stop_ids: Iterable[int] | None = None
     ) -> None:
-        if form not in FORMS:
-            raise CourseError("chat.unknown_form", form=form, forms=", ".join(FORMS))
         self.tokenizer, self.form, self.thinking = tokenizer, form, thinking
         self.template = _training_template(tokenizer) if form == "messages" else None
         self.stops = find_stop_ids(tokenizer) if stop_ids is None else set(stop_ids)
         self._special = set(tokenizer.get_added_vocab().values())
         self._blank: dict[int, bool] = {}
-        with _template_errors():
-            self._added_stop = missing_stop(tokenizer) if form == "prompt_completion" else ""
-            self.prompt(_conversation(1, thought=False)[:1])
 
     def encode_all(self, rows: Sequence[Row]) -> list[Example]:
         """All examples of all rows, each rendered once."""
         from tqdm.auto import tqdm
 
+        conversations = self._conversations(tqdm(rows, desc="rendering", unit="row", disable=len(rows) < 3000))
         examples = []
-        with tqdm(total=len(rows), desc="rendering", unit="row", disable=len(rows) < PROGRESS_ROWS) as bar:
-            for tools, conversations in itertools.groupby(self._conversations(rows), key=lambda one: one.tools):
-                while batch := list(itertools.islice(conversations, BATCH)):
-                    examples += self._encode_or_refuse(batch, tools)
-                    bar.update(batch[-1].row - bar.n)
+        for tools, group in itertools.groupby(conversations, key=lambda one: one.tools):
+            while batch := list(itertools.islice(group, BATCH)):
+                examples += self._encode_or_refuse(batch, tools)
         return examples
-
-    def example(self, messages: Messages, tools: Tools = None) -> Example:
-        """One conversation; as prompt and completion: its last answer."""
-        *_, last = self._conversations([{"messages": messages, "tools": tools}])
-        return next(self._encode([last], tools))
 
     def encode(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[bool]]:
         """Token ids and loss mask of one conversation; as prompt and completion: of its last answer."""
-        example = self.example(messages, tools)
+        example = self.encode_all([{"messages": messages, "tools": tools}])[-1]
         return list(example.ids), [bool(mask) for mask in example.trained]
 
     def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """What a server tokenizes before it answers."""
-        return self._prompts([_parse_arguments(messages)], tools)[0]
-
-    def text(self, messages: Messages, tools: Tools = None) -> str:
-        """The training text of a conversation."""
-        *_, last = self._conversations([{"messages": messages, "tools": tools}])
-        rendered = self.tokenizer.apply_chat_template(
-            last.messages, chat_template=self.template, tools=last.tools, tokenize=False
-        )
-        return str(rendered) + self._added_stop
+        return self._prompts([messages], tools)[0]
 
     def blank(self, token: int) -> bool:
         """Whether a token is white space only."""
@@ -137,10 +132,19 @@ class View:
             self._blank[token] = not self.tokenizer.decode([token]).strip()
         return self._blank[token]
 
+    @cached_property
+    def _added_stop(self) -> list[int]:
+        """The stop token to add where the template leaves the last answer open (GLM-4), else nothing."""
+        if self.form == "messages" or self.tokenizer.eos_token is None:
+            return []
+        closing = self.tokenizer.apply_chat_template([QUESTION, ANSWER], tokenize=False).rpartition("an answer")[2]
+        closed = any(token in closing for token in self.tokenizer.get_added_vocab())
+        return [] if closed else [self.tokenizer.eos_token_id]
+
     def _conversations(self, rows: Iterable[Row]) -> Iterator[Conversation]:
         """A whole row, or each of its answers with what comes before it."""
         for number, row in enumerate(rows, start=1):
-            messages, tools = _parse_arguments(row["messages"]), row.get("tools") or None
+            messages, tools = row["messages"], row.get("tools") or None
             turns = tuple(at for at, message in enumerate(messages) if message["role"] == "assistant")
             if not turns or not turns[0]:
                 raise CourseError("chat.no_answer", row=number)
@@ -161,17 +165,14 @@ class View:
             raise CourseError("chat.row_refused", row=conversations[0].row, problem=problem) from problem
 
     def _encode(self, conversations: list[Conversation], tools: Tools) -> Iterator[Example]:
-        """Examples of conversations that share their tools."""
         marked = self.form == "messages"
         encoded = self.tokenizer.apply_chat_template(
             [one.messages for one in conversations], chat_template=self.template, tools=tools,
             return_dict=True, return_assistant_tokens_mask=marked,
         )  # fmt: skip
-        added = [self.tokenizer.convert_tokens_to_ids(self._added_stop)] if self._added_stop else []
-        before = [one.messages[:turn] for one in conversations for turn in one.turns]
-        prompts = iter(self._prompts(before, tools))
+        prompts = iter(self._prompts([one.messages[:turn] for one in conversations for turn in one.turns], tools))
         for at, one in enumerate(conversations):
-            ids = encoded["input_ids"][at] + added
+            ids = encoded["input_ids"][at] + self._added_stop
             own = [next(prompts) for _ in one.turns]
             shared = tuple(common_length(prompt, ids) for prompt in own)
             mask = bytearray(encoded["assistant_masks"][at] if marked else bytes(shared[0]).ljust(len(ids), b"\1"))
@@ -181,17 +182,11 @@ class View:
     def _prompts(self, before: list[Messages], tools: Tools) -> list[list[int]]:
         """What a server tokenizes before it answers: always by the tokenizer's own template."""
         mode = {} if self.thinking is None else {"enable_thinking": self.thinking}
-        return list(
-            self.tokenizer.apply_chat_template(
-                before, tools=tools, add_generation_prompt=True, return_dict=False, **mode
-            )
-        )
+        render = self.tokenizer.apply_chat_template
+        return list(render(before, tools=tools, add_generation_prompt=True, return_dict=False, **mode))
 
     def _trim(self, ids: list[int], mask: bytearray, starts: tuple[int, ...]) -> None:
-        """No loss on white space before an answer, which the server writes, nor on what follows its stop token.
-
-        Training templates mark some white space that no model has to write, and Phi-3 closes with two special tokens.
-        """
+        """No loss on white space before an answer, which the server writes, nor on what follows its stop token."""
         for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
             while start and mask[start - 1] and self.blank(ids[start - 1]):
                 start -= 1
@@ -202,89 +197,44 @@ class View:
                     break
                 mask[at] = 0
 
-    def has_thinking_modes(self) -> bool:
-        """Whether a server of this template can be asked with and without thinking."""
-        question = _conversation(1, thought=False)[:1]
-        views = (View(self.tokenizer, "prompt_completion", thinking) for thinking in (True, False))
-        return next(views).prompt(question) != next(views).prompt(question)
-
 
 def training_format(tokenizer: Any, rows: Sequence[Row] = (), thinking: bool | None = None) -> Choice:
     """`messages`, the whole conversation, where servers see the same text; else `prompt_completion`, per answer."""
-    template = _training_template(tokenizer)
-    if template is None:
+    if _training_template(tokenizer) is None:
         problem = "its template cannot mark answers and TRL has no training template for it"
     else:
-        with _template_errors():
-            problem = _whole_conversation_problem(tokenizer, template, rows, thinking)
-    if problem:
-        apart = "so each answer is an example of its own, after what a server would be sent"
-        return Choice("prompt_completion", f"{problem}, {apart}")
-    source = "its template marks" if template == tokenizer.get_chat_template() else "TRL's training template marks"
-    return Choice("messages", f"{source} the answers")
+        problem = _server_mismatch(View(tokenizer, "messages", thinking), rows)
+    if not problem:
+        return Choice("messages", "the training template marks the answers")
+    return Choice("prompt_completion", f"{problem}, so each answer is an example of its own")
 
 
-def _whole_conversation_problem(tokenizer: Any, template: str, rows: Sequence[Row], thinking: bool | None) -> str:
+def _server_mismatch(view: View, rows: Sequence[Row]) -> str:
     """Why whole conversations would not be what servers see; empty if they are."""
     from trl.chat_template_utils import is_chat_template_stop_token_trained
 
-    if not is_chat_template_stop_token_trained(tokenizer, chat_template=template):
-        return "its template marks the answers without their stop token"
-    view = View(tokenizer, "messages", thinking)
     several = any(sum(message["role"] == "assistant" for message in row["messages"]) > 1 for row in rows)
-    for thought in {False, rows_think(rows)}:
-        example = view.example(_conversation(1, thought))
+    for answer in [ANSWER, THOUGHT] if rows_think(rows) else [ANSWER]:
+        [example] = view.encode_all([{"messages": [QUESTION, answer]}])
         prompt = zip(example.ids[: example.shared[0]], example.trained, strict=False)
         if any(mask and not view.blank(token) for token, mask in prompt):  # Qwen3.5's prompt begins the thinking
             return "its training template marks what a server already writes"
+        if not is_chat_template_stop_token_trained(view.tokenizer, chat_template=view.template):
+            return "its template marks the answers without their stop token"
         if several:
-            example = view.example(_conversation(2, thought))
-            thoughts = tokenizer.decode(example.trained_ids()).count("a thought")
-            if example.shared[-1] != example.prompts[-1] or thoughts != 2 * thought:  # Qwen3 drops earlier thoughts
-                return "its template rewrites earlier answers"
+            [example] = view.encode_all([{"messages": [QUESTION, answer] * 2}])
+            trained = view.tokenizer.decode(list(itertools.compress(example.ids, example.trained)))
+            if example.shared[-1] != example.prompts[-1] or trained.count("a thought") != 2 * (answer is THOUGHT):
+                return "its template rewrites earlier answers"  # Qwen3 drops earlier thoughts
     return ""
 
 
 def may_skip_thinking(tokenizer: Any, rows: Sequence[Row]) -> bool:
-    """Whether a server may be asked with enable_thinking=False: the template knows it, no row has a thought, and the
-    training text begins with the prompts of that mode too."""
+    """Whether the template knows enable_thinking=False, and the rows begin with the prompts of that mode too."""
     if rows_think(rows):
         return False
-    view = View(tokenizer, training_format(tokenizer, rows).value, thinking=False)
-    return view.has_thinking_modes() and all(example.shared == example.prompts for example in view.encode_all(rows))
-
-
-def _conversation(answers: int, thought: bool) -> Messages:
-    """A plain conversation to try a template with."""
-    answer = "<think>\na thought\n</think>\n\nan answer" if thought else "an answer"
-    return [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}] * answers
-
-
-@contextmanager
-def _template_errors() -> Iterator[None]:
-    """A template that cannot render a plain conversation is refused."""
-    from jinja2 import TemplateError
-
-    try:
-        yield
-    except (TemplateError, TypeError, ValueError) as problem:
-        raise CourseError("chat.template_error", problem=problem) from problem
-
-
-def _parse_arguments(messages: Messages) -> Messages:
-    """Messages as servers hand them to the template: arguments of tool calls are objects, not JSON text."""
-    return [
-        message | {"tool_calls": list(map(parse_call, message["tool_calls"]))} if message.get("tool_calls") else message
-        for message in messages
-    ]
-
-
-def parse_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with its arguments as an object; most data has them as JSON text."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        return call | {"function": function | {"arguments": json.loads(function["arguments"])}}
-    except ValueError:
-        return call
+    form = training_format(tokenizer, rows).value
+    thinks, skips = (View(tokenizer, form, thinking) for thinking in (True, False))
+    if thinks.prompt([QUESTION]) == skips.prompt([QUESTION]):
+        return False
+    return all(example.shared == example.prompts for example in skips.encode_all(rows))

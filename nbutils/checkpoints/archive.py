@@ -1,8 +1,6 @@
-"""One checkpoint as an uncompressed tar archive and a manifest: pack, copy, verify, unpack.
+"""One checkpoint as a tar archive and a manifest, written last and read back: nothing is trusted without one that fits.
 
-The archive is written first and its manifest last, each under its final name (a rename on a network disk may not
-stick), and both are read back: nothing is trusted without a manifest that matches. Archives may come from strangers,
-so only what `pack` writes is unpacked: plain files and folders below `checkpoint-N`.
+Files get their final names at once, because a rename on a network disk may not stick. Archives may come from strangers.
 """
 
 from __future__ import annotations
@@ -13,22 +11,22 @@ import json
 import os
 import re
 import shutil
+import stat
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from pydantic import BaseModel, ValidationError
 
-from nbutils.paths import CHUNK, read_json, sha256
+from nbutils.files import CHUNK, read_json, sha256
 
 NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")  # as the trainer writes it
-MAX_MEMBERS, MAX_NAME_BYTES = 10_000, 255
+MAX_MEMBERS = 10_000
+Progress = Callable[[int], None]
 PLAIN_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
-UNREADABLE = "it cannot be read"
-NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # some network disks have none
 
 
 class Manifest(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -41,7 +39,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid", strict=True):
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredCheckpoint:
     """An archive and the manifest beside it."""
 
     archive: Path
@@ -54,10 +52,10 @@ class Kept:
 
 
 class HashingFile:
-    """A file for writing that counts bytes and computes their sha256."""
+    """A file for writing that counts bytes and computes their sha256; `progress` is called before each chunk."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.size, self.digest = file, 0, hashlib.sha256()
+    def __init__(self, file: IO[bytes], progress: Progress) -> None:
+        self.file, self.progress, self.size, self.digest = file, progress, 0, hashlib.sha256()
 
     def tell(self) -> int:
         """The position, which tarfile asks for."""
@@ -65,6 +63,7 @@ class HashingFile:
 
     def write(self, chunk: bytes) -> int:
         """Write and count."""
+        self.progress(len(chunk))
         self.digest.update(chunk)
         self.size += len(chunk)
         return self.file.write(chunk)
@@ -80,37 +79,37 @@ def step_of(path: Path | None) -> int:
     return int(path.name.rsplit("-", 1)[1]) if path else 0
 
 
-def pack(folder: Path, store: Path, fingerprint: dict[str, Any]) -> Kept:
-    """Write a checkpoint folder to `store` as an archive and its manifest."""
+def pack(
+    folder: Path, store: Path, fingerprint: dict[str, Any], progress: Progress = lambda count: None
+) -> StoredCheckpoint:
+    """Write a checkpoint folder to `store` as an archive; its manifest is written once the archive verifies there."""
     archive = store / f"{folder.name}.tar"
     forget(archive)
     with open(archive, "wb") as file:
-        counted = HashingFile(file)
+        counted = HashingFile(file, progress)
         with tarfile.open(fileobj=counted, mode="w", copybufsize=CHUNK, dereference=True) as tar:  # type: ignore[call-overload]
             tar.add(folder, arcname=folder.name)
         flush(file)
-    size, digest = counted.size, counted.digest.hexdigest()
-    manifest = Manifest(step=step_of(folder), size=size, sha256=digest, fingerprint=fingerprint)
-    return write_manifest(Kept(archive, manifest))
+    digest = counted.digest.hexdigest()
+    manifest = Manifest(step=step_of(folder), size=counted.size, sha256=digest, fingerprint=fingerprint)
+    return _verified(StoredCheckpoint(archive, manifest))
 
 
-def copy(one: Kept, store: Path, progress: Callable[[int], None] = lambda count: None) -> Kept:
+def copy(one: StoredCheckpoint, store: Path) -> StoredCheckpoint:
     """Copy a checkpoint to another store; the manifest is written once the copy verifies there."""
-    target = Kept(store / one.archive.name, one.manifest)
+    target = StoredCheckpoint(store / one.archive.name, one.manifest)
     forget(target.archive)
-    with open(one.archive, "rb") as source, open(target.archive, "wb") as file:
-        while chunk := source.read(CHUNK):
-            file.write(chunk)
-            progress(len(chunk))
-        flush(file)
-        with suppress(OSError, AttributeError):  # so that the check below reads the disk and not the page cache
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if problem := defect(target):
-        raise OSError(errno.EIO, f"the copy does not verify: {problem}")
-    return write_manifest(target)
+    shutil.copyfile(one.archive, target.archive)
+    return _verified(target)
 
 
-def write_manifest(one: Kept) -> Kept:
+def _verified(one: StoredCheckpoint) -> StoredCheckpoint:
+    if problem := defect(one):
+        raise OSError(errno.EIO, f"{one.archive.name} does not verify: {problem}")
+    return write_manifest(one)
+
+
+def write_manifest(one: StoredCheckpoint) -> StoredCheckpoint:
     """Write the manifest and read it back."""
     text = json.dumps(one.manifest.model_dump(), indent=2, ensure_ascii=False) + "\n"
     path = one.archive.with_suffix(".json")
@@ -123,13 +122,10 @@ def write_manifest(one: Kept) -> Kept:
 
 
 def flush(file: IO[Any]) -> None:
-    """Flush to disk, where the disk supports fsync."""
+    """Flush to disk; some network disks have no fsync."""
     file.flush()
-    try:
+    with suppress(OSError):  # what is written is read back before it counts
         os.fsync(file.fileno())
-    except OSError as problem:
-        if problem.errno not in NO_FSYNC:
-            raise
 
 
 def forget(archive: Path) -> None:
@@ -138,77 +134,64 @@ def forget(archive: Path) -> None:
     archive.unlink(missing_ok=True)
 
 
-def read_manifest(path: Path) -> Kept:
+def read_manifest(path: Path) -> StoredCheckpoint:
     """The checkpoint of a manifest file; ValueError if it is no manifest or belongs to another file name."""
     try:
         manifest = Manifest.model_validate(read_json(path))
     except ValidationError as problem:
         raise ValueError("it is no manifest") from problem
     if path.stem != f"checkpoint-{manifest.step}" or not NAME.fullmatch(path.stem):
-        raise ValueError(f"its name says {path.stem}, its content step {manifest.step}: renamed or duplicated")
-    return Kept(path.with_suffix(".tar"), manifest)
+        raise ValueError(f"it belongs to step {manifest.step}")
+    return StoredCheckpoint(path.with_suffix(".tar"), manifest)
 
 
-def defect(one: Kept, thorough: bool = True) -> str | None:
-    """Why a checkpoint cannot be trusted; None if it can. `thorough` also reads the archive."""
+def defect(one: StoredCheckpoint, thorough: bool = True) -> str | None:
+    """Why a checkpoint cannot be trusted, None if it can; `thorough` also reads it, with OSError if the disk fails."""
     try:
-        if not one.archive.is_file():
-            return "the archive is missing"
-        size = one.archive.stat().st_size
-        if size != one.manifest.size:
-            return f"{size:,} bytes, {one.manifest.size:,} expected: cut off or still uploading"
-        if thorough and sha256(one.archive) != one.manifest.sha256:
-            return "its sha256 differs: damaged"
-        if thorough:
-            with tarfile.open(one.archive, "r:") as tar:
-                for _ in _checked_members(tar, one):
-                    pass
+        found = one.archive.stat()
+    except FileNotFoundError:
+        return "the archive is missing"
+    if not stat.S_ISREG(found.st_mode) or found.st_size != one.manifest.size:
+        return f"{found.st_size:,} bytes, {one.manifest.size:,} expected: cut off or still uploading"
+    if not thorough:
+        return None
+    if sha256(one.archive) != one.manifest.sha256:
+        return "its sha256 differs: damaged"
+    try:
+        with tarfile.open(one.archive, "r:") as tar:
+            for _ in _checked_members(tar, one):
+                pass
     except (tarfile.TarError, ValueError, LookupError, OverflowError) as problem:  # tarfile raises all of them
         return f"it is no checkpoint archive of this course ({problem})"
-    except OSError as problem:
-        return f"{UNREADABLE} ({problem.strerror})"
     return None
 
 
-def unpack(one: Kept, folder: Path) -> Path:
+def unpack(one: StoredCheckpoint, folder: Path) -> Path:
     """Unpack below `folder`; the checkpoint folder gets its name once it is complete."""
     target, partial = folder / one.archive.stem, folder / f".{one.archive.stem}.partial"
     for old in (target, partial):
         shutil.rmtree(old, ignore_errors=True)
-    partial.mkdir(parents=True)
     with tarfile.open(one.archive, "r:") as tar:
-        for member in _checked_members(tar, one):
-            path = partial / member.name
+        for member in _checked_members(tar, one):  # plain files and folders: no owners, modes or links to restore
             if member.isdir():
-                path.mkdir(parents=True, exist_ok=True)
-                continue
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "xb") as file:
-                shutil.copyfileobj(cast(IO[bytes], tar.extractfile(member)), file, CHUNK)
+                (partial / member.name).mkdir(parents=True)
+            elif (content := tar.extractfile(member)) is not None:
+                with (partial / member.name).open("wb") as file:
+                    shutil.copyfileobj(content, file, CHUNK)
     os.replace(partial / one.archive.stem, target)
-    shutil.rmtree(partial)
+    partial.rmdir()
     return target
 
 
-def _checked_members(tar: tarfile.TarFile, one: Kept) -> Iterator[tarfile.TarInfo]:
+def _checked_members(tar: tarfile.TarFile, one: StoredCheckpoint) -> Iterator[tarfile.TarInfo]:
     """The members of an archive; TarError at the first that `pack` would not have written."""
-    top, room = PurePosixPath(one.archive.stem), one.manifest.size
-    is_folder = {top: True}
+    top = PurePosixPath(one.archive.stem)
+    is_folder: dict[PurePosixPath, bool] = {}
     for member in tar:
         path = PurePosixPath(member.name)
-        room -= member.size
-        if len(member.name.encode()) > MAX_NAME_BYTES:
-            raise tarfile.TarError(f"{member.name[:80]!r}... is too long a name")
-        if member.type not in PLAIN_TYPES or member.issparse() or member.size < 0 or tar.pax_headers:
-            raise tarfile.TarError(f"{member.name!r} is neither a file nor a folder")
-        if path.parts[:1] != top.parts or ".." in path.parts or "\0" in member.name:
-            raise tarfile.TarError(f"{member.name!r} lies outside {top}")
-        repeated = path in is_folder and not (is_folder[path] and member.isdir())
-        if repeated or not all(is_folder.setdefault(parent, True) for parent in path.parents):
-            raise tarfile.TarError(f"{member.name!r} is there twice, or below a file")
+        plain = member.type in PLAIN_TYPES and not member.issparse() and member.size >= 0 and not tar.pax_headers
+        inside = is_folder.get(path.parent, False) and path.name != ".." if is_folder else path == top
+        if not plain or not inside or path in is_folder or len(is_folder) > MAX_MEMBERS:
+            raise tarfile.TarError(f"{member.name[:80]!r} is not what a checkpoint holds")
         is_folder[path] = member.isdir()
-        if room < 0 or len(is_folder) > MAX_MEMBERS:
-            raise tarfile.TarError("it is larger than its manifest says, or has too many files")
         yield member
-    if all(is_folder.values()):
-        raise tarfile.TarError("it has no file")

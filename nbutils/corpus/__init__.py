@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from nbutils.corpus.pretraining import (
-    CHAT_TEMPLATE,
-    build_tokenizer,
-    chat,
-    finished_training,
-    pretraining_texts,
-    token_rows,
-)
-from nbutils.corpus.samples import sample_rows, write_samples
+from nbutils.corpus.pretraining import build_tokenizer, chat, finished_training, pretraining_texts, token_rows
+from nbutils.corpus.samples import write_samples
 
-__all__ = [
-    "CHAT_TEMPLATE", "build_tokenizer", "chat", "finished_training", "pretraining_texts", "sample_rows", "token_rows",
-    "write_samples",
-]  # fmt: skip
+__all__ = ["build_tokenizer", "chat", "finished_training", "pretraining_texts", "token_rows", "write_samples"]

@@ -1,11 +1,7 @@
-"""`python -m nbutils.corpus [folder]` writes the sample rows again."""
+"""`python -m nbutils.corpus` writes the sample rows again."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from nbutils.corpus import write_samples
 
-for path in write_samples(*map(Path, sys.argv[1:2])):
-    print("wrote", path)
+print("wrote", *write_samples())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from nbutils.data import text as private
 from nbutils.data.build import prepare
-from nbutils.data.card import DataCard, load, read_card, row_to_show, show_problems, stored_rows, verify
-from nbutils.data.columns import Mapping, parse_mapping
+from nbutils.data.card import DataCard, load, read_card, row_to_show, show, show_problems, stored_rows, verify
 from nbutils.data.read import read_rows
-from nbutils.data.rows import ChatRow, check_row, problems_of
+from nbutils.data.rows import ChatRow, check_row, parse_mapping, problems_of
 from nbutils.data.text import Problem, Row, RowError
 
 __all__ = [
-    "ChatRow", "DataCard", "Mapping", "Problem", "Row", "RowError", "check_row", "load", "parse_mapping", "prepare",
-    "private", "problems_of", "read_card", "read_rows", "row_to_show", "show_problems", "stored_rows", "verify",
+    "ChatRow", "DataCard", "Problem", "Row", "RowError", "check_row", "load", "parse_mapping", "prepare",
+    "problems_of", "read_card", "read_rows", "row_to_show", "show", "show_problems", "stored_rows", "verify",
 ]  # fmt: skip

@@ -29,11 +29,7 @@ TEMPLATE = 8  # more rows than this that are similar to one row are a template f
 
 
 def digests(row: ChatRow, numbers: bool = False) -> tuple[int, int]:
-    """Two 64-bit numbers: of the whole row as it is, and of all but its last answer as questions are compared.
-
-    They depend on the text alone, so that a row stays on its side on every machine and whatever is added. With
-    `numbers` 3.5 and 35 are two questions: that matters to a leak only.
-    """
+    """Of the whole row as it is, and of its question as questions are compared; with `numbers` 3.5 is not 35."""
     fields = [_field(message) for message in row.messages]
     prompt = SEPARATOR.join(fields[:-1]) + (f"\x1d{_json(row.tools)}" if row.tools else "")
     question = _normalized_bytes(prompt)
@@ -58,51 +54,35 @@ def _json(value: Any) -> str:
 
 def normalized(text: str) -> np.ndarray:
     """Each UTF-16 unit of a text as it is compared, 0 where it does not count."""
-    codes = _tables().normalized.take(np.frombuffer(text.encode("utf-16-le"), np.uint16))
+    table, letters, _ = _tables()
+    codes = table.take(np.frombuffer(text.encode("utf-16-le"), np.uint16))
     if "-" in text or "\uff0d" in text:  # the hyphen of `well-known` does not count, the minus of `x - y` does
         places = np.flatnonzero(codes[2:-2] == ord("-")) + 2
         for step in (-2, -1, 1, 2):
-            places = places[_tables().letters.take(codes[places + step])]
+            places = places[letters.take(codes[places + step])]
         codes[places] = 0
     return codes
 
 
 def _normalized_bytes(text: str) -> bytes:
     """The same bytes for all variants of a text; of one that ends with punctuation alone the text itself."""
-    if text.isascii() and "-" not in text:
-        kept = text.encode().translate(*_ascii())
-    else:
-        kept = _decoded(normalized(text)).replace("\0", "").encode("utf-8", "surrogatepass")
+    kept = _decoded(normalized(text)).replace("\0", "").encode("utf-8", "surrogatepass")
     return kept if kept and kept[-1] > 0x1F else text.encode()
-
-
-@functools.cache
-def _ascii() -> tuple[bytes, bytes]:
-    """What the ASCII characters are compared as, and those that do not count."""
-    codes = bytes(_tables().normalized[:128].astype(np.uint8))
-    return codes + bytes(128), bytes(code for code in range(128) if not codes[code])
 
 
 def _decoded(codes: np.ndarray) -> str:
     return codes.tobytes().decode("utf-16-le", "surrogatepass")
 
 
-class Tables(NamedTuple):
-    """For each UTF-16 unit: what it is compared as, whether it is a letter, and whether it is a numeral or symbol."""
-
-    normalized: np.ndarray
-    letters: np.ndarray
-    exact: np.ndarray
-
-
 @functools.cache
-def _tables() -> Tables:
+def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each UTF-16 unit: what it is compared as, whether it is a letter, and whether it is a numeral or symbol."""
     characters = [chr(code) for code in range(1 << 16)]
     codes = np.array([_normalized_code(character) for character in characters], np.uint16)
     codes[0x1D:0x20] = [0x1D, 0x1E, 0x1F]
     letters = np.array([unicodedata.category(character)[0] == "L" for character in characters], np.bool_)
     exact = [c in NUMERALS + SYMBOLS + SEPARATOR or unicodedata.category(c) in ("Sm", "Sc") for c in characters]
-    return Tables(codes, letters, np.array(exact, np.bool_))
+    return codes, letters, np.array(exact, np.bool_)
 
 
 def _normalized_code(character: str) -> int:
@@ -128,8 +108,7 @@ def row_text(messages: Sequence[dict[str, Any]], tools: Any = None) -> RowText:
 
 
 def _numbers_and_symbols(codes: np.ndarray) -> list[str]:
-    """What has to be equal of each text between two separators."""
-    kept = _decoded(np.where(_tables().exact.take(codes), codes, ord(" ")))
+    kept = _decoded(np.where(_tables()[2].take(codes), codes, ord(" ")))
     return [" ".join(text.split()) for text in kept.split(SEPARATOR)[1:-1]]
 
 

@@ -37,9 +37,9 @@ def find_uv() -> str | None:
 
 
 def new_environment(folder: Path) -> list[str]:
-    """The command that makes an empty environment whose interpreter still works after the folder was moved."""
+    """The command that makes an empty environment."""
     uv = find_uv()
-    make = [uv, "venv", "--relocatable", "--allow-existing", "--python", sys.executable] if uv else []
+    make = [uv, "venv", "--allow-existing", "--python", sys.executable] if uv else []
     return [*(make or [sys.executable, "-m", "venv", "--without-pip"]), str(folder)]
 
 

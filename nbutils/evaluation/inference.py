@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from nbutils import hardware
 from nbutils.chat import View, find_stop_ids
-from nbutils.errors import CourseError
 
 STOP_CHECK = 16  # decoding steps between two checks whether all answers have ended: a check makes the GPU wait
 MEMORY_SHARE = 0.5  # of the free GPU memory is planned for; the rest is for copies while the KV cache grows
@@ -42,9 +41,9 @@ class Encoded(NamedTuple):
     places: list[int]
 
 
-def reach(model: Any, *limits: int) -> int:
-    """The context length of a model, or the smallest of `limits` if that is shorter; 0 if nothing is known."""
-    own = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0
+def context_length(config: Any, *limits: int) -> int:
+    """The context length of a model's config, or the smallest of `limits` if that is shorter; 0: nothing is known."""
+    own = getattr(config.get_text_config(), "max_position_embeddings", 0) or 0
     return min(filter(None, (int(own), *limits)), default=0)
 
 
@@ -54,19 +53,18 @@ def in_batches(
     """Results of `work` row by row; where GPU memory runs out, the batch is halved and the work goes on."""
     done = 0
     while done < len(order):
-        batch = order[done : done + batch_size]
+        batch, results = order[done : done + batch_size], list[Any]()
         try:
             results = work(batch)
         except RuntimeError as problem:
             if len(batch) == 1 or not hardware.out_of_memory(problem):
                 raise
-            batch_size, results = len(batch) // 2, []
-            print(f"out of memory with {len(batch)} rows at a time: going on with {batch_size}")
         if not results:
+            batch_size = len(batch) // 2
+            print(f"out of memory with {len(batch)} rows at a time: going on with {batch_size}")
             hardware.free_memory()  # out here, where the failed call's tensors are no longer held by its error
-            continue
-        yield from zip(batch, results, strict=True)
-        done += len(batch)
+        yield from zip(batch, results, strict=False)
+        done += len(results)
 
 
 def fitting_batch(model: Any, tokens: int, most: int) -> int:
@@ -88,12 +86,11 @@ def padded(texts: Sequence[list[int]], pad: int, device: Any, *, left: bool) -> 
     """Token ids and attention mask of a batch, padded on one side."""
     import torch
 
-    width = max(map(len, texts))
-    lengths = torch.tensor([len(text) for text in texts], device=device)[:, None]
-    places = torch.arange(width, device=device)
-    mask = (places >= width - lengths if left else places < lengths).long()
-    ids = torch.full_like(mask, pad)
-    ids[mask.bool()] = torch.tensor([token for text in texts for token in text], device=device)
+    rows, side = [torch.tensor(text) for text in texts], "left" if left else "right"
+    ids, mask = (
+        torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=value, padding_side=side).to(device)
+        for values, value in ((rows, pad), ([torch.ones_like(row) for row in rows], 0))
+    )
     return ids, mask
 
 
@@ -101,10 +98,8 @@ def generate(
     model: Any, tokenizer: Any, conversations: Sequence[list[Message]], max_new_tokens: int, batch_size: int
 ) -> list[Answer]:
     """Greedy answers to all conversations, in their order."""
-    view = View(tokenizer, "prompt_completion")
-    prompts = dict(enumerate(view.prompt(conversation) for conversation in conversations))
-    found = dict(answer_prompts(model, tokenizer, prompts, max_new_tokens, batch_size))
-    return [found[number] for number in prompts]
+    prompts = dict(enumerate(map(View(tokenizer, "prompt_completion").prompt, conversations)))
+    return [one for _, one in sorted(answer_prompts(model, tokenizer, prompts, max_new_tokens, batch_size))]
 
 
 def answer_prompts(
@@ -118,10 +113,11 @@ def answer_prompts(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
     order = sorted(prompts, key=lambda number: -len(prompts[number]))
 
-    def work(batch: Sequence[int]) -> list[list[int]]:
-        return generate_ids(model, [prompts[number] for number in batch], max_new_tokens, stops, pad)
-
-    for number, ids in tqdm(in_batches(order, batch_size, work), total=len(order), desc="answers", unit="row"):
+    found = in_batches(
+        order, batch_size,
+        lambda batch: generate_ids(model, [prompts[number] for number in batch], max_new_tokens, stops, pad),
+    )  # fmt: skip
+    for number, ids in tqdm(found, total=len(order), desc="answers", unit="row"):
         text = str(tokenizer.decode(ids, skip_special_tokens=True))
         yield number, Answer(prompts[number], ids, text, bool(ids) and ids[-1] in stops)
 
@@ -186,19 +182,15 @@ def decode(model: Any, ids: Any, mask: Any, max_new_tokens: int, stops: list[int
 
 
 def _until_stop(ids: list[int], stops: list[int]) -> list[int]:
-    end = next((position for position, token in enumerate(ids) if token in stops), len(ids))
-    return ids[: end + 1]
+    return ids[: next((at for at, token in enumerate(ids) if token in stops), len(ids)) + 1]
 
 
 def encode_rows(view: View, rows: Sequence[Row]) -> list[Encoded]:
     """Rows as training sees them."""
-    found = []
-    for example in view.encode_all(rows):
-        places = [place - 1 for place, counts in enumerate(example.trained) if counts and place]
-        if not places:
-            raise CourseError("evaluation.no_answer_tokens", row=example.row)
-        found.append(Encoded(example.row - 1, list(example.ids), places))
-    return found
+    return [
+        Encoded(one.row - 1, list(one.ids), [at - 1 for at, counts in enumerate(one.trained) if counts and at])
+        for one in view.encode_all(rows)
+    ]
 
 
 def row_losses(model: Any, texts: Sequence[Encoded], batch_size: int) -> list[RowLoss]:
@@ -210,10 +202,8 @@ def row_losses(model: Any, texts: Sequence[Encoded], batch_size: int) -> list[Ro
     logits = int(model.config.get_text_config().vocab_size) * max(row.places[-1] + 1 - row.places[0] for row in texts)
     batch_size = fitting_batch(model, len(texts[order[0]].ids), max(1, min(batch_size, MAX_LOGITS // logits)))
 
-    def work(batch: Sequence[int]) -> list[float]:
-        return _batch_losses(model, [texts[number] for number in batch])
-
-    for number, loss in tqdm(in_batches(order, batch_size, work), total=len(order), desc="losses", unit="row"):
+    losses = in_batches(order, batch_size, lambda batch: _batch_losses(model, [texts[number] for number in batch]))
+    for number, loss in tqdm(losses, total=len(order), desc="losses", unit="row"):
         row, so_far = texts[number].row, found[texts[number].row]
         found[row] = RowLoss(so_far.total + loss, so_far.tokens + len(texts[number].places))
     return found

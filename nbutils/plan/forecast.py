@@ -1,98 +1,248 @@
-"""The whole forecast: the fastest setting that fits, memory, speed, hours, cost, disk and RAM; and its text.
+"""The forecast of a training: peak memory, speed, hours, cost and disk, and the fastest setting that fits.
 
-What cannot be known stays None, and a note says which fact is missing.
+Memory is the peak of torch's allocator (`torch.cuda.max_memory_allocated`) on one GPU. Speed was measured on one H200;
+other GPUs are forecast from their published numbers. What cannot be known stays None, and a note says what is missing.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from nbutils import scaling
+from nbutils import distributed
 from nbutils.config import Profile, Train
-from nbutils.errors import CourseError
-from nbutils.models import Shape, find_shape, known_models
-from nbutils.paths import GIB
-from nbutils.plan import estimate
-from nbutils.plan.estimate import ADAPTER, GRADIENT, Recipe, from_profile, peak_gib, tokens_per_second
-from nbutils.plan.gpus import CardFacts
-from nbutils.plan.schedule import Rows, Schedule, apply, choose, choose_method, few_steps, schedule
+from nbutils.files import GIB
+from nbutils.hardware import BF16_FROM
+from nbutils.models import Shape, find_shape
+from nbutils.plan.gpus import GPUSpec
+from nbutils.plan.schedule import PACKED, Rows, Schedule, apply, choose, few_steps, schedule
 
+# weights: bytes of one weight of the linear layers
+NF4 = 0.5 + 4 / 64  # 4 bits, and a float32 scale for each 64 weights
+NF4_DOUBLE = 0.5 + 1 / 64 + 4 / (64 * 256)  # the scales in 8 bits, and a float32 for each 256 of them
+# adapters and optimizer: bytes of one adapter weight
+ADAPTER, GRADIENT = 4, 4  # float32; gradients wait for the rest of the batch where micro-batches are accumulated
+OPTIMIZER_8BIT, OPTIMIZER = 2, 8  # Adam's two moments; a paged one may live in RAM, counted all the same
+# activations: tensors of a micro-step's tokens that one layer keeps for its backward pass
+SAVED_HIDDEN = 4  # input and output of both norms
+SAVED_HEADS = 2  # of the query heads' size: q and the result; k and v come on top, once each
+SAVED_MLP = 2  # gate and up; their product is made again when it is needed
+PLAIN_HIDDEN = 4.5  # without Liger: float32 copies in the norms, q and k before and after their rotation (measured)
+ADAPTERS = 7  # each keeps its narrow result, rank wide
+BACKWARD_HIDDEN, BACKWARD_MLP = 1, 1  # gradients alive while one layer's MLP is computed backwards
+OFFLOAD_STASH = 5  # layer inputs that stay on the GPU while the others travel to RAM and back (TRL's own number)
+# logits: the loss is computed in tiles, so the table of tokens x vocabulary never exists
+LOSS_HIDDEN = 2 + 2 + 4  # bytes for each of tokens x hidden: the last state twice, and its gradient in float32
+LOSS_TILE = (4096, 32768)  # tokens x words of one tile (TRL's own numbers); gone before the layers go backwards
+# workspace
+MASK = 14  # bytes for each pair of tokens where packed rows are kept apart by a mask (measured)
+SLACK = 0.08 * GIB  # cuBLAS' own space, and small things that nobody names (measured)
+# speed
+ARITHMETIC = 0.58  # share of the published TFLOP/s that the matrix products reach (7B and 1.5B, 8,192 tokens and more)
+BANDWIDTH = 0.6  # share of the published GB/s that element by element work reaches
+ALONE = 0.48  # share of the published TFLOP/s the whole step reaches, for GPUs whose bandwidth nobody gave
+ELEMENTWISE, PLAIN = 2.5, 6  # times a layer's inputs and outputs are read or written beside the products; without Liger
+AGAIN = 0.71  # share of a layer's products that recomputation repeats: all but the last of its MLP
+LAUNCH, LAUNCH_AGAIN = 0.0073, 0.0053  # seconds Python needs to start a layer's kernels: there and back, once more
+LAUNCH_QUANTIZED, LAUNCH_OFFLOAD = 0.005, 0.004  # and for a layer in 4 bits, and for one whose input travels
+RAM_LINK = 12e9  # bytes per second between GPU and RAM, over PCIe as rented machines have it: an assumption
+OFFLOAD = 1.03  # what parking the layer inputs in RAM costs beside the travel
+PARALLEL = 0.9  # what a second GPU adds, with gradients exchanged over PCIe: an estimate, not measured
+RARE = 4  # standard deviations: of some hundred micro-batches, hardly one is larger
+# limits
 MARGIN = 0.08  # of the GPU's memory stays free: the forecast may be that much off, and memory gets fragmented
 CONTEXT_GIB = 0.5  # CUDA's own, which torch's allocator does not count
 NEARLY = 0.98  # settings this close to the fastest count as equal; the one with the lowest peak is taken
 CHECKPOINTING = ("off", "on", "offload")
-MEASURED = "H200"  # the one GPU whose speed was measured
 SPARE = 1.1  # merging needs a tenth more disk than the model has
 MERGE_RAM_GIB = 2.0  # Python, torch and the blocks of a merge, which never holds a whole weight
-UNSCHEDULED = ("steps", "examples_per_step", "epochs", "learning_rate")  # without --rows and --mean-length
-WIDTH = 120
 
 
 @dataclass(frozen=True)
-class Option:
-    """One setting on one GPU: its forecast peak and its speed (None where the GPU's arithmetic is not known)."""
+class Recipe:
+    """How one trains, as far as memory and speed depend on it; `checkpointing` is off, on or offload."""
 
-    recipe: Recipe
-    peak_gib: float
-    tokens_per_second: float | None
+    method: str = "qlora"
+    rank: int = 16
+    precision: str = "bf16"
+    attention: str = "varlen"
+    liger: bool = True
+    optimizer: str = "paged_adamw_8bit"
+    length: int = 2048
+    micro_batch: int = 1
+    checkpointing: str = "on"
+    double: bool = True
+    packing: bool = True
+    accumulation: int = 1
+    dropout: bool = False
+    spread: float = 0.0  # standard deviation of the lengths, where rows are not packed
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-step, laid end to end: all alike where rows are packed, else of one that is rarely met."""
+        return round(self.micro_batch * self.length + RARE * self.spread * self.micro_batch**0.5)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number that is computed with."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a weight of the linear layers."""
+        return self.wide if self.method != "qlora" else NF4_DOUBLE if self.double else NF4
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of optimizer state for one trained weight."""
+        return OPTIMIZER_8BIT if self.optimizer.endswith("8bit") else OPTIMIZER
+
+    @property
+    def passes(self) -> float:
+        """Times a layer's products are computed: forward, backward, and most of forward again with checkpointing."""
+        return 2 if self.checkpointing == "off" else 2 + AGAIN
+
+    @property
+    def filled(self) -> float:
+        """Share of the computed tokens that are real."""
+        return PACKED if self.packing else 1.0
 
 
-def limit_gib(gpu: CardFacts) -> float:
+def from_profile(profile: Profile, gpu: GPUSpec, rows: Rows | None = None) -> Recipe:
+    """A settled profile's recipe on a GPU; what it leaves to the machine is decided by the GPU's capability."""
+    train, machine = profile.train, profile.machine
+    new = gpu.capability >= BF16_FROM  # torch's varlen attention and Triton's kernels begin there too
+    precision, attention, liger = ("bf16", "varlen", "on") if new else ("fp16", "sdpa", "off")
+    single = rows if rows and not train.packing else None
+    return Recipe(
+        method=profile.method,
+        rank=profile.lora.rank,
+        precision=precision if machine.precision == "auto" else machine.precision,
+        attention=attention if machine.attention == "auto" else machine.attention,
+        liger=(liger if machine.liger == "auto" else machine.liger) == "on",
+        optimizer=train.optimizer,
+        length=round(single.mean) if single else train.max_length,
+        spread=single.spread if single else 0.0,
+        double=profile.quantization.double,
+        packing=bool(train.packing),
+        dropout=profile.lora.dropout > 0,
+    )
+
+
+def peak_gib(shape: Shape, recipe: Recipe) -> float:
+    """The forecast peak on one GPU."""
+    return sum(parts(shape, recipe).values())
+
+
+def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
+    """GiB by part; their sum is the forecast peak."""
+    trained, tokens, wide = shape.adapter_params(recipe.rank), recipe.tokens, recipe.wide
+    layer_input = tokens * shape.hidden * wide
+    saved = _saved_by_layer(shape, recipe)
+    # alive only while one layer is computed backwards: its gradients, what it computed again, one weight in 16 bits
+    mlp = BACKWARD_MLP + recipe.dropout  # with dropout also the thinned activation
+    backward: float = tokens * (BACKWARD_HIDDEN * shape.hidden + mlp * shape.intermediate) * wide
+    backward += 0 if recipe.checkpointing == "off" else saved - layer_input
+    backward += max(inner * outer for inner, outer in shape.linears) * wide if recipe.method == "qlora" else 0
+    kept = {"off": shape.layers * saved, "on": shape.layers * layer_input,
+            "offload": min(OFFLOAD_STASH, shape.layers) * layer_input}  # fmt: skip
+    tile = min(LOSS_TILE[0], tokens) * min(LOSS_TILE[1], shape.vocab) * wide
+    mask = MASK * tokens**2 if recipe.attention == "sdpa" else 0  # rows are laid end to end: one long one
+    found = {
+        "weights": shape.linear_params * recipe.weight_bytes + shape.other_params * wide,
+        "adapters": trained * (ADAPTER + GRADIENT * (recipe.accumulation > 1)),
+        "optimizer": trained * recipe.optimizer_bytes,
+        "activations": kept[recipe.checkpointing] + backward,
+        "logits": max(0.0, tokens * shape.hidden * LOSS_HIDDEN + tile - backward),  # before a layer at work
+        "workspace": mask + SLACK,
+    }
+    return {name: size / GIB for name, size in found.items()}
+
+
+def _saved_by_layer(shape: Shape, recipe: Recipe) -> float:
+    """Bytes that one layer keeps for its backward pass."""
+    numbers = (
+        (SAVED_HIDDEN + (0 if recipe.liger else PLAIN_HIDDEN)) * shape.hidden
+        + (SAVED_HEADS * shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        + SAVED_MLP * shape.intermediate
+        + ADAPTERS * recipe.rank
+    )
+    dropped = sum(inner for inner, _ in shape.linears) if recipe.dropout else 0  # a byte for each input of an adapter
+    return recipe.tokens * (numbers * recipe.wide + dropped)
+
+
+def tokens_per_second(shape: Shape, recipe: Recipe, gpu: GPUSpec) -> float | None:
+    """Real tokens per second on all GPUs together; None where a GPU's arithmetic is not known."""
+    if gpu.tflops is None:
+        return None
+    recipe = replace(recipe, spread=0.0)  # the usual micro-batch, not the rare one
+    if gpu.bandwidth is None:
+        computing = _flops(shape, recipe) / (ALONE * gpu.tflops * 1e12)
+    else:
+        computing = _flops(shape, recipe) / (ARITHMETIC * gpu.tflops * 1e12)
+        computing += _moved_bytes(shape, recipe) / (BANDWIDTH * gpu.bandwidth * 1e9)
+    launching = LAUNCH + LAUNCH_QUANTIZED * (recipe.method == "qlora")  # a small step on a fast GPU waits for Python
+    launching += LAUNCH_AGAIN * (recipe.checkpointing != "off") + LAUNCH_OFFLOAD * (recipe.checkpointing == "offload")
+    seconds = max(computing, launching * shape.layers)
+    if recipe.checkpointing == "offload":
+        travelling = 2 * shape.layers * recipe.tokens * shape.hidden * recipe.wide / RAM_LINK
+        seconds = max(computing * OFFLOAD, launching * shape.layers, travelling)
+    together = 1.0 if gpu.count == 1 else gpu.count * PARALLEL
+    return recipe.tokens * recipe.filled / seconds * together
+
+
+def _flops(shape: Shape, recipe: Recipe) -> float:
+    """Floating point operations of a micro-step: the frozen weights need no gradient of their own."""
+    linear = 2 * shape.linear_params * recipe.passes
+    head = 3 * 2 * shape.vocab * shape.hidden  # forward, again in the backward pass, and backward
+    seen = recipe.tokens if recipe.attention == "sdpa" else recipe.length / 2
+    attention = 4 * seen * shape.heads * shape.head_dim * shape.layers * (recipe.passes + 1)
+    return recipe.tokens * (linear + head + attention)
+
+
+def _moved_bytes(shape: Shape, recipe: Recipe) -> float:
+    """Bytes through the GPU's memory in a micro-step: weights brought to 16 bits, and work element by element."""
+    brought = shape.linear_params * (NF4_DOUBLE + recipe.wide) if recipe.method == "qlora" else 0
+    times = ELEMENTWISE if recipe.liger else PLAIN
+    touched = recipe.tokens * shape.layers * sum(map(sum, shape.linears)) * recipe.wide * times
+    return recipe.passes * (brought + touched)
+
+
+def limit_gib(gpu: GPUSpec) -> float:
     """How much the plan lets torch use of one GPU."""
     return gpu.memory_gib * (1 - MARGIN) - CONTEXT_GIB
 
 
-def divisors(number: int) -> list[int]:
-    """All numbers that divide it, smallest first."""
-    return [one for one in range(1, number + 1) if number % one == 0]
-
-
-def options(shape: Shape, recipe: Recipe, batch: int, gpu: CardFacts, train: Train | None = None) -> list[Option]:
+def candidates(recipe: Recipe, batch: int, gpu: GPUSpec, train: Train | None = None) -> list[Recipe]:
     """Every micro-batch that divides a GPU's share of the batch, with every checkpointing; what `train` names stays."""
-    scaling.require_shares(batch, gpu.count)
-    rows, sizes = batch // gpu.count, divisors(batch // gpu.count)
+    distributed.require_shares(batch, gpu.count)
+    rows = batch // gpu.count
+    sizes = [size for size in range(1, rows + 1) if rows % size == 0]
     ways: Sequence[str] = CHECKPOINTING
     if train and train.micro_batch != "auto":
         sizes = [train.micro_batch]
     if train and train.gradient_checkpointing != "auto":
         ways = (train.gradient_checkpointing,)
     pairs = [(size, way) for size in sizes for way in ways]
-    settings = [replace(recipe, micro_batch=size, checkpointing=way, accumulation=rows // size) for size, way in pairs]
-    return [Option(one, peak_gib(shape, one), tokens_per_second(shape, one, gpu, gpu.count)) for one in settings]
+    return [replace(recipe, micro_batch=size, checkpointing=way, accumulation=rows // size) for size, way in pairs]
 
 
-def best_option(found: Sequence[Option], gpu: CardFacts) -> Option:
+def best_option(shape: Shape, recipes: Sequence[Recipe], gpu: GPUSpec) -> Recipe:
     """The fastest that fits, among nearly equals the one with the lowest peak; the smallest where nothing fits."""
-    fitting = [one for one in found if one.peak_gib <= limit_gib(gpu)]
-    rates = [one.tokens_per_second for one in fitting if one.tokens_per_second is not None]
-    if fitting and not rates:  # speed unknown: no recomputing, large steps
-        return min(fitting, key=lambda one: (CHECKPOINTING.index(one.recipe.checkpointing), -one.recipe.micro_batch))
-    good = [one for one in fitting if (one.tokens_per_second or 0) >= NEARLY * max(rates)]
-    return min(good or found, key=lambda one: one.peak_gib)
+    peaks = {recipe: peak_gib(shape, recipe) for recipe in recipes}
+    fitting = [recipe for recipe in recipes if peaks[recipe] <= limit_gib(gpu)]
+    if fitting and gpu.tflops is None:  # speed unknown: no recomputing, large steps
+        return min(fitting, key=lambda recipe: (CHECKPOINTING.index(recipe.checkpointing), -recipe.micro_batch))
+    rates = {recipe: tokens_per_second(shape, recipe, gpu) or 0.0 for recipe in fitting}
+    good = [recipe for recipe in fitting if rates[recipe] >= NEARLY * max(rates.values())]
+    return min(good or recipes, key=peaks.__getitem__)
 
 
-def require_fit(shape: Shape, recipe: Recipe, batch: int, gpu: CardFacts) -> None:
-    """Stop where not even the smallest setting fits, with what would."""
-    least = min(options(shape, recipe, batch, gpu), key=lambda one: one.peak_gib)
-    limit = limit_gib(gpu)
-    if least.peak_gib <= limit:
-        return
-    halved = [recipe.length >> step for step in range(1, 8) if recipe.length >> step >= 256]
-    known = sorted(known_models().values(), key=lambda one: -one.params)
-    smaller = [one for one in known if one.params < shape.params]
-    fits = [f"length {one}" for one in halved if peak_gib(shape, replace(least.recipe, length=one)) <= limit][:1]
-    fits += [f"model {one.name}" for one in smaller if peak_gib(one, least.recipe) <= limit][:1]
-    raise CourseError(
-        "plan.does_not_fit", model=shape.name, method=recipe.method, rank=recipe.rank, length=recipe.length,
-        needed=least.peak_gib, gpu=gpu.name, limit=limit, memory=gpu.memory_gib, missing=least.peak_gib - limit,
-        fits=" or ".join(fits) or "neither a shorter length nor a smaller course model",
-    )  # fmt: skip
-
-
-# ---- the forecast
+def fastest(profile: Profile, shape: Shape, gpu: GPUSpec, rows: Rows | None) -> Recipe:
+    """The best micro-batch and checkpointing for a profile, as far as it leaves them open."""
+    recipe, train = from_profile(profile, gpu, rows), profile.train
+    return best_option(shape, candidates(recipe, train.step_rows, gpu, train), gpu)
 
 
 @dataclass(frozen=True)
@@ -100,18 +250,16 @@ class Forecast:
     """What a training will need; None where a fact is missing, and `notes` says which."""
 
     model: str
-    card: CardFacts
+    gpu: GPUSpec
     recipe: Recipe
     batch: int
     parts: dict[str, float]
     tokens_per_second: float | None
     hours: float | None
-    cost: dict[str, float | None]
     disk_gib: dict[str, float]
     after_gib: dict[str, float]
-    amount: str
-    schedule: Schedule | None = None
-    notes: list[str] = field(default_factory=list)
+    schedule: Schedule | None
+    notes: list[str]
 
     @property
     def peak_vram_gib(self) -> float:
@@ -119,171 +267,81 @@ class Forecast:
         return sum(self.parts.values())
 
     @property
-    def limit_gib(self) -> float:
-        """What the plan lets torch use of one GPU."""
-        return limit_gib(self.card)
-
-    @property
     def fits(self) -> bool:
         """Whether the peak is within the limit."""
-        return self.peak_vram_gib <= self.limit_gib
+        return self.peak_vram_gib <= limit_gib(self.gpu)
+
+    @property
+    def cost(self) -> dict[str, float | None]:
+        """On all GPUs; None where hours or price are not known, 0 where it is free."""
+        prices = {"yuan": self.gpu.yuan, "dollars": self.gpu.dollars}
+        if self.hours is None:
+            return {name: price if price == 0 else None for name, price in prices.items()}
+        return {name: price and price * self.hours * self.gpu.count for name, price in prices.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, rounded as far as a forecast deserves."""
-        card = {key: value for key, value in asdict(self.card).items() if key != "note"}
+        made = self.schedule
         return {
-            "model": self.model, "gpu": self.card.name, "gpus": self.card.count, "card": card,
+            "model": self.model, "gpu": self.gpu.name, "gpus": self.gpu.count,
+            "card": self.gpu.model_dump(exclude={"note", "called", "also"}),
             "recipe": asdict(self.recipe), "batch": self.batch,
-            **(self.schedule.as_dict() if self.schedule else dict.fromkeys(UNSCHEDULED)),
-            "peak_vram_gib": round(self.peak_vram_gib, 2), "limit_gib": round(self.limit_gib, 2), "fits": self.fits,
-            "parts": {name: round(size, 3) for name, size in self.parts.items()},
+            "steps": made and made.steps, "examples_per_step": made and round(made.examples_per_step, 1),
+            "epochs": made and round(made.epochs, 3), "learning_rate": made and made.learning_rate,
+            "peak_vram_gib": round(self.peak_vram_gib, 2), "limit_gib": round(limit_gib(self.gpu), 2),
+            "fits": self.fits, "parts": _rounded(self.parts, 3),
             "tokens_per_second": None if self.tokens_per_second is None else round(self.tokens_per_second),
-            "hours": None if self.hours is None else round(self.hours, 2),
-            "cost": {name: None if value is None else round(value, 2) for name, value in self.cost.items()},
-            "disk_gib": {name: round(size, 1) for name, size in self.disk_gib.items()},
-            "after_gib": {name: round(size, 1) for name, size in self.after_gib.items()},
-            "notes": self.notes,
+            "hours": None if self.hours is None else round(self.hours, 2), "cost": _rounded(self.cost, 2),
+            "disk_gib": _rounded(self.disk_gib, 1), "after_gib": _rounded(self.after_gib, 1), "notes": self.notes,
         }  # fmt: skip
 
 
+def _rounded(numbers: dict[str, Any], digits: int) -> dict[str, Any]:
+    return {name: None if value is None else round(value, digits) for name, value in numbers.items()}
+
+
 def of_profile(
-    profile: Profile, gpu: CardFacts, model: str | Shape = "", rows: int | None = None,
+    profile: Profile, gpu: GPUSpec, model: str | Shape = "", rows: int | None = None,
     mean_length: float | None = None, data: Rows | None = None,
 ) -> Forecast:  # fmt: skip
     """A profile on a GPU; `auto` values become what the rows want and the fastest that fit, or the smallest."""
     shape = model if isinstance(model, Shape) else find_shape(model or profile.model)
-    profile, by_size = choose_method(profile, shape.params)
     rows = data.examples if data else rows if rows is not None else profile.data.rows or None
     mean_length = data.mean if data else mean_length
     if data is None and rows and mean_length:
         data = Rows.like(rows, mean_length, profile.train.max_length)
-    train = apply(profile.train, choose(profile.train, data, shape.hidden, gpu.count))
-    recipe = from_profile(profile.model_copy(update={"train": train}), gpu, data)
-    recipe = best_option(options(shape, recipe, train.step_rows, gpu, train), gpu).recipe
-    tokens, amount = _amount(recipe, train, rows, mean_length)
-    rate = tokens_per_second(shape, recipe, gpu, gpu.count)
-    hours = None if rate is None or tokens is None else tokens / rate / 3600
-    prices = {"yuan": gpu.yuan, "dollars": gpu.dollars}
-    cost = {name: _cost(price, hours, gpu.count) for name, price in prices.items()}
+    named, chosen = profile.train, choose(profile, data, shape, gpu.count)
+    profile = apply(profile, chosen)
+    train, recipe = profile.train, fastest(profile, shape, gpu, data)
+    tokens = _tokens(recipe, train, rows, mean_length)
+    rate = tokens_per_second(shape, recipe, gpu)
     whole = shape.params * 2 / GIB
-    checkpoint = shape.adapter_params(recipe.rank) * (4 + estimate.optimizer_bytes(recipe.optimizer)) / GIB
-    disk = {"download": whole, "merged": whole * SPARE, "checkpoints": checkpoint * train.keep_checkpoints}
-    after = {"merge_ram": MERGE_RAM_GIB, "on_card": shape.params * recipe.wide / GIB}
-    made = Forecast(
-        shape.name, gpu, recipe, train.step_rows, estimate.parts(shape, recipe), rate, hours, cost, disk, after,
-        amount, schedule(train, data) if data else None,
-    )  # fmt: skip
-    extra = [by_size["method"].reason if by_size else "", few_steps(train, profile.train, data) if data else ""]
-    return replace(made, notes=[*_notes(made, tokens is None), *filter(None, extra)])
-
-
-def _amount(recipe: Recipe, train: Train, rows: int | None, mean: float | None) -> tuple[float | None, str]:
-    """Real tokens of a training, None where a fact is missing; and in words, what they are or what is missing."""
-    if train.max_steps:
-        text = f"{train.max_steps:,} steps of {train.batch} rows of {recipe.length:,} tokens"
-        return train.max_steps * train.step_rows * recipe.length * estimate.filled(recipe), text
-    if rows is None or mean is None:
-        facts = {"--rows": rows, "--mean-length (tokens of a row)": mean}
-        return None, f"give {' and '.join(name for name, value in facts.items() if value is None)}"
-    epochs = float(train.epochs) or 1.0
-    length = min(mean, recipe.length) if recipe.packing else mean
-    longer = f" (of {mean:,.0f}: raise train.max_length, longer rows are left out)" if mean > length else ""
-    text = f"{rows:,} rows x {length:,.0f} tokens{longer} x {epochs:g} epoch{'' if epochs == 1 else 's'}"
-    return rows * length * epochs, text
-
-
-def _cost(price: float | None, hours: float | None, gpus: int) -> float | None:
-    """For all GPUs; None where hours or price are not known, 0 where it is free."""
-    return price if not price else None if hours is None else price * hours * gpus
-
-
-def _notes(made: Forecast, no_amount: bool) -> list[str]:
-    """What a reader must know: what does not fit, what is missing, what was not measured."""
-    gpu, known = made.card, made.card.tflops is not None
-    free = 0 in made.cost.values()
-    share = f"{estimate.PARALLEL:.0%} of {gpu.count} times the speed of one is an estimate"
+    checkpoint = shape.adapter_params(recipe.rank) * (4 + recipe.optimizer_bytes) / GIB
+    served = shape.params * recipe.wide / GIB
     notes = {
-        "merges here, but is too large to be served in 16 bits on this card: make a w4a16 of it in lesson 04":
-            made.after_gib["on_card"] > gpu.memory_gib,
-        "speed, hours and cost unknown: give the card's dense 16-bit arithmetic with --tflops": not known,
-        f"{'hours' if free else 'hours and cost'} unknown: {made.amount}": no_amount and known,
-        "price unknown: fill configs/cards.yaml": gpu.yuan is None and gpu.dollars is None,
-        "bandwidth unknown: speed follows from the arithmetic alone": known and gpu.bandwidth is None,
-        f"speed from published numbers: only the {MEASURED} was measured": known and gpu.name != MEASURED,
-        f"{gpu.count} cards, each with its own copy of the model: {share}": gpu.count > 1,
-        gpu.note: bool(gpu.note),
+        "too large to be served in 16 bits on this GPU: export it as w4a16 first": served > gpu.memory_gib,
+        "speed and hours are unknown: give the GPU's dense 16-bit TFLOP/s with --tflops": rate is None,
+        "hours are unknown: give --rows and --mean-length": tokens is None,
+        "the speed follows from published numbers: only the H200 was measured": rate is not None and gpu.name != "H200",
+        f"the speed of {gpu.count} GPUs is an estimate: {PARALLEL:.0%} of {gpu.count} times one GPU": gpu.count > 1,
+        chosen["method"].reason if "method" in chosen else "": True,
+        few_steps(train, named, data) if data else "": True,
+        gpu.note: True,
     }  # fmt: skip
-    return [note for note, holds in notes.items() if holds]
+    return Forecast(
+        shape.name, gpu, recipe, train.step_rows, parts(shape, recipe), rate,
+        hours=None if rate is None or tokens is None else tokens / rate / 3600,
+        disk_gib={"download": whole, "merged": whole * SPARE, "checkpoints": checkpoint * train.keep_checkpoints},
+        after_gib={"merge_ram": MERGE_RAM_GIB, "on_card": served},
+        schedule=schedule(train, data) if data else None,
+        notes=[note for note, holds in notes.items() if note and holds],
+    )  # fmt: skip
 
 
-# ---- its text
-
-
-def as_rows(made: Forecast) -> list[dict[str, Any]]:
-    """The forecast as rows of a table: what, how much, why."""
-    recipe, gpu = made.recipe, made.card
-    gpus = f" x {gpu.count} cards" if gpu.count > 1 else ""
-    rows = f"rows packed to {recipe.length}" if recipe.packing else f"conversations of about {recipe.length} tokens"
-    ways = {"off": "no recomputing", "on": "layers recomputed", "offload": "layers recomputed, inputs in RAM"}
-    steps = f"{recipe.micro_batch} x {made.batch // gpu.count // recipe.micro_batch}{gpus} a step"
-    setting = f"{recipe.method} rank {recipe.rank}, {rows}, {steps}, {ways[recipe.checkpointing]}"
-    missing = f"DOES NOT FIT, {made.peak_vram_gib - made.limit_gib:.1f} GiB are missing"
-    margin = f"{'fits' if made.fits else missing}: {MARGIN:.0%} and {CONTEXT_GIB:g} GiB for CUDA must stay free"
-    rate = "unknown" if made.tokens_per_second is None else f"{made.tokens_per_second:,.0f} tokens/s"
-    price = money({"yuan": gpu.yuan, "dollars": gpu.dollars})
-    hourly = price if price in ("free", "unknown") else f"{price} an hour and card"
-    lines = [
-        ("training", f"{made.model} on {gpu}", setting),
-        ("recipe", f"{made.schedule.steps:,} steps", str(made.schedule)) if made.schedule else None,
-        ("peak of the card", f"{made.peak_vram_gib:.1f} GiB",
-         ", ".join(f"{name} {size:.2f}" for name, size in made.parts.items())),
-        ("the plan allows", f"{made.limit_gib:.1f} of {gpu.memory_gib:.1f} GiB", margin),
-        ("speed", rate, "real tokens, on all cards together"),
-        ("time", "unknown" if made.hours is None else f"{made.hours:.1f} h", made.amount),
-        ("cost", money(made.cost) if price != "free" else "free", f"{hourly} ({gpu.price_from})"),
-        ("disk", f"{sum(made.disk_gib.values()):.0f} GiB",
-         ", ".join(f"{name} {size:.1f}" for name, size in made.disk_gib.items())),
-        ("merging", f"{made.after_gib['merge_ram']:.0f} GiB of RAM", "from disk to disk"),
-        ("serving", f"{made.after_gib['on_card']:.0f} GiB of the card", "in 16 bits, and some for the cache"),
-        *(("note", "", note) for note in made.notes),
-    ]  # fmt: skip
-    return [{"what": line[0], "forecast": line[1], "from": line[2]} for line in lines if line]
-
-
-def describe(made: Forecast | str) -> str:
-    """The same as aligned text of at most 120 columns; the reason where there is no forecast."""
-    if isinstance(made, str):
-        return made
-    rows, lines = as_rows(made), []
-    wide = max(len(row["forecast"]) for row in rows)
-    for row in rows:
-        why = textwrap.wrap(row["from"], WIDTH - wide - 20) or [""]
-        lines += [f"{row['what']:<17} {row['forecast']:<{wide}}  {why[0]}".rstrip()]
-        lines += [" " * (wide + 20) + more for more in why[1:]]
-    return "\n".join(lines)
-
-
-def explain(shape: Shape, made: Forecast) -> str:
-    """The formula of the peak with the numbers of this training."""
-    recipe, waiting = made.recipe, made.recipe.accumulation > 1
-    each = recipe.four_bit if recipe.method == "qlora" else recipe.wide
-    adapter = f"{ADAPTER + GRADIENT} (value, gradient)" if waiting else f"{ADAPTER} (value; nothing is accumulated)"
-    kept = {"off": "all each layer computed", "on": "each layer's input", "offload": "a few layers' inputs"}
-    texts = {
-        "weights": f"{shape.linear_params / 1e9:.2f} billion x {each:.3f} bytes"
-        f" + {shape.embedding_params / 1e9:.2f} billion x {recipe.wide}",
-        "adapters": f"{shape.adapter_params(recipe.rank) / 1e6:.1f} million x {adapter}",
-        "optimizer": f"the same x {estimate.optimizer_bytes(recipe.optimizer)} ({recipe.optimizer})",
-        "activations": f"{recipe.tokens:,} tokens: {kept[recipe.checkpointing]} of {shape.layers}, one layer at work",
-        "logits": "the loss in tiles, where it needs more than a layer at work",
-        "workspace": "masks of packed rows, cuBLAS, slack",
-    }
-    lines = [f"{name:<12}{made.parts[name]:7.2f} GiB  = {text}" for name, text in texts.items()]
-    return "\n".join([*lines, f"{'peak':<12}{made.peak_vram_gib:7.2f} GiB"])
-
-
-def money(cost: dict[str, float | None]) -> str:
-    """Yuan and dollars as far as they are known."""
-    known = [f"{sign}{cost[name]:.2f}" for name, sign in (("yuan", "¥"), ("dollars", "$")) if cost[name]]
-    free = any(value == 0 for value in cost.values())
-    return " or ".join(known) or ("free" if free else "unknown")
+def _tokens(recipe: Recipe, train: Train, rows: int | None, mean: float | None) -> float | None:
+    """Real tokens of a training; None where a fact is missing."""
+    if train.max_steps:
+        return train.max_steps * train.step_rows * recipe.length * recipe.filled
+    if rows is None or mean is None:
+        return None
+    return rows * (min(mean, recipe.length) if recipe.packing else mean) * (float(train.epochs) or 1.0)

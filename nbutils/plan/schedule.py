@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
-from typing import Any
 
-from nbutils import scaling
-from nbutils.config import Profile, Quantization, Train
+from nbutils import distributed
+from nbutils.config import Profile, Train
 from nbutils.hardware import Choice
+from nbutils.models import Shape
 
 STEPS_PER_EPOCH = 50  # fewer, of more conversations each, learn less; more take longer and learn no more
 FEWEST = 8  # conversations per step: fewer follow single rows
@@ -27,9 +27,8 @@ SAVES, MOST_BETWEEN = 5, 50  # per run, and the steps between two of them in a l
 MOST_VALIDATED, LEAST_VALIDATED = 64, 4  # rows
 SHARE, FORWARD = 0.05, 0.4  # of the training time for validation; the cost of a row without its backward pass
 PACKED = 0.97  # share of a packed row that is real tokens, with best-fit packing
-FEW_STEPS = 50
 SMALL = 1e9  # parameters: below, 4 bits cost a model much of what it knows, and 16 fit every GPU
-UNKNOWN_ROWS = "recipe: as for large data, until your rows are known"
+UNKNOWN_ROWS = "recipe: the value for large data, until lesson 03 knows your rows"
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,6 @@ class Schedule:
             f"({self.tokens_per_step:,.0f} tokens), {self.epochs:.3g} epochs, learning rate {self.learning_rate:g}"
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-        rounded = {"examples_per_step": round(self.examples_per_step, 1), "epochs": round(self.epochs, 3)}
-        return {"steps": self.steps, **rounded, "learning_rate": self.learning_rate}
-
 
 def schedule(train: Train, rows: Rows) -> Schedule:
     """Steps and their size, for a profile whose values are settled."""
@@ -90,48 +84,58 @@ def schedule(train: Train, rows: Rows) -> Schedule:
 def few_steps(train: Train, pinned: Train, rows: Rows) -> str:
     """What to set where the batch a profile names leaves too few steps; empty where it does not."""
     made, better = schedule(train, rows), _examples_per_step(rows, train.max_length)
-    enough = made.steps >= FEW_STEPS or better >= made.examples_per_step
+    enough = made.steps >= STEPS_PER_EPOCH or better >= made.examples_per_step
     if pinned.batch == "auto" or train.max_steps or enough:
         return ""
     return (
-        f"train.batch {train.batch} makes steps of {made.examples_per_step:,.0f} conversations and leaves "
-        f"{made.steps} of them, too few to learn much: set train.batch={better}, train.packing=false"
+        f"train.batch={train.batch} puts {made.examples_per_step:,.0f} conversations into a step and leaves only "
+        f"{made.steps} steps, too few to learn much: set train.batch={better}, train.packing=false"
     )
 
 
-def choose_method(profile: Profile, params: int | None) -> tuple[Profile, dict[str, Choice]]:
-    """The profile with 4 or 16 bits for the base, where it leaves that open; without a known size 4."""
-    if profile.method != "auto":
-        return profile, {}
-    small = params is not None and params < SMALL
-    if profile.quantization.type != "none" and not small:
-        return profile.model_copy(update={"method": "qlora"}), {}  # the comment in the profile says why
-    under = "recipe: a model under a billion parameters loses much in 4 bits, and 16 fit"
-    unquantized = Quantization(type="none", double=False)
-    found = {"method": Choice("lora", under if small else "quantization.type is none")}
-    found |= {f"quantization.{key}": Choice(value, "method lora") for key, value in unquantized.model_dump().items()}
-    return profile.model_copy(update={"method": "lora", "quantization": unquantized}), found
-
-
-def choose(train: Train, rows: Rows | None, hidden: int | None, processes: int = 1) -> dict[str, Choice]:
-    """The values a profile leaves to its data, by dotted name; without rows those of large data."""
-    found = _batch(train, rows, processes)
+def choose(profile: Profile, rows: Rows | None, shape: Shape | None, processes: int = 1) -> dict[str, Choice]:
+    """The values a profile leaves to its model and its rows, by dotted name; without rows those of large data."""
+    train, found = profile.train, _method(profile, shape)
+    found |= _batch(train, rows, processes)
     if train.learning_rate == "auto":
-        found["learning_rate"] = _learning_rate(hidden, apply(train, found), rows)
+        found["train.learning_rate"] = _learning_rate(apply(profile, found).train, rows, shape)
     if train.epochs == "auto":
         epochs = next(epochs for most, epochs in EPOCHS if (rows.examples if rows else math.inf) <= most)
-        known = f"recipe: for {rows.examples:,} examples; the best step by validation loss is kept" if rows else ""
-        found["epochs"] = Choice(epochs, known or UNKNOWN_ROWS)
+        known = f"recipe: for {rows.examples:,} rows; the step with the best validation loss is kept" if rows else ""
+        found["train.epochs"] = Choice(epochs, known or UNKNOWN_ROWS)
     if train.save_steps == "auto":
-        found["save_steps"] = _save_steps(apply(train, found), rows)
+        steps = schedule(apply(profile, found).train, rows).steps if rows else 0
+        between = max(1, min(MOST_BETWEEN, math.ceil(steps / SAVES))) if rows else MOST_BETWEEN
+        text = f"recipe: {math.ceil(steps / between)} checkpoints, each with a validation loss"
+        found["train.save_steps"] = Choice(between, text if rows else UNKNOWN_ROWS)
     if train.validation_rows == "auto":
-        found["validation_rows"] = _validation_rows(apply(train, found), rows)
-    return {f"train.{name}": choice for name, choice in found.items()}
+        found["train.validation_rows"] = _validation_rows(apply(profile, found).train, rows)
+    return found
 
 
-def apply(train: Train, found: Mapping[str, Choice]) -> Train:
-    """The settings with these values in them."""
-    return train.model_copy(update={name.removeprefix("train."): choice.value for name, choice in found.items()})
+def apply(profile: Profile, found: Mapping[str, Choice]) -> Profile:
+    """The profile with these values in it."""
+    for name, choice in found.items():
+        group, _, key = name.rpartition(".")
+        values = {key: choice.value}
+        inner = {group: getattr(profile, group).model_copy(update=values)} if group else values
+        profile = profile.model_copy(update=inner)
+    return profile
+
+
+def _method(profile: Profile, shape: Shape | None) -> dict[str, Choice]:
+    """4 or 16 bits for the base model, where the profile leaves that open; 4 where its size is not known."""
+    if profile.method != "auto":
+        return {}
+    small = shape is not None and shape.params < SMALL
+    if profile.quantization.type != "none" and not small:
+        return {"method": Choice("qlora", "")}  # the comment in the profile says why
+    under = "recipe: a model below a billion parameters loses quality in 4 bits, and 16 bits fit"
+    return {
+        "method": Choice("lora", under if small else "quantization.type is none"),
+        "quantization.type": Choice("none", "method lora"),
+        "quantization.double": Choice(False, "method lora"),
+    }
 
 
 def _per_epoch(train: Train, rows: Rows) -> tuple[int, float]:
@@ -149,54 +153,36 @@ def _examples_per_step(rows: Rows, max_length: int) -> int:
 def _batch(train: Train, rows: Rows | None, processes: int) -> dict[str, Choice]:
     """Batch and packing: conversations laid end to end, or, where a step holds many, rows packed to max_length."""
     found: dict[str, Choice] = {}
+    packing, batch = train.packing, train.batch
     each = _examples_per_step(rows, train.max_length) if rows else 0
     filled = each * rows.mean / train.max_length if rows else LARGEST_STEP
-    if train.packing == "auto" and train.batch == "auto":
-        text = f"{filled:.1f} rows of {train.max_length} tokens would fill a step: {PACK_FROM} or more are packed"
-        found["packing"] = Choice(filled >= PACK_FROM, f"recipe: {text}")
-    elif train.packing == "auto":
-        text = "a batch that is named counts conversations; packing: true makes it count packed rows"
-        found["packing"] = Choice(False, f"recipe: {text}")
-    train = apply(train, found)
-    if train.batch == "auto":
-        size = max(1, round(filled)) if train.packing else each or FEWEST
-        size = math.ceil(size / processes) * processes  # every process has its share
-        train = train.model_copy(update={"batch": size})
-        found["batch"] = Choice(size, f"recipe: {_step_size(train, rows)}")
+    if packing == "auto":
+        named = "the batch that is set counts conversations; with packing: true it counts packed rows"
+        text = f"a step fills {filled:.1f} rows of {train.max_length} tokens; from {PACK_FROM} on, rows are packed"
+        packing = batch == "auto" and filled >= PACK_FROM
+        found["train.packing"] = Choice(packing, f"recipe: {text if batch == 'auto' else named}")
+    if batch == "auto":
+        size = max(1, round(filled)) if packing else each or FEWEST
+        batch = math.ceil(size / processes) * processes  # every process has its share
+        settled = train.model_copy(update={"batch": batch, "packing": packing})
+        steps, conversations = _per_epoch(settled, rows) if rows else (0, 0)
+        text = f"recipe: {conversations:.0f} conversations per step, {steps} steps per epoch"
+        found["train.batch"] = Choice(batch, text if rows else UNKNOWN_ROWS)
     if train.micro_batch != "auto":
-        size = scaling.micro_batch_for(train.step_rows, train.micro_batch, processes)
-        shared = f"{processes} processes share it" if processes > 1 else "a step is made of whole micro-steps"
-        reason = f"the largest up to {train.micro_batch} that divides the batch of {train.batch}: {shared}"
-        found |= {} if size == train.micro_batch else {"micro_batch": Choice(size, reason)}
+        size = distributed.micro_batch_for(batch, train.micro_batch, processes)
+        reason = f"the largest up to {train.micro_batch} that divides each process's part of the batch of {batch}"
+        found |= {} if size == train.micro_batch else {"train.micro_batch": Choice(size, reason)}
     return found
 
 
-def _step_size(train: Train, rows: Rows | None) -> str:
-    if rows is None:
-        return "packed rows, as for large data, until your rows are known"
-    steps, each = _per_epoch(train, rows)
-    packed = f"{train.batch} rows of {train.max_length} tokens, about " if train.packing else ""
-    large = LARGEST_STEP * train.max_length / rows.mean
-    fewer = f"; steps of {large:.0f} would leave {math.ceil(rows.examples / large)}" if large > each * 1.5 else ""
-    return f"{packed}{each:.0f} conversations a step: {steps} steps an epoch{fewer}"
-
-
-def _learning_rate(hidden: int | None, train: Train, rows: Rows | None) -> Choice:
-    if hidden is None:
+def _learning_rate(train: Train, rows: Rows | None, shape: Shape | None) -> Choice:
+    if shape is None:
         return Choice(2e-4, "recipe: usual for LoRA; the size of this model is not known before its download")
     each = _per_epoch(train, rows)[1] if rows else FULL_RATE_FROM
     small = min(1.0, each / FULL_RATE_FROM) ** 0.5
-    rate = float(f"{small * RATE * (AT_HIDDEN / hidden) ** POWER:.1e}")
-    why = f"a model {hidden} wide" + (f" and steps of {each:.0f} conversations" if small < 1 else "")
-    return Choice(rate, f"recipe: LoRA's best rate for {why}; halve it if the loss jumps")
-
-
-def _save_steps(train: Train, rows: Rows | None) -> Choice:
-    if rows is None:
-        return Choice(MOST_BETWEEN, UNKNOWN_ROWS)
-    steps = schedule(train, rows).steps
-    between = max(1, min(MOST_BETWEEN, math.ceil(steps / SAVES)))
-    return Choice(between, f"recipe: {math.ceil(steps / between)} checkpoints, each with a validation loss")
+    rate = float(f"{small * RATE * (AT_HIDDEN / shape.hidden) ** POWER:.1e}")
+    why = f"a model of width {shape.hidden}" + (f" and {each:.0f} conversations per step" if small < 1 else "")
+    return Choice(rate, f"recipe: for {why}; halve it if the loss is unstable")
 
 
 def _validation_rows(train: Train, rows: Rows | None) -> Choice:
@@ -206,4 +192,4 @@ def _validation_rows(train: Train, rows: Rows | None) -> Choice:
     times = math.ceil(made.steps / int(train.save_steps)) + 1
     budget = int(SHARE * made.steps * made.examples_per_step / (FORWARD * times))
     count = max(LEAST_VALIDATED, min(MOST_VALIDATED, budget))
-    return Choice(count, f"recipe: held-back rows, {times} times; about {SHARE:.0%} of the training time or less")
+    return Choice(count, f"recipe: {times} validations, in about {SHARE:.0%} of the training time or less")

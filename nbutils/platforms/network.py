@@ -1,13 +1,13 @@
 """The network as it is here: AutoDL's proxies, whether the model hub answers, and which mirror to use instead.
 
-Every wait is bounded, name lookups included; `HF_HUB_OFFLINE=1` means no call at all.
+Every wait is bounded, name lookups included; `HF_HUB_OFFLINE=1` means no call at all. huggingface_hub reads the
+variables set here when it is imported, which must be later.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -32,8 +32,8 @@ SECONDS = 4.0  # all probes of one start together
 TURBO_SECONDS = 5.0
 NEAR_ENOUGH = 2.0  # the hub itself is taken up to this many times the best time
 REFUSED = (403, 407, 429, 451)
-FOUND = "NBUTILS_MIRROR_FOUND"  # "name unix-time", so that child processes need not measure again
-NOTHING, NOTHING_SECONDS = "nothing", 300.0
+FOUND = "NBUTILS_MIRROR_FOUND"  # the source that was chosen, so that child processes need not measure again
+NOTHING = "nothing"
 SILENCE = "neither the hub nor a mirror answers: models come from folders and the cache"
 NO_TOKEN = {"hf-mirror": "; no token is sent there: gated models come from the hub (NBUTILS_MIRROR=hub) or a folder"}
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
@@ -52,10 +52,7 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def prepare_network(platform: Platform, probe: bool = True, root: Path | None = None) -> list[str]:
-    """Set proxies and mirror for this process and its children, before huggingface_hub is imported; what to print.
-
-    Without `probe` nothing is measured: right for a lesson that needs no model from the network.
-    """
+    """Set proxies and mirror before huggingface_hub is imported; what to print. Nothing is measured without `probe`."""
     lines = _use_turbo(root or fs_root())
     mirror = os.environ.get("NBUTILS_MIRROR", "")
     if mirror and mirror not in SOURCES:
@@ -65,9 +62,11 @@ def prepare_network(platform: Platform, probe: bool = True, root: Path | None = 
     elif own := _own_endpoint():
         lines.append(f"models come from {own}, as HF_ENDPOINT says")
     elif mirror:
-        os.environ[FOUND] = mirror
-        lines += [f"models come from {mirror}, as NBUTILS_MIRROR says{NO_TOKEN.get(mirror, '')}", *_use(mirror)]
-    elif probe or chosen():
+        _use(mirror)
+        lines.append(f"models come from {mirror}, as NBUTILS_MIRROR says{NO_TOKEN.get(mirror, '')}")
+    elif (found := chosen()) not in ("", NOTHING):
+        lines += [f"models come from {found}, as found before"] if found != "hub" else []
+    elif probe:
         lines += _choose(platform)
     return [mask_secrets(f"network   {line}") for line in lines]
 
@@ -80,17 +79,11 @@ def offline() -> bool:
 
 def chosen() -> str:
     """Where models come from ("hub", "hf-mirror", "modelscope", "nothing" if none answered); "" if not known yet."""
-    if _own_endpoint():
-        return ""
-    if mirror := os.environ.get("NBUTILS_MIRROR"):
-        return mirror
-    name, _, moment = os.environ.get(FOUND, "").partition(" ")
-    stale = name == NOTHING and time.time() - float(moment or 0) > NOTHING_SECONDS
-    return "" if stale else name
+    return "" if _own_endpoint() else os.environ.get("NBUTILS_MIRROR") or os.environ.get(FOUND, "")
 
 
 def _own_endpoint() -> str:
-    """HF_ENDPOINT, if the learner and not this room set it."""
+    """HF_ENDPOINT, if the learner and not this module set it."""
     return "" if FOUND in os.environ else os.environ.get("HF_ENDPOINT", "")
 
 
@@ -112,8 +105,16 @@ def measure(urls: Mapping[str, str], seconds: float, refused: Iterable[int] = RE
     began = time.monotonic()
 
     def ask(name: str, url: str) -> None:
-        status = _status(url, seconds)
-        if 0 < status < 500 and status not in refused:
+        opener = urllib.request.build_opener()  # urlopen would keep the proxies of its first call
+        try:
+            request = urllib.request.Request(url, headers={"User-Agent": "nbutils", "Range": "bytes=0-1023"})
+            with opener.open(request, timeout=seconds) as answer:
+                status = int(answer.status)
+        except urllib.error.HTTPError as problem:
+            status = problem.code
+        except (OSError, ValueError, HTTPException):
+            return
+        if status < 500 and status not in refused:
             times[name] = time.monotonic() - began
 
     # daemons and not a pool: a name lookup knows no timeout, and nobody must wait for it when the lesson ends
@@ -125,25 +126,8 @@ def measure(urls: Mapping[str, str], seconds: float, refused: Iterable[int] = RE
     return dict(times)
 
 
-def _status(url: str, seconds: float) -> int:
-    """The HTTP status of a GET, of which only the beginning is read; 0 if there is no answer."""
-    try:
-        request = urllib.request.Request(url, headers={"User-Agent": "nbutils", "Range": "bytes=0-1023"})
-        opener = urllib.request.build_opener()  # urlopen would keep the proxies of its first call
-        with opener.open(request, timeout=seconds) as answer:
-            answer.read(1024)
-            return int(answer.status)
-    except urllib.error.HTTPError as problem:
-        return problem.code
-    except (OSError, ValueError, HTTPException):
-        return 0
-
-
 def _choose(platform: Platform) -> list[str]:
-    """Take what was found before, or measure: the hub if it is near enough, else the fastest."""
-    if before := chosen():
-        line = SILENCE if before == NOTHING else f"models come from {before}, as found before"
-        return [*([line] if before != "hub" else []), *_use(before)]
+    """Measure, and take the hub if it is near enough, else the fastest."""
     urls = {name: base + CONFIG_FILE[name] for name, base in SOURCES.items()}
     if platform.entry.china:
         times = measure(urls, SECONDS)
@@ -152,62 +136,48 @@ def _choose(platform: Platform) -> list[str]:
     name = min(times, key=times.__getitem__, default=NOTHING)
     if "hub" in times and times["hub"] <= NEAR_ENOUGH * times[name]:
         name = "hub"
-    os.environ[FOUND] = f"{name} {time.time():.0f}"
+    only_mirrors = name == "modelscope" and "hf-mirror" in times and "hub" not in times
+    _use("hf-mirror" if only_mirrors else name)  # for what ModelScope does not have
+    os.environ[FOUND] = name
     if name == NOTHING:
         return [SILENCE]
     seen = ", ".join(f"{one} {times[one]:.2f} s" if one in times else f"{one} silent" for one in SOURCES)
     line = f"models come from {name} ({seen}; NBUTILS_MIRROR overrides){NO_TOKEN.get(name, '')}"
-    beside = "hf-mirror" if name == "modelscope" and "hf-mirror" in times and "hub" not in times else name
-    return [*([line] if name != "hub" or platform.entry.china else []), *_use(beside)]
+    return [line] if name != "hub" or platform.entry.china else []
 
 
-def _use(name: str) -> list[str]:
-    """Point huggingface_hub to a mirror, which gets no token; a sentence if it is too late for that."""
+def _use(name: str) -> None:
+    """Point huggingface_hub to a source; a mirror gets no token, and Xet would go past it."""
+    mirrored = {"HF_ENDPOINT": SOURCES["hf-mirror"], "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
     if name == "hf-mirror":
-        os.environ |= {"HF_ENDPOINT": SOURCES[name], "HF_HUB_DISABLE_XET": "1"}  # Xet would go past the mirror
-        _send_token(False)
-    elif name == "hub":
-        if os.environ.pop("HF_ENDPOINT", None):
-            _send_token(True)
-    else:
-        return []
-    loaded = getattr(sys.modules.get("huggingface_hub.constants"), "ENDPOINT", SOURCES[name])
-    if loaded.rstrip("/") == SOURCES[name]:
-        return []
-    return [f"this kernel has loaded huggingface_hub for {loaded} already: restart it, then this cell takes effect"]
-
-
-def _send_token(allowed: bool) -> None:
-    """Whether downloads carry the learner's token; a huggingface_hub imported for a mirror goes on asking there."""
-    os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "0" if allowed else "1"
-    if loaded := sys.modules.get("huggingface_hub.constants"):
-        loaded.HF_HUB_DISABLE_IMPLICIT_TOKEN = not allowed or loaded.ENDPOINT.rstrip("/") != HUB  # type: ignore[attr-defined]
+        os.environ |= mirrored
+    elif FOUND in os.environ:  # set here before
+        for variable in mirrored:
+            os.environ.pop(variable, None)
+    os.environ[FOUND] = name
 
 
 def _use_turbo(root: Path) -> list[str]:
     """AutoDL's proxies for GitHub and the hub, as its script sets them; a learner's own proxies stay."""
     script = root / "etc/network_turbo"
-    own = any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES)
-    if own or not script.is_file() or os.environ.get("NBUTILS_TURBO", "").lower() in ("off", "0", "no"):
-        _bypass_proxy(*(THIS_MACHINE if own else ()))
+    if any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
+        _bypass_proxy(*THIS_MACHINE)
+        return []
+    if not script.is_file() or os.environ.get("NBUTILS_TURBO", "").lower() in ("off", "0", "no"):
         return []
     command = ["bash", "-c", 'source "$0" >/dev/null 2>&1 </dev/null; env -0', str(script)]
     try:
         ran = subprocess.run(command, capture_output=True, timeout=TURBO_SECONDS, check=True, stdin=subprocess.DEVNULL)
-        pairs = (entry.partition("=") for entry in ran.stdout.decode("utf-8", "replace").split("\0"))
-        variables = {name: value for name, _, value in pairs}
     except (OSError, subprocess.SubprocessError):
-        variables = {}
-    found = {name: value for name, value in variables.items() if name.lower() in PROXIES}
-    if not found:
-        return [f"{script} sets no proxy: GitHub and the hub are reached directly"]
-    os.environ |= found
+        return [f"{script} failed: GitHub and the hub are reached directly"]
+    variables = dict(entry.split("=", 1) for entry in ran.stdout.decode("utf-8", "replace").split("\0") if "=" in entry)
+    os.environ |= {name: value for name, value in variables.items() if name.lower() in PROXIES}
     _bypass_proxy(*variables.get("no_proxy", "").split(","), *THIS_MACHINE, *NEARBY)
     return [f"proxies of {script} for GitHub and the hub (NBUTILS_TURBO=off leaves them)"]
 
 
 def _bypass_proxy(*hosts: str) -> None:
     """Past any proxy to these hosts: to this machine for the server of lesson 05, to what is near for its speed."""
-    for name in ("no_proxy", "NO_PROXY") if hosts else ():
+    for name in ("no_proxy", "NO_PROXY"):
         known = [part.strip() for part in [*os.environ.get(name, "").split(","), *hosts]]
         os.environ[name] = ",".join(dict.fromkeys(filter(None, known)))

@@ -5,13 +5,13 @@ Not here: importing vllm into the kernel that trains, or choosing vLLM's flags (
 
 from __future__ import annotations
 
-from nbutils.serving.client import ask, compare, require_parity
-from nbutils.serving.engine import ServingEnvironment, ensure_environment, flags_for, free_card
+from nbutils.serving.client import AnswerParity, ask, compare
+from nbutils.serving.engine import ServingEnvironment, ensure_environment, flags_for, free_gpu_memory
 from nbutils.serving.ports import preferred_port, public_address
 from nbutils.serving.server import Server
-from nbutils.serving.state import Running, leave_note, make_way, running
+from nbutils.serving.state import Running, running, stop_leftover_servers, write_server_note
 
 __all__ = [
-    "Running", "Server", "ServingEnvironment", "ask", "compare", "ensure_environment", "flags_for", "free_card",
-    "leave_note", "make_way", "preferred_port", "public_address", "require_parity", "running",
+    "AnswerParity", "Running", "Server", "ServingEnvironment", "ask", "compare", "ensure_environment", "flags_for",
+    "free_gpu_memory", "preferred_port", "public_address", "running", "stop_leftover_servers", "write_server_note",
 ]  # fmt: skip

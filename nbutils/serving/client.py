@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer, Message
-from nbutils.serving.server import failure_at
+from nbutils.serving.server import SERVERS
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -28,54 +28,37 @@ def ask(
 
     vLLM returns token ids, too; `transformers serve` refuses a request for them (`token_ids=False`).
     """
-
-    from openai import OpenAIError
-
     options: Any = {"max_tokens": max_tokens, "temperature": 0.0}
     options |= {"extra_body": {"return_token_ids": True}} if token_ids else {}
 
-    def one(conversation: list[Message], offered: Tools) -> Answer:
+    def one(pair: tuple[list[Message], Tools]) -> Answer:
+        conversation, offered = pair
         calling: Any = {"tools": offered, "tool_choice": "none"} if offered else {}  # calls come back as text
-        try:
-            messages: Any = [_for_api(message) for message in conversation]
-            response = client.chat.completions.create(model=model_name, messages=messages, **options, **calling)
-        except OpenAIError as error:
-            raise request_failed(error, str(client.base_url)) from error
+        messages: Any = [_for_api(message) for message in conversation]
+        response: Any = client.chat.completions.create(model=model_name, messages=messages, **options, **calling)
         choice: Any = response.choices[0]
-        prompt, answer = getattr(response, "prompt_token_ids", None), getattr(choice, "token_ids", None)
-        if token_ids and (prompt is None or answer is None):
-            raise CourseError("serving.no_token_ids")
         text, ended = choice.message.content or "", choice.finish_reason == "stop"
-        return Answer(list(prompt or []), list(answer or []), text, ended)
+        if not token_ids:
+            return Answer([], [], text, ended)
+        return Answer(list(response.prompt_token_ids), list(choice.token_ids), text, ended)
 
     pairs = list(zip(conversations, tools or [None] * len(conversations), strict=True))
-    return list(concurrently(lambda pair: one(*pair), pairs, at_once))
+    return list(concurrently(one, pairs, str(client.base_url), at_once))
 
 
-def concurrently(request: Callable[[T], Answer], items: Collection[T], at_once: int = 32) -> Iterator[Answer]:
+def concurrently(request: Callable[[T], Answer], items: Collection[T], url: str, at_once: int = 32) -> Iterator[Answer]:
     """The answers to many requests in the order of the items; the first that fails cancels the rest."""
+    from openai import OpenAIError
     from tqdm.auto import tqdm
 
     with ThreadPoolExecutor(max_workers=at_once) as pool:
         try:
             yield from tqdm(pool.map(request, items), total=len(items), desc="requests", unit="row")
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def request_failed(error: Exception, url: str) -> CourseError:
-    """Why a request failed: the server died, wants a key, does not know the model, or refuses the request."""
-    if died := failure_at(url):
-        return died
-    status = getattr(error, "status_code", None)
-    if status is None:
-        return CourseError("serving.no_answer", url=url, error=error)
-    if status == 401:
-        return CourseError("serving.wrong_key", url=url)
-    if status == 404:
-        return CourseError("serving.unknown_model", url=url, error=error)
-    return CourseError("serving.request_refused", url=url, error=error)
+        except OpenAIError as error:
+            if server := SERVERS.get(url.rstrip("/")):
+                time.sleep(1.0)  # a connection breaks a moment before the process has ended
+                server.require()
+            raise CourseError("serving.request_failed", url=url, error=error) from error
 
 
 def _for_api(message: Message) -> Message:
@@ -91,55 +74,38 @@ def _for_api(message: Message) -> Message:
 
 
 @dataclass(frozen=True)
-class Parity:
+class AnswerParity:
     """How many answers, and prompts where the server returns them, are the same in two places."""
 
     identical: int
     total: int
     same_prompts: int
-    first_difference: str | None
-    by: str = "token"
-
-    @property
-    def full(self) -> bool:
-        """Whether nothing differs."""
-        return self.first_difference is None and self.identical == self.total
+    by_token: bool
+    differences: list[str]
 
     def __str__(self) -> str:
-        prompts = f"{self.same_prompts} of {self.total} prompts identical"
-        prompts = prompts if self.by == "token" else "prompts not returned by this server"
-        line = f"parity: {self.identical} of {self.total} answers identical ({self.by} by {self.by}), {prompts}"
-        return line if self.first_difference is None else f"{line}\n  {self.first_difference}"
+        how = "token by token" if self.by_token else "as text"
+        prompts = f" and {self.same_prompts} of {self.total} prompts" if self.by_token else ""
+        line = f"{self.identical} of {self.total} answers{prompts} are the same, compared {how}."
+        return "\n".join([line, *self.differences[:1]])
+
+    def require(self, dtype: str) -> None:
+        """Stop unless prompts and answers agree; in 16 bits only prompts must, as rounding may change an answer."""
+        prompts_differ = self.by_token and self.same_prompts < self.total
+        if self.differences and (dtype == "float32" or prompts_differ):
+            raise CourseError("serving.no_parity", parity=self)
 
 
-def compare(answers_server: Sequence[Answer], answers_local: Sequence[Answer]) -> Parity:
+def compare(served: Sequence[Answer], stored: Sequence[Answer]) -> AnswerParity:
     """Compare answer by answer: by tokens where the server returned them, else by text."""
-    if len(answers_server) != len(answers_local) or not answers_local:
-        raise CourseError("serving.answer_count", server=len(answers_server), local=len(answers_local))
-    by_token = all(answer.prompt_ids for answer in answers_server)
+    by_token = all(answer.prompt_ids for answer in served)
     same_prompts, same_answers, differences = 0, 0, []
-    for index, (server, local) in enumerate(zip(answers_server, answers_local, strict=True)):
-        ours, theirs = (server.token_ids, local.token_ids) if by_token else (server.text, local.text)
-        same_answers += ours == theirs
-        same_prompts += by_token and server.prompt_ids == local.prompt_ids
-        if by_token and server.prompt_ids != local.prompt_ids:
-            at = _common(server.prompt_ids, local.prompt_ids)
-            differences.append(f"prompt {index} differs at token {at}: the server uses another chat template")
-        elif ours != theirs:
-            at, unit = _common(ours, theirs), "token" if by_token else "character"
-            texts = f"server {server.text!r}, transformers {local.text!r}"
-            differences.append(f"answer {index} differs at {unit} {at}: {texts}")
-    first = differences[0] if differences else None
-    return Parity(same_answers, len(answers_local), same_prompts, first, "token" if by_token else "text")
-
-
-def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """How long two sequences are the same from their beginning."""
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
-
-
-def require_parity(parity: Parity, dtype: str) -> None:
-    """Stop unless the answers agree; in 16 bits only prompts must, as rounding may tip a close choice."""
-    prompts_differ = parity.by == "token" and parity.same_prompts < parity.total
-    if not parity.full and (dtype == "float32" or prompts_differ):
-        raise CourseError("serving.no_parity", parity=parity)
+    for index, (one, other) in enumerate(zip(served, stored, strict=True)):
+        same_prompt = by_token and one.prompt_ids == other.prompt_ids
+        same_answer = one.token_ids == other.token_ids if by_token else one.text == other.text
+        same_prompts, same_answers = same_prompts + same_prompt, same_answers + same_answer
+        if by_token and not same_prompt:
+            differences.append(f"Prompt {index} differs: the server uses another chat template.")
+        elif not same_answer:
+            differences.append(f"Answer {index} differs: {one.text!r} from the server, {other.text!r} from lesson 04.")
+    return AnswerParity(same_answers, len(stored), same_prompts, by_token, differences)

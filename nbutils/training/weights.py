@@ -5,22 +5,20 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import PreTrainedConfig
 
+from nbutils import merging
 from nbutils.errors import CourseError
 
 
-def require_unquantised(model: str) -> None:
+def require_unquantized(model: str) -> None:
     """Stop at a base model that is quantized already: it would be quantized twice."""
-    given = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "quantization_config", None)
-    if given:
-        method = given.get("quant_method", "unknown") if isinstance(given, dict) else type(given).__name__
-        raise CourseError("training.quantized_base", model=model, method=method)
+    if merging.is_quantized(PreTrainedConfig.get_config_dict(model)[0]):
+        raise CourseError("training.quantized_base", model=model)
 
 
 def repair_precision(model: nn.Module) -> int:
@@ -44,32 +42,23 @@ def load_trained_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Non
 
 
 def weight_kinds(model: nn.Module) -> dict[str, int]:
-    """How many weights have which dtype; quantized ones as `nf4, double`."""
+    """How many weights of the base model have which dtype; quantized ones as `nf4, double`."""
     kinds: Counter[str] = Counter()
     for weight in model.parameters():
         state = getattr(weight, "quant_state", None)
         double = ", double" if getattr(state, "nested", False) else ""
-        kinds[f"{state.quant_type}{double}" if state else str(weight.dtype).removeprefix("torch.")] += 1
-    return dict(kinds)
-
-
-@dataclass(frozen=True)
-class Changed:
-    """How many weight tensors changed."""
-
-    adapter: int
-    adapter_total: int
-    base: int
-    base_total: int
-
-    def __str__(self) -> str:
-        adapter, base = f"{self.adapter} of {self.adapter_total}", f"{self.base} of {self.base_total}"
-        return f"adapter: {adapter} tensors changed; base: {base} changed"
+        kind = f"{state.quant_type}{double}" if state else str(weight.dtype).removeprefix("torch.")
+        kinds[kind] += not weight.requires_grad
+    return dict(+kinds)
 
 
 def weight_checksums(model: nn.Module) -> dict[str, tuple[bool, int]]:
     """By name: whether a weight is trainable, and its checksum."""
-    return {name: (weight.requires_grad, _checksum(weight)) for name, weight in model.named_parameters()}
+
+    def checksum(weight: Any) -> int:
+        return zlib.crc32(weight.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+
+    return {name: (weight.requires_grad, checksum(weight)) for name, weight in model.named_parameters()}
 
 
 def adapter_checksum(model: nn.Module) -> str:
@@ -78,14 +67,7 @@ def adapter_checksum(model: nn.Module) -> str:
     return f"{zlib.crc32(repr(trainable).encode()):08x}"
 
 
-def changed_weights(before: dict[str, tuple[bool, int]], model: nn.Module) -> Changed:
-    """What changed since `before = weight_checksums(model)`."""
-    after = weight_checksums(model)
-    changed = {name for name in before if before[name][1] != after[name][1]}
-    adapter = {name for name, (trainable, _) in before.items() if trainable}
-    base = set(before) - adapter
-    return Changed(len(changed & adapter), len(adapter), len(changed & base), len(base))
-
-
-def _checksum(weight: Any) -> int:
-    return zlib.crc32(weight.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+def changed_weights(before: dict[str, tuple[bool, int]], model: nn.Module) -> tuple[int, int]:
+    """How many tensors of the adapter and of the base changed since `before = weight_checksums(model)`."""
+    changed = Counter(before[name][0] for name, after in weight_checksums(model).items() if before[name] != after)
+    return changed[True], changed[False]

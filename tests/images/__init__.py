@@ -25,7 +25,6 @@ FOLDER = Path(__file__).resolve().parent
 WHEELS = runpy.run_path(str(FOLDER.parent.parent / ".ci/wheels.py"))
 COLAB = FOLDER / "colab-2026-08.txt"
 LISTS = {"colab": (COLAB,), "kaggle": (COLAB, FOLDER / "kaggle-2026-09.txt")}
-PYTHONS = {"colab": "3.13", "kaggle": "3.12"}
 NOT_PASSED_ON = ("PIP_", "NBUTILS_", "PYTHON", "VIRTUAL_ENV", "KAGGLE_", "COLAB_")
 
 
@@ -39,15 +38,6 @@ def requires(name: str, version: str, image: dict[str, str]) -> list[str]:
     if name == "torch":
         return [f"{n}=={v}" for n, v in image.items() if n == "triton" or (n.startswith("nvidia-") and "cu12" in n)]
     return json.loads((FOLDER / "requires.json").read_text(encoding="utf-8")).get(f"{name}=={version}", [])
-
-
-def python_like(version: str) -> str:
-    """A Python of that version if this machine has one, else the running one."""
-    found = [shutil.which(f"python{version}"), *Path.home().glob(f".pyenv/versions/{version}.*/bin/python")]
-    for python in map(str, filter(None, found)):
-        if subprocess.run([python, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
-            return python
-    return sys.executable
 
 
 def registry() -> dict[str, str]:
@@ -86,9 +76,9 @@ class Environment:
         return Path(self.run("import sysconfig; print(sysconfig.get_paths()['purelib'])").strip())
 
 
-def bare(folder: Path, python: str = sys.executable) -> Environment:
+def bare(folder: Path) -> Environment:
     """An environment with nothing but pip."""
-    subprocess.run([python, "-m", "venv", folder], check=True)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     environment = Environment(folder)
     for entry in [*environment.site().glob("setuptools*"), *environment.site().glob("pkg_resources*")]:
         shutil.rmtree(entry)  # only older Pythons bring it
@@ -104,8 +94,8 @@ def stand_in(environment: Environment, package: str, version: str, needs: Sequen
 
 
 def imitate(name: str, folder: Path) -> Environment:
-    """An environment like that image: its Python if there is one here, its pip, stand-ins for all its packages."""
-    environment, image = bare(folder, python_like(PYTHONS[name])), packages(name)
+    """An environment like that image: its pip, stand-ins for all its packages."""
+    environment, image = bare(folder), packages(name)
     pip = [environment.python, "-m", "pip", "install", "-q", f"pip=={image.pop('pip')}"]
     subprocess.run(pip, check=True)
     for package, version in image.items():

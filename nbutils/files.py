@@ -32,11 +32,8 @@ LARGEST_JSON = 2**26
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file or nothing, by renaming a temporary file once it is on disk.
-
-    At most one folder is made: if more are missing, the disk was unmounted, and its mount point must stay empty.
-    """
-    path.parent.mkdir(exist_ok=True)
+    """Write a whole file or nothing, by renaming a temporary file once it is on disk."""
+    path.parent.mkdir(exist_ok=True)  # no more: a disk that was unmounted lacks several, and must stay empty
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with open(partial, "w", encoding="utf-8", newline="\n") as file:
         file.write(text)
@@ -70,7 +67,7 @@ def sha256(path: Path) -> str:
 
 
 def stamp(folder: Path) -> dict[str, Any] | None:
-    """The `about` of a folder that `whole_folder` wrote; None if it, or a part of any of its files, is missing."""
+    """The `about` of a folder that `complete_folder` wrote; None if it, or a part of any of its files, is missing."""
     try:
         written = read_json(folder / STAMP)
         return written["about"] if written["files"].items() <= _sizes(folder).items() else None
@@ -79,12 +76,12 @@ def stamp(folder: Path) -> dict[str, Any] | None:
 
 
 def partial_of(target: Path) -> Path:
-    """Where `whole_folder` writes before the folder gets its name."""
+    """Where `complete_folder` writes before the folder gets its name."""
     return target.with_name(f".{target.name}.partial")
 
 
 @contextmanager
-def whole_folder(target: Path, about: dict[str, Any], resume: bool = False) -> Iterator[Path]:
+def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -> Iterator[Path]:
     """A folder to write into that becomes `target` only when the block ends without an error.
 
     The stamp is written last: `about`, which says what the folder was made from, and the size of every file.
@@ -95,8 +92,8 @@ def whole_folder(target: Path, about: dict[str, Any], resume: bool = False) -> I
     _require_ours(target)
     partial = partial_of(target)
     with _locked(partial):
-        if not resume:
-            empty_folder(partial)
+        for left in [] if resume else partial.iterdir():
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         yield partial
         for path in (one for one in partial.rglob("*") if one.is_file()):
             with open(path, "rb") as file:
@@ -106,7 +103,7 @@ def whole_folder(target: Path, about: dict[str, Any], resume: bool = False) -> I
         shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
     if stamp(target) is None:
-        raise CourseError("paths.disk_lost_files", folder=target)
+        raise CourseError("files.disk_lost_files", folder=target)
 
 
 @contextmanager
@@ -115,7 +112,7 @@ def _locked(folder: Path) -> Iterator[None]:
     import fcntl
 
     if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
-        raise CourseError("paths.not_a_folder", path=folder)
+        raise CourseError("files.not_a_folder", path=folder)
     folder.mkdir(exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
     try:
@@ -123,16 +120,10 @@ def _locked(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as problem:
-                raise CourseError("paths.locked", folder=folder) from problem
+                raise CourseError("files.locked", folder=folder) from problem
         yield
     finally:
         os.close(descriptor)
-
-
-def empty_folder(folder: Path) -> None:
-    """Remove everything in a folder; the folder itself stays, and may be locked."""
-    for one in folder.iterdir():
-        shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
 
 
 def require_apart(target: Path, *sources: Path) -> None:
@@ -140,15 +131,15 @@ def require_apart(target: Path, *sources: Path) -> None:
     place = target.resolve()
     for source in (one.resolve() for one in sources):
         if place == source or place in source.parents or source in place.parents:
-            raise CourseError("paths.overlap", target=target, source=source)
+            raise CourseError("files.overlap", target=target, source=source)
 
 
 def _require_ours(target: Path) -> None:
-    """Refuse to replace anything that `whole_folder` did not write, hidden files included."""
+    """Refuse to replace anything that `complete_folder` did not write, hidden files included."""
     if not os.path.lexists(target):
         return
     if target.is_symlink() or not target.is_dir():
-        raise CourseError("paths.not_a_folder", path=target)
+        raise CourseError("files.not_a_folder", path=target)
     try:
         known = {PurePosixPath(name) for name in (STAMP, *read_json(target / STAMP)["files"])}
         known |= {parent for name in known for parent in name.parents}
@@ -156,7 +147,7 @@ def _require_ours(target: Path) -> None:
         known = set()
     found = {PurePosixPath(one.relative_to(target).as_posix()) for one in target.rglob("*")}
     if foreign := sorted(map(str, found - known)):
-        raise CourseError("paths.foreign_files", folder=target, names=", ".join(foreign[:3]))
+        raise CourseError("files.foreign_files", folder=target, names=", ".join(foreign[:3]))
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -169,7 +160,7 @@ def require_own(folder: Path) -> None:
     folder = folder.absolute()
     for place in (one for one in (folder, *folder.parents) if os.path.lexists(one)):
         if place.parent.stat().st_mode & stat.S_IWOTH and place.lstat().st_uid != os.getuid():
-            raise CourseError("paths.other_owner", folder=place)
+            raise CourseError("files.other_owner", folder=place)
 
 
 def make_folder(folder: Path, purpose: str) -> Path:
@@ -180,5 +171,5 @@ def make_folder(folder: Path, purpose: str) -> Path:
             place.mkdir(mode=0o700, exist_ok=True)
         tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-").close()
     except OSError as problem:
-        raise CourseError("paths.not_writable", folder=folder, purpose=purpose, problem=problem.strerror) from problem
+        raise CourseError("files.not_writable", folder=folder, purpose=purpose, problem=problem.strerror) from problem
     return folder

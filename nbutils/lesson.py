@@ -19,60 +19,44 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from nbutils import checkpoints, dashboard, hardware, install, platforms, profiles, record, scaling
+from pydantic import Field, TypeAdapter, ValidationError
+
+from nbutils import checkpoints, display, distributed, hardware, install, platforms, profiles, record
 from nbutils.config import flat, settings_in, settings_text
 from nbutils.errors import CourseError
-from nbutils.paths import NOTEBOOKS, make_folder
+from nbutils.files import NOTEBOOKS, make_folder
 from nbutils.record import RunFolder
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
 NOTICE, POWER_OFF = "NBUTILS_NOTICE", "NBUTILS_POWER_OFF"  # 1: after a lesson, or the course, has ended well
-LAUNCHERS = ("05_serve", "06_scale_out")  # their processes may use every GPU
+LAUNCHERS = ("05_serve", "06_scale_out", "09_benchmark")  # their processes may use every GPU
 OVERRIDES = {"MAX_STEPS": "train.max_steps", "SAVE_STEPS": "train.save_steps"}  # 0 leaves them to the profile
 RUN_NAME = re.compile(r"\w[\w.-]{0,79}")
 Types = dict[str, type]
 TYPES: Types = {"str": str, "int": int, "float": float, "bool": bool}
 
 
-@dataclass(frozen=True)
-class Lesson:
+@dataclass
+class Lesson(record.LessonLike):
     """A lesson that was started by `begin`."""
 
     stem: str
     parameters: dict[str, Any]
     platform: platforms.Platform
     folders: platforms.Folders
-    card: hardware.Card | None
+    gpu: hardware.GPU | None
     resolved: profiles.Resolved
     run: RunFolder
     started: float
 
-    @property
-    def profile(self) -> profiles.Profile:
-        """The resolved profile."""
-        return self.resolved.profile
-
-    @property
-    def model(self) -> str:
-        """What `from_pretrained` is given: a folder or a hub id."""
-        return self.resolved.model
-
-    @property
-    def model_name(self) -> str:
-        """The model's name in facts.json, which means the same on the next machine."""
-        return self.resolved.called
-
-    @property
-    def device(self) -> int | str:
-        """Where the model is loaded: the index of this process's GPU, or the CPU."""
-        return scaling.rank() if self.card else "cpu"
-
-    @property
-    def scratch(self) -> Path:
-        """This run's folder on the fast disk that may vanish."""
-        return self.folders.scratch / self.run.name
+    def __post_init__(self) -> None:
+        self.profile = self.resolved.profile
+        self.model = self.resolved.model  # what `from_pretrained` is given: a folder or a hub id
+        self.model_name = self.resolved.called  # in facts.json, where it means the same on the next machine
+        self.device: int | str = distributed.rank() if self.gpu else "cpu"
+        self.scratch = self.folders.scratch / self.run.name  # on the fast disk that may vanish
 
     def with_recipe(self, lengths: Sequence[int]) -> Lesson:
         """The same lesson with the recipe that fits examples of these lengths (in tokens)."""
@@ -99,15 +83,16 @@ class Lesson:
         given["SET"] = settings_text(self.resolved.set_values)
         types = declared_in(script)
         passed = {name: value for name, value in (given | values).items() if value and name in types}
-        with deferred_goodbye():
+        with deferred_shutdown():
             quiet = self.stem == "06_scale_out"  # it compares three runs of lesson 03, and shows what it compares
-            scaling.launch(script, passed, keep or self.folders.keep, processes, threads, quiet)
+            distributed.launch(script, passed, keep or self.folders.keep, processes, threads, quiet)
 
-    def finish(self, **facts: Any) -> None:
-        """Write this lesson's facts and print where they are."""
+    def finish(self, *measured: record.HasFacts, **facts: Any) -> None:
+        """Write what was measured to facts.json and print where that is."""
+        facts = {name: value for one in measured for name, value in one.facts().items()} | facts
         top = {
             "platform": asdict(self.platform), "profile": self.resolved.name, "profile_source": self.resolved.source,
-            "model": self.model_name, "card": asdict(self.card) if self.card else None, "versions": record.versions(),
+            "model": self.model_name, "card": asdict(self.gpu) if self.gpu else None, "versions": record.versions(),
         }  # fmt: skip
         entry = {"seconds": round(time.monotonic() - self.started, 1), **facts}
         if self.stem == "03_qlora":  # what the adapter was made with
@@ -115,22 +100,19 @@ class Lesson:
         whole = record.update(self.run.facts, top, self.stem, entry)
         record.write_report(self.run.report, self.run.name, whole)
         print(f"Lesson {self.stem} done in {entry['seconds']:.0f} s. Facts: {self.run.facts}")
-        say_goodbye(self.platform, self.run, f"Lesson {self.stem}: {record.summary(entry)}")
+        notify_and_shut_down(self.platform, self.run, f"Lesson {self.stem}: {record.summary(entry)}")
 
 
-def say_goodbye(platform: platforms.Platform, run: RunFolder, text: str) -> None:
+def notify_and_shut_down(platform: platforms.Platform, run: RunFolder, text: str) -> None:
     """After the work, where the environment asks for it: send a notice, and power off if all checkpoints are kept."""
-    on = [
-        name for name in (NOTICE, POWER_OFF) if os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
-    ]
-    if NOTICE in on:
+    if os.environ.get(NOTICE) == "1":
         print(platforms.send_notice(f"Run {run.name} has ended", text))
-    if POWER_OFF in on:
+    if os.environ.get(POWER_OFF) == "1":
         print(platforms.power_off(platform, checkpoints.unsafe(run.checkpoints)))
 
 
 @contextmanager
-def deferred_goodbye() -> Iterator[None]:
+def deferred_shutdown() -> Iterator[None]:
     """Lessons within this block neither notify nor power off: they are a part of something larger, which does."""
     variables = {name: os.environ.pop(name) for name in (NOTICE, POWER_OFF) if name in os.environ}
     try:
@@ -144,25 +126,25 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     started = time.monotonic()
     if not platforms.in_kernel():
         sys.excepthook = _print_exception
-    dashboard.calm_bars()
+    display.calm_bars()
     hardware.share_processors()
     if stem not in LAUNCHERS:
-        hardware.use_one_card()
+        hardware.use_one_gpu()
         hardware.leave_no_gaps()
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # asks for a kernel no lesson needs
-    values = collect(namespace)
-    scaling.join()
-    with scaling.main_first():
+    values = collect(stem, namespace)
+    distributed.join()
+    with distributed.main_first():
         install.ensure("train")
         # The processes of lesson 06 try their own GPUs; a try here would take memory from them.
-        platform, folders, card = find_machine(may_download(values), try_card=stem != "06_scale_out")
-        run, resolved = open_run(values, platform, folders, card)
-    if stem == "03_qlora" and (line := scaling.hint(card.count if card else 0)):
+        platform, folders, gpu = find_machine(values, try_gpu=stem != "06_scale_out")
+        run, resolved = open_run(values, platform, folders, gpu)
+    if stem == "03_qlora" and (line := distributed.hint(gpu.count if gpu else 0)):
         print(line)
     print(f"profile   {resolved.name}: {resolved.choices['profile'].reason}")
     print(f"model     {resolved.model}")
     print(f"run       {run.path}")
-    return Lesson(stem, values, platform, folders, card, resolved, run, started)
+    return Lesson(stem, values, platform, folders, gpu, resolved, run, started)
 
 
 def _print_exception(kind: type[BaseException], problem: BaseException, trace: Any) -> None:
@@ -173,73 +155,57 @@ def _print_exception(kind: type[BaseException], problem: BaseException, trace: A
         sys.__excepthook__(kind, problem, trace)
 
 
-def collect(namespace: dict[str, Any]) -> dict[str, Any]:
+def collect(stem: str, namespace: dict[str, Any]) -> dict[str, Any]:
     """The checked parameters of a lesson; in a plain script the command line is applied to `namespace` first."""
-    annotations = namespace.get("__annotations__") or {}
-    if not annotations and callable(namespace.get("__annotate__")):  # Python 3.14 computes them on demand
-        annotations = namespace["__annotate__"](1)
-    types = _parameter_types(annotations)
+    types = declared_in(NOTEBOOKS / f"{stem}.py")
     if platforms.in_kernel():
         refuse_unknown(_injected(namespace.get("In", [])), types)
     elif namespace.get("__name__") == "__main__":
-        namespace.update(_from_command_line(sys.argv[1:], types))
-    values = {name: parse(name, namespace[name], kind, strict=True) for name, kind in types.items()}
+        namespace.update(_from_command_line(types))
+    given = {name: kind for name, kind in types.items() if name in namespace}
+    values = {name: parse(name, namespace[name], kind, strict=True) for name, kind in given.items()}
     namespace.update(values)
     return values
 
 
 def declared_in(source: Path) -> Types:
     """The parameters of a lesson and their types, read from its `.py` without running it."""
-    tree = ast.parse(source.read_text(encoding="utf-8"))
-    nodes = [node for node in tree.body if isinstance(node, ast.AnnAssign)]
-    return _parameter_types({ast.unparse(node.target): ast.unparse(node.annotation) for node in nodes})
+    body = ast.parse(source.read_text(encoding="utf-8")).body
+    declared = {ast.unparse(node.target): ast.unparse(node.annotation) for node in body if type(node) is ast.AnnAssign}
+    return {name: TYPES[kind] for name, kind in declared.items() if name.isupper()}
 
 
-def _parameter_types(annotations: Mapping[str, Any]) -> Types:
-    kinds = {name: kind for name, kind in annotations.items() if name.isupper()}
-    return {name: kind if isinstance(kind, type) else TYPES[kind.strip("'\"")] for name, kind in kinds.items()}
-
-
-def _from_command_line(arguments: Sequence[str], types: Types) -> dict[str, Any]:
+def _from_command_line(types: Types) -> dict[str, Any]:
     """`--NAME VALUE` pairs as typed values."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, description="Parameters of this lesson.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Parameters of this lesson.")
     for name, kind in types.items():
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=kind.__name__)
-    try:
-        given, others = parser.parse_known_args(arguments)
-        refuse_unknown([word[2:].partition("=")[0] for word in others if word.startswith("--")], types)
-        if others:
-            raise argparse.ArgumentError(None, f"what is {others[0]}?")
-    except argparse.ArgumentError as problem:
-        raise CourseError("lessons.command_line", problem=problem, parameters=_listing(types)) from problem
+    given, others = parser.parse_known_args()
+    refuse_unknown([word[2:].partition("=")[0] for word in others if word.startswith("--")], types)
+    if others:
+        parser.error(f"write --NAME VALUE; what is {others[0]}?")
     return {name: parse(name, text, types[name]) for name, text in vars(given).items()}
 
 
 def parse(name: str, value: Any, kind: type, strict: bool = False) -> Any:
     """A parameter as its declared type: text from a command line, or with `strict` the value in a cell."""
-    from pydantic import TypeAdapter, ValidationError
-
     if kind is str and type(value) in (int, float):
         return str(value)  # papermill's -p makes a number of RUN_NAME 2024
+    bounded: Any = Annotated[kind, Field(ge=0)] if kind in (int, float) else kind
     try:
-        parsed: Any = TypeAdapter(kind).validate_python(value, strict=strict)
+        return TypeAdapter(bounded).validate_python(value, strict=strict)
     except ValidationError as problem:
-        raise CourseError("lessons.parameter_type", name=name, value=value, type=kind.__name__) from problem
-    if type(parsed) in (int, float) and not parsed >= 0:
-        raise CourseError("lessons.parameter_negative", name=name, value=parsed)
-    return parsed
+        raise CourseError("lesson.parameter_type", name=name, value=value, type=kind.__name__) from problem
 
 
 def refuse_unknown(names: Iterable[str], types: Types) -> None:
     """Stop if any name is not a parameter of this lesson."""
     if unknown := [name for name in names if name not in types]:
         near = difflib.get_close_matches(unknown[0].upper(), types, n=1)
-        hint = f"did you mean {near[0]}?" if near else "remove it"
-        raise CourseError("lessons.parameter_unknown", names=", ".join(unknown), parameters=_listing(types), hint=hint)
-
-
-def _listing(types: Types) -> str:
-    return ", ".join(f"{name} ({kind.__name__})" for name, kind in types.items())
+        elsewhere = [file.stem for file in sorted(NOTEBOOKS.glob("*.py")) if unknown[0] in declared_in(file)]
+        hint = f"did you mean {near[0]}?" if near else f"it belongs to {', '.join(elsewhere) or 'no lesson'}: remove it"
+        listed = ", ".join(f"{name} ({kind.__name__})" for name, kind in types.items())
+        raise CourseError("lesson.parameter_unknown", names=", ".join(unknown), parameters=listed, hint=hint)
 
 
 def _injected(history: Sequence[str]) -> list[str]:
@@ -249,19 +215,15 @@ def _injected(history: Sequence[str]) -> list[str]:
     return [name for name in names if not name.startswith("PAPERMILL_")]
 
 
-def may_download(values: Mapping[str, Any]) -> bool:
-    """Whether the model may have to be downloaded; the one that `auto` chooses depends on the GPU."""
-    profile, model = values.get("PROFILE", "auto"), values.get("MODEL", "")
-    return not profiles.is_tiny(model or ("tiny" if profile == "auto" else profiles.load(profile).model))
-
-
 def find_machine(
-    needs_model: bool, try_card: bool = True
-) -> tuple[platforms.Platform, platforms.Folders, hardware.Card | None]:
+    values: Mapping[str, Any], try_gpu: bool = True
+) -> tuple[platforms.Platform, platforms.Folders, hardware.GPU | None]:
     """The platform with its network and Drive ready, its folders, and a GPU that was tried."""
-    platform, card = platforms.detect(), hardware.card()
+    profile, model = values.get("PROFILE", "auto"), values.get("MODEL", "")
+    is_tiny = profiles.is_tiny(model or ("tiny" if profile == "auto" else profiles.load(profile).model))
+    platform, gpu = platforms.detect(), hardware.gpu()
     print(f"platform  {platform.name} ({platform.evidence})")
-    for line in platforms.prepare_network(platform, probe=card is not None or needs_model):
+    for line in platforms.prepare_network(platform, probe=gpu is not None or not is_tiny):
         print(line)
     if platform.name == "colab":
         print(f"drive     {platforms.mount_drive(platform)}")
@@ -270,49 +232,49 @@ def find_machine(
         print(f"[WARN] {folders.keep} may go away with this machine: download what you want to keep ({folders.remark})")
     if moved := platforms.use_model_cache(platform, folders):
         print(f"cache     {moved}")
-    print(f"card      {card or 'none: this machine trains on its CPU'}")
-    if try_card:
-        hardware.require_working(card)
-    return platform, folders, card
+    print(f"gpu       {gpu or 'none: this machine trains on its CPU'}")
+    if try_gpu:
+        hardware.require_working(gpu)
+    return platform, folders, gpu
 
 
 def open_run(
-    values: dict[str, Any], platform: platforms.Platform, folders: platforms.Folders, card: hardware.Card | None
+    values: dict[str, Any], platform: platforms.Platform, folders: platforms.Folders, gpu: hardware.GPU | None
 ) -> tuple[RunFolder, profiles.Resolved]:
     """The run folder and the resolved profile; an existing run keeps the profile and SET it started with."""
     profile, model, name = values.get("PROFILE", "auto"), values.get("MODEL", ""), values.get("RUN_NAME", "")
     resume = values.get("RESUME", "auto")
     if resume not in ("auto", "never") and not resume.isdecimal():
-        raise CourseError("lessons.resume", value=resume)
+        raise CourseError("lesson.resume", value=resume)
     if name and not RUN_NAME.fullmatch(name):
-        raise CourseError("lessons.run_name", value=name)
+        raise CourseError("lesson.run_name", value=name)
     make_folder(folders.keep, "runs")
     make_folder(folders.scratch, "scratch files")
     unnamed = profile == "auto" and not model and not name
-    name = unfinished_run(folders.keep, card) if unnamed else name
+    name = unfinished_run(folders.keep, gpu) if unnamed else name
 
     def folder_of(chosen: str) -> RunFolder:
         run = RunFolder(folders.keep / (name or default_run_name(chosen, values.get("MODEL", ""))))
         _copy_earlier(run, folders, values)
         return run
 
+    def overrides(chosen: str) -> dict[str, tuple[Any, str]]:  # MAX_STEPS and SAVE_STEPS win over SET
+        kept = {field: (value, "SET of this run") for field, value in _set_values(folder_of(chosen), values).items()}
+        given = {field: (values[name], f"parameter {name}") for name, field in OVERRIDES.items() if values.get(name)}
+        return kept | given
+
     earlier = record.read(folder_of("").facts) if name else {}
     continued = profile == "auto" and not model and {"profile_source", "model"} <= set(earlier)
     if continued:
         profile, model = earlier["profile_source"], earlier["model"]
     resolved = profiles.resolve(
-        profile, model, card=card, platform=platform, online=platforms.hub_online,
-        overrides=lambda chosen: _overrides(folder_of(chosen), values),
-    )  # fmt: skip
+        profile, model, gpu=gpu, platform=platform, online=platforms.hub_online, overrides=overrides
+    )
     if continued:
-        began_with = {"profile": resolved.name, "model": resolved.model}
-        reasons = {field: hardware.Choice(value, "this run began with it") for field, value in began_with.items()}
-        resolved = replace(resolved, choices=resolved.choices | reasons)
+        first = {key: replace(resolved.choices[key], reason="this run began with it") for key in ("profile", "model")}
+        resolved = replace(resolved, choices=resolved.choices | first)
     run = folder_of(resolved.name)
     resolved = replace(resolved, set_values=_set_values(run, values))
-    if (former := record.read(run.facts).get("set")) and not values.get("SET"):
-        kept = "this run began with it" if resolved.set_values else 'dropped: RESUME is "never", or another profile'
-        print(f"SET       {settings_text(former)}: {kept}")
     make_folder(run.path, "this run")
     top: dict[str, Any] = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}
     trained = any(any(store.glob("checkpoint-*.json")) for store in checkpoints.stores(folders, run.name))
@@ -331,55 +293,40 @@ def _set_values(run: RunFolder, values: dict[str, Any]) -> dict[str, Any]:
     return earlier.get("set", {}) if same and values.get("RESUME") != "never" else {}
 
 
-def _overrides(run: RunFolder, values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
-    """What replaces values of the profile; MAX_STEPS and SAVE_STEPS win over SET."""
-    reason = "parameter SET" if values.get("SET") else "parameter SET, with which this run began"
-    given = {name: (value, reason) for name, value in _set_values(run, values).items()}
-    steps = {field: (values[name], f"parameter {name}") for name, field in OVERRIDES.items() if values.get(name, 0) > 0}
-    return given | steps
-
-
 def _copy_earlier(run: RunFolder, folders: platforms.Folders, values: Mapping[str, Any]) -> None:
     """Copy data and facts of this run from where an earlier session left them: an attached output, a former keep."""
     for store in checkpoints.stores(folders, run.name)[2:]:  # after those of scratch and keep
-        former = RunFolder(store.parent)
-        attached = folders.is_attached(store)
+        former, attached = RunFolder(store.parent), folders.is_attached(store)
         if attached and any(place.is_symlink() for place in (store, former.path, former.data, former.facts)):
             print(f"[WARN] {former.path} is not used: a part of it is a link, which could lead anywhere")
             continue
         facts = {} if run.facts.exists() else record.read(former.facts)
         if attached and facts:
             _require_named(facts, former.path, values)
-            facts["set"] = {name: value for name, value in facts.get("set", {}).items() if name != "data.source"}
-        if former.has("02_data_prep") and not run.has("02_data_prep") and not any(run.data.glob("*")):
+            facts.get("set", {}).pop("data.source", None)
+        if former.has("02_data_prep") and not any(run.data.glob("*")):
             print(f"data      copied from {former.data}")
-            make_folder(run.path, "this run")
-            shutil.copytree(former.data, run.data, dirs_exist_ok=True, ignore=_links_and_pipes)
+            make_folder(run.data, "this run")
+            plain = [file for file in former.data.iterdir() if file.is_file() and not file.is_symlink()]
+            for file in sorted(plain, key=lambda file: file.name == "data_card.json"):  # it says that all is there
+                shutil.copyfile(file, run.data / file.name)
         if facts:
+            print(f"facts     copied from {former.facts}; SET {settings_text(facts.get('set', {})) or 'is empty'}")
             make_folder(run.path, "this run")
             record.begin(run.facts, facts, by_auto=False)
 
 
-def _require_named(facts: dict[str, Any], place: Path, values: Mapping[str, Any]) -> None:
-    """Show what an attached run started with; a model or profile that is not the course's must be named here."""
-    there = {"MODEL": str(facts.get("model", "")), "PROFILE": str(facts.get("profile_source", ""))}
-    shown = {"profile": there["PROFILE"], "model": there["MODEL"], "SET": settings_text(facts.get("set", {}))}
-    print(f"facts     copied from {place}: " + ", ".join(f"{name} {text or '-'}" for name, text in shown.items()))
-    own = {"MODEL": profiles.is_known(there["MODEL"]), "PROFILE": there["PROFILE"] in profiles.names()}
-    named = {name: (text, os.path.abspath(os.path.expanduser(text))) for name in there if (text := values.get(name))}
-    strange = [name for name, text in there.items() if text and not own[name] and text not in named.get(name, ())]
-    if strange:
-        settings = " and ".join(f"{name} = {there[name]!r}" for name in strange)
-        raise CourseError("lessons.attached_run", folder=place, settings=settings)
+def _require_named(facts: dict[str, Any], folder: Path, values: Mapping[str, Any]) -> None:
+    """An attached run may not choose a model or profile that is neither the course's nor named by the learner."""
+    model, profile = str(facts.get("model", "")), str(facts.get("profile_source", ""))
+    foreign = {"MODEL": model} if model and not profiles.is_known(model) else {}
+    foreign |= {"PROFILE": profile} if profile and profile not in profiles.names() else {}
+    unnamed = [f"{name} = {text!r}" for name, text in foreign.items() if text != values.get(name)]
+    if unnamed:
+        raise CourseError("lesson.attached_run", folder=folder, settings=" and ".join(unnamed))
 
 
-def _links_and_pipes(folder: str, names: list[str]) -> set[str]:
-    """What is not copied from an attached folder: with a link it could name any file of this machine."""
-    places = {name: Path(folder, name) for name in names}
-    return {name for name, place in places.items() if place.is_symlink() or not (place.is_file() or place.is_dir())}
-
-
-def unfinished_run(keep: Path, card: hardware.Card | None) -> str:
+def unfinished_run(keep: Path, gpu: hardware.GPU | None) -> str:
     """The newest run that `auto` began here for a GPU and did not finish, whatever GPU is here today; "" if none."""
     found: list[tuple[float, str]] = []
     for run in map(RunFolder, keep.iterdir()):
@@ -389,12 +336,9 @@ def unfinished_run(keep: Path, card: hardware.Card | None) -> str:
             finished = trained and record.complete(trained)
             if facts.get("by_auto") and facts.get("profile") != "tiny" and not finished:
                 found += [(file.stat().st_mtime, run.name) for file in run.checkpoints.glob("checkpoint-*.json")]
-    if not found:
+    if not found or gpu is None:
         return ""
     _, name = max(found)
-    if card is None:
-        print(f"[WARN] run {name} is not finished, and it needs a GPU: start it on a machine with one to continue.")
-        return ""
     print(f"run {name} was begun here and is not finished: continuing it. PROFILE or RUN_NAME begins another.")
     return name
 

@@ -1,0 +1,150 @@
+"""A chat with one model, or with several side by side: widgets of ipywidgets 7.7 to 8, printed dialogue elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from nbutils import display
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+Message = dict[str, Any]
+POLL_SECONDS = 0.05  # how often the stop button is looked at, and a growing answer drawn
+CLOSE_SECONDS = 0.5  # for a stream to close; after that it closes when the server sends something
+
+
+class Talk:
+    """A conversation with one model on a server."""
+
+    def __init__(
+        self, name: str, client: OpenAI, model: str, *, opening: Sequence[Message] = (), **settings: Any
+    ) -> None:
+        self.name, self.client, self.model = name, client, model
+        self.opening, self.settings = list(opening), settings  # settings: max_tokens, temperature, ...
+        self.said: list[Message] = []
+
+    def stream(self, text: str, stop: threading.Event | None = None) -> Iterator[str]:
+        """The answer so far, again and again while it grows; `stop` ends it and closes the connection."""
+        messages: Any = [*self.opening, *self.said, {"role": "user", "content": text}]
+        create = partial(self.client.chat.completions.create, model=self.model, messages=messages, stream=True)
+        answer = ""
+        for chunk in _stream_until(stop or threading.Event(), partial(create, **self.settings)):
+            answer += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+            yield answer
+        if answer:  # a question without an answer would confuse the next one
+            self.said += [messages[-1], {"role": "assistant", "content": answer}]
+
+
+def _stream_until(stop: threading.Event, create: Callable[[], Any]) -> Iterator[Any]:
+    """What a server streams, read by a thread: `stop` is heard at once, even while the server is silent."""
+    chunks, left = SimpleQueue[Any](), threading.Event()
+
+    def read() -> None:
+        end: Exception | None = None
+        try:
+            with create() as stream:  # leaving the block closes the stream, and the server frees its slot
+                for chunk in stream:
+                    if left.is_set():
+                        break
+                    chunks.put(chunk)
+        except Exception as problem:  # raised below
+            end = problem
+        chunks.put(end)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        while not stop.is_set():
+            with suppress(Empty):
+                chunk = chunks.get(timeout=POLL_SECONDS)
+                if isinstance(chunk, Exception):
+                    raise chunk
+                if chunk is None:
+                    return
+                yield chunk
+    finally:
+        left.set()
+        reader.join(CLOSE_SECONDS)
+
+
+def chat(talks: Sequence[Talk], examples: Sequence[str], live: bool = True) -> Box | None:
+    """Print the examples with every model's answer; below them, where somebody watches, a box to type in."""
+    width = max(map(len, ["you", *(talk.name for talk in talks)]))
+    for question in examples:
+        print(f"{'you':{width}}  {question}")
+        for talk in talks:
+            *_, answer = "", *talk.stream(question)
+            print(f"{talk.name:{width}}  {answer}")
+    for talk in talks:
+        talk.said = []
+    if not live or not display.watched():
+        return None
+    from IPython import display as ipython
+
+    box = Box(talks)
+    ipython.display(box.whole)
+    return box
+
+
+class Box:
+    """The widgets: a column per model, a line to type in, and a button to stop. To begin anew, run the cell again."""
+
+    def __init__(self, talks: Sequence[Talk]) -> None:
+        import ipywidgets as widgets
+
+        self.talks, self.stopped, self.answering = list(talks), threading.Event(), False
+        self.lines: list[list[tuple[str, str]]] = [[] for _ in talks]  # who said what, in each column
+        self.columns = [widgets.HTML(layout=widgets.Layout(width=f"{100 // len(self.talks)}%")) for _ in talks]
+        wide = widgets.Layout(flex="1 1 auto", width="auto")
+        self.question = widgets.Text(placeholder="Type a message and press Enter", layout=wide)
+        self.stop = widgets.Button(description="Stop", disabled=True, layout=widgets.Layout(width="84px"))
+        line = widgets.HBox([self.question, self.stop])
+        self.whole = widgets.VBox([widgets.HBox(self.columns), line], layout=widgets.Layout(max_width="980px"))
+        with warnings.catch_warnings():  # version 8 would rather watch `value`, which also changes when focus is lost
+            warnings.simplefilter("ignore")
+            self.question.on_submit(lambda _: self.ask(self.question.value))
+        self.stop.on_click(lambda _: self.stopped.set())
+        for place in range(len(self.talks)):
+            self._draw(place)
+
+    def ask(self, text: str) -> None:
+        """Ask every model the same; nothing happens while they answer."""
+        if self.answering or not text.strip():
+            return
+        self.question.value, self.stop.disabled, self.answering = "", False, True
+        self.stopped.clear()
+        threading.Thread(target=self._answer_all, args=(text.strip(),), daemon=True).start()
+
+    def _answer_all(self, text: str) -> None:
+        with ThreadPoolExecutor(len(self.talks)) as pool:
+            for place in range(len(self.talks)):
+                pool.submit(self._answer, place, text)
+        self.stop.disabled, self.answering = True, False
+
+    def _answer(self, place: int, text: str) -> None:
+        talk, lines, answer, drawn = self.talks[place], self.lines[place], "", 0.0
+        lines += [("you", text), (talk.name, "…")]
+        self._draw(place)
+        try:
+            for answer in talk.stream(text, self.stopped):
+                lines[-1] = (talk.name, answer)
+                if time.monotonic() - drawn > POLL_SECONDS:  # servers of notebooks drop what comes too fast
+                    self._draw(place)
+                    drawn = time.monotonic()
+            lines[-1] = (talk.name, answer + (" [stopped]" if self.stopped.is_set() else ""))
+        except Exception as problem:  # a thread has nobody to raise to: the column shows it
+            lines[-1] = ("problem", f"{type(problem).__name__}: {problem} Is the server still running?")
+        self._draw(place)
+
+    def _draw(self, place: int) -> None:
+        page = display.render_html("chat.html", name=self.talks[place].name, lines=self.lines[place])
+        self.columns[place].value = page

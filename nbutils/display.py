@@ -1,0 +1,200 @@
+"""Tables, loss curves and live numbers: the HTML of templates/ in a notebook, plain text elsewhere."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nbutils.errors import CourseError
+from nbutils.files import read_json
+from nbutils.platforms import detect, in_kernel
+
+ACCENT, ALARM = "var(--jp-brand-color1, #2979c9)", "var(--jp-warn-color1, #e07b00)"
+WIDTH, HEIGHT, POINTS = 760, 96, 160  # of the live curve
+LIVE_LINE = re.compile(r"(training|step|trained) \d|\[WARN\]|out of memory |.* Saving at step ")
+CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curves.py
+Losses = Sequence[tuple[int, float]]  # step and loss
+
+
+def render_html(template: str, **values: Any) -> str:
+    """A page of templates/, with every value escaped."""
+    import jinja2
+
+    pages = jinja2.Environment(loader=jinja2.PackageLoader("nbutils"), autoescape=True, trim_blocks=True)
+    return str(pages.get_template(template).render(accent=ACCENT, alarm=ALARM, **values))
+
+
+def show(template: str, text: str, **values: Any) -> None:
+    """A page of templates/ in a notebook; `text` in a terminal."""
+    if not in_kernel():
+        print(text)
+        return
+    from IPython.display import display
+
+    display({"text/html": render_html(template, **values), "text/plain": text}, raw=True)
+
+
+def show_table(rows: Sequence[dict[str, Any]], title: str = "", text: str = "") -> None:
+    """A table: HTML in a notebook; in a script `text`, or else one line per entry."""
+    entries = ["".join(f"  {name}: {value}\n" for name, value in row.items()) for row in rows]
+    show("table.html", text or "\n".join([title, *entries]), rows=rows, title=title)
+
+
+def show_choices(choices: Any, text: str = "", only: Sequence[str] = ()) -> None:
+    """Values by name with their reasons, or those of a resolved profile; `only` those whose names begin so."""
+    if not isinstance(choices, Mapping):
+        chosen = {name: one for name, one in choices.choices.items() if name.startswith(tuple(only or [""]))}
+        choices, text = chosen, replace(choices, choices=chosen).table()
+    rows = [{"what": name, "value": choice.value, "why": choice.reason} for name, choice in choices.items()]
+    show_table(rows, text=text)
+
+
+def show_answers(rows: Sequence[Mapping[str, Any]], **answers: Sequence[str]) -> None:
+    """The last question of each row, the answer it holds, and a column for each list of `answers` to them."""
+    table = []
+    for row, *given in zip(rows, *answers.values(), strict=True):
+        *_, question, expected = (message["content"] for message in row["messages"])
+        table.append({"question": question, "expected": expected} | dict(zip(answers, given, strict=True)))
+    show_table(table)
+
+
+def aligned(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of a table as columns of text."""
+    lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)] if rows else []
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = ((cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
+def plot_losses(history: Mapping[str, Losses], path: Path | None = None, title: str = "Loss") -> None:
+    """The curves `train` and `validation` of a history, shown in a notebook and saved to `path` if one is given."""
+    _plot({title: history}, path, width=7)
+
+
+def plot_loss_examples(path: Path | None = None) -> None:
+    """Four measured trainings side by side: healthy, too slow, diverging and overfitting."""
+    titles = {}
+    for name, example in read_json(CURVES).items():
+        about = "rate {learning_rate:g}, {row_count} rows, {steps} steps".format(**example["settings"])
+        titles[f"{name.replace('_', ' ')}\n{about}"] = example
+    _plot(titles, path, width=3.4)
+
+
+def _plot(histories: Mapping[str, Mapping[str, Losses]], path: Path | None, width: float) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(histories), figsize=(width * len(histories), 3), squeeze=False)
+    for axes, (title, history) in zip(panels[0], histories.items(), strict=True):
+        axes.plot([step for step, _ in history["train"]], [loss for _, loss in history["train"]], label="training")
+        if validation := history.get("validation"):
+            label = "validation, best: {1:.3f} at step {0}".format(*min(validation, key=lambda point: point[1]))
+            axes.plot([step for step, _ in validation], [loss for _, loss in validation], "o-", ms=4, label=label)
+        axes.set(xlabel="step", ylabel="loss", ylim=(0, None))
+        axes.set_title(title, fontsize=10)
+        axes.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    show_figure(figure, path)
+
+
+def show_figure(figure: Any, path: Path | None = None) -> None:
+    """Show a figure in a notebook, and save it to `path` if one is given; only figures of ours are overwritten."""
+    import matplotlib.pyplot as plt
+
+    if path:
+        if os.path.lexists(path) and (path.is_symlink() or b"Matplotlib" not in path.read_bytes()[:1000]):
+            raise CourseError("display.foreign_file", path=path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120, format="png")
+    if in_kernel():
+        plt.show()
+    plt.close(figure)
+
+
+def watched() -> bool:
+    """Whether someone may be looking: a kernel whose frontend can also type; papermill's and Kaggle's batch cannot."""
+    kernel = sys.modules["IPython"].get_ipython().kernel if in_kernel() and not detect().batch else None
+    return kernel is not None and bool(getattr(kernel, "_allow_stdin", True))
+
+
+def calm_bars() -> None:
+    """Progress bars as text, seldom drawn, where no one watches: a widget stays at 0 % in an executed notebook."""
+    if not in_kernel() or watched():
+        return
+    import tqdm.auto
+    import tqdm.std
+
+    class CalmBar(tqdm.std.tqdm):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **{"mininterval": 15, "maxinterval": 15, "delay": 0.5, **settings})
+
+    tqdm.auto.tqdm = CalmBar  # type: ignore[assignment]  # before transformers and datasets look it up
+
+
+class LiveOutput:
+    """One output of a cell, replaced each time; where nobody watches, at most `most_lines` plain lines."""
+
+    def __init__(self, most_lines: float = math.inf) -> None:
+        self.lines_left = most_lines
+        self.handle: Any = None
+
+    def show(self, text: str, html: str = "") -> None:
+        """Show this instead of what was there."""
+        page = {"text/plain": text} | ({"text/html": html} if html else {})
+        if self.handle is not None:
+            self.handle.update(page, raw=True)
+        elif watched():
+            from IPython.display import display
+
+            self.handle = display(page, raw=True, display_id=True)
+        elif self.lines_left > 0:
+            self.lines_left -= 1
+            print(text, flush=True)
+
+
+def live_line(parts: Mapping[str, str]) -> str:
+    """The numbers in one line."""
+    formats = {"memory": "{1}", "cost": "{1}", "tokens/s": "{1} {0}", "left": "{1} {0}"}
+    return " · ".join(formats.get(name, "{0} {1}").format(name, text) for name, text in parts.items())
+
+
+def live_page(
+    parts: Mapping[str, str], step: int, last: int, losses: Losses, validation: Losses = (), notes: Iterable[str] = ()
+) -> str:
+    """Numbers by name, how far the training is, its curves and notes, as HTML."""
+    thinned = dict([*losses[:: -(-len(losses) // POINTS) or 1], *losses[-1:]])
+    curves = [[point for point in curve if math.isfinite(point[1])] for curve in (thinned.items(), validation)]
+    low, high = (limit([loss for curve in curves for _, loss in curve], default=0.0) for limit in (min, max))
+    x, y = WIDTH / max(last, 1), HEIGHT / ((high - low) or 1.0)
+    lines = [" ".join(f"{at * x:.1f},{16 + (high - loss) * y:.1f}" for at, loss in curve) for curve in curves]
+    sizes = {"low": low, "high": high, "width": WIDTH, "height": HEIGHT, "percent": 100 * step / max(last, 1)}
+    return render_html("live.html", parts=parts, notes=notes, lines=lines, **sizes)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as a person reads them: 0:07, 12:34, 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+class LiveLines:
+    """A file for papermill's `stdout_file`: of all a lesson prints, the training's lines appear above the bar."""
+
+    rest = ""
+
+    def write(self, text: str) -> None:
+        """Pass whole lines on."""
+        import tqdm
+
+        *lines, self.rest = (self.rest + text).split("\n")
+        for line in filter(LIVE_LINE.match, lines):
+            tqdm.tqdm.write(f"  {line}")
+
+    def flush(self) -> None:
+        """Nothing is held back but an unfinished line."""
+        sys.stdout.flush()

@@ -1,0 +1,234 @@
+"""One training on several GPUs of one machine: the processes torchrun starts, how lessons are launched and compared."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from nbutils import record
+from nbutils.display import LIVE_LINE
+from nbutils.errors import CourseError
+from nbutils.files import NOTEBOOKS, read_json
+from nbutils.hardware import Choice, driver_gpus
+from nbutils.masking import mask_secrets
+
+TIMEOUT = timedelta(hours=2)  # for a main process that prepares data; torchrun notices a dead one at once
+SHUTDOWN_SECONDS = "600"  # what torchrun gives a training to save; its own 30 s may be less than a step
+TOLERANCE = 0.01  # of the loss: sums in another order differ by a rounding each, 2^-8 of a value in bfloat16
+TAIL_LINES = 15  # of a failed lesson's output
+PROGRESS = rf"{LIVE_LINE.pattern}|\[FAIL\]|continuing |starting at|checkpoint \d+ is|safe: |Nothing is left|Lesson "
+TORCHRUN_REPORT = r".*elastic/multiprocessing/api\.py:\d+\] failed"  # what follows is about torchrun itself
+
+
+def world_size() -> int:
+    """How many processes torchrun started together; platforms set WORLD_SIZE and RANK too, but never LOCAL_RANK."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if _launched() else 1
+
+
+def _launched() -> bool:
+    return "LOCAL_RANK" in os.environ
+
+
+def rank() -> int:
+    """The number of this process, which is also the index of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def is_main() -> bool:
+    """Whether this process prepares, prints and writes."""
+    return rank() == 0
+
+
+def join() -> None:
+    """Join the process group and select the GPU of this process; every process but the main one stops printing."""
+    if not _launched():
+        return
+    if not is_main():  # the main process prints it already; errors still go to stderr
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        warnings.simplefilter("ignore")
+        os.environ |= {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "DATASETS_VERBOSITY": "error"}
+        os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    import torch
+
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", world_size())), torch.cuda.device_count()
+    if local != world_size():
+        raise CourseError("distributed.several_machines", processes=world_size())
+    if 0 < gpus < local:
+        raise CourseError("distributed.too_many_processes", processes=local, gpus=gpus)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank())
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, timeout=TIMEOUT)
+
+
+@contextmanager
+def main_first() -> Iterator[None]:
+    """The main process runs this block while the others wait; then they run it and find the work done."""
+    if not is_main():
+        broadcast(None)
+    yield
+    if is_main():
+        broadcast(None)
+
+
+def broadcast(value: Any) -> Any:
+    """What the main process gave; if that one has failed, this one exits without a second error."""
+    if not _launched():
+        return value
+    import torch.distributed
+
+    values = [value]
+    try:
+        torch.distributed.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+    except RuntimeError as problem:
+        raise (problem if is_main() else SystemExit(1)) from None
+    return values[0]
+
+
+def anyone(yes: bool) -> bool:
+    """Whether any process says yes: all must stop at the same step, or the rest would wait for ever."""
+    if not _launched():
+        return yes
+    import torch
+
+    answer = torch.tensor(int(yes))
+    torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MAX)
+    return bool(answer.item())
+
+
+def leave_it_to_main() -> None:
+    """End every process but the main one, once all have arrived here."""
+    if not _launched():
+        return
+    import torch.distributed
+
+    anyone(False)
+    torch.distributed.destroy_process_group()
+    if not is_main():
+        raise SystemExit(0)
+
+
+def require_shares(batch: int, processes: int) -> None:
+    """Refuse a batch that the processes cannot share evenly."""
+    if batch % processes:
+        raise CourseError("distributed.uneven_batch", batch=batch, processes=processes)
+
+
+def micro_batch_for(batch: int, micro_batch: int, processes: int) -> int:
+    """The largest micro-batch up to `micro_batch` with which all processes together take `batch` rows in a step."""
+    require_shares(batch, processes)
+    share = batch // processes
+    return max(size for size in range(1, min(micro_batch, share) + 1) if share % size == 0)
+
+
+def processes_for(gpus: int, processes: int = 0) -> Choice:
+    """How many processes train together: `processes`, or one for each GPU, or two on the CPU."""
+    if gpus and processes > gpus:
+        raise CourseError("distributed.too_many_processes", processes=processes, gpus=gpus)
+    if processes:
+        return Choice(processes, "parameter PROCESSES")
+    return Choice(gpus, f"one for each GPU, of {gpus}") if gpus else Choice(2, "no GPU: each takes a core instead")
+
+
+def hint(seen: int) -> str:
+    """What a lesson that trains with one process says on a machine with several GPUs; empty elsewhere."""
+    if not seen or _launched() or (count := len(driver_gpus())) <= seen:
+        return ""
+    command = f"torchrun --nproc_per_node={count} {NOTEBOOKS / '03_qlora.py'}"
+    return f"GPUs      this lesson uses one of {count}; lesson 06 trains on all, as does {command}"
+
+
+def launch(
+    script: Path, values: dict[str, Any], keep: Path, processes: int = 1, threads: int = 0, calm: bool = False
+) -> None:
+    """Run a lesson as a script and show its output as it comes; with `calm` only its progress."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    arguments = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, *(torchrun if processes > 1 else []), str(script), *arguments]
+    env = os.environ | {"NBUTILS_HOME": str(keep), "MPLBACKEND": "agg", "PYTHONUNBUFFERED": "1"}
+    env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_SECONDS, "TQDM_MININTERVAL": "15"}  # a bar fills lines here
+    threads = threads or (max((os.cpu_count() or 1) // processes, 1) if processes > 1 else 0)
+    env |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    signals: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        signals.append(number)
+        child.terminate()  # it saves, and ends
+
+    handler = signal.signal(signal.SIGTERM, forward)
+    try:
+        with child:
+            tail = _show_output(child, calm)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    if signals:
+        raise CourseError("distributed.terminated", lesson=script.stem)
+    if status := child.returncode:
+        raise CourseError("distributed.lesson_failed", lesson=script.stem, status=status, output="\n".join(tail))
+
+
+def _show_output(child: subprocess.Popen[str], calm: bool) -> deque[str]:
+    """Print what a process writes, without what torchrun adds at its end, and return the last lines."""
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    lines = (line.rstrip() for line in child.stdout or () if line.strip())
+    try:
+        for line in takewhile(lambda line: not re.match(TORCHRUN_REPORT, line), lines):
+            tail.append(line)
+            if not calm or re.match(PROGRESS, line):
+                print(f"  | {mask_secrets(line)}", flush=True)
+        deque(lines, maxlen=0)  # to the end, or the child would block
+    except BaseException:  # the stop button: the child must not train on alone
+        child.terminate()
+        raise
+    return tail
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same training with one process and with several; the single process comes first in every pair."""
+
+    numbers: dict[str, tuple[float, float]]
+    speedup: float
+    furthest: float  # the largest difference between two losses of the same step, relative to the loss
+    same_work: bool  # equal steps over equally many rows, with equal losses
+
+    def __str__(self) -> str:
+        lines = [f"{name:18} {one:>10,.6g} {several:>10,.6g}" for name, (one, several) in self.numbers.items()]
+        speed = f"{self.speedup:.2f} times the tokens per second"
+        return "\n".join([*lines, f"{speed}; losses differ by at most {self.furthest:.1e} of the loss"])
+
+
+def compare(alone: Path, together: Path) -> Comparison:
+    """What lesson 03 left in two run folders."""
+    one, several = (record.read(run / "facts.json")["lessons"]["03_qlora"] for run in (alone, together))
+    numbers = {name: (one[name], several[name]) for name in ("processes", "steps", "batch", "tokens_per_second")}
+    logs = (read_json(run / "logs/history.json") for run in (alone, together))
+    first, second = ({entry["step"]: entry["loss"] for entry in log if "loss" in entry} for log in logs)
+    if not (losses := {step: (first[step], second[step]) for step in first if step in second}):
+        raise CourseError("distributed.no_common_step", one=alone.name, other=together.name)
+    furthest = max(abs(a - b) / max(abs(a), 1e-6) for a, b in losses.values())
+    same = first.keys() == second.keys() and all(len(set(numbers[name])) == 1 for name in ("steps", "batch"))
+    speeds = numbers["tokens_per_second"]
+    numbers |= {f"loss at step {step}": pair for step, pair in losses.items()}
+    return Comparison(numbers, speeds[1] / speeds[0], furthest, same and furthest <= TOLERANCE)
+
+
+def facts(compared: Comparison | None) -> dict[str, Any]:
+    """A comparison for facts.json; None keeps what an earlier run measured."""
+    if compared is None:
+        return dict.fromkeys(("speedup", "tokens_per_second", "loss_difference"))
+    speeds = dict(zip(("alone", "together"), compared.numbers["tokens_per_second"], strict=True))
+    return {"speedup": round(compared.speedup, 3), "tokens_per_second": speeds, "loss_difference": compared.furthest}

@@ -1,1 +1,0 @@
-"""What Kaggle's image inherits from Colab's: a package that imports and does nothing useful."""

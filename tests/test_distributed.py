@@ -1,0 +1,179 @@
+"""distributed: one process does nothing special, several share a training, a lesson is launched and shown."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tarfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import lesson_facts, python, refused
+
+from nbutils import distributed, files
+
+
+def test_without_torchrun_there_is_one_process_whatever_a_container_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert (distributed.world_size(), distributed.rank(), distributed.is_main()) == (1, 0, True)
+    distributed.join()
+    with distributed.main_first():
+        assert distributed.broadcast(3) == 3
+    assert distributed.anyone(True) and not distributed.anyone(False)
+    distributed.leave_it_to_main()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "here", "code"),
+    [(1, "2", "distributed.too_many_processes"), (2, "1", "distributed.several_machines")],
+)
+def test_processes_that_cannot_train_together_are_refused(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, here: str, code: str
+) -> None:
+    import torch
+
+    for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with refused(code, processes=2):
+        distributed.join()
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro_batch", "count", "expected"),
+    [(8, 2, 1, 2), (8, 8, 2, 4), (2, 2, 2, 1), (8, 3, 1, 2), (12, 8, 2, 6)],
+)
+def test_processes_share_the_batch_of_a_step(batch: int, micro_batch: int, count: int, expected: int) -> None:
+    assert distributed.micro_batch_for(batch, micro_batch, count) == expected
+    with refused("distributed.uneven_batch", batch=8, processes=3):
+        distributed.micro_batch_for(8, 2, 3)
+
+
+@pytest.mark.parametrize(("gpus", "asked", "count"), [(0, 0, 2), (1, 0, 1), (2, 0, 2), (2, 1, 1), (0, 3, 3)])
+def test_there_is_a_process_for_each_gpu(gpus: int, asked: int, count: int) -> None:
+    assert distributed.processes_for(gpus, asked).value == count
+    with refused("distributed.too_many_processes", processes=3, gpus=2):
+        distributed.processes_for(2, 3)
+
+
+def test_a_lesson_that_sees_one_of_two_gpus_says_how_to_use_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "driver_gpus", lambda: ["T4", "T4"])
+    assert "--nproc_per_node=2" in distributed.hint(1) and distributed.hint(2) == distributed.hint(0) == ""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert distributed.hint(1) == ""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path / "03_qlora.py"
+
+
+def test_a_launched_script_gets_parameters_threads_and_folder(script: Path, capsys: Any) -> None:
+    script.write_text("import os, sys; print(sys.argv[1:], os.environ['OMP_NUM_THREADS'], os.environ['NBUTILS_HOME'])")
+    distributed.launch(script, {"MAX_STEPS": 5}, script.parent / "runs", threads=3)
+    assert f"['--MAX_STEPS', '5'] 3 {script.parent / 'runs'}" in capsys.readouterr().out
+
+
+def test_a_failed_lesson_is_shown_calmly_and_without_what_torchrun_adds(script: Path, capsys: Any) -> None:
+    noise = "E1115 08:08:19.998000 2141 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)"
+    script.write_text(
+        f"print('chatter'); print('[FAIL] the cause'); print({noise!r}); print('more of torchrun'); raise SystemExit(1)"
+    )
+    with refused("distributed.lesson_failed", lesson="03_qlora", status=1, output="chatter\n[FAIL] the cause"):
+        distributed.launch(script, {}, script.parent, calm=True)
+    assert capsys.readouterr().out == "  | [FAIL] the cause\n"
+
+
+def test_sigterm_reaches_the_launched_script(script: Path, capsys: Any) -> None:
+    ready = script.with_name("ready")
+    script.write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(0)))\n"
+        f"open({str(ready)!r}, 'w').close()\n"
+        "time.sleep(60)\n"
+    )
+
+    def send() -> None:
+        while not ready.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=send, daemon=True).start()
+    with refused("distributed.terminated", lesson="03_qlora"):
+        distributed.launch(script, {}, script.parent)
+    assert "saved" in capsys.readouterr().out and signal.getsignal(signal.SIGTERM) is before
+
+
+def run_folder(folder: Path, processes: int, losses: dict[int, float], speed: float) -> Path:
+    """A run folder as lesson 03 leaves it, as far as a comparison looks at it."""
+    folder.mkdir()
+    files.write_json(folder / "logs/history.json", [{"step": step, "loss": loss} for step, loss in losses.items()])
+    facts = {"processes": processes, "steps": 20, "batch": 2, "tokens_per_second": speed}
+    files.write_json(folder / "facts.json", {"lessons": {"03_qlora": facts}})
+    return folder
+
+
+def test_two_runs_are_compared(tmp_path: Path) -> None:
+    alone = run_folder(tmp_path / "alone", 1, {10: 4.0, 20: 2.0}, 1000.0)
+    compared = distributed.compare(alone, run_folder(tmp_path / "together", 2, {10: 4.0, 20: 2.01}, 1800.0))
+    assert compared.furthest == pytest.approx(0.005) and compared.same_work and "1.80 times" in str(compared)
+    facts = distributed.facts(compared)
+    assert facts["tokens_per_second"] == {"alone": 1000.0, "together": 1800.0} and facts["speedup"] == 1.8
+    assert distributed.facts(None) == dict.fromkeys(facts)
+    for name, losses in {"apart": {10: 4.0, 20: 2.1}, "diverged": {10: 4.0}}.items():  # nan is not in the file
+        assert not distributed.compare(alone, run_folder(tmp_path / name, 2, losses, 0.0)).same_work
+    with refused("distributed.no_common_step"):
+        distributed.compare(alone, run_folder(tmp_path / "shorter", 2, {5: 4.0}, 1.0))
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+
+
+@pytest.mark.notebook
+def test_the_main_process_goes_first_broadcasts_and_goes_on_alone(script: Path) -> None:
+    script.write_text(
+        "import pathlib, sys\nfrom nbutils import distributed\ndistributed.join()\n"
+        "file = pathlib.Path(sys.argv[1])\n"
+        "with distributed.main_first():\n    there = file.exists()\n    file.touch()\n"
+        "value = distributed.broadcast(pathlib.Path('main') if distributed.is_main() else None)\n"
+        "stop = distributed.anyone(distributed.rank() == 1)\n"
+        "print('said by', distributed.rank())\n"
+        "sys.stderr.write(f'{distributed.rank()} {there} {value} {stop}\\n')\n"  # in one piece: both write to it
+        "distributed.leave_it_to_main()\nsys.stderr.write(f'went on: {distributed.rank()}\\n')\n"
+    )
+    ran = python(*TORCHRUN, script, script.with_name("file"), home=script.parent, threads=1)
+    assert {"0 False main True", "1 True main True", "went on: 0"} <= set(ran.stderr.splitlines())
+    assert "went on: 1" not in ran.stderr and ran.stdout.strip() == "said by 0"
+
+
+@pytest.mark.notebook
+def test_a_main_process_that_fails_says_why_and_the_other_ends_quietly(script: Path) -> None:
+    script.write_text(
+        "from nbutils import distributed\ndistributed.join()\n"
+        "with distributed.main_first():\n    raise SystemExit('[FAIL] the cause')\n"
+    )
+    ran = python(*TORCHRUN, script, home=script.parent, threads=1, ok=False)
+    assert ran.stderr.count("[FAIL]") == 1 and "RuntimeError" not in ran.stderr
+
+
+@pytest.mark.notebook
+def test_lesson_06_trains_with_two_processes_what_one_would_have_trained(tmp_path: Path) -> None:
+    words = [files.NOTEBOOKS / "06_scale_out.ipynb", tmp_path / "out.ipynb"]
+    python("-m", "papermill", *words, "-p", "TRIAL_STEPS", "10", "-p", "MAX_STEPS", "12", home=tmp_path, timeout=590)
+    scaled, trained = (lesson_facts(tmp_path / "tiny", stem) for stem in ("06_scale_out", "03_qlora"))
+    assert scaled["processes"] == 2 and scaled["speedup"] > 0
+    assert scaled["loss_difference"] < 1e-4  # float32: the same rows, added in another order
+    alone, together = (lesson_facts(tmp_path / ".scratch/tiny/trials" / name) for name in ("alone", "together"))
+    assert together["validation_loss"] == pytest.approx(alone["validation_loss"], abs=1e-4)  # rows are shared
+    assert (trained["processes"], trained["batch"], trained["steps"], trained["base_moved"]) == (2, 2, 12, 0)
+    assert files.stamp(tmp_path / "tiny/adapter") is not None
+    assert "[ OK ] equal steps, equal batch, losses within 1 %" in (tmp_path / "out.ipynb").read_text()
+    with tarfile.open(tmp_path / "tiny/checkpoints/checkpoint-12.tar") as tar:
+        assert {"checkpoint-12/rng_state_0.pth", "checkpoint-12/rng_state_1.pth"} <= set(tar.getnames())

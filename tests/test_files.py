@@ -1,0 +1,137 @@
+"""errors and paths: messages that help, files and folders that are whole or absent."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import refused
+
+from nbutils import files
+from nbutils.errors import CourseError
+
+
+def test_a_course_error_has_three_parts_survives_pickling_and_shows_no_secret(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    monkeypatch.setenv("MY_TOKEN", "correct-horse")
+    error = CourseError("files.overlap", target="https://me:pass@host/x correct-horse", source="sk-" + "a1" * 20)
+    assert str(error).splitlines() == [error.seen, f"  Allowed: {error.allowed}", f"  To do: {error.todo}"]
+    assert "host/x" in str(error) and not any(secret in str(error) for secret in ("pass@", "correct-horse", "a1a1"))
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.code, str(again)) == (error.code, str(error))
+    InteractiveShell().run_cell("from nbutils.errors import CourseError\nraise CourseError('files.locked', folder='x')")
+    assert capsys.readouterr().out.strip() == f"[FAIL] {CourseError('files.locked', folder='x')}"  # no traceback
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "facts.json"
+    files.write_json(target, {"a": "中"})
+    with pytest.raises(UnicodeEncodeError):
+        files.write_text(target, "\ud800")
+    assert files.read_json(target) == {"a": "中"}
+    with pytest.raises(FileNotFoundError):  # a disk that was unmounted: its mount point stays empty
+        files.write_text(tmp_path / "drive/MyDrive/run/facts.json", "{}")
+    assert not (tmp_path / "drive").exists()
+
+
+def write(target: Path, text: str = "x", about: dict | None = None) -> Path:
+    with files.complete_folder(target, about or {}) as folder:
+        (folder / "model").write_text(text)
+    return target
+
+
+def test_a_failed_block_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+    target = tmp_path / "merged"
+    with pytest.raises(RuntimeError), files.complete_folder(target, {}) as folder:
+        (folder / "half").write_text("x")
+        raise RuntimeError
+    assert not target.exists() and files.stamp(target) is None
+    write(write(target, "first"), "second", {"steps": 3})  # our own is replaced
+    assert sorted(file.name for file in target.iterdir()) == ["complete.json", "model"]
+    assert files.stamp(target) == {"steps": 3}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "model").write_text(""),
+        lambda folder: (folder / "model").unlink(),
+        lambda folder: (folder / files.STAMP).write_text('{"about"'),
+    ],
+)
+def test_a_damaged_folder_has_no_stamp(damage: Callable[[Path], object], tmp_path: Path) -> None:
+    damage(write(tmp_path / "merged"))
+    assert files.stamp(tmp_path / "merged") is None
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", ".ssh/id", "empty/"])
+@pytest.mark.parametrize("ours", [True, False])
+def test_files_of_somebody_else_are_never_replaced(name: str, ours: bool, tmp_path: Path) -> None:
+    place = (write(tmp_path / "target") if ours else tmp_path / "target") / name
+    (place if name.endswith("/") else place.parent).mkdir(parents=True, exist_ok=True)
+    if not name.endswith("/"):
+        place.write_text("mine")
+    with refused("files.foreign_files"), files.complete_folder(tmp_path / "target", {}):
+        pytest.fail("nothing may be begun")
+    assert place.exists()
+
+
+def test_links_are_refused_and_not_followed(tmp_path: Path) -> None:
+    thesis = tmp_path / "thesis"
+    thesis.mkdir()
+    (thesis / "years").write_text("of work")
+    (tmp_path / "link").symlink_to(thesis)
+    files.partial_of(tmp_path / "merged").symlink_to(thesis)  # planted where the half-written folder would be
+    for name in ("link", "merged"):
+        with refused("files.not_a_folder"), files.complete_folder(tmp_path / name, {}):
+            pytest.fail("nothing may be begun")
+    (write(tmp_path / "ours") / "link").symlink_to(thesis)
+    with refused("files.foreign_files", names="link"), files.complete_folder(tmp_path / "ours", {}):
+        pytest.fail("nothing may be begun")
+    assert (thesis / "years").read_text() == "of work"
+
+
+def test_two_processes_do_not_write_the_same_folder(tmp_path: Path) -> None:
+    with files.complete_folder(tmp_path / "merged", {}, resume=True) as folder:
+        (folder / "model").write_text("x")
+        with refused("files.locked"), files.complete_folder(tmp_path / "merged", {}):
+            pytest.fail("nothing may be begun")
+        assert (folder / "model").exists()
+
+
+def test_a_disk_that_loses_a_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        real(source, target)
+        if target == tmp_path / "adapter":
+            (target / "model").unlink()
+
+    monkeypatch.setattr(os, "replace", replace)
+    with refused("files.disk_lost_files"):
+        write(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("out", ["base", ".", "base/out", "base/../base"])
+def test_a_result_lies_apart_from_what_it_is_made_of(out: str, tmp_path: Path) -> None:
+    files.require_apart(tmp_path / "out", tmp_path / "base")
+    with refused("files.overlap"):
+        files.require_apart(tmp_path / out, tmp_path / "base")
+
+
+def test_folders_are_made_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = files.make_folder(tmp_path / "runs/mine", "this run")
+    assert {place.stat().st_mode & 0o077 for place in (made, made.parent)} == {0}
+    (tmp_path / "file").touch()
+    with refused("files.not_writable", purpose="runs"):
+        files.make_folder(tmp_path / "file/runs", "runs")
+    tmp_path.chmod(0o1777)  # as /tmp
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    with refused("files.other_owner", folder=tmp_path / "runs"):
+        files.make_folder(tmp_path / "runs/venv-serve", "an environment")
