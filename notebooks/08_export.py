@@ -1,0 +1,154 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 08 · Export: smaller, and for other programs
+#
+# The merged model has 16 bits for each weight (32 if it was trained on a CPU). Most uses need fewer: a server with a smaller GPU, a laptop,
+# a phone. Each format makes the model smaller, changes its predictions a little, and runs in some programs only. This lesson makes the
+# ones you choose, and measures size and change.
+#
+# You will have
+#
+# - a table of the formats, with their size for your model and where each of them runs,
+# - your model in the formats you chose, each complete and ready to load,
+# - for each of them the price: how far its predictions moved, and how many answers stayed the same,
+# - if you ask for it, an upload to a hub or one file to download.
+#
+# Takes about a minute for each format with the tiny model on 2 cores. The first export also builds an environment for the export libraries:
+# some minutes, 3 GB of disk, 9 GB on a machine with a GPU. An export takes as much disk as the table says.
+
+# %% [markdown]
+# The next cell installs the course where it is missing; on a machine that has it, it does nothing. If it stops, say where from in a
+# cell above it: `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (no password in it), or a folder, or one of the wheels it found.
+
+# %% tags=["setup"]
+import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
+if importlib.util.find_spec("nbutils") is None:
+    OURS = ""
+    WHEELS = glob("/kaggle/input/**/nbutils*.whl", recursive=True)
+    SOURCE = getenv("NBUTILS_SOURCE") or "\n".join(WHEELS) or OURS
+    assert re.match(r"[^-@?][^@?\n]*/[^:?/]*$", SOURCE), f"Set NBUTILS_SOURCE, see above: {WHEELS}"
+    ALONE = ["--no-index", "--only-binary=:all:", "-f", path.dirname(SOURCE)] * (SOURCE in WHEELS)
+    subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
+
+# %% [markdown]
+# `EXPORTS` names formats, for example `"fp8, gguf-q8_0"`; if it is empty, the lesson makes `gguf-q8_0`, which every machine can make and
+# run. `PUSH_TO` is a place to upload to, `"hub:owner/name"` (also `modelscope:` and `kaggle:`), or `"file"` for one file to download.
+
+# %% tags=["parameters"]
+PROFILE: str = "auto"
+MODEL: str = ""
+RUN_NAME: str = ""
+EXPORTS: str = ""
+PUSH_TO: str = ""
+
+# %% [markdown]
+# Names are checked first, so that a typing error does not cost an hour. If lesson 04 has not run in this run folder yet, it runs now.
+
+# %%
+import nbutils
+from nbutils import exporting, sharing
+
+lesson = nbutils.start("08_export", globals())
+formats = exporting.chosen(EXPORTS or "gguf-q8_0")
+if PUSH_TO not in ("", "file"):
+    sharing.parse(PUSH_TO)
+lesson.require("04_merge")
+folder = lesson.run.merged
+
+# %% [markdown]
+# ## The formats
+#
+# - *16 bits* (`bf16`, `fp16`, `gguf-f16`): the model as it is. Next to nothing is lost.
+# - *8 bits* (`fp8`, `int8`, `gguf-q8_0`): half the size. The difference is hard to notice.
+# - *4 bits* (`w4a16`, `awq`, `gguf-q4_k_m`): a third of the size. Some answers change; small models lose more than large ones.
+#
+# `fp8`, `w4a16` and `awq` are for vLLM, the GGUF files for llama.cpp and the programs that are built on it.
+
+# %%
+from nbutils import display
+
+display.show_table(exporting.offer(folder, lesson.gpu), "Formats")
+
+# %% [markdown]
+# ## Predict
+#
+# How large will the first export be, as a share of the merged model's size? The table above and the size below help. Put your number
+# into `my_share`; the exercise at the end compares.
+
+# %%
+my_share = None
+gigabytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e9
+print(f"first export: {formats[0]}; merged model: {gigabytes:.2f} GB")
+
+# %% [markdown]
+# ## Make them
+#
+# Each export is made by the library that its users trust: llm-compressor for vLLM, torchao for CPUs, llama.cpp's own converter for GGUF. They
+# live in an environment of their own, because they need other versions than the training. An export that was made before from this very
+# model is reused. `awq` also looks at training rows, to keep what matters for them.
+
+# %%
+from nbutils import data
+
+train_rows, _ = data.load(lesson.run.data)
+exports = [exporting.export(folder, name, calibration=train_rows) for name in formats]
+
+# %% [markdown]
+# Where they are, and the line that loads each of them: `vllm serve` for vLLM, `llama-cli` for llama.cpp. Lesson 05 serves a vLLM format
+# if you set its parameter `FOLDER` to the export's folder.
+
+# %%
+print(*exports, sep="\n")
+
+# %% [markdown]
+# ## The price
+#
+# Each export is loaded and reads the texts that lesson 04 used for its proof. *KL* is the distance of its predictions to the merged model's, in
+# nats per token: below 0.001 nobody will notice, above 0.15 you will. It says "at least" because lesson 04 stored only the likeliest tokens
+# of each position. *Same answers* counts short answers that stayed the same, token by token.
+
+# %%
+compared = exporting.check_exports(lesson, exports)
+display.show_table([one.row for one in compared], "Size and price")
+
+# %% [markdown]
+# ## Share it
+#
+# Nothing leaves this machine unless `PUSH_TO` says so. Uploads are private, with a model card that names the base model but no folder of
+# yours. The token comes from the platform's secrets and is never shown. The first format in `EXPORTS` is uploaded or packed, or the merged
+# model if `EXPORTS` is empty.
+
+# %%
+chosen = exports[0].folder if EXPORTS else folder
+pushed = sharing.push(chosen, PUSH_TO) if PUSH_TO else ""
+print(pushed or f"kept here: {chosen}")
+
+# %% [markdown]
+# ## Exercise
+#
+# Was your prediction right? Embeddings and the output layer often keep their 16 bits. In a small model they are a large part of all
+# weights, so it shrinks less than a large one. Set `EXPORTS = "fp8, gguf-q8_0"`, predict again, and run the lesson again.
+
+# %%
+share = exports[0].ratio
+close = my_share is not None and abs(my_share - share) <= 0.1
+print(f"[{' OK ' if close else 'TODO'}] saw {my_share}, expected {share:.2f}, give or take 0.1")
+print("try: divide the bits of the format by the bits of the merged model, then add something for what keeps its bits")
+
+# %% [markdown]
+# ## You now have
+#
+# - a table of the formats, with their size for your model and where each of them runs,
+# - your model in the formats you chose, each complete and ready to load,
+# - for each of them the price: how far its predictions moved, and how many answers stayed the same,
+# - if you ask for it, an upload to a hub or one file to download.
+
+# %%
+lesson.finish(exports=[one.facts for one in compared], pushed=pushed)

@@ -1,0 +1,201 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 09 · How fast is it served?
+#
+# Lesson 05 served your model. This lesson measures it: against plain `generate`, against `transformers serve`, and against the limit
+# that your GPU's memory sets. Then it serves the base model and your adapter side by side, from one server.
+#
+# You will have
+#
+# - tokens per second of vLLM, `generate` and `transformers serve` on your own model, as a table and a plot,
+# - how far the server's predictions are from the merged model, the adapter and the base model,
+# - the scores of base model and adapter, served under two names by one server.
+#
+# Takes about 90 seconds with the tiny model on 2 cores, and some minutes with a GPU. Needs the serving environment of lesson 05.
+
+# %% [markdown]
+# The next cell installs the course where it is missing; on a machine that has it, it does nothing. If it stops, say where from in a
+# cell above it: `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (no password in it), or a folder, or one of the wheels it found.
+
+# %% tags=["setup"]
+import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
+if importlib.util.find_spec("nbutils") is None:
+    OURS = ""
+    WHEELS = glob("/kaggle/input/**/nbutils*.whl", recursive=True)
+    SOURCE = getenv("NBUTILS_SOURCE") or "\n".join(WHEELS) or OURS
+    assert re.match(r"[^-@?][^@?\n]*/[^:?/]*$", SOURCE), f"Set NBUTILS_SOURCE, see above: {WHEELS}"
+    ALONE = ["--no-index", "--only-binary=:all:", "-f", path.dirname(SOURCE)] * (SOURCE in WHEELS)
+    subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
+
+# %% [markdown]
+# `RIVALS` are measured beside vLLM. `SIDE_BY_SIDE` serves base model and adapter together. `LM_EVAL_TASKS` names public benchmarks of
+# lm-eval, for example `"hellaswag,arc_easy"`; they need a network, the package `lm_eval`, and time.
+
+# %% tags=["parameters"]
+PROFILE: str = "auto"
+MODEL: str = ""
+RUN_NAME: str = ""
+ENGINE: str = "auto"
+RIVALS: str = "generate,transformers-serve"
+SIDE_BY_SIDE: bool = True
+LM_EVAL_TASKS: str = ""
+
+# %% [markdown]
+# If this run has no merged model yet, lesson 04 runs now. A server that is still running would hold memory and slow down the others.
+
+# %%
+import nbutils
+from nbutils import bench, evaluation, hardware, serving
+
+lesson = nbutils.start("09_benchmark", globals())
+lesson.require("04_merge")
+serving.stop_leftover_servers(lesson.run.path)
+rivals = bench.parse_rivals(RIVALS)
+harness = evaluation.Harness(LM_EVAL_TASKS, lesson.run.path, hardware.DTYPES[lesson.profile.machine.precision])
+
+# %% [markdown]
+# ## The load
+#
+# Every engine gets the same prompts: random words, so that none of them has an answer ready, and answers of a fixed length. The
+# numbers go to `bench.json` in the run folder, after every step.
+
+# %%
+settings = bench.Settings(
+    concurrency=(1, 8, 32, 128) if lesson.gpu else (1, 8),  # requests at the same time
+    prompt_tokens=128 if lesson.gpu else 32,
+    answer_tokens=128 if lesson.gpu else 32,
+)
+results = bench.Results(lesson.run.path / "bench.json", settings, {"model": lesson.model_name})
+benchmark = bench.Benchmark(lesson.run.merged, results, lesson.gpu)
+
+# %% [markdown]
+# ## The limit of the GPU
+#
+# For one request, every token needs all weights read from memory once. So memory bandwidth divided by the size of the weights is
+# the most tokens per second that any engine can reach for one request. Several requests share each read.
+
+# %%
+if lesson.gpu:
+    results.add_limit("vllm", lesson.run.merged)
+    serving.free_gpu_memory()
+
+# %% [markdown]
+# ## The rivals
+#
+# Plain `generate` answers one prompt at a time, or a batch that waits for its slowest answer. `transformers serve` is a server without
+# vLLM's kernels; it gets fewer requests, because it is slow. What fails is noted, and the others go on.
+
+# %%
+benchmark.run(rivals)
+
+# %% [markdown]
+# ## vLLM
+#
+# The merged model, with the flags of lesson 05. Where vLLM does not run, `transformers serve` takes its place.
+
+# %%
+from nbutils.served_model import ServedModel
+
+environment = serving.ensure_environment(ENGINE)
+model = ServedModel(lesson, engine=environment.engine, rows=0 if lesson.gpu else 32)  # held-back questions; 0: all
+serve = lesson.profile.serve
+flags = {**model.flags, "served-model-name": "course", "max-model-len": serve.max_model_len, "max-num-seqs": serve.max_num_seqs}
+flags |= {"gpu-memory-utilization": serve.gpu_memory} if lesson.gpu else {}
+server = serving.Server(model.folder, environment, flags=flags, log=lesson.run.logs / "bench.log")
+server.start().wait()
+benchmark.measure(server, "vllm" if environment.engine != "transformers" else "transformers serve")
+
+# %% [markdown]
+# The table. *First token* is how long a reader waits, *per token* is how fast the text then grows; each in milliseconds that half,
+# 90 % and 99 % of the requests stay below.
+
+# %%
+results.show("Speed on your own model")
+
+# %% [markdown]
+# The same as a plot. With the tiny model on a CPU much of the time is HTTP. With a large model on a GPU the distance between the
+# lines is why people use a server: the weights are read once for all requests.
+
+# %%
+results.plot(lesson.run.path / "bench.png")
+
+# %% [markdown]
+# ## The same model?
+#
+# How far two models predict apart is measured as KL divergence, in nats per token: 0 means that they give every token the same
+# probability. The first rows are what tuning and quantization change. The last row is the server: only rounding.
+
+# %%
+from nbutils import display
+
+same_model = model.compare_predictions(server)
+server.stop()
+display.show_table(same_model.table, "KL divergence", display.aligned(same_model.table))
+print(same_model)
+
+# %% [markdown]
+# ## Base and tuned, side by side
+#
+# An adapter can be served without merging: vLLM computes W·x + scale·B·(A·x) for each request, so that one server has the base model and
+# any number of adapters, each under its own name. This costs some speed. The tokenizer is that of the merged model for both.
+
+# %%
+from nbutils.errors import CourseError
+
+answers = {}
+if SIDE_BY_SIDE and environment.engine != "transformers":
+    flags |= {"served-model-name": "base", "tokenizer": model.folder, "generation-config": model.folder}
+    options = {"flags": flags, "adapters": {"tuned": lesson.run.adapter}, "log": lesson.run.logs / "both.log"}
+    try:
+        with serving.Server(lesson.model, environment, **options) as both:
+            answers = {name: model.ask(both, name) for name in both.names}
+    except CourseError as reason:  # for example an adapter with DoRA, which vLLM does not serve
+        print(f"Merged only: {reason}")
+
+# %% [markdown]
+# Their scores on the held-back questions, beside those of the merged model in lesson 04.
+
+# %%
+scores = evaluation.score_table(model.evaluator, answers | ({"merged (lesson 04)": model.stored} if model.stored else {}))
+display.show_table(scores, "Scores", display.aligned(scores))
+
+# %% [markdown]
+# ## Public benchmarks
+#
+# Only where `LM_EVAL_TASKS` names some. A general benchmark says little about your task; it shows what the tuning has cost.
+
+# %%
+harness.run("base", lesson.model, "base")
+harness.run("merged", lesson.run.merged, nbutils.files.stamp(lesson.run.merged))
+print(harness)
+
+# %% [markdown]
+# ## Exercise
+#
+# Where is the crossover? Find the lowest number of simultaneous requests in the table at which vLLM gives at least 3 times the tokens per
+# second that it gives for one, and put it into `my_answer`.
+
+# %%
+my_answer = None
+speeds = results.speeds().get("vllm", {})
+found = [int(many) for many, speed in speeds.items() if speed >= 3 * speeds["1"]]
+right = bool(found) and my_answer == found[0]
+print(f"[{' OK ' if right else 'TODO'}] saw {my_answer}, expected one of {', '.join(speeds)}; if none reaches it, add more to `concurrency`")
+
+# %% [markdown]
+# ## You now have
+#
+# - tokens per second of vLLM, `generate` and `transformers serve` on your own model, as a table and a plot,
+# - how far the server's predictions are from the merged model, the adapter and the base model,
+# - the scores of base model and adapter, served under two names by one server.
+
+# %%
+same_as_merged = {name: serving.compare(said, model.stored).identical for name, said in answers.items() if model.stored}
+lesson.finish(results, same_model, side_by_side=same_as_merged, lm_eval=harness.results)
