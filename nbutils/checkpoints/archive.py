@@ -195,3 +195,8 @@ def _checked_members(tar: tarfile.TarFile, one: StoredCheckpoint) -> Iterator[ta
             raise tarfile.TarError(f"{member.name[:80]!r} is not what a checkpoint holds")
         is_folder[path] = member.isdir()
         yield member
+    rest = tar.fileobj
+    assert rest is not None
+    rest.seek(tar.offset)
+    if any(rest.read(tarfile.RECORDSIZE)):  # some versions of tarfile take a bad header for the end
+        raise tarfile.TarError("it goes on after its last member")
