@@ -139,7 +139,7 @@ def test_a_campaign_of_kills(tmp_path: Path, faults: list[str]) -> None:
 # Lesson 03 itself. Losses are means since the last logged step, and a resumed run begins with an empty mean; therefore
 # saving steps are logged too. Only an unplanned save (SIGTERM) splits the mean of the next logged step in two.
 
-STEPS, SAVE_STEPS, LOGGING_STEPS = 30, 5, 3  # the last two do not divide each other
+STEPS, SAVE_STEPS, LOGGING_STEPS = 18, 4, 3  # the last two do not divide each other
 
 
 class Lesson03:
@@ -150,7 +150,8 @@ class Lesson03:
         if not home.exists():
             home.mkdir()
             text = (files.CONFIGS / "tiny.yaml").read_text(encoding="utf-8")
-            (home / "tiny.yaml").write_text(re.sub(r"logging_steps: \d+", f"logging_steps: {LOGGING_STEPS}", text))
+            text = re.sub(r"logging_steps: \d+", f"logging_steps: {LOGGING_STEPS}", text)
+            (home / "tiny.yaml").write_text(text.replace("validation_rows: auto", "validation_rows: 4"))
 
     def start(self, steps: int = STEPS, resume: str = "auto") -> subprocess.Popen[bytes]:
         env = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
@@ -215,7 +216,7 @@ def assert_same(run: Lesson03, other: Lesson03, but: tuple[int, ...] = ()) -> No
 @pytest.mark.notebook
 def test_a_run_that_was_killed_and_damaged_is_the_run_nobody_interrupted(uninterrupted: Any, tmp_path: Path) -> None:
     run = Lesson03(tmp_path / "runs")
-    run.interrupt(15, signal.SIGKILL)
+    run.interrupt(8, signal.SIGKILL)
     shutil.rmtree(run.home / ".scratch")  # the next start is on a new machine
     *_, older, newest = run.steps()
     os.truncate(run.store / f"checkpoint-{newest}.tar", 5000)
@@ -228,7 +229,7 @@ def test_a_run_that_was_killed_and_damaged_is_the_run_nobody_interrupted(uninter
 @pytest.mark.long
 def test_sigterm_saves_ends_well_and_the_next_start_goes_on(uninterrupted: Any, tmp_path: Path) -> None:
     run = Lesson03(tmp_path / "runs")
-    assert run.interrupt(15, signal.SIGTERM).returncode == 0, run.output()[-3000:]
+    assert run.interrupt(8, signal.SIGTERM).returncode == 0, run.output()[-3000:]
     found = re.search(rf"\(SIGTERM\)\. Saving at step (\d+) of {STEPS}", run.output())
     assert found and f"safe: checkpoint {found[1]} in " in run.output()
     at = int(found[1])

@@ -179,6 +179,22 @@ def test_checkpoints_and_logs_reach_the_run_folder(make_sync: Any, tmp_path: Pat
     assert not list((tmp_path / "trainer").iterdir()) and not list((tmp_path / "outbox").iterdir())
 
 
+def test_logs_are_not_copied_where_the_run_folder_is_gone(tmp_path: Path) -> None:
+    """A Drive that was unmounted is an empty folder, and must stay one, or it could not be mounted again."""
+    logs, run = tmp_path / "logs/wandb", tmp_path / "drive/run"
+    logs.mkdir(parents=True)
+    (logs / "a").write_text("x")
+    run.mkdir(parents=True)
+    sync = checkpoints.CheckpointSync(tmp_path / "outbox", run / "checkpoints", {}, logs=(logs.parent, run / "logs"))
+    sync.finish()
+    assert (run / "logs/wandb/a").read_text() == "x"
+    shutil.rmtree(run)
+    sync.finish()
+    sync.close()
+    assert not list(run.parent.iterdir())
+
+
+
 @pytest.mark.parametrize("fault", ["mount", "write", "hang", "read back", "space", "run folder"])
 def test_a_fault_costs_a_line_and_no_checkpoint(make_sync: Any, tmp_path: Path, monkeypatch: Any, fault: str) -> None:
     broken, error = [True], failing(errno.EIO)

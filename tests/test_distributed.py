@@ -166,14 +166,14 @@ def test_a_main_process_that_fails_says_why_and_the_other_ends_quietly(script: P
 @pytest.mark.notebook
 def test_lesson_06_trains_with_two_processes_what_one_would_have_trained(tmp_path: Path) -> None:
     words = [files.NOTEBOOKS / "06_scale_out.ipynb", tmp_path / "out.ipynb"]
-    python("-m", "papermill", *words, "-p", "TRIAL_STEPS", "10", "-p", "MAX_STEPS", "12", home=tmp_path, timeout=590)
+    python("-m", "papermill", *words, "-p", "TRIAL_STEPS", "4", "-p", "MAX_STEPS", "6", home=tmp_path, timeout=590)
     scaled, trained = (lesson_facts(tmp_path / "tiny", stem) for stem in ("06_scale_out", "03_qlora"))
     assert scaled["processes"] == 2 and scaled["speedup"] > 0
     assert scaled["loss_difference"] < 1e-4  # float32: the same rows, added in another order
     alone, together = (lesson_facts(tmp_path / ".scratch/tiny/trials" / name) for name in ("alone", "together"))
     assert together["validation_loss"] == pytest.approx(alone["validation_loss"], abs=1e-4)  # rows are shared
-    assert (trained["processes"], trained["batch"], trained["steps"], trained["base_moved"]) == (2, 2, 12, 0)
+    assert (trained["processes"], trained["batch"], trained["steps"], trained["base_moved"]) == (2, 2, 6, 0)
     assert files.stamp(tmp_path / "tiny/adapter") is not None
     assert "[ OK ] equal steps, equal batch, losses within 1 %" in (tmp_path / "out.ipynb").read_text()
-    with tarfile.open(tmp_path / "tiny/checkpoints/checkpoint-12.tar") as tar:
-        assert {"checkpoint-12/rng_state_0.pth", "checkpoint-12/rng_state_1.pth"} <= set(tar.getnames())
+    with tarfile.open(tmp_path / "tiny/checkpoints/checkpoint-6.tar") as tar:
+        assert {"checkpoint-6/rng_state_0.pth", "checkpoint-6/rng_state_1.pth"} <= set(tar.getnames())

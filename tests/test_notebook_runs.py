@@ -87,7 +87,8 @@ def test_a_run_is_kept_in_the_folder_that_lasts(machine: Any, run: str, scratch:
 
 def papermill(machine: simulate.Machine, log: Path, *words: str) -> subprocess.Popen[str]:
     """Lesson 03 under papermill on that machine, nobody at its input; what it prints goes to `log` as it comes."""
-    command = [sys.executable, "-m", "papermill", str(LESSON_03), *words, "-p", "PROFILE", "tiny", "--log-output"]
+    words += ("-p", "PROFILE", "tiny", "-p", "SET", "train.validation_rows=4", "--log-output")
+    command = [sys.executable, "-m", "papermill", str(LESSON_03), *words]
     with open(log, "w") as out:
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out, "text": True}
         return subprocess.Popen(command, env=machine.environment(), cwd=machine.root, **options)
@@ -119,7 +120,7 @@ def test_a_drive_that_vanishes_does_not_stop_the_training_and_is_not_written_int
     drive, mounts = machine.root / "content/drive", machine.root / "proc/mounts"
     kept = drive / "MyDrive/finetune-course/tiny/checkpoints/checkpoint-3.json"
     with papermill(
-        machine, log, str(tmp_path / "out.ipynb"), "-p", "MAX_STEPS", "30", "-p", "SAVE_STEPS", "3"
+        machine, log, str(tmp_path / "out.ipynb"), "-p", "MAX_STEPS", "15", "-p", "SAVE_STEPS", "3"
     ) as running:
         wait_for(kept.exists)
         mounted = mounts.read_text()
@@ -132,4 +133,4 @@ def test_a_drive_that_vanishes_does_not_stop_the_training_and_is_not_written_int
         (machine.root / "unplugged").rename(drive)
         mounts.write_text(mounted)
         assert running.wait(timeout=300) == 0, log.read_text()[-4000:]
-    assert "works again" in log.read_text() and lesson_facts(kept.parents[1])["steps"] == 30
+    assert "works again" in log.read_text() and lesson_facts(kept.parents[1])["steps"] == 15

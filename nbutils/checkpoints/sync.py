@@ -144,9 +144,11 @@ class CheckpointSync:
         self.check()  # folders must not be made where a mount was
         source, target = self.logs
         for file in (path for path in source.rglob("*") if path.is_file() and not path.is_symlink()):
-            copy = target / file.relative_to(source)
+            name = file.relative_to(source)
+            copy = target / name
             if not copy.exists() or copy.stat().st_size != file.stat().st_size:
-                copy.parent.mkdir(parents=True, exist_ok=True)
+                for parent in reversed(name.parents):  # below the run folder only: its disk may go at any moment
+                    (target / parent).mkdir(exist_ok=True)
                 shutil.copyfile(file, copy)
 
 
