@@ -194,7 +194,6 @@ def test_logs_are_not_copied_where_the_run_folder_is_gone(tmp_path: Path) -> Non
     assert not list(run.parent.iterdir())
 
 
-
 @pytest.mark.parametrize("fault", ["mount", "write", "hang", "read back", "space", "run folder"])
 def test_a_fault_costs_a_line_and_no_checkpoint(make_sync: Any, tmp_path: Path, monkeypatch: Any, fault: str) -> None:
     broken, error = [True], failing(errno.EIO)
