@@ -56,7 +56,7 @@ $(VENV)/ready: pyproject.toml .ci/constraints.txt
 .venv-serve/ready.json: | $(VENV)/ready
 	$(PY) -m nbutils serve-env
 
-.venv-export/ready.json: | $(VENV)/ready  # the exports of lesson 04; also made by the first export that needs it
+.venv-export/ready.json: | $(VENV)/ready  # the exports of lesson 08; also made by the first export that needs it
 	$(PY) -m nbutils export-env
 
 clean:  ## environments only; runs/ is yours

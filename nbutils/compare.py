@@ -18,7 +18,7 @@ from nbutils.lesson import RunFolder
 Runs = dict[str, dict[str, Any]]  # by name, as `load` gives them
 MOST, LONGEST = 4, 40  # runs that lesson 04 shows, characters of a setting
 MEASURES = {
-    "examples": ("examples", ","), "steps": ("steps", ","), "trained tokens": ("trained_tokens", ","),
+    "examples": ("examples", ","), "steps": ("steps", ","), "answer tokens in the data": ("trained_tokens", ","),
     "seconds": ("train_seconds", ",.0f"), "last train loss": ("final_loss", ".4f"),
     "validation loss, last": ("last", ".4f"), "validation loss, best": ("best", ".4f"), "best step": ("best_step", ","),
 }  # fmt: skip

@@ -60,17 +60,19 @@ def execute(stem: str, output: Path, values: dict[str, Any]) -> None:
     from papermill.exceptions import PapermillExecutionError
 
     make_folder(output.parent, "the executed lessons")
+    unfinished = output.with_suffix(".unfinished.ipynb")  # a failure leaves the notebook of an earlier success alone
     try:
         papermill.execute_notebook(
-            NOTEBOOKS / f"{stem}.ipynb", output, parameters=values, kernel_name="python3",
+            NOTEBOOKS / f"{stem}.ipynb", unfinished, parameters=values, kernel_name="python3",
             progress_bar={"desc": stem},
             stdout_file=display.LiveLines(),  # the lines of a training appear above the bar while its cell runs
-            extra_arguments=["--IPKernelApp.log_level=ERROR"],  # the kernel's own remarks would break the bar
+            extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # the kernel's own remarks would break the bar
         )  # fmt: skip
     except PapermillExecutionError as failure:
         problem = f"{failure.ename}: {failure.evalue}"
-        values = {"lesson": stem, "cell": failure.exec_count, "problem": problem, "output": output}
+        values = {"lesson": stem, "cell": failure.exec_count, "problem": problem, "output": unfinished}
         raise CourseError("course.lesson_failed", **values) from failure
+    unfinished.replace(output)
 
 
 def summary(folder: lesson.RunFolder) -> str:

@@ -159,8 +159,9 @@ display.show_table(table, text=display.aligned(table))
 # %% [markdown]
 # ## Exercise
 #
-# Does a 14B model fit for training on this GPU (or, without one, on a 24 GB RTX 4090)? 14 billion weights of 4 bits are about
-# 7 GB; add the other parts. Put `True` or `False` into `my_guess` and run the cell.
+# Does a 14B model fit for training on this GPU (or, without one, on a 24 GB RTX 4090), with rows of at most 1,024 tokens? Its weights
+# take about 9 GiB: 4 bits for most of them, 16 for the embeddings. The other parts are chosen as small as they have to be (fewer
+# rows at a time, activations computed again). Put `True` or `False` into `my_guess` and run the cell.
 
 # %%
 my_guess = None
@@ -169,7 +170,8 @@ if my_guess is None:
     print("[TODO] saw None, expected True or False: add up the parts, then set my_guess")
 else:
     print(f"[{' OK ' if my_guess == large['fits'] else 'FAIL'}] saw {my_guess}, expected {large['fits']}:",
-          f"{large['peak_vram_gib']:.1f} of {large['limit_gib']:.1f} GiB. Compare the parts: {large['parts']}")
+          f"{large['peak_vram_gib']:.1f} of {large['limit_gib']:.1f} GiB",
+          *(f"\n  {part:12} {gib:5.1f} GiB" for part, gib in large["parts"].items()))
 
 # %% [markdown]
 # ## You now have

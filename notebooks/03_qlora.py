@@ -110,6 +110,7 @@ print(plan.describe(plan.require(lesson.resolved)))
 # `nf4` fits the distribution of trained weights, double quantization also compresses the scales, and matrix products are
 # computed in the precision of your machine. (Left to its defaults, bitsandbytes would use `fp4` and float32.) Models under a
 # billion parameters lose too much in 4 bits; for those, `auto` sets `method: lora`, which leaves the base model in 16 bits.
+# (The bundled tiny model is trained in 4 bits all the same, so that the lesson is the real one.)
 
 # %%
 import torch

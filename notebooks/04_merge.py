@@ -134,7 +134,7 @@ print(f"largest difference: {(written - by_hand.to(getattr(torch, dtype)).float(
 
 # %%
 for file in sorted(folder.iterdir()):
-    print(f"{file.stat().st_size / 1e6:10,.2f} MB  {file.name}")
+    print(f"{file.stat().st_size / 1e6:10,.3f} MB  {file.name}")
 
 # %% [markdown]
 # ## The same question again
@@ -171,7 +171,8 @@ print(proof)
 # %% [markdown]
 # ## Before and after
 #
-# Base and merged model answer the same held-back questions, which no training has seen, with temperature 0. A second, small set asks for
+# Base and merged model answer the same held-back questions with temperature 0. None of them was trained on; lesson 03 only used some of them
+# to choose its best step. A second, small set asks for
 # general knowledge. Answers are saved as they come, so an interrupted run continues. If lesson 05 left a server of this very model running,
 # the server answers, and faster.
 

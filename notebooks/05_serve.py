@@ -253,7 +253,7 @@ print("The server is", f"running at {server.url}." if server.running else "stopp
 # - a measurement of what 32 requests at once cost,
 # - proof that the server gives the answers of lesson 04, and a chat with your model.
 #
-# That is the whole course. Lesson 06 trains on several GPUs, lesson 07 trains a small model from nothing, lesson 08 makes smaller
+# That is the course. Four more lessons go further: lesson 06 trains on several GPUs, lesson 07 trains a small model from nothing, lesson 08 makes smaller
 # files of your model, and lesson 09 measures how fast it is served.
 
 # %%

@@ -36,10 +36,11 @@ def test_a_failing_cell_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         nbformat.v4.new_notebook(cells=[cell], metadata={"kernelspec": kernel}), tmp_path / "09_broken.ipynb"
     )
     monkeypatch.setattr(course, "NOTEBOOKS", tmp_path)
-    problem = "ValueError: on purpose"
-    with refused("course.lesson_failed", lesson="09_broken", cell=1, problem=problem, output=tmp_path / "out.ipynb"):
+    problem, failed = "ValueError: on purpose", tmp_path / "out.unfinished.ipynb"
+    (tmp_path / "out.ipynb").write_text("of an earlier run")
+    with refused("course.lesson_failed", lesson="09_broken", cell=1, problem=problem, output=failed):
         course.execute("09_broken", tmp_path / "out.ipynb", {})
-    assert (tmp_path / "out.ipynb").exists()
+    assert failed.exists() and (tmp_path / "out.ipynb").read_text() == "of an earlier run"
 
 
 def test_mistakes_on_the_command_line_exit_1_with_a_message(tmp_path: Path) -> None:

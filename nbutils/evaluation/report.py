@@ -277,9 +277,12 @@ def _figure(comparison: Comparison, scores: Sequence[str] = ()) -> Any:
 def write_report(path: Path, run: str, evaluator: Evaluator, comparison: Comparison, about: Mapping[str, Any]) -> Path:
     """Write the page; `about` says how it was measured (GPU, versions, dtype)."""
     import jinja2
+    import matplotlib.pyplot as plt
 
     template, svg = Path(__file__).with_suffix(".html").read_text(encoding="utf-8"), io.StringIO()
-    _figure(comparison).savefig(svg, format="svg")
+    figure = _figure(comparison)
+    figure.savefig(svg, format="svg")
+    plt.close(figure)  # a notebook shows every figure that is left open
     tuned, before = comparison.results[-1].scores, comparison.results[0].scores["exact_match"]
     wrong = [row for row, right in enumerate(tuned["exact_match"]) if not right]
     worst = sorted(wrong, key=lambda row: (-before[row], tuned["rouge_l"][row]))  # those first that were right before
