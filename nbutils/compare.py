@@ -44,7 +44,8 @@ def load(
     facts, history = record.read(run.facts), run.logs / "history.json"
     recorded, merged = (facts.get("lessons", {}).get(stem, {}) for stem in ("03_qlora", "04_merge"))
     trained = recorded | {name: value for name, value in (trained or {}).items() if value is not None}
-    judged = evaluation or merged.get("evaluation", {})
+    outdated = run.merged.is_dir() and not run.has("04_merge")  # a merge of the adapter before
+    judged = evaluation or ({} if outdated else merged.get("evaluation", {}))
     settings = {name: one for name, one in (trained.get("settings") or {}).items() if name not in ("about", "model")}
     own = {name: facts.get(name) for name in ("profile", "model")} | {"data": str(trained.get("data_fingerprint"))[:12]}
     return {

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils import display, evaluation, exporting, files, parity, profiles, serving
+from nbutils.errors import CourseError
 from nbutils.evaluation import Answer, Evaluator
 
 if TYPE_CHECKING:
@@ -21,7 +22,11 @@ class ServedModel:
 
     def __init__(self, lesson: Lesson, folder: str = "", engine: str = "auto", rows: int = 0) -> None:
         self.lesson, self.merged = lesson, lesson.run.merged
-        self.folder = Path(profiles.model_folder(Path(folder).expanduser() if folder else self.merged))
+        given = Path(folder).expanduser() if folder else self.merged
+        if any(given.glob("*.gguf")):
+            values = {"name": "GGUF", "runs": "llama.cpp, Ollama, LM Studio", "place": "vLLM"}
+            raise CourseError("exporting.cannot_serve", folder=given, **values)
+        self.folder = Path(profiles.model_folder(given))
         self.is_merged = self.folder.resolve() == self.merged.resolve()
         self.reference = exporting.reference(self.folder, lesson, engine)  # stops if it cannot be served here
         size: Any = {"rows": rows, "limit": lesson.profile.serve.max_model_len}

@@ -312,6 +312,10 @@ def test_a_served_model_is_compared_with_what_lesson_04_stored(
     with refused("serving.no_parity"):
         compared(change="x")
     assert compared(str(files.TINY_MODEL), "x").facts()["identical_answers"]["count"] == 0, "reported only"
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf/model.gguf").touch()
+    with refused("exporting.cannot_serve", "llama.cpp"):
+        compared(str(tmp_path / "gguf"))
     shutil.rmtree(tmp_path / "tiny/evaluation")
     assert compared().facts()["identical_answers"] == {"count": 0, "total": 0}
     assert served_model.ServedModel(started, rows=5).compare_predictions(server).facts() == {"parity": {}}
@@ -372,6 +376,10 @@ def test_settings_that_differ_and_what_came_of_them_are_shown(home: Path, tmp_pa
     assert one["trained"]["validation_loss"]["best"] == 0.3 and one["scores"]["exact_match"] == ESTIMATE
     assert {name for entry in one["history"] for name in entry} == {"step", "loss", "eval_loss"}
     assert (tmp_path / "out/compare.png").stat().st_size > 10_000
+    for name, made_from in (("adapter", {"steps": 4}), ("merged", {"adapter": {"steps": 200}})):
+        with files.complete_folder(home / "one" / name, made_from):
+            pass
+    assert cells(invoke("compare", "one", "two").output, "verdict") == ["-", "helped"], "of an earlier adapter"
 
 
 def test_what_a_run_lacks_is_a_dash_and_said(home: Path, capsys: Any) -> None:

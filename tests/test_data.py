@@ -761,8 +761,8 @@ def test_a_source_that_is_mostly_broken_is_refused_and_its_rows_are_written(tmp_
         data.prepare(str(SAMPLES / "broken_rows.jsonl"), tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["rejected.jsonl"] and len(stored(tmp_path / "out" / "rejected.jsonl")) == 27
     assert data.prepare(write(tmp_path / "a.jsonl", [qa(n) for n in range(20)] * 5), tmp_path / "copies").accepted == 20
-    for rows in ([], [qa(1)]):
-        with refused("data.unusable", rows=len(rows)):
+    for rows, code in (([], "data.no_rows"), ([qa(1)], "data.unusable")):
+        with refused(code):
             data.prepare(write(tmp_path / "b.jsonl", rows), tmp_path / "few")
     assert not (tmp_path / "few" / "data_card.json").exists()
 

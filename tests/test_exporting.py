@@ -25,6 +25,7 @@ from nbutils.exporting import compare, make
 from nbutils.parity import Fixed, Gap, Predictions
 
 T4 = hardware.GPU("Tesla T4", (7, 5), 14.6, 1)
+ADA = hardware.GPU("NVIDIA L4", (8, 9), 22.0, 1)
 FIXED = Fixed([[1, 2]], [1], [[1]], [2], 0)
 NEEDS_BF16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 units: more than ten minutes"
@@ -243,12 +244,14 @@ def test_a_model_that_cannot_be_served_here_stops_the_lesson(run: Path, jobs: Jo
 
 def test_an_export_is_served_in_16_bits_where_its_format_runs(run: Path, jobs: Jobs, tmp_path: Path) -> None:
     folder = quantized(run, "fp8")
-    found = exporting.reference(folder, lesson_of(run))
+    found = exporting.reference(folder, lesson_of(run, ADA, "bf16"))
     assert found.export and found.export.merged == run / "merged" and found.served_in == "bfloat16"
     with refused("exporting.cannot_serve", place="Tesla T4"):
         exporting.reference(folder, lesson_of(run, T4, "fp16"))
+    with refused("exporting.cannot_serve", place="a CPU"):
+        exporting.reference(folder, lesson_of(run))
     with refused("exporting.cannot_serve", place="transformers"):
-        exporting.reference(folder, lesson_of(run), "transformers")
+        exporting.reference(folder, lesson_of(run, ADA), "transformers")
     assert exporting.reference(quantized(run, "w4a16"), lesson_of(run, T4, "fp16")).served_in == "float16"
     with refused("exporting.foreign_export"):
         exporting.reference(folder, lesson_of(tmp_path / "no run"))

@@ -281,6 +281,8 @@ class Build:
         _publish(self.folder / REJECTED, out / REJECTED)
         found, train, held_out = cards.fingerprint(self.folder)  # what is on disk, not what should be
         facts = self.counts.facts()
+        if not facts["rows"]:
+            raise CourseError("data.no_rows", source=self.settings["source"])
         if not train or not held_out or (strict and 2 * (facts["rejected"] - facts["duplicates"]) > facts["rows"]):
             broken = [error for error in self.counts.first_errors if error.problems[0].kind not in REPEATED]
             first = "\n".join(f"  {cards.describe(cards.entries(error)[0])}" for error in broken[:5])

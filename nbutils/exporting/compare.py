@@ -156,9 +156,9 @@ def reference(folder: Path, lesson: Lesson, engine: str = "auto") -> Reference:
     if is_quantized(config := read_config(folder / "config.json")):
         export = open_export(folder, lesson.run.merged)
         form = find(export.name)
-        old = gpu is not None and gpu.capability < form.capability
+        old = (gpu.capability if gpu else (0, 0)) < form.capability  # vLLM's CPU build has none of these kernels
         if old or engine == "transformers" or not form.load.startswith("vllm"):
-            place = gpu.name if gpu and old else engine
+            place = (gpu.name if gpu else "a CPU") if old else engine
             raise CourseError("exporting.cannot_serve", folder=folder, name=form.name, runs=form.runs, place=place)
         return Reference("bfloat16" if dtype == "float32" else dtype, export)  # its kernels compute in 16 bits only
     stored = str(config.get("dtype") or config.get("torch_dtype"))

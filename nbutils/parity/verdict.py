@@ -79,7 +79,7 @@ class Report:
     def summary(self) -> str:
         """What was judged, and what leaving the 4-bit base costs, in a sentence or two."""
         [same, *_] = [line.gap for line in self.lines if line.judged]
-        price = self.predictions.gap("4bit", "full")
+        price = self.predictions.gap("4bit", "full") if self.target == "full" else None
         text = f"{same.positions} predictions compared: {same.columns['KL mean']} nats per token apart on average, "
         text += f"the same next token at {same.same_choices}"
         return text + (f"; leaving the 4-bit base costs {price.columns['KL mean']} nats per token" if price else "")

@@ -156,7 +156,9 @@ class Server:
         """Raise why the server is not running (any more); what is left of one that died is stopped."""
         process = self.process
         if process and (process.poll() is not None or health(self.root) == 503):  # 503: vLLM's engine is dead
-            about = {"status": process.poll(), "errors": _errors(_lines(self.log)), "log": self.log}
+            lines = _lines(self.log)
+            errors = _errors(lines) or "\n".join(lines[-3:]) or "its log is empty"
+            about = {"status": process.poll(), "errors": errors, "log": self.log}
             self.failure = CourseError("serving.died", url=self.url, **about)
             self.stop()
         if self.failure:
