@@ -19,7 +19,8 @@ import numpy as np
 from datasets import Dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from nbutils import attention, files
+from nbutils import files
+from nbutils.training import model as attention
 
 MICRO_BATCH, LENGTH, EXAMPLE, BATCHES = 8, 2048, 256, 40
 RESULT = Path(__file__).parent / "results/batches.json"

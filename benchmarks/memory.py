@@ -60,7 +60,8 @@ def make_trainer(group: str, folder: Path) -> Any:
     import torch
     from train import LINEAR, four_bits, load, settings
 
-    from nbutils import attention, training
+    from nbutils import training
+    from nbutils.training import model as attention
 
     (_, method, precision, kind, liger, rank, dropout), _ = GROUPS[group]
     dtype = {"bf16": "bfloat16", "fp16": "float16"}[precision]

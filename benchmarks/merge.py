@@ -32,7 +32,6 @@ import psutil
 
 from nbutils import files, hardware
 from nbutils.merging import folder as bases
-from nbutils.merging import safetensors_io as shards
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK = 16
@@ -166,7 +165,7 @@ def main(wishes: argparse.Namespace) -> None:
         size = sum(file.stat().st_size for file in (folder / wishes.model).glob("*.safetensors"))
         about = {
             "model": wishes.model, "gib": round(size / files.GIB, 2), "rank": RANK, "cores": os.cpu_count(),
-            "machine": platform.machine(), "block": shards.BLOCK,
+            "machine": platform.machine(), "block": bases.BLOCK,
         }  # fmt: skip
         for found in measure(folder / wishes.model, folder / "adapter", folder, wishes.rounds, wishes.peft):
             files.write_json(file, about | found)

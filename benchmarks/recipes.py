@@ -54,7 +54,7 @@ def grid(auto: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def automatic(rows: Rows, model_folder: Path) -> dict[str, Any]:
     """What `PROFILE=auto` chooses on this GPU for these rows."""
     from nbutils import models, profiles
-    from nbutils.plan.schedule import choose
+    from nbutils.plan.forecast import choose
 
     shape = models.find_shape(str(model_folder))
     found = choose(profiles.load("hopper_141gb"), profiles.Rows.of(rows.train.lengths), shape)
@@ -167,10 +167,11 @@ def trainer_for(job: dict[str, Any], model_folder: Path, rows: Rows, folder: str
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    from nbutils import attention, chat, training
+    from nbutils import chat, training
+    from nbutils.training import model as attention
 
     ours = job["way"] in OWN
-    how = {"attn_implementation": attention.use("varlen")} if ours else {}
+    how = {"attn_implementation": attention.attention("varlen")} if ours else {}
     model = AutoModelForCausalLM.from_pretrained(
         model_folder, quantization_config=quantized(job.get("bits", 4)), dtype="bfloat16", device_map={"": 0}, **how
     )
@@ -224,7 +225,7 @@ def train(job: dict[str, Any], model_folder: Path, rows: Rows, folder: str) -> d
     trainer.add_callback(curve)
     validation = None
     if job["way"] in ("auto", "auto-4bit"):
-        held_back = chat.dataset.validation_dataset(rows.train, rows.held_back_rows, job["validation_rows"])
+        held_back = chat.validation_dataset(rows.train, rows.held_back_rows, job["validation_rows"])
         validation = training.Validation(held_back, every=job["save_steps"], patience=3)
         validation.trainer = trainer
         trainer.add_callback(validation)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import click
 
-from nbutils.bench import Results, Settings, run
+from nbutils import bench
+from nbutils.bench import Benchmark, Settings
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -33,17 +34,17 @@ def read_variants(text: str) -> dict[str, Path]:
 @click.option("--concurrency", default="1,8,32,128")
 @click.option("--prompt-tokens", default=128)
 @click.option("--answer-tokens", default=128)
-@click.option("--rivals", default=",".join(run.RIVALS))
+@click.option("--rivals", default=",".join(bench.RIVALS))
 @click.option("--out", type=click.Path(path_type=Path), help="Another file.")
 def main(
     model: Path, where: str, variants: str, concurrency: str, prompt_tokens: int, answer_tokens: int, rivals: str,
     out: Path | None,
 ) -> None:  # fmt: skip
     """Measure MODEL, and its variants."""
-    settings = Settings(run.levels_in(concurrency), prompt_tokens, answer_tokens)
-    board = Results(out or RESULTS / f"serve_{where}.json", settings, {"where": where})
+    settings = Settings(bench.levels_in(concurrency), prompt_tokens, answer_tokens)
+    board = Benchmark(out or RESULTS / f"serve_{where}.json", settings, {"where": where})
     wanted = [name for name in rivals.split(",") if name]
-    run.bench_model(model, board, rivals=wanted, variants=read_variants(variants))
+    bench.bench_model(model, board, rivals=wanted, variants=read_variants(variants))
     board.show()
 
 

@@ -38,8 +38,8 @@ from typing import Any
 import psutil
 
 from nbutils import chat, checkpoints, data, files, hardware
-from nbutils.checkpoints import archive
-from nbutils.training import weights
+from nbutils import checkpoints as archive
+from nbutils.training import model as weights
 
 ROOT = Path(__file__).resolve().parent.parent
 BYTES_PER_SECOND = 50 * 10**6
@@ -213,7 +213,7 @@ def measure(scratch: Path, keep: Path, pairs: int, steps: int, rank: int) -> tup
     trainer_of(scratch, steps * (2 * pairs + 2), steps, rank, callback).train()
     kept = way_home.finish()
     assert kept
-    return blocks[1:-1], kept.manifest.size / 2**20
+    return blocks[1:-1], kept.size / 2**20
 
 
 def ratio(blocks: list[Block], only_at_work: bool = False) -> float:

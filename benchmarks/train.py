@@ -126,7 +126,7 @@ def packed(folder: Path, micro: int, accumulation: int, recompute: str, steps: i
 
 def stock(folder: Path, micro: int, accumulation: int, recompute: str, steps: int) -> Any:
     """The same, with Liger's kernels and torch's attention for packed rows: the course without its lean step."""
-    from nbutils import attention
+    from nbutils.training import model as attention
 
     args = settings(micro, accumulation, recompute, steps, packing=True, use_liger_kernel=True)
     trainer = sft(folder, args, attn_implementation=attention.register())
@@ -136,7 +136,8 @@ def stock(folder: Path, micro: int, accumulation: int, recompute: str, steps: in
 
 def course(folder: Path, micro: int, accumulation: int, recompute: str, steps: int) -> Any:
     """What lesson 03 does on this GPU."""
-    from nbutils import attention, training
+    from nbutils import training
+    from nbutils.training import model as attention
 
     args = settings(micro, accumulation, recompute, steps, packing=True, activation_offloading=recompute == "offload")
     trainer = sft(folder, args, attn_implementation=attention.register())

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from nbutils import display
@@ -17,63 +13,45 @@ from nbutils import display
 if TYPE_CHECKING:
     from openai import OpenAI
 
-Message = dict[str, Any]
-POLL_SECONDS = 0.05  # how often the stop button is looked at, and a growing answer drawn
+POLL_SECONDS = 0.05  # how often a growing answer is looked at; servers of notebooks drop what comes faster
 CLOSE_SECONDS = 0.5  # for a stream to close; after that it closes when the server sends something
 
 
 class Talk:
-    """A conversation with one model on a server."""
+    """A conversation with one model on a server; the settings are max_tokens, temperature, ..."""
 
-    def __init__(
-        self, name: str, client: OpenAI, model: str, *, opening: Sequence[Message] = (), **settings: Any
-    ) -> None:
+    def __init__(self, name: str, client: OpenAI, model: str, *, opening: Sequence[Any] = (), **settings: Any) -> None:
         self.name, self.client, self.model = name, client, model
-        self.opening, self.settings = list(opening), settings  # settings: max_tokens, temperature, ...
-        self.said: list[Message] = []
+        self.opening, self.settings, self.said = list(opening), settings, list[dict[str, Any]]()
 
     def stream(self, text: str, stop: threading.Event | None = None) -> Iterator[str]:
-        """The answer so far, again and again while it grows; `stop` ends it and closes the connection."""
+        """The answer so far, again and again while it grows; `stop` ends it at once, even if the server is silent."""
         messages: Any = [*self.opening, *self.said, {"role": "user", "content": text}]
-        create = partial(self.client.chat.completions.create, model=self.model, messages=messages, stream=True)
-        answer = ""
-        for chunk in _stream_until(stop or threading.Event(), partial(create, **self.settings)):
-            answer += (chunk.choices[0].delta.content or "") if chunk.choices else ""
-            yield answer
+        stop, pieces, problems = stop or threading.Event(), list[str](), list[Exception]()
+        options = self.settings | {"model": self.model, "messages": messages, "stream": True}
+
+        def read() -> None:  # in a thread: nothing else can leave a read that waits for a silent server
+            try:
+                with self.client.chat.completions.create(**options) as stream:  # closed at the end: the server stops
+                    for chunk in stream:
+                        if stop.is_set():
+                            break
+                        pieces.append((chunk.choices[0].delta.content or "") if chunk.choices else "")
+            except Exception as problem:  # raised below
+                problems.append(problem)
+
+        reader, answer, ended = threading.Thread(target=read, daemon=True), "", False
+        reader.start()
+        while not ended:
+            reader.join(POLL_SECONDS)
+            ended = stop.is_set() or not reader.is_alive()
+            if answer != (answer := "".join(pieces)):
+                yield answer
+        reader.join(CLOSE_SECONDS)
+        if problems:
+            raise problems[0]
         if answer:  # a question without an answer would confuse the next one
             self.said += [messages[-1], {"role": "assistant", "content": answer}]
-
-
-def _stream_until(stop: threading.Event, create: Callable[[], Any]) -> Iterator[Any]:
-    """What a server streams, read by a thread: `stop` is heard at once, even while the server is silent."""
-    chunks, left = SimpleQueue[Any](), threading.Event()
-
-    def read() -> None:
-        end: Exception | None = None
-        try:
-            with create() as stream:  # leaving the block closes the stream, and the server frees its slot
-                for chunk in stream:
-                    if left.is_set():
-                        break
-                    chunks.put(chunk)
-        except Exception as problem:  # raised below
-            end = problem
-        chunks.put(end)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        while not stop.is_set():
-            with suppress(Empty):
-                chunk = chunks.get(timeout=POLL_SECONDS)
-                if isinstance(chunk, Exception):
-                    raise chunk
-                if chunk is None:
-                    return
-                yield chunk
-    finally:
-        left.set()
-        reader.join(CLOSE_SECONDS)
 
 
 def chat(talks: Sequence[Talk], examples: Sequence[str], live: bool = True) -> Box | None:
@@ -122,24 +100,22 @@ class Box:
             return
         self.question.value, self.stop.disabled, self.answering = "", False, True
         self.stopped.clear()
-        threading.Thread(target=self._answer_all, args=(text.strip(),), daemon=True).start()
 
-    def _answer_all(self, text: str) -> None:
-        with ThreadPoolExecutor(len(self.talks)) as pool:
-            for place in range(len(self.talks)):
-                pool.submit(self._answer, place, text)
-        self.stop.disabled, self.answering = True, False
+        def answer_all() -> None:
+            with ThreadPoolExecutor(len(self.talks)) as pool:
+                list(pool.map(self._answer, range(len(self.talks)), [text.strip()] * len(self.talks)))
+            self.stop.disabled, self.answering = True, False
+
+        threading.Thread(target=answer_all, daemon=True).start()
 
     def _answer(self, place: int, text: str) -> None:
-        talk, lines, answer, drawn = self.talks[place], self.lines[place], "", 0.0
+        talk, lines, answer = self.talks[place], self.lines[place], ""
         lines += [("you", text), (talk.name, "…")]
         self._draw(place)
         try:
             for answer in talk.stream(text, self.stopped):
                 lines[-1] = (talk.name, answer)
-                if time.monotonic() - drawn > POLL_SECONDS:  # servers of notebooks drop what comes too fast
-                    self._draw(place)
-                    drawn = time.monotonic()
+                self._draw(place)
             lines[-1] = (talk.name, answer + (" [stopped]" if self.stopped.is_set() else ""))
         except Exception as problem:  # a thread has nobody to raise to: the column shows it
             lines[-1] = ("problem", f"{type(problem).__name__}: {problem} Is the server still running?")

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from nbutils import checkpoints, course, doctor, hardware, plan, sharing  # the other rooms load numpy
 from nbutils.errors import CourseError
 
 FILE = click.Path(path_type=Path)
@@ -17,14 +18,6 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 MODEL_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 SET_HELP = 'Values of the profile: "train.learning_rate=1e-4, lora.rank=64".'
 json_option = click.option("--json", "as_json", is_flag=True, help="The result as JSON, for programs.")
-
-
-class Amount(click.FloatRange):
-    """A finite number above zero."""
-
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
-        number = super().convert(value, param, context)
-        return number if number == number else self.fail(f"{value} is not a number", param, context)
 
 
 class CourseGroup(click.Group):
@@ -38,7 +31,11 @@ class CourseGroup(click.Group):
             sys.exit(1)
 
 
-AMOUNT = Amount(min=1e-3, max=1e9)
+def amount(text: str) -> float:
+    """A finite number above zero."""
+    if 1e-3 <= float(text) <= 1e9:  # NaN is not
+        return float(text)
+    raise click.BadParameter(f"{text} is not between 0.001 and a billion")
 
 
 def _print_json(value: Any) -> None:
@@ -57,8 +54,6 @@ def app() -> None:
 @click.option("--set", "given", multiple=True, metavar="TEXT", help=SET_HELP)
 def run(profile: str, only: tuple[str, ...], parameter: tuple[tuple[str, str], ...], given: tuple[str, ...]) -> None:
     """Run lessons 01-05 (or those named) headless and print where the results are."""
-    from nbutils import course
-
     options = {name: value for name, value in (("PROFILE", profile), ("SET", ", ".join(given))) if value}
     folder = course.run(course.select(only), dict(parameter) | options)
     print(f"\n{course.summary(folder)}")
@@ -81,55 +76,44 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
         compare.show(found)
 
 
-@app.command()
+@app.command("doctor")
 @json_option
-def doctor(as_json: bool) -> None:
+def show_checks(as_json: bool) -> None:
     """Check this machine: platform, folders, limits, GPU, packages, network. Exit status 1 on any FAIL."""
-    from nbutils import doctor
-
     report = doctor.examine()
     _print_json(report.as_dict()) if as_json else print(report.text())
     sys.exit(int(report.failed))
 
 
-@app.group()
-def checkpoints() -> None:
+@app.group("checkpoints")
+def of_a_run() -> None:
     """The checkpoints of a run: RUN is its name, or the path of its folder."""
 
 
-@checkpoints.command("list")
+@of_a_run.command("list")
 @click.argument("run")
-def list_checkpoints(run: str) -> None:
+def list_checkpoints(run: str, thorough: bool = False) -> bool:
     """List them with size and place, checked by size and manifest."""
-    _show_checkpoints(run, thorough=False)
+    lines, remarks = checkpoints.listing(run, thorough)
+    print(f"{'step':>8}  {'size':>12}  {'kept':16}  {'verified' if thorough else 'size and manifest':30}  where")
+    print(*lines, *remarks, sep="\n")
+    return bool(lines) and not remarks and all(line.problem is None for line in lines)
 
 
-@checkpoints.command()
+@of_a_run.command()
 @click.argument("run")
 def verify(run: str) -> None:
     """Read every archive and compare its sha256; exit status 1 if one is damaged or there is none."""
-    sys.exit(int(not _show_checkpoints(run, thorough=True)))
+    sys.exit(int(not click.get_current_context().invoke(list_checkpoints, run=run, thorough=True)))
 
 
-@checkpoints.command()
+@of_a_run.command()
 @click.argument("run")
 @click.option("--to", type=FILE, help="A folder that does not exist yet; default: ./checkpoint-N.")
 @click.option("--step", type=int, help="Of this step, instead of the newest that verifies.")
 def restore(run: str, to: Path | None, step: int | None) -> None:
     """Unpack the newest checkpoint that verifies."""
-    from nbutils import checkpoints
-
     print(f"restored: {checkpoints.restore(run, to, step)}")
-
-
-def _show_checkpoints(run: str, thorough: bool) -> bool:
-    """Print the table; whether there are checkpoints and all of them are complete."""
-    from nbutils import checkpoints
-
-    lines, remarks = checkpoints.listing(run, thorough)
-    print(f"{'step':>8}  {'size':>12}  {'kept':16}  {'verified' if thorough else 'size and manifest':30}  where")
-    print(*lines, *remarks, sep="\n")
-    return bool(lines) and not remarks and all(line.problem is None for line in lines)
 
 
 @app.group()
@@ -161,7 +145,7 @@ def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **options: Any
     _print_json(report.data) if as_json else print(report.text())
 
 
-@app.command()
+@app.command("plan")
 @click.option("--profile", help="A profile of configs/ or the path of one; default: the one for the GPU.")
 @click.option("--model", help="A course model, a hub id in the cache, or a folder; default: the profile's.")
 @click.option("--gpu", default="", help='A GPU of configs/gpus.yaml, "T4 x2" for two; default: this machine\'s.')
@@ -172,25 +156,23 @@ def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **options: Any
 @click.option("--rank", type=click.IntRange(1), help="Rank of the adapter; default: the profile's.")
 @click.option("--gpus", type=click.IntRange(1), help="How many GPUs share the batch.")
 @click.option("--rows", type=click.IntRange(1), help="Rows of your data.")
-@click.option("--mean-length", type=AMOUNT, help="Mean tokens of a row.")
-@click.option("--epochs", type=AMOUNT, help="Default: the profile's.")
+@click.option("--mean-length", type=amount, help="Mean tokens of a row.")
+@click.option("--epochs", type=amount, help="Default: the profile's.")
 @click.option("--set", "given", multiple=True, metavar="TEXT", help=SET_HELP)
-@click.option("--vram", type=AMOUNT, help="Memory of the GPU in GiB, as torch reports it.")
-@click.option("--tflops", type=AMOUNT, help="The GPU's dense 16-bit tensor TFLOP/s.")
+@click.option("--vram", type=amount, help="Memory of the GPU in GiB, as torch reports it.")
+@click.option("--tflops", type=amount, help="The GPU's dense 16-bit tensor TFLOP/s.")
 @click.option("--capability", help="The GPU's CUDA capability, as 7.5.")
 @json_option
-def plan(as_json: bool, given: tuple[str, ...], **options: Any) -> None:
+def forecast(as_json: bool, given: tuple[str, ...], **options: Any) -> None:
     """Forecast memory, speed, time and cost of a training before anything is downloaded."""
-    from nbutils import plan
-
-    answer = plan.answer(given=", ".join(given) or None, **options)
-    _print_json(answer.data) if as_json else print(answer.text)
+    data, text = plan.answer(given=", ".join(given) or None, **options)
+    _print_json(data) if as_json else print(text)
 
 
 @app.command("serve-env")
 def serve_env() -> None:
     """Make the environment that lesson 05 serves from, or check that it is there."""
-    from nbutils import hardware, serving
+    from nbutils import serving
 
     made = serving.ensure_environment(hardware.engine(hardware.gpu()).value)
     print(f"serving environment: {made.engine}, {made.python}")
@@ -208,12 +190,12 @@ def serve_env() -> None:
 @json_option
 def bench_serve(as_json: bool, concurrency: str, prompt_tokens: int, answer_tokens: int, **options: Any) -> None:
     """Measure how fast a model is served: throughput, first token, time per token, latency, errors."""
-    from nbutils.bench import Settings, run
+    from nbutils import bench
 
-    settings = Settings(run.levels_in(concurrency), prompt_tokens, answer_tokens)
+    settings = bench.Settings(bench.levels_in(concurrency), prompt_tokens, answer_tokens)
     options["rivals"] = [name for name in options["rivals"].split(",") if name]
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # progress
-        results = run.answer(settings=settings, **options)
+        results = bench.answer(settings=settings, **options)
     _print_json(results.as_dict()) if as_json else results.show()
 
 
@@ -226,9 +208,9 @@ def bench_serve(as_json: bool, concurrency: str, prompt_tokens: int, answer_toke
 @click.option("--check/--no-check", default=True, help="Compare each export with FOLDER.")
 def export(folder: Path, formats: tuple[str, ...], out: Path | None, data: Path | None, check: bool) -> None:
     """Write the merged model FOLDER in other FORMATS, each with its size and its loss; without any: show them all."""
-    from nbutils.exporting import compare
+    from nbutils import exporting
 
-    compare.answer(folder, formats, out, data, check)
+    exporting.answer(folder, formats, out, data, check)
 
 
 @app.command("export-env")
@@ -245,8 +227,6 @@ def export_env() -> None:
 @click.option("--public", is_flag=True, help="Let everyone see it; without this it is private.")
 def push(folder: Path, to: str, public: bool) -> None:
     """Upload the model FOLDER: TO is hub:owner/name, modelscope:owner/name, kaggle:owner/name, or a file.tar."""
-    from nbutils import sharing
-
     is_file = to.endswith(".tar")
     print(sharing.single_file(folder, Path(to)) if is_file else sharing.push(folder, to, private=not public))
 

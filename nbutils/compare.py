@@ -10,12 +10,13 @@ from typing import Any
 from nbutils import display, platforms, record
 from nbutils.config import shown
 from nbutils.errors import CourseError
-from nbutils.evaluation.metrics import Estimate
-from nbutils.evaluation.report import PANELS, SHOWN
+from nbutils.evaluation.comparison import PANELS, SHOWN
+from nbutils.evaluation.evaluator import Estimate
 from nbutils.files import read_json
-from nbutils.lesson import RunFolder
+from nbutils.record import RunFolder
 
 Runs = dict[str, dict[str, Any]]  # by name, as `load` gives them
+Facts = Mapping[str, Any] | None  # of a lesson, before they are recorded
 MOST, LONGEST = 4, 40  # runs that lesson 04 shows, characters of a setting
 MEASURES = {
     "examples": ("examples", ","), "steps": ("steps", ","), "answer tokens in the data": ("trained_tokens", ","),
@@ -36,9 +37,7 @@ def of_names(names: Sequence[str]) -> Runs:
     return {name: load(folder) for name, folder in found.items()}
 
 
-def load(
-    folder: Path, evaluation: Mapping[str, Any] | None = None, trained: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def load(folder: Path, evaluation: Facts = None, trained: Facts = None) -> dict[str, Any]:
     """What a run folder says of its run; `evaluation` and `trained` (of lesson 03) in place of what is there."""
     run = RunFolder(folder)
     facts, history = record.read(run.facts), run.logs / "history.json"
@@ -64,20 +63,6 @@ def differing(runs: Runs) -> list[str]:
     return [name for name in names if any(one.get(name) != recorded[0].get(name) for one in recorded)]
 
 
-def _column(run: Mapping[str, Any], settings: Sequence[str]) -> dict[str, str]:
-    """One run as text, by row of the table; empty where nothing is recorded."""
-    trained, recorded = run["trained"], run["settings"]
-    values = {**trained, **(trained.get("validation_loss") or {})}
-    texts = {name: shown(recorded[name])[:LONGEST] if recorded.get(name) is not None else "" for name in settings}
-    for label, (name, form) in MEASURES.items():
-        texts[label] = "" if values.get(name) is None else f"{values[name]:{form}}"
-    texts["cost"] = " or ".join(f"{sign}{money:.2f}" for sign, money in (trained.get("cost") or {}).items())
-    for name, one in run["scores"].items():
-        known = one is not None and one["mean"] is not None
-        texts[f"merged: {SHOWN[name][0]}"] = Estimate(**one).text(SHOWN[name][1]) if known else ""
-    return texts | {"verdict": run["verdict"] or ""}
-
-
 def plot(runs: Runs, path: Path | None = None) -> None:
     """The loss curves, one color for each run: light while training, bold on held-back rows."""
     import matplotlib.pyplot as plt
@@ -95,18 +80,27 @@ def plot(runs: Runs, path: Path | None = None) -> None:
 
 def show(runs: Runs) -> None:
     """The table, and in a notebook the curves."""
-    columns = {label: _column(run, differing(runs)) for label, run in runs.items()}
-    names = next(iter(columns.values()))
-    known = [name for name in names if any(column[name] for column in columns.values())]
-    table = [{"": name} | {label: column[name] or "-" for label, column in columns.items()} for name in known]
+    columns: dict[str, dict[str, str]] = {label: {} for label in runs}  # by row of the table; empty: not recorded
+    for texts, run in zip(columns.values(), runs.values(), strict=True):
+        trained, recorded = run["trained"], run["settings"]
+        values = {**trained, **(trained.get("validation_loss") or {})}
+        for name in differing(runs):
+            texts[name] = shown(recorded[name])[:LONGEST] if recorded.get(name) is not None else ""
+        for label, (name, form) in MEASURES.items():
+            texts[label] = "" if values.get(name) is None else f"{values[name]:{form}}"
+        texts["cost"] = " or ".join(f"{sign}{money:.2f}" for sign, money in (trained.get("cost") or {}).items())
+        for name, one in run["scores"].items():
+            known = one is not None and one["mean"] is not None
+            texts[f"merged: {SHOWN[name][0]}"] = Estimate(**one).text(SHOWN[name][1]) if known else ""
+        texts["verdict"] = run["verdict"] or ""
+    names = [name for name in texts if any(column[name] for column in columns.values())]
+    table = [{"": name} | {label: column[name] or "-" for label, column in columns.items()} for name in names]
     display.show_table(table, "Runs side by side", display.aligned(table))
     if platforms.in_kernel():
         plot(runs)
 
 
-def beside(
-    run: RunFolder, evaluation: Mapping[str, Any] | None = None, trained: Mapping[str, Any] | None = None
-) -> Runs:
+def beside(run: RunFolder, evaluation: Facts = None, trained: Facts = None) -> Runs:
     """Show this run, with the facts it is about to record, and the newest others that were trained to their end."""
     others = sorted(run.path.parent.glob("*/facts.json"), key=lambda place: place.stat().st_mtime, reverse=True)
     found = {run.name: load(run.path, evaluation, trained)}

@@ -61,7 +61,7 @@ class Train(Strict):
     """The training run."""
 
     max_length: Annotated[int, Field(ge=16)]
-    batch: Auto | Count
+    batch: Auto | Count  # rows of an optimizer step on all GPUs: packed rows where rows are packed, else conversations
     micro_batch: Auto | Count
     epochs: Auto | Annotated[float, Field(ge=0)]
     max_steps: ZeroOrMore
@@ -81,14 +81,9 @@ class Train(Strict):
     keep_best: bool
     early_stopping: ZeroOrMore
 
-    @property
-    def step_rows(self) -> int:
-        """Rows of an optimizer step on all GPUs: packed rows where rows are packed, else conversations."""
-        return int(self.batch)
-
     def accumulation_on(self, gpus: int = 1) -> int:
         """Micro-steps of an optimizer step on each of the GPUs, which share the batch."""
-        return self.step_rows // (int(self.micro_batch) * gpus)
+        return int(self.batch) // (int(self.micro_batch) * gpus)
 
 
 class Machine(Strict):
@@ -189,14 +184,13 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader without the surprises of YAML 1.1."""
 
 
-_BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in known if tag not in (_BOOL, _FLOAT)]
+    first: [(tag, pattern) for tag, pattern in known if not tag.endswith((":bool", ":float"))]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_NUMBER = r"^(?:[-+]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?|[-+]?\.inf|\.nan)$"
-_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-_Loader.add_implicit_resolver(_FLOAT, re.compile(_NUMBER), list("-+.0123456789"))
+_NUMBER = re.compile(r"^(?:[-+]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?|[-+]?\.inf|\.nan)$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:[tT]rue|TRUE|[fF]alse|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 _LINE = re.compile(r"^( *)(\w+):(?:.*?\s#\s*(.*\S))?", re.MULTILINE)  # indent, key, the comment beside its value
 
 
@@ -228,8 +222,7 @@ def read(name: str) -> Document:
             raise CourseError("config.unknown_profile", name=name, names=", ".join(names()), hint=hint)
         file = files.CONFIGS / f"{name}.yaml"
     tree, reasons = _read_yaml(file)
-    _refuse(_mistakes(tree, Profile), str(file))
-    return Document(Profile.model_validate(tree), reasons, file.absolute())
+    return Document(_valid({"": tree}, Profile, str(file))[""], reasons, file.absolute())
 
 
 def with_overrides(document: Document, overrides: Overrides) -> Document:
@@ -249,15 +242,12 @@ def with_overrides(document: Document, overrides: Overrides) -> Document:
         wrong.append(f"train.epochs: train.max_steps is {steps} and ends the run first; set train.max_steps=0 too")
     reasons = {name: reason for name, (_, reason) in overrides.items()}
     where = f"{document.file.stem} with {' and '.join(dict.fromkeys(reasons.values()))}"
-    _refuse([*wrong, *_mistakes(tree, Profile)], where)
-    return Document(Profile.model_validate(tree), document.reasons | reasons, document.file)
+    return Document(_valid({"": tree}, Profile, where, wrong)[""], document.reasons | reasons, document.file)
 
 
 def read_table(name: str, model: type[Entry]) -> dict[str, Entry]:
     """A file of `configs` with one block for each entry."""
-    tree, _ = _read_yaml(files.CONFIGS / name)
-    _refuse([f"{key}.{line}" for key in tree for line in _mistakes(tree[key], model)], str(files.CONFIGS / name))
-    return {str(key): model.model_validate(entry) for key, entry in tree.items()}
+    return _valid(_read_yaml(files.CONFIGS / name)[0], model, str(files.CONFIGS / name))
 
 
 def settings_in(text: str) -> dict[str, Any]:
@@ -298,28 +288,28 @@ def _parse(text: str) -> tuple[Any, dict[str, str]]:
     return yaml.load(text, _Loader), reasons
 
 
-def _refuse(found: Sequence[str], where: str) -> None:
-    """Stop with all problems at once, if there are any."""
-    if found:
-        listed = "".join(f"\n    - {line}" for line in found)
-        raise CourseError("config.problems", where=where, count=len(found), problems=listed)
-
-
-def _mistakes(tree: Any, model: type[Strict]) -> list[str]:
-    """What pydantic holds against a tree, one line for each dotted name; pairs are checked once the rest is right."""
-    known, found = keys(model), dict[str, list[str]]()
-    try:
-        model.model_validate(tree)
-    except ValidationError as error:
-        for item in error.errors(include_url=False):
-            if item["type"] == "value_error":
-                return [str(text) for text in item["ctx"]["error"].args]
-            parts = [".".join(map(str, item["loc"][: depth + 1])) for depth in range(len(item["loc"]))]
-            name = next((part for part in parts if part in known), parts[-1] if parts else "the file")
-            text = {"missing": "missing", "extra_forbidden": f"unknown key{_did_you_mean(name, known)}"}
-            said = text.get(item["type"]) or f"{item['msg']}, not {reprlib.repr(item['input'])}"
-            found.setdefault(name, []).append(said)
-    return [f"{name}: {' or '.join(texts)}" for name, texts in found.items()]
+def _valid(trees: Mapping[str, Any], model: type[Entry], where: str, wrong: Sequence[str] = ()) -> dict[str, Entry]:
+    """The trees as models, or all their mistakes at once by dotted name; pairs are checked once the rest is right."""
+    known, made, lines = keys(model), dict[str, Entry](), list(wrong)
+    for key, tree in trees.items():
+        found = dict[str, list[str]]()
+        try:
+            made[str(key)] = model.model_validate(tree)
+        except ValidationError as error:
+            for item in error.errors(include_url=False):
+                parts = [".".join(map(str, item["loc"][: depth + 1])) for depth in range(len(item["loc"]))]
+                name = next((part for part in parts if part in known), parts[-1] if parts else "the file")
+                text = {"missing": "missing", "extra_forbidden": f"unknown key{_did_you_mean(name, known)}"}
+                said = text.get(item["type"]) or f"{item['msg']}, not {reprlib.repr(item['input'])}"
+                if item["type"] == "value_error":
+                    lines += map(str, item["ctx"]["error"].args)
+                else:
+                    found.setdefault(f"{key}.{name}".lstrip("."), []).append(said)
+        lines += [f"{name}: {' or '.join(texts)}" for name, texts in found.items()]
+    if lines:
+        listed = "".join(f"\n    - {line}" for line in lines)
+        raise CourseError("config.problems", where=where, count=len(lines), problems=listed)
+    return made
 
 
 def _did_you_mean(name: str, known: Sequence[str]) -> str:

@@ -69,19 +69,19 @@ def execute(stem: str, output: Path, values: dict[str, Any]) -> None:
             extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # the kernel's own remarks would break the bar
         )  # fmt: skip
     except PapermillExecutionError as failure:
-        problem = f"{failure.ename}: {failure.evalue}"
-        values = {"lesson": stem, "cell": failure.exec_count, "problem": problem, "output": unfinished}
-        raise CourseError("course.lesson_failed", **values) from failure
+        about = {"lesson": stem, "cell": failure.exec_count, "output": unfinished}
+        raise CourseError("course.lesson_failed", problem=f"{failure.ename}: {failure.evalue}", **about) from failure
     unfinished.replace(output)
 
 
 def summary(folder: lesson.RunFolder) -> str:
     """Where everything is, and the main results."""
     facts = record.read(folder.facts)["lessons"]
-    lines = [f"notebooks  {folder.notebooks}", f"report     {folder.report}", f"facts      {folder.facts}"]
-    if match := facts.get("04_merge", {}).get("exact_match"):
+    lines = [f"{name:10} {getattr(folder, name)}" for name in ("notebooks", "report", "facts")]
+    merged = facts.get("04_merge", {})
+    if match := merged.get("exact_match"):
         lines.append(f"exact match  base {match['base']:.1%}  ->  merged {match['merged']:.1%}")
-    if verdict := facts.get("04_merge", {}).get("evaluation", {}).get("verdict"):
+    if verdict := merged.get("evaluation", {}).get("verdict"):
         lines.append(f"the tuning   {verdict}; why: {folder.path / 'evaluation' / 'report.html'}")
     if same := facts.get("05_serve", {}).get("identical_answers"):
         lines.append(f"served answers identical to generate: {same['count']} of {same['total']}")

@@ -39,20 +39,16 @@ def require_disk(folder: Path, gib: float, purpose: str) -> None:
     """Stop before a long job that would run out of disk, or of files on a disk that counts them."""
     free, files = free_gib(folder), free_inodes(folder)
     if free < gib:
-        raise CourseError("disk.full", purpose=purpose, folder=folder, needed=_size(gib), free=_size(free))
+        sizes = [f"{one:.1f} GiB" if one >= 0.1 or not one else f"{1024 * one:.1f} MiB" for one in (gib, free)]
+        raise CourseError("disk.full", purpose=purpose, folder=folder, needed=sizes[0], free=sizes[1])
     if files is not None and files < FEWEST_FILES:
         raise CourseError("disk.no_inodes", purpose=purpose, folder=folder, files=files, fewest=FEWEST_FILES)
-
-
-def _size(gib: float) -> str:
-    return f"{gib:.1f} GiB" if gib >= 0.1 or not gib else f"{1024 * gib:.1f} MiB"
 
 
 def folder_gib(folder: Path) -> float:
     """Size of all files below `folder`; one that vanishes meanwhile counts nothing."""
     size = 0
-    for place, _, files in os.walk(folder):
-        for name in files:
-            with suppress(OSError):
-                size += (Path(place) / name).lstat().st_size
+    for file in (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names):
+        with suppress(OSError):
+            size += os.lstat(file).st_size
     return size / GIB

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
+from nbutils.config import shown
 from nbutils.errors import CourseError
 from nbutils.files import read_json
 from nbutils.platforms import detect, in_kernel
 
 ACCENT, ALARM = "var(--jp-brand-color1, #2979c9)", "var(--jp-warn-color1, #e07b00)"
 WIDTH, HEIGHT, POINTS = 760, 96, 160  # of the live curve
+TEXT_WIDTH, VALUE_WIDTH = 120, 34  # of a table of choices
 LIVE_LINE = re.compile(r"(training|step|trained) \d|\[WARN\]|out of memory |.* Saving at step ")
 CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curves.py
 Losses = Sequence[tuple[int, float]]  # step and loss
@@ -46,13 +50,17 @@ def show_table(rows: Sequence[dict[str, Any]], title: str = "", text: str = "") 
     show("table.html", text or "\n".join([title, *entries]), rows=rows, title=title)
 
 
-def show_choices(choices: Any, text: str = "", only: Sequence[str] = ()) -> None:
-    """Values by name with their reasons, or those of a resolved profile; `only` those whose names begin so."""
-    if not isinstance(choices, Mapping):
-        chosen = {name: one for name, one in choices.choices.items() if name.startswith(tuple(only or [""]))}
-        choices, text = chosen, replace(choices, choices=chosen).table()
-    rows = [{"what": name, "value": choice.value, "why": choice.reason} for name, choice in choices.items()]
-    show_table(rows, text=text)
+def show_choices(resolved: Any, only: Sequence[str] = ("",)) -> None:
+    """The values of a resolved profile whose names begin with one of `only`, with reasons; as text in 120 columns."""
+    choices = {name: one for name, one in resolved.choices.items() if name.startswith(tuple(only)) and name != "about"}
+    first, second = (max(map(len, column)) for column in (choices, [shown(one.value) for one in choices.values()]))
+    second, lines = min(second, VALUE_WIDTH), [f"The values of the profile {resolved.name}, each with its reason."]
+    for name, one in choices.items():
+        columns = [name], wrap(shown(one.value), second), wrap(one.reason, TEXT_WIDTH - first - second - 4)
+        for head, middle, tail in zip_longest(*columns, fillvalue=""):
+            lines.append(f"{head:<{first}}  {middle:<{second}}  {tail}".rstrip())
+    rows = [{"what": name, "value": one.value, "why": one.reason} for name, one in choices.items()]
+    show_table(rows, text="\n".join(lines))
 
 
 def show_answers(rows: Sequence[Mapping[str, Any]], **answers: Sequence[str]) -> None:
@@ -72,29 +80,26 @@ def aligned(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
-def plot_losses(history: Mapping[str, Losses], path: Path | None = None, title: str = "Loss") -> None:
-    """The curves `train` and `validation` of a history, shown in a notebook and saved to `path` if one is given."""
-    _plot({title: history}, path, width=7)
-
-
 def plot_loss_examples(path: Path | None = None) -> None:
     """Four measured trainings side by side: healthy, too slow, diverging and overfitting."""
     titles = {}
     for name, example in read_json(CURVES).items():
         about = "rate {learning_rate:g}, {row_count} rows, {steps} steps".format(**example["settings"])
         titles[f"{name.replace('_', ' ')}\n{about}"] = example
-    _plot(titles, path, width=3.4)
+    plot_losses({}, path, panels=titles)
 
 
-def _plot(histories: Mapping[str, Mapping[str, Losses]], path: Path | None, width: float) -> None:
+def plot_losses(history: Mapping[str, Any], path: Path | None = None, title: str = "Loss", panels: Any = None) -> None:
+    """The curves `train` and `validation` of a history, or of several in `panels`; saved to `path` if one is given."""
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, len(histories), figsize=(width * len(histories), 3), squeeze=False)
-    for axes, (title, history) in zip(panels[0], histories.items(), strict=True):
-        axes.plot([step for step, _ in history["train"]], [loss for _, loss in history["train"]], label="training")
-        if validation := history.get("validation"):
+    shown = panels or {title: history}
+    figure, [axes_of] = plt.subplots(1, len(shown), figsize=(max(7, 3.4 * len(shown)), 3), squeeze=False)
+    for axes, (title, curves) in zip(axes_of, shown.items(), strict=True):
+        axes.plot(*zip(*curves["train"], strict=True), label="training")
+        if validation := curves.get("validation"):
             label = "validation, best: {1:.3f} at step {0}".format(*min(validation, key=lambda point: point[1]))
-            axes.plot([step for step, _ in validation], [loss for _, loss in validation], "o-", ms=4, label=label)
+            axes.plot(*zip(*validation, strict=True), "o-", ms=4, label=label)
         axes.set(xlabel="step", ylabel="loss", ylim=(0, None))
         axes.set_title(title, fontsize=10)
         axes.legend(frameon=False, fontsize=8)
@@ -182,19 +187,16 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
-class LiveLines:
+class LiveLines(io.TextIOBase):
     """A file for papermill's `stdout_file`: of all a lesson prints, the training's lines appear above the bar."""
 
     rest = ""
 
-    def write(self, text: str) -> None:
+    def write(self, text: str) -> int:
         """Pass whole lines on."""
         import tqdm
 
         *lines, self.rest = (self.rest + text).split("\n")
         for line in filter(LIVE_LINE.match, lines):
             tqdm.tqdm.write(f"  {line}")
-
-    def flush(self) -> None:
-        """Nothing is held back but an unfinished line."""
-        sys.stdout.flush()
+        return len(text)

@@ -25,9 +25,7 @@ from nbutils.hardware import Choice, driver_gpus
 from nbutils.masking import mask_secrets
 
 TIMEOUT = timedelta(hours=2)  # for a main process that prepares data; torchrun notices a dead one at once
-SHUTDOWN_SECONDS = "600"  # what torchrun gives a training to save; its own 30 s may be less than a step
 TOLERANCE = 0.01  # of the loss: sums in another order differ by a rounding each, 2^-8 of a value in bfloat16
-TAIL_LINES = 15  # of a failed lesson's output
 PROGRESS = rf"{LIVE_LINE.pattern}|\[FAIL\]|continuing |starting at|checkpoint \d+ is|safe: |Nothing is left|Lesson "
 TORCHRUN_REPORT = r".*elastic/multiprocessing/api\.py:\d+\] failed"  # what follows is about torchrun itself
 
@@ -153,15 +151,17 @@ def hint(seen: int) -> str:
 def launch(
     script: Path, values: dict[str, Any], keep: Path, processes: int = 1, threads: int = 0, calm: bool = False
 ) -> None:
-    """Run a lesson as a script and show its output as it comes; with `calm` only its progress."""
+    """Run a lesson as a script and show its output, without what torchrun adds; with `calm` only its progress."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     arguments = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, *(torchrun if processes > 1 else []), str(script), *arguments]
     env = os.environ | {"NBUTILS_HOME": str(keep), "MPLBACKEND": "agg", "PYTHONUNBUFFERED": "1"}
-    env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_SECONDS, "TQDM_MININTERVAL": "15"}  # a bar fills lines here
+    env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", "TQDM_MININTERVAL": "15"}  # time to save; a bar fills lines here
     threads = threads or (max((os.cpu_count() or 1) // processes, 1) if processes > 1 else 0)
     env |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
     child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = (line.rstrip() for line in child.stdout or () if line.strip())
+    tail: deque[str] = deque(maxlen=15)  # for the error, if it fails
     signals: list[int] = []
 
     def forward(number: int, frame: object) -> None:
@@ -170,30 +170,20 @@ def launch(
 
     handler = signal.signal(signal.SIGTERM, forward)
     try:
-        with child:
-            tail = _show_output(child, calm)
+        for line in takewhile(lambda line: not re.match(TORCHRUN_REPORT, line), lines):
+            tail.append(line)
+            if not calm or re.match(PROGRESS, line):
+                print(f"  | {mask_secrets(line)}", flush=True)
+    except BaseException:  # the stop button: the child must not train on alone
+        child.terminate()
+        raise
     finally:
+        child.communicate()  # to the end of its output, or it would block
         signal.signal(signal.SIGTERM, handler)
     if signals:
         raise CourseError("distributed.terminated", lesson=script.stem)
     if status := child.returncode:
         raise CourseError("distributed.lesson_failed", lesson=script.stem, status=status, output="\n".join(tail))
-
-
-def _show_output(child: subprocess.Popen[str], calm: bool) -> deque[str]:
-    """Print what a process writes, without what torchrun adds at its end, and return the last lines."""
-    tail: deque[str] = deque(maxlen=TAIL_LINES)
-    lines = (line.rstrip() for line in child.stdout or () if line.strip())
-    try:
-        for line in takewhile(lambda line: not re.match(TORCHRUN_REPORT, line), lines):
-            tail.append(line)
-            if not calm or re.match(PROGRESS, line):
-                print(f"  | {mask_secrets(line)}", flush=True)
-        deque(lines, maxlen=0)  # to the end, or the child would block
-    except BaseException:  # the stop button: the child must not train on alone
-        child.terminate()
-        raise
-    return tail
 
 
 @dataclass(frozen=True)
@@ -206,9 +196,9 @@ class Comparison:
     same_work: bool  # equal steps over equally many rows, with equal losses
 
     def __str__(self) -> str:
-        lines = [f"{name:18} {one:>10,.6g} {several:>10,.6g}" for name, (one, several) in self.numbers.items()]
-        speed = f"{self.speedup:.2f} times the tokens per second"
-        return "\n".join([*lines, f"{speed}; losses differ by at most {self.furthest:.1e} of the loss"])
+        lines = [f"{name:18} {one:>10,.6g} {several:>10,.6g}\n" for name, (one, several) in self.numbers.items()]
+        speed, most = f"{self.speedup:.2f} times the tokens per second", f"{self.furthest:.1e} of the loss"
+        return f"{''.join(lines)}{speed}; losses differ by at most {most}"
 
 
 def compare(alone: Path, together: Path) -> Comparison:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -28,7 +29,11 @@ TINY_MODEL = SAMPLES / "tiny_base"
 GIB = 2**30
 CHUNK = 2**22  # bytes read or written at a time
 STAMP = "complete.json"
-LARGEST_JSON = 2**26
+
+
+def fs_root() -> Path:
+    """Where the platforms' fixed paths begin: `/`, or `NBUTILS_FS_ROOT` when a platform is simulated."""
+    return Path(os.environ.get("NBUTILS_FS_ROOT") or "/")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -49,7 +54,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """The value in a JSON file; a pipe, a huge file or endless nesting is a ValueError, like any invalid JSON."""
-    if path.exists() and not (path.is_file() and path.stat().st_size < LARGEST_JSON):
+    if path.exists() and not (path.is_file() and path.stat().st_size < 2**26):
         raise ValueError("it is not a regular file, or too large")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -91,7 +96,16 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
     target = target.absolute()
     _require_ours(target)
     partial = partial_of(target)
-    with _locked(partial):
+    if os.path.lexists(partial) and (partial.is_symlink() or not partial.is_dir()):
+        raise CourseError("files.not_a_folder", path=partial)
+    partial.mkdir(exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW)
+    try:  # the lock is on the folder itself, and the system frees it if this process dies
+        with suppress(OSError):  # a disk without locks, such as Drive: two writers are not noticed there
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as problem:
+                raise CourseError("files.locked", folder=partial) from problem
         for left in [] if resume else partial.iterdir():
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         yield partial
@@ -102,35 +116,17 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
         _require_ours(target)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
-    if stamp(target) is None:
-        raise CourseError("files.disk_lost_files", folder=target)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Make and lock a folder; the lock is on the folder itself, and the system frees it if this process dies."""
-    import fcntl
-
-    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
-        raise CourseError("files.not_a_folder", path=folder)
-    folder.mkdir(exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        with suppress(OSError):  # a disk without locks, such as Drive: two writers are not noticed there
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as problem:
-                raise CourseError("files.locked", folder=folder) from problem
-        yield
     finally:
         os.close(descriptor)
+    if stamp(target) is None:
+        raise CourseError("files.disk_lost_files", folder=target)
 
 
 def require_apart(target: Path, *sources: Path) -> None:
     """Refuse to write a folder over, around or into one that it is made from."""
     place = target.resolve()
     for source in (one.resolve() for one in sources):
-        if place == source or place in source.parents or source in place.parents:
+        if place.is_relative_to(source) or source.is_relative_to(place):
             raise CourseError("files.overlap", target=target, source=source)
 
 

@@ -1,17 +1,15 @@
-"""What the GPU can do: capability, memory, a real operation; precision, attention and engine as (value, reason).
-
-torch is imported only by the functions that need it.
-"""
+"""What the GPU can do: capability, memory, a real operation; precision, attention and engine as (value, reason)."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import re
-import shutil
+import resource
 import subprocess
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +19,7 @@ from nbutils.files import GIB
 
 BF16_FROM = (8, 0)  # torch.cuda.is_bf16_supported() also says yes on a T4, by emulation: never ask it
 VLLM_FROM = (7, 5)
-VARLEN_FROM = (2, 10)  # the torch that has a kernel for packed rows
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # a precision as torch and vLLM call it
-VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-OUT_OF_MEMORY = re.compile(r"CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -55,19 +50,16 @@ def share_processors() -> None:
 
 
 def leave_no_gaps() -> None:
-    """Let torch use expandable segments against fragmentation (benchmarks/capped.py); must run before CUDA starts.
-
-    WSL's driver fails at it, and those of many virtual GPUs do not support it.
-    """
+    """Let torch use expandable segments against fragmentation (benchmarks/capped.py); must run before CUDA starts."""
     chosen = any(name in os.environ for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-    if chosen or "microsoft" in platform.release().lower():
+    if chosen or "microsoft" in platform.release().lower():  # WSL's driver fails at it
         return
-    try:  # the driver itself: NVML does not tell, and torch would start CUDA
+    try:  # the driver itself: many virtual GPUs do not support it, NVML does not tell, and torch would start CUDA
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return
-    supported = ctypes.c_int(0)
-    failed = driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(supported), VIRTUAL_MEMORY, 0)
+    supported, attribute = ctypes.c_int(0), 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+    failed = driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(supported), attribute, 0)
     if not failed and supported.value == 1:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # the name that torch 2.8 knows too
 
@@ -97,10 +89,10 @@ def driver_gpus() -> list[str]:
 
 def ask_driver(*words: str) -> str:
     """What nvidia-smi says, or how it failed; empty where there is none."""
-    if not (program := shutil.which("nvidia-smi")):
-        return ""
     try:
-        ran = subprocess.run([program, *words], capture_output=True, text=True, timeout=5, stdin=subprocess.DEVNULL)
+        ran = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=5, input="")
+    except FileNotFoundError:
+        return ""
     except (OSError, subprocess.TimeoutExpired) as problem:
         return type(problem).__name__
     return (ran.stdout + ran.stderr).strip() or f"exit status {ran.returncode}"
@@ -124,8 +116,6 @@ def cure(found: GPU | None, reason: str) -> str:
         arch = f"sm_{found.capability[0]}{found.capability[1]}"
         older = " (those for CUDA 12.6, `cu126`, still have it)" if found.capability < VLLM_FROM else ""
         return f"choose another GPU (Kaggle: GPU T4 x2), or install a build of torch that has {arch}{older}"
-    if "driver error" in reason:
-        return "set the environment variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, restart and run again"
     return "restart the machine; if it fails again, take another GPU or reinstall torch"
 
 
@@ -152,7 +142,7 @@ def attention(found: GPU | None) -> Choice:
     if found.capability < BF16_FROM:
         return Choice("sdpa", f"{found.name} has no FlashAttention: torch's standard attention")
     major, minor = importlib.metadata.version("torch").split(".")[:2]
-    if (int(major), int(minor)) >= VARLEN_FROM:
+    if (int(major), int(minor)) >= (2, 10):
         return Choice("varlen", "FlashAttention from torch for packed rows: fast, and nothing to install")
     if importlib.util.find_spec("flash_attn"):
         return Choice("flash_attention_2", "flash-attn is installed")
@@ -183,14 +173,12 @@ def out_of_memory(problem: BaseException) -> bool:
     """Whether an error says that the GPU's memory did not suffice."""
     import torch
 
-    known = isinstance(problem, torch.OutOfMemoryError)
-    return known or (isinstance(problem, RuntimeError) and bool(OUT_OF_MEMORY.search(str(problem))))
+    said = re.search(r"(?s)CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", str(problem))
+    return isinstance(problem, torch.OutOfMemoryError) or (isinstance(problem, RuntimeError) and said is not None)
 
 
 def free_memory() -> None:
     """Give back what nobody holds any more, to the GPU as well."""
-    import gc
-
     import torch
 
     gc.collect()
@@ -204,6 +192,4 @@ def peak_memory_gib() -> float:
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / GIB
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

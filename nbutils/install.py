@@ -1,8 +1,4 @@
-"""Completes a platform's Python for the lessons with the least change, and never replaces the torch that came with it.
-
-The setup cell installs bare nbutils; the first cell of a lesson calls `ensure`, which adds what the lessons import,
-from the package index or, without a network, from an attached folder of wheels (`make wheels` builds one).
-"""
+"""Completes a platform's Python for the lessons with the least change, and never replaces its torch."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,6 @@ from nbutils.errors import CourseError
 from nbutils.files import DISTRIBUTION, read_json, sha256
 from nbutils.masking import without_secrets
 
-PINNED = ("torch", "torchvision", "torchaudio", "triton", "numpy")  # the platform's own, matched to its driver
 BLOCKERS = {"torchao": "<0.16"}  # PEFT from 0.19 on refuses to start beside these versions
 FREE = ("datasets", "pyarrow", "dill", "multiprocess")  # TRL asks for newer ones than Colab and Kaggle have
 MARKER = "course-wheels.json"
@@ -35,9 +31,12 @@ CONFLICT = "ResolutionImpossible"  # pip's word for requirements that exclude ea
 
 def ensure(extra: str) -> None:
     """Install what the extra names and this Python lacks; silent and instant when nothing is missing."""
-    remove_blockers()
-    missing = unsatisfied(requirements(extra))
-    if not missing:
+    for name, old in BLOCKERS.items():
+        if not unsatisfied([f"{name}{old}"]):
+            print(f"Removing {name} {metadata.version(name)}: PEFT refuses to start beside it, and no lesson uses it.")
+            command = [sys.executable, "-m", "pip", "uninstall", "-y", "-q", name]
+            subprocess.run(command, check=True, env=without_secrets(os.environ))
+    if not (missing := unsatisfied(requirements(extra))):
         return
     wheels = attached_wheels()
     source = f"the attached {wheels}" if wheels else "the package index"
@@ -45,9 +44,8 @@ def ensure(extra: str) -> None:
     before = versions()
     pip_install(missing, wheels)
     importlib.invalidate_caches()
-    after = versions()
-    replaced = [name for name, version in before.items() if after.get(name) != version]
-    if loaded := [name for name in replaced if name.replace("-", "_") in sys.modules]:
+    same = before.items() & versions().items()
+    if loaded := [name for name in before if name not in dict(same) and name.replace("-", "_") in sys.modules]:
         raise CourseError("install.restart_kernel", packages=", ".join(loaded))
 
 
@@ -66,20 +64,18 @@ def requirements(extra: str) -> list[str]:
         listed = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
     except metadata.PackageNotFoundError:
         return []
-    of_extra = [one for one in listed if one.marker and "extra" in str(one.marker)]
-    return [f"{one.name}{one.specifier}" for one in of_extra if one.marker and one.marker.evaluate({"extra": extra})]
+    marked = [(one, one.marker) for one in listed if one.marker and "extra" in str(one.marker)]
+    return [f"{one.name}{one.specifier}" for one, marker in marked if marker.evaluate({"extra": extra})]
 
 
 def unsatisfied(required: Iterable[str]) -> list[str]:
     """The requirements that the installed versions do not meet."""
-    return [text for text in required if not _is_met(Requirement(text))]
-
-
-def _is_met(requirement: Requirement) -> bool:
-    try:
-        return requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
-    except metadata.PackageNotFoundError:
-        return False
+    unmet = {text: Requirement(text) for text in required}
+    for text, asked in list(unmet.items()):
+        with suppress(metadata.PackageNotFoundError):
+            if asked.specifier.contains(metadata.version(asked.name), prereleases=True):
+                del unmet[text]
+    return list(unmet)
 
 
 def versions() -> dict[str, str]:
@@ -90,7 +86,7 @@ def versions() -> dict[str, str]:
 
 def is_platforms_own(name: str) -> bool:
     """Whether a package belongs to the platform's torch and CUDA and must stay as it is."""
-    return name in PINNED or name.startswith(("nvidia-", "cuda-"))
+    return name in ("torch", "torchvision", "torchaudio", "triton", "numpy") or name.startswith(("nvidia-", "cuda-"))
 
 
 def pip_install(required: list[str], wheels: Path | None = None) -> None:
@@ -98,52 +94,36 @@ def pip_install(required: list[str], wheels: Path | None = None) -> None:
     source = ["--no-index", "--only-binary", ":all:", "--find-links", str(wheels)] if wheels else []
     free = {*FREE, *(str(canonicalize_name(Requirement(text).name)) for text in required)}
     installed = versions()
-    done = _pip([*source, *required], {name: installed[name] for name in installed if name not in free})
-    if CONFLICT in done.stderr:
-        done = _pip([*source, *required], {name: installed[name] for name in installed if is_platforms_own(name)})
+    for pinned in ([name for name in installed if name not in free], filter(is_platforms_own, installed)):
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+            for name in pinned:  # a local build tag (+cu128) is on no index
+                constraints.write(f"{name}=={installed[name].split('+')[0]}\n")
+            constraints.flush()
+            command = [sys.executable, "-m", "pip", "install", "-q", "--constraint", constraints.name]
+            words, env = [*command, *source, *required], without_secrets(os.environ)
+            done = subprocess.run(words, capture_output=True, text=True, env=env)
+        if CONFLICT not in done.stderr:
+            break
     if done.returncode != 0:
         tail = "\n".join(done.stderr.strip().splitlines()[-8:])
         about = {"source": wheels or "the package index", "marker": MARKER}
         raise CourseError("install.pip_failed", tail=tail, required=", ".join(required), **about)
 
 
-def _pip(words: list[str], pinned: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """pip, with installed packages pinned to their versions; a local build tag (+cu128) is on no index."""
-    with tempfile.TemporaryDirectory() as folder:
-        constraints = Path(folder) / "constraints.txt"
-        lines = [f"{name}=={version.split('+')[0]}\n" for name, version in pinned.items()]
-        constraints.write_text("".join(lines), encoding="utf-8")
-        command = [sys.executable, "-m", "pip", "install", "-q", "--constraint", str(constraints), *words]
-        return subprocess.run(command, capture_output=True, text=True, env=without_secrets(os.environ))
-
-
-def remove_blockers() -> None:
-    """Uninstall packages the course does not use and that stop the ones it does."""
-    for name, old in BLOCKERS.items():
-        if _is_met(Requirement(f"{name}{old}")):
-            print(f"Removing {name} {metadata.version(name)}: PEFT refuses to start beside it, and no lesson uses it.")
-            command = [sys.executable, "-m", "pip", "uninstall", "-y", "-q", name]
-            subprocess.run(command, check=True, env=without_secrets(os.environ))
-
-
 def attached_wheels() -> Path | None:
-    """The folder of wheels that NBUTILS_SOURCE is in, else the one that is attached, verified; None if none is."""
-    given = os.environ.get("NBUTILS_SOURCE", "")
+    """The folder of wheels that NBUTILS_SOURCE is in, or an attached one, if it is exactly what its list says."""
+    given, here = os.environ.get("NBUTILS_SOURCE", ""), ".".join(platform.python_version_tuple()[:2])
     if given.endswith(".whl") and (marker := Path(given).with_name(MARKER)).exists():
         found = [marker]
     else:
-        found = list(platforms.find_inputs(platforms.folders(platforms.detect()).inputs, MARKER))
+        found = platforms.find_inputs(platforms.folders(platforms.detect()).inputs, MARKER)
     if len(found) > 1:
         raise CourseError("install.several_folders", folders=", ".join(str(marker.parent) for marker in found))
-    return _verified(found[0]) if found else None
-
-
-def _verified(marker: Path) -> Path:
-    """The folder of wheels, if it is for this Python and its files are exactly those of its list."""
-    folder, here = marker.parent, ".".join(platform.python_version_tuple()[:2])
-    files: dict[str, str] = {}
+    if not found:
+        return None
+    folder, files = found[0].parent, dict[str, str]()
     try:
-        listed = read_json(marker)
+        listed = read_json(found[0])
         files = {Path(str(file["name"])).name: file["sha256"] for file in listed["files"]}
         problems = [f"it is for Python {listed['python']}"] if listed["python"] != here else []
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -152,6 +132,6 @@ def _verified(marker: Path) -> Path:
     extra = [path.name for path in sorted(folder.iterdir()) if path.suffix in READ_BY_PIP and path.name not in files]
     problems += [f"{name} is missing or damaged" for name in damaged] + [f"{name} is not listed" for name in extra]
     if problems:
-        about = {"marker": MARKER, "python": here}
-        raise CourseError("install.wheels_refused", folder=folder, problems=", ".join(problems), **about)
+        about = {"marker": MARKER, "python": here, "problems": ", ".join(problems)}
+        raise CourseError("install.wheels_refused", folder=folder, **about)
     return folder

@@ -33,9 +33,9 @@ COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
 NOTICE, POWER_OFF = "NBUTILS_NOTICE", "NBUTILS_POWER_OFF"  # 1: after a lesson, or the course, has ended well
 LAUNCHERS = ("05_serve", "06_scale_out", "09_benchmark")  # their processes may use every GPU
 OVERRIDES = {"MAX_STEPS": "train.max_steps", "SAVE_STEPS": "train.save_steps"}  # 0 leaves them to the profile
+LARGEST_ON_CPU = 1  # billions of parameters that a profile without a GPU begins to train
 RUN_NAME = re.compile(r"\w[\w.-]{0,79}")
-Types = dict[str, type]
-TYPES: Types = {"str": str, "int": int, "float": float, "bool": bool}
+TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Lesson(record.LessonLike):
             quiet = self.stem == "06_scale_out"  # it compares three runs of lesson 03, and shows what it compares
             distributed.launch(script, passed, keep or self.folders.keep, processes, threads, quiet)
 
-    def finish(self, *measured: record.HasFacts, **facts: Any) -> None:
+    def finish(self, *measured: Any, **facts: Any) -> None:
         """Write what was measured to facts.json and print where that is."""
         facts = {name: value for one in measured for name, value in one.facts().items()} | facts
         top = {
@@ -100,7 +100,8 @@ class Lesson(record.LessonLike):
         whole = record.update(self.run.facts, top, self.stem, entry)
         record.write_report(self.run.report, self.run.name, whole)
         print(f"Lesson {self.stem} done in {entry['seconds']:.0f} s. Facts: {self.run.facts}")
-        notify_and_shut_down(self.platform, self.run, f"Lesson {self.stem}: {record.summary(entry)}")
+        text = ", ".join(f"{name} {text}" for name, text in record.readable(entry).items())
+        notify_and_shut_down(self.platform, self.run, f"Lesson {self.stem}: {text}")
 
 
 def notify_and_shut_down(platform: platforms.Platform, run: RunFolder, text: str) -> None:
@@ -124,8 +125,15 @@ def deferred_shutdown() -> Iterator[None]:
 def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     """Start a lesson and print the platform, the profile, the model and where the run is kept."""
     started = time.monotonic()
+
+    def print_exception(kind: type[BaseException], problem: BaseException, trace: Any) -> None:
+        if not issubclass(kind, CourseError):
+            sys.__excepthook__(kind, problem, trace)
+        else:
+            print(f"\n[FAIL] {problem}", file=sys.stderr)
+
     if not platforms.in_kernel():
-        sys.excepthook = _print_exception
+        sys.excepthook = print_exception  # in a plain script a CourseError ends with its message alone
     display.calm_bars()
     hardware.share_processors()
     if stem not in LAUNCHERS:
@@ -142,49 +150,36 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     if stem == "03_qlora" and (line := distributed.hint(gpu.count if gpu else 0)):
         print(line)
     print(f"profile   {resolved.name}: {resolved.choices['profile'].reason}")
-    print(f"model     {resolved.model}")
-    print(f"run       {run.path}")
+    print(f"model     {resolved.model}\nrun       {run.path}")
     return Lesson(stem, values, platform, folders, gpu, resolved, run, started)
-
-
-def _print_exception(kind: type[BaseException], problem: BaseException, trace: Any) -> None:
-    """In a plain script a CourseError ends with its message alone; anything else keeps its traceback."""
-    if issubclass(kind, CourseError):
-        print(f"\n[FAIL] {problem}", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, problem, trace)
 
 
 def collect(stem: str, namespace: dict[str, Any]) -> dict[str, Any]:
     """The checked parameters of a lesson; in a plain script the command line is applied to `namespace` first."""
     types = declared_in(NOTEBOOKS / f"{stem}.py")
-    if platforms.in_kernel():
-        refuse_unknown(_injected(namespace.get("In", [])), types)
+    if platforms.in_kernel():  # the cell that papermill adds
+        cells = [ast.parse(cell) for cell in namespace.get("In", []) if cell.lstrip().startswith("# Parameters")]
+        names = [ast.unparse(node.targets[0]) for cell in cells for node in cell.body if isinstance(node, ast.Assign)]
+        refuse_unknown([name for name in names if not name.startswith("PAPERMILL_")], types)
     elif namespace.get("__name__") == "__main__":
-        namespace.update(_from_command_line(types))
-    given = {name: kind for name, kind in types.items() if name in namespace}
-    values = {name: parse(name, namespace[name], kind, strict=True) for name, kind in given.items()}
+        parser = argparse.ArgumentParser(allow_abbrev=False, description="Parameters of this lesson.")
+        for name, kind in types.items():
+            parser.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=kind.__name__)
+        given, others = parser.parse_known_args()
+        refuse_unknown([word[2:].partition("=")[0] for word in others if word.startswith("--")], types)
+        if others:
+            parser.error(f"write --NAME VALUE; what is {others[0]}?")
+        namespace.update({name: parse(name, text, types[name]) for name, text in vars(given).items()})
+    values = {name: parse(name, namespace[name], types[name], strict=True) for name in types if name in namespace}
     namespace.update(values)
     return values
 
 
-def declared_in(source: Path) -> Types:
+def declared_in(source: Path) -> dict[str, type]:
     """The parameters of a lesson and their types, read from its `.py` without running it."""
     body = ast.parse(source.read_text(encoding="utf-8")).body
     declared = {ast.unparse(node.target): ast.unparse(node.annotation) for node in body if type(node) is ast.AnnAssign}
     return {name: TYPES[kind] for name, kind in declared.items() if name.isupper()}
-
-
-def _from_command_line(types: Types) -> dict[str, Any]:
-    """`--NAME VALUE` pairs as typed values."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, description="Parameters of this lesson.")
-    for name, kind in types.items():
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=kind.__name__)
-    given, others = parser.parse_known_args()
-    refuse_unknown([word[2:].partition("=")[0] for word in others if word.startswith("--")], types)
-    if others:
-        parser.error(f"write --NAME VALUE; what is {others[0]}?")
-    return {name: parse(name, text, types[name]) for name, text in vars(given).items()}
 
 
 def parse(name: str, value: Any, kind: type, strict: bool = False) -> Any:
@@ -198,7 +193,7 @@ def parse(name: str, value: Any, kind: type, strict: bool = False) -> Any:
         raise CourseError("lesson.parameter_type", name=name, value=value, type=kind.__name__) from problem
 
 
-def refuse_unknown(names: Iterable[str], types: Types) -> None:
+def refuse_unknown(names: Iterable[str], types: dict[str, type]) -> None:
     """Stop if any name is not a parameter of this lesson."""
     if unknown := [name for name in names if name not in types]:
         near = difflib.get_close_matches(unknown[0].upper(), types, n=1)
@@ -206,13 +201,6 @@ def refuse_unknown(names: Iterable[str], types: Types) -> None:
         hint = f"did you mean {near[0]}?" if near else f"it belongs to {', '.join(elsewhere) or 'no lesson'}: remove it"
         listed = ", ".join(f"{name} ({kind.__name__})" for name, kind in types.items())
         raise CourseError("lesson.parameter_unknown", names=", ".join(unknown), parameters=listed, hint=hint)
-
-
-def _injected(history: Sequence[str]) -> list[str]:
-    """The names in the cell that papermill adds."""
-    cells = [ast.parse(cell) for cell in history if cell.lstrip().startswith("# Parameters")]
-    names = [ast.unparse(node.targets[0]) for cell in cells for node in cell.body if isinstance(node, ast.Assign)]
-    return [name for name in names if not name.startswith("PAPERMILL_")]
 
 
 def find_machine(
@@ -253,16 +241,30 @@ def open_run(
     unnamed = profile == "auto" and not model and not name
     name = unfinished_run(folders.keep, gpu) if unnamed else name
 
-    def folder_of(chosen: str) -> RunFolder:
-        run = RunFolder(folders.keep / (name or default_run_name(chosen, values.get("MODEL", ""))))
+    def folder_of(chosen: str) -> RunFolder:  # without a name it is called after its profile, and its model if named
+        given = (re.sub(r"[^\w.-]+", "-", Path(text).name).strip("-._") for text in (chosen, values.get("MODEL", "")))
+        run = RunFolder(folders.keep / (name or "-".join(dict.fromkeys(filter(None, given))) or "run"))
         _copy_earlier(run, folders, values)
         return run
 
+    def set_of(run: RunFolder) -> dict[str, Any]:
+        """SET; if it is empty, the one this run started with, unless another profile is named or it starts anew."""
+        if text := values.get("SET"):
+            return settings_in(text)
+        began = record.read(run.facts)
+        same = values.get("PROFILE", "auto") in ("auto", began.get("profile"), began.get("profile_source"))
+        return began.get("set", {}) if same and resume != "never" else {}
+
     def overrides(chosen: str) -> dict[str, tuple[Any, str]]:  # MAX_STEPS and SAVE_STEPS win over SET
-        kept = {field: (value, "SET of this run") for field, value in _set_values(folder_of(chosen), values).items()}
+        kept = {field: (value, "SET of this run") for field, value in set_of(folder_of(chosen)).items()}
         given = {field: (values[name], f"parameter {name}") for name, field in OVERRIDES.items() if values.get(name)}
         return kept | given
 
+    if profile != "auto" and not model and gpu is None:
+        known = profiles.known_models().get(profiles.load(profile).model)
+        begun = record.read(folder_of(Path(profile).stem).facts)  # a run of a GPU may be merged and served here
+        if known and known.billions > LARGEST_ON_CPU and not begun:
+            raise CourseError("profiles.needs_gpu", profile=profile, model=known.name)
     earlier = record.read(folder_of("").facts) if name else {}
     continued = profile == "auto" and not model and {"profile_source", "model"} <= set(earlier)
     if continued:
@@ -274,7 +276,7 @@ def open_run(
         first = {key: replace(resolved.choices[key], reason="this run began with it") for key in ("profile", "model")}
         resolved = replace(resolved, choices=resolved.choices | first)
     run = folder_of(resolved.name)
-    resolved = replace(resolved, set_values=_set_values(run, values))
+    resolved = replace(resolved, set_values=set_of(run))
     make_folder(run.path, "this run")
     top: dict[str, Any] = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}
     trained = any(any(store.glob("checkpoint-*.json")) for store in checkpoints.stores(folders, run.name))
@@ -282,15 +284,6 @@ def open_run(
         top["set"] = resolved.set_values
     record.begin(run.facts, top, unnamed)  # an invalid facts.json is an error now, not after the training
     return run, resolved
-
-
-def _set_values(run: RunFolder, values: dict[str, Any]) -> dict[str, Any]:
-    """SET; if it is empty, the one this run started with, unless another profile is named or it starts anew."""
-    if text := values.get("SET"):
-        return settings_in(text)
-    earlier = record.read(run.facts)
-    same = values.get("PROFILE", "auto") in ("auto", earlier.get("profile"), earlier.get("profile_source"))
-    return earlier.get("set", {}) if same and values.get("RESUME") != "never" else {}
 
 
 def _copy_earlier(run: RunFolder, folders: platforms.Folders, values: Mapping[str, Any]) -> None:
@@ -301,8 +294,13 @@ def _copy_earlier(run: RunFolder, folders: platforms.Folders, values: Mapping[st
             print(f"[WARN] {former.path} is not used: a part of it is a link, which could lead anywhere")
             continue
         facts = {} if run.facts.exists() else record.read(former.facts)
-        if attached and facts:
-            _require_named(facts, former.path, values)
+        if attached and facts:  # it may choose no model or profile but the course's own and what the learner names
+            model, profile = str(facts.get("model", "")), str(facts.get("profile_source", ""))
+            ours = not model or profiles.is_tiny(model) or profiles.course_model(model)
+            foreign = {} if ours else {"MODEL": model}
+            foreign |= {"PROFILE": profile} if profile and profile not in profiles.names() else {}
+            if unnamed := [f"{name} = {text!r}" for name, text in foreign.items() if text != values.get(name)]:
+                raise CourseError("lesson.attached_run", folder=former.path, settings=" and ".join(unnamed))
             facts.get("set", {}).pop("data.source", None)
         if former.has("02_data_prep") and not any(run.data.glob("*")):
             print(f"data      copied from {former.data}")
@@ -314,16 +312,6 @@ def _copy_earlier(run: RunFolder, folders: platforms.Folders, values: Mapping[st
             print(f"facts     copied from {former.facts}; SET {settings_text(facts.get('set', {})) or 'is empty'}")
             make_folder(run.path, "this run")
             record.begin(run.facts, facts, by_auto=False)
-
-
-def _require_named(facts: dict[str, Any], folder: Path, values: Mapping[str, Any]) -> None:
-    """An attached run may not choose a model or profile that is neither the course's nor named by the learner."""
-    model, profile = str(facts.get("model", "")), str(facts.get("profile_source", ""))
-    foreign = {"MODEL": model} if model and not profiles.is_known(model) else {}
-    foreign |= {"PROFILE": profile} if profile and profile not in profiles.names() else {}
-    unnamed = [f"{name} = {text!r}" for name, text in foreign.items() if text != values.get(name)]
-    if unnamed:
-        raise CourseError("lesson.attached_run", folder=folder, settings=" and ".join(unnamed))
 
 
 def unfinished_run(keep: Path, gpu: hardware.GPU | None) -> str:
@@ -341,9 +329,3 @@ def unfinished_run(keep: Path, gpu: hardware.GPU | None) -> str:
     _, name = max(found)
     print(f"run {name} was begun here and is not finished: continuing it. PROFILE or RUN_NAME begins another.")
     return name
-
-
-def default_run_name(profile: str, model: str) -> str:
-    """A run without a name is called after its profile, and its model if that was named too."""
-    first, second = (re.sub(r"[^\w.-]+", "-", Path(text).name).strip("-._") for text in (profile, model))
-    return f"{first}-{second}" if second and second != first else first or "run"

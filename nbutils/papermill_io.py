@@ -1,9 +1,8 @@
 """Makes `papermill notebooks/03_qlora.ipynb` work without an output path, and passes SIGTERM on to its kernel.
 
-papermill alone refuses that on a terminal, prints the whole notebook into a pipe or a log, and with a pipe as its input
-overwrites the lesson. papermill loads this module through an entry point; for a lesson that is given alone it adds an
-output below the runs. `papermill lesson.ipynb > out.ipynb` stays papermill's. A kernel that gets SIGTERM saves its
-training and ends normally; papermill alone would kill it.
+papermill alone refuses that on a terminal, prints the whole notebook into a pipe, or overwrites the lesson; it loads
+this module through an entry point. `papermill lesson.ipynb > out.ipynb` stays papermill's. A kernel that gets SIGTERM
+saves its training and ends; papermill alone would kill it.
 """
 
 from __future__ import annotations
@@ -47,21 +46,20 @@ def forward_sigterm() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def output_for(arguments: Sequence[str], stdout: int) -> Path | None:
-    """The output to add for a lesson given alone; None where papermill knows what to do, also with `> out.ipynb`."""
+def output_for(arguments: Sequence[str]) -> Path | None:
+    """The output to add for a lesson given alone; None where papermill knows what to do."""
     words = [word for word in arguments if word.endswith(".ipynb") or word == "-"]
-    lesson = Path(words[0]) if len(words) == 1 else Path()
+    lesson = Path(words[0]) if len(words) == 1 and "--help-notebook" not in arguments else Path()
     following = arguments[arguments.index(words[0]) + 1 :][:1] if words else []
-    redirected = os.path.realpath(f"/proc/self/fd/{stdout}").endswith(".ipynb")
-    has_output = any(not word.startswith("-") for word in following) or redirected
-    if has_output or "--help-notebook" in arguments or not LESSON.fullmatch(lesson.name) or not lesson.is_file():
+    has_output = any(word[:1] != "-" for word in following) or os.path.realpath("/proc/self/fd/1").endswith(".ipynb")
+    if has_output or not LESSON.fullmatch(lesson.name) or not lesson.is_file():
         return None
     output = make_folder(platforms.folders(platforms.detect()).keep / "notebooks", "executed notebooks") / lesson.name
     return output.with_stem(f"{lesson.stem}-{time.strftime('%Y%m%d-%H%M%S')}") if output.exists() else output
 
 
 if Path(sys.argv[0]).stem == "papermill" or sys.orig_argv[1:3] == ["-m", "papermill"]:  # not a program that uses it
-    if output := output_for(sys.argv[1:], stdout=1):
+    if output := output_for(sys.argv[1:]):
         sys.argv.append(str(output))
         print(f"The executed notebook goes to {output}", file=sys.stderr)
     if any(LESSON.fullmatch(Path(word).name) for word in sys.argv[1:]):

@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 SUPERVISOR = Path(__file__)
 PR_SET_PDEATHSIG = 1  # Linux: a signal when the parent ends
-POLL_SECONDS = 0.2
 
 
 def supervised(
@@ -26,10 +25,8 @@ def supervised(
 ) -> subprocess.Popen[bytes]:
     """Start a command in a process group of its own, which ends when this process does."""
     supervisor = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(grace)]
-    return subprocess.Popen(
-        [*supervisor, *command], env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )  # fmt: skip
+    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+    return subprocess.Popen([*supervisor, *command], env=env, cwd=cwd, start_new_session=True, **streams)
 
 
 def run(command: list[str], env: Mapping[str, str], log: Path, report: Callable[[float], object]) -> int:
@@ -50,39 +47,29 @@ def run(command: list[str], env: Mapping[str, str], log: Path, report: Callable[
 
 def end(group: int, grace: float) -> None:
     """End a process group: ask it, wait until its leader is gone, then kill who is left and wait for them."""
+
+    def wait_until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + grace
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGTERM)
-        _wait_until(lambda: is_gone(group), grace)
+        wait_until(lambda: group not in members(group))
         os.killpg(group, signal.SIGKILL)
-        _wait_until(lambda: not members(group), grace)  # a dying process still holds GPU memory
-
-
-def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
+        wait_until(lambda: not members(group))  # a dying process still holds GPU memory
 
 
 def members(group: int) -> list[int]:
-    """The living processes of a group."""
+    """The living processes of a group; a zombie has ended."""
     import psutil
 
     found = []
-    for pid in psutil.pids():
-        with suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(pid) == group and not is_gone(pid):
-                found.append(pid)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError, PermissionError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
     return found
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended; a zombie has."""
-    import psutil
-
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return True
 
 
 def _supervise(parent: int, grace: float, command: list[str]) -> int:
@@ -96,7 +83,7 @@ def _supervise(parent: int, grace: float, command: list[str]) -> int:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(grace)
             os.killpg(os.getpgrp(), signal.SIGKILL)
-        time.sleep(POLL_SECONDS)
+        time.sleep(0.2)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 

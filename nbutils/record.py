@@ -9,21 +9,20 @@ import json
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.files import DISTRIBUTION, read_json, stamp, write_json, write_text
+from nbutils.hardware import GPU
 from nbutils.masking import KEY, MASK, mask_secrets
-
-if TYPE_CHECKING:
-    from nbutils.config import Profile
-    from nbutils.hardware import GPU
-    from nbutils.platforms import Folders, Platform
+from nbutils.platforms import Folders, Platform
 
 PACKAGES = (
     DISTRIBUTION, "torch", "transformers", "peft", "trl", "bitsandbytes", "datasets", "accelerate", "liger-kernel",
     "safetensors", "papermill", "wandb",
 )  # fmt: skip
+UNREAD = ("settings", "fingerprint", "data_fingerprint", "form", "merge")  # facts for programs, not for the report
 TYPES = dict.fromkeys(("lessons", "set", "platform", "versions"), dict) | dict.fromkeys(("model", "profile"), str)
 
 
@@ -58,12 +57,6 @@ class RunFolder:
         if stem == "03_qlora":
             return adapter is not None
         return merged is not None and merged.get("adapter") == adapter
-
-
-class HasFacts(Protocol):
-    """A result that goes into facts.json."""
-
-    def facts(self) -> dict[str, Any]: ...
 
 
 class LessonLike(Protocol):
@@ -141,9 +134,10 @@ def _masked(value: Any) -> Any:
     return mask_secrets(value) if isinstance(value, str) else value
 
 
-def summary(entry: dict[str, Any]) -> str:
-    """The facts of one lesson in a line."""
-    return ", ".join(f"{name} {_line(value)}" for name, value in entry.items() if value is not None)
+def readable(entry: dict[str, Any]) -> dict[str, str]:
+    """Facts for people, each in a line; what is empty or for programs alone is left out."""
+    texts = {name: _line(value) for name, value in entry.items() if name not in UNREAD}
+    return {name.replace("_", " ").replace("gib", "GiB"): text for name, text in texts.items() if text}
 
 
 def write_report(path: Path, run: str, facts: dict[str, Any]) -> None:
@@ -154,18 +148,22 @@ def write_report(path: Path, run: str, facts: dict[str, Any]) -> None:
         f"- machine: {platform.get('name')}, {gpu['name'] if gpu else 'CPU only'}",
         f"- profile: {facts.get('profile')}, model: {facts.get('model')}",
         f"- versions: {_line(facts.get('versions', {}))}",
+        "", "What each lesson measured. All numbers, for programs: [facts.json](facts.json).",
     ]  # fmt: skip
     for stem, entry in sorted(facts.get("lessons", {}).items()):
-        lines += ["", f"## {stem}", "", "| fact | value |", "|---|---|"]
-        lines += [f"| {_line(name)} | {_line(value)} |" for name, value in entry.items() if name != "settings"]
+        lines += ["", f"## Lesson {stem}", "", "| what | measured |", "|---|---|"]
+        lines += [f"| {name} | {text} |" for name, text in readable(entry).items()]
     write_text(path, "\n".join(lines) + "\n")
 
 
 def _line(value: Any) -> str:
-    """A fact in one line: its own summary if it has one; what is nested deeper stays in facts.json."""
-    if isinstance(value, dict) and "summary" in value:
-        return "; ".join(map(_line, value["summary"]))
+    """A fact in one line: its own summary or verdict if it has one."""
+    if isinstance(value, dict) and ("summary" in value or "verdict" in value):
+        return f"{value.get('format', '')} {_line(value.get('summary') or value['verdict'])}".strip()
     if isinstance(value, dict):
-        flat = {name: inner for name, inner in value.items() if not isinstance(inner, dict | list)}
-        return ", ".join(f"{name} {_line(inner)}" for name, inner in flat.items()) or f"{len(value)} values"
+        return ", ".join(f"{name} {text}" for name, text in readable(value).items())
+    if isinstance(value, list):
+        return "; ".join(map(_line, value))
+    if isinstance(value, bool) or value is None:
+        return "" if value is None else "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " ")

@@ -4,23 +4,48 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nbutils import display, evaluation, exporting, files, parity, profiles, serving
+from nbutils import display, evaluation, files, hardware, merging, parity, profiles, record, serving
 from nbutils.errors import CourseError
-from nbutils.evaluation import Answer, Evaluator
+from nbutils.evaluation import Answer
+from nbutils.evaluation.comparison import fit
+from nbutils.exporting.make import Export, ParityLine, find, open_export, weights_bytes
+from nbutils.merging.folder import read_config
+from nbutils.serving.engine import require_engine, tensor_parallel
 
-if TYPE_CHECKING:
-    from nbutils.lesson import Lesson
-
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+MIN_KV_CACHE_GIB = 0.5  # what a server needs at least beside the weights
 NOTHING_STORED = "Lesson 04 stored no {what} for this model and precision: there is nothing to compare with."
 ROUNDING = "In 16 bits vLLM and transformers round differently; where two tokens are nearly tied, another may win."
+
+
+@dataclass(frozen=True)
+class ServerComparison:
+    """What came of a comparison in a sentence, the numbers for facts.json, and the rows of a table."""
+
+    text: str
+    numbers: dict[str, Any]
+    table: list[dict[str, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def show(self, rows: int = 4) -> None:
+        """Some rows of the table, for your own eyes."""
+        display.show_table(self.table[:rows], "The server's answers")
+
+    def facts(self) -> dict[str, Any]:
+        """For facts.json."""
+        return self.numbers
 
 
 class ServedModel:
     """A model folder (the merged model, an export of it, or any other) and the held-back questions for it."""
 
-    def __init__(self, lesson: Lesson, folder: str = "", engine: str = "auto", rows: int = 0) -> None:
+    def __init__(self, lesson: record.LessonLike, folder: str = "", engine: str = "auto", rows: int = 0) -> None:
+        from transformers import AutoTokenizer
+
         self.lesson, self.merged = lesson, lesson.run.merged
         given = Path(folder).expanduser() if folder else self.merged
         if any(given.glob("*.gguf")):
@@ -28,19 +53,22 @@ class ServedModel:
             raise CourseError("exporting.cannot_serve", folder=given, **values)
         self.folder = Path(profiles.model_folder(given))
         self.is_merged = self.folder.resolve() == self.merged.resolve()
-        self.reference = exporting.reference(self.folder, lesson, engine)  # stops if it cannot be served here
-        size: Any = {"rows": rows, "limit": lesson.profile.serve.max_model_len}
-        found = evaluation.stored_answers(lesson, self.folder, **size)
-        if not found and not self.reference.export and (self.merged / "config.json").is_file():
-            found = evaluation.stored_answers(lesson, self.merged, **size)
-        self.evaluator = found.evaluator if found else _evaluator(lesson, self.folder, size)
+        self.dtype, self.export = serving_dtype(self.folder, lesson, engine)  # stops if it cannot be served here
+        asked: dict[str, Any] = {"lesson": lesson, "rows": rows, "limit": lesson.profile.serve.max_model_len}
+        if found := evaluation.stored_answers(folder=self.folder, **asked):
+            self.evaluator = found.evaluator
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+            self.evaluator = evaluation.open_evaluator(folder=self.folder, tokenizer=tokenizer, **asked)
         self.stored, self.questions = found.answers if found else None, self.evaluator.questions
 
     @property
     def flags(self) -> dict[str, Any]:
         """The flags this GPU and this model need; the lesson chooses the others."""
         own = {name: choice.value for name, choice in serving.flags_for(self.lesson.gpu, self.folder).items()}
-        return own | {"dtype": self.reference.served_in} | self.reference.flags(self.evaluator.thinking)
+        if self.evaluator.thinking is not None:
+            own["default-chat-template-kwargs"] = {"enable_thinking": self.evaluator.thinking}
+        return own | {"dtype": self.dtype}
 
     def ask(self, server: serving.Server, name: str = "") -> list[Answer]:
         """The server's greedy answers to all questions."""
@@ -50,81 +78,70 @@ class ServedModel:
             at_once=self.lesson.profile.serve.max_num_seqs,
         )  # fmt: skip
 
-    def compare_answers(self, server: serving.Server) -> AnswerComparison:
-        """Ask the server, and stop if the merged model does not answer as in lesson 04; others are only reported."""
-        served = self.ask(server)
-        found = serving.compare(served, self.stored) if self.stored else None
-        if found and self.is_merged:
-            found.require(self.evaluator.dtype)
-        return AnswerComparison(self.evaluator, served, self.stored, found)
-
-    def compare_predictions(self, server: serving.Server) -> PredictionComparison:
-        """The server's predictions on lesson 04's fixed set beside the merged model's; stops if it is another model."""
-        if server.environment.engine == "transformers":
-            return PredictionComparison("`transformers serve` does not return predictions.")
-        run, is_ours = self.lesson.run.path, self.is_merged or bool(self.reference.export)
-        stored = is_ours and (self.evaluator.folder / "parity.json").is_file()
-        if not stored or "merged" not in (store := parity.PredictionStore(run, about=files.stamp(self.merged))):
-            return PredictionComparison(NOTHING_STORED.format(what="predictions"))
-        measured = parity.measure_server(server.url, server.model_name, store.fixed, server.api_key)
-        report = self.reference.compared(store, measured)
-        report.require()
-        text = f"At {store.fixed.positions} positions: {report.verdict.splitlines()[-1]}"
-        return PredictionComparison(text, report.facts(), report.table())
-
-
-def _evaluator(lesson: Lesson, folder: Path, size: Any) -> Evaluator:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    return evaluation.open_evaluator(lesson, folder, tokenizer, **size)
-
-
-@dataclass(frozen=True)
-class AnswerComparison:
-    """The server's answers beside the stored ones."""
-
-    evaluator: Evaluator
-    served: list[Answer]
-    stored: list[Answer] | None
-    parity: serving.AnswerParity | None
-
-    def __str__(self) -> str:
-        if not self.parity:
-            return NOTHING_STORED.format(what="answers")
-        text = f"Server and lesson 04 (transformers, {self.evaluator.dtype}): {self.parity}"
-        return f"{text}\n{ROUNDING}" if self.parity.differences and self.evaluator.dtype != "float32" else text
-
-    def show(self, rows: int = 4) -> None:
-        """Some of the answers, for your own eyes."""
-        columns = {"lesson 04": self.stored or [], "server": self.served}
-        texts: Any = {name: [answer.text for answer in answers] for name, answers in columns.items() if answers}
-        table = evaluation.before_after_table(self.evaluator.questions, self.evaluator.references, texts, rows=rows)
-        display.show_table(table, "The server's answers")
-
-    def facts(self) -> dict[str, Any]:
-        """For facts.json."""
-        found, texts = self.parity, [answer.text for answer in self.served]
-        identical, prompts, total = (found.identical, found.same_prompts, found.total) if found else (0, 0, 0)
-        return {
-            "rows_left_out": self.evaluator.left_out,
+    def compare_answers(self, server: serving.Server) -> ServerComparison:
+        """Ask the server, and stop if the merged model does not answer as in lesson 04; an export is only reported."""
+        served, evaluator = self.ask(server), self.evaluator
+        text, identical, prompts, total = NOTHING_STORED.format(what="answers"), 0, 0, 0
+        if self.stored:
+            found = serving.compare(served, self.stored)
+            if self.is_merged:
+                found.require(evaluator.dtype)
+            text = f"Server and lesson 04 (transformers, {evaluator.dtype}): {found}"
+            text += f"\n{ROUNDING}" if found.differences and evaluator.dtype != "float32" else ""
+            identical, prompts, total = found.identical, found.same_prompts, found.total
+        columns = {"lesson 04": self.stored or [], "server": served}
+        texts = {name: [answer.text for answer in answers] for name, answers in columns.items() if answers}
+        numbers = {
+            "folder": str(self.folder),
+            "rows_left_out": evaluator.left_out,
             "identical_answers": {"count": identical, "total": total},
             "identical_prompts": {"count": prompts, "total": total},
-            "exact_match": evaluation.exact_match(texts, self.evaluator.references),
+            "exact_match": evaluation.exact_match(texts.get("server", []), evaluator.references),
         }
+        table = evaluation.before_after_table(self.questions, evaluator.references, texts, rows=len(served))
+        return ServerComparison(text, numbers, table)
+
+    def compare_predictions(self, server: serving.Server) -> ServerComparison:
+        """The server's predictions on lesson 04's fixed set beside the merged model's; stops if it is another model."""
+        if server.environment.engine == "transformers":
+            return ServerComparison("`transformers serve` does not return predictions.", {"parity": {}})
+        stored = (self.is_merged or self.export) and (self.evaluator.folder / "parity.json").is_file()
+        about = files.stamp(self.merged)
+        if not stored or "merged" not in (store := parity.PredictionStore(self.lesson.run.path, about=about)):
+            return ServerComparison(NOTHING_STORED.format(what="predictions"), {"parity": {}})
+        return self.judge(store, parity.measure_server(server.url, server.model_name, store.fixed, server.api_key))
+
+    def judge(self, store: parity.PredictionStore, served: parity.Predictions) -> ServerComparison:
+        """The server's predictions beside the merged model's; those of an export have a price, and cannot fail."""
+        if self.export:
+            line = ParityLine(self.export, found := parity.gap(store["merged"], served))
+            verdict = f"The price of {self.export.name}, in vLLM: {line.verdict}, {found.mean:.2g} nats per token."
+            facts, table = {"price": line.facts, "verdict": verdict}, [line.row]
+        else:
+            store["vllm"] = served
+            report = parity.Report(store)
+            report.require()
+            verdict, facts, table = report.verdict.splitlines()[-1], report.facts(), report.table()
+        return ServerComparison(f"At {store.fixed.positions} positions: {verdict}", {"parity": facts}, table)
 
 
-@dataclass(frozen=True)
-class PredictionComparison:
-    """What came of it in a sentence, the numbers for facts.json, and the rows of a table."""
-
-    text: str
-    parity: dict[str, Any] = field(default_factory=dict)
-    table: list[dict[str, str]] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        return self.text
-
-    def facts(self) -> dict[str, Any]:
-        """For facts.json."""
-        return {"parity": self.parity}
+def serving_dtype(folder: Path, lesson: record.LessonLike, engine: str = "auto") -> tuple[str, Export | None]:
+    """The dtype a folder is served in on this machine, and the export if it is one; stops if it cannot be served."""
+    gpu, dtype = lesson.gpu, hardware.DTYPES[lesson.profile.machine.precision]
+    engine = hardware.engine(gpu).value if engine == "auto" else engine
+    require_engine(engine)
+    if merging.is_quantized(config := read_config(folder / "config.json")):
+        export = open_export(folder, lesson.run.merged)
+        form = find(export.name)
+        old = (gpu.capability if gpu else (0, 0)) < form.capability  # vLLM's CPU build has none of these kernels
+        if old or engine == "transformers" or not form.load.startswith("vllm"):
+            place = (gpu.name if gpu else "a CPU") if old else engine
+            raise CourseError("exporting.cannot_serve", folder=folder, name=form.name, runs=form.runs, place=place)
+        return "bfloat16" if dtype == "float32" else dtype, export  # its kernels compute in 16 bits only
+    stored = str(config.get("dtype") or config.get("torch_dtype"))
+    gib = weights_bytes(folder) * BYTES[dtype] / BYTES.get(stored, BYTES[dtype]) / files.GIB
+    parts = int(tensor_parallel(folder, gpu.count).value) if gpu and engine != "transformers" else 1
+    most = parts * (lesson.profile.serve.gpu_memory * gpu.memory_gib - MIN_KV_CACHE_GIB) if gpu else 0.0
+    if not fit(gib, gpu)[0] and (gib > most or engine == "transformers"):
+        raise CourseError("exporting.too_large_to_serve", folder=folder, gib=gib, small=folder.parent / "exports/w4a16")
+    return dtype, None

@@ -20,17 +20,15 @@ from nbutils.masking import mask_secrets
 from nbutils.plan import gpus
 from nbutils.record import LessonLike
 
-WANDB = "https://api.wandb.ai"
 YUAN = ("autodl", "pai_dsw", "modelscope", "featurize", "gpushare", "matpool")
 NO_RENT = ("colab", "kaggle", "studio_lab")  # free, or paid in units without a price per hour
 LINES, SHORTEST, LONGEST = 50, 5.0, 300.0  # lines per training, and the seconds between two of them
-NOTES = 3  # the newest lines below the numbers of the panel
 Clock = Callable[[], float]
 Curve = list[tuple[int, float]]  # (step, loss)
 
 
 def begin(logs: Path, run: str) -> list[str]:
-    """Start tracking; the values for `report_to`."""
+    """Start the W&B run that the trainer will use, offline if it cannot be online; the values for `report_to`."""
     if not distributed.is_main():
         return []
     import wandb
@@ -41,7 +39,19 @@ def begin(logs: Path, run: str) -> list[str]:
     excepthook = sys.excepthook  # wandb.init replaces it, and prints a traceback before a CourseError
     wandb.finish()  # of an earlier run of this cell
     options: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", "finetune-course"), "name": run, "dir": logs}
-    print(f"logs      TensorBoard; W&B {_start_wandb(options)}")
+    key, host = platforms.secret("WANDB_API_KEY"), os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    mode = "offline: no WANDB_API_KEY, WANDB_MODE says so, or no network"
+    if key and os.environ.get("WANDB_MODE", "online") == "online" and platforms.answers(host, seconds=5):
+        os.environ["WANDB_API_KEY"] = key
+        try:
+            wandb.init(**options, mode="online", settings=wandb.Settings(init_timeout=30))
+            mode = "online"
+        except Exception as problem:  # a refused key, a dead network: neither may cost the training
+            mode = mask_secrets(f"offline: {type(problem).__name__}: {problem}")[:130]
+    if mode != "online":
+        os.environ["WANDB_MODE"] = "offline"
+        wandb.init(**options, mode="offline")
+    print(f"logs      TensorBoard; W&B {mode}")
     sys.excepthook = excepthook
     return ["tensorboard", "wandb"]
 
@@ -52,24 +62,6 @@ def end() -> None:
 
     if wandb.run is not None and wandb.run.offline:
         wandb.finish()
-
-
-def _start_wandb(options: dict[str, Any]) -> str:
-    """Start the W&B run that the trainer will use; whatever keeps it from going online makes it an offline one."""
-    import wandb
-
-    key, reason = platforms.secret("WANDB_API_KEY"), "no WANDB_API_KEY, WANDB_MODE says so, or no network"
-    host = os.environ.get("WANDB_BASE_URL", WANDB)
-    if key and os.environ.get("WANDB_MODE", "online") == "online" and platforms.answers(host, seconds=5):
-        os.environ["WANDB_API_KEY"] = key
-        try:
-            wandb.init(**options, mode="online", settings=wandb.Settings(init_timeout=30))
-            return "online"
-        except Exception as problem:  # a refused key, a dead network: neither may cost the training
-            reason = mask_secrets(f"{type(problem).__name__}: {problem}")[:120]
-    os.environ["WANDB_MODE"] = "offline"
-    wandb.init(**options, mode="offline")
-    return f"offline: {reason}"
 
 
 def loss_history(log_history: Iterable[dict[str, Any]]) -> Curve:
@@ -93,22 +85,17 @@ def write_history(log_history: Iterable[dict[str, Any]], path: Path) -> None:
     write_json(path, [{"step": step, name: loss} for step, name, loss in points if math.isfinite(loss)])
 
 
-def hourly_price(lesson: LessonLike) -> dict[str, float]:
-    """What an hour of this GPU costs by currency; empty where it is free or no price is known."""
-    where, price = lesson.platform.name, gpus.hourly_price(lesson.gpu)
-    if price is None or where in NO_RENT:
-        return {}
-    yuan = {"¥": price.yuan} if price.yuan and where in (*YUAN, "local") else {}
-    return yuan | ({"$": price.dollars} if price.dollars and where not in YUAN else {})
-
-
 class LiveNumbers:
     """Step, losses, speed, memory, time left and cost: a panel in a notebook, about fifty lines elsewhere."""
 
     def __init__(self, lesson: LessonLike, now: Clock = monotonic) -> None:
-        self.gpu, self.price, self.now = lesson.gpu, hourly_price(lesson), now
+        self.gpu, self.now, where, price = lesson.gpu, now, lesson.platform.name, gpus.hourly_price(lesson.gpu)
+        self.price: dict[str, float] = {}  # of an hour, by currency; empty where it is free or not known
+        if price and where not in NO_RENT:
+            self.price |= {"¥": price.yuan} if price.yuan and where in (*YUAN, "local") else {}
+            self.price |= {"$": price.dollars} if price.dollars and where not in YUAN else {}
         self.output, self.watched = display.LiveOutput(), display.watched()
-        self.notes: deque[str] = deque(maxlen=NOTES)
+        self.notes: deque[str] = deque(maxlen=3)  # the newest lines below the numbers of the panel
         self.started = self.start_step = -1.0
         self.shown_at = -math.inf
         self.skipped = 0  # steps of float16 while it looks for its loss scale
@@ -149,11 +136,9 @@ class LiveNumbers:
         return {sign: round(hourly * seconds / 3600, 2) for sign, hourly in self.price.items()}
 
     def _numbers(self, state: Any) -> dict[str, str]:
-        losses, validation = loss_history(state.log_history), validation_history(state.log_history)
         spent, of = self.now() - self.started, f" of {self.gpu.memory_gib:.1f}" if self.gpu else ""
-        numbers = {
-            "loss": f"{losses[-1][1]:.3f}" if losses else "",
-            "validation": f"{validation[-1][1]:.3f}" if validation else "",
+        curves = {"loss": loss_history(state.log_history), "validation": validation_history(state.log_history)}
+        numbers = {name: f"{curve[-1][1]:.3f}" if curve else "" for name, curve in curves.items()} | {
             "tokens/s": f"{self.tokens / spent:,.0f}" if self.tokens and spent else "",
             "memory": f"peak {hardware.peak_memory_gib():.2f}{of} GiB",
             "cost": " or ".join(f"{sign}{money:.2f}" for sign, money in self.cost(spent).items()),
@@ -161,11 +146,8 @@ class LiveNumbers:
         return {name: text for name, text in numbers.items() if text}
 
     def _show(self, state: Any, steps: str, numbers: dict[str, str]) -> None:
-        self.shown_at = self.now()
-        line = " · ".join(filter(None, [steps, display.live_line(numbers)]))
+        self.shown_at, page = self.now(), ""
         if self.watched:
-            losses, validation = loss_history(state.log_history), validation_history(state.log_history)
-            page = {"": steps, **numbers}, state.global_step, state.max_steps, losses, validation, self.notes
-            self.output.show(line, display.live_page(*page))
-        else:
-            self.output.show(line)
+            curves = loss_history(state.log_history), validation_history(state.log_history)
+            page = display.live_page({"": steps, **numbers}, state.global_step, state.max_steps, *curves, self.notes)
+        self.output.show(" · ".join(filter(None, [steps, display.live_line(numbers)])), page)

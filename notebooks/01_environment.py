@@ -111,13 +111,14 @@ print("reference:", reference["content"])
 # ## The profile
 #
 # A profile is a file in `configs/` with about 40 values. These are the ones that matter most, as chosen for this machine.
-# Learning rate and rank are yours to change; precision follows from the GPU. Values that depend on the number of rows are
-# chosen in lesson 03.
+# Learning rate and rank are yours to change; precision follows from the GPU. `train.batch` is the batch size: the rows of one
+# optimizer step. The GPU computes `train.micro_batch` of them at a time. Values that depend on your rows are chosen in lesson 03.
 
 # %%
 from nbutils import display
 
-names = ["profile", "model", "method", "machine.precision", "lora.rank", "train.max_length", "train.learning_rate"]
+names = ["profile", "model", "method", "machine.precision", "lora.rank", "train.max_length", "train.batch",
+         "train.micro_batch", "train.learning_rate"]
 choices = {name: lesson.resolved.choices[name] for name in names}
 values = [{"what": name, "value": choice.value, "why": choice.reason} for name, choice in choices.items()]
 display.show_table(values, text=display.aligned(values))
@@ -134,7 +135,7 @@ display.show_table(values, text=display.aligned(values))
 import matplotlib.pyplot as plt
 from nbutils import plan
 
-forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300).as_dict()
+forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
 figure, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
 left = 0
 for part, gib in forecast["parts"].items():
@@ -161,14 +162,14 @@ display.show_table(table, text=display.aligned(table))
 #
 # Does a 14B model fit for training on this GPU (or, without one, on a 24 GB RTX 4090), with rows of at most 1,024 tokens? Its weights
 # take about 9 GiB: 4 bits for most of them, 16 for the embeddings. The other parts are chosen as small as they have to be (fewer
-# rows at a time, activations computed again). Put `True` or `False` into `my_guess` and run the cell.
+# rows at a time, activations computed again). Put `True` or `False` into `my_guess` and run the cell: only then it answers.
 
 # %%
 my_guess = None
-large = plan.answer(gpu="" if lesson.gpu else "RTX 4090", model="Qwen2.5-14B", length=1024).data
 if my_guess is None:
     print("[TODO] saw None, expected True or False: add up the parts, then set my_guess")
 else:
+    large, _ = plan.answer(gpu="" if lesson.gpu else "RTX 4090", model="Qwen2.5-14B", length=1024)
     print(f"[{' OK ' if my_guess == large['fits'] else 'FAIL'}] saw {my_guess}, expected {large['fits']}:",
           f"{large['peak_vram_gib']:.1f} of {large['limit_gib']:.1f} GiB",
           *(f"\n  {part:12} {gib:5.1f} GiB" for part, gib in large["parts"].items()))

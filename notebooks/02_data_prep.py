@@ -37,7 +37,7 @@ if importlib.util.find_spec("nbutils") is None:
 
 # %% [markdown]
 # `DATA` is a file (`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, also as `.gz` or `.zst`), a folder of them, or a hub dataset
-# (`owner/name`); empty means the bundled sample. `EVAL_DATA` names rows to hold back; empty holds back a tenth of `DATA`.
+# (`owner/name`); empty means the bundled sample. `EVAL_DATA` names other rows to hold back; empty holds back a tenth of `DATA`.
 # `COLUMNS` is for your own column names: `"user=title+body, assistant=reply"`. Use another `RUN_NAME` for other data.
 
 # %% tags=["parameters"]
@@ -212,16 +212,16 @@ print(chat.check_contract(examples))
 # %% [markdown]
 # ## Exercise
 #
-# Write three rows you would train on: a name, a style, a task of your own. This one has two mistakes; the check names them.
+# Write three rows you would train on: a name, a style, a task of your own. The row here has two mistakes. Find them, and put
+# your rows in its place: the check then names what is still wrong.
 
 # %%
-my_rows = [
-    {"messages": [{"role": "customer", "content": "Where is order 2041?"}, {"role": "assistant", "content": ""}]},
-]
+given = {"messages": [{"role": "customer", "content": "Where is order 2041?"}, {"role": "assistant", "content": ""}]}
+my_rows = [given]
 problems = [problem for my_row in my_rows for problem in data.problems_of(my_row)]
 done = len(my_rows) >= 3 and not problems
 print(f"[{' OK ' if done else 'TODO'}] saw {len(my_rows)} rows and {len(problems)} problems, expected 3 rows and none")
-for problem in problems:
+for problem in problems if my_rows != [given] else []:
     print(f"  {problem.field}: {problem.kind}, saw {problem.seen} -> {problem.todo}")
 
 # %% [markdown]

@@ -54,12 +54,15 @@ SEED: int = 42
 SET: str = ""
 
 # %% [markdown]
-# Start the lesson. It finds the platform, the GPU, the profile and the folder of this run.
+# Start the lesson. It finds the platform, the GPU, the profile and the folder of this run. A `RESUME` step of which no
+# checkpoint is kept is refused here.
 
 # %%
 import nbutils
+from nbutils import checkpoints
 
 lesson = nbutils.start("03_qlora", globals())
+checkpoints.require_step(lesson.folders, lesson.run.name, RESUME)
 
 # %% [markdown]
 # ## Rows
@@ -91,8 +94,9 @@ print(dataset)
 # ## The recipe
 #
 # Batch size, epochs and learning rate depend on your rows: too many rows per step leave too few steps, and the loss hardly
-# moves. The GPU only decides how a step is split into micro-batches. Here are the values that matter most, with their reasons
-# (leave out `only` to see all of them), and what the training will need of this machine.
+# moves. The GPU only decides how a step is split into micro-batches. With packing, several conversations share one row, and
+# `train.batch` counts packed rows: a step of 2 rows may hold 8 conversations, as the first line says. Below it are the values
+# that matter most, with their reasons (leave out `only` to see all), and what the training will need of this machine.
 
 # %%
 from nbutils import display, plan
@@ -129,7 +133,7 @@ quantization = BitsAndBytesConfig(
 
 # %%
 from transformers import AutoModelForCausalLM, set_seed
-from nbutils import attention, training
+from nbutils import training
 
 training.require_unquantized(lesson.model)
 set_seed(SEED)
@@ -137,7 +141,7 @@ model = AutoModelForCausalLM.from_pretrained(
     lesson.model,
     quantization_config=quantization if profile.method == "qlora" else None,
     dtype=dtype,
-    attn_implementation=attention.use(profile.machine.attention),
+    attn_implementation=training.attention(profile.machine.attention),
     device_map={"": lesson.device},
     trust_remote_code=False,
 )
@@ -182,7 +186,8 @@ print(f"A and B  {r} x {d_in} and {d_out} x {r} = {r * (d_in + d_out):,} numbers
 
 # %% [markdown]
 # Predict: how many percent of all the model's numbers will be trained? The other linear layers are at least as large as this one,
-# and the embeddings get no adapter. Replace `None` by your number; a cell below compares it.
+# and the embeddings get no adapter. Replace `None` by your number; a cell below compares it. You can come back to it later:
+# run this cell again, then that one.
 
 # %%
 my_percent = None
@@ -242,14 +247,17 @@ trainer = SFTTrainer(
 print(callback.prepare(trainer))
 
 # %% [markdown]
-# Your prediction, and the real share.
+# Your prediction, and how close it is. Half or twice the real share counts.
 
 # %%
 trained, total = trainer.model.get_nb_trainable_parameters()
 percent = 100 * trained / total
-close = my_percent is not None and 0.5 * percent <= my_percent <= 2 * percent
-print(f"{trained:,} of {total:,} numbers are trained")
-print(f"[{' OK ' if close else 'TODO'}] saw {my_percent}, expected about {percent:.2g} percent (half or twice is close)")
+if my_percent is None:
+    print("[TODO] saw None, expected a number: set my_percent above, then run that cell and this one again")
+elif 0.5 * percent <= my_percent <= 2 * percent:
+    print(f"[ OK ] saw {my_percent}: {trained:,} of {total:,} numbers are trained, {percent:.2g} percent")
+else:
+    print(f"[TODO] saw {my_percent}, expected {'more' if my_percent < percent else 'less'}: compare A and B with W above")
 
 # %% [markdown]
 # Train. A run that was interrupted continues from its newest checkpoint that verifies. If GPU memory runs out, the step is
@@ -308,10 +316,12 @@ print(f"adapter: {lesson.run.adapter} ({mib:,.1f} MiB)")
 from nbutils import compare
 
 runs = compare.beside(lesson.run, trained=result.facts())
+if 0 < result.first_step < trainer.state.global_step:
+    print(f"(seconds: of {lesson.run.name} only those after step {result.first_step}, where it was resumed)")
 missing = [name for name in ("fast", "slow") if name not in runs]
-print(f"[{'TODO' if missing else ' OK '}] saw the runs {', '.join(runs)}; expected fast and slow among them")
+print(f"[{'TODO' if missing else ' OK '}] saw the runs {', '.join(runs)}, expected fast and slow among them")
 if missing:
-    print(f'-> run this notebook with RUN_NAME = "{missing[0]}" and SET = "train.learning_rate=..."')
+    print(f'Run this notebook with RUN_NAME = "{missing[0]}" and SET = "train.learning_rate=..." to compare them.')
 
 # %% [markdown]
 # ## You now have

@@ -145,14 +145,15 @@ print(f"adapter: {lesson.run.adapter}" if record.complete(trained) else "not fin
 # %% [markdown]
 # ## Exercise
 #
-# Does a run belong to the number of processes it began with? Start this lesson again with `PROCESSES` 1, `MAX_STEPS` 10 larger and
-# `TRIAL_STEPS` 0.
+# Does a run belong to the number of processes it began with? Start this lesson again with one process and ten more steps, without
+# the comparison. The next cell says how.
 
 # %%
 first, last = trained["resumed_from_step"], trained["steps"]
 good = 0 < first < last
-print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last} with {trained['processes']} processes; expected a start after 0",
-      "" if good else "-> run again as above")
+print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last} with {trained['processes']} processes, expected a start after 0")
+if not good:
+    print(f"Run this lesson again with PROCESSES = 1, MAX_STEPS = {last + 10} and TRIAL_STEPS = 0: it continues at step {last}.")
 
 # %% [markdown]
 # ## You now have

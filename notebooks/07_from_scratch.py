@@ -243,11 +243,13 @@ print(f"{folder}: {disk.folder_gib(folder) * 1024:.1f} MiB")
 
 # %%
 sentence = ""
-tokens = tokenizer(corpus.chat(sentence or "Hello."))["input_ids"]
+tokens = tokenizer(corpus.chat(sentence))["input_ids"]
 with torch.no_grad():
     saw = loss_of(torch.tensor([tokens])).item()
 good = bool(sentence) and saw < 3.0
-print(f"[{' OK ' if good else 'TODO'}] saw {sentence!r} with a loss of {saw:.2f}, expected a sentence below 3.0: try words from the texts above")
+found = f"{sentence!r} with a loss of {saw:.2f}" if sentence else "no sentence"
+hint = ": try words from the texts above" if sentence and not good else ""
+print(f"[{' OK ' if good else 'TODO'}] saw {found}, expected one with a loss below 3.0{hint}")
 
 # %% [markdown]
 # ## You now have

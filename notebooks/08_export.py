@@ -20,8 +20,9 @@
 # - for each of them the price: how far its predictions moved, and how many answers stayed the same,
 # - if you ask for it, an upload to a hub or one file to download.
 #
-# Takes about a minute for each format with the tiny model on 2 cores. The first export also builds an environment for the export libraries:
-# some minutes, 3 GB of disk, 9 GB on a machine with a GPU. An export takes as much disk as the table says.
+# Takes about half a minute with the tiny model on 2 cores; each further format adds about 20 seconds, `awq` some minutes. The first export also
+# builds an environment for the export libraries: some minutes, 3 GB of disk, 9 GB on a machine with a GPU. An export takes as much disk as the
+# table says.
 
 # %% [markdown]
 # The next cell installs the course where it is missing; on a machine that has it, it does nothing. If it stops, say where from in a
@@ -65,11 +66,12 @@ folder = lesson.run.merged
 # %% [markdown]
 # ## The formats
 #
-# - *16 bits* (`bf16`, `fp16`, `gguf-f16`): the model as it is. Next to nothing is lost.
-# - *8 bits* (`fp8`, `int8`, `gguf-q8_0`): half the size. The difference is hard to notice.
-# - *4 bits* (`w4a16`, `awq`, `gguf-q4_k_m`): a third of the size. Some answers change; small models lose more than large ones.
+# - *16 bits* (`bf16`, `fp16`, `gguf-f16`): a merged model of 16 bits as it is, half the size of one of 32 bits. Next to nothing is lost.
+# - *8 bits* (`fp8`, `int8`, `gguf-q8_0`): a little more than half of 16 bits. The difference is hard to notice.
+# - *4 bits* (`w4a16`, `awq`, `gguf-q4_k_m`): a third or more of 16 bits. Some answers change; small models lose more than large ones.
 #
-# `fp8`, `w4a16` and `awq` are for vLLM, the GGUF files for llama.cpp and the programs that are built on it.
+# `fp8`, `w4a16` and `awq` are for vLLM, the GGUF files for llama.cpp and the programs that are built on it. The sizes are estimates: all but
+# the GGUF files keep the embeddings as they are.
 
 # %%
 from nbutils import display
@@ -84,8 +86,8 @@ display.show_table(exporting.offer(folder, lesson.gpu), "Formats")
 
 # %%
 my_share = None
-gigabytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e9
-print(f"first export: {formats[0]}; merged model: {gigabytes:.2f} GB")
+megabytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
+print(f"first export: {formats[0]}; merged model: {megabytes:,.1f} MB")
 
 # %% [markdown]
 # ## Make them
@@ -133,14 +135,16 @@ print(pushed or f"kept here: {chosen}")
 # %% [markdown]
 # ## Exercise
 #
-# Was your prediction right? Embeddings and the output layer often keep their 16 bits. In a small model they are a large part of all
-# weights, so it shrinks less than a large one. Set `EXPORTS = "fp8, gguf-q8_0"`, predict again, and run the lesson again.
+# Was your prediction right? Divide the bits of the format by the bits of the merged model. Embeddings and the output layer often keep their
+# 16 bits. In a small model they are a large part of all weights, so it shrinks less than a large one. Set `EXPORTS = "fp8, gguf-q8_0"`, predict
+# again, and run the lesson again.
 
 # %%
 share = exports[0].ratio
-close = my_share is not None and abs(my_share - share) <= 0.1
-print(f"[{' OK ' if close else 'TODO'}] saw {my_share}, expected {share:.2f}, give or take 0.1")
-print("try: divide the bits of the format by the bits of the merged model, then add something for what keeps its bits")
+if my_share is None:
+    print("[TODO] put your prediction into `my_share` above, then run that cell and this one")
+else:
+    print(f"[{' OK ' if abs(my_share - share) <= 0.1 else 'TODO'}] saw {my_share}, expected {share:.2f}, give or take 0.1")
 
 # %% [markdown]
 # ## You now have

@@ -70,10 +70,10 @@ harness = evaluation.Harness(LM_EVAL_TASKS, lesson.run.path, hardware.DTYPES[les
 settings = bench.Settings(
     concurrency=(1, 8, 32, 128) if lesson.gpu else (1, 8),  # requests at the same time
     prompt_tokens=128 if lesson.gpu else 32,
-    answer_tokens=128 if lesson.gpu else 32,
+    answer_tokens=128 if lesson.gpu else 16,
+    rounds=4 if lesson.gpu else 2,  # how often each of them asks
 )
-results = bench.Results(lesson.run.path / "bench.json", settings, {"model": lesson.model_name})
-benchmark = bench.Benchmark(lesson.run.merged, results, lesson.gpu)
+benchmark = bench.Benchmark(lesson.run.path / "bench.json", settings, {"model": lesson.model_name}, lesson.gpu)
 
 # %% [markdown]
 # ## The limit of the GPU
@@ -83,17 +83,18 @@ benchmark = bench.Benchmark(lesson.run.merged, results, lesson.gpu)
 
 # %%
 if lesson.gpu:
-    results.add_limit("vllm", lesson.run.merged)
+    benchmark.add_limit("vllm", lesson.run.merged)
     serving.free_gpu_memory()
 
 # %% [markdown]
 # ## The rivals
 #
-# Plain `generate` answers one prompt at a time, or a batch that waits for its slowest answer. `transformers serve` is a server without
-# vLLM's kernels; it gets fewer requests, because it is slow. What fails is noted, and the others go on.
+# Plain `generate` answers one prompt, or a batch that waits for its slowest answer. `transformers serve` is a server without vLLM's
+# kernels. Both are measured at the same numbers of requests at a time as vLLM, up to 32, and each of them asks once, because they are
+# slow. What fails is noted, and the others go on.
 
 # %%
-benchmark.run(rivals)
+benchmark.run(lesson.run.merged, rivals)
 
 # %% [markdown]
 # ## vLLM
@@ -113,24 +114,25 @@ server.start().wait()
 benchmark.measure(server, "vllm" if environment.engine != "transformers" else "transformers serve")
 
 # %% [markdown]
-# The table. *First token* is how long a reader waits, *per token* is how fast the text then grows; each in milliseconds that half,
-# 90 % and 99 % of the requests stay below.
+# The table: for each number of requests at a time, all engines. *First token* is how long a reader waits, *per token* is how fast the text
+# then grows; each in milliseconds that half, 90 % and 99 % of the requests stay below.
 
 # %%
-results.show("Speed on your own model")
+benchmark.show("Speed on your own model")
 
 # %% [markdown]
 # The same as a plot. With the tiny model on a CPU much of the time is HTTP. With a large model on a GPU the distance between the
 # lines is why people use a server: the weights are read once for all requests.
 
 # %%
-results.plot(lesson.run.path / "bench.png")
+benchmark.plot(lesson.run.path / "bench.png")
 
 # %% [markdown]
 # ## The same model?
 #
 # How far two models predict apart is measured as KL divergence, in nats per token: 0 means that they give every token the same
-# probability. The first rows are what tuning and quantization change. The last row is the server: only rounding.
+# probability. The first rows are what tuning and quantization change. The last row is the server: only rounding. It says *at least*,
+# because vLLM returns only the likeliest tokens.
 
 # %%
 from nbutils import display
@@ -184,10 +186,10 @@ print(harness)
 
 # %%
 my_answer = None
-speeds = results.speeds().get("vllm", {})
+speeds = benchmark.speeds().get("vllm", {})
 found = [int(many) for many, speed in speeds.items() if speed >= 3 * speeds["1"]]
 right = bool(found) and my_answer == found[0]
-print(f"[{' OK ' if right else 'TODO'}] saw {my_answer}, expected one of {', '.join(speeds)}; if none reaches it, add more to `concurrency`")
+print(f"[{' OK ' if right else 'TODO'}] saw {my_answer}, expected one of {', '.join(speeds)}; if none reaches 3 times, add more to `concurrency`")
 
 # %% [markdown]
 # ## You now have
@@ -198,4 +200,4 @@ print(f"[{' OK ' if right else 'TODO'}] saw {my_answer}, expected one of {', '.j
 
 # %%
 same_as_merged = {name: serving.compare(said, model.stored).identical for name, said in answers.items() if model.stored}
-lesson.finish(results, same_model, side_by_side=same_as_merged, lm_eval=harness.results)
+lesson.finish(same_model, tokens_per_second=benchmark.speeds(), side_by_side=same_as_merged, lm_eval=harness.results)

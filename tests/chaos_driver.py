@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from nbutils import checkpoints, platforms
-from nbutils.checkpoints import archive, sync
 from nbutils.training import resume
 
 FINGERPRINT = checkpoints.fingerprint(model="a chain of checksums", seed=7)
@@ -87,7 +86,7 @@ class Disk:
 
     def __init__(self, faults: list[str], seed: int) -> None:
         self.faults, self.dice, self.gone_until = faults, random.Random(seed), 0.0
-        unlink, sha256 = Path.unlink, archive.sha256
+        unlink, sha256 = Path.unlink, checkpoints.sha256
 
         def slow_unlink(path: Path, missing_ok: bool = False) -> None:
             self.operation(0.004)
@@ -97,10 +96,10 @@ class Disk:
             self.operation(0.008)
             return sha256(path)
 
-        archive.open = self.open  # type: ignore[attr-defined]
-        archive.CHUNK = 2**18
-        sync.FIRST_PAUSE, sync.LONGEST_PAUSE = 0.02, 0.2
-        Path.unlink, archive.sha256 = slow_unlink, slow_sha256  # type: ignore[method-assign]
+        checkpoints.open = self.open  # type: ignore[attr-defined]
+        checkpoints.CHUNK = 2**18
+        checkpoints.FIRST_PAUSE, checkpoints.LONGEST_PAUSE = 0.02, 0.2
+        Path.unlink, checkpoints.sha256 = slow_unlink, slow_sha256  # type: ignore[method-assign]
 
     def open(self, path: Any, mode: str = "r", **options: Any) -> Any:
         if "w" in mode and "stale" in self.faults and self.dice.random() < 0.1:
@@ -110,7 +109,7 @@ class Disk:
 
     def operation(self, pause: float) -> None:
         """One operation takes a moment, and fails if the dice say so."""
-        if threading.current_thread().name != sync.THREAD_NAME:
+        if threading.current_thread().name != checkpoints.THREAD_NAME:
             return
         time.sleep(pause * self.dice.uniform(0.5, 1.5))
         if "errors" in self.faults and self.dice.random() < 0.02:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +83,6 @@ def untied_copy(base: Path, folder: Path) -> Path:
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
     model.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    assert config["tie_word_embeddings"] is False and "lm_head.weight" in weights(folder)
     return folder
 
 

@@ -1,7 +1,7 @@
 """Simulated platforms: a file-system root of their own, a clean environment, fakes of their packages.
 
-Each builder returns a `Machine`; `machine.enter(monkeypatch)` moves this process there until the test ends, and
-`machine.python("-c", code)` runs a process there. The fakes of packages lie in `tests/fakes/<name>/`.
+`machine.enter(monkeypatch)` moves this process there until the test ends, `machine.python("-c", code)` runs a process
+there. The fakes of packages lie in `tests/fakes/<name>/`.
 """
 
 from __future__ import annotations
@@ -80,10 +80,7 @@ AUTODL_ENV = {
     "AutoDLContainerUUID": "a1b2c3d4e5-0f9e8d7c", "AutoDLRegion": "west-E",
     "AutoDLService6006URL": "https://u1-abc.westb.seetacloud.com:8443",
 }  # fmt: skip
-TURBO = (
-    "export no_proxy=localhost,127.0.0.1\nexport http_proxy=http://127.0.0.1:12798 && "
-    "export https_proxy=http://127.0.0.1:12798\n"
-)
+TURBO = "export no_proxy=localhost,127.0.0.1 http_proxy=http://127.0.0.1:12798 https_proxy=http://127.0.0.1:12798\n"
 SHUTDOWN = '#!/bin/sh\necho "called with [$*]" >> "$(dirname "$0")/../../shutdown.log"\n'
 
 
@@ -110,23 +107,13 @@ def kaggle(folder: Path, batch: bool = False) -> Machine:
     return machine.make("kaggle/working", "kaggle/temp", "kaggle/input", "content")
 
 
-def autodl(folder: Path, login: bool = True, file_storage: bool = True, gpu: bool = True) -> Machine:
-    """AutoDL; without `login` none of its variables, without `file_storage` no autodl-fs.
-
-    Without `gpu` it is started in the mode without one: 2 GiB of memory and half a core.
-    """
-    machine = Machine(folder / "autodl", dict(AUTODL_ENV) if login else {})
-    machine.make("root/autodl-tmp", "root/autodl-pub", "root/tf-logs", "root/miniconda3")
-    if file_storage:
-        machine.make("root/autodl-fs")
+def autodl(folder: Path, gpu: bool = True) -> Machine:
+    """AutoDL; without `gpu` it is started in the mode without one: 2 GiB of memory and half a core."""
+    machine = Machine(folder / "autodl", dict(AUTODL_ENV))
+    machine.make("root/autodl-tmp", "root/autodl-pub", "root/tf-logs", "root/miniconda3", "root/autodl-fs")
     machine.write("etc/network_turbo", TURBO)
     machine.write("usr/bin/shutdown", SHUTDOWN).chmod(0o755)
     if not gpu:
         machine.write("sys/fs/cgroup/memory.max", f"{2 * 2**30}\n")
         machine.write("sys/fs/cgroup/cpu.max", "50000 100000\n")
     return machine
-
-
-def local(folder: Path, **env: str) -> Machine:
-    """a machine of one's own, on which nothing is set but what is given."""
-    return Machine(folder / "local", env).make("home")

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import math
 import shutil
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import test_utils, web
 from click.testing import CliRunner
 from support import ROOT, lesson_facts, python, refused, wait_for
 
 from nbutils import bench, cli, compare, files, lesson, profiles, record, served_model, tracking
-from nbutils.bench import client, run
-from nbutils.bench.client import Request, summarize
 from nbutils.config import flat
 from nbutils.evaluation import Answer
 
@@ -33,8 +31,7 @@ class Engine:
     """A server that streams as vLLM does, at a known pace; `fault` makes it fail in one way."""
 
     def __init__(self) -> None:
-        self.fault, self.running, self.most, self.bodies = "", 0, 0, list[dict[str, Any]]()
-        self.url = ""
+        self.fault, self.running, self.most, self.bodies, self.url = "", 0, 0, list[dict[str, Any]](), ""
         self.listing: Any = {"data": [{"id": "tuned", "owned_by": "vllm"}, {"id": "base", "owned_by": "vllm"}]}
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -47,26 +44,25 @@ class Engine:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            return await self.stream(response, body["max_tokens"], request)
+            async for piece in self.pieces(body["max_tokens"], request):
+                await response.write(piece)
         finally:
             self.running -= 1
+        return response
 
-    async def stream(self, response: web.StreamResponse, tokens: int, request: web.Request) -> web.StreamResponse:
+    async def pieces(self, tokens: int, request: web.Request) -> AsyncIterator[bytes]:
         early = {"ping": b": ping\n\n", "empty first": b'data: {"choices":[{"text":"","index":0}]}\n\n'}
-        await response.write(early.get(self.fault, b""))
+        yield early.get(self.fault, b"")
         said = b'"","token_ids":[7]' if self.fault == "no text" else b'" say \\"error\\": no"'
         for place in range(tokens):
             await asyncio.sleep(EACH if place else FIRST)
-            await response.write(b'data: {"choices":[{"text":%b}]}\n\n' % said)
+            yield b'data: {"choices":[{"text":%b}]}\n\n' % said
             if self.fault == "breaks" and place == 2:
-                await response.write(b'data: {"error": {"message": "engine died"}}\n\n')
-            if self.fault == "hangs up" and place == 2:
-                assert request.transport
+                yield b'data: {"error": {"message": "engine died"}}\n\n'
+            if self.fault == "hangs up" and place == 2 and request.transport:
                 request.transport.abort()
-                return response
         told = tokens - 1 if self.fault == "short" else tokens
-        await response.write(b'data: {"choices":[],"usage":{"completion_tokens":%d}}\n\ndata: [DONE]\n\n' % told)
-        return response
+        yield b'data: {"choices":[],"usage":{"completion_tokens":%d}}\n\ndata: [DONE]\n\n' % told
 
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response(self.listing, status=401 if self.listing == "401" else 200)
@@ -75,27 +71,15 @@ class Engine:
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     """One on a free port, in a thread of its own."""
-    made, loop, ready, app = Engine(), asyncio.new_event_loop(), threading.Event(), web.Application()
-    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-
-    async def serve() -> None:
-        app.router.add_post("/v1/completions", made.completions)
-        app.router.add_get("/v1/models", made.models)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        made.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"  # type: ignore[union-attr]
-        ready.set()
-
-    def work() -> None:
-        loop.run_until_complete(serve())
-        loop.run_forever()
-
-    thread = threading.Thread(target=work, daemon=True)
+    made, loop, app = Engine(), asyncio.new_event_loop(), web.Application()
+    app.add_routes([web.post("/v1/completions", made.completions), web.get("/v1/models", made.models)])
+    server, thread = test_utils.TestServer(app), threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    assert ready.wait(5)
+    starting = server.start_server(shutdown_timeout=0.1)
+    asyncio.run_coroutine_threadsafe(starting, loop).result(5)
+    made.url = str(server.make_url("/v1"))
     yield made
-    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(5)
+    asyncio.run_coroutine_threadsafe(server.close(), loop).result(5)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(5)
 
@@ -103,25 +87,21 @@ def engine() -> Iterator[Engine]:
 def drive(engine: Engine, requests: int, tokens: int, concurrency: int) -> bench.Level:
     target = bench.Target(engine.url, "tuned", api_key=KEY)
     assert KEY not in repr(target)
-    return bench.drive(target, "vllm", bench.make_prompts(None, 16, requests), tokens, concurrency)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(files.TINY_MODEL)
+    return bench.drive(target, "vllm", bench.make_prompts(None, 16, requests), tokens, concurrency, None)
 
 
 def test_the_numbers_are_those_of_the_server(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # the client goes past it
     level, whole = drive(engine, 16, 20, 8), FIRST + 19 * EACH
-    assert (level.errors, level.requests, engine.most) == (0, 16, 8), "eight at a time, not one by one"
-    assert level.ttft_ms and level.tpot_ms and level.latency_ms
-    assert FIRST * 1000 <= level.ttft_ms["p50"] < level.latency_ms["p50"] <= level.latency_ms["p90"]
-    assert level.tpot_ms["p50"] >= EACH * 1000 and whole * 1000 <= level.latency_ms["p50"]
-    assert level.tokens_per_second == pytest.approx(16 * 20 / level.seconds, rel=0.01) and level.seconds >= 2 * whole
+    assert (level["errors"], level["requests"], engine.most) == (0, 16, 8), "eight at a time, not one by one"
+    first, latency, seconds = level["ttft_ms"]["p50"], level["latency_ms"], level["seconds"]
+    assert FIRST * 1000 <= first < latency["p50"] <= latency["p90"] and whole * 1000 <= latency["p50"]
+    assert level["tpot_ms"]["p50"] >= EACH * 1000 and seconds >= 2 * whole
+    assert level["tokens_per_second"] == pytest.approx(16 * 20 / seconds, rel=0.01)
+    assert bench.summarize("vllm", 1, [(1.0, 4.0, "")], 4, 4.0)["tpot_ms"]["p50"] == 1000.0  # 3 tokens in 3 seconds
+    hundred = bench.summarize("vllm", 1, [(one / 1000, 1.0, "") for one in range(1, 101)], 1, 1.0)
+    assert hundred["ttft_ms"] == {"p50": 50.5, "p90": 90.1, "p99": 99.01} and hundred["tpot_ms"] is None
     body = engine.bodies[0]
     assert (body["max_tokens"], body["min_tokens"], body["ignore_eos"], body["temperature"]) == (20, 20, True, 0.0)
     assert body["prompt"] == bench.make_prompts(None, 16, 1)[0] and body["key"] == f"Bearer {KEY}"
@@ -131,116 +111,88 @@ def test_the_numbers_are_those_of_the_server(engine: Engine, monkeypatch: pytest
     ("fault", "told"),
     [("refuses", "HTTP 400"), ("breaks", "engine died"), ("short", "4 tokens returned, 5"), ("hangs up", "Error")],
 )
-def test_what_is_no_whole_answer_is_an_error_and_in_no_number(engine: Engine, fault: str, told: str) -> None:
+def test_what_is_no_whole_answer_is_an_error(engine: Engine, fault: str, told: str, capsys: Any) -> None:
     engine.fault = fault
-    level = drive(engine, 3, 5, 3)
-    assert level.errors == 3 and told in level.first_error
-    assert level.tokens_per_second == 0 and level.ttft_ms is None and "3 ERRORS" in str(level)
+    bench.Benchmark(None, bench.Settings(), {}).add([level := drive(engine, 3, 5, 3)])
+    assert level["errors"] == 3 and told in level["first_error"] and "3 ERRORS" in capsys.readouterr().out
+    assert level["tokens_per_second"] == 0 and level["ttft_ms"] is None
 
 
 @pytest.mark.parametrize("fault", ["ping", "empty first", "no text"])
 def test_the_first_token_is_the_first_text_or_a_token_without_one(engine: Engine, fault: str) -> None:
     engine.fault = fault
     level = drive(engine, 1, 3, 1)
-    assert level.errors == 0 and level.ttft_ms and level.ttft_ms["p50"] >= 1000 * FIRST
-    assert all(map(client.FIRST_TOKEN.search, (b'{"text": "a', b'"text":"\\"', b'"text":"","token_ids":[7')))
-    assert not any(map(client.FIRST_TOKEN.search, (b'"text":""', b'"text":null', b": ping", b'"prompt_token_ids":[7]')))
+    assert level["errors"] == 0 and level["ttft_ms"]["p50"] >= 1000 * FIRST
+    assert all(map(bench.FIRST_TOKEN.search, (b'{"text": "a', b'"text":"\\"', b'"text":"","token_ids":[7')))
+    assert not any(map(bench.FIRST_TOKEN.search, (b'"text":""', b'"text":null', b": ping", b'"prompt_token_ids":[7]')))
 
 
-def test_an_interrupt_ends_the_load_and_a_running_loop_does_not_hinder_it(engine: Engine, monkeypatch: Any) -> None:
-    from concurrent.futures import Future
-
+def test_an_interrupt_ends_the_load_and_a_running_loop_does_not_hinder_it(engine: Engine) -> None:
     async def cell() -> bench.Level:
         return drive(engine, 1, 2, 1)
 
-    assert asyncio.run(cell()).errors == 0
-    real = Future.result
+    def interrupt() -> None:
+        wait_for(lambda: engine.running == 4, 20)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    def interrupted(self: Any, timeout: float | None = None) -> Any:
-        if not self.done():
-            wait_for(lambda: engine.running == 4, 20)
-            raise KeyboardInterrupt
-        return real(self, timeout)
-
-    monkeypatch.setattr(Future, "result", interrupted)
-    with contextlib.suppress(KeyboardInterrupt):
+    assert asyncio.run(cell())["errors"] == 0
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
         drive(engine, 4, 10**6, 4)  # hours, if it were not cancelled
     wait_for(lambda: engine.running == 0, 20)
 
 
-def test_a_server_without_one_answer_stops_and_what_was_measured_is_kept(engine: Engine, tmp_path: Path) -> None:
-    board = bench.Results(tmp_path / "bench.json", bench.Settings((1, 2), 8, 4), {})
-    engine.fault = "late refusal"  # after the warm-up
-    with refused("bench.no_answer", "too long", requests=8):
-        board.add(bench.measure(bench.Target(engine.url, "tuned"), "vllm", board.settings, None))
-    assert [one["errors"] for one in json.loads((tmp_path / "bench.json").read_text())["levels"]] == [8]
-
-
-def test_a_running_server_is_found_with_its_kind_and_names(engine: Engine, tokenizer: Any) -> None:
+def test_a_running_vllm_server_is_found_with_its_names(engine: Engine) -> None:
     found = bench.find_target(engine.url.removesuffix("/v1"))
     assert (found.url, found.name, found.vllm) == (engine.url, "tuned", True)
     assert bench.find_target(engine.url, "base").name == "base"
-    for listing in ("401", {"data": None}):
+    for listing in ("401", {"data": None}, {"data": [{"id": "m", "owned_by": "Qwen"}]}):
         engine.listing = listing
         with refused("bench.no_server"):
             bench.find_target(engine.url)
-    engine.listing = {"data": [{"id": "m", "owned_by": "Qwen"}]}
-    target = bench.find_target(engine.url, "any")
-    body = json.loads(target.body([5], 7, tokenizer))  # `transformers serve` takes text, no stop token
-    assert not target.vllm and body["prompt"] == tokenizer.decode([5])
-    assert json.loads(body["generation_config"])["eos_token_id"] == -1
-    with refused("bench.text_prompts_only"):
-        target.body([5], 7)
 
 
-def test_prompts_have_their_length_read_back_and_differ(tokenizer: Any) -> None:
+def test_prompts_have_their_length_read_back_and_differ() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL)
     found = bench.make_prompts(tokenizer, 48, 12, seed=3)
     assert {len(prompt) for prompt in found} == {48}
     assert all(tokenizer(tokenizer.decode(prompt))["input_ids"] == prompt for prompt in found)
     assert len({tuple(prompt[:4]) for prompt in found}) == 12  # no shared beginning, no prefix cache
     assert found == bench.make_prompts(tokenizer, 48, 12, seed=3) != bench.make_prompts(tokenizer, 48, 12, seed=4)
     full = bench.Settings((1, 8, 32, 128), 16, 16)
-    few = full.few()  # a slow server gets the first prompts of the same levels
-    assert few.concurrency == (1, 8) and bench.Settings((64,)).few().concurrency == (1,)
+    few = full.few(8)  # a slow server gets the first prompts of the same levels
+    assert few.concurrency == (1, 8) and bench.Settings((64,)).few(8).concurrency == (1,)
     assert few.prompts(tokenizer, 8) == full.prompts(tokenizer, 8)[:8]
+    body = json.loads(bench.Target("url", "m", vllm=False).body([5], 7, tokenizer))  # `transformers serve` takes text
+    assert body["prompt"] == tokenizer.decode([5]) and json.loads(body["generation_config"])["eos_token_id"] == -1
 
 
-def test_percentiles_are_of_all_requests() -> None:
-    level = summarize("vllm", 1, [Request(1.0, 4.0, 4)], 4.0)
-    assert level.tpot_ms and level.tpot_ms["p50"] == 1000.0  # three tokens in three seconds
-    hundred = summarize("vllm", 1, [Request(one / 1000, 1.0, 1) for one in range(1, 101)], 1.0)
-    assert hundred.ttft_ms == {"p50": 50.5, "p90": 90.1, "p99": 99.01} and hundred.tpot_ms is None
+def a_level(engine: str, many: int, speed: float) -> bench.Level:
+    return bench.summarize(engine, many, [(0.1, 1.0, "")] * 8, 100, 800 / speed)
 
 
-def test_the_limit_is_that_of_reading_all_weights() -> None:
-    size = (files.TINY_MODEL / "model.safetensors").stat().st_size
-    assert bench.limit(files.TINY_MODEL, 10.0 * size)["tokens_per_second"] == 10.0
-    assert bench.copy_bandwidth("cpu", 2**22) > 1e6
-
-
-def a_level(engine: str, many: int, speed: float, tpot: float | None = None) -> bench.Level:
-    each = None if tpot is None else {"p50": tpot, "p90": tpot, "p99": tpot}
-    return bench.Level(engine, many, 8, 0, "", 1.0, speed, each, each, {"p50": 1.0, "p90": 2.0, "p99": 3.0})
-
-
-def test_the_board_is_on_disk_after_every_step_and_says_what_it_means(tmp_path: Path, capsys: Any) -> None:
-    board = bench.Results(tmp_path / "bench.json", bench.Settings((1, 32)), {"where": "here"})
+def test_all_is_on_disk_after_every_step_and_the_table_says_what_it_means(tmp_path: Path, capsys: Any) -> None:
+    board = bench.Benchmark(tmp_path / "bench.json", bench.Settings((1, 32)), {"where": "here"})
     board.add([a_level("generate", 32, 100.0)])
     assert len(json.loads((tmp_path / "bench.json").read_text())["levels"]) == 1
-    board.limits["vllm"] = {"tokens_per_second": 250.0}
-    board.add([a_level("vllm", 1, 200.0, 4.0), a_level("vllm", 32, 1500.0, 5.0)])
-    board.leave_out("transformers-serve", "fp8 is for vLLM")
-    assert board.facts() == {"tokens_per_second": {"generate": {"32": 100.0}, "vllm": {"1": 200.0, "32": 1500.0}}}
+    board.add_limit("vllm", files.TINY_MODEL, "cpu", 2**22)
+    most, size = board.bandwidth_limit["vllm"], (files.TINY_MODEL / "model.safetensors").stat().st_size
+    assert most["tokens_per_second"] == pytest.approx(most["copy_gb_per_second"] * 1e9 / size, abs=0.06)
+    assert most["weights_gb"] == size / 1e9 and most["copy_gb_per_second"] > 1e-3
+    board.add([a_level("vllm", 1, 200.0), a_level("vllm", 32, 1500.0)])
+    assert board.speeds() == {"generate": {"32": 100.0}, "vllm": {"1": 200.0, "32": 1500.0}}
     kept = json.loads((tmp_path / "bench.json").read_text())
-    assert kept["left_out"] == {"transformers-serve": "fp8 is for vLLM"} and kept["about"] == {"where": "here"}
+    assert kept == json.loads(json.dumps(board.as_dict())) and kept["about"] == {"where": "here"}
+    board.left_out["transformers-serve"] = "fp8 is for vLLM"
     board.show()
     said = capsys.readouterr().out
-    assert "at most 250.0 tokens/s" in said and "1,500" in said and "transformers-serve (fp8 is for vLLM)" in said
+    assert f"at most {most['tokens_per_second']:,} tokens/s" in said and "1,500" in said
+    assert "transformers-serve (fp8 is for vLLM)" in said
     board.plot(tmp_path / "plots" / "bench.png")
     assert (tmp_path / "plots" / "bench.png").stat().st_size > 5000
-    assert bench.parse_rivals("generate, transformers-serve") == [*run.RIVALS] and bench.parse_rivals("") == []
-    with refused("bench.unknown_rivals", names="fast"):
-        bench.parse_rivals("fast")
+    assert bench.parse_rivals("generate, transformers-serve") == [*bench.RIVALS] and bench.parse_rivals("") == []
 
 
 def invoke(*words: str) -> Any:
@@ -256,25 +208,27 @@ def test_the_command_measures_a_running_server_as_json(engine: Engine, tmp_path:
     assert [(one["concurrency"], one["errors"]) for one in told["levels"]] == [(1, 0), (2, 0)]
     assert json.loads((tmp_path / "bench.json").read_text()) == told and KEY not in ran.output
     assert {body["key"] for body in engine.bodies} == {f"Bearer {KEY}"} and (tmp_path / "bench.png").exists()
-    engine.fault = "late refusal"
+    engine.fault = "late refusal"  # after the warm-up
     ran = invoke(*words)
     assert ran.exit_code == 1 and "HTTP 400" in ran.output and "Traceback" not in ran.output
+    assert [one["errors"] for one in json.loads((tmp_path / "bench.json").read_text())["levels"]] == [8], "it is kept"
 
 
-def test_a_step_that_fails_stops_no_other_and_ends_the_command_with_an_error(monkeypatch: Any) -> None:
-    monkeypatch.setattr(run.Benchmark, "generate", lambda self: 1 / 0)
-    monkeypatch.setattr(run.Benchmark, "vllm", lambda self, name, folder: self.results.add([a_level(name, 1, 5.0)]))
-    monkeypatch.setattr(run.hardware, "gpu", lambda: None)
-    ran = invoke("bench-serve", "--model", str(files.TINY_MODEL), "--rivals", "generate")
+def test_a_step_that_fails_stops_no_other_and_ends_the_command_with_an_error(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(bench.Benchmark, "generate", lambda self, folder: 1 / 0)
+    monkeypatch.setattr(bench.Benchmark, "vllm", lambda self, name, folder: self.add([a_level(name, 1, 5.0)]))
+    monkeypatch.setattr(bench.hardware, "gpu", lambda: None)
+    ran = invoke("bench-serve", "--model", str(files.TINY_MODEL), "--rivals", "generate", "--out", str(tmp_path))
     assert ran.exit_code == 1 and "ZeroDivisionError" in ran.stderr and "vllm" in ran.stdout
+    assert list(json.loads((tmp_path / "bench.json").read_text())["left_out"]) == ["generate"]
 
 
 def test_plain_generate_is_measured_in_this_process() -> None:
-    board = bench.Results(None, bench.Settings((1,), 8, 4), {})
-    bench.Benchmark(files.TINY_MODEL, board).run(["generate"])
-    one, batch = board.levels
-    assert (one.engine, one.concurrency, batch.concurrency, one.errors, batch.errors) == ("generate", 1, 32, 0, 0)
-    assert batch.requests == 32 and batch.tokens_per_second == pytest.approx(32 * 4 / batch.seconds, rel=0.05)
+    board = bench.Benchmark(None, bench.Settings((1, 32, 128), 8, 4), {})
+    board.run(files.TINY_MODEL, ["generate"])
+    found = [tuple(level[name] for name in ("engine", "concurrency", "requests", "errors")) for level in board.levels]
+    assert found == [("generate", 1, 2, 0), ("generate", 32, 32, 0)], "not 128: memory"
+    assert (batch := board.levels[1])["tokens_per_second"] == pytest.approx(32 * 4 / batch["seconds"], rel=0.05)
 
 
 @pytest.mark.notebook
@@ -292,9 +246,7 @@ def test_lesson_09_measures_all_engines_and_serves_base_and_adapter(course_run: 
 
 @pytest.mark.notebook
 @pytest.mark.serve
-def test_a_served_model_is_compared_with_what_lesson_04_stored(
-    course_run: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_served_model_is_compared_with_lesson_04(course_run: Path, tmp_path: Path, monkeypatch: Any) -> None:
     shutil.copytree(course_run, tmp_path / "tiny")
     monkeypatch.setenv("NBUTILS_HOME", str(tmp_path))
     started = lesson.begin("05_serve", {"PROFILE": "tiny"})
@@ -302,9 +254,8 @@ def test_a_served_model_is_compared_with_what_lesson_04_stored(
 
     def compared(folder: str = "", change: str = "") -> Any:
         model = served_model.ServedModel(started, folder, rows=5)
-        answers = [
-            dataclasses.replace(one, token_ids=[1], text=change) if change else one for one in model.stored or []
-        ]
+        other = {"token_ids": [1], "text": change} if change else {}
+        answers = [dataclasses.replace(one, **other) for one in model.stored or []]
         monkeypatch.setattr(model, "ask", lambda _: answers or [Answer([1], [1], "x")] * 5)
         return model.compare_answers(server)
 
@@ -321,18 +272,15 @@ def test_a_served_model_is_compared_with_what_lesson_04_stored(
     assert served_model.ServedModel(started, rows=5).compare_predictions(server).facts() == {"parity": {}}
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["--url", "x", "--concurrency", "1,no"], ["--model", ".", "--rivals", "fast"]], ids=str
-)
-def test_wrong_words_are_refused(words: list[str]) -> None:
-    ran = invoke("bench-serve", *words)
+@pytest.mark.parametrize("words", ["", "--url x --concurrency 1,no", "--model . --rivals fast"])
+def test_wrong_words_are_refused(words: str) -> None:
+    ran = invoke("bench-serve", *words.split())
     assert ran.exit_code == 1 and "Allowed:" in ran.stderr and "Traceback" not in ran.output
 
 
 ESTIMATE = {"mean": 0.912, "low": 0.85, "high": 0.95}
-EVALUATION = {
-    "verdict": "helped", "scores": {name: {"base": ESTIMATE, "merged": ESTIMATE} for name in compare.PANELS},
-}  # fmt: skip
+SCORES = {name: {"base": ESTIMATE, "merged": ESTIMATE} for name in compare.PANELS}
+EVALUATION = {"verdict": "helped", "scores": SCORES}
 
 
 def a_run(home: Path, name: str, steps: int = 200, **settings: Any) -> lesson.RunFolder:
@@ -340,15 +288,13 @@ def a_run(home: Path, name: str, steps: int = 200, **settings: Any) -> lesson.Ru
     folder = lesson.RunFolder(home / name)
     folder.path.mkdir(parents=True)
     record.begin(folder.facts, {"profile": "tiny", "profile_source": "tiny", "model": "tiny"}, by_auto=False)
-    record.update(
-        folder.facts, {}, "03_qlora",
-        {
-            "steps": steps, "planned_steps": steps, "examples": 800, "trained_tokens": 30367, "train_seconds": 1450.3,
-            "cost": {"¥": 1.25}, "final_loss": 0.18607, "validation_loss": {"first": 2.0, "best": 0.3, "last": 0.4},
-            "best_step": steps // 2, "data_fingerprint": settings.pop("data", "450a6a355ac5"),
-            "settings": flat(profiles.load("tiny").model_dump()) | settings,
-        },
-    )  # fmt: skip
+    trained = {
+        "steps": steps, "planned_steps": steps, "examples": 800, "trained_tokens": 30367, "train_seconds": 1450.3,
+        "cost": {"¥": 1.25}, "final_loss": 0.18607, "validation_loss": {"first": 2.0, "best": 0.3, "last": 0.4},
+        "best_step": steps // 2, "data_fingerprint": settings.pop("data", "450a6a355ac5"),
+        "settings": flat(profiles.load("tiny").model_dump()) | settings,
+    }  # fmt: skip
+    record.update(folder.facts, {}, "03_qlora", trained)
     record.update(folder.facts, {}, "04_merge", {"verdict": "helped", "evaluation": EVALUATION})
     log = [{"step": at, "loss": 9.0 / at, "eval_loss": 9.5 / at, "num_tokens": 5.0} for at in range(5, steps, 5)]
     tracking.write_history([*log, {"step": 3, "loss": math.nan}], folder.logs / "history.json")
@@ -376,6 +322,10 @@ def test_settings_that_differ_and_what_came_of_them_are_shown(home: Path, tmp_pa
     assert one["trained"]["validation_loss"]["best"] == 0.3 and one["scores"]["exact_match"] == ESTIMATE
     assert {name for entry in one["history"] for name in entry} == {"step", "loss", "eval_loss"}
     assert (tmp_path / "out/compare.png").stat().st_size > 10_000
+    for names in (["one", "twoo"], ["one"], []):
+        with refused("compare.no_runs", known="one, two"):
+            compare.of_names(names)
+    assert invoke("compare", "one").exit_code == 1
     for name, made_from in (("adapter", {"steps": 4}), ("merged", {"adapter": {"steps": 200}})):
         with files.complete_folder(home / "one" / name, made_from):
             pass
@@ -401,12 +351,3 @@ def test_what_a_run_lacks_is_a_dash_and_said(home: Path, capsys: Any) -> None:
     older.facts.write_text("{")
     compare.beside(mine, EVALUATION)  # a damaged record of another run
     assert cells(capsys.readouterr().out, "verdict") == ["helped"]
-
-
-def test_unknown_runs_and_fewer_than_two_are_refused(home: Path) -> None:
-    a_run(home, "one")
-    a_run(home, "two")
-    for names in (["one", "twoo"], ["one"], []):
-        with refused("compare.no_runs", known="one, two"):
-            compare.of_names(names)
-    assert invoke("compare", "one").exit_code == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 import subprocess
 import tarfile
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from support import refused
 
-from nbutils import chat, files
+from nbutils import chat, data, files
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<s>"]
 ANSWER = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
@@ -23,10 +22,8 @@ MARKED = (
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-GLM = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
+GLM = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+GLM += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 EMPTY = "<think>\n\n</think>\n\n"  # what Qwen3 writes where there is no thought
 
 
@@ -71,6 +68,8 @@ def rows_of(*contents: str) -> list[dict[str, Any]]:
 ONE = talk("Where is my order? 在哪里？", "On its way. 在路上。")
 TWO = talk("Where?", "On its way.", "When?", "Today.")
 ROWS = [{"messages": ONE}, {"messages": TWO}]
+SHORT, LONG, MIDDLE = (talk("Where?", answer) for answer in ("Here.", "Here, on its way. " * 9, "Here, on its way."))
+SAMPLE = data.stored_rows(files.SAMPLES / "train.jsonl")[:60]
 PLAIN = {"messages": talk("Where? /no_think", "On its way.")}
 THINKS = {"messages": talk("Where? /think", "<think>\nThe list says today.\n</think>\n\nOn its way.")}
 
@@ -78,10 +77,6 @@ THINKS = {"messages": talk("Where? /think", "<think>\nThe list says today.\n</th
 def learned(tokenizer: Any, fitted: chat.FilteredRows) -> list[str]:
     """The trained text of every example."""
     return [tokenizer.decode(list(itertools.compress(one.ids, one.trained))) for one in fitted.examples]
-
-
-def length(tokenizer: Any, messages: Any, form: str = "messages") -> int:
-    return len(chat.View(tokenizer, form).encode(messages)[0])
 
 
 def check(tokenizer: Any, rows: Any = ROWS, form: str = "", **more: Any) -> chat.ContractReport:
@@ -101,16 +96,12 @@ def test_a_row_is_shown_with_its_trained_tokens(tokenizer: Any, capsys: Any, mon
     assert shown[0].count("\n\n") == 0  # the text as it is, and no line break of the template
 
 
-@pytest.mark.parametrize(
-    ("template", "eos", "form", "expected"),
-    [
-        ("qwen2_5", "<|im_end|>", "messages", ["{0}<|im_end|>", "{1}<|im_end|>{2}<|im_end|>"]),
-        ("qwen3", "<|im_end|>", "prompt_completion", [EMPTY + f"{{{n}}}<|im_end|>" for n in range(3)]),
-        (GLM, "<|endoftext|>", "prompt_completion", [f"{{{n}}}<|endoftext|>" for n in range(3)]),
-        ("glm4moe", "<|user|>", "messages", None),
-    ],
-    ids=["Qwen2.5 whole", "Qwen3 answer by answer", "GLM-4 gets a stop token", "GLM-4.5"],
-)
+@pytest.mark.parametrize(("template", "eos", "form", "expected"), [
+    ("qwen2_5", "<|im_end|>", "messages", ["{0}<|im_end|>", "{1}<|im_end|>{2}<|im_end|>"]),
+    ("qwen3", "<|im_end|>", "prompt_completion", [EMPTY + f"{{{n}}}<|im_end|>" for n in range(3)]),
+    (GLM, "<|endoftext|>", "prompt_completion", [f"{{{n}}}<|endoftext|>" for n in range(3)]),
+    ("glm4moe", "<|user|>", "messages", None),
+], ids=["Qwen2.5 whole", "Qwen3 answer by answer", "GLM-4 gets a stop token", "GLM-4.5"])  # fmt: skip
 def test_each_family_trains_its_answers_alone(bare: Any, template: str, eos: str, form: str, expected: Any) -> None:
     tokenizer = with_template(bare, template, eos)
     fitted = chat.filter_by_length(tokenizer, ROWS, 512)
@@ -141,28 +132,23 @@ def test_stop_ids_are_those_of_the_generation_config(tokenizer: Any, tmp_path: P
     assert chat.find_stop_ids(tokenizer, tmp_path) == {0, 3}
 
 
-SHORT, LONG, MIDDLE = (talk("Where?", answer) for answer in ("Here.", "Here, on its way. " * 9, "Here, on its way."))
-
-
-def test_rows_that_would_lose_their_stop_token_are_left_out(tokenizer: Any, tmp_path: Path) -> None:
+def test_rows_that_would_lose_their_stop_token_are_left_out(bare: Any, tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"messages": one} for one in (SHORT, LONG, MIDDLE)]
-    sizes = [length(tokenizer, row["messages"]) for row in rows]
+    sizes = [len(chat.View(tokenizer, "messages").encode(row["messages"])[0]) for row in rows]
     fitted = chat.filter_by_length(tokenizer, rows, sizes[2] - 1)  # the last row loses a line break at its end, no more
     assert fitted.too_long == {2: sizes[1]} and fitted.left_out == [rows[1]] and fitted.lengths == sizes[::2]
     assert fitted.facts() == {"longest_row_tokens": sizes[1], "rows_too_long": 1}
     assert "1 of 3 rows are LEFT OUT" in str(fitted) and f"raise train.max_length to {sizes[1]}" in str(fitted)
     fitted.write(tmp_path)
-    written = [json.loads(line) for line in (tmp_path / "too_long.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert written == [{"row": 2, "tokens": sizes[1], "cut": sizes[1] - sizes[2] + 1, "messages": LONG}]
+    assert data.stored_rows(tmp_path / "too_long.jsonl") == [
+        {"row": 2, "tokens": sizes[1], "cut": sizes[1] - sizes[2] + 1, "messages": LONG}
+    ]
     assert chat.check_contract(fitted).answers == 2 and not chat.filter_by_length(tokenizer, rows, sizes[1]).too_long
     with refused("chat.all_rows_too_long", longest=sizes[1]):
         chat.filter_by_length(tokenizer, rows, 4)
-
-
-def test_a_row_with_several_examples_is_left_out_whole(bare: Any) -> None:
-    tokenizer = with_template(bare, GLM, eos="<|endoftext|>")
+    several = with_template(bare, GLM, eos="<|endoftext|>")  # a row with several examples is left out whole
     rows = [{"messages": ONE}, {"messages": [*TWO[:3], LONG[1]]}]
-    fitted = chat.filter_by_length(tokenizer, rows, length(tokenizer, ONE, "prompt_completion"))
+    fitted = chat.filter_by_length(several, rows, len(chat.View(several, "prompt_completion").encode(ONE)[0]))
     assert [one.row for one in fitted.examples] == [1] and set(fitted.too_long) == {2}
 
 
@@ -195,20 +181,12 @@ def test_tool_calls_are_trained_and_tool_results_are_not(bare: Any, capsys: Any,
     assert "stock_key" in (shown := capsys.readouterr().out) and "weather_key" not in shown
 
 
-def test_tools_and_calls_that_a_template_leaves_out_are_refused(tokenizer: Any) -> None:
-    with refused("chat.tools_not_shown", row=1):
-        check(tokenizer, TOOL_ROWS)
-    with refused("chat.answer_changed", "a call of 'weather'", row=1):
-        check(tokenizer, [{"messages": TOOL_ROWS[0]["messages"]}])
-
-
 def test_qwen3_trains_thoughts_and_only_what_the_server_does_not_write(bare: Any) -> None:
     tokenizer = with_template(bare, "qwen3")
     first, second = "<think>\nMaybe.\n</think>\n\nHere.", "<think>\nSurely.\n</think>\n\nToday."
     fitted = chat.filter_by_length(tokenizer, [THINKS, *rows_of("Where?", first, "When?", second)], 0)
-    assert learned(tokenizer, fitted) == [
-        f"{text}<|im_end|>" for text in (THINKS["messages"][1]["content"], first, second)
-    ]
+    answers = [THINKS["messages"][1]["content"], first, second]
+    assert learned(tokenizer, fitted) == [f"{text}<|im_end|>" for text in answers]
     assert "Maybe" not in tokenizer.decode(list(fitted.examples[2].ids))  # as servers drop earlier thoughts
     assert chat.check_contract(fitted).answers == 3
     without = chat.filter_by_length(tokenizer, [PLAIN], 0, thinking=False)
@@ -217,18 +195,14 @@ def test_qwen3_trains_thoughts_and_only_what_the_server_does_not_write(bare: Any
         check(tokenizer, [PLAIN, THINKS], thinking=False)
 
 
-@pytest.mark.parametrize(
-    ("template", "rows", "may"),
-    [
-        ("qwen2_5", [PLAIN], False),  # knows no modes
-        ("qwen3", [PLAIN, {"messages": TWO}], True),
-        ("qwen3", [PLAIN, THINKS], False),
-        ("qwen3", rows_of("Where?", f"{EMPTY}Here."), True),  # an empty thought is none
-        ("qwen3", [{"messages": [*talk("?"), {"role": "assistant", "content": "A", "reasoning_content": "b"}]}], False),
-        ("qwen3_5_nothink", [PLAIN], True),  # its default already
-        ("glm4moe", [PLAIN], False),  # writes /nothink into questions, which training does not
-    ],
-)
+@pytest.mark.parametrize(("template", "rows", "may"), [
+    ("qwen2_5", [PLAIN], False),  # knows no modes
+    ("qwen3", [PLAIN, {"messages": TWO}], True), ("qwen3", [PLAIN, THINKS], False),
+    ("qwen3", rows_of("Where?", f"{EMPTY}Here."), True),  # an empty thought is none
+    ("qwen3", [{"messages": [*talk("?"), {"role": "assistant", "content": "A", "reasoning_content": "b"}]}], False),
+    ("qwen3_5_nothink", [PLAIN], True),  # its default already
+    ("glm4moe", [PLAIN], False),  # writes /nothink into questions, which training does not
+])  # fmt: skip
 def test_when_a_server_may_be_asked_not_to_think(bare: Any, template: str, rows: Any, may: bool) -> None:
     tokenizer = with_template(bare, template, eos="<|endoftext|>" if template == "glm4moe" else "<|im_end|>")
     assert chat.may_skip_thinking(tokenizer, rows) is may
@@ -247,12 +221,6 @@ def test_thoughts_are_trained_or_refused(bare: Any) -> None:
             check(glm, rows, "messages")
     with refused("chat.answer_changed", "'hm'"):
         check(qwen, [{"messages": apart}])
-
-
-@pytest.mark.parametrize("template", ["qwen3_5_think", "deepseek_r1_distill"])
-def test_a_server_that_begins_to_think_is_not_served_with_plain_rows(bare: Any, template: str) -> None:
-    with refused("chat.prompt_mismatch", row=1):
-        check(with_template(bare, template), [PLAIN])
 
 
 @pytest.fixture
@@ -278,23 +246,18 @@ def test_packing_truncation_and_collator_keep_every_trained_token(tiny: Any, tmp
     from trl.chat_template_utils import qwen2_5_chat_template
 
     tiny.chat_template = qwen2_5_chat_template
-    lines = (files.SAMPLES / "train.jsonl").read_text(encoding="utf-8").splitlines()[:60]
-    rows = [*map(json.loads, lines), *TOOL_ROWS, {"messages": LONG * 20}]  # tools of one row are not those of another
+    rows = [*SAMPLE, *TOOL_ROWS, {"messages": LONG * 20}]  # tools of one row are not those of another
     limit = sorted(chat.filter_by_length(tiny, rows, 0).lengths)[-2] - 1
     fitted = chat.filter_by_length(tiny, rows, limit)  # one row too long, and one of which a line break is cut
     assert fitted.left_out == rows[-1:] and max(fitted.lengths) == limit + 1
     report = chat.check_contract(fitted)
     settings = {"packing": True, "report_to": "none", "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
     model, dataset = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL), chat.training_dataset(fitted)
-    trainer, cutting = (
-        SFTTrainer(
-            model, SFTConfig(str(tmp_path), max_length=length, **settings), train_dataset=dataset, processing_class=tiny
-        )
-        for length in (limit, 16)
-    )
+    configs = [SFTConfig(str(tmp_path), max_length=length, **settings) for length in (limit, 16)]
+    trainer, cutting = (SFTTrainer(model, one, train_dataset=dataset, processing_class=tiny) for one in configs)
     assert len(trainer.train_dataset) < len(dataset) and trainer.args.packing_strategy == "bfd"
     assert collated(trainer) == sorted((row["input_ids"][:limit], row["labels"][:limit]) for row in dataset)
-    assert f"{report.trained} tokens are trained, {report.answers} stop tokens" in chat.check_trainer(trainer, report)
+    chat.check_trainer(trainer, report)
     with refused("chat.trainer_mismatch"):
         chat.check_trainer(cutting, report)
 
@@ -318,25 +281,22 @@ def test_validation_rows_are_spread_and_long_ones_left_out(tokenizer: Any, capsy
     fitted = chat.filter_by_length(tokenizer, [{"messages": SHORT}, {"messages": MIDDLE}], 40)
     rows = [{"messages": one} for one in (SHORT, LONG, MIDDLE, SHORT)]
     ids = [chat.View(tokenizer, "messages").encode(one)[0] for one in (SHORT, MIDDLE)]
-    assert chat.dataset.validation_dataset(fitted, rows, 2)["input_ids"][:] == ids
-    assert len(chat.dataset.validation_dataset(fitted, rows, 9)) == 3 and capsys.readouterr().out == ""
-    assert len(chat.dataset.validation_dataset(fitted, rows[1:2], 1)) == 0 and "validat" in capsys.readouterr().out
+    assert chat.validation_dataset(fitted, rows, 2)["input_ids"][:] == ids
+    assert len(chat.validation_dataset(fitted, rows, 9)) == 3 and capsys.readouterr().out == ""
+    assert len(chat.validation_dataset(fitted, rows[1:2], 1)) == 0 and "validat" in capsys.readouterr().out
 
 
 def test_build_dataset_filters_checks_and_counts(tiny: Any, tmp_path: Path) -> None:
     from nbutils import platforms, profiles
 
-    lines = (files.SAMPLES / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [*map(json.loads, lines[:60]), {"messages": LONG * 40}]
+    rows = [*SAMPLE, {"messages": LONG * 40}]
     resolved = profiles.resolve("tiny", "", gpu=None, platform=platforms.detect(), online=lambda: False)
-    data_folder = SimpleNamespace(data=tmp_path)
-    lesson: Any = SimpleNamespace(
-        resolved=resolved, profile=resolved.profile, model=str(files.TINY_MODEL), run=data_folder
-    )
+    lesson: Any = SimpleNamespace(resolved=resolved, profile=resolved.profile, model=str(files.TINY_MODEL))
+    lesson.run = SimpleNamespace(data=tmp_path)
     dataset = chat.build_dataset(tiny, rows, rows[:40], lesson)
     assert len(dataset.train) == len(dataset.lengths) == 60 and dataset.left_out == rows[60:]
     assert dataset.eval and dataset.train["input_ids"][:1] == dataset.eval["input_ids"][:1]
-    assert len((tmp_path / "too_long.jsonl").read_text(encoding="utf-8").splitlines()) == 1
+    assert len(data.stored_rows(tmp_path / "too_long.jsonl")) == 1
     trained = sum(label != -100 for labels in dataset.train["labels"] for label in labels)
     assert dataset.facts() == {"form": "messages", "examples": 60, "trained_tokens": trained, "rows_left_out": 1}
     assert "1 of 61 rows" in str(dataset) and f"{trained} of" in str(dataset)
@@ -357,44 +317,37 @@ def answered(text: str) -> str:
     return MARKED.replace(ANSWER, text)
 
 
-@pytest.mark.parametrize(
-    ("template", "code", "words"),
-    [
-        (answered(ANSWER.replace("<|im_end|>", "<|endoftext|>")), "no_stop_token", "'<|endoftext|>'"),  # pad as stop
-        (answered("{% generation %}{% endgeneration %}{{ m.content }}<|im_end|>"), "wrong_loss_mask", "not trained"),
-        (answered("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"), "wrong_loss_mask", "<|im_end|>"),
-        ("{% generation %}" + answered("{{ m.content }}<|im_end|>") + "{% endgeneration %}", "wrong_loss_mask", "n 1,"),
-        (answered(ANSWER.replace("<|im_end|>", "<|im_end|> Bye.")), "wrong_loss_mask", "no part of an answer"),
-        ("{% if not add_generation_prompt %}<s>{% endif %}" + MARKED, "prompt_mismatch", "from token 1 on"),
-        (answered(ANSWER.replace("m.content", "m.content | upper")), "answer_changed", "'On its way"),
-        (answered(ANSWER.replace("m.content", "m.content[:5]")), "answer_changed", "'On its way"),
-        (answered("{{ m.content[1:] }}<|im_end|>"), "answer_changed", "'On its way"),
-    ],
-    ids=["pad token as stop", "all masked", "stop outside the mask", "prompt trained", "words after the stop token",
-         "literal prefix", "upper case", "cut", "first character lost"],
-)  # fmt: skip
+@pytest.mark.parametrize(("template", "code", "words"), [
+    (answered(ANSWER.replace("<|im_end|>", "<|endoftext|>")), "no_stop_token", "'<|endoftext|>'"),  # pad as stop
+    (answered("{% generation %}{% endgeneration %}{{ m.content }}<|im_end|>"), "wrong_loss_mask", "not trained"),
+    (answered("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"), "wrong_loss_mask", "<|im_end|>"),
+    ("{% generation %}" + answered("{{ m.content }}<|im_end|>") + "{% endgeneration %}", "wrong_loss_mask", "n 1,"),
+    (answered(ANSWER.replace("<|im_end|>", "<|im_end|> Bye.")), "wrong_loss_mask", "no part of an answer"),
+    ("{% if not add_generation_prompt %}<s>{% endif %}" + MARKED, "prompt_mismatch", "from token 1 on"),
+    (answered(ANSWER.replace("m.content", "m.content | upper")), "answer_changed", "'On its way"),
+    (answered(ANSWER.replace("m.content", "m.content[:5]")), "answer_changed", "'On its way"),
+    (answered("{{ m.content[1:] }}<|im_end|>"), "answer_changed", "'On its way"),
+    (MARKED + "{{ missing.token }}", "row_refused", "undefined"),
+    ("qwen3_5_think", "prompt_mismatch", ""), ("deepseek_r1_distill", "prompt_mismatch", ""),
+], ids=["pad token as stop", "all masked", "stop outside the mask", "prompt trained", "words after the stop token",
+        "literal prefix", "upper case", "cut", "first character lost", "undefined", "thinks", "R1"])  # fmt: skip
 def test_templates_that_break_the_contract(bare: Any, template: str, code: str, words: str) -> None:
     with refused(f"chat.{code}", words, row=1):
         check(with_template(bare, template), [{"messages": TWO}], "messages" if "generation %" in template else "")
 
 
-@pytest.mark.parametrize(
-    ("answer", "code", "words"),
-    [
-        ("On its way.<|im_end|> Or is it?", "stop_token_in_answer", "'<|im_end|>'"),
-        ("On its way.<|im_end|>", "stop_token_in_answer", "'<|im_end|>'"),
-        ("\nOn its way.", "prompt_mismatch", "line break"),  # melts into the prompt
-    ],
-)
-def test_answers_that_break_the_contract(tokenizer: Any, answer: str, code: str, words: str) -> None:
-    with refused(f"chat.{code}", words, row=2):
-        check(tokenizer, [{"messages": ONE}, *rows_of("Where?", answer)])
-
-
-def test_an_answer_is_looked_for_in_its_own_place(bare: Any) -> None:
-    once = with_template(bare, answered(ANSWER.replace("m.content", "m.content if not loop.last else ''")))
-    with refused("chat.answer_changed", "'Here.'"):
-        check(once, rows_of("Where?", "Here.", "Where?", "Here."), "messages")
+@pytest.mark.parametrize(("rows", "row", "code", "words"), [
+    ([*ROWS, *rows_of("Where?", "On its way.<|im_end|> Or is it?")], 3, "stop_token_in_answer", "'<|im_end|>'"),
+    ([*ROWS, *rows_of("Where?", "On its way.<|im_end|>")], 3, "stop_token_in_answer", "'<|im_end|>'"),
+    ([*ROWS, *rows_of("Where?", "\nOn its way.")], 3, "prompt_mismatch", "line break"),  # melts into the prompt
+    (TOOL_ROWS, 1, "tools_not_shown", ""),  # the template leaves them out
+    ([{"messages": TOOL_ROWS[0]["messages"]}], 1, "answer_changed", "a call of 'weather'"),
+    (rows_of("Where?"), 1, "no_answer", ""),
+    ([], None, "no_rows", ""),
+])  # fmt: skip
+def test_rows_that_break_the_contract(tokenizer: Any, rows: Any, row: int | None, code: str, words: str) -> None:
+    with refused(f"chat.{code}", words, row=row):
+        check(tokenizer, rows)
 
 
 def test_characters_a_tokenizer_normalizes_are_not_lost(bare: Any) -> None:
@@ -410,17 +363,14 @@ def test_what_cannot_be_rendered_is_refused(bare: Any, tokenizer: Any) -> None:
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + MARKED
     with refused("chat.row_refused", "no system", row=3):
         check(with_template(bare, strict), [*ROWS, {"messages": [{"role": "system", "content": "Be kind."}, *ONE]}])
-    with refused("chat.row_refused", "undefined", row=1):
-        check(with_template(bare, MARKED + "{{ missing.token }}"))
     with refused("chat.no_chat_template"):
         chat.training_format(with_template(bare, None))
     for stops in ([], [0]):  # a model that stops elsewhere
         with refused("chat.no_stop_token", "'<|im_end|>'", row=1):
             check(tokenizer, stop_ids=stops)
-    with refused("chat.no_rows"):
-        check(tokenizer, [])
-    with refused("chat.no_answer", row=1):
-        check(tokenizer, rows_of("Where?"))
+    once = with_template(bare, answered(ANSWER.replace("m.content", "m.content if not loop.last else ''")))
+    with refused("chat.answer_changed", "'Here.'"):  # an answer is looked for in its own place
+        check(once, rows_of("Where?", "Here.", "Where?", "Here."), "messages")
 
 
 @pytest.mark.install

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import refused
+from support import ROOT, refused
 
 from nbutils import corpus
-from nbutils.corpus import pretraining, samples
 from nbutils.files import SAMPLES, TINY_MODEL
-
-TEXT = "0e076bf51dcc0a96708bbad2cfe422127959a6d7dad0425d240d1cfdf1fcd7b2"  # of 3000 texts with seed 1
-FACTS = ("intent", "item", "count", "city", "day")
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +23,19 @@ def bundled() -> Any:
 
 
 def test_the_bundled_files_are_what_the_generator_writes(tmp_path: Path) -> None:
-    corpus.write_samples(tmp_path)
+    runpy.run_path(str(ROOT / ".ci/samples.py"))["main"](tmp_path)
     tickets = []
-    for name in samples.FILES:
-        assert (SAMPLES / name).read_bytes() == (tmp_path / name).read_bytes(), f"{name}: run python -m nbutils.corpus"
+    for name in ("train.jsonl", "eval.jsonl"):
+        assert (SAMPLES / name).read_bytes() == (tmp_path / name).read_bytes(), f"{name}: run python .ci/samples.py"
         tickets += [json.loads(line)["messages"][1]["content"] for line in (tmp_path / name).read_text().splitlines()]
-    assert len(tickets) == len(set(tickets)) == 920 and set(json.loads(tickets[0])) == set(FACTS)
+    assert len(tickets) == len(set(tickets)) == 920
+    assert set(json.loads(tickets[0])) == {"intent", "item", "count", "city", "day"}
 
 
 def test_the_pretraining_text_never_changes_and_never_shows_a_ticket() -> None:
     texts = list(corpus.pretraining_texts(3000, 1))
-    assert hashlib.sha256("".join(texts).encode()).hexdigest() == TEXT
+    digest = hashlib.sha256("".join(texts).encode()).hexdigest()
+    assert digest == "0e076bf51dcc0a96708bbad2cfe422127959a6d7dad0425d240d1cfdf1fcd7b2"
     assert not any('{"' in text or '"intent":' in text for text in texts)
 
 
@@ -47,17 +46,14 @@ def test_the_bundled_tokenizer_can_be_rebuilt(bundled: Any) -> None:
     assert corpus.build_tokenizer(texts, settings["VOCAB"]).get_vocab() == bundled.get_vocab()
 
 
-def test_a_tokenizer_begins_with_the_special_tokens_and_loses_nothing(bundled: Any) -> None:
+def test_a_tokenizer_begins_with_the_special_tokens_loses_nothing_and_writes_chatml(bundled: Any) -> None:
     for tokenizer in (corpus.build_tokenizer(corpus.pretraining_texts(200, 1), 600), bundled):
         assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [0, 1, 2]
         assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
         for text in ("Please send 12.\n\n", "漢字 🙂 {x}", "<|im_start|>user\nhi<|im_end|>"):
             assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_the_template_writes_chatml(bundled: Any) -> None:
     turns = [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "您好！"}]
-    assert bundled.chat_template == pretraining.CHAT_TEMPLATE
+    assert bundled.chat_template == corpus.CHAT_TEMPLATE
     assert bundled.apply_chat_template(turns, tokenize=False) == corpus.chat("你好", "您好！")
     prompt = bundled.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
     assert prompt == corpus.chat("你好") + "<|im_start|>assistant\n"

@@ -30,11 +30,9 @@ def test_parameters_go_to_the_lessons_that_have_them() -> None:
 
 
 def test_a_failing_cell_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     cell = nbformat.v4.new_code_cell("raise ValueError('on purpose')")
-    nbformat.write(
-        nbformat.v4.new_notebook(cells=[cell], metadata={"kernelspec": kernel}), tmp_path / "09_broken.ipynb"
-    )
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata=kernel), tmp_path / "09_broken.ipynb")
     monkeypatch.setattr(course, "NOTEBOOKS", tmp_path)
     problem, failed = "ValueError: on purpose", tmp_path / "out.unfinished.ipynb"
     (tmp_path / "out.ipynb").write_text("of an earlier run")
@@ -63,23 +61,16 @@ def folder(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_lesson_alone_goes_to_the_runs_and_overwrites_nothing(folder: Path, home: Path) -> None:
     first = home / "notebooks/03_qlora.ipynb"
     for words in (["03_qlora.ipynb", "--log-output"], ["-p", "PROFILE", "tiny", "03_qlora.ipynb"]):
-        assert papermill_io.output_for(words, stdout=1) == first
+        assert papermill_io.output_for(words) == first
     first.write_text("old")
-    second = papermill_io.output_for(["03_qlora.ipynb"], stdout=1)
+    second = papermill_io.output_for(["03_qlora.ipynb"])
     assert second and second.parent == first.parent and not second.exists()
 
 
-@pytest.mark.parametrize(
-    "words", ["03_qlora.ipynb out", "03_qlora.ipynb -", "other.ipynb", "no.ipynb", "", "--help-notebook 03_qlora.ipynb"]
-)
-def test_other_calls_are_left_to_papermill(folder: Path, words: str) -> None:
-    assert papermill_io.output_for(words.split(), stdout=1) is None
-
-
-def test_only_stdout_into_a_notebook_file_is_left_to_papermill(folder: Path) -> None:
-    notebook, log = (os.open(folder / name, os.O_RDWR | os.O_CREAT) for name in ("out.ipynb", "train.log"))
-    assert papermill_io.output_for(["03_qlora.ipynb"], stdout=notebook) is None
-    assert papermill_io.output_for(["03_qlora.ipynb"], stdout=log)
+def test_other_calls_are_left_to_papermill(folder: Path) -> None:
+    lesson = "03_qlora.ipynb"
+    for words in (f"{lesson} out", f"{lesson} -", "other.ipynb", "no.ipynb", "", f"--help-notebook {lesson}"):
+        assert papermill_io.output_for(words.split()) is None
 
 
 def test_sigterm_goes_to_the_kernel_and_the_parent_lives_on() -> None:

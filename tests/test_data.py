@@ -9,11 +9,10 @@ import random
 import re
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow
@@ -25,12 +24,10 @@ from support import refused
 from nbutils import data
 from nbutils.cli import app
 from nbutils.data import build, read
-from nbutils.data.dedupe import TEMPLATE, NearDuplicates, row_text
-from nbutils.data.text import find_private, mask, repair_mojibake
+from nbutils.data.dedupe import TEMPLATE, find_repeated, row_text
+from nbutils.data.rows import find_private, mask
 from nbutils.files import SAMPLES
 
-FOLDER = ["data_card.json", "eval.jsonl", "rejected.jsonl", "train.jsonl"]
-SAMPLE_FINGERPRINT = "450a6a355ac516c57e9d33bcd61505a41025723c2438f3fa8a82db9adb2aa224"
 _M = "messages"
 BROKEN = {  # line of broken_rows.jsonl -> (kind, field)
     2: ("malformed_json", "character 113"), 3: ("malformed_json", "character 2"), 4: ("wrong_type", "-"),
@@ -63,19 +60,17 @@ def write(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def stored(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def prepared(folder: Path, rows: list[Any], **settings: Any) -> data.DataCard:
+    """The card of these rows, written to a.jsonl and prepared in `out`."""
+    return data.prepare(write(folder / "a.jsonl", rows), folder / "out", **settings)
 
 
 def checked(path: Path | str) -> list[data.ChatRow | data.RowError]:
     return [data.check_row(row) for row in data.read_rows(path)]
 
 
-def contents(path: Path | str) -> list[list[str]]:
-    """The texts of every row of a file; a rejected row fails the test."""
-    rows = checked(path)
-    assert all(isinstance(row, data.ChatRow) for row in rows), rows
-    return [[message["content"] for message in row.messages] for row in rows]
+def texts(row: Any) -> list[str]:
+    return [message["content"] for message in row.messages]
 
 
 def chat(raw: Any, mapping: str = "") -> data.ChatRow:
@@ -98,35 +93,6 @@ def test_each_broken_row_of_the_sample_is_named_and_hides_no_other(capsys: pytes
 
 
 PAIR = chat_row("你好", "您好")["messages"]
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        {"messages": PAIR},
-        {"messages": json.dumps(PAIR)},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "你好"}]}, PAIR[1]], "system": " "},
-        {"prompt": PAIR[:1], "completion": PAIR[1:]},
-        {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "您好"}]},
-        {"prompt": "你好", "prompt_id": "7", "messages": PAIR},
-        {"instruction": "你好", "input": "", "output": "您好", "history": None, "text": "whole", "prompt": "whole"},
-        {"指令": "你好", "输入": None, "输出": "您好"}, {"问题": "你好", "答案": "您好"},
-        {"用户": "你好", "助手": "您好"}, {"q": "你好", "a": "您好"},
-        {"\ufeffQuestion ": "你好", " ANSWER": "您好", "": 7, "Reasoning Content": ""},
-        {"question": "\n \n你好 \r\n", "answer": "您好\n"},
-    ],
-)  # fmt: skip
-def test_every_known_shape_becomes_the_same_messages(raw: dict[str, Any]) -> None:
-    assert chat(raw).messages == PAIR
-
-
-@pytest.mark.parametrize("history", [[["a", "b"]], json.dumps([["a", "b"]]), chat_row("a", "b")["messages"]])
-def test_columns_beside_question_and_answer_are_taken(history: Any) -> None:
-    raw = {"system": "短", "instruction": "c", "input": "    x", "output": "\n    d\n", "history": history}
-    texts = [(message["role"], message["content"]) for message in chat(raw).messages]
-    assert texts == [("system", "短"), ("user", "a"), ("assistant", "b"), ("user", "c\n    x"), ("assistant", "    d")]
-
-
 ASKED = {"role": "user", "content": "天气?"}
 SEARCH = {"function": {"name": "search", "arguments": {"q": "天气"}}, "type": "function"}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [SEARCH]}
@@ -134,34 +100,64 @@ RESULT = {"role": "tool", "content": "晴", "name": "search", "tool_call_id": "1
 SAID = {"role": "assistant", "content": "今天晴。"}
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"name": "search", "arguments": json.dumps({"q": "天气"})}
+CHINESE = [
+    {"问题": "我的订单到哪里了？", "答案": "您好，正在路上，预计明天下午送达。"}, {"问题": "玫瑰", "答案": "鹦鹉"},
+    {"问题": "退款要多久", "答案": "一般三个工作日内到账。"}, {"问题": "ok", "答案": "ok"},
+]  # fmt: skip
+SOUND = {  # languages with accents, and the punctuation that makes them look broken byte by byte
+    "fr": "« L’été, déjà ? » « café » «\xa0fiancé\xa0» l'œuvre, voilà… où ça – “né” à Noël, naïf, ÇA, «\xa0à\xa0» É…",
+    "pt": "NÃO, amanhã… “MAÇÃ” «AMANHû «irmã» nº 3, São Paulo – “pão”, à noite, AÇÃO, “É”",
+    "zh": "你好，世界。“引号”——省略号……《书名》① ℃ ￥ 浣熊 锛子 横浜 涓涓细流",
+    "ja": "横浜・浜松、「こんにちは」——浜辺の浜",
+}
+WIDE = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
+VARIANTS = [str, str.upper, "{} !!".format, lambda text: text.replace(" ", "，"), lambda text: text.translate(WIDE)]
+ENGLISH = "The parcel was handed to the carrier this morning and should arrive within two working days. You will get a "
+ENGLISH += "message with a link as soon as the driver is near your street, and you can still change the address there."
+ZH = "包裹今天早上已交给快递公司，预计会在后天下午送到您家。送达之前您会收到一条短信，里面有改地址的链接，请放心。"
+QUESTION = "Hello, I ordered a kettle for my mother last week and nobody told me when it comes. When will it arrive?"
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        {"messages": [ASKED, CALLED, RESULT, SAID], "tools": [TOOL]},
-        {"messages": json.dumps([ASKED, CALLED, RESULT, SAID]), "tools": json.dumps(TOOL["function"])},
-        {"messages": [ASKED, {"role": "assistant", "tool_calls": [CALL]}, RESULT, SAID], "tools": [TOOL["function"]]},
-        {"messages": [ASKED, {"role": "assistant", "function_call": CALL}, {**RESULT, "role": "function"}, SAID],
-         "tools": [TOOL]},
-        {"conversations": [{"from": "human", "value": "天气?"}, {"from": "function_call", "value": json.dumps(CALL)},
-                           {"from": "observation", "value": "晴", "name": "search", "tool_call_id": "1"},
-                           {"from": "gpt", "value": "今天晴。"}], "tools": json.dumps([TOOL["function"]])},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("raw", [
+    {"messages": PAIR}, {"messages": json.dumps(PAIR)}, {"prompt": PAIR[:1], "completion": PAIR[1:]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "你好"}]}, PAIR[1]], "system": " "},
+    {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "您好"}]},
+    {"prompt": "你好", "prompt_id": "7", "messages": PAIR}, {"q": "你好", "a": "您好"},
+    {"instruction": "你好", "input": "", "output": "您好", "history": None, "text": "whole", "prompt": "whole"},
+    {"指令": "你好", "输入": None, "输出": "您好"}, {"问题": "你好", "答案": "您好"}, {"用户": "你好", "助手": "您好"},
+    {"\ufeffQuestion ": "你好", " ANSWER": "您好", "": 7, "Reasoning Content": ""},
+    {"question": "\n \n你好 \r\n", "answer": "您好\n"},
+])  # fmt: skip
+def test_every_known_shape_becomes_the_same_messages(raw: dict[str, Any]) -> None:
+    assert chat(raw).messages == PAIR
+
+
+@pytest.mark.parametrize("history", [[["a", "b"]], json.dumps([["a", "b"]]), chat_row("a", "b")["messages"]])
+def test_columns_beside_question_and_answer_are_taken(history: Any) -> None:
+    raw = {"system": "短", "instruction": "c", "input": "    x", "output": "\n    d\n", "history": history}
+    row = chat(raw)
+    assert texts(row) == ["短", "a", "b", "c\n    x", "    d"]
+    assert [message["role"] for message in row.messages] == ["system", *("user", "assistant") * 2]
+    whole = "<think>\n想\n</think>\n\n今天晴。"  # reasoning stands before the answer
+    apart = {"messages": [ASKED, {**SAID, "reasoning_content": "想\n"}]}
+    column = {"question": "天气?", "Complex_CoT": "想", "response": "今天晴。"}
+    both = {"question": "天气?", "answer": whole, "思考过程": "想"}
+    assert [texts(chat(raw))[1] for raw in (apart, column, both)] == [whole] * 3
+
+
+@pytest.mark.parametrize("raw", [
+    {"messages": [ASKED, CALLED, RESULT, SAID], "tools": [TOOL]},
+    {"messages": json.dumps([ASKED, CALLED, RESULT, SAID]), "tools": json.dumps(TOOL["function"])},
+    {"messages": [ASKED, {"role": "assistant", "tool_calls": [CALL]}, RESULT, SAID], "tools": [TOOL["function"]]},
+    {"messages": [ASKED, {"role": "assistant", "function_call": CALL}, {**RESULT, "role": "function"}, SAID],
+     "tools": [TOOL]},
+    {"conversations": [{"from": "human", "value": "天气?"}, {"from": "function_call", "value": json.dumps(CALL)},
+                       {"from": "observation", "value": "晴", "name": "search", "tool_call_id": "1"},
+                       {"from": "gpt", "value": "今天晴。"}], "tools": json.dumps([TOOL["function"]])},
+])  # fmt: skip
 def test_every_way_to_write_a_tool_call_becomes_the_same(raw: Any) -> None:
     row = chat(raw)
     assert row.messages == [ASKED, {**CALLED, "content": ""}, RESULT, SAID] and row.tools == [TOOL] and not row.trimmed
-
-
-def test_reasoning_stands_before_the_answer() -> None:
-    whole = "<think>\n想\n</think>\n\n今天晴。"
-    for raw in (
-        {"messages": [ASKED, {**SAID, "reasoning_content": "想\n"}]},
-        {"question": "天气?", "Complex_CoT": "想", "response": "今天晴。"},
-        {"question": "天气?", "answer": whole, "思考过程": "想"},
-    ):
-        assert chat(raw).messages[1]["content"] == whole
 
 
 def called_with(listed: Any = None, **arguments: Any) -> dict[str, Any]:
@@ -173,45 +169,31 @@ def said(answer: Any) -> dict[str, Any]:
     return {"question": "a", "answer": answer}
 
 
-@pytest.mark.parametrize(
-    ("raw", "kind", "field"),
-    [
-        ("text", "wrong_type", "-"),
-        ({}, "unknown_columns", "-"), ({"messages": []}, "empty", "messages"),
-        ({"messages": ["hello"]}, "wrong_type", "messages[0]"),
-        ({"messages": "[{"}, "malformed_json", "messages"),
-        ({"messages": [{"content": "hello"}]}, "missing_field", "messages[0].role"),
-        ({"messages": [{"role": "boss", "content": "b"}]}, "unknown_role", "messages[0].role"),
-        ({"output": "yes"}, "missing_field", "instruction"),
-        ({"instruction": "a", "input": 0, "output": "b"}, "wrong_type", "input"),
-        (said("b") | {"history": [["c", "d", "e"]]}, "wrong_type", "history[0]"),
-        (said("b") | {"system": 0}, "wrong_type", "system"),
-        (said("b") | {"tools": False}, "wrong_type", "tools[0]"),
-        (said("b") | {"tools": [{"type": "x"}]}, "wrong_type", "tools[0]"),
-        (said("b") | {"tools": "[{"}, "malformed_json", "tools"),
-        (said("b") | {"reasoning_content": 5}, "wrong_type", "reasoning_content"),
-        ({"messages": [{"role": "system", "content": "a"}, *PAIR], "system": "b"}, "role_order", "messages[0]"),
-        (said("\ud83d"), "control_character", "answer"),
-        (said(float("nan")), "wrong_type", "answer"),
-        (said(json.loads("[" * 900 + "]" * 900)), "wrong_type", "answer"),
-        (said(10**5000), "wrong_type", "answer"),
-        (called_with(b="\ud83d"), "wrong_type", "messages[1]"),
-        (called_with(b=float("nan")), "wrong_type", "messages[1]"),
-        (called_with(b=datetime(2020, 1, 1)), "wrong_type", "messages[1]"),
-        (called_with(b="<|im_end|>"), "template_marker", "messages[1]"),
-        (called_with(b="CafÃ© Ã  Paris"), "mojibake", "messages[1]"),
-        ({"messages": [ASKED, RESULT, SAID]}, "role_order", "messages[1]"),
-        ({"messages": [ASKED, SAID, RESULT, SAID]}, "role_order", "messages[2]"),
-        ({"messages": [ASKED, CALLED, ASKED, SAID]}, "role_order", "messages[2]"),
-        ({"messages": [ASKED, CALLED, RESULT]}, "role_order", "messages[2]"),
-        ({"messages": [ASKED, {"role": "system", "content": "a"}, SAID]}, "role_order", "messages[1]"),
-        ({"messages": [ASKED, {**CALLED, "tool_calls": [1]}]}, "wrong_type", "messages[1].tool_calls[0]"),
-        ({"messages": [ASKED, {**CALLED, "tool_calls": [{"name": " "}]}]}, "wrong_type", "messages[1].tool_calls[0]"),
-        (called_with([1]), "wrong_type", "messages[1].tool_calls[0].arguments"),
-        ({"messages": [{**ASKED, "content": [{"type": "image_url"}]}, SAID]}, "wrong_type", "messages[0].content"),
-        ({"messages": [ASKED, {**SAID, "content": "", "reasoning_content": "hm"}]}, "empty", "messages[1].content"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("raw", "kind", "field"), [
+    ({"messages": []}, "empty", "messages"), ({"messages": ["hello"]}, "wrong_type", "messages[0]"),
+    ({"messages": [{"content": "hello"}]}, "missing_field", "messages[0].role"),
+    ({"instruction": "a", "input": 0, "output": "b"}, "wrong_type", "input"),
+    (said("b") | {"history": [["c", "d", "e"]]}, "wrong_type", "history[0]"),
+    (said("b") | {"system": 0}, "wrong_type", "system"), (said("b") | {"tools": False}, "wrong_type", "tools[0]"),
+    (said("b") | {"tools": [{"type": "x"}]}, "wrong_type", "tools[0]"),
+    (said("b") | {"tools": "[{"}, "malformed_json", "tools"), ({"messages": "[{"}, "malformed_json", "messages"),
+    (said("b") | {"reasoning_content": 5}, "wrong_type", "reasoning_content"),
+    ({"messages": [{"role": "system", "content": "a"}, *PAIR], "system": "b"}, "role_order", "messages[0]"),
+    (said("\ud83d"), "control_character", "answer"), (said(float("nan")), "wrong_type", "answer"),
+    (said(json.loads("[" * 900 + "]" * 900)), "wrong_type", "answer"), (said(10**5000), "wrong_type", "answer"),
+    (called_with(b="\ud83d"), "wrong_type", "messages[1]"), (called_with(b=float("nan")), "wrong_type", "messages[1]"),
+    (called_with(b=datetime(2020, 1, 1)), "wrong_type", "messages[1]"),
+    (called_with(b="<|im_end|>"), "template_marker", "messages[1]"),
+    (called_with(b="CafÃ© Ã  Paris"), "mojibake", "messages[1]"),
+    ({"messages": [ASKED, SAID, RESULT, SAID]}, "role_order", "messages[2]"),
+    ({"messages": [ASKED, CALLED, ASKED, SAID]}, "role_order", "messages[2]"),
+    ({"messages": [ASKED, CALLED, RESULT]}, "role_order", "messages[2]"),
+    ({"messages": [ASKED, {"role": "system", "content": "a"}, SAID]}, "role_order", "messages[1]"),
+    ({"messages": [ASKED, {**CALLED, "tool_calls": [{"name": " "}]}]}, "wrong_type", "messages[1].tool_calls[0]"),
+    (called_with([1]), "wrong_type", "messages[1].tool_calls[0].arguments"),
+    ({"messages": [{**ASKED, "content": [{"type": "image_url"}]}, SAID]}, "wrong_type", "messages[0].content"),
+    ({"messages": [ASKED, {**SAID, "content": "", "reasoning_content": "hm"}]}, "empty", "messages[1].content"),
+])  # fmt: skip
 def test_rules_of_a_row(raw: Any, kind: str, field: str) -> None:
     problem = data.problems_of(raw)[0]
     assert (problem.kind, problem.field) == (kind, field)
@@ -220,30 +202,23 @@ def test_rules_of_a_row(raw: Any, kind: str, field: str) -> None:
 def test_a_mapping_joins_columns_and_ignores_the_rest() -> None:
     raw = {"标题": "订单", "正文": "到哪里了？", "回复": "在路上。", "角色": "客服", "question": "x", "answer": "y"}
     row = chat(raw, "user=标题+正文, assistant=回复, system=角色")
-    assert [m["content"] for m in row.messages] == ["客服", "订单\n到哪里了？", "在路上。"]
-    row = chat({**raw, "标题": None}, "user＝标题+正文，assistant=回复")
-    assert [m["content"] for m in row.messages] == ["到哪里了？", "在路上。"]
+    assert texts(row) == ["客服", "订单\n到哪里了？", "在路上。"]
+    assert texts(chat({**raw, "标题": None}, "user＝标题+正文，assistant=回复")) == ["到哪里了？", "在路上。"]
     assert chat({"Chat": [ASKED, SAID]}, "messages=chat").messages == [ASKED, SAID]
-    assert chat(qa(1) | {"who": "c"}, "system=who").messages[0]["content"] == "c"
+    assert texts(chat(qa(1) | {"who": "c"}, "system=who"))[0] == "c"
     [problem] = data.problems_of(qa(1), "user=question, assistant=reply")
     assert (problem.kind, problem.field) == ("missing_field", "reply") and "question, answer" in problem.seen
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b", "messages=a, user=b, assistant=c"],
-)  # fmt: skip
-def test_a_mapping_that_makes_no_sense_is_refused(text: str) -> None:
-    with refused("data.bad_mapping", mapping=text):
-        data.parse_mapping(text)
-
-
-SOUND = {  # languages with accents, and the punctuation that makes them look broken byte by byte
-    "fr": "« L’été, déjà ? » « café » «\xa0fiancé\xa0» l'œuvre, voilà… où ça – “né” à Noël, naïf, ÇA, «\xa0à\xa0» É…",
-    "pt": "NÃO, amanhã… “MAÇÃ” «AMANHû «irmã» nº 3, São Paulo – “pão”, à noite, AÇÃO, “É”",
-    "zh": "你好，世界。“引号”——省略号……《书名》① ℃ ￥ 浣熊 锛子 横浜 涓涓细流",
-    "ja": "横浜・浜松、「こんにちは」——浜辺の浜",
-}
+    no_sense = [
+        "question",
+        "user=",
+        "boss=a, assistant=b",
+        "user=a",
+        "user=a, user=b",
+        "messages=a, user=b, assistant=c",
+    ]
+    for text in no_sense:
+        with refused("data.bad_mapping", mapping=text):
+            data.parse_mapping(text)
 
 
 @pytest.mark.parametrize("language", SOUND)
@@ -251,7 +226,7 @@ def test_sound_text_is_never_touched(language: str) -> None:
     words, chance = re.split(r"(?<= )", SOUND[language]), random.Random(7)
     for _ in range(50):
         mixed = "".join(chance.choices(words, k=12)).strip() or SOUND[language]
-        assert repair_mojibake(mixed) == mixed and not data.problems_of(said(mixed))
+        assert texts(chat(said(mixed)))[1] == mixed
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252"])
@@ -266,40 +241,29 @@ def test_text_read_in_the_wrong_encoding_is_repaired(encoding: str) -> None:
     assert isinstance(strict, data.RowError) and strict.problems[0].kind == "mojibake"
 
 
-@pytest.mark.parametrize("text", ["在路上��", "锟斤拷锟斤拷", "璁㈠崟锛屽湪鍝噷?"])
-def test_characters_that_are_lost_are_refused(text: str) -> None:
-    assert [problem.kind for problem in data.problems_of(said(text))] == ["mojibake"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["<|im_start|>user", "ok<|im_end|>", "[gMASK]<sop>hello", "<s>[INST] hi", "hello</s>", "a [/INST]", "<<SYS>>",
-     "<start_of_turn>user", "<｜User｜>", "<｜end▁of▁sentence｜>", "<bos>hi", "a<pad><pad>", "[AVAILABLE_TOOLS]"],
-)  # fmt: skip
-def test_template_markers_are_refused(text: str) -> None:
-    assert [problem.kind for problem in data.problems_of(said(text))] == ["template_marker"]
+def test_characters_that_are_lost_and_template_markers_are_refused() -> None:
+    lost = ["在路上��", "锟斤拷锟斤拷", "璁㈠崟锛屽湪鍝噷?"]
+    markers = [
+        "<|im_start|>user", "ok<|im_end|>", "[gMASK]<sop>hello", "<s>[INST] hi", "hello</s>", "a [/INST]", "<<SYS>>",
+        "<start_of_turn>user", "<｜User｜>", "<｜end▁of▁sentence｜>", "<bos>hi", "a<pad><pad>", "[AVAILABLE_TOOLS]",
+    ]  # fmt: skip
+    for text in lost + markers:
+        kind = "mojibake" if text in lost else "template_marker"
+        assert [problem.kind for problem in data.problems_of(said(text))] == [kind], text
     assert data.problems_of(said("it is <s>struck</s> out, a <b> c, <think>\nhm\n</think>\n\nok")) == []
 
 
-PRIVATE = [
-    ("phone", "请打 13812345678 找我", "138****5678"),
-    ("phone", "+86 138 1234 5678", "+86 138****5678"),
-    ("phone", "请打１３８１２３４５６７８找我", "１３８****５６７８"),
-    ("phone", "138\xa01234\xa05678", "138****5678"),
-    ("phone", "座机 021-62345678", "021****5678"),
-    ("id_number", "110105 1949 1231 002X", "110****2X"),
+@pytest.mark.parametrize(("kind", "text", "shown"), [
+    ("phone", "请打 13812345678 找我", "138****5678"), ("phone", "+86 138 1234 5678", "+86 138****5678"),
+    ("phone", "请打１３８１２３４５６７８找我", "１３８****５６７８"), ("phone", "138\xa01234\xa05678", "138****5678"),
+    ("phone", "座机 021-62345678", "021****5678"), ("id_number", "110105 1949 1231 002X", "110****2X"),
     ("id_number", "身份证 11010519491231002X", "110****2X"),
     ("email", "write to anna.b+c@mail.example.cn, please", "a***@mail.example.cn"),
-    ("key", "sk-proj-" + "a1B2" * 8, "sk-****"),
-    ("key", "token hf_" + "aB" * 17, "hf_****"),
+    ("key", "sk-proj-" + "a1B2" * 8, "sk-****"), ("key", "token hf_" + "aB" * 17, "hf_****"),
     ("key", "WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567", "WANDB****"),
-    ("key", "https://a.cn/x?token=abcdefgh", "?tok****"),
-    ("key", "-----BEGIN RSA PRIVATE KEY-----", "-----BEGIN****"),
+    ("key", "https://a.cn/x?token=abcdefgh", "?tok****"), ("key", "-----BEGIN RSA PRIVATE KEY-----", "-----BEGIN****"),
     ("key", "Bearer eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdefghijklmnop", "eyJh****"),
-]
-
-
-@pytest.mark.parametrize(("kind", "text", "shown"), PRIVATE)
+])  # fmt: skip
 def test_private_data_is_a_warning_with_the_span_masked(kind: str, text: str, shown: str) -> None:
     row = chat(said(text))
     assert row.messages[1]["content"] == text
@@ -309,11 +273,10 @@ def test_private_data_is_a_warning_with_the_span_masked(kind: str, text: str, sh
     assert [(w.kind, w.field) for w in chat(called_with(b=text)).warnings] == [(kind, "messages[1]")]
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["021-1234567", "2021-62345678", "0.021-62345678", "2019 2020 2021 2022 1", "12345678901",
-     "0.13812345678", "110105194913310021", "a @ b", "@someone", "sk-learn and hf_hub", f"commit {'0a' * 20}"],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "021-1234567", "2021-62345678", "0.021-62345678", "2019 2020 2021 2022 1", "12345678901", "0.13812345678",
+    "110105194913310021", "a @ b", "@someone", "sk-learn and hf_hub", f"commit {'0a' * 20}",
+])  # fmt: skip
 def test_numbers_and_words_that_are_not_private(text: str) -> None:
     assert list(find_private(text)) == [] and mask(text) == text
 
@@ -338,19 +301,12 @@ def test_what_is_said_about_a_row_can_be_shown(tmp_path: Path) -> None:
         assert text.isprintable() and not any(one in text for one in ("13812", "1234-", "12345", "19491231")), text
 
 
-@contextmanager
-def peak_memory() -> Iterator[Callable[[], int]]:
-    """Bytes that Python held at most within the block."""
+def peak_memory(call: Any, *given: Any) -> tuple[Any, int]:
+    """What a call gives, and the bytes that Python held at most during it."""
     tracemalloc.start()
-    peaks: list[int] = []
-    yield lambda: peaks[0]
-    peaks.append(tracemalloc.get_traced_memory()[1])
+    result, peak = call(*given), tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-
-
-def zstd(content: bytes) -> bytes:
-    half = len(content) // 2  # two frames, as parallel compressors and `cat` write them
-    return b"".join(pyarrow.compress(part, "zstd", asbytes=True) for part in (content[:half], content[half:]))
+    return result, peak
 
 
 def file_of(name: str, rows: list[Any]) -> bytes:
@@ -368,50 +324,45 @@ def file_of(name: str, rows: list[Any]) -> bytes:
     else:
         content = json.dumps(rows, ensure_ascii=False, indent=None if stem == "flat" else 2).encode()
     content = b"\xef\xbb\xbf" + content if stem == "bom" else content
-    return gzip.compress(content) if name.endswith(".gz") else zstd(content) if name.endswith(".zst") else content
+    half = len(content) // 2
+    if name.endswith(".zst"):  # two frames, as parallel compressors and `cat` write them
+        return b"".join(pyarrow.compress(part, "zstd", asbytes=True) for part in (content[:half], content[half:]))
+    return gzip.compress(content) if name.endswith(".gz") else content
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["lines.jsonl", "lines.json", "array.json", "flat.json", "bom.jsonl", "bom.csv", "semicolon.csv",
-     "a.tsv", "a.parquet", "lines.jsonl.gz", "lines.jsonl.zst", "array.json.zst", "a.csv.gz",
-     "a.parquet.gz", "a.parquet.zst"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "lines.jsonl", "lines.json", "array.json", "flat.json", "bom.jsonl", "bom.csv", "semicolon.csv", "a.tsv",
+    "a.parquet", "lines.jsonl.gz", "lines.jsonl.zst", "array.json.zst", "a.csv.gz", "a.parquet.gz", "a.parquet.zst",
+])  # fmt: skip
 def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     rows = [qa(1, "yes,\n是"), qa(2, "[no]; not"), qa(3, "{maybe}")]
     (tmp_path / name).write_bytes(file_of(name, rows))
-    assert contents(tmp_path / name) == [list(row.values()) for row in rows]
+    assert [*map(texts, checked(tmp_path / name))] == [list(row.values()) for row in rows]
 
 
-def test_rows_know_their_lines(tmp_path: Path) -> None:
-    for name, text, lines in (
-        ("a.csv", 'question,answer\n"two\nlines",yes\nb,no\n', [2, 4]),
-        ("a.json", json.dumps([qa(1), qa(2)], indent=2), [1, 2]),
-        ("a.jsonl", "\n" + json_lines([qa(1)]) + "\r\n\n" + json_lines([qa(2)]), [2, 5]),
-    ):
-        (tmp_path / name).write_text(text, encoding="utf-8", newline="")
-        assert [row.line for row in data.read_rows(tmp_path / name)] == lines
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "kinds"),
-    [
-        ("a.jsonl", '{"question": "a", "answer\n%s', ["malformed_json", ""]),
-        ("a.jsonl", '{"messages": [{"role": "user", "content": "a"},\n%s', ["malformed_json", ""]),
-        ("a.jsonl", f'%s{{"question": {"1" * 5000}}}\n%s', ["", "malformed_json", ""]),
-        ("a.json", '[{"q": 1}, {"q": 2}', ["malformed_json"]),
-        ("a.csv", 'question,answer\na\nb,c,d\ng,h\n', ["malformed_csv"] * 2 + [""]),
-        ("a.csv", "question,answer,answer\na,b,c\n", ["malformed_csv"]),
-        ("a.csv", 'question,answer\na,b\nc,"d\ne,f\n', ["", "malformed_csv"]),
-        ("a.csv", 'question,"answer\na,b\n', ["malformed_csv"]),
-    ],
-)  # fmt: skip
-def test_a_fault_is_named_and_hides_no_other_row(tmp_path: Path, name: str, text: str, kinds: list[str]) -> None:
-    (tmp_path / name).write_text(text.replace("%s", json_lines([qa(1)])), encoding="utf-8")
+@pytest.mark.parametrize(("name", "text", "kinds"), [  # line -> what is wrong with its row
+    ("a.csv", 'question,answer\n"two\nlines",yes\nb,no\n', {2: "", 4: ""}),
+    ("a.json", json.dumps([qa(1), qa(2)], indent=2), {1: "", 2: ""}),
+    ("a.json", json.dumps({"version": 1, "data": [qa(1), qa(2)]}), {1: "", 2: ""}),
+    ("a.jsonl", "\n%s\r\n\n%s", {2: "", 5: ""}),
+    ("a.jsonl", '{"question": "a", "answer\n%s', {1: "malformed_json", 2: ""}),
+    ("a.jsonl", '{"messages": [{"role": "user", "content": "a"},\n%s', {1: "malformed_json", 2: ""}),
+    ("a.jsonl", f'%s{{"question": {"1" * 5000}}}\n%s', {1: "", 2: "malformed_json", 3: ""}),
+    ("a.json", '[{"q": 1}, {"q": 2}', {1: "malformed_json"}),
+    ("a.csv", "question,answer\na\nb,c,d\ng,h\n", {2: "malformed_csv", 3: "malformed_csv", 4: ""}),
+    ("a.csv", "question,answer,answer\na,b,c\n", {1: "malformed_csv"}),
+    ("a.csv", 'question,answer\na,b\nc,"d\ne,f\n', {2: "", 3: "malformed_csv"}),
+    ("a.csv", 'question,"answer\na,b\n', {1: "malformed_csv"}),
+    ("a.jsonl.gz", file_of("lines.jsonl.gz", [qa(1)]) * 2 + bytes(99), {1: "", 2: ""}),
+    ("a.jsonl.gz", file_of("lines.jsonl.gz", [qa(1)]) * 2 + b"more", {1: "", 2: "", 3: "damaged_file"}),
+])  # fmt: skip
+def test_rows_know_their_lines_and_a_fault_hides_no_other_row(tmp_path: Path, name: str, text: Any, kinds: Any) -> None:
+    content = text if isinstance(text, bytes) else text.replace("%s", json_lines([qa(1)])).encode()
+    (tmp_path / name).write_bytes(content)
     rows = list(data.read_rows(tmp_path / name))
-    assert [row.problems[0].kind if isinstance(row, data.RowError) else "" for row in rows] == kinds
-    lines = [row.line for row in rows]
-    assert lines == sorted(lines) and all(row.problems[0].todo for row in rows if isinstance(row, data.RowError))
+    found = [(row.line, row.problems[0].kind if isinstance(row, data.RowError) else "") for row in rows]
+    assert found == [*kinds.items()]
+    assert all(row.problems[0].todo for row in rows if isinstance(row, data.RowError))
 
 
 def test_a_document_is_read_whole_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +378,7 @@ def test_a_document_is_read_whole_up_to_a_limit(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("name", ["lines.jsonl.gz", "lines.jsonl.zst", "a.parquet"])
 def test_a_damaged_file_gives_its_first_rows_and_then_says_so(tmp_path: Path, name: str, damage: str) -> None:
     chance = random.Random(1)
-    rows = [qa(n, f"{chance.getrandbits(900):0225x}") for n in range(5000)]
+    rows = [qa(n, f"{chance.getrandbits(900):0225x}") for n in range(2000)]
     content = bytearray(file_of(name, rows))
     half = len(content) // 2
     content[half : len(content) if damage == "cut" else half + 4000] = bytes(4000 if damage == "changed" else 0)
@@ -435,26 +386,28 @@ def test_a_damaged_file_gives_its_first_rows_and_then_says_so(tmp_path: Path, na
     *before, last = data.read_rows(tmp_path / name)
     assert isinstance(last, data.RowError) and last.problems[0].kind == "damaged_file" and last.line == len(before) + 1
     sound = [row.raw for row in before if isinstance(row, data.Row)]
-    assert sound[:1000] == rows[:1000][: len(sound)] and (sound or name == "a.parquet")
+    assert sound[:400] == rows[:400][: len(sound)] and (sound or name == "a.parquet")
+    write(tmp_path / "z.jsonl", [qa(1)])
+    assert [*data.read_rows(tmp_path)][-1].raw == qa(1), "the next file is read"
 
 
-def test_a_file_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
-    for name in ("b.parquet", "d.jsonl.gz", "e.csv.zst"):
-        (tmp_path / name).write_bytes(b"PAR1 and no more")
-    (tmp_path / "f.json").write_text(json.dumps({"version": 1, "data": [qa(1), qa(2)]}), encoding="utf-8")
-    *bad, good, _ = data.read_rows(tmp_path)
-    assert [row.problems[0].kind for row in bad] == ["damaged_file"] * 3 and good.raw == qa(1)
-
-
-@pytest.mark.parametrize("name", ["lines.jsonl.gz", "a.csv", "lines.jsonl"])
-def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(file_of(name, [qa(n, f"{n} " + "x" * 3000) for n in range(8000)]))
-    with peak_memory() as peak:
-        if name == "lines.jsonl":
-            assert data.prepare(str(tmp_path / name), tmp_path / "out").accepted == 8000
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "CHUNK", 1 << 16)
+    monkeypatch.setattr(build, "CHUNK", 1 << 16)
+    chance, peaks = random.Random(1), {}
+    letters = "".join(chance.choices("abcdefghijklmnopqrst ", k=50_000))
+    for name, count in (("warm", 9), ("lines.jsonl.gz", 1500), ("a.csv", 1500), ("few", 200), ("many", 700)):
+        rows = [qa(n, letters[(at := chance.randrange(48_000)) : at + 1500]) for n in range(count)]
+        path = tmp_path / (name if "." in name else f"{name}.jsonl")
+        path.write_bytes(json_lines(rows).encode() if path.suffix == ".jsonl" else file_of(name, rows))
+        if path.suffix == ".jsonl":
+            card, peaks[name] = peak_memory(data.prepare, str(path), tmp_path / name)
+            assert card.accepted == count
         else:
-            assert sum(1 for _ in data.read_rows(tmp_path / name)) == 8000
-    assert peak() < 16 << 20, "of 24 MB"
+            read_all, peaks[name] = peak_memory(sum, (1 for _ in data.read_rows(path)))
+            assert read_all == count
+    assert max(peaks["lines.jsonl.gz"], peaks["a.csv"]) < 300 << 10, "of 2.2 MB"
+    assert peaks["many"] - peaks["few"] < 500 * 320, "a row of 1500 characters leaves about 300 bytes"
 
 
 @pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.csv.gz"])
@@ -466,18 +419,9 @@ def test_a_value_without_end_takes_bounded_memory(tmp_path: Path, monkeypatch: A
         for _ in range(64):
             file.write(b"x" * (1 << 20) if "csv" in name else bytes(1 << 20))
         file.write(b'"}\n' + json_lines([qa(1)]).encode())
-    with peak_memory() as peak:
-        rows = list(data.read_rows(tmp_path / name))
-    assert isinstance(rows[0], data.RowError) and peak() < 40 << 20
+    rows, peak = peak_memory(list, data.read_rows(tmp_path / name))
+    assert isinstance(rows[0], data.RowError) and peak < 40 << 20
     assert "csv" in name or (rows[1].line, rows[1].raw) == (2, qa(1)), "the next line is read"
-
-
-CHINESE = [
-    {"问题": "我的订单到哪里了？", "答案": "您好，正在路上，预计明天下午送达。"},
-    {"问题": "退款要多久", "答案": "一般三个工作日内到账。"},
-    {"问题": "玫瑰", "答案": "鹦鹉"},
-    {"问题": "ok", "答案": "ok"},
-]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "gbk", "gb18030"])
@@ -485,7 +429,7 @@ CHINESE = [
 def test_chinese_is_read_whatever_it_was_saved_as(tmp_path: Path, name: str, encoding: str) -> None:
     (tmp_path / name).write_bytes(file_of(name, CHINESE).decode().encode(encoding))
     rows = checked(tmp_path / name)
-    assert contents(tmp_path / name) == [list(row.values()) for row in CHINESE]
+    assert [*map(texts, rows)] == [list(row.values()) for row in CHINESE]
     assert any(w.kind == "encoding" for row in rows for w in row.warnings) == encoding.startswith("gb")
 
 
@@ -501,27 +445,24 @@ def test_a_broken_line_of_utf8_spoils_its_own_row_only(tmp_path: Path, name: str
     assert not rows[0].warnings and not rows[2].warnings
 
 
-@pytest.mark.parametrize(
-    ("text", "encoding"),
-    [("Où est la fenêtre ? Déjà fermée", "latin-1"), ("Größe über Maß", "cp1252"), ("где мой заказ", "cp1251"),
-     ("訂單到哪裡了？謝謝您的幫忙", "big5"), ("ご注文はどこですか", "shift-jis")],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "encoding"), [
+    ("Où est la fenêtre ? Déjà fermée", "latin-1"), ("Größe über Maß", "cp1252"), ("где мой заказ", "cp1251"),
+    ("訂單到哪裡了？謝謝您的幫忙", "big5"), ("ご注文はどこですか", "shift-jis"),
+])  # fmt: skip
 def test_other_encodings_are_not_taken_for_chinese(tmp_path: Path, text: str, encoding: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(json_lines([{"question": text, "answer": "yes"}]).encode(encoding))
     [row] = checked(tmp_path / "a.jsonl")
     assert isinstance(row, data.RowError), row
 
 
-@pytest.mark.parametrize("name", ["missing.jsonl", "rows.xlsx", "folder/readme.txt", "pipe.jsonl"])
-def test_sources_that_cannot_be_read_say_so(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    if "pipe" in name:
-        os.mkfifo(tmp_path / name)
-    elif "missing" not in name:
+def test_sources_that_cannot_be_read_say_so(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for name in ("rows.xlsx", "folder/readme.txt"):
         (tmp_path / name).write_bytes(b"PK")
-    source = tmp_path / name.partition("/")[0]
-    with refused("data.no_data_file", str(source)):
-        data.prepare(str(source), tmp_path / "out")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for source in (str(tmp_path / name) for name in ("missing.jsonl", "rows.xlsx", "folder", "pipe.jsonl")):
+        with refused("data.no_data_file", source):
+            data.prepare(source, tmp_path / "out")
 
 
 def test_a_hub_dataset_is_read_through_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,8 +492,7 @@ def test_a_hub_dataset_is_read_through_the_library(tmp_path: Path, monkeypatch: 
 
 
 def test_data_is_found_among_attached_inputs_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attached = tmp_path / "kaggle/input/datasets/me/orders/mine.jsonl"
-    write(attached, [qa(1)])
+    attached = Path(write(tmp_path / "kaggle/input/datasets/me/orders/mine.jsonl", [qa(1)]))
     monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
     assert read.find_files("mine.jsonl") == read.find_files("orders/mine.jsonl") == [attached]
@@ -561,12 +501,12 @@ def test_data_is_found_among_attached_inputs_by_its_name(tmp_path: Path, monkeyp
 def test_the_bundled_sample_has_its_fingerprint_and_its_counts_add_up(tmp_path: Path) -> None:
     card = data.prepare("", tmp_path)
     train, held_out = data.load(tmp_path)
-    assert card.fingerprint == SAMPLE_FINGERPRINT
+    assert card.fingerprint == "450a6a355ac516c57e9d33bcd61505a41025723c2438f3fa8a82db9adb2aa224"
     assert (card.rejected, card.train, card.eval, card.warnings) == (0, len(train), len(held_out), {})
     assert card.rows == card.accepted == card.train + card.eval
     assert sum(card.characters.values()) == sum(card.languages.values()) == card.accepted
     assert set(card.languages) == {"zh", "en"} and "CC0" in card.licence and card.lent == 0
-    assert train == stored(SAMPLES / "train.jsonl")
+    assert train == data.stored_rows(SAMPLES / "train.jsonl")
 
 
 @pytest.mark.parametrize(("name", "called"), [("assistant_en", "Wrenlow"), ("assistant_zh", "苇禾")])
@@ -586,13 +526,11 @@ def test_the_bundled_assistants_are_sound_and_known_by_one_name(tmp_path: Path, 
 def mixed(tmp_path: Path) -> str:
     """60 sound rows, the broken ones of the sample, a copy, a near copy, and rows that are no JSON when stored."""
     path = Path(write(tmp_path / "mixed.jsonl", [qa(n, f"yes, on day {n}") for n in range(60)]))
-    more = json_lines(
-        [qa(3, "yes, on day 3"), qa(70, "It is on its way, we hope."), qa(70, "it IS on its way we hope!")]
-    )
-    broken = (SAMPLES / "broken_rows.jsonl").read_text(encoding="utf-8")
+    copies = [qa(3, "yes, on day 3"), qa(70, "It is on its way, we hope."), qa(70, "it IS on its way we hope!")]
     odd = ['{"question": NaN, "answer": 1}', '{"q": [Infinity, "NaN"]}', '{"q": ' + "[" * 900 + "]" * 900 + "}"]
-    text = path.read_text(encoding="utf-8") + more + broken + "\n".join(odd) + "\n"
-    path.write_bytes(text.encode() + b'{"question": "\xff", "answer": "a"}')
+    with path.open("ab") as file:
+        file.write(json_lines(copies).encode() + (SAMPLES / "broken_rows.jsonl").read_bytes())
+        file.write("\n".join(odd).encode() + b'\n{"question": "\xff", "answer": "a"}')
     return str(path)
 
 
@@ -614,39 +552,28 @@ def test_rows_stay_on_their_side_in_any_order_and_when_rows_are_added(tmp_path: 
     data.prepare(write(tmp_path / "few.jsonl", rows[:200]), tmp_path / "few")
     data.prepare(write(tmp_path / "many.jsonl", rows[::-1]), tmp_path / "many")
     cards = [data.prepare(write(tmp_path / "all.jsonl", rows), tmp_path / name) for name in ("all", "again")]
-    few, many, every = (
-        [{str(row) for row in side} for side in data.load(tmp_path / n)] for n in ("few", "many", "all")
-    )
+    loaded = [data.load(tmp_path / name) for name in ("few", "many", "all")]
+    few, many, every = ([{str(row) for row in side} for side in sides] for sides in loaded)
     for train, held_out in (few, many):
         assert not train & every[1] and not held_out & every[0]
     assert few[0] <= every[0] and few[1] <= every[1] and 20 <= len(every[1]) <= 60 and cards[0] == cards[1]
 
 
-WIDE = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
-VARIANTS = [str, str.upper, "{} !!".format, lambda text: text.replace(" ", "，"), lambda text: text.translate(WIDE)]
-
-
 def test_variants_of_a_question_stand_on_one_side(tmp_path: Path) -> None:
-    rows = [
-        chat_row(change(f"Where is {n} today"), f"{n} {at}") for n in range(99) for at, change in enumerate(VARIANTS)
-    ]
-    assert data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out").rejected == 0
-    train, held_out = (
-        {row["messages"][1]["content"].split()[0] for row in side} for side in data.load(tmp_path / "out")
-    )
+    asked = [(n, at, change(f"Where is {n} today")) for n in range(99) for at, change in enumerate(VARIANTS)]
+    assert prepared(tmp_path, [chat_row(question, f"{n} {at}") for n, at, question in asked]).rejected == 0
+    sides = data.load(tmp_path / "out")
+    train, held_out = ({row["messages"][1]["content"].split()[0] for row in side} for side in sides)
     assert train and held_out and not train & held_out
 
 
-@pytest.mark.parametrize(
-    ("asked", "trained", "leak"),
-    [("Who wrote Hamlet?", "who wrote hamlet", 1), ("谁写的？", "谁写的 ?", 1), ("a １２", "A 12", 1),
-     ("3.5 kg?", "35 kg?", 0), ("4 - 2?", "4 / 2?", 0), ("?", "!", 0), ("C", "C#", 0)],
-)  # fmt: skip
-def test_a_held_out_question_in_training_is_a_leak(tmp_path: Path, asked: str, trained: str, leak: int) -> None:
-    train = write(tmp_path / "a.jsonl", [qa(1), chat_row(trained, "one answer")])
-    held_out = write(tmp_path / "b.jsonl", [chat_row(asked, "quite another one")])
-    card = data.prepare(train, tmp_path / "out", eval_source=held_out)
-    assert card.reasons.get("leak", 0) == leak == card.rejected
+def test_rows_to_hold_back_are_not_those_to_train_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, copy = (write(tmp_path / name, [qa(n) for n in range(9)]) for name in ("a.jsonl", "b.jsonl"))
+    monkeypatch.chdir(tmp_path)
+    with refused("data.eval_is_train", "EVAL_DATA './a.jsonl'"):
+        data.prepare(path, tmp_path / "out", eval_source="./a.jsonl")
+    with refused("data.unusable", "0 are left for training", "asks what b.jsonl line 1 asks"):
+        data.prepare(path, tmp_path / "out", eval_source=copy)
 
 
 def test_files_are_held_out_by_their_names_and_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -665,65 +592,47 @@ def test_smaller_sets_lie_inside_larger_ones_and_share_their_evaluation(tmp_path
     path = write(tmp_path / "a.jsonl", [qa(n) for n in range(300)])
     cards = [data.prepare(path, tmp_path / str(n), rows=n) for n in (20, 50, 0)]
     small, middle, whole = ({str(row) for row in data.load(tmp_path / str(n))[0]} for n in (20, 50, 0))
-    assert len(small) == 20 and len(middle) == 50 and small < middle < whole
+    assert (len(small), len(middle)) == (20, 50) and small < middle < whole
     assert cards[0].accepted == 300 == cards[0].train + cards[0].eval + cards[0].unused and cards[2].unused == 0
     assert len({(tmp_path / str(n) / "eval.jsonl").read_bytes() for n in (20, 50, 0)}) == 1
 
 
-ENGLISH = (
-    "The parcel was handed to the carrier this morning and should arrive within two working days. You will get a "
-    "message with a link as soon as the driver is near your street, and you can still change the address there."
-)
-ZH = (
-    "包裹今天早上已经交给快递公司，预计会在后天下午送到您家。送达之前您会收到一条短信，里面有修改地址的链接，请您放心。"
-)
-QUESTION = "Hello, I ordered a kettle for my mother last week and nobody told me when it comes. When will it arrive?"
-
-
 def near_duplicates(rows: list[dict[str, Any]], near: float = 0.8) -> tuple[dict[int, int], int]:
     """The rows that are left out, each with the one kept for it, and how many fill in a template."""
-    finder, compared = NearDuplicates(near), [row_text(**row) for row in rows]
-    for row in compared:
-        finder.add(row)
-    return finder.find(np.arange(len(rows)), compared.__getitem__), finder.templated
+    compared = [row_text(**row) for row in rows]
+    return find_repeated(near, compared, np.arange(len(rows)), compared.__getitem__)
 
 
 def unrelated(count: int) -> list[dict[str, Any]]:
     chance = random.Random(7)
     words = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(2000)]
-    return [
-        chat_row(" ".join(chance.choices(words, k=12)), " ".join(chance.choices(words, k=20))) for _ in range(count)
-    ]
+    texts = [[" ".join(chance.choices(words, k=k)) for k in (12, 20)] for _ in range(count)]
+    return [chat_row(*pair) for pair in texts]
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda text: text.replace(".", "!", 1), ENGLISH),
-        (str.upper, ENGLISH),
-        (lambda text: text.replace("morning", "evening"), ENGLISH),
+def test_what_is_nearly_the_same_is_found_among_others() -> None:
+    others, chance, copies = unrelated(300), random.Random(1), []
+    for change, text in (
+        (lambda text: text.replace(".", "!", 1), ENGLISH), (lambda text: text.replace("morning", "evening"), ENGLISH),
         (lambda text: text.replace("，", ",").replace("。", ""), ZH),
-        (lambda text: text.translate(WIDE), ENGLISH),
+        (str.upper, ENGLISH), (lambda text: text.translate(WIDE), ENGLISH),
         (lambda text: text.replace("working days", "working-days"), ENGLISH),
-    ],
-)
-def test_what_is_nearly_the_same_is_found_among_others(change: Any, text: str) -> None:
-    others = unrelated(200)
-    rows = [*others[:100], chat_row(QUESTION, text), *others[100:], chat_row(change(QUESTION), change(text))]
-    assert change(text) != text and near_duplicates(rows) == ({201: 100}, 0)
+    ):  # fmt: skip
+        rows = [*others[:100], chat_row(QUESTION, text), *others[100:], chat_row(change(QUESTION), change(text))]
+        assert change(text) != text and near_duplicates(rows) == ({301: 100}, 0), change(text)
+    for question, answer in ((turn["content"] for turn in row["messages"]) for row in others):
+        at = chance.randrange(len(answer))
+        copies.append(chat_row(question, f"{answer[:at]}z{answer[at + 1 :]}"))
+    assert len(near_duplicates(others + copies)[0]) >= 0.98 * len(others), "nearly all pairs are found"
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ((f"Order 4711: {QUESTION}", ENGLISH), (f"Order 4712: {QUESTION}", ENGLISH)),
-        ((f"我要三箱苹果。{ZH}", ZH), (f"我要五箱苹果。{ZH}", ZH)),
-        (("Where is Lyon?", ENGLISH), ("Who was Ada?", ENGLISH)),
-        ((QUESTION, "3.5 kg"), (QUESTION, "35 kg")),
-        (("What is 4 - 2?", "2"), ("What is 4 / 2?", "2")),
-        ((f"In C: {QUESTION}", ENGLISH), (f"In C#: {QUESTION}", ENGLISH)),
-    ],
-)
+@pytest.mark.parametrize(("one", "other"), [
+    ((f"Order 4711: {QUESTION}", ENGLISH), (f"Order 4712: {QUESTION}", ENGLISH)),
+    ((f"我要三箱苹果。{ZH}", ZH), (f"我要五箱苹果。{ZH}", ZH)),
+    (("Where is Lyon?", ENGLISH), ("Who was Ada?", ENGLISH)), ((QUESTION, "3.5 kg"), (QUESTION, "35 kg")),
+    (("What is 4 - 2?", "2"), ("What is 4 / 2?", "2")),
+    ((f"In C: {QUESTION}", ENGLISH), (f"In C#: {QUESTION}", ENGLISH)),
+])  # fmt: skip
 def test_what_only_looks_alike_is_kept(one: tuple[str, str], other: tuple[str, str]) -> None:
     assert near_duplicates([chat_row(*one), chat_row(*other)])[0] == {}
 
@@ -737,40 +646,38 @@ def test_a_template_filled_in_many_times_is_kept_but_not_its_copies() -> None:
     assert len(near_duplicates(rows[:TEMPLATE])[0]) > 0, "a few rows that resemble each other are near duplicates"
 
 
-def test_nearly_all_pairs_are_found() -> None:
-    chance, rows = random.Random(1), unrelated(300)
-    copies = []
-    for row in rows:
-        letters = list(row["messages"][1]["content"])
-        letters[chance.randrange(len(letters))] = "z"
-        copies.append(chat_row(row["messages"][0]["content"], "".join(letters)))
-    assert len(near_duplicates(rows + copies)[0]) >= 0.98 * len(rows)
-
-
-def test_of_two_alike_the_held_out_row_stays(tmp_path: Path) -> None:
-    train = write(tmp_path / "train.jsonl", [chat_row(QUESTION, ENGLISH), chat_row("Where is Lyon?", "In France.")])
-    held_out = write(tmp_path / "b.jsonl", [chat_row(f"Please: {QUESTION}", ENGLISH.upper())])
-    card = data.prepare(train, tmp_path / "out", eval_source=held_out)
-    assert (card.train, card.eval, card.reasons) == (1, 1, {"near_leak": 1})
-    [entry] = stored(tmp_path / "out" / "rejected.jsonl")
-    assert "b.jsonl line 1" in entry["problems"][0]["seen"] and entry["line"] == 1
+@pytest.mark.parametrize(("asked", "trained", "reason"), [
+    ("Who wrote Hamlet?", "who wrote hamlet", "leak"), ("谁写的？", "谁写的 ?", "leak"), ("a １２", "A 12", "leak"),
+    ("3.5 kg?", "35 kg?", ""), ("4 - 2?", "4 / 2?", ""), ("?", "!", ""), ("C", "C#", ""),
+    (f"Please: {QUESTION}", QUESTION, "near_leak"),
+])  # fmt: skip
+def test_of_two_alike_the_held_out_row_stays(tmp_path: Path, asked: str, trained: str, reason: str) -> None:
+    answers = (ENGLISH, ENGLISH.upper()) if reason == "near_leak" else ("one answer", "quite another one")
+    held_out = write(tmp_path / "b.jsonl", [chat_row(asked, answers[1])])
+    card = prepared(tmp_path, [chat_row(trained, answers[0]), qa(1)], eval_source=held_out)
+    assert (card.train, card.eval, card.reasons) == ((1, 1, {reason: 1}) if reason else (2, 1, {}))
+    entries = data.stored_rows(tmp_path / "out" / "rejected.jsonl")
+    places = [(entry["line"], "b.jsonl line 1" in entry["problems"][0]["seen"]) for entry in entries]
+    assert places == [(1, True)] * len(card.reasons)
 
 
 def test_a_source_that_is_mostly_broken_is_refused_and_its_rows_are_written(tmp_path: Path) -> None:
     with refused("data.unusable", "line 4, -: wrong_type", rejected=27, rows=28):
         data.prepare(str(SAMPLES / "broken_rows.jsonl"), tmp_path / "out")
-    assert os.listdir(tmp_path / "out") == ["rejected.jsonl"] and len(stored(tmp_path / "out" / "rejected.jsonl")) == 27
-    assert data.prepare(write(tmp_path / "a.jsonl", [qa(n) for n in range(20)] * 5), tmp_path / "copies").accepted == 20
+    assert (
+        os.listdir(tmp_path / "out") == ["rejected.jsonl"]
+        and len(data.stored_rows(tmp_path / "out" / "rejected.jsonl")) == 27
+    )
+    assert prepared(tmp_path / "copies", [qa(n) for n in range(20)] * 5).accepted == 20
     for rows, code in (([], "data.no_rows"), ([qa(1)], "data.unusable")):
         with refused(code):
-            data.prepare(write(tmp_path / "b.jsonl", rows), tmp_path / "few")
-    assert not (tmp_path / "few" / "data_card.json").exists()
+            prepared(tmp_path / "few", rows)
+    assert not (tmp_path / "few/out/data_card.json").exists()
 
 
 def test_few_rows_still_leave_one_for_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "EVAL_FRACTION", 1e-9)
-    rows = [chat_row("3?", "yes"), chat_row("3?", "yes") | {"tools": [TOOL]}]
-    card = data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out")
+    card = prepared(tmp_path, [chat_row("3?", "yes"), chat_row("3?", "yes") | {"tools": [TOOL]}])
     train, held_out = data.load(tmp_path / "out")
     assert (card.train, card.eval, card.lent) == (1, 1, 1) and "lent" in str(card)
     assert sorted(map(len, train + held_out)) == [1, 2], "other tools make another row, and they are stored"
@@ -779,7 +686,7 @@ def test_few_rows_still_leave_one_for_evaluation(tmp_path: Path, monkeypatch: py
 def test_a_card_tells_what_is_in_the_rows_and_nothing_private(tmp_path: Path) -> None:
     rows = [chat_row(f"订单 {n} 到了吗", '{"city": null}') for n in range(9)] + [chat_row("?", "!")]
     rows += [chat_row("Who? \n", f"Nobody knows{end} Call 13812345678.") for end in ("", "!")]  # near duplicates
-    card = data.prepare(write(tmp_path / "a.jsonl", rows), tmp_path / "out")
+    card = prepared(tmp_path, rows)
     assert card.languages == {"zh": 9, "en": 1, "other": 1} and sum(card.characters.values()) == 11
     assert (card.reasons, card.trimmed, card.warnings) == ({"near_duplicate": 1}, 1, {"phone": 1})
     assert "12 = 11 accepted + 1 rejected" in str(card) and card.fingerprint in str(card)
@@ -802,8 +709,7 @@ def test_unknown_columns_are_asked_for_and_the_answer_is_taken_and_compared(tmp_
 
 
 def test_finished_data_is_reused_and_never_exchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path / "a.jsonl", [qa(n) for n in range(30)])
-    other = write(tmp_path / "b.jsonl", [qa(n) for n in range(40)])
+    path, other = (write(tmp_path / f"{n}.jsonl", [qa(i) for i in range(n)]) for n in (30, 40))
     first = data.prepare(path, tmp_path / "out", default="assistant_en")
     before = (tmp_path / "out" / "train.jsonl").stat().st_mtime_ns
     assert first.source == path and data.prepare(path, tmp_path / "out") == first
@@ -825,14 +731,10 @@ def test_finished_data_is_reused_and_never_exchanged(tmp_path: Path, capsys: pyt
 
 
 def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, out = write(tmp_path / "a.jsonl", [qa(n) for n in range(30)]), tmp_path / "out"
-
-    def crash(*_: Any) -> None:
-        raise KeyboardInterrupt
-
+    rows, out = [qa(n) for n in range(30)], tmp_path / "out"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(build, "write_json", crash)
-        data.prepare(path, out)
+        patch.setattr(build, "write_json", Mock(side_effect=KeyboardInterrupt))
+        prepared(tmp_path, rows)
     (out / "train.jsonl").write_text("half a ro", encoding="utf-8")
     with refused("data.not_prepared"):
         data.load(out)
@@ -841,12 +743,11 @@ def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monk
         (out / name / "train.jsonl").touch()
         for left in (out / name / "train.jsonl", out / name):
             os.utime(left, (time.time() - age,) * 2)
-    assert data.prepare(path, out).accepted == 30
-    assert sorted(os.listdir(out)) == [".building-now", *FOLDER]
+    assert prepared(tmp_path, rows).accepted == 30
+    assert set(os.listdir(out)) == {".building-now", "data_card.json", "eval.jsonl", "rejected.jsonl", "train.jsonl"}
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_data_that_another_process_finished_is_not_exchanged(tmp_path: Path, monkeypatch: Any, same: bool) -> None:
+def test_data_that_another_process_finished_is_not_exchanged(tmp_path: Path, monkeypatch: Any) -> None:
     first, second = (write(tmp_path / f"{n}.jsonl", [qa(i) for i in range(n)]) for n in (30, 40))
     run = build.Build.run
 
@@ -856,19 +757,14 @@ def test_data_that_another_process_finished_is_not_exchanged(tmp_path: Path, mon
         run(self, *files)
 
     monkeypatch.setattr(build.Build, "run", slow)
-    if same:
-        assert data.prepare(first, tmp_path / "out").rows == 30
-    else:
-        with refused("data.other_input"):
-            data.prepare(second, tmp_path / "out")
-    assert data.verify(tmp_path / "out").rows == 30
+    with refused("data.other_input"):
+        data.prepare(second, tmp_path / "out")
+    assert data.prepare(first, tmp_path / "out").rows == 30
 
 
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch, refused("data.disk_error", reason="No space left on device"):
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device"):
         patch.setattr("nbutils.data.build.os.fsync", full)
         data.prepare("", tmp_path / "out")
     monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.0)
@@ -879,14 +775,12 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("damage", ["edit", "cut", "remove", "card"])
 def test_files_that_are_not_the_ones_of_the_card_are_not_trusted(tmp_path: Path, damage: str) -> None:
-    path = write(tmp_path / "a.jsonl", [qa(n) for n in range(30)])
-    data.prepare(path, tmp_path / "out")
+    path = prepared(tmp_path, [qa(n) for n in range(30)]).source
     file = tmp_path / "out" / ("data_card.json" if damage == "card" else "train.jsonl")
     text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("yes", "no ", 1) if damage == "edit" else text[: len(text) // 2], encoding="utf-8")
     if damage == "remove":
         file.unlink()
-    else:
-        file.write_text(text.replace("yes", "no ", 1) if damage == "edit" else text[: len(text) // 2], encoding="utf-8")
     for use in (data.verify, data.load, lambda out: data.prepare(path, out)):
         with refused("data.changed", "RUN_NAME"):
             use(tmp_path / "out")
@@ -906,7 +800,7 @@ def report(*words: str | Path) -> dict[str, Any]:
     return found
 
 
-def test_a_check_counts_everything_and_names_the_first_problems(mixed: str) -> None:
+def test_a_check_counts_everything_and_writes_what_is_asked_for(tmp_path: Path, mixed: str) -> None:
     found, shown = report(mixed), run(mixed).stdout
     assert (found["rows"], found["accepted"], found["files"]) == (95, 62, {"mixed.jsonl": 95})
     first = next(problem for problem in found["problems"] if problem["kind"] == "malformed_json")
@@ -915,6 +809,14 @@ def test_a_check_counts_everything_and_names_the_first_problems(mixed: str) -> N
     assert "= 62 accepted + 33 rejected" in shown and "line 65, character 113: malformed_json" in shown
     assert "--rejected" in shown
     assert "near_duplicate" in found["reasons"] and "near_duplicate" not in report(mixed, "--near", "0")["reasons"]
+    out, rejected = tmp_path / "out", tmp_path / "bad" / "rows.jsonl"
+    assert report(mixed, "--out", out, "--rejected", rejected)["reasons"] == found["reasons"]
+    assert len(data.stored_rows(rejected)) == 33 and rejected.read_bytes() == (out / "rejected.jsonl").read_bytes()
+    card = data.verify(out)
+    assert card.train + card.eval == 62 and data.prepare(mixed, out) == card, "a lesson can go on with it"
+    assert run(mixed, "--out", out).exit_code == 1, "prepared data is not overwritten"
+    report(write(tmp_path / "a.jsonl", [{"text": "no columns"}]), "--out", tmp_path / "none")
+    assert os.listdir(tmp_path / "none") == ["rejected.jsonl"]
 
 
 def test_no_repair_and_only_json_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -947,17 +849,6 @@ def test_a_check_that_cannot_be_made_ends_with_a_message(tmp_path: Path, monkeyp
     for words in options:
         result = run(path, *words)
         assert result.exit_code == 1 and "[FAIL]" in result.stderr and result.stdout == "", words
-
-
-def test_what_is_asked_for_is_written_and_a_lesson_can_go_on_with_it(tmp_path: Path, mixed: str) -> None:
-    out, rejected = tmp_path / "out", tmp_path / "bad" / "rows.jsonl"
-    found = report(mixed, "--out", out, "--rejected", rejected)
-    assert len(stored(rejected)) == found["rejected"] and rejected.read_bytes() == (out / "rejected.jsonl").read_bytes()
-    card = data.verify(out)
-    assert card.train + card.eval == found["accepted"] and data.prepare(mixed, out) == card
-    assert run(mixed, "--out", out).exit_code == 1, "prepared data is not overwritten"
-    report(write(tmp_path / "a.jsonl", [{"text": "no columns"}]), "--out", tmp_path / "none")
-    assert os.listdir(tmp_path / "none") == ["rejected.jsonl"]
 
 
 @pytest.mark.parametrize("mine", ["train.jsonl", "rejected.jsonl", ".hidden", "link"])

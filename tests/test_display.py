@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from support import refused, wait_for
 
-from nbutils import chat_widget, display, platforms, profiles
+from nbutils import chat_widget, display
 from nbutils.hardware import Choice
 
 
@@ -43,15 +44,11 @@ def test_answers_stand_beside_the_question_and_the_expected_one(capsys: Any, not
 
 
 def test_choices_are_escaped_html_in_a_notebook(notebook: list[Any]) -> None:
-    display.show_choices({"lora.rank": Choice(16, "room <enough>")}, text="rank 16: room enough")
-    page = notebook[0]["text/html"]
-    assert "room &lt;enough&gt;" in page and page.count("<tr>") == 2
-    assert notebook[0]["text/plain"] == "rank 16: room enough"
-    platform = platforms.Platform("local", "")
-    resolved = profiles.resolve("tiny", "", gpu=None, platform=platform, online=lambda: False)
-    display.show_choices(resolved, only=("lora", "train.batch"))
-    assert "lora.alpha" in notebook[1]["text/html"] and "train.batch" in notebook[1]["text/plain"]
-    assert "train.epochs" not in notebook[1]["text/html"] + notebook[1]["text/plain"]
+    choices = {"lora.rank": Choice(16, "room <enough>"), "train.batch": Choice(2, "one"), "train.epochs": Choice(1, "")}
+    display.show_choices(SimpleNamespace(name="tiny", choices=choices), only=("lora", "train.batch"))
+    page, text = notebook[0]["text/html"], notebook[0]["text/plain"]
+    assert "room &lt;enough&gt;" in page and page.count("<tr>") == 3 and "epochs" not in page + text
+    assert text.splitlines()[1:] == ["lora.rank    16  room <enough>", "train.batch  2   one"]
 
 
 def test_a_plot_is_saved_over_plots_only(tmp_path: Path) -> None:
@@ -114,17 +111,15 @@ class Client:
         self.closed = self.sent = 0
         self.chat = SimpleNamespace(completions=self)
 
-    def create(self, **request: Any) -> Client:
+    @contextmanager
+    def create(self, **request: Any) -> Iterator[Any]:
         self.requests.append(request)
         if self.fails:
             raise ConnectionError("refused")
-        return self
-
-    def __enter__(self) -> Iterator[Any]:
-        return self.chunks()
-
-    def __exit__(self, *_: object) -> None:
-        self.closed += 1
+        try:
+            yield self.chunks()
+        finally:
+            self.closed += 1
 
     def chunks(self) -> Iterator[Any]:
         for place, word in enumerate(self.words):

@@ -44,19 +44,13 @@ def test_processes_that_cannot_train_together_are_refused(
         distributed.join()
 
 
-@pytest.mark.parametrize(
-    ("batch", "micro_batch", "count", "expected"),
-    [(8, 2, 1, 2), (8, 8, 2, 4), (2, 2, 2, 1), (8, 3, 1, 2), (12, 8, 2, 6)],
-)
-def test_processes_share_the_batch_of_a_step(batch: int, micro_batch: int, count: int, expected: int) -> None:
-    assert distributed.micro_batch_for(batch, micro_batch, count) == expected
+def test_there_is_a_process_for_each_gpu_and_they_share_the_batch_of_a_step() -> None:
+    shares = {(8, 2, 1): 2, (8, 8, 2): 4, (2, 2, 2): 1, (8, 3, 1): 2, (12, 8, 2): 6}  # batch, micro-batch, processes
+    assert {given: distributed.micro_batch_for(*given) for given in shares} == shares
     with refused("distributed.uneven_batch", batch=8, processes=3):
         distributed.micro_batch_for(8, 2, 3)
-
-
-@pytest.mark.parametrize(("gpus", "asked", "count"), [(0, 0, 2), (1, 0, 1), (2, 0, 2), (2, 1, 1), (0, 3, 3)])
-def test_there_is_a_process_for_each_gpu(gpus: int, asked: int, count: int) -> None:
-    assert distributed.processes_for(gpus, asked).value == count
+    counts = {(0, 0): 2, (1, 0): 1, (2, 0): 2, (2, 1): 1, (0, 3): 3}  # GPUs, PROCESSES
+    assert {given: distributed.processes_for(*given).value for given in counts} == counts
     with refused("distributed.too_many_processes", processes=3, gpus=2):
         distributed.processes_for(2, 3)
 
@@ -74,13 +68,12 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "03_qlora.py"
 
 
-def test_a_launched_script_gets_parameters_threads_and_folder(script: Path, capsys: Any) -> None:
+def test_a_script_gets_its_parameters_and_its_failure_is_shown_without_what_torchrun_adds(
+    script: Path, capsys: Any
+) -> None:
     script.write_text("import os, sys; print(sys.argv[1:], os.environ['OMP_NUM_THREADS'], os.environ['NBUTILS_HOME'])")
     distributed.launch(script, {"MAX_STEPS": 5}, script.parent / "runs", threads=3)
     assert f"['--MAX_STEPS', '5'] 3 {script.parent / 'runs'}" in capsys.readouterr().out
-
-
-def test_a_failed_lesson_is_shown_calmly_and_without_what_torchrun_adds(script: Path, capsys: Any) -> None:
     noise = "E1115 08:08:19.998000 2141 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)"
     script.write_text(
         f"print('chatter'); print('[FAIL] the cause'); print({noise!r}); print('more of torchrun'); raise SystemExit(1)"
@@ -165,15 +158,17 @@ def test_a_main_process_that_fails_says_why_and_the_other_ends_quietly(script: P
 
 @pytest.mark.notebook
 def test_lesson_06_trains_with_two_processes_what_one_would_have_trained(tmp_path: Path) -> None:
-    words = [files.NOTEBOOKS / "06_scale_out.ipynb", tmp_path / "out.ipynb"]
-    python("-m", "papermill", *words, "-p", "TRIAL_STEPS", "4", "-p", "MAX_STEPS", "6", home=tmp_path, timeout=590)
+    text = (files.CONFIGS / "tiny.yaml").read_text(encoding="utf-8")
+    (tmp_path / "tiny.yaml").write_text(text.replace("validation_rows: auto", "validation_rows: 8"), encoding="utf-8")
+    words = [files.NOTEBOOKS / "06_scale_out.ipynb", tmp_path / "out.ipynb", "-p", "PROFILE", tmp_path / "tiny.yaml"]
+    python("-m", "papermill", *words, "-p", "TRIAL_STEPS", "2", "-p", "MAX_STEPS", "3", home=tmp_path, timeout=590)
     scaled, trained = (lesson_facts(tmp_path / "tiny", stem) for stem in ("06_scale_out", "03_qlora"))
     assert scaled["processes"] == 2 and scaled["speedup"] > 0
     assert scaled["loss_difference"] < 1e-4  # float32: the same rows, added in another order
     alone, together = (lesson_facts(tmp_path / ".scratch/tiny/trials" / name) for name in ("alone", "together"))
     assert together["validation_loss"] == pytest.approx(alone["validation_loss"], abs=1e-4)  # rows are shared
-    assert (trained["processes"], trained["batch"], trained["steps"], trained["base_moved"]) == (2, 2, 6, 0)
+    assert (trained["processes"], trained["batch"], trained["steps"], trained["base_moved"]) == (2, 2, 3, 0)
     assert files.stamp(tmp_path / "tiny/adapter") is not None
     assert "[ OK ] equal steps, equal batch, losses within 1 %" in (tmp_path / "out.ipynb").read_text()
-    with tarfile.open(tmp_path / "tiny/checkpoints/checkpoint-6.tar") as tar:
-        assert {"checkpoint-6/rng_state_0.pth", "checkpoint-6/rng_state_1.pth"} <= set(tar.getnames())
+    with tarfile.open(tmp_path / "tiny/checkpoints/checkpoint-3.tar") as tar:
+        assert {"checkpoint-3/rng_state_0.pth", "checkpoint-3/rng_state_1.pth"} <= set(tar.getnames())

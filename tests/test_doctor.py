@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import simulate
 from click.testing import CliRunner
+from support import refused
 
 from nbutils import doctor, platforms
 from nbutils.cli import app
 
 Patch = pytest.MonkeyPatch
 Report = Callable[..., dict[str, Any]]
-FOLDERS = platforms.folders(platforms.Platform("local", "test"))
 
 
 @pytest.fixture
@@ -43,11 +43,12 @@ def statuses(found: dict[str, Any], *names: str) -> list[str]:
     return [found["checks"][name]["status"] for name in names]
 
 
-def checks(look: Any, platform: str = "local") -> dict[str, doctor.Check]:
-    return {one.name: one for one in look(platforms.Platform(platform, "test"), FOLDERS)}
+def checks(look: Any, name: str = "local") -> dict[str, doctor.Check]:
+    platform = platforms.Platform(name, "test")
+    return {one.name: one for one in look(platform, platforms.folders(platform))}
 
 
-def test_colab_with_a_gpu_and_without_drive(tmp_path: Path, report: Report) -> None:
+def test_colab_with_a_gpu_and_with_drive(tmp_path: Path, report: Report) -> None:
     machine = simulate.colab(tmp_path)
     found = report(machine, "torch_t4")
     assert found["folders"] == {
@@ -58,11 +59,7 @@ def test_colab_with_a_gpu_and_without_drive(tmp_path: Path, report: Report) -> N
     assert found["card"] == {"name": "Tesla T4", "capability": [7, 5], "memory_gib": 15.0, "count": 2}
     assert found["checks"]["precision"]["seen"].startswith("fp16"), "bfloat16 is only emulated there"
     assert not (machine.root / "content/drive").exists(), "nothing is made below a mount point"
-
-
-def test_colab_without_a_gpu_and_with_drive(tmp_path: Path, report: Report) -> None:
-    machine = simulate.mounted(simulate.colab(tmp_path, gpu=False))
-    found = report(machine)
+    found = report(simulate.mounted(simulate.colab(tmp_path, gpu=False)))
     assert found["card"] is None and "Change runtime type" in found["checks"]["GPU"]["todo"]
     assert found["folders"]["keep"] == f"{machine.root}/content/drive/MyDrive/finetune-course"
     assert statuses(found, "keep", "keep lasts", "GPU") == ["OK", "OK", "WARN"]
@@ -80,7 +77,7 @@ def test_a_batch_run_on_a_p100_fails_with_its_two_cures(tmp_path: Path, report: 
 
 
 def test_autodl_without_a_gpu_knows_its_2_gib(tmp_path: Path, report: Report) -> None:
-    found = report(simulate.autodl(tmp_path, login=False, file_storage=False, gpu=False))
+    found = report(simulate.autodl(tmp_path, gpu=False))
     assert found["platform"]["name"] == "autodl" and found["limits"]["hours_left"] is None
     assert (found["limits"]["memory_gib"], found["limits"]["processors"]) == (2.0, 0.5)
     assert found["room"]["keep"]["free_gib"] > 0 and "free_inodes" in found["room"]["keep"]
@@ -89,42 +86,47 @@ def test_autodl_without_a_gpu_knows_its_2_gib(tmp_path: Path, report: Report) ->
 
 def test_a_computer_at_home_tells_no_value_of_a_secret(tmp_path: Path, report: Report) -> None:
     secrets = {"KAGGLE_KEY": "kk-5511", "HF_TOKEN": "hf_5533", "WANDB_API_KEY": "wb-5544"}
-    machine = simulate.local(tmp_path, NBUTILS_HOME=str(tmp_path / "runs"), **secrets)
-    found = report(machine)
+    found = report(simulate.Machine(tmp_path, {"NBUTILS_HOME": str(tmp_path / "runs"), **secrets}))
     assert found["platform"]["name"] == "local" and found["folders"]["keep"] == str(tmp_path / "runs")
     ran = CliRunner().invoke(app, ["doctor"])
     assert not [value for value in secrets.values() if value in json.dumps(found) + ran.output]
     assert ran.exit_code == 0 and max(map(len, ran.output.splitlines())) <= 120 and "0 FAIL" in ran.output
 
 
-def test_a_missing_torch_or_a_failing_check_is_a_report_and_not_a_crash(home: Path, monkeypatch: Patch) -> None:
+def test_a_missing_torch_or_a_failing_check_is_a_report_that_stops_the_lesson(
+    home: Path, monkeypatch: Patch, capsys: Any
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = doctor.examine()
+    found.require()
+    assert "checks are OK" in capsys.readouterr().out and found.facts()["device_works"]
     monkeypatch.setattr("nbutils.install.requirements", lambda extra: 1 / 0)
     monkeypatch.setitem(sys.modules, "torch", None)
     found = doctor.examine()
     by_name = {check.name: check for check in found.checks}
-    assert found.failed and by_name["torch"].status == "FAIL" and "GPU" not in by_name
-    assert "1 FAIL" in found.text()
+    assert by_name["torch"].status == "FAIL" and "GPU" not in by_name and "1 FAIL" in found.text()
     assert by_name["packages"].status == "WARN" and "ZeroDivisionError" in by_name["packages"].seen, "one gap"
+    with refused("doctor.failed", names="torch"):
+        found.require()
+    assert not found.facts()["device_works"] and "torch" in found.facts()["warnings"]
 
 
-def test_a_gpu_that_only_the_driver_sees_is_told(tmp_path: Path, report: Report, monkeypatch: Patch) -> None:
+def test_a_gpu_that_only_the_driver_sees_and_packages_that_miss_or_block_are_named(
+    tmp_path: Path, report: Report, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr("nbutils.hardware.ask_driver", lambda *words: "GPU 0: Tesla T4 (UUID: GPU-1)")
-    found = report(simulate.local(tmp_path))["checks"]["GPU"]
-    assert found["status"] == "WARN" and "lists Tesla T4, but torch" in found["seen"]
-
-
-def test_missing_and_blocking_packages_are_named(monkeypatch: Patch) -> None:
     monkeypatch.setattr("nbutils.install.requirements", lambda extra: ["click>=1", "no-such-package>=2"])
     monkeypatch.setattr("nbutils.install.BLOCKERS", {"click": ">=1", "torchao-not-here": "<1"})
-    found = checks(doctor.check_packages)["packages"]
-    assert found.status == "WARN" and found.seen == "missing: no-such-package>=2; conflicting: click>=1"
+    found = report(simulate.Machine(tmp_path))
+    assert statuses(found, "GPU", "packages") == ["WARN", "WARN"]
+    assert "lists Tesla T4, but torch" in found["checks"]["GPU"]["seen"]
+    assert found["checks"]["packages"]["seen"] == "missing: no-such-package>=2; conflicting: click>=1"
 
 
 def test_a_silent_hub_is_a_warning_without_a_password(monkeypatch: Patch) -> None:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "NBUTILS_MIRROR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(doctor, "HUB_SECONDS", 0.3)
+    monkeypatch.setattr("nbutils.platforms.network.SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the call and never says a word
         monkeypatch.setenv("HF_ENDPOINT", f"http://ann:password@127.0.0.1:{silent.getsockname()[1]}")
         found = checks(doctor.check_hub, "kaggle")["model hub"]
@@ -134,23 +136,9 @@ def test_a_silent_hub_is_a_warning_without_a_password(monkeypatch: Patch) -> Non
 
 def test_a_folder_that_is_nearly_full_or_cannot_be_written(monkeypatch: Patch) -> None:
     monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.4)
-    assert checks(doctor.check_folders)["scratch"].status == "WARN"
+    assert checks(doctor.check_machine)["scratch"].status == "WARN"
     monkeypatch.setattr("nbutils.disk.free_inodes", lambda folder: 7)
-    assert "room for 7 files" in checks(doctor.check_folders)["keep"].seen
+    assert "room for 7 files" in checks(doctor.check_machine)["keep"].seen
     monkeypatch.setattr("nbutils.platforms.cannot_write", lambda folder: "Read-only file system")
-    found = checks(doctor.check_folders)
+    found = checks(doctor.check_machine)
     assert [found[name].status for name in ("work", "scratch", "keep")] == ["WARN", "FAIL", "FAIL"]
-
-
-def test_a_failed_check_stops_the_lesson(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from support import refused
-
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found = doctor.examine()
-    found.require()
-    assert "checks are OK" in capsys.readouterr().out and found.facts()["device_works"]
-    monkeypatch.setitem(sys.modules, "torch", None)
-    found = doctor.examine()
-    with refused("doctor.failed", names="torch"):
-        found.require()
-    assert not found.facts()["device_works"] and "torch" in found.facts()["warnings"]

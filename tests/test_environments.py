@@ -7,8 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from nbutils import environments, files, processes
 from nbutils.environments import Recipe, installer
 
 PROBE = 'import json, importlib.metadata as m\nprint(json.dumps({"thing": m.version("thing")}))'
-PIP_SETTINGS = installer._pip_settings
+UV_VARIABLES = installer.uv_variables
 RECIPE = Recipe("thing", (("thing==1.0",),), (), PROBE, 0.001, "NBUTILS_THING")
 
 
@@ -34,8 +34,8 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("PIP_NO_INDEX", "1")
         for name in ("PYTHON", "PYTHONPATH", "ENV"):
             patch.delenv(f"NBUTILS_THING_{name}", raising=False)
-        settings = installer._pip_settings()
-        patch.setattr(installer, "_pip_settings", lambda: settings)  # asking pip takes a second
+        variables = installer.uv_variables()
+        patch.setattr(installer, "uv_variables", lambda: variables)  # asking pip takes a second
         yield
 
 
@@ -52,13 +52,9 @@ def venv(tmp_path: Path) -> Path:
 
 def test_it_is_built_once_and_then_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "venv"
-    both = [threading.Thread(target=environments.ensure, args=(RECIPE, folder)) for _ in range(2)]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join(30)
-    assert capsys.readouterr().out.count("is ready") == 1
-    python = environments.ensure(RECIPE, folder)
+    with ThreadPoolExecutor(2) as both:
+        python, same = both.map(environments.ensure, [RECIPE] * 2, [folder] * 2)
+    assert python == same and capsys.readouterr().out.count("is ready") == 1
     marker = json.loads((folder / "ready.json").read_text(encoding="utf-8"))
     assert marker == RECIPE.described | {"versions": {"thing": "1.0"}}
     files.write_json(folder / "ready.json", marker | {"installed": {}, "built": 1.0})  # as former versions wrote it
@@ -67,12 +63,10 @@ def test_it_is_built_once_and_then_trusted(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        lambda venv: (venv / "ready.json").write_text('{"name": "thi', encoding="utf-8"),
-        lambda venv: (venv / "bin/python").unlink(),
-        lambda venv: [one.unlink() for one in venv.iterdir() if one.is_file() and one.name != "begun.json"],
-    ],
-)
+    [lambda venv: (venv / "ready.json").write_text('{"name": "thi', encoding="utf-8"),
+     lambda venv: (venv / "bin/python").unlink(),
+     lambda venv: [one.unlink() for one in venv.iterdir() if one.is_file() and one.name != "begun.json"]],
+)  # fmt: skip
 def test_an_incomplete_one_is_built_anew_and_a_link_stays_a_link(venv: Path, damage: Callable[[Path], object]) -> None:
     (link := venv.with_name("link")).symlink_to(venv)
     damage(venv)
@@ -109,22 +103,21 @@ def test_a_build_that_fails_leaves_nothing_trusted(venv: Path) -> None:
 
 
 KERNEL = """
-import sys
-from pathlib import Path
+import pathlib, sys
 from nbutils import environments
-slow = "import os, sys, time; open(sys.argv[-1], 'w').write(str(os.getpid())); time.sleep(60)"
+slow = "import os, sys, time; open(sys.argv[-1], 'w').write(str(os.getpgrp())); time.sleep(60)"
 environments.installer.new_environment = lambda folder: [sys.executable, "-c", slow, sys.argv[2]]
-environments.ensure(environments.Recipe("thing", (), (), "", 0.001, "NBUTILS_THING"), Path(sys.argv[1]))
+environments.ensure(environments.Recipe("thing", (), (), "", 0.001, "NBUTILS_THING"), pathlib.Path(sys.argv[1]))
 """
 
 
 def test_a_build_ends_with_its_kernel_and_the_next_one_succeeds(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    kernel = subprocess.Popen([sys.executable, "-c", KERNEL, tmp_path / "venv", pid], stderr=subprocess.DEVNULL)
-    wait_for(lambda: pid.exists() and pid.read_text(), 20)
+    group = tmp_path / "group"
+    kernel = subprocess.Popen([sys.executable, "-c", KERNEL, tmp_path / "venv", group], stderr=subprocess.DEVNULL)
+    wait_for(lambda: group.exists() and group.read_text(), 20)
     kernel.kill()
     kernel.wait(10)
-    wait_for(lambda: processes.is_gone(int(pid.read_text())), 20)
+    wait_for(lambda: not processes.members(int(group.read_text())), 20)
     environments.ensure(RECIPE, tmp_path / "venv")
     assert environments.is_ready(tmp_path / "venv", RECIPE)
 
@@ -133,7 +126,7 @@ def test_without_uv_pip_builds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(installer, "find_uv", lambda: None)
     environments.ensure(RECIPE, tmp_path / "venv")
     assert installed(tmp_path / "venv") and environments.is_ready(tmp_path / "venv", RECIPE)
-    environments.ensure(replace(RECIPE, remove=("thing",), probe="print('{}')"), tmp_path / "venv")
+    subprocess.run(installer.change(tmp_path / "venv/bin/python", "uninstall", "thing"), check=True)
     assert not installed(tmp_path / "venv")
 
 
@@ -166,20 +159,19 @@ def test_where_an_environment_is_kept(tmp_path: Path, home: Path, monkeypatch: p
 
 
 def test_uv_gets_the_settings_of_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installer, "_pip_settings", PIP_SETTINGS)
     for name in [name for name in os.environ if name.startswith(("PIP_", "UV_", "SSL_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(pip_conf := tmp_path / "pip.conf"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert installer.uv_variables()["UV_TORCH_BACKEND"] == "cpu", "no driver, no other source of torch"
+    assert UV_VARIABLES()["UV_TORCH_BACKEND"] == "cpu", "no driver, no other source of torch"
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert "UV_TORCH_BACKEND" not in installer.uv_variables()
+    assert "UV_TORCH_BACKEND" not in UV_VARIABLES()
     lines = ["index-url = http://mirror/simple", "trusted-host = mirror", "extra-index-url =\n  http://a\n  http://b"]
     pip_conf.write_text("\n".join(["[global]", *lines, "find-links = /old"]), encoding="utf-8")
     monkeypatch.setenv("PIP_FIND_LINKS", "/one /two")
-    found = installer.uv_variables()
+    found = UV_VARIABLES()
     assert found["UV_DEFAULT_INDEX"] == "http://mirror/simple" and found["UV_INDEX"] == "http://a http://b"
     assert (found["UV_FIND_LINKS"], found["UV_INSECURE_HOST"]) == ("/one,/two", "mirror")
     monkeypatch.setenv("UV_DEFAULT_INDEX", "http://mine")
-    assert installer.uv_variables()["UV_DEFAULT_INDEX"] == "http://mine"
+    assert UV_VARIABLES()["UV_DEFAULT_INDEX"] == "http://mine"

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from support import refused, wait_for
+from support import python, refused
 
 from nbutils import chat, data, evaluation, files, merging, profiles, record
 from nbutils.config import Evaluation
-from nbutils.evaluation import evaluator as storage
-from nbutils.evaluation import inference, metrics, report
-from nbutils.evaluation.inference import Answer, RowLoss
+from nbutils.evaluation import comparison, inference
+from nbutils.evaluation import evaluator as scoring
+from nbutils.evaluation.comparison import Comparison
+from nbutils.evaluation.inference import Answer
 
 Tiny = tuple[Any, Any]
 HERE = Path(__file__).resolve().parent
@@ -42,6 +40,14 @@ def rows_of(name: str, limit: int | None = None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (files.SAMPLES / name).read_text(encoding="utf-8").splitlines()[:limit]]
 
 
+def row_of(question: str, answer: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]}
+
+
+def references_of(name: str, limit: int | None = None) -> list[str]:
+    return [row["messages"][-1]["content"] for row in rows_of(name, limit)]
+
+
 def evaluator_of(tokenizer: Any, run: Path, rows: Any = 6, new_tokens: int = 8, count: int = 0, **more: Any) -> Any:
     rows = rows_of("eval.jsonl", rows) if isinstance(rows, int) else rows
     size = Evaluation(batch_size=4, max_new_tokens=new_tokens, rows=count)
@@ -50,7 +56,7 @@ def evaluator_of(tokenizer: Any, run: Path, rows: Any = 6, new_tokens: int = 8, 
 
 def test_an_answer_is_the_same_alone_in_a_batch_and_with_a_static_cache(tiny: Tiny) -> None:
     model, tokenizer = tiny
-    questions = evaluation.questions_of(rows_of("eval.jsonl", 5))[0]
+    questions = [row["messages"][:-1] for row in rows_of("eval.jsonl", 5)]
     alone = evaluation.generate(model, tokenizer, questions, max_new_tokens=40, batch_size=1)
     together = evaluation.generate(model, tokenizer, questions, max_new_tokens=40, batch_size=5)
     stops = sorted(chat.find_stop_ids(tokenizer, model.generation_config))
@@ -60,7 +66,7 @@ def test_an_answer_is_the_same_alone_in_a_batch_and_with_a_static_cache(tiny: Ti
     ids, mask = inference.padded([answer.prompt_ids for answer in alone], 0, "cpu", left=True)
     with torch.inference_mode():
         found = inference.decode(model, ids, mask, 40, stops)
-    assert [inference._until_stop(row, stops) for row in found] == [answer.token_ids for answer in alone]
+    assert all(row[: len(one.token_ids)] == one.token_ids for row, one in zip(found, alone, strict=True))
 
 
 def test_out_of_memory_halves_the_batch_and_other_errors_are_not_hidden() -> None:
@@ -75,10 +81,7 @@ def test_out_of_memory_halves_the_batch_and_other_errors_are_not_hidden() -> Non
     assert dict(inference.in_batches(range(7), 7, work)) == {number: 10 * number for number in range(7)}
     assert tried == [7, 3, 1, 1, 1, 1, 1, 1, 1]
     for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("shapes do not match")):
-
-        def fails(batch: Sequence[int], error: Exception = error) -> list[int]:
-            raise error
-
+        fails = Mock(side_effect=error)
         with pytest.raises(type(error), match=str(error)):
             list(inference.in_batches([1, 2], 2, fails))
 
@@ -102,7 +105,7 @@ def test_an_answer_gets_the_tokens_the_references_need(tiny: Tiny, tmp_path: Pat
     def tokens(most: int, tokenizer: Any = tiny[1], **more: Any) -> int:
         return evaluator_of(tokenizer, tmp_path, **{"rows": 8, **more}, new_tokens=most).max_new_tokens
 
-    longest = max(len(tiny[1](one).input_ids) for one in evaluation.questions_of(rows_of("eval.jsonl", 8))[1])
+    longest = max(len(tiny[1](one).input_ids) for one in references_of("eval.jsonl", 8))
     assert tokens(512) == tokens(512, count=1) == int(1.5 * longest) > 32 and tokens(8) == 8
     thoughtful = deepcopy(tiny[1])
     thoughtful.chat_template += "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
@@ -111,19 +114,13 @@ def test_an_answer_gets_the_tokens_the_references_need(tiny: Tiny, tmp_path: Pat
 
 def test_rows_that_do_not_fit_are_left_out(tiny: Tiny, tmp_path: Path) -> None:
     rows, long = rows_of("eval.jsonl", 3), "苹果" * 300
-    wordy = [{"role": "user", "content": long}, {"role": "assistant", "content": "好"}]
-    endless = [{"role": "user", "content": "还有吗"}, {"role": "assistant", "content": long}]
-    evaluator = evaluator_of(
-        tiny[1], tmp_path, [rows[0], {"messages": wordy}, {"messages": endless}, *rows[1:]], limit=200
-    )
-    assert evaluator.rows == rows and len(evaluator.references) == 3
-    assert evaluator.left_out == evaluator.facts()["rows_left_out"] == 2
+    given = [rows[0], row_of(long, "好"), row_of("还有吗", long), *rows[1:]]  # wordy, and endless
+    evaluator = evaluator_of(tiny[1], tmp_path, given, limit=200)
+    assert evaluator.rows == rows and len(evaluator.references) == 3 and evaluator.left_out == 2
     with refused("evaluation.no_row_fits", rows=3, limit=200, new_tokens=190):
         evaluator_of(tiny[1], tmp_path, rows, 190, limit=200)
     with refused("evaluation.no_rows"):
         evaluator_of(tiny[1], tmp_path, [])
-    config = tiny[0].config
-    assert inference.context_length(config) == 1024 and inference.context_length(config, 512) == 512
 
 
 def test_a_wanted_tool_call_is_written_as_the_template_writes_it(tiny: Tiny) -> None:
@@ -133,16 +130,15 @@ def test_a_wanted_tool_call_is_written_as_the_template_writes_it(tiny: Tiny) -> 
         "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    call = {"type": "function", "function": {"name": "find", "arguments": {"q": "x"}}}
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    view = chat.View(tokenizer, "prompt_completion")
-    assert storage.reference_of(view, {"messages": turns}) == "<tool_call>find</tool_call>"
+    row = row_of("q", "", tool_calls=[{"type": "function", "function": {"name": "find", "arguments": {"q": "x"}}}])
+    assert scoring.reference_of(chat.View(tokenizer, "prompt_completion"), row) == "<tool_call>find</tool_call>"
 
 
 PROMPTS = [[1], [1, 2], [1, 2, 3]]
+CHANGES = [("答案 1", "答案 2"), ("[7, 1]", "[7, 2]"), ("false", "true"), ('"row": 1', '"row": 0')]
 
 
-def ask_into(asked: list[int]) -> storage.Ask:
+def ask_into(asked: list[int]) -> scoring.Ask:
     def ask(prompts: dict[int, list[int]]) -> Any:
         for number, prompt in prompts.items():
             asked.append(number)
@@ -151,38 +147,31 @@ def ask_into(asked: list[int]) -> storage.Ask:
     return ask
 
 
-CHANGES = [("答案 1", "答案 2"), ("[7, 1]", "[7, 2]"), ("false", "true"), ('"row": 1', '"row": 0')]
-
-
 @pytest.mark.parametrize(("change", "missing"), [(None, []), ("torn", [2]), *((change, [1]) for change in CHANGES)])
 def test_answers_are_asked_once_and_what_was_torn_or_changed_again(tmp_path: Path, change: Any, missing: Any) -> None:
     file, asked = tmp_path / "a.jsonl", list[int]()
-    whole = storage.resume_answers(file, {"model": "m"}, PROMPTS, ask_into([]))
+    whole = scoring.resume_answers(file, {"model": "m"}, PROMPTS, ask_into([]))
     if change == "torn":
         file.write_bytes(file.read_bytes()[:-20])
     elif change:
         file.write_text(file.read_text(encoding="utf-8").replace(*change), encoding="utf-8")
     for _ in range(2):
-        assert storage.resume_answers(file, {"model": "m"}, PROMPTS, ask_into(asked)) == whole
+        assert scoring.resume_answers(file, {"model": "m"}, PROMPTS, ask_into(asked)) == whole
     assert asked == missing and [one.stopped for one in whole] == [True, False, True]
-
-
-@pytest.mark.parametrize(("decided_by", "prompts"), [({"model": "x"}, PROMPTS), ({"model": "m"}, [*PROMPTS[:2], [9]])])
-def test_another_fingerprint_starts_a_new_file(tmp_path: Path, decided_by: Any, prompts: Any) -> None:
-    asked: list[int] = []
-    storage.resume_answers(tmp_path / "a.jsonl", {"model": "m"}, PROMPTS, ask_into([]))
-    storage.resume_answers(tmp_path / "a.jsonl", decided_by, prompts, ask_into(asked))
-    assert asked == [0, 1, 2]
+    for decided_by, prompts in (({"model": "x"}, PROMPTS), ({"model": "x"}, [*PROMPTS[:2], [9]])):
+        asked.clear()
+        scoring.resume_answers(file, decided_by, prompts, ask_into(asked))
+        assert asked == [0, 1, 2], "another model, or another prompt, starts a new file"
 
 
 KILLED = """
-import sys, time
+import os, signal, sys
 from pathlib import Path
 from nbutils.evaluation import evaluator
 from nbutils.evaluation.inference import Answer
 def ask(prompts):
     for number, prompt in prompts.items():
-        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL) if number == 9 else None
         yield number, Answer(prompt, [number], str(number))
 evaluator.resume_answers(Path(sys.argv[1]), {}, [[n] for n in range(200)], ask)
 """
@@ -190,44 +179,35 @@ evaluator.resume_answers(Path(sys.argv[1]), {}, [[n] for n in range(200)], ask)
 
 def test_after_a_kill_only_the_missing_answers_are_asked(tmp_path: Path) -> None:
     file, asked, prompts = tmp_path / "a.jsonl", list[int](), [[number] for number in range(200)]
-    child = subprocess.Popen([sys.executable, "-c", KILLED, file], env=os.environ | {"PYTHONPATH": str(HERE.parent)})
-    wait_for(lambda: file.exists() and len(file.read_text(encoding="utf-8").splitlines()) > 8)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    kept = storage.stored_answers(file, {}, prompts)
-    storage.resume_answers(file, {}, prompts, ask_into(asked))
-    assert len(kept) >= 8 and asked == sorted(set(range(200)) - set(kept))
+    assert python("-c", KILLED, file, home=tmp_path, ok=False).returncode == -9
+    assert [one.prompt_ids for one in scoring.resume_answers(file, {}, prompts, None)] == prompts[:9]
+    scoring.resume_answers(file, {}, prompts, ask_into(asked))
+    assert asked == list(range(9, 200))
 
 
 def test_losses_that_were_changed_on_disk_are_measured_again(tmp_path: Path) -> None:
     file = tmp_path / "losses.json"
-    storage.stored_once(file, {"model": "m"}, lambda: [[8.5, 4]])
-    assert storage.stored_once(file, {"model": "m"}, lambda: []) == [[8.5, 4]]
+    scoring.stored_once(file, {"model": "m"}, lambda: [[8.5, 4]])
+    assert scoring.stored_once(file, {"model": "m"}, lambda: []) == [[8.5, 4]]
     file.write_text(file.read_text(encoding="utf-8").replace("8.5", "0.5"), encoding="utf-8")
-    assert storage.stored_once(file, {"model": "m"}, lambda: [[8.5, 4]]) == [[8.5, 4]]
+    assert scoring.stored_once(file, {"model": "m"}, lambda: [[8.5, 4]]) == [[8.5, 4]]
 
 
 def test_the_loss_is_that_of_the_assistants_tokens_whatever_the_batch(tiny: Tiny, monkeypatch: Any) -> None:
     (model, tokenizer), rows = tiny, rows_of("eval.jsonl", 7)
-    shapes, forward = list[tuple[Any, Any]](), type(model).forward
-
-    def watched(self: Any, **given: Any) -> Any:
-        out = forward(self, **given)
-        shapes.append((out.logits.shape, given["input_ids"].shape))
-        return out
-
-    monkeypatch.setattr(type(model), "forward", watched)
+    shapes, texts = list[tuple[Any, Any]](), inference.encode_rows(chat.View(tokenizer, "messages"), rows)
+    note = lambda _, args, given, out: shapes.append((out.logits.shape, given["input_ids"].shape))  # noqa: E731
     monkeypatch.setattr(inference, "MAX_LOGITS", 3072 * 100)
-    found = inference.row_losses(model, inference.encode_rows(chat.View(tokenizer, "messages"), rows), 7)
+    with model.register_forward_hook(note, with_kwargs=True):
+        found = inference.row_losses(model, texts, 7)
     assert len(shapes) >= 3  # 7 rows would have been one batch
     assert all(made[0] * made[1] <= 100 and made[1] < asked[1] for made, asked in shapes)  # logits where needed only
-    monkeypatch.undo()
-    for row, one in zip(rows, found, strict=True):
+    for row, (total, tokens) in zip(rows, found, strict=True):
         out = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = torch.tensor([out["input_ids"]]), torch.tensor([out["assistant_masks"]])
         with torch.no_grad():
             loss = model(input_ids=ids, labels=torch.where(mask.bool(), ids, -100)).loss
-        assert one.tokens == int(mask.sum()) and one.total / one.tokens == pytest.approx(float(loss), rel=1e-4)
+        assert tokens == int(mask.sum()) and total / tokens == pytest.approx(float(loss), rel=1e-4)
 
 
 def test_answers_of_one_row_are_added_up_where_each_is_a_text_of_its_own(tiny: Tiny) -> None:
@@ -239,71 +219,58 @@ def test_answers_of_one_row_are_added_up_where_each_is_a_text_of_its_own(tiny: T
     assert np.allclose(together, apart, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("answer", "reference", "f1", "rouge"),
-    [
-        ("今天 天气\n好", "今天天气好", 1.0, 1.0),
-        ("好气天天今", "今天天气好", 1.0, 0.4),  # the same characters, the order lost but for 天天
-        ("今天", "今天天气好", 4 / 7, 4 / 7),
-        ("", "x", 0.0, 0.0),
-        ("", "", 1.0, 1.0),
-        ("ＡＢＣ", "ABC", 1.0, 1.0),
-        ("<think>hm, 5?</think>\n\n4", "4", 1.0, 1.0),
-        ("<think>still at it", "4", 0.0, 0.0),
-        ("hm, 5?</think>\n\n4", "4", 1.0, 1.0),  # the prompt opened the thinking
-    ],
-)
+@pytest.mark.parametrize(("answer", "reference", "f1", "rouge"), [
+    ("今天 天气\n好", "今天天气好", 1.0, 1.0), ("今天", "今天天气好", 4 / 7, 4 / 7), ("ＡＢＣ", "ABC", 1.0, 1.0),
+    ("好气天天今", "今天天气好", 1.0, 0.4),  # the same characters, the order lost but for 天天
+    ("", "x", 0.0, 0.0), ("", "", 1.0, 1.0),
+    ("<think>hm, 5?</think>\n\n4", "4", 1.0, 1.0), ("<think>still at it", "4", 0.0, 0.0),
+    ("hm, 5?</think>\n\n4", "4", 1.0, 1.0),  # the prompt opened the thinking
+])  # fmt: skip
 def test_scores_count_characters(answer: str, reference: str, f1: float, rouge: float) -> None:
-    assert metrics.character_f1(answer, reference) == pytest.approx(f1)
-    assert metrics.rouge_l(answer, reference) == pytest.approx(rouge)
+    assert scoring.character_f1(answer, reference) == pytest.approx(f1)
+    assert scoring.rouge_l(answer, reference) == pytest.approx(rouge)
 
 
 def test_content_is_what_an_answer_scores_beyond_other_rows_of_its_language() -> None:
-    references = [f"答案 {number}" if number % 2 else f"answer {number}" for number in range(40)]
-    rounds = metrics.other_rows(references)
-    assert len(rounds) == metrics.OTHERS and rounds == metrics.other_rows(references)
-    assert all(sorted(other) == list(range(40)) for other in rounds)
-    assert not any(row == one for other in rounds for row, one in enumerate(other))
-    assert sum(row % 2 == one % 2 for other in rounds for row, one in enumerate(other)) >= 0.85 * 40 * metrics.OTHERS
+    mixed = [f"答案 {number}" if number % 2 else f"answer {number}" for number in range(40)]
+    against = scoring.content(lambda answer, other: float((answer[0] == "答") == (other[0] == "答")), mixed, mixed)
+    assert sum(against) / 40 <= 0.15  # others are mostly of the same language, and never the row itself
+    assert scoring.content(scoring.exact, mixed, mixed) == [1.0] * 40
     labels = ["yes" if number % 2 else "no" for number in range(60)]
-    constant, right = (metrics.content(metrics.exact, answers, labels) for answers in (["yes"] * 60, labels))
+    constant, right = (scoring.content(scoring.exact, answers, labels) for answers in (["yes"] * 60, labels))
     assert abs(sum(constant)) / 60 < 0.1 and sum(right) / 60 > 0.4
-    assert metrics.content(metrics.exact, ["a"], ["a"]) == [0.0]
+    assert scoring.content(scoring.exact, ["a"], ["a"]) == [0.0]
     assert evaluation.exact_match([" a ", "b", "x"], ["a", "b", "c"]) == pytest.approx(2 / 3)
 
 
 def test_intervals_are_wilsons_or_a_seeded_bootstrap() -> None:
     for right, rows, low, high in ((0, 120, 0.0, 0.031), (120, 120, 0.969, 1.0), (1, 2, 0.0945, 0.9055)):
-        found = metrics.share_interval([1.0] * right + [0.0] * (rows - right))
+        found = scoring.estimate([1.0] * right + [0.0] * (rows - right), shares=True)
         assert (found.mean, found.low, found.high) == pytest.approx((right / rows, low, high), abs=1e-4)
-    assert vars(metrics.mean_interval([1.0, 3.0], weights=[3, 1])) == {"mean": 1.5, "low": 1.0, "high": 3.0}
+    assert vars(scoring.estimate([1.0, 3.0], weights=[3, 1])) == {"mean": 1.5, "low": 1.0, "high": 3.0}
     drawn = np.random.default_rng(0).random(60) < 0.3
-    assert metrics.mean_interval(drawn) == metrics.mean_interval(drawn)
+    assert scoring.estimate(drawn) == scoring.estimate(drawn)
 
 
-@pytest.mark.parametrize(("better", "worse", "p"), [(0, 0, 1.0), (5, 0, 0.0625), (8, 2, 0.109375), (3, 3, 1.0)])
-def test_shares_are_compared_by_mcnemar(better: int, worse: int, p: float) -> None:
-    before, after = [0.0] * better + [1.0] * (worse + 20), [1.0] * better + [0.0] * worse + [1.0] * 20
-    found = metrics.paired_difference(before, after, shares=True)
-    assert found.p == pytest.approx(p) and found.estimate.mean == pytest.approx((better - worse) / len(before))
-
-
-def test_the_interval_of_a_difference_of_shares_is_newcombes() -> None:
-    """Of 50 pairs 36 were right twice, 12 once, 2 the other time; and rows that all change leave some doubt."""
-    before, after = [1.0] * 36 + [0.0] * 12 + [1.0] * 2, [1.0] * 48 + [0.0] * 2
-    found = metrics.paired_difference(before, after, shares=True).estimate
-    assert (found.mean, found.low, found.high) == pytest.approx((0.2, 0.0569, 0.3404), abs=1e-4)
-    sure = metrics.paired_difference([0.0] * 120, [1.0] * 120, shares=True).estimate
-    assert sure.mean == 1.0 and sure.low == pytest.approx(0.956, abs=1e-3) and sure.high == 1.0
+@pytest.mark.parametrize(("better", "worse", "same", "p", "interval"), [
+    (0, 0, 20, 1.0, (-0.161, 0.161)), (5, 0, 20, 0.0625, (0.0264, 0.3913)), (8, 2, 20, 0.109375, (-0.0073, 0.3916)),
+    (3, 3, 20, 1.0, (-0.1988, 0.1988)), (12, 2, 36, 0.012939, (0.0569, 0.3404)),
+    (120, 0, 0, 0.0, (0.956, 1.0)),  # rows that all change leave some doubt
+])  # fmt: skip
+def test_shares_compare_by_mcnemar_and_newcombe(better: int, worse: int, same: int, p: float, interval: Any) -> None:
+    before, after = [0.0] * better + [1.0] * (worse + same), [1.0] * better + [0.0] * worse + [1.0] * same
+    found = scoring.paired_difference(before, after, shares=True)
+    assert found.p == pytest.approx(p, abs=1e-6) and found.mean == pytest.approx((better - worse) / len(before))
+    assert (found.low, found.high) == pytest.approx(interval, abs=1e-3)
 
 
 def test_a_difference_is_tested_in_pairs() -> None:
     rng = np.random.default_rng(1)
     before = rng.normal(0.0, 10.0, size=40)
-    assert metrics.paired_difference(before, before + rng.normal(1.0, 1.0, size=40)).p < 0.001
-    assert metrics.paired_difference(before, before).p == 1.0
-    nothing = metrics.paired_difference([1.0] * 20, [float("nan")] * 20)
-    assert nothing.estimate.text() == "not a number" and nothing.p_text == "-" and nothing.facts()["p"] is None
+    assert scoring.paired_difference(before, before + rng.normal(1.0, 1.0, size=40)).p < 0.001
+    assert scoring.paired_difference(before, before).p == 1.0
+    nothing = scoring.paired_difference([1.0] * 20, [float("nan")] * 20)
+    assert nothing.text() == "not a number" and nothing.p_text == "-" and nothing.facts()["p"] is None
 
 
 def result(name: str, texts: Sequence[str], references: Sequence[str], loss: float = 1.0, stopped: bool = True) -> Any:
@@ -311,9 +278,7 @@ def result(name: str, texts: Sequence[str], references: Sequence[str], loss: flo
     given = [Answer([1], [1, 2], text, stopped) for text in texts]
     evaluator = evaluation.Evaluator.__new__(evaluation.Evaluator)
     evaluator.references = list(references)
-    return evaluation.Result(
-        name, given, evaluator.references, [RowLoss(loss * 4, 4) for _ in texts], evaluator.score(given)
-    )
+    return scoring.Result(name, given, evaluator.references, [(loss * 4, 4) for _ in texts], evaluator.score(given))
 
 
 NO_PROOF = "no proof that it helped"
@@ -325,89 +290,79 @@ THINKS = ["<think>let me see"] * 13
 SHUFFLED = random.Random(2).sample(WANTED, 60)  # the form of every answer, the content of none
 
 
-@pytest.mark.parametrize(
-    ("word", "base", "tuned", "wanted"),
-    [
-        ("helped", PROSE, WANTED, WANTED),
-        ("helped", THINKS[:11] + PROSE[11:], WANTED, WANTED),
-        (NO_PROOF, THINKS + PROSE[13:], WANTED, WANTED),  # cut off while thinking
-        (NO_PROOF, PROSE, SHUFFLED, WANTED),
-        (NO_PROOF, PROSE, ["yes"] * 60, LABELS),  # right half of the time
-        (NO_PROOF, WANTED, WANTED, WANTED),
-        ("harmed", WANTED, [WANTED[0]] * 60, WANTED),
-        (NO_PROOF, PROSE[:3], WANTED[:3], WANTED[:3]),  # too few
-        (NO_PROOF, PROSE, ["好的"] * 60, ["好的"] * 60),  # says one thing always
-        (NO_PROOF, [one.replace("item", "thing") for one in WANTED], WANTED[:10] + [""] * 50, WANTED),  # mixed
-    ],
-)
+@pytest.mark.parametrize(("word", "base", "tuned", "wanted"), [
+    ("helped", PROSE, WANTED, WANTED),
+    ("helped", THINKS[:11] + PROSE[11:], WANTED, WANTED),
+    (NO_PROOF, THINKS + PROSE[13:], WANTED, WANTED),  # cut off while thinking
+    (NO_PROOF, PROSE, SHUFFLED, WANTED),
+    (NO_PROOF, PROSE, ["yes"] * 60, LABELS),  # right half of the time
+    (NO_PROOF, WANTED, WANTED, WANTED),
+    ("harmed", WANTED, [WANTED[0]] * 60, WANTED),
+    (NO_PROOF, PROSE[:3], WANTED[:3], WANTED[:3]),  # too few
+    (NO_PROOF, PROSE, ["好的"] * 60, ["好的"] * 60),  # says one thing always
+    (NO_PROOF, [one.replace("item", "thing") for one in WANTED], WANTED[:10] + [""] * 50, WANTED),  # mixed
+])  # fmt: skip
 def test_the_verdict(word: str, base: list[str], tuned: list[str], wanted: list[str]) -> None:
-    found = report.judge(result("base", base, wanted), result("merged", tuned, wanted))
-    assert found.word == word and word in str(found) and max(map(len, str(found).splitlines())) <= report.WIDTH
+    found = Comparison([result("base", base, wanted), result("merged", tuned, wanted)]).verdict
+    assert found.word == word and word in str(found) and max(map(len, str(found).splitlines())) <= comparison.WIDTH
 
 
 def test_chance_seldom_helps_or_harms() -> None:
     rng, words = random.Random(8), list[str]()
     for _ in range(40):
         base, tuned = ([rng.choice(WANTED) for _ in range(60)] for _ in range(2))
-        words.append(report.judge(result("base", base, WANTED), result("merged", tuned, WANTED)).word)
+        words.append(Comparison([result("base", base, WANTED), result("merged", tuned, WANTED)]).verdict.word)
     assert words.count("harmed") <= 3 and words.count("helped") <= 3
 
 
-def test_table_facts_and_verdict_show_one_interval() -> None:
+def test_table_facts_and_verdict_show_one_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(3)
     after = [one if rng.random() < 0.2 else prose for one, prose in zip(WANTED, PROSE, strict=True)]
-    comparison = evaluation.Comparison([result("base", PROSE, WANTED), result("merged", after, WANTED)])
-    shown = next(row for row in comparison.table() if row["score"] == "content (exact)")
-    assert shown["difference"] in comparison.verdict.why and shown["p"] in comparison.verdict.why
-    facts = comparison.facts()["evaluation"]["scores"]["exact_content"]["difference"]
-    assert facts["low"] == comparison.changes["exact_content"].estimate.low
-    almost = metrics.Difference(metrics.Estimate(0.1, 0.01, 0.2), 0.03, "")  # two scores were tried: 0.05 is shared
-    assert (report.direction(almost), report.direction(metrics.Difference(almost.estimate, 0.02, ""))) == (0, 1)
+    found = Comparison([result("base", PROSE, WANTED), result("merged", after, WANTED)])
+    shown = next(row for row in found.table() if row["score"] == "content (exact)")
+    assert shown["difference"] in found.verdict.why and shown["p"] in found.verdict.why
+    facts = found.facts()["evaluation"]["scores"]["exact_content"]["difference"]
+    assert facts["low"] == found.changes["exact_content"].low
+    for p, word in ((0.03, NO_PROOF), (0.02, "helped")):  # two scores were tried: 0.05 is shared
+        change = scoring.Difference(0.1, 0.01, 0.2, p, "")
+        monkeypatch.setattr(scoring.Result, "change", lambda *_, change=change: change)
+        assert Comparison(found.results).verdict.word == word
 
 
-@pytest.mark.parametrize(
-    ("base", "tuned", "flag"),
-    [
-        (result("base", PROSE, WANTED), result("merged", WANTED, WANTED, stopped=False), "60 of 60 of merged's"),
-        (result("base", ["{"] * 60, WANTED, stopped=False), result("merged", WANTED, WANTED), "60 of 60 of base's"),
-        (result("base", PROSE[:12], WANTED[:12]), result("merged", WANTED[:12], WANTED[:12]), "only 12"),
-        (result("base", PROSE, WANTED, stopped=False), result("merged", WANTED, WANTED), ""),  # wordy, not cut
-    ],
-)
-def test_what_looks_wrong_is_flagged(base: Any, tuned: Any, flag: str) -> None:
-    flags = report.judge(base, tuned).flags
-    assert len(flags) == bool(flag) and flag in "".join(flags)
+def test_what_looks_wrong_is_flagged() -> None:
+    base, tuned = result("base", PROSE, WANTED), result("merged", WANTED, WANTED)
+    wordy, cut = result("base", PROSE, WANTED, stopped=False), result("base", ["{"] * 60, WANTED, stopped=False)
+    endless = result("merged", WANTED, WANTED, stopped=False)
+    few = [result(name, texts[:12], WANTED[:12]) for name, texts in (("base", PROSE), ("merged", WANTED))]
+    cases = [((base, endless), "60 of 60 of merged's"), ((cut, tuned), "60 of 60 of base's"), (few, "only 12")]
+    for pair, words in [*cases, ((wordy, tuned), "")]:
+        flags = Comparison(pair).verdict.flags
+        assert len(flags) == bool(words) and words in "".join(flags)
 
 
 def general(loss: float | list[float], texts: Sequence[str] = PROSE, rows: int = 60) -> Any:
     found = result("merged", texts[:rows], WANTED[:rows])
     losses = [loss] * rows if isinstance(loss, float) else loss
-    found.losses[:] = [RowLoss(4 * one, 4) for one in losses]
+    found.losses[:] = [(4 * one, 4) for one in losses]
     return found
 
 
-@pytest.mark.parametrize(
-    ("base", "tuned", "word"),
-    [
-        (general(1.0), general(1.05), "kept"),
-        (general(1.0), general(1.5), "forgot"),
-        (general(1.0, rows=12), general([0.5, 1.0, 1.2, 1.9] * 3, rows=12), "unclear"),
-        (general(1.0, rows=9), general(3.0, rows=9), "unclear"),
-        (general(1.0, WANTED), general(1.0, ["{}"] * 60), "forgot"),  # the answers are lost, the loss is not
-        (general(1.0), general(1e9), "forgot"),
-        (general(1.0), general(float("nan")), "unclear"),
-    ],
-)
+@pytest.mark.parametrize(("base", "tuned", "word"), [
+    (general(1.0), general(1.05), "kept"), (general(1.0), general(1.5), "forgot"),
+    (general(1.0, rows=12), general([0.5, 1.0, 1.2, 1.9] * 3, rows=12), "unclear"),
+    (general(1.0, rows=9), general(3.0, rows=9), "unclear"),
+    (general(1.0, WANTED), general(1.0, ["{}"] * 60), "forgot"),  # the answers are lost, the loss is not
+    (general(1.0), general(1e9), "forgot"), (general(1.0), general(float("nan")), "unclear"),
+])  # fmt: skip
 def test_forgetting(base: Any, tuned: Any, word: str) -> None:
-    found = report.forgetting(base, tuned)
-    assert found.word == word and word in str(found)
-    facts = evaluation.Comparison([base, tuned], [base, tuned]).facts()
-    assert json.loads(json.dumps(facts, allow_nan=False))["evaluation"]["general"]["verdict"] == word
+    found = Comparison([base, tuned], [base, tuned])
+    assert word in str(found.forgetting)
+    assert json.loads(json.dumps(found.facts(), allow_nan=False))["evaluation"]["general"]["verdict"] == word
 
 
 def test_the_general_rows_are_sound_and_none_resembles_another(tmp_path: Path) -> None:
-    questions = [row["messages"][0]["content"] for row in evaluation.general_rows()]
-    chinese = sum(metrics.CJK.search(question) is not None for question in questions)
+    questions = [row["messages"][0]["content"] for row in rows_of("general.jsonl")]
+    chinese = sum(scoring.CJK.search(question) is not None for question in questions)
     assert 50 <= len(questions) <= 80 and 20 <= chinese <= len(questions) - 20
     assert not data.prepare(str(files.SAMPLES / "general.jsonl"), tmp_path / "data").rejected
 
@@ -419,22 +374,22 @@ def test_answers_become_a_table_facts_a_page_and_a_figure(tiny: Tiny, tmp_path: 
     base, merged = evaluator.evaluate("base", tiny[0], "base"), evaluator.evaluate("merged", tiny[0], "merged", server)
     assert merged.texts == ["served"] * 6 and (evaluator.folder / "answers-merged-served.jsonl").exists()
     assert evaluator.kept("base", "base", files.TINY_MODEL) == base.answers == evaluator.generate(tiny[0])
-    comparison = evaluation.Comparison([base, merged], [base, merged], evaluator)
-    assert [row["score"] for row in comparison.table()][:2] == ["loss", "exact match"]
-    assert [row["score"] for row in comparison.table("stopped")] == ["stopped"]
-    facts = json.loads(json.dumps(comparison.facts()))["evaluation"]
+    found = Comparison([base, merged], [base, merged], evaluator)
+    assert [row["score"] for row in found.table()][:2] == ["loss", "exact match"]
+    assert [row["score"] for row in found.table("stopped")] == ["stopped"]
+    facts = json.loads(json.dumps(found.facts()))["evaluation"]
     assert facts["verdict"] == NO_PROOF and facts["rows"] == 6
     assert facts["answers_by"] == {"base": "generate", "merged": "vllm server"}
-    page = evaluation.write_report(comparison.page, "demo", evaluator, comparison, {"card": "none"})
-    text = page.read_text(encoding="utf-8")
-    assert comparison.verdict.word in text and "<svg" in text and evaluator.questions[0][-1]["content"] in text
+    found.write_page("demo", {"card": "none"})
+    text = found.page.read_text(encoding="utf-8")
+    assert found.verdict.word in text and "<svg" in text and evaluator.questions[0][-1]["content"] in text
     for host in ("http://www.w3.org", "http://purl.org", "http://creativecommons.org", "https://matplotlib.org"):
         text = text.replace(host, "")  # names of the SVG format, nothing that is loaded
     assert "http://" not in text and "https://" not in text and "<script" not in text
-    comparison.plot("loss", "exact_match")
+    found.plot("loss", "exact_match")
     assert (tmp_path / "evaluation/scores.png").stat().st_size > 5000
-    comparison.show_answers(1)
-    comparison.show_scores("loss")
+    found.show_answers(1)
+    found.show_scores("loss")
     shown = capsys.readouterr().out
     assert evaluator.questions[0][-1]["content"] in shown and "served" in shown and "\nloss " in shown
     scores = evaluation.score_table(evaluator, {"one": base.answers, "two": merged.answers})
@@ -481,15 +436,11 @@ def test_later_lessons_read_the_stored_answers_of_the_merged_model(tiny: Tiny, t
 
 
 def test_what_people_wrote_is_escaped_and_masked(tiny: Tiny, tmp_path: Path) -> None:
-    question = {"role": "user", "content": "<script>alert(1)</script> 13812345678"}
-    evaluator = evaluator_of(
-        tiny[1], tmp_path, [{"messages": [question, {"role": "assistant", "content": "<b>&"}]}] * 2, 4
-    )
+    evaluator = evaluator_of(tiny[1], tmp_path, [row_of("<script>alert(1)</script> 13812345678", "<b>&")] * 2, 4)
     base = result("base", ["<img src=x>\x00", "half a character \ud83d\u202e"], evaluator.references)
-    page = evaluation.write_report(
-        tmp_path / "r.html", "<i>", evaluator, evaluation.Comparison([base, base]), {"<u>": "<u>"}
-    )
-    text = page.read_text(encoding="utf-8")
+    evaluator.folder.mkdir()
+    (found := Comparison([base, base], (), evaluator)).write_page("<i>", {"<u>": "<u>"})
+    text = found.page.read_text(encoding="utf-8")
     assert not [bad for bad in ("<script>", "<img", "<u>", "<i>alert", "\x00", "\u202e", "13812345678") if bad in text]
     assert "&lt;script&gt;" in text and "&gt;\\x00" in text and "\\ud83d\\u202e" in text and "138****5678" in text
     questions = [[{"role": "user", "content": "打 13812345678"}]]
@@ -512,22 +463,21 @@ def test_public_benchmarks_run_once_in_a_process_without_secrets(tmp_path: Path,
     nothing = evaluation.Harness("", tmp_path, "float32")
     nothing.run("base", "nowhere", "mark")
     assert nothing.results == {} and "LM_EVAL_TASKS" in str(nothing) and list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(storage, "find_spec", lambda name: None)
+    monkeypatch.setattr(scoring, "find_spec", lambda name: None)
     with refused("evaluation.no_lm_eval", tasks="hellaswag"):
         evaluation.Harness("hellaswag", tmp_path, "float32")
     (tmp_path / "lm_eval.py").write_text(FAKE_LM_EVAL, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("WANDB_API_KEY", "wandb-secret")
-    monkeypatch.setattr(storage, "find_spec", lambda name: name)
+    monkeypatch.setattr(scoring, "find_spec", lambda name: name)
     bench = evaluation.Harness("shop", tmp_path / "run", "float32")
     bench.run("base", files.TINY_MODEL, "mark")
-    (tmp_path / "lm_eval.py").rename(tmp_path / "later.py")  # a second time it is read
+    with refused("evaluation.lm_eval_failed", "Tasks not found: missing None"):
+        evaluation.Harness("shop, missing", tmp_path / "run", "float32").run("base", files.TINY_MODEL, "mark")
+    (tmp_path / "lm_eval.py").unlink()  # a second time it is read
     again = evaluation.Harness("shop", tmp_path / "run", "float32")
     again.run("base", files.TINY_MODEL, "mark")
     assert again.results == bench.results == {"base": {"shop": {"acc": 0.75, "acc_stderr": 0.1}}}
-    (tmp_path / "later.py").rename(tmp_path / "lm_eval.py")
-    with refused("evaluation.lm_eval_failed", "Tasks not found: missing None"):
-        evaluation.Harness("shop, missing", tmp_path / "run", "float32").run("base", files.TINY_MODEL, "mark")
     with refused("evaluation.comma_in_path"):
         again.run("base", "a,b", "mark")
 
@@ -535,13 +485,13 @@ def test_public_benchmarks_run_once_in_a_process_without_secrets(tmp_path: Path,
 def test_true_answers_help_and_shuffled_ones_do_not() -> None:
     """With the stored answers of tiny models after 60 steps on true and on shuffled answers."""
     stored = json.loads((HERE / "shuffled_answers.json").read_text(encoding="utf-8"))
-    references = evaluation.questions_of(rows_of("eval.jsonl"))[1]
+    references = references_of("eval.jsonl")
     found = {name: result(name, one["texts"], references) for name, one in stored.items()}
     for name, one in found.items():
-        one.losses[:] = [RowLoss(*pair) for pair in stored[name]["losses"]]
-    helped, not_helped = (evaluation.Comparison([found["base"], found[name]]) for name in ("true", "shuffled"))
+        one.losses[:] = [tuple(pair) for pair in stored[name]["losses"]]
+    helped, not_helped = (Comparison([found["base"], found[name]]) for name in ("true", "shuffled"))
     assert found["true"].mean("exact_match") > 0.3 and helped.verdict.word == "helped" and helped.verdict.flags == []
     for score in ("character_f1", "rouge_l"):  # what a naive report would call a success
-        assert not_helped.changes[score].estimate.low > 0.2 and not_helped.changes[score].p < 0.001
-    assert not_helped.changes["loss"].estimate.high < -2
+        assert not_helped.changes[score].low > 0.2 and not_helped.changes[score].p < 0.001
+    assert not_helped.changes["loss"].high < -2
     assert abs(found["shuffled"].mean("content")) < 0.03 and not_helped.verdict.word != "helped"

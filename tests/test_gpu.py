@@ -56,7 +56,7 @@ def test_packed_logits_and_gradients_on_the_card_are_those_of_the_unpacked_rows(
     from test_training import ROWS, packed
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from nbutils import attention
+    from nbutils.training import model as attention
 
     if backend == "varlen" and hardware.attention(hardware.gpu()).value != "varlen":
         pytest.skip("this GPU has no kernel for packed rows")
@@ -157,7 +157,7 @@ def test_activations_are_offloaded_and_the_training_stays_the_same(tmp_path: Pat
     import test_training
     from trl.models.activation_offloading import OffloadActivations
 
-    from nbutils.training.weights import trained_weights
+    from nbutils.training.model import trained_weights
 
     words = {"use_cpu": False, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 4}
     words |= {"gradient_checkpointing": True}

@@ -19,7 +19,6 @@ from support import refused
 from nbutils import DISTRIBUTION, install
 
 Patch = pytest.MonkeyPatch
-ROOT = Path(__file__).resolve().parent.parent
 WHEEL = f"{DISTRIBUTION.replace('-', '_')}-0.1.0-py3-none-any.whl"
 TRL = "trl-1.16.0-py3-none-any.whl"
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -58,10 +57,8 @@ def kaggle(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 
 def write_list(folder: Path, python: str) -> None:
-    files = [
-        {"name": f.name, "bytes": f.stat().st_size, "sha256": hashlib.sha256(f.read_bytes()).hexdigest()}
-        for f in sorted(folder.glob("*.whl"))
-    ]
+    sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.whl"))}
+    files = [{"name": name, "sha256": checksum} for name, checksum in sums.items()]
     (folder / install.MARKER).write_text(json.dumps({"python": python, "files": files}))
 
 
@@ -83,19 +80,17 @@ def test_everything_installed_is_pinned_but_the_wanted_and_the_known_to_be_old(m
     assert "PATH" in pip.env and "HF_TOKEN" not in pip.env
 
 
-@pytest.mark.parametrize("wheels", [None, Path("/wheels")])
-def test_when_pinning_everything_is_impossible_only_the_platforms_own_is(
-    monkeypatch: Patch, wheels: Path | None
-) -> None:
+def test_when_pinning_everything_is_impossible_only_the_platforms_own_is(monkeypatch: Patch) -> None:
     monkeypatch.setattr(install, "versions", lambda: {"transformers": "5.0", "torch": "2.10.0+cu128", "numpy": "2.3"})
-    pip = Pip(monkeypatch, "ERROR: ResolutionImpossible: see")
-    install.pip_install(["trl>=1"], wheels)
-    first, second = pip.pinned
-    assert "transformers" in first and "transformers" not in second and {"torch", "numpy"} <= set(second)
-    pip = Pip(monkeypatch, "ERROR: no network")
-    with refused("install.pip_failed", "no network", "Settings > Internet", "make wheels IMAGE="):
+    for wheels in (None, Path("/wheels")):
+        pip = Pip(monkeypatch, "ERROR: ResolutionImpossible: see")
         install.pip_install(["trl>=1"], wheels)
-    assert len(pip.commands) == 1
+        first, second = pip.pinned
+        assert "transformers" in first and "transformers" not in second and {"torch", "numpy"} <= set(second)
+        pip = Pip(monkeypatch, "ERROR: no network")
+        with refused("install.pip_failed", "no network", "Settings > Internet", "make wheels IMAGE="):
+            install.pip_install(["trl>=1"], wheels)
+        assert len(pip.commands) == 1
 
 
 def test_a_package_replaced_under_a_running_kernel_asks_for_a_restart(monkeypatch: Patch) -> None:
@@ -110,7 +105,8 @@ def test_a_package_replaced_under_a_running_kernel_asks_for_a_restart(monkeypatc
 def test_an_old_torchao_is_removed(monkeypatch: Patch) -> None:
     pip = Pip(monkeypatch)
     monkeypatch.setattr(metadata, "version", lambda name: "0.10.0" if name == "torchao" else "1")
-    install.remove_blockers()
+    monkeypatch.setattr(install, "requirements", lambda extra: [])
+    install.ensure("train")
     assert [command[-3:] for command in pip.commands] == [["-y", "-q", "torchao"]]
 
 

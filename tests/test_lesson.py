@@ -25,9 +25,6 @@ def opened(values: dict[str, Any], folders: platforms.Folders | None = None) -> 
     return lesson.open_run(values, LOCAL, folders or platforms.folders(LOCAL), None)
 
 
-# --- parameters ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """The parameters of a script, which may have changed some in a cell and got others on its command line."""
@@ -49,10 +46,8 @@ def test_parameters_come_typed_from_the_cell_and_the_command_line(collected: Any
 
 @pytest.mark.parametrize(
     ("words", "cell"),
-    [
-        ("--STEPS many", {}), ("--SHOW perhaps", {}), ("", {"STEPS": "20"}), ("", {"STEPS": True}), ("--STEPS -5", {}),
-        ("", {"HOURS": float("nan")}),
-    ],
+    [("--STEPS many", {}), ("--SHOW perhaps", {}), ("--STEPS -5", {}), ("", {"STEPS": "20"}), ("", {"STEPS": True}),
+     ("", {"HOURS": float("nan")})],
 )  # fmt: skip
 def test_values_that_cannot_be_meant_are_refused(words: str, cell: dict[str, Any], collected: Any) -> None:
     with refused("lesson.parameter_type"):
@@ -74,13 +69,12 @@ def test_names_that_are_no_parameters_are_refused(collected: Any, monkeypatch: p
         collected("", In=[cell + "STEPZ = 5\n"])
 
 
-# --- the run folder, profile and SET ---------------------------------------------------------------------------------
-
-
 def test_a_run_without_a_name_is_called_after_its_profile(home: Path) -> None:
     run, _ = opened({"PROFILE": "auto"})
     assert run.path == home / "tiny" and run.path.stat().st_mode & 0o077 == 0
-    assert lesson.default_run_name("我的 配置", "/models/Qwen 2.5") == "我的-配置-Qwen-2.5"
+    mine = shutil.copy(files.CONFIGS / "tiny.yaml", home / "我的 配置.yaml")
+    model = shutil.copytree(files.TINY_MODEL, home / "models/Qwen 2.5")
+    assert opened({"PROFILE": str(mine), "MODEL": str(model)})[0].name == "我的-配置-Qwen-2.5"
     facts = record.read(run.facts)
     assert facts["profile"] == "tiny" and facts["model"] == "tiny" and facts["by_auto"]
     opened({"RUN_NAME": "tiny"})
@@ -99,14 +93,20 @@ def test_what_cannot_work_is_refused_before_the_training(home: Path) -> None:
         opened({})
 
 
-def test_a_run_keeps_the_profile_and_model_it_began_with(home: Path) -> None:
+@pytest.mark.parametrize("profile", ["hopper_80gb", "t4_16gb", "lora_20k"])
+def test_a_profile_for_a_gpu_is_refused_on_a_cpu_unless_its_run_was_begun_elsewhere(home: Path, profile: str) -> None:
+    with refused("profiles.needs_gpu", "tiny or laptop", profile=profile):
+        opened({"PROFILE": profile})
+    begun(home, profile, profile)
+    with refused("models.unreachable"):  # it may be merged here, once its model is here
+        opened({"PROFILE": profile})
+
+
+def test_a_run_keeps_its_profile_model_and_set_for_every_later_lesson(home: Path) -> None:
     (home / "demo").mkdir(parents=True)
     (home / "demo/facts.json").write_text(json.dumps({"profile_source": "paper_r64", "model": str(files.TINY_MODEL)}))
     _, resolved = opened({"PROFILE": "auto", "RUN_NAME": "demo"})
     assert (resolved.name, resolved.model) == ("paper_r64", str(files.TINY_MODEL))
-
-
-def test_set_is_kept_for_every_later_lesson_of_the_run(home: Path) -> None:
     run, resolved = opened({"PROFILE": "tiny", "SET": "lora.rank=8, train.max_steps=9", "MAX_STEPS": 7})
     assert record.read(run.facts)["set"] == resolved.set_values == {"lora.rank": 8, "train.max_steps": 9}
     assert resolved.profile.train.max_steps == 7 and "MAX_STEPS" in resolved.choices["train.max_steps"].reason
@@ -115,11 +115,8 @@ def test_set_is_kept_for_every_later_lesson_of_the_run(home: Path) -> None:
         assert (profile.lora.rank, profile.train.max_steps) == (8, 9), later
     assert opened({"PROFILE": "tiny", "SET": "", "RESUME": "never"})[1].profile.lora.rank != 8
     assert record.read(run.facts)["set"] == {}
-
-
-def test_a_set_that_does_not_fit_what_was_trained_is_not_remembered(home: Path) -> None:
     run, _ = opened({"SET": "lora.rank=8"})
-    run.checkpoints.mkdir()
+    run.checkpoints.mkdir()  # a SET that does not fit what was trained is not remembered
     (run.checkpoints / "checkpoint-5.json").write_text("{}")
     assert opened({"SET": "lora.rank=4"})[1].profile.lora.rank == 4  # and lesson 03 refuses it by its fingerprint
     assert opened({"RUN_NAME": run.name})[1].profile.lora.rank == 8
@@ -148,9 +145,6 @@ def test_an_earlier_lesson_runs_with_the_same_profile_and_run(home: Path, monkey
         pass
     started.require("03_qlora")
     assert len(passed) == 1, "it is there now"
-
-
-# --- runs of earlier sessions ----------------------------------------------------------------------------------------
 
 
 def begun(home: Path, name: str, profile: str, by_auto: bool = True, **trained: int) -> lesson.RunFolder:
@@ -223,13 +217,10 @@ def test_an_attached_run_overwrites_no_data(attached: Any) -> None:
     assert mine.read_text() == "mine" and not mine.with_name("data_card.json").exists()
 
 
-# --- the machine -----------------------------------------------------------------------------------------------------
-
 GOODBYE = """
 from pathlib import Path
 from nbutils import checkpoints, lesson, platforms
-from nbutils.platforms import shutdown
-shutdown.power_off.__defaults__ = (0.0, None)
+platforms.power_off.__defaults__ = (0.0,)
 run = lesson.RunFolder(Path("runs/demo"))
 run.checkpoints.mkdir(parents=True)
 lesson.notify_and_shut_down(platforms.detect(), run, "text")

@@ -6,7 +6,6 @@ import errno
 import functools
 import json
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from support import refused
 
 from nbutils import cli, disk, files, merging, record
 from nbutils.errors import CourseError
-from nbutils.merging import adapters, safetensors_io
 from nbutils.merging import folder as folders
 from nbutils.merging import merge as merge_module
 
@@ -54,7 +52,7 @@ def pair(home: Path, tmp_path: Path) -> Pair:
     return shutil.copytree(home / "base", tmp_path / "base"), shutil.copytree(home / "adapter", tmp_path / "adapter")
 
 
-def merge(base: str | Path, adapter: Any, out: Path, **settings: Any) -> merging.MergeReport:
+def merge(base: str | Path, adapter: Any, out: Path, **settings: Any) -> merge_module.MergeReport:
     return merging.merge_adapter(base, adapter, out, progress=False, **settings)
 
 
@@ -76,82 +74,51 @@ def assert_same_bits(ours: Path | dict[str, torch.Tensor], theirs: Path | dict[s
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "power-of-two scale": {"lora_alpha": 8},
-    "rslora": {"use_rslora": True},
-    "patterns": {
-        "rank_pattern": {"q_proj": 8, r"layers.1.mlp.down_proj": 2}, "alpha_pattern": {"layers.0.self_attn.o_proj": 3},
-    },
-    "dora": {"use_dora": True},
+    "plain": {}, "power-of-two scale": {"lora_alpha": 8}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True},
     "modules_to_save": {"modules_to_save": ["lm_head", "norm"], "bias": "all"},
-    "embeddings": {"target_modules": ["embed_tokens", "lm_head", "v_proj"], "dtype": "bfloat16"},
+    "output layer": {"target_modules": ["lm_head", "v_proj"], "dtype": "bfloat16"},
+    "another architecture": {}, "two adapters": {},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_merge_has_the_bits_of_peft(
-    case: str, base_of: Bases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_merge_has_the_bits_of_peft(case: str, base_of: Bases, tmp_path: Path, monkeypatch: Any) -> None:
     """Also from small blocks, where one row would be left over (161 = 5 x 32 + 1) and be rounded differently."""
-    base = base_of()
-    adapter = models.make_adapter(base, tmp_path / "adapter", **CASES[case])
-    report = merge(base, adapter, tmp_path / "bfloat16")
+    base = base_of(kind="glm4", shards="60KB") if case == "another architecture" else base_of()
+    adapters = [models.make_adapter(base, tmp_path / "adapter", **CASES[case])]
+    if case == "two adapters":
+        adapters += [models.make_adapter(base, tmp_path / "second", seed=12, target_modules=["q_proj", "o_proj"], r=2)]
+    report = merge(base, adapters, tmp_path / "bfloat16")
     assert report.merged and not report.resumed_shards and not report.untied
-    assert_same_bits(tmp_path / "bfloat16", models.merged_by_peft(base, adapter, dtype="bfloat16"))
-    monkeypatch.setattr(safetensors_io, "BLOCK", 64)
+    assert_same_bits(tmp_path / "bfloat16", models.merged_by_peft(base, *adapters, dtype="bfloat16"))
+    names = [{file.name for file in folder.glob("model*")} for folder in (base, tmp_path / "bfloat16")]
+    assert names[0] == names[1] and (len(names[0]) > 1) == (case == "another architecture")
+    monkeypatch.setattr(folders, "BLOCK", 64)
     assert len(list(merging.open_base(base).weights["lm_head.weight"].blocks())) > 2
-    merge(base, adapter, tmp_path / "float32", dtype="float32")
-    assert_same_bits(tmp_path / "float32", models.merged_by_peft(base, adapter))
+    merge(base, adapters, tmp_path / "float32", dtype="float32")
+    assert_same_bits(tmp_path / "float32", models.merged_by_peft(base, *adapters))
 
 
-def test_another_architecture_in_several_files(base_of: Bases, tmp_path: Path) -> None:
-    base = base_of(kind="glm4", shards="60KB")
-    adapter = models.make_adapter(base, tmp_path / "adapter")
-    merge(base, adapter, tmp_path / "out")
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(list(base.glob("*.safetensors"))) > 1
-    assert_same_bits(tmp_path / "out", models.merged_by_peft(base, adapter, dtype="bfloat16"))
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}]
-)
-def test_tied_embeddings_stay_tied_if_the_adapter_leaves_them_equal(
-    settings: dict[str, Any], base_of: Bases, tmp_path: Path
-) -> None:
-    base = base_of(tied=True)
-    adapter = models.make_adapter(base, tmp_path / "adapter", **settings)
-    assert not merge(base, adapter, tmp_path / "out").untied
-    theirs = models.merged_by_peft(base, adapter, dtype="bfloat16")
-    assert torch.equal(theirs.pop("lm_head.weight"), theirs["model.embed_tokens.weight"])
-    assert_same_bits(tmp_path / "out", theirs)
-
-
-@pytest.mark.parametrize("settings", [{"target_modules": ["lm_head", "q_proj"]}, {"modules_to_save": ["embed_tokens"]}])
-def test_tied_embeddings_are_untied_if_the_adapter_made_them_differ(
-    settings: dict[str, Any], base_of: Bases, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("settings", [
+    {}, {"target_modules": ["lm_head", "q_proj"]}, {"modules_to_save": ["embed_tokens"]},
+])  # fmt: skip
+def test_tied_embeddings_are_untied_if_the_adapter_changed_one(settings: Any, base_of: Bases, tmp_path: Path) -> None:
     """PEFT adds to the one shared matrix and makes another model; untied first, it gives our bits."""
-    base = base_of(tied=True)
+    base, untied = base_of(tied=True), bool(settings)
     adapter = models.make_adapter(base, tmp_path / "adapter", **settings)
-    assert merge(base, adapter, tmp_path / "out").untied
-    untied = models.untied_copy(base, tmp_path / "untied")
-    assert_same_bits(tmp_path / "out", models.merged_by_peft(untied, adapter, dtype="bfloat16"))
+    assert merge(base, adapter, tmp_path / "out").untied == untied
+    apart = models.untied_copy(base, tmp_path / "untied") if untied else base
+    theirs = models.merged_by_peft(apart, adapter, dtype="bfloat16")
+    if not untied:
+        assert torch.equal(theirs.pop("lm_head.weight"), theirs["model.embed_tokens.weight"])
+    assert_same_bits(tmp_path / "out", theirs)
     merge(base, adapter, tmp_path / "exact", dtype="float32")
     trained = models.logits(models.with_adapter(base, adapter))
     assert (models.logits(models.load(tmp_path / "exact")) - trained).abs().max() < 1e-4
 
 
-def test_several_adapters_are_merged_one_after_another(home: Path, tmp_path: Path) -> None:
-    base, first = home / "base", home / "adapter"
-    second = models.make_adapter(base, tmp_path / "second", seed=12, target_modules=["q_proj", "o_proj"], r=2)
-    merge(base, [first, second], tmp_path / "out", dtype="float32")
-    assert_same_bits(tmp_path / "out", models.merged_by_peft(base, first, second))
-
-
 @pytest.mark.parametrize("settings", [{"quant_type": "nf4"}, {"quant_type": "fp4", "double_quant": False}])
-def test_the_dequantized_base_is_the_one_bitsandbytes_trains_on(
-    settings: dict[str, Any], base_of: Bases, tmp_path: Path
-) -> None:
+def test_the_dequantized_base_is_what_bitsandbytes_trains_on(settings: Any, base_of: Bases, tmp_path: Path) -> None:
     base = base_of(tied=True)
     adapter = models.make_adapter(base, tmp_path / "adapter")
     seen = models.in_4_bits(base, tmp_path / "seen", **settings)
@@ -181,46 +148,25 @@ def test_a_proof_finds_any_weight_that_differs(dtype: str, base_of: Bases, tmp_p
             merging.prove(base, adapter, tmp_path / "out")
 
 
-@pytest.mark.parametrize("key", ["quantization_config", "compression_config", "quantization"])
-def test_a_quantized_base_is_refused_and_the_right_one_named(key: str, pair: Pair) -> None:
-    base = pair[0].rename(pair[0].with_name("base-bnb-4bit"))
-    change(base / "config.json", **{key: {"bits": 4}})
-    with refused("merging.quantized_base", original="base"):
-        merge_module.check_base(base, pair[1])
-
-
-def test_indices_keep_their_dtype(home: Path, tmp_path: Path) -> None:
-    base = models.make_base(tmp_path / "base")
-    indices = {"positions": torch.arange(8)[None], "mask": torch.ones(4, 4, dtype=torch.bool)}
-    save_file(models.weights(base) | indices, base / folders.SINGLE, {"format": "pt"})
-    merge(base, home / "adapter", tmp_path / "out", dtype="float16")
-    made = models.weights(tmp_path / "out")
-    assert all(torch.equal(made[name], tensor) for name, tensor in indices.items())
-
-
-def with_header(header: bytes) -> Callable[[bytes], bytes]:
-    return lambda content: len(header).to_bytes(8, "little") + header + bytes(64)
-
-
+LAYER = "model.layers.0.self_attn.q_proj"
 SHARD = "model-00001-of-00003.safetensors"
+HEADER = b'{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "code"),
-    [
-        (SHARD, with_header(b'{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'), "damaged_file"),
-        (SHARD, lambda content: b"\xff" * 64, "damaged_file"),
-        (SHARD, lambda content: content[:-10], "damaged_file"),
-        (SHARD, None, "damaged_file"),
-        ("config.json", lambda content: b"[1]", "unreadable_config"),
-        ("config.json", None, "unreadable_config"),
-    ],
-)
-def test_a_damaged_base_is_refused(name: str, damage: Callable[[bytes], bytes] | None, code: str, pair: Pair) -> None:
-    file = pair[0] / name
-    file.write_bytes(damage(file.read_bytes())) if damage else file.unlink()
-    with refused(f"merging.{code}"):
-        merge_module.check_base(*pair)
+@pytest.mark.parametrize(("name", "damage", "code"), [
+    (SHARD, lambda content: len(HEADER).to_bytes(8, "little") + HEADER + bytes(64), "damaged_file"),
+    (SHARD, lambda content: b"\xff" * 64, "damaged_file"), (SHARD, lambda content: content[:-10], "damaged_file"),
+    (SHARD, None, "damaged_file"), ("config.json", None, "unreadable_config"),
+    ("config.json", lambda content: b"[1]", "unreadable_config"),
+    *(("config.json", lambda content, key=key: json.dumps({key: {"bits": 4}}).encode(), "quantized_base")
+      for key in ("quantization_config", "compression_config", "quantization")),
+])  # fmt: skip
+def test_a_damaged_or_quantized_base_is_refused(name: str, damage: Any, code: str, pair: Pair) -> None:
+    base = pair[0].rename(pair[0].with_name("base-bnb-4bit"))
+    content = (base / name).read_bytes()
+    (base / name).write_bytes(damage(content)) if damage else (base / name).unlink()
+    with refused(f"merging.{code}", **({"original": "base"} if code == "quantized_base" else {})):
+        merge_module.check_base(base, pair[1])
 
 
 def test_the_base_must_be_the_one_of_the_training(pair: Pair) -> None:
@@ -232,53 +178,31 @@ def test_the_base_must_be_the_one_of_the_training(pair: Pair) -> None:
         merge_module.check_base(base, adapter)
 
 
-@pytest.mark.parametrize(
-    ("settings", "code"),
-    [
-        ({"peft_type": "IA3"}, "unsupported_adapter"),
-        *(({"init_lora_weights": init}, "unsupported_adapter") for init in ("pissa_niter_4", "olora", None)),
-        ({"r": 5}, "wrong_rank"),
-        *(({key: ["x"]}, "unsupported_adapter") for key in adapters.UNSUPPORTED),
-    ],
-)
-def test_a_config_that_cannot_be_merged_is_refused(settings: dict[str, Any], code: str, pair: Pair) -> None:
+@pytest.mark.parametrize(("broken", "code", "values"), [
+    *(({key: ["x"]}, "unsupported_adapter", {"kind": key}) for key in merge_module.UNSUPPORTED),
+    *(({"init_lora_weights": init}, "unsupported_adapter", {}) for init in ("pissa_niter_4", "olora", None)),
+    ({"peft_type": "IA3"}, "unsupported_adapter", {"kind": "IA3"}), ({"r": 5}, "wrong_rank", {}),
+    (lambda name, one: None, "incomplete_adapter", {}),
+    (lambda name, one: one[..., :3].contiguous(), "wrong_shape", {}),
+    (lambda name, one: one.to(torch.int8), "unknown_tensor", {"dtype": "I8"}),
+    (lambda name, one: None if f"{LAYER}.lora_B" in name else one, "incomplete_adapter",
+     {"module": LAYER, "missing": "lora_B"}),
+    (["base_model.model.model.query.lora_A.weight", "model.query.lora_B.weight"], "unknown_module", {}),
+    (["base_model.model.model.embed_tokens.lora_embedding_A"], "unknown_tensor", {}),
+    (["base_model.model.model.embed_tokens.lora_magnitude_vector"], "incomplete_adapter", {}),
+])  # fmt: skip
+def test_an_adapter_that_cannot_be_merged_is_refused(broken: Any, code: str, values: Any, pair: Pair) -> None:
+    """Another config, every tensor changed, or tensors of other names: nothing is written."""
     out = pair[0].with_name("out")
-    change(pair[1] / "adapter_config.json", **settings)
-    with refused(f"merging.{code}"):
+    if isinstance(broken, dict):
+        change(pair[1] / "adapter_config.json", **broken)
+    elif isinstance(broken, list):
+        save_file({name: torch.ones(4, 4) for name in broken}, pair[1] / ADAPTER)
+    else:
+        rewrite(pair[1] / ADAPTER, broken)
+    with refused(f"merging.{code}", **values):
         merge(*pair, out)
     assert not out.exists() and not files.partial_of(out).exists()
-
-
-@pytest.mark.parametrize(
-    ("how", "code", "values"),
-    [
-        (lambda name, one: None, "incomplete_adapter", {}),
-        (lambda name, one: one[..., :3].contiguous(), "wrong_shape", {}),
-        (lambda name, one: one.to(torch.int8), "unknown_tensor", {"dtype": "I8"}),
-        (lambda name, one: None if "0.self_attn.q_proj.lora_B" in name else one, "incomplete_adapter",
-         {"module": "model.layers.0.self_attn.q_proj", "missing": "lora_B"}),
-    ],
-)  # fmt: skip
-def test_tensors_that_do_not_fit_or_are_missing_are_refused(
-    how: Callable[..., Any], code: str, values: dict[str, str], pair: Pair
-) -> None:
-    rewrite(pair[1] / ADAPTER, how)
-    with refused(f"merging.{code}", **values):
-        merge_module.check_base(*pair)
-    other = {
-        "base_model.model.model.query.lora_A.weight": torch.ones(4, 4),
-        "model.query.lora_B.weight": torch.ones(4, 4),
-    }
-    save_file(other, pair[1] / ADAPTER)
-    with refused("merging.unknown_module"):
-        merge_module.check_base(*pair)
-
-
-def test_dora_on_an_embedding_is_refused(home: Path, tmp_path: Path) -> None:
-    settings = {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}
-    adapter = models.make_adapter(home / "base", tmp_path / "adapter", **settings)
-    with refused("merging.unsupported_adapter", kind="DoRA on an embedding"):
-        merge_module.check_base(home / "base", adapter)
 
 
 def test_nothing_is_written_over_base_adapter_or_foreign_files(pair: Pair, tmp_path: Path) -> None:
@@ -288,17 +212,14 @@ def test_nothing_is_written_over_base_adapter_or_foreign_files(pair: Pair, tmp_p
     (tmp_path / "mine/thesis.txt").write_text("years of work")
     (tmp_path / "planted").mkdir()
     files.partial_of(tmp_path / "out").symlink_to(tmp_path / "planted")
+    before = sorted(tmp_path.rglob("*"))
     for out in (base, adapter, tmp_path, other, tmp_path / "mine", tmp_path / "out"):
-        before = sorted(tmp_path.rglob("*"))
         with pytest.raises(CourseError):
             merge(base, adapter, out)
-        assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize("settings", [{"dtype": "int4"}, {"onto": "4bit"}, {"device": "gpu"}])
-def test_unknown_settings_are_refused(settings: dict[str, Any], home: Path, tmp_path: Path) -> None:
-    with refused("merging.unknown_value", parameter=next(iter(settings))):
-        merge(home / "base", home / "adapter", tmp_path / "out", **settings)
+    for wrong in ({"dtype": "int4"}, {"onto": "4bit"}, {"device": "gpu"}):
+        with refused("merging.unknown_value", parameter=next(iter(wrong))):
+            merge(base, adapter, tmp_path / "new", **wrong)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_values_that_are_not_finite_are_not_written(pair: Pair, tmp_path: Path) -> None:
@@ -313,44 +234,47 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from nbutils import merging
-from nbutils.merging import folder, merge
+from nbutils.merging import folder
 def kill(*given):
     os.kill(os.getpid(), signal.SIGKILL)
 replace = os.replace
 def killed_at_third(source, target):
     kill() if "model-00003" in str(target) else replace(source, target)
-{step}
-merging.merge_adapter(*(Path(each) for each in sys.argv[1:]), progress=False)
+base, adapter, *outs = map(Path, sys.argv[1:])
+for place, name, step in ((os, "replace", killed_at_third), (folder, "copy_companions", kill)):
+    out = outs.pop(0)
+    if not (child := os.fork()):
+        setattr(place, name, step)
+        merging.merge_adapter(base, adapter, out, progress=False)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 """
 
 
-@pytest.mark.parametrize(
-    ("step", "resumed"), [("os.replace = killed_at_third", 2), ("folder.copy_companions = kill", 3)]
-)  # fmt: skip
-def test_a_killed_merge_continues_with_the_next_shard(step: str, resumed: int, home: Path, tmp_path: Path) -> None:
-    out, fresh, secret = tmp_path / "out", tmp_path / "fresh", tmp_path / "secret.txt"
-    command = [sys.executable, "-c", KILLED.format(step=step), str(home / "base"), str(home / "adapter"), str(out)]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    assert not out.exists() and files.stamp(files.partial_of(out)) is None
+def test_a_killed_merge_continues_with_the_next_shard(home: Path, tmp_path: Path) -> None:
+    base, adapter, secret = home / "base", home / "adapter", tmp_path / "secret.txt"
+    outs = {2: tmp_path / "third", 3: tmp_path / "companions"}  # shards that are finished when it is killed
+    fresh = merge(base, adapter, tmp_path / "fresh").folder
+    subprocess.run([sys.executable, "-c", KILLED, str(base), str(adapter), *map(str, outs.values())], check=True)
     secret.write_text("mine")
-    (files.partial_of(out) / "generation_config.json").symlink_to(secret)  # planted: it is not written through
-    assert merge(home / "base", home / "adapter", out).resumed_shards == resumed
-    assert_same_bits(out, merge(home / "base", home / "adapter", fresh).folder)
-    assert secret.read_text() == "mine" and {one.name for one in out.iterdir()} == {one.name for one in fresh.iterdir()}
+    for resumed, out in outs.items():
+        assert not out.exists() and files.stamp(files.partial_of(out)) is None
+        (files.partial_of(out) / "generation_config.json").symlink_to(secret)  # planted: it is not written through
+        assert merge(base, adapter, out).resumed_shards == resumed
+        assert_same_bits(out, fresh)
+        assert secret.read_text() == "mine"
+        assert {one.name for one in out.iterdir()} == {one.name for one in fresh.iterdir()}
 
 
-def test_a_disk_that_fails_is_reported_and_its_files_do_not_count_for_another_merge(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, out = merge_module.ShardWriter.write, tmp_path / "out"
+def test_a_full_disk_is_reported_and_another_merge_begins_anew(home: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    write, out = merge_module.write_shard, tmp_path / "out"
 
-    def failing(self: Any, file: Path, plans: Any) -> None:
+    def failing(file: Path, *given: Any) -> None:
         if file.name.startswith("model-00003"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, file, plans)
+        write(file, *given)
 
     with monkeypatch.context() as patched:
-        patched.setattr(merge_module.ShardWriter, "write", failing)
+        patched.setattr(merge_module, "write_shard", failing)
         with refused("merging.write_failed"):
             merge(home / "base", home / "adapter", out)
     assert len(list(files.partial_of(out).glob("model-*"))) == 2
@@ -359,29 +283,30 @@ def test_a_disk_that_fails_is_reported_and_its_files_do_not_count_for_another_me
     assert_same_bits(out, merge(home / "base", other, tmp_path / "fresh").folder)
 
 
-@pytest.mark.parametrize("kind", ["k_proj.weight", "norm.weight"])
-def test_a_finished_merge_is_reused_only_for_the_same_weights(
-    kind: str, home: Path, pair: Pair, tmp_path: Path
-) -> None:
+def test_a_finished_merge_is_reused_only_for_the_same_weights(home: Path, pair: Pair, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = merge(home / "base", home / "adapter", out)
-    about = files.stamp(out)
-    assert about is not None and about.keys() == {"base", "base_mark", "dtype", "onto", "adapter"}
-    again = merge(*pair, out)  # the same content elsewhere
-    assert again.reused and (again.merged, again.copied, again.bytes) == (first.merged, first.copied, first.bytes)
-    for file in pair[0].glob("*.safetensors"):
-        rewrite(file, lambda name, one: one + 1 if name.endswith(kind) else one)
-    assert not merge(*pair, out).reused
+    assert (files.stamp(out) or {}).keys() == {"base", "base_mark", "dtype", "onto", "adapter"}
+    for kind in ("k_proj.weight", "norm.weight"):
+        again = merge(*pair, out)  # the same content elsewhere
+        assert again.reused and (again.merged, again.copied, again.bytes) == (first.merged, first.copied, first.bytes)
+        for file in pair[0].glob("*.safetensors"):
+            rewrite(file, lambda name, one, kind=kind: one + 1 if name.endswith(kind) else one)
+        assert not merge(*pair, out).reused
 
 
-def test_the_folder_has_the_tokenizer_of_the_training(tmp_path: Path) -> None:
+def test_the_folder_has_the_tokenizer_of_the_training_and_indices_as_they_are(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     base = shutil.copytree(files.TINY_MODEL, tmp_path / "base")
     change(base / "config.json", torch_dtype="float32")
     adapter = models.make_adapter(base, tmp_path / "adapter")
+    indices = {"positions": torch.arange(8)[None], "mask": torch.ones(4, 4, dtype=torch.bool)}
+    save_file(models.weights(base) | indices, base / folders.SINGLE, {"format": "pt"})
     tokenizer = AutoTokenizer.from_pretrained(base)
     merge(base, adapter, tmp_path / "plain", dtype="float16")
+    made = models.weights(tmp_path / "plain")
+    assert all(torch.equal(made[name], one) for name, one in indices.items())
     assert AutoTokenizer.from_pretrained(tmp_path / "plain").chat_template == tokenizer.chat_template
     config = json.loads((tmp_path / "plain/config.json").read_text())
     assert config["dtype"] == "float16" and "torch_dtype" not in config
@@ -389,8 +314,8 @@ def test_the_folder_has_the_tokenizer_of_the_training(tmp_path: Path) -> None:
     tokenizer.chat_template = "{{ messages[0]['content'] }} trained"
     tokenizer.save_pretrained(adapter)
     merge(base, adapter, tmp_path / "trained", dtype="float16")
-    made = AutoTokenizer.from_pretrained(tmp_path / "trained")
-    assert made.chat_template.endswith("trained") and made.get_vocab() == tokenizer.get_vocab()
+    trained = AutoTokenizer.from_pretrained(tmp_path / "trained")
+    assert trained.chat_template.endswith("trained") and trained.get_vocab() == tokenizer.get_vocab()
 
 
 def test_a_hub_id_is_found_in_the_cache(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,9 +331,7 @@ def test_a_hub_id_is_found_in_the_cache(home: Path, tmp_path: Path, monkeypatch:
         merging.open_base("nobody/base")
 
 
-def test_a_model_that_does_not_fit_the_run_folder_goes_to_scratch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_too_large_for_the_run_folder_goes_to_scratch(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     run = record.RunFolder(files.make_folder(tmp_path / "keep/run", "a test"))
     started: Any = SimpleNamespace(run=run, model="m", scratch=tmp_path / "scratch/run")
     monkeypatch.setattr(disk, "free_gib", lambda folder: 10.0)
@@ -431,8 +354,8 @@ def test_a_model_that_does_not_fit_the_run_folder_goes_to_scratch(
 
 def test_a_lesson_checks_base_adapter_and_what_is_merged_onto(home: Path) -> None:
     run = SimpleNamespace(adapter=home / "adapter")
-    cases = [("full", "lora", True), ("dequantized", "qlora", True), ("dequantized", "lora", False)]
-    for onto, method, allowed in [*cases, ("half", "qlora", False)]:
+    for onto, method in (("full", "lora"), ("dequantized", "qlora"), ("dequantized", "lora"), ("half", "qlora")):
+        allowed = (onto, method) in (("full", "lora"), ("dequantized", "qlora"))
         started: Any = SimpleNamespace(run=run, model=home / "base", profile=SimpleNamespace(method=method))
         with nullcontext() if allowed else refused("merging.wrong_onto", onto=onto, method=method):
             merging.check(started, onto)
@@ -450,36 +373,33 @@ def test_the_command_replaces_another_model_only_on_request(home: Path, tmp_path
 GROWTH = """
 import sys
 from pathlib import Path
-import torch
 from nbutils import merging
 def peak(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
-torch.zeros(8).add(1)
+small, adapter, large, its_adapter, out = map(Path, sys.argv[1:])
+merging.merge_adapter(small, adapter, out / "small", dtype="float16", progress=False)  # all libraries are loaded
 before = peak()
-base, adapter, out, dtype = sys.argv[1:]
-merging.merge_adapter(base, Path(adapter), Path(out), dtype=dtype, progress=False)
+merging.merge_adapter(large, its_adapter, out / "large", dtype="float16", progress=False)
 print((peak() - before) // 1024)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-@pytest.mark.parametrize(
-    ("stack", "dtype"), [((), "auto"), pytest.param((32, 2048, 2048), "float16", marks=pytest.mark.long)]
-)
-def test_memory_does_not_grow_with_the_weight(stack: tuple[int, ...], dtype: str, home: Path, tmp_path: Path) -> None:
-    """A single weight of 256 MiB, or fused experts (few rows of millions of numbers), merged in far less."""
-    name, shape = "model.layers.0.mlp.up_proj", (64, 32) if stack else (16384, 8192)
+def test_memory_does_not_grow_with_the_weight(home: Path, tmp_path: Path) -> None:
+    """A tuned weight of 160 MiB and fused experts (few rows of millions of numbers), merged in less than one takes."""
+    name, size = "model.layers.0.mlp.up_proj", 160 * 2**20
+    shapes = {f"{name}.weight": (10240, 8192), "experts": (20, 2048, 2048)}
+    places = zip(shapes.items(), ([0, size], [size, 2 * size]), strict=True)
+    tensors = {key: {"dtype": "BF16", "shape": shape, "data_offsets": place} for (key, shape), place in places}
+    header = json.dumps(tensors).encode()
     base = files.make_folder(tmp_path / "base", "a test")
     (base / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
-    shapes = {f"{name}.weight": shape} | ({"experts": stack} if stack else {})
-    sizes = {key: 2 * torch.Size(one).numel() for key, one in shapes.items()}
-    header = safetensors_io.make_header({key: ("BF16", one, sizes[key]) for key, one in shapes.items()})
     with open(base / folders.SINGLE, "wb") as file:
-        file.write(header)
-        file.truncate(len(header) + sum(sizes.values()))
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * size)
     adapter = shutil.copytree(home / "adapter", tmp_path / "adapter")
-    factors = {"lora_A": torch.ones(4, shape[1]), "lora_B": torch.ones(shape[0], 4)}
+    factors = {"lora_A": torch.ones(4, 8192), "lora_B": torch.ones(10240, 4)}
     save_file({f"base_model.model.{name}.{part}.weight": one for part, one in factors.items()}, adapter / ADAPTER)
-    command = [sys.executable, "-c", GROWTH, str(base), str(adapter), str(tmp_path / "out"), dtype]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    words = [str(one) for one in (home / "base", home / "adapter", base, adapter, tmp_path / "out")]
+    ran = subprocess.run([sys.executable, "-c", GROWTH, *words], capture_output=True, text=True, check=True)
     shutil.rmtree(tmp_path / "out")
     assert int(ran.stdout) < 150, ran.stdout

@@ -99,12 +99,6 @@ def test_on_a_platforms_image_only_what_is_lacking_comes_and_torchao_goes(name: 
     assert broken(after | versions, images.packages(name), plan) == []
 
 
-NO_NETWORK = {
-    "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-    **dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9"),
-}  # fmt: skip
-
-
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the wheels are made for Kaggle's processors: x86_64")
 def test_kaggle_with_the_internet_off_installs_from_an_attached_folder_of_wheels(tmp_path: Path) -> None:
     attached = tmp_path / "kaggle/input/datasets/someone/course-wheels"
@@ -119,7 +113,11 @@ def test_kaggle_with_the_internet_off_installs_from_an_attached_folder_of_wheels
 
     machine = images.bare(tmp_path / "env")
     images.stand_in(machine, "numpy", images.packages("kaggle")["numpy"])  # every image has it, no folder brings it
-    kaggle = {"NBUTILS_FS_ROOT": str(tmp_path), "KAGGLE_KERNEL_RUN_TYPE": "Batch"} | NO_NETWORK
+    kaggle = dict.fromkeys(
+        ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9"
+    )
+    kaggle |= {"PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    kaggle |= {"NBUTILS_FS_ROOT": str(tmp_path), "KAGGLE_KERNEL_RUN_TYPE": "Batch"}
     machine.run(setup_cell(tmp_path), **kaggle)
     assert DISTRIBUTION in machine.versions() and "fastapi" not in machine.versions()
     serve = "from nbutils import install; install.ensure('serve'); import fastapi"

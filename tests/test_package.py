@@ -1,4 +1,4 @@
-"""The package and its checkout: cheap imports, one import direction, a true README."""
+"""The package and its checkout: cheap imports, no code of a model, a true README."""
 
 from __future__ import annotations
 
@@ -51,12 +51,6 @@ def test_imports_load_nothing_heavy() -> None:
     assert {file.parent.name for file in torch_code} == {"training"}, "elsewhere they are imported inside functions"
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files - torch_code]
     assert loaded_by("import " + ", ".join(name.removesuffix(".__init__") for name in names))[0] == []
-
-
-def test_imports_point_one_way() -> None:
-    linter = str(Path(sys.executable).with_name("lint-imports"))
-    ran = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout[-3000:]
 
 
 @pytest.mark.parametrize("file", [*sorted((ROOT / "nbutils").rglob("*.py")), *LESSONS], ids=lambda file: file.stem)

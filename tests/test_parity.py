@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import openai
 import pytest
 import torch
 from support import refused
 
-from nbutils import data, evaluation, files, merging, parity, profiles, record
+from nbutils import data, evaluation, files, merging, parity, platforms, profiles, record
 from nbutils.config import Evaluation
-from nbutils.evaluation import models
-from nbutils.parity import Fixed, Predictions, predictions
+from nbutils.evaluation import comparison
+from nbutils.parity import Fixed, Predictions
 
-KEY = "not-a-secret-only-a-test"
+URL, KEY = "http://127.0.0.1:8000/v1", "not-a-secret-only-a-test"
 Found = dict[str, Predictions]
 
 
@@ -51,9 +51,9 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluator(tmp_path_factory: pytest.TempPathFactory) -> evaluation.Evaluator:
     from transformers import AutoTokenizer
 
-    size, rows = Evaluation(batch_size=8, max_new_tokens=16, rows=0), evaluation.general_rows()[:30]
+    size, rows = Evaluation(batch_size=8, max_new_tokens=16, rows=0), data.stored_rows(files.SAMPLES / "general.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL)
-    return evaluation.Evaluator(tmp_path_factory.mktemp("run"), tokenizer, rows, size, "float32", limit=256)
+    return evaluation.Evaluator(tmp_path_factory.mktemp("run"), tokenizer, rows[:30], size, "float32", limit=256)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,7 @@ def store(base: Any, adapter: Path, texts: Fixed) -> Found:
 
 def kept(folder: Path, texts: Fixed, given: Found, about: Any = None) -> parity.PredictionStore:
     found = parity.PredictionStore(folder, texts, about=about)
-    for name, reading in given.items():
-        found[name] = reading
+    found.update(given)
     return found
 
 
@@ -82,14 +81,14 @@ def shifted(reading: Predictions, by: float) -> Predictions:
 
 
 def test_the_fixed_set_is_small_and_ends_within_the_references(evaluator: evaluation.Evaluator, texts: Fixed) -> None:
-    assert len(texts.texts) == predictions.HELD_BACK_ROWS + predictions.GENERAL_ROWS and texts.stops == [2]
-    assert 100 < texts.positions <= 256 and str(texts.positions) in str(texts)
+    assert len(texts.texts) == parity.HELD_BACK_ROWS + parity.GENERAL_ROWS and texts.stops == [2]
+    assert 100 < texts.positions <= 256
     answer = evaluator.tokenizer.decode(texts.texts[0][-texts.measured[0] :], skip_special_tokens=True)
     assert evaluator.references[0].startswith(answer.strip()[:8])
     assert evaluator.prompts[0] == texts.texts[0][: -texts.measured[0]]
     assert parity.fixed_set(evaluator, evaluator.general(), model=str(files.TINY_MODEL), limit=256) == texts
     short = parity.fixed_set(evaluator, limit=40)  # what is too long loses its beginning
-    assert max(map(len, short.texts)) == 39 and max(map(len, short.prompts)) <= 40 - predictions.ANSWER_TOKENS
+    assert max(map(len, short.texts)) == 39 and max(map(len, short.prompts)) <= 40 - parity.ANSWER_TOKENS
 
 
 def test_predictions_are_what_the_model_says_without_padding(base: Any, texts: Fixed, store: Found) -> None:
@@ -104,14 +103,7 @@ def test_predictions_are_what_the_model_says_without_padding(base: Any, texts: F
 
 
 def test_predictions_that_are_no_numbers_are_refused(base: Any, texts: Fixed, monkeypatch: Any) -> None:
-    forward = type(base).forward
-
-    def overflow(self: Any, **given: Any) -> Any:
-        found = forward(self, **given)
-        found.logits = found.logits * torch.nan
-        return found
-
-    monkeypatch.setattr(type(base), "forward", overflow)
+    monkeypatch.setattr(base.lm_head, "forward", lambda hidden: hidden @ base.lm_head.weight.T * torch.nan)
     with refused("parity.not_finite"):
         parity.measure(base, texts, answers=False)
 
@@ -129,35 +121,43 @@ def test_the_gap_is_the_divergence_of_the_book_and_a_coarse_one_a_lower_bound(st
         assert 0 < coarse.mean <= exact.mean and coarse.same_choices == exact.same_choices
 
 
-def test_merging_keeps_the_model_and_the_report_says_so(tmp_path: Path, texts: Fixed, store: Found) -> None:
-    found = parity.Report(kept(tmp_path, texts, store))
+def test_merging_keeps_the_model_and_the_server_is_added_later(tmp_path: Path, texts: Fixed, store: Found) -> None:
+    found = parity.Report(kept(tmp_path, texts, store, {"adapter": 1}))
     found.require()
     assert found.holds and found.facts()["holds"] and found.noise == 1e-6
     assert found.predictions.gap("full", "merged").mean < 1e-7 < 1e-2 < found.predictions.gap("full", "base").mean
     assert [line.verdict for line in found.lines] == ["what the tuning changed", "the same model"]
-    assert found.table()[-1]["same answers"] == "16 of 16" and "KL mean" in found.text()
+    assert found.table()[-1]["same answers"] == "16 of 16"
+    later = parity.PredictionStore(tmp_path, about={"adapter": 1})  # what was kept
+    assert set(later) == {"base", "full", "merged"} and later.fixed == texts
+    assert parity.Report(later).table() == found.table()
+    later["vllm"] = store["merged"].shortened(20)
+    table = parity.Report(parity.PredictionStore(tmp_path)).table()
+    assert [row["verdict"] for row in table] == ["what the tuning changed", "the same model", "the same model"]
+    assert table[-1]["KL mean"].startswith("at least")
 
 
-@pytest.mark.parametrize(
-    ("given", "holds"),
-    [
-        ({"full": 0.0, "merged": None}, False),  # the tuning was lost
-        ({"full": 0.0, "merged": 0.3, "again": 0.1}, True),  # far, but rounding: the weights are proven elsewhere
-        ({"full": 0.0, "merged": 0.0, "vllm": 0.05, "again": 0.02}, True),
-        ({"full": 0.0, "merged": 0.0, "vllm": 0.5, "again": 0.02}, False),  # another model is served
-        ({"full": 0.0, "merged": 0.0, "vllm": 0.5, "again": 0.4}, True),  # a precision so coarse that this is rounding
-        ({"full": 0.0, "merged": 0.0, "vllm": None}, False),  # the base is served
-        ({"full": 0.0, "merged": 0.0, "4bit": 2.0}, True),  # a price never fails
-        ({"4bit": 0.0, "merged": 0.0}, False),  # nothing that must be the same was compared
-    ],
-)
+@pytest.mark.parametrize(("given", "holds"), [
+    ({"4bit": 0.0, "full": 0.3, "merged": 0.0, "onto": "dequantized"}, True),  # what the 4-bit one computes
+    ({"4bit": 0.0, "full": 0.3, "merged": None, "onto": "dequantized"}, False),
+    ({"full": 0.0, "merged": None}, False),  # the tuning was lost
+    ({"full": 0.0, "merged": 0.3, "again": 0.1}, True),  # far, but rounding: the weights are proven elsewhere
+    ({"full": 0.0, "merged": 0.0, "vllm": 0.05, "again": 0.02}, True),
+    ({"full": 0.0, "merged": 0.0, "vllm": 0.5, "again": 0.02}, False),  # another model is served
+    ({"full": 0.0, "merged": 0.0, "vllm": 0.5, "again": 0.4}, True),  # a precision so coarse that this is rounding
+    ({"full": 0.0, "merged": 0.0, "vllm": None}, False),  # the base is served
+    ({"full": 0.0, "merged": 0.0, "4bit": 2.0}, True),  # a price never fails
+    ({"4bit": 0.0, "merged": 0.0}, False),  # nothing that must be the same was compared
+])  # fmt: skip
 def test_what_holds(tmp_path: Path, texts: Fixed, store: Found, given: dict[str, Any], holds: bool) -> None:
     """Each form is the tuned model shifted by so much, or (None) the base."""
-    tuned = store["full"]
-    forms = {name: store["base"] if by is None else shifted(tuned, by) for name, by in given.items()}
+    tuned, onto = store["full"], given.get("onto", "full")
+    shifts = {name: by for name, by in given.items() if name != "onto"}
+    forms = {name: store["base"] if by is None else shifted(tuned, by) for name, by in shifts.items()}
     forms |= {"vllm": forms["vllm"].shortened(20)} if "vllm" in forms else {}
-    report = parity.Report(kept(tmp_path, texts, {"base": store["base"]} | forms))
-    assert report.holds is holds
+    report = parity.Report(kept(tmp_path, texts, {"base": store["base"]} | forms, {"onto": onto}))
+    judged = [line.reference for line in report.lines if line.judged and line.other == "merged"]
+    assert report.holds is holds and judged in ([], ["4bit" if onto == "dequantized" else "full"])
     if not holds:
         with refused("parity.model_changed"):
             report.require()
@@ -173,29 +173,10 @@ def test_a_small_tuning_that_was_lost_is_found_beyond_the_noise(tmp_path: Path, 
     assert parity.Report(same).holds  # nothing was learnt, so nothing was lost
 
 
-def test_a_merge_into_the_dequantized_base_must_equal_the_4_bit_one(tmp_path: Path, texts: Fixed, store: Found) -> None:
-    given = {"4bit": store["full"], "full": shifted(store["full"], 0.3), "base": store["base"]}
-    good = parity.Report(kept(tmp_path, texts, given | {"merged": store["merged"]}, about={"onto": "dequantized"}))
-    assert good.holds and [line.judged for line in good.lines] == [False, False, False, True]
-    assert good.lines[-1].reference == "4bit"
-    lost = kept(tmp_path, texts, given | {"merged": given["base"]}, about={"onto": "dequantized"})
-    assert not parity.Report(lost).holds
-
-
-def test_predictions_are_kept_and_the_servers_added_later(tmp_path: Path, texts: Fixed, store: Found) -> None:
-    before = parity.Report(kept(tmp_path, texts, store, {"adapter": 1}))
-    later = parity.PredictionStore(tmp_path, about={"adapter": 1})
-    assert set(later) == {"base", "full", "merged"} and later.fixed == texts
-    assert parity.Report(later).table() == before.table()
-    later["vllm"] = store["merged"].shortened(20)
-    table = parity.Report(parity.PredictionStore(tmp_path)).table()
-    assert [row["verdict"] for row in table] == ["what the tuning changed", "the same model", "the same model"]
-    assert table[-1]["KL mean"].startswith("at least")
-
-
 def test_the_noise_is_what_smaller_batches_change(tmp_path: Path, base: Any, texts: Fixed, monkeypatch: Any) -> None:
-    sizes, measured = list[int](), predictions._log_probabilities
-    monkeypatch.setattr(predictions, "_log_probabilities", lambda *a: sizes.append(len(a[2])) or measured(*a))
+    sizes, forward = list[int](), type(base).forward
+    watched = lambda self, **given: sizes.append(len(given["input_ids"])) or forward(self, **given)  # noqa: E731
+    monkeypatch.setattr(type(base), "forward", watched)
     found = parity.PredictionStore(tmp_path, texts)
     tokens = torch.arange(3).repeat(texts.positions, 1)
     found["vllm"] = Predictions(torch.zeros(texts.positions, 3).log_softmax(-1), tokens)
@@ -203,18 +184,15 @@ def test_the_noise_is_what_smaller_batches_change(tmp_path: Path, base: Any, tex
     stored = set(parity.PredictionStore(tmp_path, texts))
     assert stored == {"merged", "again"}  # an earlier server cannot refuse this merge
     assert sizes == [16, 8, 8] and found.gap("merged", "again").mean < 1e-6 == parity.Report(found).noise
-    monkeypatch.setattr(predictions, "generate_ids", lambda _, prompts, *rest: [[2]] * len(prompts))
+    monkeypatch.setattr(parity, "generate_ids", lambda _, prompts, *rest: [[2]] * len(prompts))
     found.read_merged(base)
     assert sizes[3:] == [16] + [1] * 16
 
 
-def test_predictions_of_another_model_or_set_or_version_and_damaged_ones_are_dropped(
-    tmp_path: Path, texts: Fixed, evaluator: Any, store: Found
-) -> None:
+def test_other_or_damaged_predictions_are_dropped(tmp_path: Path, texts: Fixed, evaluator: Any, store: Found) -> None:
     kept(tmp_path, texts, store, {"adapter": 1})
     assert not set(parity.PredictionStore(tmp_path, about={"adapter": 2}))
     assert not set(parity.PredictionStore(tmp_path, parity.fixed_set(evaluator, limit=100), about={"adapter": 1}))
-    assert not set(parity.PredictionStore(tmp_path, texts, about={"adapter": 1}, name="parity_other"))
     file, tensors = tmp_path / "evaluation/parity.json", tmp_path / "evaluation/parity/merged.safetensors"
     kept(tmp_path / "other", texts, {"merged": store["base"]}, {"adapter": 2})
     for damaged in (b"short", (tmp_path / "other/evaluation/parity/merged.safetensors").read_bytes()):
@@ -228,55 +206,77 @@ def test_predictions_of_another_model_or_set_or_version_and_damaged_ones_are_dro
             parity.PredictionStore(tmp_path)
 
 
-def test_a_folder_that_makes_other_tokens_is_refused(tmp_path: Path, evaluator: evaluation.Evaluator) -> None:
-    evaluator.tokenizer.save_pretrained(tmp_path)
-    parity.require_tokenizer(tmp_path, evaluator.tokenizer, evaluator.rows)
-    settings = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
-    vocabulary = settings["model"]["vocab"]
-    one, other = [piece for piece in ("a", "b", "e", "t") if piece in vocabulary][:2]
-    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(settings), encoding="utf-8")
-    with refused("parity.other_tokens"):
-        parity.require_tokenizer(tmp_path, evaluator.tokenizer, evaluator.rows)
-
-
-@pytest.fixture
-def started(tmp_path: Path, adapter: Path) -> Any:
-    """A lesson with data, an adapter and its tokenizer."""
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Path:
+    """A run with data, an adapter and its tokenizer."""
     from transformers import AutoTokenizer
 
-    run = record.RunFolder(tmp_path / "run")
+    run = record.RunFolder(tmp_path_factory.mktemp("prepared") / "run")
     shutil.copytree(adapter, run.adapter)
     AutoTokenizer.from_pretrained(files.TINY_MODEL).save_pretrained(run.adapter)
     data.prepare(str(files.SAMPLES / "train.jsonl"), run.data, rows=60)
+    return run.path
+
+
+@pytest.fixture
+def started(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A lesson of that run, whose fixed set is small."""
+    monkeypatch.setattr(parity, "HELD_BACK_ROWS", 3)
+    monkeypatch.setattr(parity, "GENERAL_ROWS", 1)
+    shutil.copytree(prepared, tmp_path / "run")
     profile = profiles.load("tiny")
     machine = profile.machine.model_copy(update={"precision": "fp32"})
     profile = profile.model_copy(update={"machine": machine, "method": "qlora"})
-    given = {"run": run, "profile": profile, "model": str(files.TINY_MODEL), "gpu": None}
+    given = {"run": record.RunFolder(tmp_path / "run"), "profile": profile, "model": str(files.TINY_MODEL), "gpu": None}
     return SimpleNamespace(**given, scratch=tmp_path / "scratch")
 
 
-@pytest.mark.parametrize(("onto", "fits"), [("full", True), ("dequantized", False)])
-def test_the_proof_of_a_lesson_holds_and_a_changed_model_stops_it(
-    started: Any, onto: str, fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the model does not fit: then it is read from disk, and nothing of it is left there."""
-    if not fits:
-        monkeypatch.setattr(models, "decide", lambda *sizes: (False, {"cpu": "8MiB"}))
+def merged_onto(started: Any, onto: str) -> Path:
     folder, settings = started.run.path / "merged", {"quant_type": "nf4", "double_quant": True, "dtype": "float32"}
     given: dict[str, Any] = {"dtype": "float32", "onto": onto, "quantization": settings, "progress": False}
     merging.merge_adapter(started.model, started.run.adapter, folder, **given)
-    proof = parity.prove(started, folder, parity.place_model(started))
+    return folder
+
+
+def test_the_proof_holds_with_one_model_at_a_time_and_a_changed_model_stops_it(started: Any, monkeypatch: Any) -> None:
+    from transformers import AutoModelForCausalLM as Auto
+
+    loads, load, folder = list[str](), Auto.from_pretrained, merged_onto(started, "full")
+    monkeypatch.setattr(Auto, "from_pretrained", lambda *a, **b: loads.append(str(a[0])) or load(*a, **b))
+    placement = evaluation.place_model(started)
+    assert placement.load(folder) is placement.load(folder)
+    proof = parity.prove(started, folder, placement)
     facts = proof.facts()["parity"]
-    assert facts["holds"] and str(proof).count("\n") == 1 and ("4-bit" in str(proof)) == (onto == "full")
-    assert not (started.scratch / "offload").exists()
-    target = "4bit" if onto == "dequantized" else "full"
-    assert facts["gaps"][f"merged against {target}"]["mean"] < 1e-6 < facts["gaps"]["full against 4bit"]["mean"]
+    assert facts["holds"] and str(proof).count("\n") == 1 and "4-bit" in str(proof)
+    assert facts["gaps"]["merged against full"]["mean"] < 1e-6 < facts["gaps"]["full against 4bit"]["mean"]
+    base = placement.load(started.model)  # it stayed, and the adapter is gone
+    assert loads == [str(folder), started.model, started.model] and placement.loaded[1] is base
+    assert not any("lora" in name for name, _ in base.named_modules())
+    read = parity.PredictionStore(started.run.path)
+    assert parity.gap(read["base"], parity.measure(base, read.fixed, answers=False)).mean < 1e-9
+    words = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = words["model"]["vocab"]
+    first, second = read.fixed.texts[0][-3:-1]  # tokens of an answer change places
+    one, other = (next(piece for piece, number in vocabulary.items() if number == token) for token in (first, second))
+    vocabulary[one], vocabulary[other] = second, first
+    (folder / "tokenizer.json").write_text(json.dumps(words), encoding="utf-8")
+    with refused("parity.other_tokens"):
+        parity.prove(started, folder, placement)
     with open(folder / "model.safetensors", "r+b") as file:
         file.seek(-4, 2)
         file.write(b"\0\0\0\x40")
     with refused("merging.not_proven"):
-        parity.prove(started, folder, parity.place_model(started))
+        parity.prove(started, folder, placement)
+
+
+def test_a_model_that_does_not_fit_is_read_from_disk_and_leaves_nothing_there(started: Any, monkeypatch: Any) -> None:
+    """A merge into the dequantized base is then what the 4-bit model computes."""
+    monkeypatch.setattr(comparison, "fit", lambda *sizes: (False, {"cpu": "8MiB"}, "RAM"))
+    folder, placement = merged_onto(started, "dequantized"), evaluation.place_model(started)
+    proof = parity.prove(started, folder, placement)
+    gaps = proof.facts()["parity"]["gaps"]
+    assert gaps["merged against 4bit"]["mean"] < 1e-6 < gaps["full against 4bit"]["mean"] and "4-bit" not in str(proof)
+    assert not (started.scratch / "offload").exists() and placement.loaded[0][::2] == (started.model, True)
 
 
 def on_disk(folder: Path, adapter: Path, memory: dict[int | str, str]) -> Any:
@@ -286,7 +286,7 @@ def on_disk(folder: Path, adapter: Path, memory: dict[int | str, str]) -> Any:
 
 
 def test_a_model_that_lies_on_disk_reads_the_same(
-    tmp_path: Path, adapter: Path, texts: Fixed, store: Found, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, adapter: Path, texts: Fixed, store: Found, monkeypatch: Any
 ) -> None:
     """PEFT's own way left a copy of the whole base in the current folder."""
     (tmp_path / "here").mkdir()
@@ -301,26 +301,6 @@ def test_a_model_that_lies_on_disk_reads_the_same(
     assert parity.Report(later).holds and not list((tmp_path / "here").iterdir())
 
 
-def test_a_merge_into_the_dequantized_base_is_what_the_4_bit_model_computes(
-    tmp_path: Path, adapter: Path, texts: Fixed
-) -> None:
-    """bitsandbytes' CPU path for bfloat16 moved a float32 model by 1e-4 nats: `load_model` keeps it off."""
-    from transformers import BitsAndBytesConfig
-
-    kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "float32"}
-    loading = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **kind), "device_map": {"": "cpu"}}
-    model = models.load_model(files.TINY_MODEL, loading | {"dtype": "float32"})
-    trained = parity.measure(parity.add_adapter(model, adapter), texts, answers=False)
-    merging.merge_adapter(
-        files.TINY_MODEL, adapter, tmp_path / "merged", dtype="float32", onto="dequantized", progress=False,
-        quantization={"quant_type": "nf4", "double_quant": True, "dtype": "float32"},
-    )  # fmt: skip
-    from transformers import AutoModelForCausalLM
-
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
-    assert parity.gap(trained, parity.measure(merged, texts, answers=False)).mean < 1e-7
-
-
 @pytest.mark.gpu
 def test_4_bit_and_offloaded_models_read_on_the_gpu(tmp_path: Path, adapter: Path, texts: Fixed) -> None:
     from transformers import BitsAndBytesConfig
@@ -333,94 +313,71 @@ def test_4_bit_and_offloaded_models_read_on_the_gpu(tmp_path: Path, adapter: Pat
     assert parity.gap(whole, found).mean < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("gib", "gpu", "ram", "fits"),
-    [
-        (14.2, 14.7, 11.0, False),  # a 7B on a T4 of Colab
-        (5.8, 14.7, 11.0, True),  # a 3B there
-        (14.2, 22.1, 11.0, True),  # a 7B on 24 GB
-        (14.2, None, 11.0, False),
-    ],
-)
-def test_what_fits_is_decided_by_free_memory(gib: float, gpu: float | None, ram: float, fits: bool) -> None:
-    decided, memory = models.decide(gib, gpu, ram)
+@pytest.mark.parametrize(("gib", "gpu", "fits"), [
+    (14.2, 14.7, False), (5.8, 14.7, True), (14.2, 22.1, True), (14.2, None, False),
+])  # fmt: skip
+def test_what_fits_is_decided_by_free_memory(gib: float, gpu: Any, fits: bool, monkeypatch: Any) -> None:
+    """A 7B does not fit on a T4 of Colab, a 3B does; a 7B fits on 24 GB, and not on a machine without a GPU."""
+    ram = 11.0
+    monkeypatch.setattr(platforms, "free_memory_gib", lambda: SimpleNamespace(value=ram))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int((gpu or 0) * 2**30), 0))
+    decided, memory, _ = comparison.fit(gib, gpu)
     sizes = {place: int(size.removesuffix("MiB")) / 1024 for place, size in memory.items()}
     assert decided is fits and sizes["cpu"] < ram / 2 and (gpu is None or sizes[0] < gpu - 2)
 
 
 def test_how_models_are_loaded_on_this_machine(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = parity.place_model(started)
+    small = evaluation.place_model(started)
     assert small.fits and small.loading == small.unquantized == {"dtype": "float32", "device_map": {"": "cpu"}}
-    monkeypatch.setattr(models, "_free_gpu_gib", lambda: 14.7)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(14.7 * 2**30), 0))
     monkeypatch.setattr(merging, "size_gib", lambda *given: 14.2)
     started.gpu, folder = object(), started.scratch / "offload"
-    tight = parity.place_model(started)
-    assert not tight.fits and "14.7 GiB free" in str(tight) and tight.unquantized["device_map"] == "auto"
+    tight = evaluation.place_model(started)
+    assert not tight.fits and "14.7 GiB free" in tight.reason and tight.unquantized["device_map"] == "auto"
     assert tight.loading == tight.in_4_bits and tight.loading["quantization_config"].load_in_4bit
     folder.mkdir(parents=True)
-    small.clear()
+    small.free()
     assert folder.exists()
-    tight.clear()
+    tight.free()
     assert not folder.exists()
 
 
-class FakeVllm(BaseHTTPRequestHandler):
-    """Speaks /v1/completions as vLLM does, out of store; asks for a key."""
+@pytest.fixture
+def server(texts: Fixed, store: Found, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Speaks /v1/completions as vLLM does, out of `reading`, if it `tells`; asks for a key."""
+    serves = SimpleNamespace(reading=store["merged"], tells=True)
 
-    reading: Predictions
-    fixed: Fixed
-    tells = True
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.headers["Authorization"] != f"Bearer {KEY}":
-            return self._say({"error": {"message": "Unauthorized"}}, 401)
-        choice = {"index": 0, "text": "", "finish_reason": "stop", **self._choice(asked)}
-        self._say({"id": "1", "object": "text_completion", "created": 0, "model": asked["model"], "choices": [choice]})
-
-    def _choice(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def choice(asked: dict[str, Any]) -> dict[str, Any]:
         if "prompt_logprobs" not in asked:
-            assert asked["stop_token_ids"] == self.fixed.stops and asked["temperature"] == 0
-            return {"token_ids": (self.reading.answers or [])[self.fixed.prompts.index(asked["prompt"])]}
-        row = self.fixed.texts.index(asked["prompt"])
-        start, count = sum(self.fixed.measured[:row]), self.fixed.measured[row]
-        short = self.reading.shortened(asked["prompt_logprobs"])
-        assert short.tokens is not None
+            assert asked["stop_token_ids"] == texts.stops and asked["temperature"] == 0
+            return {"token_ids": serves.reading.answers[texts.prompts.index(asked["prompt"])]}
+        row = texts.texts.index(asked["prompt"])
+        start, count = sum(texts.measured[:row]), texts.measured[row]
+        short = serves.reading.shortened(asked["prompt_logprobs"])
         pairs = zip(*(one[start : start + count].tolist() for one in (short.tokens, short.logs)), strict=True)
         told = [{str(t): {"logprob": log, "rank": 1} for t, log in zip(*pair, strict=True)} for pair in pairs]
-        return {"prompt_logprobs": [None] * (len(asked["prompt"]) - count) + told if self.tells else None}
+        return {"prompt_logprobs": [None] * (len(asked["prompt"]) - count) + told if serves.tells else None}
 
-    def _say(self, body: dict[str, Any], status: int = 200) -> None:
-        raw = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(raw)))
-        self.end_headers()
-        self.wfile.write(raw)
+    def respond(request: httpx.Request) -> httpx.Response:
+        asked = json.loads(request.content)
+        if request.headers["Authorization"] != f"Bearer {KEY}" or request.url != f"{URL}/completions":
+            return httpx.Response(401, json={"error": {"message": "Unauthorized"}})
+        choices = [{"index": 0, "text": "", "finish_reason": "stop", **choice(asked)}]
+        about = {"id": "1", "object": "text_completion", "created": 0, "model": asked["model"]}
+        return httpx.Response(200, json=about | {"choices": choices})
 
-    def log_message(self, *_: object) -> None: ...
-
-
-@pytest.fixture
-def server(texts: Fixed, store: Found) -> Iterator[tuple[str, type[FakeVllm]]]:
-    handler = type("Handler", (FakeVllm,), {"reading": store["merged"], "fixed": texts})
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=listening.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{listening.server_port}/v1", handler
-    listening.shutdown()
-    listening.server_close()
+    client = httpx.Client(transport=httpx.MockTransport(respond))
+    monkeypatch.setattr(openai, "OpenAI", partial(openai.OpenAI, http_client=client))
+    return serves
 
 
 def test_a_server_is_read_token_by_token(server: Any, texts: Fixed, store: Found) -> None:
-    url, handler = server
-    same = parity.gap(store["merged"], parity.measure_server(url, "course", texts, api_key=KEY))
+    same = parity.gap(store["merged"], parity.measure_server(URL, "course", texts, api_key=KEY))
     assert same.mean < 1e-6 and same.coarse and (same.same_answers, same.answers) == (16, 16)
     assert same.same_choices == same.positions == texts.positions
-    handler.reading = store["base"]
-    other = parity.gap(store["merged"], parity.measure_server(url, "course", texts, api_key=KEY))
+    server.reading = store["base"]
+    other = parity.gap(store["merged"], parity.measure_server(URL, "course", texts, api_key=KEY))
     assert other.mean > 0.01 and (other.same_answers or 0) < 16
-    with refused("parity.server_refused", url=url):
-        parity.measure_server(url, "course", texts, api_key="wrong")
-    handler.tells = False
-    with refused("parity.server_refused", url=url):
-        parity.measure_server(url, "course", texts, api_key=KEY)
+    for key, server.tells in (("wrong", True), (KEY, False)):
+        with refused("parity.server_refused", url=URL):
+            parity.measure_server(URL, "course", texts, api_key=key)

@@ -14,13 +14,13 @@ from nbutils import files, models, plan, platforms, profiles
 from nbutils.cli import app
 from nbutils.hardware import GPU
 from nbutils.models import find_shape
-from nbutils.plan import Recipe, gpus
-from nbutils.plan.forecast import CONTEXT_GIB, MARGIN, NEARLY, best_option, candidates, peak_gib, tokens_per_second
-from nbutils.plan.schedule import PACKED
+from nbutils.plan import Recipe, candidates, gpus, peak_gib
+from nbutils.plan.forecast import CONTEXT_GIB, MARGIN, NEARLY, PACKED, best_option, tokens_per_second
 
 Patch = pytest.MonkeyPatch
 MEASURED = json.loads((ROOT / "benchmarks/results/plan_h200.json").read_text(encoding="utf-8"))["runs"]
 SEVEN = find_shape("Qwen2.5-7B")
+ROWS = ("--rows", "1000", "--mean-length", "300")
 T4 = GPU("Tesla T4", (7, 5), 14.6, 1)
 RTX = GPU("NVIDIA GeForce RTX 4090", (8, 9), 23.6, 1)
 
@@ -39,9 +39,6 @@ def asked(*words: str) -> dict:
     return json.loads(ran.output)
 
 
-# ---- memory and speed
-
-
 def test_the_forecast_is_as_close_to_every_measurement_as_promised() -> None:
     gpu, off = gpus.find("H200"), []
     assert {"0.5B", "1.5B", "7B", "14B"} <= {one["model"].partition("-")[2] for one in MEASURED}
@@ -54,13 +51,6 @@ def test_the_forecast_is_as_close_to_every_measurement_as_promised() -> None:
     assert sum(one <= 0.2 for one in off) >= 34 and max(off) < 0.41
 
 
-@pytest.mark.parametrize("way", ["off", "on", "offload"])
-def test_more_rows_longer_rows_and_more_rank_need_more(way: str) -> None:
-    for name, values in {"micro_batch": (1, 2, 4, 8), "length": (512, 1024, 2048), "rank": (8, 16, 64, 320)}.items():
-        sizes = [peak(checkpointing=way, **{name: value}) for value in values]
-        assert sizes == sorted(set(sizes)), name
-
-
 @pytest.mark.parametrize(
     "costly",
     [{"optimizer": "adamw_torch_fused"}, {"attention": "sdpa"}, {"liger": False}, {"spread": 500.0}, {"double": False},
@@ -69,6 +59,10 @@ def test_more_rows_longer_rows_and_more_rank_need_more(way: str) -> None:
 )  # fmt: skip
 def test_what_costs_memory_is_counted(costly: dict[str, object]) -> None:
     assert peak(**costly) > peak() > peak(checkpointing="offload")
+    for name, values in {"micro_batch": (1, 2, 4, 8), "length": (512, 1024, 2048), "rank": (8, 16, 64, 320)}.items():
+        for way in ("off", "on", "offload"):
+            sizes = [peak(**costly | {"checkpointing": way, name: value}) for value in values]
+            assert sizes == sorted(set(sizes)), name
 
 
 def test_speed_knows_its_limits() -> None:
@@ -81,15 +75,10 @@ def test_speed_knows_its_limits() -> None:
     assert tokens_per_second(SEVEN, Recipe(), gpus.find("mine", vram=24, tflops=100)) > 0
 
 
-# ---- GPUs and shapes
-
-
 @pytest.mark.parametrize(
     ("name", "found", "count"),
-    [
-        ("4090", "RTX 4090", 1), ("NVIDIA GeForce RTX 4090", "RTX 4090", 1), ("t4 x2", "T4", 2), ("T4x2", "T4", 2),
-        ("a100", "A100-40GB", 1), ("A100 80GB", "A100-80GB", 1), ("rtx pro 6000", "RTX PRO 6000", 1),
-    ],
+    [("4090", "RTX 4090", 1), ("NVIDIA GeForce RTX 4090", "RTX 4090", 1), ("t4 x2", "T4", 2), ("T4x2", "T4", 2),
+     ("a100", "A100-40GB", 1), ("A100 80GB", "A100-80GB", 1), ("rtx pro 6000", "RTX PRO 6000", 1)],
 )  # fmt: skip
 def test_gpus_are_found_by_the_names_people_use(name: str, found: str, count: int) -> None:
     assert (gpus.find(name).name, gpus.find(name).count) == (found, count)
@@ -99,10 +88,8 @@ def test_gpus_are_found_by_the_names_people_use(name: str, found: str, count: in
 
 @pytest.mark.parametrize(
     ("name", "found"),
-    [
-        ("Tesla T4", "T4"), ("NVIDIA A100-SXM4-80GB", "A100-80GB"), ("NVIDIA A10G", "A10"), (RTX.name, "RTX 4090"),
-        (f"{RTX.name} D", "RTX 4090 D"), (f"{RTX.name} Laptop GPU", ""), ("Brand New 1", ""),
-    ],
+    [("Tesla T4", "T4"), ("NVIDIA A100-SXM4-80GB", "A100-80GB"), ("NVIDIA A10G", "A10"), (RTX.name, "RTX 4090"),
+     (f"{RTX.name} D", "RTX 4090 D"), (f"{RTX.name} Laptop GPU", ""), ("Brand New 1", "")],
 )  # fmt: skip
 def test_torchs_names_are_understood_and_torchs_memory_is_kept(name: str, found: str) -> None:
     facts = gpus.of_machine(GPU(name, (8, 9), 77.7, 2))
@@ -148,9 +135,6 @@ def test_a_config_without_sizes_or_of_another_architecture_is_refused(tmp_path: 
         find_shape(str(tmp_path / "mine"))
 
 
-# ---- what fits
-
-
 @pytest.mark.parametrize("name", ["T4", "T4 x2", "RTX 3090", "H200"])
 @pytest.mark.parametrize("batch", [8, 64])
 def test_the_fastest_fits_with_the_margin_and_keeps_the_batch(name: str, batch: int) -> None:
@@ -174,36 +158,25 @@ def test_without_a_known_speed_recomputing_is_the_last_resort() -> None:
 
 def resolved(profile: str, model: str, gpu: GPU | None, **replaced: int) -> profiles.Resolved:
     overrides = {f"train.{name}": (value, "test") for name, value in replaced.items()}
-    local = platforms.Platform("local", "test")
-    return profiles.resolve(
-        profile, model, gpu=gpu, platform=local, online=lambda: True, overrides=lambda name: overrides
-    )
+    here = {"platform": platforms.Platform("local", "test"), "online": lambda: True}
+    return profiles.resolve(profile, model, gpu=gpu, overrides=lambda name: overrides, **here)
 
 
-def test_lesson_03_is_stopped_where_memory_will_not_do() -> None:
+def test_lesson_03_is_stopped_where_memory_will_not_do_and_shows_what_adds_up() -> None:
     with refused("plan.does_not_fit", gpu="T4"):
         plan.require(resolved("hopper_141gb", "Qwen2.5-32B", T4))
     made = plan.require(resolved("t4_16gb", "Qwen2.5-7B", T4), rows=1000, mean_length=300)
-    assert made.fits and made.hours is not None and "T4" in plan.describe(made)
+    assert made["fits"] and made["hours"] is not None and "T4" in plan.describe(made)
     assert "no GPU" in plan.describe(plan.require(resolved("tiny", "", None)))
     assert "not known before its download" in plan.describe(plan.require(resolved("t4_16gb", "some/model", T4)))
-
-
-def test_a_number_of_steps_decides_the_hours() -> None:
-    short = resolved("t4_16gb", "Qwen2.5-7B", T4, max_steps=100)
+    short = resolved("t4_16gb", "Qwen2.5-7B", T4, max_steps=100)  # the steps decide the hours
     made, train = plan.require(short, rows=10**6, mean_length=300), short.profile.train
     tokens = 100 * train.batch * train.max_length * PACKED
-    assert made.hours * 3600 * made.tokens_per_second == pytest.approx(tokens)
-
-
-def test_a_forecast_shows_its_parts_and_adds_up() -> None:
+    assert made["hours"] * 3600 * made["tokens_per_second"] == pytest.approx(tokens)
     for gpu in (None, RTX):  # without one, that of a rented one
         made = plan.example(resolved("auto", "", gpu), rows=10_000, mean_length=300)
-        assert all(name in plan.describe(made) for name in (*made.parts, "¥", "only the H200 was measured"))
-        assert sum(made.parts.values()) == pytest.approx(made.peak_vram_gib)
-
-
-# ---- the command line
+        assert all(name in plan.describe(made) for name in (*made["parts"], "¥", "only the H200 was measured"))
+        assert sum(made["parts"].values()) == pytest.approx(made["peak_vram_gib"])
 
 
 def test_the_rows_decide_the_step_and_the_cost_follows() -> None:
@@ -217,22 +190,19 @@ def test_the_rows_decide_the_step_and_the_cost_follows() -> None:
     assert dear["cost"]["yuan"] == pytest.approx(dear["hours"] * gpus.find("4090").yuan, abs=0.02)
 
 
-def test_every_option_is_heard_and_wins_over_set() -> None:
+def test_every_option_is_heard_and_wins_over_set_and_a_profile_can_be_named() -> None:
     words = "--micro-batch 4 --length 512 --checkpointing offload --rank 64 --method lora --gpus 2 --epochs 2"
     answer = asked("--model", "Qwen3-4B", "--gpu", "A6000", *words.split())
     expected = {"micro_batch": 4, "length": 512, "checkpointing": "offload", "rank": 64, "method": "lora"}
     assert expected.items() <= answer["recipe"].items() and (answer["gpus"], answer["batch"] % 8) == (2, 0)
-    words = ("--gpu", "A6000", "--rows", "1000", "--mean-length", "300")
+    words = ("--gpu", "A6000", *ROWS)
     assert asked(*words, "--set", "lora.rank=64, train.micro_batch=2")["recipe"]["micro_batch"] == 2
     assert asked(*words, "--set", "lora.rank=64", "--rank", "8")["recipe"]["rank"] == 8
     few, many = (asked(*words, "--set", f"train.max_steps={steps}")["hours"] for steps in (10, 1000))
     assert few < many
-
-
-def test_a_profile_can_be_named_and_its_rows_count() -> None:
-    answer = asked("--profile", "paper_r64", "--gpu", "4090", "--rows", "1000", "--mean-length", "300")
+    answer = asked("--profile", "paper_r64", "--gpu", "4090", *ROWS)
     assert answer["recipe"]["rank"] == 64 and answer["recipe"]["dropout"] and not answer["recipe"]["packing"]
-    words = ("--profile", "lora_20k", "--gpu", "4090", "--mean-length", "300")
+    words = ("--profile", "lora_20k", "--gpu", "4090", "--mean-length", "300")  # its rows count
     assert asked(*words)["hours"] == asked(*words, "--rows", "20000")["hours"] > 0
 
 
@@ -249,6 +219,8 @@ def test_what_is_not_known_is_none_and_what_is_free_costs_nothing() -> None:
 
 def test_without_a_gpu_the_table_of_all_is_shown(monkeypatch: Patch) -> None:
     monkeypatch.setattr("nbutils.hardware.driver_gpus", list)
+    hints = ["--rows 5000" in CliRunner().invoke(app, ["plan", *words]).output for words in ([], ROWS)]
+    assert hints == [True, False], "how to learn the hours"
     names = [gpu.name for gpu in gpus.every()]
     assert names == [row["GPU"] for row in plan.fits_table()]
     every = [row for row in asked()["fits"] if row["auto"]]
@@ -268,10 +240,8 @@ def test_without_a_gpu_the_table_of_all_is_shown(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize(
     ("words", "status"),
-    [
-        ("--gpu 4090 --micro-batch 3", 1), ("--tflops 100", 1), ("--model no/such --gpu T4", 1),
-        ("--vram 11 --capability new", 1), ("--gpu T4x3 --profile lora_20k", 1), ("--gpu T4 --vram inf", 2),
-    ],
+    [("--gpu 4090 --micro-batch 3", 1), ("--tflops 100", 1), ("--model no/such --gpu T4", 1),
+     ("--vram 11 --capability new", 1), ("--gpu T4x3 --profile lora_20k", 1), ("--gpu T4 --vram inf", 2)],
 )  # fmt: skip
 def test_mistakes_end_with_a_plain_message(words: str, status: int) -> None:
     ran = CliRunner().invoke(app, ["plan", *words.split()])

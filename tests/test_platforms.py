@@ -13,7 +13,6 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections import namedtuple
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,12 +28,10 @@ from support import refused
 from nbutils import disk, environments, hardware, masking, platforms, serving
 from nbutils.files import GIB
 from nbutils.hardware import GPU
-from nbutils.platforms import Platform, detection, network, secret, shutdown
-from nbutils.platforms import storage as drive
+from nbutils.platforms import Platform, network, secret
 
 Patch = pytest.MonkeyPatch
-AUTODL, COLAB, LOCAL = (Platform(name, "a test says so") for name in ("autodl", "colab", "local"))
-ROOT = Path(__file__).resolve().parent.parent
+AUTODL, COLAB, KAGGLE, LOCAL = (Platform(name, "a test says so") for name in ("autodl", "colab", "kaggle", "local"))
 TOKEN = "very-secret-developer-token"
 READ = re.compile(r"HF_|HUGGINGFACE_|TRANSFORMERS_OFFLINE|NBUTILS_|.*_proxy$", re.IGNORECASE)
 
@@ -59,14 +56,6 @@ def make(root: Path, *places: str) -> Path:
         (root / place).mkdir(parents=True, exist_ok=True)
     return root
 
-
-def calls(machine: simulate.Machine) -> list[str]:
-    """What was asked of the fake packages."""
-    file = machine.root / "fake_calls.txt"
-    return file.read_text().splitlines() if file.exists() else []
-
-
-# ---- which platform
 
 KAGGLE_ENV = {"KAGGLE_KERNEL_RUN_TYPE": "Batch", "COLAB_RELEASE_TAG": "release-colab_20260514"}
 DETECTED: list[tuple[str, dict[str, str], tuple[str, ...], str]] = [  # name, variables, folders, where runs are kept
@@ -100,18 +89,20 @@ DETECTED: list[tuple[str, dict[str, str], tuple[str, ...], str]] = [  # name, va
 
 @pytest.mark.parametrize(("name", "env", "places", "keep"), DETECTED)
 def test_each_platform_is_found_by_its_marks_and_keeps_runs_where_they_last(
-    tmp_path: Path, name: str, env: dict[str, str], places: tuple[str, ...], keep: str
+    tmp_path: Path, monkeypatch: Patch, name: str, env: dict[str, str], places: tuple[str, ...], keep: str
 ) -> None:
-    found = platforms.detect(env, make(tmp_path, *places))
+    simulate.Machine(make(tmp_path, *places), env).enter(monkeypatch)
+    found = platforms.detect()
     assert (found.name, found.batch) == (name, name == "kaggle") and found.evidence
-    assert name == "local" or platforms.folders(found, {}, tmp_path).keep == tmp_path / keep
+    assert name == "local" or platforms.folders(found).keep == tmp_path / keep
 
 
-def test_the_override_wins_and_a_wrong_one_lists_the_right_names(tmp_path: Path) -> None:
-    found = platforms.detect(KAGGLE_ENV | {"NBUTILS_PLATFORM": "local"}, tmp_path)
-    assert found == Platform("local", "NBUTILS_PLATFORM is set")
-    with refused("platforms.unknown", *detection.table(), name="kagle"):
-        platforms.detect({"NBUTILS_PLATFORM": "kagle"}, tmp_path)
+def test_the_override_wins_and_a_wrong_one_lists_the_right_names() -> None:
+    os.environ |= KAGGLE_ENV | {"NBUTILS_PLATFORM": "local"}
+    assert platforms.detect() == Platform("local", "NBUTILS_PLATFORM is set")
+    os.environ["NBUTILS_PLATFORM"] = "kagle"
+    with refused("platforms.unknown", *platforms.table(), name="kagle"):
+        platforms.detect()
 
 
 def test_a_user_who_may_not_look_into_the_home_of_root_is_no_error(tmp_path: Path) -> None:
@@ -122,63 +113,60 @@ def test_a_user_who_may_not_look_into_the_home_of_root_is_no_error(tmp_path: Pat
     assert ran.stdout == "local\n" and platforms.in_kernel() is False, ran.stderr
 
 
-# ---- folders
-
-
 def test_each_platform_keeps_runs_where_they_last(tmp_path: Path) -> None:
-    kaggle = platforms.folders(Platform("kaggle", ""), {}, make(tmp_path, "kaggle/working"))
+    make(tmp_path, "kaggle/working")
+    kaggle = platforms.folders(KAGGLE)
     assert kaggle.keep == tmp_path / "kaggle/working/runs" and kaggle.scratch == tmp_path / "kaggle/temp"
-    assert kaggle.inputs == tmp_path / "kaggle/input" and kaggle.lasting
+    assert kaggle.inputs == tmp_path / "kaggle/input" and kaggle.lasting and platforms.folders(LOCAL).lasting
     assert kaggle.is_attached(tmp_path / "kaggle/input/x") and not kaggle.is_attached(kaggle.keep)
     for name in ("colab", "colab_enterprise", "modal", "hf_spaces"):
-        assert not platforms.folders(Platform(name, ""), {}, tmp_path).lasting
-    assert platforms.folders(LOCAL, {}, tmp_path).lasting
+        assert not platforms.folders(Platform(name, "")).lasting
 
 
 def test_autodl_prefers_its_file_storage_unless_it_takes_no_files(tmp_path: Path, monkeypatch: Patch) -> None:
     data, storage = tmp_path / "root/autodl-tmp/runs", tmp_path / "root/autodl-fs/runs"
-    without = platforms.folders(AUTODL, {}, make(tmp_path, "root/autodl-tmp"))
+    make(tmp_path, "root/autodl-tmp")
+    without = platforms.folders(AUTODL)
     assert (without.keep, without.earlier, without.lasting) == (data, (), True)
-    found = platforms.folders(AUTODL, {}, make(tmp_path, "root/autodl-fs"))
+    make(tmp_path, "root/autodl-fs")
+    found = platforms.folders(AUTODL)
     assert (found.keep, found.earlier) == (storage, (data,))
     assert list((tmp_path / "root/autodl-fs").iterdir()) == [], "looking leaves nothing behind"
     real = tempfile.NamedTemporaryFile
 
-    def full(*words: Any, dir: Path, **options: Any) -> Any:
-        if dir.name == "autodl-fs":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(*words, dir=dir, **options)
+    def full(dir: Path, **options: Any) -> Any:
+        if dir == storage.parent:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(dir=dir, **options)
 
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
-    found = platforms.folders(AUTODL, {}, tmp_path)
+    found = platforms.folders(AUTODL)
     assert (found.keep, found.earlier) == (data, (storage,))
 
 
-def test_nbutils_home_moves_the_runs_and_lasts_on_a_disk_of_its_own(tmp_path: Path) -> None:
-    for name in detection.table():
-        found = platforms.folders(Platform(name, ""), {"NBUTILS_HOME": str(tmp_path / "mine")}, tmp_path / "machine")
+def test_nbutils_home_moves_the_runs_and_lasts_on_a_disk_of_its_own(tmp_path: Path, monkeypatch: Patch) -> None:
+    os.environ["NBUTILS_HOME"] = str(tmp_path / "mine")
+    for name in platforms.table():
+        found = platforms.folders(Platform(name, ""))
         assert found.keep == tmp_path / "mine" and found.lasting is (name == "local")  # no disk of its own: who knows
-    machine = simulate.colab(tmp_path)
+    machine = simulate.colab(tmp_path).enter(monkeypatch)
     machine.write("proc/mounts", f"bucket {machine.root}/mnt/bucket fuse.gcsfuse rw 0 0\n")
-    bucket = {"NBUTILS_HOME": str(machine.root / "mnt/bucket/runs")}
-    assert platforms.folders(COLAB, bucket, machine.root).lasting
-
-
-def test_nbutils_home_on_a_drive_that_is_not_mounted_is_passed_over(tmp_path: Path) -> None:
-    machine = simulate.colab(tmp_path)
-    env = {"NBUTILS_HOME": str(machine.root / "content/drive/MyDrive/mine")}
-    found = platforms.folders(COLAB, env, machine.root)
-    assert found.keep == machine.root / "content/runs" and not found.lasting
+    os.environ["NBUTILS_HOME"] = str(machine.root / "mnt/bucket/runs")
+    assert platforms.folders(COLAB).lasting
+    os.environ["NBUTILS_HOME"] = mine = str(machine.root / "content/drive/MyDrive/mine")
+    found = platforms.folders(COLAB)
+    assert found.keep == machine.root / "content/runs" and not found.lasting, "a Drive that is not mounted"
     simulate.mounted(machine)
-    assert str(platforms.folders(COLAB, env, machine.root).keep) == env["NBUTILS_HOME"]
-    found = platforms.folders(COLAB, {}, machine.root)
-    assert (found.keep, found.earlier) == (drive.runs_folder(machine.root), (machine.root / "content/runs",))
+    assert str(platforms.folders(COLAB).keep) == mine
+    del os.environ["NBUTILS_HOME"]
+    found = platforms.folders(COLAB)
+    assert (found.keep, found.earlier) == (machine.root / platforms.RUNS, (machine.root / "content/runs",))
 
 
 def test_models_are_downloaded_to_the_large_disk(tmp_path: Path, monkeypatch: Patch) -> None:
     def cache(name: str) -> str:
         platform = Platform(name, "")
-        return platforms.use_model_cache(platform, platforms.folders(platform, {}, tmp_path)).rpartition(" ")[2]
+        return platforms.use_model_cache(platform, platforms.folders(platform)).rpartition(" ")[2]
 
     assert cache("local") == cache("colab") == ""
     assert cache("autodl") == os.environ["HF_HUB_CACHE"] == str(tmp_path / "root/autodl-tmp/huggingface")
@@ -190,47 +178,34 @@ def test_models_are_downloaded_to_the_large_disk(tmp_path: Path, monkeypatch: Pa
     assert cache("autodl") == ""
 
 
-def attach(inputs: Path, *layouts: str) -> None:
-    """Put a run with a checkpoint below each, then make everything read-only."""
-    for layout in layouts:
-        run = make(inputs / layout / "runs/tiny", "checkpoints")
+def test_a_learner_names_an_input_by_the_end_of_its_path_in_every_layout(tmp_path: Path) -> None:
+    model = make(tmp_path, "models/qwen/1") / "models/qwen/1"
+    for layout in ("ann/some-slug", "other", "notebooks/ann/first-run"):
+        run = make(tmp_path / "datasets" / layout / "runs/tiny", "checkpoints")
         (run / "checkpoints/checkpoint-4.json").write_text("{}")
         (run / "train.jsonl").write_text("{}")
-    for place in [inputs, *inputs.rglob("*")]:
-        place.chmod(0o555 if place.is_dir() else 0o444)
-
-
-def test_inputs_are_found_in_every_layout_in_order(tmp_path: Path) -> None:
-    attach(tmp_path / "input", "notebooks/ann/first-run", "some-slug", "datasets/ann/some-slug")
-    found = list(platforms.find_inputs(tmp_path / "input", "checkpoints/checkpoint-*.json"))
-    assert found == sorted(found) and len(found) == 3
-    assert list(platforms.find_inputs(None, "*")) == list(platforms.find_inputs(tmp_path / "no", "*")) == []
-
-
-def test_a_learner_names_an_input_by_the_end_of_its_path(tmp_path: Path) -> None:
-    model = make(tmp_path, "models/qwen/1") / "models/qwen/1"
-    attach(tmp_path / "datasets", "ann/some-slug", "other")
     slug = "ann/some-slug/runs/tiny/train.jsonl"
     assert platforms.find_input(tmp_path, "qwen/1") == model
     assert platforms.find_input(tmp_path, slug) == tmp_path / "datasets" / slug
     for name in ("rain.jsonl", "", ".", "..", str(model), "no/such", "train.json?", "*"):
         assert platforms.find_input(tmp_path, name) is None
-    with refused("platforms.ambiguous_input", "ann/some-slug/runs", "other/runs", count=2):
+    with refused("platforms.ambiguous_input", "ann/some-slug/runs", "other/runs", count=3):
         platforms.find_input(tmp_path, "train.jsonl")
-
-
-# ---- limits
+    found = platforms.find_inputs(tmp_path, "checkpoints/checkpoint-*.json")
+    assert found == sorted(found) and len(found) == 3
+    assert platforms.find_inputs(None, "*") == platforms.find_inputs(tmp_path / "no", "*") == []
 
 
 def test_hours_are_counted_where_somebody_counts_them(tmp_path: Path) -> None:
-    hours = {name: platforms.time_limit_hours(Platform(name, "")) for name in detection.table()}
+    hours = {name: platforms.time_limit_hours(Platform(name, "")) for name in platforms.table()}
     assert {name: value for name, value in hours.items() if value} == {"colab": 12, "kaggle": 12, "paperspace": 6}
-    assert platforms.session_seconds(Platform("kaggle", ""), tmp_path) == 0
+    assert platforms.session_seconds(KAGGLE) == 0
     began = time.time() - 3 * 3600
     os.utime(make(tmp_path, "proc/1") / "proc/1", (began, began))
-    assert platforms.session_seconds(Platform("kaggle", ""), tmp_path) == pytest.approx(3 * 3600, abs=60)
-    assert platforms.session_seconds(AUTODL, tmp_path) == 0
-    assert 0 < platforms.session_seconds(COLAB, Path("/")) < 10**9
+    assert platforms.session_seconds(KAGGLE) == pytest.approx(3 * 3600, abs=60)
+    assert platforms.session_seconds(AUTODL) == 0
+    del os.environ["NBUTILS_FS_ROOT"]
+    assert 0 < platforms.session_seconds(COLAB) < 10**9
 
 
 @pytest.mark.parametrize(
@@ -252,88 +227,50 @@ def test_the_limits_of_a_container_hold_in_both_layouts_of_cgroups(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=500 * GIB, total=512 * GIB))
     for name, text in files.items():
         simulate.Machine(tmp_path).write(f"sys/fs/cgroup/{name}", str(text))
-    assert platforms.processors(tmp_path).value == (cpus or len(os.sched_getaffinity(0)))
-    assert platforms.memory_gib(tmp_path).value == pytest.approx(memory)
-    assert platforms.free_memory_gib(tmp_path).value == pytest.approx(free)
-
-
-# ---- Drive
-
-
-def mount() -> str:
-    return platforms.mount_drive(platforms.detect())
-
-
-def keep() -> Path:
-    return platforms.folders(platforms.detect()).keep
-
-
-def test_drive_is_mounted_and_runs_are_kept_there(tmp_path: Path, monkeypatch: Patch) -> None:
-    machine = simulate.colab(tmp_path, FAKE_DRIVE="ok").enter(monkeypatch)
-    for _ in range(2):
-        assert mount().startswith("Drive is mounted:")
-    assert keep() == machine.root / "content/drive/MyDrive/finetune-course"
-    assert calls(machine) == ["mount 110000"], "upstream gets less time than we allow in all"
+    assert platforms.processors().value == (cpus or len(os.sched_getaffinity(0)))
+    assert platforms.memory_gib().value == pytest.approx(memory)
+    assert platforms.free_memory_gib().value == pytest.approx(free)
 
 
 @pytest.mark.parametrize(
     ("env", "said", "asked"),
     [({"FAKE_DRIVE": "headless"}, "could not be mounted (ValueError: mount failed for [masked]", 1),
-     ({"FAKE_DRIVE": "liar"}, "nothing is mounted at /content/drive). ", 1), ({"NBUTILS_DRIVE": "off"}, "=off", 0)],
+     ({"FAKE_DRIVE": "liar"}, "nothing is mounted at /content/drive). ", 1), ({"NBUTILS_DRIVE": "off"}, "=off", 0),
+     ({"FAKE_DRIVE": "ok", "FILES": "made before"}, "must not already contain files", 1),
+     ({"FAKE_DRIVE": "ok"}, "Drive is mounted: ", 1)],
 )  # fmt: skip
-def test_without_drive_runs_stay_here_and_it_is_asked_for_once(
+def test_runs_are_kept_on_drive_or_stay_here_and_it_is_asked_for_once(
     tmp_path: Path, monkeypatch: Patch, env: dict[str, str], said: str, asked: int
 ) -> None:
     machine = simulate.colab(tmp_path, **env).enter(monkeypatch)
-    first = mount()
-    assert said in first and ("To do: " in first) == bool(asked)
-    assert keep() == machine.root / "content/runs" and not (machine.root / "content/drive/MyDrive").exists()
-    assert "Drive is not used" in mount() and len(calls(machine)) == asked, "child processes do not ask again"
-    assert "No Drive on kaggle" in platforms.mount_drive(Platform("kaggle", ""))
-
-
-def test_files_in_the_mount_point_are_left_alone(tmp_path: Path, monkeypatch: Patch) -> None:
-    machine = simulate.colab(tmp_path, FAKE_DRIVE="ok").enter(monkeypatch)
-    lost = machine.write("content/drive/MyDrive/x/adapter.bin", "made before Drive was mounted")
-    assert "must not already contain files" in mount() and lost.exists()
-
-
-HANGS = "from nbutils import platforms; print(platforms.mount_drive(platforms.detect(), seconds=0.5))"
-
-
-def test_a_mount_that_never_returns_is_left_after_the_time_allowed(tmp_path: Path) -> None:
-    machine = simulate.colab(tmp_path, FAKE_DRIVE="hang")
-    ran = machine.python("-c", HANGS, timeout=5)
-    assert "not allowed within" in ran.stdout and calls(machine) == ["mount 400"]
-
-
-def test_only_drives_own_mount_is_drive(tmp_path: Path) -> None:
-    machine = simulate.Machine(make(tmp_path, "content/drive/MyDrive"))
-    for kind, expected in (("tmpfs", False), ("fuse.drive", True)):
-        machine.write("proc/mounts", f"overlay / overlay rw 0 0\nx /content/drive {kind} rw 0 0\n")
-        assert drive.is_mounted(tmp_path) is expected
+    lost = machine.write("content/drive/MyDrive/x/adapter.bin", "x") if "FILES" in env else machine.root
+    first, mounted = platforms.mount_drive(COLAB), said == "Drive is mounted: "
+    assert said in first and ("To do: " in first) == (asked and not mounted) and lost.exists()
+    assert platforms.folders(COLAB).keep == machine.root / (platforms.RUNS if mounted else "content/runs")
+    assert (machine.root / "content/drive/MyDrive").exists() is (mounted or "FILES" in env)
+    assert (said if mounted else "Drive is not used") in platforms.mount_drive(COLAB)
+    log = machine.root / "fake_calls.txt"
+    assert (log.read_text() if log.exists() else "") == "mount 120000\n" * asked, "child processes do not ask again"
+    assert "No Drive on kaggle" in platforms.mount_drive(KAGGLE)
 
 
 def test_a_mount_that_dies_or_vanishes_is_noticed(tmp_path: Path, monkeypatch: Patch) -> None:
-    machine = simulate.mounted(simulate.colab(tmp_path))
-    keep, stat = drive.runs_folder(machine.root) / "demo/checkpoints", os.stat
-    place = drive.mount_point_of(keep, machine.root)
-    assert place == machine.root / "content/drive" and drive.is_mount(place, machine.root)
+    machine = simulate.mounted(simulate.colab(tmp_path)).enter(monkeypatch)
+    runs, stat = machine.root / platforms.RUNS / "demo/checkpoints", os.stat
+    place = platforms.mount_point_of(runs)
+    assert place == machine.root / "content/drive" and platforms.is_mount(place)
 
     def dead(path: object, *words: object, **options: object) -> os.stat_result:
-        if Path(str(path)).is_relative_to(machine.root / drive.MOUNT_POINT):
+        if Path(str(path)).is_relative_to(machine.root / platforms.MOUNT_POINT):
             raise OSError(107, "Transport endpoint is not connected")
         return stat(path, *words, **options)
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "stat", dead)
         broken.setattr(os, "lstat", dead)
-        assert not drive.is_mounted(machine.root)
+        assert not platforms.drive_mounted()
     machine.write("proc/mounts", "")
-    assert not drive.is_mount(place, machine.root) and drive.mount_point_of(keep, machine.root) is None
-
-
-# ---- a web of one's own
+    assert not platforms.is_mount(place) and platforms.mount_point_of(runs) is None
 
 
 class Site(ThreadingHTTPServer):
@@ -350,7 +287,7 @@ class Site(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def handle_error(self, request: object, client_address: object) -> None:
+    def handle_error(self, *_: object) -> None:
         """Whoever asked went away: nothing to tell."""
 
 
@@ -363,16 +300,12 @@ class _Answer(BaseHTTPRequestHandler):
         self.server.asked.append(sent)
         time.sleep(self.server.delay)
         self.send_response(self.server.status)
-        self.send_header("Content-Length", str(len(self.server.body)))
-        if self.server.location:
-            self.send_header("Location", self.server.location)
+        for name, value in {"Content-Length": len(self.server.body), "Location": self.server.location}.items():
+            self.send_header(name, str(value))
         self.end_headers()
         self.wfile.write(self.server.body)
 
-    do_POST = do_GET
-
-    def log_message(self, *_: object) -> None:
-        pass
+    do_POST, log_message = do_GET, lambda *_: None
 
 
 Web = Callable[..., dict[str, Site]]
@@ -399,9 +332,6 @@ def web(monkeypatch: Patch) -> Iterator[Web]:
 
 
 ALL = {"hub": 0.0, "hf_mirror": 0.0, "modelscope": 0.0}
-
-
-# ---- the mirror
 
 
 @pytest.mark.parametrize(
@@ -461,16 +391,14 @@ def test_the_learners_mirror_is_taken_unmeasured(web: Web, monkeypatch: Patch, n
     assert "as HF_ENDPOINT says" in network.prepare_network(AUTODL)[0] and network.chosen() == ""
 
 
-HEADERS = "from huggingface_hub.utils import build_hf_headers; print(build_hf_headers().get('authorization'))"
-
-
 def test_a_mirror_gets_no_token_and_the_hub_gets_it_again(web: Web, monkeypatch: Patch) -> None:
     web(**ALL)
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 30)
+    code = "from huggingface_hub.utils import build_hf_headers; print(build_hf_headers().get('authorization'))"
     for name in ("hf-mirror", "hub"):
         monkeypatch.setenv("NBUTILS_MIRROR", name)
         network.prepare_network(AUTODL)
-        assert ("Bearer" in subprocess.check_output([sys.executable, "-c", HEADERS], text=True)) is (name == "hub")
+        assert ("Bearer" in subprocess.check_output([sys.executable, "-c", code], text=True)) is (name == "hub")
         child = environments.variables()
         sent = "HF_TOKEN" in child or child.get("HF_HUB_DISABLE_IMPLICIT_TOKEN") != "1"
         assert not sent or name == "hub", "a token of a file included"
@@ -488,16 +416,14 @@ def test_offline_means_not_one_connection_and_a_dead_network_costs_seconds(tmp_p
         time.sleep(3)  # a name lookup that nobody answers knows no timeout
         raise OSError("no name server")
 
-    for name in list(filter(READ.match, os.environ)):
+    for name in filter(READ.match, list(os.environ)):
         monkeypatch.delenv(name)
+    monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
     monkeypatch.setattr(socket, "getaddrinfo", lost)
     monkeypatch.setattr(network, "SECONDS", 0.6)
     began = time.monotonic()
-    assert network.prepare_network(Platform("kaggle", ""), root=tmp_path) == [f"network   {network.SILENCE}"]
+    assert network.prepare_network(KAGGLE) == [f"network   {network.SILENCE}"]
     assert network.hub_online() is False and time.monotonic() - began < 2
-
-
-# ---- AutoDL's proxies, ports, power and notice
 
 
 @pytest.mark.parametrize(
@@ -527,30 +453,28 @@ def test_autodls_proxies_are_taken_unless_the_learner_has_his_own(
 def test_a_request_goes_through_the_proxy_or_past_it_and_a_script_that_hangs_is_left(
     web: Web, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    sites, machine = web(**ALL), simulate.autodl(tmp_path)
+    sites, machine = web(**ALL), simulate.Machine(tmp_path)
     monkeypatch.setattr(network, "TURBO_SECONDS", 0.3)
     machine.write("etc/network_turbo", "sleep 60 & sleep 60\n")
     began = time.monotonic()
-    assert "failed" in network.prepare_network(AUTODL, probe=False, root=machine.root)[0]
+    assert "failed" in network.prepare_network(AUTODL, probe=False)[0]
     assert time.monotonic() - began < 2
     monkeypatch.setattr(network, "TURBO_SECONDS", 5)
     machine.write("etc/network_turbo", f"export http_proxy={sites['hub'].url} https_proxy={sites['hub'].url}\n")
-    network.prepare_network(AUTODL, probe=False, root=machine.root)
+    network.prepare_network(AUTODL, probe=False)
     assert network.answers("http://huggingface.co/x", 2) and sites["hub"].asked == ["http://huggingface.co/x"]
     assert network.answers(f"{sites['hf-mirror'].url}/y", 2) and sites["hf-mirror"].asked == ["/y"]
 
 
-def test_the_first_free_public_port_of_autodl_is_taken(monkeypatch: Patch) -> None:
-    assert serving.ports.PUBLIC == {"autodl": (6006, 6008)} and serving.preferred_port(LOCAL) == 0
+def test_the_first_free_public_port_of_autodl_is_taken_and_told(tmp_path: Path, monkeypatch: Patch) -> None:
+    assert serving.server.PUBLIC == {"autodl": (6006, 6008)} and serving.preferred_port(LOCAL) == 0
     with socket.create_server(("127.0.0.1", 0)) as busy, socket.create_server(("127.0.0.1", 0)) as other:
         ports = busy.getsockname()[1], other.getsockname()[1]
-        monkeypatch.setitem(serving.ports.PUBLIC, "autodl", ports)
+        monkeypatch.setitem(serving.server.PUBLIC, "autodl", ports)
         assert serving.preferred_port(AUTODL) == 0, "both are busy: any free one"
         other.close()
         assert serving.preferred_port(AUTODL) == ports[1]
-
-
-def test_a_port_that_is_public_is_told_with_its_address(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.undo()
     simulate.autodl(tmp_path).enter(monkeypatch)
     said = [serving.public_address(platforms.detect(), port) for port in (6006, 6008, 7000)]
     assert "https://u1-abc.westb.seetacloud.com:8443/v1" in said[0] and "API key" in said[0]
@@ -558,30 +482,21 @@ def test_a_port_that_is_public_is_told_with_its_address(tmp_path: Path, monkeypa
     assert "for programs on this machine" in serving.public_address(LOCAL, 7000)
 
 
-def shutdowns(machine: simulate.Machine) -> str:
-    log = machine.root / "shutdown.log"
-    return log.read_text() if log.exists() else ""
-
-
-def test_only_a_safe_run_on_autodl_powers_the_machine_off(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(shutdown.time, "sleep", lambda seconds: None)
-    machine = simulate.autodl(tmp_path)
+def test_only_a_safe_run_on_autodl_powers_off_and_a_failure_is_told(tmp_path: Path, monkeypatch: Patch) -> None:
+    machine = simulate.autodl(tmp_path).enter(monkeypatch)
+    log, tool = machine.root / "shutdown.log", machine.root / "usr/bin/shutdown"
     for problem in ("checkpoint-40.tar is shorter than its manifest says", ""):
-        assert "not safe yet" in shutdown.power_off(AUTODL, problem, root=machine.root)
+        assert "not safe yet" in platforms.power_off(AUTODL, problem, grace=0)
     for name in ("local", "colab", "kaggle", "featurize"):
-        assert f"this is {name}" in shutdown.power_off(Platform(name, ""), None, root=machine.root)
-    assert shutdowns(machine) == ""
-    assert shutdown.power_off(AUTODL, None, root=machine.root).startswith("Powered off.")
-    assert shutdowns(machine) == "called with []\n", "without arguments"
-
-
-def test_a_power_off_that_fails_or_is_interrupted_is_told(tmp_path: Path, monkeypatch: Patch) -> None:
-    machine = simulate.autodl(tmp_path)
-    machine.write("usr/bin/shutdown", "#!/bin/sh\nexit 4\n")
-    assert "exit status 4" in shutdown.power_off(AUTODL, None, grace=0, root=machine.root)
-    monkeypatch.setattr(shutdown.time, "sleep", Mock(side_effect=KeyboardInterrupt))
-    assert "KeyboardInterrupt" in shutdown.power_off(AUTODL, None, root=simulate.autodl(tmp_path).root)
-    assert shutdowns(machine) == ""
+        assert f"this is {name}" in platforms.power_off(Platform(name, ""), None, grace=0)
+    with monkeypatch.context() as there:
+        there.setattr(time, "sleep", Mock(side_effect=KeyboardInterrupt))
+        assert "KeyboardInterrupt" in platforms.power_off(AUTODL, None)
+    assert not log.exists()
+    assert platforms.power_off(AUTODL, None, grace=0).startswith("Powered off.")
+    assert log.read_text() == "called with []\n", "without arguments"
+    tool.write_text("#!/bin/sh\nexit 4\n")
+    assert "exit status 4" in platforms.power_off(AUTODL, None, grace=0)
 
 
 @pytest.mark.parametrize(
@@ -590,7 +505,6 @@ def test_a_power_off_that_fails_or_is_interrupted_is_told(tmp_path: Path, monkey
         (200, b'{"code": "Success"}', "Notice sent"),
         (429, b"", "Error 429"),
         (200, b'{"code": "AuthorizeFailed", "msg": "bad token ' + TOKEN.encode() + b'"}', "bad token [masked]"),
-        (200, b"<html>", "No notice sent"),
         (302, b"", "No notice sent"),
     ],
 )
@@ -599,27 +513,23 @@ def test_a_notice_is_masked_follows_no_redirect_and_every_refusal_is_a_sentence(
 ) -> None:
     elsewhere = Site()
     site = Site(status=status, body=answer, location=elsewhere.url if status == 302 else "")
-    told = shutdown.send_notice("训练结束", f"key {TOKEN}, hf_{'a' * 30}", "demo", url=site.url)
+    told = platforms.send_notice("训练结束", f"key {TOKEN}, hf_{'a' * 30}", url=site.url)
     assert said in told and TOKEN not in told and not elsewhere.asked
-    assert site.asked == [{"title": "训练结束", "name": "demo", "content": "key [masked], [masked]", "token": TOKEN}]
+    sent = {"title": "训练结束", "name": "finetune-course", "content": "key [masked], [masked]"}
+    assert site.asked == [sent | {"token": TOKEN}]
     for one in (site, elsewhere):
         one.shutdown()
         one.server_close()
+    assert "No notice sent (URLError" in platforms.send_notice("t", "x", url=site.url), "no service"
+    del os.environ["AUTODL_TOKEN"]
+    assert "there is no AUTODL_TOKEN" in platforms.send_notice("t", "x")
 
-
-def test_without_a_token_or_a_service_no_notice_is_sent(monkeypatch: Patch) -> None:
-    assert "No notice sent (URLError" in shutdown.send_notice("t", "x", url="http://127.0.0.1:9")
-    monkeypatch.delenv("AUTODL_TOKEN")
-    assert "there is no AUTODL_TOKEN" in shutdown.send_notice("t", "x")
-
-
-# ---- secrets
 
 VALUE = "correct-horse-battery-staple"
 
 
-def test_the_environment_comes_first_is_trimmed_and_masked(monkeypatch: Patch) -> None:
-    monkeypatch.setenv("MY_NOTE", f" {VALUE}\n")
+def test_the_environment_comes_first_is_trimmed_and_masked() -> None:
+    os.environ["MY_NOTE"] = f" {VALUE}\n"
     assert masking.mask_secrets(f"note {VALUE}") == f"note {VALUE}"
     assert secret("MY_NOTE") == VALUE and masking.mask_secrets(f"note {VALUE}") == "note [masked]"
     assert secret("NO_SUCH_KEY_ANYWHERE") is None
@@ -650,8 +560,6 @@ def test_the_secrets_of_a_platform_and_a_store_that_cannot_answer_is_asked_once(
     assert said in printed and len(printed.splitlines()) == bool(said) and VALUE not in printed
     assert VALUE not in masking.mask_secrets(VALUE) or VALUE not in expected
 
-
-# ---- hardware
 
 T4, P100 = GPU("Tesla T4", (7, 5), 14.7, 2), GPU("Tesla P100", (6, 0), 15.9, 1)
 A100 = GPU("NVIDIA A100", (8, 0), 39.4, 1)
@@ -711,25 +619,12 @@ def test_torch_sees_one_gpu_and_idle_threads_sleep_unless_somebody_decided(given
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == after and os.environ["OMP_WAIT_POLICY"] == "passive"
 
 
-# ---- disk
-
-Usage = namedtuple("Usage", "total used free")
-
-
-def sparse(file: Path, size: float) -> None:
-    """A file of that size which takes no room."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "wb") as handle:
-        handle.truncate(int(size))
-
-
 def test_what_kaggle_saves_is_20_gb_whatever_the_disk_holds(tmp_path: Path, monkeypatch: Patch) -> None:
-    kaggle = simulate.kaggle(tmp_path).root / "kaggle/working"
-    monkeypatch.setenv("NBUTILS_FS_ROOT", str(kaggle.parents[1]))
-    monkeypatch.setenv("NBUTILS_PLATFORM", "kaggle")
-    monkeypatch.setattr("shutil.disk_usage", lambda place: Usage(0, 0, 100 * GIB))
+    kaggle = simulate.kaggle(tmp_path).enter(monkeypatch).root / "kaggle/working"
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=100 * GIB))
     assert disk.free_gib(kaggle / "runs/tiny") == pytest.approx(20e9 / GIB)
-    sparse(kaggle / "runs/old/merged/model.safetensors", 15e9)
+    (kaggle / "old.safetensors").touch()
+    os.truncate(kaggle / "old.safetensors", int(15e9))  # it takes no room
     assert disk.free_gib(kaggle / "runs/tiny") == pytest.approx(5e9 / GIB)
     assert disk.free_gib(kaggle.parent / "temp") == 100, "intermediate files are not counted"
     disk.require_disk(kaggle, 4, "the merge")
@@ -747,7 +642,7 @@ def test_a_disk_that_takes_no_more_files_is_told_apart_from_a_full_one(tmp_path:
 
 
 def test_the_kernel_metadata_is_what_kaggle_takes() -> None:
-    folder = ROOT / "configs/kaggle"
+    folder = simulate.ROOT / "configs/kaggle"
     metadata = json.loads((folder / "kernel-metadata.json").read_text(encoding="utf-8"))
     assert metadata["id"].partition("/")[2] == re.sub(r"[^a-z0-9]+", "-", metadata["title"].lower())
     assert metadata["is_private"] and metadata["enable_gpu"] and metadata["enable_internet"]

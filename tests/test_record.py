@@ -38,13 +38,18 @@ def test_an_invalid_record_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_the_report_is_for_people(tmp_path: Path) -> None:
-    evaluation = {"verdict": "helped", "why": "prose " * 50, "summary": ["verdict: helped", "a | b: 1"]}
-    entry = {"exact_match": {"base": 0.0, "merged": 0.95}, "settings": {"lora.rank": 8}, "evaluation": evaluation}
+    entry = {
+        "exact_match": {"base": 0.0, "merged": 0.95}, "settings": {"lora.rank": 8}, "oom_rungs": [], "hours_left": None,
+        "evaluation": {"verdict": "helped", "why": "prose", "summary": ["verdict: helped", "a | b: 1"]},
+        "limits": {"memory_gib": 1.2345, "hours": None}, "exports": [{"format": "w4", "verdict": "same"}], "fits": True,
+    }  # fmt: skip
     record.write_report(tmp_path / "report.md", "demo", {"lessons": {"04_merge": entry}})
-    text = (tmp_path / "report.md").read_text()
-    assert "# Run demo" in text and "| exact_match | base 0, merged 0.95 |\n" in text
-    assert "| evaluation | verdict: helped; a \\| b: 1 |\n" in text and "prose" not in text and "lora" not in text
-    assert record.summary({"evaluation": evaluation, "rows": 3}) == "evaluation verdict: helped; a \\| b: 1, rows 3"
+    head, _, text = (tmp_path / "report.md").read_text().partition("|---|---|\n")
+    assert "# Run demo" in head and "[facts.json](facts.json)" in head
+    assert text.splitlines() == [
+        "| exact match | base 0, merged 0.95 |", "| evaluation | verdict: helped; a \\| b: 1 |",
+        "| limits | memory GiB 1.234 |", "| exports | w4 same |", "| fits | yes |",
+    ]  # fmt: skip
 
 
 def test_a_merge_of_an_earlier_adapter_does_not_count(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from unittest.mock import MagicMock
 
+import httpx
 import psutil
 import pytest
 from support import refused, wait_for
@@ -28,15 +28,15 @@ from support import refused, wait_for
 from nbutils import chat_widget, environments, evaluation, files, hardware, platforms, processes, serving
 from nbutils.config import Evaluation
 from nbutils.evaluation import Answer
-from nbutils.serving import Running, Server, engine, flags, ports, state
-from nbutils.serving import server as server_module
+from nbutils.serving import Server, engine
 
+Patch = pytest.MonkeyPatch
 HERE = serving.ServingEnvironment(Path("/py"), "vllm")
 QUESTION = [[{"role": "user", "content": "q"}]]
 
 
 def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if not processes.is_gone(pid)]
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize(
@@ -44,14 +44,14 @@ def alive(pids: list[int]) -> list[int]:
     [((7, 0), "transformers", "float16"), ((7, 5), "vllm", "half"), ((8, 9), "vllm", "bfloat16"),
      (None, "vllm-cpu", "float32")],
 )  # fmt: skip
-def test_each_gpu_has_its_engine_dtype_and_variables(
-    capability: tuple[int, int] | None, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_gpu_has_its_engine_and_variables(capability: Any, name: str, dtype: str, monkeypatch: Patch) -> None:
     gpu = hardware.GPU("Some GPU", capability, 15.0, 1) if capability else None
     assert engine.row_for(gpu)["engine"] == hardware.engine(gpu).value == name
     assert serving.flags_for(gpu, files.TINY_MODEL)["dtype"].value == dtype
     monkeypatch.setattr(hardware, "gpu", lambda: gpu)
-    assert ("VLLM_USE_FLASHINFER_SAMPLER" in engine.engine_variables("vllm")) == (capability == (7, 5))
+    monkeypatch.setenv("NBUTILS_SERVE_PYTHON", "/py")
+    variables = serving.ensure_environment(name).env_vars
+    assert ("VLLM_USE_FLASHINFER_SAMPLER" in variables) == (capability == (7, 5)) and variables["DO_NOT_TRACK"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,7 @@ def test_each_gpu_has_its_engine_dtype_and_variables(
     [("580.1", "3.12.1", "0.32.0"), ("580.1", "3.10.12", "0.26.0"), ("570.1\n570.1", "3.12.1", "0.19.1"),
      ("No devices were found", "3.12.1", "0.32.0"), ("470.1", "3.12.1", None), ("580.1", "3.9.1", None)],
 )  # fmt: skip
-def test_a_build_fits_driver_and_python(
-    driver: str, python: str, version: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_fits_driver_and_python(driver: str, python: str, version: str | None, monkeypatch: Patch) -> None:
     monkeypatch.delenv("NBUTILS_SERVE_PYTHON", raising=False)
     monkeypatch.setattr(hardware, "ask_driver", lambda *_: driver)
     monkeypatch.setattr("platform.python_version", lambda: python)
@@ -76,12 +74,11 @@ def test_gpus_share_a_model_whose_heads_divide(tmp_path: Path, gpus: int, parts:
     assert found.get("tensor-parallel-size", hardware.Choice(1, "")).value == parts
 
 
-def test_who_holds_gpu_memory_is_named_before_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_holds_gpu_memory_is_named_before_a_start(monkeypatch: Patch) -> None:
     held = [SimpleNamespace(pid=os.getpid(), usedGpuMemory=8 * files.GIB), SimpleNamespace(pid=1, usedGpuMemory=None)]
-    fake: Any = ModuleType("pynvml")
-    fake.nvmlInit, fake.nvmlDeviceGetHandleByIndex = lambda: None, lambda at: at
-    fake.nvmlDeviceGetMemoryInfo = lambda at: SimpleNamespace(free=(6 - at) * files.GIB, total=16 * files.GIB)
-    fake.nvmlDeviceGetComputeRunningProcesses = lambda _: held
+    memory = {at: SimpleNamespace(free=(6 - at) * files.GIB, total=16 * files.GIB) for at in (0, 1)}
+    fake: Any = SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=lambda at: at)
+    fake.nvmlDeviceGetMemoryInfo, fake.nvmlDeviceGetComputeRunningProcesses = memory.get, lambda _: held
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     for visible, free in (("1,0", 5), ("GPU-8f2c", 6)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -99,7 +96,7 @@ def test_flags_become_words() -> None:
         Server("owner/name", "tgi")
     given = {"dtype": "--host", "enforce_eager": True, "seed": None, "enable-prefix-caching": False, "stop": [1, 2],
              "config-format": "hf", "override-generation-config": {"top_p": 0.5}}  # fmt: skip
-    assert flags.to_words(flags.normalize(given)) == [
+    assert engine.to_words(engine.normalize(given)) == [
         "--dtype=--host", "--enforce-eager", "--no-enable-prefix-caching", "--stop", "1", "2", "--config-format=hf",
         '--override-generation-config={"top_p": 0.5}',
     ]  # fmt: skip
@@ -128,44 +125,42 @@ def test_adapters_become_flags_and_names(tmp_path: Path) -> None:
     assert server.names == ["base", "tuned", "other"]
     line = " ".join(server.command())
     assert f"--enable-lora --max-loras=2 --max-lora-rank=64 --lora-modules tuned={both['tuned']} other=" in line
-    assert flags.lora_flags(both, "vllm-cpu")["max-loras"] == 3, "see there"
+    assert engine.lora_flags(both, "vllm-cpu")["max-loras"] == 3, "see there"
 
 
 @pytest.mark.parametrize(
     "config",
     [{"use_dora": True}, {"peft_type": "IA3"}, {"bias": "all"}, {"lora_bias": True}, {"modules_to_save": ["lm_head"]},
      {"trainable_token_indices": [1]}, {"init_lora_weights": "pissa"}, {"rank_pattern": {"q_proj": 4}},
-     {"alpha_pattern": {"q_proj": 4}}, {"r": 513}, None],
+     {"alpha_pattern": {"q_proj": 4}}, {"r": 513}],
 )  # fmt: skip
 def test_adapters_vllm_cannot_serve_are_refused(tmp_path: Path, config: Any) -> None:
-    folder = tmp_path if config is None else adapter(tmp_path / "a", **config)
-    with refused("serving.adapter_unsupported", *(config or ["cannot be read"])):
-        Server("base-model", HERE, adapters={"tuned": folder})
+    with refused("serving.adapter_unsupported", *config):
+        Server("base-model", HERE, adapters={"tuned": adapter(tmp_path / "a", **config)})
 
 
-def test_a_port_that_is_busy_or_impossible_is_refused_before_anything_starts() -> None:
+def test_every_vllm_server_has_a_free_port_and_a_key_and_transformers_is_never_public(monkeypatch: Patch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for port in (taken.getsockname()[1], 70000):
             with refused("serving.port_taken", port=port):
-                Server("owner/name", HERE, port=port)
-
-
-def test_every_vllm_server_has_a_key_and_transformers_is_never_public(monkeypatch: pytest.MonkeyPatch) -> None:
+                Server("m", HERE, port=port)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    monkeypatch.setattr(platforms, "detect", lambda: platforms.Platform("autodl", "a test"))
-    one, other = (str(ports.api_key_for(None, 7000, "vllm")) for _ in range(2))
-    assert one != other and len(one) > 30 and ports.api_key_for("given", 7000, "vllm") == "given"
+    one, other = (str(Server("m", HERE).api_key) for _ in range(2))
+    assert one != other and len(one) > 30
     monkeypatch.setenv("VLLM_API_KEY", "theirs")
-    assert ports.api_key_for(None, 7000, "vllm") == "theirs"
-    assert ports.api_key_for(None, 7000, "transformers") is None
+    assert Server("m", HERE).api_key == "theirs"
+    plain = replace(HERE, engine="transformers")
+    assert Server("m", plain, flags={"dtype": "float16", "max-model-len": 9}).api_key is None
+    monkeypatch.setattr(platforms, "detect", lambda: platforms.Platform("autodl", "a test"))
+    monkeypatch.setitem(serving.server.PUBLIC, "autodl", (free := serving.server.checked_port(0),))
     with refused("serving.no_key_check"):
-        ports.api_key_for(None, 6006, "transformers")
+        Server("m", plain, port=free)
     assert serving.preferred_port(platforms.detect(), engine="transformers") == 0
 
 
-def test_without_the_key_only_signs_of_life_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_key_only_signs_of_life_are_answered(monkeypatch: Patch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "right")
-    monkeypatch.syspath_prepend(str(server_module.INSIDE))
+    monkeypatch.syspath_prepend(str(serving.server.INSIDE))
     guard = importlib.import_module("course_guard").Guard(None)
 
     def allowed(path: str, given: str = "", method: str = "POST") -> bool:
@@ -178,34 +173,23 @@ def test_without_the_key_only_signs_of_life_are_answered(monkeypatch: pytest.Mon
     assert not guard.allows({"type": "websocket", "path": "/v1/realtime", "headers": []})
 
 
-USAGE = "usage: api_server.py [-h] [--max-model-len N]\napi_server.py: error: unrecognized arguments: {}\n"
-INVALID = """(APIServer pid=7) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+STARTS = {  # what a server that cannot start writes -> what the learner reads
+    "api_server.py: error: unrecognized arguments: --max-modellen 5": "--max-modellen",
+    """(APIServer pid=7) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
 (APIServer pid=7)   Value error, max_model_len (100000) is greater than 512. [type=value_error, input=A]
-(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above."""
-
-
-@pytest.mark.parametrize(
-    ("text", "code", "word"),
-    [(USAGE.format("--max-modellen 5"), "unknown_flag", "--max-model-len"),
-     (INVALID, "start_failed", "is greater than 512."),
-     ("(E pid=7) ERROR 11-15 01:02:03 [core.py:9] ValueError: Free memory on device", "start_failed", "Free memory")],
-)  # fmt: skip
-def test_a_failed_start_is_explained(text: str, code: str, word: str, tmp_path: Path) -> None:
-    (log := tmp_path / "log").write_text(f"start\n{text}\n", encoding="utf-8")
-    with refused(f"serving.{code}", word) as caught:
-        raise server_module.explain(server_module._lines(log), 1, log)
-    assert "input=A" not in str(caught.value) and "root cause" not in str(caught.value)
-
+(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above.""": "is greater than 512.",
+    "(E pid=7) ERROR 11-15 01:02:03 [core.py:9] ValueError: Free memory on device": "Free memory",
+    "ModuleNotFoundError: No module named 'vllm'": "No module named 'vllm'",
+}
 
 STUB = """
 import json, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 port, mode, notes = int(sys.argv[2]), sys.argv[3], sys.argv[4]
-deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
-child = subprocess.Popen([sys.executable, "-c", deaf])
+child = subprocess.Popen([sys.executable, "-c", "import signal as s, time; s.signal(15, s.SIG_IGN); time.sleep(60)"])
 open(notes, "w").write(str(child.pid))
-if mode == "broken":
-    sys.exit("(EngineCore pid=7) ERROR 11-15 01:02:03 [core.py:9] ModuleNotFoundError: No module named 'vllm'")
+if mode.startswith("broken"):
+    sys.exit(mode.removeprefix("broken"))
 time.sleep(60 if mode == "slow" else 0)
 
 class Answers(BaseHTTPRequestHandler):
@@ -215,8 +199,7 @@ class Answers(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-    def do_GET(self):
-        self.reply({"data": [{"id": "tiny", "root": mode}]} if self.path == "/v1/models" else {})
+    def do_GET(self): self.reply({})
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if asked["model"] == "nobody":
@@ -231,8 +214,7 @@ class Answers(BaseHTTPRequestHandler):
             choice |= {"message": {"role": "assistant", "content": text.upper()}, "token_ids": [*map(ord, text)]}
             whole |= {"prompt_token_ids": [len(text)]}
         self.reply(whole | {"choices": [choice]})
-    def log_message(self, *_):
-        pass
+    def log_message(self, *_): pass
 
 ThreadingHTTPServer(("127.0.0.1", port), Answers).serve_forever()
 """
@@ -241,14 +223,14 @@ ThreadingHTTPServer(("127.0.0.1", port), Answers).serve_forever()
 class StubServer(Server):
     """The real class around a small fake server that also has a child deaf to SIGTERM."""
 
-    def __init__(self, folder: Path, mode: str = "healthy", **options: Any) -> None:
-        here = serving.ServingEnvironment(Path(sys.executable), "vllm")
-        super().__init__("tiny", here, log=folder / "log", **options)
-        self.script, self.notes, self.mode = folder / "stub.py", folder / "child.pid", mode
+    def __init__(self, folder: Path) -> None:
+        super().__init__("tiny", replace(HERE, python=Path(sys.executable)), log=folder / "log")
+        self.script, self.notes, self.mode = folder / "stub.py", folder / "child.pid", "healthy"
         self.script.write_text(STUB, encoding="utf-8")
 
     def command(self) -> list[str]:
-        return [sys.executable, str(self.script), "--port", str(self.port), self.mode, str(self.notes)]
+        words = [sys.executable, str(self.script), "--port", str(self.port), self.mode, str(self.notes)]
+        return [*words, "--model", self.model]
 
     def everyone(self) -> list[int]:
         """Supervisor, server and the server's child."""
@@ -259,15 +241,14 @@ class StubServer(Server):
 
 
 @pytest.fixture
-def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubServer]:
-    monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.5)
-    monkeypatch.setattr(state, "GRACE_SECONDS", 0.5)
+def stub(tmp_path: Path, monkeypatch: Patch) -> Iterator[StubServer]:
+    monkeypatch.setattr(serving.server, "GRACE_SECONDS", 0.5)
     server = StubServer(tmp_path)
     yield server
     server.stop()
 
 
-def test_a_server_starts_answers_and_stops_with_its_children(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_starts_answers_and_stops_with_its_children(stub: StubServer, monkeypatch: Patch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "example.org")
     monkeypatch.setenv("no_proxy", "")
@@ -297,9 +278,11 @@ def test_a_server_that_fails_or_is_slow_is_stopped_and_explained(stub: StubServe
         members = stub.everyone()
         stub.wait(0.5)
     assert not stub.running and alive(members) == []
-    stub.mode = "broken"
-    with refused("serving.start_failed", "No module named 'vllm'"):
-        stub.start().wait(20)
+    for text, word in STARTS.items():
+        stub.mode = f"broken{text}"
+        with refused("serving.start_failed", word) as caught:
+            stub.start().wait(20)
+        assert "input=A" not in str(caught.value) and "root cause" not in str(caught.value)
     for name in (environments.OWNER, environments.MARKER):
         files.write_json(tmp_path / name, {"name": "vllm"})
     stub.environment = replace(stub.environment, python=tmp_path / "bin/python")
@@ -334,8 +317,8 @@ def test_stop_in_a_chat_is_heard_while_the_server_is_silent() -> None:
         yield SimpleNamespace(choices=[SimpleNamespace(delta=SimpleNamespace(content="one"))])
         silence.wait(60)
 
-    create = lambda **_: nullcontext(pieces())  # noqa: E731
-    client: Any = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    client = MagicMock()
+    client.chat.completions.create.return_value = nullcontext(pieces())
     answer = chat_widget.Talk("model", client, "m").stream("tell me", stop)
     assert next(answer) == "one"
     stop.set()
@@ -344,10 +327,9 @@ def test_stop_in_a_chat_is_heard_while_the_server_is_silent() -> None:
 
 
 PARENT = """
-import sys, time
-from pathlib import Path
+import pathlib, sys, time
 from test_serving import StubServer
-server = StubServer(Path(sys.argv[1]))
+server = StubServer(pathlib.Path(sys.argv[1]))
 server.start().wait(20)
 print("PIDS", *server.everyone(), flush=True)
 time.sleep(60)
@@ -382,28 +364,25 @@ def test_a_server_that_died_is_reported_to_whoever_asks(stub: StubServer, victim
     with refused("serving.died", status=status):
         serving.ask(stub.client(max_retries=0), "tiny", QUESTION * 3, 8)
     assert alive(members) == []
-    with refused("serving.died"):
+    with refused("serving.not_running"):
         stub.require()
 
 
-def test_the_key_travels_by_the_environment_only(stub: StubServer, tmp_path: Path) -> None:
-    stub.api_key = "s3cret"
+def test_the_key_and_no_other_secret_reaches_a_server(stub: StubServer, tmp_path: Path, monkeypatch: Patch) -> None:
+    for variable in ("PYTHONPATH", "MPLBACKEND", "WORLD_SIZE", "HF_TOKEN", "AUTODL_TOKEN", "WANDB_API_KEY"):
+        monkeypatch.setenv(variable, "of this kernel")
+    stub.api_key, stub.environment = "s3cret", replace(stub.environment, env_vars={"A": "1"})
     with stub:
         serving.write_server_note(stub, tmp_path)
         members = [psutil.Process(pid) for pid in stub.everyone()]
-        assert members[1].environ()["VLLM_API_KEY"] == "s3cret" and stub.client().api_key == "s3cret"
+        given = members[1].environ()
+        assert (given["A"], given["VLLM_API_KEY"]) == ("1", stub.client().api_key) == ("1", "s3cret") and given["PATH"]
+        assert "of this kernel" not in given.values() and given["PYTHONPATH"] == str(serving.server.INSIDE)
         seen = [" ".join(member.cmdline()) for member in members] + [stub.log.read_text(), stub.shell_line()]
         seen += [repr(stub), " ".join(Server.command(stub)), (tmp_path / "server.json").read_text()]
         assert not [text for text in seen if "s3cret" in text]
         assert "course_guard.Guard" in Server.command(stub) and 'VLLM_API_KEY="$VLLM' in stub.shell_line()
         assert "HF_HUB_OFFLINE" not in stub.shell_line() and "HF_HUB_OFFLINE" in Server(tmp_path, HERE).shell_line()
-
-
-def test_neither_secrets_nor_what_belongs_to_the_kernel_reach_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("PYTHONPATH", "MPLBACKEND", "WORLD_SIZE", "HF_TOKEN", "AUTODL_TOKEN", "WANDB_API_KEY"):
-        monkeypatch.setenv(variable, "secret")
-    seen = replace(HERE, env_vars={"A": "1"}).variables({"VLLM_API_KEY": "k"})
-    assert "secret" not in seen.values() and (seen["A"], seen["VLLM_API_KEY"]) == ("1", "k") and seen["PATH"]
 
 
 @pytest.mark.parametrize(
@@ -422,95 +401,50 @@ def test_parity_names_the_first_difference(served: Answer, identical: int, words
             found.require(dtype)
 
 
-def model_folder(place: Path) -> Path:
-    """A whole model folder, as lesson 04 leaves one."""
-    with files.complete_folder(place / "merged", {"adapter": 1}):
-        pass
-    return place / "merged"
-
-
-@pytest.fixture
-def up(stub: StubServer, tmp_path: Path) -> StubServer:
-    """A server of a model folder, noted in the run folder."""
-    stub.mode = stub.model = str(model_folder(tmp_path))
-    stub.model_name = "tiny"
+def test_a_running_server_is_found_and_a_note_proves_nothing(stub: StubServer, tmp_path: Path) -> None:
+    for place in (merged := tmp_path / "merged", other := tmp_path / "other"):
+        with files.complete_folder(place, {"adapter": 1}):  # as lesson 04 leaves one
+            pass
+    stub.model, stub.model_name = str(merged), "tiny"
     stub.start().wait(20)
     serving.write_server_note(stub, tmp_path)
-    return stub
-
-
-def test_a_running_server_answers_prompts_given_as_tokens(up: StubServer, tmp_path: Path) -> None:
-    found = serving.running(tmp_path, tmp_path / "merged")
-    assert found and up.api_key and state.own_key(found) == up.api_key
-    answers = dict(found.answers({5: [1, 2], 2: [4, 5, 6]}, max_tokens=8))
+    found = serving.running(tmp_path, merged)
+    answers = dict(found.answers({5: [1, 2], 2: [4, 5, 6]}, max_tokens=8)) if found else {}
     assert answers == {5: Answer([1, 2], [2, 1], "3", False), 2: Answer([4, 5, 6], [6, 5, 4], "15", True)}
-    with socket.create_server(("127.0.0.1", 0)) as listening:  # of a process without that key
-        assert state.own_key(replace(found, url=f"http://127.0.0.1:{listening.getsockname()[1]}/v1")) is None
-    assert state.own_key(replace(found, pid=os.getppid())) is None
-
-
-def test_a_note_proves_nothing(up: StubServer, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    assert serving.running(tmp_path, model_folder(tmp_path / "other")) is None
-    assert serving.running(tmp_path / "other", tmp_path / "merged") is None
+    assert serving.running(tmp_path, other) is serving.running(other, merged) is None
     noted = json.loads((tmp_path / "server.json").read_text(encoding="utf-8"))
-    remote = [{"url": url} for url in ("http://10.0.0.5:80/v1", "http://127.0.0.1.evil.example/v1", "file:///etc/x")]
-    for change in [{"model_name": "course"}, {"engine": "transformers"}, {"engine": None}, {"x": 1}, *remote]:
-        files.write_json(tmp_path / "server.json", noted | change)
-        assert serving.running(tmp_path, tmp_path / "merged") is None, change
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # whatever listens there gets no request and no key
+        urls = [f"http://127.0.0.1:{listening.getsockname()[1]}/v1", "http://10.0.0.5:80/v1", "file:///etc/x", None]
+        ids = [os.getpid(), stub.everyone()[1], 2**22, -1, "1", None]
+        changes = [{"url": url} for url in urls] + [{"pid": pid} for pid in ids]
+        for change in [*changes, {"engine": "transformers"}, {"engine": None}, {"folder": "/"}, {"x": 1}]:
+            files.write_json(tmp_path / "server.json", noted | change)
+            assert serving.running(tmp_path, merged) is None, change
     files.write_json(tmp_path / "server.json", noted)
-    assert serving.running(tmp_path, tmp_path / "merged")
-    with files.complete_folder(tmp_path / "merged", {"adapter": 2}):
+    assert serving.running(tmp_path, merged)
+    with files.complete_folder(merged, {"adapter": 2}):
         pass
-    assert serving.running(tmp_path, tmp_path / "merged") is None, "merged again since"
+    assert serving.running(tmp_path, merged) is None, "merged again since"
     serving.stop_leftover_servers(tmp_path)
-    assert state.leftovers(tmp_path) == [] and up.process is None
+    assert stub.process is None
 
 
-OK = b"HTTP/1.1 200 OK\r\n"
-LISTED = b'{"data": [{"id": "tiny", "root": "%s"}]}'
-
-
-@pytest.mark.parametrize("said", [b"SSH-2.0\r\n", OK + b'\r\n{"data":null}', OK + b"\r\n\xff{", OK + b"\r\n" + LISTED])
-def test_whatever_else_listens_on_the_noted_port_gets_no_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
-) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
-    folder, heard = model_folder(tmp_path), list[bytes]()
-
-    def answer_once(listening: socket.socket) -> None:
-        connection, _ = listening.accept()
-        with connection:
-            heard.append(connection.recv(65536))
-            connection.sendall(said.replace(b"%s", str(folder).encode()))
-
-    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor() as pool:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-        note = Running(url, "tiny", str(folder), files.stamp(folder), 1, "vllm-cpu")
-        files.write_json(tmp_path / "server.json", asdict(note))
-        pool.submit(answer_once, listening)
-        found = serving.running(tmp_path, folder)
-    assert bool(found) == (LISTED in said), "a server without a key that has the model may be asked"
-    assert len(heard) == 1 and b"s3cret" not in heard[0]
-
-
-def test_a_server_left_by_another_kernel_is_found_and_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "GRACE_SECONDS", 0.5)
+def test_a_server_left_by_another_kernel_is_found_and_stopped(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(serving.server, "GRACE_SECONDS", 0.5)
     owner, members = started_elsewhere(tmp_path)
     try:
-        [(pid, started_by, port)] = state.leftovers(tmp_path)
-        assert (pid, started_by) == (members[0], owner.pid) and state.leftovers(tmp_path / "elsewhere") == []
-        with refused("serving.other_kernel", "STOP_OTHERS", owner=owner.pid, port=port):
+        serving.stop_leftover_servers(tmp_path / "elsewhere")
+        with refused("serving.other_kernel", "STOP_OTHERS", owner=owner.pid, pid=members[0]):
             serving.stop_leftover_servers(tmp_path)
         assert alive(members) == members
         serving.stop_leftover_servers(tmp_path, stop_others=True)
-        assert alive(members) == [] and state.leftovers(tmp_path) == []
+        assert alive(members) == []
+        serving.stop_leftover_servers(tmp_path)
     finally:
         owner.kill()
         owner.wait()
 
 
-FLAGS = {"served-model-name": "base", "dtype": "float32", "enforce-eager": True, "max-model-len": 512}
 STOCK = {"type": "function", "function": {"name": "stock", "description": "How many are left", "parameters": {}}}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "stock", "arguments": {"水果": 3}}}]}
 WITH_TOOLS = {"tools": [STOCK], "messages": [
@@ -578,10 +512,8 @@ def test_a_real_server_says_what_generate_says(server: Any, local: tuple[Any, An
 def test_a_real_server_refuses_requests_without_its_key(server: Any) -> None:
     def status(path: str, key: str, body: bytes | None = None) -> int:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        try:
-            return int(urlopen(Request(f"{server.root}{path}", body, headers), timeout=60).status)
-        except HTTPError as refusal:
-            return refusal.code
+        given: Any = {"content": body, "headers": headers, "timeout": 60}
+        return httpx.request("POST" if body else "GET", f"{server.root}{path}", **given).status_code
 
     body = json.dumps({"model": "base", "prompt": [5], "max_tokens": 1}).encode()
     for key in ("", "wrong", server.api_key[:-1], server.api_key + "x"):
@@ -594,7 +526,8 @@ def test_a_real_server_refuses_requests_without_its_key(server: Any) -> None:
 @pytest.mark.long
 @pytest.mark.serve
 def test_a_real_engine_that_is_killed_is_noticed(tmp_path: Path) -> None:
-    with Server(files.TINY_MODEL, "vllm-cpu", flags=FLAGS, log=tmp_path / "log") as server:
+    flags = {"served-model-name": "base", "dtype": "float32", "enforce-eager": True, "max-model-len": 512}
+    with Server(files.TINY_MODEL, "vllm-cpu", flags=flags, log=tmp_path / "log") as server:
         assert server.process
         leader, family = server.process.pid, psutil.Process(server.process.pid).children(recursive=True)
         [found] = [one for one in family if " ".join(one.cmdline()).startswith("VLLM::")]

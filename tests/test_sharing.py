@@ -7,9 +7,10 @@ import os
 import shutil
 import sys
 import tarfile
+from contextlib import nullcontext
 from http import HTTPStatus
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,24 +56,14 @@ class FakeHosts:
         self.sent: dict[str, str] = {}
         self.models = self.model_api_client = self
 
-    def __call__(self, **settings: Any) -> FakeHosts:
+    def __call__(self, *names: str, **settings: Any) -> FakeHosts:
         self.settings |= settings
         return self
 
-    def __enter__(self) -> FakeHosts:
-        return self
-
-    def __exit__(self, *given: object) -> None:
-        pass
-
-    def create_repo(self, repo_id: str, **settings: Any) -> None:
-        self.settings |= settings
+    create_repo = model_info = __call__
 
     def repo_exists(self, **settings: Any) -> bool:
         return self.exists
-
-    def model_info(self, name: str) -> Any:
-        return SimpleNamespace(private=self.private)
 
     def get_model(self, name: Any) -> Any:
         if isinstance(name, str):
@@ -95,16 +86,13 @@ class FakeHosts:
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> FakeHosts:
     there = FakeHosts()
-    contents: dict[str, dict[str, Any]] = {
-        "modelscope": {}, "modelscope.hub": {}, "modelscope.hub.api": {"HubApi": there},
-        "kagglehub": {"model_upload": there.model_upload}, "kagglehub.clients": {"build_kaggle_client": there},
-        "kagglesdk": {}, "kagglesdk.models": {}, "kagglesdk.models.types": {},
+    modules = {
+        "modelscope.hub.api": {"HubApi": there}, "kagglehub": {"model_upload": there.model_upload},
+        "kagglehub.clients": {"build_kaggle_client": lambda: nullcontext(there)},
         "kagglesdk.models.types.model_api_service": {"ApiGetModelRequest": SimpleNamespace},
     }  # fmt: skip
-    for name, inside in contents.items():
-        module = ModuleType(name)
-        vars(module).update(inside)
-        monkeypatch.setitem(sys.modules, name, module)
+    for name, inside in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**inside))
     monkeypatch.setattr("huggingface_hub.HfApi", there)
     return there
 
@@ -125,25 +113,23 @@ def test_a_push_is_private_has_a_card_and_nothing_of_this_machine(
     shown = "".join(hosts.sent.values()) + pushed + "".join(capsys.readouterr())
     assert "/home" not in shown and str(model.parent) not in shown and TOKEN not in shown
     assert "/home/li" in (model / "config.json").read_text() and files.stamp(model) is not None  # the original stays
+    with files.complete_folder(model.parent / "fp8", {"format": "fp8", "base": "/home/li/models/tiny_base"}):
+        pass
+    card = sharing.model_card(model.parent / "fp8", "li/orders")
+    assert "/home" not in card and "base model: tiny_base" in card and "base_model:" not in card and "fp8" in card
 
 
 @pytest.mark.parametrize("kind", sorted(sharing.HOSTS))
-def test_every_host_gets_a_new_private_model_with_its_token(model: Path, hosts: FakeHosts, kind: str) -> None:
+def test_every_host_gets_a_private_model_unless_a_public_one_is_asked_for(
+    model: Path, hosts: FakeHosts, secrets: dict[str, str], kind: str
+) -> None:
     assert "private" in sharing.push(model, f"{kind}:li/orders") and {"README.md", "config.json"} <= set(hosts.sent)
     assert hosts.settings["token"] == TOKEN and "KAGGLE_API_TOKEN" not in os.environ
     assert hosts.settings.get("visibility", "private") == "private"
-
-
-@pytest.mark.parametrize("kind", sorted(sharing.HOSTS))
-def test_a_public_push_must_be_asked_for(model: Path, hosts: FakeHosts, kind: str) -> None:
-    hosts.exists, hosts.private = True, False
+    hosts.exists, hosts.private, hosts.sent = True, False, {}
     with refused("sharing.public_repository", name="li/orders"):
         sharing.push(model, f"{kind}:li/orders")
     assert not hosts.sent and "PUBLIC" in sharing.push(model, f"{kind}:li/orders", private=False) and hosts.sent
-
-
-@pytest.mark.parametrize("kind", sorted(sharing.HOSTS))
-def test_a_missing_token_is_named_with_where_to_get_one(model: Path, secrets: dict[str, str], kind: str) -> None:
     secrets.clear()
     with refused("sharing.missing_token", secret=sharing.HOSTS[kind].secret, get_token=sharing.HOSTS[kind].get_token):
         sharing.push(model, f"{kind}:li/orders")
@@ -164,29 +150,19 @@ def test_a_failure_shows_no_token(model: Path, hosts: FakeHosts, monkeypatch: py
 def test_an_unknown_target_is_refused_and_a_token_in_it_not_shown(model: Path, to: str) -> None:
     with refused("sharing.unknown_target") as caught:
         sharing.push(model, to)
-    assert TOKEN not in str(caught.value)
+    assert TOKEN not in str(caught.value) and '"file"' in str(caught.value)
 
 
-@pytest.mark.parametrize("share", [lambda folder: sharing.push(folder, "hub:li/orders"), sharing.single_file])
-def test_only_a_complete_model_is_shared(share: Any, model: Path, tmp_path: Path) -> None:
-    (model / "model-2.safetensors").symlink_to("gone")
-    for folder in (tmp_path, model):
-        with refused("sharing.no_model"):
-            share(folder)
-
-
-def test_a_damaged_json_file_is_not_uploaded(model: Path, hosts: FakeHosts) -> None:
+def test_only_a_complete_model_is_shared(model: Path, hosts: FakeHosts, tmp_path: Path) -> None:
     (model / "generation_config.json").write_text("{no")
     with refused("sharing.upload_failed"):
         sharing.push(model, "hub:li/orders")
+    (model / "model-2.safetensors").symlink_to("gone")
+    for folder in (tmp_path, model):
+        for to in ("hub:li/orders", "file"):
+            with refused("sharing.no_model"):
+                sharing.push(folder, to)
     assert not hosts.sent
-
-
-def test_a_card_names_no_path(tmp_path: Path) -> None:
-    with files.complete_folder(tmp_path / "fp8", {"format": "fp8", "base": "/home/li/models/tiny_base"}):
-        pass
-    card = sharing.model_card(tmp_path / "fp8", "li/orders")
-    assert "/home" not in card and "base model: tiny_base" in card and "base_model:" not in card and "fp8" in card
 
 
 def test_one_file_holds_the_files_of_a_folder_of_links_and_its_checksum(model: Path, tmp_path: Path) -> None:

@@ -10,42 +10,34 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator
+from itertools import chain, count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
 import wandb
 from datasets import Dataset
+from filelock import FileLock, Timeout
 from peft import LoraConfig, get_peft_model
 from support import refused
 from torch import nn
 from torch.nn import functional
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    Glm4Config,
-    Qwen2Config,
-    TrainerCallback,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from nbutils import attention, checkpoints, files, hardware, lesson, platforms, profiles, tracking
+from nbutils import checkpoints, files, hardware, lesson, platforms, profiles, tracking
 from nbutils.plan import gpus
-from nbutils.platforms import drive
-from nbutils.training import fused, oom, resume, run, validation, weights
+from nbutils.training import model as lora
+from nbutils.training import oom, resume, run
+from nbutils.training.model import trained_weights
 from nbutils.training.oom import StepSettings
-from nbutils.training.weights import trained_weights
 
 FINGERPRINT = checkpoints.fingerprint(seed=1)
-T4 = hardware.GPU("Tesla T4", (7, 5), 14.56, 1)
 RTX_4090 = hardware.GPU("NVIDIA GeForce RTX 4090", (8, 9), 23.6, 1)
 
 
@@ -61,25 +53,20 @@ def quick() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def lesson_in(
-    folder: Path, platform: str = "local", gpu: Any = None, inputs: Path | None = None, earlier: Any = ()
-) -> Any:
-    """What training asks a lesson for."""
+def lesson_in(folder: Path, platform: str = "local", gpu: Any = None, **attached: Any) -> Any:
+    """What training asks a lesson for; `attached` are `inputs` and `earlier` of its folders."""
     run = lesson.RunFolder(folder / "runs/demo")
     run.path.mkdir(parents=True, exist_ok=True)
-    folders = platforms.Folders(folder, folder / "scratch", folder / "runs", inputs, earlier=earlier)
+    folders = platforms.Folders(folder, folder / "scratch", folder / "runs", **{"inputs": None} | attached)
     machine = {"platform": platforms.Platform(platform, ""), "gpu": gpu, "started": 0.0}
     model = {"model": str(files.TINY_MODEL), "model_name": "tiny", "profile": profiles.load("tiny")}
     return SimpleNamespace(run=run, folders=folders, scratch=folder / "scratch/demo", **machine, **model)
 
 
-# Fused LoRA layers
-
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-FAMILIES = {"qwen2": Qwen2Config, "glm4": Glm4Config}
 FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 
 
@@ -95,7 +82,7 @@ def adapted(base: nn.Module, **settings: Any) -> Any:
 
 def random_model(family: str = "qwen2") -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(FAMILIES[family](**SIZES))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES))
 
 
 def one_step(model: Any, recompute: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -104,59 +91,45 @@ def one_step(model: Any, recompute: bool) -> tuple[torch.Tensor, dict[str, torch
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     model.zero_grad()
+    torch.manual_seed(2)  # for dropout
     ids = torch.randint(2, 100, (2, 17), generator=torch.Generator().manual_seed(3)).to(model.device)
     out = model(input_ids=ids, labels=ids, use_cache=False)
     out.loss.backward()
-    return out.logits.detach(), {
-        name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
-    }
+    return out.logits.detach(), {key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None}
 
 
-def changed_mlp(base: Any) -> Any:
-    class Clamped(type(base.model.layers[0].mlp)):  # type: ignore[misc]
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x).clamp(-0.01, 0.01)
+def tiny(**options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype="float32", **options)
 
+
+def model_with(what: str) -> Any:
+    """A model of another family, in 4 bits, or with something the kernels do not know."""
+    if what == "4 bit":
+        return tiny(quantization_config=FOUR_BIT, device_map={"": "cpu"})
+    base = random_model("glm4" if what == "glm4" else "qwen2")
+    mlp = type(base.model.layers[0].mlp)
+    clamped = type("Clamped", (mlp,), {"forward": lambda self, x: mlp.forward(self, x).clamp(-0.01, 0.01)})
     for layer in base.model.layers:
-        layer.mlp.__class__ = Clamped
+        if what == "unknown MLP":
+            layer.mlp.__class__ = clamped
+        elif what == "hook on the MLP":
+            layer.mlp.register_forward_hook(lambda module, given, out: out * out)
+    if what == "unknown quantization":
+        base.model.layers[0].mlp.up_proj.__class__ = type("EightBit", (nn.Linear,), {})
     return base
-
-
-def other_quantization(base: Any) -> Any:
-    base.model.layers[0].mlp.up_proj.__class__ = type("EightBit", (nn.Linear,), {})
-    return base
-
-
-def hooked(base: Any) -> Any:
-    for layer in base.model.layers:
-        layer.mlp.register_forward_hook(lambda module, given, out: out * out)
-    return base
-
-
-def tiny_4bit() -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        files.TINY_MODEL, dtype="float32", quantization_config=FOUR_BIT, device_map={"": "cpu"}
-    )
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
-    ("make", "layers"),
-    [
-        (random_model, 21),
-        (lambda: random_model("glm4"), 18),  # one matrix for gate and up
-        (lambda: changed_mlp(random_model()), 21),
-        (lambda: other_quantization(random_model()), 20),
-        (lambda: hooked(random_model()), 21),
-        (tiny_4bit, None),
-    ],
-    ids=["qwen2", "glm4", "unknown MLP", "unknown quantization", "hook on the MLP", "4 bit"],
-)
-def test_outputs_and_gradients_are_pefts(make: Callable[[], Any], layers: int | None, recompute: bool) -> None:
-    model = adapted(make())
+    ("what", "layers"),
+    [("qwen2", 21), ("dropout", 21), ("glm4", 18), ("unknown MLP", 21), ("unknown quantization", 20),
+     ("hook on the MLP", 21), ("4 bit", None)],  # in glm4, gate and up are one matrix
+)  # fmt: skip
+def test_outputs_and_gradients_are_pefts(what: str, layers: int | None, recompute: bool) -> None:
+    model = adapted(model_with(what), lora_dropout=0.3 if what == "dropout" else 0.0)
     logits, grads = one_step(model, recompute)
-    found = fused.patch_model(model, fused=False)
-    assert found == fused.patch_model(model, fused=False) == (layers or 7 * model.config.num_hidden_layers)
+    found = lora.patch_model(model, fused=False)
+    assert found == lora.patch_model(model, fused=False) == (layers or 7 * model.config.num_hidden_layers)
     fused_logits, fused_grads = one_step(model, recompute)
     torch.testing.assert_close(fused_logits, logits, rtol=1e-4, atol=1e-4)
     assert set(fused_grads) == set(grads) and grads
@@ -172,7 +145,7 @@ def errors_in_16_bits(device: str, liger: bool, recompute: bool) -> dict[str, fl
         weight.data = weight.data if "lora" in name else weight.data.to(torch.bfloat16)
     with torch.autocast(device, torch.bfloat16):
         _, pefts = one_step(model, recompute)
-        fused.patch_model(model, liger)
+        lora.patch_model(model, liger)
         _, ours = one_step(model, recompute)
     assert {grad.dtype for grad in ours.values()} == {torch.float32} and set(ours) == set(truth)
     return {
@@ -181,22 +154,20 @@ def errors_in_16_bits(device: str, liger: bool, recompute: bool) -> dict[str, fl
     }
 
 
-def test_in_16_bits_gradients_are_as_close_to_the_truth_as_pefts() -> None:
+def test_16_bits_are_as_exact_as_pefts_and_a_recomputed_layer_skips_its_last_product(monkeypatch: Any) -> None:
     errors = errors_in_16_bits("cpu", liger=False, recompute=False)
     assert 0 < errors["ours"] < 1.1 * errors["pefts"]
-
-
-def test_a_recomputed_layer_skips_its_last_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, product, recomputed = adapted(random_model()), fused._product, []
-    fused.patch_model(model, fused=False)
-    monkeypatch.setattr(fused, "_product", lambda *given: recomputed.append(fused._recomputing()) or product(*given))
+    model, product, recomputed = adapted(random_model()), lora._product, []
+    backward = lambda: torch._C._current_graph_task_id() != -1  # noqa: E731
+    lora.patch_model(model, fused=False)
+    monkeypatch.setattr(lora, "_product", lambda *given: recomputed.append(backward()) or product(*given))
     one_step(model, recompute=True)
     assert recomputed.count(False) == 21 and recomputed.count(True) == 18
-    assert type(random_model("glm4").model.layers[0]).__name__ not in fused.ENDS_WITH_MLP  # a norm follows its MLP
+    assert type(random_model("glm4").model.layers[0]).__name__ not in lora.ENDS_WITH_MLP  # a norm follows its MLP
 
 
 def test_evaluation_other_adapters_and_variants_are_pefts_own() -> None:
-    assert fused.patch_model(adapted(random_model(), use_dora=True), fused=False) == 0
+    assert lora.patch_model(adapted(random_model(), use_dora=True), fused=False) == 0
     model, ids = adapted(random_model()), torch.arange(2, 12)[None]
 
     def outputs() -> list[torch.Tensor]:
@@ -205,66 +176,37 @@ def test_evaluation_other_adapters_and_variants_are_pefts_own() -> None:
         return [base, model.eval()(input_ids=ids).logits.detach()]
 
     before = outputs()
-    fused.patch_model(model, fused=False)
+    lora.patch_model(model, fused=False)
     torch.testing.assert_close(outputs(), before)
     model.add_adapter("second", LoraConfig(r=2, target_modules="all-linear"))
     model.train()(input_ids=ids)
     model.merge_and_unload().train()(input_ids=ids)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_gradients_are_those_of_the_function(dropout: float) -> None:
-    torch.manual_seed(0)
-    x, gate, up, a, low_a = (
-        torch.randn(shape, dtype=torch.float64, requires_grad=True)
-        for shape in ((5, 6), (5, 7), (5, 7), (2, 6), (2, 7))
-    )
-    wide, down = (torch.randn(4, size, dtype=torch.float64) for size in (6, 7))
-    b = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    rest = (1.5, dropout, torch.float64)
-
-    def linear(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(1)  # the same numbers are dropped each time
-        return fused._LoraLinear.apply(x, wide, None, a, b, *rest)
-
-    def mlp(gate: torch.Tensor, up: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(1)
-        return fused._LoraDown.apply(gate, up, down, None, a, b, *rest, False, False)
-
-    assert torch.autograd.gradcheck(linear, (x, a, b)) and torch.autograd.gradcheck(mlp, (gate, up, low_a, b))
-
-
-# Weights
-
-
 def test_checksums_see_one_changed_weight_and_two_swapped_ones() -> None:
     model = nn.Linear(40, 40)
     model.bias.requires_grad_(False)
-    before, twin = weights.weight_checksums(model), copy.deepcopy(model)
-    assert weights.changed_weights(before, model) == (0, 0)
-    assert weights.adapter_checksum(model) == weights.adapter_checksum(twin)
+    before = lora.weight_checksums(model)
+    assert lora.weight_checksums(copy.deepcopy(model)) == before == {"weight": (True, ANY), "bias": (False, ANY)}
     with torch.no_grad():
         model.weight[3, 3] += 1e-3
         model.bias[[0, 1]] = model.bias[[1, 0]]
-    assert weights.changed_weights(before, model) == (1, 1)
-    assert weights.adapter_checksum(model) != weights.adapter_checksum(twin)
+    assert all(one != before[name] for name, one in lora.weight_checksums(model).items())
 
 
 def test_dtypes_are_counted_and_adapters_cast_to_float32(tmp_path: Path) -> None:
-    model = tiny_4bit()
-    assert weights.weight_kinds(model.requires_grad_(False))["nf4, double"] == 7 * model.config.num_hidden_layers
+    model = model_with("4 bit")
+    assert lora.weight_kinds(model.requires_grad_(False))["nf4, double"] == 7 * model.config.num_hidden_layers
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16)
     layers[0].requires_grad_(False)
-    assert weights.repair_precision(layers) == 2 and weights.weight_kinds(layers) == {"bfloat16": 2}
+    assert lora.repair_precision(layers) == 2 and lora.weight_kinds(layers) == {"bfloat16": 2}
     assert {weight.dtype for weight in layers[1].parameters()} == {torch.float32}
-    weights.require_unquantized(str(files.TINY_MODEL))
+    lora.require_unquantized(str(files.TINY_MODEL))
     config = json.loads((files.TINY_MODEL / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     with refused("training.quantized_base", model=str(tmp_path)):
-        weights.require_unquantized(str(tmp_path))
+        lora.require_unquantized(str(tmp_path))
 
-
-# Attention
 
 ROWS = [[5, 6, 7, 8, 9], [20, 21, 22], [30, 31, 32, 33], [40, 41]]
 
@@ -275,7 +217,7 @@ def packed(rows: list[list[int]]) -> dict[str, Any]:
     examples = [
         {"input_ids": [*chain(*half)], "labels": [*chain(*half)], "seq_lengths": [*map(len, half)]} for half in halves
     ]
-    batch = attention.with_boundaries(DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True))(examples)
+    batch = lora.with_boundaries(DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True))(examples)
     batch.pop("labels")
     return batch
 
@@ -297,86 +239,61 @@ def varlen_kernel(*flat: torch.Tensor, **rest: Any) -> torch.Tensor:
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "varlen", "varlen without boundaries"])
 def test_packed_rows_have_the_logits_of_single_rows(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_kernel)
-    monkeypatch.setattr(attention, "_gqa", lambda heads, kv_heads: {})
-    name = attention.use(backend.split()[0])
-    model = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype="float32", attn_implementation=name).eval()
+    name = lora.attention(backend.split()[0])
+    model = tiny(attn_implementation=name).eval()
     assert model.config._attn_implementation == name
 
     def logits(**batch: Any) -> torch.Tensor:
-        dropped = attention.BOUNDARIES if "without" in backend else ()
+        dropped = lora.BOUNDARIES if "without" in backend else ()
         with torch.inference_mode():
             return model(**{key: batch[key] for key in batch if key not in dropped}, use_cache=False).logits[0]
 
     together = logits(**packed(ROWS))
-    torch.testing.assert_close(
-        together, torch.cat([logits(input_ids=torch.tensor([row])) for row in ROWS]), rtol=1e-4, atol=1e-5
-    )
+    single = torch.cat([logits(input_ids=torch.tensor([row])) for row in ROWS])
+    torch.testing.assert_close(together, single, rtol=1e-4, atol=1e-5)
     changed = logits(**packed([[50, 51, 52, 53, 54], *ROWS[1:]]))
     different = (together - changed).abs().amax(dim=-1) > 1e-6
     assert different[:5].all() and not different[5:].any()
 
 
-def test_padded_batches_and_generation_use_torchs_ordinary_attention() -> None:
-    models = [
-        AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype="float32", attn_implementation=name).eval()
-        for name in (attention.register(), "sdpa")
-    ]
+def test_padded_batches_use_torchs_ordinary_attention_and_what_the_kernel_lacks_is_refused() -> None:
+    models = [tiny(attn_implementation=name).eval() for name in (lora.register(), "sdpa")]
     ids = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]])
     mask = (ids != 0).long()
     with torch.inference_mode():
         torch.testing.assert_close(*(model(input_ids=ids, attention_mask=mask).logits[mask.bool()] for model in models))
     said = [model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False) for model in models]
     assert torch.equal(*said)
+    query, parts = torch.zeros(1, 4, 3, 8), {"dropout": 0.1, "s_aux": torch.zeros(4), "softcap": 50.0}
+    for part, value in parts.items():
+        with refused("training.unsupported_attention", parts=part):
+            lora._attend(nn.Module(), query, query, query, None, **{part: value})
 
 
-@pytest.mark.parametrize("part", [{"dropout": 0.1}, {"s_aux": torch.zeros(4)}, {"softcap": 50.0}])
-def test_attention_the_kernel_does_not_support_is_refused(part: dict[str, Any]) -> None:
-    query = torch.zeros(1, 4, 3, 8)
-    with refused("training.unsupported_attention", parts=next(iter(part))):
-        attention._attend(nn.Module(), query, query, query, None, **part)
-
-
-# Tracking
-
-KEY = "k" * 40
-
-
-@pytest.fixture
-def no_wandb_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_offline_in_the_run_folder_or_online_with_a_key(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     for name in ("WANDB_MODE", "WANDB_SILENT", "WANDB_CONSOLE", "WANDB_API_KEY", "TENSORBOARD_LOGGING_DIR"):
         monkeypatch.setenv(name, "x")  # so that what the code sets is undone afterwards
         monkeypatch.delenv(name)
-
-
-def test_without_a_key_wandb_is_offline_and_in_the_run_folder(tmp_path: Path, no_wandb_variables: None) -> None:
     assert tracking.begin(tmp_path / "logs", "demo") == ["tensorboard", "wandb"]
     tracking.end()
     assert list((tmp_path / "logs").rglob("offline-run-*"))
     assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(tmp_path / "logs/tensorboard")
-
-
-@pytest.mark.parametrize(
-    ("network", "good", "modes"),
-    [(False, True, ["offline"]), (True, False, ["online", "offline"]), (True, True, ["online"])],
-)
-def test_a_key_goes_online_if_it_can_and_is_never_printed(
-    tmp_path: Path, monkeypatch: Any, capsys: Any, no_wandb_variables: None, network: bool, good: bool, modes: Any
-) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setattr("nbutils.platforms.answers", lambda url, seconds: network)
-    seen: list[str] = []
+    good, wrong, seen = "k" * 40, "w" * 40, list[str]()
 
     def init(mode: str, **_: object) -> None:
         seen.append(mode)
-        if mode == "online" and not good:
-            raise RuntimeError(f"key {KEY} is not valid")
+        if mode == "online" and os.environ["WANDB_API_KEY"] == wrong:
+            raise RuntimeError(f"key {wrong} is not valid")
 
     monkeypatch.setattr(wandb, "init", init)
-    tracking.begin(tmp_path, "demo")
-    assert seen == modes and KEY not in capsys.readouterr().out
-
-
-# Resume
+    online, offline = ["online"], ["offline"]
+    for network, key, modes in ((False, good, offline), (True, wrong, online + offline), (True, good, online)):
+        monkeypatch.delenv("WANDB_MODE")
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        monkeypatch.setattr("nbutils.platforms.answers", lambda url, seconds, network=network: network)
+        seen.clear()
+        tracking.begin(tmp_path, "demo")
+        assert seen == modes and key not in capsys.readouterr().out
 
 
 def keep_one(store: Path, step: int, content: str = "") -> None:
@@ -401,8 +318,7 @@ def test_the_newest_of_run_folder_and_earlier_folders_is_resumed(tmp_path: Path)
     (lesson.scratch / "trainer/checkpoint-99").mkdir(parents=True)  # left by a killed run: proves nothing
     assert resumed_at(lesson) == 7 and not (lesson.scratch / "trainer/checkpoint-99").exists()
     keep_one(lesson.scratch / "sealed", 9)  # where the version before kept a second copy
-    found = resume.resume_point(lesson, FINGERPRINT, "auto")
-    assert found is not None and (found / "x").read_text() == "9"
+    assert (resume.resume_point(lesson, FINGERPRINT, "auto") / "x").read_text() == "9"
     (lesson.run.path / resume.OOM_FILE).write_text("{}")
     assert resumed_at(lesson, "never") == 0 and resumed_at(lesson) == 0
     assert not (lesson.run.path / resume.OOM_FILE).exists()
@@ -423,8 +339,7 @@ def test_a_chosen_checkpoint_is_resumed_and_later_ones_are_set_aside(tmp_path: P
     shutil.rmtree(lesson.scratch)  # a new machine
     assert resumed_at(lesson) == 8
     keep_one(lesson.run.checkpoints, 10, "of the new branch")
-    found = resume.resume_point(lesson, FINGERPRINT, "auto")
-    assert found is not None and (found / "x").read_text() == "of the new branch"
+    assert (resume.resume_point(lesson, FINGERPRINT, "auto") / "x").read_text() == "of the new branch"
 
 
 def test_a_run_continues_from_the_attached_read_only_output_of_the_last(tmp_path: Path) -> None:
@@ -443,12 +358,12 @@ def test_a_run_continues_from_the_attached_read_only_output_of_the_last(tmp_path
 def test_a_second_training_in_the_same_run_is_refused(tmp_path: Path) -> None:
     lesson = lesson_in(tmp_path)
     assert resumed_at(lesson) == resumed_at(lesson) == 0  # the same kernel may start again
-    code = "from pathlib import Path; from nbutils.training import resume; resume._lock_run(Path({!r}))"
-    words = [sys.executable, "-c", code.format(str(lesson.scratch))]
-    ran = subprocess.run(words, capture_output=True, text=True)
-    assert ran.returncode != 0 and "another process is training in demo" in ran.stderr
+    other = FileLock(lesson.scratch / "training.lock", timeout=0)
+    with pytest.raises(Timeout):
+        other.acquire()
     resume.unlock_run(lesson)
-    assert subprocess.run(words).returncode == 0
+    with other, refused("training.run_in_use", run="demo"):
+        resumed_at(lesson)
 
 
 def test_the_fingerprint_of_a_model_is_its_content_and_not_its_place(tmp_path: Path) -> None:
@@ -470,7 +385,7 @@ def test_the_fingerprint_of_a_model_is_its_content_and_not_its_place(tmp_path: P
 def test_what_is_left_to_train_is_counted(tmp_path: Path, step: int, max_steps: int, left: int) -> None:
     (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": []}))
     epochs = {"train_batch_size": 2, "world_size": 1, "gradient_accumulation_steps": 2, "num_train_epochs": 1.5}
-    one = validation.Validation((), every=2)
+    one = run.Validation((), every=2)
     one.trainer = SimpleNamespace(args=SimpleNamespace(max_steps=max_steps, **epochs), train_dataset=range(21))
     assert one.steps_left(tmp_path) == left
 
@@ -479,53 +394,29 @@ def test_checkpoints_that_do_not_fit_stop_the_training_before_it_begins(tmp_path
     huge = torch.empty(1, device="meta").expand(2**50).requires_grad_()
     model, args = SimpleNamespace(parameters=lambda: [huge]), SimpleNamespace(output_dir=".")
     with refused("disk.full"):
-        run.require_room(SimpleNamespace(model=model, args=args), tmp_path, 2)  # type: ignore[arg-type]
-
-
-def test_a_drive_that_dropped_is_noticed_before_anything_is_written(tmp_path: Path, monkeypatch: Any) -> None:
-    mounted = [True]
-    monkeypatch.setattr(drive, "is_mount", lambda place, *_: place == tmp_path and bool(mounted))
-    resume.mount_check(mount := drive.mount_point_of(tmp_path / "MyDrive/runs"))
-    mounted.clear()
-    with pytest.raises(OSError, match="not mounted"):
-        resume.mount_check(mount)
-
-
-# Time budget
-
-
-class Clock:
-    """A clock that is turned by hand."""
-
-    seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
+        course_callback(tmp_path).prepare(SimpleNamespace(model=model, args=args, eval_dataset=None))
 
 
 @pytest.mark.parametrize(
-    ("platform", "max_hours", "used", "step", "sync", "between"),
+    ("platform", "max_hours", "case"),  # hours used, seconds a step and a sync, hours it may end after
     [
-        ("colab", 0.0, 2, 30, 600, (9.6, 10 - 950 / 3600)),  # of 12 hours, with time to save and sync
-        ("colab", 2.0, 11, 10, 0, (1.7, 2 - 300 / 3600)),  # MAX_HOURS counts from the lesson
-        ("local", 1.0, 0, 300, 0, (0.6, 1 - 600 / 3600)),  # a slow step ends it earlier
-        ("local", 0.0, 0, 600, 0, (100, 101)),  # nobody counts
-        ("colab", 0.0, 13, 600, 0, (100, 101)),  # a machine older than its limit has another one
+        ("colab", 0.0, (2, 30, 600, (9.6, 10 - 950 / 3600))),  # of 12 hours, with time to save and sync
+        ("colab", 2.0, (11, 10, 0, (1.7, 2 - 300 / 3600))),  # MAX_HOURS counts from the lesson
+        ("local", 1.0, (0, 300, 0, (0.6, 1 - 600 / 3600))),  # a slow step ends it earlier
+        ("local", 0.0, (0, 600, 0, (100, 101))),  # nobody counts
+        ("colab", 0.0, (13, 600, 0, (100, 101))),  # a machine older than its limit has another one
     ],
 )
-def test_a_run_ends_in_time(
-    tmp_path: Path, monkeypatch: Any, platform: str, max_hours: float, used: int, step: int, sync: int, between: Any
-) -> None:
+def test_a_run_ends_in_time(tmp_path: Path, monkeypatch: Any, platform: str, max_hours: float, case: Any) -> None:
+    used, step, sync, (least, most) = case
     monkeypatch.setattr(platforms, "session_seconds", lambda platform: used * 3600.0)
-    now = Clock()
-    callback = run.TimeBudget(lesson_in(tmp_path, platform), max_hours, now)
-    callback.sync_seconds = sync
     state, control = SimpleNamespace(global_step=0, max_steps=10**6), SimpleNamespace(should_training_stop=False)
-    while not control.should_training_stop and now.seconds < 100 * 3600:
-        now.seconds += step
+    callback = run.TimeBudget(lesson_in(tmp_path, platform), max_hours, lambda: float(step * state.global_step))
+    callback.sync_seconds = sync
+    while not control.should_training_stop and step * state.global_step < 100 * 3600:
         state.global_step += 1
         callback.on_step_end(None, state, control)
-    assert between[0] <= now.seconds / 3600 <= between[1] and (between[0] >= 100 or control.should_save)
+    assert least <= step * state.global_step / 3600 <= most and (least >= 100 or control.should_save)
 
 
 def test_sigterm_saves_and_ends_a_training_and_afterwards_the_kernel(tmp_path: Path) -> None:
@@ -533,7 +424,6 @@ def test_sigterm_saves_and_ends_a_training_and_afterwards_the_kernel(tmp_path: P
     callback = run.TimeBudget(lesson_in(tmp_path), 0.0)
     state, control = SimpleNamespace(global_step=3, max_steps=9), SimpleNamespace(should_training_stop=False)
     with pytest.raises(KeyboardInterrupt), callback.sigterm_saves():
-        callback.on_train_begin(None, state, control)
         os.kill(os.getpid(), signal.SIGTERM)
         callback.on_step_end(None, state, control)
         assert control.should_save and control.should_training_stop
@@ -542,18 +432,14 @@ def test_sigterm_saves_and_ends_a_training_and_afterwards_the_kernel(tmp_path: P
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-# Live numbers
-
-
 def run_live(steps: int, seconds: float, platform: str = "local", gpu: Any = None) -> tuple[Any, Any]:
     """Tells `LiveNumbers` what a real trainer would, one log a step; the callback and the trainer's state."""
-    clock, lesson = Clock(), SimpleNamespace(gpu=gpu, platform=SimpleNamespace(name=platform))
-    live = tracking.LiveNumbers(lesson, now=clock)  # type: ignore[arg-type]
+    lesson = SimpleNamespace(gpu=gpu, platform=SimpleNamespace(name=platform))
     state = SimpleNamespace(global_step=0, max_steps=steps, log_history=[{"step": 0, "eval_loss": 3.0}])
+    live: Any = tracking.LiveNumbers(lesson, now=lambda: seconds * state.global_step)  # type: ignore[arg-type]
     live.on_train_begin(None, state, None)
     live.note("checkpoint 1 is kept")
     for step in range(1, steps + 1):
-        clock.seconds += seconds
         state.global_step = step
         live.on_step_end(None, state, None, optimizer=SimpleNamespace(step_was_skipped=step == 1))
         state.log_history.append({"step": step, "loss": 2.0, "num_tokens": 100.0 * step})
@@ -567,9 +453,8 @@ def test_lines_are_few_and_say_everything(steps: int, seconds: float, lines: tup
     run_live(steps, seconds)
     shown = capsys.readouterr().out.splitlines()
     assert lines[0] <= len(shown) <= lines[1] and shown[0].startswith(f"training {steps:,} steps")
-    assert re.fullmatch(
-        r"step 1 of .* · loss 2.000 · validation 3.000 · [\d,]+ tokens/s · peak .* GiB · .* left", shown[2]
-    )
+    words = r"step 1 of .* · loss 2.000 · validation 3.000 · [\d,]+ tokens/s · peak .* GiB · .* left"
+    assert re.fullmatch(words, shown[2])
     assert shown[-1].startswith(f"trained {steps:,} of {steps:,} steps in ")
 
 
@@ -606,8 +491,6 @@ def test_what_was_measured(tmp_path: Path, monkeypatch: Any, platform: str, gpu:
     assert nothing["tokens_per_second"] is nothing["train_seconds"] is nothing["cost"] is None and nothing["steps"] == 2
 
 
-# A real trainer
-
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.56 GiB"
 FIRST = 1000  # the first token of row n is FIRST + n, so that a batch tells which rows it has
 STEPS = 7  # 21 rows: 3 steps a pass with 8 rows each, the last of a pass with 5
@@ -630,17 +513,14 @@ class Diary(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.seen = []
 
-    def on_step_end(
-        self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, model: Any = None, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         assert state.global_step not in self.steps, "no step is done twice"
-        self.steps[state.global_step] = ([*self.seen], lr_scheduler.get_last_lr()[0])
-        self.weights[state.global_step] = trained_weights(model)
+        self.steps[state.global_step] = ([*self.seen], given["lr_scheduler"].get_last_lr()[0])
+        self.weights[state.global_step] = trained_weights(given["model"])
 
 
 def build(folder: Path, **settings: Any) -> Any:
     """A real trainer on the first layer of the tiny model, with a diary."""
-    model = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype="float32", num_hidden_layers=1)
     defaults: dict[str, Any] = {
         "max_length": 256, "packing": True, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
         "max_steps": STEPS, "learning_rate": 2e-3, "lr_scheduler_type": "cosine", "gradient_checkpointing": False,
@@ -650,11 +530,11 @@ def build(folder: Path, **settings: Any) -> Any:
     }  # fmt: skip
     torch.manual_seed(0)
     trainer: Any = SFTTrainer(
-        model=model, args=SFTConfig(output_dir=str(folder / "trainer"), **defaults | settings), train_dataset=rows(),
-        processing_class=AutoTokenizer.from_pretrained(files.TINY_MODEL),
+        model=tiny(num_hidden_layers=1), processing_class=AutoTokenizer.from_pretrained(files.TINY_MODEL),
+        args=SFTConfig(output_dir=str(folder / "trainer"), **defaults | settings), train_dataset=rows(),
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     )  # fmt: skip
-    fused.patch_lora_kernels(trainer, fused=False)
+    lora.patch_lora_kernels(trainer, fused=False)
     trainer.diary = Diary()
     trainer.add_callback(trainer.diary)
     compute_loss = trainer.compute_loss
@@ -673,7 +553,7 @@ def course_callback(folder: Path, sync: Any = None, trainer: Any = None, held_ba
     callback: Any = run.CourseCallback(lesson_in(folder), dataset=None)  # type: ignore[arg-type]
     callback.sync = sync or SimpleNamespace(messages=list, take=lambda folder: None, seconds=1.0)
     callback.fingerprint, callback.kinds = {"data": "d"}, {}
-    callback.validation = validation.Validation(held_back, every=2, **keep)
+    callback.validation = run.Validation(held_back, every=2, **keep)
     callback.validation.trainer = trainer
     return callback
 
@@ -694,21 +574,15 @@ def assert_same(trainer: Any, whole: Any, since: int = 0) -> None:
     torch.testing.assert_close(trained_weights(trainer.model), trained_weights(whole.model), rtol=0, atol=1e-6)
 
 
-# Validation
-
-
-def validated(
-    folder: Path, losses: Sequence[float] = (), monkeypatch: Any = None, held_back: Any = None, **settings: Any
-) -> Any:
+def validated(folder: Path, losses: Any = (), monkeypatch: Any = None, count: int = 5, **settings: Any) -> Any:
     """A real trainer that saves and validates every second step; `losses` replaces what it would measure."""
     keep = {name: settings.pop(name) for name in ("keep_best", "patience") if name in settings}
     trainer = build(folder, save_steps=2, **settings)
-    held_back = rows(count=5) if held_back is None else held_back
-    callback = course_callback(folder, trainer=trainer, held_back=held_back, **keep)
+    callback = course_callback(folder, trainer=trainer, held_back=rows(count=count), **keep)
     trainer.add_callback(callback.validation)
     if monkeypatch:
         script = iter(losses)
-        monkeypatch.setattr(validation, "validation_loss_on", lambda *_: next(script))
+        monkeypatch.setattr(run, "validation_loss_on", lambda *_: next(script))
     return trainer, callback
 
 
@@ -725,14 +599,13 @@ def test_the_loss_is_the_mean_over_all_trained_tokens_whatever_the_batches(tmp_p
     for row in held_back:
         for part in (slice(0, 9), slice(9, 16)):  # the examples of a packed row do not see each other
             logits = trainer.model(input_ids=torch.tensor([row["input_ids"][part]])).logits[0, :-1]
-            total += float(
-                functional.cross_entropy(logits, torch.tensor(row["labels"][part][1:]), reduction="sum").detach()
-            )
-    count = sum(label != -100 for row in held_back for label in row["labels"])
-    expected = pytest.approx(total / count, rel=1e-4)
-    assert validation.validation_loss_on(trainer, held_back) == expected and trainer.model.training is False
+            labels = torch.tensor(row["labels"][part][1:])
+            total += float(functional.cross_entropy(logits, labels, reduction="sum").detach())
+    trained = sum(label != -100 for row in held_back for label in row["labels"])
+    expected = pytest.approx(total / trained, rel=1e-4)
+    assert run.validation_loss_on(trainer, held_back) == expected and trainer.model.training is False
     trainer.args.per_device_train_batch_size = 3
-    assert validation.validation_loss_on(trainer, held_back) == expected
+    assert run.validation_loss_on(trainer, held_back) == expected
 
 
 def test_validation_at_start_saves_and_end_changes_nothing(tmp_path: Path, whole: Any) -> None:
@@ -748,7 +621,7 @@ def test_validation_at_start_saves_and_end_changes_nothing(tmp_path: Path, whole
 def test_the_best_step_is_restored_also_by_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, callback = validated(tmp_path, (5.0, 3.0, 4.0), monkeypatch, max_steps=4)
     first.train()
-    assert (tmp_path / "trainer/checkpoint-4" / validation.BEST).exists()
+    assert (tmp_path / "trainer/checkpoint-4" / run.BEST).exists()
     again, resumed = validated(tmp_path, (4.5, 4.6), monkeypatch, max_steps=7)
     again.train(resume_from_checkpoint=str(tmp_path / "trainer/checkpoint-4"))
     finished, loaded = validated(tmp_path, (), monkeypatch, max_steps=4)
@@ -784,12 +657,9 @@ def test_a_last_step_that_was_not_validated_is_and_no_rows_are_no_validation(tmp
     trainer.add_callback(Stop())
     trainer.train()
     assert steps_of(trainer) == [0, 2] and callback.validation.restore_best() and steps_of(trainer) == [0, 2, 3]
-    trainer, callback = validated(tmp_path, held_back=rows(count=0), max_steps=2)
+    trainer, callback = validated(tmp_path, count=0, max_steps=2)
     trainer.train()
     assert callback.validation.restore_best() is None and result_of(trainer, callback).facts()["best_step"] is None
-
-
-# From the start to the result
 
 
 def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(tmp_path: Path, monkeypatch: Any) -> None:
@@ -828,47 +698,34 @@ def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(tm
     assert len(saved) == 2 and files.stamp(lesson.run.adapter)["steps"] == resumed.kept_step
 
 
-# Out of memory
+def raise_once(owner: Any, name: str, after: bool = False, when: Any = lambda: True, calls: Any = (1,)) -> list[int]:
+    """Let a method run out of memory the first time (or at these calls), before or after it did its work."""
+    method, numbers, raised = getattr(owner, name), count(1), []
+
+    def failing(*given: Any, **named: Any) -> Any:
+        now = when() and next(numbers) in calls
+        result = method(*given, **named) if after or not now else None
+        if now:
+            raised.append(1)
+            raise torch.OutOfMemoryError(OOM)
+        return result
+
+    setattr(owner, name, failing)
+    return raised
 
 
 def run_out(trainer: Any, *calls: int) -> None:
     """Raise after these backward passes (counted from 1, over all attempts): their gradients are left behind."""
-    backward, count = trainer.accelerator.backward, iter(range(1, 10**6))
-
-    def failing(loss: Any, **words: Any) -> None:
-        backward(loss, **words)
-        if next(count) in calls:
-            raise torch.OutOfMemoryError(OOM)
-
-    trainer.accelerator.backward = failing
-
-
-def raise_once(owner: Any, name: str, after: bool = False, when: Callable[[], bool] = lambda: True) -> list[bool]:
-    """Let a method run out of memory the first time, before or after it did its work."""
-    method, raised = getattr(owner, name), []
-
-    def failing(*given: Any, **named: Any) -> Any:
-        if raised or not when():
-            return method(*given, **named)
-        raised.append(True)
-        if after:
-            method(*given, **named)
-        raise torch.OutOfMemoryError(OOM)
-
-    setattr(owner, name, failing)
-    return raised
+    raise_once(trainer.accelerator, "backward", after=True, calls=calls)
 
 
 def batch_of(trainer: Any) -> tuple[int, int]:
     return trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
 
 
-@pytest.mark.parametrize(
-    ("calls", "reached", "steps"), [((1,), (2, 4), [1]), ((7, 8), (1, 8), [4, 4]), ((6, 15), (1, 8), [3, 5])]
-)
-def test_a_training_goes_on_from_its_last_step(
-    tmp_path: Path, whole: Any, calls: Any, reached: Any, steps: Any
-) -> None:
+@pytest.mark.parametrize(("calls", "steps"), [((1,), [1]), ((7, 8), [4, 4]), ((6, 15), [3, 5])])
+def test_a_training_goes_on_from_its_last_step(tmp_path: Path, whole: Any, calls: Any, steps: Any) -> None:
+    reached = (1, 8) if len(calls) > 1 else (2, 4)
     trainer, lesson, taken = build(tmp_path, save_steps=3), lesson_in(tmp_path), []
     sync: Any = SimpleNamespace(messages=list, take=lambda folder: taken.append(folder.name), seconds=1.0)
     trainer.add_callback(course_callback(tmp_path, sync))
@@ -876,18 +733,15 @@ def test_a_training_goes_on_from_its_last_step(
     oom.train(trainer, lesson, None)
     assert_same(trainer, whole)
     assert batch_of(trainer) == reached and trainer._train_batch_size == reached[0]
-    assert [(one["step"], one["from"]["micro_batch"]) for one in oom.oom_changes(lesson)] == [
-        *zip(steps, (4, 2), strict=False)
-    ]
+    changes = [(one["step"], one["from"]["micro_batch"]) for one in oom.oom_changes(lesson)]
+    assert changes == [*zip(steps, (4, 2), strict=False)]
     assert taken == ["checkpoint-3", "checkpoint-6", "checkpoint-7"]
     with refused("training.trained_already"):
         run.train(trainer, course_callback(tmp_path))
 
 
 @pytest.mark.parametrize("where", ["first update", "saving", "validation", "loading", "last step"])
-def test_no_step_is_lost_or_repeated_wherever_memory_runs_out(
-    tmp_path: Path, monkeypatch: Any, whole: Any, where: str
-) -> None:
+def test_no_step_is_lost_wherever_memory_runs_out(tmp_path: Path, monkeypatch: Any, whole: Any, where: str) -> None:
     trainer, checkpoint, callback = build(tmp_path, save_steps=3), None, TrainerCallback()
     if where == "first update":
         monkeypatch.setattr(torch.optim.AdamW, "step", torch.optim.AdamW.step)  # restored afterwards
@@ -895,7 +749,7 @@ def test_no_step_is_lost_or_repeated_wherever_memory_runs_out(
     elif where == "saving":
         raised = raise_once(trainer, "_save_optimizer_and_scheduler")
     elif where == "validation":
-        callback = validation.Validation(rows(count=5), every=2)
+        callback = run.Validation(rows(count=5), every=2)
         callback.trainer = trainer
         raised = raise_once(callback, "_validate", when=lambda: trainer.state.global_step == 2)
     elif where == "loading":
@@ -907,14 +761,6 @@ def test_no_step_is_lost_or_repeated_wherever_memory_runs_out(
     assert raised and batch_of(trainer) == ((4, 2) if where == "last step" else (2, 4))
     assert (Path(trainer.args.output_dir) / f"checkpoint-{STEPS}").exists()
     assert_same(trainer, whole, since=6 if checkpoint else 0)
-
-
-def test_a_later_update_that_broke_off_is_not_trained_on(tmp_path: Path) -> None:
-    trainer, callback = build(tmp_path), TrainerCallback()
-    raise_once(callback, "on_optimizer_step", when=lambda: trainer.state.global_step == 3)
-    trainer.add_callback(callback)
-    with refused("training.oom_half_updated", step=4):
-        oom.train(trainer, lesson_in(tmp_path), None)
 
 
 def test_gradient_checkpointing_is_turned_on_and_then_nothing_is_left(tmp_path: Path, whole: Any) -> None:
@@ -929,7 +775,12 @@ def test_gradient_checkpointing_is_turned_on_and_then_nothing_is_left(tmp_path: 
         oom.train(trainer, lesson_in(tmp_path), None)
 
 
-def test_other_errors_and_several_processes_are_not_touched(tmp_path: Path) -> None:
+def test_what_cannot_go_on_ends(tmp_path: Path) -> None:
+    trainer, callback, lesson = build(tmp_path / "a"), TrainerCallback(), lesson_in(tmp_path / "a")
+    raise_once(callback, "on_optimizer_step", when=lambda: trainer.state.global_step == 3)
+    trainer.add_callback(callback)
+    with refused("training.oom_half_updated", step=4):  # a later update broke off
+        oom.train(trainer, lesson, None)
     trainer, lesson = build(tmp_path), lesson_in(tmp_path)
     problem = ValueError("CUDA out of memory")
     trainer.compute_loss = lambda *_, **__: (_ for _ in ()).throw(problem)
@@ -942,19 +793,13 @@ def test_other_errors_and_several_processes_are_not_touched(tmp_path: Path) -> N
         oom.train(trainer, lesson, None)
 
 
-@pytest.mark.parametrize(
-    ("problem", "expected"),
-    [
-        (torch.OutOfMemoryError("anything"), True),
-        (RuntimeError(OOM), True),
-        (RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
-        (MemoryError("out of memory"), False),
-    ],
-)
-def test_what_counts_as_out_of_memory(problem: Exception, expected: bool) -> None:
-    assert hardware.out_of_memory(problem) is expected
+def test_what_counts_as_out_of_memory() -> None:
+    texts = [OOM, "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"]
+    texts += ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"]
+    for problem in (*map(RuntimeError, texts), torch.OutOfMemoryError("anything")):
+        assert hardware.out_of_memory(problem), problem
+    for problem in (RuntimeError("CUDA error: an illegal memory access was encountered"), MemoryError("out of memory")):
+        assert not hardware.out_of_memory(problem), problem
 
 
 @pytest.mark.parametrize(

@@ -6,37 +6,195 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
 import time
 from array import array
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
 from tqdm import tqdm
 
-from nbutils import distributed, models, platforms
-from nbutils.data import card as cards
-from nbutils.data.card import CARD, EVAL, REJECTED, REPEATED, TRAIN, Counts, DataCard, Report
-from nbutils.data.dedupe import NearDuplicates, digests, row_text
-from nbutils.data.read import TEXT, bundled, find_files, read_rows, split_name
-from nbutils.data.rows import ChatRow, check_row, parse_mapping
-from nbutils.data.text import Problem, RowError, shown
+from nbutils import display, distributed, models, platforms
+from nbutils.data.dedupe import digests, find_repeated, row_text
+from nbutils.data.read import TEXT, bundled, find_files, format_of, read_rows
+from nbutils.data.rows import ChatRow, Problem, Row, RowError, check_row, find_private, parse_mapping, shown
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, GIB, SAMPLES, write_json
-from nbutils.platforms import network
+from nbutils.platforms.network import hub_online
 
+CARD, TRAIN, EVAL, REJECTED = "data_card.json", "train.jsonl", "eval.jsonl", "rejected.jsonl"
 EVAL_NAMES = ("eval", "test", "valid", "validation", "dev")
-BUNDLED, BUNDLED_LICENCE = "the bundled sample", "CC0-1.0, written for this course"
+REPEATED = ("duplicate", "leak", "near_duplicate", "near_leak")
 EVAL_FRACTION, NEAR = 0.1, 0.8
 UNPACKED = 6  # compressed and parquet files grow about sixfold
 ACCEPTED, BUILDING, STALE_SECONDS = "accepted.jsonl", ".building-", 3600
+SHOWN = 3  # rejected rows of each kind that are kept to be shown
+BINS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+BIN_NAMES = (*(f"<={edge}" for edge in BINS), f">{BINS[-1]}")
+LANGUAGES = ("zh", "en", "other")
+CJK = re.compile(r"[\u3400-\u9fff]")
+NO_LETTERS = bytes(code for code in range(256) if not (code < 128 and chr(code).isalpha()))
+NOT_ASCII = bytes(range(128, 256))
+
+
+class DataCard(BaseModel):
+    """rows = accepted + rejected, accepted = train + eval + unused; each rejected row counts under its first reason."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: str
+    eval_source: str
+    source_sha256: str
+    eval_fraction: float
+    limit: int
+    licence: str
+    columns: str = ""
+    near: float | None = None  # None: written before near duplicates were looked for, and text was repaired
+    repair: bool | None = None
+    rows: int
+    accepted: int
+    rejected: int
+    train: int
+    eval: int
+    unused: int
+    lent: int = 0
+    duplicates: int
+    trimmed: int
+    reasons: dict[str, int]
+    warnings: dict[str, int] = {}
+    examples: list[str] = []
+    languages: dict[str, int]
+    characters: dict[str, int]
+    fingerprint: str
+
+    def __str__(self) -> str:
+        lent = " (so few rows that train lent eval one; with more rows it may go back)" if self.lent else ""
+        lines = {
+            "source": self.source, "licence": self.licence,
+            "rows": f"{self.rows} = {self.accepted} accepted + {self.rejected} rejected",
+            "splits": f"{self.train} train, {self.eval} eval, {self.unused} unused{lent}",
+            "rejected": counts_text(self.reasons), "warnings": counts_text(self.warnings),
+            "languages": counts_text(self.languages), "characters": counts_text(self.characters),
+            "fingerprint": self.fingerprint,
+        }  # fmt: skip
+        return "\n".join(f"{name:<12} {text}" for name, text in lines.items())
+
+    def facts(self) -> dict[str, Any]:
+        """What goes into the facts.json of a lesson."""
+        return self.model_dump(include={"rows", "accepted", "rejected", "train", "eval", "fingerprint", "warnings"})
+
+
+def counts_text(counts: dict[str, int]) -> str:
+    """Counts on one line."""
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"
+
+
+def hash_files(*groups: Sequence[Path], end: bytes = b"") -> tuple[str, list[int]]:
+    """sha256 over the content of files as they are on disk, in order, and the lines of each; names do not count."""
+    digest, lines = hashlib.sha256(), []
+    for group in groups:
+        for path in group:
+            lines.append(0)
+            with open(path, "rb") as file:
+                while piece := file.read(CHUNK):
+                    digest.update(piece)
+                    lines[-1] += piece.count(b"\n")
+            digest.update(b"\0")
+        digest.update(end)
+    return digest.hexdigest(), lines
+
+
+def verify(out: Path) -> DataCard:
+    """The card, once the files beside it are found to be the ones it describes."""
+    if not (out / CARD).exists():
+        raise CourseError("data.not_prepared", path=out / CARD)
+    try:
+        card = DataCard.model_validate_json((out / CARD).read_text(encoding="utf-8"))
+    except (ValidationError, UnicodeDecodeError) as problem:
+        raise CourseError("data.changed", out=out, what=f"{CARD}: {str(problem).splitlines()[0]}") from problem
+    if missing := [name for name in (TRAIN, EVAL) if not (out / name).exists()]:
+        raise CourseError("data.changed", out=out, what=f"{', '.join(missing)} is gone")
+    found, rows = hash_files([out / TRAIN, out / EVAL])
+    if (found, rows) != (card.fingerprint, [card.train, card.eval]):
+        what = f"fingerprint {found:.12}, {rows[0]} train and {rows[1]} eval rows"
+        raise CourseError("data.changed", out=out, what=what)
+    return card
+
+
+def load(out: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The verified train and eval rows."""
+    verify(out)
+    return stored_rows(out / TRAIN), stored_rows(out / EVAL)
+
+
+def stored_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file the course wrote."""
+    with open(path, "rb") as file:
+        return [json.loads(line) for line in file]
+
+
+def row_to_show(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A row without private data, if there is one among the first hundred; else the first."""
+    return next((row for row in rows[:100] if not any(find_private(str(row)))), rows[0])
+
+
+def show(row: Row | RowError, columns: str = "") -> None:
+    """Print a row turn by turn, private data masked; what is wrong with it, if it cannot be used."""
+    checked = check_row(row, columns)
+    if isinstance(checked, RowError):
+        print(*map(describe, entries(checked)), sep="\n")
+    else:
+        print(*(f"{turn['role']:>9}: {shown(turn['content'])[:300]}" for turn in checked.messages), "", sep="\n")
+
+
+def show_problems(errors: Iterable[RowError]) -> None:
+    """A table of problems: where, which field, what is wrong, what was seen, what to do."""
+    found = [entry for error in errors for entry in entries(error)]
+    columns = {"line": "line", "field": "field", "problem": "kind", "seen": "seen", "to do": "todo"}
+    rows = [{title: entry[name] for title, name in columns.items()} for entry in found]
+    display.show_table(rows, text="\n".join(map(describe, found)))
+
+
+def entries(error: RowError) -> list[dict[str, Any]]:
+    """The problems of a row, each with its place, as programs get them."""
+    return [{"file": error.file, "line": error.line, **vars(problem)} for problem in error.problems]
+
+
+def describe(entry: dict[str, Any]) -> str:
+    """One problem for people: where, what, and below it what to do."""
+    where = f"{entry['file']} line {entry['line']}, {entry['field']}"
+    return f"{where}: {entry['kind']}, saw {entry['seen']}\n      -> {entry['todo']}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `data check` found: `data` for programs, `text` for people."""
+
+    data: dict[str, Any]
+
+    def text(self) -> str:
+        """A short table, the first problems, what to do next."""
+        data = self.data
+        first = {problem["kind"]: problem for problem in reversed(data["problems"])}
+        names = ("files", "reasons", "warnings", "languages", "lengths")
+        lines = [
+            f"{'rows':<10} {data['rows']} = {data['accepted']} accepted + {data['rejected']} rejected",
+            *(f"{name:<10} {counts_text(data[name])}" for name in names if data[name]),
+            *(f"  {describe(first[kind])}" for kind in reversed(first)),
+            *(f"  {text}" for text in data["examples"]),
+        ]
+        return "\n".join([*lines, "", *data["next"]])
 
 
 @distributed.main_first()
@@ -48,12 +206,12 @@ def prepare(
     if (out / CARD).exists():
         return _reuse(out, source, eval_source, rows, mapping)
     named = source or default
-    train_files, eval_files = find_sources([named] if named else [], eval_source)
+    files = find_sources([named] if named else [], eval_source)
     settings = {
-        "source": named or BUNDLED, "eval_source": eval_source, "source_sha256": _sha256(train_files, eval_files),
-        "licence": BUNDLED_LICENCE if not named or bundled(named) else "unstated", "columns": mapping, "limit": rows,
+        "source": named or "the bundled sample", "eval_source": eval_source, "columns": mapping, "limit": rows,
+        "licence": "CC0-1.0, written for this course" if not named or bundled(named) else "unstated",
     }  # fmt: skip
-    with _building(out, settings, train_files, eval_files) as build:
+    with _building(out, settings, *files) as build:
         if (out / CARD).exists():  # another process was faster
             return _reuse(out, source, eval_source, rows, mapping)
         return build.publish(out)
@@ -74,10 +232,17 @@ def check(
             raise CourseError("data.foreign_files", path=place)
     settings = {"source": ", ".join(sources), "columns": _mapping(columns), "near": near, "repair": repair}
     with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as scratch:  # no part of the report
-        tokenizer = _tokenizer(model) if model else None
-        files = find_sources(sources, "")
-        with _building(out or Path(scratch), settings | {"source_sha256": _sha256(*files)}, *files) as build:
-            counts = build.counts
+        tokenizer = None
+        if model:
+            from transformers import AutoTokenizer
+
+            name, offline = models.meant(model, platforms.folders(platforms.detect()).inputs).value, not hub_online()
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=offline, trust_remote_code=False)
+            except (OSError, ValueError) as problem:
+                reason = str(problem).partition("\n")[0]
+                raise CourseError("data.no_tokenizer", model=name, reason=reason) from problem
+        with _building(out or Path(scratch), settings, *find_sources(sources, "")) as build:
             lengths = _token_lengths(build.folder, tokenizer, max_length) if tokenizer and build.keys else None
             if rejected:
                 rejected.parent.mkdir(parents=True, exist_ok=True)
@@ -85,12 +250,14 @@ def check(
             with contextlib.suppress(CourseError):  # too few rows: only the rejected ones are written
                 if out:
                     build.publish(out, strict=False)
-    unknown = [error.raw for error in counts.first_errors if error.problems[0].kind == "unknown_columns"]
-    report = counts.facts() | {"files": counts.files, "examples": counts.first_warnings, "lengths": lengths}
-    report["problems"] = [entry for error in counts.first_errors for entry in cards.entries(error)]
-    report["columns"] = [shown(name) for name in unknown[0]] if unknown else []
+    unknown = [error.raw for error in build.first_errors if error.problems[0].kind == "unknown_columns"]
     todo = "To train on the accepted rows: lesson 02 with DATA set to the same file. All rejected rows: --rejected FILE"
-    return Report(report | {"next": [f"{out} holds the data." if out else todo]})
+    return Report({
+        **build.facts(), "files": dict(build.files), "examples": build.first_warnings, "lengths": lengths,
+        "problems": [entry for error in build.first_errors for entry in entries(error)],
+        "columns": [shown(name) for name in unknown[0]] if unknown else [],
+        "next": [f"{out} holds the data." if out else todo],
+    })  # fmt: skip
 
 
 def _mapping(columns: str) -> str:
@@ -99,46 +266,36 @@ def _mapping(columns: str) -> str:
 
 def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], list[Path]]:
     """Training files and held-out files: those named so, or `eval`, `test` or `valid` files beside others."""
-    if not sources:
-        return [SAMPLES / TRAIN], find_files(eval_source) if eval_source else [SAMPLES / EVAL]
-    files = list(dict.fromkeys(file for source in sources for file in find_files(source)))
+    files = list(dict.fromkeys(file for source in sources for file in find_files(source))) or [SAMPLES / TRAIN]
     if eval_source:
-        return files, find_files(eval_source)
-    held_out = [file for file in files if split_name(file) in EVAL_NAMES]
+        held_out = find_files(eval_source)
+        if {file.resolve() for file in files} <= {file.resolve() for file in held_out}:
+            raise CourseError("data.eval_is_train", source=eval_source)
+        return files, held_out
+    if not sources:
+        return files, [SAMPLES / EVAL]
+    held_out = []
+    for file in files:  # test.jsonl.gz, test-00000-of-00001.parquet, the my_set-test.arrow of a hub dataset
+        name = re.sub(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?$", "", file.name.lower().partition(".")[0])
+        if (name.rpartition("-")[2] if format_of(file) == ".arrow" else name) in EVAL_NAMES:
+            held_out.append(file)
     return ([file for file in files if file not in held_out], held_out) if len(held_out) < len(files) else (files, [])
 
 
-def _sha256(*groups: list[Path]) -> str:
-    """The content of the source files, in order; names and places do not count."""
-    digest = hashlib.sha256()
-    for group in groups:
-        for path in group:
-            with open(path, "rb") as file:
-                while chunk := file.read(CHUNK):
-                    digest.update(chunk)
-            digest.update(b"\0")
-        digest.update(b"\1")
-    return digest.hexdigest()
-
-
 def _reuse(out: Path, source: str, eval_source: str, rows: int, mapping: str) -> DataCard:
-    card = cards.verify(out)
-    if not _same_source(card, source, eval_source) or card.limit != rows or mapping not in ("", card.columns):
+    """The finished data, if it is of this source: by content, or by name when the file has gone with its machine."""
+    card = verify(out)
+    same = eval_source in ("", card.eval_source)
+    if source:
+        eval_source = eval_source or card.eval_source
+        gone = any(name and not Path(name).expanduser().exists() for name in (source, eval_source))
+        same = gone and (source, eval_source) == (card.source, card.eval_source)
+        same = same or hash_files(*find_sources([source], eval_source), end=b"\1")[0] == card.source_sha256
+    if not same or card.limit != rows or mapping not in ("", card.columns):
         there = f"{card.source}, limit {card.limit}, columns {card.columns!r}"
         raise CourseError("data.other_input", out=out, there=there)
     print(f"The data of this run is ready (from {card.source}): nothing is repeated.")
     return card
-
-
-def _same_source(card: DataCard, source: str, eval_source: str) -> bool:
-    """Whether a run's data came from this source: by content, or by name when the file has gone with its machine."""
-    if not source:
-        return eval_source in ("", card.eval_source)
-    eval_source = eval_source or card.eval_source
-    gone = [name for name in (source, eval_source) if name and not Path(name).expanduser().exists()]
-    if gone and (source, eval_source) == (card.source, card.eval_source):
-        return True
-    return _sha256(*find_sources([source], eval_source)) == card.source_sha256
 
 
 @contextlib.contextmanager
@@ -146,20 +303,14 @@ def _building(out: Path, settings: dict[str, Any], train: list[Path], held_out: 
     """A finished build in a folder below `out` that is gone afterwards, whatever happens."""
     sizes = [file.stat().st_size * (1 if file.suffix in TEXT else UNPACKED) for file in train + held_out]
     require_disk(out, 3 * sum(sizes) / GIB, "preparing the data")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for left in out.glob(f"{BUILDING}*"):  # by a process that was killed
-            with contextlib.suppress(OSError):
-                if time.time() - max(path.stat().st_mtime for path in [left, *left.iterdir()]) > STALE_SECONDS:
-                    shutil.rmtree(left)
-        with tempfile.TemporaryDirectory(dir=out, prefix=BUILDING) as folder:
-            build = Build(Path(folder), settings)
-            build.run(train, held_out)
-            yield build
-    except OSError as problem:
-        if problem.errno is None:  # a library's own error, not one of the disk
-            raise
-        raise CourseError("data.disk_error", path=problem.filename or out, reason=problem.strerror) from problem
+    out.mkdir(parents=True, exist_ok=True)
+    for left in out.glob(f"{BUILDING}*"):  # by a process that was killed
+        if time.time() - left.stat().st_mtime > STALE_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=BUILDING) as folder:
+        build = Build(Path(folder), settings | {"source_sha256": hash_files(train, held_out, end=b"\1")[0]})
+        build.run(train, held_out)
+        yield build
 
 
 class Build:
@@ -168,13 +319,17 @@ class Build:
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         defaults = {"eval_source": "", "eval_fraction": EVAL_FRACTION, "limit": 0, "licence": "unstated"}
         self.settings: dict[str, Any] = {**defaults, "near": NEAR, "repair": True, **settings}
-        self.folder, self.counts = folder, Counts()
-        self.near = NearDuplicates(self.settings["near"]) if self.settings["near"] else None
+        self.folder, self.templated = folder, 0
+        self.names: list[str] = []  # of the files
+        self.files: Counter[str] = Counter()  # rows of each
+        self.reasons: Counter[str] = Counter()  # each rejected row under its first problem
+        self.first_errors: list[RowError] = []
+        self.first_warnings: list[str] = []
+        self.kinds: dict[int, set[str]] = {}  # warnings, and "trimmed", of the rows that have any
         self.seen: dict[int, int] = {}  # digest of every row used -> its number
         self.eval_prompts: dict[int, int] = {}
-        self.files: list[str] = []
         self.file, self.line, self.offsets = array("I"), array("Q"), array("Q", [0])  # of each row used, as these:
-        self.keys, self.held_out = array("Q"), array("B")
+        self.keys, self.held_out, self.measures = array("Q"), array("B"), array("B")
 
     def run(self, train: list[Path], held_out: list[Path]) -> None:
         """Read everything into the folder; afterwards the three files there are as they will be published."""
@@ -184,16 +339,15 @@ class Build:
         with open(self.folder / REJECTED, "xb") as self.rejected:
             with open(self.folder / ACCEPTED, "xb", CHUNK) as self.accepted, progress:
                 for file, side in [*((file, 1) for file in held_out), *((file, 0) for file in train)]:
-                    self.files.append(file.name if often[file.name] == 1 else str(file))
-                    self.counts.files[self.files[-1]] = 0
+                    self.names.append(file.name if often[file.name] == 1 else str(file))
+                    self.files[self.names[-1]] += 0
                     for row in read_rows(file):
                         self._add(check_row(row, self.settings["columns"], self.settings["repair"]), side)
                         progress.update()
             self._write_splits(self._without_near_duplicates())
 
     def _add(self, row: ChatRow | RowError, side: int) -> None:
-        self.counts.rows += 1
-        self.counts.files[self.files[-1]] += 1
+        self.files[self.names[-1]] += 1
         if isinstance(row, RowError):
             self._reject(row.line, row.raw, row.problems)
             return
@@ -202,44 +356,60 @@ class Build:
             side = int(prompt / 2**64 < self.settings["eval_fraction"])
         stored = {"messages": row.messages, "tools": row.tools} if row.tools else {"messages": row.messages}
         if not side and prompt in self.eval_prompts:
-            seen, todo = (
-                f"asks what {self._place(self.eval_prompts[prompt])} asks",
-                "train on questions eval does not ask",
-            )
-            self._reject(row.line, stored, (Problem("leak", "-", seen, todo),))
+            seen = f"asks what {self._place(self.eval_prompts[prompt])} asks"
+            self._reject(row.line, stored, (Problem("leak", "-", seen, "train on questions eval does not ask"),))
         elif key in self.seen:
-            seen, todo = f"the same as {self._place(self.seen[key])}", "nothing: one copy is kept"
-            self._reject(row.line, stored, (Problem("duplicate", "-", seen, todo),))
+            seen = f"the same as {self._place(self.seen[key])}"
+            self._reject(row.line, stored, (Problem("duplicate", "-", seen, "nothing: one copy is kept"),))
         else:
             if side and not self.split_here:
                 self.eval_prompts[prompt] = len(self.keys)
             self._accept(row, stored, key, side)
 
     def _accept(self, row: ChatRow, stored: dict[str, Any], key: int, side: int) -> None:
+        for warning in row.warnings:
+            if sum(f": {warning.kind} " in text for text in self.first_warnings) < 2:
+                text = f"{self.names[-1]} line {row.line}, {warning.field}: {warning.kind} {warning.seen}"
+                self.first_warnings.append(text.rstrip())
+        if row.warnings or row.trimmed:
+            kinds = {warning.kind for warning in row.warnings}
+            self.kinds[len(self.keys)] = kinds | {"trimmed"} if row.trimmed else kinds
         line = orjson.dumps(stored, option=orjson.OPT_APPEND_NEWLINE)
         self.accepted.write(line)
         self.seen[key] = len(self.keys)
-        self.file.append(len(self.files) - 1)
+        self.file.append(len(self.names) - 1)
         self.line.append(row.line)
         self.keys.append(key)
         self.held_out.append(side)
         self.offsets.append(self.offsets[-1] + len(line))
-        if self.near:
-            self.near.add(row_text(row.messages, row.tools))
-        self.counts.warn(len(self.keys) - 1, row, self.files[-1])
+        asked = " ".join([message["content"] for message in row.messages if message["role"] == "user"])
+        raw = asked.encode()
+        latin, chinese = len(raw.translate(None, NO_LETTERS)), 0
+        if not asked.isascii() and CJK.search(asked):  # a Chinese character weighs as much as three Latin letters
+            chinese = 3 * (len(asked) - len(raw.translate(None, NOT_ASCII)))
+        length = bisect_left(BINS, sum([len(message["content"]) for message in row.messages]))
+        self.measures.append(3 * length + (chinese < latin if chinese or latin else LANGUAGES.index("other")))
 
     def _reject(self, line: int, raw: Any, problems: tuple[Problem, ...], file: str = "") -> None:
-        error = RowError(file or self.files[-1], line, raw, problems)
-        self.counts.reject(error)
-        self.rejected.write(_rejected_line(error))
+        error, kind = RowError(file or self.names[-1], line, raw, problems), problems[0].kind
+        self.reasons[kind] += 1
+        if self.reasons[kind] <= SHOWN:
+            self.first_errors.append(error)
+        entry = {"file": error.file, "line": line, "problems": list(map(vars, problems)), "row": raw}
+        try:
+            text = json.dumps(entry, ensure_ascii=False, default=str, allow_nan=False)
+        except (ValueError, RecursionError):  # too deep, a number of thousands of digits, NaN
+            text = json.dumps(entry | {"row": None}, ensure_ascii=False)
+        # characters UTF-8 cannot hold only occur in rejected rows; as \uXXXX they are still JSON
+        self.rejected.write(f"{text}\n".encode("utf-8", "backslashreplace"))
 
     def _place(self, number: int) -> str:
-        return f"{self.files[self.file[number]]} line {self.line[number]}"
+        return f"{self.names[self.file[number]]} line {self.line[number]}"
 
     def _without_near_duplicates(self) -> np.ndarray:
         """Which rows stay. Held-out rows come first, so that of two alike the training row goes."""
         stays = np.ones(len(self.keys), np.bool_)
-        if self.near is None or not len(stays):
+        if not self.settings["near"] or not len(stays):
             return stays
         order = np.argsort(1 - np.frombuffer(self.held_out, np.int8), kind="stable")
         with open(self.folder / ACCEPTED, "rb") as accepted:
@@ -248,95 +418,86 @@ class Build:
                 accepted.seek(self.offsets[number])
                 return json.loads(accepted.readline())
 
-            repeated = self.near.find(order, lambda number: row_text(**read(number)))
+            texts = (row_text(**orjson.loads(line)) for line in accepted)
+            repeated, self.templated = find_repeated(
+                self.settings["near"], texts, order, lambda number: row_text(**read(number))
+            )
             for number, kept in sorted(repeated.items()):
                 stays[number] = False
-                self.counts.kinds.pop(number, None)
+                self.kinds.pop(number, None)
                 leak = not self.split_here and self.held_out[kept] > self.held_out[number]
                 seen, todo = f"nearly the same as {self._place(kept)}", "nothing: one of them is kept"
                 problem = Problem("near_leak" if leak else "near_duplicate", "-", seen, todo)
-                self._reject(self.line[number], read(number), (problem,), self.files[self.file[number]])
-        self.counts.templated = self.near.templated
+                self._reject(self.line[number], read(number), (problem,), self.names[self.file[number]])
         return stays
 
     def _write_splits(self, stays: np.ndarray) -> None:
         """Keep the given number of training rows (smaller sets lie inside larger ones), and never leave eval empty."""
         keys, held_out = np.frombuffer(self.keys, np.uint64), np.frombuffer(self.held_out, np.bool_).copy()
+        self.tally = np.bincount(np.frombuffer(self.measures, np.uint8)[stays], minlength=len(BIN_NAMES) * 3)
         train = np.flatnonzero(stays & ~held_out)
         train = train[np.argsort(keys[train], kind="stable")]
         self.lent = int(self.split_here and len(train) > 1 and not (stays & held_out).any())
         held_out[train[: self.lent]] = True
-        unused = np.zeros(len(stays), np.bool_)
-        unused[train[self.lent + (self.settings["limit"] or len(train)) :]] = True
+        stays[train[self.lent + (self.settings["limit"] or len(train)) :]] = False
         paths = [self.folder / name for name in (ACCEPTED, TRAIN, EVAL)]
         with open(paths[0], "rb") as rows, open(paths[1], "xb", CHUNK) as first, open(paths[2], "xb", CHUNK) as second:
-            for line, used, left, side in zip(rows, stays.tolist(), unused.tolist(), held_out.tolist(), strict=True):
+            for line, used, side in zip(rows, stays.tolist(), held_out.tolist(), strict=True):
                 if used:
-                    self.counts.measure(orjson.loads(line)["messages"])
-                    if not left:
-                        (second if side else first).write(line)
+                    (second if side else first).write(line)
+
+    def facts(self) -> dict[str, Any]:
+        """The counts, as a card and `data check --json` show them."""
+        warnings = Counter(kind for kinds in self.kinds.values() for kind in kinds)
+        trimmed = warnings.pop("trimmed", 0)
+        warnings |= Counter(templated=self.templated)
+        rows, rejected, tally = self.files.total(), self.reasons.total(), self.tally.reshape(-1, 3)
+        languages = Counter(dict(zip(LANGUAGES, tally.sum(axis=0).tolist(), strict=True)))
+        used = np.flatnonzero(lengths := tally.sum(axis=1))
+        return {
+            "rows": rows, "accepted": rows - rejected, "rejected": rejected, "trimmed": trimmed,
+            "duplicates": sum(self.reasons[kind] for kind in REPEATED), "reasons": dict(self.reasons.most_common()),
+            "warnings": dict(warnings.most_common()), "languages": dict((+languages).most_common()),
+            "characters": {BIN_NAMES[n]: int(lengths[n]) for n in range(used[0], used[-1] + 1)} if len(used) else {},
+        }  # fmt: skip
 
     def publish(self, out: Path, strict: bool = True) -> DataCard:
         """Rejected rows first, card last: a folder with a card is a finished one."""
-        _publish(self.folder / REJECTED, out / REJECTED)
-        found, train, held_out = cards.fingerprint(self.folder)  # what is on disk, not what should be
-        facts = self.counts.facts()
+        found, (train, held_out) = hash_files([self.folder / TRAIN, self.folder / EVAL])  # what is on disk
+        facts = self.facts()
+        broken = strict and 2 * (facts["rejected"] - facts["duplicates"]) > facts["rows"]
+        usable = train and held_out and not broken
+        for name in (REJECTED, EVAL, TRAIN) if usable else (REJECTED,):
+            with open(self.folder / name, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(self.folder / name, out / name)
         if not facts["rows"]:
             raise CourseError("data.no_rows", source=self.settings["source"])
-        if not train or not held_out or (strict and 2 * (facts["rejected"] - facts["duplicates"]) > facts["rows"]):
-            broken = [error for error in self.counts.first_errors if error.problems[0].kind not in REPEATED]
-            first = "\n".join(f"  {cards.describe(cards.entries(error)[0])}" for error in broken[:5])
+        if not usable:
+            errors = [error for error in self.first_errors if error.problems[0].kind not in REPEATED]
+            first = "\n".join(f"  {describe(entries(error)[0])}" for error in (errors or self.first_errors)[:5])
             raise CourseError(
                 "data.unusable", rows=facts["rows"], rejected=facts["rejected"], train=train, eval=held_out,
                 source=self.settings["source"], first=first, out=out,
             )  # fmt: skip
         card = DataCard(
             **self.settings, **facts, train=train, eval=held_out, unused=facts["accepted"] - train - held_out,
-            lent=self.lent, examples=self.counts.first_warnings, fingerprint=found,
+            lent=self.lent, examples=self.first_warnings, fingerprint=found,
         )  # fmt: skip
-        for name in (EVAL, TRAIN):
-            _publish(self.folder / name, out / name)
         write_json(out / CARD, card.model_dump())
         return card
-
-
-def _publish(written: Path, final: Path) -> None:
-    """Move a finished file into place once its bytes are on disk."""
-    with open(written, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(written, final)
-
-
-def _rejected_line(error: RowError) -> bytes:
-    entry = {"file": error.file, "line": error.line, "problems": list(map(vars, error.problems)), "row": error.raw}
-    try:
-        text = json.dumps(entry, ensure_ascii=False, default=str, allow_nan=False)
-    except (ValueError, RecursionError):  # too deep, a number of thousands of digits, NaN
-        text = json.dumps(entry | {"row": None}, ensure_ascii=False)
-    # characters UTF-8 cannot hold only occur in rejected rows; as \uXXXX they are still JSON
-    return f"{text}\n".encode("utf-8", "backslashreplace")
 
 
 def _token_lengths(folder: Path, tokenizer: Any, max_length: int) -> dict[str, int]:
     """Tokens of every accepted row: how many are over the limit, what would be cut, how many stop tokens go with it."""
     from nbutils.chat import filter_by_length
 
-    rows = cards.stored_rows(folder / TRAIN) + cards.stored_rows(folder / EVAL)
+    rows = stored_rows(folder / TRAIN) + stored_rows(folder / EVAL)
     filtered = filter_by_length(tokenizer, rows, 0)
     over = [example for example in filtered.examples if 0 < max_length < len(example.ids)]
-    counts = {"max_length": max_length, "rows": len(rows), "longest": filtered.longest}
-    counts["over"] = len({example.row for example in over})
-    counts["tokens_cut"] = sum(len(example.ids) - max_length for example in over)
-    counts["stop_lost"] = len({example.row for example in over if example.trained.rfind(1) >= max_length})
-    return counts
-
-
-def _tokenizer(model: str) -> Any:
-    """The tokenizer of a model as MODEL names it in the lessons: a course name, a folder, a hub id."""
-    from transformers import AutoTokenizer
-
-    name = models.meant(model, platforms.folders(platforms.detect()).inputs).value
-    try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=not network.hub_online(), trust_remote_code=False)
-    except (OSError, ValueError) as problem:
-        raise CourseError("data.no_tokenizer", model=name, reason=str(problem).partition("\n")[0]) from problem
+    return {
+        "max_length": max_length, "rows": len(rows), "longest": filtered.longest,
+        "over": len({example.row for example in over}),
+        "tokens_cut": sum(len(example.ids) - max_length for example in over),
+        "stop_lost": len({example.row for example in over if example.trained.rfind(1) >= max_length}),
+    }  # fmt: skip

@@ -20,8 +20,7 @@ from typing import Any, BinaryIO, cast
 import orjson
 
 from nbutils import platforms
-from nbutils.data.rows import layout_of
-from nbutils.data.text import GBK, Problem, Row, RowError, decode, excerpt, is_gbk
+from nbutils.data.rows import GBK, Problem, Row, RowError, decode, excerpt, is_gbk, layout_of
 from nbutils.errors import CourseError
 from nbutils.files import SAMPLES
 from nbutils.platforms import network
@@ -30,8 +29,7 @@ TEXT = (".jsonl", ".json", ".csv", ".tsv")
 FORMATS = (*TEXT, ".parquet", ".arrow")
 COMPRESSED = (".gz", ".zst")
 HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(?::(?P<folder>[^:]+))?")
-HEAD = 1 << 16  # bytes at the beginning of a file that decide about its encoding
-CHUNK = 1 << 20
+HEAD, CHUNK = 1 << 16, 1 << 20  # bytes at the beginning of a file that decide about its encoding; read at a time
 LONGEST_LINE = 64 << 20  # bytes; a longer one is no row, and would not fit many a machine's memory
 LARGEST_DOCUMENT = 512 << 20  # bytes of a json file
 LARGEST_VALUE = 16 << 20  # characters in a csv file
@@ -66,13 +64,6 @@ def format_of(path: Path) -> str:
     return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else ""
 
 
-def split_name(path: Path) -> str:
-    """`test` for test.jsonl.gz, test-00000-of-00001.parquet and the my_set-test.arrow of a hub dataset."""
-    name = path.name.lower().partition(".")[0]
-    name = re.sub(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?$", "", name)
-    return name.rpartition("-")[2] if format_of(path) == ".arrow" else name
-
-
 def bundled(name: str) -> Path | None:
     """The folder of a dataset that comes with the course, if this is its name and no file of the learner's."""
     named = re.fullmatch(r"\w+", name) and not Path(name).exists() and (SAMPLES / name / "train.jsonl").is_file()
@@ -86,7 +77,16 @@ def find_files(source: str) -> list[Path]:
         path = platforms.find_input(platforms.folders(platforms.detect()).inputs, source) or path
     name = HUB_NAME.fullmatch(source)
     if name and not path.exists() and not path.parent.exists() and not format_of(Path(name["repo"])):
-        return _load_dataset(name["repo"], name["folder"])
+        import datasets
+
+        datasets.config.HF_ENDPOINT = os.environ.get("HF_ENDPOINT") or network.HUB  # the mirror as it is now
+        datasets.config.HF_HUB_OFFLINE = not network.hub_online()
+        try:
+            loaded = datasets.load_dataset(name["repo"], data_dir=name["folder"])
+            return [Path(file["filename"]) for rows in loaded.values() for file in rows.cache_files]
+        except Exception as problem:  # the errors are of several libraries, by version
+            reason = f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
+            raise CourseError("data.dataset_unavailable", repo=name["repo"], reason=reason) from problem
     if not path.exists():
         raise CourseError("data.no_data_file", path=path.absolute(), reason="does not exist")
     files = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -96,27 +96,13 @@ def find_files(source: str) -> list[Path]:
     return found
 
 
-def _load_dataset(repo: str, folder: str | None) -> list[Path]:
-    """The files in which `datasets` keeps the rows of a hub dataset, downloaded once."""
-    import datasets
-
-    datasets.config.HF_ENDPOINT = os.environ.get("HF_ENDPOINT") or network.HUB  # the mirror as it is now
-    datasets.config.HF_HUB_OFFLINE = not network.hub_online()
-    try:
-        loaded = datasets.load_dataset(repo, data_dir=folder)
-        return [Path(file["filename"]) for rows in loaded.values() for file in rows.cache_files]
-    except Exception as problem:  # the errors are of several libraries, by version
-        reason = f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
-        raise CourseError("data.dataset_unavailable", repo=repo, reason=reason) from problem
-
-
 def _open(path: Path) -> BinaryIO:
     """The bytes of a file, decompressed as they are read, without a byte order mark."""
     if path.suffix.lower() == ".zst":
         import pyarrow
 
         raw = cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), HEAD))
-    else:
+    else:  # pyarrow would lose the first rows of a .gz that is cut short
         packed = path.suffix.lower() == ".gz"
         raw = cast(BinaryIO, gzip.open(path, "rb")) if packed else open(path, "rb", CHUNK)  # noqa: SIM115
     if raw.peek(3)[:3] == codecs.BOM_UTF8:  # type: ignore[attr-defined]
@@ -212,14 +198,11 @@ def _arrow(file: Path) -> Iterator[Row]:
     import pyarrow.ipc
     import pyarrow.parquet
 
-    number = 0
     with _open(file) as raw, tempfile.TemporaryFile() as unpacked:
         if file.suffix.lower() in COMPRESSED:
             shutil.copyfileobj(raw, unpacked, CHUNK)
             raw = cast(BinaryIO, unpacked)
         arrow = format_of(file) == ".arrow"
         batches = pyarrow.ipc.open_stream(raw) if arrow else pyarrow.parquet.ParquetFile(raw).iter_batches(PARQUET_ROWS)
-        for batch in batches:
-            for row in batch.to_pylist():
-                number += 1
-                yield Row(file.name, number, row)
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+            yield Row(file.name, number, row)

@@ -1,17 +1,18 @@
-"""Rows of any known shape as `{"messages": [{"role", "content"}, ...]}`, and the rules they have to pass."""
+"""Rows of any known shape as `{"messages": [{"role", "content"}, ...]}`, and the rules they and their texts pass."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import orjson
 
-from nbutils.data.text import Problem, Problems, Row, RowError, examine, short
 from nbutils.errors import CourseError
+from nbutils.masking import KEY
 
 LISTS = ("messages", "conversations", "conversation")
 PAIRS = [  # question, answer, and an optional second part of the question
@@ -44,8 +45,78 @@ NOT_TEXT = "this course trains plain text: leave it empty"
 AS_TEXT = "write it as text, in quotes"
 ORDER = "system first if at all, then user and assistant in turn; tool turns only after an assistant that calls tools"
 FOLLOWS = {"": ("user",), "user": ("assistant",), "assistant": ("user",), "tool": ("assistant", "tool")}
-_BLANK_LINES = re.compile(r"(?:[^\S\n]*\n)*")
+_BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 Parts = dict[str, tuple[str, ...]]  # the columns of each part of a row
+
+GBK = "GB18030"
+_PAIR = re.compile(rb"[\x81-\xfe][\x40-\xfe]")
+_COMMON_PAIR = re.compile(rb"[\xa1-\xa3\xb0-\xd7][\xa1-\xfe]")  # punctuation and the 3,755 most frequent characters
+# what no repair brings back: replaced characters, and the Chinese comma and full stop of UTF-8 read as GBK
+LOST = re.compile("\ufffd|锟斤拷|锛[屼屽屾岀岃岄]|銆[備傚傛傜傝傞]")
+_LATIN = re.compile("[\xc2-\xf4][^\x00-\x7f]")  # every character of UTF-8 that was read as Latin-1 begins like this
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+MARKERS = re.compile(
+    r"<[|｜][A-Za-z][\w▁ ]{1,40}[|｜]>|\[/?INST\]|<</?SYS>>|\[gMASK\]|<(?:[se]op|unk|pad)>"
+    r"|<(?:start|end)_of_turn>|\[/?AVAILABLE_TOOLS\]|^\s*<(?:s|bos)>|</s>\s*$|<eos>\s*$"
+)
+INVISIBLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+_GAP = r"[ .\-\xa0\u2002-\u200a\u2010-\u2015\u202f\u3000]"  # between groups of digits
+PHONE = re.compile(
+    rf"(?<![0-9])(?<![0-9]\.)(?:(?:(?:\+|00)?86{_GAP}?)?1[3-9][0-9]({_GAP}?)[0-9]{{4}}\1[0-9]{{4}}"
+    rf"|(?:0(?:10|2[0-9]){_GAP}[2-8][0-9]{{7}}|0[3-9][0-9]{{2}}{_GAP}[2-8][0-9]{{6,7}}))(?![0-9])"
+)
+ID_NUMBER = re.compile(  # district, day of birth, serial; a mistyped one is as private, so the checksum does not count
+    rf"(?<![0-9])[1-8][0-9]{{5}}{_GAP}?(?:19|20)[0-9]{{2}}{_GAP}?(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01]){_GAP}?"
+    r"[0-9]{3}[0-9Xx](?![0-9])"
+)
+EMAIL = re.compile(r"(?<![\w.+-])[\w.%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}(?![\w-])", re.ASCII)
+_WIDE = {ord("０") + digit: str(digit) for digit in range(10)} | {ord("Ｘ"): "X", ord("＠"): "@", ord("－"): "-"}
+
+# Cheap tests on the UTF-8 bytes of a text: few texts have as many digits in all, or as long a word, as private data.
+_NOT_DIGITS = bytes(set(range(256)) - set(b"0123456789"))
+_IN_KEYS = bytes(120 if chr(code).isalnum() or code in b"_=.~+/:?&-" else 32 for code in range(128)) + b" " * 128
+_KEY_LENGTH = b"x" * 15
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a row, or worth a warning: its kind, the field, what was seen there, what to do."""
+
+    kind: str
+    field: str
+    seen: str
+    todo: str
+
+    def __post_init__(self) -> None:
+        for name in ("field", "seen", "todo"):
+            object.__setattr__(self, name, shown(getattr(self, name)))
+
+
+class Problems(list[Problem]):
+    """What is wrong with a row."""
+
+    def add(self, *problem: str) -> None:
+        """One more: kind, field, what was seen, what to do."""
+        self.append(Problem(*problem))
+
+
+class Row(NamedTuple):
+    """A row as the file has it; `encoding` is named where its text had to be converted."""
+
+    file: str
+    line: int
+    raw: Any
+    encoding: str = ""
+
+
+class RowError(NamedTuple):
+    """A row that cannot be used, with every reason found."""
+
+    file: str
+    line: int
+    raw: Any
+    problems: tuple[Problem, ...]
 
 
 class ChatRow(NamedTuple):
@@ -66,7 +137,11 @@ class Turn(NamedTuple):
     role: str
     content: Any
     extras: dict[str, Any] = {}  # noqa: RUF012 (never changed: a turn without extras shares this one)
-    calls: bool = False
+
+    @property
+    def name(self) -> str:
+        """The place of the turn in its row."""
+        return self.field.removesuffix(".content").removesuffix(".value")
 
 
 def parse_mapping(text: str) -> Parts:
@@ -86,31 +161,24 @@ def parse_mapping(text: str) -> Parts:
 @lru_cache(maxsize=1024)
 def layout_of(columns: tuple[str, ...], mapping: str = "") -> Parts | Problem:
     """Which columns hold which part; decided once for all rows that have the same columns."""
-    known = {_normalized(name): name for name in reversed(columns)}
+    known, shown = {_normalized(name): name for name in reversed(columns)}, ", ".join(columns)
     named = parse_mapping(mapping)
     if absent := [name for names in named.values() for name in names if _normalized(name) not in known]:
-        return Problem("missing_field", ", ".join(absent), f"only {', '.join(columns)}", NAME_COLUMNS)
+        return Problem("missing_field", ", ".join(absent), f"only {shown}", NAME_COLUMNS)
     named = {part: tuple(known[_normalized(name)] for name in names) for part, names in named.items()}
-    found = {} if "user" in named or "messages" in named else _recognized(known, ", ".join(columns))
-    return found if isinstance(found, Problem) else found | named
-
-
-def _normalized(name: object) -> str:
-    return str(name).strip().strip("\ufeff").strip().lower().replace(" ", "_")
-
-
-def _recognized(known: dict[str, str], columns: str) -> Parts | Problem:
+    if "user" in named or "messages" in named:
+        return named
     lists = [name for name in LISTS if name in known]
     fits = {frozenset(known.keys() & set(pair)): pair for pair in reversed(PAIRS) if set(pair[:2]) <= known.keys()}
     pairs = [pair for used, pair in reversed(fits.items()) if not any(used < other for other in fits)]
     if len(lists) + len(pairs) > 1:
         seen = f"fits {', '.join([*lists, *map('/'.join, pairs)])}"
-        return Problem("ambiguous_columns", columns, seen, NAME_COLUMNS)
+        return Problem("ambiguous_columns", shown, seen, NAME_COLUMNS)
     if not lists and not pairs:
         halves = [half for pair in PAIRS for half in (pair[:2], pair[1::-1]) if half[0] in known and len(half[0]) > 1]
         if halves:
-            return Problem("missing_field", halves[0][1], f"only {columns}", f"add the column, or {NAME_COLUMNS}")
-        return Problem("unknown_columns", "-", columns or "no columns", NAME_COLUMNS)
+            return Problem("missing_field", halves[0][1], f"only {shown}", f"add the column, or {NAME_COLUMNS}")
+        return Problem("unknown_columns", "-", shown or "no columns", NAME_COLUMNS)
     parts = {part: tuple(known[name] for name in names if name in known)[:1] for part, names in OPTIONAL.items()}
     parts["media"] = tuple(known[name] for name in MEDIA if name in known)
     if lists:
@@ -119,7 +187,11 @@ def _recognized(known: dict[str, str], columns: str) -> Parts | Problem:
         question, answer, extra = pairs[0]
         parts["user"] = tuple(known[name] for name in (question, extra) if name in known)
         parts["assistant"] = (known[answer],)
-    return {part: names for part, names in parts.items() if names}
+    return {part: names for part, names in parts.items() if names} | named
+
+
+def _normalized(name: object) -> str:
+    return str(name).strip().strip("\ufeff").strip().lower().replace(" ", "_")
 
 
 def check_row(row: Row | RowError, mapping: str = "", repair: bool = True) -> ChatRow | RowError:
@@ -128,23 +200,36 @@ def check_row(row: Row | RowError, mapping: str = "", repair: bool = True) -> Ch
         return row
     problems, warnings = Problems(), Problems()
     turns, tools = _turns(row.raw, mapping, problems)
-    messages = [_message(turn, repair, problems, warnings) for turn in turns]
+    messages, trimmed = [], False
     for turn in turns:
-        if turn.extras:
-            _check_json(_turn_name(turn), turn.extras, problems, warnings)
-    if tools:
-        _check_json("tools", tools, problems, warnings)
+        text = turn.content
+        if isinstance(text, str) and text and not text.isspace():
+            text = examine(turn.field, text, repair, problems, warnings)
+            if text[0].isspace() or text[-1].isspace() or "\r" in text:  # would melt into the template's line breaks
+                text = _BLANK_LINES.sub("", text.replace("\r\n", "\n").rstrip(), count=1)
+        else:
+            if text is not None and not isinstance(text, str):
+                problems.add("wrong_type", turn.field, short(text), AS_TEXT)
+            elif "tool_calls" not in turn.extras:  # an assistant that calls tools need not say anything
+                problems.add("empty", turn.field, short(text), "write the text, or remove the row")
+            text = ""
+        trimmed |= bool(turn.content) and text != turn.content
+        messages.append({"role": turn.role, "content": text, **turn.extras})
+    parts = [(turn.name, turn.extras) for turn in turns if turn.extras] + ([("tools", tools)] if tools else [])
+    for field, value in parts:  # calls and tools must be JSON; the rules of a text hold, and nothing is repaired
+        try:
+            text = orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_DATETIME).decode()
+            json.dumps(value, allow_nan=False)  # orjson writes null for NaN
+            examine(field, text, False, problems, warnings)
+        except (TypeError, ValueError) as problem:
+            problems.add("wrong_type", field, str(problem), "plain JSON: UTF-8, numbers of 64 bits, no NaN, no dates")
     if not problems:
         _check_order(turns, problems)
     if problems:
         return RowError(row.file, row.line, row.raw, tuple(problems))
-    changed = any(
-        [turn.content != message["content"] for turn, message in zip(turns, messages, strict=True) if turn.content]
-    )
-    trimmed = changed and all(warning.kind != "mojibake" for warning in warnings)
+    trimmed = trimmed and all(warning.kind != "mojibake" for warning in warnings)
     if row.encoding:
-        todo = "nothing: it was converted; look whether it reads well"
-        warnings.add("encoding", "-", f"written in {row.encoding}", todo)
+        warnings.add("encoding", "-", f"written in {row.encoding}", "it was converted: look whether it reads well")
     return ChatRow(row.file, row.line, messages, tools, trimmed, tuple(warnings))
 
 
@@ -228,13 +313,12 @@ def _from_history(column: str, value: Any, problems: Problems) -> list[Turn]:
 
 def _from_messages(column: str, value: Any, problems: Problems) -> list[Turn]:
     before, value = len(problems), _from_json(column, value, problems)
-    if not isinstance(value, list):
-        if len(problems) == before:
-            problems.add("wrong_type", column, short(value), 'a list: [{"role": "user", "content": "..."}, ...]')
-        return []
-    if not value:
+    if not isinstance(value, list) and len(problems) == before:
+        problems.add("wrong_type", column, short(value), 'a list: [{"role": "user", "content": "..."}, ...]')
+    elif value == []:
         problems.add("empty", column, "[]", "give at least one question and one answer")
-    turns = [_from_message(f"{column}[{index}]", message, problems) for index, message in enumerate(value)]
+    messages = enumerate(value) if isinstance(value, list) else ()
+    turns = [_from_message(f"{column}[{index}]", message, problems) for index, message in messages]
     return [turn for turn in turns if turn is not None]
 
 
@@ -244,33 +328,28 @@ def _from_message(field: str, message: Any, problems: Problems) -> Turn | None:
         return None
     role_key, text_key = ("from", "value") if "from" in message and not message.get("role") else ("role", "content")
     calls_key = next((name for name in ("tool_calls", *CALLS) if message.get(name)), "")
-    absent = [key for key in (role_key, text_key) if key not in message and not (key == text_key and calls_key)]
-    for key in absent:
-        problems.add("missing_field", f"{field}.{key}", f"only {', '.join(message)}", f"add {key!r}")
+    if absent := [key for key in (role_key, text_key) if key not in message and not (key == text_key and calls_key)]:
+        for key in absent:
+            problems.add("missing_field", f"{field}.{key}", f"only {', '.join(message)}", f"add {key!r}")
+        return None
     name = str(message.get(role_key)).strip().lower()
-    role = ALIASES.get(name, name)
-    if not absent and role not in ROLES:
+    if (role := ALIASES.get(name, name)) not in ROLES:
         todo = f"use one of: {', '.join(ROLES)} (or human, gpt, function_call, observation)"
         problems.add("unknown_role", f"{field}.{role_key}", short(message[role_key]), todo)
-    if absent or role not in ROLES:
         return None
-    place, content = f"{field}.{text_key}", _joined_parts(message.get(text_key))
+    place, content = f"{field}.{text_key}", message.get(text_key)
+    if isinstance(content, list):  # of parts, [{"type": "text", "text": "..."}]; one with an image stays as it is
+        texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        content = "\n".join(texts) if texts and len(texts) == len(content) else content
     if name in CALLS:  # ShareGPT: the text of the turn is the call
-        return Turn(place, role, None, _tool_calls(place, content, problems), True)
+        return Turn(place, role, None, _tool_calls(place, content, problems))
     if role == "assistant":
         reasoning = message.get("reasoning_content")
         content = _with_reasoning(f"{field}.reasoning_content", content, reasoning, problems, bool(calls_key))
         calls = _tool_calls(f"{field}.{calls_key}", message[calls_key], problems) if calls_key else {}
-        return Turn(place, role, content, calls, bool(calls_key))
+        return Turn(place, role, content, calls)
     names = [key for key in ("name", "tool_call_id") if message.get(key)] if role == "tool" else []
     return Turn(place, role, content, {key: str(message[key]) for key in names})
-
-
-def _joined_parts(content: Any) -> Any:
-    """The text of content in parts, [{"type": "text", "text": "..."}]; anything else, an image too, stays as it is."""
-    parts = content if isinstance(content, list) else []
-    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
-    return "\n".join(texts) if texts and len(texts) == len(parts) else content
 
 
 def _from_json(field: str, value: Any, problems: Problems) -> Any:
@@ -309,53 +388,129 @@ def _functions(field: str, value: Any, problems: Problems) -> Iterator[tuple[str
             problems.add("wrong_type", f"{field}[{index}]", short(entry), todo)
 
 
-def _message(turn: Turn, repair: bool, problems: Problems, warnings: Problems) -> dict[str, Any]:
-    text = turn.content
-    if isinstance(text, str) and text and not text.isspace():
-        text = _trimmed(examine(turn.field, text, repair, problems, warnings))
-        return {"role": turn.role, "content": text, **turn.extras}
-    if text is not None and not isinstance(text, str):
-        problems.add("wrong_type", turn.field, short(text), AS_TEXT)
-    elif not turn.calls:  # an assistant that calls tools need not say anything
-        problems.add("empty", turn.field, short(text), "write the text, or remove the row")
-    return {"role": turn.role, "content": "", **turn.extras}
-
-
-def _trimmed(text: str) -> str:
-    """The text without blank lines at its edges, which would melt into the template's own line breaks."""
-    if not text[0].isspace() and not text[-1].isspace() and "\r" not in text:
-        return text
-    text = text.replace("\r\n", "\n").rstrip()
-    return text[_BLANK_LINES.match(text).end() :]  # type: ignore[union-attr]
-
-
-def _check_json(field: str, value: Any, problems: Problems, warnings: Problems) -> None:
-    """The rules of a text for the calls and tools of a row, which must be JSON; nothing in them is repaired."""
-    try:
-        text = orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_DATETIME).decode()
-        json.dumps(value, allow_nan=False)  # orjson writes null for NaN
-    except (TypeError, ValueError) as problem:
-        problems.add("wrong_type", field, str(problem), "plain JSON: UTF-8, numbers of 64 bits, no NaN, no dates")
-        return
-    examine(field, text, False, problems, warnings)
-
-
 def _check_order(turns: list[Turn], problems: Problems) -> None:
     """system once and first, then user and assistant in turn, tools where they were called, the assistant last."""
     talk = turns[1:] if turns and turns[0].role == "system" else turns
     if all([turn.role != "assistant" for turn in talk]):
-        field = _turn_name(turns[-1]) if turns else "-"
+        field = turns[-1].name if turns else "-"
         problems.add("no_assistant", field, ", ".join(turn.role for turn in turns), "add the answer to learn")
         return
     expected = FOLLOWS[""]
     for turn in talk:
         if turn.role not in expected:
-            problems.add("role_order", _turn_name(turn), f"{turn.role}, expected {' or '.join(expected)}", ORDER)
+            problems.add("role_order", turn.name, f"{turn.role}, expected {' or '.join(expected)}", ORDER)
             return
-        expected = ("tool",) if turn.calls else FOLLOWS[turn.role]
+        expected = ("tool",) if "tool_calls" in turn.extras else FOLLOWS[turn.role]
     if talk[-1].role != "assistant":
-        problems.add("role_order", _turn_name(talk[-1]), f"{talk[-1].role} at the end", "add the answer, or cut it")
+        problems.add("role_order", talk[-1].name, f"{talk[-1].role} at the end", "add the answer, or cut it")
 
 
-def _turn_name(turn: Turn) -> str:
-    return turn.field.removesuffix(".content").removesuffix(".value")
+def is_gbk(head: bytes) -> bool:
+    """Whether a text that begins like this is Chinese in GBK: no UTF-8, and most pairs of bytes frequent characters."""
+    try:
+        head[: head.rfind(b"\n") + 1 or None].decode()
+        return False
+    except UnicodeDecodeError:
+        pairs = _PAIR.findall(head)
+        return sum(1 for pair in pairs if _COMMON_PAIR.match(pair)) >= 0.6 * len(pairs) > 0
+
+
+def decode(line: bytes, gbk: bool) -> tuple[str, str]:
+    """The text, and the encoding it was converted from; bytes that fit none become U+DCxx, which no row may hold."""
+    try:
+        return line.decode(), ""
+    except UnicodeDecodeError:
+        return line.decode(GBK if gbk else "utf-8", "surrogateescape"), GBK if gbk else ""
+
+
+def mask(text: str) -> str:
+    """The text with private data made unreadable: 138****5678, a***@b.cn, sk-****."""
+    parts, end = [], 0
+    for kind, start, stop in find_private(text):
+        parts += [text[end:start], _masked(kind, text[start:stop])]
+        end = stop
+    return "".join([*parts, text[end:]])
+
+
+def shown(text: str) -> str:
+    """The text as it may stand on a screen: private data masked, control characters spelled out."""
+    return mask(INVISIBLE.sub(lambda found: ascii(found[0])[1:-1], text))
+
+
+def short(value: Any) -> str:
+    """What was seen, with its type, on one short line, private data masked."""
+    try:
+        text = json.dumps(value[:400] if isinstance(value, str) else value, ensure_ascii=False, default=str)[:400]
+    except (ValueError, RecursionError):
+        text = "nested too deeply, or a number of too many digits"
+    text = mask(text)
+    return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
+
+
+def excerpt(text: str, at: int, width: int = 20) -> str:
+    """What stands around a place, private data starred out before it is cut."""
+    begin = max(0, at - 2000)
+    part = text[begin : at + 2000]
+    for _, start, stop in find_private(part):
+        part = part[:start] + "*" * (stop - start) + part[stop:]
+    return part[max(0, at - begin - width) : at - begin + width]
+
+
+def examine(field: str, text: str, repair: bool, problems: Problems, warnings: Problems) -> str:
+    """The text of a field, repaired where that is wanted and certain; what is wrong with it goes to the two lists."""
+    fixed = text
+    if not text.isascii() and _LATIN.search(text):  # UTF-8 that was perhaps read as Latin-1 or Windows-1252
+        from ftfy import TextFixerConfig, fix_encoding
+
+        # runs inside of otherwise correct text are left alone: « café » looks broken byte by byte
+        fixed = fix_encoding(text, TextFixerConfig(fix_c1_controls=False, decode_inconsistent_utf8=False))
+    if fixed != text:
+        seen = f"{mask(text)[:20]!r} for {mask(fixed)[:20]!r}"
+        todo = "nothing: it was repaired" if repair else "UTF-8 was read as another encoding: read the source as UTF-8"
+        (warnings if repair else problems).add("mojibake", field, seen, todo)
+        text = fixed if repair else text
+    if not text.isascii() and (lost := LOST.search(text)):
+        todo = "the characters are lost: save the source again in the right encoding (GBK is not UTF-8)"
+        problems.add("mojibake", field, f"{lost[0]} at {lost.start() + 1}", todo)
+    if ("<" in text or "[" in text) and (found := MARKERS.search(text)):
+        todo = "remove it: the chat template adds these markers itself"
+        problems.add("template_marker", field, found[0].strip(), todo)
+    if found := CONTROL.search(text):
+        byte = 0xDC80 <= ord(found[0]) <= 0xDCFF  # one that `decode` could not read
+        todo = "not UTF-8 and not GBK: save the file again as UTF-8" if byte else "remove the invisible character"
+        seen = f"{found[0]!a} at {found.start() + 1}"
+        problems.add("encoding" if byte else "control_character", field, seen, todo)
+    for kind, start, stop in find_private(text):
+        warnings.add(kind, field, _masked(kind, text[start:stop]), "decide whether the model may learn it")
+    return text
+
+
+def find_private(text: str) -> Iterator[tuple[str, int, int]]:
+    """Kind, start and end of each phone or identity number, e-mail address and key, in the order of the text."""
+    if not text.isascii() and ("０" in text or "１" in text or "＠" in text):
+        text = text.translate(_WIDE)  # the digits of Chinese keyboards; no place changes
+    raw = text.encode("utf-8", "surrogatepass")
+    found = []
+    if _KEY_LENGTH in raw.translate(_IN_KEYS) or b"-----BEGIN" in raw:
+        found += [("key", *match.span()) for match in KEY.finditer(text)]
+    if b"@" in raw:
+        found += [("email", *match.span()) for match in EMAIL.finditer(text)]
+    if len(raw.translate(None, _NOT_DIGITS)) >= 10:
+        found += [("id_number", *match.span()) for match in ID_NUMBER.finditer(text)]
+        found += [("phone", *match.span()) for match in PHONE.finditer(text)]
+    end = 0
+    for kind, start, stop in sorted(found, key=lambda span: span[1:]):
+        if start >= end:
+            yield kind, start, stop
+            end = stop
+
+
+def _masked(kind: str, span: str) -> str:
+    if kind == "phone":
+        return f"{span[: -8 if span[-5].isdigit() else -10].rstrip(' -')}****{span[-4:]}"
+    if kind == "id_number":
+        return f"{span[:3]}****{span[-2:]}"
+    if kind == "email":
+        return f"{span[0]}***@{span.translate(_WIDE).partition('@')[2]}"
+    head = re.match(r"(?i:wandb)|sk-|hf_|gh._|github_pat_|-----BEGIN|....", span)
+    return f"{head[0] if head else ''}****"

@@ -23,7 +23,6 @@ from nbutils.masking import without_secrets
 
 MARKER = "ready.json"  # written last: the environment is complete
 OWNER = "begun.json"  # written first, never removed: this course made the folder
-LOG = "build.log"
 UV_CACHE = "uv-cache"
 KERNEL_ONLY = (
     "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV", "MPLBACKEND", "FORCE_COLOR",
@@ -90,46 +89,37 @@ def place(prefix: str, name: str) -> Path:
 
 
 def variables(prefix: str = "", extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables of a process in such an environment: nothing that belongs to this kernel only, and no secret.
-
-    <prefix>_PYTHONPATH names folders of packages, for an interpreter that finds its libraries there.
-    """
+    """The variables of a process in such an environment: no secret, nothing of this kernel but <prefix>_PYTHONPATH."""
     kept = {name: value for name, value in without_secrets(os.environ).items() if name not in KERNEL_ONLY}
     search = os.environ.get(f"{prefix}_PYTHONPATH") if prefix else None
     return kept | ({"PYTHONPATH": search} if search else {}) | dict(extra or {})
 
 
 def _build(recipe: Recipe, folder: Path) -> None:
-    """Build an environment, whose marker is written last."""
-    _clear(recipe, folder)
-    disk.require_disk(folder, recipe.needs_gib, f"the {recipe.name} environment")
-    print(f"Building the {recipe.name} environment in {folder} (once).", flush=True)
-    files.make_folder(folder, f"the {recipe.name} environment")
+    """Empty a folder that this course made for this recipe, any other is refused; the marker is written last."""
+    title = f"the {recipe.name} environment"
+    if folder.exists() and any(folder.iterdir()):
+        if (owner := _read(folder / OWNER).get("name")) != recipe.name:
+            about = {"name": recipe.name, "prefix": recipe.prefix, "owner": owner or "nothing of this course"}
+            raise CourseError("environments.not_ours", folder=folder, **about)
+        (folder / MARKER).unlink(missing_ok=True)
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != OWNER:
+                entry.unlink()
+    disk.require_disk(folder, recipe.needs_gib, title)
+    print(f"Building {title} in {folder} (once).", flush=True)
+    files.make_folder(folder, title)
     files.write_json(folder / OWNER, {"name": recipe.name})
     versions = _install(recipe, folder)
     files.write_json(folder / MARKER, recipe.described | {"versions": versions})
-    installed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    print(f"The {recipe.name} environment is ready: {installed}", flush=True)
-
-
-def _clear(recipe: Recipe, folder: Path) -> None:
-    """Empty a folder that this course made for this recipe; any other that is not empty is refused."""
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    if (owner := _read(folder / OWNER).get("name")) != recipe.name:
-        about = {"name": recipe.name, "prefix": recipe.prefix, "owner": owner or "nothing of this course"}
-        raise CourseError("environments.not_ours", folder=folder, **about)
-    (folder / MARKER).unlink(missing_ok=True)
-    for entry in folder.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.name != OWNER:
-            entry.unlink()
+    print(f"It is ready: {', '.join(f'{name} {version}' for name, version in versions.items())}", flush=True)
 
 
 def _install(recipe: Recipe, folder: Path) -> dict[str, str]:
     """Make the environment, install every step, and import what matters; the versions that the probe prints."""
-    python, log, env = folder / "bin" / "python", folder / LOG, variables() | installer.uv_variables()
+    python, log, env = folder / "bin" / "python", folder / "build.log", variables() | installer.uv_variables()
     cache = disk.nearest(Path(os.environ.get("UV_CACHE_DIR", Path.home() / ".cache/uv")))
     if cache.stat().st_dev != folder.stat().st_dev:  # on another disk it would double what is written
         env["UV_CACHE_DIR"] = str(folder / UV_CACHE)

@@ -17,13 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 
 UV_NAMES = {  # pip's settings -> the variables uv reads; uv itself ignores pip's files and variables
-    "index-url": "UV_DEFAULT_INDEX",
-    "extra-index-url": "UV_INDEX",
-    "find-links": "UV_FIND_LINKS",
-    "trusted-host": "UV_INSECURE_HOST",
-    "no-index": "UV_OFFLINE",
-    "cert": "SSL_CERT_FILE",
-}
+    "index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS",
+    "trusted-host": "UV_INSECURE_HOST", "no-index": "UV_OFFLINE", "cert": "SSL_CERT_FILE",
+}  # fmt: skip
 
 
 @lru_cache(maxsize=1)
@@ -38,9 +34,9 @@ def find_uv() -> str | None:
 
 def new_environment(folder: Path) -> list[str]:
     """The command that makes an empty environment."""
-    uv = find_uv()
-    make = [uv, "venv", "--allow-existing", "--python", sys.executable] if uv else []
-    return [*(make or [sys.executable, "-m", "venv", "--without-pip"]), str(folder)]
+    if uv := find_uv():
+        return [uv, "venv", "--allow-existing", "--python", sys.executable, str(folder)]
+    return [sys.executable, "-m", "venv", "--without-pip", str(folder)]
 
 
 def change(python: Path | str, action: str, *words: str) -> list[str]:
@@ -57,20 +53,15 @@ def uv_variables() -> dict[str, str]:
     Without a GPU driver, and with no other source configured, torch comes from its CPU index.
     """
     found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # all indexes are equal, as for pip
-    for name, value in _pip_settings().items():
-        if name in UV_NAMES:
-            found[UV_NAMES[name]] = ("," if name == "find-links" else " ").join(value.split())
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    for place in ("global", "install", ":env:"):  # the last one wins
+        for name, value in re.findall(rf"^{place}\.([\w-]+)=('.*'|\".*\")$", listed, re.MULTILINE):
+            if name in UV_NAMES:
+                words = str(ast.literal_eval(value)).split()
+                found[UV_NAMES[name]] = ("," if name == "find-links" else " ").join(words)
     if not {"UV_FIND_LINKS", "UV_INDEX"} & {*found, *os.environ} and not shutil.which("nvidia-smi"):
         found["UV_TORCH_BACKEND"] = "cpu"
     return {name: os.environ.get(name, value) for name, value in found.items()}
-
-
-def _pip_settings() -> dict[str, str]:
-    """What pip's files and variables say; the variables come last and win."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
-    lines = re.findall(r"^(global|install|:env:)\.([\w-]+)=('.*'|\".*\")$", listed, re.MULTILINE)
-    order = ("global", "install", ":env:")
-    return {name: str(ast.literal_eval(value)) for _, name, value in sorted(lines, key=lambda one: order.index(one[0]))}
 
 
 if __name__ == "__main__":

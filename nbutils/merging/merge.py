@@ -1,7 +1,7 @@
 """`merge_adapter`: an adapter merged into its base, streamed from disk to disk, shard by shard.
 
-Workers compute blocks of rows, and the main thread writes them in order. A shard takes its
-name when it is on disk, so an interrupted merge continues with the next one.
+Every weight gets a plan; what cannot be merged exactly is refused before anything is written. Workers compute blocks of
+rows, the main thread writes them. A shard takes its name when it is on disk: an interrupted merge goes on from there.
 """
 
 from __future__ import annotations
@@ -10,27 +10,24 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbutils import disk, files, platforms
+from nbutils import disk, files, platforms, record
 from nbutils.errors import CourseError
 from nbutils.merging import folder as model_folder
-from nbutils.merging.adapters import FOUR_BIT, Apply, WeightPlan, plan_weights, quantized_weights, round_trip
-from nbutils.merging.folder import ModelFolder, open_adapter, open_base
-from nbutils.merging.safetensors_io import CODES, FLOATS, MIN_ROWS, StoredTensor, make_header, split_rows
+from nbutils.merging.folder import FLOATS, MIN_ROWS, ModelFolder, StoredTensor, open_adapter, open_base, split_rows
 
 if TYPE_CHECKING:
     import torch
-
-    from nbutils.lesson import Lesson
 
 ALLOWED = {
     "dtype": ("auto", "float32", "float16", "bfloat16"), "onto": ("full", "dequantized"), "device": ("cpu", "cuda"),
@@ -38,7 +35,22 @@ ALLOWED = {
 JOURNAL = "journal.json"
 MAX_WORKERS = 8
 TOLERANCE = 1.01  # units in the last place in which a proof may differ: another CPU adds in another order
-Shards = Mapping[str, Mapping[str, WeightPlan]]  # file name -> weight name -> plan
+SPARE = 1.02  # of the weights' size on disk
+# How lesson 03 loads the base in 4 bits; `dtype` is the one it is loaded in, None: the base's own.
+FOUR_BIT: dict[str, Any] = {"quant_type": "nf4", "double_quant": True, "dtype": None}
+HEAD = "lm_head.weight"
+PARTS = re.compile(  # `base_layer`: PEFT also saves the untouched output layer beside a LoRA on it
+    r"(.+?)\.(?:(lora_[AB])\.weight|(lora_magnitude_vector)(?:\.weight)?|(?:base_layer\.)?(weight|bias))"
+)
+# Settings that make an adapter more than W + scale * B @ A.
+UNSUPPORTED = (
+    "arrow_config", "use_bdlora", "alora_invocation_tokens", "velora_config", "monteclora_config", "kasa_config",
+    "use_qalora", "lora_bias", "layer_replication", "target_parameters", "megatron_config", "trainable_token_indices",
+    "fan_in_fan_out", "rank_pattern", "alpha_pattern",
+)  # fmt: skip
+BASE_KEEPING_INITS = ("gaussian", "eva", "orthogonal", "mica")  # PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA change the base
+# weight so far, weight of the base, first row, last row -> weight with the update
+Apply = Callable[["torch.Tensor", "torch.Tensor", int, int], "torch.Tensor"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +96,8 @@ def merge_adapter(
     for parameter, value in {"dtype": dtype, "onto": onto, "device": device}.items():
         if value not in (allowed := ALLOWED[parameter]):
             raise CourseError("merging.unknown_value", parameter=parameter, value=value, allowed=", ".join(allowed))
-    base, adapters, out = os.path.expanduser(base), adapter_paths(adapter), Path(out).expanduser()
+    base, out = os.path.expanduser(base), Path(out).expanduser()
+    adapters = [Path(one).expanduser() for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
     for one in adapters:
         check_base(base, one)
     model = open_base(base)
@@ -93,19 +106,22 @@ def merge_adapter(
         raise CourseError("merging.out_is_adapter", folder=out)
     plans, untied = plan_weights(model, [open_adapter(one) for one in adapters])
     if onto == "dequantized":
-        names = quantized_weights(model.path)
-        settings = FOUR_BIT | dict(quantization or {})
+        names, settings = quantized_weights(model.path), FOUR_BIT | dict(quantization or {})
         in_4_bits = {name: one for name, one in plans.items() if name in names and not one.replaced}
         plans |= {name: replace(one, dequantized=settings) for name, one in in_4_bits.items()}
     dtype = model.dtype if dtype == "auto" else dtype
-    fingerprints = [model_folder.adapter_fingerprint(one) for one in adapters]
+    fingerprints: list[Any] = []
+    for one in adapters:  # the stamp of an adapter that lesson 03 wrote; of any other a checksum of its files
+        parts = (model_folder.ADAPTER_CONFIG, model_folder.ADAPTER_WEIGHTS)
+        content = "" if (stamp := files.stamp(one)) is not None else "".join(files.sha256(one / part) for part in parts)
+        fingerprints.append(hashlib.sha256(content.encode()).hexdigest()[:16] if content else stamp)
     about = {  # the same on every machine
         "base": model.name, "base_mark": model_folder.model_fingerprint(model), "dtype": dtype, "onto": onto,
         "adapter": fingerprints[0] if len(fingerprints) == 1 else fingerprints,
     }  # fmt: skip
     if quantization and onto == "dequantized":
         about["quantization"] = dict(quantization)
-    changed = sum(plan.changed for plan in plans.values())
+    changed = sum(bool(plan.updates or plan.replaced) for plan in plans.values())
     report = MergeReport(
         out, model.name, ", ".join(str(one) for one in adapters), dtype, onto, device, changed, len(plans) - changed,
         _size_bytes(plans, dtype), untied=untied,
@@ -117,7 +133,7 @@ def merge_adapter(
     return _write_model(model, plans, report, about, adapters[-1], progress)
 
 
-def check(lesson: Lesson, onto: str) -> None:
+def check(lesson: record.LessonLike, onto: str) -> None:
     """Stop a lesson early: base and adapter must fit, and there must be a 4-bit base to merge onto if one is named."""
     if onto not in ALLOWED["onto"] or (onto == "dequantized" and lesson.profile.method != "qlora"):
         raise CourseError("merging.wrong_onto", onto=onto, method=lesson.profile.method)
@@ -125,23 +141,22 @@ def check(lesson: Lesson, onto: str) -> None:
 
 
 def check_base(base: str | Path, adapter: Path) -> None:
-    """Refuse a quantized base, and an adapter of another one; headers are compared if the base is on this machine."""
+    """Refuse a quantized base, and an adapter of another one, by the names and by the shapes of the weights."""
     config = model_folder.read_config(adapter / model_folder.ADAPTER_CONFIG)
     trained_on = str(config.get("base_model_name_or_path") or base)
     names = (Path(model_folder.model_name(one)).name for one in (trained_on, base))
     if len({model_folder.QUANTIZED_SUFFIX.sub("", name).lower() for name in names}) > 1:
         raise CourseError("merging.wrong_base", trained_on=trained_on, base=base)
-    if found := model_folder.find_folder(base, download=False):
-        plan_weights(open_base(found), [open_adapter(adapter)])
+    plan_weights(open_base(base), [open_adapter(adapter)])
 
 
 def size_gib(base: str | Path, adapter: Path, dtype: str = "auto") -> float:
     """GiB of disk that the merged model will take, with a little to spare."""
     plans, _ = plan_weights(open_base(base), [open_adapter(adapter)])
-    return _gib(_size_bytes(plans, dtype)) + 0.05
+    return _size_bytes(plans, dtype) * SPARE / files.GIB + 0.05
 
 
-def choose_folder(lesson: Lesson, dtype: str = "auto") -> Path:
+def choose_folder(lesson: record.LessonLike, dtype: str = "auto") -> Path:
     """Where the merged model goes: the run folder if it fits there, else scratch, with a note for later lessons."""
     run = lesson.run
     if run.has("04_merge"):
@@ -156,36 +171,149 @@ def choose_folder(lesson: Lesson, dtype: str = "auto") -> Path:
     return folder
 
 
-def adapter_paths(adapter: str | Path | Sequence[Path]) -> list[Path]:
-    """One adapter or several, as a list."""
-    given = [adapter] if isinstance(adapter, str | Path) else adapter
-    return [Path(one).expanduser() for one in given]
-
-
-def target_dtype(tensor: StoredTensor, dtype: str) -> str:
-    """The safetensors dtype a weight is written in; integers keep theirs."""
-    return tensor.dtype if dtype == "auto" or not tensor.is_float else CODES[dtype]
-
-
-def _gib(size: int) -> float:
-    return size * 1.02 / files.GIB  # with a little to spare
-
-
 def _size_bytes(plans: Mapping[str, WeightPlan], dtype: str) -> int:
-    return sum(plan.source.size_as(target_dtype(plan.source, dtype)) for plan in plans.values())
+    return sum(plan.source.written_as(dtype)[1] for plan in plans.values())
+
+
+@dataclass(frozen=True)
+class LoraUpdate:
+    """scale * B @ A is added; with a magnitude it is DoRA."""
+
+    b: StoredTensor
+    a: StoredTensor
+    scale: float
+    magnitude: StoredTensor | None = None
+
+    def load(self, device: str) -> Apply:
+        """Read the factors; the function that applies them to a range of rows."""
+        import torch
+
+        b, a = (tensor.tensor().float().to(device) for tensor in (self.b, self.a))
+        scale = self.scale
+        if math.frexp(scale)[0] == 0.5:  # a power of two is exact: scaling B once gives the same bits
+            b, scale = b * scale, 1.0
+        magnitude = self.magnitude.tensor().float().to(device) if self.magnitude else None
+
+        def apply(weight: torch.Tensor, base: torch.Tensor, first: int, last: int) -> torch.Tensor:
+            delta = b[first:last] @ a
+            delta = delta if scale == 1.0 else delta.mul_(scale)
+            if magnitude is None:
+                return weight.add_(delta)
+            norm = torch.linalg.norm(base + delta, dim=1)
+            return (magnitude[first:last] / norm).view(-1, 1) * (weight + delta)
+
+        return apply
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """How one weight of the merged model is made: read from `source`, through 4 bits (settings), then updated."""
+
+    source: StoredTensor
+    updates: tuple[LoraUpdate, ...] = ()
+    dequantized: Mapping[str, Any] | None = None
+    replaced: bool = False  # by a weight of the adapter (modules_to_save)
+
+
+def plan_weights(base: ModelFolder, adapters: Iterable[ModelFolder]) -> tuple[dict[str, WeightPlan], bool]:
+    """The plan of every weight of the merged model, and whether its output layer was untied from the embedding."""
+    plans = {name: WeightPlan(tensor) for name, tensor in base.weights.items()}
+    untied = False
+    for adapter in adapters:
+        problems = [key for key in UNSUPPORTED if adapter.config.get(key)]  # only LoRA, rsLoRA and DoRA are merged
+        if adapter.config.get("peft_type") != "LORA":
+            problems.append(str(adapter.config.get("peft_type")))
+        if init_changes_base(adapter.config):
+            problems.append(f"init_lora_weights={adapter.config['init_lora_weights']}, which changed the base")
+        if problems:
+            raise CourseError("merging.unsupported_adapter", folder=adapter.path, kind=problems[0])
+        modules = _group_by_module(adapter)
+        embedding = next((name for name in plans if name.endswith("embed_tokens.weight")), "")
+        tied = base.config.get("tie_word_embeddings", HEAD not in base.weights)
+        if tied and embedding and modules.keys() & {embedding.removesuffix(".weight"), HEAD.removesuffix(".weight")}:
+            untied = True  # output layer and embedding may differ now
+            plans.setdefault(HEAD, plans[embedding])
+        for name, parts in modules.items():
+            _add_module(plans, name, parts, adapter.config)
+    return plans, untied
+
+
+def init_changes_base(config: Mapping[str, Any]) -> bool:
+    """Whether an adapter's init changed its base: such an adapter means nothing without that changed base."""
+    init = config.get("init_lora_weights", True)
+    return not isinstance(init, bool) and str(init).lower() not in BASE_KEEPING_INITS
+
+
+def _group_by_module(adapter: ModelFolder) -> dict[str, dict[str, StoredTensor]]:
+    """The adapter's tensors (lora_A, lora_B, ...; weight, bias: replacements) by the module they belong to."""
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for key, tensor in adapter.weights.items():
+        match = PARTS.fullmatch(key.removeprefix("base_model.model."))
+        if match is None or ".lora_" in match[1] or tensor.dtype not in FLOATS:
+            raise CourseError("merging.unknown_tensor", key=key, dtype=tensor.dtype)
+        part = next(part for part in match.groups()[1:] if part)
+        modules.setdefault(match[1], {})[part] = tensor
+    for name, parts in modules.items():
+        missing = sorted({"lora_A", "lora_B"} - parts.keys())
+        if len(missing) == 1 or (missing and "lora_magnitude_vector" in parts):
+            raise CourseError("merging.incomplete_adapter", module=name, missing=missing[0])
+    if not modules:
+        raise CourseError("merging.incomplete_adapter", module="any module", missing="tensors")
+    return modules
+
+
+def _add_module(
+    plans: dict[str, WeightPlan], name: str, parts: Mapping[str, StoredTensor], config: Mapping[str, Any]
+) -> None:
+    """Put this adapter into the plans of a module's weight and bias."""
+    for part in ("weight", "bias"):
+        weight, has_lora = f"{name}.{part}", part == "weight" and "lora_A" in parts
+        if not has_lora and part not in parts:
+            continue
+        if (before := plans.get(weight)) is None:
+            raise CourseError("merging.unknown_module", weight=weight)
+        source, updates = parts.get(part, before.source), before.updates
+        shapes = [source.shape]
+        if has_lora:
+            a, b = parts["lora_A"], parts["lora_B"]
+            shapes.append((b.shape[0], a.shape[-1]))
+            if (rank := a.rows) != config["r"]:
+                raise CourseError("merging.wrong_rank", module=name, rank=rank)
+            scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            updates = (*updates, LoraUpdate(b, a, scale, parts.get("lora_magnitude_vector")))
+        for shape in shapes:
+            if shape != before.source.shape:
+                raise CourseError("merging.wrong_shape", weight=weight, adapter=shape, base=before.source.shape)
+        replaced = before.replaced or not has_lora
+        plans[weight] = replace(before, source=source, updates=updates, replaced=replaced)
+
+
+def quantized_weights(folder: Path) -> set[str]:
+    """The weights that transformers loads in 4 bits: linear layers, but not the output layer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    with torch.device("meta"):  # no memory for weights
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    skipped = get_keys_to_not_convert(model)
+    linear = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+    return {f"{name}.weight" for name in linear if should_convert_module(name, skipped)}
 
 
 def _write_model(
     model: ModelFolder, plans: Mapping[str, WeightPlan], report: MergeReport, about: dict[str, Any],
     adapter: Path, progress: bool,
 ) -> MergeReport:  # fmt: skip
-    """Write all shards and the files beside them."""
+    """Write the shards that an interrupted merge of the same source has not finished, and the files beside them."""
+    import torch
     from tqdm.auto import tqdm
 
     out, started = report.folder, time.perf_counter()
     files.make_folder(out.parent, "the merged model")
-    written = disk.folder_gib(files.partial_of(out))  # by an interrupted merge
-    disk.require_disk(out.parent, max(0.0, _gib(report.bytes) - written) + 0.05, "writing the merged model")
+    needed = report.bytes * SPARE / files.GIB - disk.folder_gib(files.partial_of(out))  # of an interrupted merge
+    disk.require_disk(out.parent, max(0.0, needed) + 0.05, "writing the merged model")
     shards = {file: {name: plans[name] for name in weights} for file, weights in model.shards.items()}
     for name in plans.keys() - model.weights.keys():  # an untied output layer goes beside the embedding
         next(one for one in shards.values() if any("embed_tokens" in each for each in one))[name] = plans[name]
@@ -194,80 +322,90 @@ def _write_model(
     bar = tqdm(total=report.bytes, unit="B", unit_scale=True, desc="merging", disable=not progress)
     alone = report.device != "cpu" or report.onto == "dequantized"  # a dequantized weight is computed whole
     workers = 1 if alone else max(1, min(MAX_WORKERS, int(platforms.processors().value)))
-    writer = ShardWriter(report.dtype, report.device, workers, bar.update)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # each worker computes on one core
     try:
         with bar, files.complete_folder(out, about, resume=True) as folder:
-            resumed = writer.write_all(folder, shards, hashlib.sha256(source.encode()).hexdigest())
+            finished = _finished_shards(folder, hashlib.sha256(source.encode()).hexdigest())
+            for file, one in shards.items():
+                if file in finished:
+                    bar.update(_size_bytes(one, report.dtype))
+                else:
+                    write_shard(folder / file, one, report, workers, bar.update)
+            if len(shards) > 1:
+                weight_map = {name: file for file, one in shards.items() for name in one}
+                index = {"metadata": {"total_size": report.bytes}, "weight_map": weight_map}
+                files.write_json(folder / model_folder.INDEX, index)
             model_folder.copy_companions(folder, model, adapter, report.dtype, report.untied)
             (folder / JOURNAL).unlink()  # last: until then an interrupted merge continues
     except OSError as problem:
         raise CourseError("merging.write_failed", folder=out, problem=problem.strerror or problem) from problem
-    return replace(report, seconds=time.perf_counter() - started, resumed_shards=resumed)
+    finally:
+        torch.set_num_threads(threads)
+    return replace(report, seconds=time.perf_counter() - started, resumed_shards=len(finished))
 
 
-@dataclass(frozen=True)
-class ShardWriter:
-    """Computes and writes shards in this dtype, with so many workers."""
+def _finished_shards(folder: Path, source: str) -> list[str]:
+    """The shards an interrupted merge of the same source finished; everything else is removed."""
+    same = False
+    with suppress(OSError, ValueError):
+        same = files.read_json(folder / JOURNAL) == source
+    for one in folder.iterdir():
+        if not (same and one.suffix == ".safetensors" and one.is_file() and not one.is_symlink()):
+            shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
+    files.write_json(folder / JOURNAL, source)
+    return [one.name for one in folder.glob("*.safetensors")]
 
-    dtype: str
-    device: str
-    workers: int
-    progress: Callable[[int], Any]
 
-    def write_all(self, folder: Path, shards: Shards, source: str) -> int:
-        """Write the shards that an interrupted merge of the same source has not finished; how many it had."""
-        finished = _finished_shards(folder, source)
-        for name, plans in shards.items():
-            if name in finished:
-                self.progress(_size_bytes(plans, self.dtype))
-            else:
-                self.write(folder / name, plans)
-        if len(shards) > 1:
-            weight_map = {name: file for file, plans in shards.items() for name in plans}
-            size = sum(_size_bytes(plans, self.dtype) for plans in shards.values())
-            files.write_json(folder / model_folder.INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-        return len(finished)
+def write_shard(
+    file: Path, plans: Mapping[str, WeightPlan], report: MergeReport, workers: int, progress: Callable[[int], Any]
+) -> None:
+    """Compute and write one shard; it takes its name when it is on disk."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, plan in plans.items():
+        code, size = plan.source.written_as(report.dtype)
+        entries[name] = {"dtype": code, "shape": plan.source.shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    partial = file.with_suffix(".partial")
+    with open(partial, "wb") as out:
+        out.write(len(header).to_bytes(8, "little") + header)
+        for data in _compute_blocks(plans, report, workers):
+            out.write(data)
+            progress(len(data))
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(partial, file)
 
-    def write(self, file: Path, plans: Mapping[str, WeightPlan]) -> None:
-        """Write one shard; it takes its name when it is on disk."""
-        partial = file.with_suffix(".partial")
-        sources = {name: (plan.source, target_dtype(plan.source, self.dtype)) for name, plan in plans.items()}
-        header = make_header({name: (dtype, one.shape, one.size_as(dtype)) for name, (one, dtype) in sources.items()})
-        with open(partial, "wb") as out, one_thread_per_worker():
-            out.write(header)
-            for data in self._blocks(plans):
-                out.write(data)
-                self.progress(len(data))
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(partial, file)
 
-    def _blocks(self, plans: Mapping[str, WeightPlan]) -> Iterator[memoryview]:
-        """The merged weights as bytes, in order, computed a few blocks ahead of the disk."""
-        pending: deque[Future[memoryview]] = deque()
-        with ThreadPoolExecutor(self.workers) as pool:
-            for name, plan in plans.items():
-                plan = plan if plan.by_rows else replace(plan, source=plan.source.flat)
-                updates = [update.load(self.device) for update in plan.updates]
-                for first, last in plan.source.blocks(whole=bool(plan.dequantized)):
-                    pending.append(pool.submit(self._block, name, plan, updates, first, last))
-                    if len(pending) > 2 * self.workers:
-                        yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
+def _compute_blocks(plans: Mapping[str, WeightPlan], report: MergeReport, workers: int) -> Iterator[memoryview]:
+    """The merged weights as bytes, in order, computed a few blocks ahead of the disk."""
+    import torch
 
-    def _block(self, name: str, plan: WeightPlan, updates: list[Apply], first: int, last: int) -> memoryview:
-        """Some rows of a merged weight as bytes."""
-        import torch
-
-        dtype = target_dtype(plan.source, self.dtype)
-        if not plan.changed and not plan.dequantized and plan.source.dtype == dtype:
+    def block(name: str, plan: WeightPlan, updates: list[Apply], first: int, last: int) -> memoryview:
+        dtype, _ = plan.source.written_as(report.dtype)
+        if plan.source.dtype == dtype and not (plan.updates or plan.replaced or plan.dequantized):
             return plan.source.read(first, last)
         with torch.inference_mode():
-            rows = compute_rows(plan, updates, dtype, first, last, self.device)
+            rows = compute_rows(plan, updates, dtype, first, last, report.device)
             if not math.isfinite(rows.sum()) and not bool(rows.isfinite().all()):  # the sum is quick
                 raise CourseError("merging.not_finite", weight=name, dtype=FLOATS[dtype])
             return rows.view(-1).view(torch.uint8).numpy().data
+
+    pending: deque[Future[memoryview]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        for name, plan in plans.items():
+            if not (plan.updates or plan.dequantized):  # in one dimension: a row of stacked experts is too large
+                plan = replace(plan, source=replace(plan.source, shape=(math.prod(plan.source.shape),)))
+            updates = [update.load(report.device) for update in plan.updates]
+            for first, last in plan.source.blocks(whole=bool(plan.dequantized)):
+                pending.append(pool.submit(block, name, plan, updates, first, last))
+                if len(pending) > 2 * workers:
+                    yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def compute_rows(
@@ -276,76 +414,46 @@ def compute_rows(
     """Some rows of a merged weight: every update added in float32, rounded once to `dtype`."""
     import torch
 
-    stored = plan.source.tensor(first, last).to(device)
-    base = round_trip(stored, plan.dequantized) if plan.dequantized else stored.float()
+    base = plan.source.tensor(first, last).to(device)
+    if settings := plan.dequantized:  # the base as 4-bit training saw it
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        loaded = (base.to(getattr(torch, settings["dtype"])) if settings["dtype"] else base).contiguous()
+        kind = {"quant_type": settings["quant_type"], "compress_statistics": settings["double_quant"]}
+        base = dequantize_4bit(*quantize_4bit(loaded, **kind))
+    base = base.float()
     weight = base.clone() if len(updates) > 1 else base
     for apply in updates:
         weight = apply(weight, base, first, last)
     return weight.to("cpu", getattr(torch, FLOATS[dtype]))
 
 
-@contextmanager
-def one_thread_per_worker() -> Iterator[None]:
-    """Let each worker compute on one CPU core."""
+def prove(base: str | Path, adapter: Path, folder: Path, *, onto: str = "full") -> str:
+    """Compute some rows of every weight again: it finds a forgotten layer, another adapter, a changed file."""
     import torch
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _finished_shards(folder: Path, source: str) -> list[str]:
-    """The shards an interrupted merge of the same source finished; everything else is removed."""
-    try:
-        same = files.read_json(folder / JOURNAL) == source
-    except (OSError, ValueError):
-        same = False
-    for one in folder.iterdir():
-        if not (same and one.suffix == ".safetensors" and one.is_file() and not one.is_symlink()):
-            shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
-    files.write_json(folder / JOURNAL, source)
-    return [one.name for one in folder.glob("*.safetensors")]
-
-
-def prove(base: str | Path, adapter: str | Path | Sequence[Path], folder: Path, *, onto: str = "full") -> str:
-    """Compute the first and last rows of every weight again from base and adapter; refuse a model that differs.
-
-    It finds a forgotten layer, another adapter's weights or a changed file, which hardly move a model's answers.
-    """
     model, merged = open_base(base), open_base(folder).weights
-    plans, _ = plan_weights(model, [open_adapter(one) for one in adapter_paths(adapter)])
+    plans, _ = plan_weights(model, [open_adapter(adapter)])
     whole = quantized_weights(model.path) if onto == "dequantized" else set()
     compared = {name: plan for name, plan in plans.items() if name not in whole}
-    with one_thread_per_worker():
-        differing = sorted(plans.keys() ^ merged.keys()) or (
-            name for name, plan in compared.items() if not _is_as_planned(plan, merged[name])
-        )
-        for name in differing:
-            raise CourseError("merging.not_proven", weight=name, folder=folder)
-    changed = sum(plan.changed for plan in compared.values())
-    left_out = f"; {len(whole)} can only be computed whole and were left out" if whole else ""
-    return f"computed again: rows of {len(compared)} weights, {changed} of them tuned, all as written{left_out}"
-
-
-def _is_as_planned(plan: WeightPlan, written: StoredTensor) -> bool:
-    """Whether the beginning and the end of a weight are what the plan makes."""
-    import torch
-
-    if plan.source.shape != written.shape:
-        return False
-    ranges = list(split_rows(0, written.rows, MIN_ROWS))
-    for first, last in {*ranges[:1], *ranges[-1:]}:
-        if not written.is_float:
-            same = plan.source.read(first, last) == written.read(first, last)
-        else:
-            expected = compute_rows(plan, [one.load("cpu") for one in plan.updates], written.dtype, first, last)
-            found, expected = written.tensor(first, last), expected.double()
+    different = plans.keys() ^ merged.keys()
+    for name, plan in compared.items() if not different else ():
+        written, ranges = merged[name], list(split_rows(merged[name].rows, MIN_ROWS))
+        same = plan.source.shape == written.shape
+        for first, last in {*ranges[:1], *ranges[-1:]} if same else ():
+            if written.dtype not in FLOATS:
+                same &= plan.source.read(first, last) == written.read(first, last)
+                continue
+            updates, found = [one.load("cpu") for one in plan.updates], written.tensor(first, last)
+            expected = compute_rows(plan, updates, written.dtype, first, last).double()
             step = torch.finfo(found.dtype).eps
             allowed = TOLERANCE * step * expected.abs() + step * 1e-3 * expected.abs().mean()
-            same = bool(((found.double() - expected).abs() <= allowed).all())
+            same &= bool(((found.double() - expected).abs() <= allowed).all())
         if not same:
-            return False
-    return True
+            different = {name}
+            break
+    if different:
+        raise CourseError("merging.not_proven", weight=min(different), folder=folder)
+    changed = sum(bool(plan.updates or plan.replaced) for plan in compared.values())
+    left_out = f"; {len(whole)} can only be computed whole and were left out" if whole else ""
+    return f"computed again: rows of {len(compared)} weights, {changed} of them tuned, all as written{left_out}"

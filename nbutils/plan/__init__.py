@@ -1,8 +1,173 @@
-"""The plan: memory, time and money of a training before anything is downloaded, and the fastest setting that fits."""
+"""The plan: memory, time and money of a training before anything is downloaded, and the fastest setting that fits.
+
+Here is what a lesson and the command line ask it: this machine, a GPU by name, or all GPUs.
+"""
 
 from __future__ import annotations
 
-from nbutils.plan.answers import answer, describe, example, fits_table, require
-from nbutils.plan.forecast import Forecast, Recipe
+import importlib.util
+import re
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
 
-__all__ = ["Forecast", "Recipe", "answer", "describe", "example", "fits_table", "require"]
+from nbutils import display, distributed, hardware
+from nbutils.config import load, read, settings_in, with_overrides
+from nbutils.errors import CourseError
+from nbutils.hardware import Choice
+from nbutils.models import find_shape
+from nbutils.plan import gpus as gpu_table
+from nbutils.plan.forecast import CONTEXT_GIB, MARGIN, Forecast, Recipe, apply, candidates, of_profile, peak_gib
+from nbutils.plan.gpus import GPUSpec
+
+RENTED = ("RTX 4090", "ampere_24gb")  # the usual rented GPU, and its profile
+DIGITS = {  # as far as a forecast deserves
+    "examples_per_step": 1, "epochs": 3, "peak_vram_gib": 2, "limit_gib": 2, "parts": 3, "tokens_per_second": None,
+    "hours": 2, "cost": 2, "disk_gib": 1, "after_gib": 1,
+}  # fmt: skip
+LEFT_OPEN = ("train.micro_batch", "train.gradient_checkpointing")
+REMARK = "Speeds follow from published numbers; only the H200 was measured. Prices: configs/gpus.yaml, yours to edit."
+ASK = 'For hours and costs add your rows: --rows 5000 --mean-length 400. For one GPU with reasons: --gpu "RTX 4090".'
+
+
+def example(resolved: Any, rows: int, mean_length: float) -> Forecast:
+    """A forecast to look at: this machine's resolved profile; without a GPU, a 7B model on one that can be rented."""
+    try:
+        if resolved.gpu:
+            gpu, shape = gpu_table.of_machine(resolved.gpu), find_shape(resolved.model)
+            return of_profile(resolved.profile, gpu, shape, rows, mean_length)
+    except CourseError:
+        pass  # the model's shape is not known before its download
+    return of_profile(load(RENTED[1]), gpu_table.find(RENTED[0]), rows=rows, mean_length=mean_length)
+
+
+def require(resolved: Any, rows: int | None = None, mean_length: float | None = None) -> Forecast | str:
+    """This machine's forecast for lesson 03, or why there is none; stops where not even the smallest setting fits."""
+    if resolved.gpu is None:
+        return "No forecast: there is no GPU here."
+    try:
+        shape = find_shape(resolved.model)
+    except CourseError:
+        return f"No forecast: the size of {resolved.model} is not known before its download."
+    gpu = gpu_table.of_machine(resolved.gpu).model_copy(update={"count": distributed.world_size()})
+    made = of_profile(resolved.profile, gpu, shape, rows, mean_length, resolved.rows)
+    recipe, limit = Recipe(**made["recipe"]), made["limit_gib"]
+    least = min(peak_gib(shape, one) for one in candidates(recipe, made["batch"], gpu))
+    if least > limit:
+        sizes = {"needed": least, "limit": limit, "memory": gpu.memory_gib, "length": recipe.length}
+        raise CourseError("plan.does_not_fit", model=shape.name, gpu=gpu.name, **sizes)
+    return made
+
+
+def describe(made: Forecast | str) -> str:
+    """The forecast as aligned text: what, how much, why; the reason where there is none."""
+    if isinstance(made, str):
+        return made
+    recipe, card, row, hours = Recipe(**made["recipe"]), made["card"], _table_row(made), made["hours"]
+    rows = f"rows packed to {recipe.length}" if recipe.packing else f"conversations of about {recipe.length} tokens"
+    steps = f"{row['rows']} per step, checkpointing {recipe.checkpointing}"
+    time = "unknown" if hours is None else f"{60 * hours:.0f} min" if hours < 1 else f"{hours:.1f} h"
+    free = f"{MARGIN:.0%} and {CONTEXT_GIB:g} GiB for CUDA must stay free"
+    parts = ", ".join(f"{name} {size:.2f}" for name, size in made["parts"].items())
+    disk = ", ".join(f"{name} {size:.1f}" for name, size in made["disk_gib"].items())
+    lines = [
+        ("training", f"{made['model']} on {row['GPU']}", f"{recipe.method} rank {recipe.rank}, {rows}, {steps}"),
+        ("recipe", f"{made['steps']:,} steps", made["schedule"]) if made["schedule"] else None,
+        ("peak memory", f"{made['peak_vram_gib']:.1f} GiB", parts),
+        ("the plan allows", f"{made['limit_gib']:.1f} of {card['memory_gib']:.1f} GiB",
+         f"{'fits' if made['fits'] else 'DOES NOT FIT'}: {free}"),
+        ("speed", row["tokens/s"] + (" tokens/s" if made["tokens_per_second"] else ""),
+         "without padding, on all GPUs together"),
+        ("time", time, ""),
+        ("cost", row["cost"], f"{row['an hour']} per hour and GPU: {card['price_from']}"),
+        ("disk", f"{sum(made['disk_gib'].values()):.0f} GiB", disk),
+        ("serving", f"{made['after_gib']['on_card']:.0f} GiB of the GPU", "in 16 bits; the KV cache needs some more"),
+        *(("note", "", note) for note in made["notes"]),
+    ]  # fmt: skip
+    return display.aligned([dict(zip(("what", "forecast", "from"), line, strict=True)) for line in lines if line])
+
+
+def fits_table(names: Sequence[str] = (), **options: Any) -> list[dict[str, Any]]:
+    """For these GPUs, or all: what PROFILE auto trains there, how, how fast, and for what price."""
+    chosen = [gpu_table.find(name) for name in names] or gpu_table.every()
+    return [_table_row(_forecast(gpu, options)) for gpu in chosen]
+
+
+def _table_row(made: Forecast) -> dict[str, Any]:
+    def money(yuan: float | None, dollars: float | None) -> str:
+        known = [f"{sign}{amount:.2f}" for sign, amount in (("¥", yuan), ("$", dollars)) if amount]
+        return " or ".join(known) or ("free" if 0 in (yuan, dollars) else "unknown")
+
+    recipe, card, rate, hours = made["recipe"], made["card"], made["tokens_per_second"], made["hours"]
+    return {
+        "GPU": f"{made['gpus']} x {made['gpu']}" if made["gpus"] > 1 else made["gpu"], "GiB": card["memory_gib"],
+        "model": made["model"], "length": recipe["length"], "peak GiB": round(made["peak_vram_gib"], 1),
+        "fits": "yes" if made["fits"] else "no", "rows": f"{recipe['micro_batch']} x {recipe['accumulation']}",
+        "recompute": recipe["checkpointing"], "tokens/s": "unknown" if rate is None else f"{rate:,.0f}",
+        "hours": "unknown" if hours is None else f"{hours:.1f}", "cost": money(**made["cost"]),
+        "an hour": money(card["yuan"], card["dollars"]),
+    }  # fmt: skip
+
+
+def answer(
+    gpu: str = "", gpus: int | None = None, vram: float | None = None, tflops: float | None = None,
+    capability: str | None = None, **options: Any,
+) -> tuple[dict[str, Any], str]:  # fmt: skip
+    """The same answer for programs and for people: one forecast, or a table where there is no GPU and none is named."""
+    if capability and not re.fullmatch(r"\d+\.\d", capability):
+        raise CourseError("plan.bad_capability", text=capability)
+    found = None
+    if gpu or vram or tflops:
+        numbers = (int(capability[:-2]), int(capability[-1])) if capability else None
+        found = gpu_table.find(gpu or "a GPU of your own", vram, tflops, numbers)
+    elif importlib.util.find_spec("torch") and hardware.driver_gpus() and (here := hardware.gpu()):  # loads torch last
+        found = gpu_table.of_machine(here)
+    if found:
+        made = _forecast(found.model_copy(update={"count": gpus or found.count}), options)
+        return _rounded(made), describe(made)
+    every = [_forecast(one.model_copy(update={"count": gpus or 1}), options) for one in gpu_table.every()]
+    table, hint = display.aligned([_table_row(made) for made in every]), "" if every[0]["hours"] else f"\n{ASK}"
+    text = f"No GPU here, and none named with --gpu: these are GPUs you can rent.\n\n{table}\n\n{REMARK}{hint}"
+    if gpus or any(value is not None for value in options.values()):
+        return {"fits": [_rounded(made) for made in every]}, text
+    rows = []  # every GPU profile on every GPU; `auto` marks the one that PROFILE auto takes there
+    for one, name in product(gpu_table.every(), gpu_table.PROFILES):
+        made = of_profile(load(name), one)
+        rows.append({
+            "card": one.name, "memory_gib": one.memory_gib, "profile": name,
+            "auto": name == gpu_table.profile_for(one.capability, one.memory_gib),
+            **{key: made[key] for key in ("model", "fits")}, "peak_vram_gib": round(made["peak_vram_gib"], 1),
+            **{key: made["recipe"][key] for key in ("micro_batch", "accumulation", "length", "checkpointing")},
+            "tokens_per_second": round(made["tokens_per_second"] or 0),
+            "yuan_per_hour": one.yuan, "dollars_per_hour": one.dollars,
+        })  # fmt: skip
+    return {"fits": rows}, text
+
+
+def _rounded(made: Forecast) -> Forecast:
+    def cut(value: Any, digits: int | None) -> Any:
+        if isinstance(value, dict):
+            return {name: cut(one, digits) for name, one in value.items()}
+        return None if value is None else round(value, digits)
+
+    whole = {name: value for name, value in made.items() if name != "schedule"}
+    return whole | {name: cut(whole[name], digits) for name, digits in DIGITS.items()}
+
+
+def _forecast(gpu: GPUSpec, options: dict[str, Any]) -> Forecast:
+    """A GPU with all options; micro-batch and checkpointing, where nobody gives them, are the fastest that fit."""
+    name, rows, epochs, size = (options.get(key) for key in ("profile", "rows", "epochs", "micro_batch"))
+    given = ({} if name else dict.fromkeys(LEFT_OPEN, "auto")) | settings_in(options.get("given") or "")
+    document = read(name or gpu_table.profile_for(gpu.capability, gpu.memory_gib))
+    profile = with_overrides(document, {key: (value, "--set") for key, value in given.items()}).profile
+    by_rows = epochs is not None or (rows is not None and profile.train.epochs != 0)
+    values = {
+        "method": options.get("method"), "lora.rank": options.get("rank"), "train.max_length": options.get("length"),
+        "train.epochs": epochs, "train.micro_batch": size, "train.gradient_checkpointing": options.get("checkpointing"),
+        "train.max_steps": 0 if by_rows and "train.max_steps" not in given else None,
+    }  # fmt: skip
+    profile = apply(profile, {key: Choice(value, "") for key, value in values.items() if value is not None})
+    made = of_profile(profile, gpu, options.get("model") or "", rows, options.get("mean_length"))
+    if size and made["recipe"]["micro_batch"] != size:
+        raise CourseError("plan.bad_micro_batch", size=size, batch=made["batch"], each=made["batch"] // gpu.count)
+    return made

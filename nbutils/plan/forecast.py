@@ -1,23 +1,40 @@
-"""The forecast of a training: peak memory, speed, hours, cost and disk, and the fastest setting that fits.
+"""The recipe that follows from the rows of the data, and the forecast of a training with it.
 
-Memory is the peak of torch's allocator (`torch.cuda.max_memory_allocated`) on one GPU. Speed was measured on one H200;
-other GPUs are forecast from their published numbers. What cannot be known stays None, and a note says what is missing.
+The GPU decides nothing of the recipe, only how a step is cut into micro-batches; what a profile names is kept. Memory
+is the peak of torch's allocator (`torch.cuda.max_memory_allocated`) on one GPU. Speed was measured on one H200; other
+GPUs are forecast from their published numbers. What cannot be known stays None, and a note says what is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
+from statistics import fmean, pstdev
 from typing import Any
 
 from nbutils import distributed
 from nbutils.config import Profile, Train
 from nbutils.files import GIB
-from nbutils.hardware import BF16_FROM
+from nbutils.hardware import BF16_FROM, Choice
 from nbutils.models import Shape, find_shape
 from nbutils.plan.gpus import GPUSpec
-from nbutils.plan.schedule import PACKED, Rows, Schedule, apply, choose, few_steps, schedule
 
+# the recipe: `benchmarks/recipes.py`, and for other model sizes Schulman et al., "LoRA Without Regret"
+STEPS_PER_EPOCH = 50  # fewer, of more conversations each, learn less; more take longer and learn no more
+FEWEST = 8  # conversations per step: fewer follow single rows
+LARGEST_STEP = 8  # rows of max_length: where data is large, the step a GPU computes at its full speed
+PACK_FROM = 4  # rows of max_length in a step: below, packing could not meet the number of conversations
+EPOCHS = ((100, 5.0), (10_000, 3.0), (50_000, 2.0), (math.inf, 1.0))  # up to so many rows
+RATE, AT_HIDDEN, POWER = 4e-4, 2000, 0.78  # LoRA's best rate falls with the width of the model
+FULL_RATE_FROM = 16  # conversations per step: noisier steps want a smaller rate, by the root of their size
+SAVES, MOST_BETWEEN = 5, 50  # per run, and the steps between two of them in a long one
+MOST_VALIDATED, LEAST_VALIDATED = 64, 4  # rows
+SHARE, FORWARD = 0.05, 0.4  # of the training time for validation; the cost of a row without its backward pass
+PACKED = 0.97  # share of a packed row that is real tokens, with best-fit packing
+SMALL = 1e9  # parameters: below, 4 bits cost a model much of what it knows, and 16 fit every GPU
+UNKNOWN_ROWS = "recipe: the value for large data, until lesson 03 knows your rows"
 # weights: bytes of one weight of the linear layers
 NF4 = 0.5 + 4 / 64  # 4 bits, and a float32 scale for each 64 weights
 NF4_DOUBLE = 0.5 + 1 / 64 + 4 / (64 * 256)  # the scales in 8 bits, and a float32 for each 256 of them
@@ -25,9 +42,8 @@ NF4_DOUBLE = 0.5 + 1 / 64 + 4 / (64 * 256)  # the scales in 8 bits, and a float3
 ADAPTER, GRADIENT = 4, 4  # float32; gradients wait for the rest of the batch where micro-batches are accumulated
 OPTIMIZER_8BIT, OPTIMIZER = 2, 8  # Adam's two moments; a paged one may live in RAM, counted all the same
 # activations: tensors of a micro-step's tokens that one layer keeps for its backward pass
-SAVED_HIDDEN = 4  # input and output of both norms
+SAVED_HIDDEN, SAVED_MLP = 4, 2  # input and output of both norms; gate and up, whose product is made again when needed
 SAVED_HEADS = 2  # of the query heads' size: q and the result; k and v come on top, once each
-SAVED_MLP = 2  # gate and up; their product is made again when it is needed
 PLAIN_HIDDEN = 4.5  # without Liger: float32 copies in the norms, q and k before and after their rotation (measured)
 ADAPTERS = 7  # each keeps its narrow result, rank wide
 BACKWARD_HIDDEN, BACKWARD_MLP = 1, 1  # gradients alive while one layer's MLP is computed backwards
@@ -55,8 +71,154 @@ MARGIN = 0.08  # of the GPU's memory stays free: the forecast may be that much o
 CONTEXT_GIB = 0.5  # CUDA's own, which torch's allocator does not count
 NEARLY = 0.98  # settings this close to the fastest count as equal; the one with the lowest peak is taken
 CHECKPOINTING = ("off", "on", "offload")
+Forecast = dict[str, Any]
 SPARE = 1.1  # merging needs a tenth more disk than the model has
 MERGE_RAM_GIB = 2.0  # Python, torch and the blocks of a merge, which never holds a whole weight
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The data as far as the recipe depends on it: how many examples there are, and how long."""
+
+    examples: int
+    mean: float
+    spread: float  # standard deviation of the lengths
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Rows:
+        """Those of examples with these lengths in tokens."""
+        return cls(len(lengths), fmean(lengths), pstdev(lengths))
+
+    def packed(self, max_length: int) -> int:
+        """Rows they fill when packed to this length: nearly full ones, unless all are long or of one length."""
+        fill = PACKED
+        if self.mean > max_length / 2 or self.spread < self.mean / 4:
+            fill = min(PACKED, max_length // math.ceil(self.mean) * self.mean / max_length)
+        return math.ceil(self.examples * self.mean / (fill * max_length))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps and their size."""
+
+    steps: int
+    examples_per_step: float
+    tokens_per_step: float
+    epochs: float
+    learning_rate: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps:,} steps of {self.examples_per_step:,.0f} conversations "
+            f"({self.tokens_per_step:,.0f} tokens), {self.epochs:.3g} epochs, learning rate {self.learning_rate:g}"
+        )
+
+
+def schedule(train: Train, rows: Rows) -> Schedule:
+    """Steps and their size, for a profile whose values are settled."""
+    per_epoch, each = _per_epoch(train, rows)
+    steps = train.max_steps or math.ceil(per_epoch * float(train.epochs))
+    return Schedule(steps, each, each * rows.mean, steps / per_epoch, float(train.learning_rate))
+
+
+def few_steps(train: Train, pinned: Train, rows: Rows) -> str:
+    """What to set where the batch a profile names leaves too few steps; empty where it does not."""
+    made, better = schedule(train, rows), _examples_per_step(rows, train.max_length)
+    enough = made.steps >= STEPS_PER_EPOCH or better >= made.examples_per_step
+    if pinned.batch == "auto" or train.max_steps or enough:
+        return ""
+    return (
+        f"train.batch={train.batch} puts {made.examples_per_step:,.0f} conversations into a step and leaves only "
+        f"{made.steps} steps, too few to learn much: set train.batch={better}, train.packing=false"
+    )
+
+
+def choose(profile: Profile, rows: Rows | None, shape: Shape | None, processes: int = 1) -> dict[str, Choice]:
+    """The values a profile leaves to its model and its rows, by dotted name; without rows those of large data."""
+    train, found = profile.train, dict[str, Choice]()
+    small = shape is not None and shape.params < SMALL
+    if profile.method == "auto" and profile.quantization.type != "none" and not small:
+        found["method"] = Choice("qlora", "")  # the comment in the profile says why
+    elif profile.method == "auto":
+        under = "recipe: a model below a billion parameters loses quality in 4 bits, and 16 bits fit"
+        found["method"] = Choice("lora", under if small else "quantization.type is none")
+        found["quantization.type"] = Choice("none", "method lora")
+        found["quantization.double"] = Choice(False, "method lora")
+    found |= _batch(train, rows, processes)
+    if train.learning_rate == "auto" and shape is None:
+        usual = "recipe: usual for LoRA; the size of this model is not known before its download"
+        found["train.learning_rate"] = Choice(2e-4, usual)
+    elif train.learning_rate == "auto" and shape:
+        each = _per_epoch(apply(profile, found).train, rows)[1] if rows else FULL_RATE_FROM
+        noise = min(1.0, each / FULL_RATE_FROM) ** 0.5
+        rate = float(f"{noise * RATE * (AT_HIDDEN / shape.hidden) ** POWER:.1e}")
+        why = f"a model of width {shape.hidden}" + (f" and {each:.0f} conversations per step" if noise < 1 else "")
+        found["train.learning_rate"] = Choice(rate, f"recipe: for {why}; halve it if the loss is unstable")
+    if train.epochs == "auto":
+        epochs = next(epochs for most, epochs in EPOCHS if (rows.examples if rows else math.inf) <= most)
+        known = f"recipe: for {rows.examples:,} rows; the step with the best validation loss is kept" if rows else ""
+        found["train.epochs"] = Choice(epochs, known or UNKNOWN_ROWS)
+    steps = schedule(apply(profile, found).train, rows).steps if rows else 0
+    between = 0 if train.save_steps == "auto" else train.save_steps
+    if not between:
+        between = max(1, min(MOST_BETWEEN, math.ceil(steps / SAVES))) if rows else MOST_BETWEEN
+        text = f"recipe: {math.ceil(steps / between)} checkpoints, each with a validation loss"
+        found["train.save_steps"] = Choice(between, text if rows else UNKNOWN_ROWS)
+    if train.validation_rows == "auto":
+        times = math.ceil(steps / between) + 1
+        each = schedule(apply(profile, found).train, rows).examples_per_step if rows else 0
+        most = int(SHARE * steps * each / (FORWARD * times)) if rows else MOST_VALIDATED
+        text = f"recipe: {times} validations, in about {SHARE:.0%} of the training time or less"
+        count = max(LEAST_VALIDATED, min(MOST_VALIDATED, most))
+        found["train.validation_rows"] = Choice(count, text if rows else UNKNOWN_ROWS)
+    return found
+
+
+def apply(profile: Profile, found: Mapping[str, Choice]) -> Profile:
+    """The profile with these values in it."""
+    for name, choice in found.items():
+        group, _, key = name.rpartition(".")
+        values = {key: choice.value}
+        inner = {group: getattr(profile, group).model_copy(update=values)} if group else values
+        profile = profile.model_copy(update=inner)
+    return profile
+
+
+def _per_epoch(train: Train, rows: Rows) -> tuple[int, float]:
+    """Steps of an epoch, and the conversations in each, for a batch that is settled."""
+    whole = rows.packed(train.max_length) if train.packing else rows.examples
+    return math.ceil(whole / int(train.batch)), rows.examples * min(int(train.batch), whole) / whole
+
+
+def _examples_per_step(rows: Rows, max_length: int) -> int:
+    """A power of two that leaves about 50 steps in an epoch, up to the largest step."""
+    ideal = 2 ** round(math.log2(max(rows.examples / STEPS_PER_EPOCH, FEWEST)))
+    return max(1, min(ideal, int(LARGEST_STEP * max_length / rows.mean)))
+
+
+def _batch(train: Train, rows: Rows | None, processes: int) -> dict[str, Choice]:
+    """Batch and packing: conversations laid end to end, or, where a step holds many, rows packed to max_length."""
+    found: dict[str, Choice] = {}
+    packing, batch = train.packing, train.batch
+    each = _examples_per_step(rows, train.max_length) if rows else 0
+    filled = each * rows.mean / train.max_length if rows else LARGEST_STEP
+    if packing == "auto":
+        named = "the batch that is set counts conversations; with packing: true it counts packed rows"
+        text = f"a step fills {filled:.1f} rows of {train.max_length} tokens; from {PACK_FROM} on, rows are packed"
+        packing = batch == "auto" and filled >= PACK_FROM
+        found["train.packing"] = Choice(packing, f"recipe: {text if batch == 'auto' else named}")
+    if batch == "auto":
+        size = max(1, round(filled)) if packing else each or FEWEST
+        batch = math.ceil(size / processes) * processes  # every process has its share
+        settled = train.model_copy(update={"batch": batch, "packing": packing})
+        steps, conversations = _per_epoch(settled, rows) if rows else (0, 0)
+        text = f"recipe: {conversations:.0f} conversations per step, {steps} steps per epoch"
+        found["train.batch"] = Choice(batch, text if rows else UNKNOWN_ROWS)
+    if train.micro_batch != "auto":
+        size = distributed.micro_batch_for(batch, train.micro_batch, processes)
+        reason = f"the largest up to {train.micro_batch} that divides each process's part of the batch of {batch}"
+        found |= {} if size == train.micro_batch else {"train.micro_batch": Choice(size, reason)}
+    return found
 
 
 @dataclass(frozen=True)
@@ -88,47 +250,6 @@ class Recipe:
         """Bytes of a number that is computed with."""
         return 4 if self.precision == "fp32" else 2
 
-    @property
-    def weight_bytes(self) -> float:
-        """Bytes of a weight of the linear layers."""
-        return self.wide if self.method != "qlora" else NF4_DOUBLE if self.double else NF4
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of optimizer state for one trained weight."""
-        return OPTIMIZER_8BIT if self.optimizer.endswith("8bit") else OPTIMIZER
-
-    @property
-    def passes(self) -> float:
-        """Times a layer's products are computed: forward, backward, and most of forward again with checkpointing."""
-        return 2 if self.checkpointing == "off" else 2 + AGAIN
-
-    @property
-    def filled(self) -> float:
-        """Share of the computed tokens that are real."""
-        return PACKED if self.packing else 1.0
-
-
-def from_profile(profile: Profile, gpu: GPUSpec, rows: Rows | None = None) -> Recipe:
-    """A settled profile's recipe on a GPU; what it leaves to the machine is decided by the GPU's capability."""
-    train, machine = profile.train, profile.machine
-    new = gpu.capability >= BF16_FROM  # torch's varlen attention and Triton's kernels begin there too
-    precision, attention, liger = ("bf16", "varlen", "on") if new else ("fp16", "sdpa", "off")
-    single = rows if rows and not train.packing else None
-    return Recipe(
-        method=profile.method,
-        rank=profile.lora.rank,
-        precision=precision if machine.precision == "auto" else machine.precision,
-        attention=attention if machine.attention == "auto" else machine.attention,
-        liger=(liger if machine.liger == "auto" else machine.liger) == "on",
-        optimizer=train.optimizer,
-        length=round(single.mean) if single else train.max_length,
-        spread=single.spread if single else 0.0,
-        double=profile.quantization.double,
-        packing=bool(train.packing),
-        dropout=profile.lora.dropout > 0,
-    )
-
 
 def peak_gib(shape: Shape, recipe: Recipe) -> float:
     """The forecast peak on one GPU."""
@@ -139,7 +260,14 @@ def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
     """GiB by part; their sum is the forecast peak."""
     trained, tokens, wide = shape.adapter_params(recipe.rank), recipe.tokens, recipe.wide
     layer_input = tokens * shape.hidden * wide
-    saved = _saved_by_layer(shape, recipe)
+    saved = wide * (  # what one layer keeps of a token for its backward pass
+        (SAVED_HIDDEN + (0 if recipe.liger else PLAIN_HIDDEN)) * shape.hidden
+        + (SAVED_HEADS * shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        + SAVED_MLP * shape.intermediate
+        + ADAPTERS * recipe.rank
+    )
+    saved += sum(inner for inner, _ in shape.linears) if recipe.dropout else 0  # a byte for each input of an adapter
+    saved *= tokens
     # alive only while one layer is computed backwards: its gradients, what it computed again, one weight in 16 bits
     mlp = BACKWARD_MLP + recipe.dropout  # with dropout also the thinned activation
     backward: float = tokens * (BACKWARD_HIDDEN * shape.hidden + mlp * shape.intermediate) * wide
@@ -149,10 +277,12 @@ def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
             "offload": min(OFFLOAD_STASH, shape.layers) * layer_input}  # fmt: skip
     tile = min(LOSS_TILE[0], tokens) * min(LOSS_TILE[1], shape.vocab) * wide
     mask = MASK * tokens**2 if recipe.attention == "sdpa" else 0  # rows are laid end to end: one long one
+    weight_bytes = wide if recipe.method != "qlora" else NF4_DOUBLE if recipe.double else NF4
+    adam = OPTIMIZER_8BIT if recipe.optimizer.endswith("8bit") else OPTIMIZER
     found = {
-        "weights": shape.linear_params * recipe.weight_bytes + shape.other_params * wide,
+        "weights": shape.linear_params * weight_bytes + (shape.params - shape.linear_params) * wide,
         "adapters": trained * (ADAPTER + GRADIENT * (recipe.accumulation > 1)),
-        "optimizer": trained * recipe.optimizer_bytes,
+        "optimizer": trained * adam,
         "activations": kept[recipe.checkpointing] + backward,
         "logits": max(0.0, tokens * shape.hidden * LOSS_HIDDEN + tile - backward),  # before a layer at work
         "workspace": mask + SLACK,
@@ -160,53 +290,31 @@ def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
     return {name: size / GIB for name, size in found.items()}
 
 
-def _saved_by_layer(shape: Shape, recipe: Recipe) -> float:
-    """Bytes that one layer keeps for its backward pass."""
-    numbers = (
-        (SAVED_HIDDEN + (0 if recipe.liger else PLAIN_HIDDEN)) * shape.hidden
-        + (SAVED_HEADS * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        + SAVED_MLP * shape.intermediate
-        + ADAPTERS * recipe.rank
-    )
-    dropped = sum(inner for inner, _ in shape.linears) if recipe.dropout else 0  # a byte for each input of an adapter
-    return recipe.tokens * (numbers * recipe.wide + dropped)
-
-
 def tokens_per_second(shape: Shape, recipe: Recipe, gpu: GPUSpec) -> float | None:
     """Real tokens per second on all GPUs together; None where a GPU's arithmetic is not known."""
     if gpu.tflops is None:
         return None
     recipe = replace(recipe, spread=0.0)  # the usual micro-batch, not the rare one
-    if gpu.bandwidth is None:
-        computing = _flops(shape, recipe) / (ALONE * gpu.tflops * 1e12)
-    else:
-        computing = _flops(shape, recipe) / (ARITHMETIC * gpu.tflops * 1e12)
-        computing += _moved_bytes(shape, recipe) / (BANDWIDTH * gpu.bandwidth * 1e9)
-    launching = LAUNCH + LAUNCH_QUANTIZED * (recipe.method == "qlora")  # a small step on a fast GPU waits for Python
-    launching += LAUNCH_AGAIN * (recipe.checkpointing != "off") + LAUNCH_OFFLOAD * (recipe.checkpointing == "offload")
-    seconds = max(computing, launching * shape.layers)
-    if recipe.checkpointing == "offload":
-        travelling = 2 * shape.layers * recipe.tokens * shape.hidden * recipe.wide / RAM_LINK
-        seconds = max(computing * OFFLOAD, launching * shape.layers, travelling)
-    together = 1.0 if gpu.count == 1 else gpu.count * PARALLEL
-    return recipe.tokens * recipe.filled / seconds * together
-
-
-def _flops(shape: Shape, recipe: Recipe) -> float:
-    """Floating point operations of a micro-step: the frozen weights need no gradient of their own."""
-    linear = 2 * shape.linear_params * recipe.passes
+    way, quantized = recipe.checkpointing, recipe.method == "qlora"
+    again, offload = way != "off", way == "offload"
+    passes = 2 + AGAIN * again  # times a layer's products are computed: frozen weights need no gradient
     head = 3 * 2 * shape.vocab * shape.hidden  # forward, again in the backward pass, and backward
     seen = recipe.tokens if recipe.attention == "sdpa" else recipe.length / 2
-    attention = 4 * seen * shape.heads * shape.head_dim * shape.layers * (recipe.passes + 1)
-    return recipe.tokens * (linear + head + attention)
-
-
-def _moved_bytes(shape: Shape, recipe: Recipe) -> float:
-    """Bytes through the GPU's memory in a micro-step: weights brought to 16 bits, and work element by element."""
-    brought = shape.linear_params * (NF4_DOUBLE + recipe.wide) if recipe.method == "qlora" else 0
-    times = ELEMENTWISE if recipe.liger else PLAIN
-    touched = recipe.tokens * shape.layers * sum(map(sum, shape.linears)) * recipe.wide * times
-    return recipe.passes * (brought + touched)
+    attention = 4 * seen * shape.heads * shape.head_dim * shape.layers * (passes + 1)
+    flops = recipe.tokens * (2 * shape.linear_params * passes + head + attention)
+    computing = flops / ((ALONE if gpu.bandwidth is None else ARITHMETIC) * gpu.tflops * 1e12)
+    if gpu.bandwidth is not None:  # weights brought to 16 bits, and work element by element
+        brought = shape.linear_params * (NF4_DOUBLE + recipe.wide) if quantized else 0
+        touched = recipe.tokens * shape.layers * sum(map(sum, shape.linears)) * recipe.wide
+        moved = passes * (brought + touched * (ELEMENTWISE if recipe.liger else PLAIN))
+        computing += moved / (BANDWIDTH * gpu.bandwidth * 1e9)
+    # a small step on a fast GPU waits for Python
+    launching = LAUNCH + LAUNCH_QUANTIZED * quantized + LAUNCH_AGAIN * again + LAUNCH_OFFLOAD * offload
+    seconds = max(computing * (OFFLOAD if offload else 1), launching * shape.layers)
+    if offload:
+        seconds = max(seconds, 2 * shape.layers * recipe.tokens * shape.hidden * recipe.wide / RAM_LINK)
+    together = 1.0 if gpu.count == 1 else gpu.count * PARALLEL
+    return recipe.tokens * (PACKED if recipe.packing else 1.0) / seconds * together
 
 
 def limit_gib(gpu: GPUSpec) -> float:
@@ -218,13 +326,13 @@ def candidates(recipe: Recipe, batch: int, gpu: GPUSpec, train: Train | None = N
     """Every micro-batch that divides a GPU's share of the batch, with every checkpointing; what `train` names stays."""
     distributed.require_shares(batch, gpu.count)
     rows = batch // gpu.count
-    sizes = [size for size in range(1, rows + 1) if rows % size == 0]
+    sizes: Sequence[int] = [size for size in range(1, rows + 1) if rows % size == 0]
     ways: Sequence[str] = CHECKPOINTING
     if train and train.micro_batch != "auto":
-        sizes = [train.micro_batch]
+        sizes = (train.micro_batch,)
     if train and train.gradient_checkpointing != "auto":
         ways = (train.gradient_checkpointing,)
-    pairs = [(size, way) for size in sizes for way in ways]
+    pairs = product(sizes, ways)
     return [replace(recipe, micro_batch=size, checkpointing=way, accumulation=rows // size) for size, way in pairs]
 
 
@@ -240,84 +348,51 @@ def best_option(shape: Shape, recipes: Sequence[Recipe], gpu: GPUSpec) -> Recipe
 
 
 def fastest(profile: Profile, shape: Shape, gpu: GPUSpec, rows: Rows | None) -> Recipe:
-    """The best micro-batch and checkpointing for a profile, as far as it leaves them open."""
-    recipe, train = from_profile(profile, gpu, rows), profile.train
-    return best_option(shape, candidates(recipe, train.step_rows, gpu, train), gpu)
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What a training will need; None where a fact is missing, and `notes` says which."""
-
-    model: str
-    gpu: GPUSpec
-    recipe: Recipe
-    batch: int
-    parts: dict[str, float]
-    tokens_per_second: float | None
-    hours: float | None
-    disk_gib: dict[str, float]
-    after_gib: dict[str, float]
-    schedule: Schedule | None
-    notes: list[str]
-
-    @property
-    def peak_vram_gib(self) -> float:
-        """The forecast peak of torch's allocator on each GPU."""
-        return sum(self.parts.values())
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within the limit."""
-        return self.peak_vram_gib <= limit_gib(self.gpu)
-
-    @property
-    def cost(self) -> dict[str, float | None]:
-        """On all GPUs; None where hours or price are not known, 0 where it is free."""
-        prices = {"yuan": self.gpu.yuan, "dollars": self.gpu.dollars}
-        if self.hours is None:
-            return {name: price if price == 0 else None for name, price in prices.items()}
-        return {name: price and price * self.hours * self.gpu.count for name, price in prices.items()}
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values, rounded as far as a forecast deserves."""
-        made = self.schedule
-        return {
-            "model": self.model, "gpu": self.gpu.name, "gpus": self.gpu.count,
-            "card": self.gpu.model_dump(exclude={"note", "called", "also"}),
-            "recipe": asdict(self.recipe), "batch": self.batch,
-            "steps": made and made.steps, "examples_per_step": made and round(made.examples_per_step, 1),
-            "epochs": made and round(made.epochs, 3), "learning_rate": made and made.learning_rate,
-            "peak_vram_gib": round(self.peak_vram_gib, 2), "limit_gib": round(limit_gib(self.gpu), 2),
-            "fits": self.fits, "parts": _rounded(self.parts, 3),
-            "tokens_per_second": None if self.tokens_per_second is None else round(self.tokens_per_second),
-            "hours": None if self.hours is None else round(self.hours, 2), "cost": _rounded(self.cost, 2),
-            "disk_gib": _rounded(self.disk_gib, 1), "after_gib": _rounded(self.after_gib, 1), "notes": self.notes,
-        }  # fmt: skip
-
-
-def _rounded(numbers: dict[str, Any], digits: int) -> dict[str, Any]:
-    return {name: None if value is None else round(value, digits) for name, value in numbers.items()}
+    """The best micro-batch and checkpointing for a settled profile, as far as it leaves them open."""
+    train, machine = profile.train, profile.machine
+    new = gpu.capability >= BF16_FROM  # torch's varlen attention and Triton's kernels begin there too
+    precision, attention, liger = ("bf16", "varlen", "on") if new else ("fp16", "sdpa", "off")
+    single = rows if rows and not train.packing else None
+    recipe = Recipe(
+        profile.method, profile.lora.rank, optimizer=train.optimizer, double=profile.quantization.double,
+        precision=precision if machine.precision == "auto" else machine.precision,
+        attention=attention if machine.attention == "auto" else machine.attention,
+        liger=(liger if machine.liger == "auto" else machine.liger) == "on",
+        length=round(single.mean) if single else train.max_length, spread=single.spread if single else 0.0,
+        packing=bool(train.packing), dropout=profile.lora.dropout > 0,
+    )  # fmt: skip
+    return best_option(shape, candidates(recipe, int(train.batch), gpu, train), gpu)
 
 
 def of_profile(
     profile: Profile, gpu: GPUSpec, model: str | Shape = "", rows: int | None = None,
     mean_length: float | None = None, data: Rows | None = None,
 ) -> Forecast:  # fmt: skip
-    """A profile on a GPU; `auto` values become what the rows want and the fastest that fit, or the smallest."""
+    """A profile on a GPU; `auto` values become what the rows want and the fastest that fit, or the smallest.
+
+    None stands where a fact is missing, and `notes` says which; a cost of 0 is free.
+    """
     shape = model if isinstance(model, Shape) else find_shape(model or profile.model)
     rows = data.examples if data else rows if rows is not None else profile.data.rows or None
-    mean_length = data.mean if data else mean_length
-    if data is None and rows and mean_length:
-        data = Rows.like(rows, mean_length, profile.train.max_length)
+    mean = data.mean if data else mean_length
+    if data is None and rows and mean:  # a guess: instruction data spreads about as wide as its mean
+        longest = profile.train.max_length
+        data = Rows(rows, min(mean, longest), max(0.0, min(mean, longest - mean)))
     named, chosen = profile.train, choose(profile, data, shape, gpu.count)
     profile = apply(profile, chosen)
     train, recipe = profile.train, fastest(profile, shape, gpu, data)
-    tokens = _tokens(recipe, train, rows, mean_length)
+    tokens = None  # of the whole training
+    if train.max_steps:
+        tokens = train.max_steps * int(train.batch) * recipe.length * (PACKED if recipe.packing else 1.0)
+    elif rows is not None and mean is not None:
+        tokens = rows * (min(mean, recipe.length) if recipe.packing else mean) * (float(train.epochs) or 1.0)
     rate = tokens_per_second(shape, recipe, gpu)
-    whole = shape.params * 2 / GIB
-    checkpoint = shape.adapter_params(recipe.rank) * (4 + recipe.optimizer_bytes) / GIB
-    served = shape.params * recipe.wide / GIB
+    hours = None if rate is None or tokens is None else tokens / rate / 3600
+    cost = {
+        name: price if not price else None if hours is None else price * hours * gpu.count
+        for name, price in (("yuan", gpu.yuan), ("dollars", gpu.dollars))
+    }
+    whole, served = shape.params * 2 / GIB, shape.params * recipe.wide / GIB
     notes = {
         "too large to be served in 16 bits on this GPU: export it as w4a16 first": served > gpu.memory_gib,
         "speed and hours are unknown: give the GPU's dense 16-bit TFLOP/s with --tflops": rate is None,
@@ -328,20 +403,17 @@ def of_profile(
         few_steps(train, named, data) if data else "": True,
         gpu.note: True,
     }  # fmt: skip
-    return Forecast(
-        shape.name, gpu, recipe, train.step_rows, parts(shape, recipe), rate,
-        hours=None if rate is None or tokens is None else tokens / rate / 3600,
-        disk_gib={"download": whole, "merged": whole * SPARE, "checkpoints": checkpoint * train.keep_checkpoints},
-        after_gib={"merge_ram": MERGE_RAM_GIB, "on_card": served},
-        schedule=schedule(train, data) if data else None,
-        notes=[note for note, holds in notes.items() if note and holds],
-    )  # fmt: skip
-
-
-def _tokens(recipe: Recipe, train: Train, rows: int | None, mean: float | None) -> float | None:
-    """Real tokens of a training; None where a fact is missing."""
-    if train.max_steps:
-        return train.max_steps * train.step_rows * recipe.length * recipe.filled
-    if rows is None or mean is None:
-        return None
-    return rows * (min(mean, recipe.length) if recipe.packing else mean) * (float(train.epochs) or 1.0)
+    sizes, made = parts(shape, recipe), schedule(train, data) if data else None
+    checkpoint = shape.adapter_params(recipe.rank) * 4 / GIB + sizes["optimizer"]
+    peak, limit = sum(sizes.values()), limit_gib(gpu)
+    return {
+        "model": shape.name, "gpu": gpu.name, "gpus": gpu.count,
+        "card": gpu.model_dump(exclude={"note", "called", "also"}), "recipe": asdict(recipe), "batch": int(train.batch),
+        "steps": made and made.steps, "examples_per_step": made and made.examples_per_step,
+        "epochs": made and made.epochs, "learning_rate": made and made.learning_rate, "schedule": made and str(made),
+        "peak_vram_gib": peak, "limit_gib": limit, "fits": peak <= limit, "parts": sizes,
+        "tokens_per_second": rate, "hours": hours, "cost": cost,
+        "disk_gib": {"download": whole, "merged": whole * SPARE, "checkpoints": checkpoint * train.keep_checkpoints},
+        "after_gib": {"merge_ram": MERGE_RAM_GIB, "on_card": served},
+        "notes": [note for note, holds in notes.items() if note and holds],
+    }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import namedtuple
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -19,14 +19,7 @@ PROFILES = (*(name for _, name in BY_MEMORY), LARGEST)
 Positive = Annotated[float, Field(gt=0)]
 PriceOrNull = Annotated[float, Field(ge=0)] | None
 Names = Annotated[tuple[Text, ...], Field(strict=False)]
-
-
-@dataclass(frozen=True)
-class Price:
-    """An hour of one machine; None where it is free or not known."""
-
-    yuan: float | None
-    dollars: float | None
+Price = namedtuple("Price", ("yuan", "dollars"))  # of an hour of one machine; None where it is free or unknown
 
 
 class GPUSpec(Strict):
@@ -44,9 +37,6 @@ class GPUSpec(Strict):
     note: str = ""
     called: Names = ()
     also: Names = ()
-
-    def __str__(self) -> str:
-        return f"{self.count} x {self.name}" if self.count > 1 else self.name
 
 
 def every() -> list[GPUSpec]:
@@ -71,8 +61,10 @@ def find(
 def of_machine(gpu: GPU) -> GPUSpec:
     """The facts of one GPU torch has found: memory and capability from torch, the rest from the table."""
     seen: dict[str, Any] = {"memory_gib": gpu.memory_gib, "capability": gpu.capability}
-    hits = [one for one in every() if _is_called(one, gpu.name)]
-    if not hits:
+    whole = r"(?<![A-Za-z0-9]){}(?![A-Za-z0-9])"
+    called = [(one, whole.format(re.escape(word))) for one in every() for word in one.called]
+    hits = [one for one, word in called if re.search(word, gpu.name, re.IGNORECASE)]
+    if not hits or "laptop" in gpu.name.lower():  # those of laptops are others
         return GPUSpec(name=gpu.name, **seen)
     # the longest name first: a 4090 D is called RTX 4090 as well
     best = min(hits, key=lambda one: (-max(map(len, one.called)), abs(one.memory_gib - gpu.memory_gib)))
@@ -99,9 +91,3 @@ def _plain(name: str) -> str:
     """A name without vendor, spaces, dashes and unit: "NVIDIA RTX 4090" and "4090" are one, so are "80" and "80GB"."""
     words = re.sub(r"nvidia|geforce|tesla|rtx|[\s_-]", "", name.lower())
     return re.sub(r"(?<=\d)gi?b?$", "", words)
-
-
-def _is_called(gpu: GPUSpec, name: str) -> bool:
-    """Whether torch's name for a GPU has one of the entry's words as a whole; laptop GPUs are others."""
-    whole = [rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])" for word in gpu.called]
-    return "laptop" not in name.lower() and any(re.search(word, name, re.IGNORECASE) for word in whole)

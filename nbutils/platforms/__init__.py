@@ -1,32 +1,348 @@
-"""The machine a lesson runs on: which platform it is, its folders, limits, Drive, secrets and network."""
+"""The machine a lesson runs on: which platform it is, its limits and secrets, its folders, Google Drive, power-off.
 
-# ruff: noqa: F401
+`configs/platforms.yaml` lists what proves each platform, in the order in which they are tried. Only variables and files
+count, so that a child process finds the same platform as its notebook. Nothing is ever made below Drive's mount point
+before it is a mount: a folder there would keep Drive from being mounted, and would be gone with the machine.
+"""
+
 from __future__ import annotations
 
-from nbutils.platforms import storage as drive
-from nbutils.platforms.detection import (
-    Limit,
-    Platform,
-    detect,
-    free_memory_gib,
-    fs_root,
-    in_kernel,
-    memory_gib,
-    processors,
-    secret,
-    session_seconds,
-    time_limit_hours,
-)
-from nbutils.platforms.network import answers, hub_online, prepare_network
-from nbutils.platforms.shutdown import power_off, send_notice
-from nbutils.platforms.storage import (
-    Folders,
-    cannot_write,
-    find_input,
-    find_inputs,
-    folders,
-    is_mount,
-    mount_drive,
-    mount_point_of,
-    use_model_cache,
-)
+import glob
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from http.client import HTTPException
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import psutil
+from pydantic import Field
+
+from nbutils.config import Strict, read_table
+from nbutils.errors import CourseError
+from nbutils.files import CHECKOUT, GIB, fs_root
+from nbutils.masking import mask_secrets, remember_secret
+from nbutils.platforms.network import NoRedirects, answers, hub_online, prepare_network  # noqa: F401
+
+CGROUP = "sys/fs/cgroup"
+SECRETS_STATE = "NBUTILS_SECRETS_SILENT"  # the store that cannot answer; child processes do not ask it again either
+MOUNT_POINT = "content/drive"
+RUNS = f"{MOUNT_POINT}/MyDrive/finetune-course"
+STATE = "NBUTILS_DRIVE"  # "off" by the learner; "failed" after one failure, inherited by child processes
+FALLBACK = "Runs stay on this machine's disk and are deleted with it."
+MANUALLY = "from google.colab import drive; drive.mount('/content/drive', force_remount=True)"
+NOTICE_URL = "https://www.autodl.com/api/v1/wechat/message/send"
+
+
+class Entry(Strict):
+    """One platform of `configs/platforms.yaml`, which explains the keys."""
+
+    proof: list[str]
+    work: str
+    scratch: str
+    keep: dict[str, str] = Field({})
+    inputs: str = ""
+    hours: float = 0.0
+    cache: Literal["", "work", "scratch"] = ""
+    china: bool = False
+    gpu_todo: str = "start a machine with a GPU"
+    hub_todo: str = "check the network, or set HF_ENDPOINT to a mirror"
+    keep_todo: str = "download what you want to keep, or set NBUTILS_HOME to a folder that lasts"
+
+
+@cache
+def table() -> dict[str, Entry]:
+    """All platforms by name, in the order in which they are tried."""
+    return read_table("platforms.yaml", Entry)
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A platform's name, the evidence for it, and whether nobody is watching (`batch`)."""
+
+    name: str
+    evidence: str
+    batch: bool = False
+
+    @property
+    def entry(self) -> Entry:
+        """What is known about it."""
+        return table()[self.name]
+
+
+def detect() -> Platform:
+    """The platform and its evidence; `NBUTILS_PLATFORM` overrides."""
+
+    def present(proof: str) -> bool:
+        name, _, value = proof.partition("=")
+        if proof.startswith("/"):
+            return os.path.exists(fs_root() / proof[1:])  # `Path.exists` raises where this user may not look
+        return os.environ.get(name) == value if value else bool(os.environ.get(name))
+
+    if name := os.environ.get("NBUTILS_PLATFORM"):
+        if name not in table():
+            raise CourseError("platforms.unknown", name=name, names=", ".join(table()))
+        evidence = "NBUTILS_PLATFORM is set"
+    else:
+        found = {name: list(filter(present, entry.proof)) for name, entry in table().items()}
+        name = next((name for name, proofs in found.items() if proofs), "local")
+        evidence = ", ".join(found[name]) or "nothing of a known platform is here"
+    return Platform(name, evidence, name == "kaggle" and os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch")
+
+
+def in_kernel() -> bool:
+    """Whether this code runs in a notebook kernel (also a headless one) and not as a plain script."""
+    shell = sys.modules.get("IPython")
+    return bool(shell and shell.get_ipython() and "ipykernel" in sys.modules)
+
+
+class Limit(NamedTuple):
+    """A number that holds for this process, and where it was read."""
+
+    value: float
+    source: str
+
+
+def time_limit_hours(platform: Platform) -> float:
+    """How long a machine of this platform lives; 0 if nobody takes it away."""
+    return platform.entry.hours
+
+
+def session_seconds(platform: Platform) -> float:
+    """How long this machine has been up on a platform that counts the hours; 0 elsewhere."""
+    try:  # a simulated machine has it as the date of its /proc/1
+        started = psutil.Process(1).create_time() if fs_root() == Path("/") else (fs_root() / "proc/1").stat().st_mtime
+    except (OSError, psutil.Error):
+        return 0.0
+    return max(0.0, time.time() - started) if time_limit_hours(platform) else 0.0
+
+
+def processors() -> Limit:
+    """How many processors this process may use; a container may have half a one."""
+    allowed = Limit(len(os.sched_getaffinity(0)), "the processors this process may run on")
+    quota = _cgroup("cpu.max") or _cgroup("cpu/cpu.cfs_quota_us") + _cgroup("cpu/cpu.cfs_period_us")
+    if len(quota) < 2 or quota[0] == "max" or int(quota[0]) <= 0:
+        return allowed
+    return min(allowed, Limit(int(quota[0]) / int(quota[1]), f"/{CGROUP}"))
+
+
+def memory_gib() -> Limit:
+    """How much memory this process may use."""
+    return _memory_gib(psutil.virtual_memory().total, "the machine's memory", "0")
+
+
+def free_memory_gib() -> Limit:
+    """How much memory this process can still take: what a container has used is not free, whatever the machine says."""
+    used = _cgroup("memory.current", "memory/memory.usage_in_bytes") or ["0"]
+    return _memory_gib(psutil.virtual_memory().available, "the machine's free memory", used[0])
+
+
+def _memory_gib(machine: int, source: str, used: str) -> Limit:
+    """The smaller of the machine's and the container's; cached files that can be dropped at once are not in use."""
+    limit = _cgroup("memory.max", "memory/memory.limit_in_bytes") or ["max"]
+    words = _cgroup("memory.stat", "memory/memory.stat")
+    stat = dict(zip(words[::2], words[1::2], strict=True))
+    dropped = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
+    container = math.inf if limit[0] == "max" else max(0, int(limit[0]) - max(0, int(used) - dropped))
+    return min(Limit(machine / GIB, source), Limit(container / GIB, f"/{CGROUP}"))
+
+
+def _cgroup(*names: str) -> list[str]:
+    """The words of the first of these cgroup files that is there (v2, then v1); empty without a container."""
+    for name in names:
+        with suppress(OSError):
+            return (fs_root() / CGROUP / name).read_text(encoding="utf-8").split()
+    return []
+
+
+def secret(name: str) -> str | None:
+    """A secret from the environment, Colab's userdata or Kaggle's secrets, never printed; None if nobody has it."""
+    store = detect().name
+    value = os.environ.get(name, "").strip()
+    try:
+        if not value and store in ("colab", "kaggle") and os.environ.get(SECRETS_STATE) != store:
+            if store == "colab":
+                from google.colab import userdata
+
+                value = str(userdata.get(name) or "").strip()
+            else:
+                from kaggle_secrets import UserSecretsClient
+
+                value = str(UserSecretsClient().get_secret(name) or "").strip()
+    except Exception as problem:  # seven documented types, of which none may cost the learner the lesson
+        kind = type(problem).__name__  # its text is not shown, it may hold what it must not
+        if kind == "SecretNotFoundError" or "No user secrets exist" in str(problem) or isinstance(problem, ImportError):
+            return None
+        if kind not in ("NotebookAccessError", "BackendError"):  # after these two the next secret may be answered
+            os.environ[SECRETS_STATE] = store
+        todo = "allow it for this notebook in the page's panel of secrets, or set an environment variable of that name"
+        print(f"secret    {store}'s secrets do not give {name} ({kind}): {todo}.")
+    if value:
+        remember_secret(value)
+    return value or None
+
+
+@dataclass(frozen=True)
+class Folders:
+    """work: fast and large; scratch: may vanish; keep: outlives the machine; inputs: read-only, or None.
+
+    `earlier` are further places in which a run of an earlier start may lie, for example because the better keep
+    was not there then. `lasting` says whether keep really outlives the machine, `remark` why or for how long.
+    """
+
+    work: Path
+    scratch: Path
+    keep: Path
+    inputs: Path | None
+    earlier: tuple[Path, ...] = ()
+    lasting: bool = True
+    remark: str = ""
+
+    def is_attached(self, place: Path) -> bool:
+        """Whether a place lies in the inputs: anybody may have made what is there."""
+        return self.inputs is not None and place.is_relative_to(self.inputs)
+
+
+def folders(platform: Platform) -> Folders:
+    """The folders of a platform; `NBUTILS_HOME` moves the one in which runs are kept."""
+    root, entry, given = fs_root(), platform.entry, os.environ.get("NBUTILS_HOME")
+    home = Path(os.path.expanduser(given)).absolute() if given else None
+    if platform.name == "local":
+        work = CHECKOUT or Path.cwd()
+        keep = home or work / "runs"
+        return Folders(work, keep / ".scratch", keep, None, remark="a folder of this computer")
+    work, scratch = root / entry.work[1:], root / entry.scratch[1:]
+    lasting = {root / place[1:] / "runs": remark for place, remark in entry.keep.items()}
+    lasting = {place: remark for place, remark in lasting.items() if os.path.isdir(place.parent)}
+    known = [*lasting, work / "runs"]
+    lasting = {place: remark for place, remark in lasting.items() if not cannot_write(place.parent)}
+    if platform.name == "colab" and drive_mounted():
+        lasting = {root / RUNS: "it is on your Drive"}
+    elif platform.name == "colab" and home and home.is_relative_to(root / MOUNT_POINT):
+        home = None  # a folder made there now would keep Drive from being mounted
+    keep = home or next(iter(lasting), work / "runs")
+    remark = next((remark for place, remark in lasting.items() if keep.is_relative_to(place.parent)), "")
+    if home and (mounted := mount_point_of(home)) and not home.is_relative_to(scratch):
+        remark = f"NBUTILS_HOME is on the disk mounted at {mounted}"
+    earlier = tuple(place for place in dict.fromkeys(known) if place != keep)
+    inputs = root / entry.inputs[1:] if entry.inputs else None
+    text = remark or "nothing that lasts can be written here"
+    return Folders(work, scratch, keep, inputs, earlier, bool(remark), text)
+
+
+def cannot_write(folder: Path) -> str:
+    """Why no file can be made in a folder (full, out of inodes, read-only, not there); empty if one can."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-"):
+            return ""
+    except OSError as problem:
+        return problem.strerror or type(problem).__name__
+
+
+def use_model_cache(platform: Platform, places: Folders) -> str:
+    """Move the download cache off a small system disk, before huggingface_hub is imported; says what was done."""
+    chosen = any(os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"))
+    filled = any(Path.home().glob(".cache/huggingface/hub/models--*"))
+    if not platform.entry.cache or chosen or filled:
+        return ""
+    os.environ["HF_HUB_CACHE"] = str(getattr(places, platform.entry.cache) / "huggingface")
+    return f"downloaded models go to {os.environ['HF_HUB_CACHE']}"
+
+
+def find_inputs(inputs: Path | None, marker: str) -> list[Path]:
+    """Every path below `inputs` whose end matches the glob `marker` ("checkpoints/checkpoint-*.json"), in order."""
+    return sorted(inputs.rglob(marker)) if inputs else []
+
+
+def find_input(inputs: Path | None, name: str) -> Path | None:
+    """The file or folder a learner names by the end of its path ("train.jsonl", "owner/slug/train.jsonl")."""
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts:
+        return None
+    found = find_inputs(inputs, glob.escape("/".join(parts)))
+    if len(found) > 1:
+        places = ", ".join(map(str, found))
+        raise CourseError("platforms.ambiguous_input", name=name, count=len(found), places=places, inputs=inputs)
+    return found[0] if found else None
+
+
+def is_mount(path: Path) -> bool:
+    """Whether something is mounted at exactly this path, even if it no longer answers."""
+    file = fs_root() / "proc/mounts"
+    lines = file.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if file.exists() else []
+    return os.path.ismount(path) or str(path) in (line.split()[1] for line in lines)
+
+
+def mount_point_of(path: Path) -> Path | None:
+    """The mount a path lies on; None if that is the root disk. `is_mount` tells later whether it is still there."""
+    path, root = path.absolute(), fs_root()
+    below = [place for place in (path, *path.parents) if place not in (root, *root.parents)]
+    return next(filter(is_mount, below), None)
+
+
+def drive_mounted() -> bool:
+    """Whether Drive is really there: an empty folder of that name is not Drive, nor is a connection that died."""
+    place = fs_root() / MOUNT_POINT
+    return os.path.exists(place) and is_mount(place)
+
+
+def mount_drive(platform: Platform) -> str:
+    """Mount Google Drive on Colab if it is not there yet; says what happened and never stops the lesson."""
+    state, problem = os.environ.get(STATE, ""), "nothing is mounted at /content/drive"
+    if platform.name != "colab":
+        return f"No Drive on {platform.name}: runs are kept on its own disk, or where NBUTILS_HOME says."
+    if not drive_mounted():
+        if state in ("off", "failed"):
+            return f"Drive is not used ({STATE}={state}). {FALLBACK}"
+        try:
+            from google.colab import drive
+
+            drive.mount(str(fs_root() / MOUNT_POINT))  # it gives up after 120 s
+        except Exception as failed:  # Colab raises eight unrelated types here, and none may cost the learner the lesson
+            problem = mask_secrets(f"{type(failed).__name__}: {failed}")
+        if not drive_mounted():
+            os.environ[STATE] = "failed"
+            return f"Drive could not be mounted ({problem}). {FALLBACK} To do: in an open Colab page, run {MANUALLY}"
+    os.environ.pop(STATE, None)
+    return f"Drive is mounted: runs are kept in {fs_root() / RUNS}."
+
+
+def power_off(platform: Platform, problem: str | None, grace: float = 60.0) -> str:
+    """Switch an AutoDL machine off, unless there is a `problem` with the last checkpoint; says what was done."""
+    if platform.name != "autodl":
+        return f"Not powered off: this is {platform.name}, and only AutoDL's machines are switched off from inside."
+    if problem is not None:
+        return f"Not powered off, because the run is not safe yet: {problem}. Look at it, then switch off by hand."
+    print(f"This machine is powered off in {grace:.0f} s. To keep it on, interrupt this cell (Ctrl-C).", flush=True)
+    try:
+        time.sleep(grace)  # then without arguments: it would not be AutoDL's power-off
+        subprocess.check_output([fs_root() / "usr/bin/shutdown"], stdin=subprocess.DEVNULL, timeout=30)
+    except (OSError, subprocess.SubprocessError, KeyboardInterrupt) as failed:
+        said = mask_secrets(f"{type(failed).__name__}: {failed}")
+        return f"Not powered off ({said}). Switch the machine off on AutoDL's page, it costs money."
+    return "Powered off. What is on the data disk stays for 15 days; start the same notebook again to go on."
+
+
+def send_notice(title: str, text: str, url: str = NOTICE_URL) -> str:
+    """Send a WeChat message through AutoDL; says how it went."""
+    if not (token := secret("AUTODL_TOKEN")):
+        return "No notice sent: there is no AUTODL_TOKEN. Set it to the developer token of your AutoDL account."
+    message = {"title": mask_secrets(title), "name": "finetune-course", "content": mask_secrets(text)}
+    headers = {"Authorization": token, "Content-Type": "application/json"}
+    request = urllib.request.Request(url, data=json.dumps(message).encode(), headers=headers)
+    opener = urllib.request.build_opener(NoRedirects)  # urlopen would keep the proxies of its first call
+    try:
+        with opener.open(request, timeout=10) as answer:
+            reply = answer.read(65536).decode("utf-8", "replace")
+    except (OSError, HTTPException) as problem:  # an HTTP status is an OSError here
+        return mask_secrets(f"No notice sent ({type(problem).__name__}: {problem}).")
+    sent = '"success"' in reply.lower()
+    return "Notice sent to WeChat." if sent else mask_secrets(f"No notice sent: AutoDL answered {reply[:200]!r}.")

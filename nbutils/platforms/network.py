@@ -14,12 +14,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
 from http.client import HTTPException
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
+from nbutils.files import fs_root
 from nbutils.masking import mask_secrets
-from nbutils.platforms.detection import Platform, fs_root
+
+if TYPE_CHECKING:
+    from nbutils.platforms import Platform
 
 HUB = "https://huggingface.co"
 SOURCES = {"hub": HUB, "hf-mirror": "https://hf-mirror.com", "modelscope": "https://www.modelscope.cn"}
@@ -30,7 +32,6 @@ CONFIG_FILE = {  # the same small file, at the address from which each of them i
 }
 SECONDS = 4.0  # all probes of one start together
 TURBO_SECONDS = 5.0
-NEAR_ENOUGH = 2.0  # the hub itself is taken up to this many times the best time
 REFUSED = (403, 407, 429, 451)
 FOUND = "NBUTILS_MIRROR_FOUND"  # the source that was chosen, so that child processes need not measure again
 NOTHING = "nothing"
@@ -51,15 +52,15 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
         """No other address is asked: the answer counts as an error."""
 
 
-def prepare_network(platform: Platform, probe: bool = True, root: Path | None = None) -> list[str]:
+def prepare_network(platform: Platform, probe: bool = True) -> list[str]:
     """Set proxies and mirror before huggingface_hub is imported; what to print. Nothing is measured without `probe`."""
-    lines = _use_turbo(root or fs_root())
+    lines = _use_turbo()
     mirror = os.environ.get("NBUTILS_MIRROR", "")
     if mirror and mirror not in SOURCES:
         raise CourseError("platforms.unknown_mirror", name=mirror, names=", ".join(SOURCES))
     if offline():
         lines.append("offline, as HF_HUB_OFFLINE says: models come from folders and the cache")
-    elif own := _own_endpoint():
+    elif not chosen() and (own := os.environ.get("HF_ENDPOINT")):
         lines.append(f"models come from {own}, as HF_ENDPOINT says")
     elif mirror:
         _use(mirror)
@@ -79,19 +80,13 @@ def offline() -> bool:
 
 def chosen() -> str:
     """Where models come from ("hub", "hf-mirror", "modelscope", "nothing" if none answered); "" if not known yet."""
-    return "" if _own_endpoint() else os.environ.get("NBUTILS_MIRROR") or os.environ.get(FOUND, "")
+    own = FOUND not in os.environ and os.environ.get("HF_ENDPOINT")  # set by the learner, not by this module
+    return "" if own else os.environ.get("NBUTILS_MIRROR") or os.environ.get(FOUND, "")
 
 
-def _own_endpoint() -> str:
-    """HF_ENDPOINT, if the learner and not this module set it."""
-    return "" if FOUND in os.environ else os.environ.get("HF_ENDPOINT", "")
-
-
-def hub_online(seconds: float = SECONDS) -> bool:
+def hub_online() -> bool:
     """Whether the model hub (or the mirror in HF_ENDPOINT) answers, asked briefly; not at all if none did just now."""
-    if offline() or chosen() == NOTHING:
-        return False
-    return answers(os.environ.get("HF_ENDPOINT", HUB), seconds)
+    return not offline() and chosen() != NOTHING and answers(os.environ.get("HF_ENDPOINT", HUB), SECONDS)
 
 
 def answers(url: str, seconds: float) -> bool:
@@ -107,8 +102,7 @@ def measure(urls: Mapping[str, str], seconds: float, refused: Iterable[int] = RE
     def ask(name: str, url: str) -> None:
         opener = urllib.request.build_opener()  # urlopen would keep the proxies of its first call
         try:
-            request = urllib.request.Request(url, headers={"User-Agent": "nbutils", "Range": "bytes=0-1023"})
-            with opener.open(request, timeout=seconds) as answer:
+            with opener.open(urllib.request.Request(url, headers={"User-Agent": "nbutils"}), timeout=seconds) as answer:
                 status = int(answer.status)
         except urllib.error.HTTPError as problem:
             status = problem.code
@@ -127,14 +121,14 @@ def measure(urls: Mapping[str, str], seconds: float, refused: Iterable[int] = RE
 
 
 def _choose(platform: Platform) -> list[str]:
-    """Measure, and take the hub if it is near enough, else the fastest."""
+    """Measure, and take the hub if it needs at most twice the best time, else the fastest."""
     urls = {name: base + CONFIG_FILE[name] for name, base in SOURCES.items()}
     if platform.entry.china:
         times = measure(urls, SECONDS)
     else:  # elsewhere the mirrors are far: asked only if the hub is silent
         times = measure({"hub": urls.pop("hub")}, SECONDS / 2) or measure(urls, SECONDS / 2)
     name = min(times, key=times.__getitem__, default=NOTHING)
-    if "hub" in times and times["hub"] <= NEAR_ENOUGH * times[name]:
+    if "hub" in times and times["hub"] <= 2 * times[name]:
         name = "hub"
     only_mirrors = name == "modelscope" and "hf-mirror" in times and "hub" not in times
     _use("hf-mirror" if only_mirrors else name)  # for what ModelScope does not have
@@ -157,27 +151,22 @@ def _use(name: str) -> None:
     os.environ[FOUND] = name
 
 
-def _use_turbo(root: Path) -> list[str]:
+def _use_turbo() -> list[str]:
     """AutoDL's proxies for GitHub and the hub, as its script sets them; a learner's own proxies stay."""
-    script = root / "etc/network_turbo"
-    if any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
-        _bypass_proxy(*THIS_MACHINE)
-        return []
-    if not script.is_file() or os.environ.get("NBUTILS_TURBO", "").lower() in ("off", "0", "no"):
-        return []
-    command = ["bash", "-c", 'source "$0" >/dev/null 2>&1 </dev/null; env -0', str(script)]
-    try:
-        ran = subprocess.run(command, capture_output=True, timeout=TURBO_SECONDS, check=True, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError):
-        return [f"{script} failed: GitHub and the hub are reached directly"]
-    variables = dict(entry.split("=", 1) for entry in ran.stdout.decode("utf-8", "replace").split("\0") if "=" in entry)
-    os.environ |= {name: value for name, value in variables.items() if name.lower() in PROXIES}
-    _bypass_proxy(*variables.get("no_proxy", "").split(","), *THIS_MACHINE, *NEARBY)
-    return [f"proxies of {script} for GitHub and the hub (NBUTILS_TURBO=off leaves them)"]
-
-
-def _bypass_proxy(*hosts: str) -> None:
-    """Past any proxy to these hosts: to this machine for the server of lesson 05, to what is near for its speed."""
-    for name in ("no_proxy", "NO_PROXY"):
-        known = [part.strip() for part in [*os.environ.get(name, "").split(","), *hosts]]
+    script, lines, direct = fs_root() / "etc/network_turbo", list[str](), [*THIS_MACHINE]
+    if not any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
+        if not script.is_file() or os.environ.get("NBUTILS_TURBO", "").lower() in ("off", "0", "no"):
+            return []
+        command = ["bash", "-c", 'source "$0" >/dev/null 2>&1 </dev/null; env -0', str(script)]
+        try:
+            found = subprocess.check_output(command, timeout=TURBO_SECONDS, stdin=subprocess.DEVNULL)
+        except (OSError, subprocess.SubprocessError):
+            return [f"{script} failed: GitHub and the hub are reached directly"]
+        variables = dict(entry.split("=", 1) for entry in found.decode("utf-8", "replace").split("\0") if "=" in entry)
+        os.environ |= {name: value for name, value in variables.items() if name.lower() in PROXIES}
+        direct = [*variables.get("no_proxy", "").split(","), *THIS_MACHINE, *NEARBY]
+        lines = [f"proxies of {script} for GitHub and the hub (NBUTILS_TURBO=off leaves them)"]
+    for name in ("no_proxy", "NO_PROXY"):  # to this machine for the server of lesson 05, to what is near for its speed
+        known = [part.strip() for part in [*os.environ.get(name, "").split(","), *direct]]
         os.environ[name] = ",".join(dict.fromkeys(filter(None, known)))
+    return lines

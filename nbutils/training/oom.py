@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from trl.models import activation_offloading
 
 from nbutils import files, hardware
 from nbutils.checkpoints import step_of
 from nbutils.errors import CourseError
-from nbutils.lesson import Lesson
+from nbutils.record import LessonLike
+from nbutils.training.model import load_trained_weights, trained_weights
 from nbutils.training.resume import OOM_FILE
-from nbutils.training.weights import load_trained_weights, trained_weights
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class StepSettings:
         return replace(self, checkpointing="offload") if self.checkpointing == "on" and offload else None
 
     def __str__(self) -> str:
-        batch = f"micro-batch {self.micro_batch} x accumulation {self.accumulation}"
-        return f"{batch}, gradient checkpointing {self.checkpointing}"
+        return f"micro-batch {self.micro_batch} x {self.accumulation}, gradient checkpointing {self.checkpointing}"
 
 
 class UpdateWatch(TrainerCallback):
@@ -53,16 +52,27 @@ class UpdateWatch(TrainerCallback):
         self.updating = False
 
 
-def train(trainer: Any, lesson: Lesson, resume_from: Path | None) -> None:
+def train(trainer: Any, lesson: LessonLike, resume_from: Path | None) -> None:
     """Train to the end; where memory runs out, go on from the last finished step with smaller settings."""
     settings = settings_of(trainer)
     watch, first_weights = UpdateWatch(), trained_weights(trainer.model)
     trainer.callback_handler.callbacks.insert(0, watch)  # before those that may run out of memory themselves
-    while problem := _attempt(trainer, resume_from):
+    while True:
+        try:
+            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+            return
+        except Exception as error:  # gone after this block, with the tensors it holds
+            if not hardware.out_of_memory(error):
+                raise
+            problem = str(error).strip().partition("\n")[0] or "out of memory"
         step, peak = max(trainer.state.global_step, step_of(resume_from)), hardware.peak_memory_gib()
         if trainer.args.world_size > 1:
             raise CourseError("training.oom_distributed", step=step + 1, problem=problem)
-        _free(trainer)
+        trainer.model.zero_grad(set_to_none=True)  # free what the broken step holds
+        trainer.callback_handler.train_dataloader = None
+        hardware.free_memory()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # the reported peak is that of the settings that fit
         if step > step_of(resume_from) and not watch.updating:
             trainer._save_checkpoint(trainer.model, trial=None)
             resume_from = Path(trainer.args.output_dir) / f"checkpoint-{step}"
@@ -72,54 +82,32 @@ def train(trainer: Any, lesson: Lesson, resume_from: Path | None) -> None:
         smaller = settings.smaller(offload=lesson.gpu is not None)
         if smaller is None:
             raise CourseError("training.oom_exhausted", step=step + 1, peak=peak, settings=settings)
-        _record_change(lesson, step + 1, peak, settings, smaller)
+        change = {"step": step + 1, "card": str(lesson.gpu or "none"), "used_gib": round(peak, 2)}
+        change |= {"from": asdict(settings), "to": asdict(smaller)}
+        with suppress(OSError):  # a disk that is gone does not end the training
+            files.write_json(lesson.run.path / OOM_FILE, {"rungs": [*oom_changes(lesson), change]})
         if step > step_of(resume_from):
             raise CourseError("training.oom_half_updated", step=step + 1)
         if resume_from is None:  # the first update may have broken off
             load_trained_weights(trainer.model, first_weights)
-        _reset(trainer)
         apply(trainer, smaller)
         print(f"out of memory at step {step + 1} (peak {peak:.1f} GiB): continuing with {smaller}", flush=True)
         settings = smaller
 
 
-def _attempt(trainer: Trainer, resume_from: Path | None) -> str:
-    """Train; empty at the end, else torch's message. The error and the tensors it holds end with this frame."""
-    try:
-        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-    except Exception as problem:
-        if not hardware.out_of_memory(problem):
-            raise
-        return str(problem).strip().partition("\n")[0] or "out of memory"
-    return ""
-
-
-def _free(trainer: Any) -> None:
-    """Free what the broken step holds."""
-    trainer.model.zero_grad(set_to_none=True)
-    trainer.callback_handler.train_dataloader = None
-    hardware.free_memory()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()  # the reported peak is that of the settings that fit
-
-
-def _reset(trainer: Any) -> None:
-    """Allow the next `train`, which makes a new optimizer and loads it from the checkpoint."""
-    trainer.optimizer = trainer.lr_scheduler = None
-    trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
-    if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
-        scaler._per_optimizer_states.clear()  # it would refuse to unscale a second time
-
-
-def settings_of(trainer: Trainer) -> StepSettings:
+def settings_of(trainer: Any) -> StepSettings:
     """The settings a trainer was built with."""
-    args: Any = trainer.args
+    args = trainer.args
     kind = "off" if not args.gradient_checkpointing else "offload" if args.activation_offloading else "on"
     return StepSettings(args.per_device_train_batch_size, args.gradient_accumulation_steps, kind)
 
 
 def apply(trainer: Any, new: StepSettings) -> None:
-    """Give a trainer that is not training new settings; its next `train` builds all that depends on them."""
+    """Give a trainer whose training broke off new settings; its next `train` builds all that depends on them."""
+    trainer.optimizer = trainer.lr_scheduler = None  # made anew and loaded from the checkpoint
+    trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
+    if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
+        scaler._per_optimizer_states.clear()  # it would refuse to unscale a second time
     args = trainer.args
     args.per_device_train_batch_size, args.gradient_accumulation_steps = new.micro_batch, new.accumulation
     trainer._train_batch_size = trainer.state.train_batch_size = args.train_batch_size
@@ -134,16 +122,9 @@ def apply(trainer: Any, new: StepSettings) -> None:
         trainer.maybe_activation_offload_context = context
 
 
-def oom_changes(lesson: Lesson) -> list[dict[str, Any]]:
+def oom_changes(lesson: LessonLike) -> list[dict[str, Any]]:
     """Every change this run made, in all its sessions, for facts.json."""
     try:
         return files.read_json(lesson.run.path / OOM_FILE)["rungs"]
     except (OSError, ValueError):
         return []
-
-
-def _record_change(lesson: Lesson, step: int, peak: float, old: StepSettings, new: StepSettings) -> None:
-    change = {"step": step, "card": str(lesson.gpu or "none"), "used_gib": round(peak, 2)}
-    change |= {"from": asdict(old), "to": asdict(new)}
-    with suppress(OSError):  # a disk that is gone does not end the training
-        files.write_json(lesson.run.path / OOM_FILE, {"rungs": [*oom_changes(lesson), change]})

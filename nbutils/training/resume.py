@@ -6,7 +6,6 @@ import errno
 import hashlib
 import shutil
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +14,11 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from nbutils import checkpoints, distributed, files
-from nbutils.checkpoints import StoredCheckpoint
+from nbutils import platforms as drive
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, GIB
-from nbutils.lesson import Lesson
-from nbutils.platforms import drive
+from nbutils.record import LessonLike
 
 MODEL_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt",
@@ -31,44 +29,52 @@ MAY_CHANGE = {
     "epochs", "max_steps", "save_steps", "keep_checkpoints", "logging_steps", "micro_batch", "gradient_checkpointing",
     "shorten", "validation_rows", "keep_best", "early_stopping",
 }  # fmt: skip
+ANEW = "Started anew or at a chosen step: only what is here counts.\n"
 OOM_FILE = "memory.json"  # in the run folder: what `oom` changed
 _LOCKS: dict[Path, FileLock] = {}
 
 
-def resume_point(lesson: Lesson, fingerprint: dict[str, Any], resume: str) -> Path | None:
+def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -> Path | None:
     """The checkpoint to continue from, unpacked in scratch; with RESUME="never" the old ones are removed first."""
-    return distributed.broadcast(_unpack_newest(lesson, fingerprint, resume) if distributed.is_main() else None)
-
-
-def _unpack_newest(lesson: Lesson, fingerprint: dict[str, Any], resume: str) -> Path | None:
     step = int(resume) if resume.isdecimal() else None
     scratch, stores = lesson.scratch, checkpoints.stores(lesson.folders, lesson.run.name)
-    _lock_run(scratch)
+    files.make_folder(scratch, "working space")
+    try:  # until this process ends: a second trainer would delete the files of this one
+        _LOCKS.setdefault(scratch, FileLock(scratch / "training.lock", timeout=0)).acquire()
+    except Timeout:
+        raise CourseError("training.run_in_use", run=scratch.name) from None
     checkpoints.end_earlier(scratch / "outbox")
     for unproven in ("trainer", "outbox"):  # left by a killed run; only archives that verify count
         shutil.rmtree(scratch / unproven, ignore_errors=True)
+    keep = files.make_folder(lesson.run.checkpoints, "checkpoints")
     if resume == "never":
         (lesson.run.path / OOM_FILE).unlink(missing_ok=True)
         removed = sum(checkpoints.clear(store) for store in stores if not lesson.folders.is_attached(store))
-        _ignore_other_stores(lesson, resume)
+        files.write_text(keep / checkpoints.BEGAN_ANEW, ANEW)
         print(f'RESUME is "never": {removed} earlier checkpoints removed')
         return None
     best = checkpoints.newest_verified(stores, fingerprint, step)
     if best is None:
         return None
-    keep = files.make_folder(lesson.run.checkpoints, "checkpoints")
     attached = ", which is attached: go on only if it is yours" if lesson.folders.is_attached(best.archive) else ""
     print(f"continuing from step {best.step}, kept in {best.archive.parent}{attached}")
     if best.archive.parent != keep:
-        require_disk(keep, best.manifest.size / GIB, "keeping the checkpoint this run continues from")
+        require_disk(keep, best.size / GIB, "keeping the checkpoint this run continues from")
         best = checkpoints.copy(best, keep)
-    if step is not None:
-        _set_later_aside(lesson, best)
+    if step is not None:  # it becomes the newest of its run; later ones go to a folder nothing looks into
+        files.write_text(keep / checkpoints.BEGAN_ANEW, ANEW)
+        aside = keep / time.strftime(f"after-{step}-%Y%m%d-%H%M%S")
+        for one in (one for one in checkpoints.look(keep)[0] if one.step > step):
+            aside.mkdir(exist_ok=True)
+            for path in (one.archive.with_suffix(".json"), one.archive):  # an archive without manifest does not count
+                if path.exists():
+                    shutil.move(path, aside)
+        print(f'Later checkpoints are in {aside}. Set RESUME back to "auto" for the next start.')
     checkpoints.clear(stores[0])  # else deleting the run folder would not start the run over
     return checkpoints.unpack(best, scratch / "trainer")
 
 
-def start_sync(lesson: Lesson, fingerprint: dict[str, Any], keep_last: int) -> Any:
+def start_sync(lesson: LessonLike, fingerprint: dict[str, Any], keep_last: int) -> Any:
     """Start copying this run's checkpoints and logs to the run folder; a process beside the main one copies nothing."""
     if not distributed.is_main():
         return SimpleNamespace(seconds=0.0, messages=list)
@@ -83,42 +89,13 @@ def mount_check(mount: Path | None) -> None:
         raise OSError(errno.ENOTCONN, f"{mount} is not mounted any more")
 
 
-def _ignore_other_stores(lesson: Lesson, resume: str) -> None:
-    store = files.make_folder(lesson.run.checkpoints, "checkpoints")
-    files.write_text(store / checkpoints.BEGAN_ANEW, f"Started with RESUME={resume!r}: only what is here counts.\n")
-
-
-def _set_later_aside(lesson: Lesson, best: StoredCheckpoint) -> None:
-    """Make the chosen checkpoint the newest of its run; later ones are moved to a folder nothing looks into."""
-    _ignore_other_stores(lesson, str(best.step))
-    keep = lesson.run.checkpoints
-    aside = keep / time.strftime(f"after-{best.step}-%Y%m%d-%H%M%S")
-    for one in checkpoints.look(keep)[0]:
-        if one.step > best.step:
-            aside.mkdir(exist_ok=True)
-            for path in (one.archive.with_suffix(".json"), one.archive):  # an archive without manifest does not count
-                if path.exists():
-                    shutil.move(path, aside)
-    print(f'Later checkpoints are in {aside}. Set RESUME back to "auto" for the next start.')
-
-
-def _lock_run(scratch: Path) -> None:
-    """Lock the run until this process ends: a second trainer would delete the first one's files."""
-    files.make_folder(scratch, "working space")
-    lock = _LOCKS.setdefault(scratch, FileLock(scratch / "training.lock", timeout=0))
-    try:
-        lock.acquire()
-    except Timeout:
-        raise CourseError("training.run_in_use", run=scratch.name) from None
-
-
-def unlock_run(lesson: Lesson) -> None:
+def unlock_run(lesson: LessonLike) -> None:
     """The training is over and its checkpoint is in the run folder."""
     if lock := _LOCKS.pop(lesson.scratch, None):
         lock.release(force=True)
 
 
-def run_fingerprint(lesson: Lesson, seed: int) -> dict[str, Any]:
+def run_fingerprint(lesson: LessonLike, seed: int) -> dict[str, Any]:
     """What must be equal for a run to be resumed: the model, the data, the adapter, the way of training, the seed."""
     profile = lesson.profile
     return checkpoints.fingerprint(
@@ -131,7 +108,7 @@ def run_fingerprint(lesson: Lesson, seed: int) -> dict[str, Any]:
     )
 
 
-def model_fingerprint(lesson: Lesson) -> dict[str, str]:
+def model_fingerprint(lesson: LessonLike) -> dict[str, str]:
     """What the base model is: its name, and a checksum of config, tokenizer and samples of the weights."""
     from transformers.utils import cached_file
 
@@ -140,17 +117,11 @@ def model_fingerprint(lesson: Lesson) -> dict[str, str]:
     for path in sorted(folder.iterdir()):
         if path.name in MODEL_FILES or path.suffix == ".safetensors":
             digest.update(f"{path.name} {path.stat().st_size} ".encode())
-            for block in _blocks(path, to_the_end=local):
-                digest.update(block)
+            with open(path, "rb") as file:
+                digest.update(file.read(CHUNK))
+                rest = path.stat().st_size - CHUNK
+                for part in range(SAMPLES + 1) if local and rest > 0 else ():  # Hub files never change under a name
+                    file.seek(CHUNK + max(rest - SAMPLE_BYTES, 0) * part // SAMPLES)
+                    digest.update(file.read(SAMPLE_BYTES))
     name = lesson.model_name
     return {"name": Path(name).name if Path(name).is_absolute() else name, "content": digest.hexdigest()[:16]}
-
-
-def _blocks(path: Path, to_the_end: bool) -> Iterator[bytes]:
-    """The start of a file; of a local one evenly spaced blocks too, because Hub files never change under a name."""
-    with open(path, "rb") as file:
-        yield file.read(CHUNK)
-        rest = path.stat().st_size - CHUNK
-        for part in range(SAMPLES + 1) if to_the_end and rest > 0 else ():
-            file.seek(CHUNK + max(rest - SAMPLE_BYTES, 0) * part // SAMPLES)
-            yield file.read(SAMPLE_BYTES)

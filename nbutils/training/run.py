@@ -1,39 +1,39 @@
-"""Around the trainer of lesson 03: its settings, the one callback, the training itself and its result."""
+"""Around the trainer of lesson 03: its settings, validation, the one callback, the training itself and its result."""
 
 from __future__ import annotations
 
+import json
 import math
 import signal
-from collections import deque
-from collections.abc import Iterator
+import zlib
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import torch
 from accelerate import PartialState
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # another one in notebooks
+from peft import set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from nbutils import chat, checkpoints, display, distributed, files, hardware, platforms, tracking
 from nbutils.config import flat
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
-from nbutils.lesson import Lesson
+from nbutils.record import LessonLike
 from nbutils.tracking import Clock, Curve, LiveNumbers, best_of, loss_history, validation_history
-from nbutils.training import oom, weights
+from nbutils.training import model, oom
 from nbutils.training import resume as resuming
-from nbutils.training.fused import patch_lora_kernels
-from nbutils.training.validation import Validation
 
-CHECKPOINT_EXTRAS = 64 * 2**20  # bytes of tokenizer, trainer state and random states
 RESERVE_SECONDS = 300.0  # for what follows the training: adapter, plots, record
-FIRST_SYNC_SECONDS = 60.0  # assumed until it was measured
-MEASURED = ("tokens_per_second", "train_seconds", "skipped_steps", "processes", "batch", "peak_memory_gib", "cost")
+BEST = "best_adapter.safetensors"  # in a checkpoint folder whose own weights are not the best
 
 
-def bookkeeping(lesson: Lesson, seed: int) -> dict[str, Any]:
+def bookkeeping(lesson: LessonLike, seed: int) -> dict[str, Any]:
     """The SFTConfig settings that are about this machine and this run, not about learning."""
     train = lesson.profile.train
     return {
@@ -46,6 +46,7 @@ def bookkeeping(lesson: Lesson, seed: int) -> dict[str, Any]:
         "save_strategy": "steps",
         "save_steps": train.save_steps,
         "save_total_limit": 1,  # in scratch; the run folder keeps more
+        "disable_tqdm": True,  # the callback shows progress
         "eval_packing": False,  # the callback validates rows as they are
         "logging_steps": train.logging_steps,
         "logging_nan_inf_filter": False,  # it would hide a loss that is not a number
@@ -54,19 +55,10 @@ def bookkeeping(lesson: Lesson, seed: int) -> dict[str, Any]:
     }
 
 
-def require_room(trainer: Any, keep: Path, keep_last: int) -> None:
-    """Stop before a training whose checkpoints do not fit: weights and two optimizer states, in float32."""
-    trainable = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
-    one = (trainable * 12 + CHECKPOINT_EXTRAS) / files.GIB
-    missing = keep_last + 1 - len(checkpoints.look(keep)[0])
-    require_disk(Path(trainer.args.output_dir), 3 * one, "writing checkpoints")
-    require_disk(keep, max(missing, 1) * one, "keeping checkpoints")
-
-
 class TimeBudget:
     """Saves and ends the training before its time is up, or when the machine sends SIGTERM."""
 
-    def __init__(self, lesson: Lesson, max_hours: float, now: Clock = monotonic) -> None:
+    def __init__(self, lesson: LessonLike, max_hours: float, now: Clock = monotonic) -> None:
         platform, self.now = lesson.platform, now
         hours = max_hours or platforms.time_limit_hours(platform)
         used = 0.0 if max_hours else platforms.session_seconds(platform) - (now() - lesson.started)
@@ -93,34 +85,139 @@ class TimeBudget:
         finally:
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.last = self.now()
-
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps.append(self.now() - self.last)
         self.last = self.now()
-        reason = self._reason()
-        if control.should_training_stop or not distributed.anyone(bool(reason)):
+        sync = self.sync_seconds or min(60.0, self.reserve)
+        needed, left = 1.5 * (max(self.steps) + sync) + self.reserve, self.end - self.last
+        reason = "Another process was asked to end."
+        if self.terminated:
+            reason = "The machine asked this run to end (SIGTERM)."
+        elif left < needed:
+            reason = f"{left / 60:.1f} minutes of {self.limit} are left, {needed / 60:.1f} are needed to save and end."
+        if control.should_training_stop or not distributed.anyone(self.terminated or left < needed):
             return
-        reason = reason or "Another process was asked to end."
         print(f"\n{reason} Saving at step {state.global_step} of {state.max_steps} and ending here.")
         print("Run the same notebook again (on Kaggle with this output attached): it continues.")
         control.should_log = control.should_save = control.should_training_stop = True
 
-    def _reason(self) -> str:
-        if self.terminated:
-            return "The machine asked this run to end (SIGTERM)."
-        sync = self.sync_seconds or min(FIRST_SYNC_SECONDS, self.reserve)
-        needed, left = 1.5 * (max(self.steps) + sync) + self.reserve, self.end - self.now()
-        if left >= needed:
-            return ""
-        return f"{left / 60:.1f} minutes of {self.limit} are left, {needed / 60:.1f} are needed to save and end."
+
+class Validation(TrainerCallback):
+    """The loss on held-back rows at the start, at each save and at the end; keeps the weights of the best step."""
+
+    def __init__(self, rows: Any, every: int, keep_best: bool = True, patience: int = 0) -> None:
+        self.rows, self.every, self.keep_best, self.patience = rows, every, keep_best, patience
+        self.trainer: Any = None  # set before the training begins
+        self.best: dict[str, torch.Tensor] = {}  # trained weights of the best step, on the CPU
+        self.best_step = -1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if len(self.rows):
+            self.load(state, Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            if state.global_step not in dict(validation_history(state.log_history)):
+                self.on_step_end(args, state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if len(self.rows) and (state.global_step % self.every == 0 or state.global_step >= state.max_steps):
+            self._validate(state, control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.best and state.is_world_process_zero and self.best_step != state.global_step:
+            save_file(self.best, Path(args.output_dir) / f"checkpoint-{state.global_step}" / BEST)
+
+    def restore_best(self) -> tuple[int, float] | None:
+        """Give the model the weights of the best step; that step and its loss, None if nothing was validated."""
+        state = self.trainer.state
+        if not len(self.rows) or not self.keep_best:
+            return None
+        if state.global_step not in dict(validation_history(state.log_history)):
+            self._validate(state, self.trainer.control)
+        found = best_of(validation_history(state.log_history))
+        if found and self.best and self.best_step == found[0] != state.global_step:
+            model.load_trained_weights(self.trainer.model, self.best)
+        return found if found and found[0] in (self.best_step, state.global_step) else None
+
+    def load(self, state: Any, checkpoint: Path) -> None:
+        """The best weights of a resumed run: its own, or those stored in its checkpoint."""
+        found = best_of(validation_history(state.log_history))
+        if not found or found[0] == self.best_step:
+            return
+        if found[0] == state.global_step:
+            self.best = model.trained_weights(self.trainer.model)
+        elif (checkpoint / BEST).exists():
+            self.best = load_file(checkpoint / BEST)
+        self.best_step = found[0] if self.best else -1
+
+    def stopped_early(self, log_history: Iterable[dict[str, Any]]) -> bool:
+        """Whether as many validations in a row as there is patience for are all later than the best."""
+        validation = validation_history(log_history)
+        best = best_of(validation)
+        return bool(self.patience and best and sum(step > best[0] for step, _ in validation) >= self.patience)
+
+    def steps_left(self, checkpoint: Path) -> int:
+        """How many steps of the training remain after a checkpoint."""
+        args = self.trainer.args
+        done = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        if self.stopped_early(done["log_history"]):
+            return 0
+        batches = math.ceil(len(self.trainer.train_dataset) / (args.train_batch_size * args.world_size))
+        per_epoch = max(math.ceil(batches / args.gradient_accumulation_steps), 1)
+        planned = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+        return max(planned - done["global_step"], 0)
+
+    def load_finished(self, checkpoint: Path, chosen: bool = False) -> None:
+        """Load weights and history of a complete training; of a `chosen` step, its own weights instead of the best."""
+        set_peft_model_state_dict(self.trainer.model, load_file(checkpoint / "adapter_model.safetensors"))
+        state = self.trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        state.max_steps = state.global_step  # MAX_STEPS may be less than what was planned then
+        if not chosen:
+            self.load(state, checkpoint)
+        more = 'SET = "train.early_stopping=0"' if self.stopped_early(state.log_history) else "a larger MAX_STEPS"
+        print(f"Nothing is left to train: this run has {state.global_step} steps.")
+        print(f'{more} continues it, RESUME = "never" starts over.')
+
+    def _validate(self, state: Any, control: Any) -> None:
+        loss, should_log = validation_loss_on(self.trainer, self.rows), control.should_log
+        self.trainer.model.eval()  # so that the trainer logs it as a validation
+        self.trainer.log({"eval_loss": round(loss, 5)})
+        self.trainer.model.train()
+        control.should_log = should_log  # logging resets it, and the training loss is still to come
+        best = best_of(validation_history(state.log_history))
+        if not math.isfinite(loss):
+            print(f"[WARN] the validation loss is {loss} at step {state.global_step}: training ends here")
+            control.should_training_stop, control.should_save = True, False
+        elif best and best[0] == state.global_step:
+            self.best_step, self.best = state.global_step, model.trained_weights(self.trainer.model)
+        elif best and self.stopped_early(state.log_history) and state.global_step < state.max_steps:
+            print(f"\nthe validation loss was lowest at step {best[0]} ({best[1]:.4f}): training ends here", flush=True)
+            control.should_training_stop = control.should_save = True
+
+
+def validation_loss_on(trainer: Any, rows: Any) -> float:
+    """The mean loss over all trained tokens of the rows; several processes share them."""
+    args, lengths = trainer.args, [len(ids) for ids in rows["input_ids"]]
+    row_tokens = args.max_length if args.packing else sum(lengths) / len(lengths)
+    size = max(int(args.per_device_train_batch_size * row_tokens / max(lengths)), 1)  # rows of about a micro-batch
+    batches = [range(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
+    tokens = torch.tensor(int(sum((row != -100).sum() for row in rows.with_format("numpy")["labels"])))
+    total = torch.zeros((), device=args.device)
+    was_training = trainer.model.training
+    trainer.model.eval()
+    with torch.no_grad(), trainer.compute_loss_context_manager():
+        for first in range(0, len(batches), args.world_size):
+            number = first + args.process_index  # past the end: repeated uncounted, because all processes gather
+            batch = [rows[row] for row in batches[number % len(batches)]]
+            inputs = trainer._prepare_inputs(trainer.data_collator(batch))
+            loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=tokens)
+            total += loss if number < len(batches) else 0.0
+    trainer.model.train(was_training)
+    return float(trainer.accelerator.reduce(total, "sum")) / args.world_size
 
 
 class CourseCallback(TrainerCallback):
     """Validates, keeps checkpoints in the run folder, ends the run in time, shows progress; `train` resumes with it."""
 
-    def __init__(self, lesson: Lesson, dataset: chat.ChatDataset, max_hours: float = 0.0) -> None:
+    def __init__(self, lesson: LessonLike, dataset: chat.ChatDataset, max_hours: float = 0.0) -> None:
         train = lesson.profile.train
         self.lesson, self.dataset = lesson, dataset
         self.validation = Validation((), int(train.save_steps), train.keep_best, train.early_stopping)
@@ -128,22 +225,28 @@ class CourseCallback(TrainerCallback):
         self.sync: Any = None  # started by `train`
         self.fingerprint: dict[str, Any] = {}
         self.trained: tuple[float, int] | None = None  # seconds, and the step it started from
+        self.on_log, self.on_train_end = self.live.on_log, self.live.on_train_end  # type: ignore[method-assign]
 
     def prepare(self, trainer: Any) -> str:
         """Check the trainer's rows and the disk, cast and fuse the LoRA layers; what was done, in one line."""
         self.validation.trainer, self.validation.rows = trainer, trainer.eval_dataset or ()
-        require_room(trainer, self.lesson.run.checkpoints, self.lesson.profile.train.keep_checkpoints)
+        keep, keep_last = self.lesson.run.checkpoints, self.lesson.profile.train.keep_checkpoints
+        trainable = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
+        gib = (trainable * 12 + 64 * 2**20) / files.GIB  # weights, two optimizer states, 64 MiB for the rest
+        require_disk(Path(trainer.args.output_dir), 3 * gib, "writing checkpoints")
+        missing = keep_last + 1 - len(checkpoints.look(keep)[0])
+        require_disk(keep, max(missing, 1) * gib, "keeping checkpoints")
         chat.check_trainer(trainer, self.dataset.report)
-        for kind in (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK):
-            trainer.remove_callback(kind)
-        patched = patch_lora_kernels(trainer, fused=self.lesson.profile.machine.liger == "on")
+        trainer.remove_callback(PrinterCallback)
+        patched = model.patch_lora_kernels(trainer, fused=self.lesson.profile.machine.liger == "on")
         self.fingerprint = resuming.run_fingerprint(self.lesson, trainer.args.seed)
-        self.kinds, self.checksums = weights.weight_kinds(trainer.model), weights.weight_checksums(trainer.model)
+        self.kinds, self.checksums = model.weight_kinds(trainer.model), model.weight_checksums(trainer.model)
         return f"{self.dataset.report.trained:,} trained tokens, as the contract counted; {patched}"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        for part in (self.validation, self.time, self.live):
-            part.on_train_begin(args, state, control)
+        self.validation.on_train_begin(args, state, control)
+        self.time.last = self.time.now()
+        self.live.on_train_begin(args, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.validation.on_step_end(args, state, control)
@@ -160,12 +263,6 @@ class CourseCallback(TrainerCallback):
         PartialState().wait_for_everyone()
         if state.is_world_process_zero:
             self.sync.take(Path(args.output_dir) / f"checkpoint-{state.global_step}")
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        self.live.on_log(args, state, control, logs)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.live.on_train_end(args, state, control)
 
 
 @dataclass(frozen=True)
@@ -193,11 +290,11 @@ class TrainingResult:
 
     def facts(self) -> dict[str, Any]:
         """What goes into facts.json; None where this session trained nothing."""
-        state, lesson, callback = self.trainer.state, self.callback.lesson, self.callback
+        state, args, lesson, callback = self.trainer.state, self.trainer.args, self.callback.lesson, self.callback
         losses, validation = self.history["train"], self.history["validation"]
         last = validation[-1][1] if validation and math.isfinite(validation[-1][1]) else None
         best, early = best_of(validation), callback.validation.stopped_early(state.log_history)
-        return self._measured() | {
+        found: dict[str, Any] = {
             "steps": state.global_step,
             "planned_steps": state.global_step if early else state.max_steps,
             "resumed_from_step": self.first_step,
@@ -212,31 +309,29 @@ class TrainingResult:
             "oom_rungs": oom.oom_changes(lesson),
             "settings": flat(lesson.profile.model_dump()),
         }
-
-    def _measured(self) -> dict[str, Any]:
-        args, log = self.trainer.args, self.trainer.state.log_history
-        tokens = [entry["num_tokens"] for entry in log if "num_tokens" in entry and entry["step"] > self.first_step]
-        if not tokens:
-            return dict.fromkeys(MEASURED)
-        cost = self.callback.live.cost(self.seconds)
-        return {
-            "tokens_per_second": round(tokens[-1] / self.seconds, 1),
+        log = [entry for entry in state.log_history if "num_tokens" in entry and entry["step"] > self.first_step]
+        measured: dict[str, Any] = {
+            "tokens_per_second": round(log[-1]["num_tokens"] / self.seconds, 1) if log else None,
             "train_seconds": round(self.seconds, 1),
-            "skipped_steps": self.callback.live.skipped,
+            "skipped_steps": callback.live.skipped,
             "processes": args.world_size,
             "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
             "peak_memory_gib": round(self.peak_gib, 3),
-        } | ({"cost": cost} if cost else {})  # fmt: skip
+        }
+        if cost := callback.live.cost(self.seconds):
+            measured["cost"] = cost
+        return (measured if log else dict.fromkeys((*measured, "cost"))) | found
 
     def __str__(self) -> str:
         facts = self.facts()
         loss, speed = facts["validation_loss"], facts["tokens_per_second"]
         best = f"{loss['first']:.4f} -> {loss['best']:.4f} at step {facts['best_step']}" if loss else ""
+        since = f" since step {self.first_step}" if self.first_step else ""
         lines = {
             "steps": f"{facts['steps']} of {facts['planned_steps']}, from step {self.first_step}",
             "kept": f"the weights of step {self.kept_step}",
             "validation loss": best,
-            "time": f"{display.clock(self.seconds)}, {speed:,.0f} tokens/s" if speed else "",
+            "time": f"{display.clock(self.seconds)}{since}, {speed:,.0f} tokens/s" if speed else "",
             "peak memory": f"{self.peak_gib:.2f} GiB" if speed else "",
             "changed weights": f"{self.changed[0]} of the adapter, {self.changed[1]} of the base model",
         }
@@ -248,44 +343,39 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
 
     Called again, it only repeats what follows the training, as when the disk of the run folder was away.
     """
-    callback.trained = callback.trained or _train(trainer, callback, resume)
-    peak, best = hardware.peak_memory_gib(), callback.validation.restore_best()
-    _wait_for_sync(callback)
-    changed = weights.changed_weights(callback.checksums, trainer.model)
-    tracking.write_history(trainer.state.log_history, callback.lesson.run.logs / "history.json")
-    return TrainingResult(trainer, callback, *callback.trained, best, changed, peak)
-
-
-def _train(trainer: Any, callback: CourseCallback, resume: str) -> tuple[float, int]:
-    if trainer.state.global_step:
-        raise CourseError("training.trained_already")
     lesson, validation = callback.lesson, callback.validation
-    checkpoint = resuming.resume_point(lesson, callback.fingerprint, resume)
-    if checkpoint is None:
-        print("starting at step 0")
-    callback.sync = resuming.start_sync(lesson, callback.fingerprint, lesson.profile.train.keep_checkpoints)
-    started = monotonic()
-    if checkpoint is None or validation.steps_left(checkpoint):
-        with callback.time.sigterm_saves():
-            oom.train(trainer, lesson, checkpoint)
-    else:
-        validation.load_finished(checkpoint, chosen=resume.isdecimal())
-    return monotonic() - started, checkpoints.step_of(checkpoint)
-
-
-def _wait_for_sync(callback: CourseCallback) -> None:
-    """Wait until the last checkpoint and the logs are in the run folder; only the main process continues from here."""
-    distributed.leave_it_to_main()
+    if callback.trained is None:
+        if trainer.state.global_step:
+            raise CourseError("training.trained_already")
+        wanted = (lesson, callback.fingerprint, resume)
+        checkpoint = distributed.broadcast(resuming.resume_point(*wanted) if distributed.is_main() else None)
+        if checkpoint is None:
+            print("starting at step 0")
+        callback.sync = resuming.start_sync(lesson, callback.fingerprint, lesson.profile.train.keep_checkpoints)
+        started = monotonic()
+        if checkpoint is None or validation.steps_left(checkpoint):
+            with callback.time.sigterm_saves():
+                oom.train(trainer, lesson, checkpoint)
+        else:
+            validation.load_finished(checkpoint, chosen=resume.isdecimal())
+        callback.trained = monotonic() - started, checkpoints.step_of(checkpoint)
+    peak, best = hardware.peak_memory_gib(), validation.restore_best()
+    distributed.leave_it_to_main()  # only the main process continues from here
     tracking.end()
-    kept = callback.sync.finish(progress=display.LiveOutput(most_lines=1).show)
-    resuming.unlock_run(callback.lesson)
+    kept = callback.sync.finish()
+    resuming.unlock_run(lesson)
     print(f"safe: checkpoint {kept.step} in {kept.archive.parent}" if kept else "nothing new had to be kept")
+    before, after = callback.checksums, model.weight_checksums(trainer.model)
+    changed = Counter(trainable for name, (trainable, _) in before.items() if before[name] != after[name])
+    tracking.write_history(trainer.state.log_history, lesson.run.logs / "history.json")
+    return TrainingResult(trainer, callback, *callback.trained, best, (changed[True], changed[False]), peak)
 
 
 def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
     """Write adapter and tokenizer to the run's adapter folder; one of this very training is left as it is."""
     callback, trainer = result.callback, result.trainer
-    checksum = weights.adapter_checksum(trainer.model)
+    trainable = sorted(item for item in model.weight_checksums(trainer.model).items() if item[1][0])
+    checksum = f"{zlib.crc32(repr(trainable).encode()):08x}"
     about = {"steps": result.kept_step, "weights": checksum, "fingerprint": callback.fingerprint}
     if files.stamp(callback.lesson.run.adapter) != about:
         with files.complete_folder(callback.lesson.run.adapter, about) as folder:

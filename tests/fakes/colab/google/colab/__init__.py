@@ -6,7 +6,6 @@ Variables say what the machine does: FAKE_DRIVE and FAKE_USERDATA (the outcome),
 
 import json
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,11 +23,6 @@ def called(what: str) -> None:
 def mount(mountpoint: str, force_remount: bool = False, timeout_ms: int = 120000) -> None:
     called(f"mount {timeout_ms}")
     place, outcome = Path(mountpoint), os.environ.get("FAKE_DRIVE", "headless")
-    while outcome == "hang":
-        try:
-            time.sleep(60)
-        except Exception:
-            continue
     if outcome == "liar":
         return
     if outcome != "ok":
@@ -38,7 +32,7 @@ def mount(mountpoint: str, force_remount: bool = False, timeout_ms: int = 120000
     (place / "My Drive").mkdir(parents=True)
     (place / "MyDrive").symlink_to("My Drive")
     (ROOT / "proc").mkdir(exist_ok=True)
-    (ROOT / "proc/mounts").write_text("drive /content/drive fuse.drive rw,nosuid,nodev 0 0\n", encoding="utf-8")
+    (ROOT / "proc/mounts").write_text(f"drive {place} fuse.drive rw,nosuid,nodev 0 0\n", encoding="utf-8")
 
 
 def get(key: str) -> str:

@@ -1,6 +1,7 @@
-"""What lesson 07 pre-trains the tiny model on: short texts of twelve kinds, their tokenizer, and rows of tokens.
+"""Text that this project writes: what lesson 07 pre-trains the tiny model on, its tokenizer, and rows of tokens.
 
-The words and sentence patterns are in phrases.yaml. A kind must draw in the same order for ever, or the text changes.
+The pre-training text has twelve kinds; words and sentence patterns are in corpus.yaml. A kind must draw in the same
+order for ever, or the text changes. `.ci/samples.py` writes the bundled train.jsonl and eval.jsonl by `draw_message`.
 """
 
 from __future__ import annotations
@@ -9,20 +10,91 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbutils.corpus.samples import CITIES, DAYS, ITEMS, LANGUAGES, NUMBERS, PEOPLE, PHRASES, draw_message, draw_scene
+import yaml
+
 from nbutils.errors import CourseError
 
 if TYPE_CHECKING:
     import torch
 
+Word = dict[str, str]  # one thing in both languages
+PHRASES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+LANGUAGES = ("zh", "en")
+INTENTS = ("order", "refund", "delivery", "cancel")
+SAMPLE_SHARE = 5  # one combination of item, city and day in five is kept for the sample rows
 SPACE = {"zh": "", "en": " "}  # between sentences
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # their ids are 0, 1, 2 at every size
 SMALLEST_VOCABULARY = 512
 CHAT_TEMPLATE: str = PHRASES["chat_template"]
+ITEMS, CITIES = (  # items with their measure word and kind, cities with their region
+    [{"zh": zh, "en": en, **group} for group in PHRASES[name] for zh, en in group["names"].items()]
+    for name in ("items", "cities")
+)
+DAYS, PEOPLE = ([{"zh": zh, "en": en} for zh, en in PHRASES[name].items()] for name in ("days", "people"))
+PAST_DAYS, COMING_DAYS = DAYS[:-1], [*DAYS[:-2], DAYS[-1]]  # without tomorrow, without yesterday
+NUMBERS: dict[str, list[str]] = PHRASES["numbers"]  # from one to twenty
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a text is about: how many of which item, where and when, in one language."""
+
+    language: str
+    item: Word
+    count: int
+    spelled: bool
+    city: Word
+    day: Word
+
+    def slots(self, language: str = "") -> dict[str, str]:
+        """What the sentence patterns are filled with."""
+        language = language or self.language
+        number = NUMBERS[language][self.count - 1] if self.spelled else str(self.count)
+        item, day = self.item[language], self.day[language]
+        slots = {"item": item, "city": self.city[language], "day": day, "when": day}
+        if language == "zh":
+            amount = ("两" if number == "二" else number) + self.item["measure"]
+            return slots | {"amount": amount, "amount_only": amount, "what": amount + item}
+        amount = f"{number} {PHRASES['measures'][self.item['measure']][self.count > 1]}"
+        when = f"on {day}" if day[0].isupper() else day
+        return slots | {"when": when, "amount": f"{amount} of", "amount_only": amount, "what": f"{amount} of {item}"}
+
+
+def draw_scene(rng: random.Random, for_samples: bool = False, days: Sequence[Word] = DAYS) -> Scene:
+    """A scene whose combination belongs to the sample rows, or to the pre-training text."""
+    while True:
+        item, city, day = rng.choice(ITEMS), rng.choice(CITIES), rng.choice(days)
+        names = f"{item['en']}|{city['en']}|{day['en']}"
+        if (zlib.crc32(names.encode()) % SAMPLE_SHARE == 0) == for_samples:
+            break
+    spelled = rng.random() < 0.5
+    count = rng.randint(1, 20 if spelled or rng.random() < 0.7 else 60)
+    return Scene(rng.choice(LANGUAGES), item, count, spelled, city, day)
+
+
+def draw_message(rng: random.Random, for_samples: bool = False) -> tuple[Scene, str, dict[str, Any]]:
+    """A scene, what a customer writes about it, and the facts that the message contains."""
+    intent = rng.choice(INTENTS)
+    scene = draw_scene(rng, for_samples, PAST_DAYS if intent == "refund" else COMING_DAYS)
+    pattern = rng.choice(PHRASES["messages"][scene.language][intent])
+    opening = rng.choice(PHRASES["openings"][scene.language])
+    closing = rng.choice(PHRASES["closings"][scene.language])
+    slots = scene.slots()
+    body = pattern.format(**slots)
+    if opening.endswith(", ") and not body.startswith("I "):
+        body = body[0].lower() + body[1:]
+    facts = {
+        "intent": intent, "item": slots["item"], "count": scene.count if "{amount" in pattern else None,
+        "city": slots["city"] if "{city}" in pattern else None,
+        "day": slots["day"] if "{day}" in pattern or "{when}" in pattern else None,
+    }  # fmt: skip
+    return scene, opening + body + closing, facts
 
 
 def chat(*turns: str) -> str:
@@ -126,10 +198,6 @@ def _repetition(rng: random.Random) -> str:
     return chat(rng.choice(PHRASES["repeat"][language]) + text, text)
 
 
-def _small_talk(rng: random.Random) -> str:
-    return chat(*itertools.chain(*rng.sample(PHRASES["small_talk"], 2)))
-
-
 def _story(rng: random.Random) -> str:
     scene = draw_scene(rng)
     who, other = (person[scene.language] for person in rng.sample(PEOPLE, 2))
@@ -152,8 +220,7 @@ def _facts(rng: random.Random) -> str:
 def _counting(rng: random.Random) -> str:
     start = rng.randint(1, 16)
     left, right = rng.randint(1, 10), rng.randint(1, 10)
-    total = left + right
-    count = range(start, start + 5)
+    total, count = left + right, range(start, start + 5)
     lines = [", ".join(f"{NUMBERS[name][value - 1]} = {value}" for value in count) for name in LANGUAGES]
     lines.append(f"{left} + {right} = {total}; {total} - {left} = {right}")
     for name in LANGUAGES:
@@ -172,7 +239,8 @@ def _meanings(rng: random.Random) -> str:
 
 SHARES: dict[Callable[[random.Random], str], int] = {
     _shop: 28, _questions: 16, _key_points: 8, _translation: 8, _numerals: 5, _sums: 4, _repetition: 8,
-    _small_talk: 2, _story: 10, _facts: 5, _counting: 3, _meanings: 3,
+    lambda rng: chat(*itertools.chain(*rng.sample(PHRASES["small_talk"], 2))): 2,
+    _story: 10, _facts: 5, _counting: 3, _meanings: 3,
 }  # fmt: skip
 
 
