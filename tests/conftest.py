@@ -6,10 +6,10 @@
 - `merged_model`: the merged model of that run. Read only.
 - `server`: a vLLM server of the tiny model and an adapter, started once a session; `server.client()` talks to it.
 
-`make test` starts two workers with a torch thread each (`-n 2 --dist loadfile --no-loadscope-reorder`); the course run
-gets all threads, because everything waits for it. A file runs on one worker, so its module fixtures are made once. The
-file of the course run starts first, then files with slow tests; other files that use the course run come last. It is
-behind a file lock. (xdist's groups, `--dist loadgroup`, have no effect with pytest 9.2 and xdist 3.8.)
+`make test` starts two workers with a torch thread each (`-n 2 --dist loadfile --no-loadscope-reorder`), the course run
+too: two threads beside another worker wait for each other, and are slower than one. A file runs on one worker, so its
+module fixtures are made once. The file of the course run starts first, then files with slow tests; other files that use
+the course run come last. It is behind a file lock. (`--dist loadgroup` has no effect with pytest 9.2 and xdist 3.8.)
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def course_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home, log = base / "course", base / "course.log"
     with FileLock(base / "course.lock"):
         if not log.exists():
-            ran = python("-m", "nbutils", "run", home=home, ok=None, threads=os.cpu_count() or 1, timeout=900)
+            ran = python("-m", "nbutils", "run", home=home, ok=None, timeout=900)
             log.write_text(f"{ran.stdout}\n{ran.stderr}\nexit status {ran.returncode}\n", encoding="utf-8")
     assert log.read_text(encoding="utf-8").endswith("exit status 0\n"), log.read_text(encoding="utf-8")[-6000:]
     return home / "tiny"

@@ -137,8 +137,10 @@ def test_an_interrupt_ends_the_load_and_a_running_loop_does_not_hinder_it(engine
 
     assert asyncio.run(cell())["errors"] == 0
     threading.Thread(target=interrupt).start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     with pytest.raises(KeyboardInterrupt):
         drive(engine, 4, 10**6, 4)  # hours, if it were not cancelled
+    signal.signal(signal.SIGINT, before)
     wait_for(lambda: engine.running == 0, 20)
 
 
