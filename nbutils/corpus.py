@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from nbutils.errors import CourseError
+from nbutils.files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -298,7 +299,7 @@ def token_rows(texts: Iterable[str], tokenizer: Any, length: int) -> torch.Tenso
 def finished_training(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """The record of a finished training with these settings; None if it still has to be done."""
     try:
-        record: dict[str, Any] = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+        record: dict[str, Any] = read_json(folder / "training.json")
     except (FileNotFoundError, ValueError):
         return None
     used = record.get("settings", {})

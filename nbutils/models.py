@@ -6,7 +6,6 @@ the shape, which is known from `configs/models.yaml` or read from a config.json 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -26,7 +25,7 @@ from nbutils.hardware import Choice
 from nbutils.masking import mask_secrets, without_secrets
 from nbutils.platforms import find_input, network
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 DOWNLOADED = "downloaded.json"  # written last into a model folder from ModelScope
 # The real model for machines without a hub: it comes out of a Python package and is converted once.
 PACKAGED = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -136,7 +135,7 @@ def find_shape(model: str) -> Shape:
         raise CourseError("models.unknown_shape", model=model, names=", ".join(known_models()))
     file = file if file.is_file() else Path(cached)
     try:
-        config = dict(json.loads(file.read_text(encoding="utf-8")))
+        config = dict(files.read_json(file))
         if strange := [key for key in NOT_DENSE if config.get(key)]:
             raise ValueError(f"{', '.join(strange)}: it is not a dense model")
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -156,7 +155,7 @@ def reachable(model: str, online: Callable[[], bool], work: Path) -> str:
         return "folder"
     weights = {"model.safetensors"}
     if index := _cached(model, "model.safetensors.index.json"):
-        weights = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+        weights = set(files.read_json(Path(index))["weight_map"].values())
     if all(_cached(model, name) for name in ("config.json", *weights)):  # half a download does not count
         return "cache"
     modelscope = network.chosen() == "modelscope" and not network.offline()

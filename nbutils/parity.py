@@ -231,7 +231,7 @@ class PredictionStore(UserDict[str, Predictions]):
         self.file, self.folder = run / FOLDER / "parity.json", run / FOLDER / "parity"
         self.gaps: dict[str, Gap] = {}
         try:
-            kept = json.loads(self.file.read_text(encoding="utf-8"))
+            kept = files.read_json(self.file)
             gaps = {key: Gap(**one) for key, one in kept["gaps"].items()}
             answers = {model: one["answers"] for model, one in kept["readings"].items()}
             mark, kept_about, kept_fixed = kept["mark"], kept["about"], Fixed(**kept["fixed"])

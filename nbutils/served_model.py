@@ -54,12 +54,12 @@ class ServedModel:
         self.folder = Path(profiles.model_folder(given))
         self.is_merged = self.folder.resolve() == self.merged.resolve()
         self.dtype, self.export = serving_dtype(self.folder, lesson, engine)  # stops if it cannot be served here
-        asked: dict[str, Any] = {"lesson": lesson, "rows": rows, "limit": lesson.profile.serve.max_model_len}
-        if found := evaluation.stored_answers(folder=self.folder, **asked):
+        size: Any = {"rows": rows, "limit": lesson.profile.serve.max_model_len}
+        if found := evaluation.stored_answers(lesson, self.folder, **size):
             self.evaluator = found.evaluator
         else:
             tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
-            self.evaluator = evaluation.open_evaluator(folder=self.folder, tokenizer=tokenizer, **asked)
+            self.evaluator = evaluation.open_evaluator(lesson, self.folder, tokenizer, **size)
         self.stored, self.questions = found.answers if found else None, self.evaluator.questions
 
     @property

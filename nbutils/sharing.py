@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from nbutils import disk, files, masking, platforms
 from nbutils.errors import CourseError
+from nbutils.models import HUB_ID
 
 SHARED = ("*.safetensors", "*.gguf", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.py")
 NOT_UPLOADED = (files.STAMP, "training.json", "trainer_state.json")  # ours
 LOCAL_PATH = re.compile(r"/[^/]+/|~[/\\]|file://|[A-Za-z]:[/\\]|\\\\")
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")  # their tokens may look like paths
 MODELSCOPE_PRIVATE = 1  # 3 is internal, 5 public
 Opened = tuple[bool, Callable[..., Any]]  # whether a repository is private, and how a folder is uploaded to it

@@ -32,18 +32,18 @@ import numpy as np
 from nbutils.chat import View, common_length, find_stop_ids, rows_think, training_format
 from nbutils.config import Evaluation
 from nbutils.data import stored_rows
+from nbutils.data.build import CJK
 from nbutils.data.rows import mask
 from nbutils.errors import CourseError
 from nbutils.evaluation import inference
 from nbutils.evaluation.inference import Answer, Message, Row, RowLoss
-from nbutils.files import SAMPLES, write_json, write_text
+from nbutils.files import SAMPLES, read_json, write_json, write_text
 from nbutils.masking import without_secrets
 
 FOLDER = "evaluation"  # below the run
 LEAST_TOKENS, LONGER = 32, 1.5  # of an answer; than the longest reference
 THINKING_MODES = {None: "the template's default", False: "off (enable_thinking=False)", True: "on"}
 THINKING = re.compile(r"(?s)^\s*<think>.*?(</think>|\Z)|^((?!<think>).)*?</think>")  # or the prompt opened it
-CJK = re.compile(r"[\u3400-\u9fff]")
 OTHERS, OTHERS_SEED = 5, 5  # references of other rows that each answer is scored against
 SHARES = ("exact_match", "stopped")  # scores that are 0 or 1 for each row
 LEVEL = 0.95  # of every interval: in the table, the figure, the texts and the verdict
@@ -356,7 +356,7 @@ def stored_once(file: Path, decided_by: dict[str, Any], make: Callable[[], Any])
     """A JSON value that is made once and then read from its file, as long as what decides it stays the same."""
     fingerprint = digest(decided_by)
     with suppress(OSError, ValueError, KeyError, TypeError):
-        stored = json.loads(file.read_text(encoding="utf-8"))
+        stored = read_json(file)
         if stored["fingerprint"] == fingerprint and stored["check"] == digest(stored["value"]):
             return stored["value"]
     value = make()

@@ -13,8 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from nbutils import checkpoints, distributed, files
-from nbutils import platforms as drive
+from nbutils import checkpoints, distributed, files, platforms
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, GIB
@@ -79,13 +78,13 @@ def start_sync(lesson: LessonLike, fingerprint: dict[str, Any], keep_last: int) 
     if not distributed.is_main():
         return SimpleNamespace(seconds=0.0, messages=list)
     logs = (lesson.scratch / lesson.run.logs.name, lesson.run.logs)
-    outbox, check = lesson.scratch / "outbox", partial(mount_check, drive.mount_point_of(lesson.run.path))
+    outbox, check = lesson.scratch / "outbox", partial(mount_check, platforms.mount_point_of(lesson.run.path))
     return checkpoints.CheckpointSync(outbox, lesson.run.checkpoints, fingerprint, keep_last, check, logs)
 
 
 def mount_check(mount: Path | None) -> None:
     """Raise once the disk with this mount point is gone: it is then an ordinary, empty folder."""
-    if mount is not None and not drive.is_mount(mount):
+    if mount is not None and not platforms.is_mount(mount):
         raise OSError(errno.ENOTCONN, f"{mount} is not mounted any more")
 
 
