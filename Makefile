@@ -6,6 +6,9 @@ INSTALL := $(PY) nbutils/environments/installer.py -q  # uv with pip's settings;
 # This exact torch first: on machines whose index knows a CPU build, it is the one taken, and nothing later replaces it.
 TORCH := torch==2.13.0
 
+# Environments keep their bytecode, also where PYTHONDONTWRITEBYTECODE is set: without it every import takes twice as long.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Two workers with a thread each; tests/conftest.py says how they share the work.
 PYTEST := $(PY) -m pytest -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder
 # What is in git: a file of yours in the checkout is not linted, tested or synced.

@@ -220,7 +220,7 @@ given = {"messages": [{"role": "customer", "content": "Where is order 2041?"}, {
 my_rows = [given]
 problems = [problem for my_row in my_rows for problem in data.problems_of(my_row)]
 done = len(my_rows) >= 3 and not problems
-print(f"[{' OK ' if done else 'TODO'}] saw {len(my_rows)} rows and {len(problems)} problems, expected 3 rows and none")
+print(f"[{' OK ' if done else 'TODO'}] rows: {len(my_rows)}, expected 3 or more; problems in them: {len(problems)}, expected 0")
 for problem in problems if my_rows != [given] else []:
     print(f"  {problem.field}: {problem.kind}, saw {problem.seen} -> {problem.todo}")
 

@@ -93,7 +93,7 @@ class Rows:
         """Rows they fill when packed to this length: nearly full ones, unless all are long or of one length."""
         fill = PACKED
         if self.mean > max_length / 2 or self.spread < self.mean / 4:
-            fill = min(PACKED, max_length // math.ceil(self.mean) * self.mean / max_length)
+            fill = min(PACKED, max(max_length // math.ceil(self.mean), 1) * self.mean / max_length)
         return math.ceil(self.examples * self.mean / (fill * max_length))
 
 
