@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nbutils import display, profiles
 from nbutils.errors import CourseError
 from nbutils.files import write_text
-from nbutils.hardware import Choice
+from nbutils.hardware import Choice, keep_4bit_layout
 from nbutils.record import LessonLike
 
 if TYPE_CHECKING:
@@ -480,6 +480,7 @@ def answer(model: Any, tokenizer: Any, rows: Sequence[Row], max_new_tokens: int 
     view = View(tokenizer, "prompt_completion", False if may_skip_thinking(tokenizer, rows) else None)
     stops, training, answers = sorted(find_stop_ids(tokenizer, model.generation_config)), model.training, []
     settings = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "use_cache": True}
+    keep_4bit_layout(model)
     model.eval()
     for row in rows:
         ids = torch.tensor([view.prompt(row["messages"][:-1], row.get("tools"))], device=model.device)

@@ -186,6 +186,13 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def keep_4bit_layout(model: Any) -> None:
+    """Keep bitsandbytes from packing 4-bit weights for answers on CPUs with AVX512-BF16: training could not read them."""
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+
+
 def peak_memory_gib() -> float:
     """Peak of this process: memory of the GPU if there is one, else resident memory."""
     import torch

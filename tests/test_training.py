@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from nbutils import checkpoints, files, hardware, lesson, platforms, profiles, tracking
+from nbutils import chat, checkpoints, files, hardware, lesson, platforms, profiles, tracking
 from nbutils.plan import gpus
 from nbutils.training import model as lora
 from nbutils.training import oom, resume, run
@@ -117,6 +117,23 @@ def model_with(what: str) -> Any:
     if what == "unknown quantization":
         base.model.layers[0].mlp.up_proj.__class__ = type("EightBit", (nn.Linear,), {})
     return base
+
+
+@pytest.mark.parametrize("first", ["answers", "validation"])
+def test_four_bit_weights_stay_as_training_reads_them(first: str) -> None:
+    model, flag = model_with("4 bit"), "support_avx512bf16_for_cpu"
+    layers = [layer for layer in model.modules() if hasattr(layer, flag)]
+    for layer in layers:
+        setattr(layer, flag, True)  # as on a CPU where bitsandbytes packs them for answers
+    before = [layer.weight.data.clone() for layer in layers]
+    if first == "answers":
+        row = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
+        chat.answer(model, AutoTokenizer.from_pretrained(files.TINY_MODEL), [row], max_new_tokens=2)
+    else:
+        lora.patch_model(adapted(model), fused=False)
+        with torch.inference_mode():
+            model.eval()(torch.tensor([[5, 6, 7]]))
+    assert before and all(torch.equal(layer.weight.data, was) for layer, was in zip(layers, before, strict=True))
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -268,9 +268,7 @@ class Placement:
         if self.loaded[0] != wanted:
             self.free()
             model: Any = AutoModelForCausalLM.from_pretrained(folder, **loading, trust_remote_code=False)
-            for layer in model.modules():  # a CPU's bitsandbytes would repack 4-bit weights, unlike in training
-                if hasattr(layer, "support_avx512bf16_for_cpu"):
-                    layer.support_avx512bf16_for_cpu = False
+            hardware.keep_4bit_layout(model)  # as in training
             self.loaded = (wanted, model)
         return self.loaded[1]
 

@@ -26,7 +26,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from nbutils import merging
+from nbutils import hardware, merging
 from nbutils.errors import CourseError
 
 VARLEN = "varlen"  # attention for packed rows without a mask
@@ -166,6 +166,7 @@ def patch_lora_kernels(trainer: Any, fused: bool) -> str:
 
 def patch_model(model: nn.Module, fused: bool) -> int:
     """Give every plain LoRA layer, and every known MLP, its fused forward; how many LoRA layers have one."""
+    hardware.keep_4bit_layout(model)
     if fused:
         from transformers.integrations.liger import apply_liger_kernel
 
