@@ -66,7 +66,7 @@ def make_trainer(group: str, folder: Path) -> Any:
     (_, method, precision, kind, liger, rank, dropout), _ = GROUPS[group]
     dtype = {"bf16": "bfloat16", "fp16": "float16"}[precision]
     quantization = four_bits(dtype) if method == "qlora" else None
-    attention.register()
+    attention.attention("varlen")
     if kind == "sdpa":
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(False)

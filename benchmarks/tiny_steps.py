@@ -34,6 +34,6 @@ if __name__ == "__main__":
     pairs = [(int(count), seed) for count in steps for seed in SEEDS]
     with ThreadPoolExecutor(int(at_a_time)) as pool:
         scores = list(pool.map(exact_match, *zip(*pairs, strict=True)))
-    found = {count: [score for (many, _), score in zip(pairs, scores, strict=True) if many == int(count)] for count in steps}
+    found = {count: scores[place * len(SEEDS) : (place + 1) * len(SEEDS)] for place, count in enumerate(steps)}
     Path(out).write_text(json.dumps({"seeds": SEEDS, "exact_match": found}, indent=1) + "\n", encoding="utf-8")
     print(found)

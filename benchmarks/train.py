@@ -129,7 +129,7 @@ def stock(folder: Path, micro: int, accumulation: int, recompute: str, steps: in
     from nbutils.training import model as attention
 
     args = settings(micro, accumulation, recompute, steps, packing=True, use_liger_kernel=True)
-    trainer = sft(folder, args, attn_implementation=attention.register())
+    trainer = sft(folder, args, attn_implementation=attention.attention("varlen"))
     trainer.data_collator = attention.with_boundaries(trainer.data_collator)
     return trainer
 
@@ -140,7 +140,7 @@ def course(folder: Path, micro: int, accumulation: int, recompute: str, steps: i
     from nbutils.training import model as attention
 
     args = settings(micro, accumulation, recompute, steps, packing=True, activation_offloading=recompute == "offload")
-    trainer = sft(folder, args, attn_implementation=attention.register())
+    trainer = sft(folder, args, attn_implementation=attention.attention("varlen"))
     training.patch_lora_kernels(trainer, fused=True)
     return trainer
 

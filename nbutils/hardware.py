@@ -76,9 +76,8 @@ def gpu() -> GPU | None:
 
     if not torch.cuda.is_available():
         return None
-    major, minor = torch.cuda.get_device_capability(0)
     memory = torch.cuda.get_device_properties(0).total_memory / GIB
-    return GPU(torch.cuda.get_device_name(0), (major, minor), memory, torch.cuda.device_count())
+    return GPU(torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0), memory, torch.cuda.device_count())
 
 
 def driver_gpus() -> list[str]:
@@ -121,8 +120,7 @@ def cure(found: GPU | None, reason: str) -> str:
 
 def require_working(found: GPU | None) -> None:
     """Stop before a lesson on a GPU that is there but does not compute."""
-    done = working_operation(found)
-    if not done.value:
+    if not (done := working_operation(found)).value:
         raise CourseError("hardware.does_not_compute", reason=done.reason, cure=cure(found, done.reason))
 
 
@@ -187,7 +185,7 @@ def free_memory() -> None:
 
 
 def keep_4bit_layout(model: Any) -> None:
-    """Keep bitsandbytes from packing 4-bit weights for answers on CPUs with AVX512-BF16: training could not read them."""
+    """Stop bitsandbytes from packing 4-bit weights for answers, as it does on some CPUs: training cannot read them."""
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False

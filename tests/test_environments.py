@@ -22,6 +22,7 @@ from nbutils.environments import Recipe, installer
 PROBE = 'import json, importlib.metadata as m\nprint(json.dumps({"thing": m.version("thing")}))'
 UV_VARIABLES = installer.uv_variables
 RECIPE = Recipe("thing", (("thing==1.0",),), (), PROBE, 0.001, "NBUTILS_THING")
+pytestmark = pytest.mark.install
 
 
 @pytest.fixture(scope="module", autouse=True)

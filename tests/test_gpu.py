@@ -60,7 +60,7 @@ def test_packed_logits_and_gradients_on_the_card_are_those_of_the_unpacked_rows(
 
     if backend == "varlen" and hardware.attention(hardware.gpu()).value != "varlen":
         pytest.skip("this GPU has no kernel for packed rows")
-    attention.register()
+    attention.attention("varlen")
     torch.manual_seed(0)
     config = Qwen2Config(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,

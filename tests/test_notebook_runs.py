@@ -43,7 +43,7 @@ def test_a_model_is_pretrained_from_scratch(tmp_path: Path) -> None:
 def test_lesson_04_alone_makes_what_it_needs_with_the_learners_own_profile(tmp_path: Path) -> None:
     """And where the model does not fit: it asks in 4 bits, and merges into the dequantized base."""
     text = (files.CONFIGS / "tiny.yaml").read_text(encoding="utf-8")
-    text = text.replace("max_steps: 212", "max_steps: 3").replace("  rows: 0             #", "  rows: 4             #")
+    text = text.replace("max_steps: 150", "max_steps: 3").replace("  rows: 0             #", "  rows: 4             #")
     (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
     tight = "import runpy, sys; from nbutils.evaluation import comparison; sys.argv = sys.argv[1:]; "
     tight += "comparison.fit = lambda gib, gpu: (False, {'cpu': '8MiB'}, 'RAM'); "

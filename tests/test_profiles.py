@@ -346,7 +346,7 @@ def test_overrides_are_checked_all_at_once() -> None:
     text = "train.max_stps=3, train.micro_batch='8', model=x, about=y, train=2, lora.rank=, lora.target_modules=[a"
     with refused("config.problems", *lines, count=7, where="tiny with parameter SET"):
         resolve("tiny", text=text)
-    with refused("config.problems", "train.max_steps is 212 and ends the run first", count=1):
+    with refused("config.problems", "train.max_steps is 150 and ends the run first", count=1):
         resolve("tiny", text="train.epochs=2.0")
 
 

@@ -248,6 +248,7 @@ def stub(tmp_path: Path, monkeypatch: Patch) -> Iterator[StubServer]:
     server.stop()
 
 
+@pytest.mark.serve
 def test_a_server_starts_answers_and_stops_with_its_children(stub: StubServer, monkeypatch: Patch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "example.org")
@@ -271,6 +272,7 @@ def test_a_server_starts_answers_and_stops_with_its_children(stub: StubServer, m
         stub.require()
 
 
+@pytest.mark.serve
 def test_a_server_that_fails_or_is_slow_is_stopped_and_explained(stub: StubServer, tmp_path: Path) -> None:
     stub.mode = "slow"
     with refused("serving.start_timeout"):
@@ -291,6 +293,7 @@ def test_a_server_that_fails_or_is_slow_is_stopped_and_explained(stub: StubServe
     assert not (tmp_path / environments.MARKER).exists(), "it is built anew the next time"
 
 
+@pytest.mark.serve
 def test_a_failing_cell_stops_the_server_and_the_next_cell_reports_one_that_died(stub: StubServer, capsys: Any) -> None:
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -346,6 +349,7 @@ def started_elsewhere(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     return owner, [int(word) for word in line.split()[1:]]
 
 
+@pytest.mark.serve
 @pytest.mark.parametrize("victim", ["kernel", "supervisor"])
 def test_the_server_dies_with_its_killed_kernel_or_supervisor(tmp_path: Path, victim: str) -> None:
     owner, members = started_elsewhere(tmp_path)
@@ -356,6 +360,7 @@ def test_the_server_dies_with_its_killed_kernel_or_supervisor(tmp_path: Path, vi
     owner.wait(20)
 
 
+@pytest.mark.serve
 @pytest.mark.parametrize(("victim", "status"), [(1, 137), (2, None)])
 def test_a_server_that_died_is_reported_to_whoever_asks(stub: StubServer, victim: int, status: int | None) -> None:
     stub.start().wait(20)
@@ -368,6 +373,7 @@ def test_a_server_that_died_is_reported_to_whoever_asks(stub: StubServer, victim
         stub.require()
 
 
+@pytest.mark.serve
 def test_the_key_and_no_other_secret_reaches_a_server(stub: StubServer, tmp_path: Path, monkeypatch: Patch) -> None:
     for variable in ("PYTHONPATH", "MPLBACKEND", "WORLD_SIZE", "HF_TOKEN", "AUTODL_TOKEN", "WANDB_API_KEY"):
         monkeypatch.setenv(variable, "of this kernel")
@@ -401,6 +407,7 @@ def test_parity_names_the_first_difference(served: Answer, identical: int, words
             found.require(dtype)
 
 
+@pytest.mark.serve
 def test_a_running_server_is_found_and_a_note_proves_nothing(stub: StubServer, tmp_path: Path) -> None:
     for place in (merged := tmp_path / "merged", other := tmp_path / "other"):
         with files.complete_folder(place, {"adapter": 1}):  # as lesson 04 leaves one
@@ -429,6 +436,7 @@ def test_a_running_server_is_found_and_a_note_proves_nothing(stub: StubServer, t
     assert stub.process is None
 
 
+@pytest.mark.serve
 def test_a_server_left_by_another_kernel_is_found_and_stopped(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(serving.server, "GRACE_SECONDS", 0.5)
     owner, members = started_elsewhere(tmp_path)

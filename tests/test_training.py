@@ -274,7 +274,7 @@ def test_packed_rows_have_the_logits_of_single_rows(backend: str, monkeypatch: p
 
 
 def test_padded_batches_use_torchs_ordinary_attention_and_what_the_kernel_lacks_is_refused() -> None:
-    models = [tiny(attn_implementation=name).eval() for name in (lora.register(), "sdpa")]
+    models = [tiny(attn_implementation=name).eval() for name in (lora.attention("varlen"), "sdpa")]
     ids = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]])
     mask = (ids != 0).long()
     with torch.inference_mode():

@@ -86,14 +86,10 @@ def attention(name: str) -> str:
     """The name for `attn_implementation`; `varlen`, torch's kernel for rows of different length, is registered."""
     # TRL warns that rows may mix without FlashAttention; with the implementations used here they do not (tests compare)
     logging.getLogger("trl.trainer.sft_trainer").setLevel(logging.ERROR)
-    return register() if name == VARLEN else name
-
-
-def register() -> str:
-    """Register `varlen` with transformers."""
-    AttentionInterface.register(VARLEN, _attend)
-    AttentionMaskInterface.register(VARLEN, _mask)
-    return VARLEN
+    if name == VARLEN:
+        AttentionInterface.register(VARLEN, _attend)
+        AttentionMaskInterface.register(VARLEN, _mask)
+    return name
 
 
 def boundaries(position_ids: Tensor) -> tuple[Tensor, int]:
