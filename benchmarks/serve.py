@@ -43,8 +43,7 @@ def main(
     """Measure MODEL, and its variants."""
     settings = Settings(bench.levels_in(concurrency), prompt_tokens, answer_tokens)
     board = Benchmark(out or RESULTS / f"serve_{where}.json", settings, {"where": where})
-    wanted = [name for name in rivals.split(",") if name]
-    bench.bench_model(model, board, rivals=wanted, variants=read_variants(variants))
+    bench.bench_model(model, board, rivals=bench.parse_rivals(rivals), variants=read_variants(variants))
     board.show()
 
 

@@ -7,6 +7,7 @@ tokens/s. Every level is kept in the file when it is done, and an engine that fa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from urllib.parse import urlsplit
 
 from nbutils import display, files, hardware, profiles, serving
 from nbutils.errors import CourseError
+from nbutils.merging.folder import read_header
 from nbutils.serving.server import NO_KEY, reach_directly
 
 RIVALS = ("generate", "transformers-serve")
@@ -128,9 +130,8 @@ def measure(target: Target, engine: str, settings: Settings, tokenizer: Any) -> 
 def drive(target: Target, engine: str, prompts: list[list[int]], tokens: int, many: int, tokenizer: Any) -> Level:
     """Send all requests, `many` at a time, from a thread of its own: a notebook's has a loop running already."""
     bodies = [target.body(prompt, tokens, tokenizer) for prompt in prompts]
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(_send(target, bodies, tokens, many))
-    with ThreadPoolExecutor(max_workers=1) as pool:
+    with contextlib.closing(asyncio.new_event_loop()) as loop, ThreadPoolExecutor(max_workers=1) as pool:
+        task = loop.create_task(_send(target, bodies, tokens, many))
         try:
             done, seconds = pool.submit(loop.run_until_complete, task).result()
             return summarize(engine, many, done, tokens, seconds)
@@ -205,16 +206,17 @@ class Benchmark:
             self.save()
 
     def add_limit(self, engine: str, folder: Path, device: str = "cuda", size: int = 2**30) -> None:
-        """The most tokens a second for one stream, which reads all weights for each: measured by copying memory."""
+        """The most tokens a second for one stream, which reads all weights but an embedding: measured by copying."""
         import torch
         from torch.utils.benchmark import Timer
 
         source = torch.ones(size, dtype=torch.uint8, device=device)
         timer = Timer("target.copy_(source)", globals={"source": source, "target": torch.empty_like(source)})
         bandwidth = 2 * size / timer.timeit(10).mean
-        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        found = {"weights_gb": weights / 1e9, "copy_gb_per_second": bandwidth / 1e9}
-        self.bandwidth_limit[engine] = found | {"tokens_per_second": round(bandwidth / weights, 1)}
+        found = {name: one.size for file in folder.glob("*.safetensors") for name, one in read_header(file).items()}
+        weights = sum(found.values()) - ("lm_head.weight" in found) * found.get("model.embed_tokens.weight", 0)
+        limit = {"weights_gb": weights / 1e9, "copy_gb_per_second": bandwidth / 1e9}
+        self.bandwidth_limit[engine] = limit | {"tokens_per_second": round(bandwidth / weights, 1)}
         self.save()
 
     def speeds(self) -> dict[str, dict[str, float]]:
@@ -347,7 +349,6 @@ def bench_model(
     folder: Path, benchmark: Benchmark, *, rivals: Sequence[str] = RIVALS, variants: Mapping[str, Path] | None = None
 ) -> None:
     """Measure a model folder: plain generate, vLLM, vLLM with other forms of the same model, `transformers serve`."""
-    parse_rivals(",".join(rivals))
     hardware.share_processors()
     benchmark.gpu = gpu = hardware.gpu()
     benchmark.about |= {"model": folder.name, "dtype": _dtype(gpu), "machine": gpu.name if gpu else "cpu"}

@@ -198,13 +198,13 @@ def _checked_members(tar: tarfile.TarFile, one: StoredCheckpoint) -> Iterator[ta
 
 
 def stores(folders: platforms.Folders, run: str) -> list[Path]:
-    """Where checkpoints of a run may lie: scratch (of a former version), the run folder, an earlier one, inputs."""
-    local, own = folders.scratch / run / "sealed", folders.keep / run / CHECKPOINTS
+    """Where checkpoints of a run may lie: the run folder, an earlier one, inputs."""
+    own = folders.keep / run / CHECKPOINTS
     if (own / BEGAN_ANEW).exists():  # after RESUME="never" or a chosen step, other places no longer count
-        return [local, own]
+        return [own]
     earlier = [place / run / CHECKPOINTS for place in folders.earlier]
     attached = platforms.find_inputs(folders.inputs, f"{run}/{CHECKPOINTS}")
-    return list(dict.fromkeys([local, own, *earlier, *attached]))
+    return list(dict.fromkeys([own, *earlier, *attached]))
 
 
 def look(store: Path) -> tuple[list[StoredCheckpoint], list[str]]:
@@ -294,9 +294,10 @@ def unsafe(store: Path) -> str | None:
 
 def require_step(folders: platforms.Folders, run: str, resume: str) -> None:
     """Refuse a RESUME that names a step of which the run keeps no checkpoint."""
-    steps = {one.step for store in stores(folders, run) for one in look(store)[0]}
-    if resume.isdecimal() and int(resume) not in steps:
-        raise _step_missing(f"step {resume}", sorted(steps))
+    if resume.isdecimal():
+        steps = {one.step for store in stores(folders, run) for one in _with_retries(look, store, store)[0]}
+        if int(resume) not in steps:
+            raise _step_missing(f"step {resume}", sorted(steps))
 
 
 @dataclass(frozen=True)

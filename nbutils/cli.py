@@ -193,7 +193,7 @@ def bench_serve(as_json: bool, concurrency: str, prompt_tokens: int, answer_toke
     from nbutils import bench
 
     settings = bench.Settings(bench.levels_in(concurrency), prompt_tokens, answer_tokens)
-    options["rivals"] = [name for name in options["rivals"].split(",") if name]
+    options["rivals"] = bench.parse_rivals(options["rivals"])
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # progress
         results = bench.answer(settings=settings, **options)
     _print_json(results.as_dict()) if as_json else results.show()

@@ -77,7 +77,7 @@ class Report:
 def examine() -> Report:
     """Look at everything; takes a few seconds, most of them for torch and for the network."""
     platform = platforms.detect()
-    folders, hours, checks = platforms.folders(platform), platforms.time_limit_hours(platform), list[Check]()
+    folders, hours, checks = platforms.folders(platform), platform.entry.hours, list[Check]()
     for look in CHECKS:
         try:
             checks += look(platform, folders)
@@ -105,7 +105,7 @@ def examine() -> Report:
 def check_machine(platform: Platform, folders: Folders) -> Iterator[Check]:
     """Where this is and what it allows for how long; room in the folders, and whether runs outlive this machine."""
     yield Check("platform", f"{platform.name}{', a batch run' if platform.batch else ''} ({platform.evidence})")
-    cpus, memory, hours = platforms.processors(), platforms.memory_gib(), platforms.time_limit_hours(platform)
+    cpus, memory, hours = platforms.processors(), platforms.memory_gib(), platform.entry.hours
     yield Check("processors", f"{round(cpus.value, 2):g} (read from {cpus.source})")
     todo = "prepare data here; to train, start a machine with a GPU and at least 8 GiB of memory"
     seen = f"{memory.value:.1f} GiB (read from {memory.source})"

@@ -288,7 +288,7 @@ def open_run(
 
 def _copy_earlier(run: RunFolder, folders: platforms.Folders, values: Mapping[str, Any]) -> None:
     """Copy data and facts of this run from where an earlier session left them: an attached output, a former keep."""
-    for store in checkpoints.stores(folders, run.name)[2:]:  # after those of scratch and keep
+    for store in checkpoints.stores(folders, run.name)[1:]:  # after that of keep
         former, attached = RunFolder(store.parent), folders.is_attached(store)
         if attached and any(place.is_symlink() for place in (store, former.path, former.data, former.facts)):
             print(f"[WARN] {former.path} is not used: a part of it is a link, which could lead anywhere")

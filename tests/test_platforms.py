@@ -197,7 +197,7 @@ def test_a_learner_names_an_input_by_the_end_of_its_path_in_every_layout(tmp_pat
 
 
 def test_hours_are_counted_where_somebody_counts_them(tmp_path: Path) -> None:
-    hours = {name: platforms.time_limit_hours(Platform(name, "")) for name in platforms.table()}
+    hours = {name: Platform(name, "").entry.hours for name in platforms.table()}
     assert {name: value for name, value in hours.items() if value} == {"colab": 12, "kaggle": 12, "paperspace": 6}
     assert platforms.session_seconds(KAGGLE) == 0
     began = time.time() - 3 * 3600

@@ -256,7 +256,7 @@ def check(
         **build.facts(), "files": dict(build.files), "examples": build.first_warnings, "lengths": lengths,
         "problems": [entry for error in build.first_errors for entry in entries(error)],
         "columns": [shown(name) for name in unknown[0]] if unknown else [],
-        "next": [f"{out} holds the data." if out else todo],
+        "next": [f"{out} holds {'the data' if (out / CARD).exists() else 'none: too few rows'}." if out else todo],
     })  # fmt: skip
 
 

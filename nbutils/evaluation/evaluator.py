@@ -430,7 +430,7 @@ class Harness:
                 if ended.returncode or not results:
                     lines = "\n".join(ended.stderr.strip().splitlines()[-12:])
                     raise CourseError("evaluation.lm_eval_failed", tasks=", ".join(self.tasks), lines=lines)
-                tasks = json.loads(results[-1].read_text(encoding="utf-8"))["results"].items()
+                tasks = read_json(results[-1])["results"].items()
             floats = {task: [pair for pair in one.items() if isinstance(pair[1], float)] for task, one in tasks}
             return {task: {name.removesuffix(",none"): one for name, one in pairs} for task, pairs in floats.items()}
 

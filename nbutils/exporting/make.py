@@ -233,7 +233,7 @@ def run_job(job: Mapping[str, Any], title: str) -> dict[str, Any]:
             environments.require_imports(python, text)
             tail = mask_secrets("\n".join(text.splitlines()[-8:]))
             raise CourseError("exporting.job_failed", title=title, status=status, log=tail)
-        return dict(json.loads(answer.read_text(encoding="utf-8")))
+        return dict(files.read_json(answer))
 
 
 @dataclass(frozen=True)

@@ -111,18 +111,13 @@ class Limit(NamedTuple):
     source: str
 
 
-def time_limit_hours(platform: Platform) -> float:
-    """How long a machine of this platform lives; 0 if nobody takes it away."""
-    return platform.entry.hours
-
-
 def session_seconds(platform: Platform) -> float:
     """How long this machine has been up on a platform that counts the hours; 0 elsewhere."""
     try:  # a simulated machine has it as the date of its /proc/1
         started = psutil.Process(1).create_time() if fs_root() == Path("/") else (fs_root() / "proc/1").stat().st_mtime
     except (OSError, psutil.Error):
         return 0.0
-    return max(0.0, time.time() - started) if time_limit_hours(platform) else 0.0
+    return max(0.0, time.time() - started) if platform.entry.hours else 0.0
 
 
 def processors() -> Limit:

@@ -68,8 +68,8 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
             for path in (one.archive.with_suffix(".json"), one.archive):  # an archive without manifest does not count
                 if path.exists():
                     shutil.move(path, aside)
-        print(f'Later checkpoints are in {aside}. Set RESUME back to "auto" for the next start.')
-    checkpoints.clear(stores[0])  # else deleting the run folder would not start the run over
+        moved = f"Later checkpoints are in {aside}. " if aside.exists() else ""
+        print(f'{moved}Set RESUME back to "auto" for the next start.')
     return checkpoints.unpack(best, scratch / "trainer")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import zlib
@@ -60,7 +59,7 @@ class TimeBudget:
 
     def __init__(self, lesson: LessonLike, max_hours: float, now: Clock = monotonic) -> None:
         platform, self.now = lesson.platform, now
-        hours = max_hours or platforms.time_limit_hours(platform)
+        hours = max_hours or platform.entry.hours
         used = 0.0 if max_hours else platforms.session_seconds(platform) - (now() - lesson.started)
         self.limit = "MAX_HOURS" if max_hours else f"the {hours:g} h of {platform.name}"
         known = hours and used <= hours * 3600  # a machine older than its limit has another one (Colab Pro)
@@ -157,7 +156,7 @@ class Validation(TrainerCallback):
     def steps_left(self, checkpoint: Path) -> int:
         """How many steps of the training remain after a checkpoint."""
         args = self.trainer.args
-        done = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        done = files.read_json(checkpoint / "trainer_state.json")
         if self.stopped_early(done["log_history"]):
             return 0
         batches = math.ceil(len(self.trainer.train_dataset) / (args.train_batch_size * args.world_size))
