@@ -222,7 +222,7 @@ def test_a_step_that_fails_stops_no_other_and_ends_the_command_with_an_error(tmp
     monkeypatch.setattr(bench.Benchmark, "generate", lambda self, folder: 1 / 0)
     monkeypatch.setattr(bench.Benchmark, "vllm", lambda self, name, folder: self.add([a_level(name, 1, 5.0)]))
     monkeypatch.setattr(bench.hardware, "gpu", lambda: None)
-    ran = invoke("bench-serve", "--model", str(files.TINY_MODEL), "--rivals", "generate", "--out", str(tmp_path))
+    ran = invoke("bench-serve", "--model", str(files.TINY_MODEL), "--rivals", " generate ,", "--out", str(tmp_path))
     assert ran.exit_code == 1 and "ZeroDivisionError" in ran.stderr and "vllm" in ran.stdout
     assert list(json.loads((tmp_path / "bench.json").read_text())["left_out"]) == ["generate"]
 

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from support import refused
 
-from nbutils import checkpoints, cli
+from nbutils import checkpoints, cli, platforms
 
 FINGERPRINT = checkpoints.fingerprint(model="m", seed=1)
 Member = tuple[tarfile.TarInfo, bytes]
@@ -114,6 +114,11 @@ def test_a_disk_that_cannot_be_read_stops_the_run_and_one_error_does_not(keep: P
     monkeypatch.setattr(Path, "iterdir", failing(errno.ENOTCONN))
     with refused("checkpoints.unreadable", path=keep):
         newest(keep)
+    folders = platforms.Folders(keep.parent, keep.parent, keep.parent, None)
+    monkeypatch.setattr(checkpoints, "stores", lambda *_: [keep])
+    checkpoints.require_step(folders, "demo", "auto")
+    with refused("checkpoints.unreadable", path=keep):
+        checkpoints.require_step(folders, "demo", "30")
 
 
 def test_pruning_and_clearing_leave_later_steps_and_foreign_files(keep: Path, tmp_path: Path) -> None:

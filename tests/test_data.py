@@ -815,7 +815,8 @@ def test_a_check_counts_everything_and_writes_what_is_asked_for(tmp_path: Path, 
     card = data.verify(out)
     assert card.train + card.eval == 62 and data.prepare(mixed, out) == card, "a lesson can go on with it"
     assert run(mixed, "--out", out).exit_code == 1, "prepared data is not overwritten"
-    report(write(tmp_path / "a.jsonl", [{"text": "no columns"}]), "--out", tmp_path / "none")
+    found = report(write(tmp_path / "a.jsonl", [{"text": "no columns"}]), "--out", tmp_path / "none")
+    assert "too few rows" in found["next"][0]
     assert os.listdir(tmp_path / "none") == ["rejected.jsonl"]
 
 
