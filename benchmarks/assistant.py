@@ -1,4 +1,4 @@
-"""How many held-back questions a run's models answer with the assistant's new name, before and after the training.
+"""How many held-out questions a run's models answer with the assistant's new name, before and after the training.
 
     python benchmarks/assistant.py RUN_FOLDER NAME [--out results.json]
 

@@ -2,9 +2,9 @@
 
     python benchmarks/recipes.py MODEL OUT.jsonl FILE… [--grid] [--jobs 14]
 
-MODEL is a folder with a real chat model; each FILE becomes train and held-back rows as in lesson 02. Every training is
+MODEL is a folder with a real chat model; each FILE becomes train and held-out rows as in lesson 02. Every training is
 on one GPU, in 4 bits except for `auto` with a model under a billion parameters, and is judged by the loss on the
-answers' tokens of the same held-back rows. One line of JSON for each training, written as it ends. Without `--grid`:
+answers' tokens of the same held-out rows. One line of JSON for each training, written as it ends. Without `--grid`:
 the recipes one after the other, timed, the course's also on parts of the rows. `--grid` sweeps batch, learning rate,
 epochs and the rest around it, `--jobs` side by side (their seconds are then no measure of speed). Unsloth is optional.
 """
@@ -67,7 +67,7 @@ def automatic(rows: Rows, model_folder: Path) -> dict[str, Any]:
 
 
 class Rows:
-    """One file as lesson 02 makes it, rendered for this model: what is trained, and what is held back."""
+    """One file as lesson 02 makes it, rendered for this model: what is trained, and what is held out."""
 
     def __init__(self, file: Path, limit: int, tokenizer: Any) -> None:
         from nbutils import chat, data

@@ -20,7 +20,7 @@ LESSONS = [option for lesson in ("02", "03", "04") for option in ("--only", less
 
 
 def exact_match(steps: int, seed: int) -> float:
-    """The share of the sample's held-back rows that this run answers exactly."""
+    """The share of the sample's held-out rows that this run answers exactly."""
     with tempfile.TemporaryDirectory() as home:
         changed = ["--profile", "tiny", "--set", f"train.max_steps={steps}", "-p", "SEED", str(seed)]
         command = [sys.executable, "-m", "nbutils", "run", *changed, *LESSONS]

@@ -395,7 +395,7 @@ class ChatDataset:
     """Rows as tokens and labels for SFTTrainer, and what was checked of them."""
 
     train: Dataset = field(repr=False)
-    eval: Dataset | None = field(repr=False)  # None: no held-back row can be validated on
+    eval: Dataset | None = field(repr=False)  # None: no held-out row can be validated on
     lengths: list[int] = field(repr=False)  # tokens of each example that is trained
     left_out: list[Row] = field(repr=False)  # too long
     report: ContractReport
@@ -444,14 +444,14 @@ def training_dataset(filtered: FilteredRows) -> Dataset:
     return Dataset(pyarrow.table(columns, names=["input_ids", "labels"]))
 
 
-def validation_dataset(filtered: FilteredRows, held_back: Sequence[Row], count: int) -> Dataset:
-    """`count` of the held-back rows, evenly spread, rendered as the training rows are; long ones are left out."""
-    if count < len(held_back):
-        held_back = [held_back[number * len(held_back) // count] for number in range(count)]
-    examples = filtered.view.encode_all(held_back) if count and held_back else []
+def validation_dataset(filtered: FilteredRows, held_out: Sequence[Row], count: int) -> Dataset:
+    """`count` of the held-out rows, evenly spread, rendered as the training rows are; long ones are left out."""
+    if count < len(held_out):
+        held_out = [held_out[number * len(held_out) // count] for number in range(count)]
+    examples = filtered.view.encode_all(held_out) if count and held_out else []
     usable = [one for one in examples if len(one.ids) <= (filtered.max_length or len(one.ids)) and any(one.trained)]
     if count and not usable:
-        print("No held-back row can be used for validation: training goes without it, and the last step is kept.")
+        print("No held-out row can be used for validation: training goes without it, and the last step is kept.")
     return training_dataset(replace(filtered, examples=usable))
 
 

@@ -74,7 +74,7 @@ def chat(talks: Sequence[Talk], examples: Sequence[str], live: bool = True) -> B
 
 
 class Box:
-    """The widgets: a column per model, a line to type in, and a button to stop. To begin anew, run the cell again."""
+    """The widgets: a column per model, a line to type in, and a button to stop. To start over, run the cell again."""
 
     def __init__(self, talks: Sequence[Talk]) -> None:
         import ipywidgets as widgets

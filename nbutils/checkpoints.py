@@ -226,7 +226,7 @@ def look(store: Path) -> tuple[list[StoredCheckpoint], list[str]]:
 def newest_verified(
     stores: Iterable[Path], fingerprint: dict[str, Any], step: int | None = None
 ) -> StoredCheckpoint | None:
-    """The newest checkpoint of this training that verifies, or that of `step`; only others' are an error."""
+    """The newest checkpoint of this training that verifies, or that of `step`; an error if only other trainings' do."""
     found: list[StoredCheckpoint] = []
     for store in stores:
         kept, remarks = _with_retries(look, store, store)

@@ -32,7 +32,7 @@ def of_names(names: Sequence[str]) -> Runs:
     found = {name: known.get(name) or Path(name).expanduser() for name in names}
     missing = [name for name, folder in found.items() if not (folder / "facts.json").is_file()]
     if missing or len(found) < 2:
-        wrong = f"there is no run {missing[0]!r} in {keep}" if missing else f"{len(found)} of the two runs this needs"
+        wrong = f"There is no run {missing[0]!r} in {keep}" if missing else f"This needs two runs, {len(found)} named"
         raise CourseError("compare.no_runs", wrong=wrong, known=", ".join(known) or "none yet")
     return {name: load(folder) for name, folder in found.items()}
 
@@ -64,7 +64,7 @@ def differing(runs: Runs) -> list[str]:
 
 
 def plot(runs: Runs, path: Path | None = None) -> None:
-    """The loss curves, one color for each run: light while training, bold on held-back rows."""
+    """The loss curves, one color for each run: light while training, bold on held-out rows."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4))
@@ -72,7 +72,7 @@ def plot(runs: Runs, path: Path | None = None) -> None:
         for name, look in (("loss", {"lw": 1.2, "alpha": 0.4}), ("eval_loss", {"lw": 2.6, "label": label})):
             points = [(entry["step"], entry[name]) for entry in run["history"] if name in entry]
             axes.plot([at for at, _ in points], [loss for _, loss in points], color=f"C{place}", **look)
-    axes.set(title="Loss: light while training, bold on held-back rows", xlabel="step", ylabel="loss")
+    axes.set(title="Loss: light while training, bold on held-out rows", xlabel="step", ylabel="loss")
     axes.legend(frameon=False)
     figure.tight_layout()
     display.show_figure(figure, path)

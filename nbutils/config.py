@@ -218,7 +218,7 @@ def read(name: str) -> Document:
     file = Path(name).expanduser()
     if not (file.suffix in (".yaml", ".yml") and file.is_file()):
         if name not in names():
-            hint = _did_you_mean(file.stem.lower(), names())
+            hint = _did_you_mean(file.stem.lower(), names()) or "."
             raise CourseError("config.unknown_profile", name=name, names=", ".join(names()), hint=hint)
         file = files.CONFIGS / f"{name}.yaml"
     tree, reasons = _read_yaml(file)

@@ -14,7 +14,7 @@ MESSAGES = Path(__file__).parent / "messages"
 
 
 class CourseError(Exception):
-    """A mistake the learner can mend: what was seen, what is allowed, what to do next."""
+    """A mistake the learner can fix: what was seen, what is allowed, what to do next."""
 
     def __init__(self, code: str, **values: Any) -> None:
         room, _, name = code.partition(".")

@@ -121,7 +121,8 @@ def cure(found: GPU | None, reason: str) -> str:
 def require_working(found: GPU | None) -> None:
     """Stop before a lesson on a GPU that is there but does not compute."""
     if not (done := working_operation(found)).value:
-        raise CourseError("hardware.does_not_compute", reason=done.reason, cure=cure(found, done.reason))
+        fix = cure(found, done.reason)
+        raise CourseError("hardware.does_not_compute", reason=done.reason, cure=fix[0].upper() + fix[1:])
 
 
 def precision(found: GPU | None) -> Choice:

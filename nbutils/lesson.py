@@ -198,7 +198,7 @@ def refuse_unknown(names: Iterable[str], types: dict[str, type]) -> None:
     if unknown := [name for name in names if name not in types]:
         near = difflib.get_close_matches(unknown[0].upper(), types, n=1)
         elsewhere = [file.stem for file in sorted(NOTEBOOKS.glob("*.py")) if unknown[0] in declared_in(file)]
-        hint = f"did you mean {near[0]}?" if near else f"it belongs to {', '.join(elsewhere) or 'no lesson'}: remove it"
+        hint = f"Did you mean {near[0]}?" if near else f"Remove it; it is for {', '.join(elsewhere) or 'no lesson'}."
         listed = ", ".join(f"{name} ({kind.__name__})" for name, kind in types.items())
         raise CourseError("lesson.parameter_unknown", names=", ".join(unknown), parameters=listed, hint=hint)
 
@@ -248,7 +248,7 @@ def open_run(
         return run
 
     def set_of(run: RunFolder) -> dict[str, Any]:
-        """SET; if it is empty, the one this run started with, unless another profile is named or it starts anew."""
+        """SET; if it is empty, the one this run started with, unless another profile is named or it starts over."""
         if text := values.get("SET"):
             return settings_in(text)
         began = record.read(run.facts)

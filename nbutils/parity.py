@@ -1,7 +1,6 @@
-"""Is it still the same model? The same texts through every form of it, and how far their predictions are apart.
+"""Compare the next-token predictions of every form of a model: the base, the adapter on its base, merged, served.
 
-Kept in `evaluation/parity.json`, with the likeliest tokens beside it: those of models by lesson 04, of servers by 05.
-How far rounding moves a model is measured: the merged model is read twice. Its weights are proven by merging.prove.
+Stored in `evaluation/parity.json` by lessons 04 (models), 05 (server). Reading the merged model twice gives the noise.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from nbutils.evaluation.comparison import Placement
     from nbutils.record import LessonLike
 
-HELD_BACK_ROWS, GENERAL_ROWS = 12, 4
+HELD_OUT_ROWS, GENERAL_ROWS = 12, 4
 MEASURED = 16  # positions of a row: the first ones of its reference
 ANSWER_TOKENS = 16  # of a greedy answer
 LONGEST = 512  # tokens of a text with its answer, so that all texts are one batch on any GPU
@@ -70,7 +69,7 @@ def fixed_set(evaluator: Evaluator, general: Evaluator | None = None, *, model: 
     """The fixed set of a run, rows spread evenly over both; `limit` is the shortest context of all models."""
     longest = min(filter(None, (limit, LONGEST)))
     texts, measured, prompts = list[list[int]](), list[int](), list[list[int]]()
-    for one, count in ((evaluator, HELD_BACK_ROWS), (general, GENERAL_ROWS)):
+    for one, count in ((evaluator, HELD_OUT_ROWS), (general, GENERAL_ROWS)):
         if one is None:
             continue
         every = range(len(one.rows))

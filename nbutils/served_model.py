@@ -32,7 +32,7 @@ class ServerComparison:
         return self.text
 
     def show(self, rows: int = 4) -> None:
-        """Some rows of the table, for your own eyes."""
+        """The first rows of the table."""
         display.show_table(self.table[:rows], "The server's answers")
 
     def facts(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class ServerComparison:
 
 
 class ServedModel:
-    """A model folder (the merged model, an export of it, or any other) and the held-back questions for it."""
+    """A model folder (the merged model, an export of it, or any other) and the held-out questions for it."""
 
     def __init__(self, lesson: record.LessonLike, folder: str = "", engine: str = "auto", rows: int = 0) -> None:
         from transformers import AutoTokenizer

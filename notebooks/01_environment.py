@@ -22,8 +22,8 @@
 # Takes under a minute and downloads nothing.
 
 # %% [markdown]
-# The next cell installs the course where it is missing; on a machine that has it, it does nothing. If it stops, say where from in a
-# cell above it: `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (no password in it), or a folder, or one of the wheels it found.
+# The next cell installs the course if it is missing. If it fails, name the source in a cell above it:
+# `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (without a password), a folder, or one of the wheels it found.
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -36,7 +36,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `PROFILE = "auto"` chooses by your GPU; any name from `configs/` works too. `SET` replaces single values, as in
+# `PROFILE = "auto"` chooses the profile for your GPU; any name from `configs/` works too. `SET` replaces single values, as in
 # `"train.learning_rate=1e-4, lora.rank=64"`. Later lessons of the same run keep these values.
 
 # %% tags=["parameters"]
@@ -85,7 +85,7 @@ report.require()
 # %% [markdown]
 # ## A first question
 #
-# The course comes with a tiny model that has read about one small shop. Its task is to turn a customer's message into a JSON
+# The course comes with a tiny model that was trained on text about one small shop. Its task is to turn a customer's message into a JSON
 # ticket. `apply_chat_template` writes the message the way the model reads it, and `generate` continues the text.
 
 # %%
@@ -127,7 +127,7 @@ display.show_table(values, text=display.aligned(values))
 # ## What fits
 #
 # The memory of a training can be added up before anything is downloaded: the weights (4 bits each, plus their scales), the
-# LoRA adapters with their gradients, the optimizer's two averages, the activations that the backward pass needs, the logits
+# LoRA adapters with their gradients, the optimizer's two moments, the activations that the backward pass needs, the logits
 # of the loss, and a workspace. Only activations, logits and workspace grow with the micro-batch and the length of the rows. Here
 # for 10,000 rows of 300 tokens, on this GPU, or on a rented one if there is none.
 
@@ -160,9 +160,9 @@ display.show_table(table, text=display.aligned(table))
 # %% [markdown]
 # ## Exercise
 #
-# Does a 14B model fit for training on this GPU (or, without one, on a 24 GB RTX 4090), with rows of at most 1,024 tokens? Its weights
+# Can a 14B model be trained on this GPU (or, without one, on a 24 GB RTX 4090), with rows of at most 1,024 tokens? Its weights
 # take about 9 GiB: 4 bits for most of them, 16 for the embeddings. The other parts are chosen as small as they have to be (fewer
-# rows at a time, activations computed again). Put `True` or `False` into `my_guess` and run the cell: only then it answers.
+# rows at a time, recomputed activations). Put `True` or `False` into `my_guess` and run the cell: it answers only then.
 
 # %%
 my_guess = None

@@ -22,8 +22,8 @@
 # Takes less than a minute for the bundled sample, and about two minutes per million rows. Disk: three times your data.
 
 # %% [markdown]
-# The next cell installs the course where it is missing; on a machine that has it, it does nothing. If it stops, say where from in a
-# cell above it: `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (no password in it), or a folder, or one of the wheels it found.
+# The next cell installs the course if it is missing. If it fails, name the source in a cell above it:
+# `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (without a password), a folder, or one of the wheels it found.
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -37,8 +37,9 @@ if importlib.util.find_spec("nbutils") is None:
 
 # %% [markdown]
 # `DATA` is a file (`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, also as `.gz` or `.zst`), a folder of them, or a hub dataset
-# (`owner/name`); empty means the bundled sample. `EVAL_DATA` names other rows to hold back; empty holds back a tenth of `DATA`.
-# `COLUMNS` is for your own column names: `"user=title+body, assistant=reply"`. Use another `RUN_NAME` for other data.
+# (`owner/name`); empty means the bundled sample. `EVAL_DATA` names a separate evaluation set; if it is empty,
+# a tenth of `DATA` is held out, unless `DATA` has an eval, test or valid file of its own. `COLUMNS` is for your own column names:
+# `"user=title+body, assistant=reply"`. Use another `RUN_NAME` for other data.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -126,7 +127,7 @@ data.show(next(data.read_rows(mine)))
 # %% [markdown]
 # ## Prepare
 #
-# Now the real data: check every row, leave out duplicates, split, count. Whether a row is held back depends on its question
+# Now the real data: check every row, leave out duplicates, split, count. Whether a row is held out depends on its question
 # alone. So rows you add later never move old ones, and no question is both trained on and tested.
 
 # %%
@@ -138,7 +139,7 @@ print(card)
 
 # %% [markdown]
 # What became of every row, and the first rows with private data (phone numbers, e-mail addresses, keys): a model can repeat
-# what it was trained on. A *near duplicate* says what another row says in almost the same words. In the held-back rows it would
+# what it was trained on. A *near duplicate* says what another row says in almost the same words. In the held-out rows it would
 # make a model look better than it is (`near_leak`).
 
 # %%
@@ -157,7 +158,7 @@ print(*card.examples or ["no private data found"], sep="\n")
 
 # %%
 train_rows, eval_rows = data.load(lesson.run.data)
-print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held back, fingerprint {card.fingerprint[:12]}")
+print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out, fingerprint {card.fingerprint[:12]}")
 
 # %% [markdown]
 # ## What the model reads
@@ -174,8 +175,8 @@ print(tokenizer.apply_chat_template(row["messages"][:-1], tools=row.get("tools")
 # %% [markdown]
 # ## What is trained
 #
-# The same row as the trainer sees it. Only the marked tokens carry the loss, and the last of them is a stop token: a model that
-# never learns it never stops talking.
+# The same row as the trainer sees it. The loss is computed on the marked tokens only, and the last of them is a stop token: a
+# model that never learns it never stops generating.
 
 # %%
 from nbutils import chat
@@ -233,7 +234,7 @@ for problem in problems if my_rows != [given] else []:
 # - proof that exactly the answers are trained, and that each ends with a stop token.
 #
 # Two questions to take along: what would the model learn from rows whose answers contradict each other? Why must the evaluation
-# rows be held back before the training, and not after it?
+# rows be held out before the training, and not after it?
 
 # %%
 lesson.finish(card, examples)

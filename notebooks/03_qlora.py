@@ -23,8 +23,8 @@
 # checkpoints (a quarter of a GB each for a 7B).
 
 # %% [markdown]
-# The next cell installs the course where it is missing; on a machine that has it, it does nothing. If it stops, say where from in a
-# cell above it: `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (no password in it), or a folder, or one of the wheels it found.
+# The next cell installs the course if it is missing. If it fails, name the source in a cell above it:
+# `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (without a password), a folder, or one of the wheels it found.
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -39,7 +39,7 @@ if importlib.util.find_spec("nbutils") is None:
 # %% [markdown]
 # Empty or zero leaves a value to the profile; `SET = "train.learning_rate=1e-4, lora.rank=64"` replaces any value of it.
 # `RESUME = "auto"` continues an interrupted run, `"80"` goes back to the checkpoint of step 80, `"never"` deletes the run's
-# checkpoints and starts anew. `MAX_HOURS` 0 is the platform's own limit.
+# checkpoints and starts over. `MAX_HOURS = 0` uses the platform's own limit.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -54,8 +54,8 @@ SEED: int = 42
 SET: str = ""
 
 # %% [markdown]
-# Start the lesson. It finds the platform, the GPU, the profile and the folder of this run. A `RESUME` step of which no
-# checkpoint is kept is refused here.
+# Start the lesson. It finds the platform, the GPU, the profile and the folder of this run. If `RESUME` names a step
+# that has no checkpoint, the lesson stops here.
 
 # %%
 import nbutils
@@ -74,7 +74,7 @@ from nbutils import data
 
 data.prepare(DATA, lesson.run.data, default=lesson.profile.data.source, rows=lesson.profile.data.rows)
 train_rows, eval_rows = data.load(lesson.run.data)
-print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held back")
+print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out")
 
 # %% [markdown]
 # ## Tokens
@@ -150,7 +150,7 @@ print(f"{model.get_memory_footprint() / 2**20:,.0f} MiB in memory")
 # %% [markdown]
 # ## Before
 #
-# Three held-back questions, answered by the model as it is. We ask the same three after the training.
+# Three held-out questions, answered by the model as it is. We ask the same three after the training.
 
 # %%
 questions = eval_rows[:3]
@@ -160,8 +160,8 @@ display.show_answers(questions, before=before)
 # %% [markdown]
 # ## The adapter
 #
-# LoRA adds two thin matrices to a weight W: instead of W·x the layer computes W·x + (alpha/r)·B·(A·x). A has r rows, B has r
-# columns, and only these two are trained. The rank `r` limits how much can be learned, `alpha / r` scales the adapter's effect.
+# LoRA adds two small matrices, A and B, to a weight W: instead of W·x the layer computes W·x + (alpha/r)·B·(A·x). A has r rows,
+# B has r columns, and only these two are trained. The rank `r` limits how much can be learned, `alpha / r` scales the adapter's effect.
 
 # %%
 from peft import LoraConfig
@@ -181,12 +181,12 @@ lora = LoraConfig(
 # %%
 first = next(part for part in model.modules() if isinstance(part, torch.nn.Linear))
 d_in, d_out, r = first.in_features, first.out_features, lora.r
-print(f"W        {d_out} x {d_in} = {d_out * d_in:,} numbers, frozen")
-print(f"A and B  {r} x {d_in} and {d_out} x {r} = {r * (d_in + d_out):,} numbers, trained")
+print(f"W        {d_out} x {d_in} = {d_out * d_in:,} parameters, frozen")
+print(f"A and B  {r} x {d_in} and {d_out} x {r} = {r * (d_in + d_out):,} parameters, trained")
 
 # %% [markdown]
-# Predict: how many percent of all the model's numbers will be trained? The other linear layers are at least as large as this one,
-# and the embeddings get no adapter. Replace `None` by your number; a cell below compares it. You can come back to it later:
+# Predict: what percentage of the model's parameters will be trained? The other linear layers are at least as large as this one,
+# and the embeddings get no adapter. Replace `None` with your number; a cell below compares it. You can come back to it later:
 # run this cell again, then that one.
 
 # %%
@@ -195,8 +195,8 @@ my_percent = None
 # %% [markdown]
 # ## The training
 #
-# `SFTConfig` holds the values that matter; the table above explains each of them. Rows are laid end to end (`padding_free`), so
-# that nothing is spent on padding; where a step holds many rows, packing fills sequences of equal length first.
+# `SFTConfig` holds the values that matter; the table above explains each of them. Rows are concatenated without
+# padding (`padding_free`). With packing they are first packed into sequences of up to `max_length` tokens.
 # `training.bookkeeping` adds what is not about learning: folders, saving, logging, the seed. TensorBoard always logs; W&B too,
 # online if there is a `WANDB_API_KEY`.
 
@@ -247,7 +247,7 @@ trainer = SFTTrainer(
 print(callback.prepare(trainer))
 
 # %% [markdown]
-# Your prediction, and how close it is. Half or twice the real share counts.
+# Your prediction, and how close it is. Anything between half and twice the real share counts.
 
 # %%
 trained, total = trainer.model.get_nb_trainable_parameters()
@@ -255,7 +255,7 @@ percent = 100 * trained / total
 if my_percent is None:
     print("[TODO] saw None, expected a number: set my_percent above, then run that cell and this one again")
 elif 0.5 * percent <= my_percent <= 2 * percent:
-    print(f"[ OK ] saw {my_percent}: {trained:,} of {total:,} numbers are trained, {percent:.2g} percent")
+    print(f"[ OK ] saw {my_percent}: {trained:,} of {total:,} parameters are trained, {percent:.2g} percent")
 else:
     print(f"[TODO] saw {my_percent}, expected {'more' if my_percent < percent else 'less'}: compare A and B with W above")
 
@@ -289,7 +289,7 @@ display.plot_loss_examples()
 # %% [markdown]
 # ## After
 #
-# The same three questions, now answered with the adapter. Lesson 04 asks all held-back questions and compares the scores.
+# The same three questions, now answered with the adapter. Lesson 04 asks all held-out questions and compares the scores.
 
 # %%
 after = chat.answer(trainer.model, tokenizer, questions)

@@ -16,14 +16,14 @@
 #
 # - a merged model with tokenizer, chat template and generation config,
 # - proof that it computes what base and adapter computed,
-# - base and merged model scored on the same held-back rows, each score with its confidence interval,
+# - base and merged model scored on the same held-out rows, each score with its confidence interval,
 # - a verdict on whether the tuning helped, which can be no, and an HTML report.
 #
 # Takes about a minute with the tiny model on 2 cores. A 7B needs 16 GB of disk, and 2 GB of memory for the merge.
 
 # %% [markdown]
-# The next cell installs the course where it is missing; on a machine that has it, it does nothing. If it stops, say where from in a
-# cell above it: `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (no password in it), or a folder, or one of the wheels it found.
+# The next cell installs the course if it is missing. If it fails, name the source in a cell above it:
+# `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (without a password), a folder, or one of the wheels it found.
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -60,8 +60,8 @@ merging.check(lesson, MERGE_ONTO)
 # %% [markdown]
 # ## The adapter beside its base
 #
-# PEFT loads the base and puts the adapter beside it. This is the model we want to keep. `placement` says how the base is loaded on this
-# machine: unquantized if it fits, in 4 bits if it does not (a 7B on a T4).
+# transformers loads the base, and PEFT adds the adapter to it. This is the model we want to keep. `placement` says how the base is loaded
+# on this machine: unquantized if it fits, in 4 bits if it does not (a 7B on a T4).
 
 # %%
 from peft import PeftModel
@@ -75,7 +75,7 @@ base = AutoModelForCausalLM.from_pretrained(lesson.model, **placement.loading, t
 tuned = PeftModel.from_pretrained(base, lesson.run.adapter)
 
 # %% [markdown]
-# One held-back question, and what the adapter makes of it. We ask the merged model the same below.
+# One held-out question, and what the adapter makes of it. We ask the merged model the same below.
 
 # %%
 from nbutils import chat, data
@@ -139,7 +139,7 @@ for file in sorted(folder.iterdir()):
 # %% [markdown]
 # ## The same question again
 #
-# The merged model is loaded like any other model, without PEFT. First the old one has to leave the memory. `placement.load` calls
+# The merged model is loaded like any other model, without PEFT. First the old one is removed from memory. `placement.load` calls
 # `AutoModelForCausalLM.from_pretrained(folder, **placement.loading)` and keeps that one model, so that the next cells need not load it again.
 
 # %%
@@ -168,7 +168,7 @@ print(proof)
 # %% [markdown]
 # ## Before and after
 #
-# Base and merged model answer the same held-back questions with temperature 0. None of them was trained on; lesson 03 only used some of them
+# Base and merged model answer the same held-out questions with temperature 0. None of them was trained on; lesson 03 only used some of them
 # to choose its best step. A second, small set asks for
 # general knowledge. Answers are saved as they come, so an interrupted run continues. If lesson 05 left a server of this very model running,
 # the server answers, and faster.
@@ -179,7 +179,7 @@ from nbutils import serving
 comparison = evaluation.compare_models(lesson, folder, placement, server=serving.running(lesson.run.path, folder))
 
 # %% [markdown]
-# Read six of them before you believe a number. A tick means that the answer is the reference, to the letter.
+# Read six of them before you believe a number. A tick means that the answer matches the reference exactly.
 
 # %%
 comparison.show_answers(6)
@@ -187,7 +187,7 @@ comparison.show_answers(6)
 # %% [markdown]
 # ## Exercise
 #
-# From what you have read: which share of all held-back answers does the merged model get exactly right? Put your guess into `my_guess`,
+# From what you have read: which share of all held-out answers does the merged model get exactly right? Put your guess into `my_guess`,
 # as a number from 0 to 1, and run the cell. A guess within 0.1 counts.
 
 # %%
@@ -203,17 +203,17 @@ else:
 # %% [markdown]
 # ## Three scores
 #
-# - *exact match*: the share of answers that are the reference, to the letter,
-# - *character F1*: the characters shared with the reference (characters and not words, so that Chinese is measured rightly),
+# - *exact match*: the share of answers that match the reference exactly,
+# - *character F1*: the characters shared with the reference (characters and not words, so that it also works for Chinese),
 # - *loss*: how unlikely the model finds the reference, in nats per token; lower is better.
 #
-# In brackets is the 95 % interval. `p` says how probable so large a difference is if the tuning had changed nothing.
+# In brackets is the 95 % interval. `p` is the probability of a difference at least this large if the tuning had changed nothing.
 
 # %%
 comparison.show_scores("exact_match", "character_f1", "loss")
 
 # %% [markdown]
-# The same as a figure: dots are means, bars the intervals. Bars that are far apart leave no doubt.
+# The same as a figure: dots are means, bars the intervals. Where the bars do not overlap, chance hardly explains the difference.
 
 # %%
 comparison.plot("exact_match", "character_f1", "loss")
@@ -244,11 +244,11 @@ print(f"report: {comparison.page}")
 #
 # - a merged model with tokenizer, chat template and generation config,
 # - proof that it computes what base and adapter computed,
-# - base and merged model scored on the same held-back rows, each score with its confidence interval,
+# - base and merged model scored on the same held-out rows, each score with its confidence interval,
 # - a verdict on whether the tuning helped, which can be no, and an HTML report.
 #
 # Two questions to take along: why does a lower loss alone not show that the tuning helped? And which questions would you add to the
-# held-back rows, to find out what the model still gets wrong? Lesson 05 serves the model.
+# held-out rows, to find out what the model still gets wrong? Lesson 05 serves the model.
 
 # %%
 lesson.finish(merge, proof, comparison)

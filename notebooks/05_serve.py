@@ -9,8 +9,8 @@
 # %% [markdown]
 # # 05 · Serve it
 #
-# A model is useful when other programs can ask it. vLLM is a server for language models: it answers many requests at once, over the same
-# API as OpenAI's, so most clients can already talk to it. It is also another program than the one that trained your model, so this
+# A model is useful when other programs can ask it. vLLM is a server for language models: it answers many requests at once, through an
+# OpenAI-compatible API, so most clients can already talk to it. It is not the program that trained your model, so this
 # lesson checks that it gives the same answers.
 #
 # You will have
@@ -24,8 +24,8 @@
 # disk (12 GB with a GPU).
 
 # %% [markdown]
-# The next cell installs the course where it is missing; on a machine that has it, it does nothing. If it stops, say where from in a
-# cell above it: `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (no password in it), or a folder, or one of the wheels it found.
+# The next cell installs the course if it is missing. If it fails, name the source in a cell above it:
+# `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (without a password), a folder, or one of the wheels it found.
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -38,9 +38,10 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `FOLDER` is a model folder to serve instead of the merged model of lesson 04, for example an export. `PORT` 0 takes a free port.
-# `QUESTIONS` 0 asks as many held-back questions as lesson 04 did. `KEEP_RUNNING` leaves the server up at the end, with a chat box;
-# it stops when you close this notebook. `STOP_OTHERS` stops a server that another notebook of this run has started.
+# `FOLDER` is a model folder to serve instead of the merged model of lesson 04, for example an export. `PORT` 0 takes
+# a port that the platform makes public (AutoDL), or else any free port. `QUESTIONS` 0 asks as many held-out questions as lesson 04 did.
+# `KEEP_RUNNING` leaves the server up at the end, with a chat box; it stops when you close this notebook. `STOP_OTHERS` stops a server
+# that another notebook of this run has started.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -69,8 +70,8 @@ serving.stop_leftover_servers(lesson.run.path, STOP_OTHERS)
 # ## An environment for vLLM
 #
 # vLLM brings its own version of PyTorch. Installed here, it would replace the one you train with. So it gets a virtual environment of
-# its own, which is built once. The server is a separate process, and this notebook only talks to it. vLLM needs a GPU from the T4
-# on, or a CPU; older GPUs are served by `transformers serve`.
+# its own, which is built once. The server is a separate process, and this notebook only talks to it. vLLM needs a T4 or
+# newer GPU, or a CPU; older GPUs are served by `transformers serve`.
 
 # %%
 environment = serving.ensure_environment(ENGINE)
@@ -80,7 +81,7 @@ print(f"{environment.engine}, with the Python {environment.python}")
 # ## The command line
 #
 # These are the flags that matter. `model.flags` adds what this machine and this model need, such as the precision of lesson 04; the
-# last line printed says why. The command is `vllm serve` as you would type it in a terminal, by the name of its module. The server
+# lines below the command say why. The command starts the server that `vllm serve` starts, as a call of its Python module. The server
 # listens on this machine only, and every client must send an API key.
 
 # %%
@@ -102,7 +103,7 @@ print(*{choice.reason for choice in serving.flags_for(lesson.gpu, model.folder).
 # %% [markdown]
 # ## Start
 #
-# The server imports its libraries, loads the weights, and reserves memory for the cache of keys and values. Then it answers. It stops
+# The server imports its libraries, loads the weights, and reserves memory for the KV cache. Then it answers. It stops
 # when you stop it, when a cell fails, and when this notebook's kernel ends.
 
 # %%
@@ -154,7 +155,7 @@ print()
 # %% [markdown]
 # ## Predict: 32 requests at once
 #
-# One request takes some time. How many times as long do 32 requests take that are sent at the same moment? Put your guess into
+# One request takes some time. How many times as long do 32 requests take if they are sent at the same moment? Put your guess into
 # `my_guess`: 32 means that they are answered one after the other, 1 that they cost nothing extra.
 
 # %%
@@ -189,16 +190,16 @@ else:
 # %% [markdown]
 # ## The same answers as in lesson 04?
 #
-# The server gets all held-back questions, and its answers are compared with those that transformers gave in lesson 04. The prompts must
+# The server gets all held-out questions, and its answers are compared with those that transformers gave in lesson 04. The prompts must
 # be the same tokens, or the server uses another chat template. In float32 the answers must be the same, too. In 16 bits they may
-# differ: two programs round differently, and where two tokens are nearly tied, another one wins.
+# differ: two programs round differently, and where two tokens are almost equally likely, the other one may win.
 
 # %%
 same_answers = model.compare_answers(server)
 print(same_answers)
 
 # %% [markdown]
-# Some of them, for your own eyes.
+# Read some of them yourself.
 
 # %%
 same_answers.show(rows=3)
@@ -245,7 +246,7 @@ box = chat_widget.chat([talk], [last["content"]], live=KEEP_RUNNING)
 # %% [markdown]
 # ## Stop
 #
-# Stop the server to free its memory. One that stays up is noted in the run folder, and lesson 04 can let it answer.
+# Stop the server to free its memory. If it stays up, the run folder records it, and lesson 04 can use it to answer.
 
 # %%
 if KEEP_RUNNING:
@@ -262,8 +263,8 @@ print("The server is", f"running at {server.url}." if server.running else "stopp
 # - a measurement of what 32 requests at once cost,
 # - proof that the server gives the answers of lesson 04, and a chat with your model.
 #
-# That is the course. Four more lessons go further: lesson 06 trains on several GPUs, lesson 07 trains a small model from nothing, lesson 08 makes smaller
-# files of your model, and lesson 09 measures how fast it is served.
+# That is the course. Four more lessons go further: lesson 06 trains on several GPUs, lesson 07 trains a small model from scratch,
+# lesson 08 makes smaller files of your model, and lesson 09 measures how fast it is served.
 
 # %%
 lesson.finish(same_answers, same_model, engine=environment.engine, startup_seconds=round(startup_seconds, 1))

@@ -22,8 +22,8 @@
 # minutes for the comparison. Disk: as lesson 03.
 
 # %% [markdown]
-# The next cell installs the course where it is missing; on a machine that has it, it does nothing. If it stops, say where from in a
-# cell above it: `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (no password in it), or a folder, or one of the wheels it found.
+# The next cell installs the course if it is missing. If it fails, name the source in a cell above it:
+# `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (without a password), a folder, or one of the wheels it found.
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -76,8 +76,8 @@ print(f"processes: {processes} ({choice.reason})")
 # adapters stay equal. This is distributed data parallel training (DDP). Only the adapter has gradients, a few percent of the model,
 # so little is sent, and even two T4s without a fast link between them help.
 #
-# `train.batch` in a profile is the rows of a step on all GPUs together. With two GPUs each takes half of it, and learning rate
-# and number of steps stay right.
+# `train.batch` in a profile is the rows of a step on all GPUs together. With two GPUs each takes half of it, so learning rate
+# and number of steps need no change.
 
 # %%
 from nbutils import files
@@ -113,7 +113,7 @@ if compared:
 
 # %% [markdown]
 # Two GPUs should need little more than half the time, as long as computing a step takes much longer than sending the adapter's
-# gradients. Two processes on two CPU cores share one memory, so a few short steps say little there. This course was not
+# gradients. Two processes on two CPU cores share the memory bandwidth, so a few short steps say little there. This course was not
 # measured on two GPUs: the table above is your own measurement.
 #
 # DDP does not make room for a larger model: each GPU holds all of it. Models that do not fit on one GPU need sharded weights (FSDP,
@@ -130,7 +130,7 @@ if compared:
 lesson.launch("03_qlora", processes, threads, DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)
 
 # %% [markdown]
-# What it took; lesson 03 wrote it to the facts of this run.
+# What it took, as lesson 03 recorded it in `facts.json`.
 
 # %%
 from nbutils import record
@@ -145,7 +145,7 @@ print(f"adapter: {lesson.run.adapter}" if record.complete(trained) else "not fin
 # %% [markdown]
 # ## Exercise
 #
-# Does a run belong to the number of processes it began with? Start this lesson again with one process and ten more steps, without
+# Is a run tied to the number of processes it was started with? Start this lesson again with one process and ten more steps, without
 # the comparison. The next cell says how.
 
 # %%

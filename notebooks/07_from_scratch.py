@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 07 · A base model of your own, from nothing
+# # 07 · A base model of your own, from scratch
 #
 # The course runs without a network because it carries a tiny base model. This lesson shows how that model was made: text,
 # tokenizer, an untrained network, a training loop of a dozen lines. You choose width and depth.
@@ -19,11 +19,11 @@
 # - its loss curve, and its answers before and after,
 # - a folder that the other lessons accept as `MODEL`.
 #
-# Takes about a minute on two CPU cores with these defaults and 0.1 GB of disk; the bundled model took two minutes on a large GPU.
+# Takes one to two minutes on two CPU cores and 0.1 GB of disk with these defaults; the bundled model took two minutes on a large GPU.
 
 # %% [markdown]
-# The next cell installs the course where it is missing; on a machine that has it, it does nothing. If it stops, say where from in a
-# cell above it: `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (no password in it), or a folder, or one of the wheels it found.
+# The next cell installs the course if it is missing. If it fails, name the source in a cell above it:
+# `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (without a password), a folder, or one of the wheels it found.
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -62,7 +62,7 @@ lesson = nbutils.start("07_from_scratch", globals())
 # %% [markdown]
 # ## Text
 #
-# A model learns what its text does. Ours is generated: dialogues with a shop, stories, sums, translation, in Chinese and
+# A model learns to write like the text it is trained on. Ours is generated: dialogues with a shop, stories, sums, translation, in Chinese and
 # English. The shop always answers in prose; a JSON ticket never occurs, so that fine-tuning has something to teach.
 
 # %%
@@ -74,8 +74,8 @@ for text in corpus.pretraining_texts(4, SEED):
 # %% [markdown]
 # ## Tokenizer
 #
-# Byte-level BPE: begin with 256 bytes, then join the most frequent pair of neighbours, again and again, until there are
-# `VOCAB` tokens. Any text can be written with it; frequent words cost one token.
+# Byte-level BPE: start with the 256 bytes, then merge the most frequent pair of adjacent tokens, again and again, until there
+# are `VOCAB` tokens. Any text can be written with it; frequent words cost one token.
 
 # %%
 tokenizer = corpus.build_tokenizer(corpus.pretraining_texts(min(TEXTS, 20000), SEED), VOCAB)
@@ -83,7 +83,7 @@ ids = tokenizer("Please send 3 boxes of apples to Hangzhou. 请周五送到杭�
 print(len(tokenizer), "tokens;", [tokenizer.decode([i]) for i in ids])
 
 # %% [markdown]
-# The corpus becomes rows of `LENGTH` tokens. The last rows are kept back to measure on text the model has not seen.
+# The corpus becomes rows of `LENGTH` tokens. The last rows are held out to measure the loss on text the model has not seen.
 
 # %%
 rows = corpus.token_rows(corpus.pretraining_texts(TEXTS, SEED + 1), tokenizer, LENGTH)
@@ -94,7 +94,7 @@ print(f"{len(rows):,} rows, {rows.numel() / 1e6:.1f} million tokens; {held_out.n
 # %% [markdown]
 # ## Model
 #
-# The same architecture as Qwen2.5, only small. Input and output share one table of embeddings (`tie_word_embeddings`).
+# The same architecture as Qwen2.5, only small. Input and output share one embedding matrix (`tie_word_embeddings`).
 
 # %%
 from transformers import Qwen2Config
@@ -150,8 +150,8 @@ print("trained before:" if finished else "to be trained:", settings)
 # %% [markdown]
 # ## Training
 #
-# AdamW, with weight decay on matrices only. Wider models want smaller steps, so the peak is tied to the width; the rate
-# climbs to it over a few steps and then falls along a cosine.
+# AdamW, with weight decay on matrices only. Wider models need a smaller learning rate, so its peak depends on the
+# width. It warms up to the peak over a few steps, then decays along a cosine.
 
 # %%
 import math

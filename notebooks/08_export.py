@@ -25,8 +25,8 @@
 # table says.
 
 # %% [markdown]
-# The next cell installs the course where it is missing; on a machine that has it, it does nothing. If it stops, say where from in a
-# cell above it: `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (no password in it), or a folder, or one of the wheels it found.
+# The next cell installs the course if it is missing. If it fails, name the source in a cell above it:
+# `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (without a password), a folder, or one of the wheels it found.
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -50,7 +50,7 @@ EXPORTS: str = ""
 PUSH_TO: str = ""
 
 # %% [markdown]
-# Names are checked first, so that a typing error does not cost an hour. If lesson 04 has not run in this run folder yet, it runs now.
+# Names are checked first, so that a typo does not cost an hour. If lesson 04 has not run in this run folder yet, it runs now.
 
 # %%
 import nbutils
@@ -67,11 +67,11 @@ folder = lesson.run.merged
 # ## The formats
 #
 # - *16 bits* (`bf16`, `fp16`, `gguf-f16`): a merged model of 16 bits as it is, half the size of one of 32 bits. Next to nothing is lost.
-# - *8 bits* (`fp8`, `int8`, `gguf-q8_0`): a little more than half of 16 bits. The difference is hard to notice.
-# - *4 bits* (`w4a16`, `awq`, `gguf-q4_k_m`): a third or more of 16 bits. Some answers change; small models lose more than large ones.
+# - *8 bits* (`fp8`, `int8`, `gguf-q8_0`): a little more than half the 16-bit size. The difference is hard to notice.
+# - *4 bits* (`w4a16`, `awq`, `gguf-q4_k_m`): a third of the 16-bit size or more. Some answers change; small models lose more than large ones.
 #
-# `fp8`, `w4a16` and `awq` are for vLLM, the GGUF files for llama.cpp and the programs that are built on it. The sizes are estimates: all but
-# the GGUF files keep the embeddings as they are.
+# `fp8`, `w4a16` and `awq` are for vLLM, `int8` is for transformers on a CPU, the GGUF files are for llama.cpp and the programs built on it.
+# The sizes are estimates: all but the GGUF files keep the embeddings as they are.
 
 # %%
 from nbutils import display
@@ -93,8 +93,8 @@ print(f"first export: {formats[0]}; merged model: {megabytes:,.1f} MB")
 # ## Make them
 #
 # Each export is made by the library that its users trust: llm-compressor for vLLM, torchao for CPUs, llama.cpp's own converter for GGUF. They
-# live in an environment of their own, because they need other versions than the training. An export that was made before from this very
-# model is reused. `awq` also looks at training rows, to keep what matters for them.
+# are installed in an environment of their own, because they need other versions than the training. An export that was made before from this very
+# model is reused. `awq` is also calibrated on training rows, so that the weights that matter for them lose least.
 
 # %%
 from nbutils import data
@@ -110,7 +110,7 @@ exports = [exporting.export(folder, name, calibration=train_rows) for name in fo
 print(*exports, sep="\n")
 
 # %% [markdown]
-# ## The price
+# ## What each format loses
 #
 # Each export is loaded and reads the texts that lesson 04 used for its proof. *KL* is the distance of its predictions to the merged model's, in
 # nats per token: below 0.001 nobody will notice, above 0.15 you will. It says "at least" because lesson 04 stored only the likeliest tokens

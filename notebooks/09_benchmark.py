@@ -10,7 +10,7 @@
 # # 09 · How fast is it served?
 #
 # Lesson 05 served your model. This lesson measures it: against plain `generate`, against `transformers serve`, and against the limit
-# that your GPU's memory sets. Then it serves the base model and your adapter side by side, from one server.
+# that your GPU's memory bandwidth sets. Then it serves the base model and your adapter side by side, from one server.
 #
 # You will have
 #
@@ -21,8 +21,8 @@
 # Takes about 90 seconds with the tiny model on 2 cores, and some minutes with a GPU. Needs the serving environment of lesson 05.
 
 # %% [markdown]
-# The next cell installs the course where it is missing; on a machine that has it, it does nothing. If it stops, say where from in a
-# cell above it: `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (no password in it), or a folder, or one of the wheels it found.
+# The next cell installs the course if it is missing. If it fails, name the source in a cell above it:
+# `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (without a password), a folder, or one of the wheels it found.
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -63,7 +63,7 @@ harness = evaluation.Harness(LM_EVAL_TASKS, lesson.run.path, hardware.DTYPES[les
 # %% [markdown]
 # ## The load
 #
-# Every engine gets the same prompts: random words, so that none of them has an answer ready, and answers of a fixed length. The
+# Every engine gets the same prompts: random words, so that no engine gains from its prefix cache, and answers of a fixed length. The
 # numbers go to `bench.json` in the run folder, after every step.
 
 # %%
@@ -78,7 +78,7 @@ benchmark = bench.Benchmark(lesson.run.path / "bench.json", settings, {"model": 
 # %% [markdown]
 # ## The limit of the GPU
 #
-# For one request, every token needs all weights read from memory once. So memory bandwidth divided by the size of the weights is
+# For one request, every token needs nearly all weights read from memory once. So memory bandwidth divided by the size of the weights is
 # the most tokens per second that any engine can reach for one request. Several requests share each read.
 
 # %%
@@ -90,8 +90,8 @@ if lesson.gpu:
 # ## The rivals
 #
 # Plain `generate` answers one prompt, or a batch that waits for its slowest answer. `transformers serve` is a server without vLLM's
-# kernels. Both are measured at the same numbers of requests at a time as vLLM, up to 32, and each of them asks once, because they are
-# slow. What fails is noted, and the others go on.
+# kernels. Both are measured at the same concurrency as vLLM, up to 32 requests at a time, and with fewer requests, because they are
+# slow. If one fails, the others go on.
 
 # %%
 benchmark.run(lesson.run.merged, rivals)
@@ -105,7 +105,7 @@ benchmark.run(lesson.run.merged, rivals)
 from nbutils.served_model import ServedModel
 
 environment = serving.ensure_environment(ENGINE)
-model = ServedModel(lesson, engine=environment.engine, rows=0 if lesson.gpu else 32)  # held-back questions; 0: all
+model = ServedModel(lesson, engine=environment.engine, rows=0 if lesson.gpu else 32)  # held-out questions; 0: all
 serve = lesson.profile.serve
 flags = {**model.flags, "served-model-name": "course", "max-model-len": serve.max_model_len, "max-num-seqs": serve.max_num_seqs}
 flags |= {"gpu-memory-utilization": serve.gpu_memory} if lesson.gpu else {}
@@ -114,8 +114,8 @@ server.start().wait()
 benchmark.measure(server, "vllm" if environment.engine != "transformers" else "transformers serve")
 
 # %% [markdown]
-# The table: for each number of requests at a time, all engines. *First token* is how long a reader waits, *per token* is how fast the text
-# then grows; each in milliseconds that half, 90 % and 99 % of the requests stay below.
+# The table: for each number of requests at a time, all engines. *First token* (TTFT) is how long a reader waits, *per token* (TPOT)
+# how fast the text then grows; each as p50 / p90 / p99 in milliseconds.
 
 # %%
 benchmark.show("Speed on your own model")
@@ -130,9 +130,9 @@ benchmark.plot(lesson.run.path / "bench.png")
 # %% [markdown]
 # ## The same model?
 #
-# How far two models predict apart is measured as KL divergence, in nats per token: 0 means that they give every token the same
-# probability. The first rows are what tuning and quantization change. The last row is the server: only rounding. It says *at least*,
-# because vLLM returns only the likeliest tokens.
+# The distance between the predictions of two models is measured as the KL divergence, in nats per token: 0 means that they
+# give every token the same probability. The first rows are what tuning and quantization change. The last row is the server: only
+# rounding. It says *at least*, because vLLM returns only the likeliest tokens.
 
 # %%
 from nbutils import display
@@ -162,7 +162,7 @@ if SIDE_BY_SIDE and environment.engine != "transformers":
         print(f"Merged only: {reason}")
 
 # %% [markdown]
-# Their scores on the held-back questions, beside those of the merged model in lesson 04.
+# Their scores on the held-out questions, beside those of the merged model in lesson 04.
 
 # %%
 scores = evaluation.score_table(model.evaluator, answers | ({"merged (lesson 04)": model.stored} if model.stored else {}))

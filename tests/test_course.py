@@ -43,7 +43,7 @@ def test_a_failing_cell_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_mistakes_on_the_command_line_exit_1_with_a_message(tmp_path: Path) -> None:
     ran = python("-m", "nbutils", "run", "-p", "MAX_STEP", "3", home=tmp_path, ok=False)
-    assert ran.returncode == 1 and "did you mean MAX_STEPS?" in ran.stderr and "Traceback" not in ran.stderr
+    assert ran.returncode == 1 and "Did you mean MAX_STEPS?" in ran.stderr and "Traceback" not in ran.stderr
 
 
 # --- papermill without an output path --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""nbutils.environments: built once under a lock, trusted by its marker, built anew when incomplete or broken."""
+"""nbutils.environments: built once under a lock, trusted by its marker, rebuilt when incomplete or broken."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_the_command_line(merged: Path, jobs: Jobs, tmp_path: Path, monkeypatch:
     checked: list[Fixed] = []
     monkeypatch.setattr(make, "read", lambda *given: checked.append(given[-1]) or Predictions(torch.zeros(1, 2)))
     (merged.parent / "data").mkdir()
-    shutil.copy(files.SAMPLES / "train.jsonl", merged.parent / "data/eval.jsonl")  # the rows that the run held back
+    shutil.copy(files.SAMPLES / "train.jsonl", merged.parent / "data/eval.jsonl")  # the rows that the run held out
     assert "next to the same" in (shown := ran(merged, "fp8", "--data", files.SAMPLES / "general.jsonl").output), shown
     assert "data/eval.jsonl" in shown.replace("\n", "") and len(checked) == 2 and checked[0] == checked[1]
 

@@ -55,7 +55,7 @@ def test_values_that_cannot_be_meant_are_refused(words: str, cell: dict[str, Any
 
 
 def test_names_that_are_no_parameters_are_refused(collected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with refused("lesson.parameter_unknown", names="STEP", hint="did you mean STEPS?"):
+    with refused("lesson.parameter_unknown", names="STEP", hint="Did you mean STEPS?"):
         collected("--STEP 3")
     with pytest.raises(SystemExit):
         collected("STEPS 3")

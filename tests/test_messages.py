@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import string
 from pathlib import Path
 
@@ -38,6 +39,9 @@ def test_each_code_has_texts_for_its_values(code: str) -> None:
     assert code in CATALOGUE, f"{RAISED[code]} raises {code}, which no file of messages/en has"
     entry = CATALOGUE[code]
     assert set(entry) == {"seen", "allowed", "todo"} and all(entry.values()), code
+    for part in ("seen", "todo"):  # sentences; what a field holds is the caller's
+        assert re.match(r"[^a-z]|(pip|vLLM|lm-eval) ", entry[part]) and entry[part][-1] in ".?}", (code, part)
+    assert not re.match(r"[A-Z][a-z]+ ", entry["allowed"]) and entry["allowed"][-1] != ".", code
     fields = [name for part in entry.values() for _, name, _, _ in string.Formatter().parse(part) if name]
     wanted = {name.split(".")[0].split("[")[0] for name in fields}
     for place, given in RAISED[code]:

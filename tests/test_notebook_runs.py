@@ -24,7 +24,7 @@ def test_output_redirected_into_a_notebook_is_the_executed_notebook(tmp_path: Pa
         python("-m", "papermill", lesson, home=tmp_path, stdout=out)
     assert nbformat.read(tmp_path / "out.ipynb", 4).metadata.papermill.exception is None
     refused = python("-m", "papermill", lesson, tmp_path / "o.ipynb", "-p", "PROFIEL", "x", home=tmp_path, ok=False)
-    assert "unknown parameter PROFIEL" in refused.stderr and "did you mean PROFILE?" in refused.stderr
+    assert "Unknown parameter PROFIEL" in refused.stderr and "Did you mean PROFILE?" in refused.stderr
 
 
 def test_a_hub_model_without_network_is_an_error_not_the_tiny_one(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def shifted(reading: Predictions, by: float) -> Predictions:
 
 
 def test_the_fixed_set_is_small_and_ends_within_the_references(evaluator: evaluation.Evaluator, texts: Fixed) -> None:
-    assert len(texts.texts) == parity.HELD_BACK_ROWS + parity.GENERAL_ROWS and texts.stops == [2]
+    assert len(texts.texts) == parity.HELD_OUT_ROWS + parity.GENERAL_ROWS and texts.stops == [2]
     assert 100 < texts.positions <= 256
     answer = evaluator.tokenizer.decode(texts.texts[0][-texts.measured[0] :], skip_special_tokens=True)
     assert evaluator.references[0].startswith(answer.strip()[:8])
@@ -221,7 +221,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Path:
 @pytest.fixture
 def started(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A lesson of that run, whose fixed set is small."""
-    monkeypatch.setattr(parity, "HELD_BACK_ROWS", 3)
+    monkeypatch.setattr(parity, "HELD_OUT_ROWS", 3)
     monkeypatch.setattr(parity, "GENERAL_ROWS", 1)
     shutil.copytree(prepared, tmp_path / "run")
     profile = profiles.load("tiny")

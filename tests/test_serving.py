@@ -290,7 +290,7 @@ def test_a_server_that_fails_or_is_slow_is_stopped_and_explained(stub: StubServe
     stub.environment = replace(stub.environment, python=tmp_path / "bin/python")
     with refused("environments.broken", folder=tmp_path):
         stub.start().wait(20)
-    assert not (tmp_path / environments.MARKER).exists(), "it is built anew the next time"
+    assert not (tmp_path / environments.MARKER).exists(), "it is rebuilt the next time"
 
 
 @pytest.mark.serve

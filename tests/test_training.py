@@ -563,12 +563,12 @@ def build(folder: Path, **settings: Any) -> Any:
     return trainer
 
 
-def course_callback(folder: Path, sync: Any = None, trainer: Any = None, held_back: Any = (), **keep: Any) -> Any:
+def course_callback(folder: Path, sync: Any = None, trainer: Any = None, held_out: Any = (), **keep: Any) -> Any:
     """Lesson 03's callback as `prepare` leaves it, validating every second step."""
     callback: Any = run.CourseCallback(lesson_in(folder), dataset=None)  # type: ignore[arg-type]
     callback.sync = sync or SimpleNamespace(messages=list, take=lambda folder: None, seconds=1.0)
     callback.fingerprint, callback.kinds = {"data": "d"}, {}
-    callback.validation = run.Validation(held_back, every=2, **keep)
+    callback.validation = run.Validation(held_out, every=2, **keep)
     callback.validation.trainer = trainer
     return callback
 
@@ -593,7 +593,7 @@ def validated(folder: Path, losses: Any = (), monkeypatch: Any = None, count: in
     """A real trainer that saves and validates every second step; `losses` replaces what it would measure."""
     keep = {name: settings.pop(name) for name in ("keep_best", "patience") if name in settings}
     trainer = build(folder, save_steps=2, **settings)
-    callback = course_callback(folder, trainer=trainer, held_back=rows(count=count), **keep)
+    callback = course_callback(folder, trainer=trainer, held_out=rows(count=count), **keep)
     trainer.add_callback(callback.validation)
     if monkeypatch:
         script = iter(losses)
@@ -606,21 +606,21 @@ def steps_of(trainer: Any) -> list[int]:
 
 
 def test_the_loss_is_the_mean_over_all_trained_tokens_whatever_the_batches(tmp_path: Path) -> None:
-    held_back = rows(sizes=(9, 7), count=5)
-    labels = [[-100] * (3 + number) + row["labels"][3 + number :] for number, row in enumerate(held_back)]
-    held_back = held_back.remove_columns("labels").add_column("labels", labels)
+    held_out = rows(sizes=(9, 7), count=5)
+    labels = [[-100] * (3 + number) + row["labels"][3 + number :] for number, row in enumerate(held_out)]
+    held_out = held_out.remove_columns("labels").add_column("labels", labels)
     trainer, total = build(tmp_path, per_device_train_batch_size=1, max_length=16), 0.0
     trainer.model.eval()
-    for row in held_back:
+    for row in held_out:
         for part in (slice(0, 9), slice(9, 16)):  # the examples of a packed row do not see each other
             logits = trainer.model(input_ids=torch.tensor([row["input_ids"][part]])).logits[0, :-1]
             labels = torch.tensor(row["labels"][part][1:])
             total += float(functional.cross_entropy(logits, labels, reduction="sum").detach())
-    trained = sum(label != -100 for row in held_back for label in row["labels"])
+    trained = sum(label != -100 for row in held_out for label in row["labels"])
     expected = pytest.approx(total / trained, rel=1e-4)
-    assert run.validation_loss_on(trainer, held_back) == expected and trainer.model.training is False
+    assert run.validation_loss_on(trainer, held_out) == expected and trainer.model.training is False
     trainer.args.per_device_train_batch_size = 3
-    assert run.validation_loss_on(trainer, held_back) == expected
+    assert run.validation_loss_on(trainer, held_out) == expected
 
 
 def test_validation_at_start_saves_and_end_changes_nothing(tmp_path: Path, whole: Any) -> None:

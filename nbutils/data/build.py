@@ -79,7 +79,7 @@ class DataCard(BaseModel):
     fingerprint: str
 
     def __str__(self) -> str:
-        lent = " (so few rows that train lent eval one; with more rows it may go back)" if self.lent else ""
+        lent = " (one training row was moved to eval, which would be empty otherwise)" if self.lent else ""
         lines = {
             "source": self.source, "licence": self.licence,
             "rows": f"{self.rows} = {self.accepted} accepted + {self.rejected} rejected",

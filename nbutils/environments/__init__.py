@@ -1,6 +1,6 @@
 """Virtual environments for libraries that must not share one with training: built once, trusted by a marker.
 
-The marker is written last. An environment without one, or with another recipe's, is built anew.
+The marker is written last. An environment without one, or with another recipe's, is rebuilt.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def is_ready(folder: Path, recipe: Recipe) -> bool:
 
 
 def require_imports(python: Path, output: str) -> None:
-    """Refuse an environment of ours whose process could not import a library; the next `ensure` builds it anew."""
+    """Refuse an environment of ours whose process could not import a library; the next `ensure` rebuilds it."""
     folder, failed = python.parent.parent, IMPORT_FAILED.search(output)
     if failed and (folder / OWNER).exists():
         (folder / MARKER).unlink(missing_ok=True)
@@ -100,7 +100,7 @@ def _build(recipe: Recipe, folder: Path) -> None:
     title = f"the {recipe.name} environment"
     if folder.exists() and any(folder.iterdir()):
         if (owner := _read(folder / OWNER).get("name")) != recipe.name:
-            about = {"name": recipe.name, "prefix": recipe.prefix, "owner": owner or "nothing of this course"}
+            about = {"name": recipe.name, "prefix": recipe.prefix, "owner": owner or "another program"}
             raise CourseError("environments.not_ours", folder=folder, **about)
         (folder / MARKER).unlink(missing_ok=True)
         for entry in folder.iterdir():

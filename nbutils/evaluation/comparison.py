@@ -317,23 +317,23 @@ def fit(gib: float, gpu: hardware.GPU | None) -> tuple[bool, dict[int | str, str
 def open_evaluator(
     lesson: LessonLike, folder: str | Path, tokenizer: Any, *, in_4_bits: bool = False, rows: int = 0, limit: int = 0
 ) -> Evaluator:
-    """The held-back rows for the model in `folder`; rows that do not fit its context, or `limit`, are left out."""
+    """The held-out rows for the model in `folder`; rows that do not fit its context, or `limit`, are left out."""
     from transformers import AutoConfig
 
-    _, held_back = data.load(lesson.run.data)
+    _, held_out = data.load(lesson.run.data)
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     context = getattr(config, "max_position_embeddings", 0) or 0
     size, dtype = lesson.profile.evaluation, hardware.DTYPES[lesson.profile.machine.precision]
     return Evaluator(
-        lesson.run.path, tokenizer, held_back, size.model_copy(update={"rows": rows or size.rows}),
+        lesson.run.path, tokenizer, held_out, size.model_copy(update={"rows": rows or size.rows}),
         f"{dtype}, {IN_4_BITS}" if in_4_bits else dtype,
-        thinking=False if may_skip_thinking(tokenizer, held_back) else None,
+        thinking=False if may_skip_thinking(tokenizer, held_out) else None,
         limit=min(filter(None, (int(context), limit)), default=0),
     )  # fmt: skip
 
 
 def compare_models(lesson: LessonLike, folder: Path, placement: Placement, server: Any = None) -> Comparison:
-    """Base and merged model on the held-back and the general rows, and the HTML report.
+    """Base and merged model on the held-out and the general rows, and the HTML report.
 
     Answers are stored as they come. A `server` (serving.running) that serves this folder gives the merged model's.
     """
@@ -345,7 +345,7 @@ def compare_models(lesson: LessonLike, folder: Path, placement: Placement, serve
     evaluator = open_evaluator(lesson, lesson.model, tokenizer, in_4_bits=not placement.fits)
     general = evaluator.general()
     thinking = ", asked without thinking" if evaluator.thinking is False else ""
-    rows = f"{len(evaluator.rows)} held-back rows and {len(general.rows)} general ones{thinking}"
+    rows = f"{len(evaluator.rows)} held-out rows and {len(general.rows)} general ones{thinking}"
     print(f"{rows}; answers of at most {evaluator.max_new_tokens} tokens")
     results: tuple[list[Result], list[Result]] = ([], [])
     for name, path, fingerprint, answers_by in (

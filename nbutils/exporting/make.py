@@ -310,10 +310,10 @@ def answer(folder: Path, names: Sequence[str], out: Path | None, data: Path | No
     exports = [export(folder, name, out / name if out else None, calibration=rows) for name in chosen(",".join(names))]
     print(*exports, sep="\n")
     if check_each:
-        held_back = folder.parent / "data/eval.jsonl"  # never the rows of --data
-        held_back = held_back if held_back.is_file() else files.SAMPLES / "general.jsonl"
-        fixed = quick_set(folder, _read_rows(held_back))
-        print(f"Compared on {len(fixed.texts)} rows of {held_back}; only tables of the same rows compare.")
+        held_out = folder.parent / "data/eval.jsonl"  # never the rows of --data
+        held_out = held_out if held_out.is_file() else files.SAMPLES / "general.jsonl"
+        fixed = quick_set(folder, _read_rows(held_out))
+        print(f"Compared on {len(fixed.texts)} rows of {held_out}; only tables of the same rows compare.")
         display.show_table([line.row for line in check(exports, fixed)])
 
 

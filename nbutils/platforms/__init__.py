@@ -178,8 +178,8 @@ def secret(name: str) -> str | None:
             return None
         if kind not in ("NotebookAccessError", "BackendError"):  # after these two the next secret may be answered
             os.environ[SECRETS_STATE] = store
-        todo = "allow it for this notebook in the page's panel of secrets, or set an environment variable of that name"
-        print(f"secret    {store}'s secrets do not give {name} ({kind}): {todo}.")
+        todo = f"give this notebook access to it in the Secrets panel, or set the environment variable {name}"
+        print(f"secret    {store} did not return {name} ({kind}): {todo}.")
     if value:
         remember_secret(value)
     return value or None
@@ -189,8 +189,8 @@ def secret(name: str) -> str | None:
 class Folders:
     """work: fast and large; scratch: may vanish; keep: outlives the machine; inputs: read-only, or None.
 
-    `earlier` are further places in which a run of an earlier start may lie, for example because the better keep
-    was not there then. `lasting` says whether keep really outlives the machine, `remark` why or for how long.
+    `earlier`: other places where an earlier session may have kept this run, for example because Drive was not mounted
+    then. `lasting` says whether keep really outlives the machine, `remark` why or for how long.
     """
 
     work: Path

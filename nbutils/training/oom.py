@@ -104,7 +104,7 @@ def settings_of(trainer: Any) -> StepSettings:
 
 def apply(trainer: Any, new: StepSettings) -> None:
     """Give a trainer whose training broke off new settings; its next `train` builds all that depends on them."""
-    trainer.optimizer = trainer.lr_scheduler = None  # made anew and loaded from the checkpoint
+    trainer.optimizer = trainer.lr_scheduler = None  # made again and loaded from the checkpoint
     trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
     if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
         scaler._per_optimizer_states.clear()  # it would refuse to unscale a second time

@@ -28,7 +28,7 @@ MAY_CHANGE = {
     "epochs", "max_steps", "save_steps", "keep_checkpoints", "logging_steps", "micro_batch", "gradient_checkpointing",
     "shorten", "validation_rows", "keep_best", "early_stopping",
 }  # fmt: skip
-ANEW = "Started anew or at a chosen step: only what is here counts.\n"
+ANEW = "Started over, or at a chosen step: only what is here counts.\n"
 OOM_FILE = "memory.json"  # in the run folder: what `oom` changed
 _LOCKS: dict[Path, FileLock] = {}
 

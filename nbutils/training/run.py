@@ -102,7 +102,7 @@ class TimeBudget:
 
 
 class Validation(TrainerCallback):
-    """The loss on held-back rows at the start, at each save and at the end; keeps the weights of the best step."""
+    """The loss on held-out rows at the start, at each save and at the end; keeps the weights of the best step."""
 
     def __init__(self, rows: Any, every: int, keep_best: bool = True, patience: int = 0) -> None:
         self.rows, self.every, self.keep_best, self.patience = rows, every, keep_best, patience
@@ -148,7 +148,7 @@ class Validation(TrainerCallback):
         self.best_step = found[0] if self.best else -1
 
     def stopped_early(self, log_history: Iterable[dict[str, Any]]) -> bool:
-        """Whether as many validations in a row as there is patience for are all later than the best."""
+        """Whether the last `patience` validations brought no new best."""
         validation = validation_history(log_history)
         best = best_of(validation)
         return bool(self.patience and best and sum(step > best[0] for step, _ in validation) >= self.patience)
