@@ -70,11 +70,6 @@ class _HashingFile:
         return self.file.write(chunk)
 
 
-def fingerprint(**parts: Any) -> dict[str, Any]:
-    """What must be equal for a run to be resumed, as plain JSON values."""
-    return json.loads(json.dumps(parts, sort_keys=True, default=str))
-
-
 def step_of(path: Path | None) -> int:
     """The step in the name of a checkpoint folder; 0 without one."""
     return int(path.name.rsplit("-", 1)[1]) if path else 0

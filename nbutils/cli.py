@@ -26,7 +26,7 @@ class CourseGroup(click.Group):
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
-        except CourseError as error:
+        except (CourseError, OSError) as error:
             print(f"\n[FAIL] {error}", file=sys.stderr)
             sys.exit(1)
 

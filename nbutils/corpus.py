@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from nbutils.errors import CourseError
-from nbutils.files import read_json
+from nbutils.files import read_object
 
 if TYPE_CHECKING:
     import torch
@@ -298,9 +298,7 @@ def token_rows(texts: Iterable[str], tokenizer: Any, length: int) -> torch.Tenso
 
 def finished_training(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """The record of a finished training with these settings; None if it still has to be done."""
-    try:
-        record: dict[str, Any] = read_json(folder / "training.json")
-    except (FileNotFoundError, ValueError):
+    if not (record := read_object(folder / "training.json")):
         return None
     used = record.get("settings", {})
     different = ", ".join(f"{name} {used.get(name)}" for name in settings if used.get(name) != settings[name])

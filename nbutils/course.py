@@ -9,7 +9,7 @@ from typing import Any
 from nbutils import display, install, lesson, record
 from nbutils.errors import CourseError
 from nbutils.files import NOTEBOOKS, make_folder
-from nbutils.papermill_io import forward_sigterm
+from nbutils.papermill_io import signals_to_kernel
 
 SHARED = ("PROFILE", "MODEL", "RUN_NAME", "SET", "RESUME", *lesson.OVERRIDES)  # parameters that choose the run
 
@@ -42,13 +42,13 @@ def run(stems: Sequence[str], given: dict[str, str]) -> lesson.RunFolder:
     print(f"profile {resolved.name}, run {folder.path}", flush=True)
     for number, stem in enumerate(stems, 1):
         print(f"[{number}/{len(stems)}] {stem}", flush=True)
-        with forward_sigterm() as received, lesson.deferred_shutdown():
+        with signals_to_kernel() as received, lesson.deferred_shutdown():
             execute(stem, folder.notebooks / f"{stem}.ipynb", by_lesson[stem] | {"RUN_NAME": folder.name})
         if stem == "03_qlora" and not record.complete(record.read(folder.facts)["lessons"][stem]):
             print("The training is not finished, so the next lessons wait. The same command continues it.")
             break
         if received:
-            print(f"The machine asked this run to end (SIGTERM): it stops after {stem}. The same command continues it.")
+            print(f"This run was asked to end, and stops after {stem}. The same command continues it.")
             break
     lesson.notify_and_shut_down(platform, folder, summary(folder))
     return folder
@@ -57,6 +57,7 @@ def run(stems: Sequence[str], given: dict[str, str]) -> lesson.RunFolder:
 def execute(stem: str, output: Path, values: dict[str, Any]) -> None:
     """One lesson under papermill; a CourseError names the cell that failed and shows its error."""
     import papermill
+    from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
     make_folder(output.parent, "the executed lessons")
@@ -71,6 +72,8 @@ def execute(stem: str, output: Path, values: dict[str, Any]) -> None:
     except PapermillExecutionError as failure:
         about = {"lesson": stem, "cell": failure.exec_count, "output": unfinished}
         raise CourseError("course.lesson_failed", problem=f"{failure.ename}: {failure.evalue}", **about) from failure
+    except DeadKernelError as failure:
+        raise CourseError("course.kernel_ended", lesson=stem) from failure
     unfinished.replace(output)
 
 

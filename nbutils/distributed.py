@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import warnings
@@ -23,6 +22,7 @@ from nbutils.errors import CourseError
 from nbutils.files import NOTEBOOKS, read_json
 from nbutils.hardware import Choice, driver_gpus
 from nbutils.masking import mask_secrets
+from nbutils.processes import first_signals
 
 TIMEOUT = timedelta(hours=2)  # for a main process that prepares data; torchrun notices a dead one at once
 TOLERANCE = 0.01  # of the loss: sums in another order differ by a rounding each, 2^-8 of a value in bfloat16
@@ -164,22 +164,21 @@ def launch(
     tail: deque[str] = deque(maxlen=15)  # for the error, if it fails
     signals: list[int] = []
 
-    def forward(number: int, frame: object) -> None:
+    def forward(number: int) -> None:
         signals.append(number)
         child.terminate()  # it saves, and ends
 
-    handler = signal.signal(signal.SIGTERM, forward)
     try:
-        for line in takewhile(lambda line: not re.match(TORCHRUN_REPORT, line), lines):
-            tail.append(line)
-            if not calm or re.match(PROGRESS, line):
-                print(f"  | {mask_secrets(line)}", flush=True)
-    except BaseException:  # the stop button: the child must not train on alone
+        with first_signals(forward):
+            for line in takewhile(lambda line: not re.match(TORCHRUN_REPORT, line), lines):
+                tail.append(line)
+                if not calm or re.match(PROGRESS, line):
+                    print(f"  | {mask_secrets(line)}", flush=True)
+    except BaseException:  # interrupted a second time: the child must not train on alone
         child.terminate()
         raise
     finally:
         child.communicate()  # to the end of its output, or it would block
-        signal.signal(signal.SIGTERM, handler)
     if signals:
         raise CourseError("distributed.terminated", lesson=script.stem)
     if status := child.returncode:

@@ -62,6 +62,14 @@ def read_json(path: Path) -> Any:
         raise ValueError("it is nested too deeply") from problem
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one if the file is missing or damaged."""
+    try:
+        return dict(read_json(path))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
 def sha256(path: Path) -> str:
     """The checksum of a file, read in chunks."""
     digest = hashlib.sha256()

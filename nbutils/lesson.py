@@ -126,14 +126,12 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     """Start a lesson and print the platform, the profile, the model and where the run is kept."""
     started = time.monotonic()
 
-    def print_exception(kind: type[BaseException], problem: BaseException, trace: Any) -> None:
-        if not issubclass(kind, CourseError):
-            sys.__excepthook__(kind, problem, trace)
-        else:
+    if not platforms.in_kernel():  # in a plain script a CourseError ends with its message alone
+        sys.excepthook = lambda kind, problem, trace: (
             print(f"\n[FAIL] {problem}", file=sys.stderr)
-
-    if not platforms.in_kernel():
-        sys.excepthook = print_exception  # in a plain script a CourseError ends with its message alone
+            if issubclass(kind, CourseError)
+            else sys.__excepthook__(kind, problem, trace)
+        )
     display.calm_bars()
     hardware.share_processors()
     if stem not in LAUNCHERS:
@@ -186,7 +184,7 @@ def parse(name: str, value: Any, kind: type, strict: bool = False) -> Any:
     """A parameter as its declared type: text from a command line, or with `strict` the value in a cell."""
     if kind is str and type(value) in (int, float):
         return str(value)  # papermill's -p makes a number of RUN_NAME 2024
-    bounded: Any = Annotated[kind, Field(ge=0)] if kind in (int, float) else kind
+    bounded: Any = Annotated[kind, Field(ge=0, le=2**32 - 1)] if kind in (int, float) else kind
     try:
         return TypeAdapter(bounded).validate_python(value, strict=strict)
     except ValidationError as problem:

@@ -1,4 +1,4 @@
-"""Makes `papermill notebooks/03_qlora.ipynb` work without an output path, and passes SIGTERM on to its kernel.
+"""Makes `papermill notebooks/03_qlora.ipynb` work without an output path, and its kernel save at SIGTERM and Ctrl-C.
 
 papermill alone refuses that on a terminal, prints the whole notebook into a pipe, or overwrites the lesson; it loads
 this module through an entry point. `papermill lesson.ipynb > out.ipynb` stays papermill's. A kernel that gets SIGTERM
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,30 +19,27 @@ import psutil
 
 from nbutils import platforms
 from nbutils.files import make_folder
+from nbutils.processes import first_signals
 
 HANDLER = None  # the entry point has to name one; no path has its scheme
 LESSON = re.compile(r"\d\d_\w+\.ipynb")
 
 
 @contextmanager
-def forward_sigterm() -> Iterator[list[int]]:
-    """Within this block SIGTERM goes to the kernels of this process, once; the list says that one came."""
+def signals_to_kernel() -> Iterator[list[int]]:
+    """Within this block SIGTERM and SIGINT reach the kernels of this process as SIGTERM, once; the list holds both."""
     received: list[int] = []
 
-    def forward(number: int, frame: object) -> None:
+    def forward(number: int) -> None:
         received.append(number)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         kernels = psutil.Process().children()
         for kernel in kernels:
             kernel.terminate()
         if not kernels:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
-    before = signal.signal(signal.SIGTERM, forward)
-    try:
+    with first_signals(forward):
         yield received
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def output_for(arguments: Sequence[str]) -> Path | None:
@@ -63,5 +59,5 @@ if Path(sys.argv[0]).stem == "papermill" or sys.orig_argv[1:3] == ["-m", "paperm
         sys.argv.append(str(output))
         print(f"The executed notebook goes to {output}", file=sys.stderr)
     if any(LESSON.fullmatch(Path(word).name) for word in sys.argv[1:]):
-        _forwarding = forward_sigterm()  # held until the process ends
+        _forwarding = signals_to_kernel()  # held until the process ends
         _forwarding.__enter__()

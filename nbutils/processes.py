@@ -11,13 +11,32 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 SUPERVISOR = Path(__file__)
 PR_SET_PDEATHSIG = 1  # Linux: a signal when the parent ends
+AT_ONCE: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+
+
+@contextmanager
+def first_signals(handle: Callable[[int], object]) -> Iterator[None]:
+    """Within this block `handle` gets the first SIGTERM and the first SIGINT; a second one ends what runs at once."""
+
+    def first(number: int, frame: object) -> None:
+        signal.signal(number, AT_ONCE[number])
+        handle(number)
+
+    before = {number: signal.getsignal(number) for number in AT_ONCE}
+    for number, handler in before.items():
+        signal.signal(number, handler if handler == signal.SIG_IGN else first)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def supervised(

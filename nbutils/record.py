@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from nbutils.config import Profile
 from nbutils.errors import CourseError
-from nbutils.files import DISTRIBUTION, read_json, stamp, write_json, write_text
+from nbutils.files import DISTRIBUTION, read_json, read_object, stamp, write_json, write_text
 from nbutils.hardware import GPU
 from nbutils.masking import KEY, MASK, mask_secrets
 from nbutils.platforms import Folders, Platform
@@ -43,11 +43,8 @@ class RunFolder:
     @property
     def merged(self) -> Path:
         """The merged model: here, or where lesson 04 found room for it on this machine."""
-        try:
-            place = Path(read_json(self.elsewhere)["folder"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return self.path / "merged"
-        return place if place.parent.is_dir() else self.path / "merged"
+        place = read_object(self.elsewhere).get("folder")
+        return Path(place) if place and Path(place).parent.is_dir() else self.path / "merged"
 
     def has(self, stem: str) -> bool:
         """Whether that lesson's result is here and complete; a merge of an earlier adapter does not count."""

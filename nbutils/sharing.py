@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from nbutils import disk, files, masking, platforms
 from nbutils.errors import CourseError
+from nbutils.merging.folder import read_header
 from nbutils.models import HUB_ID
 
 SHARED = ("*.safetensors", "*.gguf", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.py")
@@ -140,6 +141,8 @@ def _model_files(folder: Path) -> tuple[list[Path], float]:
     has_model = any(file.name == "config.json" or file.suffix == ".gguf" for file in found)
     if not has_model or not all(file.is_file() for file in found):  # a broken link
         raise CourseError("sharing.no_model", folder=folder)
+    for file in (one for one in found if one.suffix == ".safetensors"):
+        read_header(file)  # refuses one that is cut off
     return found, sum(file.stat().st_size for file in found) / files.GIB
 
 

@@ -147,9 +147,10 @@ figure.legend(ncols=4, loc="outside lower center")
 display.show_figure(figure)
 
 # %% [markdown]
-# The same rows on six GPUs, each with the model that `PROFILE = "auto"` trains there. Prices are in `configs/gpus.yaml`, which is
-# yours to edit. Only the H200 was measured; the other speeds follow from published numbers. `python -m nbutils plan --help`
-# shows how to ask for your own case.
+# The same rows on six GPUs, each with the model that `PROFILE = "auto"` trains there. Every row is read three times (3 epochs): 9
+# million tokens, which divided by the tokens per second give the hours. Prices are in `configs/gpus.yaml`, which is yours to edit.
+# Only the H200 was measured; the other speeds follow from published numbers. `python -m nbutils plan --help` shows how to ask for
+# your own case.
 
 # %%
 gpus = ["T4", "RTX 3090", "RTX 4090", "A100-40GB", "H100", "H200"]

@@ -38,8 +38,8 @@ if importlib.util.find_spec("nbutils") is None:
 # %% [markdown]
 # `DATA` is a file (`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, also as `.gz` or `.zst`), a folder of them, or a hub dataset
 # (`owner/name`); empty means the bundled sample. `EVAL_DATA` names a separate evaluation set; if it is empty,
-# a tenth of `DATA` is held out, unless `DATA` has an eval, test or valid file of its own. `COLUMNS` is for your own column names:
-# `"user=title+body, assistant=reply"`. Use another `RUN_NAME` for other data.
+# a tenth of `DATA` is held out, unless `DATA` has an eval, test or valid file of its own, as the bundled sample has (120 rows).
+# `COLUMNS` is for your own column names: `"user=title+body, assistant=reply"`. Use another `RUN_NAME` for other data.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -213,15 +213,16 @@ print(chat.check_contract(examples))
 # %% [markdown]
 # ## Exercise
 #
-# Write three rows you would train on: a name, a style, a task of your own. The row here has two mistakes. Find them, and put
+# Write three different rows you would train on: a name, a style, a task of your own. The row here has two mistakes. Find them, and put
 # your rows in its place: the check then names what is still wrong.
 
 # %%
 given = {"messages": [{"role": "customer", "content": "Where is order 2041?"}, {"role": "assistant", "content": ""}]}
 my_rows = [given]
 problems = [problem for my_row in my_rows for problem in data.problems_of(my_row)]
-done = len(my_rows) >= 3 and not problems
-print(f"[{' OK ' if done else 'TODO'}] rows: {len(my_rows)}, expected 3 or more; problems in them: {len(problems)}, expected 0")
+different = len({str(my_row) for my_row in my_rows})
+done = different >= 3 and not problems
+print(f"[{' OK ' if done else 'TODO'}] different rows: {different}, expected 3 or more; problems: {len(problems)}, expected 0")
 for problem in problems if my_rows != [given] else []:
     print(f"  {problem.field}: {problem.kind}, saw {problem.seen} -> {problem.todo}")
 

@@ -17,7 +17,7 @@
 # - a LoRA adapter trained on your rows, with the loss only on the answers,
 # - the step with the lowest validation loss, not just the last one,
 # - the same questions answered before and after the training,
-# - verified checkpoints: a lost session costs a few steps.
+# - verified checkpoints: a lost session costs the steps since the last checkpoint.
 #
 # Takes about two minutes with the tiny model on 2 cores; minutes to hours with a larger one on a GPU. Disk: the model and three
 # checkpoints (a quarter of a GB each for a 7B).
@@ -185,9 +185,9 @@ print(f"W        {d_out} x {d_in} = {d_out * d_in:,} parameters, frozen")
 print(f"A and B  {r} x {d_in} and {d_out} x {r} = {r * (d_in + d_out):,} parameters, trained")
 
 # %% [markdown]
-# Predict: what percentage of the model's parameters will be trained? The other linear layers are at least as large as this one,
-# and the embeddings get no adapter. Replace `None` with your number; a cell below compares it. You can come back to it later:
-# run this cell again, then that one.
+# Predict: what percentage of the model's parameters will be trained? Of the other linear layers, those of the MLP are larger, and
+# those for keys and values may be smaller. The embeddings get no adapter. Replace `None` with your number; a cell below compares
+# it. You can come back to it later: run this cell again, then that one.
 
 # %%
 my_percent = None
@@ -311,6 +311,10 @@ print(f"adapter: {lesson.run.adapter} ({mib:,.1f} MiB)")
 # How sensitive is the result to the learning rate? Run this notebook twice more: with `RUN_NAME = "fast"` and ten times the
 # learning rate of the table above, then with `RUN_NAME = "slow"` and a tenth of it. The last of them shows all three side by
 # side. Which validation loss is the lowest?
+#
+# With the tiny model the same can be done in a terminal, in a few minutes for each run on a CPU:
+# `python -m nbutils run --profile tiny --only 03 --set train.learning_rate=2e-2 -p RUN_NAME fast`, the same with `2e-4` and `slow`,
+# then `python -m nbutils compare tiny fast slow`.
 
 # %%
 from nbutils import compare
@@ -329,7 +333,7 @@ if missing:
 # - a LoRA adapter trained on your rows, with the loss only on the answers,
 # - the step with the lowest validation loss, not just the last one,
 # - the same questions answered before and after the training,
-# - verified checkpoints: a lost session costs a few steps.
+# - verified checkpoints: a lost session costs the steps since the last checkpoint.
 #
 # Lesson 04 merges the adapter into the model and asks whether the training helped.
 

@@ -218,8 +218,8 @@ print(same_model)
 # ## Exercise
 #
 # Above temperature 0 the server draws each token at random, by its probability. How high must `temperature` be, between 0 and 2, before
-# two of five answers differ? Change it and run this cell again while the server is up. (After *Run all* it has stopped: set
-# `KEEP_RUNNING = True` above and run all again.)
+# two of five answers differ? Change it and run this cell again while the server is up. It is chance: run it a few times at each value;
+# near 2 the text falls apart. (After *Run all* the server has stopped: set `KEEP_RUNNING = True` above and run all again.)
 
 # %%
 temperature = 0.0

@@ -19,7 +19,7 @@ from support import refused
 
 from nbutils import checkpoints, cli, platforms
 
-FINGERPRINT = checkpoints.fingerprint(model="m", seed=1)
+FINGERPRINT = dict[str, Any](model="m", seed=1)
 Member = tuple[tarfile.TarInfo, bytes]
 
 
@@ -88,7 +88,7 @@ def test_the_newest_of_several_stores_wins_and_another_training_is_refused(keep:
     assert (restored / "weights.bin").read_bytes() == bytes([30]) * 10_000
     keep_one(tmp_path / "s", tmp_path / "far", 35)
     assert newest(keep, tmp_path / "far") == 35 and newest(tmp_path / "missing") is None
-    other = checkpoints.fingerprint(model="m", seed=2)
+    other = dict[str, Any](model="m", seed=2)
     with refused("checkpoints.other_training", "seed: kept 1, requested 2"):
         checkpoints.newest_verified([keep], other)
     keep_one(tmp_path / "s", tmp_path / "attached", 50, other)

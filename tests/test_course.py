@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
 from support import python, refused
 
 from nbutils import course, lesson, papermill_io
+from nbutils.processes import AT_ONCE
 
 
 def test_lessons_are_chosen_by_number_or_name() -> None:
@@ -73,15 +75,20 @@ def test_other_calls_are_left_to_papermill(folder: Path) -> None:
         assert papermill_io.output_for(words.split()) is None
 
 
-def test_sigterm_goes_to_the_kernel_and_the_parent_lives_on() -> None:
-    with papermill_io.forward_sigterm() as received:
+@pytest.mark.parametrize(("number", "again"), AT_ONCE.items())
+def test_a_signal_goes_to_the_kernel_as_sigterm_and_the_parent_lives_on(number: int, again: Any) -> None:
+    before = signal.signal(number, signal.default_int_handler)  # SIGINT may be ignored here
+    with papermill_io.signals_to_kernel() as received:
         kernel = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert kernel.wait(timeout=10) == -signal.SIGTERM and received == [signal.SIGTERM]
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        os.kill(os.getpid(), number)
+        assert kernel.wait(timeout=10) == -signal.SIGTERM and received == [number]
+        assert signal.getsignal(number) == again
+    signal.signal(number, before)
 
 
 def test_without_a_kernel_sigterm_is_what_it_always_was() -> None:
-    code = "import os, signal, time\nfrom nbutils.papermill_io import forward_sigterm\nwith forward_sigterm():\n    "
+    code = (
+        "import os, signal, time\nfrom nbutils.papermill_io import signals_to_kernel\nwith signals_to_kernel():\n    "
+    )
     ran = subprocess.run([sys.executable, "-c", f"{code}os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)"])
     assert ran.returncode == -signal.SIGTERM

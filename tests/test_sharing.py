@@ -157,6 +157,9 @@ def test_only_a_complete_model_is_shared(model: Path, hosts: FakeHosts, tmp_path
     (model / "generation_config.json").write_text("{no")
     with refused("sharing.upload_failed"):
         sharing.push(model, "hub:li/orders")
+    os.truncate(model / "model.safetensors", 1_000_000)
+    with refused("merging.damaged_file"):
+        sharing.push(model, "file")
     (model / "model-2.safetensors").symlink_to("gone")
     for folder in (tmp_path, model):
         for to in ("hub:li/orders", "file"):

@@ -30,14 +30,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from nbutils import chat, checkpoints, files, hardware, lesson, platforms, profiles, tracking
+from nbutils import chat, checkpoints, files, hardware, lesson, platforms, processes, profiles, tracking
 from nbutils.plan import gpus
 from nbutils.training import model as lora
 from nbutils.training import oom, resume, run
 from nbutils.training.model import trained_weights
 from nbutils.training.oom import StepSettings
 
-FINGERPRINT = checkpoints.fingerprint(seed=1)
+FINGERPRINT = dict[str, Any](seed=1)
 RTX_4090 = hardware.GPU("NVIDIA GeForce RTX 4090", (8, 9), 23.6, 1)
 
 
@@ -434,17 +434,20 @@ def test_a_run_ends_in_time(tmp_path: Path, monkeypatch: Any, platform: str, max
     assert least <= step * state.global_step / 3600 <= most and (least >= 100 or control.should_save)
 
 
-def test_sigterm_saves_and_ends_a_training_and_afterwards_the_kernel(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize(("number", "again"), processes.AT_ONCE.items())
+def test_a_signal_saves_and_ends_a_training_and_a_second_one_acts_at_once(
+    number: int, again: Any, tmp_path: Path
+) -> None:
+    before = signal.signal(number, signal.default_int_handler)  # SIGINT may be ignored here
     callback = run.TimeBudget(lesson_in(tmp_path), 0.0)
     state, control = SimpleNamespace(global_step=3, max_steps=9), SimpleNamespace(should_training_stop=False)
-    with pytest.raises(KeyboardInterrupt), callback.sigterm_saves():
-        os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), processes.first_signals(callback.ask_to_end):
+        os.kill(os.getpid(), number)
         callback.on_step_end(None, state, control)
         assert control.should_save and control.should_training_stop
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "a second one ends the process"
+        assert signal.getsignal(number) == again
         raise KeyboardInterrupt
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.signal(number, before) is signal.default_int_handler
 
 
 def run_live(steps: int, seconds: float, platform: str = "local", gpu: Any = None) -> tuple[Any, Any]:
@@ -484,7 +487,7 @@ def test_in_a_notebook_one_panel_is_drawn_over(monkeypatch: pytest.MonkeyPatch, 
 
 
 def result_of(trainer: Any, callback: Any, seconds: float = 1.0, first_step: int = 0, **what: Any) -> Any:
-    defaults = {"best": None, "changed": (2, 0), "peak_gib": 1.0}
+    defaults = {"best": None, "changed": (2, 0), "peak_gib": 1.0, "checksums": {}}
     return run.TrainingResult(trainer, callback, seconds, first_step, **defaults | what)
 
 
@@ -711,6 +714,27 @@ def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(tm
     for result in (resumed, finished):  # the same weights: saved once
         run.save_adapter(result, SimpleNamespace(save_pretrained=saved.append))
     assert len(saved) == 2 and files.stamp(lesson.run.adapter)["steps"] == resumed.kept_step
+    trainer, callback = start(9)
+    trainer.add_callback(Interrupt(7))
+    with refused("training.interrupted", step=7, steps=9):
+        run.train(trainer, callback)
+    assert not lesson.run.adapter.exists(), "it is of a shorter training"
+    longer = run.train(*start(9))
+    assert (longer.facts()["steps"], longer.first_step) == (9, 7)
+    next(weight for weight in longer.trainer.model.parameters() if weight.requires_grad).data.add_(1)
+    with refused("training.weights_changed"):  # as by a cell that makes a new adapter
+        run.save_adapter(longer, None)
+
+
+class Interrupt(TrainerCallback):
+    """The stop button, pressed in this step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step - 1:
+            signal.raise_signal(signal.SIGINT)
 
 
 def raise_once(owner: Any, name: str, after: bool = False, when: Any = lambda: True, calls: Any = (1,)) -> list[int]:

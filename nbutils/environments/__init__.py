@@ -68,7 +68,8 @@ def ensure(recipe: Recipe, folder: Path) -> Path:
 
 def is_ready(folder: Path, recipe: Recipe) -> bool:
     """Whether a complete environment of exactly this recipe is there."""
-    return _read(folder / MARKER).items() >= recipe.described.items() and (folder / "bin" / "python").exists()
+    written = files.read_object(folder / MARKER)
+    return written.items() >= recipe.described.items() and (folder / "bin" / "python").exists()
 
 
 def require_imports(python: Path, output: str) -> None:
@@ -99,7 +100,7 @@ def _build(recipe: Recipe, folder: Path) -> None:
     """Empty a folder that this course made for this recipe, any other is refused; the marker is written last."""
     title = f"the {recipe.name} environment"
     if folder.exists() and any(folder.iterdir()):
-        if (owner := _read(folder / OWNER).get("name")) != recipe.name:
+        if (owner := files.read_object(folder / OWNER).get("name")) != recipe.name:
             about = {"name": recipe.name, "prefix": recipe.prefix, "owner": owner or "another program"}
             raise CourseError("environments.not_ours", folder=folder, **about)
         (folder / MARKER).unlink(missing_ok=True)
@@ -137,11 +138,3 @@ def _install(recipe: Recipe, folder: Path) -> dict[str, str]:
             raise CourseError("environments.step_failed", title=title, tail="\n".join(lines[-12:]), **about)
     shutil.rmtree(folder / UV_CACHE, ignore_errors=True)
     return dict(json.loads(lines[-1]))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """What a marker says; nothing where there is none."""
-    try:
-        return dict(files.read_json(file))
-    except (OSError, ValueError, TypeError):
-        return {}

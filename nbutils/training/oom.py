@@ -124,7 +124,4 @@ def apply(trainer: Any, new: StepSettings) -> None:
 
 def oom_changes(lesson: LessonLike) -> list[dict[str, Any]]:
     """Every change this run made, in all its sessions, for facts.json."""
-    try:
-        return files.read_json(lesson.run.path / OOM_FILE)["rungs"]
-    except (OSError, ValueError):
-        return []
+    return files.read_object(lesson.run.path / OOM_FILE).get("rungs", [])

@@ -50,7 +50,7 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
         (lesson.run.path / OOM_FILE).unlink(missing_ok=True)
         removed = sum(checkpoints.clear(store) for store in stores if not lesson.folders.is_attached(store))
         files.write_text(keep / checkpoints.BEGAN_ANEW, ANEW)
-        print(f'RESUME is "never": {removed} earlier checkpoints removed')
+        print(f'RESUME is "never": {removed} earlier checkpoints removed. Set it back to "auto" for the next start.')
         return None
     best = checkpoints.newest_verified(stores, fingerprint, step)
     if best is None:
@@ -97,14 +97,14 @@ def unlock_run(lesson: LessonLike) -> None:
 def run_fingerprint(lesson: LessonLike, seed: int) -> dict[str, Any]:
     """What must be equal for a run to be resumed: the model, the data, the adapter, the way of training, the seed."""
     profile = lesson.profile
-    return checkpoints.fingerprint(
-        model=model_fingerprint(lesson),
-        data=files.read_json(lesson.run.data / "data_card.json")["fingerprint"],
-        method=[profile.method, profile.quantization.model_dump()],
-        lora=profile.lora.model_dump(),
-        train=profile.train.model_dump(exclude=MAY_CHANGE),
-        seed=seed,
-    )
+    return {
+        "model": model_fingerprint(lesson),
+        "data": files.read_json(lesson.run.data / "data_card.json")["fingerprint"],
+        "method": [profile.method, profile.quantization.model_dump(mode="json")],
+        "lora": profile.lora.model_dump(mode="json"),
+        "train": profile.train.model_dump(mode="json", exclude=MAY_CHANGE),
+        "seed": seed,
+    }
 
 
 def model_fingerprint(lesson: LessonLike) -> dict[str, str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import shutil
 import signal
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -23,6 +23,7 @@ from nbutils import chat, checkpoints, display, distributed, files, hardware, pl
 from nbutils.config import flat
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
+from nbutils.processes import first_signals
 from nbutils.record import LessonLike
 from nbutils.tracking import Clock, Curve, LiveNumbers, best_of, loss_history, validation_history
 from nbutils.training import model, oom
@@ -55,7 +56,7 @@ def bookkeeping(lesson: LessonLike, seed: int) -> dict[str, Any]:
 
 
 class TimeBudget:
-    """Saves and ends the training before its time is up, or when the machine sends SIGTERM."""
+    """Saves and ends the training before its time is up, on SIGTERM, and when it is interrupted (Ctrl-C, ■)."""
 
     def __init__(self, lesson: LessonLike, max_hours: float, now: Clock = monotonic) -> None:
         platform, self.now = lesson.platform, now
@@ -68,21 +69,12 @@ class TimeBudget:
         self.steps: deque[float] = deque(maxlen=20)  # seconds of the recent ones, saving included
         self.last = now()
         self.sync_seconds = 0.0  # of the last one; 0: not measured yet
-        self.terminated = False
+        self.ended_by: signal.Signals | None = None
 
-    @contextmanager
-    def sigterm_saves(self) -> Iterator[None]:
-        """Within this block the first SIGTERM ends the training at its next step, and a second one the process."""
-
-        def terminate(number: int, frame: Any) -> None:
-            self.terminated = True
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-        before = signal.signal(signal.SIGTERM, terminate)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    def ask_to_end(self, number: int) -> None:
+        """End the training after its step; called with the signal that asks for it."""
+        self.ended_by = signal.Signals(number)
+        print(f"\n{self.ended_by.name}: the training ends after this step, and is saved.", flush=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps.append(self.now() - self.last)
@@ -90,11 +82,11 @@ class TimeBudget:
         sync = self.sync_seconds or min(60.0, self.reserve)
         needed, left = 1.5 * (max(self.steps) + sync) + self.reserve, self.end - self.last
         reason = "Another process was asked to end."
-        if self.terminated:
-            reason = "The machine asked this run to end (SIGTERM)."
+        if self.ended_by:
+            reason = f"This run was asked to end ({self.ended_by.name})."
         elif left < needed:
             reason = f"{left / 60:.1f} minutes of {self.limit} are left, {needed / 60:.1f} are needed to save and end."
-        if control.should_training_stop or not distributed.anyone(self.terminated or left < needed):
+        if control.should_training_stop or not distributed.anyone(bool(self.ended_by) or left < needed):
             return
         print(f"\n{reason} Saving at step {state.global_step} of {state.max_steps} and ending here.")
         print("Run the same notebook again (on Kaggle with this output attached): it continues.")
@@ -275,6 +267,7 @@ class TrainingResult:
     best: tuple[int, float] | None  # step and validation loss of the weights the model has now; None: those of the last
     changed: tuple[int, int]  # weight tensors of the adapter, and of the base
     peak_gib: float
+    checksums: dict[str, tuple[bool, int]]  # of the weights it ended with
 
     @property
     def history(self) -> dict[str, Curve]:
@@ -353,27 +346,34 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         callback.sync = resuming.start_sync(lesson, callback.fingerprint, lesson.profile.train.keep_checkpoints)
         started = monotonic()
         if checkpoint is None or validation.steps_left(checkpoint):
-            with callback.time.sigterm_saves():
+            if distributed.is_main() and files.stamp(lesson.run.adapter):  # of a shorter or another training
+                shutil.rmtree(lesson.run.adapter)
+            with first_signals(callback.time.ask_to_end):
                 oom.train(trainer, lesson, checkpoint)
         else:
             validation.load_finished(checkpoint, chosen=resume.isdecimal())
         callback.trained = monotonic() - started, checkpoints.step_of(checkpoint)
-    peak, best = hardware.peak_memory_gib(), validation.restore_best()
+    interrupted = callback.time.ended_by == signal.SIGINT
+    peak, best = hardware.peak_memory_gib(), None if interrupted else validation.restore_best()
     distributed.leave_it_to_main()  # only the main process continues from here
     tracking.end()
     kept = callback.sync.finish()
     resuming.unlock_run(lesson)
     print(f"safe: checkpoint {kept.step} in {kept.archive.parent}" if kept else "nothing new had to be kept")
+    if interrupted:
+        raise CourseError("training.interrupted", step=trainer.state.global_step, steps=trainer.state.max_steps)
     before, after = callback.checksums, model.weight_checksums(trainer.model)
     changed = Counter(trainable for name, (trainable, _) in before.items() if before[name] != after[name])
     tracking.write_history(trainer.state.log_history, lesson.run.logs / "history.json")
-    return TrainingResult(trainer, callback, *callback.trained, best, (changed[True], changed[False]), peak)
+    return TrainingResult(trainer, callback, *callback.trained, best, (changed[True], changed[False]), peak, after)
 
 
 def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
     """Write adapter and tokenizer to the run's adapter folder; one of this very training is left as it is."""
     callback, trainer = result.callback, result.trainer
-    trainable = sorted(item for item in model.weight_checksums(trainer.model).items() if item[1][0])
+    if model.weight_checksums(trainer.model) != result.checksums:
+        raise CourseError("training.weights_changed")
+    trainable = sorted(item for item in result.checksums.items() if item[1][0])
     checksum = f"{zlib.crc32(repr(trainable).encode()):08x}"
     about = {"steps": result.kept_step, "weights": checksum, "fingerprint": callback.fingerprint}
     if files.stamp(callback.lesson.run.adapter) != about:
