@@ -715,7 +715,8 @@ def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(tm
         run.save_adapter(result, SimpleNamespace(save_pretrained=saved.append))
     assert len(saved) == 2 and files.stamp(lesson.run.adapter)["steps"] == resumed.kept_step
     trainer, callback = start(9)
-    trainer.add_callback(Interrupt(7))
+    press_stop = lambda _, state, *__: state.global_step == 7 and signal.raise_signal(signal.SIGINT)  # noqa: E731
+    monkeypatch.setattr(callback.validation, "on_step_end", press_stop)
     with refused("training.interrupted", step=7, steps=9):
         run.train(trainer, callback)
     assert not lesson.run.adapter.exists(), "it is of a shorter training"
@@ -724,17 +725,6 @@ def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(tm
     next(weight for weight in longer.trainer.model.parameters() if weight.requires_grad).data.add_(1)
     with refused("training.weights_changed"):  # as by a cell that makes a new adapter
         run.save_adapter(longer, None)
-
-
-class Interrupt(TrainerCallback):
-    """The stop button, pressed in this step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step - 1:
-            signal.raise_signal(signal.SIGINT)
 
 
 def raise_once(owner: Any, name: str, after: bool = False, when: Any = lambda: True, calls: Any = (1,)) -> list[int]:
