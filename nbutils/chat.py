@@ -301,7 +301,8 @@ def filter_by_length(
         if 0 < max_length <= example.trained.rfind(1):  # the stop token, in a valid example
             too_long[example.row] = max(len(example.ids), too_long.get(example.row, 0))
     if len(too_long) == len(rows):
-        raise CourseError("chat.all_rows_too_long", rows=len(rows), max_length=max_length, longest=longest)
+        values = {"max_length": max_length, "longest": longest, "fits": min(longest, tokenizer.model_max_length)}
+        raise CourseError("chat.all_rows_too_long", rows=len(rows), **values)
     examples = [example for example in examples if example.row not in too_long]
     return FilteredRows(choice, max_length, rows, too_long, longest, view, examples)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import os
@@ -20,8 +21,10 @@ import pyarrow.parquet
 import pytest
 from click.testing import CliRunner, Result
 from support import refused
+from transformers import AutoTokenizer
 
 from nbutils import data
+from nbutils.chat import filter_by_length
 from nbutils.cli import app
 from nbutils.data import build, read
 from nbutils.data.dedupe import TEMPLATE, find_repeated, row_text
@@ -316,7 +319,7 @@ def file_of(name: str, rows: list[Any]) -> bytes:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink := pyarrow.BufferOutputStream())
         content = sink.getvalue().to_pybytes()
     elif ending in ("csv", "tsv"):
-        sign = ";" if stem == "semicolon" else {"csv": ",", "tsv": "\t"}[ending]
+        sign = {"semicolon": ";", "wide": "\t"}.get(stem, {"csv": ",", "tsv": "\t"}[ending])
         lines = [sign.join(rows[0]), *(sign.join(f'"{value}"' for value in row.values()) for row in rows)]
         content = "\r\n".join(lines).encode()
     elif stem in ("lines", "bom"):
@@ -324,6 +327,7 @@ def file_of(name: str, rows: list[Any]) -> bytes:
     else:
         content = json.dumps(rows, ensure_ascii=False, indent=None if stem == "flat" else 2).encode()
     content = b"\xef\xbb\xbf" + content if stem == "bom" else content
+    content = codecs.BOM_UTF16_BE + content.decode().encode("utf-16-be") if stem == "wide" else content
     half = len(content) // 2
     if name.endswith(".zst"):  # two frames, as parallel compressors and `cat` write them
         return b"".join(pyarrow.compress(part, "zstd", asbytes=True) for part in (content[:half], content[half:]))
@@ -333,6 +337,7 @@ def file_of(name: str, rows: list[Any]) -> bytes:
 @pytest.mark.parametrize("name", [
     "lines.jsonl", "lines.json", "array.json", "flat.json", "bom.jsonl", "bom.csv", "semicolon.csv", "a.tsv",
     "a.parquet", "lines.jsonl.gz", "lines.jsonl.zst", "array.json.zst", "a.csv.gz", "a.parquet.gz", "a.parquet.zst",
+    "array.jsonl", "flat.jsonl", "wide.csv", "wide.tsv.gz", "wide.json", "wide.jsonl",
 ])  # fmt: skip
 def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     rows = [qa(1, "yes,\n是"), qa(2, "[no]; not"), qa(3, "{maybe}")]
@@ -344,7 +349,8 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     ("a.csv", 'question,answer\n"two\nlines",yes\nb,no\n', {2: "", 4: ""}),
     ("a.json", json.dumps([qa(1), qa(2)], indent=2), {1: "", 2: ""}),
     ("a.json", json.dumps({"version": 1, "data": [qa(1), qa(2)]}), {1: "", 2: ""}),
-    ("a.jsonl", "\n%s\r\n\n%s", {2: "", 5: ""}),
+    ("a.jsonl", "\n%s\r\n\n%s", {2: "", 5: ""}), ("a.jsonl", "[1]\n%s", {1: "", 2: ""}),
+    ("a.csv", codecs.BOM_UTF16_LE + "question,answer\na,b\n".encode("utf-16-le") + b"c", {2: ""}),
     ("a.jsonl", '{"question": "a", "answer\n%s', {1: "malformed_json", 2: ""}),
     ("a.jsonl", '{"messages": [{"role": "user", "content": "a"},\n%s', {1: "malformed_json", 2: ""}),
     ("a.jsonl", f'%s{{"question": {"1" * 5000}}}\n%s', {1: "", 2: "malformed_json", 3: ""}),
@@ -460,9 +466,11 @@ def test_sources_that_cannot_be_read_say_so(tmp_path: Path) -> None:
     for name in ("rows.xlsx", "folder/readme.txt"):
         (tmp_path / name).write_bytes(b"PK")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    for source in (str(tmp_path / name) for name in ("missing.jsonl", "rows.xlsx", "folder", "pipe.jsonl")):
-        with refused("data.no_data_file", source):
-            data.prepare(source, tmp_path / "out")
+    write(tmp_path / "folder/.hidden.jsonl", [qa(1)])
+    reasons = {"missing.jsonl": "does not exist", "rows.xlsx": "is a .xlsx file, which the course does not read"}
+    for name, reason in {**reasons, "folder": "holds readme.txt", "pipe.jsonl": "is a special file"}.items():
+        with refused("data.no_data_file", f"{tmp_path / name} {reason}", "CSV (UTF-8)"):
+            data.prepare(str(tmp_path / name), tmp_path / "out")
 
 
 def test_a_hub_dataset_is_read_through_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,8 +580,11 @@ def test_rows_to_hold_back_are_not_those_to_train_on(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     with refused("data.eval_is_train", "EVAL_DATA './a.jsonl'"):
         data.prepare(path, tmp_path / "out", eval_source="./a.jsonl")
-    with refused("data.unusable", "0 are left for training", "asks what b.jsonl line 1 asks"):
+    with refused("data.few_rows", f"DATA ({path}) has only 0", "asks what b.jsonl line 1 asks"):
         data.prepare(path, tmp_path / "out", eval_source=copy)
+    for rows in ([], [{"text": "no columns"}] * 20):
+        with refused("data.no_eval_rows", f"EVAL_DATA ({copy}) has no usable rows"):
+            data.prepare(path, tmp_path / "out", eval_source=write(Path(copy), rows))
 
 
 def test_files_are_held_out_by_their_names_and_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -669,8 +680,8 @@ def test_a_source_that_is_mostly_broken_is_refused_and_its_rows_are_written(tmp_
         and len(data.stored_rows(tmp_path / "out" / "rejected.jsonl")) == 27
     )
     assert prepared(tmp_path / "copies", [qa(n) for n in range(20)] * 5).accepted == 20
-    for rows, code in (([], "data.no_rows"), ([qa(1)], "data.unusable")):
-        with refused(code):
+    for rows in ([], [qa(1)]):
+        with refused("data.few_rows", "at least 2", few=len(rows)):
             prepared(tmp_path / "few", rows)
     assert not (tmp_path / "few/out/data_card.json").exists()
 
@@ -679,7 +690,7 @@ def test_few_rows_still_leave_one_for_evaluation(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(build, "EVAL_FRACTION", 1e-9)
     card = prepared(tmp_path, [chat_row("3?", "yes"), chat_row("3?", "yes") | {"tools": [TOOL]}])
     train, held_out = data.load(tmp_path / "out")
-    assert (card.train, card.eval, card.lent) == (1, 1, 1) and "lent" in str(card)
+    assert (card.train, card.eval, card.lent) == (1, 1, 1) and "moved to eval" in str(card)
     assert sorted(map(len, train + held_out)) == [1, 2], "other tools make another row, and they are stored"
 
 
@@ -870,3 +881,6 @@ def test_tokens_over_the_limit_are_counted_with_the_stop_tokens_they_cost(tmp_pa
     assert (lengths["rows"], lengths["over"], lengths["stop_lost"], lengths["max_length"]) == (20, 1, 1, 128)
     assert lengths["longest"] - 128 == lengths["tokens_cut"] > 200
     assert report(path, "--model", SAMPLES / "tiny_base", "--max-length", "128")["lengths"] == lengths
+    tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
+    with refused("chat.all_rows_too_long", 'SET = "train.max_length=1024"', fits=tokenizer.model_max_length):
+        filter_by_length(tokenizer, [chat_row("?", "yes " * 2000)], 128)

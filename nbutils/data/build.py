@@ -292,8 +292,7 @@ def _reuse(out: Path, source: str, eval_source: str, rows: int, mapping: str) ->
         same = gone and (source, eval_source) == (card.source, card.eval_source)
         same = same or hash_files(*find_sources([source], eval_source), end=b"\1")[0] == card.source_sha256
     if not same or card.limit != rows or mapping not in ("", card.columns):
-        there = f"{card.source}, limit {card.limit}, columns {card.columns!r}"
-        raise CourseError("data.other_input", out=out, there=there)
+        raise CourseError("data.other_input", out=out, card=card)
     print(f"The data of this run is ready (from {card.source}): nothing is repeated.")
     return card
 
@@ -471,15 +470,16 @@ class Build:
             with open(self.folder / name, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(self.folder / name, out / name)
-        if not facts["rows"]:
-            raise CourseError("data.no_rows", source=self.settings["source"])
         if not usable:
             errors = [error for error in self.first_errors if error.problems[0].kind not in REPEATED]
-            first = "\n".join(f"  {describe(entries(error)[0])}" for error in (errors or self.first_errors)[:5])
-            raise CourseError(
-                "data.unusable", rows=facts["rows"], rejected=facts["rejected"], train=train, eval=held_out,
-                source=self.settings["source"], first=first, out=out,
-            )  # fmt: skip
+            first = "".join(f"\n  {describe(entries(error)[0])}" for error in (errors or self.first_errors)[:5])
+            values = {**self.settings, **facts, "train": train, "eval": held_out, "first": first, "out": out}
+            few = train + held_out if self.split_here else train
+            if few <= self.split_here and not broken:
+                raise CourseError("data.few_rows", **values, few=few)
+            if not held_out and not self.split_here:
+                raise CourseError("data.no_eval_rows", **values, held=self.settings["eval_source"] or self.names[0])
+            raise CourseError("data.unusable", **values)
         card = DataCard(
             **self.settings, **facts, train=train, eval=held_out, unused=facts["accepted"] - train - held_out,
             lent=self.lent, examples=self.first_warnings, fingerprint=found,

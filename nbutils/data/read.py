@@ -40,7 +40,7 @@ CSV_TODO = 'as many values as the header has names; quote values that hold a com
 
 def read_rows(path: Path | str) -> Iterator[Row | RowError]:
     """Every row of one file, or of each file of a folder or hub dataset in turn."""
-    readers = {".jsonl": _json_lines, ".json": _document, ".csv": _table, ".tsv": _table}
+    readers = {".jsonl": _document, ".json": _document, ".csv": _table, ".tsv": _table}
     for file in find_files(str(path)):
         line = 0
         try:
@@ -89,15 +89,16 @@ def find_files(source: str) -> list[Path]:
             raise CourseError("data.dataset_unavailable", repo=name["repo"], reason=reason) from problem
     if not path.exists():
         raise CourseError("data.no_data_file", path=path.absolute(), reason="does not exist")
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = sorted(file for file in path.iterdir() if file.name[0] != ".") if path.is_dir() else [path]
     if not (found := [file for file in files if file.is_file() and format_of(file)]):
-        held = ", ".join(file.name for file in files[:8]) or "nothing"
-        raise CourseError("data.no_data_file", path=path, reason=f"holds {held}")
+        held = ", ".join(file.name for file in files[:8]) or "no data file"
+        kind = f"is a {(path.is_file() and path.suffix) or 'special'} file, which the course does not read"
+        raise CourseError("data.no_data_file", path=path, reason=f"holds {held}" if path.is_dir() else kind)
     return found
 
 
 def _open(path: Path) -> BinaryIO:
-    """The bytes of a file, decompressed as they are read, without a byte order mark."""
+    """The bytes of a file, decompressed as they are read, text as UTF-8 without a byte order mark."""
     if path.suffix.lower() == ".zst":
         import pyarrow
 
@@ -107,6 +108,12 @@ def _open(path: Path) -> BinaryIO:
         raw = cast(BinaryIO, gzip.open(path, "rb")) if packed else open(path, "rb", CHUNK)  # noqa: SIM115
     if raw.peek(3)[:3] == codecs.BOM_UTF8:  # type: ignore[attr-defined]
         raw.read(3)
+    utf16 = raw.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # type: ignore[attr-defined]
+    if utf16 or (path.suffix.lower() in COMPRESSED and format_of(path) not in TEXT):  # parquet is not read in order
+        with codecs.EncodedFile(raw, "utf-8", "utf-16", "replace") if utf16 else raw as source:
+            shutil.copyfileobj(source, copy := tempfile.TemporaryFile(), CHUNK)  # noqa: SIM115
+        copy.seek(0)
+        return cast(BinaryIO, copy)
     return raw
 
 
@@ -146,16 +153,17 @@ def _malformed(file: Path, line: int, text: str, problem: Exception) -> RowError
 
 
 def _document(file: Path) -> Iterator[Row | RowError]:
-    """The rows of an array, of {"data": [...]}, or one row; what has one object on each line is read like .jsonl."""
+    """The rows of an array, of {"data": [...]}, or one row; what has one object on each line is read line by line."""
     with _open(file) as raw:
-        content = raw.read(LARGEST_DOCUMENT + 1)
+        lines = format_of(file) == ".jsonl" and raw.peek(HEAD).lstrip()[:1] != b"["  # type: ignore[attr-defined]
+        content = b"" if lines else raw.read(LARGEST_DOCUMENT + 1)  # nothing is no JSON, and goes on below
     if len(content) > LARGEST_DOCUMENT:
         raise CourseError("data.large_document", file=file, limit=LARGEST_DOCUMENT >> 20)
     text, encoding = decode(content, is_gbk(content[:HEAD]))
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as problem:
-        if getattr(problem, "msg", "") == "Extra data":
+        if lines or getattr(problem, "msg", "") == "Extra data":
             yield from _json_lines(file)
         else:
             yield _malformed(file, getattr(problem, "lineno", 1), text, problem)
@@ -194,14 +202,11 @@ def _table(file: Path) -> Iterator[Row | RowError]:
 
 
 def _arrow(file: Path) -> Iterator[Row]:
-    """Rows of a parquet file, or of a file that `datasets` wrote; a compressed one is unpacked to a temporary file."""
+    """Rows of a parquet file, or of a file that `datasets` wrote."""
     import pyarrow.ipc
     import pyarrow.parquet
 
-    with _open(file) as raw, tempfile.TemporaryFile() as unpacked:
-        if file.suffix.lower() in COMPRESSED:
-            shutil.copyfileobj(raw, unpacked, CHUNK)
-            raw = cast(BinaryIO, unpacked)
+    with _open(file) as raw:
         arrow = format_of(file) == ".arrow"
         batches = pyarrow.ipc.open_stream(raw) if arrow else pyarrow.parquet.ParquetFile(raw).iter_batches(PARQUET_ROWS)
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
