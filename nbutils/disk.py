@@ -1,7 +1,5 @@
 """Placement on disk, checked before a long job so that it does not end in a full one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The one error the course raises for bad input; its texts stand in `nbutils/messages/en/<room>.yaml`, by code."""
 
-from __future__ import annotations
-
 import copyreg
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Secrets: what a key looks like, which variables hold one, and text without them; where one is read: platforms."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """bench: its numbers against a server whose behavior is known, its file, and its errors; compare: runs side by side."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

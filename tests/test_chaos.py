@@ -5,8 +5,6 @@
 A training in `chaos_driver` is SIGKILLed again and again; then lesson 03 itself, started as a learner starts it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

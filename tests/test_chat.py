@@ -1,7 +1,5 @@
 """nbutils.chat: what is trained, what a server is sent, and every way in which the two have been seen to differ."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import subprocess

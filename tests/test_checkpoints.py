@@ -1,7 +1,5 @@
 """checkpoints: only what verifies is restored; what is finished reaches the run folder, whatever its disk does."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -4,8 +4,6 @@
 folder.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import tempfile

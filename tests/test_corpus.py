@@ -1,7 +1,5 @@
 """The sample rows, the pre-training text, the tokenizer and the bundled tiny model."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import runpy

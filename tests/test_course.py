@@ -1,7 +1,5 @@
 """course, cli and papermill_io: selecting lessons, parameters, failures with a message, outputs, SIGTERM."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The whole course, run once headless with the tiny model: what its lessons left, and the contracts of a run folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """nbutils.data: every format and shape, every problem with its place, splits that never move, a card that adds up."""
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import json

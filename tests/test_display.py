@@ -1,7 +1,5 @@
 """Tables, plots and live numbers, plain without a frontend; the chat: streamed, stoppable, printed without one."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """distributed: one process does nothing special, several share a training, a lesson is launched and shown."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tarfile

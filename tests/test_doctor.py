@@ -1,7 +1,5 @@
 """doctor: what it says on simulated machines, each with a clean environment, and what to do there."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """nbutils.environments: built once under a lock, trusted by its marker, rebuilt when incomplete or broken."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

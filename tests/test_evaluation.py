@@ -1,7 +1,5 @@
 """evaluation: answers that survive a kill, scores that are right, and a verdict that tells content from form."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """nbutils.exporting: every format is offered, complete or not there, reused, and compared with the merged model."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """errors and paths: messages that help, files and folders that are whole or absent."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

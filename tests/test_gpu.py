@@ -1,7 +1,5 @@
 """What needs a CUDA GPU: `make test-gpu` on a machine that has one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

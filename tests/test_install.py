@@ -1,7 +1,5 @@
 """install: only what is missing, the least change, never the platform's torch; wheels only when they are whole."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata as metadata
 import json

@@ -1,7 +1,5 @@
 """lessons: parameters, run folders and names, what an earlier session left, notice and power-off."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

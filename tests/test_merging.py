@@ -1,7 +1,5 @@
 """nbutils.merging: the bits of PEFT's merge, refusals before anything is written, and never half a model."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import json

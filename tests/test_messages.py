@@ -1,7 +1,5 @@
 """The catalogue of messages and the code that uses it agree: no unknown code, no unused entry, no missing value."""
 
-from __future__ import annotations
-
 import ast
 import re
 import string

@@ -1,7 +1,5 @@
 """A new user's machine: an empty folder; the images of Colab and Kaggle; Kaggle with the internet off."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

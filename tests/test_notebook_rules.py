@@ -1,7 +1,5 @@
 """The notebook contract as rules; static, no lesson is run. Each test name is the rule."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Lessons executed for real with the tiny model: alone, interrupted, on simulated platforms; not the course run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

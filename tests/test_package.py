@@ -1,7 +1,5 @@
 """The package and its checkout: cheap imports, no code of a model, a true README."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

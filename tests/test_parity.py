@@ -1,7 +1,5 @@
 """parity: the same model is found to be the same, a changed one is not, whoever computes it and wherever it lies."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

@@ -1,7 +1,5 @@
 """plan: formulas recomputed against what was measured, GPUs, shapes, the fastest that fits, the command line."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

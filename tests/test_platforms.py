@@ -1,7 +1,5 @@
 """platforms, hardware, disk: the right platform, decoys included; folders, limits, Drive, network, secrets, GPUs."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """config, models, profiles: every YAML of the course, every mistake by name, `auto`, overrides, the recipe."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """record and masking: facts that add up, and no secrets in them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

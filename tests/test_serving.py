@@ -1,7 +1,5 @@
 """nbutils.serving: what is decided before a start, the process, the client, leftovers; a real vLLM under `-m serve`."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

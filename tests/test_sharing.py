@@ -1,7 +1,5 @@
 """nbutils.sharing: nothing leaves unasked, private by default, no token and no path shown; one file with a checksum."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -56,7 +54,7 @@ class FakeHosts:
         self.sent: dict[str, str] = {}
         self.models = self.model_api_client = self
 
-    def __call__(self, *names: str, **settings: Any) -> FakeHosts:
+    def __call__(self, *names: str, **settings: Any) -> "FakeHosts":
         self.settings |= settings
         return self
 
@@ -84,7 +82,7 @@ class FakeHosts:
 
 
 @pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch) -> FakeHosts:
+def hosts(monkeypatch: pytest.MonkeyPatch) -> "FakeHosts":
     there = FakeHosts()
     modules = {
         "modelscope.hub.api": {"HubApi": there}, "kagglehub": {"model_upload": there.model_upload},

@@ -1,7 +1,5 @@
 """training, attention, tracking: PEFT's numbers, packed rows kept apart, runs that resume and survive an OOM."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

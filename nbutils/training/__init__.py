@@ -1,7 +1,5 @@
 """What a training needs around the trainer of lesson 03; loaded when a name is first used, as it imports torch."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 
