@@ -21,7 +21,7 @@ from nbutils.platforms import detect, in_kernel
 ACCENT, ALARM = "var(--jp-brand-color1, #2979c9)", "var(--jp-warn-color1, #e07b00)"
 WIDTH, HEIGHT, POINTS = 760, 96, 160  # of the live curve
 TEXT_WIDTH, VALUE_WIDTH = 120, 34  # of a table of choices
-LIVE_LINE = re.compile(r"(training|step|trained) \d|\[WARN\]|out of memory |.* Saving at step ")
+LIVE_LINE = re.compile(r"(training steps|step|trained) \d|\[WARN\]|out of memory |.* Saving at step ")
 CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curves.py
 Losses = Sequence[tuple[int, float]]  # step and loss
 

@@ -110,7 +110,7 @@ class LiveNumbers:
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.started < 0:  # else it continues after it ran out of memory
             self.started, self.start_step = self.now(), state.global_step
-        self._show(state, f"training {state.max_steps - state.global_step:,} steps, the first takes longest", {})
+        self._show(state, f"training steps {state.global_step + 1:,} to {state.max_steps:,}; the first is slow", {})
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         self.skipped += bool(getattr(optimizer, "step_was_skipped", False))
@@ -118,8 +118,7 @@ class LiveNumbers:
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" not in (logs or {}):
             return
-        first, self.tokens = not self.tokens, logs.get("num_tokens", 0.0)
-        spent = self.now() - self.started
+        first, self.tokens, spent = not self.tokens, logs.get("num_tokens", 0.0), self.now() - self.started
         left = spent / max(state.global_step - self.start_step, 1) * (state.max_steps - state.global_step)
         pause = 1.0 if self.watched else min(max((spent + left) / LINES, SHORTEST), LONGEST)
         if first or self.now() - self.shown_at >= pause:
@@ -138,7 +137,8 @@ class LiveNumbers:
     def _numbers(self, state: Any) -> dict[str, str]:
         spent, of = self.now() - self.started, f" of {self.gpu.memory_gib:.1f}" if self.gpu else ""
         curves = {"loss": loss_history(state.log_history), "validation": validation_history(state.log_history)}
-        numbers = {name: f"{curve[-1][1]:.3f}" if curve else "" for name, curve in curves.items()} | {
+        shown = {"loss": "{1:.3f}", "validation": "{1:.3f} (step {0})"}
+        numbers = {name: shown[name].format(*curve[-1]) if curve else "" for name, curve in curves.items()} | {
             "tokens/s": f"{self.tokens / spent:,.0f}" if self.tokens and spent else "",
             "memory": f"peak {hardware.peak_memory_gib():.2f}{of} GiB",
             "cost": " or ".join(f"{sign}{money:.2f}" for sign, money in self.cost(spent).items()),

@@ -76,7 +76,7 @@ def test_the_live_numbers_as_a_line_and_as_a_page() -> None:
 
 
 def test_of_all_a_lesson_prints_the_lines_of_a_training_reach_the_terminal(capsys: Any) -> None:
-    lines, passed = display.LiveLines(), ["training 30 steps to go", "step 1 of 30 · loss 2.0", "[WARN] nan"]
+    lines, passed = display.LiveLines(), ["training steps 1 to 30", "step 1 of 30 · loss 2.0", "[WARN] nan"]
     passed += ["trained 30 of 30 steps", "out of memory at step 7: micro-batch 4 -> 2", "Time. Saving at step 9 of 30"]
     text = "\n".join(["profile   tiny", *passed, "step by step", "safe: checkpoint 30\n"])
     lines.write(text[:50])

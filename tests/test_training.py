@@ -468,8 +468,8 @@ def run_live(steps: int, seconds: float, platform: str = "local", gpu: Any = Non
 def test_lines_are_few_and_say_everything(steps: int, seconds: float, lines: tuple[int, int], capsys: Any) -> None:
     run_live(steps, seconds)
     shown = capsys.readouterr().out.splitlines()
-    assert lines[0] <= len(shown) <= lines[1] and shown[0].startswith(f"training {steps:,} steps")
-    words = r"step 1 of .* · loss 2.000 · validation 3.000 · [\d,]+ tokens/s · peak .* GiB · .* left"
+    assert lines[0] <= len(shown) <= lines[1] and shown[0].startswith(f"training steps 1 to {steps:,}")
+    words = r"step 1 of .* · loss 2.000 · validation 3.000 \(step 0\) · [\d,]+ tokens/s · peak .* GiB · .* left"
     assert re.fullmatch(words, shown[2])
     assert shown[-1].startswith(f"trained {steps:,} of {steps:,} steps in ")
 
