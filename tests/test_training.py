@@ -715,8 +715,10 @@ def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(tm
     trainer, callback = start(9)
     press_stop = lambda _, state, *__: state.global_step == 7 and signal.raise_signal(signal.SIGINT)  # noqa: E731
     monkeypatch.setattr(callback.validation, "on_step_end", press_stop)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored here
     with refused("training.interrupted", step=7, steps=9):
         run.train(trainer, callback)
+    signal.signal(signal.SIGINT, before)
     assert not lesson.run.adapter.exists(), "it is of a shorter training"
     longer = run.train(*start(9))
     assert (longer.facts()["steps"], longer.first_step) == (9, 7)
