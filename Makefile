@@ -25,8 +25,8 @@ test: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## the gate:
 test-long: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## before a release: kills, all exports, all installs
 	$(PYTEST) -m long $(ARGS)
 
-test-fast: $(VENV)/ready  ## 90 seconds: no lesson, no server, no installation
-	$(PYTEST) -m "not gpu and not notebook and not serve and not install and not long" $(ARGS)
+test-fast: $(VENV)/ready  ## 90 seconds: no lesson, no server, no installation, no kill
+	$(PYTEST) -m "not gpu and not notebook and not serve and not install and not slow and not long" $(ARGS)
 
 test-gpu: $(VENV)/ready  ## needs a CUDA GPU
 	$(PY) -m pytest -m gpu $(ARGS)

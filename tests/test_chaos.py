@@ -107,6 +107,7 @@ def is_whole(manifest: Path) -> bool:
         return right and weights.read() == random.Random(value).randbytes(driver.SIZE)
 
 
+@pytest.mark.slow
 def test_three_kills_lose_nothing_that_was_announced(tmp_path: Path) -> None:
     print(f"CHAOS_SEED={SEED}")
     run = Run(tmp_path / "home", ["errors"])

@@ -13,7 +13,7 @@ from test_contracts import FROZEN, keys, missing
 from nbutils import files, lesson
 
 pytestmark = [pytest.mark.notebook, pytest.mark.serve, pytest.mark.timeout(1200)]
-LESSON_03 = ROOT / "notebooks/03_qlora.ipynb"
+LESSON_01, LESSON_03 = ROOT / "notebooks/01_environment.ipynb", ROOT / "notebooks/03_qlora.ipynb"
 
 
 def test_the_run_folder_holds_what_was_promised(course_run: Path) -> None:
@@ -64,11 +64,11 @@ def test_papermill_without_an_output_path_keeps_the_executed_copy_and_repeats_no
     before = lesson_facts(trained_home / "tiny")
     python("-m", "papermill", LESSON_03, home=trained_home, stdin=None, input="")  # a pipe, as in a cron job
     parent, terminal = pty.openpty()
-    python("-m", "papermill", LESSON_03, home=trained_home, stdin=terminal, stdout=terminal)
+    python("-m", "papermill", LESSON_01, home=trained_home, stdin=terminal, stdout=terminal)
     os.close(parent)
     after = lesson_facts(trained_home / "tiny")
     assert after["resumed_from_step"] == after["steps"] == before["steps"]
-    assert len(list((trained_home / "notebooks").glob("03_qlora*.ipynb"))) == 2
+    assert all((trained_home / "notebooks" / lesson.name).exists() for lesson in (LESSON_01, LESSON_03))
     changed = subprocess.run(["git", "status", "--porcelain", "notebooks"], cwd=ROOT, capture_output=True, text=True)
     assert " M notebooks/03_qlora.ipynb" not in changed.stdout
 

@@ -395,6 +395,7 @@ def test_a_damaged_file_gives_its_first_rows_and_then_says_so(tmp_path: Path, na
     assert [*data.read_rows(tmp_path)][-1].raw == qa(1), "the next file is read"
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "CHUNK", 1 << 16)
     monkeypatch.setattr(build, "CHUNK", 1 << 16)

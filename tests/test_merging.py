@@ -248,6 +248,7 @@ for place, name, step in ((os, "replace", killed_at_third), (folder, "copy_compa
 """
 
 
+@pytest.mark.slow
 def test_a_killed_merge_continues_with_the_next_shard(home: Path, tmp_path: Path) -> None:
     base, adapter, secret = home / "base", home / "adapter", tmp_path / "secret.txt"
     outs = {2: tmp_path / "third", 3: tmp_path / "companions"}  # shards that are finished when it is killed
@@ -381,6 +382,7 @@ print((peak() - before) // 1024)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_memory_does_not_grow_with_the_weight(home: Path, tmp_path: Path) -> None:
     """A tuned weight of 160 MiB and fused experts (few rows of millions of numbers), merged in less than one takes."""

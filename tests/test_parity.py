@@ -236,6 +236,7 @@ def merged_onto(started: Any, onto: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_proof_holds_with_one_model_at_a_time_and_a_changed_model_stops_it(started: Any, monkeypatch: Any) -> None:
     from transformers import AutoModelForCausalLM as Auto
 
@@ -267,6 +268,7 @@ def test_the_proof_holds_with_one_model_at_a_time_and_a_changed_model_stops_it(s
         parity.prove(started, folder, placement)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_read_from_disk_and_leaves_nothing_there(started: Any, monkeypatch: Any) -> None:
     """A merge into the dequantized base is then what the 4-bit model computes."""
     monkeypatch.setattr(comparison, "fit", lambda *sizes: (False, {"cpu": "8MiB"}, "RAM"))
