@@ -22,7 +22,7 @@ from nbutils.chat import common_length, find_stop_ids
 from nbutils.errors import CourseError
 from nbutils.evaluation.evaluator import FOLDER, Evaluator, digest
 from nbutils.evaluation.inference import generate_ids, in_batches, padded
-from nbutils.serving.server import reach_directly
+from nbutils.serving.server import NO_KEY, reach_directly
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,7 @@ def measure_server(server_url: str, model_name: str, fixed: Fixed, api_key: str 
     from openai import OpenAI, OpenAIError
 
     reach_directly(urlsplit(server_url).hostname or "127.0.0.1")
-    client = OpenAI(base_url=server_url, api_key=api_key or "none-is-checked")
+    client = OpenAI(base_url=server_url, api_key=api_key or NO_KEY)
 
     def complete(prompt: list[int], max_tokens: int, **more: Any) -> Any:
         given: dict[str, Any] = {"model": model_name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
