@@ -12,19 +12,18 @@ import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import packaging
-import psutil
-
 FOLDER = Path(__file__).resolve().parent
 WHEELS = runpy.run_path(str(FOLDER.parent.parent / ".ci/wheels.py"))
 COLAB = FOLDER / "colab-2026-08.txt"
 LISTS = {"colab": (COLAB,), "kaggle": (COLAB, FOLDER / "kaggle-2026-09.txt")}
+IMPORTED = "import sys, nbutils.install; print(*{name.partition('.')[0] for name in sys.modules} - {'nbutils'})"
 NOT_PASSED_ON = ("PIP_", "NBUTILS_", "PYTHON", "VIRTUAL_ENV", "KAGGLE_", "COLAB_")
 
 
@@ -100,6 +99,9 @@ def imitate(name: str, folder: Path) -> Environment:
     subprocess.run(pip, check=True)
     for package, version in image.items():
         stand_in(environment, package, version, requires(package, version, image))
-    for module in (packaging, psutil):  # their stand-ins have no code, and nbutils imports them
-        (environment.site() / module.__name__).symlink_to(Path(module.__file__).parent)
+    imported = subprocess.run([sys.executable, "-c", IMPORTED], check=True, capture_output=True, text=True).stdout
+    site = environment.site()
+    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():  # the stand-ins have no code, and nbutils needs some
+        if entry.stem in imported.split() and not (site / entry.name).exists():
+            (site / entry.name).symlink_to(entry)
     return environment
