@@ -426,7 +426,7 @@ def test_later_lessons_read_the_stored_answers_of_the_merged_model(tiny: Tiny, t
     assert found and [one.text for one in found.answers] == ["0", "1", "2"] and len(found.evaluator.questions) == 3
     assert found.evaluator.dtype == asked.dtype and (asked.folder / "answers-merged.jsonl").read_bytes() == content
     exported = tmp_path / "export"
-    for of, known in ((merging.model_fingerprint(merging.open_base(run.merged)), True), ("another", False)):
+    for of, known in ((merging.weights_fingerprint(merging.open_base(run.merged)), True), ("another", False)):
         shutil.rmtree(exported, ignore_errors=True)
         with files.complete_folder(exported, {"of": of}) as folder:
             shutil.copytree(files.TINY_MODEL, folder, dirs_exist_ok=True)

@@ -381,7 +381,7 @@ def stored_answers(lesson: LessonLike, folder: Path, *, rows: int = 0, limit: in
     if "of" in about:  # an export
         merged = lesson.run.merged
         there = (merged / "config.json").is_file()
-        if not there or merging.model_fingerprint(merging.open_base(merged)) != about["of"]:
+        if not there or merging.weights_fingerprint(merging.open_base(merged)) != about["of"]:
             return None
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     for in_4_bits in (False, True):

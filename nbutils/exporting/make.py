@@ -20,7 +20,7 @@ from nbutils.data import stored_rows
 from nbutils.errors import CourseError
 from nbutils.evaluation.comparison import fit
 from nbutils.masking import mask_secrets
-from nbutils.merging.folder import TOKENIZER_FILES, ModelFolder, model_fingerprint, open_base
+from nbutils.merging.folder import TOKENIZER_FILES, ModelFolder, open_base, weights_fingerprint
 
 PREFIX = "NBUTILS_EXPORT"  # NBUTILS_EXPORT_PYTHON, NBUTILS_EXPORT_PYTHONPATH, NBUTILS_EXPORT_ENV
 PROBE = """
@@ -181,7 +181,7 @@ def open_export(folder: Path, merged: Path) -> Export:
     """An export that was made earlier from this merged model."""
     about = files.stamp(folder) or {}
     model = open_base(merged) if "of" in about and (merged / "config.json").is_file() else None
-    if model is None or about["of"] != model_fingerprint(model):
+    if model is None or about["of"] != weights_fingerprint(model):
         raise CourseError("exporting.foreign_export", folder=folder, merged=merged, exports=merged.parent / "exports")
     sizes = weights_bytes(folder), weights_bytes(merged)
     return Export(about["format"], folder, merged, *sizes, 0.0, about["method"], reused=True)
@@ -215,7 +215,7 @@ def _plan(form: Format, model: ModelFolder, calibration: Sequence[Any]) -> tuple
     text = json.dumps(job["rows"], ensure_ascii=False, sort_keys=True, default=str)
     return job, {
         "format": form.name, "base": (files.stamp(model.path) or {}).get("base", ""), "method": method,
-        "of": model_fingerprint(model), "rows": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "of": weights_fingerprint(model), "rows": hashlib.sha256(text.encode()).hexdigest()[:16],
     }  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """Merging an adapter into its base on a small machine, from disk to disk, and proving the result."""
 
-from nbutils.merging.folder import is_quantized, model_fingerprint, open_base, read_weight
+from nbutils.merging.folder import is_quantized, open_base, read_weight, weights_fingerprint
 from nbutils.merging.merge import check, choose_folder, init_changes_base, merge_adapter, prove, size_gib
 
 __all__ = [
-    "check", "choose_folder", "init_changes_base", "is_quantized", "merge_adapter", "model_fingerprint", "open_base",
-    "prove", "read_weight", "size_gib",
+    "check", "choose_folder", "init_changes_base", "is_quantized", "merge_adapter", "open_base", "prove", "read_weight",
+    "size_gib", "weights_fingerprint",
 ]  # fmt: skip

@@ -187,7 +187,7 @@ def is_quantized(config: Mapping[str, Any]) -> bool:
     return any(config.get(key) for key in ("quantization_config", "compression_config", "quantization"))
 
 
-def model_fingerprint(model: ModelFolder) -> str:
+def weights_fingerprint(model: ModelFolder) -> str:
     """A checksum of the config, of every weight's name, dtype and shape, and of samples of every weight."""
     digest = hashlib.sha256(json.dumps(model.config, sort_keys=True).encode())
     for shard in sorted(model.shards):

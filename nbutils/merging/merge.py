@@ -116,7 +116,7 @@ def merge_adapter(
         content = "" if (stamp := files.stamp(one)) is not None else "".join(files.sha256(one / part) for part in parts)
         fingerprints.append(hashlib.sha256(content.encode()).hexdigest()[:16] if content else stamp)
     about = {  # the same on every machine
-        "base": model.name, "base_mark": model_folder.model_fingerprint(model), "dtype": dtype, "onto": onto,
+        "base": model.name, "base_mark": model_folder.weights_fingerprint(model), "dtype": dtype, "onto": onto,
         "adapter": fingerprints[0] if len(fingerprints) == 1 else fingerprints,
     }  # fmt: skip
     if quantization and onto == "dequantized":
