@@ -73,7 +73,7 @@ class Train(Strict):
     optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
     packing: Auto | bool
     gradient_checkpointing: Literal["auto", "off", "on", "offload"]
-    shorten: bool
+    shorten: bool = Field(default=False, exclude=True)  # in profiles of former versions; ignored
     save_steps: Auto | Count
     keep_checkpoints: Count
     logging_steps: Count
@@ -171,9 +171,9 @@ def shown(value: Any) -> str:
 
 
 def keys(model: type[BaseModel] = Profile, above: str = "") -> list[str]:
-    """Every dotted name a profile has, in the order of the YAML."""
+    """Every dotted name a profile must have, in the order of the YAML."""
     listed: list[str] = []
-    for name, info in model.model_fields.items():
+    for name, info in ((name, info) for name, info in model.model_fields.items() if info.is_required()):
         group: Any = info.annotation
         nested = isinstance(group, type) and issubclass(group, BaseModel)
         listed += keys(group, f"{above}{name}.") if nested else [f"{above}{name}"]

@@ -173,7 +173,8 @@ def make_folder(folder: Path, purpose: str) -> Path:
     try:
         for place in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
             place.mkdir(mode=0o700, exist_ok=True)
-        tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-").close()
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
+            probe.write(bytes(4096))  # an empty file also fits on a full disk
     except OSError as problem:
         raise CourseError("files.not_writable", folder=folder, purpose=purpose, problem=problem.strerror) from problem
     return folder

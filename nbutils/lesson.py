@@ -26,7 +26,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from nbutils import checkpoints, display, distributed, hardware, install, platforms, profiles, record
 from nbutils.config import flat, settings_in, settings_text
 from nbutils.errors import CourseError
-from nbutils.files import NOTEBOOKS, make_folder
+from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
 from nbutils.record import RunFolder
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
@@ -75,6 +75,13 @@ class Lesson(record.LessonLike):
         if not self.run.has(stem):
             print(f"Lesson {stem} has not run in {self.run.path} yet: running it now with this profile.", flush=True)
             self.launch(stem)
+        if stem == "03_qlora":
+            trained = record.read(self.run.facts).get("lessons", {}).get(stem, {})
+            if not record.complete(trained):
+                raise CourseError("lesson.unfinished", step=trained["steps"], steps=trained["planned_steps"])
+            made, rows = stamp(self.run.adapter) or {}, read_object(self.run.data / "data_card.json").get("fingerprint")
+            if rows and made.get("fingerprint", {}).get("data", rows) != rows:
+                raise CourseError("lesson.other_rows", data=self.run.data)
 
     def launch(self, stem: str, processes: int = 1, threads: int = 0, keep: Path | None = None, **values: Any) -> None:
         """Run a lesson as a script of `processes` processes with this profile and model, here or in another folder."""
@@ -95,9 +102,12 @@ class Lesson(record.LessonLike):
             "model": self.model_name, "card": asdict(self.gpu) if self.gpu else None, "versions": record.versions(),
         }  # fmt: skip
         entry = {"seconds": round(time.monotonic() - self.started, 1), **facts}
+        outdated: tuple[str, ...] = ()
         if self.stem == "03_qlora":  # what the adapter was made with
             top["set"], entry["settings"] = self.resolved.set_values, flat(self.profile.model_dump())
-        whole = record.update(self.run.facts, top, self.stem, entry)
+            if entry.get("train_seconds") or (self.run.merged.is_dir() and not self.run.has("04_merge")):
+                outdated = ("04_merge", "05_serve", "08_export", "09_benchmark")  # of the adapter before
+        whole = record.update(self.run.facts, top, self.stem, entry, outdated)
         record.write_report(self.run.report, self.run.name, whole)
         print(f"Lesson {self.stem} done in {entry['seconds']:.0f} s. Facts: {self.run.facts}")
         text = ", ".join(f"{name} {text}" for name, text in record.readable(entry).items())
@@ -125,7 +135,6 @@ def deferred_shutdown() -> Iterator[None]:
 def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     """Start a lesson and print the platform, the profile, the model and where the run is kept."""
     started = time.monotonic()
-
     if not platforms.in_kernel():  # in a plain script a CourseError ends with its message alone
         sys.excepthook = lambda kind, problem, trace: (
             print(f"\n[FAIL] {problem}", file=sys.stderr)
@@ -142,8 +151,7 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     distributed.join()
     with distributed.main_first():
         install.ensure("train")
-        # The processes of lesson 06 try their own GPUs; a try here would take memory from them.
-        platform, folders, gpu = find_machine(values, try_gpu=stem != "06_scale_out")
+        platform, folders, gpu = find_machine(values, try_gpu=stem != "06_scale_out")  # its processes try their own
         run, resolved = open_run(values, platform, folders, gpu)
     if stem == "03_qlora" and (line := distributed.hint(gpu.count if gpu else 0)):
         print(line)
@@ -208,6 +216,8 @@ def find_machine(
     profile, model = values.get("PROFILE", "auto"), values.get("MODEL", "")
     is_tiny = profiles.is_tiny(model or ("tiny" if profile == "auto" else profiles.load(profile).model))
     platform, gpu = platforms.detect(), hardware.gpu()
+    if gpu is None:  # nothing is compiled for a CPU, and bitsandbytes would import torch's compiler: two seconds
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     print(f"platform  {platform.name} ({platform.evidence})")
     for line in platforms.prepare_network(platform, probe=gpu is not None or not is_tiny):
         print(line)
@@ -271,15 +281,18 @@ def open_run(
         profile, model, gpu=gpu, platform=platform, online=platforms.hub_online, overrides=overrides
     )
     if continued:
-        first = {key: replace(resolved.choices[key], reason="this run began with it") for key in ("profile", "model")}
+        began = {key: earlier.get("reasons", {}).get(key, "this run began with it") for key in ("profile", "model")}
+        first = {key: replace(resolved.choices[key], reason=str(reason)) for key, reason in began.items()}
         resolved = replace(resolved, choices=resolved.choices | first)
     run = folder_of(resolved.name)
     resolved = replace(resolved, set_values=set_of(run))
     make_folder(run.path, "this run")
-    top: dict[str, Any] = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}
     trained = any(any(store.glob("checkpoint-*.json")) for store in checkpoints.stores(folders, run.name))
-    if not trained or resume == "never":  # else the kept checkpoints have another SET, until lesson 03 continues them
-        top["set"] = resolved.set_values
+    top: dict[str, Any] = {}
+    if not trained or resume == "never" or not run.facts.exists():  # else lesson 03 may refuse to continue with these
+        top = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}
+        reasons = {key: resolved.choices[key].reason for key in ("profile", "model")}
+        top |= {"set": resolved.set_values, "reasons": reasons}
     record.begin(run.facts, top, unnamed)  # an invalid facts.json is an error now, not after the training
     return run, resolved
 

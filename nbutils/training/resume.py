@@ -26,7 +26,7 @@ SAMPLES, SAMPLE_BYTES = 64, 2**16  # blocks hashed of a weights file: a moment e
 # Of `train:` in a profile, what may change when a run is resumed. The batch may not.
 MAY_CHANGE = {
     "epochs", "max_steps", "save_steps", "keep_checkpoints", "logging_steps", "micro_batch", "gradient_checkpointing",
-    "shorten", "validation_rows", "keep_best", "early_stopping",
+    "validation_rows", "keep_best", "early_stopping",
 }  # fmt: skip
 ANEW = "Started over, or at a chosen step: only what is here counts.\n"
 OOM_FILE = "memory.json"  # in the run folder: what `oom` changed

@@ -223,7 +223,7 @@ class CourseCallback(TrainerCallback):
         self.validation.trainer, self.validation.rows = trainer, trainer.eval_dataset or ()
         keep, keep_last = self.lesson.run.checkpoints, self.lesson.profile.train.keep_checkpoints
         trainable = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
-        gib = (trainable * 12 + 64 * 2**20) / files.GIB  # weights, two optimizer states, 64 MiB for the rest
+        gib = self.checkpoint_gib = (trainable * 12 + 64 * 2**20) / files.GIB  # weights, two optimizer states, the rest
         require_disk(Path(trainer.args.output_dir), 3 * gib, "writing checkpoints")
         missing = keep_last + 1 - len(checkpoints.look(keep)[0])
         require_disk(keep, max(missing, 1) * gib, "keeping checkpoints")
@@ -347,9 +347,14 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         started = monotonic()
         if checkpoint is None or validation.steps_left(checkpoint):
             if distributed.is_main() and files.stamp(lesson.run.adapter):  # of a shorter or another training
-                shutil.rmtree(lesson.run.adapter)
-            with first_signals(callback.time.ask_to_end):
-                oom.train(trainer, lesson, checkpoint)
+                shutil.rmtree(lesson.run.former_adapter, ignore_errors=True)
+                lesson.run.adapter.rename(lesson.run.former_adapter)  # until this training has saved its own
+            try:
+                with first_signals(callback.time.ask_to_end):
+                    oom.train(trainer, lesson, checkpoint)
+            except Exception:  # of a full disk, libraries say many things
+                require_disk(Path(trainer.args.output_dir), callback.checkpoint_gib, "writing checkpoints")
+                raise
         else:
             validation.load_finished(checkpoint, chosen=resume.isdecimal())
         callback.trained = monotonic() - started, checkpoints.step_of(checkpoint)
@@ -380,3 +385,4 @@ def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
         with files.complete_folder(callback.lesson.run.adapter, about) as folder:
             trainer.save_model(str(folder))
             tokenizer.save_pretrained(folder)
+    shutil.rmtree(callback.lesson.run.former_adapter, ignore_errors=True)
