@@ -150,7 +150,7 @@ def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
         yield Check("GPU", seen, "install a torch build for CUDA, or a newer driver if it is one already")
     elif gpu is None:
         todo = "" if platform.name == "local" else platform.entry.gpu_todo
-        yield Check("GPU", "none: lessons run on the CPU, which is enough for the bundled tiny model", todo)
+        yield Check("GPU", "none: lessons run on the CPU, which is enough for the profiles tiny and laptop", todo)
     else:
         yield Check("GPU", done.reason)
     yield Check("precision", "{0.value}: {0.reason}".format(hardware.precision(gpu)))

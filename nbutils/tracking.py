@@ -40,7 +40,7 @@ def begin(logs: Path, run: str) -> list[str]:
     wandb.finish()  # of an earlier run of this cell
     options: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", "finetune-course"), "name": run, "dir": logs}
     key, host = platforms.secret("WANDB_API_KEY"), os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    mode = "offline: no WANDB_API_KEY, WANDB_MODE says so, or no network"
+    mode = f"offline: {'WANDB_MODE says so, or no network' if key else 'no WANDB_API_KEY'}"
     if key and os.environ.get("WANDB_MODE", "online") == "online" and platforms.answers(host, seconds=5):
         os.environ["WANDB_API_KEY"] = key
         try:

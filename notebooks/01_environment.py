@@ -57,7 +57,7 @@ lesson = nbutils.start("01_environment", globals())
 # ## The GPU
 #
 # GPUs of compute capability 8.0 and newer can train in bfloat16. A T4 (7.5) trains in float16, even though
-# `torch.cuda.is_bf16_supported()` says yes there. Without a GPU the course trains a tiny model on the CPU, in float32.
+# `torch.cuda.is_bf16_supported()` says yes there. Without a GPU the course trains on the CPU, in float32.
 
 # %%
 import torch
@@ -67,7 +67,7 @@ if lesson.gpu:
     print(f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, capability {gpu.major}.{gpu.minor}")
     print("bfloat16:", "yes" if gpu.major >= 8 else "no, float16 instead")
 else:
-    print("No GPU found: the CPU trains the bundled tiny model.")
+    print("No GPU found: the CPU trains, in float32.")
 
 # %% [markdown]
 # ## The rest of the machine

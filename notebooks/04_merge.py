@@ -237,7 +237,7 @@ print(comparison.forgetting)
 #
 # Content is measured twice, by exact match and by ROUGE-L: the characters that two texts share in the same order, from 0 (none) to 1
 # (all). Where all answers look alike, even a perfect one is only a little closer to its own reference than to the others: by 0.2
-# in the bundled sample.
+# in the bundled sample, of which the base model already has half. The verdict shows what the tuning added.
 
 # %%
 print(comparison.verdict)

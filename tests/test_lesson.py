@@ -116,15 +116,21 @@ def test_a_run_keeps_its_profile_model_and_set_for_every_later_lesson(home: Path
     run, _ = opened({"SET": "lora.rank=8"})
     run.checkpoints.mkdir()  # a SET that does not fit what was trained is not remembered
     (run.checkpoints / "checkpoint-5.json").write_text("{}")
-    assert opened({"SET": "lora.rank=4"})[1].profile.lora.rank == 4  # and lesson 03 refuses it by its fingerprint
-    assert opened({"RUN_NAME": run.name})[1].profile.lora.rank == 8
+    other = {"SET": "lora.rank=4", "MODEL": str(shutil.copytree(files.TINY_MODEL, home / "other"))}
+    assert opened(other | {"RUN_NAME": "tiny"})[1].profile.lora.rank == 4  # and lesson 03 refuses it
+    resolved = opened({"RUN_NAME": run.name})[1]
+    assert (resolved.profile.lora.rank, resolved.called) == (8, "tiny") and "GPU" in resolved.choices["profile"].reason
 
 
 def test_begin_and_finish_write_the_facts(home: Path) -> None:
     started = lesson.begin("03_qlora", {"PROFILE": "auto", "SET": "train.max_steps=3"})
     assert started.model == str(files.TINY_MODEL) and started.model_name == "tiny"
-    started.finish(answer=42)
+    record.update(started.run.facts, {}, "04_merge", {"verdict": "helped"})
+    started.finish(answer=42)  # nothing was trained: what lesson 04 found is still true
+    assert record.read(home / "tiny/facts.json")["lessons"]["04_merge"]
+    started.finish(answer=42, train_seconds=3.0)
     facts = record.read(home / "tiny/facts.json")
+    assert "04_merge" not in facts["lessons"]
     assert {"platform", "profile", "card"} <= set(facts) and facts["set"] == {"train.max_steps": 3}
     assert facts["lessons"]["03_qlora"]["answer"] == 42
     assert facts["lessons"]["03_qlora"]["settings"]["train.max_steps"] == 3
@@ -139,10 +145,17 @@ def test_an_earlier_lesson_runs_with_the_same_profile_and_run(home: Path, monkey
     started.require("03_qlora")
     assert passed[0]["PROFILE"] == "tiny" and passed[0]["RUN_NAME"] == "demo"
     assert reading.settings_in(passed[0]["SET"]) == {"lora.target_modules": ["q_proj", "v_proj"], "lora.rank": 8}
-    with files.complete_folder(started.run.adapter, {}):
+    with files.complete_folder(started.run.adapter, {"fingerprint": {"data": "a"}}):
         pass
     started.require("03_qlora")
     assert len(passed) == 1, "it is there now"
+    record.update(started.run.facts, {}, "03_qlora", {"steps": 6, "planned_steps": 12})
+    with refused("lesson.unfinished", "MAX_STEPS = 6", step=6, steps=12):
+        started.require("03_qlora")
+    record.update(started.run.facts, {}, "03_qlora", {"steps": 12, "planned_steps": 12})
+    files.write_json(files.make_folder(started.run.data, "data") / "data_card.json", {"fingerprint": "b"})
+    with refused("lesson.other_rows"):
+        started.require("03_qlora")
 
 
 def begun(home: Path, name: str, profile: str, by_auto: bool = True, **trained: int) -> lesson.RunFolder:

@@ -719,7 +719,7 @@ def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(tm
     with refused("training.interrupted", step=7, steps=9):
         run.train(trainer, callback)
     signal.signal(signal.SIGINT, before)
-    assert not lesson.run.adapter.exists(), "it is of a shorter training"
+    assert not lesson.run.adapter.exists() and files.stamp(lesson.run.former_adapter), "it is of a shorter training"
     longer = run.train(*start(9))
     assert (longer.facts()["steps"], longer.first_step) == (9, 7)
     next(weight for weight in longer.trainer.model.parameters() if weight.requires_grad).data.add_(1)

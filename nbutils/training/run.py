@@ -232,7 +232,7 @@ class CourseCallback(TrainerCallback):
         patched = model.patch_lora_kernels(trainer, fused=self.lesson.profile.machine.liger == "on")
         self.fingerprint = resuming.run_fingerprint(self.lesson, trainer.args.seed)
         self.kinds, self.checksums = model.weight_kinds(trainer.model), model.weight_checksums(trainer.model)
-        return f"{self.dataset.report.trained:,} trained tokens, as the contract counted; {patched}"
+        return f"{self.dataset.report.trained:,} tokens to learn from; {patched}"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.validation.on_train_begin(args, state, control)
