@@ -68,12 +68,10 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     from nbutils import compare
 
     found = compare.of_names(runs)
+    _print_json({"differing": compare.differing(found), "runs": found}) if as_json else compare.show(found)
     if out:
         compare.plot(found, out / "compare.png")
-    if as_json:
-        _print_json({"differing": compare.differing(found), "runs": found})
-    else:
-        compare.show(found)
+        click.echo(f"The loss curves: {out / 'compare.png'}", err=as_json)
 
 
 @app.command("doctor")
@@ -132,17 +130,18 @@ def data() -> None:
 @click.option("--rejected", type=FILE, help="Write the rejected rows with their reasons here.")
 @json_option
 def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **options: Any) -> None:
-    """Read, check and deduplicate FILES: files, folders or hub datasets. Bad rows are reported, and never stop it."""
+    """Read, check and deduplicate FILES (files, folders, hub datasets). Exit status 1 only if no row can be used."""
     from nbutils.data import build
 
     try:
-        report = build.check(files, repair=not no_repair, **options)
+        found = build.check(files, repair=not no_repair, **options)
     except CourseError as error:
         if not as_json:
             raise
         _print_json({"error": {"seen": error.seen, "allowed": error.allowed, "todo": error.todo}})
         sys.exit(1)
-    _print_json(report.data) if as_json else print(report.text())
+    _print_json(found) if as_json else print(build.report_text(found))
+    sys.exit(int(not found["accepted"]))
 
 
 @app.command("plan")

@@ -17,7 +17,7 @@ from nbutils.record import RunFolder
 
 Runs = dict[str, dict[str, Any]]  # by name, as `load` gives them
 Facts = Mapping[str, Any] | None  # of a lesson, before they are recorded
-MOST, LONGEST = 4, 40  # runs that lesson 04 shows, characters of a setting
+MOST, LONGEST = 4, 40  # runs that lesson 03 shows, characters of a setting
 MEASURES = {
     "examples": ("examples", ","), "steps": ("steps", ","), "answer tokens in the data": ("trained_tokens", ","),
     "seconds": ("train_seconds", ",.0f"), "last train loss": ("final_loss", ".4f"),
@@ -96,18 +96,21 @@ def show(runs: Runs) -> None:
     names = [name for name in texts if any(column[name] for column in columns.values())]
     table = [{"": name} | {label: column[name] or "-" for label, column in columns.items()} for name in names]
     display.show_table(table, "Runs side by side", display.aligned(table))
+    if len({run["trained"].get("data_fingerprint") for run in runs.values()} - {None}) > 1:
+        print("Not all of these runs were trained on the same data: their losses do not compare.")
     if platforms.in_kernel():
         plot(runs)
 
 
 def beside(run: RunFolder, evaluation: Facts = None, trained: Facts = None) -> Runs:
-    """Show this run, with the facts it is about to record, and the newest others that were trained to their end."""
+    """Show this run, with the facts it is about to record, and finished others: those of its model and data first."""
     others = sorted(run.path.parent.glob("*/facts.json"), key=lambda place: place.stat().st_mtime, reverse=True)
     found = {run.name: load(run.path, evaluation, trained)}
     for folder in (place.parent for place in others if place != run.facts):
         with suppress(CourseError, ValueError):  # a damaged record is reported where its own run is opened
             one = load(folder)
             found |= {folder.name: one} if one["trained"] and record.complete(one["trained"]) else {}
-    shown = dict(list(found.items())[:MOST])
+    kinds = {name: [one["settings"].get(key) for key in ("model", "data")] for name, one in found.items()}
+    shown = {name: found[name] for name in sorted(found, key=lambda name: kinds[name] != kinds[run.name])[:MOST]}
     show(shown)
     return shown

@@ -58,12 +58,12 @@ class Lesson(record.LessonLike):
         self.device: int | str = distributed.rank() if self.gpu else "cpu"
         self.scratch = self.folders.scratch / self.run.name  # on the fast disk that may vanish
 
-    def with_recipe(self, lengths: Sequence[int]) -> Lesson:
-        """The same lesson with the recipe that fits examples of these lengths (in tokens)."""
+    def with_recipe(self, lengths: Sequence[int], held_out: int = 0) -> Lesson:
+        """The same lesson with the recipe for examples of these lengths (in tokens), `held_out` rows beside them."""
         from transformers.utils import cached_file
 
         cached_file(self.model, "config.json")  # of a hub model: its size decides learning rate and method
-        rows = profiles.Rows.of(lengths)
+        rows = profiles.Rows.of(lengths, held_out)
         fitted = replace(self, resolved=profiles.fit(self.resolved, rows))
         print(f"recipe    {profiles.schedule(fitted.profile.train, rows)}")
         if warning := profiles.few_steps(fitted.profile.train, self.resolved.given.train, rows):

@@ -92,12 +92,11 @@ class ServedModel:
         columns = {"lesson 04": self.stored or [], "server": served}
         texts = {name: [answer.text for answer in answers] for name, answers in columns.items() if answers}
         numbers = {
-            "folder": str(self.folder),
-            "rows_left_out": evaluator.left_out,
+            "folder": str(self.folder), "rows_left_out": evaluator.left_out,
             "identical_answers": {"count": identical, "total": total},
             "identical_prompts": {"count": prompts, "total": total},
             "exact_match": evaluation.exact_match(texts.get("server", []), evaluator.references),
-        }
+        }  # fmt: skip
         table = evaluation.before_after_table(self.questions, evaluator.references, texts, rows=len(served))
         return ServerComparison(text, numbers, table)
 

@@ -36,10 +36,11 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `DATA` is a file (`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, also as `.gz` or `.zst`), a folder of them, or a hub dataset
-# (`owner/name`); empty means the bundled sample. `EVAL_DATA` names a separate evaluation set; if it is empty,
-# a tenth of `DATA` is held out, unless `DATA` has an eval, test or valid file of its own, as the bundled sample has (120 rows).
-# `COLUMNS` is for your own column names: `"user=title+body, assistant=reply"`. Use another `RUN_NAME` for other data.
+# `DATA` is a file (`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, also as `.gz` or `.zst`), a folder of them, with its subfolders,
+# or a hub dataset (`owner/name`); empty means the bundled sample. `EVAL_DATA` names a separate evaluation set; if it is empty,
+# about a tenth of `DATA` is held out, and at least one row (of a small file that is more than a tenth), unless `DATA` has an eval,
+# test or valid file or folder of its own, as the bundled sample has (120 rows). `COLUMNS` is for your own column names, the same
+# in all files: `"user=title+body, assistant=reply"`. Use another `RUN_NAME` for other data.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"

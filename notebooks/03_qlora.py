@@ -101,7 +101,7 @@ print(dataset)
 # %%
 from nbutils import display, plan
 
-lesson = lesson.with_recipe(dataset.lengths)
+lesson = lesson.with_recipe(dataset.lengths, len(eval_rows))
 profile = lesson.profile
 most = ("method", "machine", "lora.rank", "train.max_length", "train.batch", "train.micro_batch", "train.epochs",
         "train.max_steps", "train.learning_rate", "train.packing")

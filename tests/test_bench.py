@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import os
 import shutil
 import signal
 import threading
@@ -312,13 +313,14 @@ def cells(text: str, row: str) -> list[str]:
 def test_settings_that_differ_and_what_came_of_them_are_shown(home: Path, tmp_path: Path) -> None:
     a_run(home, "one")
     a_run(home, "two", 100, **{"lora.rank": 64, "data": "other"})
-    text = invoke("compare", "one", str(home / "two")).output
+    text = invoke("compare", "one", str(home / "two"), "--out", str(tmp_path / "out")).output
+    assert f"{tmp_path / 'out/compare.png'}\n" in text and "their losses do not compare" in text
     assert cells(text, "lora.rank") == ["16", "64"] and cells(text, "data") == ["450a6a355ac5", "other"]
     assert "lora.alpha" not in text and "profile" not in text and "about" not in text
     assert cells(text, "steps") == ["200", "100"] and cells(text, "best step") == ["100", "50"]
     assert cells(text, "merged: exact match") == ["91.2% [85.0%, 95.0%]"] * 2
     assert cells(text, "cost") == ["¥1.25"] * 2 and cells(text, "verdict") == ["helped"] * 2
-    whole = json.loads(invoke("compare", "one", "two", "--json", "--out", str(tmp_path / "out")).output)
+    whole = json.loads(invoke("compare", "one", "two", "--json", "--out", str(tmp_path / "out")).stdout)
     assert whole["differing"] == ["data", "lora.rank"] and whole["runs"]["two"]["settings"]["lora.rank"] == 64
     one = whole["runs"]["one"]
     assert one["trained"]["validation_loss"]["best"] == 0.3 and one["scores"]["exact_match"] == ESTIMATE
@@ -346,10 +348,14 @@ def test_what_a_run_lacks_is_a_dash_and_said(home: Path, capsys: Any) -> None:
     files.write_json(begun.facts, {"profile": "tiny", "lessons": {}})
     text = invoke("compare", "one", "older", "begun").output
     assert cells(text, "validation loss, best") == ["0.3000", "-", "-"] and cells(text, "steps") == ["200", "200", "-"]
-    assert "lora.rank" not in text, "one run alone differs from nothing"
+    assert "lora.rank" not in text and "do not compare" not in text, "one run alone differs from nothing"
     assert compare.load(older.path)["history"] == []
     compare.beside(mine, EVALUATION)  # lesson 04: finished runs only
     assert "begun" not in (said := capsys.readouterr().out) and cells(said, "verdict") == ["helped"] * 2
     older.facts.write_text("{")
     compare.beside(mine, EVALUATION)  # a damaged record of another run
     assert cells(capsys.readouterr().out, "verdict") == ["helped"]
+    runs = [a_run(home, name) for name in ("slow", "fast")] + [a_run(home, str(n), data="other") for n in range(4)]
+    for age, one in enumerate((*runs, mine)):
+        os.utime(one.facts, (age, age))
+    assert list(compare.beside(mine)) == ["one", "fast", "slow", "3"], "first those of the same data, then the newest"

@@ -31,13 +31,14 @@ from nbutils.files import SAMPLES
 
 _M = "messages"
 BROKEN = {  # line of broken_rows.jsonl -> (kind, field)
-    2: ("malformed_json", "character 113"), 3: ("malformed_json", "character 2"), 4: ("wrong_type", "-"),
-    5: ("unknown_columns", "-"), 6: ("missing_field", "output"), 7: ("empty", "answer"), 8: ("wrong_type", "答案"),
-    9: ("empty", f"{_M}[1].content"), 10: ("wrong_type", _M), 11: ("missing_field", f"{_M}[0].content"),
-    12: ("unknown_role", "conversations[0].from"), 13: ("role_order", f"{_M}[0]"), 14: ("role_order", f"{_M}[1]"),
-    15: ("no_assistant", f"{_M}[0]"), 16: ("role_order", f"{_M}[2]"), 17: ("template_marker", "prompt"),
-    18: ("template_marker", "answer"), 19: ("control_character", "answer"), 20: ("mojibake", "答案"),
-    21: ("ambiguous_columns", "instruction, output, question, answer"), 22: ("unknown_columns", "-"),
+    2: ("malformed_json", "character 113"), 3: ("malformed_json", "character 2"), 4: ("wrong_type", "the row"),
+    5: ("unknown_columns", "the columns"), 6: ("missing_field", "output"), 7: ("empty", "answer"),
+    8: ("wrong_type", "答案"), 9: ("empty", f"{_M}[1].content"), 10: ("wrong_type", _M),
+    11: ("missing_field", f"{_M}[0].content"), 12: ("unknown_role", "conversations[0].from"),
+    13: ("role_order", f"{_M}[0]"), 14: ("role_order", f"{_M}[1]"), 15: ("no_assistant", f"{_M}[0]"),
+    16: ("role_order", f"{_M}[2]"), 17: ("template_marker", "prompt"), 18: ("template_marker", "answer"),
+    19: ("control_character", "answer"), 20: ("mojibake", "答案"),
+    21: ("ambiguous_columns", "instruction, output, question, answer"), 22: ("unknown_columns", "the columns"),
     23: ("mojibake", "answer"), 24: ("role_order", f"{_M}[1]"), 25: ("wrong_type", f"{_M}[1].tool_calls[0]"),
     26: ("malformed_json", f"{_M}[1].tool_calls[0].arguments"), 27: ("unsupported_field", "images"),
 }  # fmt: skip
@@ -209,15 +210,9 @@ def test_a_mapping_joins_columns_and_ignores_the_rest() -> None:
     assert texts(chat(qa(1) | {"who": "c"}, "system=who"))[0] == "c"
     [problem] = data.problems_of(qa(1), "user=question, assistant=reply")
     assert (problem.kind, problem.field) == ("missing_field", "reply") and "question, answer" in problem.seen
-    no_sense = [
-        "question",
-        "user=",
-        "boss=a, assistant=b",
-        "user=a",
-        "user=a, user=b",
-        "messages=a, user=b, assistant=c",
-    ]
-    for text in no_sense:
+    assert "--columns) applies to all files" in problem.todo and "alone" in problem.todo
+    no_sense = ["question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b"]
+    for text in (*no_sense, "messages=a, user=b, assistant=c"):
         with refused("data.bad_mapping", mapping=text):
             data.parse_mapping(text)
 
@@ -356,6 +351,8 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     ("a.csv", "question,answer\na\nb,c,d\ng,h\n", {2: "malformed_csv", 3: "malformed_csv", 4: ""}),
     ("a.csv", "question,answer,answer\na,b,c\n", {1: "malformed_csv"}),
     ("a.csv", 'question,answer\na,b\nc,"d\ne,f\n', {2: "", 3: "malformed_csv"}),
+    ("a.csv", "question,answer,,,\na,b,,,\n,,,,\nc,d, ,\ne,f,x,,\n,,\n", {2: "", 4: "", 5: "malformed_csv"}),
+    ("a.csv", ",question,,,answer\n0,a,,,b\n,c,,,d\n2,e,1,,f\n", {2: "", 3: "", 4: "malformed_csv"}),  # 0, 2: pandas
     ("a.csv", 'question,"answer\na,b\n', {1: "malformed_csv"}),
     ("a.jsonl.gz", file_of("lines.jsonl.gz", [qa(1)]) * 2 + bytes(99), {1: "", 2: ""}),
     ("a.jsonl.gz", file_of("lines.jsonl.gz", [qa(1)]) * 2 + b"more", {1: "", 2: "", 3: "damaged_file"}),
@@ -470,6 +467,9 @@ def test_sources_that_cannot_be_read_say_so(tmp_path: Path) -> None:
     for name, reason in {**reasons, "folder": "holds readme.txt", "pipe.jsonl": "is a special file"}.items():
         with refused("data.no_data_file", f"{tmp_path / name} {reason}", "CSV (UTF-8)"):
             data.prepare(str(tmp_path / name), tmp_path / "out")
+    (tmp_path / "renamed.csv").write_bytes(b"PK\3\4\r\rrows")
+    with refused("data.unusable", "begins with PK: it looks like an Excel workbook", "save it as CSV UTF-8"):
+        data.prepare(str(tmp_path / "renamed.csv"), tmp_path / "out")
 
 
 def test_a_hub_dataset_is_read_through_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -591,6 +591,11 @@ def test_files_are_held_out_by_their_names_and_files_of_one_name_are_told_apart(
     (tmp_path / "in/test-00000-of-00001.jsonl.gz").write_bytes(file_of("lines.jsonl.gz", [qa(20), qa(21), qa(3, "no")]))
     card = data.prepare(str(tmp_path / "in"), tmp_path / "out")
     assert (card.train, card.eval, card.reasons) == (9, 3, {"leak": 1})
+    for number, name in enumerate(("b/y", "a/x", "Test/x", "a/.old/x", ".git/x", "a/~$x")):
+        write(tmp_path / f"deep/{name}.jsonl", [qa(number)])
+    found, held_out = build.find_sources([str(tmp_path / "deep")], "")
+    assert [str(file.relative_to(tmp_path / "deep")) for file in found] == ["a/x.jsonl", "b/y.jsonl"]
+    assert held_out == [tmp_path / "deep/Test/x.jsonl"] and build.find_sources([str(held_out[0])], "") == (held_out, [])
     files = [write(tmp_path / "a/x.jsonl", [qa(1)]), write(tmp_path / "b/x.jsonl", [qa(1), qa(2, "")])]
     found = report(*files)
     assert list(found["files"].values()) == [1, 2]
@@ -672,12 +677,10 @@ def test_of_two_alike_the_held_out_row_stays(tmp_path: Path, asked: str, trained
 
 
 def test_a_source_that_is_mostly_broken_is_refused_and_its_rows_are_written(tmp_path: Path) -> None:
-    with refused("data.unusable", "line 4, -: wrong_type", rejected=27, rows=28):
+    with refused("data.unusable", "line 4, the row: wrong_type", rejected=27, rows=28):
         data.prepare(str(SAMPLES / "broken_rows.jsonl"), tmp_path / "out")
-    assert (
-        os.listdir(tmp_path / "out") == ["rejected.jsonl"]
-        and len(data.stored_rows(tmp_path / "out" / "rejected.jsonl")) == 27
-    )
+    assert os.listdir(tmp_path / "out") == ["rejected.jsonl"]
+    assert len(data.stored_rows(tmp_path / "out" / "rejected.jsonl")) == 27
     assert prepared(tmp_path / "copies", [qa(n) for n in range(20)] * 5).accepted == 20
     for rows in ([], [qa(1)]):
         with refused("data.few_rows", "at least 2", few=len(rows)):
@@ -803,8 +806,8 @@ def run(*words: str | Path) -> Result:
 def report(*words: str | Path) -> dict[str, Any]:
     """The JSON of a check whose counts add up."""
     result = run(*words, "--json")
-    assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
+    assert result.exit_code == int(not found["accepted"]), result.output
     assert found["rows"] == found["accepted"] + found["rejected"] == sum(found["files"].values())
     assert sum(found["reasons"].values()) == found["rejected"]
     return found
@@ -826,7 +829,7 @@ def test_a_check_counts_everything_and_writes_what_is_asked_for(tmp_path: Path, 
     assert card.train + card.eval == 62 and data.prepare(mixed, out) == card, "a lesson can go on with it"
     assert run(mixed, "--out", out).exit_code == 1, "prepared data is not overwritten"
     found = report(write(tmp_path / "a.jsonl", [{"text": "no columns"}]), "--out", tmp_path / "none")
-    assert "too few rows" in found["next"][0]
+    assert "none: rejected.jsonl (too few rows" in found["next"][0]
     assert os.listdir(tmp_path / "none") == ["rejected.jsonl"]
 
 
@@ -843,7 +846,7 @@ def test_bad_rows_never_stop_a_check_and_columns_are_asked_for_masked(tmp_path: 
     path = write(tmp_path / "a.jsonl", rows)
     found, shown = report(path), run(path).stdout
     assert (found["accepted"], found["columns"]) == (0, ["title", "mail", "reply", "138****5678"])
-    assert "COLUMNS = " in shown
+    assert "COLUMNS = " in shown and "No row can be used" in shown and "To train" not in shown
     assert not [text for text in (shown, json.dumps(found)) if "13812345678" in text or "a@b.cn" in text]
     assert report(path, "--columns", "user=title+mail, assistant=reply")["warnings"] == {"email": 9}
     assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]
@@ -880,6 +883,7 @@ def test_tokens_over_the_limit_are_counted_with_the_stop_tokens_they_cost(tmp_pa
     assert (lengths["rows"], lengths["over"], lengths["stop_lost"], lengths["max_length"]) == (20, 1, 1, 128)
     assert lengths["longest"] - 128 == lengths["tokens_cut"] > 200
     assert report(path, "--model", SAMPLES / "tiny_base", "--max-length", "128")["lengths"] == lengths
+    assert f"lengths    rows 20, longest {lengths['longest']}\n" in run(path, "--model", "tiny").stdout, "no limit"
     tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
     with refused("chat.all_rows_too_long", 'SET = "train.max_length=1024"', fits=tokenizer.model_max_length):
         filter_by_length(tokenizer, [chat_row("?", "yes " * 2000)], 128)

@@ -397,6 +397,8 @@ def test_everyday_data_gets_enough_steps_and_no_step_is_too_large(lengths: list[
     validated = forecast.FORWARD * times * train.validation_rows
     assert validated <= max(0.05 * made.steps * made.examples_per_step, forecast.FORWARD * times * 4)
     learned = ("batch", "packing", "epochs", "learning_rate", "save_steps", "validation_rows")
+    few = profiles.fit(resolve("ampere_24gb", "", RTX), profiles.Rows.of(lengths, held_out=3)).profile.train
+    assert few.validation_rows == 3, "no more than are held out"
     other = fitted(lengths, H200).profile.train
     assert [getattr(train, key) for key in learned] == [getattr(other, key) for key in learned], "whatever the GPU"
 

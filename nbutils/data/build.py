@@ -15,7 +15,6 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -177,24 +176,18 @@ def describe(entry: dict[str, Any]) -> str:
     return f"{where}: {entry['kind']}, saw {entry['seen']}\n      -> {entry['todo']}"
 
 
-@dataclass(frozen=True)
-class Report:
-    """What `data check` found: `data` for programs, `text` for people."""
-
-    data: dict[str, Any]
-
-    def text(self) -> str:
-        """A short table, the first problems, what to do next."""
-        data = self.data
-        first = {problem["kind"]: problem for problem in reversed(data["problems"])}
-        names = ("files", "reasons", "warnings", "languages", "lengths")
-        lines = [
-            f"{'rows':<10} {data['rows']} = {data['accepted']} accepted + {data['rejected']} rejected",
-            *(f"{name:<10} {counts_text(data[name])}" for name in names if data[name]),
-            *(f"  {describe(first[kind])}" for kind in reversed(first)),
-            *(f"  {text}" for text in data["examples"]),
-        ]
-        return "\n".join([*lines, "", *data["next"]])
+def report_text(data: dict[str, Any]) -> str:
+    """What `data check` found, for people: a short table, the first problems, what to do next."""
+    tables = {name: data[name] for name in ("files", "reasons", "warnings", "languages", "lengths")}
+    if data["lengths"] and not data["lengths"]["max_length"]:  # nothing else is known without a limit
+        tables["lengths"] = {name: data["lengths"][name] for name in ("rows", "longest")}
+    first = {problem["kind"]: problem for problem in reversed(data["problems"])}
+    return "\n".join([
+        f"{'rows':<10} {data['rows']} = {data['accepted']} accepted + {data['rejected']} rejected",
+        *(f"{name:<10} {counts_text(counts)}" for name, counts in tables.items() if counts),
+        *(f"  {describe(first[kind])}" for kind in reversed(first)),
+        *(f"  {text}" for text in data["examples"]), "", *data["next"],
+    ])  # fmt: skip
 
 
 @distributed.main_first()
@@ -220,7 +213,7 @@ def prepare(
 def check(
     sources: Sequence[str], *, columns: str = "", near: float | None = None, repair: bool = True, model: str = "",
     max_length: int = 0, out: Path | None = None, rejected: Path | None = None,
-) -> Report:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """`data check`: the same pass; bad rows never stop it, and only `out` and `rejected` are written."""
     near = NEAR if near is None else near
     if max_length and not model:
@@ -252,12 +245,17 @@ def check(
                     build.publish(out, strict=False)
     unknown = [error.raw for error in build.first_errors if error.problems[0].kind == "unknown_columns"]
     todo = "To train on the accepted rows: lesson 02 with DATA set to the same file. All rejected rows: --rejected FILE"
-    return Report({
+    if not build.keys:
+        todo = "No row can be used. All rows with what is wrong with them: --rejected FILE"
+    if out:
+        few = "" if (out / CARD).exists() else " (too few rows can be used)"
+        todo = f"Written to {out}: {', '.join(sorted(os.listdir(out)))}{few}."
+    return {
         **build.facts(), "files": dict(build.files), "examples": build.first_warnings, "lengths": lengths,
         "problems": [entry for error in build.first_errors for entry in entries(error)],
         "columns": [shown(name) for name in unknown[0]] if unknown else [],
-        "next": [f"{out} holds {'the data' if (out / CARD).exists() else 'none: too few rows'}." if out else todo],
-    })  # fmt: skip
+        "next": [todo],
+    }  # fmt: skip
 
 
 def _mapping(columns: str) -> str:
@@ -265,7 +263,7 @@ def _mapping(columns: str) -> str:
 
 
 def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], list[Path]]:
-    """Training files and held-out files: those named so, or `eval`, `test` or `valid` files beside others."""
+    """Training files and held-out files: those named so, or files and folders called `eval`, `test` or `valid`."""
     files = list(dict.fromkeys(file for source in sources for file in find_files(source))) or [SAMPLES / TRAIN]
     if eval_source:
         held_out = find_files(eval_source)
@@ -274,10 +272,12 @@ def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], 
         return files, held_out
     if not sources:
         return files, [SAMPLES / EVAL]
-    held_out = []
-    for file in files:  # test.jsonl.gz, test-00000-of-00001.parquet, the my_set-test.arrow of a hub dataset
-        name = re.sub(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?$", "", file.name.lower().partition(".")[0])
-        if (name.rpartition("-")[2] if format_of(file) == ".arrow" else name) in EVAL_NAMES:
+    shared, held_out = os.path.commonpath([file.absolute().parent for file in files]), []
+    for file in files:  # test.jsonl.gz, test-00000-of-00001.parquet, test/0.csv, the my_set-test.arrow of a hub dataset
+        *folders, name = file.absolute().relative_to(shared).parts
+        name = re.sub(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?$", "", name.lower().partition(".")[0])
+        name = name.rpartition("-")[2] if format_of(file) == ".arrow" else name
+        if not {name, *map(str.lower, folders)}.isdisjoint(EVAL_NAMES):
             held_out.append(file)
     return ([file for file in files if file not in held_out], held_out) if len(held_out) < len(files) else (files, [])
 
@@ -356,10 +356,10 @@ class Build:
         stored = {"messages": row.messages, "tools": row.tools} if row.tools else {"messages": row.messages}
         if not side and prompt in self.eval_prompts:
             seen = f"asks what {self._place(self.eval_prompts[prompt])} asks"
-            self._reject(row.line, stored, (Problem("leak", "-", seen, "train on questions eval does not ask"),))
+            self._reject(row.line, stored, (Problem("leak", "the row", seen, "train on questions eval does not ask"),))
         elif key in self.seen:
             seen = f"the same as {self._place(self.seen[key])}"
-            self._reject(row.line, stored, (Problem("duplicate", "-", seen, "nothing: one copy is kept"),))
+            self._reject(row.line, stored, (Problem("duplicate", "the row", seen, "nothing: one copy is kept"),))
         else:
             if side and not self.split_here:
                 self.eval_prompts[prompt] = len(self.keys)
@@ -426,7 +426,7 @@ class Build:
                 self.kinds.pop(number, None)
                 leak = not self.split_here and self.held_out[kept] > self.held_out[number]
                 seen, todo = f"nearly the same as {self._place(kept)}", "nothing: one of them is kept"
-                problem = Problem("near_leak" if leak else "near_duplicate", "-", seen, todo)
+                problem = Problem("near_leak" if leak else "near_duplicate", "the row", seen, todo)
                 self._reject(self.line[number], read(number), (problem,), self.names[self.file[number]])
         return stays
 

@@ -51,7 +51,7 @@ def read_rows(path: Path | str) -> Iterator[Row | RowError]:
             if getattr(problem, "errno", None):  # the disk, not the file
                 raise
             seen = f"the file is damaged or cut short: {str(problem).partition(chr(10))[0]}"
-            yield _error(file, line + 1, None, "damaged_file", "-", seen, "copy or download the file again")
+            yield _error(file, line + 1, None, "damaged_file", "the file", seen, "copy or download the file again")
 
 
 def _error(file: Path, line: int, raw: Any, *problem: str) -> RowError:
@@ -89,9 +89,10 @@ def find_files(source: str) -> list[Path]:
             raise CourseError("data.dataset_unavailable", repo=name["repo"], reason=reason) from problem
     if not path.exists():
         raise CourseError("data.no_data_file", path=path.absolute(), reason="does not exist")
-    files = sorted(file for file in path.iterdir() if file.name[0] != ".") if path.is_dir() else [path]
-    if not (found := [file for file in files if file.is_file() and format_of(file)]):
-        held = ", ".join(file.name for file in files[:8]) or "no data file"
+    below = sorted(file.relative_to(path) for file in path.rglob("*")) if path.is_dir() else [Path()]
+    names = [name for name in below if not any(part.startswith((".", "~$")) for part in name.parts)]  # ~$: Excel's lock
+    if not (found := [path / name for name in names if (path / name).is_file() and format_of(path / name)]):
+        held = ", ".join(map(str, names[:8])) or "no data file"
         kind = f"is a {(path.is_file() and path.suffix) or 'special'} file, which the course does not read"
         raise CourseError("data.no_data_file", path=path, reason=f"holds {held}" if path.is_dir() else kind)
     return found
@@ -132,7 +133,7 @@ def _json_lines(file: Path) -> Iterator[Row | RowError]:
         gbk = is_gbk(raw.peek(HEAD)[:HEAD])  # type: ignore[attr-defined]
         for number, line in enumerate(_lines(raw), start=1):
             if len(line) > LONGEST_LINE:
-                yield _error(file, number, None, "long_line", "-", f"more than {LONGEST_LINE >> 20} MiB", "split it")
+                yield _error(file, number, None, "long_line", "the line", f"over {LONGEST_LINE >> 20} MiB", "split it")
                 continue
             try:
                 yield Row(file.name, number, orjson.loads(line))
@@ -182,23 +183,34 @@ def _table(file: Path) -> Iterator[Row | RowError]:
         gbk = is_gbk(raw.peek(HEAD)[:HEAD])  # type: ignore[attr-defined]
         lines = (decode(line, gbk)[0] for line in _lines(raw))
         first = next(lines, "")
+        if first.startswith("PK\3\4"):  # a zip archive, as .xlsx files are
+            seen = "it begins with PK: it looks like an Excel workbook, whatever its name"
+            yield _error(file, 1, None, "malformed_csv", "the file", seen, "open it in Excel and save it as CSV UTF-8")
+            return
         delimiter = "\t" if format_of(file) == ".tsv" else next((sign for sign in ",;\t" if sign in first), ",")
         reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
         line = 1
         try:
             header = next(reader, [])
-            if len(set(header)) < len(header):
+            names = [name for name in header if name.strip()]
+            if len(set(names)) < len(names):
                 raise csv.Error("a name is twice in the header")
+            width = header.index(names[-1]) + 1 if names else 0
             line = reader.line_num + 1
             for values in reader:
-                if len(values) == len(header):
-                    yield Row(file.name, line, dict(zip(header, values, strict=True)), GBK if gbk else "")
-                elif values:
-                    seen = f"{len(values)} values for {len(header)} columns: {excerpt(','.join(values), 0, 40)}"
-                    yield _error(file, line, values, "malformed_csv", "-", seen, CSV_TODO)
+                if not any(map(str.strip, values[width:])):  # Excel goes on with empty columns after the last name
+                    values = values[:width]
+                row = [pair for pair in zip(header, values, strict=False) if any(map(str.strip, pair))]
+                if len(dict(row)) < len(row):
+                    raise csv.Error("two columns without a name hold values")
+                if len(values) == width and any(map(str.strip, values)):
+                    yield Row(file.name, line, dict(row), GBK if gbk else "")
+                elif any(map(str.strip, values)):
+                    seen = f"{len(values)} values for {width} columns: {excerpt(','.join(values), 0, 40)}"
+                    yield _error(file, line, values, "malformed_csv", "the line", seen, CSV_TODO)
                 line = reader.line_num + 1
         except csv.Error as problem:
-            yield _error(file, line, None, "malformed_csv", "-", f"{problem}; the rest is not read", CSV_TODO)
+            yield _error(file, line, None, "malformed_csv", "the line", f"{problem}; the rest is not read", CSV_TODO)
 
 
 def _arrow(file: Path) -> Iterator[Row]:

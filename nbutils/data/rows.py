@@ -34,6 +34,7 @@ PARTS = ("user", "assistant", "system", "reasoning", "messages", "tools", "histo
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 WIDE_SIGNS = str.maketrans("，；＝＋\n;", ",,=+,,")
 NAME_COLUMNS = 'name the columns: COLUMNS = "user=first+second, assistant=third" in lesson 02, or --columns "..."'
+OTHER_COLUMNS = "COLUMNS (or --columns) applies to all files: correct it, or check this file alone if it has others"
 ROLES = ("system", "user", "assistant", "tool")
 ALIASES = {
     "human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "developer": "system",
@@ -164,7 +165,7 @@ def layout_of(columns: tuple[str, ...], mapping: str = "") -> Parts | Problem:
     known, shown = {_normalized(name): name for name in reversed(columns)}, ", ".join(columns)
     named = parse_mapping(mapping)
     if absent := [name for names in named.values() for name in names if _normalized(name) not in known]:
-        return Problem("missing_field", ", ".join(absent), f"only {shown}", NAME_COLUMNS)
+        return Problem("missing_field", ", ".join(absent), f"only {shown}", OTHER_COLUMNS)
     named = {part: tuple(known[_normalized(name)] for name in names) for part, names in named.items()}
     if "user" in named or "messages" in named:
         return named
@@ -178,7 +179,7 @@ def layout_of(columns: tuple[str, ...], mapping: str = "") -> Parts | Problem:
         halves = [half for pair in PAIRS for half in (pair[:2], pair[1::-1]) if half[0] in known and len(half[0]) > 1]
         if halves:
             return Problem("missing_field", halves[0][1], f"only {shown}", f"add the column, or {NAME_COLUMNS}")
-        return Problem("unknown_columns", "-", shown or "no columns", NAME_COLUMNS)
+        return Problem("unknown_columns", "the columns", shown or "no columns", NAME_COLUMNS)
     parts = {part: tuple(known[name] for name in names if name in known)[:1] for part, names in OPTIONAL.items()}
     parts["media"] = tuple(known[name] for name in MEDIA if name in known)
     if lists:
@@ -229,7 +230,7 @@ def check_row(row: Row | RowError, mapping: str = "", repair: bool = True) -> Ch
         return RowError(row.file, row.line, row.raw, tuple(problems))
     trimmed = trimmed and all(warning.kind != "mojibake" for warning in warnings)
     if row.encoding:
-        warnings.add("encoding", "-", f"written in {row.encoding}", "it was converted: look whether it reads well")
+        warnings.add("encoding", "the row", f"written in {row.encoding}", "it was converted: look whether it is right")
     return ChatRow(row.file, row.line, messages, tools, trimmed, tuple(warnings))
 
 
@@ -241,7 +242,7 @@ def problems_of(raw: Any, mapping: str = "") -> list[Problem]:
 
 def _turns(raw: Any, mapping: str, problems: Problems) -> tuple[list[Turn], list[dict[str, Any]] | None]:
     if not isinstance(raw, dict):
-        problems.add("wrong_type", "-", short(raw), 'a row is an object: {"messages": [...]}')
+        problems.add("wrong_type", "the row", short(raw), 'a row is an object: {"messages": [...]}')
         return [], None
     parts = layout_of(tuple(raw), mapping)
     if isinstance(parts, Problem):
@@ -392,7 +393,7 @@ def _check_order(turns: list[Turn], problems: Problems) -> None:
     """system once and first, then user and assistant in turn, tools where they were called, the assistant last."""
     talk = turns[1:] if turns and turns[0].role == "system" else turns
     if all([turn.role != "assistant" for turn in talk]):
-        field = turns[-1].name if turns else "-"
+        field = turns[-1].name if turns else "the row"
         problems.add("no_assistant", field, ", ".join(turn.role for turn in turns), "add the answer to learn")
         return
     expected = FOLLOWS[""]

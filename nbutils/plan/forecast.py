@@ -83,11 +83,12 @@ class Rows:
     examples: int
     mean: float
     spread: float  # standard deviation of the lengths
+    held_out: int = 0  # rows for the validation; 0: unknown
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> Rows:
+    def of(cls, lengths: Sequence[int], held_out: int = 0) -> Rows:
         """Those of examples with these lengths in tokens."""
-        return cls(len(lengths), fmean(lengths), pstdev(lengths))
+        return cls(len(lengths), fmean(lengths), pstdev(lengths), held_out)
 
     def packed(self, max_length: int) -> int:
         """Rows they fill when packed to this length: nearly full ones, unless all are long or of one length."""
@@ -169,7 +170,7 @@ def choose(profile: Profile, rows: Rows | None, shape: Shape | None, processes: 
         each = schedule(apply(profile, found).train, rows).examples_per_step if rows else 0
         most = int(SHARE * steps * each / (FORWARD * times)) if rows else MOST_VALIDATED
         text = f"recipe: {times} validations, in about {SHARE:.0%} of the training time or less"
-        count = max(LEAST_VALIDATED, min(MOST_VALIDATED, most))
+        count = min(max(LEAST_VALIDATED, min(MOST_VALIDATED, most)), (rows and rows.held_out) or MOST_VALIDATED)
         found["train.validation_rows"] = Choice(count, text if rows else UNKNOWN_ROWS)
     return found
 

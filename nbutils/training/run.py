@@ -37,22 +37,16 @@ def bookkeeping(lesson: LessonLike, seed: int) -> dict[str, Any]:
     """The SFTConfig settings that are about this machine and this run, not about learning."""
     train = lesson.profile.train
     return {
-        "output_dir": str(lesson.scratch / "trainer"),
-        "seed": seed,
-        "data_seed": seed,
-        "use_cpu": lesson.gpu is None,
-        "dataloader_pin_memory": lesson.gpu is not None,
+        "output_dir": str(lesson.scratch / "trainer"), "run_name": lesson.run.name, "seed": seed, "data_seed": seed,
+        "use_cpu": lesson.gpu is None, "dataloader_pin_memory": lesson.gpu is not None,
         "ddp_find_unused_parameters": False,  # every adapter weight is used in every step
-        "save_strategy": "steps",
-        "save_steps": train.save_steps,
+        "save_strategy": "steps", "save_steps": train.save_steps, "logging_steps": train.logging_steps,
         "save_total_limit": 1,  # in scratch; the run folder keeps more
         "disable_tqdm": True,  # the callback shows progress
         "eval_packing": False,  # the callback validates rows as they are
-        "logging_steps": train.logging_steps,
         "logging_nan_inf_filter": False,  # it would hide a loss that is not a number
         "report_to": tracking.begin(lesson.scratch / lesson.run.logs.name, lesson.run.name),
-        "run_name": lesson.run.name,
-    }
+    }  # fmt: skip
 
 
 class TimeBudget:
@@ -287,29 +281,21 @@ class TrainingResult:
         last = validation[-1][1] if validation and math.isfinite(validation[-1][1]) else None
         best, early = best_of(validation), callback.validation.stopped_early(state.log_history)
         found: dict[str, Any] = {
-            "steps": state.global_step,
-            "planned_steps": state.global_step if early else state.max_steps,
-            "resumed_from_step": self.first_step,
-            "kept_step": self.kept_step,
-            "final_loss": round(losses[-1][1], 5) if losses else None,
+            "steps": state.global_step, "planned_steps": state.global_step if early else state.max_steps,
+            "resumed_from_step": self.first_step, "kept_step": self.kept_step,
+            "final_loss": round(losses[-1][1], 5) if losses else None, "best_step": best and best[0],
             "validation_loss": {"first": validation[0][1], "best": best[1], "last": last} if best else None,
-            "best_step": best and best[0],
-            "weights": callback.kinds,
-            "adapter_moved": self.changed[0],
-            "base_moved": self.changed[1],
-            "data_fingerprint": callback.fingerprint["data"],
-            "oom_rungs": oom.oom_changes(lesson),
+            "weights": callback.kinds, "adapter_moved": self.changed[0], "base_moved": self.changed[1],
+            "data_fingerprint": callback.fingerprint["data"], "oom_rungs": oom.oom_changes(lesson),
             "settings": flat(lesson.profile.model_dump()),
-        }
+        }  # fmt: skip
         log = [entry for entry in state.log_history if "num_tokens" in entry and entry["step"] > self.first_step]
         measured: dict[str, Any] = {
             "tokens_per_second": round(log[-1]["num_tokens"] / self.seconds, 1) if log else None,
-            "train_seconds": round(self.seconds, 1),
-            "skipped_steps": callback.live.skipped,
-            "processes": args.world_size,
+            "train_seconds": round(self.seconds, 1), "peak_memory_gib": round(self.peak_gib, 3),
+            "skipped_steps": callback.live.skipped, "processes": args.world_size,
             "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
-            "peak_memory_gib": round(self.peak_gib, 3),
-        }
+        }  # fmt: skip
         if cost := callback.live.cost(self.seconds):
             measured["cost"] = cost
         return (measured if log else dict.fromkeys((*measured, "cost"))) | found
