@@ -68,12 +68,10 @@ print("SAW", lesson.run.path, lesson.scratch)
 
 @pytest.mark.parametrize(
     ("machine", "run", "scratch"),
-    [
-        (simulate.autodl, "root/autodl-fs/runs/tiny", "root/autodl-tmp/scratch/tiny"),
-        (lambda folder: simulate.colab(folder, gpu=False), "content/runs/tiny", "content/scratch/tiny"),
-    ],
+    [(simulate.autodl, "root/autodl-fs/runs/tiny", "root/autodl-tmp/scratch/tiny"),
+     (lambda folder: simulate.colab(folder, gpu=False), "content/runs/tiny", "content/scratch/tiny")],
     ids=["autodl", "headless colab"],
-)
+)  # fmt: skip
 def test_a_run_is_kept_in_the_folder_that_lasts(machine: Any, run: str, scratch: str, tmp_path: Path) -> None:
     there: simulate.Machine = machine(tmp_path)
     there.env |= {"FAKE_DRIVE": "headless"}
