@@ -21,12 +21,16 @@ json_option = click.option("--json", "as_json", is_flag=True, help="The result a
 
 
 class CourseGroup(click.Group):
-    """Commands end a CourseError with its message and exit status 1, without a traceback."""
+    """Commands end a CourseError with its message and exit status 1, without a traceback; --json prints it too."""
 
     def invoke(self, context: click.Context) -> Any:
+        as_json = "--json" in context.args
         try:
             return super().invoke(context)
         except (CourseError, OSError) as error:
+            if as_json:
+                seen = {"seen": getattr(error, "seen", str(error))}
+                _print_json({"error": seen | {name: getattr(error, name, "") for name in ("allowed", "todo")}})
             print(f"\n[FAIL] {error}", file=sys.stderr)
             sys.exit(1)
 
@@ -133,13 +137,7 @@ def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **options: Any
     """Read, check and deduplicate FILES (files, folders, hub datasets). Exit status 1 only if no row can be used."""
     from nbutils.data import build
 
-    try:
-        found = build.check(files, repair=not no_repair, **options)
-    except CourseError as error:
-        if not as_json:
-            raise
-        _print_json({"error": {"seen": error.seen, "allowed": error.allowed, "todo": error.todo}})
-        sys.exit(1)
+    found = build.check(files, repair=not no_repair, **options)
     _print_json(found) if as_json else print(build.report_text(found))
     sys.exit(int(not found["accepted"]))
 

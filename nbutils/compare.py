@@ -16,7 +16,6 @@ from nbutils.files import read_json
 from nbutils.record import RunFolder
 
 Runs = dict[str, dict[str, Any]]  # by name, as `load` gives them
-Facts = Mapping[str, Any] | None  # of a lesson, before they are recorded
 MOST, LONGEST = 4, 40  # runs that lesson 03 shows, characters of a setting
 MEASURES = {
     "examples": ("examples", ","), "steps": ("steps", ","), "answer tokens in the data": ("trained_tokens", ","),
@@ -37,14 +36,13 @@ def of_names(names: Sequence[str]) -> Runs:
     return {name: load(folder) for name, folder in found.items()}
 
 
-def load(folder: Path, evaluation: Facts = None, trained: Facts = None) -> dict[str, Any]:
-    """What a run folder says of its run; `evaluation` and `trained` (of lesson 03) in place of what is there."""
+def load(folder: Path, trained: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a run folder says of its run; `trained`, the facts of lesson 03, in place of what is there."""
     run = RunFolder(folder)
     facts, history = record.read(run.facts), run.logs / "history.json"
     recorded, merged = (facts.get("lessons", {}).get(stem, {}) for stem in ("03_qlora", "04_merge"))
     trained = recorded | {name: value for name, value in (trained or {}).items() if value is not None}
-    outdated = run.merged.is_dir() and not run.has("04_merge")  # a merge of the adapter before
-    judged = evaluation or ({} if outdated else merged.get("evaluation", {}))
+    judged = {} if run.merge_is_outdated else merged.get("evaluation", {})
     settings = {name: one for name, one in (trained.get("settings") or {}).items() if name not in ("about", "model")}
     own = {name: facts.get(name) for name in ("profile", "model")} | {"data": str(trained.get("data_fingerprint"))[:12]}
     return {
@@ -102,10 +100,10 @@ def show(runs: Runs) -> None:
         plot(runs)
 
 
-def beside(run: RunFolder, evaluation: Facts = None, trained: Facts = None) -> Runs:
+def beside(run: RunFolder, trained: Mapping[str, Any] | None = None) -> Runs:
     """Show this run, with the facts it is about to record, and finished others: those of its model and data first."""
     others = sorted(run.path.parent.glob("*/facts.json"), key=lambda place: place.stat().st_mtime, reverse=True)
-    found = {run.name: load(run.path, evaluation, trained)}
+    found = {run.name: load(run.path, trained)}
     for folder in (place.parent for place in others if place != run.facts):
         with suppress(CourseError, ValueError):  # a damaged record is reported where its own run is opened
             one = load(folder)

@@ -173,7 +173,8 @@ def shown(value: Any) -> str:
 def keys(model: type[BaseModel] = Profile, above: str = "") -> list[str]:
     """Every dotted name a profile must have, in the order of the YAML."""
     listed: list[str] = []
-    for name, info in ((name, info) for name, info in model.model_fields.items() if info.is_required()):
+    required = {name: info for name, info in model.model_fields.items() if info.is_required()}
+    for name, info in required.items():
         group: Any = info.annotation
         nested = isinstance(group, type) and issubclass(group, BaseModel)
         listed += keys(group, f"{above}{name}.") if nested else [f"{above}{name}"]

@@ -31,6 +31,7 @@ from nbutils.record import RunFolder
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
 NOTICE, POWER_OFF = "NBUTILS_NOTICE", "NBUTILS_POWER_OFF"  # 1: after a lesson, or the course, has ended well
+OF_AN_ADAPTER = ("04_merge", "05_serve", "08_export", "09_benchmark")  # what they measure is of one adapter
 LAUNCHERS = ("05_serve", "06_scale_out", "09_benchmark")  # their processes may use every GPU
 OVERRIDES = {"MAX_STEPS": "train.max_steps", "SAVE_STEPS": "train.save_steps"}  # 0 leaves them to the profile
 LARGEST_ON_CPU = 1  # billions of parameters that a profile without a GPU begins to train
@@ -102,12 +103,10 @@ class Lesson(record.LessonLike):
             "model": self.model_name, "card": asdict(self.gpu) if self.gpu else None, "versions": record.versions(),
         }  # fmt: skip
         entry = {"seconds": round(time.monotonic() - self.started, 1), **facts}
-        outdated: tuple[str, ...] = ()
         if self.stem == "03_qlora":  # what the adapter was made with
             top["set"], entry["settings"] = self.resolved.set_values, flat(self.profile.model_dump())
-            if entry.get("train_seconds") or (self.run.merged.is_dir() and not self.run.has("04_merge")):
-                outdated = ("04_merge", "05_serve", "08_export", "09_benchmark")  # of the adapter before
-        whole = record.update(self.run.facts, top, self.stem, entry, outdated)
+        changed = self.stem == "03_qlora" and (entry.get("train_seconds") or self.run.merge_is_outdated)
+        whole = record.update(self.run.facts, top, self.stem, entry, OF_AN_ADAPTER if changed else ())
         record.write_report(self.run.report, self.run.name, whole)
         print(f"Lesson {self.stem} done in {entry['seconds']:.0f} s. Facts: {self.run.facts}")
         text = ", ".join(f"{name} {text}" for name, text in record.readable(entry).items())

@@ -24,6 +24,7 @@ PACKAGES = (
     "safetensors", "papermill", "wandb",
 )  # fmt: skip
 UNREAD = ("settings", "fingerprint", "data_fingerprint", "form", "merge")  # facts for programs, not for the report
+Facts = dict[str, Any]
 TYPES = {"model": str, "profile": str} | dict.fromkeys(("lessons", "set", "platform", "versions", "reasons"), dict)
 
 
@@ -46,6 +47,11 @@ class RunFolder:
         """The merged model: here, or where lesson 04 found room for it on this machine."""
         place = read_object(self.elsewhere).get("folder")
         return Path(place) if place and Path(place).parent.is_dir() else self.path / "merged"
+
+    @property
+    def merge_is_outdated(self) -> bool:
+        """Whether the merged model is of an earlier adapter."""
+        return self.merged.is_dir() and not self.has("04_merge")
 
     def has(self, stem: str) -> bool:
         """Whether that lesson's result is here and complete; a merge of an earlier adapter does not count."""
@@ -82,7 +88,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Facts:
     """The facts so far; empty if there are none, a CourseError if the file was not written by the course."""
     if not path.exists():
         return {}
@@ -96,20 +102,18 @@ def read(path: Path) -> dict[str, Any]:
         raise CourseError("record.invalid", file=path, problem=problem) from problem
 
 
-def begin(path: Path, top: dict[str, Any], by_auto: bool) -> None:
+def begin(path: Path, top: Facts, by_auto: bool) -> None:
     """Note what a run started with; whether `auto` chose all of it stays as it was."""
     _write(path, {"by_auto": by_auto, "lessons": {}} | read(path) | top)
 
 
-def complete(trained: dict[str, Any]) -> bool:
+def complete(trained: Facts) -> bool:
     """Whether the facts of lesson 03 are of a training that reached its planned steps."""
     return bool(trained.get("steps", 0) >= trained.get("planned_steps", 0))
 
 
-def update(
-    path: Path, top: dict[str, Any], lesson: str, facts: dict[str, Any], outdated: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Merge `top` and one lesson's facts into the record; None keeps what an earlier run measured."""
+def update(path: Path, top: Facts, lesson: str, facts: Facts, outdated: Sequence[str] = ()) -> Facts:
+    """Merge `top` and one lesson's facts into the record, without `outdated` lessons; None keeps what was measured."""
     record = read(path) | top
     earlier = record.get("lessons", {}).get(lesson, {})
     entry = {name: earlier.get(name) if value is None else value for name, value in facts.items()}
@@ -118,9 +122,9 @@ def update(
     return _write(path, record)
 
 
-def _write(path: Path, record: dict[str, Any]) -> dict[str, Any]:
+def _write(path: Path, record: Facts) -> Facts:
     plain = json.loads(json.dumps(record, default=str), parse_constant=lambda name: None)  # NaN is not JSON
-    masked: dict[str, Any] = _masked(plain)
+    masked: Facts = _masked(plain)
     write_json(path, masked)
     return masked
 
@@ -135,13 +139,13 @@ def _masked(value: Any) -> Any:
     return mask_secrets(value) if isinstance(value, str) else value
 
 
-def readable(entry: dict[str, Any]) -> dict[str, str]:
+def readable(entry: Facts) -> dict[str, str]:
     """Facts for people, each in a line; what is empty or for programs alone is left out."""
     texts = {name: _line(value) for name, value in entry.items() if name not in UNREAD}
     return {name.replace("_", " ").replace("gib", "GiB"): text for name, text in texts.items() if text}
 
 
-def write_report(path: Path, run: str, facts: dict[str, Any]) -> None:
+def write_report(path: Path, run: str, facts: Facts) -> None:
     """Write report.md, the facts of a run for people."""
     platform, gpu = facts.get("platform", {}), facts.get("card")
     lines = [

@@ -200,12 +200,13 @@ def _table(file: Path) -> Iterator[Row | RowError]:
             for values in reader:
                 if not any(map(str.strip, values[width:])):  # Excel goes on with empty columns after the last name
                     values = values[:width]
-                row = [pair for pair in zip(header, values, strict=False) if any(map(str.strip, pair))]
-                if len(dict(row)) < len(row):
-                    raise csv.Error("two columns without a name hold values")
-                if len(values) == width and any(map(str.strip, values)):
+                filled = any(map(str.strip, values))
+                if filled and len(values) == width:
+                    row = [pair for pair in zip(header, values, strict=False) if any(map(str.strip, pair))]
+                    if len(dict(row)) < len(row):
+                        raise csv.Error("two columns without a name hold values")
                     yield Row(file.name, line, dict(row), GBK if gbk else "")
-                elif any(map(str.strip, values)):
+                elif filled:
                     seen = f"{len(values)} values for {width} columns: {excerpt(','.join(values), 0, 40)}"
                     yield _error(file, line, values, "malformed_csv", "the line", seen, CSV_TODO)
                 line = reader.line_num + 1

@@ -19,7 +19,7 @@ from peft import set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
-from nbutils import chat, checkpoints, display, distributed, files, hardware, platforms, tracking
+from nbutils import chat, checkpoints, display, distributed, files, hardware, platforms, record, tracking
 from nbutils.config import flat
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
@@ -371,4 +371,5 @@ def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
         with files.complete_folder(callback.lesson.run.adapter, about) as folder:
             trainer.save_model(str(folder))
             tokenizer.save_pretrained(folder)
-    shutil.rmtree(callback.lesson.run.former_adapter, ignore_errors=True)
+    if record.complete(result.facts()):  # else the former one may be the better
+        shutil.rmtree(callback.lesson.run.former_adapter, ignore_errors=True)
