@@ -1,4 +1,4 @@
-"""Derives what is derived: notebooks/*.ipynb from *.py, the setup cell of every lesson, the README's badges.
+"""Derives what is derived: notebooks/*.ipynb from *.py, setup cells, the code of notebooks/zh, the README's badges.
 
     python .ci/sync.py            write it
     python .ci/sync.py --check    exit 1 if anything would change
@@ -8,6 +8,8 @@ The setup cell stands here once. It looks for the course's wheel among Kaggle's 
 attached wheel is installed from its own folder alone (`make wheels` builds one), so that it works with the internet
 off. It never guesses: several wheels, no address of one's own, a bare name or an option stop it. So does an address
 with a user, a password (`@` before the last `/`) or a query: pip and git would print it.
+A lesson in notebooks/zh has its own text cells; its code cells are those of the English lesson, after one that chooses
+the language.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 import jupytext
@@ -31,6 +34,15 @@ if importlib.util.find_spec("nbutils") is None:
     assert re.match(r"[^-@?][^@?\n]*/[^:?/]*$", SOURCE), f"Set NBUTILS_SOURCE, see above: {WHEELS}"
     ALONE = ["--no-index", "--only-binary=:all:", "-f", path.dirname(SOURCE)] * (SOURCE in WHEELS)
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
+"""[1:]
+CELL, HEADING = re.compile(r"(?m)^(?=# %%)"), re.compile(r"(?m)^# (#+) ")
+LANGUAGE = """
+# %% [markdown]
+# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+
+# %% tags=["language"]
+import os; os.environ["NBUTILS_LANG"] = "zh"
+
 """[1:]
 BADGES = re.compile(r"(?s)(<!-- badges -->\n).*?(<!-- /badges -->)")
 METADATA = {
@@ -53,7 +65,30 @@ def sources(new: bool = False) -> list[Path]:
     options = ["-co", "--exclude-standard"] if new else ["-c"]
     listed = subprocess.run(["git", "ls-files", *options, "notebooks"], cwd=ROOT, capture_output=True, text=True)
     found = [ROOT / name for name in listed.stdout.splitlines()] or list((ROOT / "notebooks").glob("*.py"))
-    return sorted(file for file in found if re.fullmatch(r"\d\d_[a-z0-9_]+\.py", file.name) and file.exists())
+    lessons = (file for file in found if file.parent.name == "notebooks" and file.exists())
+    return sorted(file for file in lessons if re.fullmatch(r"\d\d_[a-z0-9_]+\.py", file.name))
+
+
+def chinese(file: Path) -> Path:
+    """The Chinese source of a lesson."""
+    return file.parent / "zh" / file.name
+
+
+def is_text(cell: str) -> bool:
+    """Whether a cell of a source is a text cell."""
+    return cell.startswith("# %% [markdown]")
+
+
+def with_code_of(english: str, file: Path) -> str:
+    """A Chinese source with the code cells of the English one."""
+    head, *cells = CELL.split(english)
+    _, *own = CELL.split(file.read_text(encoding="utf-8").replace(LANGUAGE, ""))
+    texts = list(filter(is_text, own))
+    for number, (here, there) in enumerate(zip_longest(texts, filter(is_text, cells)), 1):
+        if not here or not there or HEADING.findall(here) != HEADING.findall(there):
+            raise SystemExit(f"{file}: text cell {number} has not the headings of the English one: {here} / {there}")
+    first, *others = (texts.pop(0) if is_text(cell) else cell for cell in cells)
+    return "".join([head, first.rstrip("\n"), "\n\n", LANGUAGE, *others])
 
 
 def with_setup(source: str) -> str:
@@ -78,15 +113,17 @@ def notebook(stem: str, source: str) -> str:
 
 
 def badges() -> str:
-    """One open-in-Colab badge per lesson; none that leads to the placeholder, which anybody could register."""
+    """Open-in-Colab badges of each lesson; none that leads to the placeholder, which anybody could register."""
     if "YOUR-" in project("Repository"):
         return "(The badges stand here once `pyproject.toml` has the address of your fork and `make sync` has run.)\n"
     page = project("Repository").replace("https://github.com/", "https://colab.research.google.com/github/")
     picture = "https://colab.research.google.com/assets/colab-badge.svg"
-    rows = ["| lesson | open it |", "|---|---|"]
+    rows = ["| lesson | English | 中文 |", "|---|---|---|"]
     for file in sources():
-        link = f"{page}/blob/main/{file.relative_to(ROOT).with_suffix('.ipynb').as_posix()}"
-        rows.append(f"| `{file.stem}` | [![Open In Colab]({picture})]({link}) |")
+        links = (f"{page}/blob/main/notebooks/{folder}{file.stem}.ipynb" for folder in ("", "zh/"))
+        rows.append(
+            " | ".join([f"| `{file.stem}`", *(f"[![Open In Colab]({picture})]({link})" for link in links)]) + " |"
+        )
     return "\n".join(rows) + "\n"
 
 
@@ -95,9 +132,14 @@ def wanted(new: bool = False) -> dict[Path, str]:
     files = {}
     for file in sources(new):
         source = with_setup(file.read_text(encoding="utf-8"))
-        files |= {file: source, file.with_suffix(".ipynb"): notebook(file.stem, source)}
-    readme = ROOT / "README.md"
-    if readme.exists():
+        texts = {file: source}
+        if (twin := chinese(file)).exists():
+            texts[twin] = with_code_of(source, twin)
+        for path, text in texts.items():
+            files |= {path: text, path.with_suffix(".ipynb"): notebook(path.stem, text)}
+    for readme in (ROOT / "README.md", ROOT / "README.zh-CN.md"):
+        if not readme.exists():
+            continue
         files[readme] = BADGES.sub(
             lambda found: found.group(1) + badges() + found.group(2), readme.read_text(encoding="utf-8")
         )

@@ -1,14 +1,12 @@
-"""The one error the course raises for bad input; its texts stand in `nbutils/messages/en/<room>.yaml`, by code."""
+"""The one error the course raises for bad input; its texts stand in `messages/<language>/<room>.yaml`, by code."""
 
 import copyreg
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from nbutils.language import language, messages
 from nbutils.masking import mask_secrets
 
-MESSAGES = Path(__file__).parent / "messages"
+LAYOUT = {"en": "{}\n  Allowed: {}\n  To do: {}", "zh": "{}\n  允许：{}\n  怎么办：{}"}
 
 
 class CourseError(Exception):
@@ -16,11 +14,12 @@ class CourseError(Exception):
 
     def __init__(self, code: str, **values: Any) -> None:
         room, _, name = code.partition(".")
-        entry = yaml.safe_load((MESSAGES / "en" / f"{room}.yaml").read_text(encoding="utf-8"))[name]
+        spoken = language()
+        entry = messages(spoken, room).get(name) or messages("en", room)[name]
         texts = (entry[part].format(**values) for part in ("seen", "allowed", "todo"))
         self.code, self.values = code, values
         self.seen, self.allowed, self.todo = map(mask_secrets, texts)
-        super().__init__(f"{self.seen}\n  Allowed: {self.allowed}\n  To do: {self.todo}")
+        super().__init__(LAYOUT[spoken].format(self.seen, self.allowed, self.todo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Its texts travel to another process; its values may be anything and do not."""

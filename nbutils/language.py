@@ -1,0 +1,42 @@
+"""The language the course speaks: English, or Chinese with `NBUTILS_LANG=zh` or a Chinese locale.
+
+Texts stand in the code in English, as `tr("{count} rows", count=3)`. `messages/zh/<room>.yaml` has the Chinese ones: of
+printed texts under `texts`, by the English one, and of errors by their code, as in `messages/en`. Names of commands,
+parameters, JSON keys and figures stay English.
+"""
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MESSAGES = Path(__file__).parent / "messages"
+LOCALE = ("LC_ALL", "LC_MESSAGES", "LANG")  # the first that is set decides, as in gettext
+
+
+def language() -> str:
+    """`zh` or `en`."""
+    chosen = next(filter(None, map(os.environ.get, ("NBUTILS_LANG", *LOCALE))), "")
+    return "zh" if chosen.lower().startswith("zh") else "en"
+
+
+@cache
+def messages(language: str, room: str) -> dict[str, Any]:
+    """The messages of a room in a language."""
+    file = MESSAGES / language / f"{room}.yaml"
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(file.read_text(encoding="utf-8"), loader) or {} if file.exists() else {}
+
+
+@cache
+def _chinese() -> dict[str, str]:
+    rooms = sorted(file.stem for file in (MESSAGES / "zh").glob("*.yaml"))
+    return {english: text for room in rooms for english, text in messages("zh", room).get("texts", {}).items()}
+
+
+def tr(english: str, **values: Any) -> str:
+    """A text in the language of the course, with its values; one that has no translation stays English."""
+    text = _chinese().get(english, english) if language() == "zh" else english
+    return text.format(**values) if values else text
