@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nbutils import language
+from nbutils import diagnose, language
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
@@ -82,7 +82,8 @@ def translated() -> dict[str, str]:
 
 def stored_texts() -> set[str]:
     """English texts that stand in YAML files and reach `tr` from there."""
-    return set()
+    table = diagnose.symptoms()
+    return {entry[name] for part in table.values() for entry in part.values() for name in ("cause", "todo")}
 
 
 @pytest.mark.xfail(reason="the Chinese texts are being written", strict=False)

@@ -1,0 +1,177 @@
+"""Errors that libraries really raise are recognised; each check finds its own fault in a run and none in a good one."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbutils import diagnose, display
+from nbutils.diagnose import Trained
+from nbutils.files import TINY_MODEL, read_json
+from nbutils.record import RunFolder
+
+CURVES = read_json(display.CURVES)
+GOOD = {"steps": 100, "planned_steps": 100, "examples": 800, "settings": {"train.logging_steps": 1}}
+
+
+def out_of_memory(folder: Path) -> Any:
+    import torch
+
+    return torch.empty(2**48)
+
+
+def token_out_of_range(folder: Path) -> Any:
+    import torch
+
+    return torch.nn.Embedding(4, 2)(torch.tensor([9]))
+
+
+def half_download(folder: Path) -> Any:
+    from safetensors.torch import load_file
+
+    whole = (TINY_MODEL / "model.safetensors").read_bytes()
+    (folder / "half.safetensors").write_bytes(whole[: len(whole) // 2])
+    return load_file(folder / "half.safetensors")
+
+
+def lfs_pointer(folder: Path) -> Any:
+    from safetensors.torch import load_file
+
+    (folder / "pointer.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 1234567\n")
+    return load_file(folder / "pointer.safetensors")
+
+
+def unknown_architecture(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    (folder / "config.json").write_text('{"model_type": "qwen99"}')
+    return AutoConfig.from_pretrained(folder)
+
+
+def no_chat_template(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    tokenizer.chat_template = None
+    return tokenizer.apply_chat_template([{"role": "user", "content": "?"}])
+
+
+def old_api(folder: Path) -> Any:
+    from trl import SFTConfig
+
+    return SFTConfig(output_dir=str(folder), max_seq_length=512)
+
+
+def offline(folder: Path) -> Any:
+    from huggingface_hub import hf_hub_download
+
+    return hf_hub_download("owner/name", "config.json", cache_dir=folder, local_files_only=True)
+
+
+def no_network(folder: Path) -> Any:
+    return socket.create_connection(("no-such-host.invalid", 443))
+
+
+def port_in_use(folder: Path) -> Any:
+    first = socket.create_server(("127.0.0.1", 0))
+    return socket.create_server(first.getsockname())
+
+
+def encoding(folder: Path) -> Any:
+    return "你好".encode("gbk").decode("utf-8")
+
+
+RAISED: dict[Callable[[Path], Any], str] = {
+    out_of_memory: "killed", lfs_pointer: "half_download",
+    **{one: one.__name__ for one in (token_out_of_range, half_download, unknown_architecture, no_chat_template, old_api,
+                                     offline, no_network, port_in_use, encoding)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fail", RAISED, ids=lambda fail: fail.__name__)
+def test_an_error_that_a_library_raises_is_recognised_first(fail: Callable[[Path], Any], tmp_path: Path) -> None:
+    with pytest.raises(Exception) as caught:
+        fail(tmp_path)
+    found = diagnose.explain(f"{type(caught.value).__name__}: {caught.value}")
+    assert next(iter(found), "") == RAISED[fail], f"{caught.value!r}: {list(found)}"
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [  # what needs a GPU, another machine or an account, as the programs word it
+        ("gpu_out_of_memory", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has ..."),
+        ("killed", "nbclient.exceptions.DeadKernelError: Kernel died"),
+        ("killed", "step 12\nKilled\n"),
+        ("driver_too_old", "RuntimeError: The NVIDIA driver on your system is too old (found version 11040)."),
+        ("no_kernels", "CUDA error: no kernel image is available for execution on the device"),
+        ("no_gpu", "AssertionError: Torch not compiled with CUDA enabled"),
+        ("no_bfloat16", "ValueError: Bfloat16 is only supported on GPUs with compute capability of at least 8.0."),
+        ("server_out_of_memory", "ValueError: No available memory for the cache blocks."),
+        ("gated", "huggingface_hub.errors.GatedRepoError: 401 Client Error."),
+        ("disk_full", "OSError: [Errno 28] No space left on device"),
+        ("mixed_packages", "ImportError: libtorch_cuda.so: undefined symbol: ncclCommWindowRegister"),
+        ("drive", "ValueError: Mountpoint must not already contain files"),
+        ("several_gpus", "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp"),
+        ("shared_memory", "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error."),
+        ("not_a_number", "{'loss': nan, 'grad_norm': nan, 'learning_rate': 0.0002}"),
+        ("certificate", "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed"),
+    ],
+)
+def test_a_message_of_another_machine_is_recognised_first(name: str, text: str) -> None:
+    assert next(iter(diagnose.explain(text)), "") == name
+
+
+def test_an_ordinary_log_is_not_explained() -> None:
+    assert diagnose.explain("step 12 of 100, loss 0.4, 822 tokens/s. Saved. Everything is fine.") == {}
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    [("healthy", []), ("too_slow", ["flat"]), ("diverging", ["diverging"]), ("overfitting", ["overfitting"])],
+)
+def test_measured_curves_are_told_apart(name: str, found: list[str]) -> None:
+    curves = CURVES[name]
+    assert list(diagnose.examine(Trained(curves["train"], curves["validation"], GOOD))) == found
+
+
+@pytest.mark.parametrize(
+    "name, faults",
+    [
+        ("not_a_number", {"train": [(1, 2.0), (2, math.nan)]}),
+        ("not_a_number", {"facts": GOOD | {"skipped_steps": 30}}),
+        ("not_a_number", {"facts": GOOD | {"steps": 140}}),  # NaN is not written: the log ends at step 100
+        ("few_steps", {"facts": GOOD | {"steps": 12, "planned_steps": 12}}),
+        ("unfinished", {"facts": GOOD | {"steps": 60}}),
+        ("rows_lost", {"card": {"rows": 100, "rejected": 40}}),
+        ("rows_lost", {"facts": GOOD | {"rows_left_out": 300}}),
+        ("out_of_memory", {"facts": GOOD | {"oom_rungs": ["micro-batch 1"]}}),
+        ("merge_outdated", {"merge_is_outdated": True}),
+        ("did_not_help", {"evaluation": {"verdict": "harmed"}}),
+        ("endless_answers", {"evaluation": {"scores": {"stopped": {"merged": {"mean": 0.4}}}}}),
+    ],
+)
+def test_each_check_finds_its_own_fault(name: str, faults: dict[str, Any]) -> None:
+    good: dict[str, Any] = CURVES["healthy"] | {"facts": GOOD}
+    del good["settings"]
+    assert diagnose.examine(Trained(**good)) == {}
+    assert list(diagnose.examine(Trained(**good | faults))) == [name]
+
+
+def test_every_check_has_a_cause_and_a_remedy_and_every_one_in_the_table_a_check() -> None:
+    assert [check.__name__ for check in diagnose.CHECKS] == list(diagnose.symptoms()["runs"])
+
+
+def test_a_run_folder_is_read_and_an_empty_one_has_no_findings(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    assert diagnose.examine(Trained.of(run)) == {}
+    run.logs.mkdir(parents=True)
+    log = [{"step": step, "loss": loss} for step, loss in CURVES["diverging"]["train"]]
+    (run.logs / "history.json").write_text(json.dumps(log))
+    run.facts.write_text(json.dumps({"lessons": {"03_qlora": GOOD | {"steps": 50}}}))
+    assert list(diagnose.examine(Trained.of(run))) == ["diverging", "unfinished"]
