@@ -48,6 +48,11 @@ def explain(text: str) -> dict[str, Finding]:
     return {name: _finding(match.group().strip(), one) for name, (match, one) in found.items() if match}
 
 
+def known() -> dict[str, Finding]:
+    """All there is in the table, by name."""
+    return {name: _finding(name, entry) for part in symptoms().values() for name, entry in part.items()}
+
+
 def _finding(seen: str, entry: Mapping[str, str]) -> Finding:
     return Finding(seen, tr(entry["cause"]), tr(entry["todo"]))
 

@@ -1,0 +1,172 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 99 · 出了问题怎么办
+#
+# 某一课报错停下，而你看不懂报错；或者顺利跑完，回答却很糟：这时就来这一课。它依次看四样东西：机器、报错信息、训练过程、你的样本。
+#
+# 学完这一课，你会得到
+#
+# - 对这台机器的完整检查，每个问题都写着怎么办，
+# - 一条报错的原因和下一步，
+# - 从损失曲线看出训练的问题，
+# - 一张表，列出本课程认得的所有症状。
+#
+# 用时不到一分钟；不下载任何东西，也不改动你的运行目录。
+
+# %% [markdown]
+# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+
+# %% tags=["language"]
+import os; os.environ["NBUTILS_LANG"] = "zh"
+
+# %% [markdown]
+# 下一个单元格在缺少课程包时安装它。如果失败，在它上面加一个单元格写明来源：
+# `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以是一个目录，或它找到的某个 wheel。
+
+# %% tags=["setup"]
+import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
+if importlib.util.find_spec("nbutils") is None:
+    OURS = ""
+    WHEELS = glob("/kaggle/input/**/nbutils*.whl", recursive=True)
+    SOURCE = getenv("NBUTILS_SOURCE") or "\n".join(WHEELS) or OURS
+    assert re.match(r"[^-@?][^@?\n]*/[^:?/]*$", SOURCE), f"Set NBUTILS_SOURCE, see above: {WHEELS}"
+    ALONE = ["--no-index", "--only-binary=:all:", "-f", path.dirname(SOURCE)] * (SOURCE in WHEELS)
+    subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
+
+# %% [markdown]
+# `RUN_NAME` 填出问题的那次训练；留空就是这台机器默认配置的那一次。把报错粘贴到 `ERROR` 的引号里，最后几行就够。
+# （如果是整份日志，在终端里更方便：`python -m nbutils diagnose --error train.log`。）
+
+# %% tags=["parameters"]
+PROFILE: str = "auto"
+RUN_NAME: str = ""
+ERROR: str = ""
+
+# %% [markdown]
+# 开始这一课。和其他课不同，显卡不能用时它也会继续。
+
+# %%
+import nbutils
+
+lesson = nbutils.start("99_when_it_breaks", globals())
+
+# %% [markdown]
+# ## 机器
+#
+# 先看这里。磁盘满了、torch 不支持这张显卡、某个包的版本不对，大部分报错都出自这几样，而报错本身往往一个字也不提。
+
+# %%
+from nbutils import doctor
+
+report = doctor.examine()
+print(report.text())
+
+# %% [markdown]
+# ## 报错信息
+#
+# Python 把错误写在最后一行，上面是一层层的调用：从下往上读。这里有一条真实的报错：自带的小模型只认识几千个 token，
+# 却收到一个编号大得多的 token。tokenizer 和模型不是一套时就会这样。
+
+# %%
+import torch
+from transformers import AutoModelForCausalLM
+from nbutils import files
+
+model = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, trust_remote_code=False)
+try:
+    model(torch.tensor([[1_000_000]]))
+except IndexError as problem:
+    message = f"{type(problem).__name__}: {problem}"
+print(message)
+
+# %% [markdown]
+# 同样的错误在 GPU 上显示为 `device-side assert triggered`，报错的位置离真正出错的那一行很远。`explain` 两种都认得。
+# 它靠匹配关键文字，所以报错给得越完整越好。
+
+# %%
+from nbutils import diagnose
+
+diagnose.show(diagnose.explain(ERROR or message))
+
+# %% [markdown]
+# ## 训练过程
+#
+# 没有报错，训练也可能失败。课程用一个真实的模型测了四次训练：一次正常，一次学习率低得太多，一次高得太多，还有一次把 32 条样本看了 25 遍。
+
+# %%
+from nbutils import display
+
+display.plot_loss_examples()
+
+# %% [markdown]
+# `examine` 只看数字就能分清这四次：训练损失从多少降到多少，验证损失在最低点之后有没有回升。下面的输出里，`nothing wrong` 表示没有问题，
+# `flat` 是几乎不降，`diverging` 是发散，`overfitting` 是过拟合。
+
+# %%
+for name, curve in files.read_json(display.CURVES).items():
+    print(name, "->", *diagnose.examine(diagnose.Trained(curve["train"], curve["validation"])) or ["nothing wrong"])
+
+# %% [markdown]
+# 再看你自己的训练。除了曲线，这里还会读第 02 到 04 课记下的结果：有多少样本没用上，步数够不够，回答会不会停不下来，第 04 课的结论是不是“没有用”。
+# 还没训练过的运行目录，自然什么也查不出来。
+
+# %%
+findings = diagnose.examine(diagnose.Trained.of(lesson.run))
+print(lesson.run.path)
+diagnose.show(findings)
+
+# %% [markdown]
+# ## 样本
+#
+# 回答不好，常常是样本不好。拿一个故意写坏的文件，用第 02 课的检查跑一遍，看看它报告什么：文件、行号、字段和原因。
+# 检查你自己的文件用 `python -m nbutils data check FILE`。
+
+# %%
+from nbutils.data import build
+
+print(build.report_text(build.check([str(files.SAMPLES / "broken_rows.jsonl")])))
+
+# %% [markdown]
+# ## 所有症状
+#
+# 完整的表：先是报错信息，再是训练里能查出的问题。不是报错的问题，在 `docs/zh/faq.md` 里。
+
+# %%
+diagnose.show(diagnose.known())
+
+# %% [markdown]
+# ## 练习
+#
+# 下面是一次 60 步训练的损失。问题出在哪里？在 `"healthy"`（正常）、`"flat"`（几乎不降）、`"diverging"`（发散）、`"overfitting"`（过拟合）
+# 里选一个填进 `my_guess`，再运行这个单元格。（`saw` 是你的答案，`expected` 是正确答案。）
+
+# %%
+my_guess = None
+train = [(step, 2.0 * 0.93**step) for step in range(1, 61)]
+validation = [(step, 1.2 + abs(step - 20) / 60) for step in range(0, 61, 5)]
+display.plot_losses({"train": train, "validation": validation})
+found = next(iter(diagnose.examine(diagnose.Trained(train, validation))), "healthy")
+if my_guess is None:
+    print("[TODO] saw None, expected one of the four words: look where the validation loss is lowest")
+else:
+    print(f"[{' OK ' if my_guess == found else 'FAIL'}] saw {my_guess}, expected {found}")
+
+# %% [markdown]
+# ## 现在你有了
+#
+# - 对这台机器的完整检查，每个问题都写着怎么办，
+# - 一条报错的原因和下一步，
+# - 从损失曲线看出训练的问题，
+# - 一张表，列出本课程认得的所有症状。
+#
+# 如果还是没解决：运行 `python -m nbutils doctor --json`，带上它的输出和完整的报错去提问，两处的密钥都已经打码。
+# 再想两个问题：哪些问题在训练开始之前就能看出来？哪一个没人盯着时最费钱？
+# %%
+lesson.finish(report, findings=", ".join(findings) or "none")
