@@ -119,7 +119,7 @@ def test_an_error_that_a_library_raises_is_recognised_first(fail: Callable[[Path
         ("drive", "ValueError: Mountpoint must not already contain files"),
         ("several_gpus", "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp"),
         ("shared_memory", "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error."),
-        ("not_a_number", "{'loss': nan, 'grad_norm': nan, 'learning_rate': 0.0002}"),
+        ("nan_in_log", "{'loss': nan, 'grad_norm': nan, 'learning_rate': 0.0002}"),
         ("certificate", "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed"),
     ],
 )
@@ -165,6 +165,7 @@ def test_each_check_finds_its_own_fault(name: str, faults: dict[str, Any]) -> No
 
 def test_every_check_has_a_cause_and_a_remedy_and_every_one_in_the_table_a_check() -> None:
     assert [check.__name__ for check in diagnose.CHECKS] == list(diagnose.symptoms()["runs"])
+    assert len(diagnose.known()) == sum(map(len, diagnose.symptoms().values())), "a name stands in both parts"
 
 
 def test_a_run_folder_is_read_and_an_empty_one_has_no_findings(tmp_path: Path) -> None:
