@@ -21,6 +21,10 @@ SYNC = runpy.run_path(str(ROOT / ".ci/sync.py"))
 SOURCES = SYNC["sources"]()  # those in git; a copy of yours follows no rules
 PLATFORM_PATH = re.compile(r"/content\b|/kaggle\b|/root/autodl|/mnt/workspace|/hy-tmp")
 BLOCKING = {"input", "getpass", "notebook_login", "login", "wandb.login"}
+HAN, HALF = "\u4e00-\u9fff", "!-)+-;=?A-Za-z"  # a Chinese character; half-width characters, without those of Markdown
+BADLY_SET = re.compile(  # half-width without a space beside Chinese; a line break, which a browser shows as a space
+    rf".*[{HAN}][{HALF}].*|.*[{HALF}][{HAN}].*|.*[{HAN}，。；：、]\n[^\n#-].*"
+)
 
 
 class Notebook:
@@ -37,6 +41,13 @@ class Notebook:
         """The text of the one cell with that tag."""
         [text] = ["".join(cell["source"]) for cell in self.cells if tag in cell["metadata"].get("tags", [])]
         return text
+
+    def promise(self, opening: str, closing: str) -> list[str]:
+        """The bullets of the first text, which the closing text repeats."""
+        [last] = [text for text in self.prose if closing in text]
+        bullets, repeated = (re.findall(r"(?m)^- .*", text) for text in (self.prose[0], last))
+        assert opening in self.prose[0] and bullets == repeated
+        return bullets
 
     def nodes(self, kind: type[ast.AST]) -> list[Any]:
         """The syntax nodes of that kind."""
@@ -155,14 +166,29 @@ def test_code_defines_no_class_and_no_long_function_waits_for_nobody_and_is_not_
 
 
 def test_it_opens_with_a_promise_closes_with_the_same_bullets_and_has_an_exercise(notebook: Notebook) -> None:
-    def bullets(text: str) -> list[str]:
-        return [line for line in text.splitlines() if line.startswith("- ")]
-
-    first = notebook.prose[0]
-    assert first.startswith("# ") and "You will have" in first and re.search(r"minute|second", first)
-    [closing] = [text for text in notebook.prose if "You now have" in text]
-    assert len(bullets(first)) >= 3 and bullets(closing) == bullets(first)
+    assert re.search(r"(?s)^# .*(minute|second)", notebook.prose[0])
+    assert len(notebook.promise("You will have", "You now have")) >= 3
     assert any("## Exercise" in text for text in notebook.prose)
     assert any("saw" in text and "expected" in text for text in notebook.code), "its check prints both"
     assert sum(f'nbutils.start("{notebook.stem}", globals())' in text for text in notebook.code) == 1
     assert "lesson.finish(" in notebook.code[-1]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(file, marks=[pytest.mark.xfail(strict=False)] * file.stem.startswith("07")) for file in SOURCES],
+    ids=lambda source: source.stem,
+)
+def test_the_chinese_lesson_is_the_english_one_with_chinese_texts(source: Path) -> None:
+    english, chinese = Notebook(source), Notebook(SYNC["chinese"](source))
+    assert chinese.code == [chinese.tagged("language"), *english.code]
+    assert all(chinese.tagged(tag) == english.tagged(tag) for tag in ("setup", "parameters"))
+    opening, _, *others = chinese.prose  # the second one is about the language
+    ours, theirs = ([re.findall(r"(?m)^#+ ", text) for text in prose] for prose in ([opening, *others], english.prose))
+    assert ours == theirs
+    promise = chinese.promise("学完这一课，你会得到", "## 现在你有了")
+    assert len(promise) == len(english.promise("You will have", "You now have"))
+    assert re.search("分钟|秒", opening) and any("## 练习\n" in text for text in others)
+    for text in chinese.prose:
+        assert re.search(f"[{HAN}]", text) and not PLATFORM_PATH.search(text)
+        assert BADLY_SET.findall(re.sub(r"`[^`]+`", "x", text)) == []

@@ -87,8 +87,19 @@ def test_the_two_commands_and_the_address_are_where_they_should_be() -> None:
     suffixes = (".py", ".md", ".yml", ".yaml", ".toml", ".json")
     others = [path for path in tracked() if path.endswith(suffixes) and not path.startswith("notebooks/")]
     by_hand = {path for path in others if address in (ROOT / path).read_text(encoding="utf-8")}
-    assert by_hand - {"README.md"} == {"pyproject.toml"}
+    assert by_hand - {"README.md", "README.zh-CN.md"} == {"pyproject.toml"}
     assert address not in re.sub(r"(?s)<!-- badges -->.*?<!-- /badges -->", "", README)
+
+
+def test_the_chinese_readme_has_the_sections_commands_parameters_and_variables_of_the_english_one() -> None:
+    chinese = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
+    for pattern in (r"(?m)^#+ ", r"(?m)^\|"):
+        assert len(re.findall(pattern, chinese)) == len(re.findall(pattern, README)), pattern
+    names = re.compile(
+        r"python -m nbutils [\w-]+|make [\w-]+|test-\w+|NBUTILS_\w+|[A-Z]+_?[A-Z]+(?=[`=])|(?<=`)[\w./-]+/(?=`)"
+    )
+    assert sorted(set(names.findall(README)) - set(names.findall(chinese))) == []
+    assert "(README.md)" in chinese
 
 
 def test_files_a_user_leaves_in_the_checkout_turn_nothing_red(tmp_path: Path) -> None:

@@ -27,8 +27,7 @@
 import os; os.environ["NBUTILS_LANG"] = "zh"
 
 # %% [markdown]
-# 下一个单元格在缺少课程包时安装它。如果失败，在它上面加一个单元格写明来源：
-# `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以是一个目录，或它找到的某个 wheel。
+# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个文件夹，或者报错里列出的某个 wheel 文件。
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -41,8 +40,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `RUN_NAME` 填出问题的那次训练；留空就是这台机器默认配置的那一次。把报错粘贴到 `ERROR` 的引号里，最后几行就够。
-# （如果是整份日志，在终端里更方便：`python -m nbutils diagnose --error train.log`。）
+# `RUN_NAME` 填出问题的那次训练；留空就是这台机器默认配置的那一次。把报错粘贴到 `ERROR` 的引号里，最后几行就够。（如果是整份日志，在终端里更方便：`python -m nbutils diagnose --error train.log`。）
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -71,8 +69,7 @@ print(report.text())
 # %% [markdown]
 # ## 报错信息
 #
-# Python 把错误写在最后一行，上面是一层层的调用：从下往上读。这里有一条真实的报错：自带的小模型只认识几千个 token，
-# 却收到一个编号大得多的 token。tokenizer 和模型不是一套时就会这样。
+# Python 把错误写在最后一行，上面是一层层的调用：从下往上读。这里有一条真实的报错：自带的小模型只认识几千个 token，却收到一个编号大得多的 token。tokenizer 和模型不是一套时就会这样。
 
 # %%
 import torch
@@ -87,8 +84,7 @@ except IndexError as problem:
 print(message)
 
 # %% [markdown]
-# 同样的错误在 GPU 上显示为 `device-side assert triggered`，报错的位置离真正出错的那一行很远。`explain` 两种都认得。
-# 它靠匹配关键文字，所以报错给得越完整越好。
+# 同样的错误在 GPU 上显示为 `device-side assert triggered`，报错的位置离真正出错的那一行很远。`explain` 两种都认得。它靠匹配关键文字，所以报错给得越完整越好。
 
 # %%
 from nbutils import diagnose
@@ -106,16 +102,14 @@ from nbutils import display
 display.plot_loss_examples()
 
 # %% [markdown]
-# `examine` 只看数字就能分清这四次：训练损失从多少降到多少，验证损失在最低点之后有没有回升。下面的输出里，`nothing wrong` 表示没有问题，
-# `flat` 是几乎不降，`diverging` 是发散，`overfitting` 是过拟合。
+# `examine` 只看数字就能分清这四次：训练损失从多少降到多少，验证损失在最低点之后有没有回升。下面的输出里，`nothing wrong` 表示没有问题，`flat` 是几乎不降，`diverging` 是发散，`overfitting` 是过拟合。
 
 # %%
 for name, curve in files.read_json(display.CURVES).items():
     print(name, "->", *diagnose.examine(diagnose.Trained(curve["train"], curve["validation"])) or ["nothing wrong"])
 
 # %% [markdown]
-# 再看你自己的训练。除了曲线，这里还会读第 02 到 04 课记下的结果：有多少样本没用上，步数够不够，回答会不会停不下来，第 04 课的结论是不是“没有用”。
-# 还没训练过的运行目录，自然什么也查不出来。
+# 再看你自己的训练。除了曲线，这里还会读第 02 到 04 课记下的结果：有多少样本没用上，步数够不够，回答会不会停不下来，第 04 课的结论是不是“没有用”。还没训练过的运行目录，自然什么也查不出来。
 
 # %%
 findings = diagnose.examine(diagnose.Trained.of(lesson.run))
@@ -125,8 +119,7 @@ diagnose.show(findings)
 # %% [markdown]
 # ## 样本
 #
-# 回答不好，常常是样本不好。拿一个故意写坏的文件，用第 02 课的检查跑一遍，看看它报告什么：文件、行号、字段和原因。
-# 检查你自己的文件用 `python -m nbutils data check FILE`。
+# 回答不好，常常是样本不好。拿一个故意写坏的文件，用第 02 课的检查跑一遍，看看它报告什么：文件、行号、字段和原因。检查你自己的文件用 `python -m nbutils data check FILE`。
 
 # %%
 from nbutils.data import build
@@ -144,8 +137,7 @@ diagnose.show(diagnose.known())
 # %% [markdown]
 # ## 练习
 #
-# 下面是一次 60 步训练的损失。问题出在哪里？在 `"healthy"`（正常）、`"flat"`（几乎不降）、`"diverging"`（发散）、`"overfitting"`（过拟合）
-# 里选一个填进 `my_guess`，再运行这个单元格。（`saw` 是你的答案，`expected` 是正确答案。）
+# 下面是一次 60 步训练的损失。问题出在哪里？在 `"healthy"`（正常）、`"flat"`（几乎不降）、`"diverging"`（发散）、`"overfitting"`（过拟合）里选一个填进 `my_guess`，再运行这个单元格。（`saw` 是你的答案，`expected` 是正确答案。）
 
 # %%
 my_guess = None
@@ -166,7 +158,7 @@ else:
 # - 从损失曲线看出训练的问题，
 # - 一张表，列出本课程认得的所有症状。
 #
-# 如果还是没解决：运行 `python -m nbutils doctor --json`，带上它的输出和完整的报错去提问，两处的密钥都已经打码。
-# 再想两个问题：哪些问题在训练开始之前就能看出来？哪一个没人盯着时最费钱？
+# 如果还是没解决：运行 `python -m nbutils doctor --json`，带上它的输出和完整的报错去提问，两处的密钥都已经打码。再想两个问题：哪些问题在训练开始之前就能看出来？哪一个没人盯着时最费钱？
+
 # %%
 lesson.finish(report, findings=", ".join(findings) or "none")

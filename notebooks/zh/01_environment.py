@@ -1,0 +1,177 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 01 · 这台机器能做什么？
+#
+# 微调常常还没开始就失败了：torch 不支持这块 GPU，磁盘满了，结果存进了会和机器一起删掉的目录。这一课先把这些都查一遍，再问模型第一个问题。
+#
+# 学完这一课，你会得到
+#
+# - 这台机器的检查结果：平台、GPU、内存、磁盘、时限、软件包、网络；
+# - 自带的小模型在训练之前给出的第一个回答；
+# - 适合这台机器的配置（profile）：模型、精度、批大小，每个值都写明理由；
+# - 一份预估：哪块 GPU 放得下什么模型，训练多久，花多少钱。
+#
+# 用时不到一分钟，不下载任何东西。
+
+# %% [markdown]
+# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+
+# %% tags=["language"]
+import os; os.environ["NBUTILS_LANG"] = "zh"
+
+# %% [markdown]
+# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个文件夹，或者报错里列出的某个 wheel 文件。
+
+# %% tags=["setup"]
+import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
+if importlib.util.find_spec("nbutils") is None:
+    OURS = ""
+    WHEELS = glob("/kaggle/input/**/nbutils*.whl", recursive=True)
+    SOURCE = getenv("NBUTILS_SOURCE") or "\n".join(WHEELS) or OURS
+    assert re.match(r"[^-@?][^@?\n]*/[^:?/]*$", SOURCE), f"Set NBUTILS_SOURCE, see above: {WHEELS}"
+    ALONE = ["--no-index", "--only-binary=:all:", "-f", path.dirname(SOURCE)] * (SOURCE in WHEELS)
+    subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
+
+# %% [markdown]
+# `PROFILE = "auto"` 按你的 GPU 选配置（profile），也可以填 `configs/` 里的任何一个名字。`SET` 用来改单个值，例如 `"train.learning_rate=1e-4, lora.rank=64"`。同一次训练的后面几课会沿用这些值。
+
+# %% tags=["parameters"]
+PROFILE: str = "auto"
+MODEL: str = ""
+RUN_NAME: str = ""
+SET: str = ""
+
+# %% [markdown]
+# 每一课都先做这一步，打印平台、GPU、模型和存放结果的目录。
+
+# %%
+import nbutils
+
+lesson = nbutils.start("01_environment", globals())
+
+# %% [markdown]
+# ## GPU
+#
+# 计算能力 8.0 及以上的 GPU 可以用 bfloat16 训练。T4（7.5）用 float16，虽然 `torch.cuda.is_bf16_supported()` 在 T4 上也说可以。没有 GPU 时，课程在 CPU 上用 float32 训练。输出里 `capability` 是计算能力；`No GPU found` 表示没找到 GPU。
+
+# %%
+import torch
+
+if lesson.gpu:
+    gpu = torch.cuda.get_device_properties(0)
+    print(f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, capability {gpu.major}.{gpu.minor}")
+    print("bfloat16:", "yes" if gpu.major >= 8 else "no, float16 instead")
+else:
+    print("No GPU found: the CPU trains, in float32.")
+
+# %% [markdown]
+# ## 其他检查
+#
+# 接着查磁盘、内存、时限、软件包和网络，还要在 GPU 上真的算一次矩阵乘法：有些 GPU 在 torch 里没有对应的 CUDA kernel，`torch.cuda.is_available()` 照样返回 `True`。这里只显示需要你留意的项目。`WARN` 值得读一读；出现 `FAIL`，这一课就停下，必须先解决。`python -m nbutils doctor` 显示全部检查项。
+
+# %%
+from nbutils import doctor
+
+report = doctor.examine()
+report.require()
+
+# %% [markdown]
+# ## 第一个问题
+#
+# 课程自带一个很小的模型，训练文本都和一家小店有关，任务是把顾客的留言变成 JSON 工单。`apply_chat_template` 把留言写成模型要读的格式，`generate` 接着往下写。
+
+# %%
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from nbutils import data, files
+
+tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL, trust_remote_code=False)
+model = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype=torch.float32, trust_remote_code=False)
+question, reference = data.stored_rows(files.SAMPLES / "eval.jsonl")[1]["messages"]
+inputs = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=True, return_tensors="pt")
+output = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+
+# %% [markdown]
+# `question` 是问题，`answer` 是模型的回答，`reference` 是参考答案，也就是我们想要的回答。模型现在还答不出来，第 03 课再训练。
+
+# %%
+answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+print("question: ", question["content"])
+print("answer:   ", answer)
+print("reference:", reference["content"])
+
+# %% [markdown]
+# ## 配置
+#
+# 配置（profile）是 `configs/` 里的一个文件，大约有 40 个值。下面是最要紧的几个，已经按这台机器选好。学习率和秩你可以随意改；精度由 GPU 决定。`train.batch` 是批大小，也就是优化器走一步用多少条样本；GPU 每次只算其中的 `train.micro_batch` 条。和样本有关的值留到第 03 课再选。表里 `what` 是名称，`value` 是取值，`why` 是理由。
+
+# %%
+from nbutils import display
+
+names = ["profile", "model", "method", "machine.precision", "lora.rank", "train.max_length", "train.batch",
+         "train.micro_batch", "train.learning_rate"]
+choices = {name: lesson.resolved.choices[name] for name in names}
+values = [{"what": name, "value": choice.value, "why": choice.reason} for name, choice in choices.items()]
+display.show_table(values, text=display.aligned(values))
+
+# %% [markdown]
+# ## 放得下吗？
+#
+# 训练要用多少显存，下载之前就能算出来，把这几部分加起来：权重（每个 4 bit，另加缩放系数）、LoRA 适配器和它的梯度、优化器的一阶和二阶动量、反向传播要用的激活值、计算损失时的 logits，还有一块工作区。只有激活值、logits 和工作区会随 micro-batch 和样本长度变大。下面按 10,000 条、每条 300 个 token 来算，用的是这台机器的 GPU；没有 GPU 就按一块租来的算。图里的虚线（`limit`）是上限。
+
+# %%
+import matplotlib.pyplot as plt
+from nbutils import plan
+
+forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
+figure, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
+left = 0
+for part, gib in forecast["parts"].items():
+    axes.barh([forecast["gpu"]], gib, left=left, label=f"{part} {gib:.1f} GiB")
+    left += gib
+axes.axvline(forecast["limit_gib"], color="black", linestyle="--", label=f"limit {forecast['limit_gib']:.1f} GiB")
+axes.set(title=f"Training {forecast['model']}: {left:.1f} GiB of GPU memory", xlabel="GiB")
+figure.legend(ncols=4, loc="outside lower center")
+display.show_figure(figure)
+
+# %% [markdown]
+# 同样的样本放到六种 GPU 上，训练的模型由 `PROFILE = "auto"` 按 GPU 选。每条样本读三遍（3 轮），共 900 万个 token，除以每秒 token 数就得到小时数。价格写在 `configs/gpus.yaml` 里，你可以自己改。只有 H200 是实测，其他 GPU 的速度由公开参数推算。想算自己的情况，看 `python -m nbutils plan --help`。表里 `peak GiB` 是显存峰值，`hours` 是小时数，`cost` 是费用。
+
+# %%
+gpus = ["T4", "RTX 3090", "RTX 4090", "A100-40GB", "H100", "H200"]
+columns = ["GPU", "GiB", "model", "peak GiB", "tokens/s", "hours", "cost"]
+table = [{name: row[name] for name in columns} for row in plan.fits_table(gpus, rows=10_000, mean_length=300)]
+display.show_table(table, text=display.aligned(table))
+
+# %% [markdown]
+# ## 练习
+#
+# 这块 GPU（没有的话，就按 24 GB 的 RTX 4090）能训练 14B 模型吗？样本最长 1,024 个 token。权重约占 9 GiB：大部分是 4 bit，embedding 是 16 bit。其他部分按需要缩小（每次少算几条样本，激活值不存，用时重算）。把 `True` 或 `False` 填进 `my_guess` 再运行，填了才给答案：`[ OK ]` 是猜对，`[FAIL]` 是猜错，`[TODO] saw None, expected True or False` 是还没填。
+
+# %%
+my_guess = None
+if my_guess is None:
+    print("[TODO] saw None, expected True or False: add up the parts, then set my_guess")
+else:
+    large, _ = plan.answer(gpu="" if lesson.gpu else "RTX 4090", model="Qwen2.5-14B", length=1024)
+    print(f"[{' OK ' if my_guess == large['fits'] else 'FAIL'}] saw {my_guess}, expected {large['fits']}:",
+          f"{large['peak_vram_gib']:.1f} of {large['limit_gib']:.1f} GiB",
+          *(f"\n  {part:12} {gib:5.1f} GiB" for part, gib in large["parts"].items()))
+
+# %% [markdown]
+# ## 现在你有了
+#
+# - 这台机器的检查结果：平台、GPU、内存、磁盘、时限、软件包、网络；
+# - 自带的小模型在训练之前给出的第一个回答；
+# - 适合这台机器的配置（profile）：模型、精度、批大小，每个值都写明理由；
+# - 一份预估：哪块 GPU 放得下什么模型，训练多久，花多少钱。
+#
+# 留两个问题给你：样本长度减半，显存的哪一部分会变小？损失几乎不降，你会先改配置里的哪个值？
+# %%
+lesson.finish(report, planned=f"{forecast['model']} on {forecast['gpu']}: {forecast['peak_vram_gib']:.1f} GiB")

@@ -1,0 +1,229 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 02 · 信得过的数据
+#
+# 微调失败，多半败在数据上：列名不一样，回答是空的，结束符从没训练过。这一课在你花钱租 GPU 之前，按行号把这样的样本找出来。
+#
+# 学完这一课，你会得到
+#
+# - `train.jsonl` 和 `eval.jsonl`：检查过、没有重复、按内容划分的对话样本；
+# - `rejected.jsonl`：剔除的每一条样本，写明哪一行、哪个字段、怎么办；
+# - 数据卡：条数、语言、长度，还有一个指纹，后面几课会核对；
+# - 一份证明：回答全部参与训练，别的都不参与，每个回答都以结束符收尾。
+#
+# 自带的样例数据不到一分钟，每一百万条样本约两分钟。磁盘空间要有数据的三倍。
+
+# %% [markdown]
+# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+
+# %% tags=["language"]
+import os; os.environ["NBUTILS_LANG"] = "zh"
+
+# %% [markdown]
+# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个文件夹，或者报错里列出的某个 wheel 文件。
+
+# %% tags=["setup"]
+import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
+if importlib.util.find_spec("nbutils") is None:
+    OURS = ""
+    WHEELS = glob("/kaggle/input/**/nbutils*.whl", recursive=True)
+    SOURCE = getenv("NBUTILS_SOURCE") or "\n".join(WHEELS) or OURS
+    assert re.match(r"[^-@?][^@?\n]*/[^:?/]*$", SOURCE), f"Set NBUTILS_SOURCE, see above: {WHEELS}"
+    ALONE = ["--no-index", "--only-binary=:all:", "-f", path.dirname(SOURCE)] * (SOURCE in WHEELS)
+    subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
+
+# %% [markdown]
+# `DATA` 可以是一个文件（`.jsonl`、`.json`、`.csv`、`.tsv`、`.parquet`，也可以压缩成 `.gz` 或 `.zst`），可以是放这些文件的文件夹（含子文件夹），也可以是 Hugging Face Hub 上的数据集（`owner/name`）；留空就用自带的样例。`EVAL_DATA` 指定单独的评测数据；留空就从 `DATA` 里留出约十分之一，至少一条（文件很小时会超过十分之一），除非 `DATA` 自己带有 eval、test 或 valid 文件或文件夹，自带的样例就有（120 条）。列名是自己取的，就填 `COLUMNS`，所有文件的列名要一致：`"user=title+body, assistant=reply"`。换了数据，也换一个 `RUN_NAME`。
+
+# %% tags=["parameters"]
+PROFILE: str = "auto"
+MODEL: str = ""
+DATA: str = ""
+EVAL_DATA: str = ""
+COLUMNS: str = ""
+RUN_NAME: str = ""
+
+# %% [markdown]
+# 开始这一课。
+
+# %%
+import nbutils
+
+lesson = nbutils.start("02_data_prep", globals())
+
+# %% [markdown]
+# ## 先看一眼
+#
+# 先看三条样本，显示成一问一答。自带的样例任务小而严格：把顾客的一条中文或英文留言，变成一行 JSON 工单。这样的任务，训练有没有效果一眼就能看出来。
+
+# %%
+from itertools import islice
+from nbutils import data, files
+
+source = DATA or lesson.profile.data.source or files.SAMPLES / "train.jsonl"
+for raw in islice(data.read_rows(source), 3):
+    data.show(raw, COLUMNS)
+
+# %% [markdown]
+# ## 好样本和坏样本
+#
+# 好的回答内容完整，和其他回答写法一致，也是你自己想读到的。下表里，坏样本（`bad`）的问题缺少回答所需的信息，回答的格式也和别的不一样：拿来训练，模型学到的是瞎猜。这种问题，没有程序能替你找出来。
+
+# %%
+from nbutils import display
+
+good = {"question": "Where are my 26 bottles of juice for Wuxi?",
+        "answer": '{"intent": "delivery", "item": "juice", "count": 26, "city": "Wuxi", "day": null}'}
+bad = {"question": "Where is it?", "answer": "Your 26 bottles of juice will arrive in Wuxi soon!"}
+table = [{"row": "good", **good}, {"row": "bad", **bad}]
+display.show_table(table, text=display.aligned(table))
+
+# %% [markdown]
+# ## 统一成一种格式
+#
+# 数据的格式五花八门：alpaca、ShareGPT、一问一答，列名有英文也有中文。这里一律转成 `messages`，对话模板读的就是这种格式。
+
+# %%
+formats = [
+    {"instruction": "Translate.", "input": "你好", "output": "Hello"},
+    {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "Hello"}]},
+    {"问题": "你好", "答案": "Hello"},
+]
+for example in formats:
+    print(list(example), "->", data.check_row(data.Row("example", 1, example)).messages)
+
+# %% [markdown]
+# ## 有错的样本
+#
+# `broken_rows.jsonl` 收集了最常见的错误，这里看其中六条，以及检查给出的说明。一行出错不会挡住下一行，所以查一遍就能全部找出来。最后一行是总条数，以及其中有多少条不能用（`cannot be used`）。
+
+# %%
+checked = [data.check_row(row) for row in data.read_rows(files.SAMPLES / "broken_rows.jsonl")]
+broken = [row for row in checked if isinstance(row, data.RowError)]
+data.show_problems(broken[1:7])
+print(f"{len(checked)} rows, {len(broken)} of them cannot be used")
+
+# %% [markdown]
+# ## 你自己的文件
+#
+# 把表格另存为 CSV 就够了。要用来训练，就把文件路径填进上面的 `DATA`，再运行一遍这一课。
+
+# %%
+mine = lesson.scratch / "mine.csv"
+mine.parent.mkdir(parents=True, exist_ok=True)
+mine.write_text("question,answer\nWhere is order 2041?,It left our warehouse today.\n", encoding="utf-8")
+data.show(next(data.read_rows(mine)))
+
+# %% [markdown]
+# ## 准备数据
+#
+# 现在轮到真正的数据：逐条检查，去掉重复样本，划分，统计。一条样本要不要留出，只由问题决定。所以以后添加样本，旧样本的划分不会变，也不会有哪个问题既参与训练又用来评测。
+
+# %%
+card = data.prepare(
+    DATA, lesson.run.data, default=lesson.profile.data.source, eval_source=EVAL_DATA, columns=COLUMNS,
+    rows=lesson.profile.data.rows,
+)
+print(card)
+
+# %% [markdown]
+# 每条样本的去向，以及最先发现的几条含隐私数据（手机号、邮箱、密钥）的样本：模型可能把训练过的内容原样说出来。*近似重复*（near duplicate）是和另一条样本意思相同、用词也几乎相同的样本；如果出现在留出集里，模型看起来就会比实际好（`near_leak`）。图里的 `left out` 是剔除的条数；没发现隐私数据，就显示 `no private data found`。
+
+# %%
+import matplotlib.pyplot as plt
+
+counts = {"train": card.train, "eval": card.eval, **card.reasons}
+figure, axes = plt.subplots(figsize=(7, 0.8 + 0.3 * len(counts)), layout="constrained")
+axes.bar_label(axes.barh(list(counts), list(counts.values())), padding=3)
+axes.invert_yaxis()
+axes.set(title=f"{card.rows} rows, {card.rejected} left out", xlabel="rows")
+display.show_figure(figure, lesson.run.logs / "rows.png")
+print(*card.examples or ["no private data found"], sep="\n")
+
+# %% [markdown]
+# 把样本重新读进来，和数据卡核对。文件要是手工改过，这个单元格会拒绝。`fingerprint` 后面是数据的指纹。
+
+# %%
+train_rows, eval_rows = data.load(lesson.run.data)
+print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out, fingerprint {card.fingerprint[:12]}")
+
+# %% [markdown]
+# ## 模型读到的文本
+#
+# 对话模板把 messages 变成文本。有人提问时，服务发给模型的就是这段文本，到回答之前为止。
+
+# %%
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(lesson.model, trust_remote_code=False)
+row = data.row_to_show(train_rows)
+print(tokenizer.apply_chat_template(row["messages"][:-1], tools=row.get("tools"), tokenize=False, add_generation_prompt=True))
+
+# %% [markdown]
+# ## 训练的是哪些 token
+#
+# 同一条样本，这次是 trainer 看到的样子。损失只算在标出来的 token 上，其中最后一个是结束符：模型没学过结束符，就会一直写下去，停不下来。
+
+# %%
+from nbutils import chat
+
+chat.show_row(tokenizer, row)
+
+# %% [markdown]
+# ## 长度
+#
+# 比 `max_length` 长的样本一截断就会丢掉结尾，结束符也跟着丢。所以这里不截断，而是整条剔除，列在 `too_long.jsonl` 里。如果剔除得多，就调大 `train.max_length`（要多占显存），或者把样本改短。
+
+# %%
+stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
+examples = chat.filter_by_length(tokenizer, train_rows, lesson.profile.train.max_length, stop_ids=stop_ids)
+examples.write(lesson.run.data)
+figure, axes = plt.subplots(figsize=(7, 2.5), layout="constrained")
+axes.hist(examples.lengths, bins=30)
+axes.axvline(examples.max_length, color="tab:red", linestyle="--", label=f"max_length {examples.max_length}")
+axes.set(title="Tokens per training example", xlabel="tokens", ylabel="examples")
+axes.legend()
+display.show_figure(figure, lesson.run.logs / "lengths.png")
+print(examples)
+
+# %% [markdown]
+# ## 约定
+#
+# 服务拼出的文本，必须是训练文本的开头；每个回答的每个 token 都要训练，别的 token 都不训练；每个回答都要以结束符收尾。遇到第一处不符合，检查就停下，指出是哪条样本、哪个 token。
+
+# %%
+print(chat.check_contract(examples))
+
+# %% [markdown]
+# ## 练习
+#
+# 写三条不一样的样本，用你自己想训练的内容：一个名字、一种语气、一项任务。下面这条有两个错误，找出来，再换成你写的样本，检查会告诉你还有哪里不对。输出里 `different rows` 是不同样本的条数，应为 3 或更多；`problems` 是错误数，应为 0。
+
+# %%
+given = {"messages": [{"role": "customer", "content": "Where is order 2041?"}, {"role": "assistant", "content": ""}]}
+my_rows = [given]
+problems = [problem for my_row in my_rows for problem in data.problems_of(my_row)]
+different = len({str(my_row) for my_row in my_rows})
+done = different >= 3 and not problems
+print(f"[{' OK ' if done else 'TODO'}] different rows: {different}, expected 3 or more; problems: {len(problems)}, expected 0")
+for problem in problems if my_rows != [given] else []:
+    print(f"  {problem.field}: {problem.kind}, saw {problem.seen} -> {problem.todo}")
+
+# %% [markdown]
+# ## 现在你有了
+#
+# - `train.jsonl` 和 `eval.jsonl`：检查过、没有重复、按内容划分的对话样本；
+# - `rejected.jsonl`：剔除的每一条样本，写明哪一行、哪个字段、怎么办；
+# - 数据卡：条数、语言、长度，还有一个指纹，后面几课会核对；
+# - 一份证明：回答全部参与训练，别的都不参与，每个回答都以结束符收尾。
+#
+# 留两个问题给你：如果样本的回答互相矛盾，模型会学到什么？评测样本为什么要在训练前留出，而不是训练后？
+# %%
+lesson.finish(card, examples)

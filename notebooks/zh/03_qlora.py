@@ -1,0 +1,318 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 03 · 用 QLoRA 微调
+#
+# QLoRA 把微调前的模型量化到 4 bit 并冻结，只训练旁边的 LoRA 小矩阵。免费的 T4 用这种方法能训练 4B 模型；在没有 GPU 的笔记本电脑上，同样的单元格会训练课程自带的小模型。
+#
+# 学完这一课，你会得到
+#
+# - 用你的样本训练出来的 LoRA 适配器，损失只算在回答上；
+# - 验证损失最低的那一步，而不只是最后一步；
+# - 同样几个问题在训练前和训练后的回答；
+# - 校验过的 checkpoint：会话断了，只损失上一个 checkpoint 之后的那几步。
+#
+# 自带的小模型在 2 核 CPU 上约需两分钟；更大的模型在 GPU 上要几分钟到几小时。磁盘要放得下模型和三个 checkpoint（7B 模型的每个约 0.25 GB）。
+
+# %% [markdown]
+# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+
+# %% tags=["language"]
+import os; os.environ["NBUTILS_LANG"] = "zh"
+
+# %% [markdown]
+# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个文件夹，或者报错里列出的某个 wheel 文件。
+
+# %% tags=["setup"]
+import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
+if importlib.util.find_spec("nbutils") is None:
+    OURS = ""
+    WHEELS = glob("/kaggle/input/**/nbutils*.whl", recursive=True)
+    SOURCE = getenv("NBUTILS_SOURCE") or "\n".join(WHEELS) or OURS
+    assert re.match(r"[^-@?][^@?\n]*/[^:?/]*$", SOURCE), f"Set NBUTILS_SOURCE, see above: {WHEELS}"
+    ALONE = ["--no-index", "--only-binary=:all:", "-f", path.dirname(SOURCE)] * (SOURCE in WHEELS)
+    subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
+
+# %% [markdown]
+# 留空或填 0，就用配置（profile）里的值；`SET = "train.learning_rate=1e-4, lora.rank=64"` 可以改其中任何一个。`RESUME = "auto"` 从中断的地方继续训练，`"80"` 回到第 80 步的 checkpoint，`"never"` 删掉这次训练的所有 checkpoint，从头开始。`MAX_HOURS = 0` 按平台自己的时限。
+
+# %% tags=["parameters"]
+PROFILE: str = "auto"
+MODEL: str = ""
+DATA: str = ""
+RUN_NAME: str = ""
+MAX_STEPS: int = 0
+SAVE_STEPS: int = 0
+MAX_HOURS: float = 0.0
+RESUME: str = "auto"
+SEED: int = 42
+SET: str = ""
+
+# %% [markdown]
+# 开始这一课：找出平台、GPU、配置和这次训练的目录。如果 `RESUME` 指定的那一步没有 checkpoint，这一课就停在这里。
+
+# %%
+import nbutils
+from nbutils import checkpoints
+
+lesson = nbutils.start("03_qlora", globals())
+checkpoints.require_step(lesson.folders, lesson.run.name, RESUME)
+
+# %% [markdown]
+# ## 样本
+#
+# 第 02 课已经把样本放进运行目录。如果还没跑过第 02 课，现在就准备，检查和第 02 课一样。输出里 `rows to train on` 前面是训练样本数，`held out` 前面是留出的样本数。
+
+# %%
+from nbutils import data
+
+data.prepare(DATA, lesson.run.data, default=lesson.profile.data.source, rows=lesson.profile.data.rows)
+train_rows, eval_rows = data.load(lesson.run.data)
+print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out")
+
+# %% [markdown]
+# ## Token
+#
+# 对话模板把样本变成 token，掩码让损失只算在回答上。超过 `max_length` 的样本整条剔除：截断会丢掉结束符。最后按第 02 课的约定检查每一条样本。
+
+# %%
+from transformers import AutoTokenizer
+from nbutils import chat
+
+tokenizer = AutoTokenizer.from_pretrained(lesson.model, trust_remote_code=False)
+dataset = chat.build_dataset(tokenizer, train_rows, eval_rows, lesson)
+print(dataset)
+
+# %% [markdown]
+# ## 训练配方
+#
+# 批大小、轮数（epoch）和学习率取决于你的样本：一步里的样本太多，步数就太少，损失几乎不动。GPU 只决定一步怎样拆成 micro-batch。开了 packing，几段对话会拼成一条，`train.batch` 数的是拼好的条数：一步 2 条，里面可能有 8 段对话，输出的第一行会写明。接下来是最要紧的几个值和理由（去掉 `only` 可以看全部），最后是这次训练要占用多少机器资源。
+
+# %%
+from nbutils import display, plan
+
+lesson = lesson.with_recipe(dataset.lengths, len(eval_rows))
+profile = lesson.profile
+most = ("method", "machine", "lora.rank", "train.max_length", "train.batch", "train.micro_batch", "train.epochs",
+        "train.max_steps", "train.learning_rate", "train.packing")
+display.show_choices(lesson.resolved, only=most)
+print(plan.describe(plan.require(lesson.resolved)))
+
+# %% [markdown]
+# ## 把模型量化到 4 bit
+#
+# `nf4` 贴合训练好的权重的分布；二次量化（double quantization）把缩放系数也压缩；矩阵乘法用你这台机器的精度计算。（不设置的话，bitsandbytes 默认用 `fp4` 和 float32。）不到 10 亿参数的模型量化到 4 bit 损失太大，`auto` 会给这类模型设成 `method: lora`，让微调前的模型保持 16 bit。（自带的小模型还是用 4 bit 训练，这样这一课走的就是真实流程。）
+
+# %%
+import torch
+from transformers import BitsAndBytesConfig
+
+dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[profile.machine.precision]
+quantization = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type=profile.quantization.type,
+    bnb_4bit_use_double_quant=profile.quantization.double,
+    bnb_4bit_compute_dtype=dtype,
+)
+
+# %% [markdown]
+# 权重一边加载一边量化。梯度会经过这些权重，但一个也不会改。输出里的 `MiB in memory` 是模型占用的显存或内存。
+
+# %%
+from transformers import AutoModelForCausalLM, set_seed
+from nbutils import training
+
+training.require_unquantized(lesson.model)
+set_seed(SEED)
+model = AutoModelForCausalLM.from_pretrained(
+    lesson.model,
+    quantization_config=quantization if profile.method == "qlora" else None,
+    dtype=dtype,
+    attn_implementation=training.attention(profile.machine.attention),
+    device_map={"": lesson.device},
+    trust_remote_code=False,
+)
+print(f"{model.get_memory_footprint() / 2**20:,.0f} MiB in memory")
+
+# %% [markdown]
+# ## 训练前
+#
+# 从留出集取三个问题，让还没微调的模型回答。训练后再问同样三个。
+
+# %%
+questions = eval_rows[:3]
+before = chat.answer(model, tokenizer, questions)
+display.show_answers(questions, before=before)
+
+# %% [markdown]
+# ## 适配器
+#
+# LoRA 给权重 W 加上两个小矩阵 A 和 B：这一层原来算 W·x，现在算 W·x + (alpha/r)·B·(A·x)。A 有 r 行，B 有 r 列，只训练这两个。秩 `r` 限制能学多少，`alpha / r` 调节适配器的作用大小。
+#
+# 参数怎么取：`r` 越大，学得越多，也越占显存；`lora_alpha` 通常是秩的两倍；`target_modules` 取全部线性层，比只取 q 和 v 学得多；`use_rslora` 改用 alpha / sqrt(r) 缩放，适合大的秩。
+
+# %%
+from peft import LoraConfig
+
+lora = LoraConfig(
+    r=profile.lora.rank,  # higher learns more and needs more memory
+    lora_alpha=profile.lora.alpha,  # usually twice the rank
+    lora_dropout=profile.lora.dropout,
+    target_modules=profile.lora.target_modules,  # all linear layers learn more than q and v alone
+    use_rslora=profile.lora.use_rslora,  # scales by alpha / sqrt(r), for large ranks
+    task_type="CAUSAL_LM",
+)
+
+# %% [markdown]
+# A 和 B 比 W 小多少？下面是这个模型第一个线性层的尺寸，`frozen` 表示冻结，`trained` 表示参与训练。
+
+# %%
+first = next(part for part in model.modules() if isinstance(part, torch.nn.Linear))
+d_in, d_out, r = first.in_features, first.out_features, lora.r
+print(f"W        {d_out} x {d_in} = {d_out * d_in:,} parameters, frozen")
+print(f"A and B  {r} x {d_in} and {d_out} x {r} = {r * (d_in + d_out):,} parameters, trained")
+
+# %% [markdown]
+# 先猜一猜：模型参数里有百分之几会参与训练？别的线性层里，MLP 的更大，key 和 value 的可能更小；embedding 不加适配器。把 `None` 换成你猜的数，后面有一个单元格会对答案。也可以以后再填：先重新运行这个单元格，再重新运行那一个。
+
+# %%
+my_percent = None
+
+# %% [markdown]
+# ## 训练
+#
+# `SFTConfig` 里都是要紧的值，上面的表讲了每个值的理由。样本首尾相接，不补 padding（`padding_free`）；开了 packing，会先拼成不超过 `max_length` 个 token 的序列。`training.bookkeeping` 补上和学习本身无关的设置：目录、保存、日志、随机种子。`warmup_steps` 小于 1 时，是占总步数的比例。TensorBoard 总是会记录；W&B 也会，有 `WANDB_API_KEY` 就在线记录。
+
+# %%
+from nbutils import distributed
+from trl import SFTConfig
+
+settings = SFTConfig(
+    learning_rate=profile.train.learning_rate,
+    lr_scheduler_type=profile.train.scheduler,
+    warmup_steps=profile.train.warmup_ratio,  # below 1: a share of all steps
+    num_train_epochs=profile.train.epochs,
+    max_steps=profile.train.max_steps or -1,
+    per_device_train_batch_size=profile.train.micro_batch,
+    gradient_accumulation_steps=profile.train.accumulation_on(distributed.world_size()),
+    max_length=profile.train.max_length if profile.train.packing else None,
+    packing=profile.train.packing,
+    padding_free=True,
+    optim=profile.train.optimizer,
+    weight_decay=profile.train.weight_decay,
+    max_grad_norm=profile.train.max_grad_norm,
+    gradient_checkpointing=profile.train.gradient_checkpointing != "off",
+    activation_offloading=profile.train.gradient_checkpointing == "offload",
+    bf16=profile.machine.precision == "bf16",
+    fp16=profile.machine.precision == "fp16",
+    **training.bookkeeping(lesson, SEED),
+)
+
+# %% [markdown]
+# trainer 接收模型、适配器、token，以及课程自己写的一个 callback。这个 callback 每次保存时算一遍验证损失，在后台把 checkpoint 复制到运行目录并在那里校验，赶在平台到时限之前结束训练，还会显示进度。`prepare` 把适配器转成 float32（TRL 会转成 bfloat16，而 T4 不能用 bfloat16 训练），再把 LoRA 的加法融合到矩阵乘法里：结果一样，时间更短。
+
+# %%
+from trl import SFTTrainer
+
+callback = training.CourseCallback(lesson, dataset, max_hours=MAX_HOURS)
+trainer = SFTTrainer(
+    model=model,
+    args=settings,
+    train_dataset=dataset.train,
+    eval_dataset=dataset.eval,
+    processing_class=tokenizer,
+    peft_config=lora,
+    callbacks=[callback],
+)
+print(callback.prepare(trainer))
+
+# %% [markdown]
+# 看看你猜得准不准：实际比例的一半到两倍之间都算对。`[TODO] saw None, expected a number` 表示还没有填；`expected more` 是猜小了，`expected less` 是猜大了。
+
+# %%
+trained, total = trainer.model.get_nb_trainable_parameters()
+percent = 100 * trained / total
+if my_percent is None:
+    print("[TODO] saw None, expected a number: set my_percent above, then run that cell and this one again")
+elif 0.5 * percent <= my_percent <= 2 * percent:
+    print(f"[ OK ] saw {my_percent}: {trained:,} of {total:,} parameters are trained, {percent:.2g} percent")
+else:
+    print(f"[TODO] saw {my_percent}, expected {'more' if my_percent < percent else 'less'}: compare A and B with W above")
+
+# %% [markdown]
+# 开始训练。中断过的训练会从最新的、校验通过的 checkpoint 继续。显存不足时，用更小的 micro-batch 重做这一步（个数变多，批大小不变），还不够就打开 gradient checkpointing。机器要是被收走，把这个 notebook 原样再运行一遍就好。用 float16 时，找到合适的 loss scale 之前，前几步可能会跳过。训练结束后会检查微调前的模型：一个权重都不许变。
+
+# %%
+result = training.train(trainer, callback, resume=RESUME)
+print(result)
+
+# %% [markdown]
+# ## 训练损失和验证损失
+#
+# 只看训练损失不够：样本背下来了，训练损失也会降。验证损失在训练从没见过的样本上计算，留下的就是验证损失最低那一步的适配器。
+
+# %%
+display.plot_losses(result.history, lesson.run.logs / "loss.png")
+
+# %% [markdown]
+# 四次 135M 模型的训练，拿来和你的对照。*healthy*（正常）：两条曲线都先下降再走平。*too slow*（太慢）：学习率太小，或者步数太少。*diverging*（发散）：学习率太大。*overfitting*（过拟合）：样本背下来了，验证损失反而上升。
+
+# %%
+display.plot_loss_examples()
+
+# %% [markdown]
+# ## 训练后
+#
+# 还是那三个问题，现在带着适配器回答。第 04 课会问完留出集的所有问题，再比较分数。
+
+# %%
+after = chat.answer(trainer.model, tokenizer, questions)
+display.show_answers(questions, before=before, after=after)
+
+# %% [markdown]
+# ## 保存
+#
+# 只保存适配器，所以文件很小。先写到临时目录，写完整了再改名。
+
+# %%
+training.save_adapter(result, tokenizer)
+mib = sum(file.stat().st_size for file in lesson.run.adapter.iterdir()) / 2**20
+print(f"adapter: {lesson.run.adapter} ({mib:,.1f} MiB)")
+
+# %% [markdown]
+# ## 练习
+#
+# 学习率对结果的影响有多大？把这个 notebook 再跑两遍：一遍设 `RUN_NAME = "fast"`，学习率取上面表里的十倍；一遍设 `RUN_NAME = "slow"`，学习率取十分之一。最后跑的那一遍会把三次放在一起比较。哪一次的验证损失最低？
+#
+# 用自带的小模型可以直接在终端里做，每次在 CPU 上要几分钟：`python -m nbutils run --profile tiny --only 03 --set train.learning_rate=2e-2 -p RUN_NAME fast`，再用 `2e-4` 和 `slow` 跑一次，最后 `python -m nbutils compare tiny fast slow`。
+#
+# 输出里 `[TODO] saw the runs …, expected fast and slow among them` 表示 `fast` 和 `slow` 还没跑齐，`[ OK ]` 表示齐了。如果有一行 `(seconds: …)`，意思是这次训练的耗时只算断点续训之后的部分。
+
+# %%
+from nbutils import compare
+
+runs = compare.beside(lesson.run, trained=result.facts())
+if 0 < result.first_step < trainer.state.global_step:
+    print(f"(seconds: of {lesson.run.name} only those after step {result.first_step}, where it was resumed)")
+missing = [name for name in ("fast", "slow") if name not in runs]
+print(f"[{'TODO' if missing else ' OK '}] saw the runs {', '.join(runs)}, expected fast and slow among them")
+if missing:
+    print(f'Run this notebook with RUN_NAME = "{missing[0]}" and SET = "train.learning_rate=..." to compare them.')
+
+# %% [markdown]
+# ## 现在你有了
+#
+# - 用你的样本训练出来的 LoRA 适配器，损失只算在回答上；
+# - 验证损失最低的那一步，而不只是最后一步；
+# - 同样几个问题在训练前和训练后的回答；
+# - 校验过的 checkpoint：会话断了，只损失上一个 checkpoint 之后的那几步。
+#
+# 第 04 课把适配器合并进模型，再看微调到底有没有用。
+# %%
+lesson.finish(dataset, result)

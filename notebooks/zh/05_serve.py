@@ -1,0 +1,249 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 05 · 部署为服务
+#
+# 别的程序能调用，模型才派得上用场。vLLM 是大语言模型的推理服务：能同时回答很多请求，提供兼容 OpenAI 的接口，大多数客户端直接就能连。训练和推理用的不是同一个程序，所以这一课还会检查回答是否一致。
+#
+# 学完这一课，你会得到
+#
+# - 你的模型，由 vLLM 在独立的环境里部署成兼容 OpenAI 的接口；
+# - 三种请求：从 Python 发，从终端发，以及回答逐字返回的流式请求；
+# - 一次实测：32 个请求同时发出，要多花多少时间；
+# - 一份证明：服务的回答和第 04 课一致；还能和你的模型聊天。
+#
+# 自带的小模型在 2 核 CPU 上约需一分钟。第一次运行要搭建推理环境，多花几分钟和 3 GB 磁盘（有 GPU 时 12 GB）。
+
+# %% [markdown]
+# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+
+# %% tags=["language"]
+import os; os.environ["NBUTILS_LANG"] = "zh"
+
+# %% [markdown]
+# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个文件夹，或者报错里列出的某个 wheel 文件。
+
+# %% tags=["setup"]
+import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
+if importlib.util.find_spec("nbutils") is None:
+    OURS = ""
+    WHEELS = glob("/kaggle/input/**/nbutils*.whl", recursive=True)
+    SOURCE = getenv("NBUTILS_SOURCE") or "\n".join(WHEELS) or OURS
+    assert re.match(r"[^-@?][^@?\n]*/[^:?/]*$", SOURCE), f"Set NBUTILS_SOURCE, see above: {WHEELS}"
+    ALONE = ["--no-index", "--only-binary=:all:", "-f", path.dirname(SOURCE)] * (SOURCE in WHEELS)
+    subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
+
+# %% [markdown]
+# `FOLDER` 是要部署的模型目录，用来代替第 04 课合并后的模型，例如一个导出的模型。`PORT` 填 0，就用平台对外开放的端口（AutoDL），没有这样的端口就随便用一个空闲的。`QUESTIONS` 填 0，问的留出问题就和第 04 课一样多。`KEEP_RUNNING` 让服务在结束后继续运行，并给出聊天框；关掉这个 notebook，服务就停止。`STOP_OTHERS` 停掉同一次训练里其他 notebook 启动的服务。
+
+# %% tags=["parameters"]
+PROFILE: str = "auto"
+MODEL: str = ""
+RUN_NAME: str = ""
+ENGINE: str = "auto"
+FOLDER: str = ""
+PORT: int = 0
+QUESTIONS: int = 0
+KEEP_RUNNING: bool = False
+STOP_OTHERS: bool = False
+
+# %% [markdown]
+# 如果这次训练还没有合并后的模型，现在会先跑第 04 课。这一课上次运行留下的服务会停掉，因为新服务要用旧服务占着的显存或内存。
+
+# %%
+import nbutils
+from nbutils import serving
+
+lesson = nbutils.start("05_serve", globals())
+lesson.require("02_data_prep" if FOLDER else "04_merge")
+serving.stop_leftover_servers(lesson.run.path, STOP_OTHERS)
+
+# %% [markdown]
+# ## 给 vLLM 单独的环境
+#
+# vLLM 要用自己的 PyTorch 版本，装在这里会把训练用的那个替换掉。所以给 vLLM 单独建一个虚拟环境，只建一次。服务是一个独立的进程，这个 notebook 只和服务通信。vLLM 需要 T4 或更新的 GPU，也可以用 CPU；更老的 GPU 用 `transformers serve`。
+
+# %%
+environment = serving.ensure_environment(ENGINE)
+print(f"{environment.engine}, with the Python {environment.python}")
+
+# %% [markdown]
+# ## 命令行
+#
+# 下面是要紧的启动参数：`served-model-name` 是客户端用的模型名，`max-model-len` 是提示（prompt）加回答的最大 token 数，`max-num-seqs` 是一起计算的请求数，多出来的排队，`gpu-memory-utilization` 是占用显存的比例。`model.flags` 补上这台机器和这个模型需要的参数，例如第 04 课的精度（`dtype`），以及不编译、启动更快的 `enforce-eager`；命令下面的几行说明理由。这条命令启动的就是 `vllm serve` 启动的那个服务，只是写成了调用 Python 模块的形式。服务只监听本机，客户端都要带 API key。
+
+# %%
+from nbutils.served_model import ServedModel
+
+model = ServedModel(lesson, FOLDER, environment.engine, QUESTIONS)
+flags = {
+    **model.flags,  # dtype: the precision of weights and computation; enforce-eager: no compilation, starts sooner
+    "served-model-name": "course",  # the name that clients ask for
+    "max-model-len": lesson.profile.serve.max_model_len,  # longest prompt and answer together, in tokens
+    "max-num-seqs": lesson.profile.serve.max_num_seqs,  # requests computed together; more wait in a queue
+    "gpu-memory-utilization": lesson.profile.serve.gpu_memory if lesson.gpu else None,  # share of GPU memory it takes
+}
+port = PORT or serving.preferred_port(lesson.platform, engine=environment.engine)
+server = serving.Server(model.folder, environment, flags=flags, port=port, log=lesson.run.logs / "serve.log")
+print(server.shell_line())
+print(*{choice.reason for choice in serving.flags_for(lesson.gpu, model.folder).values()}, sep="\n")
+
+# %% [markdown]
+# ## 启动
+#
+# 服务先导入各种库，再加载权重，给 KV cache 预留显存或内存，然后就能回答。你手动停止、单元格出错、这个 notebook 的内核（kernel）结束，服务都会停。
+
+# %%
+startup_seconds = server.start().wait()
+print(serving.public_address(lesson.platform, server.port))
+
+# %% [markdown]
+# ## 一个请求
+#
+# 客户端只需要三样东西：地址、模型名、消息。`temperature=0` 总是取概率最高的 token。`Question` 是问题，`Answer` 是回答。
+
+# %%
+from openai import OpenAI
+
+client = OpenAI(base_url=server.url, api_key=server.api_key or "no key is checked")
+question = model.questions[0]
+response = client.chat.completions.create(model=server.model_name, messages=question, max_tokens=64, temperature=0)
+print("Question:", question[-1]["content"])
+print("Answer:  ", response.choices[0].message.content)
+
+# %% [markdown]
+# 同样的请求也可以从这台机器的终端发：把两行都粘贴进去。第一行从服务的进程里读出 key，所以这里不会显示 key。不要把 key 写进 notebook；想自己定，就在启动 Jupyter 之前设好环境变量 `VLLM_API_KEY`。最后一行是一个网页，列出服务支持的所有接口。
+
+# %%
+import json, shlex
+
+body = json.dumps({"model": server.model_name, "messages": question, "temperature": 0}, ensure_ascii=False)
+key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if server.api_key else ""
+if key:
+    print(f"export VLLM_API_KEY=$(tr '\\0' '\\n' < /proc/{server.process.pid}/environ | sed -n 's/^VLLM_API_KEY=//p')")
+print(f'curl {server.url}/chat/completions -H "Content-Type: application/json"{key} -d {shlex.quote(body)}')
+print(f"{server.root}/docs")
+
+# %% [markdown]
+# ## 流式输出
+#
+# 加上 `stream=True`，模型一边生成，回答一边分段返回。聊天程序就是这样一边写一边显示的。竖线是前后两段的分界。
+
+# %%
+options = {"model": server.model_name, "messages": question, "max_tokens": 64, "temperature": 0}
+with client.chat.completions.create(**options, stream=True) as stream:
+    for chunk in stream:
+        print(chunk.choices[0].delta.content or "", end="|")
+print()
+
+# %% [markdown]
+# ## 猜一猜：32 个请求同时发
+#
+# 一个请求要花一点时间。32 个请求同时发出，要花几倍的时间？把你猜的数填进 `my_guess`：32 表示一个接一个地回答，1 表示不多花时间。
+
+# %%
+my_guess = None
+
+# %% [markdown]
+# 现在实测。每个线程发一个请求，等自己的回答。vLLM 每走一步，就给所有请求各算一个 token（continuous batching），所以权重只读一遍，所有请求共用。在 GPU 上，读权重就是大部分开销；CPU 上的收益小一些。输出里 `1 request` 是一个请求的时间，`32 at once` 是 32 个同时发的时间；你猜的在实际倍数的一半到两倍之间都算对。
+
+# %%
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+
+def seconds_for(questions):
+    started = time.perf_counter()
+    with ThreadPoolExecutor(len(questions)) as pool:
+        list(pool.map(lambda messages: client.chat.completions.create(**options | {"messages": messages}), questions))
+    return time.perf_counter() - started
+
+
+at_once = (model.questions * 32)[:32]
+one = sum(seconds_for([messages]) for messages in at_once[:8]) / len(at_once[:8])
+many = seconds_for(at_once)
+print(f"1 request: {one:.2f} s. 32 at once: {many:.2f} s.")
+if my_guess is None:
+    print("[TODO] saw no guess, expected a number: put one into `my_guess` and run both cells again")
+else:
+    close = 0.5 < my_guess * one / many < 2
+    print(f"[{' OK ' if close else 'TODO'}] saw a guess of {my_guess}, expected about {many / one:.0f}; half or twice of it counts")
+
+# %% [markdown]
+# ## 和第 04 课的回答一样吗？
+#
+# 把留出集的问题全部发给服务，再拿服务的回答和第 04 课里 transformers 的回答比较。提示（prompt）的 token 必须相同，不然就是服务用了别的对话模板。用 float32，回答也必须相同。用 16 bit 可以有差别：两个程序的舍入不同，两个 token 概率几乎相等时，选中的可能是另一个。
+
+# %%
+same_answers = model.compare_answers(server)
+print(same_answers)
+
+# %% [markdown]
+# 自己读几条。
+
+# %%
+same_answers.show(rows=3)
+
+# %% [markdown]
+# 回答相同，模型也可能变了。所以还要在第 04 课存下的几百个位置上比较概率。距离用 KL 散度衡量，单位是 nats/token：0 表示概率完全相同，float32 的舍入误差不到 0.00001（1e-05）。*merged, in vLLM* 是服务，*merged* 是第 04 课的模型。真实距离可能比显示的略大，因为 vLLM 只返回概率最高的一些 token。如果距离远超舍入误差，说明服务里跑的是另一个模型，这一课就会停下。
+
+# %%
+same_model = model.compare_predictions(server)
+print(same_model)
+
+# %% [markdown]
+# ## 练习
+#
+# temperature 大于 0 时，服务按概率随机抽取每个 token。在 0 到 2 之间，`temperature` 要多高，五个回答里才会有两个不一样？趁服务还在运行，改一改再运行这个单元格。结果带有随机性，每个值多跑几次；接近 2 时，句子就不成样子了。点“全部运行”（*Run all*）跑完之后，服务已经停止：把上面的 `KEEP_RUNNING` 设成 `True`，再全部运行一遍。输出里 `saw` 后面是不同回答的个数，应为 2 或更多。
+
+# %%
+temperature = 0.0
+
+answers = set()
+for _ in range(5 if server.running else 0):
+    response = client.chat.completions.create(**options | {"temperature": temperature})
+    answers.add(response.choices[0].message.content)
+print(*answers, sep="\n")
+print(f"[{' OK ' if len(answers) > 1 else 'TODO'}] saw {len(answers)} different among 5 answers, expected 2 or more")
+
+# %% [markdown]
+# ## 聊天
+#
+# 先看一个例子。设了 `KEEP_RUNNING`，后面会有聊天框：输入文字，按回车，看着回答一点点出来；*Stop* 可以中止。
+
+# %%
+from nbutils import chat_widget
+
+*opening, last = model.questions[-1]
+talk = chat_widget.Talk("model", client, server.model_name, opening=opening, max_tokens=64, temperature=0)
+box = chat_widget.chat([talk], [last["content"]], live=KEEP_RUNNING)
+
+# %% [markdown]
+# ## 停止
+#
+# 停掉服务，释放显存或内存。要是让服务继续运行，运行目录里会有记录，第 04 课可以用这个服务来回答。输出里 `stopped` 是已停止，`running at` 后面是服务的地址，`Its log` 后面是日志文件。
+
+# %%
+if KEEP_RUNNING:
+    serving.write_server_note(server, lesson.run.path)
+else:
+    server.stop()
+print("The server is", f"running at {server.url}." if server.running else "stopped.", f"Its log: {server.log}")
+
+# %% [markdown]
+# ## 现在你有了
+#
+# - 你的模型，由 vLLM 在独立的环境里部署成兼容 OpenAI 的接口；
+# - 三种请求：从 Python 发，从终端发，以及回答逐字返回的流式请求；
+# - 一次实测：32 个请求同时发出，要多花多少时间；
+# - 一份证明：服务的回答和第 04 课一致；还能和你的模型聊天。
+#
+# 课程的主线到此结束。还有四课可以深入：第 06 课用多块 GPU 训练，第 07 课从头训练一个小模型，第 08 课把你的模型导出成更小的文件，第 09 课测量服务有多快。
+# %%
+lesson.finish(same_answers, same_model, engine=environment.engine, startup_seconds=round(startup_seconds, 1))

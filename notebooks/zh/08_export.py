@@ -1,0 +1,146 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 08 · 导出：更小的文件，给别的程序用
+#
+# 合并后的模型每个权重占 16 bit（在 CPU 上训练的是 32 bit）。多数场合用不着这么多：显存更小的服务器、笔记本电脑、手机。每种格式都会让模型变小，让预测有一点变化，并且只能在某些程序里运行。这一课做出你选的格式，测量大小和变化。
+#
+# 学完这一课，你会得到
+#
+# - 一张格式表：你的模型用每种格式有多大，在哪里能运行；
+# - 你选的几种格式的模型，每个都完整，可以直接加载；
+# - 每种格式的代价：预测偏了多少，有多少回答没变；
+# - 如果需要，上传到模型社区，或者打包成一个文件供下载。
+#
+# 自带的小模型在 2 核 CPU 上约需半分钟；每多一种格式约加 20 秒，`awq` 要几分钟。第一次导出还要给导出用的库搭一个环境：几分钟，3 GB 磁盘，有 GPU 的机器 9 GB。导出的文件占多少磁盘，见下面的表。
+
+# %% [markdown]
+# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+
+# %% tags=["language"]
+import os; os.environ["NBUTILS_LANG"] = "zh"
+
+# %% [markdown]
+# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个文件夹，或者报错里列出的某个 wheel 文件。
+
+# %% tags=["setup"]
+import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
+if importlib.util.find_spec("nbutils") is None:
+    OURS = ""
+    WHEELS = glob("/kaggle/input/**/nbutils*.whl", recursive=True)
+    SOURCE = getenv("NBUTILS_SOURCE") or "\n".join(WHEELS) or OURS
+    assert re.match(r"[^-@?][^@?\n]*/[^:?/]*$", SOURCE), f"Set NBUTILS_SOURCE, see above: {WHEELS}"
+    ALONE = ["--no-index", "--only-binary=:all:", "-f", path.dirname(SOURCE)] * (SOURCE in WHEELS)
+    subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
+
+# %% [markdown]
+# `EXPORTS` 填格式名，例如 `"fp8, gguf-q8_0"`；留空就做 `gguf-q8_0`，这种格式任何机器都能做、都能运行。`PUSH_TO` 是上传的地方，`"hub:owner/name"`（也可以是 `modelscope:` 和 `kaggle:`），填 `"file"` 就打包成一个文件供下载。
+
+# %% tags=["parameters"]
+PROFILE: str = "auto"
+MODEL: str = ""
+RUN_NAME: str = ""
+EXPORTS: str = ""
+PUSH_TO: str = ""
+
+# %% [markdown]
+# 先检查名字，免得一个拼写错误白费一小时。如果这个运行目录里还没跑过第 04 课，现在会先跑。
+
+# %%
+import nbutils
+from nbutils import exporting, sharing
+
+lesson = nbutils.start("08_export", globals())
+formats = exporting.chosen(EXPORTS or "gguf-q8_0")
+if PUSH_TO not in ("", "file"):
+    sharing.parse(PUSH_TO)
+lesson.require("04_merge")
+folder = lesson.run.merged
+
+# %% [markdown]
+# ## 有哪些格式
+#
+# - *16 bit*（`bf16`、`fp16`、`gguf-f16`）：合并后的模型是 16 bit 就原样不变，是 32 bit 就减小一半。几乎没有损失。
+# - *8 bit*（`fp8`、`int8`、`gguf-q8_0`）：比 16 bit 的一半大一点。差别很难察觉。
+# - *4 bit*（`w4a16`、`awq`、`gguf-q4_k_m`）：至少是 16 bit 的三分之一。有些回答会变；小模型比大模型损失更多。
+#
+# `fp8`、`w4a16` 和 `awq` 给 vLLM 用，`int8` 给 CPU 上的 transformers 用，GGUF 文件给 llama.cpp 和基于它的程序用。大小是估计值：除了 GGUF，其他格式都不压缩 embedding。
+
+# %%
+from nbutils import display
+
+display.show_table(exporting.offer(folder, lesson.gpu), "Formats")
+
+# %% [markdown]
+# ## 猜一猜
+#
+# 第一个导出有多大？猜一个比例：导出的大小除以合并后的模型的大小。上面的表和下面打印的大小（`merged model`）可以参考。把你猜的数填进 `my_share`，最后的练习会对答案。
+
+# %%
+my_share = None
+megabytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
+print(f"first export: {formats[0]}; merged model: {megabytes:,.1f} MB")
+
+# %% [markdown]
+# ## 导出
+#
+# 每种格式都用大家信得过的库来做：给 vLLM 的用 llm-compressor，给 CPU 的用 torchao，GGUF 用 llama.cpp 自己的转换工具。这些库需要的版本和训练不同，所以装在独立的环境里。同一个模型导出过的格式会直接沿用。`awq` 还会用训练样本校准，这样，对这些样本要紧的权重损失最小。
+
+# %%
+from nbutils import data
+
+train_rows, _ = data.load(lesson.run.data)
+exports = [exporting.export(folder, name, calibration=train_rows) for name in formats]
+
+# %% [markdown]
+# 导出的文件在哪里，用哪一行命令加载：vLLM 用 `vllm serve`，llama.cpp 用 `llama-cli`。vLLM 的格式也可以用第 05 课部署，把第 05 课的参数 `FOLDER` 设成导出的目录就行。
+
+# %%
+print(*exports, sep="\n")
+
+# %% [markdown]
+# ## 每种格式损失了什么
+#
+# 把每个导出的模型都加载一遍，读第 04 课做证明用的那些文本。*KL* 是导出的模型和合并后的模型在预测上的距离，单位是 nats/token：0.001 以下没人看得出来，0.15 以上就能看出来。写着“至少”（at least），是因为第 04 课在每个位置只存了概率最高的一些 token。*相同的回答*（same answers）是逐个 token 都没变的短回答的个数。
+
+# %%
+compared = exporting.check_exports(lesson, exports)
+display.show_table([one.row for one in compared], "Size and price")
+
+# %% [markdown]
+# ## 分享
+#
+# 不设 `PUSH_TO`，什么都不会离开这台机器。上传的仓库是私有的，模型卡会写明微调前的模型，不会写你的目录。访问令牌（token）从平台的 secret 里取，绝不显示。上传或打包的是 `EXPORTS` 里的第一种格式；`EXPORTS` 留空，就是合并后的模型。不上传时，输出 `kept here` 后面是模型所在的目录。
+
+# %%
+chosen = exports[0].folder if EXPORTS else folder
+pushed = sharing.push(chosen, PUSH_TO) if PUSH_TO else ""
+print(pushed or f"kept here: {chosen}")
+
+# %% [markdown]
+# ## 练习
+#
+# 你猜对了吗？用格式的 bit 数除以合并后的模型的 bit 数。embedding 和输出层常常保留 16 bit，在小模型里占全部权重的一大部分，所以小模型压缩得比大模型少。把 `EXPORTS` 设成 `"fp8, gguf-q8_0"`，再猜一次，再运行一遍这一课。输出里 `saw` 后面是你猜的数，`expected` 后面是实际比例，误差在 0.1 以内算对；`[TODO] put your prediction into my_share` 表示还没填。
+
+# %%
+share = exports[0].ratio
+if my_share is None:
+    print("[TODO] put your prediction into `my_share` above, then run that cell and this one")
+else:
+    print(f"[{' OK ' if abs(my_share - share) <= 0.1 else 'TODO'}] saw {my_share}, expected {share:.2f}, give or take 0.1")
+
+# %% [markdown]
+# ## 现在你有了
+#
+# - 一张格式表：你的模型用每种格式有多大，在哪里能运行；
+# - 你选的几种格式的模型，每个都完整，可以直接加载；
+# - 每种格式的代价：预测偏了多少，有多少回答没变；
+# - 如果需要，上传到模型社区，或者打包成一个文件供下载。
+# %%
+lesson.finish(exports=[one.facts for one in compared], pushed=pushed)
