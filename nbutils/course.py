@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nbutils import display, install, lesson, record
+from nbutils import display, install, lesson, notices, record
 from nbutils.errors import CourseError
 from nbutils.files import NOTEBOOKS, make_folder
+from nbutils.language import language, tr
 from nbutils.papermill_io import signals_to_kernel
 
 SHARED = ("PROFILE", "MODEL", "RUN_NAME", "SET", "RESUME", *lesson.OVERRIDES)  # parameters that choose the run
@@ -33,24 +35,30 @@ def split_parameters(given: dict[str, str], stems: Sequence[str]) -> dict[str, d
 
 
 def run(stems: Sequence[str], given: dict[str, str]) -> lesson.RunFolder:
-    """Execute the lessons in one run folder; the first failing cell ends it with that cell's error."""
+    """Execute the lessons in one run folder; the first that fails or is stopped ends it with an error."""
     install.ensure("train")
-    by_lesson = split_parameters(given, stems)
-    platform, folders, gpu = lesson.find_machine(given)
-    shared = {name: values[name] for values in by_lesson.values() for name in SHARED if name in values}
-    folder, resolved = lesson.open_run(shared, platform, folders, gpu)
-    print(f"profile {resolved.name}, run {folder.path}", flush=True)
-    for number, stem in enumerate(stems, 1):
-        print(f"[{number}/{len(stems)}] {stem}", flush=True)
-        with signals_to_kernel() as received, lesson.deferred_shutdown():
-            execute(stem, folder.notebooks / f"{stem}.ipynb", by_lesson[stem] | {"RUN_NAME": folder.name})
-        if stem == "03_qlora" and not record.complete(record.read(folder.facts)["lessons"][stem]):
-            print("The training is not finished, so the next lessons wait. The same command continues it.")
-            break
-        if received:
-            print(f"This run was asked to end, and stops after {stem}. The same command continues it.")
-            break
-    lesson.notify_and_shut_down(platform, folder, summary(folder))
+    notices.require_settings()
+    with notices.telling(stems[0]) as work:
+        by_lesson = split_parameters(given, stems)
+        platform, folders, gpu = lesson.find_machine(given)
+        shared = {name: values[name] for values in by_lesson.values() for name in SHARED if name in values}
+        folder, resolved = lesson.open_run(shared, platform, folders, gpu)
+        work.run = folder
+        print(tr("profile {name}, run {folder}", name=resolved.name, folder=folder.path), flush=True)
+        for number, stem in enumerate(stems, 1):
+            print(f"[{number}/{len(stems)}] {stem}", flush=True)
+            work.lesson, values = stem, by_lesson[stem] | {"RUN_NAME": folder.name}
+            with signals_to_kernel() as received, notices.deferred():
+                try:
+                    execute(stem, folder.notebooks / f"{stem}.ipynb", values)
+                except CourseError:
+                    if not received:
+                        raise
+            if received:
+                raise CourseError("course.stopped", lesson=stem, signal=signal.Signals(received[0]).name)
+            if stem == "03_qlora" and not record.complete(trained := record.read(folder.facts)["lessons"][stem]):
+                raise CourseError("course.unfinished", step=trained["steps"], steps=trained["planned_steps"])
+    work.ended("finished", summary(folder))
     return folder
 
 
@@ -60,11 +68,13 @@ def execute(stem: str, output: Path, values: dict[str, Any]) -> None:
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
-    make_folder(output.parent, "the executed lessons")
+    make_folder(output.parent, tr("executed notebooks"))
+    chinese = NOTEBOOKS / "zh" / f"{stem}.ipynb"
+    source = chinese if language() == "zh" and chinese.exists() else NOTEBOOKS / f"{stem}.ipynb"
     unfinished = output.with_suffix(".unfinished.ipynb")  # a failure leaves the notebook of an earlier success alone
     try:
         papermill.execute_notebook(
-            NOTEBOOKS / f"{stem}.ipynb", unfinished, parameters=values, kernel_name="python3",
+            source, unfinished, parameters=values, kernel_name="python3",
             progress_bar={"desc": stem},
             stdout_file=display.LiveLines(),  # the lines of a training appear above the bar while its cell runs
             extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # the kernel's own remarks would break the bar
@@ -83,9 +93,12 @@ def summary(folder: lesson.RunFolder) -> str:
     lines = [f"{name:10} {getattr(folder, name)}" for name in ("notebooks", "report", "facts")]
     merged = facts.get("04_merge", {})
     if match := merged.get("exact_match"):
-        lines.append(f"exact match  base {match['base']:.1%}  ->  merged {match['merged']:.1%}")
+        base, tuned = match["base"], match["merged"]
+        lines.append(tr("exact match  base {base:.1%}  ->  merged {merged:.1%}", base=base, merged=tuned))
     if verdict := merged.get("evaluation", {}).get("verdict"):
-        lines.append(f"the tuning   {verdict}; why: {folder.path / 'evaluation' / 'report.html'}")
+        page = folder.path / "evaluation" / "report.html"
+        lines.append(tr("the tuning   {verdict}; why: {page}", verdict=verdict, page=page))
     if same := facts.get("05_serve", {}).get("identical_answers"):
-        lines.append(f"served answers identical to generate: {same['count']} of {same['total']}")
+        count, total = same["count"], same["total"]
+        lines.append(tr("served answers identical to generate: {count} of {total}", count=count, total=total))
     return "\n".join(lines)

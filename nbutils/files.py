@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from nbutils.errors import CourseError
+from nbutils.language import tr
 
 DISTRIBUTION = "nbutils-finetune-course"  # on the package registry, `nbutils` is another project
 PACKAGE = Path(__file__).resolve().parent
@@ -55,11 +56,11 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """The value in a JSON file; a pipe, a huge file or endless nesting is a ValueError, like any invalid JSON."""
     if path.exists() and not (path.is_file() and path.stat().st_size < 2**26):
-        raise ValueError("it is not a regular file, or too large")
+        raise ValueError(tr("it is not a regular file, or too large"))
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as problem:
-        raise ValueError("it is nested too deeply") from problem
+        raise ValueError(tr("it is nested too deeply")) from problem
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -13,26 +13,26 @@ import logging
 import os
 import re
 import shutil
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from nbutils import checkpoints, display, distributed, hardware, install, platforms, profiles, record
+from nbutils import checkpoints, display, distributed, hardware, install, notices, platforms, profiles, record
 from nbutils.config import flat, settings_in, settings_text
 from nbutils.errors import CourseError
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
+from nbutils.language import tr
 from nbutils.record import RunFolder
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
-NOTICE, POWER_OFF = "NBUTILS_NOTICE", "NBUTILS_POWER_OFF"  # 1: after a lesson, or the course, has ended well
 OF_AN_ADAPTER = ("04_merge", "05_serve", "08_export", "09_benchmark")  # what they measure is of one adapter
 LAUNCHERS = ("05_serve", "06_scale_out", "09_benchmark")  # their processes may use every GPU
+TRY_NO_GPU = ("06_scale_out", "99_when_it_breaks")  # its processes try their own; a broken one is what it is for
 OVERRIDES = {"MAX_STEPS": "train.max_steps", "SAVE_STEPS": "train.save_steps"}  # 0 leaves them to the profile
 LARGEST_ON_CPU = 1  # billions of parameters that a profile without a GPU begins to train
 RUN_NAME = re.compile(r"\w[\w.-]{0,79}")
@@ -51,6 +51,7 @@ class Lesson(record.LessonLike):
     resolved: profiles.Resolved
     run: RunFolder
     started: float
+    work: notices.Work
 
     def __post_init__(self) -> None:
         self.profile = self.resolved.profile
@@ -66,7 +67,7 @@ class Lesson(record.LessonLike):
         cached_file(self.model, "config.json")  # of a hub model: its size decides learning rate and method
         rows = profiles.Rows.of(lengths, held_out)
         fitted = replace(self, resolved=profiles.fit(self.resolved, rows))
-        print(f"recipe    {profiles.schedule(fitted.profile.train, rows)}")
+        print(tr("recipe    {schedule}", schedule=profiles.schedule(fitted.profile.train, rows)))
         if warning := profiles.few_steps(fitted.profile.train, self.resolved.given.train, rows):
             print(f"[WARN] {warning}")
         return fitted
@@ -74,7 +75,8 @@ class Lesson(record.LessonLike):
     def require(self, stem: str) -> None:
         """Make sure that an earlier lesson's result is in the run folder; if it is not, run that lesson now."""
         if not self.run.has(stem):
-            print(f"Lesson {stem} has not run in {self.run.path} yet: running it now with this profile.", flush=True)
+            text = tr("Lesson {lesson} has not run in {run} yet: running it now.", lesson=stem, run=self.run.path)
+            print(text, flush=True)
             self.launch(stem)
         if stem == "03_qlora":
             trained = record.read(self.run.facts).get("lessons", {}).get(stem, {})
@@ -91,7 +93,7 @@ class Lesson(record.LessonLike):
         given["SET"] = settings_text(self.resolved.set_values)
         types = declared_in(script)
         passed = {name: value for name, value in (given | values).items() if value and name in types}
-        with deferred_shutdown():
+        with notices.deferred():
             quiet = self.stem == "06_scale_out"  # it compares three runs of lesson 03, and shows what it compares
             distributed.launch(script, passed, keep or self.folders.keep, processes, threads, quiet)
 
@@ -108,38 +110,17 @@ class Lesson(record.LessonLike):
         changed = self.stem == "03_qlora" and (entry.get("train_seconds") or self.run.merge_is_outdated)
         whole = record.update(self.run.facts, top, self.stem, entry, OF_AN_ADAPTER if changed else ())
         record.write_report(self.run.report, self.run.name, whole)
-        print(f"Lesson {self.stem} done in {entry['seconds']:.0f} s. Facts: {self.run.facts}")
+        about = {"lesson": self.stem, "seconds": entry["seconds"], "facts": self.run.facts}
+        print(tr("Lesson {lesson} done in {seconds:.0f} s. Facts: {facts}", **about))
         text = ", ".join(f"{name} {text}" for name, text in record.readable(entry).items())
-        notify_and_shut_down(self.platform, self.run, f"Lesson {self.stem}: {text}")
-
-
-def notify_and_shut_down(platform: platforms.Platform, run: RunFolder, text: str) -> None:
-    """After the work, where the environment asks for it: send a notice, and power off if all checkpoints are kept."""
-    if os.environ.get(NOTICE) == "1":
-        print(platforms.send_notice(f"Run {run.name} has ended", text))
-    if os.environ.get(POWER_OFF) == "1":
-        print(platforms.power_off(platform, checkpoints.unsafe(run.checkpoints)))
-
-
-@contextmanager
-def deferred_shutdown() -> Iterator[None]:
-    """Lessons within this block neither notify nor power off: they are a part of something larger, which does."""
-    variables = {name: os.environ.pop(name) for name in (NOTICE, POWER_OFF) if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(variables)
+        finished = self.stem != "03_qlora" or record.complete(entry)
+        self.work.ended("finished" if finished else "unfinished", f"{self.stem}: {text}")
 
 
 def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     """Start a lesson and print the platform, the profile, the model and where the run is kept."""
     started = time.monotonic()
-    if not platforms.in_kernel():  # in a plain script a CourseError ends with its message alone
-        sys.excepthook = lambda kind, problem, trace: (
-            print(f"\n[FAIL] {problem}", file=sys.stderr)
-            if issubclass(kind, CourseError)
-            else sys.__excepthook__(kind, problem, trace)
-        )
+    work = notices.begin(stem)
     display.calm_bars()
     hardware.share_processors()
     if stem not in LAUNCHERS:
@@ -148,15 +129,17 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # asks for a kernel no lesson needs
     values = collect(stem, namespace)
     distributed.join()
+    notices.require_settings()
     with distributed.main_first():
         install.ensure("train")
-        platform, folders, gpu = find_machine(values, try_gpu=stem != "06_scale_out")  # its processes try their own
+        platform, folders, gpu = find_machine(values, try_gpu=stem not in TRY_NO_GPU)
         run, resolved = open_run(values, platform, folders, gpu)
+        work.run = run
     if stem == "03_qlora" and (line := distributed.hint(gpu.count if gpu else 0)):
         print(line)
-    print(f"profile   {resolved.name}: {resolved.choices['profile'].reason}")
-    print(f"model     {resolved.model}\nrun       {run.path}")
-    return Lesson(stem, values, platform, folders, gpu, resolved, run, started)
+    print(tr("profile   {name}: {reason}", name=resolved.name, reason=resolved.choices["profile"].reason))
+    print(tr("model     {model}", model=resolved.model), tr("run       {folder}", folder=run.path), sep="\n")
+    return Lesson(stem, values, platform, folders, gpu, resolved, run, started, work)
 
 
 def collect(stem: str, namespace: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +156,7 @@ def collect(stem: str, namespace: dict[str, Any]) -> dict[str, Any]:
         given, others = parser.parse_known_args()
         refuse_unknown([word[2:].partition("=")[0] for word in others if word.startswith("--")], types)
         if others:
-            parser.error(f"write --NAME VALUE; what is {others[0]}?")
+            parser.error(tr("write --NAME VALUE; what is {word}?", word=others[0]))
         namespace.update({name: parse(name, text, types[name]) for name, text in vars(given).items()})
     values = {name: parse(name, namespace[name], types[name], strict=True) for name in types if name in namespace}
     namespace.update(values)
@@ -203,7 +186,8 @@ def refuse_unknown(names: Iterable[str], types: dict[str, type]) -> None:
     if unknown := [name for name in names if name not in types]:
         near = difflib.get_close_matches(unknown[0].upper(), types, n=1)
         elsewhere = [file.stem for file in sorted(NOTEBOOKS.glob("*.py")) if unknown[0] in declared_in(file)]
-        hint = f"Did you mean {near[0]}?" if near else f"Remove it; it is for {', '.join(elsewhere) or 'no lesson'}."
+        hint = tr("Remove it; it is for {lessons}.", lessons=", ".join(elsewhere) or tr("no lesson"))
+        hint = tr("Did you mean {name}?", name=near[0]) if near else hint
         listed = ", ".join(f"{name} ({kind.__name__})" for name, kind in types.items())
         raise CourseError("lesson.parameter_unknown", names=", ".join(unknown), parameters=listed, hint=hint)
 
@@ -217,17 +201,18 @@ def find_machine(
     platform, gpu = platforms.detect(), hardware.gpu()
     if gpu is None:  # nothing is compiled for a CPU, and bitsandbytes would import torch's compiler: two seconds
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    print(f"platform  {platform.name} ({platform.evidence})")
+    print(tr("platform  {name} ({evidence})", name=platform.name, evidence=tr(platform.evidence)))
     for line in platforms.prepare_network(platform, probe=gpu is not None or not is_tiny):
         print(line)
     if platform.name == "colab":
-        print(f"drive     {platforms.mount_drive(platform)}")
+        print(tr("drive     {told}", told=platforms.mount_drive(platform)))
     folders = platforms.folders(platform)
     if not folders.lasting:
-        print(f"[WARN] {folders.keep} may go away with this machine: download what you want to keep ({folders.remark})")
+        told = {"folder": folders.keep, "remark": folders.remark}
+        print(tr("[WARN] {folder} may go away with this machine: download what you want to keep ({remark})", **told))
     if moved := platforms.use_model_cache(platform, folders):
-        print(f"cache     {moved}")
-    print(f"gpu       {gpu or 'none: this machine trains on its CPU'}")
+        print(tr("cache     {told}", told=moved))
+    print(tr("gpu       {gpu}", gpu=gpu or tr("none: this machine trains on its CPU")))
     if try_gpu:
         hardware.require_working(gpu)
     return platform, folders, gpu
@@ -243,8 +228,8 @@ def open_run(
         raise CourseError("lesson.resume", value=resume)
     if name and not RUN_NAME.fullmatch(name):
         raise CourseError("lesson.run_name", value=name)
-    make_folder(folders.keep, "runs")
-    make_folder(folders.scratch, "scratch files")
+    make_folder(folders.keep, tr("runs"))
+    make_folder(folders.scratch, tr("scratch files"))
     unnamed = profile == "auto" and not model and not name
     name = unfinished_run(folders.keep, gpu) if unnamed else name
 
@@ -263,9 +248,9 @@ def open_run(
         return began.get("set", {}) if same and resume != "never" else {}
 
     def overrides(chosen: str) -> dict[str, tuple[Any, str]]:  # MAX_STEPS and SAVE_STEPS win over SET
-        kept = {field: (value, "SET of this run") for field, value in set_of(folder_of(chosen)).items()}
-        given = {field: (values[name], f"parameter {name}") for name, field in OVERRIDES.items() if values.get(name)}
-        return kept | given
+        kept = {field: (value, tr("SET of this run")) for field, value in set_of(folder_of(chosen)).items()}
+        wanted = {name: field for name, field in OVERRIDES.items() if values.get(name)}
+        return kept | {field: (values[name], tr("parameter {name}", name=name)) for name, field in wanted.items()}
 
     if profile != "auto" and not model and gpu is None:
         known = profiles.known_models().get(profiles.load(profile).model)
@@ -280,12 +265,12 @@ def open_run(
         profile, model, gpu=gpu, platform=platform, online=platforms.hub_online, overrides=overrides
     )
     if continued:
-        began = {key: earlier.get("reasons", {}).get(key, "this run began with it") for key in ("profile", "model")}
+        began = {key: earlier.get("reasons", {}).get(key, tr("this run began with it")) for key in ("profile", "model")}
         first = {key: replace(resolved.choices[key], reason=str(reason)) for key, reason in began.items()}
         resolved = replace(resolved, choices=resolved.choices | first)
     run = folder_of(resolved.name)
     resolved = replace(resolved, set_values=set_of(run))
-    make_folder(run.path, "this run")
+    make_folder(run.path, tr("this run"))
     trained = any(any(store.glob("checkpoint-*.json")) for store in checkpoints.stores(folders, run.name))
     top: dict[str, Any] = {}
     if not trained or resume == "never" or not run.facts.exists():  # else lesson 03 may refuse to continue with these
@@ -301,7 +286,7 @@ def _copy_earlier(run: RunFolder, folders: platforms.Folders, values: Mapping[st
     for store in checkpoints.stores(folders, run.name)[1:]:  # after that of keep
         former, attached = RunFolder(store.parent), folders.is_attached(store)
         if attached and any(place.is_symlink() for place in (store, former.path, former.data, former.facts)):
-            print(f"[WARN] {former.path} is not used: a part of it is a link, which could lead anywhere")
+            print(tr("[WARN] {run} is not used: a part of it is a link, which could lead anywhere", run=former.path))
             continue
         facts = {} if run.facts.exists() else record.read(former.facts)
         if attached and facts:  # it may choose no model or profile but the course's own and what the learner names
@@ -310,17 +295,18 @@ def _copy_earlier(run: RunFolder, folders: platforms.Folders, values: Mapping[st
             foreign = {} if ours else {"MODEL": model}
             foreign |= {"PROFILE": profile} if profile and profile not in profiles.names() else {}
             if unnamed := [f"{name} = {text!r}" for name, text in foreign.items() if text != values.get(name)]:
-                raise CourseError("lesson.attached_run", folder=former.path, settings=" and ".join(unnamed))
+                raise CourseError("lesson.attached_run", folder=former.path, settings=", ".join(unnamed))
             facts.get("set", {}).pop("data.source", None)
         if former.has("02_data_prep") and not any(run.data.glob("*")):
-            print(f"data      copied from {former.data}")
-            make_folder(run.data, "this run")
+            print(tr("data      copied from {folder}", folder=former.data))
+            make_folder(run.data, tr("this run"))
             plain = [file for file in former.data.iterdir() if file.is_file() and not file.is_symlink()]
             for file in sorted(plain, key=lambda file: file.name == "data_card.json"):  # it says that all is there
                 shutil.copyfile(file, run.data / file.name)
         if facts:
-            print(f"facts     copied from {former.facts}; SET {settings_text(facts.get('set', {})) or 'is empty'}")
-            make_folder(run.path, "this run")
+            told = {"file": former.facts, "settings": settings_text(facts.get("set", {})) or '""'}
+            print(tr("facts     copied from {file}; SET = {settings}", **told))
+            make_folder(run.path, tr("this run"))
             record.begin(run.facts, facts, by_auto=False)
 
 
@@ -337,5 +323,5 @@ def unfinished_run(keep: Path, gpu: hardware.GPU | None) -> str:
     if not found or gpu is None:
         return ""
     _, name = max(found)
-    print(f"run {name} was begun here and is not finished: continuing it. PROFILE or RUN_NAME begins another.")
+    print(tr("run {run} was begun here and is not finished: it goes on. PROFILE or RUN_NAME begins another.", run=name))
     return name

@@ -23,7 +23,7 @@ BARE = re.compile(r"(?<![/\w@])(?<!commit )(?<!revision )[0-9a-f]{40}(?!\w)")  #
 IN_ADDRESS = re.compile(r"(?<=//)[^/\s]+(?=@)")  # https://user:password@host
 SECRET_NAME = re.compile(
     r"KEY(?!BOARD|RING)|(?<!IMPLICIT_)TOKEN(?!S|IZER)|SECRET|PASS(?:W|PHRASE|$)|_PWD$|CREDENTIAL|COOKIE"
-    r"|(?:^|_)(?:PAT|AUTH)(?:_\d+)?$", re.I,
+    r"|(?:^|_)(?:PAT|AUTH)(?:_\d+)?$|NOTICE_URL$", re.I,
 )  # fmt: skip
 MASK, SHORTEST = "[masked]", 8
 _found: set[str] = set()  # secrets from outside the environment

@@ -19,6 +19,7 @@ import psutil
 
 from nbutils import platforms
 from nbutils.files import make_folder
+from nbutils.language import tr
 from nbutils.processes import first_signals
 
 HANDLER = None  # the entry point has to name one; no path has its scheme
@@ -50,14 +51,15 @@ def output_for(arguments: Sequence[str]) -> Path | None:
     has_output = any(word[:1] != "-" for word in following) or os.path.realpath("/proc/self/fd/1").endswith(".ipynb")
     if has_output or not LESSON.fullmatch(lesson.name) or not lesson.is_file():
         return None
-    output = make_folder(platforms.folders(platforms.detect()).keep / "notebooks", "executed notebooks") / lesson.name
+    folder = platforms.folders(platforms.detect()).keep / "notebooks"
+    output = make_folder(folder, tr("executed notebooks")) / lesson.name
     return output.with_stem(f"{lesson.stem}-{time.strftime('%Y%m%d-%H%M%S')}") if output.exists() else output
 
 
 if Path(sys.argv[0]).stem == "papermill" or sys.orig_argv[1:3] == ["-m", "papermill"]:  # not a program that uses it
     if output := output_for(sys.argv[1:]):
         sys.argv.append(str(output))
-        print(f"The executed notebook goes to {output}", file=sys.stderr)
+        print(tr("The executed notebook goes to {file}", file=output), file=sys.stderr)
     if any(LESSON.fullmatch(Path(word).name) for word in sys.argv[1:]):
         _forwarding = signals_to_kernel()  # held until the process ends
         _forwarding.__enter__()

@@ -16,6 +16,7 @@ from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.files import DISTRIBUTION, read_json, read_object, stamp, write_json, write_text
 from nbutils.hardware import GPU
+from nbutils.language import tr
 from nbutils.masking import KEY, MASK, mask_secrets
 from nbutils.platforms import Folders, Platform
 
@@ -97,7 +98,7 @@ def read(path: Path) -> Facts:
         valid = isinstance(facts, dict) and all(type(facts.get(key, kind())) is kind for key, kind in TYPES.items())
         if valid and all(isinstance(entry, dict) for entry in facts.get("lessons", {}).values()):
             return dict(facts)
-        raise ValueError("it does not hold the facts of lessons")
+        raise ValueError(tr("it does not hold the facts of lessons"))
     except ValueError as problem:
         raise CourseError("record.invalid", file=path, problem=problem) from problem
 
@@ -149,14 +150,14 @@ def write_report(path: Path, run: str, facts: Facts) -> None:
     """Write report.md, the facts of a run for people."""
     platform, gpu = facts.get("platform", {}), facts.get("card")
     lines = [
-        f"# Run {run}", "",
-        f"- machine: {platform.get('name')}, {gpu['name'] if gpu else 'CPU only'}",
-        f"- profile: {facts.get('profile')}, model: {facts.get('model')}",
-        f"- versions: {_line(facts.get('versions', {}))}",
-        "", "What each lesson measured. All numbers, for programs: [facts.json](facts.json).",
+        tr("# Run {name}", name=run), "",
+        tr("- machine: {name}, {gpu}", name=platform.get("name"), gpu=gpu["name"] if gpu else tr("CPU only")),
+        tr("- profile: {profile}, model: {model}", profile=facts.get("profile"), model=facts.get("model")),
+        tr("- versions: {versions}", versions=_line(facts.get("versions", {}))),
+        "", tr("What each lesson measured. All numbers, for programs: [facts.json](facts.json)."),
     ]  # fmt: skip
     for stem, entry in sorted(facts.get("lessons", {}).items()):
-        lines += ["", f"## Lesson {stem}", "", "| what | measured |", "|---|---|"]
+        lines += ["", tr("## Lesson {lesson}", lesson=stem), "", tr("| what | measured |"), "|---|---|"]
         lines += [f"| {name} | {text} |" for name, text in readable(entry).items()]
     write_text(path, "\n".join(lines) + "\n")
 
@@ -170,5 +171,5 @@ def _line(value: Any) -> str:
     if isinstance(value, list):
         return "; ".join(map(_line, value))
     if isinstance(value, bool) or value is None:
-        return "" if value is None else "yes" if value else "no"
+        return "" if value is None else tr("yes") if value else tr("no")
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " ")

@@ -63,8 +63,11 @@ def test_a_lesson_alone_goes_to_the_runs_and_overwrites_nothing(folder: Path, ho
     for words in (["03_qlora.ipynb", "--log-output"], ["-p", "PROFILE", "tiny", "03_qlora.ipynb"]):
         assert papermill_io.output_for(words) == first
     first.write_text("old")
-    second = papermill_io.output_for(["03_qlora.ipynb"])
-    assert second and second.parent == first.parent and not second.exists()
+    (folder / "zh").mkdir()
+    (folder / "zh/03_qlora.ipynb").write_text("{}")
+    for name in ("03_qlora.ipynb", "zh/03_qlora.ipynb"):
+        second = papermill_io.output_for([name])
+        assert second and second.parent == first.parent and not second.exists()
 
 
 def test_other_calls_are_left_to_papermill(folder: Path) -> None:

@@ -228,37 +228,6 @@ def test_an_attached_run_overwrites_no_data(attached: Any) -> None:
     assert mine.read_text() == "mine" and not mine.with_name("data_card.json").exists()
 
 
-GOODBYE = """
-from pathlib import Path
-from nbutils import checkpoints, lesson, platforms
-platforms.power_off.__defaults__ = (0.0,)
-run = lesson.RunFolder(Path("runs/demo"))
-run.checkpoints.mkdir(parents=True)
-lesson.notify_and_shut_down(platforms.detect(), run, "text")
-folder = Path("checkpoint-5"); folder.mkdir(); (folder / "x").write_text("x")
-checkpoints.pack(folder, run.checkpoints, {})
-with lesson.deferred_shutdown():
-    lesson.notify_and_shut_down(platforms.detect(), run, "text")
-print("LATER")
-lesson.notify_and_shut_down(platforms.detect(), run, "text")
-"""
-
-
-@pytest.mark.parametrize("value", ["0", "1"])
-def test_a_machine_is_powered_off_only_when_asked_and_when_the_run_is_safe(tmp_path: Path, value: str) -> None:
-    machine = simulate.autodl(tmp_path)
-    machine.env |= {"NBUTILS_POWER_OFF": value, "NBUTILS_NOTICE": value}
-    ran = machine.python("-c", GOODBYE)
-    assert ran.returncode == 0, ran.stderr
-    before, _, after = ran.stdout.partition("LATER\n")
-    log = machine.root / "shutdown.log"
-    if value == "1":
-        assert "AUTODL_TOKEN" in before and before.count("Not powered off") == 1
-        assert "Powered off" in after and log.read_text() == "called with []\n"
-    else:
-        assert before == after == "" and not log.exists()
-
-
 def test_a_gpu_torch_has_no_kernels_for_stops_every_lesson_at_its_start(tmp_path: Path) -> None:
     machine = simulate.kaggle(tmp_path)
     machine.packages += ("torch_p100",)

@@ -9,6 +9,7 @@ import nbformat
 import pytest
 import simulate
 from support import ROOT, lesson_facts, python, wait_for
+from test_platforms import Site
 
 from nbutils import files
 
@@ -91,7 +92,9 @@ def papermill(machine: simulate.Machine, log: Path, *words: str) -> subprocess.P
 
 
 def test_a_kaggle_run_that_was_stopped_is_continued_by_the_next_version(tmp_path: Path) -> None:
-    first, log = simulate.kaggle(tmp_path, batch=True), tmp_path / "log"
+    first, log, site = simulate.kaggle(tmp_path, batch=True), tmp_path / "log", Site()
+    notice = {"NBUTILS_NOTICE": "1", "NBUTILS_NOTICE_URL": site.url}
+    first.env |= notice
     run = first.root / "kaggle/working/runs/tiny"
     with papermill(first, log, "-p", "MAX_STEPS", "30", "-p", "SAVE_STEPS", "2") as running:
         wait_for((run / "checkpoints/checkpoint-2.json").exists)
@@ -101,12 +104,15 @@ def test_a_kaggle_run_that_was_stopped_is_continued_by_the_next_version(tmp_path
     assert 2 <= steps < 30 and (run / f"checkpoints/checkpoint-{steps}.json").exists()
     assert "SIGTERM" in log.read_text()
     later = simulate.kaggle(tmp_path / "next version", batch=True)
+    later.env |= notice
     later.make("kaggle/input/notebooks/me")
     (first.root / "kaggle/working").rename(later.root / "kaggle/input/notebooks/me/qlora")
     with papermill(later, log, "-p", "MAX_STEPS", str(steps + 2)) as running:
         assert running.wait(timeout=300) == 0, log.read_text()[-4000:]
     again = later.root / "kaggle/working/runs/tiny"
     assert (lesson_facts(again)["resumed_from_step"], lesson_facts(again)["steps"]) == (steps, steps + 2)
+    assert [sent["status"] for sent in site.asked] == ["unfinished", "finished"]
+    assert f"Checkpoint {steps} verifies" in site.asked[0]["text"]
     assert files.stamp(again / "adapter") is not None
     assert (again / f"checkpoints/checkpoint-{steps}.json").exists()  # the chain can go on from this version alone
 

@@ -480,49 +480,6 @@ def test_the_first_free_public_port_of_autodl_is_taken_and_told(tmp_path: Path, 
     assert "for programs on this machine" in serving.public_address(LOCAL, 7000)
 
 
-def test_only_a_safe_run_on_autodl_powers_off_and_a_failure_is_told(tmp_path: Path, monkeypatch: Patch) -> None:
-    machine = simulate.autodl(tmp_path).enter(monkeypatch)
-    log, tool = machine.root / "shutdown.log", machine.root / "usr/bin/shutdown"
-    for problem in ("checkpoint-40.tar is shorter than its manifest says", ""):
-        assert "not safe yet" in platforms.power_off(AUTODL, problem, grace=0)
-    for name in ("local", "colab", "kaggle", "featurize"):
-        assert f"this is {name}" in platforms.power_off(Platform(name, ""), None, grace=0)
-    with monkeypatch.context() as there:
-        there.setattr(time, "sleep", Mock(side_effect=KeyboardInterrupt))
-        assert "KeyboardInterrupt" in platforms.power_off(AUTODL, None)
-    assert not log.exists()
-    assert platforms.power_off(AUTODL, None, grace=0).startswith("Powered off.")
-    assert log.read_text() == "called with []\n", "without arguments"
-    tool.write_text("#!/bin/sh\nexit 4\n")
-    assert "exit status 4" in platforms.power_off(AUTODL, None, grace=0)
-
-
-@pytest.mark.parametrize(
-    ("status", "answer", "said"),
-    [
-        (200, b'{"code": "Success"}', "Notice sent"),
-        (429, b"", "Error 429"),
-        (200, b'{"code": "AuthorizeFailed", "msg": "bad token ' + TOKEN.encode() + b'"}', "bad token [masked]"),
-        (302, b"", "No notice sent"),
-    ],
-)
-def test_a_notice_is_masked_follows_no_redirect_and_every_refusal_is_a_sentence(
-    status: int, answer: bytes, said: str
-) -> None:
-    elsewhere = Site()
-    site = Site(status=status, body=answer, location=elsewhere.url if status == 302 else "")
-    told = platforms.send_notice("训练结束", f"key {TOKEN}, hf_{'a' * 30}", url=site.url)
-    assert said in told and TOKEN not in told and not elsewhere.asked
-    sent = {"title": "训练结束", "name": "finetune-course", "content": "key [masked], [masked]"}
-    assert site.asked == [sent | {"token": TOKEN}]
-    for one in (site, elsewhere):
-        one.shutdown()
-        one.server_close()
-    assert "No notice sent (URLError" in platforms.send_notice("t", "x", url=site.url), "no service"
-    del os.environ["AUTODL_TOKEN"]
-    assert "there is no AUTODL_TOKEN" in platforms.send_notice("t", "x")
-
-
 VALUE = "correct-horse-battery-staple"
 
 

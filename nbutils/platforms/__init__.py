@@ -1,4 +1,4 @@
-"""The machine a lesson runs on: which platform it is, its limits and secrets, its folders, Google Drive, power-off.
+"""The machine a lesson runs on: which platform it is, its limits and secrets, its folders, Google Drive.
 
 `configs/platforms.yaml` lists what proves each platform, in the order in which they are tried. Only variables and files
 count, so that a child process finds the same platform as its notebook. Nothing is ever made below Drive's mount point
@@ -8,18 +8,14 @@ before it is a mount: a folder there would keep Drive from being mounted, and wo
 from __future__ import annotations
 
 import glob
-import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from http.client import HTTPException
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -29,6 +25,7 @@ from pydantic import Field
 from nbutils.config import Strict, read_table
 from nbutils.errors import CourseError
 from nbutils.files import CHECKOUT, GIB, fs_root
+from nbutils.language import tr
 from nbutils.masking import mask_secrets, remember_secret
 from nbutils.platforms.network import NoRedirects, answers, hub_online, prepare_network  # noqa: F401
 
@@ -37,9 +34,7 @@ SECRETS_STATE = "NBUTILS_SECRETS_SILENT"  # the store that cannot answer; child 
 MOUNT_POINT = "content/drive"
 RUNS = f"{MOUNT_POINT}/MyDrive/finetune-course"
 STATE = "NBUTILS_DRIVE"  # "off" by the learner; "failed" after one failure, inherited by child processes
-FALLBACK = "Runs stay on this machine's disk and are deleted with it."
 MANUALLY = "from google.colab import drive; drive.mount('/content/drive', force_remount=True)"
-NOTICE_URL = "https://www.autodl.com/api/v1/wechat/message/send"
 
 
 class Entry(Strict):
@@ -74,8 +69,10 @@ class Platform:
 
     @property
     def entry(self) -> Entry:
-        """What is known about it."""
-        return table()[self.name]
+        """What is known about it, its texts in the language of the course."""
+        entry = table()[self.name]
+        texts = {name: tr(getattr(entry, name)) for name in ("gpu_todo", "hub_todo", "keep_todo")}
+        return entry.model_copy(update=texts)
 
 
 def detect() -> Platform:
@@ -122,7 +119,7 @@ def session_seconds(platform: Platform) -> float:
 
 def processors() -> Limit:
     """How many processors this process may use; a container may have half a one."""
-    allowed = Limit(len(os.sched_getaffinity(0)), "the processors this process may run on")
+    allowed = Limit(len(os.sched_getaffinity(0)), tr("the processors this process may run on"))
     quota = _cgroup("cpu.max") or _cgroup("cpu/cpu.cfs_quota_us") + _cgroup("cpu/cpu.cfs_period_us")
     if len(quota) < 2 or quota[0] == "max" or int(quota[0]) <= 0:
         return allowed
@@ -131,13 +128,13 @@ def processors() -> Limit:
 
 def memory_gib() -> Limit:
     """How much memory this process may use."""
-    return _memory_gib(psutil.virtual_memory().total, "the machine's memory", "0")
+    return _memory_gib(psutil.virtual_memory().total, tr("the machine's memory"), "0")
 
 
 def free_memory_gib() -> Limit:
     """How much memory this process can still take: what a container has used is not free, whatever the machine says."""
     used = _cgroup("memory.current", "memory/memory.usage_in_bytes") or ["0"]
-    return _memory_gib(psutil.virtual_memory().available, "the machine's free memory", used[0])
+    return _memory_gib(psutil.virtual_memory().available, tr("the machine's free memory"), used[0])
 
 
 def _memory_gib(machine: int, source: str, used: str) -> Limit:
@@ -178,8 +175,10 @@ def secret(name: str) -> str | None:
             return None
         if kind not in ("NotebookAccessError", "BackendError"):  # after these two the next secret may be answered
             os.environ[SECRETS_STATE] = store
-        todo = f"give this notebook access to it in the Secrets panel, or set the environment variable {name}"
-        print(f"secret    {store} did not return {name} ({kind}): {todo}.")
+        print(tr(
+            "secret    {store} did not return {name} ({kind}): give this notebook access to it in the Secrets panel, or"
+            " set the environment variable {name}.", store=store, name=name, kind=kind,
+        ))  # fmt: skip
     if value:
         remember_secret(value)
     return value or None
@@ -213,23 +212,23 @@ def folders(platform: Platform) -> Folders:
     if platform.name == "local":
         work = CHECKOUT or Path.cwd()
         keep = home or work / "runs"
-        return Folders(work, keep / ".scratch", keep, None, remark="a folder of this computer")
+        return Folders(work, keep / ".scratch", keep, None, remark=tr("a folder of this computer"))
     work, scratch = root / entry.work[1:], root / entry.scratch[1:]
-    lasting = {root / place[1:] / "runs": remark for place, remark in entry.keep.items()}
+    lasting = {root / place[1:] / "runs": tr(remark) for place, remark in entry.keep.items()}
     lasting = {place: remark for place, remark in lasting.items() if os.path.isdir(place.parent)}
     known = [*lasting, work / "runs"]
     lasting = {place: remark for place, remark in lasting.items() if not cannot_write(place.parent)}
     if platform.name == "colab" and drive_mounted():
-        lasting = {root / RUNS: "it is on your Drive"}
+        lasting = {root / RUNS: tr("it is on your Drive")}
     elif platform.name == "colab" and home and home.is_relative_to(root / MOUNT_POINT):
         home = None  # a folder made there now would keep Drive from being mounted
     keep = home or next(iter(lasting), work / "runs")
     remark = next((remark for place, remark in lasting.items() if keep.is_relative_to(place.parent)), "")
     if home and (mounted := mount_point_of(home)) and not home.is_relative_to(scratch):
-        remark = f"NBUTILS_HOME is on the disk mounted at {mounted}"
+        remark = tr("NBUTILS_HOME is on the disk mounted at {place}", place=mounted)
     earlier = tuple(place for place in dict.fromkeys(known) if place != keep)
     inputs = root / entry.inputs[1:] if entry.inputs else None
-    text = remark or "nothing that lasts can be written here"
+    text = remark or tr("nothing that lasts can be written here")
     return Folders(work, scratch, keep, inputs, earlier, bool(remark), text)
 
 
@@ -249,7 +248,7 @@ def use_model_cache(platform: Platform, places: Folders) -> str:
     if not platform.entry.cache or chosen or filled:
         return ""
     os.environ["HF_HUB_CACHE"] = str(getattr(places, platform.entry.cache) / "huggingface")
-    return f"downloaded models go to {os.environ['HF_HUB_CACHE']}"
+    return tr("downloaded models go to {folder}", folder=os.environ["HF_HUB_CACHE"])
 
 
 def find_inputs(inputs: Path | None, marker: str) -> list[Path]:
@@ -291,12 +290,13 @@ def drive_mounted() -> bool:
 
 def mount_drive(platform: Platform) -> str:
     """Mount Google Drive on Colab if it is not there yet; says what happened and never stops the lesson."""
-    state, problem = os.environ.get(STATE, ""), "nothing is mounted at /content/drive"
+    state, problem = os.environ.get(STATE, ""), tr("nothing is mounted at /content/drive")
+    fallback = tr("Runs stay on this machine's disk and are deleted with it.")
     if platform.name != "colab":
-        return f"No Drive on {platform.name}: runs are kept on its own disk, or where NBUTILS_HOME says."
+        return tr("No Drive on {name}: runs are kept on its own disk, or where NBUTILS_HOME says.", name=platform.name)
     if not drive_mounted():
         if state in ("off", "failed"):
-            return f"Drive is not used ({STATE}={state}). {FALLBACK}"
+            return tr("Drive is not used ({setting}). {fallback}", setting=f"{STATE}={state}", fallback=fallback)
         try:
             from google.colab import drive
 
@@ -305,39 +305,7 @@ def mount_drive(platform: Platform) -> str:
             problem = mask_secrets(f"{type(failed).__name__}: {failed}")
         if not drive_mounted():
             os.environ[STATE] = "failed"
-            return f"Drive could not be mounted ({problem}). {FALLBACK} To do: in an open Colab page, run {MANUALLY}"
+            todo = tr("To do: in an open Colab page, run {code}", code=MANUALLY)
+            return " ".join([tr("Drive could not be mounted ({problem}).", problem=problem), fallback, todo])
     os.environ.pop(STATE, None)
-    return f"Drive is mounted: runs are kept in {fs_root() / RUNS}."
-
-
-def power_off(platform: Platform, problem: str | None, grace: float = 60.0) -> str:
-    """Switch an AutoDL machine off, unless there is a `problem` with the last checkpoint; says what was done."""
-    if platform.name != "autodl":
-        return f"Not powered off: this is {platform.name}, and only AutoDL's machines are switched off from inside."
-    if problem is not None:
-        return f"Not powered off, because the run is not safe yet: {problem}. Look at it, then switch off by hand."
-    print(f"This machine is powered off in {grace:.0f} s. To keep it on, interrupt this cell (Ctrl-C).", flush=True)
-    try:
-        time.sleep(grace)  # then without arguments: it would not be AutoDL's power-off
-        subprocess.check_output([fs_root() / "usr/bin/shutdown"], stdin=subprocess.DEVNULL, timeout=30)
-    except (OSError, subprocess.SubprocessError, KeyboardInterrupt) as failed:
-        said = mask_secrets(f"{type(failed).__name__}: {failed}")
-        return f"Not powered off ({said}). Switch the machine off on AutoDL's page, it costs money."
-    return "Powered off. What is on the data disk stays for 15 days; start the same notebook again to go on."
-
-
-def send_notice(title: str, text: str, url: str = NOTICE_URL) -> str:
-    """Send a WeChat message through AutoDL; says how it went."""
-    if not (token := secret("AUTODL_TOKEN")):
-        return "No notice sent: there is no AUTODL_TOKEN. Set it to the developer token of your AutoDL account."
-    message = {"title": mask_secrets(title), "name": "finetune-course", "content": mask_secrets(text)}
-    headers = {"Authorization": token, "Content-Type": "application/json"}
-    request = urllib.request.Request(url, data=json.dumps(message).encode(), headers=headers)
-    opener = urllib.request.build_opener(NoRedirects)  # urlopen would keep the proxies of its first call
-    try:
-        with opener.open(request, timeout=10) as answer:
-            reply = answer.read(65536).decode("utf-8", "replace")
-    except (OSError, HTTPException) as problem:  # an HTTP status is an OSError here
-        return mask_secrets(f"No notice sent ({type(problem).__name__}: {problem}).")
-    sent = '"success"' in reply.lower()
-    return "Notice sent to WeChat." if sent else mask_secrets(f"No notice sent: AutoDL answered {reply[:200]!r}.")
+    return tr("Drive is mounted: runs are kept in {folder}.", folder=fs_root() / RUNS)

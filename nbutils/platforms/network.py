@@ -39,9 +39,9 @@ SILENCE = "neither the hub nor a mirror answers: models come from folders and th
 NO_TOKEN = {"hf-mirror": "; no token is sent there: gated models come from the hub (NBUTILS_MIRROR=hub) or a folder"}
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 THIS_MACHINE = ("127.0.0.1", "localhost")
-NEARBY = (  # faster without AutoDL's proxy: ModelScope with its large files, and the usual mirrors of pip
+NEARBY = (  # faster without AutoDL's proxy: ModelScope with its large files, the usual mirrors of pip, chat robots
     "hf-mirror.com", "modelscope.cn", "aliyuncs.com", "autodl.com", "aliyun.com", "tuna.tsinghua.edu.cn",
-    "ustc.edu.cn", "huaweicloud.com", "tencent.com", "tencentyun.com",
+    "ustc.edu.cn", "huaweicloud.com", "tencent.com", "tencentyun.com", "feishu.cn", "dingtalk.com", "weixin.qq.com",
 )  # fmt: skip
 
 

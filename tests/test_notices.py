@@ -1,0 +1,306 @@
+"""notices: what is told of an end and to whom, when a machine is switched off; with processes that fail and die."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import simulate
+from support import refused, wait_for
+from test_platforms import Site
+
+from nbutils import checkpoints, display, masking, notices
+from nbutils.errors import CourseError
+from nbutils.record import RunFolder
+
+Patch = pytest.MonkeyPatch
+KEY = "0a1b2c3d-4e5f-6789-abcd-ef0123456789"  # in the address of a robot
+TOKEN = "very-secret-developer-token"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: Patch) -> Iterator[simulate.Machine]:
+    """An AutoDL machine that this process is on, where nothing waits."""
+    found = set(masking._found)
+    for name, value in {"GRACE": 0.0, "PAUSE": 0.0, "SECONDS": 0.5}.items():
+        monkeypatch.setattr(notices, name, value)
+    yield simulate.autodl(tmp_path).enter(monkeypatch)
+    masking._found.clear()
+    masking._found.update(found)
+
+
+@pytest.fixture
+def run(machine: simulate.Machine) -> RunFolder:
+    """A run folder there, with the checkpoint of step 5."""
+    folder = RunFolder(machine.root / "root/autodl-tmp/runs/demo")
+    folder.checkpoints.mkdir(parents=True)
+    saved = machine.write("checkpoint-5/weights", "w").parent
+    checkpoints.pack(saved, folder.checkpoints, {})
+    return folder
+
+
+def is_off(machine: simulate.Machine) -> bool:
+    return (machine.root / "shutdown.log").exists()
+
+
+# --- where notices go ------------------------------------------------------------------------------------------------
+
+SERVICES: dict[str, tuple[str, Callable[[Any], str], bytes, bytes]] = {  # address, the text in it, taken, refused
+    "feishu": ("open.feishu.cn/open-apis/bot/v2/hook/" + KEY, lambda sent: sent["content"]["text"],
+               b'{"StatusCode": 0, "code": 0, "msg": "success"}', b'{"code":19024,"msg":"Key Words Not Found"}'),
+    "lark": ("open.larksuite.com/open-apis/bot/v2/hook/" + KEY, lambda sent: sent["content"]["text"],
+             b'{"code":0,"msg":"success"}', b'{"code":9499,"msg":"Bad Request"}'),
+    "dingtalk": ("oapi.dingtalk.com/robot/send?access_token=" + KEY, lambda sent: sent["text"]["content"],
+                 b'{"errcode":0,"errmsg":"ok"}', b'{"errcode":310000,"errmsg":"keywords not in content"}'),
+    "wecom": ("qyapi.weixin.qq.com/cgi-bin/webhook/send?key=" + KEY, lambda sent: sent["text"]["content"],
+              b'{"errcode":0,"errmsg":"ok"}', f'{{"errcode":93000,"errmsg":"invalid webhook {KEY}"}}'.encode()),
+    "slack": ("hooks.slack.com/services/T0/B0/" + KEY, lambda sent: sent["text"], b"ok", b"<html>sign in first</html>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_robot_gets_what_it_understands_and_its_refusal_is_told(
+    name: str, machine: simulate.Machine, monkeypatch: Patch
+) -> None:
+    address, text_of, taken, refusal = SERVICES[name]
+    site = Site(body=taken)
+    monkeypatch.setenv("http_proxy", site.url)  # which gets what is meant for the robot
+    monkeypatch.setenv(notices.URL, f"http://{address}")
+    told = notices.send("nbutils: 训练结束", f"hf_{'a' * 30} {'长' * 2000}", "finished", "demo")
+    assert told == f"Notice sent to {address.partition('/')[0]}."
+    text = text_of(site.asked[0])
+    assert text.startswith("nbutils: 训练结束\n[masked] 长长") and len(text.encode()) <= 2048, "as much as WeCom takes"
+    site.body = refusal
+    told = notices.send("nbutils", "x", "failed", "demo")
+    assert told.startswith("No notice sent") and KEY not in told and refusal.decode()[2:7] in told
+
+
+def test_another_server_gets_all_fields_and_whatever_it_does_costs_one_line(
+    machine: simulate.Machine, monkeypatch: Patch
+) -> None:
+    elsewhere = Site()
+
+    def told(site: Site) -> tuple[str, int]:
+        monkeypatch.setenv(notices.URL, f"{site.url}/{KEY}")
+        line = notices.send("nbutils", "text", "failed", "demo")
+        assert KEY not in line and "\n" not in line
+        return line, len(site.asked)
+
+    good = Site(status=202, body=b"<html>thanks</html>")
+    assert told(good) == ("Notice sent to 127.0.0.1.", 1)
+    assert good.asked[0] == {"title": "nbutils", "text": "text", "run": "demo", "status": "failed", "token": None}
+    assert told(Site(status=500)) == ("No notice sent to 127.0.0.1 (HTTP 500).", 2), "it is asked twice"
+    assert told(Site(status=404)) == ("No notice sent to 127.0.0.1 (HTTP 404).", 1)
+    assert told(Site(status=302, location=elsewhere.url)) == ("No notice sent to 127.0.0.1 (HTTP 302).", 1)
+    assert not elsewhere.asked, "the secret does not travel on"
+    began = time.monotonic()
+    line, attempts = told(Site(delay=60))
+    assert "No notice sent" in line and attempts == 2 and time.monotonic() - began < 5
+    good.shutdown()
+    good.server_close()
+    assert "Connection refused" in told(good)[0]
+
+
+def test_without_an_address_wechat_through_autodl_and_without_a_token_what_to_do(
+    machine: simulate.Machine, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = Site(body=b'{"code": "Success"}')
+    monkeypatch.setattr(notices, "AUTODL_URL", site.url)
+    monkeypatch.setenv(notices.TOKEN, TOKEN)
+    assert notices.send("标题", f"key {TOKEN}", "finished", "demo").startswith("Notice sent")
+    sent = {"title": "标题", "name": "finetune-course", "content": "key [masked]"}
+    assert site.asked == [sent | {"token": TOKEN}]
+    site.body = b'{"code": "AuthorizeFailed", "msg": "bad token ' + TOKEN.encode() + b'"}'
+    assert "bad token [masked]" in notices.send("t", "x", "finished", "demo")
+    monkeypatch.setenv(notices.URL, "not a web address")
+    assert notices.URL in notices.send("t", "x", "finished", "demo")
+    monkeypatch.setenv(notices.NOTICE, "1")
+    notices.require_settings()
+    assert "[WARN]" in capsys.readouterr().out, "said at the start, when someone is there"
+
+
+def test_other_values_of_the_variables_are_refused_and_the_address_is_a_secret(monkeypatch: Patch) -> None:
+    for name, value in ((notices.NOTICE, "always"), (notices.POWER_OFF, "yes")):
+        with monkeypatch.context() as here, refused("notices.value", name=name, value=value):
+            here.setenv(name, value)
+            notices.require_settings()
+    monkeypatch.setenv(notices.URL, f"https://example.org/{KEY}")
+    assert notices.URL not in masking.without_secrets(os.environ)
+    assert masking.mask_secrets(f"see https://example.org/{KEY}") == "see [masked]"
+
+
+# --- when a machine is switched off ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("when", "status", "checkpoint", "off"),
+    [
+        ("0", "finished", "whole", False), ("1", "finished", "whole", True), ("always", "finished", "whole", True),
+        ("1", "failed", "whole", False), ("always", "failed", "whole", True), ("always", "unfinished", "whole", True),
+        ("1", "unfinished", "whole", True), ("always", "failed", "damaged", False), ("always", "failed", "none", True),
+        ("1", "finished", "damaged", False), ("1", "finished", "none", False),
+    ],
+)  # fmt: skip
+def test_a_machine_is_switched_off_when_asked_and_when_nothing_can_be_lost(
+    when: str, status: notices.Status, checkpoint: str, off: bool,
+    machine: simulate.Machine, run: RunFolder, monkeypatch: Patch,
+) -> None:  # fmt: skip
+    if checkpoint != "whole":
+        archive = run.checkpoints / "checkpoint-5.tar"
+        os.truncate(archive, 100) if checkpoint == "damaged" else checkpoints.forget(archive)
+    site = Site()
+    for name, value in {notices.NOTICE: "1", notices.URL: site.url, notices.POWER_OFF: when}.items():
+        monkeypatch.setenv(name, value)
+    with notices.deferred():
+        notices.Work("03_qlora", run).ended(status, "said")
+    assert not site.asked and not is_off(machine), "a part of something larger"
+    notices.Work("03_qlora", run).ended(status, "said")
+    assert is_off(machine) == off
+    [sent] = site.asked
+    assert (sent["status"], sent["run"]) == (status, "demo") and "nbutils" in sent["title"] and "said" in sent["text"]
+    words = {"whole": "Checkpoint 5 verifies", "damaged": "does not verify", "none": "No checkpoint is kept yet"}
+    assert words[checkpoint] in sent["text"] and (str(run.path) in sent["text"]) == (checkpoint != "none" or off)
+    assert ("This machine is powered off" in sent["text"]) == off
+    assert ("tart the same again" in sent["text"]) == (status != "finished")
+
+
+def test_a_power_off_is_cancelled_by_a_file_and_by_an_interruption_and_its_failure_is_told(
+    machine: simulate.Machine, run: RunFolder, monkeypatch: Patch
+) -> None:
+    keep_on = run.path / "keep_on"
+    code = "from nbutils import notices; from pathlib import Path; print('ready', flush=True)"
+    code += f"; print(notices.power_off(Path({str(keep_on)!r})))"
+    waiting = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert waiting.stdout and waiting.stdout.readline() == b"ready\n"
+    time.sleep(0.3)
+    waiting.send_signal(signal.SIGINT)
+    assert b"KeyboardInterrupt" in waiting.communicate(timeout=20)[0]
+    monkeypatch.setattr(notices, "GRACE", 60.0)
+    keep_on.touch()
+    assert "keep_on" in notices.power_off(keep_on) and not is_off(machine)
+    keep_on.unlink()
+    monkeypatch.setattr(notices, "GRACE", 0.0)
+    assert notices.power_off(keep_on).startswith("Powered off.")
+    assert (machine.root / "shutdown.log").read_text() == "called with []\n", "without arguments"
+    (machine.root / "usr/bin/shutdown").write_text("#!/bin/sh\nexit 4\n")
+    assert "exit status 4" in notices.power_off(keep_on)
+
+
+def test_only_autodl_is_switched_off(tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
+    simulate.kaggle(tmp_path).enter(monkeypatch)
+    monkeypatch.setenv(notices.POWER_OFF, "always")
+    notices.Work("03_qlora").ended("failed", "said")
+    assert "this is kaggle" in capsys.readouterr().out
+
+
+# --- which errors are told -------------------------------------------------------------------------------------------
+
+
+def test_an_error_is_told_unless_it_is_an_interruption_or_someone_watches(
+    machine: simulate.Machine, monkeypatch: Patch
+) -> None:
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(notices.Work, "ended", lambda self, status, said: told.append((status, said)))
+    work = notices.Work("03_qlora")
+    for by_hand in (KeyboardInterrupt(), SystemExit(0), CourseError("training.interrupted", step=1, steps=2)):
+        work.failed(by_hand)
+    work.failed(CourseError("course.stopped", lesson="03_qlora", signal="SIGINT"))
+    assert told == []
+    work.failed(CourseError("course.stopped", lesson="03_qlora", signal="SIGTERM"))
+    about: dict[str, Any] = {"lesson": "03_qlora", "cell": 3, "output": "out.ipynb"}
+    work.failed(CourseError("course.lesson_failed", problem=f"ValueError: hf_{'a' * 30}\nmore", **about))
+    assert [status for status, _ in told] == ["unfinished", "failed"]
+    assert told[1][1] == "03_qlora: ValueError: [masked]", "the first line of what went wrong in the cell"
+
+    class Result:
+        error_in_exec, error_before_exec = None, SyntaxError("typo")
+
+    for is_watched, seconds, expected in ((True, 0.0, 0), (True, notices.LONG_CELL, 1), (False, 0.0, 1)):
+        told.clear()
+        monkeypatch.setattr(display, "watched", lambda is_watched=is_watched: is_watched)
+        monkeypatch.setattr(notices, "_underway", notices.Work("03_qlora", cell_began=time.monotonic() - seconds))
+        notices._after_cell(Result())
+        assert len(told) == expected
+
+
+SCRIPT = """
+from nbutils import notices, platforms
+notices.GRACE = 0
+work = notices.begin("03_qlora")
+raise {error}
+"""
+
+
+@pytest.mark.parametrize(("error", "told"), [("RuntimeError('no such thing')", 1), ("KeyboardInterrupt", 0)])
+def test_a_script_that_fails_is_told(tmp_path: Path, error: str, told: int) -> None:
+    site, machine = Site(), simulate.autodl(tmp_path)
+    machine.env |= {"NBUTILS_NOTICE": "1", "NBUTILS_POWER_OFF": "always", "NBUTILS_NOTICE_URL": site.url}
+    ran = machine.python("-c", SCRIPT.format(error=error))
+    assert ran.returncode and len(site.asked) == told and is_off(machine) == bool(told)
+    if told:
+        assert "no such thing" in ran.stderr and "RuntimeError: no such thing" in site.asked[0]["text"]
+
+
+OUT_OF_MEMORY = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))\nbytearray(2**36)"
+START = 'import nbutils\nPROFILE, RUN_NAME = "tiny", "night"\nlesson = nbutils.start("01_environment", globals())'
+
+
+def notebook(path: Path, *cells: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata=kernel)
+    nbformat.write(book, path)
+    return path
+
+
+@pytest.mark.slow
+def test_a_cell_that_fails_under_papermill_is_told_before_its_kernel_is_shut_down(tmp_path: Path) -> None:
+    site, machine = Site(delay=1.0), simulate.autodl(tmp_path)  # slower than papermill shuts a kernel down
+    machine.env |= {"NBUTILS_NOTICE": "1", "NBUTILS_POWER_OFF": "always", "NBUTILS_NOTICE_URL": site.url}
+    quick = "from nbutils import notices\nnotices.GRACE = 2.0"
+    book = notebook(tmp_path / "night.ipynb", quick, START, OUT_OF_MEMORY, "print('never')")
+    ran = machine.python("-m", "papermill", str(book), str(tmp_path / "out.ipynb"))
+    assert ran.returncode and "MemoryError" in ran.stderr, ran.stderr[-3000:]
+    [sent] = site.asked
+    assert (sent["status"], sent["run"]) == ("failed", "night") and "01_environment: MemoryError" in sent["text"]
+    assert is_off(machine) and "Powered off." in (tmp_path / "out.ipynb").read_text()
+
+
+RUN = """
+import sys
+from pathlib import Path
+from nbutils import cli, course, notices
+notices.GRACE, course.NOTEBOOKS = 0, Path(sys.argv.pop(1))
+cli.app(["run", "--only", "09_night", "--profile", "tiny", "-p", "RUN_NAME", "night"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, "failed"), (signal.SIGTERM, "unfinished")])
+def test_a_run_tells_of_a_kernel_that_is_killed_and_of_a_signal_and_ends_with_an_error(
+    tmp_path: Path, number: signal.Signals, status: str
+) -> None:
+    site, machine, lessons = Site(), simulate.autodl(tmp_path), tmp_path / "lessons"
+    machine.env |= {"NBUTILS_NOTICE": "1", "NBUTILS_POWER_OFF": "always", "NBUTILS_NOTICE_URL": site.url}
+    machine.env["NBUTILS_LANG"] = "zh"
+    started = tmp_path / "started"
+    wait = f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    notebook(lessons / "09_night.ipynb", "raise ValueError('the English one')")
+    notebook(lessons / "zh/09_night.ipynb", wait)
+    (lessons / "09_night.py").write_text('PROFILE: str = "auto"\nRUN_NAME: str = ""\n')
+    command = [sys.executable, "-c", RUN, str(lessons)]
+    options: dict[str, Any] = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=machine.environment(), **options) as running:
+        wait_for(lambda: started.exists() and started.read_text())
+        os.kill(int(started.read_text()) if number == signal.SIGKILL else running.pid, number)
+        said, _ = running.communicate(timeout=60)
+    assert running.returncode == 1, said
+    [sent] = site.asked
+    assert (sent["status"], sent["run"]) == (status, "night") and sent["title"].startswith("nbutils：")
+    assert "09_night" in sent["text"] and is_off(machine), said
