@@ -31,7 +31,7 @@ test-fast: $(VENV)/ready  ## 90 seconds: no lesson, no server, no installation, 
 test-gpu: $(VENV)/ready  ## needs a CUDA GPU
 	$(PY) -m pytest -m gpu $(ARGS)
 
-sync: $(VENV)/ready  ## notebooks/*.ipynb and badges from their sources
+sync: $(VENV)/ready  ## notebooks/*.ipynb, badges and docs/choosing.md from their sources
 	$(PY) .ci/sync.py
 
 lint: $(VENV)/ready

@@ -1,4 +1,4 @@
-"""Derives what is derived: notebooks/*.ipynb from *.py, setup cells, the code of notebooks/zh, the README's badges.
+"""Derives what is derived: notebooks/*.ipynb from *.py, setup cells, the code of notebooks/zh, badges, tables of docs.
 
     python .ci/sync.py            write it
     python .ci/sync.py --check    exit 1 if anything would change
@@ -15,6 +15,7 @@ the language.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -127,6 +128,19 @@ def badges() -> str:
     return "\n".join(rows) + "\n"
 
 
+def choosing() -> dict[Path, str]:
+    """The tables of docs/choosing.md, from configs/."""
+    sys.path.insert(0, str(ROOT))
+    from nbutils.plan.choosing import page
+
+    texts, before = {}, os.environ.get("NBUTILS_LANG", "")
+    for language, folder in (("en", "docs"), ("zh", "docs/zh")):
+        os.environ["NBUTILS_LANG"] = language
+        texts[ROOT / folder / "choosing.md"] = page()
+    os.environ["NBUTILS_LANG"] = before
+    return texts
+
+
 def wanted(new: bool = False) -> dict[Path, str]:
     """Every derived file and the text it must have."""
     files = {}
@@ -149,12 +163,13 @@ def wanted(new: bool = False) -> dict[Path, str]:
 def main() -> int:
     """Write or check; the exit status says whether something was out of date."""
     check = "--check" in sys.argv
-    texts = wanted(new=not check)
+    texts = wanted(new=not check) | choosing()
     stale = [file for file, text in texts.items() if not file.exists() or file.read_text(encoding="utf-8") != text]
     for file in stale:
         if check:
             print(f"{file.relative_to(ROOT)} is out of date: run `make sync`")
         else:
+            file.parent.mkdir(exist_ok=True)
             file.write_text(texts[file], encoding="utf-8", newline="\n")
             print(f"wrote {file.relative_to(ROOT)}")
     return int(check and bool(stale))

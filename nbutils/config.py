@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from nbutils import files
 from nbutils.errors import CourseError
+from nbutils.language import tr
 
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
@@ -28,7 +29,6 @@ ZeroOrMore = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
 Overrides = Mapping[str, tuple[Any, str]]  # {dotted name: (value, reason)}
-NOT_SETTABLE = {"model": "is not set this way: use MODEL", "about": "is not set, it describes the profile"}
 
 
 class Strict(BaseModel):
@@ -138,14 +138,14 @@ class Profile(Strict):
         flash = machine.attention in ("flash_attention_2", "varlen")
         named = "auto" not in (train.batch, train.micro_batch)
         wrong = {
-            "method, quantization.type: qlora takes nf4 or fp4, lora takes none":
+            tr("method, quantization.type: qlora takes nf4 or fp4, lora takes none"):
                 self.method != "auto" and (self.method == "lora") != unquantized,
-            "train.epochs, train.max_steps: both are 0, set one of them": train.epochs == train.max_steps == 0,
-            "train.max_length, serve.max_model_len: the server would refuse rows as long as the longest trained ones":
+            tr("train.epochs, train.max_steps: both are 0, set one of them"): train.epochs == train.max_steps == 0,
+            tr("train.max_length, serve.max_model_len: the server would refuse the longest rows trained on"):
                 train.max_length > self.serve.max_model_len,
-            "machine.precision, machine.attention: FlashAttention needs 16 bits; for fp32 choose sdpa":
+            tr("machine.precision, machine.attention: FlashAttention needs 16 bits; for fp32 choose sdpa"):
                 machine.precision == "fp32" and flash,
-            "train.batch, train.micro_batch: choose a micro_batch that divides the batch, or auto":
+            tr("train.batch, train.micro_batch: choose a micro_batch that divides the batch, or auto"):
                 named and int(train.batch) % int(train.micro_batch) != 0,
         }  # fmt: skip
         if found := [text for text, holds in wrong.items() if holds]:
@@ -228,9 +228,10 @@ def read(name: str) -> Document:
 
 def with_overrides(document: Document, overrides: Overrides) -> Document:
     """The profile with some values replaced, checked again as a whole."""
-    known = [name for name in keys() if name not in NOT_SETTABLE]
+    instead = {"model": tr("is not set this way: use MODEL"), "about": tr("is not set, it describes the profile")}
+    known = [name for name in keys() if name not in instead]
     unknown = [name for name in overrides if name not in known]
-    wrong = [f"{name}: {NOT_SETTABLE.get(name) or f'unknown key{_did_you_mean(name, known)}'}" for name in unknown]
+    wrong = [f"{name}: {instead.get(name) or tr('unknown key') + _did_you_mean(name, known)}" for name in unknown]
     tree = document.profile.model_dump()
     for name, (value, _) in overrides.items():
         group, _, leaf = name.rpartition(".")
@@ -240,9 +241,15 @@ def with_overrides(document: Document, overrides: Overrides) -> Document:
         tree["method"] = "qlora"  # whoever names a quantization wants it
     steps = tree["train"]["max_steps"]
     if "train.epochs" in overrides and "train.max_steps" not in overrides and steps:
-        wrong.append(f"train.epochs: train.max_steps is {steps} and ends the run first; set train.max_steps=0 too")
+        wrong.append(
+            tr(
+                "train.epochs: train.max_steps is {steps} and ends the run first; set train.max_steps=0 too",
+                steps=steps,
+            )
+        )
     reasons = {name: reason for name, (_, reason) in overrides.items()}
-    where = f"{document.file.stem} with {' and '.join(dict.fromkeys(reasons.values()))}"
+    given = ", ".join(dict.fromkeys(reasons.values()))
+    where = tr("{profile} with {given}", profile=document.file.stem, given=given)
     return Document(_valid({"": tree}, Profile, where, wrong)[""], document.reasons | reasons, document.file)
 
 
@@ -299,14 +306,15 @@ def _valid(trees: Mapping[str, Any], model: type[Entry], where: str, wrong: Sequ
         except ValidationError as error:
             for item in error.errors(include_url=False):
                 parts = [".".join(map(str, item["loc"][: depth + 1])) for depth in range(len(item["loc"]))]
-                name = next((part for part in parts if part in known), parts[-1] if parts else "the file")
-                text = {"missing": "missing", "extra_forbidden": f"unknown key{_did_you_mean(name, known)}"}
-                said = text.get(item["type"]) or f"{item['msg']}, not {reprlib.repr(item['input'])}"
+                name = next((part for part in parts if part in known), parts[-1] if parts else tr("the file"))
+                text = {"missing": tr("missing"), "extra_forbidden": tr("unknown key") + _did_you_mean(name, known)}
+                wanted = tr("{wanted}, not {seen}", wanted=item["msg"], seen=reprlib.repr(item["input"]))
+                said = text.get(item["type"]) or wanted
                 if item["type"] == "value_error":
                     lines += map(str, item["ctx"]["error"].args)
                 else:
                     found.setdefault(f"{key}.{name}".lstrip("."), []).append(said)
-        lines += [f"{name}: {' or '.join(texts)}" for name, texts in found.items()]
+        lines += [f"{name}: {tr(' or ').join(texts)}" for name, texts in found.items()]
     if lines:
         listed = "".join(f"\n    - {line}" for line in lines)
         raise CourseError("config.problems", where=where, count=len(lines), problems=listed)
@@ -317,4 +325,4 @@ def _did_you_mean(name: str, known: Sequence[str]) -> str:
     """A hint at the name that was probably meant, in whatever group."""
     leaves = {key.rpartition(".")[2]: key for key in known}
     near = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1)
-    return f", did you mean {leaves[near[0]]}?" if near else ""
+    return tr(", did you mean {name}?", name=leaves[near[0]]) if near else ""

@@ -14,6 +14,7 @@ from nbutils import config, distributed, hardware, models
 from nbutils.config import Document, Overrides, Profile, flat, keys, load, names
 from nbutils.errors import CourseError
 from nbutils.hardware import GPU, Choice
+from nbutils.language import tr
 from nbutils.models import Shape, course_model, is_tiny, known_models, model_folder
 from nbutils.plan import gpus
 from nbutils.plan.forecast import Rows, apply, choose, fastest, few_steps, limit_gib, peak_gib, schedule
@@ -65,17 +66,19 @@ def resolve(
             f"{CHECKPOINTING}=offload": gpu is None and way == "offload",
         }
         if wrong := ", ".join(name for name, holds in impossible.items() if holds):
-            raise CourseError("profiles.impossible", gpu=gpu or "no GPU", problems=wrong)
+            raise CourseError("profiles.impossible", gpu=gpu or tr("no GPU"), problems=wrong)
         return document
 
-    chosen = Choice(profile, "parameter PROFILE")
+    chosen = Choice(profile, tr("parameter PROFILE"))
     if profile == "auto" and is_tiny(model):
-        chosen = Choice("tiny", "auto: the bundled model has a profile of its own")
+        chosen = Choice("tiny", tr("auto: the bundled model has a profile of its own"))
     elif profile == "auto" and gpu is None:
-        chosen = Choice("tiny", f"auto: no GPU found ({platform.name}), so the bundled tiny model on the CPU")
+        text = tr("auto: no GPU found ({platform}), so the bundled tiny model on the CPU", platform=platform.name)
+        chosen = Choice("tiny", text)
     elif profile == "auto" and gpu:
-        age = "; torch may have no kernels for so old a GPU" if gpu.capability < (7, 0) else ""
-        chosen = Choice(gpus.profile_for(gpu.capability, gpu.memory_gib), f"auto: {platform.name} with {gpu}{age}")
+        text = tr("auto: {platform} with {gpu}", platform=platform.name, gpu=gpu)
+        text += tr("; torch may have no kernels for so old a GPU") if gpu.capability < (7, 0) else ""
+        chosen = Choice(gpus.profile_for(gpu.capability, gpu.memory_gib), text)
     document = read(chosen.value)
     places = folders(platform)
     called = model or document.profile.model
@@ -84,13 +87,21 @@ def resolve(
     if not source and (profile != "auto" or model):
         raise CourseError("models.unreachable", model=found.value)
     if not source:
-        lost = f"{found.value} is not in the cache and the model hub does not answer"
-        chosen = Choice("tiny", f"{chosen.value} would suit this machine, but {lost}: the bundled model instead")
+        text = tr(
+            "{profile} would suit this machine, but {model} is not in the cache and the model hub does not answer: the "
+            "bundled model instead",
+            profile=chosen.value, model=found.value,
+        )  # fmt: skip
+        chosen = Choice("tiny", text)
         document, source, called = read("tiny"), "folder", "tiny"
         found = models.meant(called)
-    reasons = dict.fromkeys(keys(), f"set in {document.file.name}") | document.reasons
-    origin = {"folder": "", "modelscope": ", from ModelScope"}.get(source, f", from the {source}")
-    reasons["model"] = f"{found.reason}{origin}; {'parameter MODEL' if model else reasons['model']}"
+    set_here = tr("set in {file}", file=document.file.name)
+    reasons = dict.fromkeys(keys(), set_here) | {key: tr(text) for key, text in document.reasons.items()}
+    origins = {
+        "cache": tr(", from the cache"), "network": tr(", from the network"), "package": tr(", from the package"),
+        "modelscope": tr(", from ModelScope"), "folder": "",
+    }  # fmt: skip
+    reasons["model"] = f"{found.reason}{origins[source]}; {tr('parameter MODEL') if model else reasons['model']}"
     value = found.value  # or a folder, for what transformers cannot download itself
     if source in ("package", "modelscope"):
         package = source == "package"
@@ -115,13 +126,13 @@ def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
     if machine.precision == "auto":
         decided["machine.precision"] = hardware.precision(gpu)
     if machine.attention == "auto":
-        exact = Choice("sdpa", "FlashAttention needs 16 bits, and machine.precision is fp32")
+        exact = Choice("sdpa", tr("FlashAttention needs 16 bits, and machine.precision is fp32"))
         decided["machine.attention"] = exact if machine.precision == "fp32" else hardware.attention(gpu)
     if machine.liger == "auto":
         choice = hardware.liger(gpu)
         decided["machine.liger"] = Choice("on" if choice.value else "off", choice.reason)
     if gpu is None and optimizer.endswith(("8bit", "32bit")):  # a run of a GPU may be merged or served here
-        reason = f"{optimizer} needs a GPU: AdamW in 32 bits instead"
+        reason = tr("{optimizer} needs a GPU: AdamW in 32 bits instead", optimizer=optimizer)
         decided["train.optimizer"] = Choice("adamw_torch_fused", reason)
     decided |= _by_plan(apply(given, decided), shape, gpu, rows)
     profile = apply(given, decided)
@@ -141,16 +152,19 @@ def _by_plan(profile: Profile, shape: Shape | None, gpu: GPU | None, rows: Rows 
     if gpu is None:
         most = max(1, int(CPU_TOKENS / rows.mean)) if rows and not train.packing else CPU_ROWS
         size, way = distributed.micro_batch_for(int(train.batch), most, processes), "off"
-        reason = "plan: without a GPU, few tokens at a time and no recomputing"
+        reason = tr("plan: without a GPU, few tokens at a time and no recomputing")
     elif shape is None:
         size, way = 1, "on"
-        reason = "plan: the size of this model is not known before its download, so the safest value"
+        reason = tr("plan: the size of this model is not known before its download, so the safest value")
     else:
         spec = gpus.of_machine(gpu).model_copy(update={"count": processes})
         best = fastest(profile, shape, spec, rows)
         size, way = best.micro_batch, best.checkpointing
         peak, limit = peak_gib(shape, best), limit_gib(spec)
-        verdict = "the fastest that fits" if peak <= limit else "DOES NOT FIT"
-        reason = f"plan: {verdict}: {peak:.1f} GiB forecast, {limit:.1f} of {spec.memory_gib:.1f} GiB allowed"
+        verdict = tr("the fastest that fits") if peak <= limit else tr("DOES NOT FIT")
+        reason = tr(
+            "plan: {verdict}: {peak:.1f} GiB forecast, {limit:.1f} of {memory:.1f} GiB allowed",
+            verdict=verdict, peak=peak, limit=limit, memory=spec.memory_gib,
+        )  # fmt: skip
     found = {MICRO_BATCH: Choice(size, reason), CHECKPOINTING: Choice(way, reason)}
     return {name: choice for name, choice in found.items() if left[name] == "auto"}

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from nbutils import diagnose, language, platforms
+from nbutils import config, diagnose, language, plan, platforms
 from nbutils.errors import CourseError
 from nbutils.language import tr
+from nbutils.plan import gpus
 
 PACKAGE = Path(language.__file__).parent
 CATALOGUE = {
@@ -85,7 +86,12 @@ def stored_texts() -> set[str]:
     symptoms = [entry for part in diagnose.symptoms().values() for entry in part.values()]
     texts = {entry[name] for entry in symptoms for name in ("cause", "todo")}
     for one in platforms.table().values():
-        texts |= {one.gpu_todo, one.hub_todo, one.keep_todo, *one.keep.values()}
+        texts |= {one.limits, one.gpu_todo, one.hub_todo, one.keep_todo, *one.keep.values()}
+    texts |= {text for name in config.names() for text in config.read(name).reasons.values()}
+    texts |= {text for gpu in gpus.every() for text in (gpu.note, gpu.price_from)}
+    made = plan.of_options(gpus.find("T4"), {})
+    texts |= {*made["parts"], *made["disk_gib"], *plan.fits_table(["T4"])[0]}
+    texts -= {"", "GPU", "GiB", "tokens/s", "logits"}  # those are the same in Chinese
     return texts | {"NBUTILS_PLATFORM is set", "nothing of a known platform is here"}
 
 

@@ -1,6 +1,7 @@
 """plan: formulas recomputed against what was measured, GPUs, shapes, the fastest that fits, the command line."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from nbutils import files, models, plan, platforms, profiles
 from nbutils.cli import app
 from nbutils.hardware import GPU
 from nbutils.models import find_shape
-from nbutils.plan import Recipe, candidates, gpus, peak_gib
+from nbutils.plan import Recipe, candidates, choosing, gpus, peak_gib
 from nbutils.plan.forecast import CONTEXT_GIB, MARGIN, NEARLY, PACKED, best_option, tokens_per_second
 
 Patch = pytest.MonkeyPatch
@@ -76,7 +77,8 @@ def test_speed_knows_its_limits() -> None:
 @pytest.mark.parametrize(
     ("name", "found", "count"),
     [("4090", "RTX 4090", 1), ("NVIDIA GeForce RTX 4090", "RTX 4090", 1), ("t4 x2", "T4", 2), ("T4x2", "T4", 2),
-     ("a100", "A100-40GB", 1), ("A100 80GB", "A100-80GB", 1), ("rtx pro 6000", "RTX PRO 6000", 1)],
+     ("a100", "A100-40GB", 1), ("A100 80GB", "A100-80GB", 1), ("rtx pro 6000", "RTX PRO 6000", 1),
+     ("3080", "RTX 3080", 1), ("3080 20G", "RTX 3080-20GB", 1), ("3080Ti", "RTX 3080 Ti", 1), ("A800", "A100-80GB", 1)],
 )  # fmt: skip
 def test_gpus_are_found_by_the_names_people_use(name: str, found: str, count: int) -> None:
     assert (gpus.find(name).name, gpus.find(name).count) == (found, count)
@@ -87,7 +89,8 @@ def test_gpus_are_found_by_the_names_people_use(name: str, found: str, count: in
 @pytest.mark.parametrize(
     ("name", "found"),
     [("Tesla T4", "T4"), ("NVIDIA A100-SXM4-80GB", "A100-80GB"), ("NVIDIA A10G", "A10"), (RTX.name, "RTX 4090"),
-     (f"{RTX.name} D", "RTX 4090 D"), (f"{RTX.name} Laptop GPU", ""), ("Brand New 1", "")],
+     (f"{RTX.name} D", "RTX 4090 D"), ("NVIDIA GeForce RTX 3080", "RTX 3080-20GB"), ("NVIDIA H800", "H100"),
+     (f"{RTX.name} Laptop GPU", ""), ("Brand New 1", "")],
 )  # fmt: skip
 def test_torchs_names_are_understood_and_torchs_memory_is_kept(name: str, found: str) -> None:
     facts = gpus.of_machine(GPU(name, (8, 9), 77.7, 2))
@@ -152,6 +155,45 @@ def test_without_a_known_speed_recomputing_is_the_last_resort() -> None:
     assert (roomy.micro_batch, roomy.checkpointing) == (8, "off") and tight.checkpointing != "off"
     with refused("distributed.uneven_batch"):
         candidates(Recipe(), 8, gpus.find("H200 x3"))
+
+
+@pytest.mark.parametrize("name", ["RTX 3080", "T4", "RTX 4090 D", "H20"])
+def test_the_smallest_setting_needs_less_and_takes_longer_than_the_fastest(name: str) -> None:
+    for model in models.known_models():
+        made = plan.of_options(gpus.find(name), {"model": model, "rows": 10_000, "mean_length": 300})
+        recipe, least = made["recipe"], made["smallest"]
+        assert least["peak_vram_gib"] <= made["peak_vram_gib"] and least["times_as_long"] >= 1, model
+        same = (recipe["micro_batch"], recipe["checkpointing"]) == (least["micro_batch"], least["checkpointing"])
+        assert made["fits"] or same, "what does not fit is the smallest"
+        assert ("times as long" in plan.describe(made)) is not same
+    fixed = asked("--gpu", name, "--micro-batch", "2", "--checkpointing", "on")["smallest"]
+    assert (fixed["micro_batch"], fixed["checkpointing"]) == (2, "on"), "what is given stays"
+
+
+@pytest.mark.parametrize(("folder", "unknown"), [("docs", "price unknown"), ("docs/zh", "价格未知")])
+def test_the_choosing_page_has_every_gpu_and_model_and_no_invented_price(folder: str, unknown: str) -> None:
+    text = (ROOT / folder / "choosing.md").read_text(encoding="utf-8")  # `make lint` compares it with configs
+    blocks = dict(re.findall(r"(?s)<summary><b>(.+?)</b>: (.+?)</details>", text))
+    assert sorted(blocks) == sorted(gpu.name for gpu in gpus.every())
+    for gpu in gpus.every():
+        assert all(f"\n| {model} |" in blocks[gpu.name] for model in models.known_models()), gpu.name
+        priced = re.search(r"[¥$]\d", blocks[gpu.name]) is not None
+        assert priced == bool(gpu.yuan or gpu.dollars), gpu.name
+        assert (unknown in blocks[gpu.name]) == (gpu.price_from == "unknown"), gpu.name
+        assert set(gpu.platforms) <= set(platforms.table()), gpu.name
+        assert all(f"| `{name}` |" in text for name in gpu.platforms), gpu.name
+        assert not (gpu.yuan or gpu.dollars) or re.search(r"\d{4}-\d{2}", gpu.price_from), "a price has its date"
+    assert all(f"\n| {model} |" in text.partition("<details>")[0] for model in models.known_models())
+
+
+def test_the_page_follows_its_tables(monkeypatch: Patch) -> None:
+    mine = gpus.GPUSpec(name="mine", memory_gib=24, tflops=100, bandwidth=900, capability=(8, 6), platforms=("runpod",))
+    monkeypatch.setattr(
+        gpus, "every", lambda: [mine.model_copy(update={"price_from": "RunPod, 2026-01", "dollars": 9.0})]
+    )
+    assert "| `runpod` | mine $9.00 |" in choosing._by_platform()
+    monkeypatch.setattr(gpus, "every", lambda: [mine])
+    assert "| `runpod` | mine |" in choosing._by_platform(), "a price that is not known is not shown"
 
 
 def resolved(profile: str, model: str, gpu: GPU | None, **replaced: int) -> profiles.Resolved:

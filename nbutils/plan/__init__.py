@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -15,6 +15,7 @@ from nbutils import display, distributed, hardware
 from nbutils.config import load, read, settings_in, with_overrides
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
+from nbutils.language import tr
 from nbutils.models import find_shape
 from nbutils.plan import gpus as gpu_table
 from nbutils.plan.forecast import CONTEXT_GIB, MARGIN, Forecast, Recipe, apply, candidates, of_profile, peak_gib
@@ -23,11 +24,9 @@ from nbutils.plan.gpus import GPUSpec
 RENTED = ("RTX 4090", "ampere_24gb")  # the usual rented GPU, and its profile
 DIGITS = {  # as far as a forecast deserves
     "examples_per_step": 1, "epochs": 3, "peak_vram_gib": 2, "limit_gib": 2, "parts": 3, "tokens_per_second": None,
-    "hours": 2, "cost": 2, "disk_gib": 1, "after_gib": 1,
+    "hours": 2, "cost": 2, "disk_gib": 1, "after_gib": 1, "smallest": 2,
 }  # fmt: skip
 LEFT_OPEN = ("train.micro_batch", "train.gradient_checkpointing")
-REMARK = "Speeds follow from published numbers; only the H200 was measured. Prices: configs/gpus.yaml, yours to edit."
-ASK = 'For hours and costs add your rows: --rows 5000 --mean-length 400. For one GPU with reasons: --gpu "RTX 4090".'
 
 
 def example(resolved: Any, rows: int, mean_length: float) -> Forecast:
@@ -44,11 +43,11 @@ def example(resolved: Any, rows: int, mean_length: float) -> Forecast:
 def require(resolved: Any, rows: int | None = None, mean_length: float | None = None) -> Forecast | str:
     """This machine's forecast for lesson 03, or why there is none; stops where not even the smallest setting fits."""
     if resolved.gpu is None:
-        return "No forecast: there is no GPU here."
+        return tr("No forecast: there is no GPU here.")
     try:
         shape = find_shape(resolved.model)
     except CourseError:
-        return f"No forecast: the size of {resolved.model} is not known before its download."
+        return tr("No forecast: the size of {model} is not known before its download.", model=resolved.model)
     gpu = gpu_table.of_machine(resolved.gpu).model_copy(update={"count": distributed.world_size()})
     made = of_profile(resolved.profile, gpu, shape, rows, mean_length, resolved.rows)
     recipe, limit = Recipe(**made["recipe"]), made["limit_gib"]
@@ -64,47 +63,76 @@ def describe(made: Forecast | str) -> str:
     if isinstance(made, str):
         return made
     recipe, card, row, hours = Recipe(**made["recipe"]), made["card"], _table_row(made), made["hours"]
-    rows = f"rows packed to {recipe.length}" if recipe.packing else f"conversations of about {recipe.length} tokens"
-    steps = f"{row['rows']} per step, checkpointing {recipe.checkpointing}"
-    time = "unknown" if hours is None else f"{60 * hours:.0f} min" if hours < 1 else f"{hours:.1f} h"
-    free = f"{MARGIN:.0%} and {CONTEXT_GIB:g} GiB for CUDA must stay free"
-    parts = ", ".join(f"{name} {size:.2f}" for name, size in made["parts"].items())
-    disk = ", ".join(f"{name} {size:.1f}" for name, size in made["disk_gib"].items())
+    rows = tr("conversations of about {length} tokens", length=recipe.length)
+    if recipe.packing:
+        rows = tr("rows packed to {length}", length=recipe.length)
+    how = tr(
+        "{method} rank {rank}, {rows}, {steps} per step, checkpointing {way}",
+        method=recipe.method,
+        rank=recipe.rank,
+        rows=rows,
+        steps=row["rows"],
+        way=recipe.checkpointing,
+    )
     lines = [
-        ("training", f"{made['model']} on {row['GPU']}", f"{recipe.method} rank {recipe.rank}, {rows}, {steps}"),
-        ("recipe", f"{made['steps']:,} steps", made["schedule"]) if made["schedule"] else None,
-        ("peak memory", f"{made['peak_vram_gib']:.1f} GiB", parts),
-        ("the plan allows", f"{made['limit_gib']:.1f} of {card['memory_gib']:.1f} GiB",
-         f"{'fits' if made['fits'] else 'DOES NOT FIT'}: {free}"),
-        ("speed", row["tokens/s"] + (" tokens/s" if made["tokens_per_second"] else ""),
-         "without padding, on all GPUs together"),
-        ("time", time, ""),
-        ("cost", row["cost"], f"{row['an hour']} per hour and GPU: {card['price_from']}"),
-        ("disk", f"{sum(made['disk_gib'].values()):.0f} GiB", disk),
-        ("serving", f"{made['after_gib']['on_card']:.0f} GiB of the GPU", "in 16 bits; the KV cache needs some more"),
-        *(("note", "", note) for note in made["notes"]),
+        (tr("training"), tr("{model} on {gpu}", model=made["model"], gpu=row["GPU"]), how),
+        (tr("recipe"), tr("{count:,} steps", count=made["steps"]), made["schedule"]) if made["schedule"] else None,
+        (tr("peak memory"), f"{made['peak_vram_gib']:.1f} GiB",
+         ", ".join(f"{tr(name)} {size:.2f}" for name, size in made["parts"].items())),
+        (tr("the plan allows"),
+         tr("{limit:.1f} of {memory:.1f} GiB", limit=made["limit_gib"], memory=card["memory_gib"]),
+         tr("{verdict}: {share:.0%} and {context:g} GiB for CUDA must stay free",
+            verdict=tr("fits") if made["fits"] else tr("DOES NOT FIT"), share=MARGIN, context=CONTEXT_GIB)),
+        (tr("smallest"), f"{made['smallest']['peak_vram_gib']:.1f} GiB", small) if (small := _smallest(made)) else None,
+        (tr("speed"), row["tokens/s"] + (" tokens/s" if made["tokens_per_second"] else ""),
+         tr("without padding, on all GPUs together")),
+        (tr("time"), tr("unknown") if hours is None else time_text(hours), ""),
+        (tr("cost"), row["cost"], "" if card["price_from"] == "unknown" else
+         tr("{price} per hour and GPU: {source}", price=row["an hour"], source=tr(card["price_from"]))),
+        (tr("disk"), f"{sum(made['disk_gib'].values()):.0f} GiB",
+         ", ".join(f"{tr(name)} {size:.1f}" for name, size in made["disk_gib"].items())),
+        (tr("serving"), tr("{size:.0f} GiB of the GPU", size=made["after_gib"]["on_card"]),
+         tr("in 16 bits; the KV cache needs some more")),
+        *((tr("note"), "", note) for note in made["notes"]),
     ]  # fmt: skip
-    return display.aligned([dict(zip(("what", "forecast", "from"), line, strict=True)) for line in lines if line])
+    heads = tr("what"), tr("forecast"), tr("from")
+    return display.aligned([dict(zip(heads, line, strict=True)) for line in lines if line])
+
+
+def time_text(hours: float) -> str:
+    """Minutes below an hour, else hours."""
+    return tr("{minutes:.0f} min", minutes=60 * hours) if hours < 1 else tr("{hours:.1f} h", hours=hours)
+
+
+def _smallest(made: Forecast) -> str:
+    """How the smallest setting trains, and how much longer; empty where it is the fastest that fits."""
+    size, way, _, times = made["smallest"].values()
+    if (size, way) == (made["recipe"]["micro_batch"], made["recipe"]["checkpointing"]):
+        return ""
+    how = tr("micro-batch {size}, checkpointing {way}", size=size, way=way)
+    return tr("{how}: {times:.1f} times as long", how=how, times=times) if times else how
 
 
 def fits_table(names: Sequence[str] = (), **options: Any) -> list[dict[str, Any]]:
     """For these GPUs, or all: what PROFILE auto trains there, how, how fast, and for what price."""
     chosen = [gpu_table.find(name) for name in names] or gpu_table.every()
-    return [_table_row(_forecast(gpu, options)) for gpu in chosen]
+    return [_table_row(of_options(gpu, options)) for gpu in chosen]
+
+
+def money(yuan: float | None, dollars: float | None) -> str:
+    """A price in both currencies, as far as it is known; 0 is free."""
+    known = [f"{sign}{amount:.2f}" for sign, amount in (("¥", yuan), ("$", dollars)) if amount]
+    return tr(" or ").join(known) or (tr("free") if 0 in (yuan, dollars) else tr("unknown"))
 
 
 def _table_row(made: Forecast) -> dict[str, Any]:
-    def money(yuan: float | None, dollars: float | None) -> str:
-        known = [f"{sign}{amount:.2f}" for sign, amount in (("¥", yuan), ("$", dollars)) if amount]
-        return " or ".join(known) or ("free" if 0 in (yuan, dollars) else "unknown")
-
     recipe, card, rate, hours = made["recipe"], made["card"], made["tokens_per_second"], made["hours"]
     return {
         "GPU": f"{made['gpus']} x {made['gpu']}" if made["gpus"] > 1 else made["gpu"], "GiB": card["memory_gib"],
         "model": made["model"], "length": recipe["length"], "peak GiB": round(made["peak_vram_gib"], 1),
-        "fits": "yes" if made["fits"] else "no", "rows": f"{recipe['micro_batch']} x {recipe['accumulation']}",
-        "recompute": recipe["checkpointing"], "tokens/s": "unknown" if rate is None else f"{rate:,.0f}",
-        "hours": "unknown" if hours is None else f"{hours:.1f}", "cost": money(**made["cost"]),
+        "fits": tr("yes") if made["fits"] else tr("no"), "rows": f"{recipe['micro_batch']} x {recipe['accumulation']}",
+        "recompute": recipe["checkpointing"], "tokens/s": tr("unknown") if rate is None else f"{rate:,.0f}",
+        "hours": tr("unknown") if hours is None else f"{hours:.1f}", "cost": money(**made["cost"]),
         "an hour": money(card["yuan"], card["dollars"]),
     }  # fmt: skip
 
@@ -119,15 +147,24 @@ def answer(
     found = None
     if gpu or vram or tflops:
         numbers = (int(capability[:-2]), int(capability[-1])) if capability else None
-        found = gpu_table.find(gpu or "a GPU of your own", vram, tflops, numbers)
+        found = gpu_table.find(gpu or tr("a GPU of your own"), vram, tflops, numbers)
     elif importlib.util.find_spec("torch") and hardware.driver_gpus() and (here := hardware.gpu()):  # loads torch last
         found = gpu_table.of_machine(here)
     if found:
-        made = _forecast(found.model_copy(update={"count": gpus or found.count}), options)
+        made = of_options(found.model_copy(update={"count": gpus or found.count}), options)
         return _rounded(made), describe(made)
-    every = [_forecast(one.model_copy(update={"count": gpus or 1}), options) for one in gpu_table.every()]
-    table, hint = display.aligned([_table_row(made) for made in every]), "" if every[0]["hours"] else f"\n{ASK}"
-    text = f"No GPU here, and none named with --gpu: these are GPUs you can rent.\n\n{table}\n\n{REMARK}{hint}"
+    every = [of_options(one.model_copy(update={"count": gpus or 1}), options) for one in gpu_table.every()]
+    table = [{tr(name): value for name, value in _table_row(made).items()} for made in every]
+    lines = [
+        tr("No GPU here, and none named with --gpu: these are GPUs you can rent."), "", display.aligned(table), "",
+        tr("Speeds follow from published numbers; only the H200 was measured. Prices stand in configs/gpus.yaml."),
+    ]  # fmt: skip
+    if not every[0]["hours"]:
+        lines.append(tr(
+            "For hours and costs add your rows: --rows 5000 --mean-length 400. For one GPU with reasons: "
+            '--gpu "RTX 4090".'
+        ))  # fmt: skip
+    text = "\n".join(lines)
     if gpus or any(value is not None for value in options.values()):
         return {"fits": [_rounded(made) for made in every]}, text
     rows = []  # every GPU profile on every GPU; `auto` marks the one that PROFILE auto takes there
@@ -148,13 +185,13 @@ def _rounded(made: Forecast) -> Forecast:
     def cut(value: Any, digits: int | None) -> Any:
         if isinstance(value, dict):
             return {name: cut(one, digits) for name, one in value.items()}
-        return None if value is None else round(value, digits)
+        return round(value, digits) if isinstance(value, float) else value
 
     whole = {name: value for name, value in made.items() if name != "schedule"}
     return whole | {name: cut(whole[name], digits) for name, digits in DIGITS.items()}
 
 
-def _forecast(gpu: GPUSpec, options: dict[str, Any]) -> Forecast:
+def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
     """A GPU with all options; micro-batch and checkpointing, where nobody gives them, are the fastest that fit."""
     name, rows, epochs, size = (options.get(key) for key in ("profile", "rows", "epochs", "micro_batch"))
     given = ({} if name else dict.fromkeys(LEFT_OPEN, "auto")) | settings_in(options.get("given") or "")

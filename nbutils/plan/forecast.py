@@ -18,6 +18,7 @@ from nbutils import distributed
 from nbutils.config import Profile, Train
 from nbutils.files import GIB
 from nbutils.hardware import BF16_FROM, Choice
+from nbutils.language import tr
 from nbutils.models import Shape, find_shape
 from nbutils.plan.gpus import GPUSpec
 
@@ -34,7 +35,6 @@ MOST_VALIDATED, LEAST_VALIDATED = 64, 4  # rows
 SHARE, FORWARD = 0.05, 0.4  # of the training time for validation; the cost of a row without its backward pass
 PACKED = 0.97  # share of a packed row that is real tokens, with best-fit packing
 SMALL = 1e9  # parameters: below, 4 bits cost a model much of what it knows, and 16 fit every GPU
-UNKNOWN_ROWS = "recipe: the value for large data, until lesson 03 knows your rows"
 # weights: bytes of one weight of the linear layers
 NF4 = 0.5 + 4 / 64  # 4 bits, and a float32 scale for each 64 weights
 NF4_DOUBLE = 0.5 + 1 / 64 + 4 / (64 * 256)  # the scales in 8 bits, and a float32 for each 256 of them
@@ -109,9 +109,10 @@ class Schedule:
     learning_rate: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.steps:,} steps of {self.examples_per_step:,.0f} conversations "
-            f"({self.tokens_per_step:,.0f} tokens), {self.epochs:.3g} epochs, learning rate {self.learning_rate:g}"
+        return tr(
+            "{steps:,} steps of {examples_per_step:,.0f} conversations ({tokens_per_step:,.0f} tokens), {epochs:.3g} "
+            "epochs, learning rate {learning_rate:g}",
+            **asdict(self),
         )
 
 
@@ -128,50 +129,62 @@ def few_steps(train: Train, pinned: Train, rows: Rows) -> str:
     enough = made.steps >= STEPS_PER_EPOCH or better >= made.examples_per_step
     if pinned.batch == "auto" or train.max_steps or enough:
         return ""
-    return (
-        f"train.batch={train.batch} puts {made.examples_per_step:,.0f} conversations into a step and leaves only "
-        f"{made.steps} steps, too few to learn much: set train.batch={better}, train.packing=false"
-    )
+    return tr(
+        "train.batch={batch} puts {each:,.0f} conversations into a step and leaves only {steps} steps, too few to "
+        "learn much: set train.batch={better}, train.packing=false",
+        batch=train.batch, each=made.examples_per_step, steps=made.steps, better=better,
+    )  # fmt: skip
 
 
 def choose(profile: Profile, rows: Rows | None, shape: Shape | None, processes: int = 1) -> dict[str, Choice]:
     """The values a profile leaves to its model and its rows, by dotted name; without rows those of large data."""
     train, found = profile.train, dict[str, Choice]()
+    unknown_rows = _unknown_rows()
     small = shape is not None and shape.params < SMALL
     if profile.method == "auto" and profile.quantization.type != "none" and not small:
         found["method"] = Choice("qlora", "")  # the comment in the profile says why
     elif profile.method == "auto":
-        under = "recipe: a model below a billion parameters loses quality in 4 bits, and 16 bits fit"
-        found["method"] = Choice("lora", under if small else "quantization.type is none")
-        found["quantization.type"] = Choice("none", "method lora")
-        found["quantization.double"] = Choice(False, "method lora")
+        under = tr("recipe: a model below a billion parameters loses quality in 4 bits, and 16 bits fit")
+        found["method"] = Choice("lora", under if small else tr("quantization.type is none"))
+        found["quantization.type"] = Choice("none", tr("method lora"))
+        found["quantization.double"] = Choice(False, tr("method lora"))
     found |= _batch(train, rows, processes)
     if train.learning_rate == "auto" and shape is None:
-        usual = "recipe: usual for LoRA; the size of this model is not known before its download"
+        usual = tr("recipe: usual for LoRA; the size of this model is not known before its download")
         found["train.learning_rate"] = Choice(2e-4, usual)
     elif train.learning_rate == "auto" and shape:
         each = _per_epoch(apply(profile, found).train, rows)[1] if rows else FULL_RATE_FROM
         noise = min(1.0, each / FULL_RATE_FROM) ** 0.5
         rate = float(f"{noise * RATE * (AT_HIDDEN / shape.hidden) ** POWER:.1e}")
-        why = f"a model of width {shape.hidden}" + (f" and {each:.0f} conversations per step" if noise < 1 else "")
-        found["train.learning_rate"] = Choice(rate, f"recipe: for {why}; halve it if the loss is unstable")
+        why = tr("recipe: for a model of width {width}; halve it if the loss is unstable", width=shape.hidden)
+        if noise < 1:
+            why = tr(
+                "recipe: for a model of width {width} and {each:.0f} conversations per step; halve it if the loss is "
+                "unstable",
+                width=shape.hidden, each=each,
+            )  # fmt: skip
+        found["train.learning_rate"] = Choice(rate, why)
     if train.epochs == "auto":
         epochs = next(epochs for most, epochs in EPOCHS if (rows.examples if rows else math.inf) <= most)
-        known = f"recipe: for {rows.examples:,} rows; the step with the best validation loss is kept" if rows else ""
-        found["train.epochs"] = Choice(epochs, known or UNKNOWN_ROWS)
+        text = unknown_rows
+        if rows:
+            text = tr("recipe: for {rows:,} rows; the step with the best validation loss is kept", rows=rows.examples)
+        found["train.epochs"] = Choice(epochs, text)
     steps = schedule(apply(profile, found).train, rows).steps if rows else 0
     between = 0 if train.save_steps == "auto" else train.save_steps
     if not between:
         between = max(1, min(MOST_BETWEEN, math.ceil(steps / SAVES))) if rows else MOST_BETWEEN
-        text = f"recipe: {math.ceil(steps / between)} checkpoints, each with a validation loss"
-        found["train.save_steps"] = Choice(between, text if rows else UNKNOWN_ROWS)
+        text = tr("recipe: {count} checkpoints, each with a validation loss", count=math.ceil(steps / between))
+        found["train.save_steps"] = Choice(between, text if rows else unknown_rows)
     if train.validation_rows == "auto":
         times = math.ceil(steps / between) + 1
         each = schedule(apply(profile, found).train, rows).examples_per_step if rows else 0
         most = int(SHARE * steps * each / (FORWARD * times)) if rows else MOST_VALIDATED
-        text = f"recipe: {times} validations, in about {SHARE:.0%} of the training time or less"
+        text = tr(
+            "recipe: {times} validations, in about {share:.0%} of the training time or less", times=times, share=SHARE
+        )
         count = min(max(LEAST_VALIDATED, min(MOST_VALIDATED, most)), (rows and rows.held_out) or MOST_VALIDATED)
-        found["train.validation_rows"] = Choice(count, text if rows else UNKNOWN_ROWS)
+        found["train.validation_rows"] = Choice(count, text if rows else unknown_rows)
     return found
 
 
@@ -183,6 +196,11 @@ def apply(profile: Profile, found: Mapping[str, Choice]) -> Profile:
         inner = {group: getattr(profile, group).model_copy(update=values)} if group else values
         profile = profile.model_copy(update=inner)
     return profile
+
+
+def _unknown_rows() -> str:
+    """The reason of a value that will follow from the rows."""
+    return tr("recipe: the value for large data, until lesson 03 knows your rows")
 
 
 def _per_epoch(train: Train, rows: Rows) -> tuple[int, float]:
@@ -204,20 +222,27 @@ def _batch(train: Train, rows: Rows | None, processes: int) -> dict[str, Choice]
     each = _examples_per_step(rows, train.max_length) if rows else 0
     filled = each * rows.mean / train.max_length if rows else LARGEST_STEP
     if packing == "auto":
-        named = "the batch that is set counts conversations; with packing: true it counts packed rows"
-        text = f"a step fills {filled:.1f} rows of {train.max_length} tokens; from {PACK_FROM} on, rows are packed"
+        text = tr("recipe: the batch that is set counts conversations; with packing: true it counts packed rows")
+        if batch == "auto":
+            text = tr(
+                "recipe: a step fills {filled:.1f} rows of {length} tokens; from {least} on, rows are packed",
+                filled=filled, length=train.max_length, least=PACK_FROM,
+            )  # fmt: skip
         packing = batch == "auto" and filled >= PACK_FROM
-        found["train.packing"] = Choice(packing, f"recipe: {text if batch == 'auto' else named}")
+        found["train.packing"] = Choice(packing, text)
     if batch == "auto":
         size = max(1, round(filled)) if packing else each or FEWEST
         batch = math.ceil(size / processes) * processes  # every process has its share
         settled = train.model_copy(update={"batch": batch, "packing": packing})
-        steps, conversations = _per_epoch(settled, rows) if rows else (0, 0)
-        text = f"recipe: {conversations:.0f} conversations per step, {steps} steps per epoch"
-        found["train.batch"] = Choice(batch, text if rows else UNKNOWN_ROWS)
+        steps, each_step = _per_epoch(settled, rows) if rows else (0, 0.0)
+        text = tr("recipe: {each:.0f} conversations per step, {steps} steps per epoch", each=each_step, steps=steps)
+        found["train.batch"] = Choice(batch, text if rows else _unknown_rows())
     if train.micro_batch != "auto":
         size = distributed.micro_batch_for(batch, train.micro_batch, processes)
-        reason = f"the largest up to {train.micro_batch} that divides each process's part of the batch of {batch}"
+        reason = tr(
+            "the largest up to {most} that divides each process's part of the batch of {batch}",
+            most=train.micro_batch, batch=batch,
+        )  # fmt: skip
         found |= {} if size == train.micro_batch else {"train.micro_batch": Choice(size, reason)}
     return found
 
@@ -365,6 +390,11 @@ def fastest(profile: Profile, shape: Shape, gpu: GPUSpec, rows: Rows | None) -> 
     return best_option(shape, candidates(recipe, int(train.batch), gpu, train), gpu)
 
 
+def smallest(shape: Shape, recipe: Recipe, train: Train, gpu: GPUSpec) -> Recipe:
+    """The same training with the lowest peak, as far as the profile leaves micro-batch and checkpointing open."""
+    return min(candidates(recipe, int(train.batch), gpu, train), key=lambda one: peak_gib(shape, one))
+
+
 def of_profile(
     profile: Profile, gpu: GPUSpec, model: str | Shape = "", rows: int | None = None,
     mean_length: float | None = None, data: Rows | None = None,
@@ -395,24 +425,33 @@ def of_profile(
     }
     whole, served = shape.params * 2 / GIB, shape.params * recipe.wide / GIB
     notes = {
-        "too large to be served in 16 bits on this GPU: export it as w4a16 first": served > gpu.memory_gib,
-        "speed and hours are unknown: give the GPU's dense 16-bit TFLOP/s with --tflops": rate is None,
-        "hours are unknown: give --rows and --mean-length": tokens is None,
-        "the speed follows from published numbers: only the H200 was measured": rate is not None and gpu.name != "H200",
-        f"the speed of {gpu.count} GPUs is an estimate: {PARALLEL:.0%} of {gpu.count} times one GPU": gpu.count > 1,
+        tr("too large to be served in 16 bits on this GPU: export it as w4a16 first"): served > gpu.memory_gib,
+        tr("speed and hours are unknown: give the GPU's dense 16-bit TFLOP/s with --tflops"): rate is None,
+        tr("hours are unknown: give --rows and --mean-length"): tokens is None,
+        tr("the speed follows from published numbers: only the H200 was measured"):
+            rate is not None and gpu.name != "H200",
+        tr("the speed of {count} GPUs is an estimate: {share:.0%} of {count} times one GPU",
+           count=gpu.count, share=PARALLEL): gpu.count > 1,
         chosen["method"].reason if "method" in chosen else "": True,
         few_steps(train, named, data) if data else "": True,
-        gpu.note: True,
+        tr(gpu.note): True,
     }  # fmt: skip
+    least = smallest(shape, recipe, train, gpu)
+    slow = tokens_per_second(shape, least, gpu)
     sizes, made = parts(shape, recipe), schedule(train, data) if data else None
     checkpoint = shape.adapter_params(recipe.rank) * 4 / GIB + sizes["optimizer"]
     peak, limit = sum(sizes.values()), limit_gib(gpu)
     return {
         "model": shape.name, "gpu": gpu.name, "gpus": gpu.count,
-        "card": gpu.model_dump(exclude={"note", "called", "also"}), "recipe": asdict(recipe), "batch": int(train.batch),
+        "card": gpu.model_dump(exclude={"note", "called", "also", "platforms"}),
+        "recipe": asdict(recipe), "batch": int(train.batch),
         "steps": made and made.steps, "examples_per_step": made and made.examples_per_step,
         "epochs": made and made.epochs, "learning_rate": made and made.learning_rate, "schedule": made and str(made),
         "peak_vram_gib": peak, "limit_gib": limit, "fits": peak <= limit, "parts": sizes,
+        "smallest": {
+            "micro_batch": least.micro_batch, "checkpointing": least.checkpointing,
+            "peak_vram_gib": peak_gib(shape, least), "times_as_long": rate / slow if rate and slow else None,
+        },
         "tokens_per_second": rate, "hours": hours, "cost": cost,
         "disk_gib": {"download": whole, "merged": whole * SPARE, "checkpoints": checkpoint * train.keep_checkpoints},
         "after_gib": {"merge_ram": MERGE_RAM_GIB, "on_card": served},

@@ -37,6 +37,7 @@ class GPUSpec(Strict):
     note: str = ""
     called: Names = ()
     also: Names = ()
+    platforms: Names = ()
 
 
 def every() -> list[GPUSpec]:

@@ -46,6 +46,7 @@ class Entry(Strict):
     keep: dict[str, str] = Field({})
     inputs: str = ""
     hours: float = 0.0
+    limits: str = ""
     cache: Literal["", "work", "scratch"] = ""
     china: bool = False
     gpu_todo: str = "start a machine with a GPU"
