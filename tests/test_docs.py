@@ -1,0 +1,139 @@
+"""The pages of docs/: links, commands and names are real, and the Chinese pages say what the English ones say."""
+
+import functools
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from support import ROOT
+
+from nbutils import cli, lesson
+from nbutils.config import flat, load
+
+# what is being written now: a name leaves this list when it is there, which a test below demands
+PENDING = {
+    "fetch", "watch", "install", "NBUTILS_NOTICE_URL", "docs/choosing.md", "docs/zh/choosing.md", "README.zh-CN.md",
+    "notebooks/zh", "99_when_it_breaks",
+}  # fmt: skip
+ENGLISH = sorted((ROOT / "docs").glob("*.md"))
+CHINESE = sorted((ROOT / "docs/zh").glob("*.md"))
+PAGES = [*ENGLISH, *CHINESE, ROOT / "configs/kaggle/README.md"]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PATH = re.compile(
+    r"(?<![\w/])(?:(?:configs|data_samples|docs|notebooks|nbutils|benchmarks)/[\w./-]+|\d\d_[a-z]+(?:_[a-z]+)*)"
+)
+GROUPS = "train|lora|machine|data|evaluation|serve"
+
+
+def named(path: Path) -> str:
+    """A page as a test is called after it."""
+    return str(path.relative_to(ROOT))
+
+
+def without_blocks(path: Path) -> str:
+    """The prose of a page."""
+    return BLOCK.sub("", path.read_text(encoding="utf-8"))
+
+
+def spans(path: Path) -> list[str]:
+    """What stands in backticks within the prose."""
+    return re.findall(r"`([^`\n]+)`", without_blocks(path))
+
+
+def blocks(path: Path) -> list[str]:
+    """The code blocks without comments, which are translated."""
+    found = BLOCK.findall(path.read_text(encoding="utf-8"))
+    return [kind + re.sub(r"(^|[ \t]+)# .*$", "", text, flags=re.MULTILINE) for kind, text in found]
+
+
+def commands(path: Path) -> list[list[str]]:
+    """The commands of a page as words, up to a pipe, a redirection or the next command."""
+    lines = [line for text in blocks(path) if not text.startswith("text") for line in text.splitlines()]
+    lines = [line for line in [*lines, *spans(path)] if re.search(r"nbutils |papermill |notebooks/\d\d_\w+\.py", line)]
+    ends = re.compile(r"^(?:[|&;]+|\d?>.*)$")
+    found = []
+    for line in lines:
+        words = shlex.split(line.removeprefix("!"), comments=True)
+        end = next((i for i, word in enumerate(words) if ends.match(word)), len(words))
+        found.append(words[:end])
+    return found
+
+
+def parse(command: click.Command, words: list[str]) -> None:
+    """Fail if click would refuse the words; folders and runs need not be there, and nothing is run."""
+    with click.Context(command) as context:
+        values, rest, _ = command.make_parser(context).parse_args(list(words))
+    if isinstance(command, click.Group):
+        assert rest and rest[0] in command.commands, f"there is no command {rest[:1]} in {command.name}"
+        return parse(command.commands[rest[0]], rest[1:])
+    given = [name for name, value in values.items() if value and isinstance(value, (str, tuple))]  # click has an UNSET
+    missing = [one.name for one in command.params if one.required and one.name not in given]
+    assert not rest and not missing, f"{command.name}: missing {missing}, too much {rest}"
+
+
+@functools.cache
+def sources() -> str:
+    """Everything in which a name of ours may stand."""
+    files = [path for folder in ("nbutils", "notebooks", "configs") for path in (ROOT / folder).rglob("*")]
+    return "\n".join(path.read_text(encoding="utf-8") for path in files if path.suffix in (".py", ".yaml"))
+
+
+@functools.cache
+def settings() -> dict[str, Any]:
+    """The values of a profile by their dotted names."""
+    return flat(load("tiny").model_dump())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_to_files(page: Path) -> None:
+    targets = [one.partition("#")[0] for one in re.findall(r"\]\(([^)\s]+)\)", without_blocks(page))]
+    local = {(page.parent / one).resolve() for one in targets if one and not one.startswith("http")}
+    missing = [one for one in local if not one.exists() and str(one.relative_to(ROOT)) not in PENDING]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_can_be_given(page: Path) -> None:
+    for words in commands(page):
+        if "nbutils" in words and (after := words[words.index("nbutils") + 1 :]) and after[0] not in PENDING:
+            parse(cli.app, after)
+        for word in words:
+            if script := re.fullmatch(r"(notebooks/(?:zh/)?\d\d_\w+)\.(?:ipynb|py)", word):
+                source = ROOT / f"{script[1]}.py"
+                given = [words[i + 1] for i, one in enumerate(words) if one == "-p"]
+                given += [one[2:] for one in words if re.fullmatch(r"--[A-Z_]+", one)]
+                assert set(given) <= set(lesson.declared_in(source)), words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_names_in_backticks_exist(page: Path) -> None:
+    text = "\n".join([*spans(page), *blocks(page)])
+    paths = {one.rstrip("./") for one in PATH.findall(text)} - PENDING
+    lost = [one for one in paths if not (ROOT / one).exists() and not (ROOT / f"notebooks/{one}.py").exists()]
+    variables = set(re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", text)) - PENDING
+    unknown = [one for one in variables if one not in sources()]
+    dotted = set(re.findall(rf"(?<![\w/])(?:{GROUPS})\.[a-z_]+(?![\w/(])", text))
+    wrong = [one for one in dotted if one not in settings() and not one.endswith((".jsonl", ".log"))]
+    assert not lost + unknown + wrong
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=named)
+def test_a_chinese_page_has_the_headings_and_code_of_the_english_one(page: Path) -> None:
+    english = ROOT / "docs" / page.name
+    marks = [re.findall(r"^#+", without_blocks(one), re.MULTILINE) for one in (english, page)]
+    assert marks[0] == marks[1]
+    assert blocks(page) == blocks(english)
+    assert set(spans(page)) == set(spans(english))
+
+
+def test_every_page_is_there_in_both_languages() -> None:
+    assert [one.name for one in ENGLISH] == [one.name for one in CHINESE] != []
+
+
+def test_nothing_pending_is_there_already() -> None:
+    places = {one: (ROOT / one, ROOT / f"notebooks/{one}.py") for one in PENDING}
+    done = [one for one in PENDING if one in cli.app.commands or any(place.exists() for place in places[one])]
+    assert not done + [one for one in PENDING if one.isupper() and one in sources()]
