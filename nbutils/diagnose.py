@@ -122,6 +122,14 @@ def overfitting(run: Trained) -> str:
     return tr("validation loss {best:.3g} at step {step}, {last:.3g} at the end", best=best, step=step, last=last)
 
 
+def never_better(run: Trained) -> str:
+    """The validation loss was lowest before the training."""
+    best = best_of(run.validation)
+    if best is None or best[0] > 0 or len(run.validation) < 2:
+        return ""
+    return tr("the validation loss never fell below {first:.3g}, where it began", first=best[1])
+
+
 def few_steps(run: Trained) -> str:
     """There were too few steps to learn much."""
     steps = run.facts.get("steps", FEW_STEPS)
@@ -168,8 +176,8 @@ def endless_answers(run: Trained) -> str:
 
 
 CHECKS: Sequence[Callable[[Trained], str]] = (
-    not_a_number, diverging, flat, overfitting, few_steps, unfinished, rows_lost, out_of_memory, merge_outdated,
-    did_not_help, endless_answers,
+    not_a_number, diverging, never_better, flat, overfitting, few_steps, unfinished, rows_lost, out_of_memory,
+    merge_outdated, did_not_help, endless_answers,
 )  # fmt: skip
 
 

@@ -133,7 +133,12 @@ def test_an_ordinary_log_is_not_explained() -> None:
 
 @pytest.mark.parametrize(
     "name, found",
-    [("healthy", []), ("too_slow", ["flat"]), ("diverging", ["diverging"]), ("overfitting", ["overfitting"])],
+    [
+        ("healthy", []),
+        ("too_slow", ["flat"]),
+        ("diverging", ["diverging", "never_better"]),
+        ("overfitting", ["overfitting"]),
+    ],
 )
 def test_measured_curves_are_told_apart(name: str, found: list[str]) -> None:
     curves = CURVES[name]
@@ -146,6 +151,7 @@ def test_measured_curves_are_told_apart(name: str, found: list[str]) -> None:
         ("not_a_number", {"train": [(1, 2.0), (2, math.nan)]}),
         ("not_a_number", {"facts": GOOD | {"skipped_steps": 30}}),
         ("not_a_number", {"facts": GOOD | {"steps": 140}}),  # NaN is not written: the log ends at step 100
+        ("never_better", {"validation": [(0, 0.5), (50, 0.52), (100, 0.51)]}),
         ("few_steps", {"facts": GOOD | {"steps": 12, "planned_steps": 12}}),
         ("unfinished", {"facts": GOOD | {"steps": 60}}),
         ("rows_lost", {"card": {"rows": 100, "rejected": 40}}),
