@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from nbutils import display, files, hardware, profiles, serving
 from nbutils.errors import CourseError
+from nbutils.language import tr
 from nbutils.merging.folder import read_header
 from nbutils.serving.server import NO_KEY, reach_directly
 
@@ -109,7 +110,7 @@ def find_target(url: str, name: str = "", api_key: str | None = None) -> Target:
     reach_directly(urlsplit(url).hostname or "127.0.0.1")
     try:
         [first, *_] = OpenAI(base_url=url, api_key=api_key or NO_KEY, timeout=10.0, max_retries=0).models.list().data
-        assert first.owned_by == "vllm", f"a server of {first.owned_by}"
+        assert first.owned_by == "vllm", f"owned_by={first.owned_by}"
         return Target(url, name or first.id, True, api_key)
     except Exception as problem:  # whatever answers there need not be an OpenAI-compatible server
         raise CourseError("bench.no_server", url=url, problem=repr(problem)) from problem
@@ -158,7 +159,8 @@ async def _send(target: Target, bodies: Sequence[bytes], tokens: int, concurrenc
             error = f"{type(problem).__name__}: {problem}"
         counts = TOKEN_COUNT.findall(tail)
         if not error and counts[-1:] != [b"%d" % tokens]:
-            error = f"{counts[-1].decode() if counts else 'no'} tokens returned, {tokens} requested"
+            count = int(counts[-1]) if counts else 0
+            error = tr("{count} tokens returned, {tokens} requested", count=count, tokens=tokens)
         return first, time.perf_counter() - sent, error
 
     async def worker() -> None:
@@ -200,9 +202,9 @@ class Benchmark:
         """Keep these, one after the other."""
         for level in levels:
             self.levels.append(level)
-            wrong = f", {level['errors']} ERRORS ({level['first_error']})" if level["errors"] else ""
-            speed = f"{level['concurrency']} at a time: {level['tokens_per_second']:,.1f} tokens/s"
-            print(f"  {level['engine']}, {speed}{wrong}", flush=True)
+            wrong = tr(", {errors} ERRORS ({first_error})", **level) if level["errors"] else ""
+            speed = tr("  {engine}, {concurrency} at a time: {tokens_per_second:,.1f} tokens/s", **level)
+            print(f"{speed}{wrong}", flush=True)
             self.save()
 
     def add_limit(self, engine: str, folder: Path, device: str = "cuda", size: int = 2**30) -> None:
@@ -235,24 +237,25 @@ class Benchmark:
         if self.path:
             files.write_json(self.path, self.as_dict())
 
-    def show(self, title: str = "Speed") -> None:
+    def show(self, title: str = "") -> None:
         """The table, and below it what it means."""
 
         def three(spread: dict[str, float] | None) -> str:
             return " / ".join(f"{value:,.1f}" for value in spread.values()) if spread else "–"
 
-        columns = {"first token ms": "ttft_ms", "per token ms": "tpot_ms", "answer ms": "latency_ms"}
         rows = [
-            {"engine": one["engine"], "at a time": one["concurrency"], "tokens/s": f"{one['tokens_per_second']:,.0f}"}
-            | {name: three(one[key]) for name, key in columns.items()}
-            | {"errors": f"{one['errors']} of {one['requests']}"}
+            {tr("engine"): one["engine"], tr("at a time"): one["concurrency"]}
+            | {"tokens/s": f"{one['tokens_per_second']:,.0f}", tr("first token ms"): three(one["ttft_ms"])}
+            | {tr("per token ms"): three(one["tpot_ms"]), tr("answer ms"): three(one["latency_ms"])}
+            | {tr("errors"): f"{one['errors']} / {one['requests']}"}
             for one in sorted(self.levels, key=lambda one: one["concurrency"])
         ]  # fmt: skip
-        display.show_table(rows, title, display.aligned(rows) if rows else "nothing was measured")
+        display.show_table(rows, title, display.aligned(rows) if rows else tr("nothing was measured"))
         for engine, most in self.bandwidth_limit.items():
-            print(f"{engine}, one at a time: at most {most['tokens_per_second']:,} tokens/s, by memory bandwidth.")
+            values = {"engine": engine, "speed": most["tokens_per_second"]}
+            print(tr("{engine}, one at a time: at most {speed:,} tokens/s, by memory bandwidth.", **values))
         for what, reason in self.left_out.items():
-            print(f"Not measured: {what} ({reason}).")
+            print(tr("Not measured: {what} ({reason}).", what=what, reason=reason))
 
     def plot(self, path: Path | None = None) -> None:
         """Tokens a second over the concurrency."""
@@ -282,7 +285,7 @@ class Benchmark:
                 reason = str(problem) if isinstance(problem, CourseError) else repr(problem)
                 self.left_out[name] = reason
                 self.save()
-                print(f"  {name} left out: {reason}", flush=True)
+                print(tr("  {name} left out: {reason}", name=name, reason=reason), flush=True)
             serving.free_gpu_memory()  # also after a model that did not fit
 
     def generate(self, folder: Path) -> None:
@@ -370,7 +373,7 @@ def answer(
     """The command line: a model folder with its rivals, or a running server, whose key is in VLLM_API_KEY."""
     if not (model or url):
         raise CourseError("bench.no_model_or_url")
-    path = files.make_folder(out, "the results") / "bench.json" if out else None
+    path = files.make_folder(out, tr("the results")) / "bench.json" if out else None
     benchmark = Benchmark(path, settings, {})
     if url:
         target = find_target(url, name, os.environ.get("VLLM_API_KEY") or None)

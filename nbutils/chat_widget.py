@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from nbutils import display
+from nbutils.language import tr
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -56,9 +57,9 @@ class Talk:
 
 def chat(talks: Sequence[Talk], examples: Sequence[str], live: bool = True) -> Box | None:
     """Print the examples with every model's answer; below them, where somebody watches, a box to type in."""
-    width = max(map(len, ["you", *(talk.name for talk in talks)]))
+    width = max(map(len, [tr("you"), *(talk.name for talk in talks)]))
     for question in examples:
-        print(f"{'you':{width}}  {question}")
+        print(f"{tr('you'):{width}}  {question}")
         for talk in talks:
             *_, answer = "", *talk.stream(question)
             print(f"{talk.name:{width}}  {answer}")
@@ -83,8 +84,8 @@ class Box:
         self.lines: list[list[tuple[str, str]]] = [[] for _ in talks]  # who said what, in each column
         self.columns = [widgets.HTML(layout=widgets.Layout(width=f"{100 // len(self.talks)}%")) for _ in talks]
         wide = widgets.Layout(flex="1 1 auto", width="auto")
-        self.question = widgets.Text(placeholder="Type a message and press Enter", layout=wide)
-        self.stop = widgets.Button(description="Stop", disabled=True, layout=widgets.Layout(width="84px"))
+        self.question = widgets.Text(placeholder=tr("Type a message and press Enter"), layout=wide)
+        self.stop = widgets.Button(description=tr("Stop"), disabled=True, layout=widgets.Layout(width="84px"))
         line = widgets.HBox([self.question, self.stop])
         self.whole = widgets.VBox([widgets.HBox(self.columns), line], layout=widgets.Layout(max_width="980px"))
         with warnings.catch_warnings():  # version 8 would rather watch `value`, which also changes when focus is lost
@@ -116,9 +117,9 @@ class Box:
             for answer in talk.stream(text, self.stopped):
                 lines[-1] = (talk.name, answer)
                 self._draw(place)
-            lines[-1] = (talk.name, answer + (" [stopped]" if self.stopped.is_set() else ""))
+            lines[-1] = (talk.name, answer + (tr(" [stopped]") if self.stopped.is_set() else ""))
         except Exception as problem:  # a thread has nobody to raise to: the column shows it
-            lines[-1] = ("problem", f"{type(problem).__name__}: {problem} Is the server still running?")
+            lines[-1] = ("problem", f"{type(problem).__name__}: {problem} {tr('Is the server still running?')}")
         self._draw(place)
 
     def _draw(self, place: int) -> None:

@@ -13,6 +13,7 @@ from nbutils.errors import CourseError
 from nbutils.evaluation.comparison import PANELS, SHOWN
 from nbutils.evaluation.evaluator import Estimate
 from nbutils.files import read_json
+from nbutils.language import tr
 from nbutils.record import RunFolder
 
 Runs = dict[str, dict[str, Any]]  # by name, as `load` gives them
@@ -31,8 +32,9 @@ def of_names(names: Sequence[str]) -> Runs:
     found = {name: known.get(name) or Path(name).expanduser() for name in names}
     missing = [name for name, folder in found.items() if not (folder / "facts.json").is_file()]
     if missing or len(found) < 2:
-        wrong = f"There is no run {missing[0]!r} in {keep}" if missing else f"This needs two runs, {len(found)} named"
-        raise CourseError("compare.no_runs", wrong=wrong, known=", ".join(known) or "none yet")
+        wrong = tr("This needs two runs, {count} named", count=len(found))
+        wrong = tr("There is no run {name!r} in {folder}", name=missing[0], folder=keep) if missing else wrong
+        raise CourseError("compare.no_runs", wrong=wrong, known=", ".join(known) or tr("none yet"))
     return {name: load(folder) for name, folder in found.items()}
 
 
@@ -85,17 +87,17 @@ def show(runs: Runs) -> None:
         for name in differing(runs):
             texts[name] = shown(recorded[name])[:LONGEST] if recorded.get(name) is not None else ""
         for label, (name, form) in MEASURES.items():
-            texts[label] = "" if values.get(name) is None else f"{values[name]:{form}}"
-        texts["cost"] = " or ".join(f"{sign}{money:.2f}" for sign, money in (trained.get("cost") or {}).items())
+            texts[tr(label)] = "" if values.get(name) is None else f"{values[name]:{form}}"
+        texts[tr("cost")] = " / ".join(f"{sign}{money:.2f}" for sign, money in (trained.get("cost") or {}).items())
         for name, one in run["scores"].items():
-            known = one is not None and one["mean"] is not None
-            texts[f"merged: {SHOWN[name][0]}"] = Estimate(**one).text(SHOWN[name][1]) if known else ""
-        texts["verdict"] = run["verdict"] or ""
+            known, label = one is not None and one["mean"] is not None, tr("merged: {score}", score=tr(SHOWN[name][0]))
+            texts[label] = Estimate(**one).text(SHOWN[name][1]) if known else ""
+        texts[tr("verdict")] = tr(run["verdict"] or "")
     names = [name for name in texts if any(column[name] for column in columns.values())]
     table = [{"": name} | {label: column[name] or "-" for label, column in columns.items()} for name in names]
-    display.show_table(table, "Runs side by side", display.aligned(table))
+    display.show_table(table, tr("Runs side by side"), display.aligned(table))
     if len({run["trained"].get("data_fingerprint") for run in runs.values()} - {None}) > 1:
-        print("Not all of these runs were trained on the same data: their losses do not compare.")
+        print(tr("Not all of these runs were trained on the same data: their losses do not compare."))
     if platforms.in_kernel():
         plot(runs)
 

@@ -16,6 +16,7 @@ from typing import Any
 from nbutils.config import shown
 from nbutils.errors import CourseError
 from nbutils.files import read_json
+from nbutils.language import tr
 from nbutils.platforms import detect, in_kernel
 
 ACCENT, ALARM = "var(--jp-brand-color1, #2979c9)", "var(--jp-warn-color1, #e07b00)"
@@ -31,7 +32,7 @@ def render_html(template: str, **values: Any) -> str:
     import jinja2
 
     pages = jinja2.Environment(loader=jinja2.PackageLoader("nbutils"), autoescape=True, trim_blocks=True)
-    return str(pages.get_template(template).render(accent=ACCENT, alarm=ALARM, **values))
+    return str(pages.get_template(template).render(accent=ACCENT, alarm=ALARM, tr=tr, **values))
 
 
 def show(template: str, text: str, **values: Any) -> None:

@@ -11,12 +11,13 @@ from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
 from nbutils.evaluation.comparison import fit
 from nbutils.exporting.make import Export, ParityLine, find, open_export, weights_bytes
+from nbutils.language import tr
 from nbutils.merging.folder import read_config
 from nbutils.serving.engine import require_engine, tensor_parallel
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MIN_KV_CACHE_GIB = 0.5  # what a server needs at least beside the weights
-NOTHING_STORED = "Lesson 04 stored no {what} for this model and precision: there is nothing to compare with."
+NOTHING_STORED = "Lesson 04 stored nothing for this model and precision: there is nothing to compare with."
 ROUNDING = "In 16 bits vLLM and transformers round differently; where two tokens are nearly tied, another may win."
 
 
@@ -33,7 +34,7 @@ class ServerComparison:
 
     def show(self, rows: int = 4) -> None:
         """The first rows of the table."""
-        display.show_table(self.table[:rows], "The server's answers")
+        display.show_table(self.table[:rows], tr("The server's answers"))
 
     def facts(self) -> dict[str, Any]:
         """For facts.json."""
@@ -81,47 +82,50 @@ class ServedModel:
     def compare_answers(self, server: serving.Server) -> ServerComparison:
         """Ask the server, and stop if the merged model does not answer as in lesson 04; an export is only reported."""
         served, evaluator = self.ask(server), self.evaluator
-        text, identical, prompts, total = NOTHING_STORED.format(what="answers"), 0, 0, 0
+        text, identical, prompts, total = tr(NOTHING_STORED), 0, 0, 0
         if self.stored:
             found = serving.compare(served, self.stored)
             if self.is_merged:
                 found.require(evaluator.dtype)
-            text = f"Server and lesson 04 (transformers, {evaluator.dtype}): {found}"
-            text += f"\n{ROUNDING}" if found.differences and evaluator.dtype != "float32" else ""
+            values = {"dtype": tr(evaluator.dtype), "found": found}
+            text = tr("Server and lesson 04 (transformers, {dtype}): {found}", **values)
+            text += f"\n{tr(ROUNDING)}" if found.differences and evaluator.dtype != "float32" else ""
             identical, prompts, total = found.identical, found.same_prompts, found.total
-        columns = {"lesson 04": self.stored or [], "server": served}
-        texts = {name: [answer.text for answer in answers] for name, answers in columns.items() if answers}
+        said, before = ([answer.text for answer in answers] for answers in (served, self.stored or []))
+        columns = ({tr("lesson 04"): before} if before else {}) | {tr("server"): said}
         numbers = {
             "folder": str(self.folder), "rows_left_out": evaluator.left_out,
             "identical_answers": {"count": identical, "total": total},
             "identical_prompts": {"count": prompts, "total": total},
-            "exact_match": evaluation.exact_match(texts.get("server", []), evaluator.references),
+            "exact_match": evaluation.exact_match(said, evaluator.references),
         }  # fmt: skip
-        table = evaluation.before_after_table(self.questions, evaluator.references, texts, rows=len(served))
+        table = evaluation.before_after_table(self.questions, evaluator.references, columns, rows=len(served))
         return ServerComparison(text, numbers, table)
 
     def compare_predictions(self, server: serving.Server) -> ServerComparison:
         """The server's predictions on lesson 04's fixed set beside the merged model's; stops if it is another model."""
         if server.environment.engine == "transformers":
-            return ServerComparison("`transformers serve` does not return predictions.", {"parity": {}})
+            return ServerComparison(tr("`transformers serve` does not return predictions."), {"parity": {}})
         stored = (self.is_merged or self.export) and (self.evaluator.folder / "parity.json").is_file()
         about = files.stamp(self.merged)
         if not stored or "merged" not in (store := parity.PredictionStore(self.lesson.run.path, about=about)):
-            return ServerComparison(NOTHING_STORED.format(what="predictions"), {"parity": {}})
+            return ServerComparison(tr(NOTHING_STORED), {"parity": {}})
         return self.judge(store, parity.measure_server(server.url, server.model_name, store.fixed, server.api_key))
 
     def judge(self, store: parity.PredictionStore, served: parity.Predictions) -> ServerComparison:
         """The server's predictions beside the merged model's; those of an export have a price, and cannot fail."""
         if self.export:
             line = ParityLine(self.export, found := parity.gap(store["merged"], served))
-            verdict = f"The price of {self.export.name}, in vLLM: {line.verdict}, {found.mean:.2g} nats per token."
+            values = {"name": self.export.name, "verdict": tr(line.verdict), "mean": found.mean}
+            verdict = tr("The price of {name}, in vLLM: {verdict}, {mean:.2g} nats per token.", **values)
             facts, table = {"price": line.facts, "verdict": verdict}, [line.row]
         else:
             store["vllm"] = served
             report = parity.Report(store)
             report.require()
             verdict, facts, table = report.verdict.splitlines()[-1], report.facts(), report.table()
-        return ServerComparison(f"At {store.fixed.positions} positions: {verdict}", {"parity": facts}, table)
+        text = tr("At {count} positions: {verdict}", count=store.fixed.positions, verdict=verdict)
+        return ServerComparison(text, {"parity": facts}, table)
 
 
 def serving_dtype(folder: Path, lesson: record.LessonLike, engine: str = "auto") -> tuple[str, Export | None]:
@@ -134,8 +138,8 @@ def serving_dtype(folder: Path, lesson: record.LessonLike, engine: str = "auto")
         form = find(export.name)
         old = (gpu.capability if gpu else (0, 0)) < form.capability  # vLLM's CPU build has none of these kernels
         if old or engine == "transformers" or not form.load.startswith("vllm"):
-            place = (gpu.name if gpu else "a CPU") if old else engine
-            raise CourseError("exporting.cannot_serve", folder=folder, name=form.name, runs=form.runs, place=place)
+            place = (gpu.name if gpu else tr("a CPU")) if old else engine
+            raise CourseError("exporting.cannot_serve", folder=folder, name=form.name, runs=tr(form.runs), place=place)
         return "bfloat16" if dtype == "float32" else dtype, export  # its kernels compute in 16 bits only
     stored = str(config.get("dtype") or config.get("torch_dtype"))
     gib = weights_bytes(folder) * BYTES[dtype] / BYTES.get(stored, BYTES[dtype]) / files.GIB

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from nbutils import disk, files, masking, platforms
 from nbutils.errors import CourseError
+from nbutils.language import tr
 from nbutils.merging.folder import read_header
 from nbutils.models import HUB_ID
 
@@ -57,7 +58,7 @@ def push(folder: str | Path, to: str, *, private: bool = True) -> str:
         raise error from None  # the original may hold the token in its request
     finally:
         os.environ.pop(host.secret) if before is None else os.environ.update({host.secret: before})
-    return f"{host.page}{name} ({gib:.2f} GiB, {'private' if is_private else 'PUBLIC'})"
+    return f"{host.page}{name} ({gib:.2f} GiB, {tr('private') if is_private else tr('PUBLIC')})"
 
 
 def parse(to: str) -> tuple[str, str]:
@@ -127,9 +128,10 @@ def model_card(folder: Path, name: str) -> str:
     from huggingface_hub import ModelCard, ModelCardData
 
     about = files.stamp(folder) or {}
-    base = str(about.get("base", "unknown"))
+    base = str(about.get("base", tr("unknown")))
     known = base if HUB_ID.fullmatch(base) else None
-    values = {"name": name, "base": known or Path(base).name, "format": about.get("format") or about.get("dtype", "")}
+    form = about.get("format") or about.get("dtype", "")
+    values = {"name": name, "base": known or Path(base).name, "format": form, "tr": tr}
     data = ModelCardData(base_model=known, pipeline_tag="text-generation", tags=["lora", "merged"])
     template = files.PACKAGE / "templates/model_card.md"
     return masking.mask_secrets(ModelCard.from_template(data, template_path=str(template), **values).content)
@@ -166,8 +168,8 @@ def single_file(folder: str | Path, out: str | Path | None = None) -> str:
     if os.path.lexists(out) and not checksum.is_file():  # not made here
         raise CourseError("sharing.file_exists", file=out)
     files.require_apart(out, folder)
-    files.make_folder(out.parent, "the archive")
-    disk.require_disk(out.parent, gib * 1.01 + 0.01, "one file of the model")
+    files.make_folder(out.parent, tr("the archive"))
+    disk.require_disk(out.parent, gib * 1.01 + 0.01, tr("one file of the model"))
     try:
         with open(unfinished, "wb") as file:
             with tarfile.open(fileobj=file, mode="w", dereference=True) as tar:
@@ -184,4 +186,5 @@ def single_file(folder: str | Path, out: str | Path | None = None) -> str:
         os.replace(unfinished, out)
     finally:
         unfinished.unlink(missing_ok=True)
-    return f"{out}: {out.stat().st_size / 1e6:,.1f} MB, sha256 {sha256[:16]}; download it in JupyterLab's file list"
+    values = {"out": out, "mb": out.stat().st_size / 1e6, "sha256": sha256[:16]}
+    return tr("{out}: {mb:,.1f} MB, sha256 {sha256}; download it in JupyterLab's file list", **values)

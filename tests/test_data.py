@@ -18,7 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from click.testing import CliRunner, Result
-from support import refused
+from support import python, refused
 from transformers import AutoTokenizer
 
 from nbutils import data
@@ -463,8 +463,8 @@ def test_sources_that_cannot_be_read_say_so(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"PK")
     os.mkfifo(tmp_path / "pipe.jsonl")
     write(tmp_path / "folder/.hidden.jsonl", [qa(1)])
-    reasons = {"missing.jsonl": "does not exist", "rows.xlsx": "is a .xlsx file, which the course does not read"}
-    for name, reason in {**reasons, "folder": "holds readme.txt", "pipe.jsonl": "is a special file"}.items():
+    reasons = {"missing.jsonl": "does not exist", "folder": "holds readme.txt"}
+    for name, reason in {**reasons, **dict.fromkeys(("rows.xlsx", "pipe.jsonl"), "is no regular file, or")}.items():
         with refused("data.no_data_file", f"{tmp_path / name} {reason}", "CSV (UTF-8)"):
             data.prepare(str(tmp_path / name), tmp_path / "out")
     (tmp_path / "renamed.csv").write_bytes(b"PK\3\4\r\rrows")
@@ -811,6 +811,20 @@ def report(*words: str | Path) -> dict[str, Any]:
     assert found["rows"] == found["accepted"] + found["rejected"] == sum(found["files"].values())
     assert sum(found["reasons"].values()) == found["rejected"]
     return found
+
+
+def test_in_chinese_every_line_of_a_check_is_chinese_and_kinds_stay_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NBUTILS_LANG", "zh")
+    words = ("-m", "nbutils", "data", "check", SAMPLES / "broken_rows.jsonl", "--rejected", tmp_path / "bad.jsonl")
+    for line in filter(None, python(*words, home=tmp_path).stdout.splitlines()):
+        said = re.sub("（.*）", "", line)  # without what the row holds
+        assert re.search("[\u4e00-\u9fff]", said) and not re.search("[a-z]{2,} [a-z]{2,}", said), line
+    rejected = data.stored_rows(tmp_path / "bad.jsonl")
+    assert {row["line"]: row["problems"][0]["kind"] for row in rejected}.items() >= {
+        line: kind for line, (kind, _) in BROKEN.items()
+    }.items()
 
 
 def test_a_check_counts_everything_and_writes_what_is_asked_for(tmp_path: Path, mixed: str) -> None:

@@ -125,7 +125,7 @@ def test_an_export_never_replaces_the_model_or_foreign_files(merged: Path, jobs:
 
 def test_awq_needs_rows_and_a_float32_model_is_cast_for_vllm(merged: Path, jobs: Jobs) -> None:
     made = export(merged, "awq", calibration=ROWS)
-    assert made.method == "AWQ on 24 rows, groups of 128" and jobs[0]["rows"] == ROWS
+    assert made.method == "AWQ rows=24 group_size=128" and jobs[0]["rows"] == ROWS
     with refused("exporting.awq_needs_rows"):
         export(merged, "awq")
     edit(merged, lambda name, one: one.float())
@@ -135,7 +135,7 @@ def test_awq_needs_rows_and_a_float32_model_is_cast_for_vllm(merged: Path, jobs:
     for width, group in ((640, 128), (704, 64), (672, 32)):  # groups divide every width
         wide = torch.zeros(256, width, dtype=torch.bfloat16)
         edit(merged, lambda name, one, wide=wide: wide if name == "model.layers.0.mlp.down_proj.weight" else one)
-        assert export(merged, "w4a16").method.endswith(f"groups of {group}")
+        assert export(merged, "w4a16").method == f"W4A16 group_size={group}"
 
 
 def test_a_job_gets_no_secrets_and_a_failed_one_is_reported_with_its_last_lines(monkeypatch: Any) -> None:

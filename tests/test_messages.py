@@ -3,17 +3,22 @@
 import ast
 import re
 import string
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
-from nbutils import config, diagnose, language, plan, platforms
+from nbutils import compare, config, diagnose, hardware, language, plan, platforms, served_model
+from nbutils.data import build, read, rows
 from nbutils.errors import CourseError
+from nbutils.evaluation import comparison, evaluator
+from nbutils.exporting import make
 from nbutils.language import tr
 from nbutils.plan import gpus
+from nbutils.serving import engine, server
 
 PACKAGE = Path(language.__file__).parent
 CATALOGUE = {
@@ -61,7 +66,10 @@ def chinese(part: str) -> dict[str, Any]:
         file.stem: language.messages("zh", file.stem) for file in sorted((language.MESSAGES / "zh").glob("*.yaml"))
     }
     if part == "texts":
-        return {english: text for room in rooms.values() for english, text in room.get("texts", {}).items()}
+        pairs = {(english, text) for room in rooms.values() for english, text in room.get("texts", {}).items()}
+        twice = [english for english, times in Counter(english for english, _ in pairs).items() if times > 1]
+        assert twice == [], "one text, several translations"
+        return dict(pairs)
     return {f"{room}.{name}": text for room, texts in rooms.items() for name, text in texts.items() if name != "texts"}
 
 
@@ -92,6 +100,24 @@ def stored_texts() -> set[str]:
     made = plan.of_options(gpus.find("T4"), {})
     texts |= {*made["parts"], *made["disk_gib"], *plan.fits_table(["T4"])[0]}
     texts -= {"", "GPU", "GiB", "tokens/s", "logits"}  # those are the same in Chinese
+    templates = [file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*") if file.suffix in (".html", ".md")]
+    texts |= {text for page in templates for text in re.findall(r'\btr\("([^"]+)"', page)}
+    texts |= {*get_args(rows.Kind), rows.NAME_COLUMNS, rows.AS_TEXT, rows.ORDER, read.CSV_TODO, *build.LANGUAGES}
+    texts |= {build.BUNDLED, build.OWN_LICENCE, build.UNSTATED, "files", "reasons", "lengths"}
+    texts |= {"longest", "over", "tokens_cut", "stop_lost"}
+    judged = comparison.TEXTS
+    texts |= {text for case in judged["cases"].values() for text in case.values() if text}
+    texts |= {judged["few_rows"], judged["cut_off"], *judged["forgetting"], *judged["forgetting"].values()}
+    texts |= {text for label, _, about in judged["scores"].values() for text in (label, about)} - {"ROUGE-L"}
+    texts |= {*evaluator.THINKING_MODES.values(), "base", "merged", "tuned", "merged (lesson 04)"}
+    texts |= {f"{dtype}, {comparison.IN_4_BITS}" for dtype in hardware.DTYPES.values()}
+    texts |= {text for form in make.FORMATS.values() for text in (form.purpose, form.runs)}
+    texts |= {words for _, words in make.VERDICTS} | {"BROKEN", make.NOT_COMPARED, *compare.MEASURES}
+    texts |= {*server.PHASES.values(), server.IMPORTING, served_model.NOTHING_STORED, served_model.ROUNDING}
+    texts |= {row[name] for row in engine.TABLE["gpus"] for name in ("name", "reason")}
+    texts |= {build["reason"] for build in engine.TABLE["builds"]} | {
+        text for text in engine.TABLE["reserved_flags"].values() if not text.startswith("Server(")
+    }
     return texts | {"NBUTILS_PLATFORM is set", "nothing of a known platform is here"}
 
 

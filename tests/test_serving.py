@@ -394,7 +394,7 @@ def test_the_key_and_no_other_secret_reaches_a_server(stub: StubServer, tmp_path
     [(Answer([1], [5, 6], "bc"), 2, "2 of 2 prompts", ("float16", "float32")),
      (Answer([1], [5, 7], "bd"), 1, "Answer 1", ("float16",)),
      (Answer([1, 9], [5, 6], "bc"), 2, "Prompt 1", ()),
-     (Answer([], [], "bd"), 1, "'bd' from the server, 'bc' from lesson 04", ("float16",))],
+     (Answer([], [], "bd"), 1, "'bd' from the server, 'bc' in lesson 04", ("float16",))],
 )  # fmt: skip
 def test_parity_names_the_first_difference(served: Answer, identical: int, words: str, allowed: tuple[str]) -> None:
     local = [Answer([1], [3, 4], "a"), Answer([1], [5, 6], "bc")]

@@ -26,19 +26,21 @@ from tqdm import tqdm
 from nbutils import display, distributed, models, platforms
 from nbutils.data.dedupe import digests, find_repeated, row_text
 from nbutils.data.read import TEXT, bundled, find_files, format_of, read_rows
-from nbutils.data.rows import ChatRow, Problem, Row, RowError, check_row, find_private, parse_mapping, shown
+from nbutils.data.rows import ChatRow, Kind, Problem, Row, RowError, check_row, find_private, parse_mapping, shown
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, GIB, SAMPLES, write_json
+from nbutils.language import tr
 from nbutils.platforms.network import hub_online
 
 CARD, TRAIN, EVAL, REJECTED = "data_card.json", "train.jsonl", "eval.jsonl", "rejected.jsonl"
 EVAL_NAMES = ("eval", "test", "valid", "validation", "dev")
-REPEATED = ("duplicate", "leak", "near_duplicate", "near_leak")
+REPEATED: tuple[Kind, ...] = ("duplicate", "leak", "near_duplicate", "near_leak")
+BUNDLED, OWN_LICENCE, UNSTATED = "the bundled sample", "CC0-1.0, written for this course", "unstated"
 EVAL_FRACTION, NEAR = 0.1, 0.8
 UNPACKED = 6  # compressed and parquet files grow about sixfold
 ACCEPTED, BUILDING, STALE_SECONDS = "accepted.jsonl", ".building-", 3600
-SHOWN = 3  # rejected rows of each kind that are kept to be shown
+SHOWN, WARNED = 3, 2  # rejected rows, and warnings, of each kind that are kept to be shown
 BINS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 BIN_NAMES = (*(f"<={edge}" for edge in BINS), f">{BINS[-1]}")
 LANGUAGES = ("zh", "en", "other")
@@ -78,14 +80,15 @@ class DataCard(BaseModel):
     fingerprint: str
 
     def __str__(self) -> str:
-        lent = " (one training row was moved to eval, which would be empty otherwise)" if self.lent else ""
+        rows = tr("{rows} = {accepted} accepted + {rejected} rejected", **vars(self))
+        splits = tr("{train} train, {eval} eval, {unused} unused", **vars(self))
+        lent = tr(" (one training row was moved to eval, which would be empty otherwise)") if self.lent else ""
         lines = {
-            "source": self.source, "licence": self.licence,
-            "rows": f"{self.rows} = {self.accepted} accepted + {self.rejected} rejected",
-            "splits": f"{self.train} train, {self.eval} eval, {self.unused} unused{lent}",
-            "rejected": counts_text(self.reasons), "warnings": counts_text(self.warnings),
-            "languages": counts_text(self.languages), "characters": counts_text(self.characters),
-            "fingerprint": self.fingerprint,
+            tr("source"): tr(self.source), tr("licence"): tr(self.licence),
+            tr("rows"): rows, tr("splits"): f"{splits}{lent}",
+            tr("rejected"): counts_text(self.reasons), tr("warnings"): counts_text(self.warnings),
+            tr("languages"): counts_text(self.languages), tr("characters"): counts_text(self.characters),
+            tr("fingerprint"): self.fingerprint,
         }  # fmt: skip
         return "\n".join(f"{name:<12} {text}" for name, text in lines.items())
 
@@ -96,7 +99,7 @@ class DataCard(BaseModel):
 
 def counts_text(counts: dict[str, int]) -> str:
     """Counts on one line."""
-    return ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"
+    return ", ".join(f"{tr(name)} {count}" for name, count in counts.items()) or tr("none")
 
 
 def hash_files(*groups: Sequence[Path], end: bytes = b"") -> tuple[str, list[int]]:
@@ -123,10 +126,11 @@ def verify(out: Path) -> DataCard:
     except (ValidationError, UnicodeDecodeError) as problem:
         raise CourseError("data.changed", out=out, what=f"{CARD}: {str(problem).splitlines()[0]}") from problem
     if missing := [name for name in (TRAIN, EVAL) if not (out / name).exists()]:
-        raise CourseError("data.changed", out=out, what=f"{', '.join(missing)} is gone")
+        raise CourseError("data.changed", out=out, what=tr("{names} is gone", names=", ".join(missing)))
     found, rows = hash_files([out / TRAIN, out / EVAL])
     if (found, rows) != (card.fingerprint, [card.train, card.eval]):
-        what = f"fingerprint {found:.12}, {rows[0]} train and {rows[1]} eval rows"
+        counts = {"found": found[:12], "train": rows[0], "eval": rows[1]}
+        what = tr("fingerprint {found}, {train} train and {eval} eval rows", **counts)
         raise CourseError("data.changed", out=out, what=what)
     return card
 
@@ -160,8 +164,8 @@ def show(row: Row | RowError, columns: str = "") -> None:
 def show_problems(errors: Iterable[RowError]) -> None:
     """A table of problems: where, which field, what is wrong, what was seen, what to do."""
     found = [entry for error in errors for entry in entries(error)]
-    columns = {"line": "line", "field": "field", "problem": "kind", "seen": "seen", "to do": "todo"}
-    rows = [{title: entry[name] for title, name in columns.items()} for entry in found]
+    columns = {tr("line"): "line", tr("field"): "field", tr("problem"): "kind", tr("seen"): "seen", tr("to do"): "todo"}
+    rows = [{title: entry[name] for title, name in columns.items()} for entry in map(spoken, found)]
     display.show_table(rows, text="\n".join(map(describe, found)))
 
 
@@ -172,8 +176,12 @@ def entries(error: RowError) -> list[dict[str, Any]]:
 
 def describe(entry: dict[str, Any]) -> str:
     """One problem for people: where, what, and below it what to do."""
-    where = f"{entry['file']} line {entry['line']}, {entry['field']}"
-    return f"{where}: {entry['kind']}, saw {entry['seen']}\n      -> {entry['todo']}"
+    return tr("{file} line {line}, {field}: {kind}, saw {seen}\n      -> {todo}", **spoken(entry))
+
+
+def spoken(entry: dict[str, Any]) -> dict[str, Any]:
+    """A problem with its kind in the language of the course."""
+    return entry | {"kind": tr(entry["kind"])}
 
 
 def report_text(data: dict[str, Any]) -> str:
@@ -183,8 +191,8 @@ def report_text(data: dict[str, Any]) -> str:
         tables["lengths"] = {name: data["lengths"][name] for name in ("rows", "longest")}
     first = {problem["kind"]: problem for problem in reversed(data["problems"])}
     return "\n".join([
-        f"{'rows':<10} {data['rows']} = {data['accepted']} accepted + {data['rejected']} rejected",
-        *(f"{name:<10} {counts_text(counts)}" for name, counts in tables.items() if counts),
+        f"{tr('rows'):<10} " + tr("{rows} = {accepted} accepted + {rejected} rejected", **data),
+        *(f"{tr(name):<10} {counts_text(counts)}" for name, counts in tables.items() if counts),
         *(f"  {describe(first[kind])}" for kind in reversed(first)),
         *(f"  {text}" for text in data["examples"]), "", *data["next"],
     ])  # fmt: skip
@@ -201,8 +209,8 @@ def prepare(
     named = source or default
     files = find_sources([named] if named else [], eval_source)
     settings = {
-        "source": named or "the bundled sample", "eval_source": eval_source, "columns": mapping, "limit": rows,
-        "licence": "CC0-1.0, written for this course" if not named or bundled(named) else "unstated",
+        "source": named or BUNDLED, "eval_source": eval_source, "columns": mapping, "limit": rows,
+        "licence": OWN_LICENCE if not named or bundled(named) else UNSTATED,
     }  # fmt: skip
     with _building(out, settings, *files) as build:
         if (out / CARD).exists():  # another process was faster
@@ -244,12 +252,12 @@ def check(
                 if out:
                     build.publish(out, strict=False)
     unknown = [error.raw for error in build.first_errors if error.problems[0].kind == "unknown_columns"]
-    todo = "To train on the accepted rows: lesson 02 with DATA set to the same file. All rejected rows: --rejected FILE"
+    todo = tr("To train on the accepted rows: lesson 02 with DATA set to this file. All rejected rows: --rejected FILE")
     if not build.keys:
-        todo = "No row can be used. All rows with what is wrong with them: --rejected FILE"
+        todo = tr("No row can be used. All rows with what is wrong with them: --rejected FILE")
     if out:
-        few = "" if (out / CARD).exists() else " (too few rows can be used)"
-        todo = f"Written to {out}: {', '.join(sorted(os.listdir(out)))}{few}."
+        few = "" if (out / CARD).exists() else tr(" (too few rows can be used)")
+        todo = tr("Written to {out}: {names}{few}.", out=out, names=", ".join(sorted(os.listdir(out))), few=few)
     return {
         **build.facts(), "files": dict(build.files), "examples": build.first_warnings, "lengths": lengths,
         "problems": [entry for error in build.first_errors for entry in entries(error)],
@@ -292,8 +300,9 @@ def _reuse(out: Path, source: str, eval_source: str, rows: int, mapping: str) ->
         same = gone and (source, eval_source) == (card.source, card.eval_source)
         same = same or hash_files(*find_sources([source], eval_source), end=b"\1")[0] == card.source_sha256
     if not same or card.limit != rows or mapping not in ("", card.columns):
-        raise CourseError("data.other_input", out=out, card=card)
-    print(f"The data of this run is ready (from {card.source}): nothing is repeated.")
+        values = {"source": tr(card.source), "limit": card.limit, "columns": card.columns}
+        raise CourseError("data.other_input", out=out, **values)
+    print(tr("The data of this run is ready (from {source}): nothing is repeated.", source=tr(card.source)))
     return card
 
 
@@ -301,7 +310,7 @@ def _reuse(out: Path, source: str, eval_source: str, rows: int, mapping: str) ->
 def _building(out: Path, settings: dict[str, Any], train: list[Path], held_out: list[Path]) -> Iterator[Build]:
     """A finished build in a folder below `out` that is gone afterwards, whatever happens."""
     sizes = [file.stat().st_size * (1 if file.suffix in TEXT else UNPACKED) for file in train + held_out]
-    require_disk(out, 3 * sum(sizes) / GIB, "preparing the data")
+    require_disk(out, 3 * sum(sizes) / GIB, tr("preparing the data"))
     out.mkdir(parents=True, exist_ok=True)
     for left in out.glob(f"{BUILDING}*"):  # by a process that was killed
         if time.time() - left.stat().st_mtime > STALE_SECONDS:
@@ -316,13 +325,14 @@ class Build:
     """One pass over the rows of a source into a temporary folder; about 300 bytes of each row stay in memory."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        defaults = {"eval_source": "", "eval_fraction": EVAL_FRACTION, "limit": 0, "licence": "unstated"}
+        defaults = {"eval_source": "", "eval_fraction": EVAL_FRACTION, "limit": 0, "licence": UNSTATED}
         self.settings: dict[str, Any] = {**defaults, "near": NEAR, "repair": True, **settings}
         self.folder, self.templated = folder, 0
         self.names: list[str] = []  # of the files
         self.files: Counter[str] = Counter()  # rows of each
         self.reasons: Counter[str] = Counter()  # each rejected row under its first problem
         self.first_errors: list[RowError] = []
+        self.warned: Counter[str] = Counter()
         self.first_warnings: list[str] = []
         self.kinds: dict[int, set[str]] = {}  # warnings, and "trimmed", of the rows that have any
         self.seen: dict[int, int] = {}  # digest of every row used -> its number
@@ -334,7 +344,8 @@ class Build:
         """Read everything into the folder; afterwards the three files there are as they will be published."""
         self.split_here = not held_out
         often = Counter(file.name for file in train + held_out)
-        progress = tqdm(desc="Checking rows", unit=" rows", mininterval=1 if sys.stderr.isatty() else 15, delay=5)
+        pause = 1 if sys.stderr.isatty() else 15
+        progress = tqdm(desc=tr("Checking rows"), unit=tr(" rows"), mininterval=pause, delay=5)
         with open(self.folder / REJECTED, "xb") as self.rejected:
             with open(self.folder / ACCEPTED, "xb", CHUNK) as self.accepted, progress:
                 for file, side in [*((file, 1) for file in held_out), *((file, 0) for file in train)]:
@@ -355,11 +366,12 @@ class Build:
             side = int(prompt / 2**64 < self.settings["eval_fraction"])
         stored = {"messages": row.messages, "tools": row.tools} if row.tools else {"messages": row.messages}
         if not side and prompt in self.eval_prompts:
-            seen = f"asks what {self._place(self.eval_prompts[prompt])} asks"
-            self._reject(row.line, stored, (Problem("leak", "the row", seen, "train on questions eval does not ask"),))
+            seen = tr("asks what {place} asks", place=self._place(self.eval_prompts[prompt]))
+            todo = tr("train on questions eval does not ask")
+            self._reject(row.line, stored, (Problem("leak", tr("the row"), seen, todo),))
         elif key in self.seen:
-            seen = f"the same as {self._place(self.seen[key])}"
-            self._reject(row.line, stored, (Problem("duplicate", "the row", seen, "nothing: one copy is kept"),))
+            seen, todo = tr("the same as {place}", place=self._place(self.seen[key])), tr("nothing: one copy is kept")
+            self._reject(row.line, stored, (Problem("duplicate", tr("the row"), seen, todo),))
         else:
             if side and not self.split_here:
                 self.eval_prompts[prompt] = len(self.keys)
@@ -367,11 +379,12 @@ class Build:
 
     def _accept(self, row: ChatRow, stored: dict[str, Any], key: int, side: int) -> None:
         for warning in row.warnings:
-            if sum(f": {warning.kind} " in text for text in self.first_warnings) < 2:
-                text = f"{self.names[-1]} line {row.line}, {warning.field}: {warning.kind} {warning.seen}"
-                self.first_warnings.append(text.rstrip())
+            self.warned[warning.kind] += 1
+            if self.warned[warning.kind] <= WARNED:
+                entry = spoken({"file": self.names[-1], "line": row.line, **vars(warning)})
+                self.first_warnings.append(tr("{file} line {line}, {field}: {kind} {seen}", **entry).rstrip())
         if row.warnings or row.trimmed:
-            kinds = {warning.kind for warning in row.warnings}
+            kinds: set[str] = {warning.kind for warning in row.warnings}
             self.kinds[len(self.keys)] = kinds | {"trimmed"} if row.trimmed else kinds
         line = orjson.dumps(stored, option=orjson.OPT_APPEND_NEWLINE)
         self.accepted.write(line)
@@ -403,7 +416,7 @@ class Build:
         self.rejected.write(f"{text}\n".encode("utf-8", "backslashreplace"))
 
     def _place(self, number: int) -> str:
-        return f"{self.names[self.file[number]]} line {self.line[number]}"
+        return tr("{file} line {line}", file=self.names[self.file[number]], line=self.line[number])
 
     def _without_near_duplicates(self) -> np.ndarray:
         """Which rows stay. Held-out rows come first, so that of two alike the training row goes."""
@@ -425,8 +438,8 @@ class Build:
                 stays[number] = False
                 self.kinds.pop(number, None)
                 leak = not self.split_here and self.held_out[kept] > self.held_out[number]
-                seen, todo = f"nearly the same as {self._place(kept)}", "nothing: one of them is kept"
-                problem = Problem("near_leak" if leak else "near_duplicate", "the row", seen, todo)
+                seen, todo = tr("nearly the same as {place}", place=self._place(kept)), tr("nothing: one copy is kept")
+                problem = Problem("near_leak" if leak else "near_duplicate", tr("the row"), seen, todo)
                 self._reject(self.line[number], read(number), (problem,), self.names[self.file[number]])
         return stays
 

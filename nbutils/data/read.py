@@ -20,9 +20,10 @@ from typing import Any, BinaryIO, cast
 import orjson
 
 from nbutils import platforms
-from nbutils.data.rows import GBK, Problem, Row, RowError, decode, excerpt, is_gbk, layout_of
+from nbutils.data.rows import GBK, Kind, Problem, Row, RowError, decode, excerpt, is_gbk, layout_of
 from nbutils.errors import CourseError
 from nbutils.files import SAMPLES
+from nbutils.language import tr
 from nbutils.platforms import network
 
 TEXT = (".jsonl", ".json", ".csv", ".tsv")
@@ -50,12 +51,13 @@ def read_rows(path: Path | str) -> Iterator[Row | RowError]:
         except DAMAGED as problem:
             if getattr(problem, "errno", None):  # the disk, not the file
                 raise
-            seen = f"the file is damaged or cut short: {str(problem).partition(chr(10))[0]}"
-            yield _error(file, line + 1, None, "damaged_file", "the file", seen, "copy or download the file again")
+            seen = tr("the file is damaged or cut short: {problem}", problem=str(problem).partition("\n")[0])
+            todo = tr("copy or download the file again")
+            yield _error(file, line + 1, None, "damaged_file", tr("the file"), seen, todo)
 
 
-def _error(file: Path, line: int, raw: Any, *problem: str) -> RowError:
-    return RowError(file.name, line, raw, (Problem(*problem),))
+def _error(file: Path, line: int, raw: Any, kind: Kind, *texts: str) -> RowError:
+    return RowError(file.name, line, raw, (Problem(kind, *texts),))
 
 
 def format_of(path: Path) -> str:
@@ -88,13 +90,14 @@ def find_files(source: str) -> list[Path]:
             reason = f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
             raise CourseError("data.dataset_unavailable", repo=name["repo"], reason=reason) from problem
     if not path.exists():
-        raise CourseError("data.no_data_file", path=path.absolute(), reason="does not exist")
+        raise CourseError("data.no_data_file", path=path.absolute(), reason=tr("does not exist"))
     below = sorted(file.relative_to(path) for file in path.rglob("*")) if path.is_dir() else [Path()]
     names = [name for name in below if not any(part.startswith((".", "~$")) for part in name.parts)]  # ~$: Excel's lock
     if not (found := [path / name for name in names if (path / name).is_file() and format_of(path / name)]):
-        held = ", ".join(map(str, names[:8])) or "no data file"
-        kind = f"is a {(path.is_file() and path.suffix) or 'special'} file, which the course does not read"
-        raise CourseError("data.no_data_file", path=path, reason=f"holds {held}" if path.is_dir() else kind)
+        held = ", ".join(map(str, names[:8]))
+        reason = tr("holds {names}", names=held) if held else tr("holds no data file")
+        reason = reason if path.is_dir() else tr("is no regular file, or of a format the course does not read")
+        raise CourseError("data.no_data_file", path=path, reason=reason)
     return found
 
 
@@ -133,7 +136,8 @@ def _json_lines(file: Path) -> Iterator[Row | RowError]:
         gbk = is_gbk(raw.peek(HEAD)[:HEAD])  # type: ignore[attr-defined]
         for number, line in enumerate(_lines(raw), start=1):
             if len(line) > LONGEST_LINE:
-                yield _error(file, number, None, "long_line", "the line", f"over {LONGEST_LINE >> 20} MiB", "split it")
+                seen = tr("over {mib} MiB", mib=LONGEST_LINE >> 20)
+                yield _error(file, number, None, "long_line", tr("the line"), seen, tr("split it"))
                 continue
             try:
                 yield Row(file.name, number, orjson.loads(line))
@@ -148,9 +152,9 @@ def _json_lines(file: Path) -> Iterator[Row | RowError]:
 
 def _malformed(file: Path, line: int, text: str, problem: Exception) -> RowError:
     at, column = getattr(problem, "pos", 0), getattr(problem, "colno", 1)
-    todo = f"{getattr(problem, 'msg', 'nested too deeply')}: fix it, or write the file with json.dumps"
-    seen = " ".join(excerpt(text, at).split())
-    return _error(file, line, text[:2000], "malformed_json", f"character {column}", seen, todo)
+    wrong, seen = getattr(problem, "msg", "") or tr("nested too deeply"), " ".join(excerpt(text, at).split())
+    todo = tr("{wrong}: fix it, or write the file with json.dumps", wrong=wrong)
+    return _error(file, line, text[:2000], "malformed_json", tr("character {column}", column=column), seen, todo)
 
 
 def _document(file: Path) -> Iterator[Row | RowError]:
@@ -184,8 +188,9 @@ def _table(file: Path) -> Iterator[Row | RowError]:
         lines = (decode(line, gbk)[0] for line in _lines(raw))
         first = next(lines, "")
         if first.startswith("PK\3\4"):  # a zip archive, as .xlsx files are
-            seen = "it begins with PK: it looks like an Excel workbook, whatever its name"
-            yield _error(file, 1, None, "malformed_csv", "the file", seen, "open it in Excel and save it as CSV UTF-8")
+            seen = tr("it begins with PK: it looks like an Excel workbook, whatever its name")
+            todo = tr("open it in Excel and save it as CSV UTF-8")
+            yield _error(file, 1, None, "malformed_csv", tr("the file"), seen, todo)
             return
         delimiter = "\t" if format_of(file) == ".tsv" else next((sign for sign in ",;\t" if sign in first), ",")
         reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
@@ -194,7 +199,7 @@ def _table(file: Path) -> Iterator[Row | RowError]:
             header = next(reader, [])
             names = [name for name in header if name.strip()]
             if len(set(names)) < len(names):
-                raise csv.Error("a name is twice in the header")
+                raise csv.Error(tr("a name is twice in the header"))
             width = header.index(names[-1]) + 1 if names else 0
             line = reader.line_num + 1
             for values in reader:
@@ -204,14 +209,16 @@ def _table(file: Path) -> Iterator[Row | RowError]:
                 if filled and len(values) == width:
                     row = [pair for pair in zip(header, values, strict=False) if any(map(str.strip, pair))]
                     if len(dict(row)) < len(row):
-                        raise csv.Error("two columns without a name hold values")
+                        raise csv.Error(tr("two columns without a name hold values"))
                     yield Row(file.name, line, dict(row), GBK if gbk else "")
                 elif filled:
-                    seen = f"{len(values)} values for {width} columns: {excerpt(','.join(values), 0, 40)}"
-                    yield _error(file, line, values, "malformed_csv", "the line", seen, CSV_TODO)
+                    some = {"count": len(values), "width": width, "text": excerpt(",".join(values), 0, 40)}
+                    seen = tr("{count} values for {width} columns: {text}", **some)
+                    yield _error(file, line, values, "malformed_csv", tr("the line"), seen, tr(CSV_TODO))
                 line = reader.line_num + 1
         except csv.Error as problem:
-            yield _error(file, line, None, "malformed_csv", "the line", f"{problem}; the rest is not read", CSV_TODO)
+            seen = tr("{problem}; the rest is not read", problem=problem)
+            yield _error(file, line, None, "malformed_csv", tr("the line"), seen, tr(CSV_TODO))
 
 
 def _arrow(file: Path) -> Iterator[Row]:

@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
 from nbutils.errors import CourseError
+from nbutils.language import tr
 from nbutils.masking import KEY
 
 LISTS = ("messages", "conversations", "conversation")
@@ -34,7 +35,6 @@ PARTS = ("user", "assistant", "system", "reasoning", "messages", "tools", "histo
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 WIDE_SIGNS = str.maketrans("，；＝＋\n;", ",,=+,,")
 NAME_COLUMNS = 'name the columns: COLUMNS = "user=first+second, assistant=third" in lesson 02, or --columns "..."'
-OTHER_COLUMNS = "COLUMNS (or --columns) applies to all files: correct it, or check this file alone if it has others"
 ROLES = ("system", "user", "assistant", "tool")
 ALIASES = {
     "human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "developer": "system",
@@ -42,12 +42,18 @@ ALIASES = {
     "function_call": "assistant", "tool_call": "assistant", "助手": "assistant", "系统": "system",
 }  # fmt: skip
 CALLS = ("function_call", "tool_call")
-NOT_TEXT = "this course trains plain text: leave it empty"
 AS_TEXT = "write it as text, in quotes"
 ORDER = "system first if at all, then user and assistant in turn; tool turns only after an assistant that calls tools"
+MESSAGE = '{"role": "user", "content": "..."}'
 FOLLOWS = {"": ("user",), "user": ("assistant",), "assistant": ("user",), "tool": ("assistant", "tool")}
 _BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 Parts = dict[str, tuple[str, ...]]  # the columns of each part of a row
+Kind = Literal[  # of a problem or a warning
+    "ambiguous_columns", "control_character", "damaged_file", "duplicate", "email", "empty", "encoding", "id_number",
+    "key", "leak", "long_line", "malformed_csv", "malformed_json", "missing_field", "mojibake", "near_duplicate",
+    "near_leak", "no_assistant", "phone", "role_order", "template_marker", "templated", "unknown_columns",
+    "unknown_role", "unsupported_field", "wrong_type",
+]  # fmt: skip
 
 GBK = "GB18030"
 _PAIR = re.compile(rb"[\x81-\xfe][\x40-\xfe]")
@@ -82,9 +88,9 @@ _KEY_LENGTH = b"x" * 15
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a row, or worth a warning: its kind, the field, what was seen there, what to do."""
+    """One thing wrong with a row, or worth a warning: its kind, a code; for people where, what was seen, what to do."""
 
-    kind: str
+    kind: Kind
     field: str
     seen: str
     todo: str
@@ -97,9 +103,9 @@ class Problem:
 class Problems(list[Problem]):
     """What is wrong with a row."""
 
-    def add(self, *problem: str) -> None:
-        """One more: kind, field, what was seen, what to do."""
-        self.append(Problem(*problem))
+    def add(self, kind: Kind, field: str, seen: str, todo: str) -> None:
+        """One more."""
+        self.append(Problem(kind, field, seen, todo))
 
 
 class Row(NamedTuple):
@@ -165,7 +171,8 @@ def layout_of(columns: tuple[str, ...], mapping: str = "") -> Parts | Problem:
     known, shown = {_normalized(name): name for name in reversed(columns)}, ", ".join(columns)
     named = parse_mapping(mapping)
     if absent := [name for names in named.values() for name in names if _normalized(name) not in known]:
-        return Problem("missing_field", ", ".join(absent), f"only {shown}", OTHER_COLUMNS)
+        todo = tr("COLUMNS (or --columns) applies to all files: correct it, or check this file alone if it has others")
+        return Problem("missing_field", ", ".join(absent), tr("only {names}", names=shown), todo)
     named = {part: tuple(known[_normalized(name)] for name in names) for part, names in named.items()}
     if "user" in named or "messages" in named:
         return named
@@ -173,13 +180,14 @@ def layout_of(columns: tuple[str, ...], mapping: str = "") -> Parts | Problem:
     fits = {frozenset(known.keys() & set(pair)): pair for pair in reversed(PAIRS) if set(pair[:2]) <= known.keys()}
     pairs = [pair for used, pair in reversed(fits.items()) if not any(used < other for other in fits)]
     if len(lists) + len(pairs) > 1:
-        seen = f"fits {', '.join([*lists, *map('/'.join, pairs)])}"
-        return Problem("ambiguous_columns", shown, seen, NAME_COLUMNS)
+        seen = tr("fits {shapes}", shapes=", ".join([*lists, *map("/".join, pairs)]))
+        return Problem("ambiguous_columns", shown, seen, tr(NAME_COLUMNS))
     if not lists and not pairs:
         halves = [half for pair in PAIRS for half in (pair[:2], pair[1::-1]) if half[0] in known and len(half[0]) > 1]
         if halves:
-            return Problem("missing_field", halves[0][1], f"only {shown}", f"add the column, or {NAME_COLUMNS}")
-        return Problem("unknown_columns", "the columns", shown or "no columns", NAME_COLUMNS)
+            todo = tr("add the column, or {name_columns}", name_columns=tr(NAME_COLUMNS))
+            return Problem("missing_field", halves[0][1], tr("only {names}", names=shown), todo)
+        return Problem("unknown_columns", tr("the columns"), shown or tr("no columns"), tr(NAME_COLUMNS))
     parts = {part: tuple(known[name] for name in names if name in known)[:1] for part, names in OPTIONAL.items()}
     parts["media"] = tuple(known[name] for name in MEDIA if name in known)
     if lists:
@@ -210,9 +218,9 @@ def check_row(row: Row | RowError, mapping: str = "", repair: bool = True) -> Ch
                 text = _BLANK_LINES.sub("", text.replace("\r\n", "\n").rstrip(), count=1)
         else:
             if text is not None and not isinstance(text, str):
-                problems.add("wrong_type", turn.field, short(text), AS_TEXT)
+                problems.add("wrong_type", turn.field, short(text), tr(AS_TEXT))
             elif "tool_calls" not in turn.extras:  # an assistant that calls tools need not say anything
-                problems.add("empty", turn.field, short(text), "write the text, or remove the row")
+                problems.add("empty", turn.field, short(text), tr("write the text, or remove the row"))
             text = ""
         trimmed |= bool(turn.content) and text != turn.content
         messages.append({"role": turn.role, "content": text, **turn.extras})
@@ -223,14 +231,16 @@ def check_row(row: Row | RowError, mapping: str = "", repair: bool = True) -> Ch
             json.dumps(value, allow_nan=False)  # orjson writes null for NaN
             examine(field, text, False, problems, warnings)
         except (TypeError, ValueError) as problem:
-            problems.add("wrong_type", field, str(problem), "plain JSON: UTF-8, numbers of 64 bits, no NaN, no dates")
+            todo = tr("plain JSON: UTF-8, numbers of 64 bits, no NaN, no dates")
+            problems.add("wrong_type", field, str(problem), todo)
     if not problems:
         _check_order(turns, problems)
     if problems:
         return RowError(row.file, row.line, row.raw, tuple(problems))
     trimmed = trimmed and all(warning.kind != "mojibake" for warning in warnings)
     if row.encoding:
-        warnings.add("encoding", "the row", f"written in {row.encoding}", "it was converted: look whether it is right")
+        seen = tr("written in {encoding}", encoding=row.encoding)
+        warnings.add("encoding", tr("the row"), seen, tr("it was converted: look whether it is right"))
     return ChatRow(row.file, row.line, messages, tools, trimmed, tuple(warnings))
 
 
@@ -242,7 +252,8 @@ def problems_of(raw: Any, mapping: str = "") -> list[Problem]:
 
 def _turns(raw: Any, mapping: str, problems: Problems) -> tuple[list[Turn], list[dict[str, Any]] | None]:
     if not isinstance(raw, dict):
-        problems.add("wrong_type", "the row", short(raw), 'a row is an object: {"messages": [...]}')
+        todo = tr("a row is an object: {example}", example='{"messages": [...]}')
+        problems.add("wrong_type", tr("the row"), short(raw), todo)
         return [], None
     parts = layout_of(tuple(raw), mapping)
     if isinstance(parts, Problem):
@@ -250,7 +261,8 @@ def _turns(raw: Any, mapping: str, problems: Problems) -> tuple[list[Turn], list
         return [], None
     for name in parts.get("media", ()):
         if raw[name]:
-            problems.add("unsupported_field", name, f"{name} is filled", NOT_TEXT)
+            todo = tr("this course trains plain text: leave it empty")
+            problems.add("unsupported_field", name, tr("{name} is filled", name=name), todo)
     if "messages" in parts:
         turns = _from_messages(parts["messages"][0], raw[parts["messages"][0]], problems)
     elif all(isinstance(raw[parts[part][0]], list) for part in ("user", "assistant")):  # TRL: prompt and completion
@@ -278,7 +290,7 @@ def _from_columns(role: str, parts: Parts, raw: dict[str, Any], problems: Proble
     if len(names) > 1:
         for name, value in zip(names, values, strict=True):
             if value is not None and not isinstance(value, str):
-                problems.add("wrong_type", name, short(value), AS_TEXT)
+                problems.add("wrong_type", name, short(value), tr(AS_TEXT))
         content = "\n".join([value for value in values if isinstance(value, str) and value.strip()])
     if role == "assistant" and "reasoning" in parts:
         reasoning = _from_columns("reasoning", parts, raw, problems)
@@ -291,7 +303,7 @@ def _with_reasoning(field: str, content: Any, reasoning: Any, problems: Problems
     if _is_blank(reasoning):
         return content
     if not isinstance(reasoning, str):
-        problems.add("wrong_type", field, short(reasoning), AS_TEXT)
+        problems.add("wrong_type", field, short(reasoning), tr(AS_TEXT))
         return content
     answered = isinstance(content, str) and content.strip() and not content.lstrip().startswith("<think>")
     return f"<think>\n{reasoning.strip()}\n</think>\n\n{content or ''}" if answered or calls else content
@@ -308,16 +320,16 @@ def _from_history(column: str, value: Any, problems: Problems) -> list[Turn]:
         if isinstance(pair, list) and len(pair) == 2:
             turns += [Turn(field, "user", pair[0]), Turn(field, "assistant", pair[1])]
         else:
-            problems.add("wrong_type", field, short(pair), "a list of pairs: [[question, answer], ...]")
+            problems.add("wrong_type", field, short(pair), tr("a list of pairs: [[question, answer], ...]"))
     return turns
 
 
 def _from_messages(column: str, value: Any, problems: Problems) -> list[Turn]:
     before, value = len(problems), _from_json(column, value, problems)
     if not isinstance(value, list) and len(problems) == before:
-        problems.add("wrong_type", column, short(value), 'a list: [{"role": "user", "content": "..."}, ...]')
+        problems.add("wrong_type", column, short(value), tr("a list: {example}", example=f"[{MESSAGE}, ...]"))
     elif value == []:
-        problems.add("empty", column, "[]", "give at least one question and one answer")
+        problems.add("empty", column, "[]", tr("give at least one question and one answer"))
     messages = enumerate(value) if isinstance(value, list) else ()
     turns = [_from_message(f"{column}[{index}]", message, problems) for index, message in messages]
     return [turn for turn in turns if turn is not None]
@@ -325,17 +337,18 @@ def _from_messages(column: str, value: Any, problems: Problems) -> list[Turn]:
 
 def _from_message(field: str, message: Any, problems: Problems) -> Turn | None:
     if not isinstance(message, dict):
-        problems.add("wrong_type", field, short(message), 'an object: {"role": "user", "content": "..."}')
+        problems.add("wrong_type", field, short(message), tr("an object: {example}", example=MESSAGE))
         return None
     role_key, text_key = ("from", "value") if "from" in message and not message.get("role") else ("role", "content")
     calls_key = next((name for name in ("tool_calls", *CALLS) if message.get(name)), "")
     if absent := [key for key in (role_key, text_key) if key not in message and not (key == text_key and calls_key)]:
         for key in absent:
-            problems.add("missing_field", f"{field}.{key}", f"only {', '.join(message)}", f"add {key!r}")
+            seen = tr("only {names}", names=", ".join(message))
+            problems.add("missing_field", f"{field}.{key}", seen, tr("add {key!r}", key=key))
         return None
     name = str(message.get(role_key)).strip().lower()
     if (role := ALIASES.get(name, name)) not in ROLES:
-        todo = f"use one of: {', '.join(ROLES)} (or human, gpt, function_call, observation)"
+        todo = tr("use one of: {roles} (or human, gpt, function_call, observation)", roles=", ".join(ROLES))
         problems.add("unknown_role", f"{field}.{role_key}", short(message[role_key]), todo)
         return None
     place, content = f"{field}.{text_key}", message.get(text_key)
@@ -360,7 +373,7 @@ def _from_json(field: str, value: Any, problems: Problems) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as problem:
-        problems.add("malformed_json", field, short(value), f"{problem}: write it with json.dumps")
+        problems.add("malformed_json", field, short(value), tr("{problem}: write it with json.dumps", problem=problem))
         return None
 
 
@@ -370,7 +383,7 @@ def _tool_calls(field: str, value: Any, problems: Problems) -> dict[str, Any]:
         arguments = function.get("arguments", function.get("parameters")) or {}
         before, arguments = len(problems), _from_json(f"{place}.arguments", arguments, problems)
         if not isinstance(arguments, dict) and len(problems) == before:
-            todo = 'an object by the names of the parameters: {"city": "Bergen"}'
+            todo = tr("an object by the names of the parameters: {example}", example='{"city": "Bergen"}')
             problems.add("wrong_type", f"{place}.arguments", short(arguments), todo)
         entry = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
         calls.append({"id": str(call["id"]), **entry} if call.get("id") else entry)
@@ -385,7 +398,8 @@ def _functions(field: str, value: Any, problems: Problems) -> Iterator[tuple[str
         if isinstance(function, dict) and isinstance(function.get("name"), str) and function["name"].strip():
             yield f"{field}[{index}]", entry, function
         else:
-            todo = 'a function has a name: {"type": "function", "function": {"name": "...", ...}}'
+            example = '{"type": "function", "function": {"name": "...", ...}}'
+            todo = tr("a function has a name: {example}", example=example)
             problems.add("wrong_type", f"{field}[{index}]", short(entry), todo)
 
 
@@ -393,17 +407,19 @@ def _check_order(turns: list[Turn], problems: Problems) -> None:
     """system once and first, then user and assistant in turn, tools where they were called, the assistant last."""
     talk = turns[1:] if turns and turns[0].role == "system" else turns
     if all([turn.role != "assistant" for turn in talk]):
-        field = turns[-1].name if turns else "the row"
-        problems.add("no_assistant", field, ", ".join(turn.role for turn in turns), "add the answer to learn")
+        field = turns[-1].name if turns else tr("the row")
+        problems.add("no_assistant", field, ", ".join(turn.role for turn in turns), tr("add the answer to learn"))
         return
     expected = FOLLOWS[""]
     for turn in talk:
         if turn.role not in expected:
-            problems.add("role_order", turn.name, f"{turn.role}, expected {' or '.join(expected)}", ORDER)
+            seen = tr("{role}, expected {roles}", role=turn.role, roles=" / ".join(expected))
+            problems.add("role_order", turn.name, seen, tr(ORDER))
             return
         expected = ("tool",) if "tool_calls" in turn.extras else FOLLOWS[turn.role]
     if talk[-1].role != "assistant":
-        problems.add("role_order", talk[-1].name, f"{talk[-1].role} at the end", "add the answer, or cut it")
+        seen = tr("{role} at the end", role=talk[-1].role)
+        problems.add("role_order", talk[-1].name, seen, tr("add the answer, or cut it"))
 
 
 def is_gbk(head: bytes) -> bool:
@@ -443,7 +459,7 @@ def short(value: Any) -> str:
     try:
         text = json.dumps(value[:400] if isinstance(value, str) else value, ensure_ascii=False, default=str)[:400]
     except (ValueError, RecursionError):
-        text = "nested too deeply, or a number of too many digits"
+        text = tr("nested too deeply, or a number of too many digits")
     text = mask(text)
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
 
@@ -466,32 +482,35 @@ def examine(field: str, text: str, repair: bool, problems: Problems, warnings: P
         # runs inside of otherwise correct text are left alone: « café » looks broken byte by byte
         fixed = fix_encoding(text, TextFixerConfig(fix_c1_controls=False, decode_inconsistent_utf8=False))
     if fixed != text:
-        seen = f"{mask(text)[:20]!r} for {mask(fixed)[:20]!r}"
-        todo = "nothing: it was repaired" if repair else "UTF-8 was read as another encoding: read the source as UTF-8"
-        (warnings if repair else problems).add("mojibake", field, seen, todo)
-        text = fixed if repair else text
+        seen = tr("{text!r} for {fixed!r}", text=mask(text)[:20], fixed=mask(fixed)[:20])
+        if repair:
+            warnings.add("mojibake", field, seen, tr("nothing: it was repaired"))
+            text = fixed
+        else:
+            problems.add("mojibake", field, seen, tr("UTF-8 read as another encoding: read the source as UTF-8"))
     if not text.isascii() and (lost := LOST.search(text)):
-        todo = "the characters are lost: save the source again in the right encoding (GBK is not UTF-8)"
-        problems.add("mojibake", field, f"{lost[0]} at {lost.start() + 1}", todo)
+        todo = tr("the characters are lost: save the source again in the right encoding (GBK is not UTF-8)")
+        problems.add("mojibake", field, tr("{what} at {place}", what=lost[0], place=lost.start() + 1), todo)
     if ("<" in text or "[" in text) and (found := MARKERS.search(text)):
-        todo = "remove it: the chat template adds these markers itself"
+        todo = tr("remove it: the chat template adds these markers itself")
         problems.add("template_marker", field, found[0].strip(), todo)
     if found := CONTROL.search(text):
-        byte = 0xDC80 <= ord(found[0]) <= 0xDCFF  # one that `decode` could not read
-        todo = "not UTF-8 and not GBK: save the file again as UTF-8" if byte else "remove the invisible character"
-        seen = f"{found[0]!a} at {found.start() + 1}"
-        problems.add("encoding" if byte else "control_character", field, seen, todo)
+        seen = tr("{what} at {place}", what=ascii(found[0]), place=found.start() + 1)
+        if 0xDC80 <= ord(found[0]) <= 0xDCFF:  # a byte that `decode` could not read
+            problems.add("encoding", field, seen, tr("not UTF-8 and not GBK: save the file again as UTF-8"))
+        else:
+            problems.add("control_character", field, seen, tr("remove the invisible character"))
     for kind, start, stop in find_private(text):
-        warnings.add(kind, field, _masked(kind, text[start:stop]), "decide whether the model may learn it")
+        warnings.add(kind, field, _masked(kind, text[start:stop]), tr("decide whether the model may learn it"))
     return text
 
 
-def find_private(text: str) -> Iterator[tuple[str, int, int]]:
+def find_private(text: str) -> Iterator[tuple[Kind, int, int]]:
     """Kind, start and end of each phone or identity number, e-mail address and key, in the order of the text."""
     if not text.isascii() and ("０" in text or "１" in text or "＠" in text):
         text = text.translate(_WIDE)  # the digits of Chinese keyboards; no place changes
     raw = text.encode("utf-8", "surrogatepass")
-    found = []
+    found: list[tuple[Kind, int, int]] = []
     if _KEY_LENGTH in raw.translate(_IN_KEYS) or b"-----BEGIN" in raw:
         found += [("key", *match.span()) for match in KEY.finditer(text)]
     if b"@" in raw:

@@ -25,12 +25,12 @@ from nbutils.data.rows import shown
 from nbutils.evaluation import evaluator as scoring
 from nbutils.evaluation.evaluator import Difference, Estimate, Evaluator, Result
 from nbutils.evaluation.inference import Answer
+from nbutils.language import language, tr
 from nbutils.record import LessonLike
 
 PANELS = ("exact_match", "character_f1", "rouge_l", "content", "loss", "stopped")
 DECIDING = ("exact_content", "content")
 ALPHA = 0.05 / len(DECIDING)  # Bonferroni: two chances to rise by luck, so p of each must be smaller
-RULE = f"content rose if its {scoring.LEVEL:.0%} interval is above 0 and p < {ALPHA:g} (0.05, shared by two scores)"
 LEAST_ROWS, FEW_ROWS, LEAST_GENERAL = 8, 20, 10  # below: no verdict; a flag; no word on forgetting
 CUT_OFF = 0.2  # share of unfinished thinking that makes a comparison worthless
 FORGOT_PERPLEXITY, FORGOT_F1 = 1.10, -0.05  # ratio above, change below
@@ -46,7 +46,7 @@ SHOWN = TEXTS["scores"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """One word, why, what to do next, and what else looks wrong."""
+    """One word, the same in every language; why, what to do next, and what else looks wrong."""
 
     word: str
     why: str
@@ -54,9 +54,9 @@ class Verdict:
     flags: list[str]
 
     def __str__(self) -> str:
-        todo = [f"To do: {self.todo}"] if self.todo else []
-        lines = [f"VERDICT: {self.word}", self.why, *todo, *(f"[WARN] {flag}" for flag in self.flags)]
-        return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
+        todo = [tr("To do: {todo}", todo=self.todo)] if self.todo else []
+        lines = [tr("VERDICT: {word}", word=tr(self.word)), self.why, *todo, *(f"[WARN] {flag}" for flag in self.flags)]
+        return "\n".join(textwrap.fill(line, WIDTH, break_long_words=False) for line in lines)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class Forgetting:
     text: str  # the numbers and what they mean, in a sentence
 
     def __str__(self) -> str:
-        return f"GENERAL KNOWLEDGE: {self.word}\n{textwrap.fill(self.text, WIDTH)}"
+        title = tr("GENERAL KNOWLEDGE: {word}", word=tr(self.word))
+        return f"{title}\n{textwrap.fill(self.text, WIDTH, break_long_words=False)}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Comparison:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """Whether it helped: only content decides, and only by RULE."""
+        """Whether it helped: only content decides, if its interval is above 0 and p below ALPHA."""
         base, tuned = self.results[0], self.results[-1]
         rows, changes = len(base.answers), {score: tuned.change(base, score) for score in DECIDING}
         moved = {(one.low > 0) - (one.high < 0) for one in changes.values() if one.p < ALPHA}
@@ -93,13 +94,14 @@ class Comparison:
         else:
             case = {1: "helped", -1: "harmed", 0: "no_proof"}[sum(moved)]  # one up and one down: no proof
         before, after = (round(sum(one.scores["exact_match"])) for one in (base, tuned))
-        gained = [f"{SHOWN[score][0]} {one.text('+.3f')}, p {one.p_text}" for score, one in changes.items()]
+        gained = [f"{tr(SHOWN[score][0])} {one.text('+.3f')}, p {one.p_text}" for score, one in changes.items()]
         values = {"rows": rows, "before": before, "after": after, "content": "; ".join(gained)}
-        flags = [TEXTS["few_rows"].format(rows=rows)] if rows < FEW_ROWS else []
+        flags = [tr(TEXTS["few_rows"], rows=rows)] if rows < FEW_ROWS else []
         for one, enough in ((base, max(map(len, base.references))), (tuned, math.inf)):  # a base may be wordy
             count = sum(not answer.stopped and len(answer.text) < enough for answer in one.answers)
-            flags += [TEXTS["cut_off"].format(name=one.name, count=count, rows=rows)] if count > rows / 10 else []
-        return Verdict(**{name: text.format(**values) for name, text in TEXTS["cases"][case].items()}, flags=flags)
+            flags += [tr(TEXTS["cut_off"], name=tr(one.name), count=count, rows=rows)] if count > rows / 10 else []
+        texts = TEXTS["cases"][case]
+        return Verdict(texts["word"], tr(texts["why"], **values), tr(texts["todo"]), flags)
 
     @cached_property
     def forgetting(self) -> Forgetting | None:
@@ -112,8 +114,8 @@ class Comparison:
         word = "kept" if ratio.high <= FORGOT_PERPLEXITY else "unclear"
         word = "forgot" if ratio.low > FORGOT_PERPLEXITY or answers_lost else word
         word = word if len(self.general[0].answers) >= LEAST_GENERAL else "unclear"
-        means = f"Perplexity x {ratio.text('.3g')}, character F1 {f1.text('+.3f')}: {TEXTS['forgetting'][word]}."
-        return Forgetting(word, ratio, f1, means)
+        values = {"ratio": ratio.text(".3g"), "f1": f1.text("+.3f"), "means": tr(TEXTS["forgetting"][word])}
+        return Forgetting(word, ratio, f1, tr("Perplexity x {ratio}, character F1 {f1}: {means}.", **values))
 
     @cached_property
     def means(self) -> dict[str, dict[str, Estimate]]:
@@ -136,9 +138,9 @@ class Comparison:
         rows = []
         for score in scores or SHOWN:
             label, form, _ = SHOWN[score]
-            means = {name: one.text(form) for name, one in self.means[score].items()}
+            means = {tr(name): one.text(form) for name, one in self.means[score].items()}
             difference, p = self.changes[score].text(f"+{form.lstrip('+')}"), self.changes[score].p_text
-            rows.append({"score": label} | means | {"difference": difference, "p": p})
+            rows.append({tr("score"): tr(label)} | means | {tr("difference"): difference, "p": p})
         return rows
 
     def show_scores(self, *scores: str) -> None:
@@ -148,7 +150,7 @@ class Comparison:
     def show_answers(self, rows: int = 6, *, general: bool = False) -> None:
         """The first answers of each model beside the reference; a tick if they are equal."""
         results = self.general if general else self.results
-        columns = {one.name: one.texts for one in results}
+        columns = {tr(one.name): one.texts for one in results}
         display.show_table(scoring.before_after_table(results[0].questions, results[0].references, columns, rows))
 
     def plot(self, *scores: str) -> None:
@@ -163,7 +165,8 @@ class Comparison:
         def for_others(value: Any) -> str:
             """Private data masked, control characters visible, cut if it is very long."""
             text = "\n".join(map(shown, str(value or "").split("\n")))
-            return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text)} characters)"
+            cut = {"text": text[:LONGEST], "count": len(text)}
+            return text if len(text) <= LONGEST else tr("{text} … ({count} characters)", **cut)
 
         template, svg, figure = Path(__file__).with_name("report.html"), io.StringIO(), _figure(self, PANELS)
         figure.savefig(svg, format="svg")
@@ -173,27 +176,28 @@ class Comparison:
         worst = sorted(wrong, key=lambda row: (-before[row], tuned["rouge_l"][row]))  # first those right before
         page = jinja2.Environment(autoescape=True).from_string(template.read_text(encoding="utf-8")).render(
             run=run, date=f"{datetime.now():%Y-%m-%d %H:%M}", evaluator=self.evaluator, comparison=self, about=about,
-            first=range(min(SAMPLES, len(tuned["exact_match"]))), worst=worst[:SAMPLES], rule=RULE,
+            first=range(min(SAMPLES, len(tuned["exact_match"]))), worst=worst[:SAMPLES], alpha=f"{ALPHA:g}",
             level=f"{scoring.LEVEL:.0%}", descriptions=[text for _, _, text in SHOWN.values()], shown=for_others,
-            answer=scoring.without_thinking, svg=svg.getvalue().partition("<svg")[2],
+            answer=scoring.without_thinking, svg=svg.getvalue().partition("<svg")[2], tr=tr, language=language(),
         )  # fmt: skip
         files.write_text(self.page, page.encode("utf-8", "replace").decode("utf-8") + "\n")
 
     def facts(self) -> dict[str, Any]:
         """All numbers for facts.json."""
-        first, verdict, summary = self.results[0], asdict(self.verdict), [f"verdict: {self.verdict.word}"]
+        first, verdict, summary = self.results[0], asdict(self.verdict), [tr(self.verdict.word)]
         for score in ("exact_match", "content"):
             label, form, _ = SHOWN[score]
-            summary += [f"{label}: {', '.join(f'{name} {one.text(form)}' for name, one in self.means[score].items())}"]
-        summary += [f"general knowledge: {self.forgetting.word}"] if self.forgetting else []
-        summary += [f"warning: {flag}" for flag in self.verdict.flags]
+            means = [f"{tr(name)} {one.text(form)}" for name, one in self.means[score].items()]
+            summary += [f"{tr(label)}: {', '.join(means)}"]
+        summary += [tr("general knowledge: {word}", word=tr(self.forgetting.word))] if self.forgetting else []
+        summary += [f"[WARN] {flag}" for flag in self.verdict.flags]
         evaluation = {
             "verdict": verdict.pop("word"), "rows": len(first.answers), **verdict,
             "scores": {
                 score: {name: one.facts() for name, one in means.items()} | {"difference": self.changes[score].facts()}
                 for score, means in self.means.items()
             },
-            "summary": [*summary, "all of it: [evaluation/report.html](evaluation/report.html)"],
+            "summary": [*summary, tr("all of it: [evaluation/report.html](evaluation/report.html)")],
             "perplexity": {one.name: math.exp(one.loss) if one.loss < 50 else None for one in self.results},
             "answers_by": {one.name: one.by for one in self.results},
         }  # fmt: skip
@@ -217,7 +221,8 @@ def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -
     table, scored = [], {name: evaluator.score(evaluator.with_think_tag(given)) for name, given in answers.items()}
     for score in ("exact_match", "character_f1", "rouge_l", "stopped"):
         means = {name: scoring.estimate(one[score], shares=score in scoring.SHARES) for name, one in scored.items()}
-        table.append({"score": SHOWN[score][0]} | {name: one.text(SHOWN[score][1]) for name, one in means.items()})
+        label, form, _ = SHOWN[score]
+        table.append({tr("score"): tr(label)} | {tr(name): one.text(form) for name, one in means.items()})
     return table
 
 
@@ -281,10 +286,12 @@ def place_model(lesson: LessonLike) -> Placement:
     kind |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": dtype}
     in_4_bits = whole | {"quantization_config": BitsAndBytesConfig(**kind)}
     if fits:
-        return Placement(True, f"{gib:.1f} GiB of weights fit into {place}", whole, in_4_bits, whole)
+        reason = tr("{gib:.1f} GiB of weights fit into {place}", gib=gib, place=place)
+        return Placement(True, reason, whole, in_4_bits, whole)
     scratch = lesson.scratch / "offload"
-    disk.require_disk(scratch, gib, "what GPU and RAM cannot hold of the model")
-    reason = f"{gib:.1f} GiB of weights do NOT fit into {place}: questions are asked in 4 bits"
+    disk.require_disk(scratch, gib, tr("what GPU and RAM cannot hold of the model"))
+    shown = {"gib": gib, "place": place}
+    reason = tr("{gib:.1f} GiB of weights do NOT fit into {place}: questions are asked in 4 bits", **shown)
     spread = {"dtype": dtype, "device_map": "auto", "max_memory": memory, "offload_folder": str(scratch)}
     return Placement(False, reason, spread, in_4_bits, in_4_bits)
 
@@ -292,13 +299,14 @@ def place_model(lesson: LessonLike) -> Placement:
 def fit(gib: float, gpu: hardware.GPU | None) -> tuple[bool, dict[int | str, str], str]:
     """Whether weights of this size fit; if not, what they may take of GPU and RAM; and where they would lie."""
     ram = platforms.free_memory_gib().value
-    free, place, shares = ram - SPARE_RAM_GIB, f"RAM ({ram:.1f} GiB free)", dict[int | str, float]()
+    free, place, shares = ram - SPARE_RAM_GIB, tr("RAM ({gib:.1f} GiB free)", gib=ram), dict[int | str, float]()
     if gpu:
         import torch
 
         hardware.free_memory()
         on_gpu = float(torch.cuda.mem_get_info()[0]) / files.GIB
-        free, place, shares[0] = on_gpu - WORK_GIB, f"the GPU ({on_gpu:.1f} GiB free)", on_gpu - 2 * WORK_GIB
+        place = tr("the GPU ({gib:.1f} GiB free)", gib=on_gpu)
+        free, shares[0] = on_gpu - WORK_GIB, on_gpu - 2 * WORK_GIB
     shares["cpu"] = (ram - SPARE_RAM_GIB) / 2
     return gib * LOADED <= free, {part: f"{max(0, int(share * 1024))}MiB" for part, share in shares.items()}, place
 
@@ -333,9 +341,9 @@ def compare_models(lesson: LessonLike, folder: Path, placement: Placement, serve
     tokenizer = AutoTokenizer.from_pretrained(lesson.run.adapter, trust_remote_code=False)
     evaluator = open_evaluator(lesson, lesson.model, tokenizer, in_4_bits=not placement.fits)
     general = evaluator.general()
-    thinking = ", asked without thinking" if evaluator.thinking is False else ""
-    rows = f"{len(evaluator.rows)} held-out rows and {len(general.rows)} general ones{thinking}"
-    print(f"{rows}; answers of at most {evaluator.max_new_tokens} tokens")
+    thinking = tr(", asked without thinking") if evaluator.thinking is False else ""
+    asked = {"rows": len(evaluator.rows), "general": len(general.rows), "tokens": evaluator.max_new_tokens}
+    print(tr("{rows} held-out rows and {general} general ones; answers of at most {tokens} tokens", **asked) + thinking)
     results: tuple[list[Result], list[Result]] = ([], [])
     for name, path, fingerprint, answers_by in (
         ("base", lesson.model, model_fingerprint(lesson), None),
@@ -346,8 +354,9 @@ def compare_models(lesson: LessonLike, folder: Path, placement: Placement, serve
     placement.free()
     comparison = Comparison(*results, evaluator)
     versions = ", ".join(f"{name} {number}" for name, number in record.versions().items())
-    machine = f"{lesson.platform.name}, {lesson.gpu or 'CPU only'}"
-    comparison.write_page(lesson.run.name, {"model": lesson.model_name, "machine": machine, "versions": versions})
+    machine = f"{lesson.platform.name}, {lesson.gpu or 'CPU'}"
+    about = {tr("model"): lesson.model_name, tr("machine"): machine, tr("versions"): versions}
+    comparison.write_page(lesson.run.name, about)
     return comparison
 
 

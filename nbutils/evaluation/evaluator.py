@@ -38,6 +38,7 @@ from nbutils.errors import CourseError
 from nbutils.evaluation import inference
 from nbutils.evaluation.inference import Answer, Message, Row, RowLoss
 from nbutils.files import SAMPLES, read_json, write_json, write_text
+from nbutils.language import tr
 from nbutils.masking import without_secrets
 
 FOLDER = "evaluation"  # below the run
@@ -114,7 +115,7 @@ class Estimate:
     def text(self, form: str = ".3f") -> str:
         """For display."""
         if not math.isfinite(self.mean):
-            return "not a number"
+            return tr("not a number")
         return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
     def facts(self) -> dict[str, Any]:
@@ -256,7 +257,8 @@ class Evaluator:
             raise CourseError("evaluation.no_row_fits", **values)
         self.left_out = len(chosen) - len(fitting)
         if self.left_out:
-            print(f"[WARN] {self.left_out} rows do not fit {limit:,} tokens with their answer: left out")
+            counts = {"count": self.left_out, "limit": limit}
+            print(tr("[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out", **counts))
         self.rows, self.prompts = [chosen[number] for number in fitting], [prompts[number] for number in fitting]
         self.questions = [row["messages"][:-1] for row in self.rows]
         self.tools = [row.get("tools") for row in self.rows]
@@ -339,7 +341,7 @@ def before_after_table(
     """For display: the question, the reference, and each model's answer with a tick or a cross; private data masked."""
     table = []
     for index in range(min(rows, len(references))):
-        row = {"question": mask(str(questions[index][-1]["content"])), "reference": mask(references[index])}
+        row = {tr("question"): mask(str(questions[index][-1]["content"])), tr("reference"): mask(references[index])}
         for name, answers in columns.items():
             tick = "✓" if exact(answers[index], references[index]) else "✗"
             row[name] = f"{tick} {mask(answers[index].strip())}"
@@ -441,4 +443,4 @@ class Harness:
 
     def __str__(self) -> str:
         lines = [f"{name}, {task}: {found}" for name, one in self.results.items() for task, found in one.items()]
-        return "\n".join(lines) or "no public benchmark was asked for (LM_EVAL_TASKS)"
+        return "\n".join(lines) or tr("no public benchmark was asked for (LM_EVAL_TASKS)")

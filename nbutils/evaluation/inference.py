@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 
 from nbutils import hardware
 from nbutils.chat import View, find_stop_ids
+from nbutils.language import tr
 
 STOP_CHECK = 16  # decoding steps between two checks whether all answers have ended: a check makes the GPU wait
 MEMORY_SHARE = 0.5  # of the free GPU memory is planned for; the rest is for copies while the KV cache grows
@@ -51,7 +52,8 @@ def in_batches(
                 raise
         if not results:
             batch_size = len(batch) // 2
-            print(f"out of memory with {len(batch)} rows at a time: going on with {batch_size}")
+            counts = {"count": len(batch), "half": batch_size}
+            print(tr("out of memory with {count} rows at a time: going on with {half}", **counts))
             hardware.free_memory()  # out here, where the failed call's tensors are no longer held by its error
         yield from zip(batch, results, strict=False)
         done += len(results)
@@ -104,7 +106,7 @@ def answer_prompts(
     def work(batch: Sequence[int]) -> list[list[int]]:
         return generate_ids(model, [prompts[number] for number in batch], max_new_tokens, stops, pad)
 
-    for number, ids in tqdm(in_batches(order, batch_size, work), total=len(order), desc="answers", unit="row"):
+    for number, ids in tqdm(in_batches(order, batch_size, work), total=len(order), desc=tr("answers"), unit=tr("row")):
         text = str(tokenizer.decode(ids, skip_special_tokens=True))
         yield number, Answer(prompts[number], ids, text, bool(ids) and ids[-1] in stops)
 
@@ -124,7 +126,8 @@ def generate_ids(
             except Exception as problem:
                 if hardware.out_of_memory(problem):
                     raise
-                print(f"[WARN] no CUDA graph of this model ({type(problem).__name__}): answers come more slowly")
+                name = type(problem).__name__
+                print(tr("[WARN] no CUDA graph of this model ({name}): answers come more slowly", name=name))
         if not rows:
             settings = {"do_sample": False, "pad_token_id": pad, "eos_token_id": stops, "use_cache": True}
             made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, **settings)
@@ -199,7 +202,7 @@ def row_losses(model: Any, texts: Sequence[Encoded], batch_size: int) -> list[Ro
     found = [(0.0, 0)] * (1 + max(text.row for text in texts))
     logits = int(model.config.get_text_config().vocab_size) * max(row.places[-1] + 1 - row.places[0] for row in texts)
     batch_size = fitting_batch(model, len(texts[order[0]].ids), max(1, min(batch_size, MAX_LOGITS // logits)))
-    for number, loss in tqdm(in_batches(order, batch_size, work), total=len(order), desc="losses", unit="row"):
+    for number, loss in tqdm(in_batches(order, batch_size, work), total=len(order), desc=tr("losses"), unit=tr("row")):
         total, tokens = found[texts[number].row]
         found[texts[number].row] = (total + loss, tokens + len(texts[number].places))
     return found

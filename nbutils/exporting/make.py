@@ -21,6 +21,7 @@ from nbutils.config import Evaluation
 from nbutils.data import stored_rows
 from nbutils.errors import CourseError
 from nbutils.evaluation.comparison import fit
+from nbutils.language import tr
 from nbutils.masking import mask_secrets
 from nbutils.merging.folder import TOKENIZER_FILES, ModelFolder, open_base, weights_fingerprint
 
@@ -44,6 +45,7 @@ GROUPS = (128, 64, 32)  # group sizes of vLLM's 4-bit kernels
 MAX_ROWS, BLOCK = 256, 512  # rows of a calibration, and tokens of the blocks they are joined to
 # Mean KL in nats per token up to which the words hold; beyond the last the export is broken.
 VERDICTS = ((0.001, "next to the same"), (0.02, "hardly differs"), (0.15, "differs a little"), (1.0, "clearly differs"))
+NOT_COMPARED = "not compared: too large to be read here"
 # The package is handed over by path, so that the environment needs no copy of it.
 START = """
 import importlib.util, runpy, sys
@@ -103,9 +105,10 @@ def offer(folder: Path, gpu: hardware.GPU | None = None) -> list[dict[str, str]]
     """For display: every format, its size for this model, what it is for and where it runs (`gpu`: on this one too)."""
     rows, model = [], open_base(folder)
     for form in FORMATS.values():
-        old = f"; not on this {gpu.name}" if gpu and gpu.capability < form.capability else ""
-        size = f"about {form.expected_bytes(model) / 1e6:,.0f} MB"
-        rows.append({"format": form.name, "size": size, "for": form.purpose, "runs on": f"{form.runs}{old}"})
+        old = tr("; not on this {name}", name=gpu.name) if gpu and gpu.capability < form.capability else ""
+        size = tr("about {mb:,.0f} MB", mb=form.expected_bytes(model) / 1e6)
+        about = {tr("format"): form.name, tr("size"): size, tr("for"): tr(form.purpose)}
+        rows.append(about | {tr("runs on"): f"{tr(form.runs)}{old}"})
     return rows
 
 
@@ -134,8 +137,8 @@ class Export:
         return self.bytes / self.merged_bytes
 
     def __str__(self) -> str:
-        made = "made before" if self.reused else f"{self.seconds:.0f} s"
-        size = f"{self.bytes / 1e6:,.1f} MB, {self.ratio:.2f} of the merged model"
+        made = tr("made before") if self.reused else f"{self.seconds:.0f} s"
+        size = tr("{mb:,.1f} MB, {ratio:.2f} of the merged model", mb=self.bytes / 1e6, ratio=self.ratio)
         place = next(self.folder.glob("*.gguf"), self.folder)
         return f"{self.name}: {size} ({self.method}; {made})\n  {place}\n  {FORMATS[self.name].load.format(path=place)}"
 
@@ -150,10 +153,10 @@ def export(merged: Path, name: str, out: Path | None = None, *, calibration: Seq
     if not reused:
         cast = FORMATS["bf16"].expected_bytes(model) if job["dtype"] != "auto" else 0  # a copy in 16 bits comes first
         gib = (form.expected_bytes(model) + cast) * 1.1 / files.GIB
-        disk.require_disk(out.parent, gib + 0.02, f"the export {name}")
-        files.make_folder(out.parent, "exports")
+        disk.require_disk(out.parent, gib + 0.02, tr("the export {name}", name=name))
+        files.make_folder(out.parent, tr("exports"))
         with files.complete_folder(out, about) as folder:
-            run_job({**job, "out": str(folder)}, f"the export {name}")
+            run_job({**job, "out": str(folder)}, tr("the export {name}", name=name))
             for pattern in (*TOKENIZER_FILES, "generation_config.json") if form.work != "gguf" else ():
                 for file in model.path.glob(pattern):
                     if not (folder / file.name).exists():
@@ -190,15 +193,12 @@ def _plan(form: Format, model: ModelFolder, calibration: Sequence[Any]) -> tuple
             raise CourseError("exporting.awq_needs_rows")
         job["rows"] = list(calibration)[:: max(1, len(calibration) // MAX_ROWS)][:MAX_ROWS]
         job["length"] = min(BLOCK, model.config.get("max_position_embeddings", BLOCK))
-    groups = f", groups of {job['group']}" if job["group"] else ""
-    method = {
-        "calibrate": f"AWQ on {len(job['rows'])} rows{groups}", "gguf": f"GGUF {form.setting}",
-        "compress": f"{form.setting}, rounded without data{groups}",
-        "int8": "8-bit integers for every row of a weight", "cast": f"cast to {form.setting}",
-    }[form.work]  # fmt: skip
+    method = {"calibrate": f"AWQ rows={len(job['rows'])}", "gguf": f"GGUF {form.setting}", "int8": "torchao int8"}
+    groups = f" group_size={job['group']}" if job["group"] else ""
     text = json.dumps(job["rows"], ensure_ascii=False, sort_keys=True, default=str)
     return job, {
-        "format": form.name, "base": (files.stamp(model.path) or {}).get("base", ""), "method": method,
+        "format": form.name, "base": (files.stamp(model.path) or {}).get("base", ""),
+        "method": f"{method.get(form.work, form.setting)}{groups}",
         "of": weights_fingerprint(model), "rows": hashlib.sha256(text.encode()).hexdigest()[:16],
     }  # fmt: skip
 
@@ -230,14 +230,15 @@ class ParityLine:
     @property
     def verdict(self) -> str:
         if not (gap := self.gap):
-            return "not compared: too large to be read here"
+            return NOT_COMPARED
         return next((words for limit, words in VERDICTS if gap.mean <= limit), "BROKEN")
 
     @property
     def row(self) -> dict[str, str]:
         export, columns = self.export, self.gap.columns if self.gap else {}
-        sizes = {"format": export.name, "size": f"{export.bytes / 1e6:,.1f} MB", "of merged": f"{export.ratio:.2f}"}
-        return {**sizes, **columns, "verdict": self.verdict, "made by": export.method}
+        sizes = {tr("size"): f"{export.bytes / 1e6:,.1f} MB", tr("of merged"): f"{export.ratio:.2f}"}
+        made = {tr("verdict"): tr(self.verdict), tr("made by"): export.method}
+        return {tr("format"): export.name, **sizes, **columns, **made}
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -272,7 +273,7 @@ def read(name: str, folder: Path, size: int, fixed: parity.Fixed) -> parity.Pred
         logs = Path(place) / "logs.safetensors"
         gguf = next((file.name for file in folder.glob("*.gguf")), "")
         job = {"do": "read", "format": name, "folder": str(folder.absolute()), "file": gguf, "bytes": size}
-        found = run_job({**job, "logs": str(logs), "fixed": asdict(fixed)}, f"reading {name}")
+        found = run_job({**job, "logs": str(logs), "fixed": asdict(fixed)}, tr("reading {name}", name=name))
         return parity.Predictions(load_file(logs)["logs"], answers=found["answers"])
 
 
@@ -297,7 +298,8 @@ def answer(folder: Path, names: Sequence[str], out: Path | None, data: Path | No
         held_out = folder.parent / "data/eval.jsonl"  # never the rows of --data
         held_out = held_out if held_out.is_file() else files.SAMPLES / "general.jsonl"
         fixed = quick_set(folder, _read_rows(held_out))
-        print(f"Compared on {len(fixed.texts)} rows of {held_out}; only tables of the same rows compare.")
+        values = {"rows": len(fixed.texts), "file": held_out}
+        print(tr("Compared on {rows} rows of {file}; only tables of the same rows compare.", **values))
         display.show_table([line.row for line in check(exports, fixed)])
 
 

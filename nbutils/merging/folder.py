@@ -20,6 +20,7 @@ import numpy as np
 
 from nbutils import files
 from nbutils.errors import CourseError
+from nbutils.language import tr
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,7 @@ class StoredTensor:
         count = (last - first) * row_size
         data = np.fromfile(self.file, np.uint8, count, offset=self.start + first * row_size)
         if len(data) < count:
-            raise CourseError("merging.damaged_file", file=self.file, reason="it ends too early")
+            raise CourseError("merging.damaged_file", file=self.file, reason=tr("it ends too early"))
         return data.data
 
     def tensor(self, first: int = 0, last: int | None = None) -> torch.Tensor:
@@ -149,7 +150,7 @@ def open_base(base: str | Path) -> ModelFolder:
     names = sorted({Path(file).name for file in index.values()}) or [SINGLE]
     model = ModelFolder(path, name, config, {file: read_header(path / file) for file in names})
     if missing := sorted(index.keys() - model.weights.keys()):
-        raise CourseError("merging.damaged_file", file=path / INDEX, reason=f"no file has {missing[0]}")
+        raise CourseError("merging.damaged_file", file=path / INDEX, reason=tr("no file has {name}", name=missing[0]))
     if is_quantized(config):
         raise CourseError("merging.quantized_base", name=name, original=QUANTIZED_SUFFIX.sub("", name))
     return model

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbutils import disk, files, platforms, record
 from nbutils.errors import CourseError
+from nbutils.language import tr
 from nbutils.merging import folder as model_folder
 from nbutils.merging.folder import FLOATS, MIN_ROWS, ModelFolder, StoredTensor, open_adapter, open_base, split_rows
 
@@ -72,12 +73,12 @@ class MergeReport:
     untied: bool = False
 
     def __str__(self) -> str:
-        size = f"{self.bytes / files.GIB:.2f} GiB, {self.dtype}"
+        values = vars(self) | {"size": f"{self.bytes / files.GIB:.2f} GiB, {self.dtype}"}
         if self.reused:
-            return f"merged: {self.folder} ({size}) is there already, made from this very adapter: nothing to do"
-        text = f"merged: {self.merged} weights changed, {self.copied} copied: {self.folder} ({size})"
-        resumed = f", {self.resumed_shards} files from an interrupted merge" if self.resumed_shards else ""
-        return f"{text} in {self.seconds:.1f} s on {self.device}{resumed}"
+            return tr("merged: {folder} ({size}) is there already, made from this adapter: nothing to do", **values)
+        resumed = tr(", {resumed_shards} files from an interrupted merge", **values) if self.resumed_shards else ""
+        values["size"] += f"; {self.seconds:.1f} s, {self.device}"
+        return tr("merged: {merged} weights changed, {copied} copied: {folder} ({size})", **values) + resumed
 
     def facts(self) -> dict[str, Any]:
         """The report for facts.json."""
@@ -165,9 +166,10 @@ def choose_folder(lesson: record.LessonLike, dtype: str = "auto") -> Path:
     if disk.free_gib(run.path) + disk.folder_gib(files.partial_of(kept)) >= gib:
         run.elsewhere.unlink(missing_ok=True)
         return kept
-    folder = files.make_folder(lesson.scratch, "the merged model") / "merged"
+    folder = files.make_folder(lesson.scratch, tr("the merged model")) / "merged"
     files.write_json(run.elsewhere, {"folder": str(folder)})
-    print(f"[WARN] no room for {gib:.1f} GiB in {run.path}: the merged model goes to {folder}, which may not last")
+    found = {"gib": gib, "run": run.path, "folder": folder}
+    print(tr("[WARN] no room for {gib:.1f} GiB in {run}: the merged model is in {folder}, which may not last", **found))
     return folder
 
 
@@ -224,7 +226,8 @@ def plan_weights(base: ModelFolder, adapters: Iterable[ModelFolder]) -> tuple[di
         if adapter.config.get("peft_type") != "LORA":
             problems.append(str(adapter.config.get("peft_type")))
         if init_changes_base(adapter.config):
-            problems.append(f"init_lora_weights={adapter.config['init_lora_weights']}, which changed the base")
+            init = adapter.config["init_lora_weights"]
+            problems.append(tr("init_lora_weights={init}, which changed the base", init=init))
         if problems:
             raise CourseError("merging.unsupported_adapter", folder=adapter.path, kind=problems[0])
         modules = _group_by_module(adapter)
@@ -258,7 +261,7 @@ def _group_by_module(adapter: ModelFolder) -> dict[str, dict[str, StoredTensor]]
         if len(missing) == 1 or (missing and "lora_magnitude_vector" in parts):
             raise CourseError("merging.incomplete_adapter", module=name, missing=missing[0])
     if not modules:
-        raise CourseError("merging.incomplete_adapter", module="any module", missing="tensors")
+        raise CourseError("merging.incomplete_adapter", module=tr("any module"), missing=tr("tensors"))
     return modules
 
 
@@ -311,15 +314,15 @@ def _write_model(
     from tqdm.auto import tqdm
 
     out, started = report.folder, time.perf_counter()
-    files.make_folder(out.parent, "the merged model")
+    files.make_folder(out.parent, tr("the merged model"))
     needed = report.bytes * SPARE / files.GIB - disk.folder_gib(files.partial_of(out))  # of an interrupted merge
-    disk.require_disk(out.parent, max(0.0, needed) + 0.05, "writing the merged model")
+    disk.require_disk(out.parent, max(0.0, needed) + 0.05, tr("writing the merged model"))
     shards = {file: {name: plans[name] for name in weights} for file, weights in model.shards.items()}
     for name in plans.keys() - model.weights.keys():  # an untied output layer goes beside the embedding
         next(one for one in shards.values() if any("embed_tokens" in each for each in one))[name] = plans[name]
     stats = [(model.path / name).stat() for name in model.shards]
     source = json.dumps([about, [(stat.st_size, stat.st_mtime_ns) for stat in stats]], sort_keys=True)
-    bar = tqdm(total=report.bytes, unit="B", unit_scale=True, desc="merging", disable=not progress)
+    bar = tqdm(total=report.bytes, unit="B", unit_scale=True, desc=tr("merging"), disable=not progress)
     alone = report.device != "cpu" or report.onto == "dequantized"  # a dequantized weight is computed whole
     workers = 1 if alone else max(1, min(MAX_WORKERS, int(platforms.processors().value)))
     threads = torch.get_num_threads()
@@ -455,5 +458,6 @@ def prove(base: str | Path, adapter: Path, folder: Path, *, onto: str = "full") 
     if different:
         raise CourseError("merging.not_proven", weight=min(different), folder=folder)
     changed = sum(bool(plan.updates or plan.replaced) for plan in compared.values())
-    left_out = f"; {len(whole)} can only be computed whole and were left out" if whole else ""
-    return f"computed again: rows of {len(compared)} weights, {changed} of them tuned, all as written{left_out}"
+    sizes = {"compared": len(compared), "changed": changed}
+    left_out = tr("; {count} can only be computed whole and were left out", count=len(whole)) if whole else ""
+    return tr("computed again: rows of {compared} weights, {changed} of them tuned, all as written", **sizes) + left_out

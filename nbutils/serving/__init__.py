@@ -21,6 +21,7 @@ from nbutils import processes
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer, Message
 from nbutils.files import read_json, stamp, write_json
+from nbutils.language import tr
 from nbutils.serving import server as one_server
 from nbutils.serving.engine import ServingEnvironment, ensure_environment, flags_for, free_gpu_memory
 from nbutils.serving.server import KEY_VARIABLE, NO_KEY, SERVERS, Server, health, preferred_port, public_address
@@ -74,7 +75,7 @@ def concurrently(request: Callable[..., Answer], items: Collection[Any], url: st
 
     with ThreadPoolExecutor(max_workers=at_once) as pool:
         try:
-            yield from tqdm(pool.map(request, items), total=len(items), desc="requests", unit="row")
+            yield from tqdm(pool.map(request, items), total=len(items), desc=tr("requests"), unit=tr("row"))
         except OpenAIError as error:
             if server := SERVERS.get(url.rstrip("/")):
                 time.sleep(1.0)  # a connection breaks a moment before the process has ended
@@ -93,9 +94,10 @@ class AnswerParity:
     differences: list[str]
 
     def __str__(self) -> str:
-        how = "token by token" if self.by_token else "as text"
-        prompts = f" and {self.same_prompts} of {self.total} prompts" if self.by_token else ""
-        line = f"{self.identical} of {self.total} answers{prompts} are the same, compared {how}."
+        line = tr("{identical} of {total} answers are the same, compared as text.", **vars(self))
+        if self.by_token:
+            counts = tr("{identical} of {total} answers and {same_prompts} of {total} prompts", **vars(self))
+            line = tr("{counts} are the same, compared token by token.", counts=counts)
         return "\n".join([line, *self.differences[:1]])
 
     def require(self, dtype: str) -> None:
@@ -114,9 +116,12 @@ def compare(served: Sequence[Answer], stored: Sequence[Answer]) -> AnswerParity:
         same_answer = one.token_ids == other.token_ids if by_token else one.text == other.text
         same_prompts, same_answers = same_prompts + same_prompt, same_answers + same_answer
         if by_token and not same_prompt:
-            differences.append(f"Prompt {index} differs: the server uses another chat template.")
+            differences.append(tr("Prompt {index} differs: the server uses another chat template.", index=index))
         elif not same_answer:
-            differences.append(f"Answer {index} differs: {one.text!r} from the server, {other.text!r} from lesson 04.")
+            both = {"index": index, "served": one.text, "stored": other.text}
+            differences.append(
+                tr("Answer {index} differs: {served!r} from the server, {stored!r} in lesson 04.", **both)
+            )
     return AnswerParity(same_answers, len(stored), same_prompts, by_token, differences)
 
 
@@ -185,7 +190,7 @@ def stop_leftover_servers(run: Path, stop_others: bool = False) -> None:
             (owner, port, _), pid = found, process.pid
             if owner != os.getpid() and psutil.pid_exists(owner) and not stop_others:
                 raise CourseError("serving.other_kernel", pid=pid, owner=owner, port=port)
-            print(f"A server is still up on port {port} (process {pid}): it is stopped now.", flush=True)
+            print(tr("A server is still up on port {port} (process {pid}): it is stopped now.", port=port, pid=pid))
             for server in SERVERS.values():
                 if server.process and server.process.pid == pid:
                     server.stop()

