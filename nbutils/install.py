@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from nbutils import platforms
 from nbutils.errors import CourseError
 from nbutils.files import DISTRIBUTION, read_json, sha256
+from nbutils.language import tr
 from nbutils.masking import without_secrets
 
+TORCH = ">=2.8"  # as in pyproject.toml; an older one is left alone: driver and CUDA of its image belong to it
 BLOCKERS = {"torchao": "<0.16"}  # PEFT from 0.19 on refuses to start beside these versions
 FREE = ("datasets", "pyarrow", "dill", "multiprocess")  # TRL asks for newer ones than Colab and Kaggle have
 MARKER = "course-wheels.json"
@@ -31,16 +34,20 @@ CONFLICT = "ResolutionImpossible"  # pip's word for requirements that exclude ea
 
 def ensure(extra: str) -> None:
     """Install what the extra names and this Python lacks; silent and instant when nothing is missing."""
+    if version := old_torch():
+        raise CourseError("install.old_torch", version=version, wanted=TORCH, todo=torch_todo())
     for name, old in BLOCKERS.items():
         if not unsatisfied([f"{name}{old}"]):
-            print(f"Removing {name} {metadata.version(name)}: PEFT refuses to start beside it, and no lesson uses it.")
+            said = tr("Removing {name} {version}: PEFT refuses to start beside it, and no lesson uses it.",
+                      name=name, version=metadata.version(name))  # fmt: skip
+            print(said)
             command = [sys.executable, "-m", "pip", "uninstall", "-y", "-q", name]
             subprocess.run(command, check=True, env=without_secrets(os.environ))
     if not (missing := unsatisfied(requirements(extra))):
         return
     wheels = attached_wheels()
-    source = f"the attached {wheels}" if wheels else "the package index"
-    print(f"Installing for the lessons, from {source}: {', '.join(missing)}", flush=True)
+    source, names = str(wheels) if wheels else tr("the package index"), ", ".join(missing)
+    print(tr("Installing for the lessons, from {source}: {names}", source=source, names=names), flush=True)
     before = versions()
     pip_install(missing, wheels)
     importlib.invalidate_caches()
@@ -49,10 +56,28 @@ def ensure(extra: str) -> None:
         raise CourseError("install.restart_kernel", packages=", ".join(loaded))
 
 
+def old_torch() -> str:
+    """The version of an installed torch that is older than the lessons need; empty if it is not, or there is none."""
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
+    return "" if SpecifierSet(TORCH).contains(version, prereleases=True) else version
+
+
+def torch_todo() -> str:
+    """How to get a newer torch: in an image, CUDA and torch belong together and are replaced together."""
+    if platforms.detect().name == "autodl":
+        return tr("shut the instance down and choose 更换镜像, or rent a new one: a base image (基础镜像) with "
+                  "PyTorch 2.8 or newer; the PyTorch 2.0 and CUDA 11.8 of many guides are of 2023")  # fmt: skip
+    return tr("`make course` in the clone makes an environment with a torch of its own; or replace that of this "
+              "Python yourself: pip install -U 'torch{wanted}' torchvision torchaudio", wanted=TORCH)  # fmt: skip
+
+
 def import_package(name: str) -> Any:
     """A package that few downloads need, installed when it is first imported."""
     if importlib.util.find_spec(name) is None:
-        print(f"Installing for this download: {name}", flush=True)
+        print(tr("Installing for this download: {name}", name=name), flush=True)
         pip_install([name])
         importlib.invalidate_caches()
     return importlib.import_module(name)
@@ -106,7 +131,7 @@ def pip_install(required: list[str], wheels: Path | None = None) -> None:
             break
     if done.returncode != 0:
         tail = "\n".join(done.stderr.strip().splitlines()[-8:])
-        about = {"source": wheels or "the package index", "marker": MARKER}
+        about = {"source": wheels or tr("the package index"), "marker": MARKER}
         raise CourseError("install.pip_failed", tail=tail, required=", ".join(required), **about)
 
 
@@ -125,12 +150,14 @@ def attached_wheels() -> Path | None:
     try:
         listed = read_json(found[0])
         files = {Path(str(file["name"])).name: file["sha256"] for file in listed["files"]}
-        problems = [f"it is for Python {listed['python']}"] if listed["python"] != here else []
+        other = tr("it is for Python {version}", version=listed["python"])
+        problems = [other] if listed["python"] != here else []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        problems = [f"{MARKER} is damaged ({type(error).__name__})"]
+        problems = [tr("{name} is damaged ({problem})", name=MARKER, problem=type(error).__name__)]
     damaged = [name for name in files if not (folder / name).is_file() or sha256(folder / name) != files[name]]
     extra = [path.name for path in sorted(folder.iterdir()) if path.suffix in READ_BY_PIP and path.name not in files]
-    problems += [f"{name} is missing or damaged" for name in damaged] + [f"{name} is not listed" for name in extra]
+    problems += [tr("{name} is missing or damaged", name=name) for name in damaged]
+    problems += [tr("{name} is not listed", name=name) for name in extra]
     if problems:
         about = {"marker": MARKER, "python": here, "problems": ", ".join(problems)}
         raise CourseError("install.wheels_refused", folder=folder, **about)

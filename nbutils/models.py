@@ -6,27 +6,41 @@ the shape, which is known from `configs/models.yaml` or read from a config.json 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import threading
+import urllib.request
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
+from urllib.parse import quote
 
+from filelock import FileLock
 from pydantic import Field
+from tqdm import tqdm
 
 from nbutils import disk, files
 from nbutils.config import Strict, Text, read_table
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
+from nbutils.language import tr
 from nbutils.masking import mask_secrets, without_secrets
 from nbutils.platforms import find_input, network
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 DOWNLOADED = "downloaded.json"  # written last into a model folder from ModelScope
+# What lessons 01-05 read of a repository: no second copy of the weights as .bin, .pth or .gguf.
+WANTED = ("*.json", "*.txt", "*.jinja", "*.model", "*.py", "*.safetensors")
+NOT_WANTED = ("consolidated*", "original/*")
+AT_ONCE = 4  # files downloaded side by side
 # The real model for machines without a hub: it comes out of a Python package and is converted once.
 PACKAGED = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGED_FOLDER = f"packaged/{PACKAGED}"  # below the working folder
@@ -102,17 +116,18 @@ def is_tiny(model: str) -> bool:
 def meant(model: str, inputs: Path | None = None) -> Choice:
     """What `from_pretrained` should be given for this name; `inputs` is the folder of what was attached."""
     if is_tiny(model):
-        return Choice(model_folder(files.TINY_MODEL), "bundled with the course: needs no network")
+        return Choice(model_folder(files.TINY_MODEL), tr("bundled with the course: needs no network"))
     if (known := course_model(model)) and model != known.hub:
-        return Choice(known.hub, f"{known.name}, {known.billions:g} billion parameters")
+        said = tr("{name}, {billions:g} billion parameters", name=known.name, billions=known.billions)
+        return Choice(known.hub, said)
     folder = Path(model).expanduser()
     if folder.is_dir():
-        return Choice(model_folder(folder.absolute()), "a folder of this machine")
+        return Choice(model_folder(folder.absolute()), tr("a folder of this machine"))
     attached = find_input(inputs, model)
     if attached and attached.is_dir():
-        return Choice(model_folder(attached), "attached to this notebook")
+        return Choice(model_folder(attached), tr("attached to this notebook"))
     if HUB_ID.fullmatch(model):
-        return Choice(model, "a hub id")
+        return Choice(model, tr("a hub id"))
     raise CourseError("models.unknown", model=model, names=", ".join(known_models()))
 
 
@@ -131,13 +146,13 @@ def find_shape(model: str) -> Shape:
     if known := course_model(model):
         return known
     file = Path(files.TINY_MODEL if is_tiny(model) else model).expanduser() / "config.json"
-    if not file.is_file() and not (cached := _cached(model, "config.json")):
+    if not file.is_file() and not (found := cached(model, "config.json")):
         raise CourseError("models.unknown_shape", model=model, names=", ".join(known_models()))
-    file = file if file.is_file() else Path(cached)
+    file = file if file.is_file() else Path(found)
     try:
         config = dict(files.read_json(file))
         if strange := [key for key in NOT_DENSE if config.get(key)]:
-            raise ValueError(f"{', '.join(strange)}: it is not a dense model")
+            raise ValueError(tr("{keys}: it is not a dense model", keys=", ".join(strange)))
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         return Shape(
             name="tiny" if is_tiny(model) else model, layers=config["num_hidden_layers"], hidden=hidden, heads=heads,
@@ -154,12 +169,12 @@ def reachable(model: str, online: Callable[[], bool], work: Path) -> str:
     if Path(model).is_absolute():
         return "folder"
     weights = {"model.safetensors"}
-    if index := _cached(model, "model.safetensors.index.json"):
+    if index := cached(model, "model.safetensors.index.json"):
         weights = set(files.read_json(Path(index))["weight_map"].values())
-    if all(_cached(model, name) for name in ("config.json", *weights)):  # half a download does not count
+    if all(cached(model, name) for name in ("config.json", *weights)):  # half a download does not count
         return "cache"
     modelscope = network.chosen() == "modelscope" and not network.offline()
-    if modelscope or (_modelscope_folder(model, work) / DOWNLOADED).exists():
+    if modelscope or (modelscope_folder(model, work) / DOWNLOADED).exists():
         return "modelscope"
     if model == PACKAGED and files.stamp(work / PACKAGED_FOLDER) is not None:
         return "package"
@@ -168,7 +183,7 @@ def reachable(model: str, online: Callable[[], bool], work: Path) -> str:
     return "package" if model == PACKAGED and not network.offline() else ""
 
 
-def _cached(hub_id: str, name: str) -> str:
+def cached(hub_id: str, name: str) -> str:
     """A file of a hub id in the local cache; empty if it is not there."""
     try:
         from huggingface_hub import try_to_load_from_cache
@@ -179,30 +194,116 @@ def _cached(hub_id: str, name: str) -> str:
     return path if isinstance(path, str) else ""
 
 
-def _modelscope_folder(hub_id: str, work: Path) -> Path:
+def modelscope_folder(hub_id: str, work: Path) -> Path:
     """Where a model from ModelScope lies on this machine; the last two parts are its id there."""
     known = course_model(hub_id)
     return work / "modelscope" / (known.modelscope if known else hub_id)
 
 
+class RemoteFile(NamedTuple):
+    """A file of a repository, its place on this machine, and its sha256 ("" where the repository does not tell)."""
+
+    url: str
+    place: Path
+    size: int
+    sha256: str
+
+    @property
+    def bytes_here(self) -> int:
+        """How much of it is on this machine."""
+        partial = self.place.with_name(f"{self.place.name}{network.PARTIAL}")
+        return self.size if self.place.exists() else partial.stat().st_size if partial.exists() else 0
+
+
 def from_modelscope(hub_id: str, work: Path) -> str:
     """The folder of a model from ModelScope, downloaded if it is not there yet; a broken download is continued."""
-    from nbutils import install
-
-    folder = _modelscope_folder(hub_id, work)
+    folder = modelscope_folder(hub_id, work)
     if not (folder / DOWNLOADED).exists():
-        theirs, known = folder.relative_to(work / "modelscope").as_posix(), course_model(hub_id)
-        disk.require_disk(work, 2.1 * (known.billions if known else 0.0), f"{theirs} from ModelScope")
-        os.environ.setdefault("MODELSCOPE_CACHE", str(work / "modelscope/.cache"))  # read when it is imported
-        print(f"model     {theirs} from ModelScope to {folder}", flush=True)
-        library = install.import_package("modelscope")
-        try:
-            library.snapshot_download(theirs, local_dir=str(folder))
-        except Exception as problem:  # the library has a dozen types of its own for what a network can do
-            said = f"{type(problem).__name__}: {mask_secrets(str(problem))[:200]}"
-            raise CourseError("models.modelscope_failed", model=theirs, problem=said) from problem
+        theirs = folder.relative_to(work / "modelscope").as_posix()
+        base = f"{network.SOURCES['modelscope']}/api/v1/models/{theirs}/repo"
+        with _one_error(theirs, "ModelScope"):
+            opener = urllib.request.build_opener()
+            with opener.open(f"{base}/files?Revision=master&Recursive=true", timeout=network.PATIENCE) as answer:
+                found = [one for one in json.load(answer)["Data"]["Files"] if _wanted(one["Path"])]
+            address = f"{base}?Revision=master&FilePath="
+            listed = [
+                RemoteFile(address + quote(path), folder / path, one["Size"], one.get("Sha256", ""))
+                for one in found for path in [one["Path"]]
+            ]  # fmt: skip
+            _download(theirs, "ModelScope", folder, listed)
         files.write_json(folder / DOWNLOADED, {"modelscope": theirs})
     return model_folder(folder)
+
+
+def from_hub(hub_id: str, source: str, endpoint: str) -> str:
+    """The folder of a hub model in the cache of huggingface_hub, completed; a broken download is continued.
+
+    Large files come first and are put where huggingface_hub finds them: after a kill it would begin each again.
+    """
+    from nbutils import install
+
+    hub = install.import_package("huggingface_hub")
+    token: str | None = None if source == "hf-mirror" else hub.get_token()
+    with _one_error(hub_id, source):
+        about = hub.HfApi(endpoint=endpoint, token=token or False).model_info(hub_id, files_metadata=True)
+        folder = Path(hub.constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
+        listed = [
+            RemoteFile(hub.hf_hub_url(hub_id, one.rfilename, revision=about.sha, endpoint=endpoint),
+                       folder / "blobs" / one.lfs.sha256, one.size, one.lfs.sha256)
+            for one in about.siblings if one.lfs and _wanted(one.rfilename)
+        ]  # fmt: skip
+        _download(hub_id, source, folder, listed, token)
+        patterns = {"allow_patterns": list(WANTED), "ignore_patterns": list(NOT_WANTED)}
+        return str(hub.snapshot_download(hub_id, endpoint=endpoint, token=token or False, **patterns))
+
+
+def _wanted(name: str) -> bool:
+    """Whether a lesson reads this file of a repository."""
+    wanted, other = (any(fnmatch(name, pattern) for pattern in patterns) for patterns in (WANTED, NOT_WANTED))
+    return wanted and not other
+
+
+@contextmanager
+def _one_error(model: str, source: str) -> Iterator[None]:
+    """A download that fails ends in one error, whatever the libraries raise: there are dozens of types."""
+    try:
+        yield
+    except CourseError:
+        raise
+    except Exception as problem:
+        said = f"{type(problem).__name__}: {mask_secrets(str(problem)).strip().partition(chr(10))[0][:200]}"
+        raise CourseError("models.download_failed", model=model, source=source, problem=said) from problem
+
+
+def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], token: str | None = None) -> None:
+    """Download what is not here yet, with a progress bar; a disk that is too small is refused before the first byte."""
+    if not any(one.url.endswith(".safetensors") for one in listed):
+        raise CourseError("models.no_safetensors", model=model)
+    if outside := [one.place for one in listed if not one.place.resolve().is_relative_to(folder.resolve())]:
+        raise ValueError(f"{outside[0]} is not in {folder}")
+    stopped = threading.Event()
+
+    def advance(count: int) -> None:
+        if stopped.is_set():
+            raise CancelledError
+        bar.update(count)
+
+    files.make_folder(folder, model)
+    with FileLock(folder / ".download.lock"):
+        total, here = sum(one.size for one in listed), sum(one.bytes_here for one in listed)
+        said = tr("model     {model} from {source} to {folder}: {size:.2f} GB, {here:.2f} GB are here", model=model,
+                  source=source, folder=folder, size=total / 1e9, here=here / 1e9)  # fmt: skip
+        print(said, flush=True)
+        disk.require_disk(folder, (total - here) / files.GIB, model)
+        bar = tqdm(total=total, initial=here, unit="B", unit_scale=True, desc=model.partition("/")[2])
+        with bar, ThreadPoolExecutor(AT_ONCE) as pool:
+            begun = [pool.submit(network.download, *one, advance, token) for one in listed if not one.place.exists()]
+            try:
+                for done in as_completed(begun):
+                    done.result()
+            finally:  # after an error or Ctrl-C the other files end too, to be continued
+                stopped.set()
+                pool.shutdown(cancel_futures=True)
 
 
 def from_package(work: Path) -> str:
@@ -212,8 +313,10 @@ def from_package(work: Path) -> str:
     folder, about = work / PACKAGED_FOLDER, {"package": PACKAGE, "sha256": PACKAGE_SHA256}
     if files.stamp(folder) is not None:
         return str(folder)
-    disk.require_disk(work, PACKAGE_GIB, f"{PACKAGED} from {PACKAGE}")
-    print(f"model     {PACKAGED} from the community package {PACKAGE} (real weights, rounded to 4 bits)", flush=True)
+    disk.require_disk(work, PACKAGE_GIB, PACKAGED)
+    said = tr("model     {model} from the community package {package} (real weights, rounded to 4 bits)",
+              model=PACKAGED, package=PACKAGE)  # fmt: skip
+    print(said, flush=True)
     install.import_package("gguf")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as place, files.complete_folder(folder, about) as out:
@@ -221,12 +324,12 @@ def from_package(work: Path) -> str:
         ran = subprocess.run([*command, PACKAGE], capture_output=True, text=True, env=without_secrets(os.environ))
         wheels = list(Path(place).glob("*.whl"))
         if ran.returncode or not wheels:
-            last = (ran.stderr.strip().splitlines() or ["no wheel came"])[-1]
+            last = (ran.stderr.strip().splitlines() or [tr("no wheel came")])[-1]
             raise CourseError("models.package_failed", package=PACKAGE, problem=last)
         with zipfile.ZipFile(wheels[0]) as wheel:
             file = Path(wheel.extract(MEMBER, place))
         if files.sha256(file) != PACKAGE_SHA256:
-            raise CourseError("models.package_failed", package=PACKAGE, problem=f"its sha256 is not {PACKAGE_SHA256}")
+            raise CourseError("models.package_failed", package=PACKAGE, problem=tr("its sha256 is wrong"))
         _convert_gguf(file, out)
     return str(folder)
 

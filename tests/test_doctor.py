@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import simulate
 from click.testing import CliRunner
-from support import refused
+from support import python, refused
+from wcwidth import wcswidth
 
 from nbutils import doctor, platforms
 from nbutils.cli import app
@@ -140,3 +141,60 @@ def test_a_folder_that_is_nearly_full_or_cannot_be_written(monkeypatch: Patch) -
     monkeypatch.setattr("nbutils.platforms.cannot_write", lambda folder: "Read-only file system")
     found = checks(doctor.check_machine)
     assert [found[name].status for name in ("work", "scratch", "keep")] == ["WARN", "FAIL", "FAIL"]
+
+
+@pytest.mark.parametrize(("platform", "mend"), [("autodl", "更换镜像"), ("local", "make course")])
+def test_a_torch_that_is_too_old_fails_unimported_and_says_what_mends_it(
+    platform: str, mend: str, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("nbutils.install.old_torch", lambda: "2.0.0+cu118")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setenv("NBUTILS_PLATFORM", platform)
+    [found] = checks(doctor.check_torch, platform).values()
+    assert found.status == "FAIL" and mend in found.todo and "2.8" in found.todo + found.seen
+
+
+def test_chinese_columns_are_aligned_and_lines_are_not_too_long(monkeypatch: Patch) -> None:
+    monkeypatch.setenv("NBUTILS_LANG", "zh")
+    seen = "课程需要的包" * 20
+    text = str(doctor.Check("packages", seen, "运行 `python -m nbutils install`"))
+    first, *others = text.splitlines()
+    assert wcswidth(first.partition("课程")[0]) == 19 and first.startswith("[WARN] Python 包")
+    assert all(line.startswith(" " * 19) for line in others) and max(map(wcswidth, text.splitlines())) <= 110
+    assert "".join(text.split()).endswith("怎么办：运行`python-mnbutilsinstall`") and len(others) >= 2
+
+
+ELSEWHERE = """
+import os, shutil, signal, sys, urllib.request  # libraries first: theirs are not those of the other system
+import click, datasets, filelock, psutil, pydantic.main, torch
+kind, out = sys.argv[1:]
+usage = shutil.disk_usage("/")
+shutil.disk_usage = lambda path: usage
+gone = ["sched_getaffinity"]
+if kind == "win32":
+    gone += ["statvfs", "getuid", "geteuid", "getpgid", "getpgrp", "killpg", "fork", "O_NOFOLLOW", "pread", "uname"]
+    for name in ("fcntl", "resource", "pwd", "grp", "termios"):
+        sys.modules[name] = None
+    for name in ("SIGKILL", "SIGHUP", "SIGUSR1"):
+        delattr(signal, name)
+for name in gone:
+    delattr(os, name)
+sys.platform = kind
+from nbutils.cli import app
+plan = "plan --model Qwen2.5-7B --gpu 4090 --rows 100 --mean-length 300"
+for words in ("doctor", plan, f"data check assistant_en --out {out}"):
+    try:
+        app(words.split())
+    except SystemExit as ended:
+        assert not ended.code, words
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "told"), [("darwin", "bitsandbytes"), ("win32", "wsl --install")])
+def test_a_mac_and_windows_have_what_they_need_for_doctor_plan_and_data_check(
+    kind: str, told: str, tmp_path: Path
+) -> None:
+    ran = python("-c", ELSEWHERE, kind, tmp_path / "out", home=tmp_path)
+    said = " ".join(ran.stdout.split())
+    assert all(text in said for text in (told, "serving", "128 accepted", "data_card.json")), said

@@ -12,7 +12,7 @@ from typing import Any
 
 import images
 import pytest
-from support import refused
+from support import ROOT, refused
 
 from nbutils import DISTRIBUTION, install
 
@@ -100,9 +100,39 @@ def test_a_package_replaced_under_a_running_kernel_asks_for_a_restart(monkeypatc
         install.ensure("train")
 
 
+def test_a_torch_that_is_too_old_is_refused_before_pip_touches_anything(tmp_path: Path, monkeypatch: Patch) -> None:
+    [wanted] = [one for one in install.requirements("train") if one.startswith("torch>")]
+    assert wanted == f"torch{install.TORCH}"
+    pip = Pip(monkeypatch)
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "2.0.0+cu118" if name == "torch" else real(name))
+    monkeypatch.setattr(install, "BLOCKERS", {"pytest": ">=1"})
+    with refused("install.old_torch", "make course", version="2.0.0+cu118", wanted=">=2.8"):
+        install.ensure("train")
+    monkeypatch.setenv("NBUTILS_PLATFORM", "autodl")
+    with refused("install.old_torch", "更换镜像", "PyTorch 2.8"):
+        install.ensure("train")
+    assert pip.commands == [], "nothing is installed or removed"
+    for version in ("2.8.0+cu128", "2.13.0", "2.9.0.dev20250901"):
+        monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
+        assert install.old_torch() == ""
+
+
+@pytest.mark.install
+@pytest.mark.long  # pip reads the metadata of a hundred packages
+@pytest.mark.parametrize(("version", "replaced"), [("2.8.0+cu128", False), ("2.0.0+cu118", True)])
+def test_pip_itself_leaves_a_torch_that_is_new_enough(tmp_path: Path, version: str, replaced: bool) -> None:
+    machine, plan = images.bare(tmp_path / "env"), tmp_path / "plan.json"
+    images.stand_in(machine, "torch", version)
+    command = [machine.python, "-m", "pip", "install", "-q", "--dry-run", "--report", str(plan), f"{ROOT}[train,serve]"]
+    subprocess.run(command, check=True)
+    planned = [one["metadata"]["name"] for one in json.loads(plan.read_text(encoding="utf-8"))["install"]]
+    assert ("torch" in planned) is replaced and "trl" in planned
+
+
 def test_an_old_torchao_is_removed(monkeypatch: Patch) -> None:
     pip = Pip(monkeypatch)
-    monkeypatch.setattr(metadata, "version", lambda name: "0.10.0" if name == "torchao" else "1")
+    monkeypatch.setattr(metadata, "version", lambda name: "0.10.0" if name == "torchao" else "9")
     monkeypatch.setattr(install, "requirements", lambda extra: [])
     install.ensure("train")
     assert [command[-3:] for command in pip.commands] == [["-y", "-q", "torchao"]]

@@ -30,6 +30,7 @@ from nbutils.platforms import Platform, network, secret
 
 Patch = pytest.MonkeyPatch
 AUTODL, COLAB, KAGGLE, LOCAL = (Platform(name, "a test says so") for name in ("autodl", "colab", "kaggle", "local"))
+SILENCE = "network   neither the hub nor a mirror answers: models come from folders and the cache"
 TOKEN = "very-secret-developer-token"
 READ = re.compile(r"HF_|HUGGINGFACE_|TRANSFORMERS_OFFLINE|NBUTILS_|.*_proxy$", re.IGNORECASE)
 
@@ -366,7 +367,7 @@ def test_elsewhere_the_mirrors_are_asked_only_if_the_hub_is_silent(web: Web, mon
 
 def test_a_lesson_asks_again_after_silence(web: Web) -> None:
     sites = web(hub=(0.0, 503), hf_mirror=(0.0, 503), modelscope=(0.0, 503))
-    assert network.prepare_network(AUTODL) == [f"network   {network.SILENCE}"] and not network.hub_online()
+    assert network.prepare_network(AUTODL) == [SILENCE] and not network.hub_online()
     assert len(sites["hub"].asked) == 1, "and not within a lesson"
     sites["hub"].status = 200
     assert "models come from hub" in network.prepare_network(AUTODL)[0] and network.hub_online()
@@ -420,7 +421,9 @@ def test_offline_means_not_one_connection_and_a_dead_network_costs_seconds(tmp_p
     monkeypatch.setattr(socket, "getaddrinfo", lost)
     monkeypatch.setattr(network, "SECONDS", 0.6)
     began = time.monotonic()
-    assert network.prepare_network(KAGGLE) == [f"network   {network.SILENCE}"]
+    assert network.prepare_network(KAGGLE) == [
+        "network   neither the hub nor a mirror answers: models come from folders and the cache"
+    ]
     assert network.hub_online() is False and time.monotonic() - began < 2
 
 

@@ -2,19 +2,18 @@
 
 import json
 import re
-import sys
 import zipfile
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import simulate
+from fakes.hub import Hub
 from support import refused
 
-from nbutils import config, disk, display, files, hardware, install, models, profiles
+from nbutils import config, display, files, hardware, install, models, profiles
 from nbutils.hardware import GPU
 from nbutils.plan import forecast
 from nbutils.platforms import Platform, network
@@ -177,33 +176,25 @@ def test_a_cached_model_needs_no_network_and_half_a_download_does_not_count(mach
 
 
 def test_modelscope_downloads_once_and_continues_a_broken_download(machine: Path, monkeypatch: Patch) -> None:
-    asked, needed = list[str](), list[list[str]]()
-
-    def snapshot_download(model_id: str, local_dir: str) -> None:  # the first download breaks
-        asked.append(model_id)
-        Path(local_dir).mkdir(parents=True, exist_ok=True)
-        (Path(local_dir) / "config.json").write_text("{}")
-        if len(asked) == 1:
-            raise ConnectionResetError("by hf_" + "a" * 30)
-
-    def pip_install(names: list[str]) -> None:
-        needed.append(names)
-        library = SimpleNamespace(snapshot_download=snapshot_download, __spec__=ModuleSpec("modelscope", None))
-        monkeypatch.setitem(sys.modules, "modelscope", library)
-
-    monkeypatch.setitem(sys.modules, "modelscope", None)
-    monkeypatch.setattr(install, "pip_install", pip_install)
+    repo, weights = "Qwen/Qwen2.5-0.5B-Instruct", b"0123456789"
+    site = Hub(repo, {"config.json": b"{}"})
+    monkeypatch.setattr(network, "SOURCES", network.SOURCES | {"modelscope": site.url})
     monkeypatch.setenv("NBUTILS_MIRROR", "modelscope")
-    with refused("models.modelscope_failed", "ConnectionResetError", "[masked]", model="Qwen/Qwen2.5-0.5B-Instruct"):
+    with refused("models.no_safetensors", model=repo):
         resolve("t4_16gb", "Qwen2.5-0.5B", T4, platform=AUTODL, online=never)
+    site.files["model.safetensors"] = weights
+    folder = machine / "root/autodl-tmp/modelscope" / repo
+    folder.mkdir(parents=True)
+    (folder / f"model.safetensors{network.PARTIAL}").write_bytes(weights[:4])
     found = resolve("t4_16gb", "Qwen2.5-0.5B", T4, platform=AUTODL, online=never)
-    assert found.model.endswith("autodl-tmp/modelscope/Qwen/Qwen2.5-0.5B-Instruct") and needed == [["modelscope"]]
-    assert found.called == "Qwen/Qwen2.5-0.5B-Instruct" and "ModelScope" in found.choices["model"].reason
+    assert found.model == str(folder) and (folder / "model.safetensors").read_bytes() == weights
+    assert [one for one in site.asked if one.endswith("model.safetensors 4")], "it went on"
+    assert found.called == repo and "ModelScope" in found.choices["model"].reason
+    site.status = 403
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert resolve("t4_16gb", found.called, T4, platform=AUTODL, online=never).model == found.model
-    assert len(asked) == 2 and models.reachable("some/model", network.hub_online, machine) == ""
-    monkeypatch.setattr(disk, "free_gib", lambda folder: 10.0)
-    with refused("disk.full", needed="16.0 GiB"):
+    assert models.reachable("some/model", network.hub_online, machine) == ""
+    with refused("models.download_failed", "403", source="ModelScope"):
         models.from_modelscope("Qwen/Qwen2.5-7B-Instruct", machine)
 
 

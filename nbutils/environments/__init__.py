@@ -19,6 +19,7 @@ from filelock import FileLock
 from nbutils import disk, files, platforms, processes
 from nbutils.environments import installer
 from nbutils.errors import CourseError
+from nbutils.language import tr
 from nbutils.masking import without_secrets
 
 MARKER = "ready.json"  # written last: the environment is complete
@@ -98,10 +99,10 @@ def variables(prefix: str = "", extra: Mapping[str, str] | None = None) -> dict[
 
 def _build(recipe: Recipe, folder: Path) -> None:
     """Empty a folder that this course made for this recipe, any other is refused; the marker is written last."""
-    title = f"the {recipe.name} environment"
+    title = tr("the {name} environment", name=recipe.name)
     if folder.exists() and any(folder.iterdir()):
         if (owner := files.read_object(folder / OWNER).get("name")) != recipe.name:
-            about = {"name": recipe.name, "prefix": recipe.prefix, "owner": owner or "another program"}
+            about = {"name": recipe.name, "prefix": recipe.prefix, "owner": owner or tr("another program")}
             raise CourseError("environments.not_ours", folder=folder, **about)
         (folder / MARKER).unlink(missing_ok=True)
         for entry in folder.iterdir():
@@ -110,12 +111,13 @@ def _build(recipe: Recipe, folder: Path) -> None:
             elif entry.name != OWNER:
                 entry.unlink()
     disk.require_disk(folder, recipe.needs_gib, title)
-    print(f"Building {title} in {folder} (once).", flush=True)
+    print(tr("Building {title} in {folder} (once).", title=title, folder=folder), flush=True)
     files.make_folder(folder, title)
     files.write_json(folder / OWNER, {"name": recipe.name})
     versions = _install(recipe, folder)
     files.write_json(folder / MARKER, recipe.described | {"versions": versions})
-    print(f"It is ready: {', '.join(f'{name} {version}' for name, version in versions.items())}", flush=True)
+    held = ", ".join(f"{name} {version}" for name, version in versions.items())
+    print(tr("It is ready: {versions}", versions=held), flush=True)
 
 
 def _install(recipe: Recipe, folder: Path) -> dict[str, str]:
@@ -124,11 +126,12 @@ def _install(recipe: Recipe, folder: Path) -> dict[str, str]:
     cache = disk.nearest(Path(os.environ.get("UV_CACHE_DIR", Path.home() / ".cache/uv")))
     if cache.stat().st_dev != folder.stat().st_dev:  # on another disk it would double what is written
         env["UV_CACHE_DIR"] = str(folder / UV_CACHE)
-    commands = {"new environment": installer.new_environment(folder)}
+    commands = {tr("new environment"): installer.new_environment(folder)}
     commands |= {" ".join(step): installer.change(python, "install", *step) for step in recipe.steps}
     if recipe.remove:
-        commands["without " + ", ".join(recipe.remove)] = installer.change(python, "uninstall", *recipe.remove)
-    commands["first import"] = [str(python), "-c", recipe.probe]
+        title = tr("without {names}", names=", ".join(recipe.remove))
+        commands[title] = installer.change(python, "uninstall", *recipe.remove)
+    commands[tr("first import")] = [str(python), "-c", recipe.probe]
     for title, command in commands.items():
         print(f"  {title}", flush=True)
         status = processes.run(command, env, log, lambda seconds: print(f"    {seconds:.0f} s", flush=True))

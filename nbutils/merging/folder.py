@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbutils import files
+from nbutils import files, models
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
@@ -140,8 +140,8 @@ def open_base(base: str | Path) -> ModelFolder:
     if not path.is_dir():
         from huggingface_hub import snapshot_download
 
-        wanted, ignored = [*SMALL_FILES, "*.safetensors"], ["consolidated*", "original/*"]
         try:
+            wanted, ignored = list(models.WANTED), list(models.NOT_WANTED)
             path = Path(snapshot_download(str(base), allow_patterns=wanted, ignore_patterns=ignored))
         except Exception as problem:
             raise CourseError("merging.download_failed", base=base, problem=type(problem).__name__) from problem

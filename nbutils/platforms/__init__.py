@@ -120,7 +120,8 @@ def session_seconds(platform: Platform) -> float:
 
 def processors() -> Limit:
     """How many processors this process may use; a container may have half a one."""
-    allowed = Limit(len(os.sched_getaffinity(0)), tr("the processors this process may run on"))
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # Linux has it
+    allowed = Limit(count, tr("the processors this process may run on"))
     quota = _cgroup("cpu.max") or _cgroup("cpu/cpu.cfs_quota_us") + _cgroup("cpu/cpu.cfs_period_us")
     if len(quota) < 2 or quota[0] == "max" or int(quota[0]) <= 0:
         return allowed

@@ -1,4 +1,4 @@
-"""The network as it is here: AutoDL's proxies, whether the model hub answers, and which mirror to use instead.
+"""The network as it is here: AutoDL's proxies, which model hub answers fastest, and files that are downloaded from it.
 
 Every wait is bounded, name lookups included; `HF_HUB_OFFLINE=1` means no call at all. huggingface_hub reads the
 variables set here when it is imported, which must be later.
@@ -6,18 +6,21 @@ variables set here when it is imported, which must be later.
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from http.client import HTTPException
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
-from nbutils.files import fs_root
+from nbutils.files import fs_root, sha256
+from nbutils.language import tr
 from nbutils.masking import mask_secrets
 
 if TYPE_CHECKING:
@@ -35,8 +38,10 @@ TURBO_SECONDS = 5.0
 REFUSED = (403, 407, 429, 451)
 FOUND = "NBUTILS_MIRROR_FOUND"  # the source that was chosen, so that child processes need not measure again
 NOTHING = "nothing"
-SILENCE = "neither the hub nor a mirror answers: models come from folders and the cache"
-NO_TOKEN = {"hf-mirror": "; no token is sent there: gated models come from the hub (NBUTILS_MIRROR=hub) or a folder"}
+PARTIAL = ".partial"  # the end of the name of a file that is being downloaded
+PATIENCE = 30.0  # seconds a download waits for the next bytes
+PIECE = 2**18  # bytes written at a time: what a kill may lose
+ATTEMPTS = 5  # in a row that bring nothing
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 THIS_MACHINE = ("127.0.0.1", "localhost")
 NEARBY = (  # faster without AutoDL's proxy: ModelScope with its large files, the usual mirrors of pip, chat robots
@@ -59,17 +64,72 @@ def prepare_network(platform: Platform, probe: bool = True) -> list[str]:
     if mirror and mirror not in SOURCES:
         raise CourseError("platforms.unknown_mirror", name=mirror, names=", ".join(SOURCES))
     if offline():
-        lines.append("offline, as HF_HUB_OFFLINE says: models come from folders and the cache")
+        lines.append(tr("offline, as HF_HUB_OFFLINE says: models come from folders and the cache"))
     elif not chosen() and (own := os.environ.get("HF_ENDPOINT")):
-        lines.append(f"models come from {own}, as HF_ENDPOINT says")
+        lines.append(tr("models come from {source}, as HF_ENDPOINT says", source=own))
     elif mirror:
         _use(mirror)
-        lines.append(f"models come from {mirror}, as NBUTILS_MIRROR says{NO_TOKEN.get(mirror, '')}")
+        lines.append(tr("models come from {source}, as NBUTILS_MIRROR says", source=mirror) + _no_token(mirror))
     elif (found := chosen()) not in ("", NOTHING):
-        lines += [f"models come from {found}, as found before"] if found != "hub" else []
+        lines += [tr("models come from {source}, as found before", source=found)] if found != "hub" else []
     elif probe:
         lines += _choose(platform)
     return [mask_secrets(f"network   {line}") for line in lines]
+
+
+def _no_token(source: str) -> str:
+    """What a learner with a token must know about a mirror."""
+    told = tr("; no token is sent there: gated models come from the hub (NBUTILS_MIRROR=hub) or a folder")
+    return told if source == "hf-mirror" else ""
+
+
+def sources() -> dict[str, str]:
+    """The addresses to download models from, by name, in the order to try; one alone if the learner named it."""
+    named, found = os.environ.get("NBUTILS_MIRROR", ""), chosen()
+    if offline() or found == NOTHING:
+        return {}
+    if not found and (own := os.environ.get("HF_ENDPOINT")):
+        return {"HF_ENDPOINT": own}
+    return {name: SOURCES[name] for name in ([named] if named else dict.fromkeys([found or "hub", *SOURCES]))}
+
+
+def download(
+    url: str, file: Path, size: int, checksum: str, advance: Callable[[int], object], token: str | None = None
+) -> None:
+    """Download a file, going on where a former attempt ended; it gets its name once size and sha256 are right.
+
+    Without a `checksum` the size decides. `advance` is told the bytes as they come, a negative number if what was here
+    comes again.
+    """
+    partial, failed = file.with_name(f"{file.name}{PARTIAL}"), 0
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial.touch()
+    while (have := partial.stat().st_size) < size:
+        request = urllib.request.Request(url, headers={"User-Agent": "nbutils", "Range": f"bytes={have}-"})
+        if token:  # urllib keeps it from the address of a redirect
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
+        problem: Exception = HTTPException("the connection ended early")  # urllib itself is silent about it
+        try:
+            with urllib.request.build_opener().open(request, timeout=PATIENCE) as answer, open(partial, "ab") as out:
+                if answer.status != 206:  # the whole file comes
+                    advance(-have)
+                    out.truncate(0)
+                while piece := answer.read(PIECE):
+                    out.write(piece)
+                    advance(len(piece))
+        except (OSError, HTTPException) as raised:
+            problem = raised
+        failed = 0 if partial.stat().st_size > have else failed + 1
+        refused = 400 <= getattr(problem, "code", 0) < 500 and problem.code != 429  # type: ignore[attr-defined]
+        if refused or failed == ATTEMPTS or getattr(problem, "errno", None) == errno.ENOSPC:
+            raise problem
+        time.sleep(failed)
+    if partial.stat().st_size != size or (checksum and sha256(partial) != checksum):
+        partial.unlink()
+        raise OSError(f"{file.name} did not arrive as it was sent")
+    with open(partial, "rb") as whole:
+        os.fsync(whole.fileno())
+    os.replace(partial, file)
 
 
 def offline() -> bool:
@@ -134,10 +194,11 @@ def _choose(platform: Platform) -> list[str]:
     _use("hf-mirror" if only_mirrors else name)  # for what ModelScope does not have
     os.environ[FOUND] = name
     if name == NOTHING:
-        return [SILENCE]
-    seen = ", ".join(f"{one} {times[one]:.2f} s" if one in times else f"{one} silent" for one in SOURCES)
-    line = f"models come from {name} ({seen}; NBUTILS_MIRROR overrides){NO_TOKEN.get(name, '')}"
-    return [line] if name != "hub" or platform.entry.china else []
+        return [tr("neither the hub nor a mirror answers: models come from folders and the cache")]
+    silent = tr("silent")
+    seen = ", ".join(f"{one} {f'{times[one]:.2f} s' if one in times else silent}" for one in SOURCES)
+    line = tr("models come from {source} ({seen}; NBUTILS_MIRROR overrides)", source=name, seen=seen)
+    return [line + _no_token(name)] if name != "hub" or platform.entry.china else []
 
 
 def _use(name: str) -> None:
@@ -161,11 +222,11 @@ def _use_turbo() -> list[str]:
         try:
             found = subprocess.check_output(command, timeout=TURBO_SECONDS, stdin=subprocess.DEVNULL)
         except (OSError, subprocess.SubprocessError):
-            return [f"{script} failed: GitHub and the hub are reached directly"]
+            return [tr("{script} failed: GitHub and the hub are reached directly", script=script)]
         variables = dict(entry.split("=", 1) for entry in found.decode("utf-8", "replace").split("\0") if "=" in entry)
         os.environ |= {name: value for name, value in variables.items() if name.lower() in PROXIES}
         direct = [*variables.get("no_proxy", "").split(","), *THIS_MACHINE, *NEARBY]
-        lines = [f"proxies of {script} for GitHub and the hub (NBUTILS_TURBO=off leaves them)"]
+        lines = [tr("proxies of {script} for GitHub and the hub (NBUTILS_TURBO=off leaves them)", script=script)]
     for name in ("no_proxy", "NO_PROXY"):  # to this machine for the server of lesson 05, to what is near for its speed
         known = [part.strip() for part in [*os.environ.get(name, "").split(","), *direct]]
         os.environ[name] = ",".join(dict.fromkeys(filter(None, known)))

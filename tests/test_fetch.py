@@ -1,0 +1,166 @@
+"""fetch: what a lesson downloads, beforehand; continued after a kill, refused on a small disk, from the next source."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import simulate
+from fakes.hub import Hub
+from support import refused, wait_for
+
+from nbutils import fetch, files, hardware, models, platforms
+from nbutils.platforms import network
+
+Patch = pytest.MonkeyPatch
+REPO = "some/model"
+LARGE = 5 << 20
+NOT_NEEDED = {"pytorch_model.bin": b"b" * LARGE, "model.gguf": b"g" * LARGE, "consolidated.safetensors": b"c" * LARGE}
+FETCH = "import sys; from nbutils.cli import app; app(sys.argv[1:], standalone_mode=False); print(*sys.modules)"
+OFFLINE = """
+from nbutils import models, platforms, profiles
+platform = platforms.detect()
+platforms.use_model_cache(platform, platforms.folders(platform))
+found = profiles.resolve("laptop", "some/model", gpu=None, platform=platform, online=lambda: 1 / 0)
+from huggingface_hub import snapshot_download  # as lesson 04 does; it checks that every file is there
+snapshot_download(found.model, allow_patterns=list(models.WANTED), ignore_patterns=list(models.NOT_WANTED))
+print(found.model, found.choices["model"].reason)
+"""
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Hub]]:
+    """Starts hubs that have a small model, real but for its weights; they end with the test."""
+    small = {
+        name: (files.TINY_MODEL / name).read_bytes()
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json")
+    }
+    weights = {"model.safetensors": os.urandom(LARGE)}
+    begun: list[Hub] = []
+
+    def start(**options: Any) -> Hub:
+        begun.append(Hub(REPO, small | weights | NOT_NEEDED, **options))
+        return begun[-1]
+
+    yield start
+    for hub in begun:
+        hub.shutdown()
+        hub.server_close()
+
+
+def machine(tmp_path: Path, **env: str) -> simulate.Machine:
+    """An AutoDL machine without a GPU, with a network."""
+    made = simulate.autodl(tmp_path, gpu=False)
+    made.env |= {"HF_HUB_OFFLINE": "0", "NBUTILS_TURBO": "off", **env}
+    return made
+
+
+@pytest.mark.slow
+def test_a_killed_download_goes_on_and_lessons_find_the_model_without_a_network(
+    tmp_path: Path, serve: Callable[..., Hub]
+) -> None:
+    hub = serve(delay=0.02)  # the weights take more than a second
+    there = machine(tmp_path, HF_ENDPOINT=hub.url)
+    cache = there.root / "root/autodl-tmp/huggingface"
+    words = [sys.executable, "-c", FETCH, "fetch", REPO]
+    first = subprocess.Popen(words, env=there.environment(), cwd=there.root, stdout=subprocess.DEVNULL)
+    wait_for(lambda: hub.sent > LARGE // 3)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    [partial] = cache.rglob(f"*{network.PARTIAL}")
+    held = partial.stat().st_size
+    assert 0 < held < LARGE and not list(cache.rglob("model.safetensors"))
+    hub.delay, before = 0.0, hub.sent
+    ran = there.python("-c", FETCH, "fetch", REPO)
+    assert ran.returncode == 0, ran.stderr
+    assert hub.sent - before < LARGE - held + 2 * len(hub.files["tokenizer.json"]) + 20000, "only what was missing came"
+    assert any(f"model.safetensors {held}" in one for one in hub.asked)
+    assert str(cache) in ran.stdout and "-p MODEL some/model" in ran.stdout and "torch" not in ran.stdout.split()
+    names = {file.name for file in cache.rglob("snapshots/*/*")}
+    assert names == {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
+    [whole] = cache.rglob("snapshots/*/model.safetensors")
+    assert whole.read_bytes() == hub.files["model.safetensors"] and not list(cache.rglob(f"*{network.PARTIAL}"))
+    there.env["HF_HUB_OFFLINE"] = "1"
+    ran = there.python("-c", OFFLINE)
+    assert ran.returncode == 0 and ran.stdout.splitlines()[-1].startswith("some/model"), ran.stderr
+    assert "from the cache" in ran.stdout
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_first_byte(
+    tmp_path: Path, serve: Callable[..., Hub], monkeypatch: Patch
+) -> None:
+    hub = serve()
+    machine(tmp_path, HF_ENDPOINT=hub.url).enter(monkeypatch)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.001)
+    with refused("disk.full", "5.0 MiB", purpose=REPO):
+        fetch.run(REPO, "", "")
+    assert not [one for one in hub.asked if "/resolve/" in one]
+
+
+def test_the_next_source_is_taken_when_one_fails_and_half_a_file_is_never_trusted(
+    tmp_path: Path, serve: Callable[..., Hub], monkeypatch: Patch, capsys: Any
+) -> None:
+    broken, modelscope = serve(status=403), serve()
+    machine(tmp_path).enter(monkeypatch)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(network, "SOURCES", {"hub": broken.url, "hf-mirror": broken.url, "modelscope": modelscope.url})
+    monkeypatch.setenv(network.FOUND, "hub")
+    work = platforms.folders(platforms.detect()).work
+    folder = models.modelscope_folder(REPO, work)
+    folder.mkdir(parents=True)
+    (folder / f"model.safetensors{network.PARTIAL}").write_bytes(b"of another file")
+    with refused("models.download_failed", source="ModelScope"):
+        fetch.run(REPO, "", "")
+    assert not (folder / "model.safetensors").exists() and not (folder / models.DOWNLOADED).exists()
+    fetch.run(REPO, "", "")
+    said = capsys.readouterr().out
+    assert "could not be downloaded from hub" in said and "could not be downloaded from hf-mirror" in said
+    assert (folder / "model.safetensors").read_bytes() == modelscope.files["model.safetensors"]
+    assert {one.name for one in folder.glob("[!.]*")} == set(modelscope.files) - set(NOT_NEEDED) | {models.DOWNLOADED}
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    fetch.run(REPO, "", "")  # it is here
+    assert models.reachable(REPO, network.hub_online, work) == "modelscope"
+    modelscope.files["../evil.json"] = b"{}"
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    (folder / models.DOWNLOADED).unlink()
+    with refused("models.download_failed", "evil.json"):
+        fetch.run(REPO, "", "")
+
+
+def test_without_a_gpu_the_learner_names_what_to_download_and_with_one_the_driver_says_it(
+    tmp_path: Path, monkeypatch: Patch, capsys: Any
+) -> None:
+    machine(tmp_path, HF_HUB_OFFLINE="1").enter(monkeypatch)
+    with refused("fetch.nothing_named", "ampere_24gb (Qwen2.5-7B)", "fetch Qwen2.5-7B"):
+        fetch.run("", "", "auto")
+    fetch.run("tiny", "assistant_zh", "")
+    assert "assistant_zh" in capsys.readouterr().out
+    with refused("data.no_data_file"):
+        fetch.run("tiny", "no_such_rows.jsonl", "")
+    with refused("models.unreachable"):
+        fetch.run("", "", "ampere_24gb")
+    smi = "NVIDIA GeForce RTX 4090, 8.9, 24564\nNVIDIA GeForce RTX 4090, 8.9, 24564"
+    monkeypatch.setattr(hardware, "ask_driver", lambda *words: smi)
+    assert hardware.driver_gpu() == hardware.GPU("NVIDIA GeForce RTX 4090", (8, 9), 24564 / 1024, 2)
+    assert fetch.profile_here() == "ampere_24gb"
+    monkeypatch.setattr(hardware, "ask_driver", lambda *words: "No devices were found")
+    assert hardware.driver_gpu() is None
+
+
+def test_the_room_for_a_hub_dataset_is_checked_first(tmp_path: Path, monkeypatch: Patch) -> None:
+    sizes = [
+        SimpleNamespace(rfilename="zh/train.parquet", size=3 << 30),
+        SimpleNamespace(rfilename="en/x", size=9 << 30),
+    ]
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(siblings=sizes))
+    monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 5.0)
+    places = platforms.folders(platforms.detect())
+    with refused("disk.full", purpose="owner/rows", needed="6.0 GiB"):
+        fetch.fetch_data("owner/rows:zh", places)
+    assert fetch.fetch_data("assistant_en", places)[0].is_relative_to(files.SAMPLES)
