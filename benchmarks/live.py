@@ -34,7 +34,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nbutils import chat, data, display, files, hardware, platforms, tracking
+from nbutils import chat, data, display, files, hardware, platforms, record, tracking
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 42
@@ -134,9 +134,10 @@ def trainer_of(scratch: Path, steps: int, callback: Any) -> Any:
 
 def measure(pairs: int, steps: int, drawn: bool) -> list[Block]:
     """The blocks of one training in pairs of neighbours, one with and one without; the first two are warm-up."""
-    lesson = SimpleNamespace(gpu=hardware.gpu(), platform=platforms.detect())
-    callback, blocks = stopwatch(lesson, steps, drawn)
     with tempfile.TemporaryDirectory() as folder:
+        here: Any = {"scratch": Path(folder), "run": record.RunFolder(Path(folder))}
+        lesson = SimpleNamespace(gpu=hardware.gpu(), platform=platforms.detect(), **here)
+        callback, blocks = stopwatch(lesson, steps, drawn)
         trainer = trainer_of(Path(folder), steps * (2 * pairs + 2) + 1, callback)
         trainer.train()
     return blocks[2 : 2 * pairs + 2]

@@ -33,6 +33,7 @@ from nbutils.config import flat
 from nbutils.disk import folder_gib, free_gib
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, read_json, sha256
+from nbutils.language import tr
 
 NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")  # as the trainer writes it
 MAX_MEMBERS, PLAIN_TYPES = 10_000, (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
@@ -101,14 +102,14 @@ def copy(one: StoredCheckpoint, store: Path) -> StoredCheckpoint:
 def _with_manifest(one: StoredCheckpoint) -> StoredCheckpoint:
     """Write the manifest of an archive that verifies, and read it back."""
     if problem := defect(one):
-        raise OSError(errno.EIO, f"{one.archive.name} does not verify: {problem}")
+        raise OSError(errno.EIO, tr("{name} does not verify: {problem}", name=one.archive.name, problem=problem))
     text = json.dumps(one.model_dump(), indent=2, ensure_ascii=False) + "\n"
     path = one.archive.with_suffix(".json")
     with open(path, "w", encoding="utf-8", newline="\n") as file:
         file.write(text)
         flush(file)
     if path.read_text(encoding="utf-8") != text:
-        raise OSError(errno.EIO, "the manifest reads differently than it was written")
+        raise OSError(errno.EIO, tr("the manifest reads differently than it was written"))
     return one
 
 
@@ -141,19 +142,20 @@ def defect(one: StoredCheckpoint, thorough: bool = True) -> str | None:
     try:
         found = one.archive.stat()
     except FileNotFoundError:
-        return "the archive is missing"
+        return tr("the archive is missing")
     if not stat.S_ISREG(found.st_mode) or found.st_size != one.size:
-        return f"{found.st_size:,} bytes, {one.size:,} expected: cut off or still uploading"
+        sizes = {"found": found.st_size, "size": one.size}
+        return tr("{found:,} bytes, {size:,} expected: cut off or still uploading", **sizes)
     if not thorough:
         return None
     if sha256(one.archive) != one.sha256:
-        return "its sha256 differs: damaged"
+        return tr("its sha256 differs: damaged")
     try:
         with tarfile.open(one.archive, "r:") as tar:
             for _ in _checked_members(tar, one):
                 pass
     except (tarfile.TarError, ValueError, LookupError, OverflowError) as problem:  # tarfile raises all of them
-        return f"it is no checkpoint archive of this course ({problem})"
+        return tr("it is no checkpoint archive of this course ({problem})", problem=problem)
     return None
 
 
@@ -183,13 +185,13 @@ def _checked_members(tar: tarfile.TarFile, one: StoredCheckpoint) -> Iterator[ta
         plain = member.type in PLAIN_TYPES and not member.issparse() and member.size >= 0 and not tar.pax_headers
         inside = is_folder.get(path.parent, False) and path.name != ".." if is_folder else path == top
         if not plain or not inside or path in is_folder or len(is_folder) > MAX_MEMBERS:
-            raise tarfile.TarError(f"{member.name[:80]!r} is not what a checkpoint holds")
+            raise tarfile.TarError(tr("{name!r} is not what a checkpoint holds", name=member.name[:80]))
         is_folder[path] = member.isdir()
         yield member
     rest: Any = tar.fileobj
     rest.seek(tar.offset)
     if any(rest.read(tarfile.RECORDSIZE)):  # some versions of tarfile take a bad header for the end
-        raise tarfile.TarError("it goes on after its last member")
+        raise tarfile.TarError(tr("it goes on after its last member"))
 
 
 def stores(folders: platforms.Folders, run: str) -> list[Path]:
@@ -209,12 +211,13 @@ def look(store: Path) -> tuple[list[StoredCheckpoint], list[str]]:
         paths = sorted(store.iterdir())
     for path in paths:
         if path.suffix == ".tar" and path.with_suffix(".json") not in paths:
-            remarks.append(f"skipping {path.name}: it has no manifest, so its copy was never finished")
+            why = tr("it has no manifest, so its copy was never finished")
+            remarks.append(tr("skipping {name}: {why}", name=path.name, why=why))
         if path.suffix == ".json" and path.name.startswith("checkpoint-"):
             try:
                 found.append(read_manifest(path))
             except ValueError:
-                remarks.append(f"skipping {path.stem}: its manifest cannot be used")
+                remarks.append(tr("skipping {name}: {why}", name=path.stem, why=tr("its manifest cannot be used")))
     return sorted(found, key=lambda one: one.step, reverse=True), remarks
 
 
@@ -232,12 +235,13 @@ def newest_verified(
     if (best := _first_verified([one for one in own if step in (None, one.step)])) is not None:
         return best
     if step is not None and (own or not found):
-        raise _step_missing(f"step {step}", sorted({one.step for one in own} - {step}))
+        raise _step_missing(step, {one.step for one in own} - {step})
     other = _first_verified([one for one in found if one.fingerprint != fingerprint])
     if other is not None:
         there, here = flat(other.fingerprint), flat(fingerprint)
         names = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
-        shown = (f"{name}: kept {there.get(name)!r}, requested {here.get(name)!r}" for name in names)
+        both = [{"name": name, "kept": there.get(name), "asked": here.get(name)} for name in names]
+        shown = (tr("{name}: kept {kept!r}, requested {asked!r}", **one) for one in both)
         raise CourseError("checkpoints.other_training", differences="; ".join(shown))
     return None
 
@@ -258,7 +262,8 @@ def _first_verified(candidates: Sequence[StoredCheckpoint]) -> StoredCheckpoint 
         problem = _with_retries(defect, one, one.archive)
         if problem is None:
             return one
-        print(f"skipping {one.archive.name} in {one.archive.parent}: {problem}")
+        place = {"name": one.archive.name, "folder": one.archive.parent, "why": problem}
+        print(tr("skipping {name} in {folder}: {why}", **place))
     return None
 
 
@@ -284,7 +289,7 @@ def clear(store: Path) -> int:
 def unsafe(store: Path) -> str | None:
     """Why the work in a store is not safe: nothing is kept, or its newest checkpoint does not verify."""
     found, _ = look(store)
-    return defect(found[0]) if found else f"no checkpoint is kept in {store}"
+    return defect(found[0]) if found else tr("no checkpoint is kept in {folder}", folder=store)
 
 
 def require_step(folders: platforms.Folders, run: str, resume: str) -> None:
@@ -292,7 +297,7 @@ def require_step(folders: platforms.Folders, run: str, resume: str) -> None:
     if resume.isdecimal():
         steps = {one.step for store in stores(folders, run) for one in _with_retries(look, store, store)[0]}
         if int(resume) not in steps:
-            raise _step_missing(f"step {resume}", sorted(steps))
+            raise _step_missing(int(resume), steps)
 
 
 @dataclass(frozen=True)
@@ -305,7 +310,7 @@ class Line:
     def __str__(self) -> str:
         folder, size = self.one.archive.parent, f"{self.one.size / 2**20:,.1f} MiB"
         when = f"{datetime.fromtimestamp(self.one.archive.with_suffix('.json').stat().st_mtime):%Y-%m-%d %H:%M}"
-        return f"{self.one.step:>8}  {size:>12}  {when:16}  {self.problem or 'whole':30}  {folder}"
+        return f"{self.one.step:>8}  {size:>12}  {when:16}  {display.pad(self.problem or tr('whole'), 30)}  {folder}"
 
 
 def listing(run: str, thorough: bool) -> tuple[list[Line], list[str]]:
@@ -314,7 +319,7 @@ def listing(run: str, thorough: bool) -> tuple[list[Line], list[str]]:
     found = [path for path in ([given] if given.is_dir() else stores(folders, Path(run).name)) if path.is_dir()]
     if not found:
         known = sorted(path.parent.name for path in folders.keep.glob(f"*/{CHECKPOINTS}"))
-        raise CourseError("checkpoints.no_run", run=run, folder=folders.keep, known=", ".join(known) or "none yet")
+        raise CourseError("checkpoints.no_run", run=run, folder=folders.keep, known=", ".join(known) or tr("none yet"))
     looked = [(path, *look(path)) for path in found]
     lines = [Line(one, defect(one, thorough)) for _, kept, _ in looked for one in kept]
     remarks = [f"{remark} ({path})" for path, _, skipped in looked for remark in skipped]
@@ -326,7 +331,7 @@ def restore(run: str, target: Path | None, step: int | None) -> Path:
     kept = [line.one for line in listing(run, thorough=False)[0]]
     chosen = _first_verified([one for one in kept if step in (None, one.step)])
     if chosen is None:
-        raise _step_missing("any step" if step is None else f"step {step}", sorted({one.step for one in kept}))
+        raise _step_missing(step, {one.step for one in kept})
     target = target or Path.cwd() / chosen.archive.stem
     if target.exists():
         raise CourseError("checkpoints.target_exists", path=target)
@@ -336,8 +341,10 @@ def restore(run: str, target: Path | None, step: int | None) -> Path:
     return target
 
 
-def _step_missing(requested: str, steps: list[int]) -> CourseError:
-    return CourseError("checkpoints.step_missing", requested=requested, steps=", ".join(map(str, steps)) or "none")
+def _step_missing(step: int | None, steps: set[int]) -> CourseError:
+    requested = tr("any step") if step is None else tr("step {step}", step=step)
+    known = ", ".join(map(str, sorted(steps))) or tr("none")
+    return CourseError("checkpoints.step_missing", requested=requested, steps=known)
 
 
 class CheckpointSync:
@@ -385,11 +392,12 @@ class CheckpointSync:
         while (path := self.waiting) is not None:
             waited = time.monotonic() - started
             if waited > patience:
-                problem = self.problem or "no answer"
+                problem = self.problem or tr("no answer")
                 raise CourseError("checkpoints.sync_failed", folder=self.keep, problem=problem, path=path)
             if int(waited) > shown:
                 shown = int(waited)
-                output.show(f"copying checkpoint {step_of(path)} to {self.keep}: {shown} s. {self.problem or ''}")
+                about = {"step": step_of(path), "folder": self.keep, "seconds": shown, "problem": self.problem or ""}
+                output.show(tr("copying checkpoint {step} to {folder}: {seconds} s. {problem}", **about))
             time.sleep(0.05)
         with suppress(OSError):  # the checkpoint is safe; logs are no reason for an error
             self._copy_logs()
@@ -407,8 +415,9 @@ class CheckpointSync:
             except Exception as problem:  # whatever it is, training goes on
                 text = f"{getattr(problem, 'strerror', None) or problem} ({type(problem).__name__})"
                 if self.problem is None:
-                    warning = f"[WARN] a checkpoint could not be copied to {self.keep}: {text}"
-                    self._messages.append(f"{warning}. Training goes on; the copy is retried.")
+                    about = {"folder": self.keep, "problem": text}
+                    warning = tr("[WARN] a checkpoint could not be copied to {folder}: {problem}.", **about)
+                    self._messages.append(f"{warning} {tr('Training goes on; the copy is retried.')}")
                 self.problem, self._pause = text, min(self._pause * 2, LONGEST_PAUSE)
 
     def _sync(self) -> None:
@@ -416,8 +425,10 @@ class CheckpointSync:
         while (folder := self.waiting) is not None:
             started, kept = time.monotonic(), self._pack(folder)
             self.seconds = time.monotonic() - started
-            size, again = f"{kept.size / 2**20:,.1f} MiB", "; copying works again" if self.problem else ""
-            self._messages.append(f"checkpoint {kept.step} is kept ({size}, verified{again})")
+            about = {"step": kept.step, "size": kept.size / 2**20}
+            self._messages.append(tr("checkpoint {step} is kept ({size:,.1f} MiB, verified)", **about))
+            if self.problem:
+                self._messages.append(tr("copying works again"))
             self.kept, self.problem = kept, None
             for older in self.outbox.glob("checkpoint-*"):
                 if step_of(older) <= kept.step:
@@ -434,7 +445,7 @@ class CheckpointSync:
             if there.fingerprint == self.fingerprint and defect(there) is None:
                 return there  # a whole one is never overwritten
         if (free := free_gib(self.keep)) < (size := folder_gib(folder)):
-            raise OSError(errno.ENOSPC, f"{size:.2f} GiB needed, {free:.2f} GiB free")
+            raise OSError(errno.ENOSPC, tr("{size:.2f} GiB needed, {free:.2f} GiB free", size=size, free=free))
         return pack(folder, self.keep, self.fingerprint, self._stopped.is_set)
 
     def _copy_logs(self) -> None:
@@ -445,7 +456,8 @@ class CheckpointSync:
         for file in (path for path in source.rglob("*") if path.is_file() and not path.is_symlink()):
             name = file.relative_to(source)
             copy = target / name
-            if not copy.exists() or copy.stat().st_size != file.stat().st_size:
+            there, here = copy.stat() if copy.exists() else None, file.stat()
+            if there is None or there.st_size != here.st_size or there.st_mtime < here.st_mtime:
                 for parent in reversed(name.parents):  # below the run folder only: its disk may go at any moment
                     (target / parent).mkdir(exist_ok=True)
                 shutil.copyfile(file, copy)

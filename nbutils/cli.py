@@ -109,6 +109,16 @@ def show_checks(as_json: bool) -> None:
     sys.exit(int(report.failed))
 
 
+@app.command()
+@click.argument("run", default="")
+@click.option("--once", is_flag=True, help="Show it once instead of following it until it ends.")
+def watch(run: str, once: bool) -> None:
+    """Show the training of RUN (default: the one that runs now) from another terminal. Exit status 1 if it failed."""
+    from nbutils import watch
+
+    sys.exit(int(watch.follow(run, once) in ("failed", "died")))
+
+
 @app.group("checkpoints")
 def of_a_run() -> None:
     """The checkpoints of a run: RUN is its name, or the path of its folder."""

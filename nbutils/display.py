@@ -10,8 +10,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
+
+from wcwidth import wcswidth
 
 from nbutils.config import shown
 from nbutils.errors import CourseError
@@ -22,9 +23,32 @@ from nbutils.platforms import detect, in_kernel
 ACCENT, ALARM = "var(--jp-brand-color1, #2979c9)", "var(--jp-warn-color1, #e07b00)"
 WIDTH, HEIGHT, POINTS = 760, 96, 160  # of the live curve
 TEXT_WIDTH, VALUE_WIDTH = 120, 34  # of a table of choices
-LIVE_LINE = re.compile(r"(training steps|step|trained) \d|\[WARN\]|out of memory |.* Saving at step ")
+LIVE_LINE = re.compile(r"\[WARN\]|.* · ")  # of a training, in any language
 CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curves.py
+PIECE = re.compile(r"[\u2e80-\uffef][，。：；、）》”]*|\s+|[^\s\u2e80-\uffef]+")  # lines break between two of them
 Losses = Sequence[tuple[int, float]]  # step and loss
+
+
+def width(text: str) -> int:
+    """The columns a text takes in a terminal: a Chinese character takes two."""
+    columns = wcswidth(text)
+    return columns if columns >= 0 else len(text)  # control characters have no width
+
+
+def pad(text: str, columns: int) -> str:
+    """A text with spaces up to so many columns."""
+    return text + " " * (columns - width(text))
+
+
+def wrap(text: str, columns: int) -> list[str]:
+    """A text in lines of so many columns, broken at spaces and between Chinese characters."""
+    lines = [""]
+    for piece in PIECE.findall(text):
+        for part in [piece] if width(piece) <= columns else piece:
+            if width(lines[-1] + part) > columns:
+                lines.append("")
+            lines[-1] += part if lines[-1] else part.lstrip()
+    return [line.rstrip() for line in lines if line]
 
 
 def render_html(template: str, **values: Any) -> str:
@@ -54,30 +78,33 @@ def show_table(rows: Sequence[dict[str, Any]], title: str = "", text: str = "") 
 def show_choices(resolved: Any, only: Sequence[str] = ("",)) -> None:
     """The values of a resolved profile whose names begin with one of `only`, with reasons; as text in 120 columns."""
     choices = {name: one for name, one in resolved.choices.items() if name.startswith(tuple(only)) and name != "about"}
-    first, second = (max(map(len, column)) for column in (choices, [shown(one.value) for one in choices.values()]))
-    second, lines = min(second, VALUE_WIDTH), [f"The values of the profile {resolved.name}, each with its reason."]
+    first, second = (max(map(width, column)) for column in (choices, [shown(one.value) for one in choices.values()]))
+    second = min(second, VALUE_WIDTH)
+    lines = [tr("The values of the profile {name}, each with its reason.", name=resolved.name)]
     for name, one in choices.items():
         columns = [name], wrap(shown(one.value), second), wrap(one.reason, TEXT_WIDTH - first - second - 4)
         for head, middle, tail in zip_longest(*columns, fillvalue=""):
-            lines.append(f"{head:<{first}}  {middle:<{second}}  {tail}".rstrip())
-    rows = [{"what": name, "value": one.value, "why": one.reason} for name, one in choices.items()]
+            lines.append(f"{pad(head, first)}  {pad(middle, second)}  {tail}".rstrip())
+    heads = (tr("what"), tr("value"), tr("why"))
+    rows = [dict(zip(heads, (name, one.value, one.reason), strict=True)) for name, one in choices.items()]
     show_table(rows, text="\n".join(lines))
 
 
 def show_answers(rows: Sequence[Mapping[str, Any]], **answers: Sequence[str]) -> None:
     """The last question of each row, the answer it holds, and a column for each list of `answers` to them."""
-    table = []
+    table, named = [], {"before": tr("before"), "after": tr("after")}
     for row, *given in zip(rows, *answers.values(), strict=True):
         *_, question, expected = (message["content"] for message in row["messages"])
-        table.append({"question": question, "expected": expected} | dict(zip(answers, given, strict=True)))
+        heads = (tr("question"), tr("expected"), *(named.get(name, name) for name in answers))
+        table.append(dict(zip(heads, (question, expected, *given), strict=True)))
     show_table(table)
 
 
 def aligned(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows of a table as columns of text."""
     lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)] if rows else []
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = ((cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
+    padded = (map(pad, line, widths) for line in lines)
     return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
@@ -165,8 +192,15 @@ class LiveOutput:
 
 def live_line(parts: Mapping[str, str]) -> str:
     """The numbers in one line."""
-    formats = {"memory": "{1}", "cost": "{1}", "tokens/s": "{1} {0}", "left": "{1} {0}"}
-    return " · ".join(formats.get(name, "{0} {1}").format(name, text) for name, text in parts.items())
+
+    def named(name: str, value: str) -> str:
+        texts = {
+            "loss": tr("loss {value}", value=value), "validation": tr("validation {value}", value=value),
+            "tokens/s": f"{value} tokens/s", "GPU": f"GPU {value}", "left": tr("{value} left", value=value),
+        }  # fmt: skip
+        return texts.get(name, value)
+
+    return " · ".join(map(named, parts, parts.values()))
 
 
 def live_page(
@@ -179,7 +213,9 @@ def live_page(
     x, y = WIDTH / max(last, 1), HEIGHT / ((high - low) or 1.0)
     lines = [" ".join(f"{at * x:.1f},{16 + (high - loss) * y:.1f}" for at, loss in curve) for curve in curves]
     sizes = {"low": low, "high": high, "width": WIDTH, "height": HEIGHT, "percent": 100 * step / max(last, 1)}
-    return render_html("live.html", parts=parts, notes=notes, lines=lines, **sizes)
+    labels = {"loss": tr("loss"), "validation": tr("validation"), "memory": tr("memory"), "cost": tr("cost")}
+    labels["left"] = tr("time left")
+    return render_html("live.html", parts=parts, labels=labels, notes=notes, lines=lines, **sizes)
 
 
 def clock(seconds: float) -> str:

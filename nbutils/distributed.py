@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import record
-from nbutils.display import LIVE_LINE
+from nbutils.display import LIVE_LINE, pad
 from nbutils.errors import CourseError
 from nbutils.files import NOTEBOOKS, read_json
 from nbutils.hardware import Choice, driver_gpus
+from nbutils.language import tr
 from nbutils.masking import mask_secrets
 from nbutils.processes import first_signals
 
 TIMEOUT = timedelta(hours=2)  # for a main process that prepares data; torchrun notices a dead one at once
 TOLERANCE = 0.01  # of the loss: sums in another order differ by a rounding each, 2^-8 of a value in bfloat16
-PROGRESS = rf"{LIVE_LINE.pattern}|\[FAIL\]|continuing |starting at|checkpoint \d+ is|safe: |Nothing is left|Lesson "
+PROGRESS = rf"{LIVE_LINE.pattern}|\[FAIL\]|continuing |starting at|checkpoint \d+ |safe: |Nothing is left|Lesson \d"
+PROGRESS += r"|从第 \d+ 步|已安全保存|没有要训练的了|第 \d+ 课"  # the same in Chinese
 TORCHRUN_REPORT = r".*elastic/multiprocessing/api\.py:\d+\] failed"  # what follows is about torchrun itself
 
 
@@ -136,8 +138,10 @@ def processes_for(gpus: int, processes: int = 0) -> Choice:
     if gpus and processes > gpus:
         raise CourseError("distributed.too_many_processes", processes=processes, gpus=gpus)
     if processes:
-        return Choice(processes, "parameter PROCESSES")
-    return Choice(gpus, f"one for each GPU, of {gpus}") if gpus else Choice(2, "no GPU: each takes a core instead")
+        return Choice(processes, tr("parameter {name}", name="PROCESSES"))
+    if gpus:
+        return Choice(gpus, tr("one for each GPU, of {gpus}", gpus=gpus))
+    return Choice(2, tr("no GPU: each takes a core instead"))
 
 
 def hint(seen: int) -> str:
@@ -145,7 +149,8 @@ def hint(seen: int) -> str:
     if not seen or _launched() or (count := len(driver_gpus())) <= seen:
         return ""
     command = f"torchrun --nproc_per_node={count} {NOTEBOOKS / '03_qlora.py'}"
-    return f"GPUs      this lesson uses one of {count}; lesson 06 trains on all, as does {command}"
+    words = {"count": count, "command": command}
+    return tr("GPUs      this lesson uses one of {count}; lesson 06 trains on all, as does {command}", **words)
 
 
 def launch(
@@ -195,9 +200,14 @@ class Comparison:
     same_work: bool  # equal steps over equally many rows, with equal losses
 
     def __str__(self) -> str:
-        lines = [f"{name:18} {one:>10,.6g} {several:>10,.6g}\n" for name, (one, several) in self.numbers.items()]
-        speed, most = f"{self.speedup:.2f} times the tokens per second", f"{self.furthest:.1e} of the loss"
-        return f"{''.join(lines)}{speed}; losses differ by at most {most}"
+        names = {"processes": tr("processes"), "steps": tr("steps"), "batch": tr("batch")}
+        names["tokens_per_second"] = tr("tokens per second")
+        lines = [
+            f"{pad(names.get(name, name), 18)} {one:>10,.6g} {several:>10,.6g}\n"
+            for name, (one, several) in self.numbers.items()
+        ]
+        speed = tr("{times:.2f} times the tokens per second", times=self.speedup)
+        return f"{''.join(lines)}{speed}; {tr('losses differ by at most {most:.1e} of the loss', most=self.furthest)}"
 
 
 def compare(alone: Path, together: Path) -> Comparison:
@@ -211,7 +221,7 @@ def compare(alone: Path, together: Path) -> Comparison:
     furthest = max(abs(a - b) / max(abs(a), 1e-6) for a, b in losses.values())
     same = first.keys() == second.keys() and all(len(set(numbers[name])) == 1 for name in ("steps", "batch"))
     speeds = numbers["tokens_per_second"]
-    numbers |= {f"loss at step {step}": pair for step, pair in losses.items()}
+    numbers |= {tr("loss at step {step}", step=step): pair for step, pair in losses.items()}
     return Comparison(numbers, speeds[1] / speeds[0], furthest, same and furthest <= TOLERANCE)
 
 

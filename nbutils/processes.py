@@ -18,17 +18,21 @@ from typing import IO, Any
 
 SUPERVISOR = Path(__file__)
 PR_SET_PDEATHSIG = 1  # Linux: a signal when the parent ends
+HANGUP = getattr(signal, "SIGHUP", None)  # the terminal was closed; Windows has no such signal
 AT_ONCE: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+AT_ONCE |= {HANGUP: signal.SIG_IGN} if HANGUP else {}  # a shell repeats what its terminal sent
 
 
 @contextmanager
 def first_signals(handle: Callable[[int], object]) -> Iterator[None]:
-    """Within this block `handle` gets the first SIGTERM and the first SIGINT; a second one ends what runs at once."""
+    """Within this block `handle` gets the first SIGTERM, SIGINT and SIGHUP; a second one, but SIGHUP, acts at once."""
 
     def first(number: int, frame: object) -> None:
         signal.signal(number, AT_ONCE[number])
         handle(number)
 
+    if sys.stdout is sys.__stdout__:  # a plain script: in a terminal that may be closed
+        sys.stdout, sys.stderr = LastingStream(sys.stdout), LastingStream(sys.stderr)
     before = {number: signal.getsignal(number) for number in AT_ONCE}
     for number, handler in before.items():
         signal.signal(number, handler if handler == signal.SIG_IGN else first)
@@ -36,7 +40,35 @@ def first_signals(handle: Callable[[int], object]) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as it was before, or the terminal is gone
+                signal.signal(number, handler or signal.SIG_DFL)
+
+
+class LastingStream:
+    """A stream that outlives its terminal: once that is gone, what is written goes nowhere, and is no error."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        with self._lasting():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._lasting():
+            self.stream.flush()
+
+    @contextmanager
+    def _lasting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self.stream.fileno())
 
 
 def supervised(

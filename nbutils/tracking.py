@@ -1,21 +1,30 @@
-"""Experiment tracking: TensorBoard always, W&B online with a key and else offline, loss curves, live numbers.
+"""Experiment tracking: TensorBoard always, W&B and SwanLab online with a key and else offline; curves, live numbers.
 
-Never a prompt, never a lost run.
+Never a prompt, never a lost run. `LiveNumbers` also writes what it shows to `progress.json`, for `nbutils watch`.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
+import socket
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
-from nbutils import display, distributed, hardware, platforms
-from nbutils.files import make_folder, write_json
+import psutil
+from pydantic import BaseModel
+
+from nbutils import display, distributed, hardware, install, platforms
+from nbutils.errors import CourseError
+from nbutils.files import fs_root, make_folder, write_json
+from nbutils.language import tr
 from nbutils.masking import mask_secrets
 from nbutils.plan import gpus
 from nbutils.record import LessonLike
@@ -23,45 +32,123 @@ from nbutils.record import LessonLike
 YUAN = ("autodl", "pai_dsw", "modelscope", "featurize", "gpushare", "matpool")
 NO_RENT = ("colab", "kaggle", "studio_lab")  # free, or paid in units without a price per hour
 LINES, SHORTEST, LONGEST = 50, 5.0, 300.0  # lines per training, and the seconds between two of them
+PROGRESS = "progress.json"  # in the logs, written every SHORTEST seconds
+PANEL = "root/tf-logs"  # the folder that AutoDL's TensorBoard shows
+PROJECT = "finetune-course"
+SWANLAB = "swanlab>=0.10"  # earlier ones have other names for the settings
 Clock = Callable[[], float]
 Curve = list[tuple[int, float]]  # (step, loss)
+State = Literal["training", "finished", "stopped", "failed"]
 
 
 def begin(logs: Path, run: str) -> list[str]:
-    """Start the W&B run that the trainer will use, offline if it cannot be online; the values for `report_to`."""
+    """Start the runs that the trainer will log to, offline where they cannot be online; the values for `report_to`."""
     if not distributed.is_main():
         return []
+    make_folder(logs, tr("logs"))
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
+    excepthook = sys.excepthook  # both replace it, and print a traceback before a CourseError
+    modes = {"wandb": _begin_wandb(logs, run), "swanlab": _begin_swanlab(logs, run)}
+    sys.excepthook = excepthook
+    names = {"wandb": "W&B", "swanlab": "SwanLab"}
+    said = ["TensorBoard", *(f"{names[name]} {mode}" for name, mode in modes.items() if mode)]
+    print(display.pad(tr("logs"), 10) + "; ".join(said))
+    print(f"          {how_to_open(logs / 'tensorboard', run, platforms.detect().name)}")
+    return ["tensorboard", *(name for name, mode in modes.items() if mode)]
+
+
+def _begin_wandb(logs: Path, run: str) -> str:
+    """Start a W&B run; how."""
     import wandb
 
-    make_folder(logs, "logs")
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
     os.environ |= {"WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
-    excepthook = sys.excepthook  # wandb.init replaces it, and prints a traceback before a CourseError
     wandb.finish()  # of an earlier run of this cell
-    options: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", "finetune-course"), "name": run, "dir": logs}
+    options: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", PROJECT), "name": run, "dir": logs}
     key, host = platforms.secret("WANDB_API_KEY"), os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    mode = f"offline: {'WANDB_MODE says so, or no network' if key else 'no WANDB_API_KEY'}"
+    mode = tr("offline: WANDB_MODE says so, or no network") if key else tr("offline: no WANDB_API_KEY")
     if key and os.environ.get("WANDB_MODE", "online") == "online" and platforms.answers(host, seconds=5):
         os.environ["WANDB_API_KEY"] = key
         try:
             wandb.init(**options, mode="online", settings=wandb.Settings(init_timeout=30))
-            mode = "online"
+            return tr("online")
         except Exception as problem:  # a refused key, a dead network: neither may cost the training
-            mode = mask_secrets(f"offline: {type(problem).__name__}: {problem}")[:130]
-    if mode != "online":
-        os.environ["WANDB_MODE"] = "offline"
-        wandb.init(**options, mode="offline")
-    print(f"logs      TensorBoard; W&B {mode}")
-    sys.excepthook = excepthook
-    return ["tensorboard", "wandb"]
+            mode = _offline(problem)
+    os.environ["WANDB_MODE"] = "offline"
+    wandb.init(**options, mode="offline")
+    return mode
 
 
-def end() -> None:
-    """Finish an offline W&B run; an online one finishes by itself."""
+def _begin_swanlab(logs: Path, run: str) -> str:
+    """Start a SwanLab run if there is a SWANLAB_API_KEY, or SWANLAB_MODE is offline; how, or empty."""
+    key, mode = platforms.secret("SWANLAB_API_KEY"), os.environ.get("SWANLAB_MODE", "online")
+    if mode != "offline" and not (key and mode in ("online", "cloud")):
+        return ""
+    os.environ |= {"SWANLAB_INTERACTIVE": "false", "SWANLAB_TERMINAL_PROXY_TYPE": "none"}
+    if install.unsatisfied([SWANLAB]):
+        print(tr("Installing for the logs: {package}", package=SWANLAB), flush=True)
+        try:
+            install.pip_install([SWANLAB])
+            importlib.invalidate_caches()
+        except CourseError as problem:
+            print(f"[WARN] SwanLab: {problem}")
+            return ""
+    import swanlab
+
+    options = {"project": os.environ.get("SWANLAB_PROJ_NAME", PROJECT), "name": run, "log_dir": str(logs / "swanlab")}
+    if swanlab.has_run():  # of an earlier run of this cell
+        swanlab.finish()
+    said = tr("offline: SWANLAB_MODE says so")
+    if mode != "offline":
+        os.environ["SWANLAB_API_KEY"] = key or ""
+        try:
+            swanlab.init(**options, mode="online")
+            return tr("online")
+        except Exception as problem:  # as with W&B
+            said = _offline(problem)
+    swanlab.init(**options, mode="offline")
+    return said
+
+
+def _offline(problem: Exception) -> str:
+    return mask_secrets(tr("offline: {problem}", problem=f"{type(problem).__name__}: {problem}"))[:130]
+
+
+def how_to_open(logs: Path, run: str, platform: str) -> str:
+    """How TensorBoard is opened on a platform while it trains; AutoDL's panel gets a link to the logs."""
+    if platform == "autodl":
+        link = fs_root() / PANEL / run
+        with suppress(OSError):  # no panel here, or a folder of that name is somebody else's
+            if link.is_symlink():
+                link.unlink()
+            link.symlink_to(logs)
+            return tr("TensorBoard: AutoPanel on AutoDL's page, run {run}", run=run)
+    if platform == "colab":
+        magic = f"%load_ext tensorboard\n          %tensorboard --logdir {logs}"
+        return tr("TensorBoard: run this in a cell before the training\n          {magic}", magic=magic)
+    if platform == "kaggle":
+        return tr("TensorBoard: not on Kaggle while it trains; later download logs/tensorboard of the run")
+    words = {"command": f"tensorboard --logdir {logs} --port 6006", "ssh": "ssh -L 6006:127.0.0.1:6006 USER@HOST"}
+    return tr(
+        "TensorBoard: {command}\n          then http://127.0.0.1:6006; on a remote machine first {ssh}",
+        **words,
+    )
+
+
+def end(logs: Path) -> None:
+    """Finish offline runs and say how they are uploaded from `logs`, where they are kept; online ones finish alone."""
     import wandb
 
     if wandb.run is not None and wandb.run.offline:
+        folder = Path(wandb.run.dir).parent.name
         wandb.finish()
+        print(tr("W&B offline; upload it later: {command}", command=f"wandb sync {logs / 'wandb' / folder}"))
+    swanlab = sys.modules.get("swanlab")
+    if swanlab and swanlab.has_run():
+        run = swanlab.get_run()
+        swanlab.finish()
+        if run.mode == "offline":
+            command = f"swanlab sync {logs / 'swanlab' / Path(run.dir).name}"
+            print(tr("SwanLab offline; upload it later: {command}", command=command))
 
 
 def loss_history(log_history: Iterable[dict[str, Any]]) -> Curve:
@@ -85,6 +172,63 @@ def write_history(log_history: Iterable[dict[str, Any]], path: Path) -> None:
     write_json(path, [{"step": step, name: loss} for step, name, loss in points if math.isfinite(loss)])
 
 
+class Progress(BaseModel, frozen=True):
+    """How far a training is."""
+
+    state: State
+    step: int
+    steps: int  # 0 before the first
+    seconds: float = 0.0  # of this session
+    left: float | None = None
+    loss: tuple[int, float] | None = None
+    validation: tuple[int, float] | None = None
+    best: tuple[int, float] | None = None  # of the validations
+    tokens_per_second: float = 0.0
+    memory_gib: tuple[float, float | None] = (0.0, None)  # peak, and what there is
+    gpu_percent: int | None = None
+    cost: dict[str, float] = {}  # by currency
+    forecast: dict[str, float] = {}  # of the cost in the end
+    notes: list[str] = []  # the newest lines
+    host: str = socket.gethostname()
+    pid: int = 0
+    began: float = 0.0  # the process: a number alone may belong to another one later
+    updated: float = 0.0
+
+    def parts(self) -> dict[str, str]:
+        """The numbers by name, as texts; what is not known is left out."""
+        (peak, total), loss, validation = self.memory_gib, self.loss, self.validation
+        at = {"step": validation[0], "loss": validation[1]} if validation else {}
+        memory = tr("peak {peak:.2f} of {total:.1f} GiB", peak=peak, total=total) if total else ""
+        numbers = {
+            "loss": f"{loss[1]:.3f}" if loss else "",
+            "validation": tr("{loss:.3f} (step {step})", **at) if at else "",
+            "tokens/s": f"{self.tokens_per_second:,.0f}" if self.tokens_per_second else "",
+            "memory": memory or tr("peak {peak:.2f} GiB", peak=peak),
+            "GPU": "" if self.gpu_percent is None else f"{self.gpu_percent} %",
+            "cost": money(self.cost),
+            "left": "" if self.left is None else display.clock(self.left),
+        }
+        return {name: text for name, text in numbers.items() if text}
+
+
+def money(amounts: dict[str, float]) -> str:
+    """Amounts by currency, as a person reads them."""
+    return tr(" or ").join(f"{sign}{amount:.2f}" for sign, amount in amounts.items())
+
+
+def gpu_percent() -> int | None:
+    """How busy this process's GPU was in the last second; None where the driver does not tell, as for a MIG slice."""
+    import torch
+
+    with suppress(Exception):  # by UUID: CUDA and the driver may count GPUs differently
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        return int(pynvml.nvmlDeviceGetUtilizationRates(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).gpu)
+    return None
+
+
 class LiveNumbers:
     """Step, losses, speed, memory, time left and cost: a panel in a notebook, about fifty lines elsewhere."""
 
@@ -97,9 +241,11 @@ class LiveNumbers:
         self.output, self.watched = display.LiveOutput(), display.watched()
         self.notes: deque[str] = deque(maxlen=3)  # the newest lines below the numbers of the panel
         self.started = self.start_step = -1.0
-        self.shown_at = -math.inf
+        self.shown_at = self.written_at = -math.inf
         self.skipped = 0  # steps of float16 while it looks for its loss scale
-        self.tokens = 0.0
+        self.tokens = self.speed = 0.0  # at the last log
+        self.file, self.kept = (place / PROGRESS for place in (lesson.scratch / lesson.run.logs.name, lesson.run.logs))
+        self.process: Any = {"pid": os.getpid(), "began": psutil.Process().create_time()}
 
     def note(self, line: str) -> None:
         """Show a line: in the panel, or below what was printed."""
@@ -110,43 +256,75 @@ class LiveNumbers:
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.started < 0:  # else it continues after it ran out of memory
             self.started, self.start_step = self.now(), state.global_step
-        self._show(state, f"training steps {state.global_step + 1:,} to {state.max_steps:,}; the first is slow", {})
+        first, last = state.global_step + 1, state.max_steps
+        self._show(state, tr("training · steps {first:,} to {last:,} · the first is slow", first=first, last=last))
+        self.write(self.progress(state))
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         self.skipped += bool(getattr(optimizer, "step_was_skipped", False))
+        if self.now() - self.written_at >= SHORTEST:
+            self.write(self.progress(state))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" not in (logs or {}):
             return
         first, self.tokens, spent = not self.tokens, logs.get("num_tokens", 0.0), self.now() - self.started
-        left = spent / max(state.global_step - self.start_step, 1) * (state.max_steps - state.global_step)
+        left, self.speed = self._left(state), self.tokens / spent if spent else 0.0
         pause = 1.0 if self.watched else min(max((spent + left) / LINES, SHORTEST), LONGEST)
         if first or self.now() - self.shown_at >= pause:
-            numbers = self._numbers(state) | {"left": display.clock(left)}
-            self._show(state, f"step {state.global_step:,} of {state.max_steps:,}", numbers)
+            step, steps = state.global_step, state.max_steps
+            self._show(state, tr("step {step:,} of {steps:,}", step=step, steps=steps), self.progress(state))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        spent = display.clock(self.now() - self.started)
-        steps = f"trained {state.global_step:,} of {state.max_steps:,} steps in {spent}"
-        self._show(state, steps, self._numbers(state))
+        done = {"step": state.global_step, "steps": state.max_steps, "time": display.clock(self.now() - self.started)}
+        text = tr("trained {step:,} of {steps:,} steps in {time}", **done)
+        self._show(state, text, self.progress(state).model_copy(update={"left": None}))
 
     def cost(self, seconds: float) -> dict[str, float]:
         """What so many seconds cost by currency, where a price is known."""
         return {sign: round(hourly * seconds / 3600, 2) for sign, hourly in self.price.items()}
 
-    def _numbers(self, state: Any) -> dict[str, str]:
-        spent, of = self.now() - self.started, f" of {self.gpu.memory_gib:.1f}" if self.gpu else ""
-        curves = {"loss": loss_history(state.log_history), "validation": validation_history(state.log_history)}
-        shown = {"loss": "{1:.3f}", "validation": "{1:.3f} (step {0})"}
-        numbers = {name: shown[name].format(*curve[-1]) if curve else "" for name, curve in curves.items()} | {
-            "tokens/s": f"{self.tokens / spent:,.0f}" if self.tokens and spent else "",
-            "memory": f"peak {hardware.peak_memory_gib():.2f}{of} GiB",
-            "cost": " or ".join(f"{sign}{money:.2f}" for sign, money in self.cost(spent).items()),
-        }
-        return {name: text for name, text in numbers.items() if text}
+    def progress(self, state: Any, kind: State = "training") -> Progress:
+        """How far it is now."""
+        spent = self.now() - self.started if self.started >= 0 else 0.0
+        losses, validation = loss_history(state.log_history), validation_history(state.log_history)
+        under_way = self.start_step >= 0 and self.start_step < state.global_step < state.max_steps
+        left = self._left(state) if under_way and kind == "training" else None
+        return Progress(
+            state=kind, step=state.global_step, steps=max(state.max_steps, 0), seconds=spent, left=left,
+            loss=losses[-1] if losses else None, validation=validation[-1] if validation else None,
+            best=best_of(validation), tokens_per_second=self.speed,
+            memory_gib=(hardware.peak_memory_gib(), self.gpu.memory_gib if self.gpu else None),
+            gpu_percent=gpu_percent() if self.gpu else None, cost=self.cost(spent),
+            forecast=self.cost(spent + (left or 0.0)), notes=list(self.notes), updated=time.time(), **self.process,
+        )  # fmt: skip
 
-    def _show(self, state: Any, steps: str, numbers: dict[str, str]) -> None:
-        self.shown_at, page = self.now(), ""
+    def write(self, progress: Progress, kept: bool = False) -> None:
+        """Write it for `nbutils watch`, with `kept` into the run folder too; a full disk does not end the training."""
+        self.written_at = self.now()
+        for file in [self.file, *([self.kept] if kept else [])] if distributed.is_main() else []:
+            with suppress(OSError):
+                write_json(file, progress.model_dump())
+
+    @contextmanager
+    def reported(self, trainer: Any) -> Iterator[None]:
+        """Write that the training is under way, and if this block fails, that and why."""
+        self.write(self.progress(trainer.state))
+        try:
+            yield
+        except BaseException as problem:
+            said = str(problem).strip().partition("\n")[0] or type(problem).__name__
+            self.notes.append(mask_secrets(f"[FAIL] {said}"))
+            self.write(self.progress(trainer.state, "failed"), kept=True)
+            raise
+
+    def _left(self, state: Any) -> float:
+        """The seconds that the steps left will take, at the mean speed so far."""
+        done = max(state.global_step - self.start_step, 1)
+        return (self.now() - self.started) / done * (state.max_steps - state.global_step)
+
+    def _show(self, state: Any, steps: str, progress: Progress | None = None) -> None:
+        self.shown_at, page, numbers = self.now(), "", progress.parts() if progress else {}
         if self.watched:
             curves = loss_history(state.log_history), validation_history(state.log_history)
             page = display.live_page({"": steps, **numbers}, state.global_step, state.max_steps, *curves, self.notes)

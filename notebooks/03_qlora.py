@@ -197,8 +197,9 @@ my_percent = None
 #
 # `SFTConfig` holds the values that matter; the table above explains each of them. Rows are concatenated without
 # padding (`padding_free`). With packing they are first packed into sequences of up to `max_length` tokens.
-# `training.bookkeeping` adds what is not about learning: folders, saving, logging, the seed. TensorBoard always logs; W&B too,
-# online if there is a `WANDB_API_KEY`.
+# `training.bookkeeping` adds what is not about learning: folders, saving, logging, the seed. TensorBoard always logs, and the
+# second line below says how to open it here. W&B logs too, online if there is a `WANDB_API_KEY`; SwanLab if there is a
+# `SWANLAB_API_KEY`, or with `SWANLAB_MODE=offline`. In another terminal, `python -m nbutils watch` shows the training.
 
 # %%
 from nbutils import distributed

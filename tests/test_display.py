@@ -32,6 +32,11 @@ def test_a_table_is_text_outside_a_notebook(capsys: Any) -> None:
     display.show_table([{"question": "三个苹果", "base": "✗ x"}, {"question": "b", "base": "c"}], "Before")
     assert capsys.readouterr().out == "Before\n  question: 三个苹果\n  base: ✗ x\n\n  question: b\n  base: c\n\n"
     assert display.aligned([{"a": 1, "long": "x"}, {"a": 222, "long": ""}]) == "a    long\n1    x\n222"
+    assert display.aligned([{"显存": 1, "b": "x"}, {"显存": "秩 8", "b": ""}]) == "显存  b\n1     x\n秩 8"
+    text = "显存 24 GB，用 QLoRA 训练。 " * 3 + "a_very_long_name_without_any_space"
+    lines = display.wrap(text, 20)
+    assert max(map(display.width, lines)) in (19, 20) and not any(line[0] in "，。" for line in lines)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
 
 
 def test_answers_stand_beside_the_question_and_the_expected_one(capsys: Any, notebook: list[Any]) -> None:
@@ -65,7 +70,7 @@ def test_a_plot_is_saved_over_plots_only(tmp_path: Path) -> None:
 
 def test_the_live_numbers_as_a_line_and_as_a_page() -> None:
     assert [display.clock(seconds) for seconds in (7, 59.6, 3723)] == ["0:07", "1:00", "1:02:03"]
-    parts = {"step": "7 of 30", "loss": "<1.5", "tokens/s": "2,000", "memory": "peak 3.00 GiB", "left": "0:42"}
+    parts = {"": "step 7 of 30", "loss": "<1.5", "tokens/s": "2,000", "memory": "peak 3.00 GiB", "left": "0:42"}
     assert display.live_line(parts) == "step 7 of 30 · loss <1.5 · 2,000 tokens/s · peak 3.00 GiB · 0:42 left"
     losses = [(step, 1 / step) for step in range(1, 5001)] + [(5001, math.nan), (5002, math.inf)]
     page = display.live_page(parts, 3000, 6000, losses, [(10, 0.5)], ["[WARN] step 1 skipped"])
@@ -76,8 +81,8 @@ def test_the_live_numbers_as_a_line_and_as_a_page() -> None:
 
 
 def test_of_all_a_lesson_prints_the_lines_of_a_training_reach_the_terminal(capsys: Any) -> None:
-    lines, passed = display.LiveLines(), ["training steps 1 to 30", "step 1 of 30 · loss 2.0", "[WARN] nan"]
-    passed += ["trained 30 of 30 steps", "out of memory at step 7: micro-batch 4 -> 2", "Time. Saving at step 9 of 30"]
+    lines, passed = display.LiveLines(), ["training · steps 1 to 30", "step 1 of 30 · loss 2.0", "[WARN] nan"]
+    passed += ["trained 30 of 30 steps · peak 1 GiB", "第 1 / 30 步 · 损失 2.0"]
     text = "\n".join(["profile   tiny", *passed, "step by step", "safe: checkpoint 30\n"])
     lines.write(text[:50])
     lines.write(text[50:])

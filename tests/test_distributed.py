@@ -1,6 +1,7 @@
 """distributed: one process does nothing special, several share a training, a lesson is launched and shown."""
 
 import os
+import re
 import signal
 import tarfile
 import threading
@@ -12,6 +13,7 @@ import pytest
 from support import lesson_facts, python, refused
 
 from nbutils import distributed, files
+from nbutils.language import messages
 
 
 def test_without_torchrun_there_is_one_process_whatever_a_container_sets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +81,18 @@ def test_a_script_gets_its_parameters_and_its_failure_is_shown_without_what_torc
     with refused("distributed.lesson_failed", lesson="03_qlora", status=1, output="chatter\n[FAIL] the cause"):
         distributed.launch(script, {}, script.parent, calm=True)
     assert capsys.readouterr().out == "  | [FAIL] the cause\n"
+
+
+def test_the_progress_of_a_lesson_is_recognised_in_both_languages() -> None:
+    shown = ["starting at step 0", "checkpoint {step} is kept ({size:,.1f} MiB, verified)"]
+    shown += ["continuing from step {step}, kept in {folder}", "safe: checkpoint {step} in {folder}"]
+    shown += ["training · steps {first:,} to {last:,} · the first is slow"]
+    shown += ["Nothing is left to train: this run has {steps} steps."]
+    rooms = (messages("zh", room)["texts"] for room in ("training", "tracking", "checkpoints"))
+    texts = {key: text for room in rooms for key, text in room.items()}
+    for line in [*shown, *(texts[one] for one in shown)]:
+        assert re.match(distributed.PROGRESS, re.sub(r"{.*?}", "7", line)), line
+    assert not re.match(distributed.PROGRESS, "adapter: runs/tiny/adapter (1.9 MiB)")
 
 
 def test_sigterm_reaches_the_launched_script(script: Path, capsys: Any) -> None:

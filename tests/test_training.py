@@ -1,13 +1,18 @@
 """training, attention, tracking: PEFT's numbers, packed rows kept apart, runs that resume and survive an OOM."""
 
 import copy
+import fcntl
 import gc
 import json
 import math
 import os
+import pty
 import re
 import shutil
 import signal
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator
 from itertools import chain, count
 from pathlib import Path
@@ -21,7 +26,7 @@ import wandb
 from datasets import Dataset
 from filelock import FileLock, Timeout
 from peft import LoraConfig, get_peft_model
-from support import refused
+from support import ROOT, refused, wait_for
 from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
@@ -29,6 +34,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from nbutils import chat, checkpoints, files, hardware, lesson, platforms, processes, profiles, tracking
+from nbutils.errors import CourseError
 from nbutils.plan import gpus
 from nbutils.training import model as lora
 from nbutils.training import oom, resume, run
@@ -290,8 +296,9 @@ def test_wandb_is_offline_in_the_run_folder_or_online_with_a_key(tmp_path: Path,
         monkeypatch.setenv(name, "x")  # so that what the code sets is undone afterwards
         monkeypatch.delenv(name)
     assert tracking.begin(tmp_path / "logs", "demo") == ["tensorboard", "wandb"]
-    tracking.end()
-    assert list((tmp_path / "logs").rglob("offline-run-*"))
+    tracking.end(tmp_path / "kept")  # the logs are copied there
+    [offline_run] = (tmp_path / "logs").rglob("offline-run-*")
+    assert f"wandb sync {tmp_path / 'kept/wandb' / offline_run.name}\n" in capsys.readouterr().out
     assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(tmp_path / "logs/tensorboard")
     good, wrong, seen = "k" * 40, "w" * 40, list[str]()
 
@@ -309,6 +316,56 @@ def test_wandb_is_offline_in_the_run_folder_or_online_with_a_key(tmp_path: Path,
         seen.clear()
         tracking.begin(tmp_path, "demo")
         assert seen == modes and key not in capsys.readouterr().out
+
+
+def test_tensorboard_is_opened_as_the_platform_allows(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
+    logs, panel = tmp_path / "scratch/logs/tensorboard", tmp_path / "root/tf-logs"
+    assert "--logdir" in tracking.how_to_open(logs, "demo", "autodl"), "an image without the panel"
+    panel.mkdir(parents=True)
+    (panel / "demo").symlink_to(tmp_path / "earlier")
+    for _ in range(2):  # the cell runs again
+        assert "demo" in tracking.how_to_open(logs, "demo", "autodl") and (panel / "demo").readlink() == logs
+    (panel / "mine").mkdir()
+    assert "--logdir" in tracking.how_to_open(logs, "mine", "autodl") and not (panel / "mine").is_symlink()
+    assert f"%tensorboard --logdir {logs}" in tracking.how_to_open(logs, "demo", "colab")
+    assert str(logs) not in tracking.how_to_open(logs, "demo", "kaggle")
+    assert "ssh -L 6006:127.0.0.1:6006" in tracking.how_to_open(logs, "demo", "runpod")
+
+
+def test_swanlab_is_used_where_it_is_chosen_and_never_costs_the_training(tmp_path: Path, monkeypatch: Any) -> None:
+    modes, secret, fails = list[str](), "s" * 40, True
+
+    def init(mode: str, **_: object) -> None:
+        modes.append(mode)
+        if mode == "online" and fails:
+            raise RuntimeError(f"key {secret} is not valid")
+
+    fake = SimpleNamespace(init=init, has_run=lambda: False)
+    monkeypatch.setitem(sys.modules, "swanlab", fake)
+    monkeypatch.setattr(tracking.install, "unsatisfied", lambda required: [])
+    for name in ("API_KEY", "MODE", "INTERACTIVE", "TERMINAL_PROXY_TYPE"):
+        monkeypatch.setenv(f"SWANLAB_{name}", "x")  # so that what the code sets is undone afterwards
+        monkeypatch.delenv(f"SWANLAB_{name}")
+    assert tracking._begin_swanlab(tmp_path, "demo") == "" and not modes, "nobody chose it"
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    assert "offline" in tracking._begin_swanlab(tmp_path, "demo") and modes == ["offline"]
+    monkeypatch.delenv("SWANLAB_MODE")
+    monkeypatch.setenv("SWANLAB_API_KEY", secret)
+    said = tracking._begin_swanlab(tmp_path, "demo")
+    assert modes[1:] == ["online", "offline"] and "RuntimeError" in said and secret not in said
+    fails = False
+    assert tracking._begin_swanlab(tmp_path, "demo") == "online"
+    monkeypatch.setenv("SWANLAB_MODE", "disabled")
+    assert tracking._begin_swanlab(tmp_path, "demo") == ""
+    monkeypatch.delenv("SWANLAB_MODE")
+    monkeypatch.setattr(tracking.install, "unsatisfied", list)
+    monkeypatch.setattr(tracking.install, "pip_install", lambda names: refuse())
+    assert tracking._begin_swanlab(tmp_path, "demo") == "", "it cannot be installed"
+
+
+def refuse() -> None:
+    raise CourseError("install.pip_failed", tail="", required="", source="", marker="")
 
 
 def keep_one(store: Path, step: int, content: str = "") -> None:
@@ -445,14 +502,54 @@ def test_a_signal_saves_and_ends_a_training_and_a_second_one_acts_at_once(
         assert control.should_save and control.should_training_stop
         assert signal.getsignal(number) == again
         raise KeyboardInterrupt
-    assert signal.signal(number, before) is signal.default_int_handler
+    after = again if again == signal.SIG_IGN else signal.default_int_handler  # a terminal that is gone stays gone
+    assert signal.signal(number, before) == after
+
+
+HANGUP = """
+import os, signal, sys, time
+from pathlib import Path
+from nbutils.processes import first_signals
+signals = []
+with first_signals(signals.append):
+    Path("ready").touch()
+    while not signals:
+        time.sleep(0.01)
+    for _ in range(3):
+        print("still here", flush=True)
+        os.kill(os.getpid(), signal.SIGHUP)
+print("after", flush=True)
+Path("saved").write_text(str(signals))
+"""
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_ends_a_training_as_sigterm_does_and_nohup_stays_nohup(tmp_path: Path, ignored: bool) -> None:
+    master, terminal = pty.openpty()
+    handler = signal.SIG_IGN if ignored else signal.SIG_DFL  # as nohup leaves it
+    start = lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0), signal.signal(signal.SIGHUP, handler))  # noqa: E731
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    process = subprocess.Popen([sys.executable, "-c", HANGUP], cwd=tmp_path, env=env, preexec_fn=start, **streams)
+    os.close(terminal)
+    wait_for((tmp_path / "ready").exists, 20)
+    os.close(master)
+    if ignored:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.terminate()
+    process.wait(20)
+    expected = [int(signal.SIGTERM if ignored else signal.SIGHUP)]
+    assert process.returncode == 0 and (tmp_path / "saved").read_text() == str(expected)
 
 
 def run_live(steps: int, seconds: float, platform: str = "local", gpu: Any = None) -> tuple[Any, Any]:
     """Tells `LiveNumbers` what a real trainer would, one log a step; the callback and the trainer's state."""
-    lesson = SimpleNamespace(gpu=gpu, platform=SimpleNamespace(name=platform))
+    nowhere = Path("/nonexistent")  # nothing can be written there, and nothing ends because of it
+    there: Any = {"scratch": nowhere, "run": lesson.RunFolder(nowhere)}
+    begun = SimpleNamespace(gpu=gpu, platform=SimpleNamespace(name=platform), **there)
     state = SimpleNamespace(global_step=0, max_steps=steps, log_history=[{"step": 0, "eval_loss": 3.0}])
-    live: Any = tracking.LiveNumbers(lesson, now=lambda: seconds * state.global_step)  # type: ignore[arg-type]
+    live: Any = tracking.LiveNumbers(begun, now=lambda: seconds * state.global_step)  # type: ignore[arg-type]
     live.on_train_begin(None, state, None)
     live.note("checkpoint 1 is kept")
     for step in range(1, steps + 1):
@@ -468,7 +565,7 @@ def run_live(steps: int, seconds: float, platform: str = "local", gpu: Any = Non
 def test_lines_are_few_and_say_everything(steps: int, seconds: float, lines: tuple[int, int], capsys: Any) -> None:
     run_live(steps, seconds)
     shown = capsys.readouterr().out.splitlines()
-    assert lines[0] <= len(shown) <= lines[1] and shown[0].startswith(f"training steps 1 to {steps:,}")
+    assert lines[0] <= len(shown) <= lines[1] and shown[0].startswith(f"training · steps 1 to {steps:,}")
     words = r"step 1 of .* · loss 2.000 · validation 3.000 \(step 0\) · [\d,]+ tokens/s · peak .* GiB · .* left"
     assert re.fullmatch(words, shown[2])
     assert shown[-1].startswith(f"trained {steps:,} of {steps:,} steps in ")
@@ -682,7 +779,9 @@ def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(tm
     lesson, saved = lesson_in(tmp_path), []
     files.write_json(lesson.run.data / "data_card.json", {"fingerprint": "d"})
     monkeypatch.setattr(run.chat, "check_trainer", lambda *_: "")
-    monkeypatch.setattr(run.tracking, "end", lambda: None)
+    monkeypatch.setattr(run.tracking, "end", lambda logs: None)
+    progress = [place / "logs/progress.json" for place in (lesson.scratch, lesson.run.path)]
+    state = lambda: [files.read_json(file)["state"] for file in progress]  # noqa: E731
 
     def start(steps: int) -> Any:
         trainer = build(lesson.scratch, save_steps=2, max_steps=steps, logging_steps=1)
@@ -699,6 +798,7 @@ def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(tm
     monkeypatch.setattr(checkpoints.CheckpointSync, "finish", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.train(trainer, callback)
+    assert state() == ["failed", "failed"]
     monkeypatch.setattr(checkpoints.CheckpointSync, "finish", finish)
     first = run.train(trainer, callback)  # the disk is back, and the cell runs again
     assert (first.facts()["steps"], first.first_step, first.changed[1]) == (3, 0, 0) and first.changed[0] > 0
@@ -719,9 +819,10 @@ def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(tm
     with refused("training.interrupted", step=7, steps=9):
         run.train(trainer, callback)
     signal.signal(signal.SIGINT, before)
+    assert state() == ["stopped", "stopped"]
     assert not lesson.run.adapter.exists() and files.stamp(lesson.run.former_adapter), "it is of a shorter training"
     longer = run.train(*start(9))
-    assert (longer.facts()["steps"], longer.first_step) == (9, 7)
+    assert (longer.facts()["steps"], longer.first_step) == (9, 7) and state() == ["finished", "finished"]
     next(weight for weight in longer.trainer.model.parameters() if weight.requires_grad).data.add_(1)
     with refused("training.weights_changed"):  # as by a cell that makes a new adapter
         run.save_adapter(longer, None)

@@ -28,6 +28,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from nbutils import hardware, merging
 from nbutils.errors import CourseError
+from nbutils.language import tr
 
 VARLEN = "varlen"  # attention for packed rows without a mask
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -156,8 +157,9 @@ def patch_lora_kernels(trainer: Any, fused: bool) -> str:
     cast, layers = repair_precision(trainer.model), patch_model(trainer.model, fused)
     trainer.data_collator = with_boundaries(trainer.data_collator)
     trainer.train_dataset = trainer.train_dataset.with_format("numpy")  # four times as fast as lists
-    kernels = "Liger kernels" if fused else "torch kernels"
-    return f"{cast} adapter weights cast to float32; {layers} fused LoRA layers, {kernels}"
+    kernels = tr("Liger kernels") if fused else tr("torch kernels")
+    done = {"cast": cast, "layers": layers, "kernels": kernels}
+    return tr("{cast} adapter weights cast to float32; {layers} fused LoRA layers, {kernels}", **done)
 
 
 def patch_model(model: nn.Module, fused: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from trl.models import activation_offloading
 from nbutils import files, hardware
 from nbutils.checkpoints import step_of
 from nbutils.errors import CourseError
+from nbutils.language import tr
 from nbutils.record import LessonLike
 from nbutils.training.model import load_trained_weights, trained_weights
 from nbutils.training.resume import OOM_FILE
@@ -37,7 +39,7 @@ class StepSettings:
         return replace(self, checkpointing="offload") if self.checkpointing == "on" and offload else None
 
     def __str__(self) -> str:
-        return f"micro-batch {self.micro_batch} x {self.accumulation}, gradient checkpointing {self.checkpointing}"
+        return tr("micro-batch {micro_batch} x {accumulation}, gradient checkpointing {checkpointing}", **asdict(self))
 
 
 class UpdateWatch(TrainerCallback):
@@ -52,7 +54,7 @@ class UpdateWatch(TrainerCallback):
         self.updating = False
 
 
-def train(trainer: Any, lesson: LessonLike, resume_from: Path | None) -> None:
+def train(trainer: Any, lesson: LessonLike, resume_from: Path | None, note: Callable[[str], object] = print) -> None:
     """Train to the end; where memory runs out, go on from the last finished step with smaller settings."""
     settings = settings_of(trainer)
     watch, first_weights = UpdateWatch(), trained_weights(trainer.model)
@@ -91,7 +93,8 @@ def train(trainer: Any, lesson: LessonLike, resume_from: Path | None) -> None:
         if resume_from is None:  # the first update may have broken off
             load_trained_weights(trainer.model, first_weights)
         apply(trainer, smaller)
-        print(f"out of memory at step {step + 1} (peak {peak:.1f} GiB): continuing with {smaller}", flush=True)
+        about = {"step": step + 1, "peak": peak, "settings": smaller}
+        note(tr("[WARN] out of memory at step {step} (peak {peak:.1f} GiB): continuing with {settings}", **about))
         settings = smaller
 
 

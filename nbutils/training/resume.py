@@ -17,6 +17,7 @@ from nbutils import checkpoints, distributed, files, platforms
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, GIB
+from nbutils.language import tr
 from nbutils.record import LessonLike
 
 MODEL_FILES = (
@@ -37,7 +38,7 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
     """The checkpoint to continue from, unpacked in scratch; with RESUME="never" the old ones are removed first."""
     step = int(resume) if resume.isdecimal() else None
     scratch, stores = lesson.scratch, checkpoints.stores(lesson.folders, lesson.run.name)
-    files.make_folder(scratch, "working space")
+    files.make_folder(scratch, tr("working space"))
     try:  # until this process ends: a second trainer would delete the files of this one
         _LOCKS.setdefault(scratch, FileLock(scratch / "training.lock", timeout=0)).acquire()
     except Timeout:
@@ -45,20 +46,21 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
     checkpoints.end_earlier(scratch / "outbox")
     for unproven in ("trainer", "outbox"):  # left by a killed run; only archives that verify count
         shutil.rmtree(scratch / unproven, ignore_errors=True)
-    keep = files.make_folder(lesson.run.checkpoints, "checkpoints")
+    keep = files.make_folder(lesson.run.checkpoints, tr("checkpoints"))
     if resume == "never":
         (lesson.run.path / OOM_FILE).unlink(missing_ok=True)
         removed = sum(checkpoints.clear(store) for store in stores if not lesson.folders.is_attached(store))
         files.write_text(keep / checkpoints.BEGAN_ANEW, ANEW)
-        print(f'RESUME is "never": {removed} earlier checkpoints removed. Set it back to "auto" for the next start.')
+        print(tr('RESUME is "never": {count} earlier checkpoints removed.', count=removed))
+        print(tr('Set RESUME back to "auto" for the next start.'))
         return None
     best = checkpoints.newest_verified(stores, fingerprint, step)
     if best is None:
         return None
-    attached = ", which is attached: go on only if it is yours" if lesson.folders.is_attached(best.archive) else ""
-    print(f"continuing from step {best.step}, kept in {best.archive.parent}{attached}")
+    attached = tr(", which is attached: go on only if it is yours") if lesson.folders.is_attached(best.archive) else ""
+    print(tr("continuing from step {step}, kept in {folder}", step=best.step, folder=best.archive.parent) + attached)
     if best.archive.parent != keep:
-        require_disk(keep, best.size / GIB, "keeping the checkpoint this run continues from")
+        require_disk(keep, best.size / GIB, tr("keeping the checkpoint this run continues from"))
         best = checkpoints.copy(best, keep)
     if step is not None:  # it becomes the newest of its run; later ones go to a folder nothing looks into
         files.write_text(keep / checkpoints.BEGAN_ANEW, ANEW)
@@ -68,8 +70,9 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
             for path in (one.archive.with_suffix(".json"), one.archive):  # an archive without manifest does not count
                 if path.exists():
                     shutil.move(path, aside)
-        moved = f"Later checkpoints are in {aside}. " if aside.exists() else ""
-        print(f'{moved}Set RESUME back to "auto" for the next start.')
+        if aside.exists():
+            print(tr("Later checkpoints are in {folder}.", folder=aside))
+        print(tr('Set RESUME back to "auto" for the next start.'))
     return checkpoints.unpack(best, scratch / "trainer")
 
 
@@ -85,7 +88,7 @@ def start_sync(lesson: LessonLike, fingerprint: dict[str, Any], keep_last: int) 
 def mount_check(mount: Path | None) -> None:
     """Raise once the disk with this mount point is gone: it is then an ordinary, empty folder."""
     if mount is not None and not platforms.is_mount(mount):
-        raise OSError(errno.ENOTCONN, f"{mount} is not mounted any more")
+        raise OSError(errno.ENOTCONN, tr("{mount} is not mounted any more", mount=mount))
 
 
 def unlock_run(lesson: LessonLike) -> None:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -23,6 +23,7 @@ from nbutils import chat, checkpoints, display, distributed, files, hardware, pl
 from nbutils.config import flat
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
+from nbutils.language import tr
 from nbutils.processes import first_signals
 from nbutils.record import LessonLike
 from nbutils.tracking import Clock, Curve, LiveNumbers, best_of, loss_history, validation_history
@@ -56,7 +57,8 @@ class TimeBudget:
         platform, self.now = lesson.platform, now
         hours = max_hours or platform.entry.hours
         used = 0.0 if max_hours else platforms.session_seconds(platform) - (now() - lesson.started)
-        self.limit = "MAX_HOURS" if max_hours else f"the {hours:g} h of {platform.name}"
+        there = tr("the {hours:g} h of {platform}", hours=hours, platform=platform.name)
+        self.limit = "MAX_HOURS" if max_hours else there
         known = hours and used <= hours * 3600  # a machine older than its limit has another one (Colab Pro)
         self.end = lesson.started - used + hours * 3600 if known else math.inf
         self.reserve = min(RESERVE_SECONDS, hours * 180)
@@ -64,26 +66,29 @@ class TimeBudget:
         self.last = now()
         self.sync_seconds = 0.0  # of the last one; 0: not measured yet
         self.ended_by: signal.Signals | None = None
+        self.note: Callable[[str], object] = print
 
     def ask_to_end(self, number: int) -> None:
         """End the training after its step; called with the signal that asks for it."""
         self.ended_by = signal.Signals(number)
-        print(f"\n{self.ended_by.name}: the training ends after this step, and is saved.", flush=True)
+        print(tr("\n{signal}: the training ends after this step, and is saved.", signal=self.ended_by.name), flush=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps.append(self.now() - self.last)
         self.last = self.now()
         sync = self.sync_seconds or min(60.0, self.reserve)
         needed, left = 1.5 * (max(self.steps) + sync) + self.reserve, self.end - self.last
-        reason = "Another process was asked to end."
+        reason = tr("Another process was asked to end.")
         if self.ended_by:
-            reason = f"This run was asked to end ({self.ended_by.name})."
+            reason = tr("This run was asked to end ({signal}).", signal=self.ended_by.name)
         elif left < needed:
-            reason = f"{left / 60:.1f} minutes of {self.limit} are left, {needed / 60:.1f} are needed to save and end."
+            minutes = {"left": left / 60, "needed": needed / 60, "limit": self.limit}
+            reason = tr("{left:.1f} minutes of {limit} are left, {needed:.1f} are needed to save and end.", **minutes)
         if control.should_training_stop or not distributed.anyone(bool(self.ended_by) or left < needed):
             return
-        print(f"\n{reason} Saving at step {state.global_step} of {state.max_steps} and ending here.")
-        print("Run the same notebook again (on Kaggle with this output attached): it continues.")
+        about = {"reason": reason, "step": state.global_step, "steps": state.max_steps}
+        self.note(tr("[WARN] {reason} Saving at step {step} of {steps} and ending here.", **about))
+        print(tr("Run the same notebook again (on Kaggle with this output attached): it continues."))
         control.should_log = control.should_save = control.should_training_stop = True
 
 
@@ -95,6 +100,7 @@ class Validation(TrainerCallback):
         self.trainer: Any = None  # set before the training begins
         self.best: dict[str, torch.Tensor] = {}  # trained weights of the best step, on the CPU
         self.best_step = -1
+        self.note: Callable[[str], object] = print
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if len(self.rows):
@@ -157,9 +163,11 @@ class Validation(TrainerCallback):
         state.max_steps = state.global_step  # MAX_STEPS may be less than what was planned then
         if not chosen:
             self.load(state, checkpoint)
-        more = 'SET = "train.early_stopping=0"' if self.stopped_early(state.log_history) else "a larger MAX_STEPS"
-        print(f"Nothing is left to train: this run has {state.global_step} steps.")
-        print(f'{more} continues it, RESUME = "never" starts over.')
+        print(tr("Nothing is left to train: this run has {steps} steps.", steps=state.global_step))
+        if self.stopped_early(state.log_history):
+            print(tr('SET = "train.early_stopping=0" continues it, RESUME = "never" starts over.'))
+        else:
+            print(tr('A larger MAX_STEPS continues it, RESUME = "never" starts over.'))
 
     def _validate(self, state: Any, control: Any) -> None:
         loss, should_log = validation_loss_on(self.trainer, self.rows), control.should_log
@@ -169,12 +177,14 @@ class Validation(TrainerCallback):
         control.should_log = should_log  # logging resets it, and the training loss is still to come
         best = best_of(validation_history(state.log_history))
         if not math.isfinite(loss):
-            print(f"[WARN] the validation loss is {loss} at step {state.global_step}: training ends here")
+            seen = {"loss": loss, "step": state.global_step}
+            self.note(tr("[WARN] the validation loss is {loss} at step {step}: training ends here", **seen))
             control.should_training_stop, control.should_save = True, False
         elif best and best[0] == state.global_step:
             self.best_step, self.best = state.global_step, model.trained_weights(self.trainer.model)
         elif best and self.stopped_early(state.log_history) and state.global_step < state.max_steps:
-            print(f"\nthe validation loss was lowest at step {best[0]} ({best[1]:.4f}): training ends here", flush=True)
+            lowest = {"step": best[0], "loss": best[1]}
+            self.note(tr("the validation loss was lowest at step {step} ({loss:.4f}): training ends here", **lowest))
             control.should_training_stop = control.should_save = True
 
 
@@ -207,6 +217,7 @@ class CourseCallback(TrainerCallback):
         self.lesson, self.dataset = lesson, dataset
         self.validation = Validation((), int(train.save_steps), train.keep_best, train.early_stopping)
         self.time, self.live = TimeBudget(lesson, max_hours), LiveNumbers(lesson)
+        self.time.note = self.validation.note = self.live.note
         self.sync: Any = None  # started by `train`
         self.fingerprint: dict[str, Any] = {}
         self.trained: tuple[float, int] | None = None  # seconds, and the step it started from
@@ -218,15 +229,15 @@ class CourseCallback(TrainerCallback):
         keep, keep_last = self.lesson.run.checkpoints, self.lesson.profile.train.keep_checkpoints
         trainable = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
         gib = self.checkpoint_gib = (trainable * 12 + 64 * 2**20) / files.GIB  # weights, two optimizer states, the rest
-        require_disk(Path(trainer.args.output_dir), 3 * gib, "writing checkpoints")
+        require_disk(Path(trainer.args.output_dir), 3 * gib, tr("writing checkpoints"))
         missing = keep_last + 1 - len(checkpoints.look(keep)[0])
-        require_disk(keep, max(missing, 1) * gib, "keeping checkpoints")
+        require_disk(keep, max(missing, 1) * gib, tr("keeping checkpoints"))
         chat.check_trainer(trainer, self.dataset.report)
         trainer.remove_callback(PrinterCallback)
         patched = model.patch_lora_kernels(trainer, fused=self.lesson.profile.machine.liger == "on")
         self.fingerprint = resuming.run_fingerprint(self.lesson, trainer.args.seed)
         self.kinds, self.checksums = model.weight_kinds(trainer.model), model.weight_checksums(trainer.model)
-        return f"{self.dataset.report.trained:,} tokens to learn from; {patched}"
+        return tr("{tokens:,} tokens to learn from; {patched}", tokens=self.dataset.report.trained, patched=patched)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.validation.on_train_begin(args, state, control)
@@ -303,17 +314,19 @@ class TrainingResult:
     def __str__(self) -> str:
         facts = self.facts()
         loss, speed = facts["validation_loss"], facts["tokens_per_second"]
-        best = f"{loss['first']:.4f} -> {loss['best']:.4f} at step {facts['best_step']}" if loss else ""
-        since = f" since step {self.first_step}" if self.first_step else ""
+        done = {"steps": facts["steps"], "planned": facts["planned_steps"], "first": self.first_step}
+        best = tr("{first:.4f} -> {best:.4f} at step {best_step}", **facts | loss) if loss else ""
+        since = tr(" since step {step}", step=self.first_step) if self.first_step else ""
+        changed = {"adapter": self.changed[0], "base": self.changed[1]}
         lines = {
-            "steps": f"{facts['steps']} of {facts['planned_steps']}, from step {self.first_step}",
-            "kept": f"the weights of step {self.kept_step}",
-            "validation loss": best,
-            "time": f"{display.clock(self.seconds)}{since}, {speed:,.0f} tokens/s" if speed else "",
-            "peak memory": f"{self.peak_gib:.2f} GiB" if speed else "",
-            "changed weights": f"{self.changed[0]} of the adapter, {self.changed[1]} of the base model",
+            tr("steps"): tr("{steps} of {planned}, from step {first}", **done),
+            tr("kept"): tr("the weights of step {step}", step=self.kept_step),
+            tr("validation loss"): best,
+            tr("time"): f"{display.clock(self.seconds)}{since}, {speed:,.0f} tokens/s" if speed else "",
+            tr("peak memory"): f"{self.peak_gib:.2f} GiB" if speed else "",
+            tr("changed weights"): tr("{adapter} of the adapter, {base} of the base model", **changed),
         }
-        return "\n".join(f"{name:17}{text}" for name, text in lines.items() if text)
+        return "\n".join(display.pad(name, 17) + text for name, text in lines.items() if text)
 
 
 def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> TrainingResult:
@@ -328,35 +341,49 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         wanted = (lesson, callback.fingerprint, resume)
         checkpoint = distributed.broadcast(resuming.resume_point(*wanted) if distributed.is_main() else None)
         if checkpoint is None:
-            print("starting at step 0")
+            print(tr("starting at step 0"))
         callback.sync = resuming.start_sync(lesson, callback.fingerprint, lesson.profile.train.keep_checkpoints)
         started = monotonic()
-        if checkpoint is None or validation.steps_left(checkpoint):
-            if distributed.is_main() and files.stamp(lesson.run.adapter):  # of a shorter or another training
-                shutil.rmtree(lesson.run.former_adapter, ignore_errors=True)
-                lesson.run.adapter.rename(lesson.run.former_adapter)  # until this training has saved its own
-            try:
-                with first_signals(callback.time.ask_to_end):
-                    oom.train(trainer, lesson, checkpoint)
-            except Exception:  # of a full disk, libraries say many things
-                require_disk(Path(trainer.args.output_dir), callback.checkpoint_gib, "writing checkpoints")
-                raise
-        else:
-            validation.load_finished(checkpoint, chosen=resume.isdecimal())
+        with callback.live.reported(trainer):
+            if checkpoint is None or validation.steps_left(checkpoint):
+                _train(trainer, callback, checkpoint)
+            else:
+                validation.load_finished(checkpoint, chosen=resume.isdecimal())
         callback.trained = monotonic() - started, checkpoints.step_of(checkpoint)
-    interrupted = callback.time.ended_by == signal.SIGINT
-    peak, best = hardware.peak_memory_gib(), None if interrupted else validation.restore_best()
-    distributed.leave_it_to_main()  # only the main process continues from here
-    tracking.end()
-    kept = callback.sync.finish()
+    with callback.live.reported(trainer):
+        interrupted = callback.time.ended_by == signal.SIGINT
+        peak, best = hardware.peak_memory_gib(), None if interrupted else validation.restore_best()
+        distributed.leave_it_to_main()  # only the main process continues from here
+        tracking.end(lesson.run.logs)
+        kept = callback.sync.finish()
     resuming.unlock_run(lesson)
-    print(f"safe: checkpoint {kept.step} in {kept.archive.parent}" if kept else "nothing new had to be kept")
+    state = trainer.state
+    done = state.global_step >= state.max_steps or validation.stopped_early(state.log_history)
+    callback.live.write(callback.live.progress(state, "finished" if done else "stopped"), kept=True)
+    if kept:
+        print(tr("safe: checkpoint {step} in {folder}", step=kept.step, folder=kept.archive.parent))
+    else:
+        print(tr("nothing new had to be kept"))
     if interrupted:
         raise CourseError("training.interrupted", step=trainer.state.global_step, steps=trainer.state.max_steps)
     before, after = callback.checksums, model.weight_checksums(trainer.model)
     changed = Counter(trainable for name, (trainable, _) in before.items() if before[name] != after[name])
     tracking.write_history(trainer.state.log_history, lesson.run.logs / "history.json")
     return TrainingResult(trainer, callback, *callback.trained, best, (changed[True], changed[False]), peak, after)
+
+
+def _train(trainer: Any, callback: CourseCallback, checkpoint: Path | None) -> None:
+    """Train from a checkpoint, or from the start."""
+    run = callback.lesson.run
+    if distributed.is_main() and files.stamp(run.adapter):  # of a shorter or another training
+        shutil.rmtree(run.former_adapter, ignore_errors=True)
+        run.adapter.rename(run.former_adapter)  # until this training has saved its own
+    try:
+        with first_signals(callback.time.ask_to_end):
+            oom.train(trainer, callback.lesson, checkpoint, callback.live.note)
+    except Exception:  # of a full disk, libraries say many things
+        require_disk(Path(trainer.args.output_dir), callback.checkpoint_gib, tr("writing checkpoints"))
+        raise
 
 
 def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
