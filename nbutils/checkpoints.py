@@ -286,12 +286,6 @@ def clear(store: Path) -> int:
     return len(found)
 
 
-def unsafe(store: Path) -> str | None:
-    """Why the work in a store is not safe: nothing is kept, or its newest checkpoint does not verify."""
-    found, _ = look(store)
-    return defect(found[0]) if found else tr("no checkpoint is kept in {folder}", folder=store)
-
-
 def require_step(folders: platforms.Folders, run: str, resume: str) -> None:
     """Refuse a RESUME that names a step of which the run keeps no checkpoint."""
     if resume.isdecimal():
@@ -307,10 +301,15 @@ class Line:
     one: StoredCheckpoint
     problem: str | None
 
-    def __str__(self) -> str:
-        folder, size = self.one.archive.parent, f"{self.one.size / 2**20:,.1f} MiB"
-        when = f"{datetime.fromtimestamp(self.one.archive.with_suffix('.json').stat().st_mtime):%Y-%m-%d %H:%M}"
-        return f"{self.one.step:>8}  {size:>12}  {when:16}  {display.pad(self.problem or tr('whole'), 30)}  {folder}"
+    def row(self, thorough: bool) -> dict[str, Any]:
+        """The row, for people."""
+        when = datetime.fromtimestamp(self.one.archive.with_suffix(".json").stat().st_mtime)
+        return {
+            tr("step"): self.one.step, tr("size"): f"{self.one.size / 2**20:,.1f} MiB",
+            tr("kept at"): f"{when:%Y-%m-%d %H:%M}",
+            tr("verified") if thorough else tr("size and manifest"): self.problem or tr("whole"),
+            tr("where"): self.one.archive.parent,
+        }  # fmt: skip
 
 
 def listing(run: str, thorough: bool) -> tuple[list[Line], list[str]]:

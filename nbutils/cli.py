@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from nbutils import checkpoints, course, doctor, hardware, install, plan, sharing  # the other rooms load numpy
+# the other rooms load numpy
+from nbutils import checkpoints, course, display, doctor, hardware, install, plan, record, sharing
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
@@ -119,6 +120,21 @@ def watch(run: str, once: bool) -> None:
     sys.exit(int(watch.follow(run, once) in ("failed", "died")))
 
 
+@app.command("diagnose")
+@click.argument("run", required=False)
+@click.option("--error", type=click.File(errors="replace"), help="A file with an error message, or - for a paste.")
+def find_causes(run: str | None, error: Any) -> None:
+    """Say what is wrong with RUN (its name, or the path of its folder), or what an error message means."""
+    from nbutils import diagnose
+
+    if not run and not error:
+        raise click.UsageError("name a RUN, or give an error message with --error FILE")
+    if error:
+        diagnose.show(diagnose.explain(error.read()))
+    if run:
+        diagnose.show(diagnose.examine(diagnose.Trained.of(record.find(run))))
+
+
 @app.group("checkpoints")
 def of_a_run() -> None:
     """The checkpoints of a run: RUN is its name, or the path of its folder."""
@@ -129,10 +145,7 @@ def of_a_run() -> None:
 def list_checkpoints(run: str, thorough: bool = False) -> bool:
     """List them with size and place, checked by size and manifest."""
     lines, remarks = checkpoints.listing(run, thorough)
-    checked = tr("verified") if thorough else tr("size and manifest")
-    titles = {tr("step"): -8, tr("size"): -12, tr("kept"): 16, checked: 30, tr("where"): 0}
-    print("  ".join(doctor.pad(title, width) for title, width in titles.items()))
-    print(*lines, *remarks, sep="\n")
+    print(display.aligned([line.row(thorough) for line in lines]), *remarks, sep="\n")
     return bool(lines) and not remarks and all(line.problem is None for line in lines)
 
 

@@ -27,14 +27,9 @@ MEASURES = {
 
 def of_names(names: Sequence[str]) -> Runs:
     """Runs by name, or by the path of their folders."""
-    keep = platforms.folders(platforms.detect()).keep
-    known = {place.parent.name: place.parent for place in sorted(keep.glob("*/facts.json"))}
-    found = {name: known.get(name) or Path(name).expanduser() for name in names}
-    missing = [name for name, folder in found.items() if not (folder / "facts.json").is_file()]
-    if missing or len(found) < 2:
-        wrong = tr("This needs two runs, {count} named", count=len(found))
-        wrong = tr("There is no run {name!r} in {folder}", name=missing[0], folder=keep) if missing else wrong
-        raise CourseError("compare.no_runs", wrong=wrong, known=", ".join(known) or tr("none yet"))
+    found = {name: record.find(name).path for name in names}
+    if len(found) < 2:
+        raise CourseError("compare.two_runs", count=len(found))
     return {name: load(folder) for name, folder in found.items()}
 
 

@@ -70,7 +70,7 @@ class Trained:
 
     @classmethod
     def of(cls, run: RunFolder) -> Trained:
-        """Read what there is."""
+        """Read what there is in a run folder."""
         lessons, history = record.read(run.facts).get("lessons", {}), run.logs / "history.json"
         log = read_json(history) if history.is_file() else []
         evaluation = {} if run.merge_is_outdated else lessons.get("04_merge", {}).get("evaluation", {})
@@ -192,5 +192,5 @@ def show(findings: Mapping[str, Finding]) -> None:
     if not findings:
         print(tr("Nothing known is wrong here."))
         return
-    names = (tr("seen"), tr("cause"), tr("to do"))
+    names = (tr("symptom"), tr("cause"), tr("to do"))
     display.show_table([dict(zip(names, finding, strict=True)) for finding in findings.values()])

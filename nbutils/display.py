@@ -213,7 +213,7 @@ def live_page(
     x, y = WIDTH / max(last, 1), HEIGHT / ((high - low) or 1.0)
     lines = [" ".join(f"{at * x:.1f},{16 + (high - loss) * y:.1f}" for at, loss in curve) for curve in curves]
     sizes = {"low": low, "high": high, "width": WIDTH, "height": HEIGHT, "percent": 100 * step / max(last, 1)}
-    labels = {"loss": tr("loss"), "validation": tr("validation"), "memory": tr("memory"), "cost": tr("cost")}
+    labels = {"loss": tr("loss"), "validation": tr("validation"), "memory": tr("in use"), "cost": tr("cost")}
     labels["left"] = tr("time left")
     return render_html("live.html", parts=parts, labels=labels, notes=notes, lines=lines, **sizes)
 

@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from wcwidth import wcswidth
-
-from nbutils import disk, hardware, install, platforms, record
+from nbutils import disk, display, hardware, install, platforms, record
 from nbutils.errors import CourseError
 from nbutils.language import tr
 from nbutils.platforms import Folders, Platform, network
 
 ROOMS = ("work", "scratch", "keep")
 KEEP_LASTS, MODEL_HUB = "keep lasts", "model hub"  # names of checks
-WIDE = "\u2e80-\uffef"  # Chinese characters and punctuation: a line may end after each of them
-PIECES = re.compile(rf"(?:[^\s{WIDE}]+|[{WIDE}])[，。：；、）”]*\s*")
-
-
-def pad(text: str, width: int) -> str:
-    """A text with spaces up to this many columns, before it if `width` is negative; a Chinese character takes two."""
-    spaces = " " * (abs(width) - wcswidth(text))
-    return spaces + text if width < 0 else text + spaces
-
-
-def fill(text: str, width: int, indent: str) -> str:
-    """A text in lines of at most this many columns, the second and later ones indented."""
-    lines = [""]
-    for piece in PIECES.findall(text):
-        if wcswidth((lines[-1] + piece).rstrip()) > width:
-            lines.append(indent)
-        lines[-1] += piece
-    return "\n".join(map(str.rstrip, lines))
 
 
 def labels() -> dict[str, str]:
@@ -67,9 +46,9 @@ class Check:
         return labels().get(self.name, self.name)
 
     def __str__(self) -> str:
-        start = f"[{self.status:^4}] {pad(self.label, 11)} "
         todo = tr(". To do: {todo}", todo=self.todo) if self.todo else ""
-        return fill(f"{start}{self.seen}{todo}", 110, " " * 19)
+        lines = display.wrap(f"{self.seen}{todo}", 91)
+        return f"[{self.status:^4}] {display.pad(self.label, 11)} " + f"\n{' ' * 19}".join(lines)
 
 
 @dataclass

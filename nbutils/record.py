@@ -18,7 +18,7 @@ from nbutils.files import DISTRIBUTION, read_json, read_object, stamp, write_jso
 from nbutils.hardware import GPU
 from nbutils.language import tr
 from nbutils.masking import KEY, MASK, mask_secrets
-from nbutils.platforms import Folders, Platform
+from nbutils.platforms import Folders, Platform, detect, folders
 
 PACKAGES = (
     DISTRIBUTION, "torch", "transformers", "peft", "trl", "bitsandbytes", "datasets", "accelerate", "liger-kernel",
@@ -62,6 +62,16 @@ class RunFolder:
         if stem == "03_qlora":
             return adapter is not None
         return merged is not None and merged.get("adapter") == adapter
+
+
+def find(name: str) -> RunFolder:
+    """A run by its name, or by the path of its folder."""
+    keep = folders(detect()).keep
+    known = {place.parent.name: place.parent for place in sorted(keep.glob("*/facts.json"))}
+    run = RunFolder(known.get(name) or Path(name).expanduser())
+    if not run.facts.is_file():
+        raise CourseError("record.no_run", run=name, folder=keep, known=", ".join(known) or tr("none yet"))
+    return run
 
 
 class LessonLike(Protocol):

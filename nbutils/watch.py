@@ -69,7 +69,7 @@ class Watched:
             tr("now"): " · ".join([step, display.live_line(one.parts())]),
             tr("best"): tr("{loss:.3f} (step {step})", step=one.best[0], loss=one.best[1]) if one.best else "",
             tr("cost"): self._cost(),
-            tr("kept"): self._checkpoints(),
+            tr("saved"): self._checkpoints(),
         }
         return [display.pad(name, 10) + text for name, text in rows.items() if text] + one.notes
 

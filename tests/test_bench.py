@@ -326,8 +326,10 @@ def test_settings_that_differ_and_what_came_of_them_are_shown(home: Path, tmp_pa
     assert one["trained"]["validation_loss"]["best"] == 0.3 and one["scores"]["exact_match"] == ESTIMATE
     assert {name for entry in one["history"] for name in entry} == {"step", "loss", "eval_loss"}
     assert (tmp_path / "out/compare.png").stat().st_size > 10_000
-    for names in (["one", "twoo"], ["one"], []):
-        with refused("compare.no_runs", known="one, two"):
+    with refused("record.no_run", run="twoo", known="one, two"):
+        compare.of_names(["one", "twoo"])
+    for names in (["one"], []):
+        with refused("compare.two_runs", count=len(names)):
             compare.of_names(names)
     assert (failed := invoke("compare", "one", "--json")).exit_code == 1 and json.loads(failed.stdout)["error"]["todo"]
     for name, made_from in (("adapter", {"steps": 4}), ("merged", {"adapter": {"steps": 200}})):

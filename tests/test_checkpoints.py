@@ -126,12 +126,9 @@ def test_pruning_and_clearing_leave_later_steps_and_foreign_files(keep: Path, tm
     keep_one(tmp_path / "scratch", keep, 90)  # of a run that got further
     os.truncate(keep / "checkpoint-20.tar", 100)
     (keep / "checkpoint-15.tar").write_bytes(b"the rest of a copy that was cut off")
-    assert checkpoints.unsafe(keep) is None
     checkpoints.prune(keep, keep_one(tmp_path / "scratch", keep, 40), keep_last=2)
     own = {f"checkpoint-{step}.{end}" for step in (30, 40, 90) for end in ("tar", "json")}
     assert {path.name for path in keep.iterdir()} == own | {*foreign}
-    os.truncate(keep / "checkpoint-90.tar", 100)
-    assert checkpoints.unsafe(keep) and checkpoints.unsafe(tmp_path / "nowhere")  # only a newest that verifies is safe
     assert checkpoints.clear(keep) == 3 and {path.name for path in keep.iterdir()} == {*foreign}
 
 
@@ -241,7 +238,7 @@ def test_list_verify_and_restore(keep: Path, tmp_path: Path, monkeypatch: pytest
     assert cli_checkpoints("verify", str(tmp_path / "runs/demo"))[0] == 0
     flip_a_byte(there / "checkpoint-30.tar")
     status, said = cli_checkpoints("list", "demo")
-    assert status == 0 and said.index("\n      30") < said.index("\n      10") and "damaged" not in said
+    assert status == 0 and said.index("\n30 ") < said.index("\n10 ") and "damaged" not in said
     status, said = cli_checkpoints("verify", "demo")
     assert status == 1 and "sha256 differs" in said
     target = tmp_path / "new/by hand"

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import refused
 
-from nbutils import diagnose, display
+from nbutils import cli, diagnose, display, record
 from nbutils.diagnose import Trained
 from nbutils.files import TINY_MODEL, read_json
 from nbutils.record import RunFolder
@@ -182,3 +183,20 @@ def test_a_run_folder_is_read_and_an_empty_one_has_no_findings(tmp_path: Path) -
     (run.logs / "history.json").write_text(json.dumps(log))
     run.facts.write_text(json.dumps({"lessons": {"03_qlora": GOOD | {"steps": 50}}}))
     assert list(diagnose.examine(Trained.of(run))) == ["diverging", "unfinished"]
+
+
+def test_the_command_explains_an_error_and_examines_a_run(home: Path, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    def said(*words: str, paste: str = "") -> str:
+        return CliRunner().invoke(cli.app, ["diagnose", *words], input=paste).output
+
+    assert diagnose.symptoms()["messages"]["disk_full"]["cause"] in said(
+        "--error", "-", paste="No space left on device"
+    )
+    record.begin(RunFolder(home / "mine").facts, {"lessons": {"03_qlora": GOOD | {"steps": 50}}}, by_auto=False)
+    for name in ("mine", str(home / "mine")):
+        assert known["runs"]["unfinished"]["todo"] in said(name)
+    assert "Usage" in said()
+    with refused("record.no_run", known="mine"):
+        record.find("yours")

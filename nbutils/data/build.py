@@ -90,7 +90,7 @@ class DataCard(BaseModel):
             tr("languages"): counts_text(self.languages), tr("characters"): counts_text(self.characters),
             tr("fingerprint"): self.fingerprint,
         }  # fmt: skip
-        return "\n".join(f"{name:<12} {text}" for name, text in lines.items())
+        return "\n".join(f"{display.pad(name, 12)} {text}" for name, text in lines.items())
 
     def facts(self) -> dict[str, Any]:
         """What goes into the facts.json of a lesson."""
@@ -191,8 +191,8 @@ def report_text(data: dict[str, Any]) -> str:
         tables["lengths"] = {name: data["lengths"][name] for name in ("rows", "longest")}
     first = {problem["kind"]: problem for problem in reversed(data["problems"])}
     return "\n".join([
-        f"{tr('rows'):<10} " + tr("{rows} = {accepted} accepted + {rejected} rejected", **data),
-        *(f"{tr(name):<10} {counts_text(counts)}" for name, counts in tables.items() if counts),
+        f"{display.pad(tr('rows'), 10)} " + tr("{rows} = {accepted} accepted + {rejected} rejected", **data),
+        *(f"{display.pad(tr(name), 10)} {counts_text(counts)}" for name, counts in tables.items() if counts),
         *(f"  {describe(first[kind])}" for kind in reversed(first)),
         *(f"  {text}" for text in data["examples"]), "", *data["next"],
     ])  # fmt: skip

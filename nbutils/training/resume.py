@@ -46,7 +46,7 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
     checkpoints.end_earlier(scratch / "outbox")
     for unproven in ("trainer", "outbox"):  # left by a killed run; only archives that verify count
         shutil.rmtree(scratch / unproven, ignore_errors=True)
-    keep = files.make_folder(lesson.run.checkpoints, tr("checkpoints"))
+    keep = files.make_folder(lesson.run.checkpoints, tr("checkpoints of this run"))
     if resume == "never":
         (lesson.run.path / OOM_FILE).unlink(missing_ok=True)
         removed = sum(checkpoints.clear(store) for store in stores if not lesson.folders.is_attached(store))

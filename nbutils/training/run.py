@@ -320,10 +320,10 @@ class TrainingResult:
         changed = {"adapter": self.changed[0], "base": self.changed[1]}
         lines = {
             tr("steps"): tr("{steps} of {planned}, from step {first}", **done),
-            tr("kept"): tr("the weights of step {step}", step=self.kept_step),
+            tr("saved"): tr("the weights of step {step}", step=self.kept_step),
             tr("validation loss"): best,
-            tr("time"): f"{display.clock(self.seconds)}{since}, {speed:,.0f} tokens/s" if speed else "",
-            tr("peak memory"): f"{self.peak_gib:.2f} GiB" if speed else "",
+            tr("took"): f"{display.clock(self.seconds)}{since}, {speed:,.0f} tokens/s" if speed else "",
+            tr("peak"): f"{self.peak_gib:.2f} GiB" if speed else "",
             tr("changed weights"): tr("{adapter} of the adapter, {base} of the base model", **changed),
         }
         return "\n".join(display.pad(name, 17) + text for name, text in lines.items() if text)
