@@ -185,15 +185,15 @@ def test_a_run_folder_is_read_and_an_empty_one_has_no_findings(tmp_path: Path) -
     assert list(diagnose.examine(Trained.of(run))) == ["diverging", "unfinished"]
 
 
-def test_the_command_explains_an_error_and_examines_a_run(home: Path, tmp_path: Path) -> None:
+def test_the_command_explains_an_error_and_examines_a_run(home: Path) -> None:
     from click.testing import CliRunner
 
     def said(*words: str, paste: str = "") -> str:
         return CliRunner().invoke(cli.app, ["diagnose", *words], input=paste).output
 
-    assert diagnose.symptoms()["messages"]["disk_full"]["cause"] in said(
-        "--error", "-", paste="No space left on device"
-    )
+    known = diagnose.symptoms()
+    assert known["messages"]["disk_full"]["cause"] in said("--error", "-", paste="No space left on device")
+    (home / "mine").mkdir(parents=True)
     record.begin(RunFolder(home / "mine").facts, {"lessons": {"03_qlora": GOOD | {"steps": 50}}}, by_auto=False)
     for name in ("mine", str(home / "mine")):
         assert known["runs"]["unfinished"]["todo"] in said(name)
