@@ -13,11 +13,6 @@ from support import ROOT
 from nbutils import cli, lesson
 from nbutils.config import flat, load
 
-# what is being written now: a name leaves this list when it is there, which a test below demands
-PENDING = {
-    "fetch", "watch", "install", "NBUTILS_NOTICE_URL", "docs/choosing.md", "docs/zh/choosing.md", "README.zh-CN.md",
-    "notebooks/zh", "99_when_it_breaks",
-}  # fmt: skip
 ENGLISH = sorted((ROOT / "docs").glob("*.md"))
 CHINESE = sorted((ROOT / "docs/zh").glob("*.md"))
 PAGES = [*ENGLISH, *CHINESE, ROOT / "configs/kaggle/README.md"]
@@ -91,14 +86,14 @@ def settings() -> dict[str, Any]:
 def test_links_lead_to_files(page: Path) -> None:
     targets = [one.partition("#")[0] for one in re.findall(r"\]\(([^)\s]+)\)", without_blocks(page))]
     local = {(page.parent / one).resolve() for one in targets if one and not one.startswith("http")}
-    missing = [one for one in local if not one.exists() and str(one.relative_to(ROOT)) not in PENDING]
+    missing = [one for one in local if not one.exists()]
     assert not missing
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_commands_can_be_given(page: Path) -> None:
     for words in commands(page):
-        if "nbutils" in words and (after := words[words.index("nbutils") + 1 :]) and after[0] not in PENDING:
+        if "nbutils" in words and (after := words[words.index("nbutils") + 1 :]):
             parse(cli.app, after)
         for word in words:
             if script := re.fullmatch(r"(notebooks/(?:zh/)?\d\d_\w+)\.(?:ipynb|py)", word):
@@ -111,9 +106,9 @@ def test_commands_can_be_given(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_names_in_backticks_exist(page: Path) -> None:
     text = "\n".join([*spans(page), *blocks(page)])
-    paths = {one.rstrip("./") for one in PATH.findall(text)} - PENDING
+    paths = {one.rstrip("./") for one in PATH.findall(text)}
     lost = [one for one in paths if not (ROOT / one).exists() and not (ROOT / f"notebooks/{one}.py").exists()]
-    variables = set(re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", text)) - PENDING
+    variables = set(re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", text))
     unknown = [one for one in variables if one not in sources()]
     dotted = set(re.findall(rf"(?<![\w/])(?:{GROUPS})\.[a-z_]+(?![\w/(])", text))
     wrong = [one for one in dotted if one not in settings() and not one.endswith((".jsonl", ".log"))]
@@ -131,9 +126,3 @@ def test_a_chinese_page_has_the_headings_and_code_of_the_english_one(page: Path)
 
 def test_every_page_is_there_in_both_languages() -> None:
     assert [one.name for one in ENGLISH] == [one.name for one in CHINESE] != []
-
-
-def test_nothing_pending_is_there_already() -> None:
-    places = {one: (ROOT / one, ROOT / f"notebooks/{one}.py") for one in PENDING}
-    done = [one for one in PENDING if one in cli.app.commands or any(place.exists() for place in places[one])]
-    assert not done + [one for one in PENDING if one.isupper() and one in sources()]
