@@ -187,7 +187,7 @@ my_percent = None
 # %% [markdown]
 # ## 训练
 #
-# `SFTConfig` 里都是要紧的值，上面的表讲了每个值的理由。样本首尾相接，不补 padding（`padding_free`）；开了 packing，会先拼成不超过 `max_length` 个 token 的序列。`training.bookkeeping` 补上和学习本身无关的设置：目录、保存、日志、随机种子。`warmup_steps` 小于 1 时，是占总步数的比例。TensorBoard 总是会记录；W&B 也会，有 `WANDB_API_KEY` 就在线记录。
+# `SFTConfig` 里都是要紧的值，上面的表讲了每个值的理由。样本首尾相接，不补 padding（`padding_free`）；开了 packing，会先拼成不超过 `max_length` 个 token 的序列。`training.bookkeeping` 补上和学习本身无关的设置：目录、保存、日志、随机种子。`warmup_steps` 小于 1 时，是占总步数的比例。TensorBoard 总是会记录，下面第二行输出写着在这个平台上怎么打开；W&B 也会，有 `WANDB_API_KEY` 就在线记录；有 `SWANLAB_API_KEY`，或者设了 `SWANLAB_MODE=offline`，SwanLab 也会记录。想在另一个终端里看训练，用 `python -m nbutils watch`。
 
 # %%
 from nbutils import distributed
