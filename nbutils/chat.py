@@ -22,6 +22,7 @@ from nbutils import display, profiles
 from nbutils.errors import CourseError
 from nbutils.files import write_text
 from nbutils.hardware import Choice, keep_4bit_layout
+from nbutils.language import tr
 from nbutils.record import LessonLike
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _training_template(tokenizer: Any) -> str | None:
     from trl import chat_template_utils as trl
 
     if not tokenizer.chat_template:
-        raise CourseError("chat.no_chat_template", tokenizer=tokenizer.name_or_path or "this model")
+        raise CourseError("chat.no_chat_template", tokenizer=tokenizer.name_or_path or tr("this model"))
     own: str = tokenizer.get_chat_template()
     if trl.has_generation_markers(own):
         return own
@@ -115,7 +116,7 @@ class View:
         """All examples of all rows, each rendered once."""
         from tqdm.auto import tqdm
 
-        conversations = self._conversations(tqdm(rows, desc="rendering", unit="row", disable=len(rows) < 3000))
+        conversations = self._conversations(tqdm(rows, desc=tr("rendering"), unit=tr("row"), disable=len(rows) < 3000))
         examples = []
         for tools, group in itertools.groupby(conversations, key=lambda one: one[0]):
             while batch := [conversation for _, conversation in itertools.islice(group, BATCH)]:
@@ -210,25 +211,26 @@ def training_format(tokenizer: Any, rows: Sequence[Row] = (), thinking: bool | N
     problem, tries = "", [ANSWER, THOUGHT] if rows_think(rows) else [ANSWER]
     several = any(sum(message["role"] == "assistant" for message in row["messages"]) > 1 for row in rows)
     if _training_template(tokenizer) is None:
-        problem, tries = "its template cannot mark answers and TRL has no training template for it", []
+        problem = tr("its template cannot mark answers and TRL has no training template for it")
+        tries = []
     for answer in tries:
         view = View(tokenizer, "messages", thinking)
         [example] = view.encode_all([{"messages": [QUESTION, answer]}])
         prompt = zip(example.ids[: example.shared[0]], example.trained, strict=False)
         if any(mask and not view.blank(token) for token, mask in prompt):  # Qwen3.5's prompt begins the thinking
-            problem = "its training template marks what a server already writes"
+            problem = tr("its training template marks what a server already writes")
         elif not is_chat_template_stop_token_trained(tokenizer, chat_template=view.template):
-            problem = "its template marks the answers without their stop token"
+            problem = tr("its template marks the answers without their stop token")
         elif several:
             [example] = view.encode_all([{"messages": [QUESTION, answer] * 2}])
             trained = tokenizer.decode(list(itertools.compress(example.ids, example.trained)))
             if example.shared[-1] != example.prompts[-1] or trained.count("a thought") != 2 * (answer is THOUGHT):
-                problem = "its template rewrites earlier answers"  # Qwen3 drops earlier thoughts
+                problem = tr("its template rewrites earlier answers")  # Qwen3 drops earlier thoughts
         if problem:
             break
     if not problem:
-        return Choice("messages", "the training template marks the answers")
-    return Choice("prompt_completion", f"{problem}, so each answer is an example of its own")
+        return Choice("messages", tr("the training template marks the answers"))
+    return Choice("prompt_completion", tr("{problem}, so each answer is an example of its own", problem=problem))
 
 
 def may_skip_thinking(tokenizer: Any, rows: Sequence[Row]) -> bool:
@@ -269,12 +271,19 @@ class FilteredRows:
         return {"longest_row_tokens": self.longest, "rows_too_long": len(self.too_long)}
 
     def __str__(self) -> str:
+        values = {"rows": len(self.rows), "longest": self.longest}
+        if not self.max_length:
+            return tr("all {rows} rows fit: the longest has {longest} tokens, there is no limit", **values)
+        values["limit"] = self.max_length
         if not self.too_long:
-            limit = f"max_length is {self.max_length}" if self.max_length else "there is no limit"
-            return f"all {len(self.rows)} rows fit: the longest has {self.longest} tokens, {limit}"
-        share = f"{len(self.too_long)} of {len(self.rows)} rows are LEFT OUT (see {TOO_LONG})"
-        todo = f"  to train them raise train.max_length to {self.longest} (memory grows with it), or shorten them"
-        return f"{share}: max_length {self.max_length} would cut off their stop token\n{todo}"
+            return tr("all {rows} rows fit: the longest has {longest} tokens, max_length is {limit}", **values)
+        values["count"] = len(self.too_long)
+        return tr(
+            "{count} of {rows} rows are LEFT OUT (see too_long.jsonl): "
+            "max_length {limit} would cut off their stop token\n"
+            "  to train them raise train.max_length to {longest} (memory grows with it), or shorten them",
+            **values,
+        )
 
     def write(self, folder: Path) -> None:
         """Write the rows that are left out, with their numbers, to too_long.jsonl; empty without any."""
@@ -292,7 +301,7 @@ def filter_by_length(
     """Render all rows, and leave out those whose stop token (see find_stop_ids) lies beyond `max_length` (0: none)."""
     if not rows:
         raise CourseError("chat.no_rows")
-    choice = Choice(form, "chosen by the caller") if form else training_format(tokenizer, rows, thinking)
+    choice = Choice(form, tr("chosen by the caller")) if form else training_format(tokenizer, rows, thinking)
     view = View(tokenizer, choice.value, thinking, stop_ids)
     examples = view.encode_all(rows)
     longest = max(len(example.ids) for example in examples)
@@ -336,12 +345,16 @@ def check_contract(filtered: FilteredRows) -> ContractReport:
         found |= _check_example(view, example, row)
     answers = sum(len(example.turns) for example in examples)
     trained, tokens = sum(example.trained.count(1) for example in examples), sum(filtered.lengths)
-    stops = " or ".join(view.tokenizer.decode([stop]) for stop in sorted(found))
-    text = (
-        f"format   {form.value}: {form.reason}\n"
-        f"trained  {trained} of {tokens} tokens ({trained / tokens:.0%}), in {answers} answers\n"
-        f"stop     every answer ends with {stops}, and generation stops there"
-    )
+    stops = tr(" or ").join(view.tokenizer.decode([stop]) for stop in sorted(found))
+    lines = (
+        tr("format   {form}: {reason}", form=form.value, reason=form.reason),
+        tr(
+            "trained  {trained} of {tokens} tokens ({share}), in {answers} answers",
+            trained=trained, tokens=tokens, share=f"{trained / tokens:.0%}", answers=answers,
+        ),
+        tr("stop     every answer ends with {stops}, and generation stops there", stops=stops),
+    )  # fmt: skip
+    text = "\n".join(lines)
     return ContractReport(form, len(examples), answers, trained, tuple(sorted(found)), text)
 
 
@@ -357,7 +370,7 @@ def _check_example(view: View, example: Example, row: Row) -> set[int]:
     for turn, start, end in zip(example.turns, example.shared, [*example.shared[1:], len(ids)], strict=True):
         stop = next((at for at in range(start, end) if ids[at] in view.stops), end)
         if stop == end:
-            names = ", ".join(repr(decode([stop])) for stop in sorted(view.stops)) or "nothing"
+            names = ", ".join(repr(decode([stop])) for stop in sorted(view.stops)) or tr("nothing")
             last = decode([ids[max(example.trained.rfind(1), 0)]])
             raise CourseError("chat.no_stop_token", row=example.row, last=last, stops=names)
         if missing := _missing_part(view.tokenizer, messages[turn], decode(list(ids[start:stop]))):
@@ -368,8 +381,10 @@ def _check_example(view: View, example: Example, row: Row) -> set[int]:
         found.add(ids[stop])
     for at, mask in enumerate(example.trained if expected != example.trained else ()):
         if mask != expected[at] and not view.blank(ids[at]):
-            what = "is no part of an answer, and is trained" if mask else "is part of an answer, and is not trained"
-            token = f"token {at + 1}, {decode([ids[at]])!r}"
+            what = tr("is part of an answer, and is not trained")
+            if mask:
+                what = tr("is no part of an answer, and is trained")
+            token = tr("token {number}, {text}", number=at + 1, text=repr(decode([ids[at]])))
             raise CourseError("chat.wrong_loss_mask", row=example.row, token=token, what=what)
     return found
 
@@ -387,7 +402,7 @@ def _missing_part(tokenizer: Any, answer: Message, text: str) -> str:
         rest = rest[rest.index(short) + len(short) :]
     for call in answer.get("tool_calls") or ():
         if (name := (call.get("function") or call).get("name", "")) not in text:
-            return f"a call of {name!r}"
+            return tr("a call of {name}", name=repr(name))
     return ""
 
 
@@ -452,7 +467,7 @@ def validation_dataset(filtered: FilteredRows, held_out: Sequence[Row], count: i
     examples = filtered.view.encode_all(held_out) if count and held_out else []
     usable = [one for one in examples if len(one.ids) <= (filtered.max_length or len(one.ids)) and any(one.trained)]
     if count and not usable:
-        print("No held-out row can be used for validation: training goes without it, and the last step is kept.")
+        print(tr("No held-out row can be used for validation: training goes without it, and the last step is kept."))
     return training_dataset(replace(filtered, examples=usable))
 
 
@@ -469,8 +484,11 @@ def check_trainer(trainer: Any, report: ContractReport) -> None:
     hidden = sum(label != IGNORED for row in rows for label in row["labels"])
     hidden -= int((trainer.data_collator(rows)["labels"] != IGNORED).sum())
     if (trained, stops, hidden) != (report.trained, report.answers, 0):
-        found = f"{trained} tokens with {stops} stop tokens, and its collator hides {hidden}"
-        expected = f"{report.trained} tokens with {report.answers} stop tokens"
+        found = tr(
+            "{tokens} tokens with {stops} stop tokens, and its collator hides {hidden}",
+            tokens=trained, stops=stops, hidden=hidden,
+        )  # fmt: skip
+        expected = tr("{tokens} tokens with {stops} stop tokens", tokens=report.trained, stops=report.answers)
         raise CourseError("chat.trainer_mismatch", found=found, expected=expected)
 
 
@@ -503,6 +521,6 @@ def show_row(tokenizer: Any, row: Row) -> None:
     runs = [(tokenizer.decode([token for token, _ in pairs]), mask) for mask, pairs in groups]
     answers = sum(message["role"] == "assistant" for message in row["messages"])
     if form == "prompt_completion" and answers > 1:
-        print(f"This row has {answers} answers, each an example of its own; here is the last one.")
-    print(f"{sum(trained)} of {len(ids)} tokens are trained. They are marked:")
+        print(tr("This row has {answers} answers, each an example of its own; here is the last one.", answers=answers))
+    print(tr("{trained} of {tokens} tokens are trained. They are marked:", trained=sum(trained), tokens=len(ids)))
     display.show("tokens.html", "".join(f"[{text}]" if mask else text for text, mask in runs), runs=runs)

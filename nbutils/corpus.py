@@ -1,4 +1,4 @@
-"""Text that this project writes: what lesson 07 pre-trains the tiny model on, its tokenizer, and rows of tokens.
+"""Text that this project writes: what lesson 07 pre-trains the tiny model on, and its tokenizer.
 
 The pre-training text has twelve kinds; words and sentence patterns are in corpus.yaml. A kind must draw in the same
 order for ever, or the text changes. `.ci/samples.py` writes the bundled train.jsonl and eval.jsonl by `draw_message`.
@@ -14,15 +14,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from nbutils.errors import CourseError
-from nbutils.files import read_object
-
-if TYPE_CHECKING:
-    import torch
 
 Word = dict[str, str]  # one thing in both languages
 PHRASES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -253,8 +249,8 @@ def pretraining_texts(count: int, seed: int) -> Iterator[str]:
         yield rng.choices(kinds, weights)[0](rng)
 
 
-def build_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer on texts, for Qwen2's class; no token joins a listed word with its sentence."""
+def build_tokenizer(texts: Iterable[str], vocab_size: int, listed: bool = True) -> Any:
+    """Train a byte-level BPE tokenizer for Qwen2's class; with `listed` no token joins a listed word with others."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 
@@ -263,7 +259,8 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     words = {word["zh"] for word in (*DAYS, *PEOPLE, *ITEMS, *CITIES)} | {"两", *NUMBERS["zh"]}
     words |= {*PHRASES["measures"], *PHRASES["kinds"].values()}
     longest_first = sorted(words, key=lambda word: (-len(word), word))
-    boundaries = re.compile("|".join([*map(re.escape, SPECIAL), f"({'|'.join(longest_first)})"]))
+    apart = [f"({'|'.join(longest_first)})"] if listed else []
+    boundaries = re.compile("|".join([*map(re.escape, SPECIAL), *apart]))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
@@ -277,31 +274,3 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         vocab=model["vocab"], merges=merges, eos_token=SPECIAL[2], pad_token=SPECIAL[0],
         additional_special_tokens=[SPECIAL[1]], chat_template=CHAT_TEMPLATE, model_max_length=1024,
     )  # fmt: skip
-
-
-def token_rows(texts: Iterable[str], tokenizer: Any, length: int) -> torch.Tensor:
-    """Rows of `length` tokens; each begins with the start of a document, and its last document is cut to fit."""
-    import torch
-
-    stream, row = iter(texts), list[int]()
-    rows: list[list[int]] = []
-    while chunk := list(itertools.islice(stream, 2000)):
-        for ids in tokenizer(chunk, add_special_tokens=False)["input_ids"]:
-            row += [*ids, tokenizer.pad_token_id]
-            if len(row) >= length:
-                rows.append(row[:length])
-                row = []
-    if not rows:
-        raise CourseError("corpus.too_little_text", length=length)
-    return torch.tensor(rows, dtype=torch.int32)
-
-
-def finished_training(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The record of a finished training with these settings; None if it still has to be done."""
-    if not (record := read_object(folder / "training.json")):
-        return None
-    used = record.get("settings", {})
-    different = ", ".join(f"{name} {used.get(name)}" for name in settings if used.get(name) != settings[name])
-    if different:
-        raise CourseError("corpus.other_settings", folder=folder, settings=different)
-    return record

@@ -22,6 +22,7 @@ from nbutils.chat import common_length, find_stop_ids
 from nbutils.errors import CourseError
 from nbutils.evaluation.evaluator import FOLDER, Evaluator, digest
 from nbutils.evaluation.inference import generate_ids, in_batches, padded
+from nbutils.language import tr
 from nbutils.serving.server import NO_KEY, reach_directly
 
 if TYPE_CHECKING:
@@ -41,11 +42,21 @@ POSITIONS = 32  # compared together: 40 MB of a large vocabulary
 RESOLUTION = 1e-6  # a sum of float32 probabilities is not known better than this
 TOKENIZED_ROWS = 32  # of a merged folder's own tokenizer, beside the training's
 FAR = 30  # times the noise: no kernels of another program round that differently, it runs another model
-LABELS = {
-    "base": "the base without the tuning", "4bit": "adapter on the 4-bit base it was trained on",
-    "full": "adapter on the unquantized base", "merged": "merged", "vllm": "merged, in vLLM",
-}  # fmt: skip
+Translate = Callable[..., str]
 ONTO = {"full": "full", "dequantized": "4bit"}  # what a merged model must equal, by what it was merged into
+
+
+def plain(english: str, **values: Any) -> str:
+    """What `tr` says in English: for facts.json, which is the same in every language."""
+    return english.format(**values)
+
+
+def label(model: str, tr: Translate = tr) -> str:
+    """What a form of the model is called."""
+    return {
+        "base": tr("the base without the tuning"), "4bit": tr("adapter on the 4-bit base it was trained on"),
+        "full": tr("adapter on the unquantized base"), "merged": tr("merged"), "vllm": tr("merged, in vLLM"),
+    }[model]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -176,12 +187,18 @@ class Gap:
     @property
     def columns(self) -> dict[str, str]:
         """For the tables that show it."""
-        least = "at least " if self.coarse else ""
+        answers = tr("not compared")
+        if self.same_answers is not None:
+            answers = tr("{same} of {all}", same=self.same_answers, all=self.answers)
         return {
-            "KL mean": f"{least}{self.mean:.2g}", "KL worst": f"{least}{self.worst:.2g}",
-            "same next token": f"{self.same_choices} of {self.positions}",
-            "same answers": "not compared" if self.same_answers is None else f"{self.same_answers} of {self.answers}",
+            tr("KL mean"): self.nats(self.mean), tr("KL worst"): self.nats(self.worst),
+            tr("same next token"): tr("{same} of {all}", same=self.same_choices, all=self.positions),
+            tr("same answers"): answers,
         }  # fmt: skip
+
+    def nats(self, value: float, tr: Translate = tr) -> str:
+        """A divergence as text."""
+        return tr("at least {nats}", nats=f"{value:.2g}") if self.coarse else f"{value:.2g}"
 
 
 def gap(reference: Predictions, other: Predictions) -> Gap:
@@ -298,14 +315,44 @@ class PredictionStore(UserDict[str, Predictions]):
 
 
 class Line(NamedTuple):
-    """One comparison: `other` against `reference`; only a judged one can fail, and `why` says why it does."""
+    """One comparison: `other` against `reference`; only a judged one can fail."""
 
     reference: str
     other: str
     gap: Gap
     judged: bool
-    why: str
-    verdict: str  # in a word or two
+    nearer: float = 0.0  # it fails: it is nearer to the base, which is so far away
+    times: float = 0.0  # it fails: it is so many times the noise
+
+    @property
+    def why(self) -> str:
+        """Why it fails; empty if it does not."""
+        return self.explain()
+
+    @property
+    def verdict(self) -> str:
+        """In a word or two."""
+        return self.judge()
+
+    def explain(self, tr: Translate = tr) -> str:
+        """`why` in a language."""
+        if self.nearer:
+            return tr("it is nearer to {base} ({nats})", base=label("base", tr), nats=f"{self.nearer:.2g}")
+        return tr("that is {times} times the noise of this run", times=f"{self.times:.0f}") if self.times else ""
+
+    def judge(self, tr: Translate = tr) -> str:
+        """`verdict` in a language."""
+        if not self.judged:
+            return tr("what the tuning changed") if self.other == "base" else tr("a price")
+        return tr("FAILS") if self.nearer or self.times else tr("the same model")
+
+    def sentence(self, tr: Translate = tr) -> str:
+        """The whole comparison in a language."""
+        names = {"other": label(self.other, tr), "reference": label(self.reference, tr)}
+        values = names | {"nats": self.gap.nats(self.gap.mean, tr), "verdict": self.explain(tr) or self.judge(tr)}
+        if self.nearer or self.times:
+            return tr("THE MODEL CHANGED: {other}, {nats} nats per token from {reference}: {verdict}.", **values)
+        return tr("{other}, {nats} nats per token from {reference}: {verdict}.", **values)
 
 
 class Report:
@@ -320,39 +367,35 @@ class Report:
         rounding = max(self.noise, merged.mean if merged else 0.0)  # the merge, proven by weight, is rounding too
         prices = [("full", "base"), ("4bit", "full")] + ([("full", "merged")] if self.target != "full" else [])
         for reference, other in (*prices, (self.target, "merged"), ("merged", "vllm")):
-            found, base, why = predictions.gap(reference, other), predictions.gap("base", other), ""
-            verdict = "what the tuning changed" if other == "base" else "a price"
-            judged = (reference, other) not in prices
+            found, base = predictions.gap(reference, other), predictions.gap("base", other)
+            judged, nearer, times = (reference, other) not in prices, 0.0, 0.0
             if found and judged:
                 if base and found.mean > base.mean + self.noise:
-                    why = f"it is nearer to {LABELS['base']} ({base.mean:.2g})"
+                    nearer = max(base.mean, RESOLUTION)
                 elif other == "vllm" and found.mean > FAR * rounding:
-                    why = f"that is {found.mean / rounding:.0f} times the noise of this run"
-                verdict = "FAILS" if why else "the same model"
-            self.lines += [Line(reference, other, found, judged, why, verdict)] if found else []
+                    times = found.mean / rounding
+            self.lines += [Line(reference, other, found, judged, nearer, times)] if found else []
         self.holds = any(line.judged for line in self.lines) and not any(line.why for line in self.lines)
-        self.verdict = "\n".join(
-            f"{'THE MODEL CHANGED: ' if line.why else ''}{LABELS[line.other]}, {line.gap.columns['KL mean']} nats per "
-            f"token from {LABELS[line.reference]}: {line.why or line.verdict}." for line in self.lines
-        )  # fmt: skip
+        self.verdict = "\n".join(line.sentence() for line in self.lines)
 
     def table(self) -> list[dict[str, str]]:
         """For display: a row for each comparison."""
         return [
-            {"model": LABELS[line.other], "compared with": LABELS[line.reference], **line.gap.columns,
-             "times noise": f"{line.gap.mean / self.noise:.2g}", "verdict": line.verdict}
+            {tr("model"): label(line.other), tr("compared with"): label(line.reference), **line.gap.columns,
+             tr("times noise"): f"{line.gap.mean / self.noise:.2g}", tr("verdict"): line.verdict}
             for line in self.lines
         ]  # fmt: skip
 
     def facts(self) -> dict[str, Any]:
         """All numbers for facts.json."""
         gaps = {f"{line.other} against {line.reference}": asdict(line.gap) for line in self.lines}
-        return {"holds": self.holds, "verdict": self.verdict, "noise": self.noise, "gaps": gaps}
+        verdict = "\n".join(line.sentence(plain) for line in self.lines)
+        return {"holds": self.holds, "verdict": verdict, "noise": self.noise, "gaps": gaps}
 
     def require(self) -> None:
         """Stop the lesson if a form of the model is not the one that was trained, or nothing was compared."""
         if not self.holds:
-            raise CourseError("parity.model_changed", verdict=self.verdict or "Nothing was compared.", far=FAR)
+            raise CourseError("parity.model_changed", verdict=self.verdict or tr("Nothing was compared."), far=FAR)
 
 
 @dataclass(frozen=True)
@@ -364,10 +407,14 @@ class Proof:
 
     def __str__(self) -> str:
         [same, *_] = [line.gap for line in self.report.lines if line.judged]
-        text = f"{self.weights}\n{same.positions} predictions compared: {same.columns['KL mean']} nats per token apart "
-        text += f"on average, the same next token at {same.same_choices}"
+        text = tr(
+            "{count} predictions compared: {nats} nats per token apart on average, the same next token at {same}",
+            count=same.positions, nats=same.nats(same.mean), same=same.same_choices,
+        )  # fmt: skip
         price = self.report.predictions.gap("4bit", "full") if self.report.target == "full" else None
-        return text + (f"; leaving the 4-bit base costs {price.columns['KL mean']} nats per token" if price else "")
+        if price:
+            text += tr("; leaving the 4-bit base costs {nats} nats per token", nats=price.nats(price.mean))
+        return f"{self.weights}\n{text}"
 
     def facts(self) -> dict[str, Any]:
         """For facts.json."""

@@ -57,25 +57,9 @@ def test_a_tokenizer_begins_with_the_special_tokens_loses_nothing_and_writes_cha
     assert prompt == corpus.chat("你好") + "<|im_start|>assistant\n"
 
 
-def test_rows_are_full_and_begin_with_a_document_and_too_little_is_refused(bundled: Any) -> None:
-    texts = list(corpus.pretraining_texts(200, 7))
-    rows = corpus.token_rows(texts, bundled, 64)
-    starts = {tuple(bundled(text)["input_ids"][:8]) for text in texts}
-    assert rows.shape[1] == 64 and all(tuple(row[:8].tolist()) in starts for row in rows)
+def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
     with refused("corpus.vocabulary_too_small", size=100):
         corpus.build_tokenizer(["text"], 100)
-    with refused("corpus.too_little_text"):
-        corpus.token_rows(["short"], bundled, 64)
-
-
-def test_a_finished_training_is_used_again_and_never_overwritten(tmp_path: Path) -> None:
-    assert corpus.finished_training(tmp_path, {"STEPS": 1}) is None
-    (tmp_path / "training.json").write_text('{"settings": {"STEPS": 1}, "losses": []}')
-    assert corpus.finished_training(tmp_path, {"STEPS": 1}) == {"settings": {"STEPS": 1}, "losses": []}
-    with refused("corpus.other_settings", settings="STEPS 1"):
-        corpus.finished_training(tmp_path, {"STEPS": 2})
-    (tmp_path / "training.json").write_text('{"settings": {"STE')
-    assert corpus.finished_training(tmp_path, {"STEPS": 1}) is None
 
 
 def test_the_bundled_model_is_small_and_answers_in_prose(bundled: Any) -> None:

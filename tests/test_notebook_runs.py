@@ -32,12 +32,6 @@ def test_a_hub_model_without_network_is_an_error_not_the_tiny_one(tmp_path: Path
     assert model in refused.stderr and "To do:" in refused.stderr and not list(tmp_path.rglob("adapter"))
 
 
-def test_a_model_is_pretrained_from_scratch(tmp_path: Path) -> None:
-    small = ["-p", "STEPS", "5", "-p", "TEXTS", "2000"]
-    python("-m", "papermill", ROOT / "notebooks/07_from_scratch.ipynb", tmp_path / "o.ipynb", *small, home=tmp_path)
-    assert list(tmp_path.rglob("from_scratch/model.safetensors"))
-
-
 @pytest.mark.long
 def test_lesson_04_alone_makes_what_it_needs_with_the_learners_own_profile(tmp_path: Path) -> None:
     """And where the model does not fit: it asks in 4 bits, and merges into the dequantized base."""

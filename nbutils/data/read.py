@@ -27,7 +27,8 @@ from nbutils.language import tr
 from nbutils.platforms import network
 
 TEXT = (".jsonl", ".json", ".csv", ".tsv")
-FORMATS = (*TEXT, ".parquet", ".arrow")
+BINARY = (".parquet", ".arrow")
+FORMATS = (*TEXT, *BINARY)
 COMPRESSED = (".gz", ".zst")
 HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(?::(?P<folder>[^:]+))?")
 HEAD, CHUNK = 1 << 16, 1 << 20  # bytes at the beginning of a file that decide about its encoding; read at a time
@@ -60,10 +61,10 @@ def _error(file: Path, line: int, raw: Any, kind: Kind, *texts: str) -> RowError
     return RowError(file.name, line, raw, (Problem(kind, *texts),))
 
 
-def format_of(path: Path) -> str:
-    """The format by the name, whether compressed or not; empty if it is none the course reads."""
+def format_of(path: Path, formats: tuple[str, ...] = FORMATS) -> str:
+    """The format by the name, whether compressed or not; empty if it is none of these."""
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSED]
-    return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else ""
+    return suffixes[-1] if suffixes and suffixes[-1] in formats else ""
 
 
 def bundled(name: str) -> Path | None:
@@ -72,13 +73,13 @@ def bundled(name: str) -> Path | None:
     return SAMPLES / name if named else None
 
 
-def find_files(source: str) -> list[Path]:
+def find_files(source: str, formats: tuple[str, ...] = FORMATS) -> list[Path]:
     """The data files a source stands for: a file, a folder, attached data (Kaggle), a bundled or a hub dataset."""
     path = bundled(source) or Path(source).expanduser()
     if not path.exists():
         path = platforms.find_input(platforms.folders(platforms.detect()).inputs, source) or path
     name = HUB_NAME.fullmatch(source)
-    if name and not path.exists() and not path.parent.exists() and not format_of(Path(name["repo"])):
+    if name and not path.exists() and not path.parent.exists() and not format_of(Path(name["repo"]), formats):
         import datasets
 
         datasets.config.HF_ENDPOINT = os.environ.get("HF_ENDPOINT") or network.HUB  # the mirror as it is now
@@ -93,7 +94,7 @@ def find_files(source: str) -> list[Path]:
         raise CourseError("data.no_data_file", path=path.absolute(), reason=tr("does not exist"))
     below = sorted(file.relative_to(path) for file in path.rglob("*")) if path.is_dir() else [Path()]
     names = [name for name in below if not any(part.startswith((".", "~$")) for part in name.parts)]  # ~$: Excel's lock
-    if not (found := [path / name for name in names if (path / name).is_file() and format_of(path / name)]):
+    if not (found := [path / name for name in names if (path / name).is_file() and format_of(path / name, formats)]):
         held = ", ".join(map(str, names[:8]))
         reason = tr("holds {names}", names=held) if held else tr("holds no data file")
         reason = reason if path.is_dir() else tr("is no regular file, or of a format the course does not read")
@@ -113,7 +114,7 @@ def _open(path: Path) -> BinaryIO:
     if raw.peek(3)[:3] == codecs.BOM_UTF8:  # type: ignore[attr-defined]
         raw.read(3)
     utf16 = raw.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # type: ignore[attr-defined]
-    if utf16 or (path.suffix.lower() in COMPRESSED and format_of(path) not in TEXT):  # parquet is not read in order
+    if utf16 or (path.suffix.lower() in COMPRESSED and format_of(path) in BINARY):  # parquet is not read in order
         with codecs.EncodedFile(raw, "utf-8", "utf-16", "replace") if utf16 else raw as source:
             shutil.copyfileobj(source, copy := tempfile.TemporaryFile(), CHUNK)  # noqa: SIM115
         copy.seek(0)
@@ -231,3 +232,10 @@ def _arrow(file: Path) -> Iterator[Row]:
         batches = pyarrow.ipc.open_stream(raw) if arrow else pyarrow.parquet.ParquetFile(raw).iter_batches(PARQUET_ROWS)
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
             yield Row(file.name, number, row)
+
+
+def text_lines(file: Path) -> Iterator[str]:
+    """The lines of a text file; bytes that are neither UTF-8 nor GBK become U+DCxx."""
+    with _open(file) as raw:
+        gbk = is_gbk(raw.peek(HEAD)[:HEAD])  # type: ignore[attr-defined]
+        yield from (decode(line, gbk)[0] for line in raw)

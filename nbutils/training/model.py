@@ -15,10 +15,13 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from peft import set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -62,6 +65,14 @@ def load_trained_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Non
     for name, one in model.named_parameters():
         if one.requires_grad:
             one.data.copy_(weights[name])
+
+
+def load_checkpoint(model: Any, checkpoint: Path) -> None:
+    """Load the weights of a checkpoint: the adapter, or all where all are trained."""
+    if (adapter := checkpoint / "adapter_model.safetensors").exists():
+        set_peft_model_state_dict(model, load_file(adapter))
+    else:
+        load_model(model, checkpoint / "model.safetensors", strict=False)  # tied weights are stored once
 
 
 def weight_kinds(model: nn.Module) -> dict[str, int]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from peft import set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
@@ -158,7 +157,7 @@ class Validation(TrainerCallback):
 
     def load_finished(self, checkpoint: Path, chosen: bool = False) -> None:
         """Load weights and history of a complete training; of a `chosen` step, its own weights instead of the best."""
-        set_peft_model_state_dict(self.trainer.model, load_file(checkpoint / "adapter_model.safetensors"))
+        model.load_checkpoint(self.trainer.model, checkpoint)
         state = self.trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         state.max_steps = state.global_step  # MAX_STEPS may be less than what was planned then
         if not chosen:
@@ -225,6 +224,14 @@ class CourseCallback(TrainerCallback):
 
     def prepare(self, trainer: Any) -> str:
         """Check the trainer's rows and the disk, cast and fuse the LoRA layers; what was done, in one line."""
+        chat.check_trainer(trainer, self.dataset.report)
+        patched = model.patch_lora_kernels(trainer, fused=self.lesson.profile.machine.liger == "on")
+        self.set_up(trainer)
+        self.fingerprint = resuming.run_fingerprint(self.lesson, trainer.args.seed)
+        return tr("{tokens:,} tokens to learn from; {patched}", tokens=self.dataset.report.trained, patched=patched)
+
+    def set_up(self, trainer: Any) -> None:
+        """Take over the trainer: its disk space, its held-out rows, its output, the checksums of its weights."""
         self.validation.trainer, self.validation.rows = trainer, trainer.eval_dataset or ()
         keep, keep_last = self.lesson.run.checkpoints, self.lesson.profile.train.keep_checkpoints
         trainable = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
@@ -232,12 +239,8 @@ class CourseCallback(TrainerCallback):
         require_disk(Path(trainer.args.output_dir), 3 * gib, tr("writing checkpoints"))
         missing = keep_last + 1 - len(checkpoints.look(keep)[0])
         require_disk(keep, max(missing, 1) * gib, tr("keeping checkpoints"))
-        chat.check_trainer(trainer, self.dataset.report)
         trainer.remove_callback(PrinterCallback)
-        patched = model.patch_lora_kernels(trainer, fused=self.lesson.profile.machine.liger == "on")
-        self.fingerprint = resuming.run_fingerprint(self.lesson, trainer.args.seed)
         self.kinds, self.checksums = model.weight_kinds(trainer.model), model.weight_checksums(trainer.model)
-        return tr("{tokens:,} tokens to learn from; {patched}", tokens=self.dataset.report.trained, patched=patched)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.validation.on_train_begin(args, state, control)

@@ -1,0 +1,146 @@
+"""Pre-training on real text: what is read, rows of tokens, sizes and forecasts; lesson 07 killed and continued."""
+
+import gzip
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ROOT, lesson_facts, python, refused, wait_for
+
+from nbutils import chat, files, models
+from nbutils.plan import gpus
+from nbutils.plan import pretraining as plan
+from nbutils.training import pretraining
+from nbutils.training.pretraining import Texts
+
+SMALL = {"VOCAB": "600", "WIDTH": "128", "DEPTH": "1", "LENGTH": "32", "BATCH": "4", "STEPS": "60", "SAVE_STEPS": "5"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return pretraining.make_tokenizer(Texts("", 1, 0), 0, named="tiny")
+
+
+def test_texts_come_from_files_rows_and_folders_in_several_encodings(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    (tmp_path / "a.txt").write_bytes("第一篇。天地玄黄，宇宙洪荒，日月盈昃，辰宿列张。\n".encode("gbk") * 9)
+    (tmp_path / "b.md").write_text("# Second\n" + "A paragraph of some words.\n\n" * 6000, encoding="utf-16")
+    with gzip.open(tmp_path / "c.txt.gz", "wt") as file:
+        file.write("the third")
+    rows = [{"text": "fourth \ud800"}, {"text": " "}, {"title": "no", "body": "text"}, {"text": None}]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["fifth"], "n": [1]}), tmp_path / "e.parquet")
+    texts = Texts(str(tmp_path), 0, 0)
+    first, *pieces, third, fourth, fifth = texts
+    assert first.startswith("第一篇") and (third, fourth, fifth) == ("the third", "fourth ?", "fifth")
+    assert len(pieces) == 3 and "".join(pieces).count("paragraph") == 6000, "a long file is several documents"
+    assert texts.left_out.total() == 3 and any("title, body" in seen for seen in texts.left_out)
+    assert list(texts) == [first, *pieces, third, fourth, fifth], "a second loop reads it all again"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code", "word"),
+    [
+        ("x.jsonl", b'{"title": "a", "body": "b"}\n', "pretraining.no_text", "title, body"),
+        ("x.txt", b"\n \n", "pretraining.no_text", "empty"),
+        ("x.txt", "Größe\n".encode("latin1") * 3, "pretraining.encoding", "line 1"),
+        ("x.txt.gz", gzip.compress(b"text " * 9999)[:60], "pretraining.damaged", "x.txt.gz"),
+        ("x.pdf", b"%PDF", "pretraining.no_text_file", ".pdf"),
+    ],
+    ids=["other columns", "empty", "Latin-1", "cut short", "PDF"],
+)  # fmt: skip
+def test_what_holds_no_text_is_refused(name: str, content: bytes, code: str, word: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with refused(code, word):
+        list(Texts(str(tmp_path / name), 0, 0))
+
+
+def test_rows_hold_every_token_in_order_and_are_made_once(tmp_path: Path, tokenizer: Any) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("Please send 3 boxes of apples. 请周五送到杭州。\n\n" * 100)
+    texts = Texts(str(file), 0, 0)
+    rows = pretraining.tokenize(texts, tokenizer, 32, tmp_path / "work")
+    both = [*rows.train["input_ids"], *rows.eval["input_ids"]]
+    expected = [*tokenizer(file.read_text())["input_ids"], tokenizer.pad_token_id]
+    count = len(expected) // 32
+    cut = [expected[32 * at : 32 * at + 32] for at in range(count)]
+    assert sorted(map(list, both)) == sorted(cut) and len(rows.eval) == count // 10 + 1
+    assert rows.train[0]["labels"].tolist() == rows.train[0]["input_ids"].tolist()
+    made = (tmp_path / "work/tokens/tokens.arrow").stat().st_mtime_ns
+    again = pretraining.tokenize(texts, tokenizer, 32, tmp_path / "work")
+    assert again.card == rows.card and (tmp_path / "work/tokens/tokens.arrow").stat().st_mtime_ns == made
+    file.write_text("Other text. " * 200)
+    other = pretraining.tokenize(texts, tokenizer, 32, tmp_path / "work")
+    assert other.card["fingerprint"] != rows.card["fingerprint"]
+    with refused("pretraining.too_little_text"):
+        pretraining.tokenize(texts, tokenizer, 5000, tmp_path / "work")
+
+
+def test_a_tokenizer_is_trained_on_the_text_or_named(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "a.txt").write_text("zyzzyva quokka " * 500)
+    own = pretraining.make_tokenizer(Texts(str(tmp_path), 0, 0), 600, length=4096)
+    assert len(own(" quokka")["input_ids"]) == 1 < len(tokenizer(" quokka")["input_ids"])
+    assert own.model_max_length == 4096 and own.chat_template == tokenizer.chat_template
+    assert len(tokenizer) == 3072
+    (tmp_path / "config.json").write_text("{}")
+    with refused("pretraining.no_tokenizer"):
+        pretraining.make_tokenizer(Texts("", 1, 0), 0, named=str(tmp_path))
+
+
+def test_the_plan_counts_every_weight_and_the_micro_batch_fits(tokenizer: Any) -> None:
+    from transformers import Qwen2ForCausalLM
+
+    config = pretraining.make_config(256, 2, tokenizer, 2048)
+    assert config.max_position_embeddings == 2048
+    shape = pretraining.shape_of(config)
+    biases = 2 * (256 + 2 * 128)  # of q, k and v
+    assert Qwen2ForCausalLM(config).num_parameters() == shape.params + biases
+    for width, depth in ((100, 2), (0, 2), (128, 0)):
+        with refused("pretraining.bad_size"):
+            pretraining.make_config(width, depth, tokenizer, 128)
+    large = models.Shape(
+        layers=24, hidden=2048, heads=32, kv_heads=16, head_dim=64, intermediate=5120, vocab=32000, tied=True
+    )
+    on = {name: plan.pretraining(large, gpus.find(name), 2048, 64, 100) for name in ("RTX 3090", "H200", "T4")}
+    assert on["H200"].fits and on["H200"].micro_batch > on["RTX 3090"].micro_batch
+    assert on["RTX 3090"].hours > 5 * on["H200"].hours > 0 and on["RTX 3090"].fits and not on["T4"].fits
+    assert on["T4"].checkpointing == "on" and on["T4"].micro_batch == 1, "the smallest where nothing fits"
+    assert on["H200"].tokens == 100 * 64 * 2048 and on["H200"].peak_gib > 16 * large.params / files.GIB
+    unknown = plan.pretraining(large, gpus.find("a GPU", vram=100), 2048, 64, 100)
+    assert unknown.hours is None and "unknown" in plan.describe(large, [unknown])
+
+
+@pytest.mark.notebook
+def test_a_killed_pretraining_continues_with_the_same_rows_and_its_model_can_be_tuned(tmp_path: Path) -> None:
+    lesson, text = ROOT / "notebooks/07_from_scratch.py", {"DATA": str(ROOT / "README.md")}
+    words = [word for name, value in (SMALL | text).items() for word in (f"--{name}", value)]
+    python(lesson, *words, home=tmp_path / "whole", threads=1)
+    killed = tmp_path / "killed/from_scratch"
+    with open(tmp_path / "log", "w") as log:
+        started = "import os, runpy, sys; os.environ |= {'NBUTILS_HOME': sys.argv[1], 'OMP_NUM_THREADS': '1'}; "
+        started += "sys.argv = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        command = [sys.executable, "-c", started, str(tmp_path / "killed"), str(lesson), *words]
+        with subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL) as running:
+            wait_for((killed / "checkpoints/checkpoint-5.json").exists)
+            running.send_signal(signal.SIGKILL)
+    assert not (killed / "base").exists()
+    python(lesson, *words, home=tmp_path / "killed", threads=1)
+    facts = lesson_facts(killed, "07_from_scratch")
+    assert 5 <= facts["resumed_from_step"] < 60 == facts["steps"] and files.stamp(killed / "base") is not None
+    whole = tmp_path / "whole/from_scratch"
+    one, other = (files.read_json(run / "logs/history.json") for run in (whole, killed))
+    assert one == other, "the same losses at the same steps"
+    assert facts["validation_loss"]["best"] < facts["validation_loss"]["first"] - 0.5
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(killed / "base")
+    model = AutoModelForCausalLM.from_pretrained(killed / "base")
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    stops = [model.generation_config.eos_token_id]
+    filtered = chat.filter_by_length(tokenizer, [{"messages": messages}], 0, stop_ids=stops)
+    assert chat.check_contract(filtered).answers == 1
