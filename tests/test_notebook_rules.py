@@ -174,11 +174,7 @@ def test_it_opens_with_a_promise_closes_with_the_same_bullets_and_has_an_exercis
     assert "lesson.finish(" in notebook.code[-1]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [pytest.param(file, marks=[pytest.mark.xfail(strict=False)] * file.stem.startswith("07")) for file in SOURCES],
-    ids=lambda source: source.stem,
-)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_the_chinese_lesson_is_the_english_one_with_chinese_texts(source: Path) -> None:
     english, chinese = Notebook(source), Notebook(SYNC["chinese"](source))
     assert chinese.code == [chinese.tagged("language"), *english.code]
