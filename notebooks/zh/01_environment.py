@@ -27,7 +27,7 @@
 import os; os.environ["NBUTILS_LANG"] = "zh"
 
 # %% [markdown]
-# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个文件夹，或者报错里列出的某个 wheel 文件。
+# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个目录，或者报错里列出的某个 wheel 文件。
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -59,7 +59,7 @@ lesson = nbutils.start("01_environment", globals())
 # %% [markdown]
 # ## GPU
 #
-# 计算能力 8.0 及以上的 GPU 可以用 bfloat16 训练。T4（7.5）用 float16，虽然 `torch.cuda.is_bf16_supported()` 在 T4 上也说可以。没有 GPU 时，课程在 CPU 上用 float32 训练。输出里 `capability` 是计算能力；`No GPU found` 表示没找到 GPU。
+# 计算能力 8.0 及以上的 GPU 可以用 bfloat16 训练。T4（7.5）用 float16，虽然 `torch.cuda.is_bf16_supported()` 在 T4 上也返回 `True`。没有 GPU 时，课程在 CPU 上用 float32 训练。输出里 `capability` 是计算能力；`No GPU found` 表示没找到 GPU。
 
 # %%
 import torch
@@ -74,7 +74,7 @@ else:
 # %% [markdown]
 # ## 其他检查
 #
-# 接着查磁盘、内存、时限、软件包和网络，还要在 GPU 上真的算一次矩阵乘法：有些 GPU 在 torch 里没有对应的 CUDA kernel，`torch.cuda.is_available()` 照样返回 `True`。这里只显示需要你留意的项目。`WARN` 值得读一读；出现 `FAIL`，这一课就停下，必须先解决。`python -m nbutils doctor` 显示全部检查项。
+# 接着查磁盘、内存、时限、软件包和网络，还要在 GPU 上真的算一次矩阵乘法：有些 GPU 在 torch 里没有对应的算子（CUDA kernel），`torch.cuda.is_available()` 照样返回 `True`。这里只显示需要你留意的项目。`WARN` 值得读一读；出现 `FAIL`，这一课就停下，必须先解决。`python -m nbutils doctor` 显示全部检查项。
 
 # %%
 from nbutils import doctor
@@ -141,7 +141,7 @@ figure.legend(ncols=4, loc="outside lower center")
 display.show_figure(figure)
 
 # %% [markdown]
-# 同样的样本放到六种 GPU 上，训练的模型由 `PROFILE = "auto"` 按 GPU 选。每条样本读三遍（3 轮），共 900 万个 token，除以每秒 token 数就得到小时数。价格写在 `configs/gpus.yaml` 里，你可以自己改。只有 H200 是实测，其他 GPU 的速度由公开参数推算。想算自己的情况，看 `python -m nbutils plan --help`。表里 `peak GiB` 是显存峰值，`hours` 是小时数，`cost` 是费用。
+# 同样的样本放到六种 GPU 上，训练的模型由 `PROFILE = "auto"` 按 GPU 选。每条样本读三遍（3 轮），共 900 万个 token，除以每秒 token 数就是训练时间，表里换算成小时。价格写在 `configs/gpus.yaml` 里，你可以自己改。只有 H200 是实测，其他 GPU 的速度由公开参数推算。想算自己的情况，看 `python -m nbutils plan --help`。表里 `peak GiB` 是显存峰值，`hours` 是小时数，`cost` 是费用。
 
 # %%
 gpus = ["T4", "RTX 3090", "RTX 4090", "A100-40GB", "H100", "H200"]

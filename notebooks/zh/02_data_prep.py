@@ -18,7 +18,7 @@
 # - 数据卡：条数、语言、长度，还有一个指纹，后面几课会核对；
 # - 一份证明：回答全部参与训练，别的都不参与，每个回答都以结束符收尾。
 #
-# 自带的样例数据不到一分钟，每一百万条样本约两分钟。磁盘空间要有数据的三倍。
+# 处理自带的示例数据不到一分钟，每一百万条样本约两分钟。磁盘空间要有数据的三倍。
 
 # %% [markdown]
 # 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
@@ -27,7 +27,7 @@
 import os; os.environ["NBUTILS_LANG"] = "zh"
 
 # %% [markdown]
-# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个文件夹，或者报错里列出的某个 wheel 文件。
+# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个目录，或者报错里列出的某个 wheel 文件。
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -40,7 +40,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `DATA` 可以是一个文件（`.jsonl`、`.json`、`.csv`、`.tsv`、`.parquet`，也可以压缩成 `.gz` 或 `.zst`），可以是放这些文件的文件夹（含子文件夹），也可以是 Hugging Face Hub 上的数据集（`owner/name`）；留空就用自带的样例。`EVAL_DATA` 指定单独的评测数据；留空就从 `DATA` 里留出约十分之一，至少一条（文件很小时会超过十分之一），除非 `DATA` 自己带有 eval、test 或 valid 文件或文件夹，自带的样例就有（120 条）。列名是自己取的，就填 `COLUMNS`，所有文件的列名要一致：`"user=title+body, assistant=reply"`。换了数据，也换一个 `RUN_NAME`。
+# `DATA` 可以是一个文件（`.jsonl`、`.json`、`.csv`、`.tsv`、`.parquet`，也可以压缩成 `.gz` 或 `.zst`），可以是放这些文件的目录（含子目录），也可以是 Hugging Face Hub 上的数据集（`owner/name`）；留空就用自带的示例数据。`EVAL_DATA` 指定单独的评估数据；留空时，如果 `DATA` 里有 eval、test 或 valid 文件或目录，就用它们（自带的示例数据就有，120 条），否则从 `DATA` 里留出约十分之一，至少一条（文件很小时会超过十分之一）。列名是自己取的，就填 `COLUMNS`，所有文件的列名要一致：`"user=title+body, assistant=reply"`。换了数据，也换一个 `RUN_NAME`。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -61,7 +61,7 @@ lesson = nbutils.start("02_data_prep", globals())
 # %% [markdown]
 # ## 先看一眼
 #
-# 先看三条样本，显示成一问一答。自带的样例任务小而严格：把顾客的一条中文或英文留言，变成一行 JSON 工单。这样的任务，训练有没有效果一眼就能看出来。
+# 先看三条样本，显示成一问一答。自带的示例数据，任务小而严格：把顾客的一条中文或英文留言，变成一行 JSON 工单。这样的任务，训练有没有效果一眼就能看出来。
 
 # %%
 from itertools import islice
@@ -124,7 +124,7 @@ data.show(next(data.read_rows(mine)))
 # %% [markdown]
 # ## 准备数据
 #
-# 现在轮到真正的数据：逐条检查，去掉重复样本，划分，统计。一条样本要不要留出，只由问题决定。所以以后添加样本，旧样本的划分不会变，也不会有哪个问题既参与训练又用来评测。
+# 现在轮到真正的数据：逐条检查，去掉重复样本，划分，统计。一条样本要不要留出，只由问题决定。所以以后添加样本，旧样本的划分不会变，也不会有哪个问题既用来训练又用来评估。
 
 # %%
 card = data.prepare(
@@ -224,6 +224,6 @@ for problem in problems if my_rows != [given] else []:
 # - 数据卡：条数、语言、长度，还有一个指纹，后面几课会核对；
 # - 一份证明：回答全部参与训练，别的都不参与，每个回答都以结束符收尾。
 #
-# 留两个问题给你：如果样本的回答互相矛盾，模型会学到什么？评测样本为什么要在训练前留出，而不是训练后？
+# 留两个问题给你：如果样本的回答互相矛盾，模型会学到什么？评估样本为什么要在训练前留出，而不是训练后？
 # %%
 lesson.finish(card, examples)

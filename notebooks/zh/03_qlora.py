@@ -16,7 +16,7 @@
 # - 用你的样本训练出来的 LoRA 适配器，损失只算在回答上；
 # - 验证损失最低的那一步，而不只是最后一步；
 # - 同样几个问题在训练前和训练后的回答；
-# - 校验过的 checkpoint：会话断了，只损失上一个 checkpoint 之后的那几步。
+# - 校验过的 checkpoint：会话断了，只丢上一个 checkpoint 之后的那几步。
 #
 # 自带的小模型在 2 核 CPU 上约需两分钟；更大的模型在 GPU 上要几分钟到几小时。磁盘要放得下模型和三个 checkpoint（7B 模型的每个约 0.25 GB）。
 
@@ -27,7 +27,7 @@
 import os; os.environ["NBUTILS_LANG"] = "zh"
 
 # %% [markdown]
-# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个文件夹，或者报错里列出的某个 wheel 文件。
+# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个目录，或者报错里列出的某个 wheel 文件。
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -92,7 +92,7 @@ print(dataset)
 # %% [markdown]
 # ## 训练配方
 #
-# 批大小、轮数（epoch）和学习率取决于你的样本：一步里的样本太多，步数就太少，损失几乎不动。GPU 只决定一步怎样拆成 micro-batch。开了 packing，几段对话会拼成一条，`train.batch` 数的是拼好的条数：一步 2 条，里面可能有 8 段对话，输出的第一行会写明。接下来是最要紧的几个值和理由（去掉 `only` 可以看全部），最后是这次训练要占用多少机器资源。
+# 批大小、轮数（epoch）和学习率取决于你的样本：一步里的样本太多，步数就太少，损失几乎不动。GPU 只决定一步怎样拆成 micro-batch。开了 packing，几条对话会拼成一行，`train.batch` 数的是拼好的行数：一步 2 行，里面可能有 8 条对话，输出的第一行会写明。接下来是最要紧的几个值和理由（去掉 `only` 可以看全部），最后是这次训练要占用多少机器资源。
 
 # %%
 from nbutils import display, plan
@@ -187,7 +187,7 @@ my_percent = None
 # %% [markdown]
 # ## 训练
 #
-# `SFTConfig` 里都是要紧的值，上面的表讲了每个值的理由。样本首尾相接，不补 padding（`padding_free`）；开了 packing，会先拼成不超过 `max_length` 个 token 的序列。`training.bookkeeping` 补上和学习本身无关的设置：目录、保存、日志、随机种子。`warmup_steps` 小于 1 时，是占总步数的比例。TensorBoard 总是会记录，下面第二行输出写着在这个平台上怎么打开；W&B 也会，有 `WANDB_API_KEY` 就在线记录；有 `SWANLAB_API_KEY`，或者设了 `SWANLAB_MODE=offline`，SwanLab 也会记录。想在另一个终端里看训练，用 `python -m nbutils watch`。
+# `SFTConfig` 里都是要紧的值，上面的表讲了每个值的理由。样本首尾相接，不补 padding（`padding_free`）；开了 packing，会先拼成不超过 `max_length` 个 token 的序列。`training.bookkeeping` 补上和学习本身无关的设置：目录、保存、日志、随机种子。`warmup_steps` 小于 1 时，是占总步数的比例。TensorBoard 总是会记录，下面输出的第二行写着在这台机器上怎么打开。W&B 也会记录，有 `WANDB_API_KEY` 就在线记录；设了 `SWANLAB_API_KEY` 或 `SWANLAB_MODE=offline`，SwanLab 也会记录。在另一个终端里运行 `python -m nbutils watch`，可以看训练进度。
 
 # %%
 from nbutils import distributed
@@ -246,7 +246,7 @@ else:
     print(f"[TODO] saw {my_percent}, expected {'more' if my_percent < percent else 'less'}: compare A and B with W above")
 
 # %% [markdown]
-# 开始训练。中断过的训练会从最新的、校验通过的 checkpoint 继续。显存不足时，用更小的 micro-batch 重做这一步（个数变多，批大小不变），还不够就打开 gradient checkpointing。机器要是被收走，把这个 notebook 原样再运行一遍就好。用 float16 时，找到合适的 loss scale 之前，前几步可能会跳过。训练结束后会检查微调前的模型：一个权重都不许变。
+# 开始训练。中断过的训练会从最新的、校验通过的 checkpoint 继续。显存不足时，用更小的 micro-batch 重做这一步（个数变多，批大小不变），还不够就打开梯度检查点（gradient checkpointing）。机器要是被收回，把这个 notebook 原样再运行一遍，就会继续训练。用 float16 时，找到合适的 loss scale 之前，前几步可能会跳过。训练结束后会检查微调前的模型：一个权重都不许变。
 
 # %%
 result = training.train(trainer, callback, resume=RESUME)
@@ -311,7 +311,7 @@ if missing:
 # - 用你的样本训练出来的 LoRA 适配器，损失只算在回答上；
 # - 验证损失最低的那一步，而不只是最后一步；
 # - 同样几个问题在训练前和训练后的回答；
-# - 校验过的 checkpoint：会话断了，只损失上一个 checkpoint 之后的那几步。
+# - 校验过的 checkpoint：会话断了，只丢上一个 checkpoint 之后的那几步。
 #
 # 第 04 课把适配器合并进模型，再看微调到底有没有用。
 # %%

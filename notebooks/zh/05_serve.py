@@ -27,7 +27,7 @@
 import os; os.environ["NBUTILS_LANG"] = "zh"
 
 # %% [markdown]
-# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个文件夹，或者报错里列出的某个 wheel 文件。
+# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个目录，或者报错里列出的某个 wheel 文件。
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -215,7 +215,7 @@ print(f"[{' OK ' if len(answers) > 1 else 'TODO'}] saw {len(answers)} different 
 # %% [markdown]
 # ## 聊天
 #
-# 先看一个例子。设了 `KEEP_RUNNING`，后面会有聊天框：输入文字，按回车，看着回答一点点出来；*Stop* 可以中止。
+# 先看一个例子。设了 `KEEP_RUNNING`，后面会有聊天框：输入文字，按回车，看着回答一点点出来；点“停止”可以中止。
 
 # %%
 from nbutils import chat_widget

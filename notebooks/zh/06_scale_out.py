@@ -26,7 +26,7 @@
 import os; os.environ["NBUTILS_LANG"] = "zh"
 
 # %% [markdown]
-# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个文件夹，或者报错里列出的某个 wheel 文件。
+# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个目录，或者报错里列出的某个 wheel 文件。
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -114,7 +114,7 @@ if compared:
 # %% [markdown]
 # ## 训练
 #
-# 现在用全部进程完整训练一次。checkpoint、断点续训和时限都和第 03 课一样：在一块 GPU 上开始的训练可以换到两块上继续，反过来也行。在 Kaggle 上，*Save Version > Save & Run All* 会在后台运行这个 notebook，12 小时到之前自己结束；把输出挂到下一个版本，就会接着训练。
+# 现在用全部进程完整训练一次。checkpoint、断点续训和时限都和第 03 课一样：在一块 GPU 上开始的训练可以换到两块上继续，反过来也行。在 Kaggle 上，*Save Version > Save & Run All* 会在后台运行这个 notebook，12 小时到之前自己结束；把输出挂到下一个版本，就会继续训练。
 
 # %%
 lesson.launch("03_qlora", processes, threads, DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)

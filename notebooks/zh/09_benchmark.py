@@ -26,7 +26,7 @@
 import os; os.environ["NBUTILS_LANG"] = "zh"
 
 # %% [markdown]
-# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个文件夹，或者报错里列出的某个 wheel 文件。
+# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个目录，或者报错里列出的某个 wheel 文件。
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -113,7 +113,7 @@ server.start().wait()
 benchmark.measure(server, "vllm" if environment.engine != "transformers" else "transformers serve")
 
 # %% [markdown]
-# 这张表按同时请求数列出所有引擎。*first token*（首个 token，TTFT）是读者要等多久，*per token*（每个 token，TPOT）是之后文字出来得有多快；都给出 p50 / p90 / p99，单位毫秒。
+# 这张表按并发数（同时请求数）列出所有引擎。*首 token*（TTFT）是读者要等多久，*每 token*（TPOT）是之后文字出来得有多快；都给出 p50 / p90 / p99，单位毫秒。
 
 # %%
 benchmark.show("Speed on your own model")
@@ -156,7 +156,7 @@ if SIDE_BY_SIDE and environment.engine != "transformers":
         print(f"Merged only: {reason}")
 
 # %% [markdown]
-# 两者在留出问题上的分数，旁边是第 04 课合并后的模型的分数（`merged (lesson 04)`）。
+# 两者在留出问题上的分数，旁边是第 04 课合并后的模型的分数（“合并后（第 04 课）”那一列）。
 
 # %%
 scores = evaluation.score_table(model.evaluator, answers | ({"merged (lesson 04)": model.stored} if model.stored else {}))
@@ -175,7 +175,7 @@ print(harness)
 # %% [markdown]
 # ## 练习
 #
-# 同时服务很多用户，总速度能提高多少？在表里找到 vLLM 同时请求最多的那一行，用它的每秒 token 数除以单个请求那一行的，把商填进 `my_answer`。每个用户为此付出了什么？比较这两行每个 token 的毫秒数。误差在 10 % 以内显示 `[ OK ]`；`[TODO] saw None` 表示还没填。
+# 同时服务很多用户，总速度能提高多少？在表里找到 vLLM 并发数最大的那一行，用它的每秒 token 数除以单个请求那一行的，把商填进 `my_answer`。每个用户为此付出了什么？比较这两行每个 token 的毫秒数。误差在 10 % 以内显示 `[ OK ]`；`[TODO] saw None` 表示还没填。
 
 # %%
 my_answer = None

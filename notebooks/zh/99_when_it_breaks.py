@@ -9,13 +9,13 @@
 # %% [markdown]
 # # 99 · 出了问题怎么办
 #
-# 某一课报错停下，而你看不懂报错；或者顺利跑完，回答却很糟：这时就来这一课。它依次看四样东西：机器、报错信息、训练过程、你的样本。
+# 某一课报错停下，而你看不懂报错；或者顺利跑完，回答却很糟：这时就来这一课，依次看四样东西：机器、报错信息、训练过程、你的样本。
 #
 # 学完这一课，你会得到
 #
-# - 对这台机器的完整检查，每个问题都写着怎么办，
-# - 一条报错的原因和下一步，
-# - 从损失曲线看出训练的问题，
+# - 对这台机器的完整检查，每个问题都写着怎么办；
+# - 一条报错的原因和下一步；
+# - 从损失曲线看出的训练问题；
 # - 一张表，列出本课程认得的所有症状。
 #
 # 用时不到一分钟；不下载任何东西，也不改动你的运行目录。
@@ -27,7 +27,7 @@
 import os; os.environ["NBUTILS_LANG"] = "zh"
 
 # %% [markdown]
-# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个文件夹，或者报错里列出的某个 wheel 文件。
+# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个目录，或者报错里列出的某个 wheel 文件。
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -48,7 +48,7 @@ RUN_NAME: str = ""
 ERROR: str = ""
 
 # %% [markdown]
-# 开始这一课。和其他课不同，显卡不能用时它也会继续。
+# 开始这一课。和其他课不同，显卡不能用，这一课也会继续。
 
 # %%
 import nbutils
@@ -84,7 +84,7 @@ except IndexError as problem:
 print(message)
 
 # %% [markdown]
-# 同样的错误在 GPU 上显示为 `device-side assert triggered`，报错的位置离真正出错的那一行很远。`explain` 两种都认得。它靠匹配关键文字，所以报错给得越完整越好。
+# 同样的错误在 GPU 上显示为 `device-side assert triggered`，报错的位置离真正出错的那一行很远。`explain` 两种都认得。靠的是匹配关键文字，所以报错给得越完整越好。
 
 # %%
 from nbutils import diagnose
@@ -109,7 +109,7 @@ for name, curve in files.read_json(display.CURVES).items():
     print(name, "->", *diagnose.examine(diagnose.Trained(curve["train"], curve["validation"])) or ["nothing wrong"])
 
 # %% [markdown]
-# 再看你自己的训练。除了曲线，这里还会读第 02 到 04 课记下的结果：有多少样本没用上，步数够不够，回答会不会停不下来，第 04 课的结论是不是“没有用”。还没训练过的运行目录，自然什么也查不出来。
+# 再看你自己的训练。除了曲线，这里还会读第 02 到 04 课记下的结果：有多少样本没用上，步数够不够，回答会不会停不下来，第 04 课的结论是不是“有用”。还没训练过的运行目录，自然什么也查不出来。
 
 # %%
 findings = diagnose.examine(diagnose.Trained.of(lesson.run))
@@ -119,7 +119,7 @@ diagnose.show(findings)
 # %% [markdown]
 # ## 样本
 #
-# 回答不好，常常是样本不好。拿一个故意写坏的文件，用第 02 课的检查跑一遍，看看它报告什么：文件、行号、字段和原因。检查你自己的文件用 `python -m nbutils data check FILE`。
+# 回答不好，常常是样本不好。拿一个故意写坏的文件，用第 02 课的检查跑一遍，看看报告些什么：文件、行号、字段和原因。检查你自己的文件用 `python -m nbutils data check FILE`。
 
 # %%
 from nbutils.data import build
@@ -153,12 +153,12 @@ else:
 # %% [markdown]
 # ## 现在你有了
 #
-# - 对这台机器的完整检查，每个问题都写着怎么办，
-# - 一条报错的原因和下一步，
-# - 从损失曲线看出训练的问题，
+# - 对这台机器的完整检查，每个问题都写着怎么办；
+# - 一条报错的原因和下一步；
+# - 从损失曲线看出的训练问题；
 # - 一张表，列出本课程认得的所有症状。
 #
-# 如果还是没解决：运行 `python -m nbutils doctor --json`，带上它的输出和完整的报错去提问，两处的密钥都已经打码。再想两个问题：哪些问题在训练开始之前就能看出来？哪一个没人盯着时最费钱？
+# 如果还是没解决：运行 `python -m nbutils doctor --json`，带上输出和完整的报错去提问，两处的密钥都已经打码。再想两个问题：哪些问题在训练开始之前就能看出来？哪一个没人盯着时最费钱？
 
 # %%
 lesson.finish(report, findings=", ".join(findings) or "none")
