@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from nbutils import display, files, hardware, profiles, serving
 from nbutils.errors import CourseError
-from nbutils.language import tr
+from nbutils.language import joined, tr
 from nbutils.merging.folder import read_header
 from nbutils.serving.server import NO_KEY, reach_directly
 
@@ -384,6 +384,6 @@ def answer(
         benchmark.plot(out / "bench.png")
     if benchmark.left_out:
         benchmark.show()
-        reasons = "; ".join(f"{what}: {reason.splitlines()[0]}" for what, reason in benchmark.left_out.items())
+        reasons = joined((f"{what}: {reason.splitlines()[0]}" for what, reason in benchmark.left_out.items()), ";")
         raise CourseError("bench.not_measured", reasons=reasons)
     return benchmark

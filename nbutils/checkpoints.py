@@ -33,7 +33,7 @@ from nbutils.config import flat
 from nbutils.disk import folder_gib, free_gib
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, read_json, sha256
-from nbutils.language import tr
+from nbutils.language import joined, tr
 
 NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")  # as the trainer writes it
 MAX_MEMBERS, PLAIN_TYPES = 10_000, (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
@@ -242,7 +242,7 @@ def newest_verified(
         names = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
         both = [{"name": name, "kept": there.get(name), "asked": here.get(name)} for name in names]
         shown = (tr("{name}: kept {kept!r}, requested {asked!r}", **one) for one in both)
-        raise CourseError("checkpoints.other_training", differences="; ".join(shown))
+        raise CourseError("checkpoints.other_training", differences=joined(shown, ";"))
     return None
 
 

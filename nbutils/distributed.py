@@ -21,7 +21,7 @@ from nbutils.display import LIVE_LINE, pad
 from nbutils.errors import CourseError
 from nbutils.files import NOTEBOOKS, read_json
 from nbutils.hardware import Choice, driver_gpus
-from nbutils.language import tr
+from nbutils.language import joined, tr
 from nbutils.masking import mask_secrets
 from nbutils.processes import first_signals
 
@@ -207,7 +207,8 @@ class Comparison:
             for name, (one, several) in self.numbers.items()
         ]
         speed = tr("{times:.2f} times the tokens per second", times=self.speedup)
-        return f"{''.join(lines)}{speed}; {tr('losses differ by at most {most:.1e} of the loss', most=self.furthest)}"
+        furthest = tr("losses differ by at most {most:.1e} of the loss", most=self.furthest)
+        return "".join(lines) + joined([speed, furthest], ";")
 
 
 def compare(alone: Path, together: Path) -> Comparison:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from nbutils import disk, display, hardware, install, platforms, record
 from nbutils.errors import CourseError
-from nbutils.language import tr
+from nbutils.language import joined, tr
 from nbutils.platforms import Folders, Platform, network
 
 ROOMS = ("work", "scratch", "keep")
@@ -66,7 +66,7 @@ class Report:
     def text(self) -> str:
         """The report for people."""
         statuses = [check.status for check in self.checks]
-        counts = ", ".join(f"{statuses.count(status)} {status}" for status in ("OK", "WARN", "FAIL"))
+        counts = joined(f"{statuses.count(status)} {status}" for status in ("OK", "WARN", "FAIL"))
         bad = tr("{counts}. Fix what says FAIL before you train.", counts=counts)
         good = tr("{counts}. This machine can be used.", counts=counts)
         return "\n".join([*map(str, self.checks), "", bad if self.failed else good])
@@ -77,7 +77,7 @@ class Report:
         good, total = len(self.checks) - len(problems), len(self.checks)
         print(*problems, tr("{good} of {total} checks are OK.", good=good, total=total), sep="\n")
         if self.failed:
-            raise CourseError("doctor.failed", names=", ".join(one.label for one in problems if one.status == "FAIL"))
+            raise CourseError("doctor.failed", names=joined(one.label for one in problems if one.status == "FAIL"))
 
     def facts(self) -> dict[str, Any]:
         """What goes into the facts.json of a lesson."""
@@ -125,7 +125,7 @@ def examine() -> Report:
 
 def check_machine(platform: Platform, folders: Folders) -> Iterator[Check]:
     """Where this is and what it allows for how long; room in the folders, and whether runs outlive this machine."""
-    yield Check("platform", f"{platform.name}{tr(', a batch run') if platform.batch else ''} ({platform.evidence})")
+    yield Check("platform", f"{platform.name}{tr(', a batch run') if platform.batch else ''} ({tr(platform.evidence)})")
     if sys.platform == "win32":
         seen = tr("Windows: doctor, plan and data check run here, the lessons run in WSL2")
         todo = tr("1. in PowerShell as administrator: wsl --install, then restart; 2. in Ubuntu: sudo apt install git "
@@ -217,7 +217,7 @@ def check_hub(platform: Platform, folders: Folders) -> Iterator[Check]:
     own = os.environ.get("HF_ENDPOINT")
     urls = {urlsplit(url).hostname or "HF_ENDPOINT": url for url in ([own] if own else known)}  # hosts: no password
     times, silent = network.measure(urls, network.SECONDS), tr("does not answer")
-    seen = ", ".join(f"{host} {f'{times[host]:.1f} s' if host in times else silent}" for host in urls)
+    seen = joined(f"{host} {f'{times[host]:.1f} s' if host in times else silent}" for host in urls)
     yield Check(MODEL_HUB, seen, "" if times else tr(platform.entry.hub_todo))
 
 

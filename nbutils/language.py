@@ -6,6 +6,7 @@ parameters, JSON keys and figures stay English.
 """
 
 import os
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,3 +41,8 @@ def tr(english: str, **values: Any) -> str:
     """A text in the language of the course, with its values; one that has no translation stays English."""
     text = _chinese().get(english, english) if language() == "zh" else english
     return text.format(**values) if values else text
+
+
+def joined(parts: Iterable[str], mark: str = ",") -> str:
+    """Texts in one line, with a comma or semicolon of the language between them."""
+    return ({",": "，", ";": "；"}[mark] if language() == "zh" else f"{mark} ").join(parts)

@@ -26,7 +26,7 @@ from nbutils import checkpoints, display, distributed, hardware, install, notice
 from nbutils.config import flat, settings_in, settings_text
 from nbutils.errors import CourseError
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
-from nbutils.language import tr
+from nbutils.language import joined, tr
 from nbutils.record import RunFolder
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
@@ -112,7 +112,7 @@ class Lesson(record.LessonLike):
         record.write_report(self.run.report, self.run.name, whole)
         about = {"lesson": self.stem, "seconds": entry["seconds"], "facts": self.run.facts}
         print(tr("Lesson {lesson} done in {seconds:.0f} s. Facts: {facts}", **about))
-        text = ", ".join(f"{name} {text}" for name, text in record.readable(entry).items())
+        text = joined(f"{name} {text}" for name, text in record.readable(entry).items())
         finished = self.stem != "03_qlora" or record.complete(entry)
         self.work.ended("finished" if finished else "unfinished", f"{self.stem}: {text}")
 

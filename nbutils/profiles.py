@@ -14,7 +14,7 @@ from nbutils import config, distributed, hardware, models
 from nbutils.config import Document, Overrides, Profile, flat, keys, load, names
 from nbutils.errors import CourseError
 from nbutils.hardware import GPU, Choice
-from nbutils.language import tr
+from nbutils.language import joined, tr
 from nbutils.models import Shape, course_model, is_tiny, known_models, model_folder
 from nbutils.plan import gpus
 from nbutils.plan.forecast import Rows, apply, choose, fastest, few_steps, limit_gib, peak_gib, schedule
@@ -101,7 +101,8 @@ def resolve(
         "cache": tr(", from the cache"), "network": tr(", from the network"), "package": tr(", from the package"),
         "modelscope": tr(", from ModelScope"), "folder": "",
     }  # fmt: skip
-    reasons["model"] = f"{found.reason}{origins[source]}; {tr('parameter MODEL') if model else reasons['model']}"
+    why = tr("parameter MODEL") if model else reasons["model"]
+    reasons["model"] = joined([f"{found.reason}{origins[source]}", why], ";")
     value = found.value  # or a folder, for what transformers cannot download itself
     if source in ("package", "modelscope"):
         package = source == "package"

@@ -16,7 +16,7 @@ from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.files import DISTRIBUTION, read_json, read_object, stamp, write_json, write_text
 from nbutils.hardware import GPU
-from nbutils.language import tr
+from nbutils.language import joined, tr
 from nbutils.masking import KEY, MASK, mask_secrets
 from nbutils.platforms import Folders, Platform, detect, folders
 
@@ -177,9 +177,9 @@ def _line(value: Any) -> str:
     if isinstance(value, dict) and ("summary" in value or "verdict" in value):
         return f"{value.get('format', '')} {_line(value.get('summary') or value['verdict'])}".strip()
     if isinstance(value, dict):
-        return ", ".join(f"{name} {text}" for name, text in readable(value).items())
+        return joined(f"{name} {text}" for name, text in readable(value).items())
     if isinstance(value, list):
-        return "; ".join(map(_line, value))
+        return joined(map(_line, value), ";")
     if isinstance(value, bool) or value is None:
         return "" if value is None else tr("yes") if value else tr("no")
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " ")

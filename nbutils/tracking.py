@@ -6,6 +6,7 @@ Never a prompt, never a lost run. `LiveNumbers` also writes what it shows to `pr
 from __future__ import annotations
 
 import importlib
+import io
 import math
 import os
 import socket
@@ -13,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from pydantic import BaseModel
 from nbutils import display, distributed, hardware, install, platforms
 from nbutils.errors import CourseError
 from nbutils.files import fs_root, make_folder, write_json
-from nbutils.language import tr
+from nbutils.language import joined, tr
 from nbutils.masking import mask_secrets
 from nbutils.plan import gpus
 from nbutils.record import LessonLike
@@ -52,7 +53,7 @@ def begin(logs: Path, run: str) -> list[str]:
     sys.excepthook = excepthook
     names = {"wandb": "W&B", "swanlab": "SwanLab"}
     said = ["TensorBoard", *(f"{names[name]} {mode}" for name, mode in modes.items() if mode)]
-    print(display.pad(tr("logs"), 10) + "; ".join(said))
+    print(display.pad(tr("logs"), 10) + joined(said, ";"))
     print(f"          {how_to_open(logs / 'tensorboard', run, platforms.detect().name)}")
     return ["tensorboard", *(name for name, mode in modes.items() if mode)]
 
@@ -62,6 +63,8 @@ def _begin_wandb(logs: Path, run: str) -> str:
     import wandb
 
     os.environ |= {"WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
+    with redirect_stderr(io.StringIO()):  # it is silent only once it has looked for the name of this notebook
+        wandb.setup()
     wandb.finish()  # of an earlier run of this cell
     options: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", PROJECT), "name": run, "dir": logs}
     key, host = platforms.secret("WANDB_API_KEY"), os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")

@@ -53,7 +53,8 @@ def in_english(texts: list[str]) -> list[str]:
 def commands(path: Path) -> list[list[str]]:
     """The commands of a page as words, up to a pipe, a redirection or the next command."""
     lines = [line for text in blocks(path) if not text.startswith("text") for line in text.splitlines()]
-    lines = [line for line in [*lines, *spans(path)] if re.search(r"nbutils |papermill |notebooks/(?:zh/)?\d\d_\w+\.py", line)]
+    ours = re.compile(r"nbutils |papermill |notebooks/(?:zh/)?\d\d_\w+\.py")
+    lines = list(filter(ours.search, [*lines, *spans(path)]))
     ends = re.compile(r"^(?:[|&;]+|\d?>.*)$")
     found = []
     for line in lines:

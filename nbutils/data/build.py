@@ -30,7 +30,7 @@ from nbutils.data.rows import ChatRow, Kind, Problem, Row, RowError, check_row, 
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, GIB, SAMPLES, write_json
-from nbutils.language import tr
+from nbutils.language import joined, tr
 from nbutils.platforms.network import hub_online
 
 CARD, TRAIN, EVAL, REJECTED = "data_card.json", "train.jsonl", "eval.jsonl", "rejected.jsonl"
@@ -99,7 +99,7 @@ class DataCard(BaseModel):
 
 def counts_text(counts: dict[str, int]) -> str:
     """Counts on one line."""
-    return ", ".join(f"{tr(name)} {count}" for name, count in counts.items()) or tr("none")
+    return joined(f"{tr(name)} {count}" for name, count in counts.items()) or tr("none")
 
 
 def hash_files(*groups: Sequence[Path], end: bytes = b"") -> tuple[str, list[int]]:

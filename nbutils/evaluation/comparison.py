@@ -25,7 +25,7 @@ from nbutils.data.rows import shown
 from nbutils.evaluation import evaluator as scoring
 from nbutils.evaluation.evaluator import Difference, Estimate, Evaluator, Result
 from nbutils.evaluation.inference import Answer
-from nbutils.language import language, tr
+from nbutils.language import joined, language, tr
 from nbutils.record import LessonLike
 
 PANELS = ("exact_match", "character_f1", "rouge_l", "content", "loss", "stopped")
@@ -95,7 +95,7 @@ class Comparison:
             case = {1: "helped", -1: "harmed", 0: "no_proof"}[sum(moved)]  # one up and one down: no proof
         before, after = (round(sum(one.scores["exact_match"])) for one in (base, tuned))
         gained = [f"{tr(SHOWN[score][0])} {one.text('+.3f')}, p {one.p_text}" for score, one in changes.items()]
-        values = {"rows": rows, "before": before, "after": after, "content": "; ".join(gained)}
+        values = {"rows": rows, "before": before, "after": after, "content": joined(gained, ";")}
         flags = [tr(TEXTS["few_rows"], rows=rows)] if rows < FEW_ROWS else []
         for one, enough in ((base, max(map(len, base.references))), (tuned, math.inf)):  # a base may be wordy
             count = sum(not answer.stopped and len(answer.text) < enough for answer in one.answers)

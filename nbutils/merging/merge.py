@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbutils import disk, files, platforms, record
 from nbutils.errors import CourseError
-from nbutils.language import tr
+from nbutils.language import joined, tr
 from nbutils.merging import folder as model_folder
 from nbutils.merging.folder import FLOATS, MIN_ROWS, ModelFolder, StoredTensor, open_adapter, open_base, split_rows
 
@@ -77,7 +77,7 @@ class MergeReport:
         if self.reused:
             return tr("merged: {folder} ({size}) is there already, made from this adapter: nothing to do", **values)
         resumed = tr(", {resumed_shards} files from an interrupted merge", **values) if self.resumed_shards else ""
-        values["size"] += f"; {self.seconds:.1f} s, {self.device}"
+        values["size"] = joined([values["size"], f"{self.seconds:.1f} s, {self.device}"], ";")
         return tr("merged: {merged} weights changed, {copied} copied: {folder} ({size})", **values) + resumed
 
     def facts(self) -> dict[str, Any]:

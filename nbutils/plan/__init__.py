@@ -15,7 +15,7 @@ from nbutils import display, distributed, hardware
 from nbutils.config import load, read, settings_in, with_overrides
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
-from nbutils.language import tr
+from nbutils.language import joined, tr
 from nbutils.models import find_shape
 from nbutils.plan import gpus as gpu_table
 from nbutils.plan.forecast import CONTEXT_GIB, MARGIN, Forecast, Recipe, apply, candidates, of_profile, peak_gib
@@ -78,7 +78,7 @@ def describe(made: Forecast | str) -> str:
         (tr("training"), tr("{model} on {gpu}", model=made["model"], gpu=row["GPU"]), how),
         (tr("recipe"), tr("{count:,} steps", count=made["steps"]), made["schedule"]) if made["schedule"] else None,
         (tr("peak memory"), f"{made['peak_vram_gib']:.1f} GiB",
-         ", ".join(f"{tr(name)} {size:.2f}" for name, size in made["parts"].items())),
+         joined(f"{tr(name)} {size:.2f}" for name, size in made["parts"].items())),
         (tr("the plan allows"),
          tr("{limit:.1f} of {memory:.1f} GiB", limit=made["limit_gib"], memory=card["memory_gib"]),
          tr("{verdict}: {share:.0%} and {context:g} GiB for CUDA must stay free",
@@ -90,7 +90,7 @@ def describe(made: Forecast | str) -> str:
         (tr("cost"), row["cost"], "" if card["price_from"] == "unknown" else
          tr("{price} per hour and GPU: {source}", price=row["an hour"], source=tr(card["price_from"]))),
         (tr("disk"), f"{sum(made['disk_gib'].values()):.0f} GiB",
-         ", ".join(f"{tr(name)} {size:.1f}" for name, size in made["disk_gib"].items())),
+         joined(f"{tr(name)} {size:.1f}" for name, size in made["disk_gib"].items())),
         (tr("serving"), tr("{size:.0f} GiB of the GPU", size=made["after_gib"]["on_card"]),
          tr("in 16 bits; the KV cache needs some more")),
         *((tr("note"), "", note) for note in made["notes"]),

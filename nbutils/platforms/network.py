@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
 from nbutils.files import fs_root, sha256
-from nbutils.language import tr
+from nbutils.language import joined, tr
 from nbutils.masking import mask_secrets
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _choose(platform: Platform) -> list[str]:
     if name == NOTHING:
         return [tr("neither the hub nor a mirror answers: models come from folders and the cache")]
     silent = tr("silent")
-    seen = ", ".join(f"{one} {f'{times[one]:.2f} s' if one in times else silent}" for one in SOURCES)
+    seen = joined(f"{one} {f'{times[one]:.2f} s' if one in times else silent}" for one in SOURCES)
     line = tr("models come from {source} ({seen}; NBUTILS_MIRROR overrides)", source=name, seen=seen)
     return [line + _no_token(name)] if name != "hub" or platform.entry.china else []
 

@@ -22,7 +22,7 @@ from packaging.specifiers import SpecifierSet
 
 from nbutils import environments, files, hardware, merging, platforms
 from nbutils.errors import CourseError
-from nbutils.language import tr
+from nbutils.language import joined, tr
 
 PREFIX = "NBUTILS_SERVE"  # NBUTILS_SERVE_PYTHON, NBUTILS_SERVE_PYTHONPATH, NBUTILS_SERVE_ENV
 PROBE = """
@@ -54,7 +54,7 @@ def build_for(engine: str) -> dict[str, Any]:
         fits = (driver is None or driver >= build["driver_from"]) and python in SpecifierSet(build["python"])
         if fits or os.environ.get(f"{PREFIX}_PYTHON"):  # an interpreter of the learner's has what it has
             return build
-    needs = "; ".join(tr("{version}: driver from {driver_from}, Python {python}", **build) for build in builds)
+    needs = joined((tr("{version}: driver from {driver_from}, Python {python}", **build) for build in builds), ";")
     raise CourseError("serving.no_build", engine=engine, driver=driver or tr("none"), python=python, needs=needs)
 
 
@@ -182,7 +182,7 @@ class GpuMemory:
             name = tr("this kernel") if one.pid == os.getpid() else name
             held = f"{one.usedGpuMemory / files.GIB:.1f} GiB" if one.usedGpuMemory else tr("an unknown part")
             parts.append(tr("{name} (process {pid}) holds {held}", name=name, pid=one.pid, held=held))
-        return "; ".join(parts)
+        return joined(parts, ";")
 
 
 def free_gpu_memory() -> GpuMemory | None:
