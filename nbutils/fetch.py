@@ -5,6 +5,7 @@ It imports no torch and needs no GPU, so it runs where time is cheap: AutoDL's m
 
 from __future__ import annotations
 
+import shlex
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def run(model: str, data: str, profile: str) -> None:
         print(tr("data      {folder}, {size:.1f} MB", folder=rows[0].parent, size=held))
     else:
         print(tr("data      the rows that come with the course"))
-    parameters = " ".join(f"-p {name} {value}" for name, value in given.items() if value)
+    parameters = " ".join(f"-p {name} {shlex.quote(value)}" for name, value in given.items() if value)
     print(tr("With {parameters}, lessons 01 to 05 download no other model and no other rows.", parameters=parameters))
     if missing := install.unsatisfied(install.requirements("train")):
         said = tr("Python packages are still missing: {names}. `python -m nbutils install` installs them.",

@@ -119,7 +119,7 @@ class Work:
         kept, verified = _newest_checkpoint(self.run) if self.run else ("", None)
         safe = bool(verified) if status == "finished" else verified is not False  # failed before the first: no loss
         keep_on = (self.run.path if self.run else platforms.folders(platform).keep) / KEEP_ON
-        stays = _stays_on(platform, safe) if off else _billed(platform)
+        stays = _stays_on(platform, safe, keep_on) if off else _billed(platform)
         power = stays or tr(
             "This machine is powered off in {seconds:.0f} s. To keep it on, interrupt this (Ctrl-C, the stop button)"
             " or create the file {file}.", seconds=GRACE, file=keep_on,
@@ -208,13 +208,19 @@ def _title_and_todo(status: Status, name: str) -> tuple[str, str]:
     return tr("nbutils: run {name} has failed", name=name), todo
 
 
-def _stays_on(platform: platforms.Platform, safe: bool) -> str:
+def _stays_on(platform: platforms.Platform, safe: bool, keep_on: Path) -> str:
     """Why a machine is not switched off; empty if it is."""
     if (name := platform.name) != "autodl":
         return tr("Not powered off: this is {name}, and only AutoDL's machines are switched off this way.", name=name)
     if not safe:
         return tr("Not powered off, because the run is not safe yet. Look at it, then switch off by hand.")
-    return ""
+    return _kept_on(keep_on)
+
+
+def _kept_on(keep_on: Path) -> str:
+    """That the file is there which keeps a machine on; empty if it is not."""
+    told = tr("Not powered off: {file} is there. Delete it before the next run.", file=keep_on)
+    return told if keep_on.exists() else ""
 
 
 def _billed(platform: platforms.Platform) -> str:
@@ -228,8 +234,8 @@ def power_off(keep_on: Path) -> str:
         end = time.monotonic() + GRACE
         while (left := end - time.monotonic()) > 0 and not keep_on.exists():
             time.sleep(min(left, 1.0))
-        if keep_on.exists():
-            return tr("Not powered off: {file} is there. Delete it before the next run.", file=keep_on)
+        if kept := _kept_on(keep_on):
+            return kept
         # without arguments: it would not be AutoDL's power-off
         subprocess.check_output([fs_root() / "usr/bin/shutdown"], stdin=subprocess.DEVNULL, timeout=30)
     except (OSError, subprocess.SubprocessError, KeyboardInterrupt) as failed:
@@ -292,4 +298,7 @@ def _post(request: urllib.request.Request) -> str:
     """The answer to a request that carries a secret; a server that fails is asked twice."""
     opener = urllib.request.build_opener(platforms.NoRedirects)  # urlopen would keep the proxies of its first call
     with opener.open(request, timeout=SECONDS) as answer:
-        return str(answer.read(65536).decode("utf-8", "replace"))
+        text, end = b"", time.monotonic() + SECONDS  # the timeout alone begins anew with each byte
+        while time.monotonic() < end and len(text) < 65536 and (piece := answer.read1(65536)):
+            text += piece
+        return text.decode("utf-8", "replace")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,14 +29,15 @@ LESSON = re.compile(r"\d\d_\w+\.ipynb")
 
 @contextmanager
 def signals_to_kernel() -> Iterator[list[int]]:
-    """Within this block SIGTERM and SIGINT reach the kernels of this process as SIGTERM, once; the list holds both."""
+    """Within this block signals reach the kernels of this process once: Ctrl-C as it is, so that a lesson knows that
+    someone is there, others as SIGTERM; the list holds all."""
     received: list[int] = []
 
     def forward(number: int) -> None:
         received.append(number)
         kernels = psutil.Process().children()
         for kernel in kernels:
-            kernel.terminate()
+            kernel.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         if not kernels:
             os.kill(os.getpid(), number)
 

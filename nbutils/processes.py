@@ -31,7 +31,7 @@ def first_signals(handle: Callable[[int], object]) -> Iterator[None]:
         signal.signal(number, AT_ONCE[number])
         handle(number)
 
-    if sys.stdout is sys.__stdout__:  # a plain script: in a terminal that may be closed
+    if sys.stdout and sys.stderr and sys.stdout is sys.__stdout__:  # a plain script: in a terminal that may be closed
         sys.stdout, sys.stderr = LastingStream(sys.stdout), LastingStream(sys.stderr)
     before = {number: signal.getsignal(number) for number in AT_ONCE}
     for number, handler in before.items():

@@ -130,6 +130,7 @@ def test_a_message_of_another_machine_is_recognised_first(name: str, text: str) 
 
 def test_an_ordinary_log_is_not_explained() -> None:
     assert diagnose.explain("step 12 of 100, loss 0.4, 822 tokens/s. Saved. Everything is fine.") == {}
+    assert diagnose.explain("INFO Initializing a V1 LLM engine with config: trust_remote_code=False") == {}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import simulate
 from fakes.hub import Hub
 from support import refused, wait_for
+from test_platforms import Site
 
 from nbutils import fetch, files, hardware, models, platforms
 from nbutils.platforms import network
@@ -131,6 +132,19 @@ def test_the_next_source_is_taken_when_one_fails_and_half_a_file_is_never_truste
     (folder / models.DOWNLOADED).unlink()
     with refused("models.download_failed", "evil.json"):
         fetch.run(REPO, "", "")
+
+
+def test_what_is_here_outlives_a_page_that_comes_instead_and_a_download_given_up_asks_no_more(tmp_path: Path) -> None:
+    page, file = Site(body=b"<html>sign in first</html>"), tmp_path / "weights"
+    partial = tmp_path / f"weights{network.PARTIAL}"
+    partial.write_bytes(b"w" * 999)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="26 bytes came"):
+        patch.setattr(network, "ATTEMPTS", 1)
+        network.download(page.url, file, 1000, "", lambda count: None)
+    assert partial.stat().st_size == 999
+    with pytest.raises(ZeroDivisionError):  # as `models` ends what waits for bytes
+        network.download(page.url, file, 1000, "", lambda count: 1 // 0)
+    assert len(page.asked) == 1
 
 
 def test_without_a_gpu_the_learner_names_what_to_download_and_with_one_the_driver_says_it(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,28 @@ def test_another_server_gets_all_fields_and_whatever_it_does_costs_one_line(
     assert "Connection refused" in told(good)[0]
 
 
+class Drip(BaseHTTPRequestHandler):
+    """Answers with a byte now and then, for a minute."""
+
+    log_message = lambda *_: None  # noqa: E731
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        for _ in range(600):
+            self.wfile.write(b"x")
+            time.sleep(0.1)
+
+
+def test_an_answer_that_never_ends_is_not_waited_for(machine: simulate.Machine, monkeypatch: Patch) -> None:
+    site = Site()
+    site.RequestHandlerClass = Drip
+    monkeypatch.setenv(notices.URL, site.url)
+    began = time.monotonic()
+    assert notices.send("nbutils", "text", "failed", "demo").startswith("Notice sent")
+    assert time.monotonic() - began < 5
+
+
 def test_without_an_address_wechat_through_autodl_and_without_a_token_what_to_do(
     machine: simulate.Machine, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +213,17 @@ def test_a_power_off_is_cancelled_by_a_file_and_by_an_interruption_and_its_failu
     assert (machine.root / "shutdown.log").read_text() == "called with []\n", "without arguments"
     (machine.root / "usr/bin/shutdown").write_text("#!/bin/sh\nexit 4\n")
     assert "exit status 4" in notices.power_off(keep_on)
+
+
+def test_a_file_left_by_an_earlier_run_is_told_in_the_notice(
+    machine: simulate.Machine, run: RunFolder, monkeypatch: Patch
+) -> None:
+    site = Site()
+    for name, value in {notices.NOTICE: "1", notices.URL: site.url, notices.POWER_OFF: "1"}.items():
+        monkeypatch.setenv(name, value)
+    (run.path / "keep_on").touch()
+    notices.Work("03_qlora", run).ended("finished", "said")
+    assert not is_off(machine) and "Not powered off" in site.asked[0]["text"]
 
 
 def test_only_autodl_is_switched_off(tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:

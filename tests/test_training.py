@@ -543,6 +543,12 @@ def test_a_closed_terminal_ends_a_training_as_sigterm_does_and_nohup_stays_nohup
     assert process.returncode == 0 and (tmp_path / "saved").read_text() == str(expected)
 
 
+def test_a_training_without_any_output_goes_on(tmp_path: Path) -> None:
+    code = "from nbutils.processes import first_signals\nwith first_signals(print): print('nobody reads this')"
+    command = ["bash", "-c", '"$0" -c "$1" >&- 2>&-', sys.executable, code]
+    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
+
+
 def run_live(steps: int, seconds: float, platform: str = "local", gpu: Any = None) -> tuple[Any, Any]:
     """Tells `LiveNumbers` what a real trainer would, one log a step; the callback and the trainer's state."""
     nowhere = Path("/nonexistent")  # nothing can be written there, and nothing ends because of it

@@ -105,13 +105,16 @@ def download(
     file.parent.mkdir(parents=True, exist_ok=True)
     partial.touch()
     while (have := partial.stat().st_size) < size:
+        advance(0)  # it ends a download that was given up, also where no bytes come
         request = urllib.request.Request(url, headers={"User-Agent": "nbutils", "Range": f"bytes={have}-"})
         if token:  # urllib keeps it from the address of a redirect
             request.add_unredirected_header("Authorization", f"Bearer {token}")
         problem: Exception = HTTPException("the connection ended early")  # urllib itself is silent about it
         try:
             with urllib.request.build_opener().open(request, timeout=PATIENCE) as answer, open(partial, "ab") as out:
-                if answer.status != 206:  # the whole file comes
+                if answer.status != 206:  # the whole file comes, or a page of a proxy
+                    if answer.length not in (None, size):
+                        raise OSError(f"{answer.length} bytes came instead of {size}")
                     advance(-have)
                     out.truncate(0)
                 while piece := answer.read(PIECE):
