@@ -53,8 +53,7 @@ def in_english(texts: list[str]) -> list[str]:
 def commands(path: Path) -> list[list[str]]:
     """The commands of a page as words, up to a pipe, a redirection or the next command."""
     lines = [line for text in blocks(path) if not text.startswith("text") for line in text.splitlines()]
-    ours = re.compile(r"nbutils |papermill |notebooks/(?:zh/)?\d\d_\w+\.py")
-    lines = list(filter(ours.search, [*lines, *spans(path)]))
+    lines = [line for line in [*lines, *spans(path)] if re.search(r"nbutils |papermill |notebooks/\S+\.py", line)]
     ends = re.compile(r"^(?:[|&;]+|\d?>.*)$")
     found = []
     for line in lines:
@@ -133,8 +132,8 @@ def test_a_chinese_page_has_the_headings_and_code_of_the_english_one(page: Path)
 
 @pytest.mark.parametrize("page", CHINESE, ids=named)
 def test_a_chinese_page_names_the_chinese_lessons(page: Path) -> None:
-    named = re.findall(r"notebooks/(\d\d_\w+)", page.read_text(encoding="utf-8"))
-    assert not [one for one in named if (ROOT / f"notebooks/zh/{one}.py").exists()]
+    lessons = re.findall(r"notebooks/(\d\d_\w+)", page.read_text(encoding="utf-8"))
+    assert not [one for one in lessons if (ROOT / f"notebooks/zh/{one}.py").exists()]
 
 
 def test_the_questions_and_answers_name_every_check_of_diagnose() -> None:
