@@ -86,7 +86,7 @@ def show_choices(resolved: Any, only: Sequence[str] = ("",)) -> None:
         for head, middle, tail in zip_longest(*columns, fillvalue=""):
             lines.append(f"{pad(head, first)}  {pad(middle, second)}  {tail}".rstrip())
     heads = (tr("what"), tr("value"), tr("why"))
-    rows = [dict(zip(heads, (name, one.value, one.reason), strict=True)) for name, one in choices.items()]
+    rows = [dict(zip(heads, (name, shown(one.value), one.reason), strict=True)) for name, one in choices.items()]
     show_table(rows, text="\n".join(lines))
 
 

@@ -22,7 +22,7 @@ from nbutils import chat, checkpoints, display, distributed, files, hardware, pl
 from nbutils.config import flat
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
-from nbutils.language import tr
+from nbutils.language import joined, tr
 from nbutils.processes import first_signals
 from nbutils.record import LessonLike
 from nbutils.tracking import Clock, Curve, LiveNumbers, best_of, loss_history, validation_history
@@ -325,7 +325,7 @@ class TrainingResult:
             tr("steps"): tr("{steps} of {planned}, from step {first}", **done),
             tr("saved"): tr("the weights of step {step}", step=self.kept_step),
             tr("validation loss"): best,
-            tr("took"): f"{display.clock(self.seconds)}{since}, {speed:,.0f} tokens/s" if speed else "",
+            tr("took"): joined([f"{display.clock(self.seconds)}{since}", f"{speed:,.0f} tokens/s"]) if speed else "",
             tr("peak"): f"{self.peak_gib:.2f} GiB" if speed else "",
             tr("changed weights"): tr("{adapter} of the adapter, {base} of the base model", **changed),
         }
