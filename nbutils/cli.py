@@ -13,7 +13,7 @@ import click
 # the other rooms load numpy
 from nbutils import checkpoints, course, display, doctor, hardware, install, plan, record, sharing
 from nbutils.errors import CourseError
-from nbutils.language import tr
+from nbutils.language import print_whatever, tr
 
 FILE = click.Path(path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -51,8 +51,7 @@ def _print_json(value: Any) -> None:
 @click.group(cls=CourseGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def app() -> None:
     """The course from the command line."""
-    for stream in (sys.stdout, sys.stderr):  # a pipe on Windows has characters of one language only
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    print_whatever()
 
 
 @app.command()

@@ -17,7 +17,7 @@ from wcwidth import wcswidth
 from nbutils.config import shown
 from nbutils.errors import CourseError
 from nbutils.files import read_json
-from nbutils.language import tr
+from nbutils.language import joined, tr
 from nbutils.platforms import detect, in_kernel
 
 ACCENT, ALARM = "var(--jp-brand-color1, #2979c9)", "var(--jp-warn-color1, #e07b00)"
@@ -71,7 +71,7 @@ def show(template: str, text: str, **values: Any) -> None:
 
 def show_table(rows: Sequence[dict[str, Any]], title: str = "", text: str = "") -> None:
     """A table: HTML in a notebook; in a script `text`, or else one line per entry."""
-    entries = ["".join(f"  {name}: {value}\n" for name, value in row.items()) for row in rows]
+    entries = ["".join(f"  {joined([name, str(value)], ':')}\n" for name, value in row.items()) for row in rows]
     show("table.html", text or "\n".join([title, *entries]), rows=rows, title=title)
 
 

@@ -194,7 +194,8 @@ def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
         yield Check("GPU", tr("none: lessons run on the CPU, which is enough for the profiles tiny and laptop"), todo)
     else:
         yield Check("GPU", done.reason)
-    yield Check("precision", "{0.value}: {0.reason}".format(hardware.precision(gpu)))
+    precision = hardware.precision(gpu)
+    yield Check("precision", joined([precision.value, precision.reason], ":"))
 
 
 def check_packages(platform: Platform, folders: Folders) -> Iterator[Check]:

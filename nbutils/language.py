@@ -6,7 +6,9 @@ parameters, JSON keys and figures stay English.
 """
 
 import os
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,5 +46,12 @@ def tr(english: str, **values: Any) -> str:
 
 
 def joined(parts: Iterable[str], mark: str = ",") -> str:
-    """Texts in one line, with a comma or semicolon of the language between them."""
-    return ({",": "，", ";": "；"}[mark] if language() == "zh" else f"{mark} ").join(parts)
+    """Texts in one line, with a comma, semicolon or colon of the language between them."""
+    return ({",": "，", ";": "；", ":": "："}[mark] if language() == "zh" else f"{mark} ").join(parts)
+
+
+def print_whatever() -> None:
+    """Let streams that cannot show Chinese (an ASCII locale, a pipe on Windows) print ? instead of failing."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(AttributeError):
+            stream.reconfigure(errors="replace")

@@ -26,7 +26,7 @@ from nbutils import checkpoints, display, distributed, hardware, install, notice
 from nbutils.config import flat, settings_in, settings_text
 from nbutils.errors import CourseError
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
-from nbutils.language import joined, tr
+from nbutils.language import joined, print_whatever, tr
 from nbutils.record import RunFolder
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
@@ -112,15 +112,28 @@ class Lesson(record.LessonLike):
         record.write_report(self.run.report, self.run.name, whole)
         about = {"lesson": self.stem, "seconds": entry["seconds"], "facts": self.run.facts}
         print(tr("Lesson {lesson} done in {seconds:.0f} s. Facts: {facts}", **about))
-        text = joined(f"{name} {text}" for name, text in record.readable(entry).items())
         finished = self.stem != "03_qlora" or record.complete(entry)
-        self.work.ended("finished" if finished else "unfinished", f"{self.stem}: {text}")
+        self.work.ended("finished" if finished else "unfinished", f"{self.stem}: {_summary(entry)}")
+
+
+def _summary(entry: Mapping[str, Any]) -> str:
+    """What a lesson came to, in the few words of a notice."""
+    parts = []
+    if "planned_steps" in entry:
+        parts.append(tr("step {steps} of {planned}", steps=entry["steps"], planned=entry["planned_steps"]))
+    if best := (entry.get("validation_loss") or {}).get("best"):
+        parts.append(tr("validation loss {loss:.3g}", loss=best))
+    if verdict := entry.get("verdict"):
+        parts.append(tr(verdict))
+    return joined(parts) or display.clock(entry["seconds"])
 
 
 def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     """Start a lesson and print the platform, the profile, the model and where the run is kept."""
     started = time.monotonic()
     work = notices.begin(stem)
+    if not platforms.in_kernel():
+        print_whatever()
     display.calm_bars()
     hardware.share_processors()
     if stem not in LAUNCHERS:

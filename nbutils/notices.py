@@ -32,6 +32,7 @@ from nbutils.files import fs_root
 from nbutils.language import tr
 from nbutils.masking import mask_secrets, remember_secret
 from nbutils.record import RunFolder
+from nbutils.tracking import trainings
 
 NOTICE, POWER_OFF = "NBUTILS_NOTICE", "NBUTILS_POWER_OFF"
 ALLOWED = {NOTICE: ("0", "1"), POWER_OFF: ("0", "1", "always")}
@@ -218,9 +219,14 @@ def _stays_on(platform: platforms.Platform, safe: bool, keep_on: Path) -> str:
 
 
 def _kept_on(keep_on: Path) -> str:
-    """That the file is there which keeps a machine on; empty if it is not."""
-    told = tr("Not powered off: {file} is there. Delete it before the next run.", file=keep_on)
-    return told if keep_on.exists() else ""
+    """What keeps a machine on: the file, or another training on it; empty if nothing does."""
+    if keep_on.exists():
+        return tr("Not powered off: {file} is there. Delete it before the next run.", file=keep_on)
+    folders = platforms.folders(platforms.detect())
+    others = trainings(folders.scratch, folders.keep)
+    others.pop(keep_on.parent.name, None)
+    busy = next((name for name, one in others.items() if one.trains_here), "")
+    return tr("Not powered off: run {run} is training on this machine.", run=busy) if busy else ""
 
 
 def _billed(platform: platforms.Platform) -> str:

@@ -20,11 +20,11 @@ from time import monotonic
 from typing import Any, Literal
 
 import psutil
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from nbutils import display, distributed, hardware, install, platforms
 from nbutils.errors import CourseError
-from nbutils.files import fs_root, make_folder, write_json
+from nbutils.files import fs_root, make_folder, read_object, write_json
 from nbutils.language import joined, tr
 from nbutils.masking import mask_secrets
 from nbutils.plan import gpus
@@ -197,6 +197,19 @@ class Progress(BaseModel, frozen=True):
     began: float = 0.0  # the process: a number alone may belong to another one later
     updated: float = 0.0
 
+    @property
+    def alive(self) -> bool:
+        """Whether its process is still there, on this machine."""
+        with suppress(psutil.Error, ValueError):
+            process = psutil.Process(self.pid)
+            return abs(process.create_time() - self.began) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    @property
+    def trains_here(self) -> bool:
+        """Whether it is a training of this machine that goes on."""
+        return self.state == "training" and self.host == socket.gethostname() and self.alive
+
     def parts(self) -> dict[str, str]:
         """The numbers by name, as texts; what is not known is left out."""
         (peak, total), loss, validation = self.memory_gib, self.loss, self.validation
@@ -332,3 +345,13 @@ class LiveNumbers:
             curves = loss_history(state.log_history), validation_history(state.log_history)
             page = display.live_page({"": steps, **numbers}, state.global_step, state.max_steps, *curves, self.notes)
         self.output.show(" · ".join(filter(None, [steps, display.live_line(numbers)])), page)
+
+
+def trainings(*places: Path, run: str = "*") -> dict[str, Progress]:
+    """The newest progress of each run below these folders; a file that is none is left out."""
+    found: dict[str, Progress] = {}
+    for file in (file for place in places for file in place.glob(f"{run}/logs/{PROGRESS}")):
+        with suppress(ValidationError):
+            one, name = Progress.model_validate(read_object(file)), file.parent.parent.name
+            found[name] = max(found.get(name, one), one, key=lambda progress: progress.updated)
+    return found

@@ -6,20 +6,15 @@ import shutil
 import socket
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import psutil
-from pydantic import ValidationError
-
 from nbutils import checkpoints, display, platforms
 from nbutils.errors import CourseError
-from nbutils.files import read_object
 from nbutils.language import tr
 from nbutils.record import RunFolder
-from nbutils.tracking import PROGRESS, Progress, money
+from nbutils.tracking import Progress, money, trainings
 
 PAUSE = 2.0  # seconds between two looks
 SILENT = 600.0  # seconds without an update after which a training on another machine is not called training any more
@@ -45,11 +40,7 @@ class Watched:
             return one.state
         if one.host != socket.gethostname():  # another machine or container: its processes cannot be seen
             return "training" if self.age < SILENT else "silent"
-        with suppress(psutil.Error):
-            process = psutil.Process(one.pid)
-            if abs(process.create_time() - one.began) < 1 and process.status() != psutil.STATUS_ZOMBIE:
-                return "training"
-        return "died"
+        return "training" if one.alive else "died"
 
     def lines(self) -> list[str]:
         """What is known, for people."""
@@ -90,17 +81,11 @@ def find(name: str) -> Watched:
     """The training of a run (its name or folder); without one that which trains now, or else the newest."""
     folders, given = platforms.folders(platforms.detect()), Path(name).expanduser()
     keep = given.parent if name and given.is_dir() else folders.keep
-    found: dict[str, Watched] = {}
-    for place in (folders.scratch, keep):  # written on the fast disk, copied to the run folder with each checkpoint
-        for file in place.glob(f"{given.name or '*'}/logs/{PROGRESS}"):
-            run = RunFolder(keep / file.parent.parent.name)
-            with suppress(ValidationError):
-                one = Watched(run, Progress.model_validate(read_object(file)))
-                if run.name not in found or found[run.name].age > one.age:
-                    found[run.name] = one
+    found = trainings(folders.scratch, keep, run=given.name or "*")  # copied to the run folder with each checkpoint
     if not found:
         raise CourseError("watch.no_run", run=name or "*", folder=keep)
-    return max(found.values(), key=lambda one: (one.state == "training", one.progress.updated))
+    seen = [Watched(RunFolder(keep / run), progress) for run, progress in found.items()]
+    return max(seen, key=lambda one: (one.state == "training", one.progress.updated))
 
 
 def follow(name: str, once: bool = False) -> str:

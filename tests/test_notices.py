@@ -1,5 +1,6 @@
 """notices: what is told of an end and to whom, when a machine is switched off; with processes that fail and die."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import psutil
 import pytest
 import simulate
 from support import refused, wait_for
 from test_platforms import Site
 
-from nbutils import checkpoints, display, masking, notices
+from nbutils import checkpoints, display, masking, notices, platforms, tracking
 from nbutils.errors import CourseError
 from nbutils.record import RunFolder
 
@@ -338,3 +340,15 @@ def test_a_run_tells_of_a_kernel_that_is_killed_and_of_a_signal_and_ends_with_an
     [sent] = site.asked
     assert (sent["status"], sent["run"]) == (status, "night") and sent["title"].startswith("nbutils：")
     assert "09_night" in sent["text"] and is_off(machine), said
+
+
+def test_another_training_on_the_machine_keeps_it_on(run: RunFolder) -> None:
+    process = psutil.Process()
+    other = {"state": "training", "step": 3, "steps": 9, "pid": process.pid, "began": process.create_time()}
+    logs = platforms.folders(platforms.detect()).keep / "other/logs"
+    logs.mkdir(parents=True)
+    (logs / tracking.PROGRESS).write_text(json.dumps(other))
+    assert "other" in notices._kept_on(run.path / notices.KEEP_ON)
+    assert notices._kept_on(logs.parent / notices.KEEP_ON) == "", "its own end is not kept from it"
+    (logs / tracking.PROGRESS).write_text(json.dumps(other | {"began": 0.0}))
+    assert notices._kept_on(run.path / notices.KEEP_ON) == "", "a process of that number which is another one"

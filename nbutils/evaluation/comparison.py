@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import shutil
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -56,7 +55,7 @@ class Verdict:
     def __str__(self) -> str:
         todo = [tr("To do: {todo}", todo=self.todo)] if self.todo else []
         lines = [tr("VERDICT: {word}", word=tr(self.word)), self.why, *todo, *(f"[WARN] {flag}" for flag in self.flags)]
-        return "\n".join(textwrap.fill(line, WIDTH, break_long_words=False) for line in lines)
+        return "\n".join(part for line in lines for part in display.wrap(line, WIDTH))
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Forgetting:
 
     def __str__(self) -> str:
         title = tr("GENERAL KNOWLEDGE: {word}", word=tr(self.word))
-        return f"{title}\n{textwrap.fill(self.text, WIDTH, break_long_words=False)}"
+        return "\n".join([title, *display.wrap(self.text, WIDTH)])
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,7 @@ class Comparison:
         for score in ("exact_match", "content"):
             label, form, _ = SHOWN[score]
             means = [f"{tr(name)} {one.text(form)}" for name, one in self.means[score].items()]
-            summary += [f"{tr(label)}: {', '.join(means)}"]
+            summary += [joined([tr(label), joined(means)], ":")]
         summary += [tr("general knowledge: {word}", word=tr(self.forgetting.word))] if self.forgetting else []
         summary += [f"[WARN] {flag}" for flag in self.verdict.flags]
         evaluation = {

@@ -1,8 +1,8 @@
 """The forecast of a pre-training from scratch: every weight is trained in float32, matrix products are in 16 bits.
 
 What a layer keeps for its backward pass was counted in torch (Qwen2, autocast). Speed adds three terms: matrix products
-at a share of the published TFLOP/s, other work at a share of the published bandwidth, and the time Python needs to start
-the kernels of each micro-batch, which a small model on a fast GPU waits for.
+at a share of the published TFLOP/s, other work at a share of the published bandwidth, and the time Python needs to
+start the kernels of each micro-batch, which a small model on a fast GPU waits for.
 """
 
 from __future__ import annotations

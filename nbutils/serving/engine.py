@@ -82,7 +82,7 @@ def ensure_environment(engine: str = "auto") -> ServingEnvironment:
         steps, remove = tuple(map(tuple, build["steps"])), tuple(build.get("remove", ()))
         recipe = environments.Recipe(engine, steps, remove, PROBE, build["needs_gib"], PREFIX)
         if not environments.is_ready(folder, recipe):
-            print(f"{engine} {build['version']}: {tr(build['reason'])}", flush=True)
+            print(joined([f"{engine} {build['version']}", tr(build["reason"])], ":"), flush=True)
         python = environments.ensure(recipe, folder)
     return ServingEnvironment(python, engine, NO_TELEMETRY | variables)
 
@@ -98,7 +98,7 @@ def row_for(gpu: hardware.GPU | None) -> dict[str, Any]:
 def flags_for(gpu: hardware.GPU | None, folder: Path) -> dict[str, hardware.Choice]:
     """The flags this machine needs beyond what the lesson chooses, each with its reason."""
     row = row_for(gpu)
-    reason = f"{tr(row['name'])}: {tr(row['reason'])}"
+    reason = joined([tr(row["name"]), tr(row["reason"])], ":")
     chosen = {name: hardware.Choice(value, reason) for name, value in row["flags"].items()}
     if gpu and gpu.count > 1 and row["engine"] == "vllm":
         chosen["tensor-parallel-size"] = tensor_parallel(folder, gpu.count)
