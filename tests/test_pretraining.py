@@ -12,6 +12,7 @@ import pytest
 from support import ROOT, lesson_facts, python, refused, wait_for
 
 from nbutils import chat, files, models
+from nbutils.models import Shape
 from nbutils.plan import gpus
 from nbutils.plan import pretraining as plan
 from nbutils.training import pretraining
@@ -144,3 +145,14 @@ def test_a_killed_pretraining_continues_with_the_same_rows_and_its_model_can_be_
     stops = [model.generation_config.eos_token_id]
     filtered = chat.filter_by_length(tokenizer, [{"messages": messages}], 0, stop_ids=stops)
     assert chat.check_contract(filtered).answers == 1
+
+
+def test_the_forecast_is_what_an_h200_measured() -> None:
+    measured = files.read_json(ROOT / "benchmarks/results/from_scratch_h200.json")["runs"]
+    for run in measured:
+        shape, size, times = Shape(**run["shape"]), run["micro_batch"], run["batch"] // run["micro_batch"]
+        seconds = plan.step_seconds(shape, gpus.find("H200"), run["length"], size, times, checkpointing=False)
+        assert seconds == pytest.approx(run["step_seconds"], rel=0.1)
+        peak = sum(plan.memory(shape, size * run["length"], checkpointing=False).values())
+        assert peak == pytest.approx(run["peak_gib"], rel=0.06)
+    assert len(measured) == 12

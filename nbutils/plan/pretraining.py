@@ -1,8 +1,8 @@
 """The forecast of a pre-training from scratch: every weight is trained in float32, matrix products are in 16 bits.
 
 What a layer keeps for its backward pass was counted in torch (Qwen2, autocast). Speed adds three terms: matrix products
-at a share of the published TFLOP/s, other work at a share of the published bandwidth, and the time Python needs to
-start the kernels of each micro-batch, which a small model on a fast GPU waits for.
+at a share of the published TFLOP/s, other work at a share of the published bandwidth, and a floor, the time Python
+needs to start the kernels of a micro-batch, which a small model on a fast GPU waits for.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from nbutils.plan.gpus import GPUSpec
 WEIGHT, GRADIENT, ADAM, CAST = 4, 4, 8, 2  # bytes of a parameter; CAST: its copy in 16 bits
 SAVED_HIDDEN, SAVED_MLP = 32, 8  # bytes for each of tokens x width, and x the MLP's, that one layer keeps
 LAYER_INPUT = 4  # bytes for each of tokens x width that it keeps with gradient checkpointing
-MOVED = 4  # times what a layer keeps is written or read in a step: forward and backward, before and after
+MOVED = 13  # times what a layer keeps is written or read in a step; this and the next two were fitted on an H200
 UPDATE = 36  # bytes of a parameter that clipping its gradient and AdamW read and write
 LOGIT = 2  # bytes of the score of one word
-LAUNCH = 0.0018  # seconds Python needs to start a layer's kernels; what is not a layer counts as OTHERS of them
-OTHERS = 2.5  # both fitted to benchmarks/results/from_scratch_h200.json
+LAUNCH = 0.003  # seconds Python needs to start a layer's kernels, forward and backward
+OTHERS = 2  # what is not a layer, counted in layers
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def step_seconds(
     moved += shape.params * (WEIGHT + CAST + 2 * GRADIENT)  # cast for the products, gradients added up
     computing = tokens * flops_per_token(shape, length) * again / (ARITHMETIC * gpu.tflops * 1e12)
     bandwidth = BANDWIDTH * gpu.bandwidth * 1e9
-    seconds = computing + moved / bandwidth + LAUNCH * (again * shape.layers + OTHERS)
+    seconds = max(computing + moved / bandwidth, LAUNCH * (again * shape.layers + OTHERS))
     return times * seconds + shape.params * UPDATE / bandwidth
 
 
