@@ -97,7 +97,7 @@ def summary(folder: lesson.RunFolder) -> str:
         lines.append(tr("exact match  base {base:.1%}  ->  merged {merged:.1%}", base=base, merged=tuned))
     if verdict := merged.get("evaluation", {}).get("verdict"):
         page = folder.path / "evaluation" / "report.html"
-        lines.append(tr("the tuning   {verdict}; why: {page}", verdict=verdict, page=page))
+        lines.append(tr("the tuning   {verdict}; why: {page}", verdict=tr(verdict), page=page))
     if same := facts.get("05_serve", {}).get("identical_answers"):
         count, total = same["count"], same["total"]
         lines.append(tr("served answers identical to generate: {count} of {total}", count=count, total=total))

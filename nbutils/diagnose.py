@@ -166,7 +166,7 @@ def merge_outdated(run: Trained) -> str:
 def did_not_help(run: Trained) -> str:
     """Lesson 04 found no gain."""
     verdict = run.evaluation.get("verdict", "helped")
-    return "" if verdict == "helped" else tr("verdict of lesson 04: {verdict}", verdict=verdict)
+    return "" if verdict == "helped" else tr("verdict of lesson 04: {verdict}", verdict=tr(verdict))
 
 
 def endless_answers(run: Trained) -> str:

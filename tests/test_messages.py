@@ -168,3 +168,10 @@ def test_the_language_is_nbutils_lang_or_the_locale(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("NBUTILS_LANG", "zh")
     assert tr("{count} of {total} words have no translation", count=1, total=2) == "1 of 2 words have no translation"
     assert "允许" in str(CourseError("platforms.unknown", name="x", names="y"))
+
+
+def test_texts_in_one_line_have_the_marks_of_the_language(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBUTILS_LANG", "zh")
+    assert language.joined(["12 OK", "1 WARN"]) == "12 OK，1 WARN" and language.joined("ab", ":") == "a：b"
+    monkeypatch.setenv("NBUTILS_LANG", "en")
+    assert language.joined(["12 OK", "1 WARN"], ";") == "12 OK; 1 WARN"

@@ -74,7 +74,7 @@ def prepare_network(platform: Platform, probe: bool = True) -> list[str]:
         lines += [tr("models come from {source}, as found before", source=found)] if found != "hub" else []
     elif probe:
         lines += _choose(platform)
-    return [mask_secrets(f"network   {line}") for line in lines]
+    return [mask_secrets(tr("network   {line}", line=line)) for line in lines]
 
 
 def _no_token(source: str) -> str:
