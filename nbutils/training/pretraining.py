@@ -336,7 +336,7 @@ def summary(result: TrainingResult) -> str:
     if speed := facts["tokens_per_second"]:
         lines[tr("took")] = f"{display.clock(result.seconds)}, {speed:,.0f} tokens/s"
         lines[tr("peak")] = f"{result.peak_gib:.2f} GiB"
-    return "\n".join(f"{name:15}{text}" for name, text in lines.items())
+    return "\n".join(f"{display.pad(name, 15)}{text}" for name, text in lines.items())
 
 
 def save(result: TrainingResult, tokenizer: Any) -> Path:
