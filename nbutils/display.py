@@ -12,8 +12,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from wcwidth import wcswidth
-
 from nbutils.config import shown
 from nbutils.errors import CourseError
 from nbutils.files import read_json
@@ -31,6 +29,8 @@ Losses = Sequence[tuple[int, float]]  # step and loss
 
 def width(text: str) -> int:
     """The columns a text takes in a terminal: a Chinese character takes two."""
+    from wcwidth import wcswidth  # the export environment has none, and shows no columns
+
     columns = wcswidth(text)
     return columns if columns >= 0 else len(text)  # control characters have no width
 

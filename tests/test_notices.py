@@ -199,7 +199,8 @@ def test_a_power_off_is_cancelled_by_a_file_and_by_an_interruption_and_its_failu
     machine: simulate.Machine, run: RunFolder, monkeypatch: Patch
 ) -> None:
     keep_on = run.path / "keep_on"
-    code = "from nbutils import notices; from pathlib import Path; print('ready', flush=True)"
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell's & has it ignored
+    code += "from nbutils import notices; from pathlib import Path; print('ready', flush=True)"
     code += f"; print(notices.power_off(Path({str(keep_on)!r})))"
     waiting = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert waiting.stdout and waiting.stdout.readline() == b"ready\n"

@@ -280,7 +280,8 @@ class PretrainingCallback(CourseCallback):
         """Check the disk and the run; how much there is to train, in one line."""
         if files.stamp(self.lesson.run.adapter) is not None:
             raise CourseError("pretraining.run_in_use", run=self.lesson.run.name)
-        self.set_up(trainer)
+        self.require_room(trainer)
+        self.take_over(trainer)
         disable_progress_bar()  # of every saved checkpoint
         logging.getLogger("transformers.trainer").setLevel(logging.ERROR)  # tied weights are stored once, as meant
         rows: Any = self.dataset  # TokenRows

@@ -224,21 +224,25 @@ class CourseCallback(TrainerCallback):
 
     def prepare(self, trainer: Any) -> str:
         """Check the trainer's rows and the disk, cast and fuse the LoRA layers; what was done, in one line."""
+        self.require_room(trainer)
         chat.check_trainer(trainer, self.dataset.report)
         patched = model.patch_lora_kernels(trainer, fused=self.lesson.profile.machine.liger == "on")
-        self.set_up(trainer)
+        self.take_over(trainer)
         self.fingerprint = resuming.run_fingerprint(self.lesson, trainer.args.seed)
         return tr("{tokens:,} tokens to learn from; {patched}", tokens=self.dataset.report.trained, patched=patched)
 
-    def set_up(self, trainer: Any) -> None:
-        """Take over the trainer: its disk space, its held-out rows, its output, the checksums of its weights."""
-        self.validation.trainer, self.validation.rows = trainer, trainer.eval_dataset or ()
+    def require_room(self, trainer: Any) -> None:
+        """Refuse a training whose checkpoints do not fit on the disks."""
         keep, keep_last = self.lesson.run.checkpoints, self.lesson.profile.train.keep_checkpoints
         trainable = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
         gib = self.checkpoint_gib = (trainable * 12 + 64 * 2**20) / files.GIB  # weights, two optimizer states, the rest
         require_disk(Path(trainer.args.output_dir), 3 * gib, tr("writing checkpoints"))
         missing = keep_last + 1 - len(checkpoints.look(keep)[0])
         require_disk(keep, max(missing, 1) * gib, tr("keeping checkpoints"))
+
+    def take_over(self, trainer: Any) -> None:
+        """Use the trainer's held-out rows, silence its output, note the checksums of its weights."""
+        self.validation.trainer, self.validation.rows = trainer, trainer.eval_dataset or ()
         trainer.remove_callback(PrinterCallback)
         self.kinds, self.checksums = model.weight_kinds(trainer.model), model.weight_checksums(trainer.model)
 
