@@ -19,13 +19,13 @@ LESSONS = $(shell git ls-files 'notebooks/*.py')
 course: $(VENV)/ready .venv-serve/ready.json  ## lessons 01-05, headless
 	$(PY) -m nbutils run $(ARGS)
 
-test: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## the gate: lessons, servers, environments; 10 minutes
+test: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## the gate: lessons, servers, environments; 11 minutes
 	$(PYTEST) -m "not gpu and not long" $(ARGS)
 
 test-long: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## before a release: kills, all exports, all installs
 	$(PYTEST) -m long $(ARGS)
 
-test-fast: $(VENV)/ready  ## 90 seconds: no lesson, no server, no installation, no kill
+test-fast: $(VENV)/ready  ## 100 seconds: no lesson, no server, no installation, no kill
 	$(PYTEST) -m "not gpu and not notebook and not serve and not install and not slow and not long" $(ARGS)
 
 test-gpu: $(VENV)/ready  ## needs a CUDA GPU
