@@ -54,10 +54,13 @@ class Watched:
             "died": tr("died at step {step:,} of {steps:,}: its process is gone, no update for {ago}", **about),
             "silent": tr("no update for {ago}; its machine, {host}, is not this one", ago=ago, host=one.host),
         }
+        parts = one.parts()
+        if self.state != "training":
+            parts.pop("left", None)
         step = tr("step {step:,} of {steps:,}", **about) if one.steps else tr("starting")
         rows = {
             tr("run"): f"{self.run.path}: {states[self.state]}",
-            tr("now"): " · ".join([step, display.live_line(one.parts())]),
+            tr("now"): " · ".join([step, display.live_line(parts)]),
             tr("best"): tr("{loss:.3f} (step {step})", step=one.best[0], loss=one.best[1]) if one.best else "",
             tr("cost"): self._cost(),
             tr("saved"): self._checkpoints(),

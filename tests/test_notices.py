@@ -169,7 +169,7 @@ def test_other_values_of_the_variables_are_refused_and_the_address_is_a_secret(m
         ("0", "finished", "whole", False), ("1", "finished", "whole", True), ("always", "finished", "whole", True),
         ("1", "failed", "whole", False), ("always", "failed", "whole", True), ("always", "unfinished", "whole", True),
         ("1", "unfinished", "whole", True), ("always", "failed", "damaged", False), ("always", "failed", "none", True),
-        ("1", "finished", "damaged", False), ("1", "finished", "none", False),
+        ("1", "finished", "damaged", False), ("1", "finished", "none", False), ("always", "failed", "manifest", False),
     ],
 )  # fmt: skip
 def test_a_machine_is_switched_off_when_asked_and_when_nothing_can_be_lost(
@@ -178,7 +178,8 @@ def test_a_machine_is_switched_off_when_asked_and_when_nothing_can_be_lost(
 ) -> None:  # fmt: skip
     if checkpoint != "whole":
         archive = run.checkpoints / "checkpoint-5.tar"
-        os.truncate(archive, 100) if checkpoint == "damaged" else checkpoints.forget(archive)
+        broken = {"damaged": archive, "manifest": archive.with_suffix(".json")}.get(checkpoint)
+        os.truncate(broken, 10) if broken else checkpoints.forget(archive)
     site = Site()
     for name, value in {notices.NOTICE: "1", notices.URL: site.url, notices.POWER_OFF: when}.items():
         monkeypatch.setenv(name, value)
@@ -189,8 +190,15 @@ def test_a_machine_is_switched_off_when_asked_and_when_nothing_can_be_lost(
     assert is_off(machine) == off
     [sent] = site.asked
     assert (sent["status"], sent["run"]) == (status, "demo") and "nbutils" in sent["title"] and "said" in sent["text"]
-    words = {"whole": "Checkpoint 5 verifies", "damaged": "does not verify", "none": "No checkpoint is kept yet"}
-    assert words[checkpoint] in sent["text"] and (str(run.path) in sent["text"]) == (checkpoint != "none" or off)
+    words = {
+        "whole": "Checkpoint 5 verifies",
+        "damaged": "does not verify",
+        "manifest": "does not verify",
+        "none": "No checkpoint is kept yet",
+    }
+    assert words.get(checkpoint, "does not verify") in sent["text"] and (str(run.path) in sent["text"]) == (
+        checkpoint != "none" or off
+    )
     assert ("This machine is powered off" in sent["text"]) == off
     assert ("tart the same again" in sent["text"]) == (status != "finished")
 

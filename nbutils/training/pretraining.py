@@ -23,7 +23,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, GenerationConfig, Qwen2Config
 from transformers.utils.logging import disable_progress_bar
 
-from nbutils import corpus, display, files, models, platforms
+from nbutils import corpus, files, models, platforms
 from nbutils.chat import find_stop_ids
 from nbutils.config import Train
 from nbutils.data import read
@@ -321,23 +321,12 @@ def text_loss(model: Any, tokenizer: Any, text: str) -> float:
 
 def summary(result: TrainingResult) -> str:
     """What a training took and brought, in lines."""
-    facts, validation = result.facts(), result.history["validation"]
-    first, best = validation[0][1], min(loss for _, loss in validation)
-    lines = {
-        tr("steps"): tr(
-            "{done} of {planned}, from step {first}",
-            done=facts["steps"],
-            planned=facts["planned_steps"],
-            first=result.first_step,
-        ),
-        tr("saved"): tr("the weights of step {step}", step=result.kept_step),
+    losses = [loss for _, loss in result.history["validation"]]
+    first, best = losses[0], min(losses)
+    return result.described({
         tr("held-out loss"): f"{first:.3f} -> {best:.3f}",
         tr("perplexity"): f"{math.exp(first):,.0f} -> {math.exp(best):,.1f}",
-    }
-    if speed := facts["tokens_per_second"]:
-        lines[tr("took")] = f"{display.clock(result.seconds)}, {speed:,.0f} tokens/s"
-        lines[tr("peak")] = f"{result.peak_gib:.2f} GiB"
-    return "\n".join(f"{display.pad(name, 15)}{text}" for name, text in lines.items())
+    })  # fmt: skip
 
 
 def save(result: TrainingResult, tokenizer: Any) -> Path:

@@ -319,20 +319,25 @@ class TrainingResult:
         return (measured if log else dict.fromkeys((*measured, "cost"))) | found
 
     def __str__(self) -> str:
-        facts = self.facts()
-        loss, speed = facts["validation_loss"], facts["tokens_per_second"]
+        facts, changed = self.facts(), {"adapter": self.changed[0], "base": self.changed[1]}
+        loss = facts["validation_loss"]
+        return self.described({
+            tr("validation loss"): tr("{first:.4f} -> {best:.4f} at step {best_step}", **facts | loss) if loss else "",
+            tr("changed weights"): tr("{adapter} of the adapter, {base} of the base model", **changed),
+        })  # fmt: skip
+
+    def described(self, brought: dict[str, str]) -> str:
+        """What the training took, and what it brought, in lines."""
+        facts, since = self.facts(), tr(" since step {step}", step=self.first_step) if self.first_step else ""
         done = {"steps": facts["steps"], "planned": facts["planned_steps"], "first": self.first_step}
-        best = tr("{first:.4f} -> {best:.4f} at step {best_step}", **facts | loss) if loss else ""
-        since = tr(" since step {step}", step=self.first_step) if self.first_step else ""
-        changed = {"adapter": self.changed[0], "base": self.changed[1]}
         lines = {
             tr("steps"): tr("{steps} of {planned}, from step {first}", **done),
             tr("saved"): tr("the weights of step {step}", step=self.kept_step),
-            tr("validation loss"): best,
-            tr("took"): joined([f"{display.clock(self.seconds)}{since}", f"{speed:,.0f} tokens/s"]) if speed else "",
-            tr("peak"): f"{self.peak_gib:.2f} GiB" if speed else "",
-            tr("changed weights"): tr("{adapter} of the adapter, {base} of the base model", **changed),
         }
+        lines |= brought
+        if speed := facts["tokens_per_second"]:
+            lines[tr("took")] = joined([f"{display.clock(self.seconds)}{since}", f"{speed:,.0f} tokens/s"])
+            lines[tr("peak")] = f"{self.peak_gib:.2f} GiB"
         return "\n".join(display.pad(name, 17) + text for name, text in lines.items() if text)
 
 
