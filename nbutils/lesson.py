@@ -112,8 +112,7 @@ class Lesson(record.LessonLike):
         record.write_report(self.run.report, self.run.name, whole)
         about = {"lesson": self.stem, "seconds": entry["seconds"], "facts": self.run.facts}
         print(tr("Lesson {lesson} done in {seconds:.0f} s. Facts: {facts}", **about))
-        finished = self.stem != "03_qlora" or record.complete(entry)
-        self.work.ended("finished" if finished else "unfinished", f"{self.stem}: {_summary(entry)}")
+        self.work.ended("finished" if record.complete(entry) else "unfinished", f"{self.stem}: {_summary(entry)}")
 
 
 def _summary(entry: Mapping[str, Any]) -> str:

@@ -119,7 +119,7 @@ def begin(path: Path, top: Facts, by_auto: bool) -> None:
 
 
 def complete(trained: Facts) -> bool:
-    """Whether the facts of lesson 03 are of a training that reached its planned steps."""
+    """Whether the facts of a lesson are of a training that reached its planned steps, or of none."""
     return bool(trained.get("steps", 0) >= trained.get("planned_steps", 0))
 
 
