@@ -43,7 +43,7 @@ def run(stems: Sequence[str], given: dict[str, str]) -> lesson.RunFolder:
         platform, folders, gpu = lesson.find_machine(given)
         shared = {name: values[name] for values in by_lesson.values() for name in SHARED if name in values}
         folder, resolved = lesson.open_run(shared, platform, folders, gpu)
-        work.run = folder
+        work.opened(folder)
         print(tr("profile {name}, run {folder}", name=resolved.name, folder=folder.path), flush=True)
         for number, stem in enumerate(stems, 1):
             print(f"[{number}/{len(stems)}] {stem}", flush=True)

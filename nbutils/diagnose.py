@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from nbutils import display, record
+from nbutils import display, record, watch
+from nbutils.errors import CourseError
 from nbutils.files import read_json, read_object
 from nbutils.language import tr
 from nbutils.record import RunFolder
@@ -44,6 +46,7 @@ def symptoms() -> dict[str, dict[str, dict[str, str]]]:
 
 def explain(text: str) -> dict[str, Finding]:
     """What an error message or a log means, the likeliest first; empty if nothing in it is known."""
+    text = text.replace("\r", "\n")  # a progress bar in a log is one line of megabytes
     found = {name: (re.search(one["seen"], text), one) for name, one in symptoms()["messages"].items()}
     return {name: _finding(match.group().strip(), one) for name, (match, one) in found.items() if match}
 
@@ -67,6 +70,7 @@ class Trained:
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     card: Mapping[str, Any] = field(default_factory=dict)
     merge_is_outdated: bool = False
+    failure: str = ""  # how a training ended that neither finished nor was asked to stop
 
     @classmethod
     def of(cls, run: RunFolder) -> Trained:
@@ -75,7 +79,11 @@ class Trained:
         log = read_json(history) if history.is_file() else []
         evaluation = {} if run.merge_is_outdated else lessons.get("04_merge", {}).get("evaluation", {})
         card, curves = read_object(run.data / "data_card.json"), (loss_history(log), validation_history(log))
-        return cls(*curves, lessons.get("03_qlora", {}), evaluation, card, bool(run.merge_is_outdated))
+        failure = ""
+        with suppress(CourseError):  # no training here yet
+            last = watch.find(str(run.path))
+            failure = " ".join([last.told, *last.progress.notes[-1:]]) if last.state in ("failed", "died") else ""
+        return cls(*curves, lessons.get("03_qlora", {}), evaluation, card, bool(run.merge_is_outdated), failure)
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -87,6 +95,11 @@ class Trained:
     def fall(self) -> str:
         """The two, for people."""
         return tr("the training loss went from {first:.3g} to {last:.3g}", first=self.ends[0], last=self.ends[1])
+
+
+def failed(run: Trained) -> str:
+    """The training ended with an error, or its process is gone."""
+    return run.failure
 
 
 def not_a_number(run: Trained) -> str:
@@ -176,7 +189,7 @@ def endless_answers(run: Trained) -> str:
 
 
 CHECKS: Sequence[Callable[[Trained], str]] = (
-    not_a_number, diverging, never_better, flat, overfitting, few_steps, unfinished, rows_lost, out_of_memory,
+    failed, not_a_number, diverging, never_better, flat, overfitting, few_steps, unfinished, rows_lost, out_of_memory,
     merge_outdated, did_not_help, endless_answers,
 )  # fmt: skip
 

@@ -17,6 +17,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from nbutils import platforms
 from nbutils.errors import CourseError
@@ -62,7 +63,12 @@ def old_torch() -> str:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
         return ""
-    return "" if SpecifierSet(TORCH).contains(version, prereleases=True) else version
+    return "" if _meets(SpecifierSet(TORCH), version) else version
+
+
+def _meets(wanted: SpecifierSet, version: str) -> bool:
+    """Whether a version is wanted; a build of NVIDIA's images, called 2.8.0a0, counts as 2.8.0."""
+    return wanted.contains(version, prereleases=True) or wanted.contains(Version(version).base_version)
 
 
 def torch_todo() -> str:
@@ -98,7 +104,7 @@ def unsatisfied(required: Iterable[str]) -> list[str]:
     unmet = {text: Requirement(text) for text in required}
     for text, asked in list(unmet.items()):
         with suppress(metadata.PackageNotFoundError):
-            if asked.specifier.contains(metadata.version(asked.name), prereleases=True):
+            if _meets(asked.specifier, metadata.version(asked.name)):
                 del unmet[text]
     return list(unmet)
 

@@ -146,7 +146,7 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
         install.ensure("train")
         platform, folders, gpu = find_machine(values, try_gpu=stem not in TRY_NO_GPU)
         run, resolved = open_run(values, platform, folders, gpu)
-        work.run = run
+        work.opened(run)
     if stem == "03_qlora" and (line := distributed.hint(gpu.count if gpu else 0)):
         print(line)
     print(tr("profile   {name}: {reason}", name=resolved.name, reason=resolved.choices["profile"].reason))

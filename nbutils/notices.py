@@ -99,6 +99,12 @@ class Work:
     run: RunFolder | None = None  # once it is open
     cell_began: float = field(default_factory=time.monotonic)
 
+    def opened(self, run: RunFolder) -> None:
+        """Its run is known now. A file of an earlier night that keeps the machine on is told while someone is there."""
+        self.run, keep_on = run, run.path / KEEP_ON
+        if os.environ.get(POWER_OFF, "0") not in ("", "0") and keep_on.exists():
+            print(tr("[WARN] {file} is there: the machine will not be powered off. Delete it.", file=keep_on))
+
     def failed(self, problem: object) -> None:
         """Tell an error; an interruption by hand is none."""
         code, values = (problem.code, problem.values) if isinstance(problem, CourseError) else ("", {})

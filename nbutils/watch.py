@@ -42,24 +42,28 @@ class Watched:
             return "training" if self.age < SILENT else "silent"
         return "training" if one.alive else "died"
 
-    def lines(self) -> list[str]:
-        """What is known, for people."""
+    @property
+    def told(self) -> str:
+        """The state, for people."""
         one, ago = self.progress, display.clock(self.age)
         about = {"step": one.step, "steps": one.steps, "ago": ago}
-        states = {
+        return {
             "training": tr("training (updated {ago} ago)", ago=ago),
             "finished": tr("finished at step {step:,}", step=one.step),
             "stopped": tr("stopped at step {step:,} of {steps:,}; the same lesson continues it", **about),
             "failed": tr("failed at step {step:,} of {steps:,}", **about),
             "died": tr("died at step {step:,} of {steps:,}: its process is gone, no update for {ago}", **about),
             "silent": tr("no update for {ago}; its machine, {host}, is not this one", ago=ago, host=one.host),
-        }
-        parts = one.parts()
+        }[self.state]
+
+    def lines(self) -> list[str]:
+        """What is known, for people."""
+        one, parts = self.progress, self.progress.parts()
         if self.state != "training":
             parts.pop("left", None)
-        step = tr("step {step:,} of {steps:,}", **about) if one.steps else tr("starting")
+        step = tr("step {step:,} of {steps:,}", step=one.step, steps=one.steps) if one.steps else tr("starting")
         rows = {
-            tr("run"): f"{self.run.path}: {states[self.state]}",
+            tr("run"): f"{self.run.path}: {self.told}",
             tr("now"): " · ".join([step, display.live_line(parts)]),
             tr("best"): tr("{loss:.3f} (step {step})", step=one.best[0], loss=one.best[1]) if one.best else "",
             tr("cost"): self._cost(),

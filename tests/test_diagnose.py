@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from nbutils import cli, diagnose, display, record
 from nbutils.diagnose import Trained
 from nbutils.files import TINY_MODEL, read_json
 from nbutils.record import RunFolder
+from nbutils.tracking import Progress
 
 CURVES = read_json(display.CURVES)
 GOOD = {"steps": 100, "planned_steps": 100, "examples": 800, "settings": {"train.logging_steps": 1}}
@@ -128,6 +130,13 @@ def test_a_message_of_another_machine_is_recognised_first(name: str, text: str) 
     assert next(iter(diagnose.explain(text)), "") == name
 
 
+def test_a_progress_bar_of_megabytes_in_one_line_is_searched_at_once() -> None:
+    bars = "".join(f"\rCUDA {step}%|####      | {step}/90000 [NCCL, 1.2it/s]" for step in range(20_000))
+    began = time.monotonic()
+    assert list(diagnose.explain(f"{bars}\nOSError: No space left on device")) == ["disk_full"]
+    assert time.monotonic() - began < 20, "minutes, if each word is followed to the end of the line"
+
+
 def test_an_ordinary_log_is_not_explained() -> None:
     assert diagnose.explain("step 12 of 100, loss 0.4, 822 tokens/s. Saved. Everything is fine.") == {}
     assert diagnose.explain("INFO Initializing a V1 LLM engine with config: trust_remote_code=False") == {}
@@ -150,6 +159,7 @@ def test_measured_curves_are_told_apart(name: str, found: list[str]) -> None:
 @pytest.mark.parametrize(
     "name, faults",
     [
+        ("failed", {"failure": "died at step 5"}),
         ("not_a_number", {"train": [(1, 2.0), (2, math.nan)]}),
         ("not_a_number", {"facts": GOOD | {"skipped_steps": 30}}),
         ("not_a_number", {"facts": GOOD | {"steps": 140}}),  # NaN is not written: the log ends at step 100
@@ -184,6 +194,11 @@ def test_a_run_folder_is_read_and_an_empty_one_has_no_findings(tmp_path: Path) -
     (run.logs / "history.json").write_text(json.dumps(log))
     run.facts.write_text(json.dumps({"lessons": {"03_qlora": GOOD | {"steps": 50}}}))
     assert list(diagnose.examine(Trained.of(run))) == ["diverging", "unfinished"]
+    ended = Progress(state="training", step=50, steps=90, notes=["checkpoint 50"], pid=2**22 + 1)
+    (run.logs / "progress.json").write_text(ended.model_dump_json())
+    assert "50" in diagnose.examine(Trained.of(run))["failed"].seen, "its process is gone"
+    (run.logs / "progress.json").write_text(ended.model_copy(update={"state": "finished"}).model_dump_json())
+    assert "failed" not in diagnose.examine(Trained.of(run))
 
 
 def test_the_command_explains_an_error_and_examines_a_run(home: Path) -> None:

@@ -113,9 +113,9 @@ def test_a_torch_that_is_too_old_is_refused_before_pip_touches_anything(tmp_path
     with refused("install.old_torch", "更换镜像", "PyTorch 2.8"):
         install.ensure("train")
     assert pip.commands == [], "nothing is installed or removed"
-    for version in ("2.8.0+cu128", "2.13.0", "2.9.0.dev20250901"):
+    for version in ("2.8.0+cu128", "2.13.0", "2.9.0.dev20250901", "2.8.0a0+5228986c39.nv25.06"):
         monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
-        assert install.old_torch() == ""
+        assert install.old_torch() == "" and install.unsatisfied([wanted]) == []
 
 
 @pytest.mark.install

@@ -226,14 +226,19 @@ def test_a_power_off_is_cancelled_by_a_file_and_by_an_interruption_and_its_failu
     assert "exit status 4" in notices.power_off(keep_on)
 
 
-def test_a_file_left_by_an_earlier_run_is_told_in_the_notice(
-    machine: simulate.Machine, run: RunFolder, monkeypatch: Patch
+def test_a_file_left_by_an_earlier_run_is_told_at_the_start_and_in_the_notice(
+    machine: simulate.Machine, run: RunFolder, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site = Site()
     for name, value in {notices.NOTICE: "1", notices.URL: site.url, notices.POWER_OFF: "1"}.items():
         monkeypatch.setenv(name, value)
+    work = notices.Work("03_qlora")
+    work.opened(run)
+    assert capsys.readouterr().out == ""
     (run.path / "keep_on").touch()
-    notices.Work("03_qlora", run).ended("finished", "said")
+    work.opened(run)
+    assert str(run.path / "keep_on") in capsys.readouterr().out
+    work.ended("finished", "said")
     assert not is_off(machine) and "Not powered off" in site.asked[0]["text"]
 
 

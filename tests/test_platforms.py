@@ -443,12 +443,14 @@ def test_autodls_proxies_are_taken_unless_the_learner_has_his_own(
     machine.env |= env
     machine.write("etc/network_turbo", script)
     machine.enter(monkeypatch)
+    monkeypatch.setenv("PIP_INDEX_URL", "https://me:word@packages.example/simple")
     lines = platforms.prepare_network(platforms.detect())
     assert said in lines[0] and os.environ.get("http_proxy") == proxy and "12798" not in str(lines)
     direct = bool(urllib.request.proxy_bypass("127.0.0.1:8000"))
     assert direct is (proxy is not None or "HTTPS_PROXY" in env), "the server of lesson 05 is reached past any proxy"
     if proxy:
-        assert {"hf-mirror.com", "aliyuncs.com", "localhost"} <= set(os.environ["no_proxy"].split(","))
+        expected = {"hf-mirror.com", "aliyuncs.com", "localhost", "packages.example"}
+        assert expected <= set(os.environ["no_proxy"].split(","))
 
 
 def test_a_request_goes_through_the_proxy_or_past_it_and_a_script_that_hangs_is_left(

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -228,9 +230,17 @@ def _use_turbo() -> list[str]:
             return [tr("{script} failed: GitHub and the hub are reached directly", script=script)]
         variables = dict(entry.split("=", 1) for entry in found.decode("utf-8", "replace").split("\0") if "=" in entry)
         os.environ |= {name: value for name, value in variables.items() if name.lower() in PROXIES}
-        direct = [*variables.get("no_proxy", "").split(","), *THIS_MACHINE, *NEARBY]
+        direct = [*variables.get("no_proxy", "").split(","), *THIS_MACHINE, *NEARBY, *_package_hosts()]
         lines = [tr("proxies of {script} for GitHub and the hub (NBUTILS_TURBO=off leaves them)", script=script)]
     for name in ("no_proxy", "NO_PROXY"):  # to this machine for the server of lesson 05, to what is near for its speed
         known = [part.strip() for part in [*os.environ.get(name, "").split(","), *direct]]
         os.environ[name] = ",".join(dict.fromkeys(filter(None, known)))
     return lines
+
+
+def _package_hosts() -> list[str]:
+    """The hosts that pip and uv are set to: in China a mirror, which AutoDL's proxy does not serve."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True).stdout
+    indexes = [listed, *(value for name, value in os.environ.items() if name in ("UV_DEFAULT_INDEX", "UV_INDEX"))]
+    return re.findall(r"https?://(?:[^/@\s]*@)?([\w.-]+)", " ".join(indexes))

@@ -81,7 +81,7 @@ class TimeBudget:
         if self.ended_by:
             reason = tr("This run was asked to end ({signal}).", signal=self.ended_by.name)
         elif left < needed:
-            minutes = {"left": left / 60, "needed": needed / 60, "limit": self.limit}
+            minutes = {"left": max(left, 0.0) / 60, "needed": needed / 60, "limit": self.limit}
             reason = tr("{left:.1f} minutes of {limit} are left, {needed:.1f} are needed to save and end.", **minutes)
         if control.should_training_stop or not distributed.anyone(bool(self.ended_by) or left < needed):
             return
