@@ -113,9 +113,11 @@ def notebook(stem: str, source: str) -> str:
     return json.dumps(whole, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 
-def badges() -> str:
+def badges(zh: bool) -> str:
     """Open-in-Colab badges of each lesson; none that leads to the placeholder, which anybody could register."""
     if "YOUR-" in project("Repository"):
+        if zh:
+            return "（把你的 fork 地址写进 `pyproject.toml`，运行 `make sync`，这里就会出现徽章。）\n"
         return "(The badges stand here once `pyproject.toml` has the address of your fork and `make sync` has run.)\n"
     page = project("Repository").replace("https://github.com/", "https://colab.research.google.com/github/")
     picture = "https://colab.research.google.com/assets/colab-badge.svg"
@@ -154,9 +156,8 @@ def wanted(new: bool = False) -> dict[Path, str]:
     for readme in (ROOT / "README.md", ROOT / "README.zh-CN.md"):
         if not readme.exists():
             continue
-        files[readme] = BADGES.sub(
-            lambda found: found.group(1) + badges() + found.group(2), readme.read_text(encoding="utf-8")
-        )
+        shown = badges("zh" in readme.name)
+        files[readme] = BADGES.sub(rf"\g<1>{shown}\g<2>", readme.read_text(encoding="utf-8"))
     return files
 
 

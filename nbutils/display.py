@@ -23,7 +23,7 @@ WIDTH, HEIGHT, POINTS = 760, 96, 160  # of the live curve
 TEXT_WIDTH, VALUE_WIDTH = 120, 34  # of a table of choices
 LIVE_LINE = re.compile(r"\[WARN\]|.* · ")  # of a training, in any language
 CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curves.py
-PIECE = re.compile(r"[\u2e80-\uffef][，。：；、）》”]*|\s+|[^\s\u2e80-\uffef]+")  # lines break between two of them
+PIECE = re.compile(r"(?:[\u2e80-\uffef]|[^\s\u2e80-\uffef]+)[，。：；、）》”]*|\s+")  # lines break between two of them
 Losses = Sequence[tuple[int, float]]  # step and loss
 
 

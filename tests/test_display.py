@@ -37,6 +37,7 @@ def test_a_table_is_text_outside_a_notebook(capsys: Any) -> None:
     lines = display.wrap(text, 20)
     assert max(map(display.width, lines)) in (19, 20) and not any(line[0] in "，。" for line in lines)
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+    assert display.wrap("选 Run All，或改", 9) == ["选 Run", "All，或改"], "a mark stays with a Latin word too"
 
 
 def test_answers_stand_beside_the_question_and_the_expected_one(capsys: Any, notebook: list[Any]) -> None:

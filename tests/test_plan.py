@@ -173,7 +173,7 @@ def test_the_smallest_setting_needs_less_and_takes_longer_than_the_fastest(name:
 @pytest.mark.parametrize(("folder", "unknown"), [("docs", "price unknown"), ("docs/zh", "价格未知")])
 def test_the_choosing_page_has_every_gpu_and_model_and_no_invented_price(folder: str, unknown: str) -> None:
     text = (ROOT / folder / "choosing.md").read_text(encoding="utf-8")  # `make lint` compares it with configs
-    blocks = dict(re.findall(r"(?s)<summary><b>(.+?)</b>: (.+?)</details>", text))
+    blocks = dict(re.findall(r"(?s)<summary><b>(.+?)</b>(?:: |：)(.+?)</details>", text))
     assert sorted(blocks) == sorted(gpu.name for gpu in gpus.every())
     for gpu in gpus.every():
         assert all(f"\n| {model} |" in blocks[gpu.name] for model in models.known_models()), gpu.name

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nbutils import platforms
-from nbutils.language import tr
+from nbutils.language import joined, tr
 from nbutils.models import known_models
 from nbutils.plan import gpus, money, of_options, time_text
 from nbutils.plan.forecast import Forecast
@@ -84,7 +84,8 @@ def _by_gpu(gpu: GPUSpec) -> str:
     price = tr("price unknown") if gpu.price_from == "unknown" else tr(gpu.price_from)
     if gpu.yuan or gpu.dollars:
         price = tr("{price} an hour ({source})", price=money(gpu.yuan, gpu.dollars), source=tr(gpu.price_from))
-    head = f"<details><summary><b>{gpu.name}</b>: {gpu.memory_gib:g} GiB, {price}</summary>"
+    about = joined([f"<b>{gpu.name}</b>", joined([f"{gpu.memory_gib:g} GiB", price])], ":")
+    head = f"<details><summary>{about}</summary>"
     table = _table((tr("model"), tr("fastest"), tr("smallest")), lines)
     return "\n\n".join(filter(None, [head, tr(gpu.note), table, "</details>"]))
 
@@ -97,9 +98,9 @@ def _by_platform() -> str:
             price = money(gpu.yuan, None) if entry.china else money(None, gpu.dollars)
             offered.append(f"{gpu.name} {price}" if name in gpu.price_from.lower() else gpu.name)
         hours = tr("{hours:.0f} h", hours=entry.hours) if entry.hours else NO
-        kept = ", ".join(f"`{path}`" for path in entry.keep) or NO
+        kept = joined(f"`{path}`" for path in entry.keep) or NO
         if offered or entry.limits:
-            lines.append((f"`{name}`", ", ".join(offered) or NO, hours, kept, tr(entry.limits) or NO))
+            lines.append((f"`{name}`", joined(offered) or NO, hours, kept, tr(entry.limits) or NO))
     return _table((tr("platform"), tr("GPUs"), tr("lives"), tr("keeps"), tr("limits")), lines)
 
 
@@ -108,15 +109,16 @@ def _cell(made: Forecast, smallest: bool = False, setting: bool = False) -> str:
     found = made["smallest"] if smallest else made | made["recipe"] | {"times_as_long": 1}
     if not made["fits"]:
         return tr("needs {size:.1f} GiB", size=found["peak_vram_gib"])
-    how = f"{found['micro_batch']}, {found['checkpointing']}: " if setting else ""
-    return f"{how}{found['peak_vram_gib']:.1f} GiB, {_time_and_cost(made, found['times_as_long'])}"
+    how = [joined([str(found["micro_batch"]), found["checkpointing"]])] if setting else []
+    takes = joined([f"{found['peak_vram_gib']:.1f} GiB", _time_and_cost(made, found["times_as_long"])])
+    return joined([*how, takes], ":")
 
 
 def _time_and_cost(made: Forecast, times: float = 1.0) -> str:
     """The cost in yuan, in dollars where these alone are known, or none."""
     yuan, dollars = (price if price is None else price * times for price in made["cost"].values())
     cost = money(yuan, dollars if yuan is None else None)
-    return ", ".join([time_text(made["hours"] * times), *([cost] if (yuan, dollars) != (None, None) else [])])
+    return joined([time_text(made["hours"] * times), *([cost] if (yuan, dollars) != (None, None) else [])])
 
 
 def _table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

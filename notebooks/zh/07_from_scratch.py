@@ -7,18 +7,18 @@
 # ---
 
 # %% [markdown]
-# # 07 · 从零训练一个自己的基础模型
+# # 07 · 从零训练一个自己的模型
 #
-# 微调的起点，是已经学会一门语言的模型。这一课就来做这样一个模型：文本、tokenizer、没训练过的网络，再套上第 03 课的 trainer。不填 `DATA`，用的是课程自己写的文本，训练出来的模型和课程自带的小模型同类，只是更小；填了 `DATA`，用的就是你的文本，在 GPU 上跑几分钟或一整夜都行。
+# 微调的起点，是已经学会一门语言的模型。这一课就来做这样一个模型：文本、tokenizer、没训练过的网络，再套上第 03 课的 trainer。不填 `DATA`，用课程自带的文本，训练出来的模型和课程自带的小模型结构相同，只是更小；填了 `DATA`，就用你的文本，训练几分钟，或者在 GPU 上跑一整夜。
 #
 # 学完这一课，你会得到
 #
 # - 一个 tokenizer，以及切成 token 的文本；
 # - 一个从随机权重训练出来的 Qwen2 模型，宽度和层数由你定；
-# - 它在留出文本上的损失和困惑度，以及训练前后怎样续写；
-# - 一个文件夹，其他几课可以直接用作 `MODEL`。
+# - 模型在留出文本上的损失和困惑度，以及训练前后的续写；
+# - 一个模型目录，在其他几课里可以直接填进 `MODEL`。
 #
-# 默认设置在两核 CPU 上约需两到三分钟，占 0.1 GB 磁盘。下面有一张预估表，租显卡之前就能看到你的设置要花多少时间和钱。
+# 默认设置在两核 CPU 上约需两到三分钟，占 0.1 GB 磁盘。下面有一张预估表，租显卡之前就能看到，你的设置要多少时间、花多少钱。
 
 # %% [markdown]
 # 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
@@ -27,7 +27,7 @@
 import os; os.environ["NBUTILS_LANG"] = "zh"
 
 # %% [markdown]
-# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个文件夹，或者报错里列出的某个 wheel 文件。
+# 如果还没装课程，下一个单元格会自动安装。安装失败（例如提示 `Set NBUTILS_SOURCE, see above`）时，在上面加一个单元格，写明从哪里安装：`%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0`（不要带密码），也可以填一个目录，或者报错里列出的某个 wheel 文件。
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
@@ -40,7 +40,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `DATA` 可以是文本文件（`.txt`、`.md`），带 `text` 列的 `.jsonl`、`.csv` 或 `.parquet`（都可以压缩成 `.gz`），装着这些文件的文件夹，或 Hugging Face Hub 上的数据集（`owner/name`）。留空就用课程写的 `TEXTS` 篇文本。`TOKENIZER` 填一个模型（`Qwen3-4B`、Hub 上的名字或文件夹），就用那个模型的 tokenizer；留空就在你的文本上训练一个，词表大小是 `VOCAB`。`WIDTH` 要是 128 的倍数。每步训练 `BATCH` 行，每行 `LENGTH` 个 token。`STEPS = 0` 表示把你的文本过一轮（课程的文本训练 300 步）。`SAVE_STEPS`、`MAX_HOURS`、`RESUME` 和 `SET` 与第 03 课相同。
+# `DATA` 可以是文本文件（`.txt`、`.md`），带 `text` 列的 `.jsonl`、`.csv` 或 `.parquet`（都可以压缩成 `.gz`），装着这些文件的目录，或 Hugging Face Hub 上的数据集（`owner/name`）。留空就用课程自带的文本，共 `TEXTS` 篇。`TOKENIZER` 填一个模型（`Qwen3-4B`、Hub 名称或目录），就用那个模型的 tokenizer；留空就在你的文本上训练一个，词表大小是 `VOCAB`。`WIDTH` 必须是 128 的倍数。每步训练 `BATCH` 行，每行 `LENGTH` 个 token。`STEPS = 0` 表示把你的文本训练一轮（epoch）；用课程自带的文本，则是 300 步。`SAVE_STEPS`、`MAX_HOURS`、`RESUME` 和 `SET` 与第 03 课相同。
 
 # %% tags=["parameters"]
 PROFILE: str = "tiny"
@@ -61,7 +61,7 @@ SEED: int = 0
 SET: str = ""
 
 # %% [markdown]
-# 开始这一课。配置（profile）里只用到和机器有关的部分，例如精度；里面写的模型用不到。
+# 开始这一课。配置（profile）里只用到和机器有关的部分，例如精度；里面写的模型不用。
 
 # %%
 import nbutils
@@ -73,7 +73,7 @@ checkpoints.require_step(lesson.folders, lesson.run.name, RESUME)
 # %% [markdown]
 # ## 文本
 #
-# 训练用什么文本，模型就学着怎样写。课程的文本是程序生成的：和商店的对话、小故事、算术、翻译，中英文都有。商店总是用整句话回答，从不出现 JSON 工单，这样第 03 课才有东西可教。
+# 用什么文本训练，模型就学着那样写。课程的文本是程序生成的：和商店的对话、小故事、算术、翻译，中英文都有。商店总是用整句话回答，从不出现 JSON 工单，这样第 03 课才有东西可教。
 
 # %%
 from itertools import islice
@@ -86,7 +86,7 @@ for text in islice(texts, 4):
 # %% [markdown]
 # ## Tokenizer
 #
-# 字节级 BPE：从 256 个字节开始，反复合并最常相邻出现的两个 token，直到有 `VOCAB` 个为止。任何文本都能表示，常用词只占一个 token。词表越大，同样的文本切出来越短，模型也越大：每个 token 都要占 `WIDTH` 个数。课程的文本 2,048 就够，真实文本用 16,000 到 32,000。
+# 字节级 BPE：从 256 个字节开始，反复合并最常相邻出现的两个 token，直到词表有 `VOCAB` 个 token。任何文本都能表示，常用词只占一个 token。词表越大，同样的文本切出来越短，模型也越大：每个 token 都要用 `WIDTH` 个数来表示。课程的文本 2,048 就够，真实文本用 16,000 到 32,000。
 
 # %%
 tokenizer = pretraining.make_tokenizer(texts, VOCAB, TOKENIZER, LENGTH)
@@ -94,7 +94,7 @@ ids = tokenizer("Please send 3 boxes of apples to Hangzhou. 请周五送到杭�
 print(len(tokenizer), "tokens;", [tokenizer.decode([i]) for i in ids])
 
 # %% [markdown]
-# 文档首尾相接，中间放分隔符，再切成每行 `LENGTH` 个 token。从全文各处一共留出最多 64 行，用来测模型在没见过的文本上的损失。
+# 文档首尾相接，每篇后面加一个分隔符，再切成每行 `LENGTH` 个 token。从全文各处抽出最多 64 行作为留出集，用来测模型在没见过的文本上的损失。
 
 # %%
 rows = pretraining.tokenize(texts, tokenizer, LENGTH, lesson.scratch)
@@ -103,7 +103,7 @@ print(rows)
 # %% [markdown]
 # ## 模型
 #
-# 结构和 Qwen2.5 一样，只是小得多：每个注意力头宽 64，MLP 是宽度的两倍半，输入和输出共用一个 embedding 矩阵（`tie_word_embeddings`）。
+# 结构和 Qwen2.5 一样，只是小得多：每个注意力头的宽度是 64，MLP 的宽度是模型的两倍半，输入和输出共用一个 embedding 矩阵（`tie_word_embeddings`）。
 
 # %%
 config = pretraining.make_config(WIDTH, DEPTH, tokenizer, LENGTH)
@@ -112,14 +112,14 @@ print(pretraining.shape_of(config))
 # %% [markdown]
 # ## 训练配方和预估
 #
-# 模型越宽，学习率要越小，所以学习率由宽度算出。下表是 `plan` 的预估：有 GPU 就先列你的 GPU，再列两种常租的显卡。训练这样的模型，每个参数大约要 20 个 token；少得太多，只学到词，学不到语言；同一份文本过很多轮，又会背下来。
+# 模型越宽，学习率要越小，所以学习率由宽度算出。下表是 `plan` 的预估：有 GPU 就先列你的 GPU，再列两种常租的显卡。从零训练，每个参数大约要 20 个 token；少得太多，模型学到的只是词，学不会语言；同一份文本训练太多轮，又会背下来。
 
 # %%
 lesson = pretraining.with_recipe(lesson, config, rows, STEPS, BATCH)
 profile = lesson.profile
 
 # %% [markdown]
-# 权重一开始是随机数，固定种子就每次都得到同样的随机数。训练时权重保持 float32，在 GPU 上矩阵乘法用 16 bit 计算。
+# 权重一开始是随机数；种子固定，每次的随机数就一样。训练时权重保持 float32，在 GPU 上矩阵乘法用 16 bit 计算。
 
 # %%
 import math
@@ -132,7 +132,7 @@ model = Qwen2ForCausalLM(config).to(lesson.device)
 print(f"{model.num_parameters():,} parameters on {model.device}")
 
 # %% [markdown]
-# 损失是 -log p 的平均值，p 是模型给实际出现的下一个 token 的概率。没训练过的模型觉得所有 token 差不多一样可能，所以损失接近 `log(词表大小)`。困惑度是 e 的“损失”次方：模型大约在多少个 token 之间拿不定主意。
+# 损失是 -log p 的平均值，p 是模型给实际出现的下一个 token 的概率。没训练过的模型给所有 token 的概率都差不多，所以损失接近 `log(词表大小)`。困惑度是 e 的 loss 次方，相当于模型在多少个 token 之间拿不定主意。
 
 # %%
 row = torch.tensor([rows.eval[0]["input_ids"]], device=model.device)
@@ -142,7 +142,7 @@ loss = torch.nn.functional.cross_entropy(logits[0, :-1].float(), row[0, 1:]).ite
 print(f"loss {loss:.2f}, perplexity {math.exp(loss):,.0f}; log({len(tokenizer)}) is {math.log(len(tokenizer)):.2f}")
 
 # %% [markdown]
-# 训练之前怎样续写？只会反复输出一两个 token。
+# 训练之前，模型会怎样续写？只会反复输出一两个 token。
 
 # %%
 before = pretraining.complete(model, tokenizer, rows.prompts)
@@ -151,7 +151,7 @@ print(*map(repr, before), sep="\n")
 # %% [markdown]
 # ## 训练
 #
-# 设置项和第 03 课相同，值不同：AdamW 加权重衰减，学习率先升到峰值，再按余弦下降，几个 micro-batch 凑成 `BATCH`。每行本来就是满的，不需要 packing。
+# 设置项和第 03 课一样，只是取值不同：AdamW 加权重衰减，学习率先升到峰值，再按余弦下降，几个 micro-batch 凑成 `BATCH`。每行本来就是满的，不需要 packing。
 
 # %%
 from nbutils import training
@@ -193,14 +193,14 @@ trainer = SFTTrainer(
 print(callback.prepare(trainer))
 
 # %% [markdown]
-# 开始训练。机器被收回也没关系，原样再运行一次这个 notebook：会从最新的、通过校验的 checkpoint 继续训练，数据顺序不变。
+# 开始训练。平台收走机器也没关系，原样再运行一次这个 notebook，就会从最新的、校验通过的 checkpoint 继续训练，数据顺序不变。
 
 # %%
 result = training.train(trainer, callback, resume=RESUME)
 print(pretraining.summary(result))
 
 # %% [markdown]
-# 曲线从 `log(词表大小)` 附近开始，先学会词，再学会句子，最后学会照抄，损失一路下降。如果训练损失继续下降，留出集损失却上升，说明文本太少，配不上这个模型。
+# 曲线从 `log(词表大小)` 附近开始一路下降：模型先学会词，再学会句子，最后学会照抄前文。如果训练损失继续下降，留出集损失却上升，说明文本太少，撑不起这么大的模型。
 
 # %%
 from nbutils import display
@@ -208,7 +208,7 @@ from nbutils import display
 display.plot_losses(result.history, lesson.run.logs / "loss.png", title="Pre-training loss")
 
 # %% [markdown]
-# 再续写同样的文本。训练得短，只学到语气，还学不到事实；增加文本、步数、宽度和层数都有用。
+# 再续写同样的文本。训练时间短，只学得到文风，学不到事实；增加文本、步数、宽度和层数都有用。
 
 # %%
 after = pretraining.complete(trainer.model, tokenizer, rows.prompts)
@@ -217,7 +217,7 @@ display.show_table([{"text": a, "before": repr(b), "after": repr(c)} for a, b, c
 # %% [markdown]
 # ## 保存
 #
-# 权重存成 bfloat16，tokenizer 带着对话模板。把这个路径填进第 03 课的 `MODEL`，就能像其他模型一样微调。能学到多少，要看它在这里读过什么：从没见过对话的模型，需要更多样本。
+# 权重存成 bfloat16，tokenizer 带着对话模板。把这个路径填进第 03 课的 `MODEL`，就能像其他模型一样微调。到时候能学会多少，要看模型在这里读过什么：从没见过对话的模型，需要更多样本。
 
 # %%
 from nbutils import disk
@@ -228,7 +228,7 @@ print(f"{folder}: {disk.folder_gib(folder) * 1024:.1f} MiB")
 # %% [markdown]
 # ## 练习
 #
-# 写一个至少五个 token 的句子，让你的模型觉得好猜：损失低于 4.0。哪些词它掌握得好？
+# 写一个至少五个 token 的句子填进 `sentence`，要让模型觉得好猜：损失低于 4.0。哪些词模型掌握得好？（`saw` 是你这句的损失，显示 `[ OK ]` 就过了；`try words from the texts above` 是说换用上面文本里出现过的词。）
 
 # %%
 sentence = ""
@@ -243,9 +243,10 @@ print(f"[{' OK ' if good else 'TODO'}] saw {found}, expected one with a loss bel
 #
 # - 一个 tokenizer，以及切成 token 的文本；
 # - 一个从随机权重训练出来的 Qwen2 模型，宽度和层数由你定；
-# - 它在留出文本上的损失和困惑度，以及训练前后怎样续写；
-# - 一个文件夹，其他几课可以直接用作 `MODEL`。
+# - 模型在留出文本上的损失和困惑度，以及训练前后的续写；
+# - 一个模型目录，在其他几课里可以直接填进 `MODEL`。
 #
 # 最后一个单元格把数字写进 `facts.json`。
+
 # %%
 lesson.finish(rows, result, parameters=model.num_parameters(), base=str(folder))

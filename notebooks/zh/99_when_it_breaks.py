@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 99 · 出了问题怎么办
 #
-# 某一课报错停下，而你看不懂报错；或者顺利跑完，回答却很糟：这时就来这一课，依次看四样东西：机器、报错信息、训练过程、你的样本。
+# 某一课报错停下，而你看不懂；或者顺利跑完，回答却很糟，就来这一课。依次看四样东西：机器、报错信息、训练过程、你的样本。
 #
 # 学完这一课，你会得到
 #
@@ -40,7 +40,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `RUN_NAME` 填出问题的那次训练；留空就是这台机器默认配置的那一次。把报错粘贴到 `ERROR` 的引号里，最后几行就够。（如果是整份日志，在终端里更方便：`python -m nbutils diagnose --error train.log`。）
+# `RUN_NAME` 填出问题的那次训练；留空，就是这台机器的配置（profile）对应的那一次。把报错粘贴到 `ERROR` 的引号里，最后几行就够。（如果是整份日志，在终端里更方便：`python -m nbutils diagnose --error train.log`。）
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -48,7 +48,7 @@ RUN_NAME: str = ""
 ERROR: str = ""
 
 # %% [markdown]
-# 开始这一课。和其他课不同，显卡不能用，这一课也会继续。
+# 开始这一课。和其他课不同，即使显卡用不了，这一课也会往下走。
 
 # %%
 import nbutils
@@ -58,7 +58,7 @@ lesson = nbutils.start("99_when_it_breaks", globals())
 # %% [markdown]
 # ## 机器
 #
-# 先看这里。磁盘满了、torch 不支持这张显卡、某个包的版本不对，大部分报错都出自这几样，而报错本身往往一个字也不提。
+# 先看这里。大部分报错都出自这几样：磁盘满了，torch 里没有这张显卡的算子，某个包的版本不对。可报错本身一个字也不提。
 
 # %%
 from nbutils import doctor
@@ -69,7 +69,7 @@ print(report.text())
 # %% [markdown]
 # ## 报错信息
 #
-# Python 把错误写在最后一行，上面是一层层的调用：从下往上读。这里有一条真实的报错：自带的小模型只认识几千个 token，却收到一个编号大得多的 token。tokenizer 和模型不是一套时就会这样。
+# Python 把错误写在最后，上面是一层层的调用，所以要从下往上读。这里有一条真实的报错：自带的小模型只认识几千个 token，却收到一个编号大得多的 token。tokenizer 和模型不是一套时就会这样。
 
 # %%
 import torch
@@ -84,7 +84,7 @@ except IndexError as problem:
 print(message)
 
 # %% [markdown]
-# 同样的错误在 GPU 上显示为 `device-side assert triggered`，报错的位置离真正出错的那一行很远。`explain` 两种都认得。靠的是匹配关键文字，所以报错给得越完整越好。
+# 同样的错误在 GPU 上显示为 `device-side assert triggered`，报错的位置离真正出错的那一行很远。`explain` 两种都认得。认的方法是匹配报错里的文字，所以报错给得越完整越好。
 
 # %%
 from nbutils import diagnose
@@ -94,7 +94,7 @@ diagnose.show(diagnose.explain(ERROR or message))
 # %% [markdown]
 # ## 训练过程
 #
-# 没有报错，训练也可能失败。课程用一个真实的模型测了四次训练：一次正常，一次学习率低得太多，一次高得太多，还有一次把 32 条样本看了 25 遍。
+# 没有报错，训练也可能失败。课程用一个真实的模型测了四次训练：一次正常，一次学习率低太多，一次学习率高太多，还有一次把 32 条样本看了 25 遍。
 
 # %%
 from nbutils import display
@@ -119,7 +119,7 @@ diagnose.show(findings)
 # %% [markdown]
 # ## 样本
 #
-# 回答不好，常常是样本不好。拿一个故意写坏的文件，用第 02 课的检查跑一遍，看看报告些什么：文件、行号、字段和原因。检查你自己的文件用 `python -m nbutils data check FILE`。
+# 回答不好，常常是样本不好。拿一个故意写坏的文件，用第 02 课的检查跑一遍，看看会报告什么：文件、行号、字段和原因。检查你自己的文件用 `python -m nbutils data check FILE`。
 
 # %%
 from nbutils.data import build
@@ -158,7 +158,7 @@ else:
 # - 从损失曲线看出的训练问题；
 # - 一张表，列出本课程认得的所有症状。
 #
-# 如果还是没解决：运行 `python -m nbutils doctor --json`，带上输出和完整的报错去提问，两处的密钥都已经打码。再想两个问题：哪些问题在训练开始之前就能看出来？哪一个没人盯着时最费钱？
+# 如果还是没解决：运行 `python -m nbutils doctor --json`，带上输出和完整的报错去提问，两处的密钥都已经打码。最后留两个问题：哪些毛病在训练开始之前就能看出来？哪一个没人盯着时最费钱？
 
 # %%
 lesson.finish(report, findings=", ".join(findings) or "none")
