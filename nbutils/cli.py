@@ -92,6 +92,15 @@ def fetch_files(model: str, data: str, profile: str) -> None:
     fetch.run(model, data, profile)
 
 
+@app.command("notice")
+def send_test_notice() -> None:
+    """Send a test notice to where NBUTILS_NOTICE_URL or AUTODL_TOKEN leads, and say how it was taken."""
+    from nbutils import notices, platforms
+
+    platforms.prepare_network(platforms.detect(), probe=False)
+    print(notices.send(tr("nbutils: a test notice"), tr("Notices of this course arrive here."), "test", "test"))
+
+
 @app.command("install")
 def install_packages() -> None:
     """Install what the lessons need and this Python lacks; its torch and CUDA stay as they are."""

@@ -40,7 +40,8 @@ def run(model: str, data: str, profile: str) -> None:
     if data:
         rows = fetch_data(data, folders)
         held = sum(file.stat().st_size for file in rows) / 1e6
-        print(tr("data      {folder}, {size:.1f} MB", folder=rows[0].parent, size=held))
+        place = rows[0] if len(rows) == 1 else rows[0].parent
+        print(tr("data      {folder}, {size:.3g} MB", folder=place, size=held))
     else:
         print(tr("data      the rows that come with the course"))
     parameters = " ".join(f"-p {name} {shlex.quote(value)}" for name, value in given.items() if value)

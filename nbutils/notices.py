@@ -114,7 +114,8 @@ class Work:
         said = str(problem) if code else f"{type(problem).__name__}: {problem}"
         said = values["problem"] if code == "course.lesson_failed" else said
         first = mask_secrets(said).strip().partition("\n")[0]
-        self.ended("unfinished" if code in STOPPED else "failed", f"{self.lesson}: {first}")
+        first = first if self.lesson in first else f"{self.lesson}: {first}"
+        self.ended("unfinished" if code in STOPPED else "failed", first)
 
     def ended(self, status: Status, said: str) -> None:
         """Where the environment asks for it, send a notice, then power off."""
@@ -254,7 +255,7 @@ def power_off(keep_on: Path) -> str:
     except (OSError, subprocess.SubprocessError, KeyboardInterrupt) as failed:
         said = mask_secrets(f"{type(failed).__name__}: {failed}")
         return tr("Not powered off ({said}). Switch the machine off on AutoDL's page, it costs money.", said=said)
-    return tr("Powered off. What is on the data disk stays for 15 days; start the same notebook again to go on.")
+    return tr("Powered off. What is on the data disk stays for 15 days; start the same again to go on.")
 
 
 def _address() -> str:

@@ -358,6 +358,12 @@ def test_forgetting(base: Any, tuned: Any, word: str) -> None:
     assert json.loads(json.dumps(found.facts(), allow_nan=False))["evaluation"]["general"]["verdict"] == word
 
 
+def test_answers_that_surely_got_a_little_worse_are_not_called_as_good_as_before() -> None:
+    base, tuned = general(1.0, WANTED), general(1.0, [f"{text}~" for text in WANTED])
+    assert "kept" in (told := str(Comparison([base, tuned], [base, tuned]).forgetting))
+    assert "slightly worse" in told and "no worse" not in told
+
+
 def test_the_general_rows_are_sound_and_none_resembles_another(tmp_path: Path) -> None:
     questions = [row["messages"][0]["content"] for row in rows_of("general.jsonl")]
     chinese = sum(scoring.CJK.search(question) is not None for question in questions)

@@ -149,6 +149,10 @@ def test_an_earlier_lesson_runs_with_the_same_profile_and_run(home: Path, monkey
         pass
     started.require("03_qlora")
     assert len(passed) == 1, "it is there now"
+    with refused("lesson.which_run", run="tiny", others="demo"):
+        lesson.begin("04_merge", {}).require("03_qlora")
+    lesson.begin("04_merge", {"RUN_NAME": "tiny"}).require("03_qlora")
+    assert passed.pop()["RUN_NAME"] == "tiny", "this one was asked for"
     record.update(started.run.facts, {}, "03_qlora", {"steps": 6, "planned_steps": 12})
     with refused("lesson.unfinished", "MAX_STEPS = 6", step=6, steps=12):
         started.require("03_qlora")

@@ -430,9 +430,11 @@ def test_offline_means_not_one_connection_and_a_dead_network_costs_seconds(tmp_p
 @pytest.mark.parametrize(
     ("env", "script", "said", "proxy"),
     [
-        ({}, simulate.TURBO, "proxies of", "http://127.0.0.1:12798"),
-        ({"HTTPS_PROXY": "http://proxy.example:3128", "no_proxy": "intra.example"}, simulate.TURBO, "offline", None),
-        ({"NBUTILS_TURBO": "off"}, simulate.TURBO, "offline", None),
+        ({}, "export no_proxy=localhost http_proxy={proxy} https_proxy={proxy}\n", "proxies of", "{proxy}"),
+        ({}, simulate.TURBO, "failed", None),  # nothing listens there
+        ({"HF_HUB_OFFLINE": "1"}, simulate.TURBO, "offline", None),
+        ({"HTTPS_PROXY": "http://proxy.example:3128", "no_proxy": "intra"}, simulate.TURBO, "", None),
+        ({"NBUTILS_TURBO": "off"}, simulate.TURBO, "", None),
         ({}, "exit 3\n", "failed", None),
     ],
 )
@@ -440,15 +442,18 @@ def test_autodls_proxies_are_taken_unless_the_learner_has_his_own(
     tmp_path: Path, monkeypatch: Patch, env: dict[str, str], script: str, said: str, proxy: str | None
 ) -> None:
     machine = simulate.autodl(tmp_path)
-    machine.env |= env
-    machine.write("etc/network_turbo", script)
-    machine.enter(monkeypatch)
-    monkeypatch.setenv("PIP_INDEX_URL", "https://me:word@packages.example/simple")
-    lines = platforms.prepare_network(platforms.detect())
-    assert said in lines[0] and os.environ.get("http_proxy") == proxy and "12798" not in str(lines)
+    machine.env |= {"HF_HUB_OFFLINE": "0"} | env
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        machine.write("etc/network_turbo", script.replace("{proxy}", address))
+        machine.enter(monkeypatch)
+        monkeypatch.setenv("PIP_INDEX_URL", "https://me:word@packages.example/simple")
+        lines = platforms.prepare_network(platforms.detect(), probe=False)
+    assert said in "".join(lines) and os.environ.get("http_proxy") == (proxy and address)
+    assert address not in str(lines)
     direct = bool(urllib.request.proxy_bypass("127.0.0.1:8000"))
     assert direct is (proxy is not None or "HTTPS_PROXY" in env), "the server of lesson 05 is reached past any proxy"
-    if proxy:
+    if direct:
         expected = {"hf-mirror.com", "aliyuncs.com", "localhost", "packages.example"}
         assert expected <= set(os.environ["no_proxy"].split(","))
 

@@ -252,7 +252,7 @@ def check(
                 if out:
                     build.publish(out, strict=False)
     unknown = [error.raw for error in build.first_errors if error.problems[0].kind == "unknown_columns"]
-    todo = tr("To train on the accepted rows: lesson 02 with DATA set to this file. All rejected rows: --rejected FILE")
+    todo = tr("To train on the accepted rows: this file as DATA (-p DATA FILE). All rejected rows: --rejected FILE")
     if not build.keys:
         todo = tr("No row can be used. All rows with what is wrong with them: --rejected FILE")
     if out:

@@ -113,7 +113,8 @@ class Comparison:
         word = "kept" if ratio.high <= FORGOT_PERPLEXITY else "unclear"
         word = "forgot" if ratio.low > FORGOT_PERPLEXITY or answers_lost else word
         word = word if len(self.general[0].answers) >= LEAST_GENERAL else "unclear"
-        values = {"ratio": ratio.text(".3g"), "f1": f1.text("+.3f"), "means": tr(TEXTS["forgetting"][word])}
+        means = TEXTS["slightly_worse"] if word == "kept" and f1.high < 0 else TEXTS["forgetting"][word]
+        values = {"ratio": ratio.text(".3g"), "f1": f1.text("+.3f"), "means": tr(means)}
         return Forgetting(word, ratio, f1, tr("Perplexity x {ratio}, character F1 {f1}: {means}.", **values))
 
     @cached_property

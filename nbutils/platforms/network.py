@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from nbutils.errors import CourseError
 from nbutils.files import fs_root, sha256
@@ -221,17 +223,23 @@ def _use_turbo() -> list[str]:
     """AutoDL's proxies for GitHub and the hub, as its script sets them; a learner's own proxies stay."""
     script, lines, direct = fs_root() / "etc/network_turbo", list[str](), [*THIS_MACHINE]
     if not any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
-        if not script.is_file() or os.environ.get("NBUTILS_TURBO", "").lower() in ("off", "0", "no"):
+        unwanted = os.environ.get("NBUTILS_TURBO", "").lower() in ("off", "0", "no")
+        if unwanted or offline() or not script.is_file():
             return []
         command = ["bash", "-c", 'source "$0" >/dev/null 2>&1 </dev/null; env -0', str(script)]
         try:
             found = subprocess.check_output(command, timeout=TURBO_SECONDS, stdin=subprocess.DEVNULL)
-        except (OSError, subprocess.SubprocessError):
+            variables = dict(one.split("=", 1) for one in found.decode("utf-8", "replace").split("\0") if "=" in one)
+            proxies = {name: value for name, value in variables.items() if name.lower() in PROXIES}
+            for url in map(urlsplit, set(proxies.values())):
+                socket.create_connection((url.hostname, url.port or 80), TURBO_SECONDS).close()
+        except (OSError, ValueError, subprocess.SubprocessError):
             return [tr("{script} failed: GitHub and the hub are reached directly", script=script)]
-        variables = dict(entry.split("=", 1) for entry in found.decode("utf-8", "replace").split("\0") if "=" in entry)
-        os.environ |= {name: value for name, value in variables.items() if name.lower() in PROXIES}
-        direct = [*variables.get("no_proxy", "").split(","), *THIS_MACHINE, *NEARBY, *_package_hosts()]
+        os.environ |= proxies
+        direct = [*variables.get("no_proxy", "").split(","), *THIS_MACHINE]
         lines = [tr("proxies of {script} for GitHub and the hub (NBUTILS_TURBO=off leaves them)", script=script)]
+    if script.is_file():  # the proxies in the environment are these, set by the learner or here
+        direct += [*NEARBY, *_package_hosts()]
     for name in ("no_proxy", "NO_PROXY"):  # to this machine for the server of lesson 05, to what is near for its speed
         known = [part.strip() for part in [*os.environ.get(name, "").split(","), *direct]]
         os.environ[name] = ",".join(dict.fromkeys(filter(None, known)))

@@ -183,7 +183,7 @@ class Validation(TrainerCallback):
             self.best_step, self.best = state.global_step, model.trained_weights(self.trainer.model)
         elif best and self.stopped_early(state.log_history) and state.global_step < state.max_steps:
             lowest = {"step": best[0], "loss": best[1]}
-            self.note(tr("the validation loss was lowest at step {step} ({loss:.4f}): training ends here", **lowest))
+            self.note(tr("early stopping · the validation loss was lowest at step {step} ({loss:.4f})", **lowest))
             control.should_training_stop = control.should_save = True
 
 
@@ -329,9 +329,10 @@ class TrainingResult:
     def described(self, brought: dict[str, str]) -> str:
         """What the training took, and what it brought, in lines."""
         facts, since = self.facts(), tr(" since step {step}", step=self.first_step) if self.first_step else ""
-        done = {"steps": facts["steps"], "planned": facts["planned_steps"], "first": self.first_step}
+        done = {"steps": facts["steps"], "planned": self.trainer.state.max_steps, "first": self.first_step}
+        early = tr(" (early stopping)") if facts["planned_steps"] < self.trainer.state.max_steps else ""
         lines = {
-            tr("steps"): tr("{steps} of {planned}, from step {first}", **done),
+            tr("steps"): tr("{steps} of {planned}, from step {first}", **done) + early,
             tr("saved"): tr("the weights of step {step}", step=self.kept_step),
         }
         lines |= brought
