@@ -6,7 +6,8 @@
 
 How: every package of the image is offered to pip as an empty stand-in of its version, and held to it. What pip then
 still takes from the registry is what the image lacks. The list course-wheels.json is written last.
-Conditions like `python_version == "3.12"` are read by the Python that runs pip: one of that version, if there is one.
+Conditions of the course's own requirements are those of the target; conditions of other packages, as on the version,
+are read by the Python that runs pip: one of that version, if there is one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from packaging.requirements import Requirement  # noqa: E402
 from packaging.utils import canonicalize_name  # noqa: E402
 
 from nbutils import DISTRIBUTION  # noqa: E402
@@ -54,6 +56,16 @@ class Target:
         tags += [f"manylinux2014_{arch}", f"manylinux2010_{arch}", f"manylinux1_{arch}", f"linux_{arch}"]
         options = ["--only-binary=:all:", "--implementation", "cp", "--python-version", self.python]
         return options + [word for tag in tags for word in ("--platform", tag)]
+
+    def requirements(self, wheel: Path, extra: str) -> list[str]:
+        """What a wheel requires there, whatever this machine is."""
+        arch = re.sub(r"manylinux_\d+_\d+_", "", self.platform)
+        there = {"python_version": self.python, "sys_platform": "linux", "platform_machine": arch, "extra": extra}
+        with zipfile.ZipFile(wheel) as archive:
+            [about] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+            lines = archive.read(about).decode().partition("\n\n")[0].splitlines()
+        asked = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: ")]
+        return [f"{one.name}{one.specifier}" for one in asked if one.marker is None or one.marker.evaluate(there)]
 
 
 def read_image(*files: Path) -> dict[str, str]:
@@ -103,7 +115,8 @@ def resolve(wheel: Path, extra: str, target: Target, image: dict[str, str], free
         asked = f"{DISTRIBUTION}{f'[{extra}]' if extra else ''} @ {wheel.resolve().as_uri()}"
         words = ["install", "-q", "--dry-run", "--ignore-installed", "--target", str(folder / "nowhere")]
         words += ["--report", str(folder / "report.json"), "--find-links", place, "-c", str(folder / "held.txt")]
-        command = [interpreter(target.python), "-m", "pip", *words, *target.words(), asked]
+        asked_there = target.requirements(wheel, extra)
+        command = [interpreter(target.python), "-m", "pip", *words, *target.words(), asked, *asked_there]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode == 0:
             return _to_fetch(json.loads((folder / "report.json").read_text(encoding="utf-8")))

@@ -57,12 +57,12 @@ class Talk:
 
 def chat(talks: Sequence[Talk], examples: Sequence[str], live: bool = True) -> Box | None:
     """Print the examples with every model's answer; below them, where somebody watches, a box to type in."""
-    width = max(map(len, [tr("you"), *(talk.name for talk in talks)]))
+    width = max(map(display.width, [tr("you"), *(talk.name for talk in talks)]))
     for question in examples:
-        print(f"{tr('you'):{width}}  {question}")
+        print(f"{display.pad(tr('you'), width)}  {question}")
         for talk in talks:
             *_, answer = "", *talk.stream(question)
-            print(f"{talk.name:{width}}  {answer}")
+            print(f"{display.pad(talk.name, width)}  {answer}")
     for talk in talks:
         talk.said = []
     if not live or not display.watched():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
@@ -29,6 +30,9 @@ class CourseGroup(click.Group):
         as_json = "--json" in context.args
         try:
             return super().invoke(context)
+        except BrokenPipeError:  # whoever read it, as `head` or a pager, has ended
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+            sys.exit(1)
         except (CourseError, OSError) as error:
             if as_json:
                 seen = {"seen": getattr(error, "seen", str(error))}
@@ -41,7 +45,7 @@ def amount(text: str) -> float:
     """A finite number above zero."""
     if 1e-3 <= float(text) <= 1e9:  # NaN is not
         return float(text)
-    raise click.BadParameter(f"{text} is not between 0.001 and a billion")
+    raise click.BadParameter(tr("{text} is not between 0.001 and a billion", text=text))
 
 
 def _print_json(value: Any) -> None:
@@ -136,11 +140,13 @@ def find_causes(run: str | None, error: Any) -> None:
     from nbutils import diagnose
 
     if not run and not error:
-        raise click.UsageError("name a RUN, or give an error message with --error FILE")
+        raise click.UsageError(tr("name a RUN, or give an error message with --error FILE"))
     if error:
-        diagnose.show(diagnose.explain(error.read()))
+        diagnose.show_causes(error.read())
     if run:
-        diagnose.show(diagnose.examine(diagnose.Trained.of(record.find(run))))
+        found = record.find(run)
+        print(tr("run {folder}:", folder=found.path))
+        diagnose.show(diagnose.examine(diagnose.Trained.of(found)))
 
 
 @app.group("checkpoints")
@@ -296,3 +302,16 @@ def merge(base: str, adapter: tuple[Path, ...], out: Path, **options: Any) -> No
     from nbutils import merging
 
     print(merging.merge_adapter(base, list(adapter), out, **options))
+
+
+def _translate(command: click.Command) -> None:
+    """Help texts in the language of the course."""
+    command.help = tr(command.help or "")
+    for option in command.params:
+        if isinstance(option, click.Option) and option.help:
+            option.help = tr(option.help)
+    for below in command.commands.values() if isinstance(command, click.Group) else ():
+        _translate(below)
+
+
+_translate(app)

@@ -90,9 +90,11 @@ def execute(stem: str, output: Path, values: dict[str, Any]) -> None:
 def summary(folder: lesson.RunFolder) -> str:
     """Where everything is, and the main results."""
     facts = record.read(folder.facts)["lessons"]
-    lines = [f"{name:10} {getattr(folder, name)}" for name in ("notebooks", "report", "facts")]
+    places = {tr("notebooks"): folder.notebooks, tr("report"): folder.report, tr("facts"): folder.facts}
+    lines = [f"{display.pad(name, 10)} {place}" for name, place in places.items()]
     merged = facts.get("04_merge", {})
-    if match := merged.get("exact_match"):
+    match = merged.get("exact_match", {})
+    if max(match.values(), default=0) > 0.5:  # where answers are sentences, hardly any equals its reference
         base, tuned = match["base"], match["merged"]
         lines.append(tr("exact match  base {base:.1%}  ->  merged {merged:.1%}", base=base, merged=tuned))
     if verdict := merged.get("evaluation", {}).get("verdict"):

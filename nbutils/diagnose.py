@@ -145,8 +145,8 @@ def never_better(run: Trained) -> str:
 
 def few_steps(run: Trained) -> str:
     """There were too few steps to learn much."""
-    steps = run.facts.get("steps", FEW_STEPS)
-    return tr("{steps} steps", steps=steps) if steps < FEW_STEPS else ""
+    steps = run.facts.get("steps", FEW_STEPS + 1)
+    return tr("{steps} steps", steps=steps) if steps <= FEW_STEPS else ""
 
 
 def unfinished(run: Trained) -> str:
@@ -198,6 +198,15 @@ def examine(run: Trained) -> dict[str, Finding]:
     """Everything that is wrong with a training, by name of the check."""
     found = {check.__name__: check(run) for check in CHECKS}
     return {name: _finding(seen, symptoms()["runs"][name]) for name, seen in found.items() if seen}
+
+
+def show_causes(message: str) -> None:
+    """What an error message means, as a table; where to look on if it is not known."""
+    if found := explain(message):
+        show(found)
+    else:
+        print(tr("This message is not in the table. docs/faq.md has more; `python -m nbutils doctor` checks the "
+                 "machine."))  # fmt: skip
 
 
 def show(findings: Mapping[str, Finding]) -> None:

@@ -27,7 +27,7 @@ from nbutils.processes import first_signals
 
 TIMEOUT = timedelta(hours=2)  # for a main process that prepares data; torchrun notices a dead one at once
 TOLERANCE = 0.01  # of the loss: sums in another order differ by a rounding each, 2^-8 of a value in bfloat16
-PROGRESS = rf"{LIVE_LINE.pattern}|\[FAIL\]|continuing |starting at|checkpoint \d+ |safe: |Nothing is left|Lesson \d"
+PROGRESS = rf"{LIVE_LINE.pattern}|\[FAIL\]|continuing |starting at|checkpoint \d+ |safe: |Lesson \d"
 PROGRESS += r"|从第 \d+ 步|已安全保存|没有要训练的了|第 \d+ 课"  # the same in Chinese
 TORCHRUN_REPORT = r".*elastic/multiprocessing/api\.py:\d+\] failed"  # what follows is about torchrun itself
 

@@ -390,7 +390,7 @@ class Report:
         """All numbers for facts.json."""
         gaps = {f"{line.other} against {line.reference}": asdict(line.gap) for line in self.lines}
         verdict = "\n".join(line.sentence(plain) for line in self.lines)
-        return {"holds": self.holds, "verdict": verdict, "noise": self.noise, "gaps": gaps}
+        return {"holds": self.holds, "verdict": verdict, "summary": self.verdict, "noise": self.noise, "gaps": gaps}
 
     def require(self) -> None:
         """Stop the lesson if a form of the model is not the one that was trained, or nothing was compared."""

@@ -153,7 +153,7 @@ def _masked(value: Any) -> Any:
 def readable(entry: Facts) -> dict[str, str]:
     """Facts for people, each in a line; what is empty or for programs alone is left out."""
     texts = {name: _line(value) for name, value in entry.items() if name not in UNREAD}
-    return {name.replace("_", " ").replace("gib", "GiB"): text for name, text in texts.items() if text}
+    return {tr(name.replace("_", " ").replace("gib", "GiB")): text for name, text in texts.items() if text}
 
 
 def write_report(path: Path, run: str, facts: Facts) -> None:
@@ -182,4 +182,4 @@ def _line(value: Any) -> str:
         return joined(map(_line, value), ";")
     if isinstance(value, bool) or value is None:
         return "" if value is None else tr("yes") if value else tr("no")
-    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " ")
+    return f"{value:.4g}" if isinstance(value, float) else tr(str(value)).replace("|", "\\|").replace("\n", " ")

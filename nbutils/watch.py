@@ -90,7 +90,7 @@ def find(name: str) -> Watched:
     keep = given.parent if name and given.is_dir() else folders.keep
     found = trainings(folders.scratch, keep, run=given.name or "*")  # copied to the run folder with each checkpoint
     if not found:
-        raise CourseError("watch.no_run", run=name or "*", folder=keep)
+        raise CourseError("watch.no_run", run=name or tr("any run"), folder=keep)
     seen = [Watched(RunFolder(keep / run), progress) for run, progress in found.items()]
     return max(seen, key=lambda one: (one.state == "training", one.progress.updated))
 

@@ -89,7 +89,7 @@ print(message)
 # %%
 from nbutils import diagnose
 
-diagnose.show(diagnose.explain(ERROR or message))
+diagnose.show_causes(ERROR or message)
 
 # %% [markdown]
 # ## The training

@@ -87,7 +87,7 @@ def test_the_progress_of_a_lesson_is_recognised_in_both_languages() -> None:
     shown = ["starting at step 0", "checkpoint {step} is kept ({size:,.1f} MiB, verified)"]
     shown += ["continuing from step {step}, kept in {folder}", "safe: checkpoint {step} in {folder}"]
     shown += ["training · steps {first:,} to {last:,} · the first is slow"]
-    shown += ["Nothing is left to train: this run has {steps} steps."]
+    shown += ["trained before · nothing is left to train: this run has {steps} steps"]
     rooms = (messages("zh", room)["texts"] for room in ("training", "tracking", "checkpoints"))
     texts = {key: text for room in rooms for key, text in room.items()}
     for line in [*shown, *(texts[one] for one in shown)]:

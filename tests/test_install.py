@@ -118,6 +118,14 @@ def test_a_torch_that_is_too_old_is_refused_before_pip_touches_anything(tmp_path
         assert install.old_torch() == "" and install.unsatisfied([wanted]) == []
 
 
+def test_wheels_for_a_platform_are_those_its_own_conditions_ask_for(tmp_path: Path) -> None:
+    asked = ["liger>=1; platform_machine == 'x86_64'", "other; platform_machine == 'aarch64'"]
+    asked += ["trl>=1; extra == 'train'", "vllm; extra == 'serve'", "click"]
+    wheel = images.WHEELS["stand_in"](tmp_path, "course", "1.0", asked)
+    found = images.WHEELS["Target"]().requirements(wheel, "train")
+    assert found == ["liger>=1", "trl>=1", "click"], "whatever the machine is that makes them"
+
+
 @pytest.mark.install
 @pytest.mark.long  # pip reads the metadata of a hundred packages
 @pytest.mark.parametrize(("version", "replaced"), [("2.8.0+cu128", False), ("2.0.0+cu118", True)])

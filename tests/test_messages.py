@@ -8,19 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import click
 import pytest
 import yaml
 
-from nbutils import compare, config, diagnose, hardware, language, plan, platforms, served_model
+from nbutils import cli, compare, config, diagnose, hardware, language, plan, platforms, record, served_model
 from nbutils.data import build, read, rows
 from nbutils.errors import CourseError
 from nbutils.evaluation import comparison, evaluator
 from nbutils.exporting import make
+from nbutils.files import read_json
 from nbutils.language import tr
 from nbutils.plan import gpus
 from nbutils.serving import engine, server
 
 PACKAGE = Path(language.__file__).parent
+CONTRACTS = Path(__file__).with_name("contracts.json")
 CATALOGUE = {
     f"{file.stem}.{name}": entry
     for file in sorted((language.MESSAGES / "en").glob("*.yaml"))
@@ -89,6 +92,22 @@ def translated() -> dict[str, str]:
     return found
 
 
+def help_texts(command: click.Command) -> Iterator[str]:
+    """What --help shows of a command, its options and those below it."""
+    yield from filter(None, [command.help, *(getattr(option, "help", None) for option in command.params)])
+    for below in command.commands.values() if isinstance(command, click.Group) else ():
+        yield from help_texts(below)
+
+
+def fact_names(facts: dict[str, Any]) -> Iterator[str]:
+    """The names of facts as report.md shows them."""
+    for lesson in facts.values():
+        for name, value in lesson.items():
+            if name not in record.UNREAD:
+                nested = value if isinstance(value, dict) and "verdict" not in value else {}
+                yield from (one.replace("_", " ").replace("gib", "GiB") for one in (name, *nested))
+
+
 def stored_texts() -> set[str]:
     """English texts that reach `tr` from elsewhere: from YAML files, or because facts.json has them in English."""
     symptoms = [entry for part in diagnose.symptoms().values() for entry in part.values()]
@@ -119,6 +138,7 @@ def stored_texts() -> set[str]:
     texts |= {build["reason"] for build in engine.TABLE["builds"]} | {
         text for text in engine.TABLE["reserved_flags"].values() if not text.startswith("Server(")
     }
+    texts |= set(help_texts(cli.app)) | set(fact_names(read_json(CONTRACTS)["facts"]["lessons"]))
     return texts | {"NBUTILS_PLATFORM is set", "nothing of a known platform is here"}
 
 

@@ -115,7 +115,7 @@ def _smallest(made: Forecast) -> str:
 
 def fits_table(names: Sequence[str] = (), **options: Any) -> list[dict[str, Any]]:
     """For these GPUs, or all: what PROFILE auto trains there, how, how fast, and for what price."""
-    chosen = [gpu_table.find(name) for name in names] or gpu_table.every()
+    chosen = [gpu_table.find(name) for name in names] or gpu_table.usable()
     return [_table_row(of_options(gpu, options)) for gpu in chosen]
 
 
@@ -153,7 +153,7 @@ def answer(
     if found:
         made = of_options(found.model_copy(update={"count": gpus or found.count}), options)
         return _rounded(made), describe(made)
-    every = [of_options(one.model_copy(update={"count": gpus or 1}), options) for one in gpu_table.every()]
+    every = [of_options(one.model_copy(update={"count": gpus or 1}), options) for one in gpu_table.usable()]
     table = [{tr(name): value for name, value in _table_row(made).items()} for made in every]
     lines = [
         tr("No GPU here, and none named with --gpu: these are GPUs you can rent."), "", display.aligned(table), "",
@@ -161,14 +161,14 @@ def answer(
     ]  # fmt: skip
     if not every[0]["hours"]:
         lines.append(tr(
-            "For hours and costs add your rows: --rows 5000 --mean-length 400. For one GPU with reasons: "
-            '--gpu "RTX 4090".'
+            "For hours and costs give both, rows and their mean length: --rows 5000 --mean-length 400. For one GPU "
+            'with reasons: --gpu "RTX 4090".'
         ))  # fmt: skip
     text = "\n".join(lines)
     if gpus or any(value is not None for value in options.values()):
         return {"fits": [_rounded(made) for made in every]}, text
     rows = []  # every GPU profile on every GPU; `auto` marks the one that PROFILE auto takes there
-    for one, name in product(gpu_table.every(), gpu_table.PROFILES):
+    for one, name in product(gpu_table.usable(), gpu_table.PROFILES):
         made = of_profile(load(name), one)
         rows.append({
             "card": one.name, "memory_gib": one.memory_gib, "profile": name,

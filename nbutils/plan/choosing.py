@@ -43,7 +43,7 @@ def page() -> str:
         tr("## One GPU and all models"),
         tr("Open your GPU. The rows are the same; a setting is the micro-batch and gradient checkpointing (off, on, or "
            "offload to RAM)."),
-        *map(_by_gpu, sorted(gpus.every(), key=lambda gpu: gpu.memory_gib)),
+        *map(_by_gpu, sorted(gpus.usable(), key=lambda gpu: gpu.memory_gib)),
         tr("## Which platform?"),
         tr("GPUs that a platform is known to offer, with the price of an hour where it is known; how long a machine "
            "lives at most; the folders it keeps afterwards. – is unknown or without limit."),
@@ -94,7 +94,7 @@ def _by_platform() -> str:
     lines = []
     for name, entry in platforms.table().items():
         offered = []
-        for gpu in (gpu for gpu in gpus.every() if name in gpu.platforms):
+        for gpu in (gpu for gpu in gpus.usable() if name in gpu.platforms):
             price = money(gpu.yuan, None) if entry.china else money(None, gpu.dollars)
             offered.append(f"{gpu.name} {price}" if name in gpu.price_from.lower() else gpu.name)
         hours = tr("{hours:.0f} h", hours=entry.hours) if entry.hours else NO

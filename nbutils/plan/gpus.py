@@ -12,6 +12,7 @@ from nbutils.config import Strict, Text, read_table
 from nbutils.errors import CourseError
 from nbutils.hardware import BF16_FROM, GPU
 
+OLDEST = (7, 0)  # torch has no kernels for older ones any more
 ASSUMED = (8, 0)  # the capability of a GPU of which only memory is given
 BY_MEMORY = ((20.0, "t4_16gb"), (38.0, "ampere_24gb"), (70.0, "ampere_40gb"), (130.0, "hopper_80gb"))
 LARGEST = "hopper_141gb"
@@ -43,6 +44,11 @@ class GPUSpec(Strict):
 def every() -> list[GPUSpec]:
     """All GPUs of `configs/gpus.yaml`."""
     return [entry.model_copy(update={"name": name}) for name, entry in read_table("gpus.yaml", GPUSpec).items()]
+
+
+def usable() -> list[GPUSpec]:
+    """Those that a torch of today computes on."""
+    return [one for one in every() if one.capability >= OLDEST]
 
 
 def find(

@@ -162,7 +162,7 @@ class Validation(TrainerCallback):
         state.max_steps = state.global_step  # MAX_STEPS may be less than what was planned then
         if not chosen:
             self.load(state, checkpoint)
-        print(tr("Nothing is left to train: this run has {steps} steps.", steps=state.global_step))
+        print(tr("trained before · nothing is left to train: this run has {steps} steps", steps=state.global_step))
         if self.stopped_early(state.log_history):
             print(tr('SET = "train.early_stopping=0" continues it, RESUME = "never" starts over.'))
         else:
