@@ -99,12 +99,12 @@ def show(runs: Runs) -> None:
 
 def beside(run: RunFolder, trained: Mapping[str, Any] | None = None) -> Runs:
     """Show this run, with the facts it is about to record, and finished others: those of its model and data first."""
-    others = sorted(run.path.parent.glob("*/facts.json"), key=lambda place: place.stat().st_mtime, reverse=True)
+    others = sorted(record.runs(run.path.parent).values(), key=lambda one: one.facts.stat().st_mtime, reverse=True)
     found = {run.name: load(run.path, trained)}
-    for folder in (place.parent for place in others if place != run.facts):
+    for other in (other for other in others if other.name != run.name):
         with suppress(CourseError, ValueError):  # a damaged record is reported where its own run is opened
-            one = load(folder)
-            found |= {folder.name: one} if one["trained"] and record.complete(one["trained"]) else {}
+            one = load(other.path)
+            found |= {other.name: one} if one["trained"] and record.complete(one["trained"]) else {}
     kinds = {name: [one["settings"].get(key) for key in ("model", "data")] for name, one in found.items()}
     shown = {name: found[name] for name in sorted(found, key=lambda name: kinds[name] != kinds[run.name])[:MOST]}
     show(shown)

@@ -75,8 +75,9 @@ class Lesson(record.LessonLike):
     def require(self, stem: str) -> None:
         """Make sure that an earlier lesson's result is in the run folder; if it is not, run that lesson now."""
         if not self.run.has(stem):
-            if stem != "02_data_prep" and not self.parameters.get("RUN_NAME"):  # a training of hours nobody asked for
-                self._refuse_another_run(stem)
+            others = ", ".join(name for name, run in record.runs(self.folders.keep).items() if run.has(stem))
+            if others and stem != "02_data_prep" and not self.parameters.get("RUN_NAME"):  # hours that nobody asked for
+                raise CourseError("lesson.which_run", run=self.run.name, lesson=stem, others=others)
             text = tr("Lesson {lesson} has not run in {run} yet: running it now.", lesson=stem, run=self.run.path)
             print(text, flush=True)
             self.launch(stem)
@@ -87,12 +88,6 @@ class Lesson(record.LessonLike):
             made, rows = stamp(self.run.adapter) or {}, read_object(self.run.data / "data_card.json").get("fingerprint")
             if rows and made.get("fingerprint", {}).get("data", rows) != rows:
                 raise CourseError("lesson.other_rows", data=self.run.data)
-
-    def _refuse_another_run(self, stem: str) -> None:
-        """Stop if a run that was not named has that lesson's result."""
-        found = [file.parent.name for file in sorted(self.folders.keep.glob("*/facts.json"))]
-        if others := [name for name in found if record.RunFolder(self.folders.keep / name).has(stem)]:
-            raise CourseError("lesson.which_run", run=self.run.name, lesson=stem, others=", ".join(others))
 
     def launch(self, stem: str, processes: int = 1, threads: int = 0, keep: Path | None = None, **values: Any) -> None:
         """Run a lesson as a script of `processes` processes with this profile and model, here or in another folder."""

@@ -64,11 +64,15 @@ class RunFolder:
         return merged is not None and merged.get("adapter") == adapter
 
 
+def runs(keep: Path) -> dict[str, RunFolder]:
+    """The runs in a folder by name."""
+    return {facts.parent.name: RunFolder(facts.parent) for facts in sorted(keep.glob("*/facts.json"))}
+
+
 def find(name: str) -> RunFolder:
     """A run by its name, or by the path of its folder."""
-    keep = folders(detect()).keep
-    known = {place.parent.name: place.parent for place in sorted(keep.glob("*/facts.json"))}
-    run = RunFolder(known.get(name) or Path(name).expanduser())
+    known = runs(keep := folders(detect()).keep)
+    run = known.get(name) or RunFolder(Path(name).expanduser())
     if not run.facts.is_file():
         raise CourseError("record.no_run", run=name, folder=keep, known=", ".join(known) or tr("none yet"))
     return run
