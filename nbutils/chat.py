@@ -18,7 +18,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nbutils import display, profiles
+from nbutils import display, distributed, profiles
 from nbutils.errors import CourseError
 from nbutils.files import write_text
 from nbutils.hardware import Choice, keep_4bit_layout
@@ -496,6 +496,8 @@ def answer(model: Any, tokenizer: Any, rows: Sequence[Row], max_new_tokens: int 
     """The model's own answer to the last question of each row, as text; greedy, so it is the same every time."""
     import torch
 
+    if distributed.engine() in distributed.SHARDED:
+        return [tr("(not asked: no process has the whole model; lesson 04 asks)")] * len(rows)
     view = View(tokenizer, "prompt_completion", False if may_skip_thinking(tokenizer, rows) else None)
     stops, training, answers = sorted(find_stop_ids(tokenizer, model.generation_config)), model.training, []
     settings = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "use_cache": True}

@@ -57,8 +57,13 @@ class Lesson(record.LessonLike):
         self.profile = self.resolved.profile
         self.model = self.resolved.model  # what `from_pretrained` is given: a folder or a hub id
         self.model_name = self.resolved.called  # in facts.json, where it means the same on the next machine
-        self.device: int | str = distributed.rank() if self.gpu else "cpu"
+        self.device: int | str = distributed.local_rank() if self.gpu else "cpu"
         self.scratch = self.folders.scratch / self.run.name  # on the fast disk that may vanish
+
+    @property
+    def device_map(self) -> dict[str, int | str] | None:
+        """Where `from_pretrained` puts the weights, as the engine of this training wants it."""
+        return distributed.device_map(self.device, str(self.profile.machine.precision))
 
     def with_recipe(self, lengths: Sequence[int], held_out: int = 0) -> Lesson:
         """The same lesson with the recipe for examples of these lengths (in tokens), `held_out` rows beside them."""
@@ -292,7 +297,8 @@ def open_run(
         top = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}
         reasons = {key: resolved.choices[key].reason for key in ("profile", "model")}
         top |= {"set": resolved.set_values, "reasons": reasons}
-    record.begin(run.facts, top, unnamed)  # an invalid facts.json is an error now, not after the training
+    if distributed.is_main():
+        record.begin(run.facts, top, unnamed)  # an invalid facts.json is an error now, not after the training
     return run, resolved
 
 

@@ -13,15 +13,14 @@ import logging
 import types
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -29,7 +28,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from nbutils import hardware, merging
+from nbutils import distributed, hardware, merging
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
@@ -55,22 +54,10 @@ def repair_precision(model: nn.Module) -> int:
     return len(low)
 
 
-def trained_weights(model: nn.Module) -> dict[str, Tensor]:
-    """CPU copies of the trainable weights."""
-    return {name: one.detach().to("cpu", copy=True) for name, one in model.named_parameters() if one.requires_grad}
-
-
-def load_trained_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load such copies."""
-    for name, one in model.named_parameters():
-        if one.requires_grad:
-            one.data.copy_(weights[name])
-
-
 def load_checkpoint(model: Any, checkpoint: Path) -> None:
     """Load the weights of a checkpoint: the adapter, or all where all are trained."""
     if (adapter := checkpoint / "adapter_model.safetensors").exists():
-        set_peft_model_state_dict(model, load_file(adapter))
+        distributed.load_weights(model, distributed.adapter_weights(model, adapter))
     else:
         load_model(model, checkpoint / "model.safetensors", strict=False)  # tied weights are stored once
 
@@ -86,10 +73,12 @@ def weight_kinds(model: nn.Module) -> dict[str, int]:
 
 
 def weight_checksums(model: nn.Module) -> dict[str, tuple[bool, int]]:
-    """By name: whether a weight is trainable, and its checksum."""
+    """By name: whether a weight is trainable, and its checksum; of a sharded weight, that of this process's shard."""
+    distributed.reshard(model)
     found = {}
     for name, weight in model.named_parameters():
-        content: Any = weight.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+        shard: Any = getattr(weight, "ds_tensor", getattr(weight, "_local_tensor", weight))
+        content: Any = shard.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
         found[name] = weight.requires_grad, zlib.crc32(content)
     return found
 
@@ -165,7 +154,8 @@ def _attend(
 
 def patch_lora_kernels(trainer: Any, fused: bool) -> str:
     """Cast adapters to float32, collate numpy rows with boundaries, fuse LoRA layers; `fused` adds Liger's kernels."""
-    cast, layers = repair_precision(trainer.model), patch_model(trainer.model, fused)
+    sharded = distributed.engine() == "zero3"  # it gathers a weight when its own layer is called, and not before
+    cast, layers = (0, 0) if sharded else (repair_precision(trainer.model), patch_model(trainer.model, fused))
     trainer.data_collator = with_boundaries(trainer.data_collator)
     trainer.train_dataset = trainer.train_dataset.with_format("numpy")  # four times as fast as lists
     kernels = tr("Liger kernels") if fused else tr("torch kernels")
@@ -241,12 +231,13 @@ def _operands(layer: Any, x: Tensor) -> tuple[Any, ...]:
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     a, b, dropout = layer.lora_A[name].weight, layer.lora_B[name].weight, getattr(layer.lora_dropout[name], "p", 0.0)
-    return base.weight, base.bias, a, b, layer.scaling[name], dropout, dtype
+    weight = base.weight, getattr(base.weight, "quant_state", None) or getattr(base, "quant_state", None)  # FSDP: of the layer
+    return weight, base.bias, a, b, layer.scaling[name], dropout, dtype
 
 
-def _dense(weight: Any, dtype: torch.dtype) -> Tensor:
+def _dense(weight_and_state: tuple[Any, Any], dtype: torch.dtype) -> Tensor:
     """A weight as a matrix (out, in), dequantized for the moment it is needed."""
-    state = getattr(weight, "quant_state", None)
+    weight, state = weight_and_state
     if state is None:
         return weight.to(dtype)
     from bitsandbytes.functional import dequantize_4bit

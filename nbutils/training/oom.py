@@ -12,12 +12,11 @@ import torch
 from transformers import TrainerCallback
 from trl.models import activation_offloading
 
-from nbutils import files, hardware
+from nbutils import distributed, files, hardware
 from nbutils.checkpoints import step_of
 from nbutils.errors import CourseError
 from nbutils.language import tr
 from nbutils.record import LessonLike
-from nbutils.training.model import load_trained_weights, trained_weights
 from nbutils.training.resume import OOM_FILE
 
 
@@ -57,7 +56,8 @@ class UpdateWatch(TrainerCallback):
 def train(trainer: Any, lesson: LessonLike, resume_from: Path | None, note: Callable[[str], object] = print) -> None:
     """Train to the end; where memory runs out, go on from the last finished step with smaller settings."""
     settings = settings_of(trainer)
-    watch, first_weights = UpdateWatch(), trained_weights(trainer.model)
+    watch, alone = UpdateWatch(), distributed.engine() == ""
+    first_weights = distributed.full_weights(trainer.model) if alone else {}
     trainer.callback_handler.callbacks.insert(0, watch)  # before those that may run out of memory themselves
     while True:
         try:
@@ -68,7 +68,7 @@ def train(trainer: Any, lesson: LessonLike, resume_from: Path | None, note: Call
                 raise
             problem = str(error).strip().partition("\n")[0] or "out of memory"
         step, peak = max(trainer.state.global_step, step_of(resume_from)), hardware.peak_memory_gib()
-        if trainer.args.world_size > 1:
+        if not alone:
             raise CourseError("training.oom_distributed", step=step + 1, problem=problem)
         trainer.model.zero_grad(set_to_none=True)  # free what the broken step holds
         trainer.callback_handler.train_dataloader = None
@@ -91,7 +91,7 @@ def train(trainer: Any, lesson: LessonLike, resume_from: Path | None, note: Call
         if step > step_of(resume_from):
             raise CourseError("training.oom_half_updated", step=step + 1)
         if resume_from is None:  # the first update may have broken off
-            load_trained_weights(trainer.model, first_weights)
+            distributed.load_weights(trainer.model, first_weights)
         apply(trainer, smaller)
         about = {"step": step + 1, "peak": peak, "settings": smaller}
         note(tr("[WARN] out of memory at step {step} (peak {peak:.1f} GiB): continuing with {settings}", **about))

@@ -79,7 +79,7 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
 def start_sync(lesson: LessonLike, fingerprint: dict[str, Any], keep_last: int) -> Any:
     """Start copying this run's checkpoints and logs to the run folder; a process beside the main one copies nothing."""
     if not distributed.is_main():
-        return SimpleNamespace(seconds=0.0, messages=list)
+        return SimpleNamespace(seconds=0.0, messages=list, finish=lambda patience=0.0: None)
     logs = (lesson.scratch / lesson.run.logs.name, lesson.run.logs)
     outbox, check = lesson.scratch / "outbox", partial(mount_check, platforms.mount_point_of(lesson.run.path))
     return checkpoints.CheckpointSync(outbox, lesson.run.checkpoints, fingerprint, keep_last, check, logs)

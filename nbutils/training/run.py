@@ -9,6 +9,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -29,6 +30,7 @@ from nbutils.tracking import Clock, Curve, LiveNumbers, best_of, loss_history, v
 from nbutils.training import model, oom
 from nbutils.training import resume as resuming
 
+PEER_PATIENCE = 15.0  # seconds for a checkpoint under way to reach the run folder, when another process has ended
 RESERVE_SECONDS = 300.0  # for what follows the training: adapter, plots, record
 BEST = "best_adapter.safetensors"  # in a checkpoint folder whose own weights are not the best
 
@@ -124,7 +126,7 @@ class Validation(TrainerCallback):
             self._validate(state, self.trainer.control)
         found = best_of(validation_history(state.log_history))
         if found and self.best and self.best_step == found[0] != state.global_step:
-            model.load_trained_weights(self.trainer.model, self.best)
+            distributed.load_weights(self.trainer.model, self.best)
         return found if found and found[0] in (self.best_step, state.global_step) else None
 
     def load(self, state: Any, checkpoint: Path) -> None:
@@ -133,7 +135,7 @@ class Validation(TrainerCallback):
         if not found or found[0] == self.best_step:
             return
         if found[0] == state.global_step:
-            self.best = model.trained_weights(self.trainer.model)
+            self.best = distributed.full_weights(self.trainer.model)
         elif (checkpoint / BEST).exists():
             self.best = load_file(checkpoint / BEST)
         self.best_step = found[0] if self.best else -1
@@ -180,7 +182,7 @@ class Validation(TrainerCallback):
             self.note(tr("[WARN] the validation loss is {loss} at step {step}: training ends here", **seen))
             control.should_training_stop, control.should_save = True, False
         elif best and best[0] == state.global_step:
-            self.best_step, self.best = state.global_step, model.trained_weights(self.trainer.model)
+            self.best_step, self.best = state.global_step, distributed.full_weights(self.trainer.model)
         elif best and self.stopped_early(state.log_history) and state.global_step < state.max_steps:
             lowest = {"step": best[0], "loss": best[1]}
             self.note(tr("early stopping · the validation loss was lowest at step {step} ({loss:.4f})", **lowest))
@@ -196,13 +198,14 @@ def validation_loss_on(trainer: Any, rows: Any) -> float:
     tokens = torch.tensor(int(sum((row != -100).sum() for row in rows.with_format("numpy")["labels"])))
     total = torch.zeros((), device=args.device)
     was_training = trainer.model.training
+    wrapped = trainer.model_wrapped if distributed.engine() == "zero3" else trainer.model
     trainer.model.eval()
     with torch.no_grad(), trainer.compute_loss_context_manager():
         for first in range(0, len(batches), args.world_size):
             number = first + args.process_index  # past the end: repeated uncounted, because all processes gather
             batch = [rows[row] for row in batches[number % len(batches)]]
             inputs = trainer._prepare_inputs(trainer.data_collator(batch))
-            loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=tokens)
+            loss = trainer.compute_loss(wrapped, inputs, num_items_in_batch=tokens)
             total += loss if number < len(batches) else 0.0
     trainer.model.train(was_training)
     return float(trainer.accelerator.reduce(total, "sum")) / args.world_size
@@ -226,9 +229,11 @@ class CourseCallback(TrainerCallback):
         """Check the trainer's rows and the disk, cast and fuse the LoRA layers; what was done, in one line."""
         self.require_room(trainer)
         chat.check_trainer(trainer, self.dataset.report)
+        distributed.use_engine(trainer)
         patched = model.patch_lora_kernels(trainer, fused=self.lesson.profile.machine.liger == "on")
         self.take_over(trainer)
         self.fingerprint = resuming.run_fingerprint(self.lesson, trainer.args.seed)
+        distributed.require_same(self.fingerprint)
         return tr("{tokens:,} tokens to learn from; {patched}", tokens=self.dataset.report.trained, patched=patched)
 
     def require_room(self, trainer: Any) -> None:
@@ -247,6 +252,8 @@ class CourseCallback(TrainerCallback):
         self.kinds, self.checksums = model.weight_kinds(trainer.model), model.weight_checksums(trainer.model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if distributed.engine() in distributed.SHARDED:  # now it is known which shard is here
+            self.checksums = model.weight_checksums(self.validation.trainer.model)
         self.validation.on_train_begin(args, state, control)
         self.time.last = self.time.now()
         self.live.on_train_begin(args, state, control)
@@ -280,6 +287,7 @@ class TrainingResult:
     changed: tuple[int, int]  # weight tensors of the adapter, and of the base
     peak_gib: float
     checksums: dict[str, tuple[bool, int]]  # of the weights it ended with
+    weights: dict[str, torch.Tensor]  # the trained ones, where the model has only shards of them
 
     @property
     def history(self) -> dict[str, Curve]:
@@ -352,10 +360,12 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         if trainer.state.global_step:
             raise CourseError("training.trained_already")
         wanted = (lesson, callback.fingerprint, resume)
-        checkpoint = distributed.broadcast(resuming.resume_point(*wanted) if distributed.is_main() else None)
+        found = distributed.broadcast(resuming.resume_point(*wanted) if distributed.is_main() else None)
+        checkpoint = distributed.send_folder(lesson.scratch / "trainer", found.name) if found else None
         if checkpoint is None:
             print(tr("starting at step 0"))
         callback.sync = resuming.start_sync(lesson, callback.fingerprint, lesson.profile.train.keep_checkpoints)
+        distributed.before_end(partial(callback.sync.finish, patience=PEER_PATIENCE))
         started = monotonic()
         with callback.live.reported(trainer):
             if checkpoint is None or validation.steps_left(checkpoint):
@@ -366,6 +376,11 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
     with callback.live.reported(trainer):
         interrupted = callback.time.ended_by == signal.SIGINT
         peak, best = hardware.peak_memory_gib(), None if interrupted else validation.restore_best()
+        before, after = callback.checksums, model.weight_checksums(trainer.model)
+        moved = {name for name in before if before[name] != after[name]}
+        moved = set().union(*distributed.gather(moved))
+        sharded = distributed.engine() in distributed.SHARDED
+        weights = distributed.full_weights(trainer.model) if sharded else {}
         distributed.leave_it_to_main()  # only the main process continues from here
         tracking.end(lesson.run.logs)
         kept = callback.sync.finish()
@@ -379,10 +394,9 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         print(tr("nothing new had to be kept"))
     if interrupted:
         raise CourseError("training.interrupted", step=trainer.state.global_step, steps=trainer.state.max_steps)
-    before, after = callback.checksums, model.weight_checksums(trainer.model)
-    changed = Counter(trainable for name, (trainable, _) in before.items() if before[name] != after[name])
+    changed = Counter(before[name][0] for name in moved)
     tracking.write_history(trainer.state.log_history, lesson.run.logs / "history.json")
-    return TrainingResult(trainer, callback, *callback.trained, best, (changed[True], changed[False]), peak, after)
+    return TrainingResult(trainer, callback, *callback.trained, best, (changed[True], changed[False]), peak, after, weights)
 
 
 def _train(trainer: Any, callback: CourseCallback, checkpoint: Path | None) -> None:
@@ -393,8 +407,13 @@ def _train(trainer: Any, callback: CourseCallback, checkpoint: Path | None) -> N
         run.adapter.rename(run.former_adapter)  # until this training has saved its own
     try:
         with first_signals(callback.time.ask_to_end):
+            if checkpoint:
+                distributed.convert_optimizer_file(checkpoint, trainer.args.optim)
             oom.train(trainer, callback.lesson, checkpoint, callback.live.note)
-    except Exception:  # of a full disk, libraries say many things
+    except Exception as problem:  # of a full disk, libraries say many things
+        if ended := distributed.peer_error(problem):
+            callback.sync.finish(PEER_PATIENCE)
+            raise ended from None
         require_disk(Path(trainer.args.output_dir), callback.checkpoint_gib, tr("writing checkpoints"))
         raise
 
@@ -409,7 +428,7 @@ def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
     about = {"steps": result.kept_step, "weights": checksum, "fingerprint": callback.fingerprint}
     if files.stamp(callback.lesson.run.adapter) != about:
         with files.complete_folder(callback.lesson.run.adapter, about) as folder:
-            trainer.save_model(str(folder))
+            trainer._save(str(folder), state_dict=result.weights or None)
             tokenizer.save_pretrained(folder)
     if record.complete(result.facts()):  # else the former one may be the better
         shutil.rmtree(callback.lesson.run.former_adapter, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""One training on several GPUs of one machine: the processes torchrun starts, how lessons are launched and compared."""
+"""A lesson started as one training of several processes from a notebook, and two such runs compared."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -25,99 +21,10 @@ from nbutils.language import joined, tr
 from nbutils.masking import mask_secrets
 from nbutils.processes import first_signals
 
-TIMEOUT = timedelta(hours=2)  # for a main process that prepares data; torchrun notices a dead one at once
 TOLERANCE = 0.01  # of the loss: sums in another order differ by a rounding each, 2^-8 of a value in bfloat16
 PROGRESS = rf"{LIVE_LINE.pattern}|\[FAIL\]|continuing |starting at|checkpoint \d+ |safe: |Lesson \d"
 PROGRESS += r"|从第 \d+ 步|已安全保存|没有要训练的了|第 \d+ 课"  # the same in Chinese
 TORCHRUN_REPORT = r".*elastic/multiprocessing/api\.py:\d+\] failed"  # what follows is about torchrun itself
-
-
-def world_size() -> int:
-    """How many processes torchrun started together; platforms set WORLD_SIZE and RANK too, but never LOCAL_RANK."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if _launched() else 1
-
-
-def _launched() -> bool:
-    return "LOCAL_RANK" in os.environ
-
-
-def rank() -> int:
-    """The number of this process, which is also the index of its GPU."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def is_main() -> bool:
-    """Whether this process prepares, prints and writes."""
-    return rank() == 0
-
-
-def join() -> None:
-    """Join the process group and select the GPU of this process; every process but the main one stops printing."""
-    if not _launched():
-        return
-    if not is_main():  # the main process prints it already; errors still go to stderr
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        warnings.simplefilter("ignore")
-        os.environ |= {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "DATASETS_VERBOSITY": "error"}
-        os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    import torch
-
-    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", world_size())), torch.cuda.device_count()
-    if local != world_size():
-        raise CourseError("distributed.several_machines", processes=world_size())
-    if 0 < gpus < local:
-        raise CourseError("distributed.too_many_processes", processes=local, gpus=gpus)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank())
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(backend, timeout=TIMEOUT)
-
-
-@contextmanager
-def main_first() -> Iterator[None]:
-    """The main process runs this block while the others wait; then they run it and find the work done."""
-    if not is_main():
-        broadcast(None)
-    yield
-    if is_main():
-        broadcast(None)
-
-
-def broadcast(value: Any) -> Any:
-    """What the main process gave; if that one has failed, this one exits without a second error."""
-    if not _launched():
-        return value
-    import torch.distributed
-
-    values = [value]
-    try:
-        torch.distributed.broadcast_object_list(values, src=0, device=torch.device("cpu"))
-    except RuntimeError as problem:
-        raise (problem if is_main() else SystemExit(1)) from None
-    return values[0]
-
-
-def anyone(yes: bool) -> bool:
-    """Whether any process says yes: all must stop at the same step, or the rest would wait for ever."""
-    if not _launched():
-        return yes
-    import torch
-
-    answer = torch.tensor(int(yes))
-    torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MAX)
-    return bool(answer.item())
-
-
-def leave_it_to_main() -> None:
-    """End every process but the main one, once all have arrived here."""
-    if not _launched():
-        return
-    import torch.distributed
-
-    anyone(False)
-    torch.distributed.destroy_process_group()
-    if not is_main():
-        raise SystemExit(0)
 
 
 def require_shares(batch: int, processes: int) -> None:

@@ -1,0 +1,260 @@
+"""How the processes of a training share its weights: DDP, FSDP or DeepSpeed ZeRO, as the launcher chose.
+
+A checkpoint has the files of a training with one process, whatever engine wrote it: whole adapter weights, and the
+optimizer's states of whole weights. So any engine continues it, with any number of processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from nbutils.distributed.processes import anyone, local_rank
+
+ENGINES = ("ddp", "fsdp_qlora", "fsdp_lora", "zero2", "zero2_offload", "zero3")  # files in configs/accelerate
+SHARDED = ("fsdp", "zero3")  # no process has a whole model
+MOMENTS = {"exp_avg": "state1", "exp_avg_sq": "state2"}  # of torch's AdamW, and of bitsandbytes'
+OPTIMIZER, SCHEDULER, ADAPTER = "optimizer.pt", "scheduler.pt", "adapter_model.safetensors"
+
+
+@cache
+def engine() -> str:
+    """What accelerate's launcher asked for: fsdp, zero1 to zero3; ddp for torchrun; empty for one plain process."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        return f"zero{_deepspeed_plugin().zero_stage}"
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        return "fsdp"
+    return "ddp" if "LOCAL_RANK" in os.environ else ""
+
+
+@cache
+def _deepspeed_plugin() -> Any:
+    from accelerate.utils import DeepSpeedPlugin
+
+    return DeepSpeedPlugin()  # from the launcher's environment
+
+
+def device_map(device: int | str, precision: str) -> dict[str, int | str] | None:
+    """For `from_pretrained`: where the weights go. FSDP takes its shards from RAM, ZeRO-3 makes them while loading."""
+    if device == "cpu" and engine() not in ("", "ddp"):
+        _allow_cpu()
+    if engine() == "zero3":
+        plugin = _deepspeed_plugin()  # transformers sees a weak reference to it
+        plugin.set_mixed_precision({"fp32": "no"}.get(precision, precision))
+        plugin.set_deepspeed_weakref()
+        return None
+    return {"": "cpu" if engine() == "fsdp" else device}
+
+
+def optimizer_for(name: str) -> str:
+    """The optimizer of a profile; shards of weights need torch's own, whose states are divided among the processes."""
+    return name if engine() in ("", "ddp") else "adamw_torch"
+
+
+def _allow_cpu() -> None:
+    """Let accelerate use FSDP and DeepSpeed without a GPU, as the lesson does on a CPU: it switches to them for GPUs."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    stock = AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, deepspeed_plugin: Any = None, **more: Any) -> None:
+        stock(self, *args, fsdp_plugin=fsdp_plugin, deepspeed_plugin=deepspeed_plugin, **more)
+        if self.distributed_type == DistributedType.MULTI_CPU and fsdp_plugin is not None:
+            self.fsdp_plugin, self.distributed_type = fsdp_plugin, DistributedType.FSDP
+        elif self.distributed_type == DistributedType.MULTI_CPU and deepspeed_plugin is not None:
+            self.deepspeed_plugins, self.distributed_type = deepspeed_plugin, DistributedType.DEEPSPEED
+            deepspeed_plugin.set_mixed_precision(self._mixed_precision)
+            deepspeed_plugin.select(_from_accelerator_state=True)
+        PartialState._shared_state["distributed_type"] = self.distributed_type
+
+    AcceleratorState.__init__ = init
+
+
+def use_engine(trainer: Any) -> None:
+    """Make the trainer's checkpoints those of one process, and keep its adapter in float32."""
+    if engine() in ("", "ddp"):
+        return
+    if engine() == "fsdp":
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        # accelerate's would gather and add up float32 adapters in 16 bits; autocast chooses as it does without FSDP
+        trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
+    if not isinstance(trainer, WholeCheckpoints):
+        trainer.__class__ = type(type(trainer).__name__, (WholeCheckpoints, type(trainer)), {})
+
+
+class WholeCheckpoints:
+    """Mixed into a trainer of shards: its checkpoints have the files and the content of a training with one process."""
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        weights = full_weights(self.model)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=weights)
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        import torch
+
+        state = _optimizer_state(self)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / OPTIMIZER)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _prepare_for_training(self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        import torch
+
+        made = super()._prepare_for_training(max_steps, train_dataloader, None)  # type: ignore[misc]
+        if resume_from_checkpoint is not None:
+            folder = Path(resume_from_checkpoint)
+            load_weights(self.model, adapter_weights(self.model, folder / ADAPTER))
+            _load_optimizer_state(self, torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu"))
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
+            self._load_scaler(resume_from_checkpoint)
+        return made
+
+
+def reshard(model: Any) -> None:
+    """Let FSDP give back the weights it gathered for a forward pass, so that every process sees its shards alone."""
+    for part in model.modules() if engine() == "fsdp" else ():
+        if hasattr(part, "reshard"):
+            part.reshard()
+
+
+def _trained(model: Any) -> list[tuple[str, Any]]:
+    return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+
+
+def adapter_weights(model: Any, file: Path) -> dict[str, Any]:
+    """The weights in PEFT's file, by the names they have in the model."""
+    from safetensors.torch import load_file
+
+    stored = load_file(file)
+    return {name: stored[name.replace(".default.", ".")] for name, _ in _trained(model)}
+
+
+def full_weights(model: Any) -> dict[str, Any]:
+    """CPU copies of the trained weights, put together from the shards of all processes; all must call it."""
+
+    def whole(weight: Any) -> Any:
+        if hasattr(weight, "full_tensor"):
+            return weight.full_tensor()
+        if not hasattr(weight, "ds_id") and not hasattr(weight, "_hp_mapping"):
+            return weight
+        import deepspeed
+
+        if hasattr(weight, "ds_id") and not hasattr(weight, "_z3_optimizer"):  # not trained yet
+            with deepspeed.zero.GatheredParameters([weight]):
+                return weight.data.clone()
+        return deepspeed.utils.safe_get_full_fp32_param(weight)  # 16 bits are trained, this is their original
+
+    reshard(model)
+    return {name: whole(weight).detach().to("cpu", copy=True) for name, weight in _trained(model)}
+
+
+def load_weights(model: Any, weights: Mapping[str, Any]) -> None:
+    """Load such copies."""
+    import torch
+
+    for name, weight in _trained(model):
+        if hasattr(weight, "ds_id") or hasattr(weight, "_hp_mapping"):
+            import deepspeed
+
+            if not hasattr(weight, "ds_id") or hasattr(weight, "_z3_optimizer"):
+                deepspeed.utils.safe_set_full_fp32_param(weight, weights[name].to(weight.device, torch.float32))
+            with deepspeed.zero.GatheredParameters([weight], modifier_rank=0, enabled=hasattr(weight, "ds_id")):
+                weight.data.copy_(weights[name])
+        else:
+            weight.data.copy_(_like(weights[name], weight))
+
+
+def _like(value: Any, weight: Any) -> Any:
+    """A whole tensor as this process holds the weight it belongs to."""
+    if not hasattr(weight, "full_tensor") or value.shape != weight.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
+
+
+def _optimizer_state(trainer: Any) -> dict[str, Any]:
+    """The optimizer's state dict, of whole weights."""
+    if engine() == "fsdp":
+        found = trainer.optimizer.state_dict()
+        states = {
+            number: {key: one.full_tensor().cpu() if hasattr(one, "full_tensor") else one for key, one in state.items()}
+            for number, state in found["state"].items()
+        }
+        return {"state": states, "param_groups": found["param_groups"]}
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    inner = trainer.model_wrapped.optimizer.optimizer
+    step = next((state["step"] for state in inner.state.values() if "step" in state), inner.param_groups[0].get("step"))
+    states = {
+        number: {key: safe_get_full_optimizer_state(weight, key).cpu() for key in MOMENTS} | {"step": _tensor(step)}
+        for number, (_, weight) in enumerate(_trained(trainer.model))
+    }
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
+    return {"state": states, "param_groups": [groups[0] | {"params": [*states]}, *(g | {"params": []} for g in groups[1:])]}
+
+
+def _load_optimizer_state(trainer: Any, stored: dict[str, Any]) -> None:
+    weights = [weight for _, weight in _trained(trainer.model)]
+    if engine() == "fsdp":
+        states = {
+            number: {key: _like(one, weights[number]) if key in MOMENTS else one for key, one in state.items()}
+            for number, state in stored["state"].items()
+        }
+        trainer.optimizer.load_state_dict(stored | {"state": states})
+        return
+    from deepspeed.utils import safe_set_full_optimizer_state
+
+    inner = trainer.model_wrapped.optimizer.optimizer
+    for number, weight in enumerate(weights):
+        for key in MOMENTS:
+            safe_set_full_optimizer_state(weight, stored["state"][number][key].to(weight.device), key)
+    step = next(iter(stored["state"].values()))["step"]
+    for state in inner.state.values():
+        state["step"] = step.clone() if hasattr(state["step"], "clone") else int(step)
+    for group in inner.param_groups:
+        if "step" in group:
+            group["step"] = int(step)
+
+
+def _tensor(step: Any) -> Any:
+    import torch
+
+    return torch.as_tensor(float(step), dtype=torch.float32)
+
+
+def convert_optimizer_file(checkpoint: Path, optimizer: str) -> None:
+    """Rewrite the optimizer's states of an unpacked checkpoint where another kind of AdamW is to continue it."""
+    import torch
+
+    path, ours = checkpoint / OPTIMIZER, "bnb" if "8bit" in optimizer or "paged" in optimizer else "torch"
+    stored = torch.load(path, weights_only=True, map_location="cpu")
+    first = next(iter(stored["state"].values()), {})
+    if first and ("exp_avg" in first) == (ours == "bnb") and local_rank() == 0:
+        states = {number: _converted(state, ours) for number, state in stored["state"].items()}
+        torch.save(stored | {"state": states}, path.with_suffix(".converted"))
+        os.replace(path.with_suffix(".converted"), path)
+    anyone(False)
+
+
+def _converted(state: dict[str, Any], kind: str) -> dict[str, Any]:
+    """One weight's moments in float32, under the names of this kind; bitsandbytes trains on with those, too."""
+    if kind == "bnb":
+        return {"step": int(state["step"])} | {ours: state[name] for name, ours in MOMENTS.items()}
+    from bitsandbytes.functional import dequantize_blockwise
+
+    flat = {key: one for part in state.values() if isinstance(part, dict) for key, one in part.items()} | state
+    found = {"step": _tensor(flat["step"])}
+    for name, theirs in MOMENTS.items():
+        values, number = flat[theirs], theirs[-1]
+        if f"qmap{number}" in flat:  # in 8 bits
+            code, scales = flat[f"qmap{number}"], flat[f"absmax{number}"]
+            values = dequantize_blockwise(values, absmax=scales, code=code, blocksize=256)
+        found[name] = values
+    return found
