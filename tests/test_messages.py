@@ -5,6 +5,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +20,10 @@ from nbutils.evaluation import comparison, evaluator
 from nbutils.exporting import make
 from nbutils.files import read_json
 from nbutils.language import tr
+from nbutils.models import find_shape
 from nbutils.plan import gpus
+from nbutils.plan.engines import table_recipe
+from nbutils.plan.forecast import terms
 from nbutils.serving import engine, server
 
 PACKAGE = Path(language.__file__).parent
@@ -118,6 +122,9 @@ def stored_texts() -> set[str]:
     texts |= {text for gpu in gpus.every() for text in (gpu.note, gpu.price_from)}
     made = plan.of_options(gpus.find("T4"), {})
     texts |= {*made["parts"], *made["disk_gib"], *plan.fits_table(["T4"])[0]}
+    for name, model in product(plan.ENGINES, ("tiny", "Qwen2.5-72B")):
+        made = terms(find_shape(model), table_recipe(name, 2))
+        texts |= {*made, *(one.name for summands in made.values() for one in summands)}
     texts -= {"", "GPU", "GiB", "tokens/s", "logits"}  # those are the same in Chinese
     templates = [file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*") if file.suffix in (".html", ".md")]
     texts |= {text for page in templates for text in re.findall(r'\btr\("([^"]+)"', page)}

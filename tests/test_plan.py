@@ -13,12 +13,14 @@ from nbutils import files, models, plan, platforms, profiles
 from nbutils.cli import app
 from nbutils.hardware import GPU
 from nbutils.models import find_shape
-from nbutils.plan import Recipe, candidates, choosing, gpus, peak_gib
-from nbutils.plan.forecast import CONTEXT_GIB, MARGIN, NEARLY, PACKED, best_option, tokens_per_second
+from nbutils.plan import ENGINES, Recipe, candidates, choosing, forecast, gpus, peak_gib, scaling
+from nbutils.plan.engines import table_recipe
+from nbutils.plan.forecast import CONTEXT_GIB, MARGIN, NEARLY, PACKED, best_option, limit_gib, parts, tokens_per_second
 
 Patch = pytest.MonkeyPatch
 MEASURED = json.loads((ROOT / "benchmarks/results/plan_h200.json").read_text(encoding="utf-8"))["runs"]
-SEVEN = find_shape("Qwen2.5-7B")
+SEVEN, SEVENTY = find_shape("Qwen2.5-7B"), find_shape("Qwen2.5-72B")
+ADAPTERS = 28 * 16 * (2 * 7168 + 2 * (3584 + 512) + 3 * (3584 + 18944))  # weights, rank 16 on the 7B
 ROWS = ("--rows", "1000", "--mean-length", "300")
 T4 = GPU("Tesla T4", (7, 5), 14.6, 1)
 RTX = GPU("NVIDIA GeForce RTX 4090", (8, 9), 23.6, 1)
@@ -276,6 +278,113 @@ def test_without_a_gpu_the_table_of_all_is_shown(monkeypatch: Patch) -> None:
     monkeypatch.setattr("nbutils.hardware.gpu", lambda: replace(T4, count=2))
     answer = asked("--model", "Qwen2.5-3B")
     assert (answer["gpu"], answer["gpus"], answer["recipe"]["precision"]) == ("T4", 1, "fp16")
+
+
+def test_ddp_divides_nothing_and_shards_are_divided_by_the_cards() -> None:
+    whole = parts(SEVENTY, Recipe(accumulation=2))
+    assert list(whole) == ["weights", "adapters", "optimizer", "activations", "logits", "workspace"]
+    assert parts(SEVENTY, Recipe(accumulation=2, cards=8)) == whole
+    linear = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 29568)
+    others, head = 8192 * (2 * 152064 + 161), 152064 * 8192 * 2
+    adapters = 80 * 16 * (2 * 16384 + 2 * 9216 + 3 * 37760)
+    scales = linear * (1 / 64 + 4 / (64 * 256))
+    made = parts(SEVENTY, Recipe(accumulation=2, engine="fsdp_qlora", cards=4))
+    expected = {
+        "weights": (linear / 2 + others * 2) / 4 + scales, "gathered": 2 * head,  # two layers are smaller than the head
+        "adapters": adapters * 4 / 4 + adapters * 4, "optimizer": adapters * 8 / 4,
+    }  # fmt: skip
+    assert {name: size * files.GIB for name, size in made.items()} == pytest.approx(
+        expected | {name: whole[name] * files.GIB for name in ("activations", "logits", "workspace")}
+    )
+    made = parts(SEVENTY, Recipe("lora", engine="fsdp_lora", cards=4))
+    assert made["gathered"] * files.GIB == pytest.approx(2 * (linear * 2 + adapters * 2) / 80 + head)
+    made = parts(SEVENTY, Recipe("lora", engine="zero3", cards=8))
+    assert made["weights"] * files.GIB == pytest.approx((linear + others) * 2 / 8)
+    assert made["gathered"] * files.GIB == pytest.approx(1e9 * 2 + head)
+    assert made["adapters"] * files.GIB == pytest.approx(adapters * (4 + 4 + 2) / 8)
+    made = parts(SEVENTY, Recipe(engine="zero2_offload", cards=8))
+    assert made["optimizer"] == 0 and made["adapters"] * files.GIB == pytest.approx(adapters * 2)
+    assert made["weights"] == pytest.approx(whole["weights"]) and made["bucket"] * files.GIB == pytest.approx(5e8 * 2)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_more_cards_need_no_more_memory_each(engine: str) -> None:
+    sizes = [peak_gib(SEVENTY, table_recipe(engine, cards)) for cards in (2, 4, 8, 16)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert ENGINES[engine].shards == (sizes[-1] < sizes[0] / 2)
+
+
+def test_72b_in_4_bits_fits_four_cards_of_24_gb_and_not_two() -> None:
+    limit = limit_gib(gpus.find("4090"))
+    assert peak_gib(SEVENTY, table_recipe("fsdp_qlora", 2)) > limit > peak_gib(SEVENTY, table_recipe("fsdp_qlora", 4))
+    rows = plan.engine_table()
+    assert len(rows) == 3 * 5 * 6 and len({tuple(row.values())[:3] for row in rows}) == len(rows)
+    [row] = plan.engine_table(["Qwen2.5-72B"], ["fsdp_qlora"], [(1, 4)])
+    assert (row["fits from"], row["RAM of a machine"]) == ("24 GB", "154 GiB"), "each process loads 38.4 GiB"
+    [row] = plan.engine_table(["Qwen2.5-72B"], ["zero3"], [(1, 1)])
+    assert (row["fits from"], row["RAM of a machine"]) == ("none", "135 GiB")
+    both = [
+        forecast.ram_gib(SEVENTY, table_recipe(name, 16), 2)
+        for name in ("fsdp_qlora", "fsdp_lora", "ddp", "zero2_offload")
+    ]
+    assert both == pytest.approx([8 * 38.384, 135.416, 0, 16 * 210534400 / 2 / files.GIB], rel=1e-3)
+    words = ("--model", "Qwen2.5-72B", "--gpu", "4090", "--gpus", "4", *ROWS)
+    shared, ddp = asked(*words, "--engine", "fsdp_qlora"), asked(*words)
+    assert (shared["fits"], ddp["fits"], shared["recipe"]["engine"]) == (True, False, "fsdp_qlora")
+    assert shared["recipe"]["optimizer"] == "adamw_torch_fused" and shared["ram_gib"] == pytest.approx(153.5, abs=0.1)
+    assert asked(*words, "--engine", "ddp") == ddp
+    formula = plan.memory_formula(SEVENTY, Recipe(**shared["recipe"]))
+    assert [row["part"] for row in formula] == list(shared["parts"])
+    assert formula[0]["formula"] == "weights 37.34 / 4 + scales 1.04"
+
+
+def test_the_engine_is_ddp_where_a_gpu_holds_the_model_and_else_shards_where_they_fit() -> None:
+    def chosen(model: str, processes: int, method: str = "qlora") -> str:
+        made = resolved("ampere_24gb", model, RTX)
+        profile = made.profile.model_copy(update={"method": method})
+        return plan.engine_for(replace(made, profile=profile), processes).value
+
+    assert [chosen("Qwen2.5-7B", 2), chosen("Qwen2.5-72B", 4)] == ["ddp", "fsdp_qlora"]
+    assert [chosen("Qwen2.5-7B", 2, "lora"), chosen("Qwen2.5-14B", 2, "lora")] == ["ddp", "fsdp_lora"]
+    with refused("plan.no_engine", "fsdp_qlora", "RTX 4090"):
+        chosen("Qwen2.5-72B", 2)
+    assert plan.engine_for(resolved("tiny", "", None), 2).value == "ddp"
+    assert "not known" in plan.engine_for(resolved("ampere_24gb", "some/model", RTX), 2).reason
+
+
+def test_what_is_sent_in_a_step_follows_from_engine_and_cards() -> None:
+    def seconds(engine: str, cards: int, accumulation: int = 1) -> float:
+        recipe = Recipe(ENGINES[engine].method or "qlora", accumulation=accumulation, engine=engine, cards=cards)
+        return scaling.sending_seconds(SEVEN, recipe, 10.0)
+
+    assert [seconds(engine, 1) for engine in ENGINES] == [0] * len(ENGINES)
+    assert seconds("ddp", 4, 8) == seconds("ddp", 4) == pytest.approx(2 * 3 / 4 * ADAPTERS * 4 / 1e10)
+    assert seconds("zero2", 4, 8) == pytest.approx(3 / 4 * (8 + 1) * ADAPTERS * 2 / 1e10)
+    for engine, times in (("fsdp_lora", 1), ("zero3", 8)):  # ZeRO reduces gradients in every micro-step
+        sent = 8 * 2 * SEVEN.params * 2 + times * ADAPTERS * 2
+        assert seconds(engine, 4, 8) == pytest.approx(3 / 4 * sent / 1e10), engine
+    assert seconds("fsdp_qlora", 2) < seconds("fsdp_lora", 2) / 2.5, "4 bits are sent as 4 bits"
+    with refused("plan.unknown_link", "nvlink4"):
+        scaling.bandwidth("wifi")
+
+
+def test_scaling_is_computing_and_sending() -> None:
+    recipe, rate = Recipe(micro_batch=8, length=1000, packing=False), 1000.0  # a card computes 8 rows in 8 seconds
+    slow = 1.45 * ADAPTERS * 4 / 8 / 1e9  # GB/s: 8 / 1.45 seconds for the gradients, times 2 (N - 1) / N
+    made = scaling.step(SEVEN, replace(recipe, cards=2), 8, slow, rate)
+    assert made == pytest.approx((8, 8 / 1.45, 16_000))
+    assert scaling.sending_wins(SEVEN, recipe, 8, slow, rate, fixed=False) == 4, "2 (N - 1) / N reaches 1.45"
+    assert scaling.sending_wins(SEVEN, recipe, 8, slow, rate, fixed=True) == 2
+    assert scaling.sending_wins(SEVEN, recipe, 8, "nvlink4", rate, fixed=True) is None
+    tiny_share = scaling.step(SEVEN, replace(recipe, cards=64), 8 / 64, "nvlink4", rate)
+    assert tiny_share.computing == pytest.approx(28 * (0.0073 + 0.005 + 0.0053)), "starting kernels takes its time"
+    weak, strong = (scaling.table(SEVEN, recipe, gpus.find("4090"), fixed=fixed, rate=rate) for fixed in (False, True))
+    assert [[row["cards"] for row in rows] for rows in (weak, strong)] == [[1, 2, 4, 8, 16, 32, 64], [1, 2, 4, 8]]
+    assert weak[0]["efficiency"] == strong[0]["efficiency"] == "100%" and "¥0.55" in weak[0]["a million tokens"]
+    with refused("plan.unknown_speed"):
+        scaling.table(SEVEN, recipe, gpus.find("mine", vram=24))
+    found = scaling.compare(SEVEN, replace(recipe, cards=2), 8.0, 16.0, slow)
+    assert found["ratio"] == pytest.approx(16 / (8 + 8 / 1.45)) and found["predicted"] == 8 + found["sending"]
 
 
 @pytest.mark.parametrize(

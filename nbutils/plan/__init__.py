@@ -18,13 +18,16 @@ from nbutils.hardware import Choice
 from nbutils.language import joined, tr
 from nbutils.models import find_shape
 from nbutils.plan import gpus as gpu_table
+from nbutils.plan.engines import ENGINES, engine_for, engine_table, memory_formula
 from nbutils.plan.forecast import CONTEXT_GIB, MARGIN, Forecast, Recipe, apply, candidates, of_profile, peak_gib
 from nbutils.plan.gpus import GPUSpec
+
+__all__ = ["ENGINES", "Recipe", "candidates", "engine_for", "engine_table", "memory_formula", "peak_gib"]
 
 RENTED = ("RTX 4090", "ampere_24gb")  # the usual rented GPU, and its profile
 DIGITS = {  # as far as a forecast deserves
     "examples_per_step": 1, "epochs": 3, "peak_vram_gib": 2, "limit_gib": 2, "parts": 3, "tokens_per_second": None,
-    "hours": 2, "cost": 2, "disk_gib": 1, "after_gib": 1, "smallest": 2,
+    "hours": 2, "cost": 2, "disk_gib": 1, "after_gib": 1, "ram_gib": 1, "smallest": 2,
 }  # fmt: skip
 LEFT_OPEN = ("train.micro_batch", "train.gradient_checkpointing")
 
@@ -40,7 +43,9 @@ def example(resolved: Any, rows: int, mean_length: float) -> Forecast:
     return of_profile(load(RENTED[1]), gpu_table.find(RENTED[0]), rows=rows, mean_length=mean_length)
 
 
-def require(resolved: Any, rows: int | None = None, mean_length: float | None = None) -> Forecast | str:
+def require(
+    resolved: Any, rows: int | None = None, mean_length: float | None = None, engine: str = "ddp"
+) -> Forecast | str:
     """This machine's forecast for lesson 03, or why there is none; stops where not even the smallest setting fits."""
     if resolved.gpu is None:
         return tr("No forecast: there is no GPU here.")
@@ -49,7 +54,7 @@ def require(resolved: Any, rows: int | None = None, mean_length: float | None = 
     except CourseError:
         return tr("No forecast: the size of {model} is not known before its download.", model=resolved.model)
     gpu = gpu_table.of_machine(resolved.gpu).model_copy(update={"count": distributed.world_size()})
-    made = of_profile(resolved.profile, gpu, shape, rows, mean_length, resolved.rows)
+    made = of_profile(resolved.profile, gpu, shape, rows, mean_length, resolved.rows, engine)
     recipe, limit = Recipe(**made["recipe"]), made["limit_gib"]
     least = min(peak_gib(shape, one) for one in candidates(recipe, made["batch"], gpu))
     if least > limit:
@@ -74,6 +79,7 @@ def describe(made: Forecast | str) -> str:
         steps=row["rows"],
         way=recipe.checkpointing,
     )
+    how = how if recipe.engine == "ddp" else joined([how, recipe.engine])
     lines = [
         (tr("training"), tr("{model} on {gpu}", model=made["model"], gpu=row["GPU"]), how),
         (tr("recipe"), tr("{count:,} steps", count=made["steps"]), made["schedule"]) if made["schedule"] else None,
@@ -204,7 +210,8 @@ def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
         "train.max_steps": 0 if by_rows and "train.max_steps" not in given else None,
     }  # fmt: skip
     profile = apply(profile, {key: Choice(value, "") for key, value in values.items() if value is not None})
-    made = of_profile(profile, gpu, options.get("model") or "", rows, options.get("mean_length"))
+    model, engine = options.get("model") or "", options.get("engine") or "ddp"
+    made = of_profile(profile, gpu, model, rows, options.get("mean_length"), engine=engine)
     if size and made["recipe"]["micro_batch"] != size:
         raise CourseError("plan.bad_micro_batch", size=size, batch=made["batch"], each=made["batch"] // gpu.count)
     return made

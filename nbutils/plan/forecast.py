@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbutils import distributed
 from nbutils.config import Profile, Train
@@ -36,11 +36,16 @@ SHARE, FORWARD = 0.05, 0.4  # of the training time for validation; the cost of a
 PACKED = 0.97  # share of a packed row that is real tokens, with best-fit packing
 SMALL = 1e9  # parameters: below, 4 bits cost a model much of what it knows, and 16 fit every GPU
 # weights: bytes of one weight of the linear layers
-NF4 = 0.5 + 4 / 64  # 4 bits, and a float32 scale for each 64 weights
-NF4_DOUBLE = 0.5 + 1 / 64 + 4 / (64 * 256)  # the scales in 8 bits, and a float32 for each 256 of them
+FOUR_BITS = 0.5
+NF4 = FOUR_BITS + 4 / 64  # 4 bits, and a float32 scale for each 64 weights
+NF4_DOUBLE = FOUR_BITS + 1 / 64 + 4 / (64 * 256)  # the scales in 8 bits, and a float32 for each 256 of them
 # adapters and optimizer: bytes of one adapter weight
 ADAPTER, GRADIENT = 4, 4  # float32; gradients wait for the rest of the batch where micro-batches are accumulated
 OPTIMIZER_8BIT, OPTIMIZER = 2, 8  # Adam's two moments; a paged one may live in RAM, counted all the same
+# engines; BUCKET and LIVE are defaults of DeepSpeed (zero/config.py), which accelerate leaves as they are
+GATHERED = 2  # layers whose weights FSDP2 has gathered: the one at work, and the next one
+BUCKET = 5e8  # reduce_bucket_size: elements of the buffer in which gradients are reduced, however few there are
+LIVE = 1e9  # stage3_max_live_parameters: weights that ZeRO-3 has gathered and not yet released
 # activations: tensors of a micro-step's tokens that one layer keeps for its backward pass
 SAVED_HIDDEN, SAVED_MLP = 4, 2  # input and output of both norms; gate and up, whose product is made again when needed
 SAVED_HEADS = 2  # of the query heads' size: q and the result; k and v come on top, once each
@@ -265,6 +270,8 @@ class Recipe:
     accumulation: int = 1
     dropout: bool = False
     spread: float = 0.0  # standard deviation of the lengths, where rows are not packed
+    engine: str = "ddp"
+    cards: int = 1  # that train together, of all machines
 
     @property
     def tokens(self) -> int:
@@ -277,6 +284,102 @@ class Recipe:
         return 4 if self.precision == "fp32" else 2
 
 
+@dataclass(frozen=True)
+class Engine:
+    """How cards share a training: `configs/accelerate/NAME.yaml`."""
+
+    method: str = ""  # of the base it takes; empty: the profile's
+    shards: bool = False  # each card keeps its share of the base, and gathers the layer at work
+    deepspeed: bool = False
+    offload: bool = False  # float32 weights, gradients and Adam's moments are in RAM
+
+
+ENGINES = {
+    "ddp": Engine(),
+    "fsdp_qlora": Engine("qlora", shards=True),
+    "fsdp_lora": Engine("lora", shards=True),
+    "zero2": Engine(deepspeed=True),
+    "zero2_offload": Engine(deepspeed=True, offload=True),
+    "zero3": Engine("lora", shards=True, deepspeed=True),
+}
+
+
+class Term(NamedTuple):
+    """A summand of a part, in bytes; one that is `divided` is shared by all cards."""
+
+    name: str
+    size: float
+    divided: bool = False
+
+
+def terms(shape: Shape, recipe: Recipe) -> dict[str, list[Term]]:
+    """What the engine decides of a card's memory; activations, logits and workspace are whole under each of them.
+
+    With N cards: weights/N under fsdp and zero3, but 4-bit weights have scales, which are no parameters and stay whole.
+    Gathered on top: FSDP2 has the layer at work and the next one. The output head is a unit of its own (accelerate),
+    gathered until its backward pass; the buffer it came in is there until the forward pass ends, when layers are not.
+    The embedding is gathered when the head is not. ZeRO-3 keeps up to LIVE weights, beside the head, which it needs.
+    DeepSpeed computes with a 16-bit copy of the adapters beside float32/N, and reduces gradients in a bucket.
+    """
+    engine, trained, wide = ENGINES[recipe.engine], shape.adapter_params(recipe.rank), recipe.wide
+    each = wide if recipe.method != "qlora" else NF4_DOUBLE if recipe.double else NF4
+    base = shape.linear_params * each + (shape.params - shape.linear_params) * wide
+    if recipe.engine == "ddp":
+        adam = OPTIMIZER_8BIT if recipe.optimizer.endswith("8bit") else OPTIMIZER
+        kept = trained * (ADAPTER + GRADIENT * (recipe.accumulation > 1))
+        return {"weights": [Term("weights", base)], "adapters": [Term("adapters, gradients", kept)],
+                "optimizer": [Term("AdamW's moments", trained * adam)]}  # fmt: skip
+    scales = shape.linear_params * (each - FOUR_BITS) if recipe.method == "qlora" else 0.0
+    found = {"weights": [Term("weights", base - scales, engine.shards), Term("scales", scales)]}
+    head = shape.vocab * shape.hidden * wide
+    layer = (shape.linear_params * (FOUR_BITS if scales else wide) + trained * wide) / shape.layers
+    if engine.shards and engine.deepspeed:
+        found["gathered"] = [Term("output head", head), Term("live weights", min(LIVE, shape.params) * wide)]
+    elif engine.shards:
+        layers = layer * min(GATHERED, recipe.cards)  # a single card copies, without a buffer
+        buffer = Term("its buffer", head) if head > layers and recipe.cards > 1 else Term("layers", layers)
+        found["gathered"] = [Term("output head", head), buffer]
+    whole = 0 if engine.offload else trained
+    # FSDP2 keeps gradients whole until the last micro-step, as transformers' Trainer asks it to (no_sync)
+    gradients = whole * GRADIENT * (engine.deepspeed or recipe.accumulation > 1)
+    copy = [Term("16-bit copy", trained * wide, engine.shards)] if engine.deepspeed else []
+    found["adapters"] = [
+        Term("float32 weights", whole * ADAPTER, True),
+        Term("gradients", gradients, engine.deepspeed),
+        *copy,
+    ]
+    found["optimizer"] = [Term("AdamW's moments", whole * OPTIMIZER, True)]
+    return found | ({"bucket": [Term("bucket", BUCKET * wide)]} if engine.deepspeed else {})
+
+
+def ram_gib(shape: Shape, recipe: Recipe, machines: int = 1) -> float:
+    """RAM of one machine that the engine takes: while loading, or for what it offloads; the rest is the same for all.
+
+    Of fsdp_qlora every process loads the 4-bit model for itself, of the 16-bit engines one process of a machine.
+    """
+    engine = ENGINES[recipe.engine]
+    if engine.offload:
+        return shape.adapter_params(recipe.rank) * (ADAPTER + GRADIENT + OPTIMIZER) / machines / GIB
+    base = sum(term.size for term in terms(shape, recipe)["weights"])
+    copies = recipe.cards / machines if recipe.method == "qlora" else 1
+    return base * copies / GIB if engine.shards else 0.0
+
+
+def sent_bytes(shape: Shape, recipe: Recipe) -> float:
+    """Bytes a card sends in an optimizer step, by ring: (N-1)/N of what is gathered or scattered, twice of a sum.
+
+    DDP sums float32 gradients once. The others scatter 16-bit gradients: FSDP2 once, DeepSpeed in every micro-step.
+    ZeRO-2 then gathers the new adapters. Sharded weights are gathered twice in a micro-step, forward and backward:
+    gradient checkpointing computes a layer again while its weights are there.
+    """
+    engine, trained, others = ENGINES[recipe.engine], shape.adapter_params(recipe.rank), 1 - 1 / recipe.cards
+    if recipe.engine == "ddp":
+        return 2 * others * trained * GRADIENT
+    weights = sum(term.size for term in terms(shape, recipe)["weights"] if term.divided)
+    gathered = 2 * weights * recipe.accumulation if engine.shards else trained * recipe.wide
+    return others * (gathered + trained * recipe.wide * (recipe.accumulation if engine.deepspeed else 1))
+
+
 def peak_gib(shape: Shape, recipe: Recipe) -> float:
     """The forecast peak on one GPU."""
     return sum(parts(shape, recipe).values())
@@ -284,7 +387,7 @@ def peak_gib(shape: Shape, recipe: Recipe) -> float:
 
 def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
     """GiB by part; their sum is the forecast peak."""
-    trained, tokens, wide = shape.adapter_params(recipe.rank), recipe.tokens, recipe.wide
+    tokens, wide = recipe.tokens, recipe.wide
     layer_input = tokens * shape.hidden * wide
     saved = wide * (  # what one layer keeps of a token for its backward pass
         (SAVED_HIDDEN + (0 if recipe.liger else PLAIN_HIDDEN)) * shape.hidden
@@ -303,17 +406,22 @@ def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
             "offload": min(OFFLOAD_STASH, shape.layers) * layer_input}  # fmt: skip
     tile = min(LOSS_TILE[0], tokens) * min(LOSS_TILE[1], shape.vocab) * wide
     mask = MASK * tokens**2 if recipe.attention == "sdpa" else 0  # rows are laid end to end: one long one
-    weight_bytes = wide if recipe.method != "qlora" else NF4_DOUBLE if recipe.double else NF4
-    adam = OPTIMIZER_8BIT if recipe.optimizer.endswith("8bit") else OPTIMIZER
     found = {
-        "weights": shape.linear_params * weight_bytes + (shape.params - shape.linear_params) * wide,
-        "adapters": trained * (ADAPTER + GRADIENT * (recipe.accumulation > 1)),
-        "optimizer": trained * adam,
+        name: sum(term.size / (recipe.cards if term.divided else 1) for term in summands)
+        for name, summands in terms(shape, recipe).items()
+    } | {
         "activations": kept[recipe.checkpointing] + backward,
         "logits": max(0.0, tokens * shape.hidden * LOSS_HIDDEN + tile - backward),  # before a layer at work
         "workspace": mask + SLACK,
     }
     return {name: size / GIB for name, size in found.items()}
+
+
+def launch_seconds(shape: Shape, recipe: Recipe) -> float:
+    """Time Python needs to start the kernels of a micro-step: no micro-step is shorter."""
+    way = recipe.checkpointing
+    launching = LAUNCH + LAUNCH_QUANTIZED * (recipe.method == "qlora")
+    return (launching + LAUNCH_AGAIN * (way != "off") + LAUNCH_OFFLOAD * (way == "offload")) * shape.layers
 
 
 def tokens_per_second(shape: Shape, recipe: Recipe, gpu: GPUSpec) -> float | None:
@@ -335,11 +443,12 @@ def tokens_per_second(shape: Shape, recipe: Recipe, gpu: GPUSpec) -> float | Non
         moved = passes * (brought + touched * (ELEMENTWISE if recipe.liger else PLAIN))
         computing += moved / (BANDWIDTH * gpu.bandwidth * 1e9)
     # a small step on a fast GPU waits for Python
-    launching = LAUNCH + LAUNCH_QUANTIZED * quantized + LAUNCH_AGAIN * again + LAUNCH_OFFLOAD * offload
-    seconds = max(computing * (OFFLOAD if offload else 1), launching * shape.layers)
+    seconds = max(computing * (OFFLOAD if offload else 1), launch_seconds(shape, recipe))
     if offload:
         seconds = max(seconds, 2 * shape.layers * recipe.tokens * shape.hidden * recipe.wide / RAM_LINK)
     together = 1.0 if gpu.count == 1 else gpu.count * PARALLEL
+    if recipe.engine != "ddp":  # much is sent: counted, as if nothing were computed meanwhile
+        seconds, together = seconds + sent_bytes(shape, recipe) / recipe.accumulation / RAM_LINK, gpu.count
     return recipe.tokens * (PACKED if recipe.packing else 1.0) / seconds * together
 
 
@@ -353,7 +462,7 @@ def candidates(recipe: Recipe, batch: int, gpu: GPUSpec, train: Train | None = N
     distributed.require_shares(batch, gpu.count)
     rows = batch // gpu.count
     sizes: Sequence[int] = [size for size in range(1, rows + 1) if rows % size == 0]
-    ways: Sequence[str] = CHECKPOINTING
+    ways: Sequence[str] = CHECKPOINTING if recipe.engine == "ddp" else CHECKPOINTING[:2]
     if train and train.micro_batch != "auto":
         sizes = (train.micro_batch,)
     if train and train.gradient_checkpointing != "auto":
@@ -373,14 +482,18 @@ def best_option(shape: Shape, recipes: Sequence[Recipe], gpu: GPUSpec) -> Recipe
     return min(good or recipes, key=peaks.__getitem__)
 
 
-def fastest(profile: Profile, shape: Shape, gpu: GPUSpec, rows: Rows | None) -> Recipe:
-    """The best micro-batch and checkpointing for a settled profile, as far as it leaves them open."""
+def fastest(profile: Profile, shape: Shape, gpu: GPUSpec, rows: Rows | None, engine: str = "ddp") -> Recipe:
+    """The best micro-batch and checkpointing for a settled profile, as far as it leaves them open.
+
+    The 8-bit optimizers of bitsandbytes do not take shards: engines other than DDP train with AdamW in 32 bits.
+    """
     train, machine = profile.train, profile.machine
     new = gpu.capability >= BF16_FROM  # torch's varlen attention and Triton's kernels begin there too
     precision, attention, liger = ("bf16", "varlen", "on") if new else ("fp16", "sdpa", "off")
     single = rows if rows and not train.packing else None
     recipe = Recipe(
-        profile.method, profile.lora.rank, optimizer=train.optimizer, double=profile.quantization.double,
+        ENGINES[engine].method or profile.method, profile.lora.rank, double=profile.quantization.double,
+        optimizer=train.optimizer if engine == "ddp" else "adamw_torch_fused", engine=engine, cards=gpu.count,
         precision=precision if machine.precision == "auto" else machine.precision,
         attention=attention if machine.attention == "auto" else machine.attention,
         liger=(liger if machine.liger == "auto" else machine.liger) == "on",
@@ -397,7 +510,7 @@ def smallest(shape: Shape, recipe: Recipe, train: Train, gpu: GPUSpec) -> Recipe
 
 def of_profile(
     profile: Profile, gpu: GPUSpec, model: str | Shape = "", rows: int | None = None,
-    mean_length: float | None = None, data: Rows | None = None,
+    mean_length: float | None = None, data: Rows | None = None, engine: str = "ddp",
 ) -> Forecast:  # fmt: skip
     """A profile on a GPU; `auto` values become what the rows want and the fastest that fit, or the smallest.
 
@@ -411,7 +524,7 @@ def of_profile(
         data = Rows(rows, min(mean, longest), max(0.0, min(mean, longest - mean)))
     named, chosen = profile.train, choose(profile, data, shape, gpu.count)
     profile = apply(profile, chosen)
-    train, recipe = profile.train, fastest(profile, shape, gpu, data)
+    train, recipe = profile.train, fastest(profile, shape, gpu, data, engine)
     tokens = None  # of the whole training
     if train.max_steps:
         tokens = train.max_steps * int(train.batch) * recipe.length * (PACKED if recipe.packing else 1.0)
@@ -423,6 +536,7 @@ def of_profile(
         name: price if not price else None if hours is None else price * hours * gpu.count
         for name, price in (("yuan", gpu.yuan), ("dollars", gpu.dollars))
     }
+    ram = ram_gib(shape, recipe)
     whole, served = shape.params * 2 / GIB, shape.params * recipe.wide / GIB
     notes = {
         tr("too large to be served in 16 bits on this GPU: export it as w4a16 first"): served > gpu.memory_gib,
@@ -431,7 +545,12 @@ def of_profile(
         tr("the speed follows from published numbers: only the H200 was measured"):
             rate is not None and gpu.name != "H200",
         tr("the speed of {count} GPUs is an estimate: {share:.0%} of {count} times one GPU",
-           count=gpu.count, share=PARALLEL): gpu.count > 1,
+           count=gpu.count, share=PARALLEL): gpu.count > 1 and engine == "ddp",
+        tr("the speed of {count} GPUs is an estimate: what {engine} sends goes over PCIe at {link:.0f} GB/s, while "
+           "nothing is computed", count=gpu.count, engine=engine, link=RAM_LINK / 1e9):
+            gpu.count > 1 and engine != "ddp",
+        tr("{engine} needs {size:.0f} GiB of RAM on a machine with all {count} GPUs, beside what every training needs",
+           engine=engine, size=ram, count=gpu.count): ram > 0,
         chosen["method"].reason if "method" in chosen else "": True,
         few_steps(train, named, data) if data else "": True,
         tr(gpu.note): True,
@@ -439,7 +558,8 @@ def of_profile(
     least = smallest(shape, recipe, train, gpu)
     slow = tokens_per_second(shape, least, gpu)
     sizes, made = parts(shape, recipe), schedule(train, data) if data else None
-    checkpoint = shape.adapter_params(recipe.rank) * 4 / GIB + sizes["optimizer"]
+    trained = shape.adapter_params(recipe.rank) / GIB
+    checkpoint = trained * 4 + (sizes["optimizer"] if engine == "ddp" else trained * OPTIMIZER)
     peak, limit = sum(sizes.values()), limit_gib(gpu)
     return {
         "model": shape.name, "gpu": gpu.name, "gpus": gpu.count,
@@ -454,6 +574,6 @@ def of_profile(
         },
         "tokens_per_second": rate, "hours": hours, "cost": cost,
         "disk_gib": {"download": whole, "merged": whole * SPARE, "checkpoints": checkpoint * train.keep_checkpoints},
-        "after_gib": {"merge_ram": MERGE_RAM_GIB, "on_card": served},
+        "after_gib": {"merge_ram": MERGE_RAM_GIB, "on_card": served}, "ram_gib": ram,
         "notes": [note for note, holds in notes.items() if note and holds],
     }  # fmt: skip

@@ -1,0 +1,114 @@
+"""The arithmetic of scaling: what cards send each other in a step, and what that leaves of their speed.
+
+Nothing is sent while a card computes: DDP and FSDP hide part of it, so the real speed is this or better. Computing is
+a measured speed of one card, or the forecast. What is measured decides: `compare` holds it against this arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from nbutils.errors import CourseError
+from nbutils.language import tr
+from nbutils.models import Shape
+from nbutils.plan import forecast, money
+from nbutils.plan.forecast import LARGEST_STEP, PACKED, Recipe, launch_seconds
+from nbutils.plan.gpus import GPUSpec
+
+REACHED = 0.8  # of the published number: an assumption, as are all of these until `compare` has seen your machine
+LINKS = {  # GB/s that a card sends while it receives as much
+    "pcie4": forecast.RAM_LINK / 1e9,  # x16, 31.5 published; 10 to 20 through RAM, where cards have no P2P
+    "nvlink3": 300 * REACHED,  # A100: 600 in both directions (NVIDIA's data sheet)
+    "nvlink4": 450 * REACHED,  # H100, H200: 900 in both directions (NVIDIA's data sheet)
+    "10gbe": 10 / 8 * REACHED,  # Ethernet, Gbit/s in its name, shared by the cards of a machine: a ring crosses it once
+    "25gbe": 25 / 8 * REACHED,
+    "ib100": 100 / 8 * REACHED,  # InfiniBand EDR, one adapter in a machine
+    "ib400": 400 / 8 * REACHED,  # InfiniBand NDR
+}
+CARDS = (1, 2, 4, 8, 16, 32, 64)
+MOST = 4096  # cards looked at
+
+
+class Step(NamedTuple):
+    """Seconds of an optimizer step of each card, and the tokens of all cards in it."""
+
+    computing: float
+    sending: float
+    tokens: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """On all cards together."""
+        return self.tokens / (self.computing + self.sending)
+
+
+def bandwidth(link: str | float) -> float:
+    """Bytes per second of a link by name, or of a number in GB/s."""
+    if isinstance(link, str) and link not in LINKS:
+        raise CourseError("plan.unknown_link", name=link, names=", ".join(LINKS))
+    return 1e9 * (LINKS[link] if isinstance(link, str) else link)
+
+
+def sending_seconds(shape: Shape, recipe: Recipe, link: str | float) -> float:
+    """What the cards of a recipe need to send in one optimizer step, whatever its engine."""
+    return forecast.sent_bytes(shape, recipe) / bandwidth(link)
+
+
+def step(shape: Shape, recipe: Recipe, rows: float, link: str | float, rate: float) -> Step:
+    """A step in which each of `recipe.cards` takes so many rows; `rate` is the tokens per second of one card.
+
+    Fewer rows than a micro-batch make the micro-step shorter, down to the time that starting its kernels takes.
+    """
+    micro = min(float(recipe.micro_batch), rows)
+    each = recipe.length * (PACKED if recipe.packing else 1.0)
+    floor = min(launch_seconds(shape, recipe), recipe.micro_batch * each / rate)  # what was measured was possible
+    micro_steps = math.ceil(rows / micro)
+    sending = sending_seconds(shape, replace(recipe, accumulation=micro_steps), link)
+    return Step(max(rows * each / rate, micro_steps * floor), sending, recipe.cards * rows * each)
+
+
+def table(
+    shape: Shape, recipe: Recipe, gpu: GPUSpec, batch: int = LARGEST_STEP, fixed: bool = False,
+    link: str | float = "pcie4", network: str | float = "25gbe", in_machine: int = 8, rate: float | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """1 to 64 cards: with `batch` rows for each in a step (weak scaling), or, if it is `fixed`, for all (strong).
+
+    A fixed batch has no line for more cards than rows. Above `in_machine` cards the link is the network.
+    """
+    alone = replace(recipe, engine="ddp"), gpu.model_copy(update={"count": 1})
+    rate = rate or forecast.tokens_per_second(shape, *alone)
+    if rate is None:
+        raise CourseError("plan.unknown_speed", gpu=gpu.name)
+    rows = []
+    for cards in (cards for cards in CARDS if not fixed or batch % cards == 0):
+        slowest = link if cards <= in_machine else network
+        made = step(shape, replace(recipe, cards=cards), batch / cards if fixed else batch, slowest, rate)
+        speed = made.tokens_per_second
+        prices = (price and price * cards / speed / 3600 * 1e6 for price in (gpu.yuan, gpu.dollars))
+        rows.append({
+            tr("cards"): cards, tr("computing"): f"{made.computing:.2f} s", tr("sending"): f"{made.sending:.2f} s",
+            "tokens/s": f"{speed:,.0f}", tr("efficiency"): f"{speed / cards / rate:.0%}",
+            tr("a million tokens"): money(*prices),
+        })  # fmt: skip
+    return rows
+
+
+def sending_wins(shape: Shape, recipe: Recipe, rows: int, link: str | float, rate: float, fixed: bool) -> int | None:
+    """The fewest cards that send for as long as they compute; with `fixed` they share the rows. None: no number."""
+    for cards in range(2, MOST + 1):
+        made = step(shape, replace(recipe, cards=cards), rows / cards if fixed else rows, link, rate)
+        if made.sending >= made.computing:
+            return cards
+    return None
+
+
+def compare(shape: Shape, recipe: Recipe, alone: float, together: float, link: str | float) -> dict[str, float]:
+    """A measured step of `recipe.cards` processes against the arithmetic.
+
+    `alone` is the step of one process with as many rows as each of them takes in `together`.
+    """
+    sending = sending_seconds(shape, recipe, link)
+    found = {"computing": alone, "sending": sending, "predicted": alone + sending, "measured": together}
+    return found | {"ratio": together / (alone + sending)}
