@@ -17,6 +17,7 @@ from nbutils.distributed.processes import anyone, local_rank
 ENGINES = ("ddp", "fsdp_qlora", "fsdp_lora", "zero2", "zero2_offload", "zero3")  # files in configs/accelerate
 SHARDED = ("fsdp", "zero3")  # no process has a whole model
 MOMENTS = {"exp_avg": "state1", "exp_avg_sq": "state2"}  # of torch's AdamW, and of bitsandbytes'
+GROUPS = 2  # of weights in the trainer's optimizer, with and without decay; DeepSpeed leaves out the empty one
 OPTIMIZER, SCHEDULER, ADAPTER = "optimizer.pt", "scheduler.pt", "adapter_model.safetensors"
 
 
@@ -101,7 +102,7 @@ class WholeCheckpoints:
         state = _optimizer_state(self)
         if self.args.should_save:
             torch.save(state, Path(output_dir) / OPTIMIZER)
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+            torch.save(_of_groups(self.lr_scheduler.state_dict(), GROUPS), Path(output_dir) / SCHEDULER)
 
     def _prepare_for_training(self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         import torch
@@ -111,7 +112,8 @@ class WholeCheckpoints:
             folder = Path(resume_from_checkpoint)
             load_weights(self.model, adapter_weights(self.model, folder / ADAPTER))
             _load_optimizer_state(self, torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu"))
-            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
+            schedule = torch.load(folder / SCHEDULER, weights_only=True)
+            self.lr_scheduler.load_state_dict(_of_groups(schedule, len(self.optimizer.param_groups)))
             self._load_scaler(resume_from_checkpoint)
         return made
 
@@ -196,8 +198,8 @@ def _optimizer_state(trainer: Any) -> dict[str, Any]:
         number: {key: safe_get_full_optimizer_state(weight, key).cpu() for key in MOMENTS} | {"step": _tensor(step)}
         for number, (_, weight) in enumerate(_trained(trainer.model))
     }
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
-    return {"state": states, "param_groups": [groups[0] | {"params": [*states]}, *(g | {"params": []} for g in groups[1:])]}
+    members = [[*states], *[[]] * (GROUPS - 1)]
+    return {"state": states, "param_groups": [inner.param_groups[0] | {"params": numbers} for numbers in members]}
 
 
 def _load_optimizer_state(trainer: Any, stored: dict[str, Any]) -> None:
@@ -209,18 +211,27 @@ def _load_optimizer_state(trainer: Any, stored: dict[str, Any]) -> None:
         }
         trainer.optimizer.load_state_dict(stored | {"state": states})
         return
+    import torch
     from deepspeed.utils import safe_set_full_optimizer_state
 
-    inner = trainer.model_wrapped.optimizer.optimizer
+    zero, step = trainer.model_wrapped.optimizer, next(iter(stored["state"].values()))["step"]
+    in_torch = isinstance(zero.optimizer, torch.optim.Optimizer) and type(zero.optimizer).__module__.startswith("torch")
+    flat = zero.fp32_partitioned_groups_flat if engine() == "zero3" else zero.single_partition_of_fp32_groups
+    for part in flat:  # else they would be made by the first step
+        zero.optimizer.state[part] = {key: torch.zeros_like(part) for key in MOMENTS}
+        zero.optimizer.state[part]["step"] = step.clone() if in_torch else int(step)
+    for group in zero.optimizer.param_groups:  # the learning rate of this step
+        group |= {key: value for key, value in stored["param_groups"][0].items() if key != "params"}
+    if engine() != "zero3":
+        zero._lazy_init_hp_params_optimizer_state()
     for number, weight in enumerate(weights):
         for key in MOMENTS:
             safe_set_full_optimizer_state(weight, stored["state"][number][key].to(weight.device), key)
-    step = next(iter(stored["state"].values()))["step"]
-    for state in inner.state.values():
-        state["step"] = step.clone() if hasattr(state["step"], "clone") else int(step)
-    for group in inner.param_groups:
-        if "step" in group:
-            group["step"] = int(step)
+
+
+def _of_groups(schedule: dict[str, Any], count: int) -> dict[str, Any]:
+    """A scheduler's state for so many groups of weights, which all have the same learning rate."""
+    return {key: (value * count)[:count] if isinstance(value, list) else value for key, value in schedule.items()}
 
 
 def _tensor(step: Any) -> Any:
