@@ -7,7 +7,7 @@ optimizer's states of whole weights. So any engine continues it, with any number
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,24 @@ def device_map(device: int | str, precision: str) -> dict[str, int | str] | None
         plugin.set_mixed_precision({"fp32": "no"}.get(precision, precision))
         plugin.set_deepspeed_weakref()
         return None
+    if engine() == "fsdp" and device != "cpu":
+        _quantize_on(device)
     return {"": "cpu" if engine() == "fsdp" else device}
+
+
+def _quantize_on(device: int | str) -> None:
+    """Let bitsandbytes quantize on the GPU what is loaded to RAM, one weight after the other: a CPU takes an hour."""
+    from bitsandbytes.nn import Params4bit
+
+    stock = Params4bit._quantize
+
+    def quantize(self: Any, wanted: Any) -> Any:
+        stock(self, device)
+        self.data = self.data.to(wanted)
+        self.quant_state.to(wanted)
+        return self
+
+    Params4bit._quantize = quantize
 
 
 def optimizer_for(name: str) -> str:
@@ -76,19 +93,63 @@ def _allow_cpu() -> None:
 
 
 def use_engine(trainer: Any) -> None:
-    """Make the trainer's checkpoints those of one process, and keep its adapter in float32."""
-    if engine() in ("", "ddp"):
+    """Let the trainer take the steps of one process and leave its checkpoints, and keep its adapter in float32."""
+    kind = {"": None, "ddp": SharedSteps}.get(engine(), WholeCheckpoints)
+    if kind is None or isinstance(trainer, SharedSteps):
         return
+    trainer.__class__ = type(type(trainer).__name__, (kind, type(trainer)), {})
+    trainer.add_empty_rows()
     if engine() == "fsdp":
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         # accelerate's would gather and add up float32 adapters in 16 bits; autocast chooses as it does without FSDP
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
-    if not isinstance(trainer, WholeCheckpoints):
-        trainer.__class__ = type(type(trainer).__name__, (WholeCheckpoints, type(trainer)), {})
 
 
-class WholeCheckpoints:
+class SharedSteps:
+    """Mixed into a trainer of several processes: an epoch's last step has the rows it has with one process.
+
+    accelerate would fill it up with rows from the epoch's beginning; here they are rows without a token to learn.
+    """
+
+    def add_empty_rows(self: Any) -> None:
+        from datasets import concatenate_datasets
+
+        self.rows, rows = len(self.train_dataset), self.train_dataset
+        missing = -self.rows % (self.args.train_batch_size * self.args.world_size) if "labels" in rows.features else 0
+        empty = rows.select([0] * missing).map(lambda row: row | {"labels": [-100] * len(row["input_ids"])})
+        self.train_dataset = concatenate_datasets([rows, empty.cast(rows.features)]) if missing else rows
+
+    def _get_train_sampler(self: Any, train_dataset: Any = None) -> Any:
+        from torch.utils.data import RandomSampler
+
+        return RandomSampler(range(self.rows))  # its order is that of one process
+
+    def get_train_dataloader(self: Any) -> Any:
+        loader = super().get_train_dataloader()  # type: ignore[misc]
+        batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
+        batches.sampler = _WithEmptyRows(batches.sampler, len(self.train_dataset))
+        return loader
+
+
+class _WithEmptyRows:
+    """A sampler, and after it the rows it does not know."""
+
+    def __init__(self, sampler: Any, rows: int) -> None:
+        self.sampler, self.rows = sampler, rows
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.sampler
+        yield from range(len(self.sampler), self.rows)
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+
+class WholeCheckpoints(SharedSteps):
     """Mixed into a trainer of shards: its checkpoints have the files and the content of a training with one process."""
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:

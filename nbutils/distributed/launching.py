@@ -14,6 +14,7 @@ from typing import Any
 
 from nbutils import record
 from nbutils.display import LIVE_LINE, pad
+from nbutils.distributed.engines import engine
 from nbutils.errors import CourseError
 from nbutils.files import NOTEBOOKS, read_json
 from nbutils.hardware import Choice, driver_gpus
@@ -53,7 +54,7 @@ def processes_for(gpus: int, processes: int = 0) -> Choice:
 
 def hint(seen: int) -> str:
     """What a lesson that trains with one process says on a machine with several GPUs; empty elsewhere."""
-    if not seen or _launched() or (count := len(driver_gpus())) <= seen:
+    if not seen or engine() or (count := len(driver_gpus())) <= seen:
         return ""
     command = f"torchrun --nproc_per_node={count} {NOTEBOOKS / '03_qlora.py'}"
     words = {"count": count, "command": command}
