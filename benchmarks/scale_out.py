@@ -12,6 +12,7 @@ every case. DeepSpeed must be installed for zero2, zero2_offload and zero3.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import socket
@@ -72,7 +73,16 @@ def commands(engine: str, processes: int, script: list[str]) -> list[list[str]]:
     if not engine:
         return [[python, *script]]
     if engine == "torchrun":
-        where = ["--nnodes", str(processes), "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+        where = [
+            "--nnodes",
+            str(processes),
+            "--nproc-per-node",
+            "1",
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            port,
+        ]
         launcher = [python, "-m", "torch.distributed.run", *where, "--node-rank"]
         return [[*launcher, str(number), *script] for number in range(processes)]
     launcher = [python, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{engine}.yaml")]
@@ -93,7 +103,9 @@ def run(engine: str, processes: int, script: list[str], home: Path) -> str:
     codes = [process.wait(timeout=900) for process in started]
     said = home.with_suffix(".0.log").read_text(errors="replace")
     if any(codes):
-        raise RuntimeError(f"{engine} {codes}\n{said[-3000:]}\n{home.with_suffix(f'.{processes - 1}.log').read_text()[-2000:]}")
+        raise RuntimeError(
+            f"{engine} {codes}\n{said[-3000:]}\n{home.with_suffix(f'.{processes - 1}.log').read_text()[-2000:]}"
+        )
     return said
 
 
@@ -101,7 +113,7 @@ def step_seconds(run_folder: Path) -> list[float]:
     """Between two logged steps, as TensorBoard's files have it; the first ones are left out."""
     [folder] = {file.parent for file in run_folder.glob("logs/**/events.out.tfevents*") if "loss" in tags(file.parent)}
     times = [event.wall_time for event in accumulator(folder).Scalars("train/loss")]
-    return [second - first for first, second in zip(times, times[1:], strict=False)][WARM_UP:]
+    return [second - first for first, second in itertools.pairwise(times)][WARM_UP:]
 
 
 def accumulator(folder: Path) -> Any:
@@ -130,7 +142,11 @@ def main() -> None:
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.model and not (model := given.folder / given.model).exists():
         subprocess.run([sys.executable, Path(__file__).with_name("random_model.py"), given.model, model], check=True)
-    profile = ["--PROFILE", "hopper_141gb", "--MODEL", str(given.folder / given.model)] if given.model else ["--PROFILE", "tiny"]
+    profile = (
+        ["--PROFILE", "hopper_141gb", "--MODEL", str(given.folder / given.model)]
+        if given.model
+        else ["--PROFILE", "tiny"]
+    )
     settings = f"train.batch={given.batch},train.micro_batch=1,train.packing=true,train.logging_steps=1"
     settings += ",train.validation_rows=8,lora.dropout=0" + (f",{given.set}" if given.set else "")
     sixteen = ",method=lora,quantization.type=none,quantization.double=false"
@@ -144,7 +160,15 @@ def main() -> None:
     for name in given.cases.split(","):
         engine, processes, method = CASES[name]
         home = given.folder / name
-        script = [str(wrapper), str(files.NOTEBOOKS / "03_qlora.py"), *profile, "--RUN_NAME", "r", "--MAX_STEPS", str(given.steps)]
+        script = [
+            str(wrapper),
+            str(files.NOTEBOOKS / "03_qlora.py"),
+            *profile,
+            "--RUN_NAME",
+            "r",
+            "--MAX_STEPS",
+            str(given.steps),
+        ]
         script += ["--SAVE_STEPS", str(given.steps), "--SET", settings + (sixteen if method == "lora" else "")]
         began = time.perf_counter()
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from nbutils.errors import CourseError
 from nbutils.evaluation.comparison import PANELS, SHOWN
 from nbutils.evaluation.evaluator import Estimate
 from nbutils.files import read_json
-from nbutils.language import tr
+from nbutils.language import joined, tr
 from nbutils.record import RunFolder
 
 Runs = dict[str, dict[str, Any]]  # by name, as `load` gives them
+TOLERANCE = 0.01  # of the loss: sums in another order differ by a rounding each, 2^-8 of a value in bfloat16
 MOST, LONGEST = 4, 40  # runs that lesson 03 shows, characters of a setting
 MEASURES = {
     "examples": ("examples", ","), "steps": ("steps", ","), "answer tokens in the data": ("trained_tokens", ","),
@@ -109,3 +111,47 @@ def beside(run: RunFolder, trained: Mapping[str, Any] | None = None) -> Runs:
     shown = {name: found[name] for name in sorted(found, key=lambda name: kinds[name] != kinds[run.name])[:MOST]}
     show(shown)
     return shown
+
+
+@dataclass(frozen=True)
+class SpeedUp:
+    """The same training with one process and with several; the single process comes first in every pair."""
+
+    numbers: dict[str, tuple[float, float]]
+    times: float  # the tokens per second of one
+    furthest: float  # the largest difference between two losses of the same step, relative to the loss
+    same_work: bool  # equal steps over equally many rows, with equal losses
+
+    def __str__(self) -> str:
+        names = {"processes": tr("processes"), "steps": tr("steps"), "batch": tr("batch")}
+        names["tokens_per_second"] = tr("tokens per second")
+        lines = [
+            f"{display.pad(names.get(name, name), 18)} {one:>10,.6g} {several:>10,.6g}\n"
+            for name, (one, several) in self.numbers.items()
+        ]
+        speed = tr("{times:.2f} times the tokens per second", times=self.times)
+        furthest = tr("losses differ by at most {most:.1e} of the loss", most=self.furthest)
+        return "".join(lines) + joined([speed, furthest], ";")
+
+
+def speed_up(alone: Path, together: Path) -> SpeedUp:
+    """What lesson 03 left in two run folders."""
+    one, several = (record.read(run / "facts.json")["lessons"]["03_qlora"] for run in (alone, together))
+    numbers = {name: (one[name], several[name]) for name in ("processes", "steps", "batch", "tokens_per_second")}
+    logs = (read_json(run / "logs/history.json") for run in (alone, together))
+    first, second = ({entry["step"]: entry["loss"] for entry in log if "loss" in entry} for log in logs)
+    if not (losses := {step: (first[step], second[step]) for step in first if step in second}):
+        raise CourseError("compare.no_common_step", one=alone.name, other=together.name)
+    furthest = max(abs(a - b) / max(abs(a), 1e-6) for a, b in losses.values())
+    same = first.keys() == second.keys() and all(len(set(numbers[name])) == 1 for name in ("steps", "batch"))
+    speeds = numbers["tokens_per_second"]
+    numbers |= {tr("loss at step {step}", step=step): pair for step, pair in losses.items()}
+    return SpeedUp(numbers, speeds[1] / speeds[0], furthest, same and furthest <= TOLERANCE)
+
+
+def speed_up_facts(compared: SpeedUp | None) -> dict[str, Any]:
+    """A comparison for facts.json; None keeps what an earlier run measured."""
+    if compared is None:
+        return dict.fromkeys(("speedup", "tokens_per_second", "loss_difference"))
+    speeds = dict(zip(("alone", "together"), compared.numbers["tokens_per_second"], strict=True))
+    return {"speedup": round(compared.times, 3), "tokens_per_second": speeds, "loss_difference": compared.furthest}

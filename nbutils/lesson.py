@@ -94,7 +94,9 @@ class Lesson(record.LessonLike):
             if rows and made.get("fingerprint", {}).get("data", rows) != rows:
                 raise CourseError("lesson.other_rows", data=self.run.data)
 
-    def launch(self, stem: str, processes: int = 1, threads: int = 0, keep: Path | None = None, **values: Any) -> None:
+    def launch(
+        self, stem: str, processes: int = 1, threads: int = 0, keep: Path | None = None, engine: str = "", **values: Any
+    ) -> None:
         """Run a lesson as a script of `processes` processes with this profile and model, here or in another folder."""
         script = NOTEBOOKS / f"{stem}.py"
         given = {"PROFILE": self.resolved.source, "MODEL": self.parameters.get("MODEL", ""), "RUN_NAME": self.run.name}
@@ -103,7 +105,7 @@ class Lesson(record.LessonLike):
         passed = {name: value for name, value in (given | values).items() if value and name in types}
         with notices.deferred():
             quiet = self.stem == "06_scale_out"  # it compares three runs of lesson 03, and shows what it compares
-            distributed.launch(script, passed, keep or self.folders.keep, processes, threads, quiet)
+            distributed.launch(script, passed, keep or self.folders.keep, processes, threads, quiet, engine)
 
     def finish(self, *measured: Any, **facts: Any) -> None:
         """Write what was measured to facts.json and print where that is."""

@@ -159,7 +159,7 @@ def _by_plan(profile: Profile, shape: Shape | None, gpu: GPU | None, rows: Rows 
         reason = tr("plan: the size of this model is not known before its download, so the safest value")
     else:
         spec = gpus.of_machine(gpu).model_copy(update={"count": processes})
-        best = fastest(profile, shape, spec, rows)
+        best = fastest(profile, shape, spec, rows, distributed.engine_name(str(profile.method)))
         size, way = best.micro_batch, best.checkpointing
         peak, limit = peak_gib(shape, best), limit_gib(spec)
         verdict = tr("the fastest that fits") if peak <= limit else tr("DOES NOT FIT")

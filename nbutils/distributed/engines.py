@@ -1,8 +1,4 @@
-"""How the processes of a training share its weights: DDP, FSDP or DeepSpeed ZeRO, as the launcher chose.
-
-A checkpoint has the files of a training with one process, whatever engine wrote it: whole adapter weights, and the
-optimizer's states of whole weights. So any engine continues it, with any number of processes.
-"""
+"""How the processes of a training share its weights and rows: DDP, FSDP or DeepSpeed ZeRO, as the launcher chose."""
 
 from __future__ import annotations
 
@@ -12,13 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nbutils.distributed.processes import anyone, local_rank
-
 ENGINES = ("ddp", "fsdp_qlora", "fsdp_lora", "zero2", "zero2_offload", "zero3")  # files in configs/accelerate
 SHARDED = ("fsdp", "zero3")  # no process has a whole model
-MOMENTS = {"exp_avg": "state1", "exp_avg_sq": "state2"}  # of torch's AdamW, and of bitsandbytes'
-GROUPS = 2  # of weights in the trainer's optimizer, with and without decay; DeepSpeed leaves out the empty one
-OPTIMIZER, SCHEDULER, ADAPTER = "optimizer.pt", "scheduler.pt", "adapter_model.safetensors"
 
 
 @cache
@@ -33,8 +24,11 @@ def engine() -> str:
 
 @cache
 def _deepspeed_plugin() -> Any:
+    import torch
     from accelerate.utils import DeepSpeedPlugin
 
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return DeepSpeedPlugin()  # from the launcher's environment
 
 
@@ -64,7 +58,14 @@ def _quantize_on(device: int | str) -> None:
         self.quant_state.to(wanted)
         return self
 
-    Params4bit._quantize = quantize
+    Params4bit._quantize = quantize  # type: ignore[method-assign]
+
+
+def engine_name(method: str) -> str:
+    """The engine as its file in configs/accelerate is called; one process counts as DDP."""
+    if engine() == "zero2" and _deepspeed_plugin().offload_optimizer_device == "cpu":
+        return "zero2_offload"
+    return {"": "ddp", "fsdp": f"fsdp_{method}"}.get(engine(), engine())
 
 
 def optimizer_for(name: str) -> str:
@@ -73,7 +74,7 @@ def optimizer_for(name: str) -> str:
 
 
 def _allow_cpu() -> None:
-    """Let accelerate use FSDP and DeepSpeed without a GPU, as the lesson does on a CPU: it switches to them for GPUs."""
+    """Let accelerate use FSDP and DeepSpeed without a GPU, as a lesson on a CPU does; it takes them for GPUs only."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
@@ -90,20 +91,6 @@ def _allow_cpu() -> None:
         PartialState._shared_state["distributed_type"] = self.distributed_type
 
     AcceleratorState.__init__ = init
-
-
-def use_engine(trainer: Any) -> None:
-    """Let the trainer take the steps of one process and leave its checkpoints, and keep its adapter in float32."""
-    kind = {"": None, "ddp": SharedSteps}.get(engine(), WholeCheckpoints)
-    if kind is None or isinstance(trainer, SharedSteps):
-        return
-    trainer.__class__ = type(type(trainer).__name__, (kind, type(trainer)), {})
-    trainer.add_empty_rows()
-    if engine() == "fsdp":
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        # accelerate's would gather and add up float32 adapters in 16 bits; autocast chooses as it does without FSDP
-        trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
 
 
 class SharedSteps:
@@ -147,36 +134,6 @@ class _WithEmptyRows:
 
     def set_epoch(self, epoch: int) -> None:
         self.sampler.set_epoch(epoch)
-
-
-class WholeCheckpoints(SharedSteps):
-    """Mixed into a trainer of shards: its checkpoints have the files and the content of a training with one process."""
-
-    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        weights = full_weights(self.model)
-        if self.args.should_save:
-            self._save(output_dir, state_dict=weights)
-
-    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
-        import torch
-
-        state = _optimizer_state(self)
-        if self.args.should_save:
-            torch.save(state, Path(output_dir) / OPTIMIZER)
-            torch.save(_of_groups(self.lr_scheduler.state_dict(), GROUPS), Path(output_dir) / SCHEDULER)
-
-    def _prepare_for_training(self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        import torch
-
-        made = super()._prepare_for_training(max_steps, train_dataloader, None)  # type: ignore[misc]
-        if resume_from_checkpoint is not None:
-            folder = Path(resume_from_checkpoint)
-            load_weights(self.model, adapter_weights(self.model, folder / ADAPTER))
-            _load_optimizer_state(self, torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu"))
-            schedule = torch.load(folder / SCHEDULER, weights_only=True)
-            self.lr_scheduler.load_state_dict(_of_groups(schedule, len(self.optimizer.param_groups)))
-            self._load_scaler(resume_from_checkpoint)
-        return made
 
 
 def reshard(model: Any) -> None:
@@ -230,103 +187,13 @@ def load_weights(model: Any, weights: Mapping[str, Any]) -> None:
             with deepspeed.zero.GatheredParameters([weight], modifier_rank=0, enabled=hasattr(weight, "ds_id")):
                 weight.data.copy_(weights[name])
         else:
-            weight.data.copy_(_like(weights[name], weight))
+            weight.data.copy_(shard(weights[name], weight))
 
 
-def _like(value: Any, weight: Any) -> Any:
+def shard(value: Any, weight: Any) -> Any:
     """A whole tensor as this process holds the weight it belongs to."""
     if not hasattr(weight, "full_tensor") or value.shape != weight.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
-
-
-def _optimizer_state(trainer: Any) -> dict[str, Any]:
-    """The optimizer's state dict, of whole weights."""
-    if engine() == "fsdp":
-        found = trainer.optimizer.state_dict()
-        states = {
-            number: {key: one.full_tensor().cpu() if hasattr(one, "full_tensor") else one for key, one in state.items()}
-            for number, state in found["state"].items()
-        }
-        return {"state": states, "param_groups": found["param_groups"]}
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    inner = trainer.model_wrapped.optimizer.optimizer
-    step = next((state["step"] for state in inner.state.values() if "step" in state), inner.param_groups[0].get("step"))
-    states = {
-        number: {key: safe_get_full_optimizer_state(weight, key).cpu() for key in MOMENTS} | {"step": _tensor(step)}
-        for number, (_, weight) in enumerate(_trained(trainer.model))
-    }
-    members = [[*states], *[[]] * (GROUPS - 1)]
-    return {"state": states, "param_groups": [inner.param_groups[0] | {"params": numbers} for numbers in members]}
-
-
-def _load_optimizer_state(trainer: Any, stored: dict[str, Any]) -> None:
-    weights = [weight for _, weight in _trained(trainer.model)]
-    if engine() == "fsdp":
-        states = {
-            number: {key: _like(one, weights[number]) if key in MOMENTS else one for key, one in state.items()}
-            for number, state in stored["state"].items()
-        }
-        trainer.optimizer.load_state_dict(stored | {"state": states})
-        return
-    import torch
-    from deepspeed.utils import safe_set_full_optimizer_state
-
-    zero, step = trainer.model_wrapped.optimizer, next(iter(stored["state"].values()))["step"]
-    in_torch = isinstance(zero.optimizer, torch.optim.Optimizer) and type(zero.optimizer).__module__.startswith("torch")
-    flat = zero.fp32_partitioned_groups_flat if engine() == "zero3" else zero.single_partition_of_fp32_groups
-    for part in flat:  # else they would be made by the first step
-        zero.optimizer.state[part] = {key: torch.zeros_like(part) for key in MOMENTS}
-        zero.optimizer.state[part]["step"] = step.clone() if in_torch else int(step)
-    for group in zero.optimizer.param_groups:  # the learning rate of this step
-        group |= {key: value for key, value in stored["param_groups"][0].items() if key != "params"}
-    if engine() != "zero3":
-        zero._lazy_init_hp_params_optimizer_state()
-    for number, weight in enumerate(weights):
-        for key in MOMENTS:
-            safe_set_full_optimizer_state(weight, stored["state"][number][key].to(weight.device), key)
-
-
-def _of_groups(schedule: dict[str, Any], count: int) -> dict[str, Any]:
-    """A scheduler's state for so many groups of weights, which all have the same learning rate."""
-    return {key: (value * count)[:count] if isinstance(value, list) else value for key, value in schedule.items()}
-
-
-def _tensor(step: Any) -> Any:
-    import torch
-
-    return torch.as_tensor(float(step), dtype=torch.float32)
-
-
-def convert_optimizer_file(checkpoint: Path, optimizer: str) -> None:
-    """Rewrite the optimizer's states of an unpacked checkpoint where another kind of AdamW is to continue it."""
-    import torch
-
-    path, ours = checkpoint / OPTIMIZER, "bnb" if "8bit" in optimizer or "paged" in optimizer else "torch"
-    stored = torch.load(path, weights_only=True, map_location="cpu")
-    first = next(iter(stored["state"].values()), {})
-    if first and ("exp_avg" in first) == (ours == "bnb") and local_rank() == 0:
-        states = {number: _converted(state, ours) for number, state in stored["state"].items()}
-        torch.save(stored | {"state": states}, path.with_suffix(".converted"))
-        os.replace(path.with_suffix(".converted"), path)
-    anyone(False)
-
-
-def _converted(state: dict[str, Any], kind: str) -> dict[str, Any]:
-    """One weight's moments in float32, under the names of this kind; bitsandbytes trains on with those, too."""
-    if kind == "bnb":
-        return {"step": int(state["step"])} | {ours: state[name] for name, ours in MOMENTS.items()}
-    from bitsandbytes.functional import dequantize_blockwise
-
-    flat = {key: one for part in state.values() if isinstance(part, dict) for key, one in part.items()} | state
-    found = {"step": _tensor(flat["step"])}
-    for name, theirs in MOMENTS.items():
-        values, number = flat[theirs], theirs[-1]
-        if f"qmap{number}" in flat:  # in 8 bits
-            code, scales = flat[f"qmap{number}"], flat[f"absmax{number}"]
-            values = dequantize_blockwise(values, absmax=scales, code=code, blocksize=256)
-        found[name] = values
-    return found

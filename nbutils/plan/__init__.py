@@ -44,7 +44,7 @@ def example(resolved: Any, rows: int, mean_length: float) -> Forecast:
 
 
 def require(
-    resolved: Any, rows: int | None = None, mean_length: float | None = None, engine: str = "ddp"
+    resolved: Any, rows: int | None = None, mean_length: float | None = None, engine: str = ""
 ) -> Forecast | str:
     """This machine's forecast for lesson 03, or why there is none; stops where not even the smallest setting fits."""
     if resolved.gpu is None:
@@ -54,6 +54,7 @@ def require(
     except CourseError:
         return tr("No forecast: the size of {model} is not known before its download.", model=resolved.model)
     gpu = gpu_table.of_machine(resolved.gpu).model_copy(update={"count": distributed.world_size()})
+    engine = engine or distributed.engine_name(str(resolved.profile.method))
     made = of_profile(resolved.profile, gpu, shape, rows, mean_length, resolved.rows, engine)
     recipe, limit = Recipe(**made["recipe"]), made["limit_gib"]
     least = min(peak_gib(shape, one) for one in candidates(recipe, made["batch"], gpu))

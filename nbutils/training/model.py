@@ -231,8 +231,8 @@ def _operands(layer: Any, x: Tensor) -> tuple[Any, ...]:
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     a, b, dropout = layer.lora_A[name].weight, layer.lora_B[name].weight, getattr(layer.lora_dropout[name], "p", 0.0)
-    weight = base.weight, getattr(base.weight, "quant_state", None) or getattr(base, "quant_state", None)  # FSDP: of the layer
-    return weight, base.bias, a, b, layer.scaling[name], dropout, dtype
+    state = getattr(base.weight, "quant_state", None) or getattr(base, "quant_state", None)  # FSDP leaves the second
+    return (base.weight, state), base.bias, a, b, layer.scaling[name], dropout, dtype
 
 
 def _dense(weight_and_state: tuple[Any, Any], dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,7 @@ from nbutils.language import joined, tr
 from nbutils.processes import first_signals
 from nbutils.record import LessonLike
 from nbutils.tracking import Clock, Curve, LiveNumbers, best_of, loss_history, validation_history
-from nbutils.training import model, oom
+from nbutils.training import model, oom, sharding
 from nbutils.training import resume as resuming
 
 PEER_PATIENCE = 15.0  # seconds for a checkpoint under way to reach the run folder, when another process has ended
@@ -229,7 +229,7 @@ class CourseCallback(TrainerCallback):
         """Check the trainer's rows and the disk, cast and fuse the LoRA layers; what was done, in one line."""
         self.require_room(trainer)
         chat.check_trainer(trainer, self.dataset.report)
-        distributed.use_engine(trainer)
+        sharding.use_engine(trainer)
         patched = model.patch_lora_kernels(trainer, fused=self.lesson.profile.machine.liger == "on")
         self.take_over(trainer)
         self.fingerprint = resuming.run_fingerprint(self.lesson, trainer.args.seed)
@@ -396,7 +396,8 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         raise CourseError("training.interrupted", step=trainer.state.global_step, steps=trainer.state.max_steps)
     changed = Counter(before[name][0] for name in moved)
     tracking.write_history(trainer.state.log_history, lesson.run.logs / "history.json")
-    return TrainingResult(trainer, callback, *callback.trained, best, (changed[True], changed[False]), peak, after, weights)
+    counts = changed[True], changed[False]
+    return TrainingResult(trainer, callback, *callback.trained, best, counts, peak, after, weights)
 
 
 def _train(trainer: Any, callback: CourseCallback, checkpoint: Path | None) -> None:
@@ -408,7 +409,7 @@ def _train(trainer: Any, callback: CourseCallback, checkpoint: Path | None) -> N
     try:
         with first_signals(callback.time.ask_to_end):
             if checkpoint:
-                distributed.convert_optimizer_file(checkpoint, trainer.args.optim)
+                sharding.convert_optimizer_file(checkpoint, trainer.args.optim)
             oom.train(trainer, callback.lesson, checkpoint, callback.live.note)
     except Exception as problem:  # of a full disk, libraries say many things
         if ended := distributed.peer_error(problem):

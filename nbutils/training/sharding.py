@@ -1,0 +1,150 @@
+"""A training of shards: the trainer's steps are those of one process, and so are its checkpoints.
+
+A checkpoint has the files of a training with one process, whatever engine wrote it: whole adapter weights, and the
+optimizer's states of whole weights. So any engine continues it, with any number of processes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from nbutils.distributed import adapter_weights, anyone, engine, full_weights, load_weights, local_rank, shard
+from nbutils.distributed.engines import SharedSteps
+from nbutils.errors import CourseError
+
+MOMENTS = {"exp_avg": "state1", "exp_avg_sq": "state2"}  # of torch's AdamW, and of bitsandbytes'
+GROUPS = 2  # of weights in the trainer's optimizer, with and without decay; DeepSpeed leaves out the empty one
+OPTIMIZER, SCHEDULER, ADAPTER = "optimizer.pt", "scheduler.pt", "adapter_model.safetensors"
+
+
+def use_engine(trainer: Any) -> None:
+    """Let the trainer take the steps of one process and leave its checkpoints, and keep its adapter in float32."""
+    kind = {"": None, "ddp": SharedSteps}.get(engine(), WholeCheckpoints)
+    if kind is None or isinstance(trainer, SharedSteps):
+        return
+    if kind is WholeCheckpoints and not hasattr(trainer, "_prepare_for_training"):
+        raise CourseError("distributed.old_transformers", version=transformers.__version__)
+    trainer.__class__ = type(type(trainer).__name__, (kind, type(trainer)), {})
+    trainer.add_empty_rows()
+    if engine() == "fsdp":
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        # accelerate's would gather and add up float32 adapters in 16 bits; autocast chooses as it does without FSDP
+        trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
+
+
+class WholeCheckpoints(SharedSteps):
+    """Mixed into a trainer of shards: its checkpoints have the files and the content of a training with one process."""
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        weights = full_weights(self.model)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=weights)
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        state = _optimizer_state(self)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / OPTIMIZER)
+            torch.save(_of_groups(self.lr_scheduler.state_dict(), GROUPS), Path(output_dir) / SCHEDULER)
+
+    def _prepare_for_training(self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        made = super()._prepare_for_training(max_steps, train_dataloader, None)  # type: ignore[misc]
+        if resume_from_checkpoint is not None:
+            folder = Path(resume_from_checkpoint)
+            load_weights(self.model, adapter_weights(self.model, folder / ADAPTER))
+            _load_optimizer_state(self, torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu"))
+            schedule = torch.load(folder / SCHEDULER, weights_only=True)
+            self.lr_scheduler.load_state_dict(_of_groups(schedule, len(self.optimizer.param_groups)))
+            self._load_scaler(resume_from_checkpoint)
+        return made
+
+
+def _optimizer_state(trainer: Any) -> dict[str, Any]:
+    """The optimizer's state dict, of whole weights."""
+    if engine() == "fsdp":
+        found = trainer.optimizer.state_dict()
+        states = {
+            number: {key: one.full_tensor().cpu() if hasattr(one, "full_tensor") else one for key, one in state.items()}
+            for number, state in found["state"].items()
+        }
+        return {"state": states, "param_groups": found["param_groups"]}
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    weights = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+    inner = trainer.model_wrapped.optimizer.optimizer
+    step = next((state["step"] for state in inner.state.values() if "step" in state), inner.param_groups[0].get("step"))
+    states = {
+        number: {key: safe_get_full_optimizer_state(weight, key).cpu() for key in MOMENTS} | {"step": _tensor(step)}
+        for number, weight in enumerate(weights)
+    }
+    members = [[*states], *[[]] * (GROUPS - 1)]
+    return {"state": states, "param_groups": [inner.param_groups[0] | {"params": numbers} for numbers in members]}
+
+
+def _load_optimizer_state(trainer: Any, stored: dict[str, Any]) -> None:
+    weights = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+    if engine() == "fsdp":
+        states = {
+            number: {key: shard(one, weights[number]) if key in MOMENTS else one for key, one in state.items()}
+            for number, state in stored["state"].items()
+        }
+        trainer.optimizer.load_state_dict(stored | {"state": states})
+        return
+    from deepspeed.utils import safe_set_full_optimizer_state
+
+    zero, step = trainer.model_wrapped.optimizer, next(iter(stored["state"].values()))["step"]
+    in_torch = isinstance(zero.optimizer, torch.optim.Optimizer) and type(zero.optimizer).__module__.startswith("torch")
+    flat = zero.fp32_partitioned_groups_flat if engine() == "zero3" else zero.single_partition_of_fp32_groups
+    for part in flat:  # else they would be made by the first step
+        zero.optimizer.state[part] = {key: torch.zeros_like(part) for key in MOMENTS}
+        zero.optimizer.state[part]["step"] = step.clone() if in_torch else int(step)
+    for group in zero.optimizer.param_groups:  # the learning rate of this step
+        group |= {key: value for key, value in stored["param_groups"][0].items() if key != "params"}
+    if engine() != "zero3":
+        zero._lazy_init_hp_params_optimizer_state()
+    for number, weight in enumerate(weights):
+        for key in MOMENTS:
+            safe_set_full_optimizer_state(weight, stored["state"][number][key].to(weight.device), key)
+
+
+def _of_groups(schedule: dict[str, Any], count: int) -> dict[str, Any]:
+    """A scheduler's state for so many groups of weights, which all have the same learning rate."""
+    return {key: (value * count)[:count] if isinstance(value, list) else value for key, value in schedule.items()}
+
+
+def _tensor(step: Any) -> Any:
+    return torch.as_tensor(float(step), dtype=torch.float32)
+
+
+def convert_optimizer_file(checkpoint: Path, optimizer: str) -> None:
+    """Rewrite the optimizer's states of an unpacked checkpoint where another kind of AdamW is to continue it."""
+    path, ours = checkpoint / OPTIMIZER, "bnb" if "8bit" in optimizer or "paged" in optimizer else "torch"
+    stored = torch.load(path, weights_only=True, map_location="cpu")
+    first: dict[str, Any] = next(iter(stored["state"].values()), {})
+    if first and ("exp_avg" in first) == (ours == "bnb") and local_rank() == 0:
+        states = {number: _converted(state, ours) for number, state in stored["state"].items()}
+        torch.save(stored | {"state": states}, path.with_suffix(".converted"))
+        os.replace(path.with_suffix(".converted"), path)
+    anyone(False)
+
+
+def _converted(state: dict[str, Any], kind: str) -> dict[str, Any]:
+    """One weight's moments in float32, under the names of this kind; bitsandbytes trains on with those, too."""
+    if kind == "bnb":
+        return {"step": int(state["step"])} | {ours: state[name] for name, ours in MOMENTS.items()}
+    from bitsandbytes.functional import dequantize_blockwise
+
+    flat = {key: one for part in state.values() if isinstance(part, dict) for key, one in part.items()} | state
+    found = {"step": _tensor(flat["step"])}
+    for name, theirs in MOMENTS.items():
+        values, number = flat[theirs], theirs[-1]
+        if f"qmap{number}" in flat:  # in 8 bits
+            code, scales = flat[f"qmap{number}"], flat[f"absmax{number}"]
+            values = dequantize_blockwise(values, absmax=scales, code=code, blocksize=256)
+        found[name] = values
+    return found
