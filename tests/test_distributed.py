@@ -1,19 +1,26 @@
 """distributed: one process does nothing special, several share a training, a lesson is launched and shown."""
 
+import importlib.util
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import tarfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from support import lesson_facts, python, refused
+from support import lesson_facts, python, refused, wait_for
 
 from nbutils import distributed, files
+from nbutils.distributed import launching
 from nbutils.language import messages
+from nbutils.training import sharding
 
 
 def test_without_torchrun_there_is_one_process_whatever_a_container_sets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,20 +35,78 @@ def test_without_torchrun_there_is_one_process_whatever_a_container_sets(monkeyp
     distributed.leave_it_to_main()
 
 
-@pytest.mark.parametrize(
-    ("gpus", "here", "code"),
-    [(1, "2", "distributed.too_many_processes"), (2, "1", "distributed.several_machines")],
-)
-def test_processes_that_cannot_train_together_are_refused(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, here: str, code: str
-) -> None:
+def test_more_processes_than_gpus_of_a_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here}.items():
+    for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    with refused(code, processes=2):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with refused("distributed.too_many_processes", processes=2, gpus=1):
         distributed.join()
+
+
+def test_only_the_first_process_of_all_machines_is_the_main_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert (distributed.rank(), distributed.local_rank(), distributed.is_main()) == (2, 0, False)
+
+
+def test_an_engine_is_started_by_its_launcher_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert distributed.command_for(1) == [sys.executable]
+    assert "torch.distributed.run" in distributed.command_for(2, "ddp")
+    words = distributed.command_for(2, "fsdp_qlora")
+    assert words[words.index("--num_processes") + 1] == "2"
+    assert Path(words[words.index("--config_file") + 1]).is_file()
+    with refused("distributed.unknown_engine", engine="fsdp"):
+        distributed.command_for(2, "fsdp")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with refused("distributed.no_deepspeed", engine="zero3"):
+        distributed.command_for(2, "zero3")
+
+
+def test_accelerate_reads_the_file_of_every_engine() -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    for name in distributed.ENGINES:
+        config = load_config_from_file(str(files.CONFIGS / "accelerate" / f"{name}.yaml"))
+        kind = "MULTI_GPU" if name == "ddp" else "FSDP" if name.startswith("fsdp") else "DEEPSPEED"
+        assert config.distributed_type.value == kind and config.mixed_precision == "no"
+
+
+def test_an_error_that_only_says_that_another_process_ended_is_told_by_the_main_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.9.0.2]:55321")
+    assert distributed.peer_error(gone) is None  # one process alone
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert distributed.peer_error(ValueError("x")) is None
+    assert distributed.peer_error(gone).code == "distributed.peer_ended"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert isinstance(distributed.peer_error(gone), SystemExit)
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_another_kind_of_adamw_continues_the_states_of_a_checkpoint(tmp_path: Path, bits: int) -> None:
+    import torch
+    from bitsandbytes.functional import quantize_blockwise
+
+    moments = torch.rand(2, 4096) + 0.5
+    state: dict[str, Any] = {"step": 7}
+    for number, values in enumerate(moments, 1):
+        kept, quantized = quantize_blockwise(values, blocksize=256)
+        eight = {f"state{number}": kept, f"qmap{number}": quantized.code, f"absmax{number}": quantized.absmax}
+        state |= eight if bits == 8 else {f"state{number}": values}
+    file = tmp_path / "optimizer.pt"
+    torch.save({"state": {0: state}, "param_groups": [{"lr": 1e-4, "params": [0]}]}, file)
+    sharding.convert_optimizer_file(tmp_path, "adamw_torch")
+    found = torch.load(file, weights_only=True)
+    assert found["param_groups"] == [{"lr": 1e-4, "params": [0]}] and found["state"][0]["step"] == 7
+    for name, values in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+        assert torch.allclose(found["state"][0][name], values, rtol=0.05 if bits == 8 else 0)
+    sharding.convert_optimizer_file(tmp_path, "adamw_torch")  # nothing to do
+    sharding.convert_optimizer_file(tmp_path, "paged_adamw_8bit")
+    back = torch.load(file, weights_only=True)["state"][0]
+    assert back["step"] == 7 and torch.equal(back["state2"], found["state"][0]["exp_avg_sq"])
 
 
 def test_there_is_a_process_for_each_gpu_and_they_share_the_batch_of_a_step() -> None:
@@ -56,7 +121,7 @@ def test_there_is_a_process_for_each_gpu_and_they_share_the_batch_of_a_step() ->
 
 
 def test_a_lesson_that_sees_one_of_two_gpus_says_how_to_use_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "driver_gpus", lambda: ["T4", "T4"])
+    monkeypatch.setattr(launching, "driver_gpus", lambda: ["T4", "T4"])
     assert "--nproc_per_node=2" in distributed.hint(1) and distributed.hint(2) == distributed.hint(0) == ""
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert distributed.hint(1) == ""
@@ -91,8 +156,8 @@ def test_the_progress_of_a_lesson_is_recognised_in_both_languages() -> None:
     rooms = (messages("zh", room)["texts"] for room in ("training", "tracking", "checkpoints"))
     texts = {key: text for room in rooms for key, text in room.items()}
     for line in [*shown, *(texts[one] for one in shown)]:
-        assert re.match(distributed.PROGRESS, re.sub(r"{.*?}", "7", line)), line
-    assert not re.match(distributed.PROGRESS, "adapter: runs/tiny/adapter (1.9 MiB)")
+        assert re.match(launching.PROGRESS, re.sub(r"{.*?}", "7", line)), line
+    assert not re.match(launching.PROGRESS, "adapter: runs/tiny/adapter (1.9 MiB)")
 
 
 def test_sigterm_reaches_the_launched_script(script: Path, capsys: Any) -> None:
@@ -166,6 +231,116 @@ def test_a_main_process_that_fails_says_why_and_the_other_ends_quietly(script: P
     )
     ran = python(*TORCHRUN, script, home=script.parent, threads=1, ok=False)
     assert ran.stderr.count("[FAIL]") == 1 and "RuntimeError" not in ran.stderr
+
+
+@pytest.mark.notebook
+def test_a_process_that_is_silent_ends_the_job(script: Path) -> None:
+    script.write_text(
+        "import time\nfrom nbutils.distributed import processes\n"
+        "processes.BEAT, processes.LOST = 0.2, 2.0\nprocesses.join()\n"
+        "processes.before_end(lambda: print('kept', flush=True))\ntime.sleep(2)\n"
+        "processes.rank() and (processes._state['over'].set(), time.sleep(60))\n"  # it says nothing more
+        "processes.anyone(True)\n"
+    )
+    env = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1", "PYTHONPATH": str(files.PACKAGE.parent)}
+    ran = subprocess.run([sys.executable, *TORCHRUN, script], env=env, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1 and "kept" in ran.stdout
+    assert "Process 1 " in ran.stderr and "distributed.lost" not in ran.stderr
+
+
+SETTINGS = "train.batch=4,train.micro_batch=1,train.learning_rate=2e-4,train.logging_steps=1,train.validation_rows=4"
+ROWS = "data.rows=50"  # packed, they do not fill an epoch's last step
+SIXTEEN = "method=lora,quantization.type=none,quantization.double=false"
+
+
+def train(home: Path, engine: str = "", processes: int = 1, settings: str = "", **values: Any) -> Any:
+    """Lesson 03 in a process or as a job; 8 steps, saved every 4."""
+    given = {"PROFILE": "tiny", "RUN_NAME": "r", "MAX_STEPS": 8, "SAVE_STEPS": 4} | values
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    words += ["--SET", ",".join(filter(None, (SETTINGS, ROWS, settings)))]
+    command = distributed.command_for(processes, engine)[1:]
+    return python(*command, files.NOTEBOOKS / "03_qlora.py", *words, home=home, threads=1, timeout=400)
+
+
+def difference(one: Path, other: Path) -> tuple[float, float]:
+    """The furthest two logged losses, and two weights of the final adapters, are apart."""
+    from safetensors.torch import load_file
+
+    logs = [files.read_json(home / "r/logs/history.json") for home in (one, other)]
+    losses = [
+        {(entry["step"], key): entry[key] for entry in log for key in ("loss", "eval_loss") if key in entry}
+        for log in logs
+    ]
+    assert losses[0].keys() == losses[1].keys() and len(losses[0]) >= 10
+    first, second = (load_file(home / "r/adapter/adapter_model.safetensors") for home in (one, other))
+    weights = max((first[name] - second[name]).abs().max().item() for name in first)
+    return max(abs(losses[0][key] - losses[1][key]) for key in losses[0]), weights
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lesson 03 in one process, which accumulates four micro-batches. Read only."""
+    home: Path = tmp_path_factory.mktemp("alone")
+    train(home)
+    return home
+
+
+@pytest.mark.notebook
+@pytest.mark.parametrize("engine", ["ddp", "fsdp_qlora"])
+def test_two_processes_train_what_one_trains_and_each_continues_the_other(
+    alone: Path, tmp_path: Path, engine: str
+) -> None:
+    together = tmp_path / "together"
+    said = train(together, engine, 2).stdout
+    assert max(difference(alone, together)) < 1e-5
+    facts = lesson_facts(together / "r")
+    assert (facts["processes"], facts["batch"], facts["base_moved"]) == (2, 4, 0)
+    assert facts["adapter_moved"] == lesson_facts(alone / "r")["adapter_moved"]
+    assert said.count("starting at step 0") == 1  # the main process alone prints
+    if engine == "ddp":  # it leaves the files of one process, and reads them
+        return
+    shutil.copytree(alone, tmp_path / "continued")
+    assert "continuing from step 4" in train(tmp_path / "continued", engine, 2, RESUME=4).stdout
+    assert max(difference(alone, tmp_path / "continued")) < 1e-5
+    assert "continuing from step 4" in train(together, RESUME=4).stdout
+    assert max(difference(alone, together)) < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["zero2", "zero2_offload", "zero3", "fsdp_lora"])
+def test_every_engine_trains_what_one_process_trains(tmp_path: Path, engine: str) -> None:
+    if engine.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    settings = SIXTEEN if engine in ("zero3", "fsdp_lora") else ""
+    train(tmp_path / "alone", settings=settings)
+    train(tmp_path / "together", engine, 2, settings)
+    most = 3e-5 if engine == "zero2_offload" else 1e-5  # DeepSpeed's own AdamW for CPUs rounds otherwise
+    assert max(difference(tmp_path / "alone", tmp_path / "together")) < most
+    shutil.copytree(tmp_path / "alone", tmp_path / "continued")
+    train(tmp_path / "continued", engine, 2, settings, RESUME=4)
+    assert max(difference(tmp_path / "alone", tmp_path / "continued")) < most
+    train(tmp_path / "together", settings=settings, RESUME=4)
+    assert max(difference(tmp_path / "alone", tmp_path / "together")) < most
+
+
+@pytest.mark.notebook
+def test_a_killed_process_ends_the_job_and_one_process_goes_on(tmp_path: Path) -> None:
+    words = [files.NOTEBOOKS / "03_qlora.py", "--PROFILE", "tiny", "--RUN_NAME", "r", "--SAVE_STEPS", "2"]
+    env = os.environ | {"NBUTILS_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [*distributed.command_for(2, "ddp"), *words, "--MAX_STEPS", "500"]
+    job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    kept = tmp_path / "r/checkpoints"
+    wait_for(lambda: any(kept.glob("checkpoint-*.json")))
+    ranks = [one for one in psutil.Process(job.pid).children() if "03_qlora.py" in " ".join(one.cmdline())]
+    [victim] = [one for one in ranks if one.environ()["RANK"] == "1"]
+    victim.kill()
+    said, _ = job.communicate(timeout=30)
+    assert job.returncode and said.count("[FAIL]") == 1 and not any(one.is_running() for one in ranks)
+    assert "whole" in python("-m", "nbutils", "checkpoints", "verify", "r", home=tmp_path).stdout
+    last = max(int(file.stem.partition("-")[2]) for file in kept.glob("checkpoint-*.json"))
+    ran = python(*words, "--MAX_STEPS", str(last + 2), home=tmp_path, threads=1)
+    assert f"continuing from step {last}" in ran.stdout
+    assert lesson_facts(tmp_path / "r")["processes"] == 1
 
 
 @pytest.mark.notebook

@@ -12,7 +12,6 @@ ENGINES = ("ddp", "fsdp_qlora", "fsdp_lora", "zero2", "zero2_offload", "zero3") 
 SHARDED = ("fsdp", "zero3")  # no process has a whole model
 
 
-@cache
 def engine() -> str:
     """What accelerate's launcher asked for: fsdp, zero1 to zero3; ddp for torchrun; empty for one plain process."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":

@@ -20,9 +20,9 @@ from nbutils.errors import CourseError
 from nbutils.files import CHUNK
 
 TIMEOUT = timedelta(hours=2)  # for a main process that prepares data; the heartbeat notices a lost one sooner
-BEAT, ANSWER, LOST = 5.0, 10.0, 40.0  # seconds: between two beats, for the store to answer, until a process is lost
+BEAT, LOST = 5.0, 35.0  # seconds: between two beats, and until a process that is silent is lost
 PEER_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "NCCL error", "Broken pipe")
-_state: dict[str, Any] = {"before_end": lambda: None}  # group: of the CPU; beating: until it is set
+_state: dict[str, Any] = {"before_end": lambda: None}  # group: for the CPU; over: the training is
 
 
 def _launched() -> bool:
@@ -78,41 +78,46 @@ def join() -> None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         torch.distributed.init_process_group(backend, timeout=TIMEOUT)
     _state["group"] = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT)
-    _state["beating"] = threading.Event()
+    _state["over"] = threading.Event()
     if world_size() > 1 and "MASTER_ADDR" in os.environ:
-        beating = (broadcast(uuid.uuid4().hex), _state["beating"])  # a restarted job finds the keys of the former one
-        threading.Thread(target=_beat, args=beating, daemon=True).start()
+        watched = (broadcast(uuid.uuid4().hex), _state["over"])  # a restarted job finds the keys of the former one
+        threading.Thread(target=_watch, args=watched, daemon=True).start()
 
 
-def _beat(job: str, over: threading.Event) -> None:
-    """Say that this process lives, and watch the main one; the main one watches all. End where one is silent."""
+def _talk(job: str, heard: dict[int, tuple[str, float]], lost: list[str], over: threading.Event) -> None:
+    """Say in the job's store that this process lives, and hear it of others; without a network this waits for ever."""
     from torch.distributed import PrefixStore, TCPStore
 
-    address, told = os.environ["MASTER_ADDR"], f"{rank()} ({socket.gethostname()})"
-    watched = range(1, world_size()) if is_main() else range(1)
-    heard = {other: ("", time.monotonic()) for other in watched}
-    store: Any = None
-    lost, count = "", 0
-    while not lost and not over.wait(BEAT):
+    store, count = None, 0
+    while not over.wait(BEAT):
         count += 1
         with suppress(Exception):  # a network that is gone says many things; nothing is heard then
             if store is None:
-                port, patience = int(os.environ["MASTER_PORT"]), timedelta(seconds=ANSWER)
-                store = PrefixStore(job, TCPStore(address, port, is_master=False, timeout=patience))
-            store.set(str(rank()), f"{told} {count}")
-            for other in watched:
-                if store.check([str(other)]) and (beat := store.get(str(other)).decode()) != heard[other][0]:
+                store = PrefixStore(job, TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+            store.set(str(rank()), f"{rank()} ({socket.gethostname()}) {count}")
+            for other, (before, _) in heard.items():
+                if store.check([str(other)]) and (beat := store.get(str(other)).decode()) != before:
                     heard[other] = beat, time.monotonic()
-            lost = store.get("lost").decode() if store.check(["lost"]) else ""
-        silent = [other for other, (_, when) in heard.items() if time.monotonic() - when > LOST]
-        if silent and not lost:
-            lost = heard[silent[0]][0].rpartition(" ")[0] or str(silent[0])
-            with suppress(Exception):
-                store.set("lost", lost)
-    if lost and not over.is_set():
+            if lost:
+                store.set("lost", lost[0])
+            elif store.check(["lost"]):
+                lost.append(store.get("lost").decode())
+
+
+def _watch(job: str, over: threading.Event) -> None:
+    """End this process where the main one is silent, or says that another is; the main process watches all."""
+    heard = {other: ("", time.monotonic()) for other in (range(1, world_size()) if is_main() else range(1))}
+    lost: list[str] = []
+    threading.Thread(target=_talk, args=(job, heard, lost, over), daemon=True).start()
+    while not lost and not over.wait(BEAT):
+        silent = [(other, said) for other, (said, when) in heard.items() if time.monotonic() - when > LOST]
+        lost.extend(said.rpartition(" ")[0] or str(other) for other, said in silent[:1])
+        if lost and over.wait(BEAT + 1):  # time to tell the others
+            return
+    if not over.is_set():
         _state["before_end"]()
         if local_rank() == 0 and sys.__stderr__:
-            sys.__stderr__.write(f"{CourseError('distributed.lost', process=lost, seconds=LOST)}\n")
+            sys.__stderr__.write(f"[FAIL] {CourseError('distributed.lost', process=lost[0], seconds=LOST)}\n")
             sys.__stderr__.flush()
         os._exit(1)  # the main thread may wait for the lost one for hours
 
@@ -219,7 +224,7 @@ def leave_it_to_main() -> None:
     import torch.distributed
 
     anyone(False)
-    _state["beating"].set()
+    _state["over"].set()
     torch.distributed.destroy_process_group()
     if not is_main():
         raise SystemExit(0)
