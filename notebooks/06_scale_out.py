@@ -104,6 +104,7 @@ print(f"engine: {engine} ({choice.reason})")
 # %% [markdown]
 # The command line that does in a terminal what this notebook will do: `torchrun` for DDP, `accelerate launch` with a file of
 # `configs/accelerate` for the others. Each process gets a number (its rank) and a GPU. With one process and DDP it is plain Python.
+# Profile, model and rows are those of this run; `--MAX_STEPS` and `--MAX_HOURS` may be added.
 
 # %%
 import shlex
@@ -155,7 +156,7 @@ trials = lesson.scratch / "trials"
 shutil.rmtree(trials, ignore_errors=True)
 possible = processes > 1 and TRIAL_STEPS and plan.fits_alone(lesson.resolved)
 for name, count, how in [("alone", 1, ""), ("together", processes, engine)] if possible else []:
-    print(f"--- {name}: {count} {how}")
+    print(f"--- {name}: {count} process{'es' if count > 1 else ''} {how}")
     lesson.launch("03_qlora", count, threads, trials, engine=how, RUN_NAME=name, MAX_STEPS=TRIAL_STEPS, DATA=DATA)
 
 # %% [markdown]
@@ -194,8 +195,9 @@ for name in engines:
     print(f"\n{name}\n{display.aligned(case.table(name))}")
 
 # %% [markdown]
-# More cards finish sooner, but a token never gets cheaper. DDP keeps nearly all of every card, also over a slow network, because
-# an adapter is small. FSDP keeps it within a machine; between machines it needs InfiniBand.
+# More cards finish sooner, but a token never gets cheaper. DDP keeps nearly all the speed of every card, also over a slow
+# network, because an adapter is small. FSDP sends the whole model. In the forecast for a 7B on RTX 4090s it leaves two thirds of
+# the speed on 8 cards with PCIe, and over Ethernet a quarter: there 16 cards in two machines are slower than 8 in one.
 #
 # From how many cards on does sending take as long as computing? With 8 rows for each card the step grows with the cards; with 8
 # rows in all each card has less to compute. A dash: no number of cards up to 4,096.
@@ -205,9 +207,9 @@ print(display.aligned(case.limits(engines)))
 
 # %% [markdown]
 # Does the arithmetic hold? Here is your own comparison: of N processes each computes an Nth of what one computed, then
-# sends over PCIe. On two GPUs, measured and predicted should be close after 20 steps or more; the first steps are slow. If measured
-# is much longer, the cards reach each other more slowly than 12 GB/s. On a CPU do not expect it: two processes share cores and
-# memory bandwidth, and a process of the tiny model spends much of its time in Python.
+# sends over PCIe. On two GPUs both numbers should come close with enough `TRIAL_STEPS`: the first steps are slow, and the
+# validation counts too. If measured stays much longer, the cards may reach each other more slowly than 12 GB/s. On a CPU do not
+# expect it: two processes share cores and memory bandwidth, and with so small a model most of a step is no computing.
 
 # %%
 if compared:
@@ -223,8 +225,10 @@ if compared:
 # | one plain process | 0.99 |
 # | `torchrun` with one process | 0.98 |
 # | FSDP, or ZeRO-2, with one process | 1.04 |
-# | DDP, two processes share the card | 1.19; the arithmetic says 0.99 + 0.09 |
-# | FSDP, two processes share the card | 3.0; the arithmetic says 0.99 + 2.96, so a part of it was hidden |
+# | DDP, two processes | 1.19; the arithmetic says 0.99 + 0.09 |
+# | FSDP, two processes | 3.0; the arithmetic says 0.99 + 2.96, so a part of it was hidden |
+#
+# Both processes compute on the same card, so computing takes as long as with one.
 #
 # Not measured: two real GPUs, and two machines with a real network. There your own table is the measurement. That losses and
 # adapter are those of one process was tried on a CPU in float32, with every engine: no logged loss differs by more than 1e-6.

@@ -98,7 +98,7 @@ engine = choice.value
 print(f"engine: {engine} ({choice.reason})")
 
 # %% [markdown]
-# 下面这行命令，在终端里做的事和这个 notebook 一样：DDP 用 `torchrun`，其他引擎用 `accelerate launch` 加上 `configs/accelerate` 里的文件。每个进程分到一个编号（叫 rank，和 LoRA 的秩无关）和一块 GPU。只有一个进程又用 DDP 时，就是普通的 Python 命令。
+# 下面这行命令，在终端里做的事和这个 notebook 一样：DDP 用 `torchrun`，其他引擎用 `accelerate launch` 加上 `configs/accelerate` 里的文件。每个进程分到一个编号（叫 rank，和 LoRA 的秩无关）和一块 GPU。只有一个进程又用 DDP 时，就是普通的 Python 命令。配置、模型和样本都沿用这次训练的；需要的话可以加上 `--MAX_STEPS` 和 `--MAX_HOURS`。
 
 # %%
 import shlex
@@ -141,7 +141,7 @@ trials = lesson.scratch / "trials"
 shutil.rmtree(trials, ignore_errors=True)
 possible = processes > 1 and TRIAL_STEPS and plan.fits_alone(lesson.resolved)
 for name, count, how in [("alone", 1, ""), ("together", processes, engine)] if possible else []:
-    print(f"--- {name}: {count} {how}")
+    print(f"--- {name}: {count} process{'es' if count > 1 else ''} {how}")
     lesson.launch("03_qlora", count, threads, trials, engine=how, RUN_NAME=name, MAX_STEPS=TRIAL_STEPS, DATA=DATA)
 
 # %% [markdown]
@@ -175,7 +175,7 @@ for name in engines:
     print(f"\n{name}\n{display.aligned(case.table(name))}")
 
 # %% [markdown]
-# 卡越多，训练完得越早，但每个 token 不会更便宜。适配器很小，所以 DDP 即使走慢网络，每张卡的速度也几乎不打折。FSDP 在一台机器里还行，跨机器就要用 InfiniBand。
+# 卡越多，训练完得越早，但每个 token 不会更便宜。适配器很小，所以 DDP 即使走慢网络，每张卡的速度也几乎不打折。FSDP 要传整个模型：按 RTX 4090 训练 7B 的预估，8 张卡走 PCIe 剩三分之二的速度，走以太网只剩四分之一，两台机器 16 张卡反而不如一台机器 8 张卡快。
 #
 # 用到多少张卡时，通信和计算的时间一样长？“每卡 8 条”时，卡越多，一步的样本越多；“共 8 条”时，卡越多，每张卡要算的越少。短横线表示直到 4,096 张卡都不会。
 
@@ -183,7 +183,7 @@ for name in engines:
 print(display.aligned(case.limits(engines)))
 
 # %% [markdown]
-# 算得准不准？拿自己的比较来检验：N 个进程各算单个进程的 N 分之一，再走 PCIe 通信。两块 GPU 跑 20 步以上，实测和预测应该接近；头几步会慢一些。如果实测长得多，说明卡之间到不了 12 GB/s。在 CPU 上对不上很正常：两个进程共用 CPU 核和内存带宽，而且自带的小模型有不少时间花在 Python 上。
+# 算得准不准？拿自己的比较来检验：N 个进程各算单个进程的 N 分之一，再走 PCIe 通信。在两块 GPU 上，`TRIAL_STEPS` 够大时两个数应该接近：头几步会慢一些，验证的时间也算在里面。如果实测一直长得多，可能是卡之间到不了 12 GB/s。在 CPU 上对不上很正常：两个进程共用 CPU 核和内存带宽，而且模型这么小，一步里大部分时间不在计算。
 
 # %%
 if compared:
@@ -197,8 +197,10 @@ if compared:
 # | 一个普通进程 | 0.99 |
 # | `torchrun`，一个进程 | 0.98 |
 # | FSDP 或 ZeRO-2，一个进程 | 1.04 |
-# | DDP，两个进程共用一块卡 | 1.19；按算式是 0.99 + 0.09 |
-# | FSDP，两个进程共用一块卡 | 3.0；按算式是 0.99 + 2.96，可见有一部分通信藏在了计算后面 |
+# | DDP，两个进程 | 1.19；按算式是 0.99 + 0.09 |
+# | FSDP，两个进程 | 3.0；按算式是 0.99 + 2.96，可见有一部分通信藏在了计算后面 |
+#
+# 两个进程都在同一块卡上计算，所以计算的时间和一个进程时一样。
 #
 # 没有测过的是：两块真正的 GPU，以及用真实网络连接的两台机器。那里以你自己的表为准。损失和适配器与单个进程一致，这一点在 CPU 上用 float32 对每个引擎都试过：记录下来的损失相差都不超过 1e-6。
 
