@@ -15,6 +15,8 @@ from nbutils.evaluation.comparison import PANELS, SHOWN
 from nbutils.evaluation.evaluator import Estimate
 from nbutils.files import read_json
 from nbutils.language import joined, tr
+from nbutils.models import find_shape
+from nbutils.plan import Recipe, scaling
 from nbutils.record import RunFolder
 
 Runs = dict[str, dict[str, Any]]  # by name, as `load` gives them
@@ -147,6 +149,28 @@ def speed_up(alone: Path, together: Path) -> SpeedUp:
     speeds = numbers["tokens_per_second"]
     numbers |= {tr("loss at step {step}", step=step): pair for step, pair in losses.items()}
     return SpeedUp(numbers, speeds[1] / speeds[0], furthest, same and furthest <= TOLERANCE)
+
+
+def against_arithmetic(alone: Path, together: Path, model: str, engine: str, link: str | float = "pcie4") -> str:
+    """A step of two run folders with the same batch, beside what `plan.scaling` says of processes with such a link."""
+    try:
+        shape = find_shape(model)
+    except CourseError:
+        return tr("No prediction: the shape of {model} is not known.", model=model)
+    one, several = (record.read(run / "facts.json")["lessons"]["03_qlora"] for run in (alone, together))
+    settings, cards = several["settings"], several["processes"]
+    recipe = Recipe(
+        settings["method"], settings["lora.rank"], settings["machine.precision"], engine=engine, cards=cards,
+        double=settings["quantization.double"], accumulation=several["batch"] // cards // settings["train.micro_batch"],
+    )  # fmt: skip
+    first, second = (facts["train_seconds"] / facts["steps"] for facts in (one, several))
+    found = scaling.compare(shape, recipe, first / cards, second, link)
+    words = {"alone": first, "processes": cards, "gbps": scaling.bandwidth(link) / 1e9}
+    return tr(
+        "a step of one process takes {alone:.3f} s; of {processes}, each computes {computing:.3f} s and sends "
+        "{sending:.3f} s at {gbps:g} GB/s: {predicted:.3f} s predicted, {measured:.3f} s measured",
+        **words, **found,
+    )  # fmt: skip
 
 
 def speed_up_facts(compared: SpeedUp | None) -> dict[str, Any]:

@@ -7,19 +7,21 @@
 # ---
 
 # %% [markdown]
-# # 06 · Train on several GPUs
+# # 06 · Train on several GPUs, and on several machines
 #
 # Kaggle gives two T4s, and lesson 03 uses one of them. Here the same lesson 03, the same file, trains on all GPUs of a
-# machine, one process for each. Without a GPU, two processes on the CPU train the tiny model in the same way.
+# machine, one process for each. They share the rows of a step, and, where a model does not fit one GPU, the model too. Without
+# a GPU, two processes on the CPU train the tiny model in the same way.
 #
 # You will have
 #
-# - one training shared by several processes, and the command line that starts it,
+# - one training shared by several processes, with the engine that your model and your GPUs need, and its command line,
 # - a comparison with one process: the same rows in every step, the same losses, and how much faster it is,
+# - the memory, speed and cost of 1 to 64 cards, from formulas that you can check against your own comparison,
 # - an adapter in the run folder, ready for lesson 04.
 #
-# Takes about two minutes with the tiny model on 2 cores; with a larger one as long as lesson 03, divided by your GPUs, and a few
-# minutes for the comparison. Disk: as lesson 03.
+# Takes about three minutes with the tiny model on 2 cores; with a larger one as long as lesson 03, divided by your GPUs, and a
+# few minutes for the comparison. Disk: as lesson 03.
 
 # %% [markdown]
 # The next cell installs the course if it is missing. If it fails, name the source in a cell above it:
@@ -36,8 +38,9 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `PROCESSES` 0 starts one for each GPU. `TRIAL_STEPS` is the length of the comparison; 0 leaves it out, for example when a long
-# run is started a second time. The others are those of lesson 03.
+# `PROCESSES` 0 starts one for each GPU. `ENGINE` is a name of the table below; `"auto"` chooses by the size of your model.
+# `TRIAL_STEPS` is the length of the comparison; 0 leaves it out, for example when a long run is started a second time. The
+# others are those of lesson 03.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -45,6 +48,7 @@ MODEL: str = ""
 DATA: str = ""
 RUN_NAME: str = ""
 PROCESSES: int = 0
+ENGINE: str = "auto"
 TRIAL_STEPS: int = 20
 MAX_STEPS: int = 0
 MAX_HOURS: float = 0.0
@@ -69,36 +73,91 @@ distributed.require_shares(lesson.profile.train.batch, processes)
 print(f"processes: {processes} ({choice.reason})")
 
 # %% [markdown]
-# ## What happens
+# ## Which engine
 #
-# `torchrun` starts lesson 03 several times and gives each process a number (its rank) and a GPU. Every process loads the whole 4-bit model
-# and takes its share of the rows of a step. Then the processes average their gradients and take the same step, so that the
-# adapters stay equal. This is distributed data parallel training (DDP). Only the adapter has gradients, a few percent of the model,
-# so little is sent, and even two T4s without a fast link between them help.
+# Every process takes its share of the rows of a step. Then all average their gradients and take the same step, so that the
+# adapters stay equal. `train.batch` in a profile is the rows of a step on all GPUs together: with two GPUs each takes half of
+# it, so learning rate and number of steps need no change. Engines differ in what a process holds, and what it must send.
 #
-# `train.batch` in a profile is the rows of a step on all GPUs together. With two GPUs each takes half of it, so learning rate
-# and number of steps need no change.
+# | engine | each process holds | sent in a step | for |
+# |---|---|---|---|
+# | `ddp` | the whole model | the adapter's gradients | a model that fits one GPU; as fast as it gets |
+# | `fsdp_qlora` | its part of the 4-bit model and of the optimizer | the model, twice in each micro-step | a model whose 4 bits do not fit one GPU |
+# | `fsdp_lora` | the same in 16 bits | the same, three to four times as much | LoRA without 4 bits (`method: lora`) on GPUs that one by one are too small |
+# | `zero2` | the whole model, its part of gradients and optimizer | the adapter's gradients in each micro-step | who knows DeepSpeed |
+# | `zero2_offload` | the whole model; the optimizer is in RAM | the same | adapters of a very large rank |
+# | `zero3` | as `fsdp_lora` | as `fsdp_lora`, and gradients in each micro-step | who knows DeepSpeed, with `method: lora` |
+#
+# ZeRO-2 divides gradients and optimizer, and with LoRA these are small. By the forecast of this course it even needs more: a 7B
+# in 4 bits takes 6.4 GiB of each of two GPUs with DDP, 7.4 with ZeRO-2 and 7.1 with offload, because DeepSpeed has a buffer of
+# its own and no 8-bit optimizer here. The three `zero` engines need `pip install deepspeed`.
+#
+# So: DDP if the model fits one GPU, else FSDP. `auto` does the same.
 
 # %%
+from nbutils import plan
+
+choice = plan.engine_for(lesson.resolved, processes, ENGINE)
+engine = choice.value
+print(f"engine: {engine} ({choice.reason})")
+
+# %% [markdown]
+# The command line that does in a terminal what this notebook will do: `torchrun` for DDP, `accelerate launch` with a file of
+# `configs/accelerate` for the others. Each process gets a number (its rank) and a GPU. With one process and DDP it is plain Python.
+# Profile, model and rows are those of this run; `--MAX_STEPS` and `--MAX_HOURS` may be added.
+
+# %%
+import shlex
 from nbutils import files
 
-print(f"torchrun --nproc_per_node={processes} {files.NOTEBOOKS / '03_qlora.py'} --PROFILE {lesson.resolved.source}")
+words = [*distributed.command_for(processes, engine), files.NOTEBOOKS / "03_qlora.py", "--RUN_NAME", lesson.run.name]
+print(shlex.join(map(str, words)))
+
+# %% [markdown]
+# Several machines need no other lesson. The same command is started on each of them, with `torchrun --nnodes=2` or
+# `accelerate launch --num_machines 2`, and one address at which they meet. [docs/clusters.md](../docs/clusters.md) has the whole
+# commands, job files for SLURM, Kubernetes, SkyPilot and Ray, and what the machines must share. First use all GPUs of one
+# machine: between machines everything is sent over a network.
+
+# %% [markdown]
+# ## What fits on how many cards
+#
+# GiB of each card, and in brackets the smallest cards that have them. `2 x 8` is two machines with eight cards. `ddp` and
+# `fsdp_qlora` have the model in 4 bits, `fsdp_lora` in 16; a micro-batch is one row of 2,048 tokens, with gradient
+# checkpointing. These are forecasts. `plan.engine_table()` has all engines, and the RAM they need: `fsdp_qlora` loads the 4-bit
+# model once for each process, so a 72B on eight cards needs 307 GiB of RAM while it starts.
+
+# %%
+from nbutils import display
+
+print(display.aligned(plan.memory_table()))
+
+# %% [markdown]
+# Where the numbers come from, for a 72B on four cards of 24 GB. What stands before `/ 4` is divided by the cards. The scales of
+# the 4-bit weights are not, and every card puts together the layers that it is about to compute. That is why twice the cards
+# never halve the memory.
+
+# %%
+from nbutils.models import find_shape
+from nbutils.plan.engines import table_recipe
+
+print(display.aligned(plan.memory_formula(find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4))))
 
 # %% [markdown]
 # ## Once alone, once together
 #
-# The same few steps twice, in a temporary folder: first with one process, then with all. (With one GPU there is nothing to
-# compare, and this is left out.)
+# The same few steps twice, in a temporary folder: first with one process, then with all and the engine above. (With one GPU
+# there is nothing to compare, and a model that needs several cannot be trained alone: then this is left out.)
 
 # %%
 import shutil
 
 trials = lesson.scratch / "trials"
 shutil.rmtree(trials, ignore_errors=True)
-counts = {"alone": 1, "together": processes} if processes > 1 and TRIAL_STEPS else {}
-for name, count in counts.items():
-    print(f"--- {name}: {count} process{'es' if count > 1 else ''}")
-    lesson.launch("03_qlora", count, threads, trials, RUN_NAME=name, MAX_STEPS=TRIAL_STEPS, DATA=DATA)
+possible = processes > 1 and TRIAL_STEPS and plan.fits_alone(lesson.resolved)
+for name, count, how in [("alone", 1, ""), ("together", processes, engine)] if possible else []:
+    print(f"--- {name}: {count} process{'es' if count > 1 else ''} {how}")
+    lesson.launch("03_qlora", count, threads, trials, engine=how, RUN_NAME=name, MAX_STEPS=TRIAL_STEPS, DATA=DATA)
 
 # %% [markdown]
 # The number of steps and the rows of each step are equal, and the losses agree within 1 %. They are not equal to the last digit,
@@ -106,31 +165,87 @@ for name, count in counts.items():
 # is different. (With dropout each process draws its own random numbers: then only the trend agrees.)
 
 # %%
-compared = distributed.compare(trials / "alone", trials / "together") if counts else None
+from nbutils import compare
+
+compared = compare.speed_up(trials / "alone", trials / "together") if possible else None
 if compared:
     print(compared)
     print(f"[{' OK ' if compared.same_work else 'WARN'}] equal steps, equal batch, losses within 1 %")
 
 # %% [markdown]
-# Two GPUs should need little more than half the time, as long as computing a step takes much longer than sending the adapter's
-# gradients. Two processes on two CPU cores share the memory bandwidth, so a few short steps say little there. This course was not
-# measured on two GPUs: the table above is your own measurement.
+# ## The arithmetic
 #
-# DDP does not make room for a larger model: each GPU holds all of it. Models that do not fit on one GPU need sharded weights (FSDP,
-# DeepSpeed ZeRO-3), see the documentation of `accelerate`.
+# A step is computing and sending. Computing is the speed of one card: yours from the comparison above, or, without a GPU, the
+# forecast for a 7B on a rented card. Sending is bytes divided by bandwidth. Of N cards in a ring each sends
+#
+# - with DDP, the adapter's gradients: 2 (N - 1) / N x 4 bytes x adapter parameters, once in a step,
+# - with FSDP, the model: 2 (N - 1) / N x its bytes in each micro-step, and the adapter's gradients.
+#
+# The table gives every card 8 rows in a step. Up to 8 cards are in one machine, on PCIe with 12 GB/s; more are in several, with
+# 25 Gbit/s Ethernet between them (2.5 GB/s). Both bandwidths are assumptions. Nothing is computed while something is sent: engines
+# hide a part of it.
+
+# %%
+from nbutils.plan import scaling
+
+case = scaling.case(lesson.resolved, compared.numbers["tokens_per_second"][0] if compared else None)
+print(case)
+engines = ("ddp", f"fsdp_{case.recipe.method}")
+for name in engines:
+    print(f"\n{name}\n{display.aligned(case.table(name))}")
+
+# %% [markdown]
+# More cards finish sooner, but a token never gets cheaper. DDP keeps nearly all the speed of every card, also over a slow
+# network, because an adapter is small. FSDP sends the whole model. In the forecast for a 7B on RTX 4090s it leaves two thirds of
+# the speed on 8 cards with PCIe, and over Ethernet a quarter: there 16 cards in two machines are slower than 8 in one.
+#
+# From how many cards on does sending take as long as computing? With 8 rows for each card the step grows with the cards; with 8
+# rows in all each card has less to compute. A dash: no number of cards up to 4,096.
+
+# %%
+print(display.aligned(case.limits(engines)))
+
+# %% [markdown]
+# Does the arithmetic hold? Here is your own comparison: of N processes each computes an Nth of what one computed, then
+# sends over PCIe. On two GPUs both numbers should come close with enough `TRIAL_STEPS`: the first steps are slow, and the
+# validation counts too. If measured stays much longer, the cards may reach each other more slowly than 12 GB/s. On a CPU do not
+# expect it: two processes share cores and memory bandwidth, and with so small a model most of a step is no computing.
+
+# %%
+if compared:
+    print(compare.against_arithmetic(trials / "alone", trials / "together", lesson.model, engine))
+
+# %% [markdown]
+# What was measured so far: two processes on *one* H200, which send over the machine's loopback device, 1.85 GB/s
+# (`benchmarks/scale_out.py`, its numbers are in `benchmarks/results`). A model of the shape of Qwen2.5-7B in 4 bits, 2 rows of 8,192 tokens
+# in a step:
+#
+# | | seconds of a step |
+# |---|---|
+# | one plain process | 0.99 |
+# | `torchrun` with one process | 0.98 |
+# | FSDP, or ZeRO-2, with one process | 1.04 |
+# | DDP, two processes | 1.19; the arithmetic says 0.99 + 0.09 |
+# | FSDP, two processes | 3.0; the arithmetic says 0.99 + 2.96, so a part of it was hidden |
+#
+# Both processes compute on the same card, so computing takes as long as with one.
+#
+# Not measured: two real GPUs, and two machines with a real network. There your own table is the measurement. That losses and
+# adapter are those of one process was tried on a CPU in float32, with every engine: no logged loss differs by more than 1e-6.
 
 # %% [markdown]
 # ## The training
 #
 # Now the whole run, with all processes. Checkpoints, resuming and the time limit are those of lesson 03: a run that was started on
-# one GPU continues on two, and the other way round. On Kaggle, *Save Version > Save & Run All* runs this notebook in the
-# background; it ends before the 12 hours are over, and continues when its output is attached to the next version.
+# one GPU continues on two, and the other way round, also with another engine. On Kaggle, *Save Version > Save & Run All* runs
+# this notebook in the background; it ends before the 12 hours are over, and continues when its output is attached to the next
+# version. On a rented machine run it with `papermill`, or use the command line above.
 
 # %%
-lesson.launch("03_qlora", processes, threads, DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)
+lesson.launch("03_qlora", processes, threads, engine=engine, DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)
 
 # %% [markdown]
-# What it took, as lesson 03 recorded it in `facts.json`.
+# What it took, as lesson 03 recorded it in `facts.json`. The memory is that of one GPU.
 
 # %%
 from nbutils import record
@@ -145,22 +260,24 @@ print(f"adapter: {lesson.run.adapter}" if record.complete(trained) else "not fin
 # %% [markdown]
 # ## Exercise
 #
-# Is a run tied to the number of processes it was started with? Start this lesson again with one process and ten more steps, without
-# the comparison. The next cell says how.
+# Is a run tied to the processes, or to the engine, it was started with? Start this lesson again with one process, or, if
+# your model does not fit one GPU, with another engine, and ten more steps, without the comparison. The next cell says how.
 
 # %%
 first, last = trained["resumed_from_step"], trained["steps"]
 good = 0 < first < last
 print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last} with {trained['processes']} processes, expected a start after 0")
 if not good:
-    print(f"Run this lesson again with PROCESSES = 1, MAX_STEPS = {last + 10} and TRIAL_STEPS = 0: it continues at step {last}.")
+    print("Run this lesson again with PROCESSES = 1 or another ENGINE,")
+    print(f"MAX_STEPS = {last + 10} and TRIAL_STEPS = 0: it continues at step {last}.")
 
 # %% [markdown]
 # ## You now have
 #
-# - one training shared by several processes, and the command line that starts it,
+# - one training shared by several processes, with the engine that your model and your GPUs need, and its command line,
 # - a comparison with one process: the same rows in every step, the same losses, and how much faster it is,
+# - the memory, speed and cost of 1 to 64 cards, from formulas that you can check against your own comparison,
 # - an adapter in the run folder, ready for lesson 04.
 
 # %%
-lesson.finish(processes=processes, **distributed.facts(compared))
+lesson.finish(processes=processes, engine=engine, **compare.speed_up_facts(compared))

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import threading
@@ -361,3 +362,41 @@ def test_what_a_run_lacks_is_a_dash_and_said(home: Path, capsys: Any) -> None:
     for age, one in enumerate((*runs, mine)):
         os.utime(one.facts, (age, age))
     assert list(compare.beside(mine)) == ["one", "fast", "slow", "3"], "first those of the same data, then the newest"
+
+
+def run_folder(folder: Path, processes: int, losses: dict[int, float], speed: float) -> Path:
+    """A run folder as lesson 03 leaves it, as far as a comparison looks at it."""
+    folder.mkdir()
+    files.write_json(folder / "logs/history.json", [{"step": step, "loss": loss} for step, loss in losses.items()])
+    facts = {"processes": processes, "steps": 20, "batch": 2, "tokens_per_second": speed}
+    files.write_json(folder / "facts.json", {"lessons": {"03_qlora": facts}})
+    return folder
+
+
+def test_one_process_and_several_are_compared(tmp_path: Path) -> None:
+    alone = run_folder(tmp_path / "alone", 1, {10: 4.0, 20: 2.0}, 1000.0)
+    compared = compare.speed_up(alone, run_folder(tmp_path / "together", 2, {10: 4.0, 20: 2.01}, 1800.0))
+    assert compared.furthest == pytest.approx(0.005) and compared.same_work and "1.80 times" in str(compared)
+    facts = compare.speed_up_facts(compared)
+    assert facts["tokens_per_second"] == {"alone": 1000.0, "together": 1800.0} and facts["speedup"] == 1.8
+    assert compare.speed_up_facts(None) == dict.fromkeys(facts)
+    for name, losses in {"apart": {10: 4.0, 20: 2.1}, "diverged": {10: 4.0}}.items():  # nan is not in the file
+        assert not compare.speed_up(alone, run_folder(tmp_path / name, 2, losses, 0.0)).same_work
+    with refused("compare.no_common_step"):
+        compare.speed_up(alone, run_folder(tmp_path / "shorter", 2, {5: 4.0}, 1.0))
+
+
+def test_a_step_of_several_processes_is_held_against_the_arithmetic(tmp_path: Path) -> None:
+    settings = {"method": "qlora", "lora.rank": 16, "machine.precision": "bf16", "quantization.double": True}
+    for name, processes, seconds in (("alone", 1, 20.0), ("together", 2, 12.0)):
+        facts: dict[str, Any] = {"processes": processes, "steps": 20, "batch": 4, "train_seconds": seconds}
+        facts["settings"] = settings | {"train.micro_batch": 1}
+        files.write_json(tmp_path / name / "facts.json", {"lessons": {"03_qlora": facts}})
+    runs = tmp_path / "alone", tmp_path / "together"
+    text = compare.against_arithmetic(*runs, "Qwen2.5-7B", "ddp", 1.0)  # 161 MB of gradients at 1 GB/s
+    assert "1.000 s; of 2, each computes 0.500 s and sends 0.161 s" in text
+    assert "0.661 s predicted, 0.600 s measured" in text
+    slow = compare.against_arithmetic(*runs, "Qwen2.5-7B", "fsdp_qlora", 1.0)
+    sent = float(re.findall(r"sends ([\d.]+) s", slow)[0])
+    assert sent == pytest.approx(2 * 5.44 + 0.04, abs=0.05), "half the weights, twice in each of two micro-steps"
+    assert "not known" in compare.against_arithmetic(*runs, "some/model", "ddp")

@@ -123,7 +123,7 @@ def test_there_is_a_process_for_each_gpu_and_they_share_the_batch_of_a_step() ->
 def test_a_lesson_that_sees_one_of_two_gpus_says_how_to_use_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "driver_gpus", lambda: ["T4", "T4"])
     assert "--nproc_per_node=2" in distributed.hint(1) and distributed.hint(2) == distributed.hint(0) == ""
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(launching, "this_engine", lambda: "ddp")
     assert distributed.hint(1) == ""
 
 
@@ -179,28 +179,6 @@ def test_sigterm_reaches_the_launched_script(script: Path, capsys: Any) -> None:
     with refused("distributed.terminated", lesson="03_qlora"):
         distributed.launch(script, {}, script.parent)
     assert "saved" in capsys.readouterr().out and signal.getsignal(signal.SIGTERM) is before
-
-
-def run_folder(folder: Path, processes: int, losses: dict[int, float], speed: float) -> Path:
-    """A run folder as lesson 03 leaves it, as far as a comparison looks at it."""
-    folder.mkdir()
-    files.write_json(folder / "logs/history.json", [{"step": step, "loss": loss} for step, loss in losses.items()])
-    facts = {"processes": processes, "steps": 20, "batch": 2, "tokens_per_second": speed}
-    files.write_json(folder / "facts.json", {"lessons": {"03_qlora": facts}})
-    return folder
-
-
-def test_two_runs_are_compared(tmp_path: Path) -> None:
-    alone = run_folder(tmp_path / "alone", 1, {10: 4.0, 20: 2.0}, 1000.0)
-    compared = distributed.compare(alone, run_folder(tmp_path / "together", 2, {10: 4.0, 20: 2.01}, 1800.0))
-    assert compared.furthest == pytest.approx(0.005) and compared.same_work and "1.80 times" in str(compared)
-    facts = distributed.facts(compared)
-    assert facts["tokens_per_second"] == {"alone": 1000.0, "together": 1800.0} and facts["speedup"] == 1.8
-    assert distributed.facts(None) == dict.fromkeys(facts)
-    for name, losses in {"apart": {10: 4.0, 20: 2.1}, "diverged": {10: 4.0}}.items():  # nan is not in the file
-        assert not distributed.compare(alone, run_folder(tmp_path / name, 2, losses, 0.0)).same_work
-    with refused("distributed.no_common_step"):
-        distributed.compare(alone, run_folder(tmp_path / "shorter", 2, {5: 4.0}, 1.0))
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -348,9 +326,10 @@ def test_lesson_06_trains_with_two_processes_what_one_would_have_trained(tmp_pat
     text = (files.CONFIGS / "tiny.yaml").read_text(encoding="utf-8")
     (tmp_path / "tiny.yaml").write_text(text.replace("validation_rows: auto", "validation_rows: 8"), encoding="utf-8")
     words = [files.NOTEBOOKS / "06_scale_out.ipynb", tmp_path / "out.ipynb", "-p", "PROFILE", tmp_path / "tiny.yaml"]
-    python("-m", "papermill", *words, "-p", "TRIAL_STEPS", "2", "-p", "MAX_STEPS", "3", home=tmp_path, timeout=590)
+    words += ["-p", "TRIAL_STEPS", "2", "-p", "MAX_STEPS", "3", "-p", "ENGINE", "ddp"]
+    python("-m", "papermill", *words, home=tmp_path, timeout=590)
     scaled, trained = (lesson_facts(tmp_path / "tiny", stem) for stem in ("06_scale_out", "03_qlora"))
-    assert scaled["processes"] == 2 and scaled["speedup"] > 0
+    assert (scaled["processes"], scaled["engine"]) == (2, "ddp") and scaled["speedup"] > 0
     assert scaled["loss_difference"] < 1e-4  # float32: the same rows, added in another order
     alone, together = (lesson_facts(tmp_path / ".scratch/tiny/trials" / name) for name in ("alone", "together"))
     assert together["validation_loss"] == pytest.approx(alone["validation_loss"], abs=1e-4)  # rows are shared

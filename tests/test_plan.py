@@ -321,6 +321,8 @@ def test_72b_in_4_bits_fits_four_cards_of_24_gb_and_not_two() -> None:
     assert len(rows) == 3 * 5 * 6 and len({tuple(row.values())[:3] for row in rows}) == len(rows)
     [row] = plan.engine_table(["Qwen2.5-72B"], ["fsdp_qlora"], [(1, 4)])
     assert (row["fits from"], row["RAM of a machine"]) == ("24 GB", "154 GiB"), "each process loads 38.4 GiB"
+    lines = plan.memory_table()
+    assert len(lines) == 3 * 5 and lines[12]["fsdp_qlora"] == "20.0 (24 GB)"
     [row] = plan.engine_table(["Qwen2.5-72B"], ["zero3"], [(1, 1)])
     assert (row["fits from"], row["RAM of a machine"]) == ("none", "135 GiB")
     both = [
@@ -348,6 +350,9 @@ def test_the_engine_is_ddp_where_a_gpu_holds_the_model_and_else_shards_where_the
     assert [chosen("Qwen2.5-7B", 2, "lora"), chosen("Qwen2.5-14B", 2, "lora")] == ["ddp", "fsdp_lora"]
     with refused("plan.no_engine", "fsdp_qlora", "RTX 4090"):
         chosen("Qwen2.5-72B", 2)
+    fitting = [plan.fits_alone(resolved("ampere_24gb", model, RTX)) for model in ("Qwen2.5-7B", "Qwen2.5-72B")]
+    assert fitting == [True, False]
+    assert plan.engine_for(resolved("ampere_24gb", "Qwen2.5-72B", RTX), 2, "zero3").value == "zero3"
     assert plan.engine_for(resolved("tiny", "", None), 2).value == "ddp"
     assert "not known" in plan.engine_for(resolved("ampere_24gb", "some/model", RTX), 2).reason
 
@@ -385,6 +390,18 @@ def test_scaling_is_computing_and_sending() -> None:
         scaling.table(SEVEN, recipe, gpus.find("mine", vram=24))
     found = scaling.compare(SEVEN, replace(recipe, cards=2), 8.0, 16.0, slow)
     assert found["ratio"] == pytest.approx(16 / (8 + 8 / 1.45)) and found["predicted"] == 8 + found["sending"]
+
+
+def test_one_reckons_with_the_own_machine_where_it_is_known_and_else_with_a_rented_one() -> None:
+    here = resolved("ampere_24gb", "Qwen2.5-14B", RTX)
+    assert str(scaling.case(here)).startswith("Qwen2.5-14B, qlora") and not scaling.case(here).measured
+    assert str(scaling.case(here, 500.0)).endswith("500 tokens/s of one card, measured")
+    for unknown in (resolved("tiny", "", None), resolved("ampere_24gb", "some/model", RTX)):
+        rented = scaling.case(unknown, 500.0)
+        assert str(rented).startswith("Qwen2.5-7B, qlora, RTX 4090") and not rented.measured
+    assert [row["cards"] for row in rented.table("fsdp_qlora")] == [1, 2, 4, 8, 16, 32, 64]
+    [row] = rented.limits(["ddp", "fsdp_qlora"], ["25gbe"])
+    assert list(row.values()) == ["25gbe", "2.5", "–", "–", 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,14 @@ from nbutils.hardware import Choice
 from nbutils.language import joined, tr
 from nbutils.models import find_shape
 from nbutils.plan import gpus as gpu_table
-from nbutils.plan.engines import ENGINES, engine_for, engine_table, memory_formula
+from nbutils.plan.engines import ENGINES, engine_for, engine_table, fits_alone, memory_formula, memory_table
 from nbutils.plan.forecast import CONTEXT_GIB, MARGIN, Forecast, Recipe, apply, candidates, of_profile, peak_gib
 from nbutils.plan.gpus import GPUSpec
 
-__all__ = ["ENGINES", "Recipe", "candidates", "engine_for", "engine_table", "memory_formula", "peak_gib"]
+__all__ = [
+    "ENGINES", "Recipe", "candidates", "engine_for", "engine_table", "fits_alone", "memory_formula", "memory_table",
+    "peak_gib",
+]  # fmt: skip
 
 RENTED = ("RTX 4090", "ampere_24gb")  # the usual rented GPU, and its profile
 DIGITS = {  # as far as a forecast deserves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from nbutils.config import Profile
@@ -17,6 +18,7 @@ from nbutils.plan.gpus import GPUSpec
 
 MODELS = ("Qwen2.5-14B", "Qwen2.5-32B", "Qwen2.5-72B")
 MACHINES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8))  # machines, and the cards of each
+COMMON = ("ddp", "fsdp_qlora", "fsdp_lora")
 CLASSES = {"16 GB": "T4", "24 GB": "RTX 4090", "48 GB": "L40S", "80 GB": "A100-80GB", "141 GB": "H200"}
 
 
@@ -44,6 +46,16 @@ def engine_table(
     return rows
 
 
+def memory_table(engines: Sequence[str] = COMMON, **options: Any) -> list[dict[str, Any]]:
+    """The same, with a column for each engine: GiB of a card, and the smallest GPU that has them."""
+    lines: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in engine_table(engines=engines, **options):
+        model, cards, engine, _, size, _, smallest = row.values()
+        line = lines.setdefault((model, cards), {tr("model"): model, tr("cards"): cards})
+        line[engine] = f"{size} ({smallest})"
+    return list(lines.values())
+
+
 def table_recipe(engine: str, cards: int, length: int = 2048) -> Recipe:
     """The recipe of the table: where an engine takes any base, one in 4 bits."""
     method, accumulation = ENGINES[engine].method or "qlora", max(1, forecast.LARGEST_STEP // cards)
@@ -63,11 +75,13 @@ def memory_formula(shape: Shape, recipe: Recipe) -> list[dict[str, Any]]:
     return rows
 
 
-def engine_for(resolved: Any, processes: int) -> Choice:
-    """The engine with which so many processes train a resolved profile, one on each GPU.
+def engine_for(resolved: Any, processes: int, asked: str = "auto") -> Choice:
+    """The engine with which so many processes train a resolved profile, one on each GPU: that asked for, or by size.
 
     DDP where each GPU holds the model, with the smallest setting; else FSDP, where its share fits.
     """
+    if asked != "auto":
+        return Choice(asked, tr("parameter {name}", name="ENGINE"))
     if resolved.gpu is None:
         return Choice("ddp", tr("no GPU here: each process holds the whole model"))
     try:
@@ -87,6 +101,13 @@ def engine_for(resolved: Any, processes: int) -> Choice:
         ))  # fmt: skip
     names = {"gpu": gpu.name, "engine": sharded, "method": resolved.profile.method, "processes": processes}
     raise CourseError("plan.no_engine", share=share, **sizes, **names)
+
+
+def fits_alone(resolved: Any) -> bool:
+    """Whether one GPU holds the model of a resolved profile; also true where that is not known."""
+    with suppress(CourseError):
+        return bool(engine_for(resolved, 1).value == "ddp")
+    return False
 
 
 def _smallest_gib(profile: Profile, shape: Shape, gpu: GPUSpec, engine: str, rows: Rows | None) -> float:

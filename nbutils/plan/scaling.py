@@ -7,13 +7,16 @@ a measured speed of one card, or the forecast. What is measured decides: `compar
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from nbutils.config import Profile, load
 from nbutils.errors import CourseError
 from nbutils.language import tr
-from nbutils.models import Shape
-from nbutils.plan import forecast, money
+from nbutils.models import Shape, find_shape
+from nbutils.plan import RENTED, forecast, gpus, money
 from nbutils.plan.forecast import LARGEST_STEP, PACKED, Recipe, launch_seconds
 from nbutils.plan.gpus import GPUSpec
 
@@ -27,8 +30,10 @@ LINKS = {  # GB/s that a card sends while it receives as much
     "ib100": 100 / 8 * REACHED,  # InfiniBand EDR, one adapter in a machine
     "ib400": 400 / 8 * REACHED,  # InfiniBand NDR
 }
+SHOWN = ("nvlink4", "pcie4", "25gbe", "ib400")
 CARDS = (1, 2, 4, 8, 16, 32, 64)
 MOST = 4096  # cards looked at
+ROWS = 10_000, 300.0  # of a usual training: how many, and their mean length
 
 
 class Step(NamedTuple):
@@ -112,3 +117,53 @@ def compare(shape: Shape, recipe: Recipe, alone: float, together: float, link: s
     sending = sending_seconds(shape, recipe, link)
     found = {"computing": alone, "sending": sending, "predicted": alone + sending, "measured": together}
     return found | {"ratio": together / (alone + sending)}
+
+
+class Case(NamedTuple):
+    """A training to reckon with, and the tokens per second of one card."""
+
+    shape: Shape
+    recipe: Recipe
+    gpu: GPUSpec
+    rate: float
+    measured: bool
+
+    def __str__(self) -> str:
+        words = {"model": self.shape.name, "method": self.recipe.method, "gpu": self.gpu.name, "rate": self.rate}
+        if self.measured:
+            return tr("{model}, {method}, {gpu}: {rate:,.0f} tokens/s of one card, measured", **words)
+        return tr("{model}, {method}, {gpu}: {rate:,.0f} tokens/s of one card, a forecast", **words)
+
+    def table(self, engine: str) -> list[dict[str, Any]]:
+        """1 to 64 cards under an engine, each with as many rows in a step."""
+        return table(self.shape, replace(self.recipe, engine=engine), self.gpu, rate=self.rate)
+
+    def limits(self, engines: Sequence[str], links: Sequence[str] = SHOWN) -> list[dict[str, Any]]:
+        """For each link, the fewest cards that send for as long as they compute; a dash: no number of them."""
+        rows = []
+        for link in links:
+            row: dict[str, Any] = {tr("link"): link, "GB/s": f"{LINKS[link]:g}"}
+            for engine in engines:
+                asked = self.shape, replace(self.recipe, engine=engine), LARGEST_STEP, link, self.rate
+                words = {"engine": engine, "rows": LARGEST_STEP}
+                row[tr("{engine}, {rows} rows a card", **words)] = sending_wins(*asked, fixed=False) or "–"
+                row[tr("{engine}, {rows} rows in all", **words)] = sending_wins(*asked, fixed=True) or "–"
+            rows.append(row)
+        return rows
+
+
+def case(resolved: Any, measured: float | None = None) -> Case:
+    """This machine's model and GPU, with the speed `measured` or forecast; else a 7B model on a GPU to rent."""
+    if resolved.gpu:
+        with suppress(CourseError):  # the model's shape, or the GPU's speed, is not known
+            return _case(resolved.profile, gpus.of_machine(resolved.gpu), find_shape(resolved.model), measured)
+    rented = load(RENTED[1])
+    return _case(rented, gpus.find(RENTED[0]), find_shape(rented.model))
+
+
+def _case(profile: Profile, gpu: GPUSpec, shape: Shape, measured: float | None = None) -> Case:
+    made = forecast.of_profile(profile, gpu, shape, *ROWS)
+    rate = measured or made["tokens_per_second"]
+    if rate is None:
+        raise CourseError("plan.unknown_speed", gpu=gpu.name)
+    return Case(shape, Recipe(**made["recipe"]), gpu, rate, bool(measured))

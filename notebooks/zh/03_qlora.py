@@ -119,6 +119,7 @@ quantization = BitsAndBytesConfig(
     bnb_4bit_quant_type=profile.quantization.type,
     bnb_4bit_use_double_quant=profile.quantization.double,
     bnb_4bit_compute_dtype=dtype,
+    bnb_4bit_quant_storage=dtype,  # so that FSDP can divide the weights among GPUs
 )
 
 # %% [markdown]
@@ -135,7 +136,7 @@ model = AutoModelForCausalLM.from_pretrained(
     quantization_config=quantization if profile.method == "qlora" else None,
     dtype=dtype,
     attn_implementation=training.attention(profile.machine.attention),
-    device_map={"": lesson.device},
+    device_map=lesson.device_map,
     trust_remote_code=False,
 )
 print(f"{model.get_memory_footprint() / 2**20:,.0f} MiB in memory")
@@ -204,7 +205,7 @@ settings = SFTConfig(
     max_length=profile.train.max_length if profile.train.packing else None,
     packing=profile.train.packing,
     padding_free=True,
-    optim=profile.train.optimizer,
+    optim=distributed.optimizer_for(profile.train.optimizer),
     weight_decay=profile.train.weight_decay,
     max_grad_norm=profile.train.max_grad_norm,
     gradient_checkpointing=profile.train.gradient_checkpointing != "off",
