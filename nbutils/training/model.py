@@ -31,6 +31,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from nbutils import distributed, hardware, merging
 from nbutils.errors import CourseError
 from nbutils.language import tr
+from nbutils.training import sharding
 
 VARLEN = "varlen"  # attention for packed rows without a mask
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -57,7 +58,7 @@ def repair_precision(model: nn.Module) -> int:
 def load_checkpoint(model: Any, checkpoint: Path) -> None:
     """Load the weights of a checkpoint: the adapter, or all where all are trained."""
     if (adapter := checkpoint / "adapter_model.safetensors").exists():
-        distributed.load_weights(model, distributed.adapter_weights(model, adapter))
+        sharding.load_weights(model, sharding.adapter_weights(model, adapter))
     else:
         load_model(model, checkpoint / "model.safetensors", strict=False)  # tied weights are stored once
 
@@ -74,7 +75,7 @@ def weight_kinds(model: nn.Module) -> dict[str, int]:
 
 def weight_checksums(model: nn.Module) -> dict[str, tuple[bool, int]]:
     """By name: whether a weight is trainable, and its checksum; of a sharded weight, that of this process's shard."""
-    distributed.reshard(model)
+    sharding.reshard(model)
     found = {}
     for name, weight in model.named_parameters():
         shard: Any = getattr(weight, "ds_tensor", getattr(weight, "_local_tensor", weight))

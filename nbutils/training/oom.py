@@ -17,6 +17,7 @@ from nbutils.checkpoints import step_of
 from nbutils.errors import CourseError
 from nbutils.language import tr
 from nbutils.record import LessonLike
+from nbutils.training import sharding
 from nbutils.training.resume import OOM_FILE
 
 
@@ -57,7 +58,7 @@ def train(trainer: Any, lesson: LessonLike, resume_from: Path | None, note: Call
     """Train to the end; where memory runs out, go on from the last finished step with smaller settings."""
     settings = settings_of(trainer)
     watch, alone = UpdateWatch(), distributed.engine() == ""
-    first_weights = distributed.full_weights(trainer.model) if alone else {}
+    first_weights = sharding.full_weights(trainer.model) if alone else {}
     trainer.callback_handler.callbacks.insert(0, watch)  # before those that may run out of memory themselves
     while True:
         try:
@@ -91,7 +92,7 @@ def train(trainer: Any, lesson: LessonLike, resume_from: Path | None, note: Call
         if step > step_of(resume_from):
             raise CourseError("training.oom_half_updated", step=step + 1)
         if resume_from is None:  # the first update may have broken off
-            distributed.load_weights(trainer.model, first_weights)
+            sharding.load_weights(trainer.model, first_weights)
         apply(trainer, smaller)
         about = {"step": step + 1, "peak": peak, "settings": smaller}
         note(tr("[WARN] out of memory at step {step} (peak {peak:.1f} GiB): continuing with {settings}", **about))

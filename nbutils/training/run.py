@@ -126,7 +126,7 @@ class Validation(TrainerCallback):
             self._validate(state, self.trainer.control)
         found = best_of(validation_history(state.log_history))
         if found and self.best and self.best_step == found[0] != state.global_step:
-            distributed.load_weights(self.trainer.model, self.best)
+            sharding.load_weights(self.trainer.model, self.best)
         return found if found and found[0] in (self.best_step, state.global_step) else None
 
     def load(self, state: Any, checkpoint: Path) -> None:
@@ -135,7 +135,7 @@ class Validation(TrainerCallback):
         if not found or found[0] == self.best_step:
             return
         if found[0] == state.global_step:
-            self.best = distributed.full_weights(self.trainer.model)
+            self.best = sharding.full_weights(self.trainer.model)
         elif (checkpoint / BEST).exists():
             self.best = load_file(checkpoint / BEST)
         self.best_step = found[0] if self.best else -1
@@ -182,7 +182,7 @@ class Validation(TrainerCallback):
             self.note(tr("[WARN] the validation loss is {loss} at step {step}: training ends here", **seen))
             control.should_training_stop, control.should_save = True, False
         elif best and best[0] == state.global_step:
-            self.best_step, self.best = state.global_step, distributed.full_weights(self.trainer.model)
+            self.best_step, self.best = state.global_step, sharding.full_weights(self.trainer.model)
         elif best and self.stopped_early(state.log_history) and state.global_step < state.max_steps:
             lowest = {"step": best[0], "loss": best[1]}
             self.note(tr("early stopping · the validation loss was lowest at step {step} ({loss:.4f})", **lowest))
@@ -380,7 +380,7 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         moved = {name for name in before if before[name] != after[name]}
         moved = set().union(*distributed.gather(moved))
         sharded = distributed.engine() in distributed.SHARDED
-        weights = distributed.full_weights(trainer.model) if sharded else {}
+        weights = sharding.full_weights(trainer.model) if sharded else {}
         distributed.leave_it_to_main()  # only the main process continues from here
         tracking.end(lesson.run.logs)
         kept = callback.sync.finish()
