@@ -22,7 +22,8 @@ course: $(VENV)/ready .venv-serve/ready.json  ## lessons 01-05, headless
 test: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## the gate: lessons, servers, environments; 11 minutes
 	$(PYTEST) -m "not gpu and not long" $(ARGS)
 
-test-long: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## before a release: kills, all exports, all installs
+test-long: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## before a release: kills, all exports, all installs, DeepSpeed
+	$(INSTALL) --no-build-isolation setuptools deepspeed
 	$(PYTEST) -m long $(ARGS)
 
 test-fast: $(VENV)/ready  ## 100 seconds: no lesson, no server, no installation, no kill
