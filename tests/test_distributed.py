@@ -10,6 +10,7 @@ import sys
 import tarfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,69 @@ def test_a_killed_process_ends_the_job_and_one_process_goes_on(tmp_path: Path) -
     ran = python(*words, "--MAX_STEPS", str(last + 2), home=tmp_path, threads=1)
     assert f"continuing from step {last}" in ran.stdout
     assert lesson_facts(tmp_path / "r")["processes"] == 1
+
+
+@pytest.fixture
+def networks() -> Iterator[list[str]]:
+    """Two network namespaces with a cable between them: 10.9.0.1 at v0, 10.9.0.2 at v1."""
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    names = [f"nbutils-{os.getpid()}-{number}" for number in range(2)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "v0", "netns", names[0], "type", "veth", "peer", "name", "v1", "netns", names[1])
+        for number, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.9.0.{number + 1}/24", "dev", f"v{number}")
+            ip("-n", name, "link", "set", f"v{number}", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    except (OSError, subprocess.CalledProcessError) as problem:
+        pytest.skip(f"no network namespaces here: {problem}")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@pytest.mark.long
+def test_two_machines_train_together_and_go_on_after_one_is_cut_off(tmp_path: Path, networks: list[str]) -> None:
+    homes = [tmp_path / "first", tmp_path / "second"]
+
+    def start(steps: int) -> list[subprocess.Popen[str]]:
+        """The command of both machines, each with folders of its own."""
+        jobs = []
+        for number, (name, home) in enumerate(zip(networks, homes, strict=True)):
+            env = os.environ | {"NBUTILS_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+            env |= {"GLOO_SOCKET_IFNAME": f"v{number}", "PYTHONPATH": str(files.PACKAGE.parent)}
+            where = ["--nnodes=2", "--nproc_per_node=1", f"--node-rank={number}", "--master-addr=10.9.0.1"]
+            launcher = [sys.executable, "-m", "torch.distributed.run", *where, "--master-port=29500"]
+            lesson = [files.NOTEBOOKS / "03_qlora.py", "--PROFILE", "tiny", "--RUN_NAME", "r", "--SAVE_STEPS", "4"]
+            command = ["ip", "netns", "exec", name, *launcher, *map(str, lesson), "--MAX_STEPS", str(steps)]
+            with open(home.with_suffix(f".{steps}.log"), "w", encoding="utf-8") as log:
+                jobs.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, text=True))
+        return jobs
+
+    jobs = start(400)
+    kept = homes[0] / "r/checkpoints"
+    wait_for(lambda: (kept / "checkpoint-8.json").exists())
+    subprocess.run(["ip", "-n", networks[1], "link", "set", "v1", "down"], check=True)
+    cut = time.monotonic()
+    assert all(job.wait(timeout=75) for job in jobs)
+    assert time.monotonic() - cut < 65  # a minute, and torchrun's own end
+    for home in homes:
+        assert "[FAIL] Process" in home.with_suffix(".400.log").read_text()
+    assert "whole" in python("-m", "nbutils", "checkpoints", "verify", "r", home=homes[0]).stdout
+    assert [path.name for path in (homes[1] / "r").iterdir()] == ["data"]  # the first machine keeps all else
+    last = max(int(file.stem.partition("-")[2]) for file in kept.glob("checkpoint-*.json"))
+    subprocess.run(["ip", "-n", networks[1], "link", "set", "v1", "up"], check=True)
+    assert [job.wait(timeout=200) for job in start(last + 4)] == [0, 0]
+    assert f"continuing from step {last}" in homes[0].with_suffix(f".{last + 4}.log").read_text()
+    assert lesson_facts(homes[0] / "r")["processes"] == 2
+    words = ["--PROFILE", "tiny", "--RUN_NAME", "r", "--MAX_STEPS", str(last + 6)]
+    ran = python(files.NOTEBOOKS / "03_qlora.py", *words, home=homes[0], threads=1)  # the first machine alone
+    assert f"continuing from step {last + 4}" in ran.stdout
 
 
 @pytest.mark.notebook

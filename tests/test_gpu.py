@@ -155,7 +155,7 @@ def test_activations_are_offloaded_and_the_training_stays_the_same(tmp_path: Pat
     import test_training
     from trl.models.activation_offloading import OffloadActivations
 
-    from nbutils.training.model import trained_weights
+    from nbutils.training.sharding import full_weights
 
     words = {"use_cpu": False, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 4}
     words |= {"gradient_checkpointing": True}
@@ -167,7 +167,7 @@ def test_activations_are_offloaded_and_the_training_stays_the_same(tmp_path: Pat
     assert test_training.oom.settings_of(capped).checkpointing == "offload"
     assert isinstance(capped.maybe_activation_offload_context, OffloadActivations)
     assert capped.state.global_step == 4 and capped.diary.steps == whole.diary.steps
-    torch.testing.assert_close(trained_weights(capped.model), trained_weights(whole.model), rtol=0, atol=1e-4)
+    torch.testing.assert_close(full_weights(capped.model), full_weights(whole.model), rtol=0, atol=1e-4)
 
 
 def test_the_ladder_takes_two_rungs_on_the_card() -> None:

@@ -38,8 +38,8 @@ from nbutils.errors import CourseError
 from nbutils.plan import gpus
 from nbutils.training import model as lora
 from nbutils.training import oom, resume, run
-from nbutils.training.model import trained_weights
 from nbutils.training.oom import StepSettings
+from nbutils.training.sharding import full_weights
 
 FINGERPRINT = dict[str, Any](seed=1)
 RTX_4090 = hardware.GPU("NVIDIA GeForce RTX 4090", (8, 9), 23.6, 1)
@@ -635,7 +635,7 @@ class Diary(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         assert state.global_step not in self.steps, "no step is done twice"
         self.steps[state.global_step] = ([*self.seen], given["lr_scheduler"].get_last_lr()[0])
-        self.weights[state.global_step] = trained_weights(given["model"])
+        self.weights[state.global_step] = full_weights(given["model"])
 
 
 def build(folder: Path, **settings: Any) -> Any:
@@ -690,7 +690,7 @@ def assert_same(trainer: Any, whole: Any, since: int = 0) -> None:
     """The same steps, rows in the same order, rates and weights."""
     assert trainer.state.global_step == trainer.state.max_steps == whole.state.max_steps
     assert trainer.diary.steps == {step: seen for step, seen in whole.diary.steps.items() if step > since}
-    torch.testing.assert_close(trained_weights(trainer.model), trained_weights(whole.model), rtol=0, atol=1e-6)
+    torch.testing.assert_close(full_weights(trainer.model), full_weights(whole.model), rtol=0, atol=1e-6)
 
 
 def validated(folder: Path, losses: Any = (), monkeypatch: Any = None, count: int = 5, **settings: Any) -> Any:
@@ -745,11 +745,11 @@ def test_the_best_step_is_restored_also_by_a_resumed_run(tmp_path: Path, monkeyp
     again.train(resume_from_checkpoint=str(tmp_path / "trainer/checkpoint-4"))
     finished, loaded = validated(tmp_path, (), monkeypatch, max_steps=4)
     loaded.validation.load_finished(tmp_path / "trainer/checkpoint-7", chosen=True)
-    torch.testing.assert_close(trained_weights(finished.model), again.diary.weights[7], rtol=0, atol=0)
+    torch.testing.assert_close(full_weights(finished.model), again.diary.weights[7], rtol=0, atol=0)
     loaded.validation.load_finished(tmp_path / "trainer/checkpoint-7")
     for trainer, kept in ((first, callback), (again, resumed), (finished, loaded)):
         assert kept.validation.restore_best() == (2, 3.0)
-        torch.testing.assert_close(trained_weights(trainer.model), first.diary.weights[2], rtol=0, atol=0)
+        torch.testing.assert_close(full_weights(trainer.model), first.diary.weights[2], rtol=0, atol=0)
     numbers = result_of(again, resumed, first_step=4).facts()
     assert (numbers["validation_loss"], numbers["best_step"]) == ({"first": 5.0, "best": 3.0, "last": 4.6}, 2)
 
@@ -911,7 +911,7 @@ def test_gradient_checkpointing_is_turned_on_and_then_nothing_is_left(tmp_path: 
         oom.train(trainer, lesson_in(tmp_path), None)
 
 
-def test_what_cannot_go_on_ends(tmp_path: Path) -> None:
+def test_what_cannot_go_on_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, callback, lesson = build(tmp_path / "a"), TrainerCallback(), lesson_in(tmp_path / "a")
     raise_once(callback, "on_optimizer_step", when=lambda: trainer.state.global_step == 3)
     trainer.add_callback(callback)
@@ -924,7 +924,7 @@ def test_what_cannot_go_on_ends(tmp_path: Path) -> None:
         oom.train(trainer, lesson, None)
     assert batch_of(trainer) == (4, 2) and oom.oom_changes(lesson) == []
     raise_once(trainer, "train")
-    trainer.args = SimpleNamespace(**vars(trainer.args) | {"world_size": 2})
+    monkeypatch.setenv("LOCAL_RANK", "0")  # one of several processes
     with refused("training.oom_distributed", step=1):
         oom.train(trainer, lesson, None)
 

@@ -8,7 +8,7 @@ import signal
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -287,7 +287,9 @@ class TrainingResult:
     changed: tuple[int, int]  # weight tensors of the adapter, and of the base
     peak_gib: float
     checksums: dict[str, tuple[bool, int]]  # of the weights it ended with
-    weights: dict[str, torch.Tensor]  # the trained ones, where the model has only shards of them
+    weights: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # trained ones of which the model has shards, or 16 bits
 
     @property
     def history(self) -> dict[str, Curve]:
@@ -379,8 +381,8 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         before, after = callback.checksums, model.weight_checksums(trainer.model)
         moved = {name for name in before if before[name] != after[name]}
         moved = set().union(*distributed.gather(moved))
-        sharded = distributed.engine() in distributed.SHARDED
-        weights = sharding.full_weights(trainer.model) if sharded else {}
+        whole = distributed.engine() in ("", "ddp")
+        weights = {} if whole else sharding.full_weights(trainer.model)
         distributed.leave_it_to_main()  # only the main process continues from here
         tracking.end(lesson.run.logs)
         kept = callback.sync.finish()
@@ -429,7 +431,10 @@ def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
     about = {"steps": result.kept_step, "weights": checksum, "fingerprint": callback.fingerprint}
     if files.stamp(callback.lesson.run.adapter) != about:
         with files.complete_folder(callback.lesson.run.adapter, about) as folder:
-            trainer._save(str(folder), state_dict=result.weights or None)
+            if result.weights:
+                trainer._save(str(folder), state_dict=result.weights)
+            else:
+                trainer.save_model(str(folder))
             tokenizer.save_pretrained(folder)
     if record.complete(result.facts()):  # else the former one may be the better
         shutil.rmtree(callback.lesson.run.former_adapter, ignore_errors=True)
