@@ -231,7 +231,8 @@ if compared:
 # Both processes compute on the same card, so computing takes as long as with one.
 #
 # Not measured: two real GPUs, and two machines with a real network. There your own table is the measurement. That losses and
-# adapter are those of one process was tried on a CPU in float32, with every engine: no logged loss differs by more than 1e-6.
+# adapter are those of one process was tried on a CPU in float32, with every engine: no logged loss differs by more than 1e-6
+# (1.2e-5 with the optimizer in RAM). On the H200 in bfloat16, with two processes: DDP not at all, FSDP and ZeRO-2 by 0.02 %.
 
 # %% [markdown]
 # ## The training
