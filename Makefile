@@ -19,7 +19,7 @@ LESSONS = $(shell git ls-files 'notebooks/*.py')
 course: $(VENV)/ready .venv-serve/ready.json  ## lessons 01-05, headless
 	$(PY) -m nbutils run $(ARGS)
 
-test: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## the gate: lessons, servers, environments; 11 minutes
+test: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## the gate: lessons, servers, environments; 13 minutes
 	$(PYTEST) -m "not gpu and not long" $(ARGS)
 
 test-long: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## before a release: kills, all exports, all installs, DeepSpeed

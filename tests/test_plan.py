@@ -365,8 +365,8 @@ def test_what_is_sent_in_a_step_follows_from_engine_and_cards() -> None:
     assert [seconds(engine, 1) for engine in ENGINES] == [0] * len(ENGINES)
     assert seconds("ddp", 4, 8) == seconds("ddp", 4) == pytest.approx(2 * 3 / 4 * ADAPTERS * 4 / 1e10)
     assert seconds("zero2", 4, 8) == pytest.approx(3 / 4 * (8 + 1) * ADAPTERS * 2 / 1e10)
-    for engine, times in (("fsdp_lora", 1), ("zero3", 8)):  # ZeRO reduces gradients in every micro-step
-        sent = 8 * 2 * SEVEN.params * 2 + times * ADAPTERS * 2
+    for engine, size in (("fsdp_lora", 4), ("zero3", 8 * 2)):  # ZeRO reduces 16-bit gradients in every micro-step
+        sent = 8 * 2 * SEVEN.params * 2 + size * ADAPTERS
         assert seconds(engine, 4, 8) == pytest.approx(3 / 4 * sent / 1e10), engine
     assert seconds("fsdp_qlora", 2) < seconds("fsdp_lora", 2) / 2.5, "4 bits are sent as 4 bits"
     with refused("plan.unknown_link", "nvlink4"):

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 ENGINES = ("ddp", "fsdp_qlora", "fsdp_lora", "zero2", "zero2_offload", "zero3")  # files in configs/accelerate
+WHOLE = ("", "ddp")  # every process has the whole model and its optimizer, as one process alone
 SHARDED = ("fsdp", "zero3")  # no process has a whole model
 
 
@@ -31,7 +32,7 @@ def _deepspeed_plugin() -> Any:
 
 def device_map(device: int | str, precision: str) -> dict[str, int | str] | None:
     """For `from_pretrained`: where the weights go. FSDP takes its shards from RAM, ZeRO-3 makes them while loading."""
-    if device == "cpu" and engine() not in ("", "ddp"):
+    if device == "cpu" and engine() not in WHOLE:
         _allow_cpu()
     if engine() == "zero3":
         plugin = _deepspeed_plugin()  # transformers sees a weak reference to it
@@ -67,7 +68,7 @@ def engine_name(method: str) -> str:
 
 def optimizer_for(name: str) -> str:
     """The optimizer of a profile; shards of weights need torch's own, whose states are divided among the processes."""
-    return name if engine() in ("", "ddp") else "adamw_torch"
+    return name if engine() in WHOLE else "adamw_torch"
 
 
 def _allow_cpu() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils.display import LIVE_LINE
-from nbutils.distributed.engines import ENGINES
+from nbutils.distributed.engines import ENGINES, WHOLE
 from nbutils.distributed.engines import engine as this_engine
 from nbutils.errors import CourseError
 from nbutils.files import CONFIGS, NOTEBOOKS
@@ -66,7 +66,7 @@ def command_for(processes: int, engine: str = "") -> list[str]:
         raise CourseError("distributed.unknown_engine", engine=engine, engines=", ".join(ENGINES))
     if engine.startswith("zero") and not importlib.util.find_spec("deepspeed"):
         raise CourseError("distributed.no_deepspeed", engine=engine)
-    if engine in ("", "ddp"):
+    if engine in WHOLE:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         return [sys.executable, *(torchrun if processes > 1 else [])]
     file = CONFIGS / "accelerate" / f"{engine}.yaml"

@@ -21,7 +21,7 @@ from nbutils.files import CHUNK
 
 TIMEOUT = timedelta(hours=2)  # for a main process that prepares data; the heartbeat notices a lost one sooner
 BEAT, LOST = 5.0, 35.0  # seconds: between two beats, and until a process that is silent is lost
-PEER_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "NCCL error", "Broken pipe")
+PEER_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 _state: dict[str, Any] = {"before_end": lambda: None}  # group: for the CPU; over: the training is
 
 
@@ -129,7 +129,8 @@ def before_end(do: Callable[[], object]) -> None:
 
 def peer_error(problem: BaseException) -> CourseError | SystemExit | None:
     """What to raise instead of an error that only says that another process has ended; None for any other error."""
-    if not _launched() or not any(text in str(problem) for text in PEER_ERRORS):
+    theirs = isinstance(problem, RuntimeError) and any(text in str(problem) for text in PEER_ERRORS)
+    if not _launched() or not theirs:
         return None
     return CourseError("distributed.peer_ended") if is_main() else SystemExit(1)
 

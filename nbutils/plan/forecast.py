@@ -368,7 +368,7 @@ def ram_gib(shape: Shape, recipe: Recipe, machines: int = 1) -> float:
 def sent_bytes(shape: Shape, recipe: Recipe) -> float:
     """Bytes a card sends in an optimizer step, by ring: (N-1)/N of what is gathered or scattered, twice of a sum.
 
-    DDP sums float32 gradients once. The others scatter 16-bit gradients: FSDP2 once, DeepSpeed in every micro-step.
+    DDP sums float32 gradients once, FSDP2 scatters them once, DeepSpeed scatters 16-bit ones in every micro-step.
     ZeRO-2 then gathers the new adapters. Sharded weights are gathered twice in a micro-step, forward and backward:
     gradient checkpointing computes a layer again while its weights are there.
     """
@@ -377,7 +377,7 @@ def sent_bytes(shape: Shape, recipe: Recipe) -> float:
         return 2 * others * trained * GRADIENT
     weights = sum(term.size for term in terms(shape, recipe)["weights"] if term.divided)
     gathered = 2 * weights * recipe.accumulation if engine.shards else trained * recipe.wide
-    return others * (gathered + trained * recipe.wide * (recipe.accumulation if engine.deepspeed else 1))
+    return others * (gathered + trained * (recipe.wide * recipe.accumulation if engine.deepspeed else GRADIENT))
 
 
 def peak_gib(shape: Shape, recipe: Recipe) -> float:

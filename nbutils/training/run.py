@@ -381,8 +381,7 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         before, after = callback.checksums, model.weight_checksums(trainer.model)
         moved = {name for name in before if before[name] != after[name]}
         moved = set().union(*distributed.gather(moved))
-        whole = distributed.engine() in ("", "ddp")
-        weights = {} if whole else sharding.full_weights(trainer.model)
+        weights = {} if distributed.engine() in distributed.WHOLE else sharding.full_weights(trainer.model)
         distributed.leave_it_to_main()  # only the main process continues from here
         tracking.end(lesson.run.logs)
         kept = callback.sync.finish()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from datasets import concatenate_datasets
+from datasets import Dataset, concatenate_datasets
 from safetensors.torch import load_file
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.data import RandomSampler
@@ -51,8 +51,9 @@ class SharedSteps:
     def add_empty_rows(self: Any) -> None:
         self.rows, rows = len(self.train_dataset), self.train_dataset
         missing = -self.rows % (self.args.train_batch_size * self.args.world_size) if "labels" in rows.features else 0
-        empty = rows.select([0] * missing).map(lambda row: row | {"labels": [-100] * len(row["input_ids"])})
-        self.train_dataset = concatenate_datasets([rows, empty.cast(rows.features)]) if missing else rows
+        empty = [rows[0] | {"labels": [-100] * len(rows[0]["input_ids"])}] * missing
+        if empty:
+            self.train_dataset = concatenate_datasets([rows, Dataset.from_list(empty, features=rows.features)])
 
     def _get_train_sampler(self: Any, train_dataset: Any = None) -> Any:
         return RandomSampler(range(self.rows))  # its order is that of one process
@@ -198,7 +199,7 @@ def _load_optimizer_state(trainer: Any, stored: dict[str, Any]) -> None:
     from deepspeed.utils import safe_set_full_optimizer_state
 
     zero, step = trainer.model_wrapped.optimizer, next(iter(stored["state"].values()))["step"]
-    in_torch = isinstance(zero.optimizer, torch.optim.Optimizer) and type(zero.optimizer).__module__.startswith("torch")
+    in_torch = type(zero.optimizer).__module__.startswith("torch")  # DeepSpeed's own counts with an int
     flat = zero.fp32_partitioned_groups_flat if engine() == "zero3" else zero.single_partition_of_fp32_groups
     for part in flat:  # else they would be made by the first step
         zero.optimizer.state[part] = {key: torch.zeros_like(part) for key in MOMENTS}
@@ -224,7 +225,7 @@ def _tensor(step: Any) -> Any:
 def convert_optimizer_file(checkpoint: Path, optimizer: str) -> None:
     """Rewrite the optimizer's states of an unpacked checkpoint where another kind of AdamW is to continue it."""
     path, ours = checkpoint / OPTIMIZER, "bnb" if "8bit" in optimizer or "paged" in optimizer else "torch"
-    stored = torch.load(path, weights_only=True, map_location="cpu")
+    stored = torch.load(path, weights_only=True, map_location="cpu", mmap=True)  # most often only looked at
     first: dict[str, Any] = next(iter(stored["state"].values()), {})
     if first and ("exp_avg" in first) == (ours == "bnb") and local_rank() == 0:
         states = {number: _converted(state, ours) for number, state in stored["state"].items()}
