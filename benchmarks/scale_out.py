@@ -27,6 +27,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nbutils import files
+from nbutils.models import find_shape
+from nbutils.plan.forecast import Recipe, peak_gib
 
 CONFIGS = files.CONFIGS / "accelerate"
 CASES = {  # name: engine, processes, method
@@ -73,17 +75,8 @@ def commands(engine: str, processes: int, script: list[str]) -> list[list[str]]:
     if not engine:
         return [[python, *script]]
     if engine == "torchrun":
-        where = [
-            "--nnodes",
-            str(processes),
-            "--nproc-per-node",
-            "1",
-            "--master-addr",
-            "127.0.0.1",
-            "--master-port",
-            port,
-        ]
-        launcher = [python, "-m", "torch.distributed.run", *where, "--node-rank"]
+        launcher = [python, "-m", "torch.distributed.run", "--nnodes", str(processes), "--nproc-per-node", "1"]
+        launcher += ["--master-addr", "127.0.0.1", "--master-port", port, "--node-rank"]
         return [[*launcher, str(number), *script] for number in range(processes)]
     launcher = [python, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{engine}.yaml")]
     launcher += ["--num_machines", str(processes), "--num_processes", str(processes)]
@@ -103,9 +96,8 @@ def run(engine: str, processes: int, script: list[str], home: Path) -> str:
     codes = [process.wait(timeout=900) for process in started]
     said = home.with_suffix(".0.log").read_text(errors="replace")
     if any(codes):
-        raise RuntimeError(
-            f"{engine} {codes}\n{said[-3000:]}\n{home.with_suffix(f'.{processes - 1}.log').read_text()[-2000:]}"
-        )
+        last = home.with_suffix(f".{processes - 1}.log").read_text(errors="replace")
+        raise RuntimeError(f"{engine} {codes}\n{said[-3000:]}\n{last[-2000:]}")
     return said
 
 
@@ -128,6 +120,19 @@ def tags(folder: Path) -> str:
     return " ".join(accumulator(folder).Tags()["scalars"])
 
 
+def forecast_gib(model: str, engine: str, facts: dict[str, Any]) -> float:
+    """The peak that `plan` says of these settings."""
+    settings, cards = facts["settings"], facts["processes"]
+    recipe = Recipe(
+        settings["method"], settings["lora.rank"], settings["machine.precision"], settings["machine.attention"],
+        settings["machine.liger"] == "on", settings["train.optimizer"], settings["train.max_length"],
+        settings["train.micro_batch"], settings["train.gradient_checkpointing"], settings["quantization.double"],
+        accumulation=facts["batch"] // cards // settings["train.micro_batch"], cards=cards,
+        engine={"": "ddp", "torchrun": "ddp"}.get(engine, engine),
+    )  # fmt: skip
+    return peak_gib(find_shape(model), recipe)
+
+
 def main() -> None:
     """Run the cases and write what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -142,11 +147,9 @@ def main() -> None:
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.model and not (model := given.folder / given.model).exists():
         subprocess.run([sys.executable, Path(__file__).with_name("random_model.py"), given.model, model], check=True)
-    profile = (
-        ["--PROFILE", "hopper_141gb", "--MODEL", str(given.folder / given.model)]
-        if given.model
-        else ["--PROFILE", "tiny"]
-    )
+    profile = ["--PROFILE", "tiny"]
+    if given.model:
+        profile = ["--PROFILE", "hopper_141gb", "--MODEL", str(given.folder / given.model)]
     settings = f"train.batch={given.batch},train.micro_batch=1,train.packing=true,train.logging_steps=1"
     settings += ",train.validation_rows=8,lora.dropout=0" + (f",{given.set}" if given.set else "")
     sixteen = ",method=lora,quantization.type=none,quantization.double=false"
@@ -160,16 +163,9 @@ def main() -> None:
     for name in given.cases.split(","):
         engine, processes, method = CASES[name]
         home = given.folder / name
-        script = [
-            str(wrapper),
-            str(files.NOTEBOOKS / "03_qlora.py"),
-            *profile,
-            "--RUN_NAME",
-            "r",
-            "--MAX_STEPS",
-            str(given.steps),
-        ]
-        script += ["--SAVE_STEPS", str(given.steps), "--SET", settings + (sixteen if method == "lora" else "")]
+        script = [str(wrapper), str(files.NOTEBOOKS / "03_qlora.py"), *profile, "--RUN_NAME", "r"]
+        script += ["--MAX_STEPS", str(given.steps), "--SAVE_STEPS", str(given.steps)]
+        script += ["--SET", settings + (sixteen if method == "lora" else "")]
         began = time.perf_counter()
         try:
             run(engine, processes, script, home)
@@ -188,6 +184,7 @@ def main() -> None:
             "peak_gib": facts["peak_memory_gib"], "base_moved": facts["base_moved"],
             "all_seconds": round(time.perf_counter() - began, 1),
         }  # fmt: skip
+        case |= {"forecast_gib": round(forecast_gib(given.model, engine, facts), 3)} if given.model else {}
         if first:
             pairs = list(zip(first["losses"], losses, strict=True))
             case["furthest_loss"] = max(abs(one - other) / one for one, other in pairs)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import merge_models as models
@@ -111,6 +112,18 @@ def test_lessons_03_and_04_train_and_merge_on_the_card(tmp_path: Path) -> None:
     trained, merged = facts["lessons"]["03_qlora"], facts["lessons"]["04_merge"]
     assert trained["adapter_moved"] > 0 and trained["base_moved"] == 0
     assert merged["exact_match"]["base"] <= 0.2 and merged["exact_match"]["merged"] >= 0.8
+
+
+def test_engines_on_the_card_train_as_one_plain_process_does(tmp_path: Path) -> None:
+    cases = ["plain", "torchrun_1", "ddp_2", "fsdp_qlora_1", "fsdp_qlora_2", "plain_16", "fsdp_lora_2"]
+    cases += ["zero2_2", "zero3_2"] if find_spec("deepspeed") else []
+    words = [ROOT / "benchmarks/scale_out.py", tmp_path, tmp_path / "found.json", "--cases", ",".join(cases)]
+    ran = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())["cases"]
+    print(ran.stdout)
+    assert [*found] == cases and not any("failed" in case or case["base_moved"] for case in found.values())
+    assert max(case.get("furthest_loss", 0) for case in found.values()) < 1e-2  # 16 bits, added in another order
 
 
 def ordered(weight: torch.Tensor) -> torch.Tensor:
