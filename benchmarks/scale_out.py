@@ -2,7 +2,7 @@
 
     python benchmarks/scale_out.py FOLDER RESULT.json                          # without a GPU: the tiny model
     python benchmarks/scale_out.py FOLDER RESULT.json --model Qwen2.5-7B       # random weights in its shape, on a GPU
-    ... --cases plain,torchrun_1,zero2_2                                       # some of them
+    ... --cases plain,torchrun_1,zero2_2                                       # some of them, added to RESULT.json
 
 A name ends with the number of processes. Two processes are two "machines" of one process each, on this host: so two can
 use one GPU (NCCL is told that the hosts differ, and sends over the loopback device). The same rows make up a step in
@@ -155,6 +155,7 @@ def main() -> None:
     sixteen = ",method=lora,quantization.type=none,quantization.double=false"
     results: dict[str, Any] = {"machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
     results |= {"model": given.model or "tiny", "batch": given.batch, "steps": given.steps, "cases": {}}
+    results |= files.read_json(given.out) if given.out.exists() else {}
     probe, wrapper = given.folder / "all_reduce.py", given.folder / "lesson.py"
     probe.write_text(ALL_REDUCE)
     wrapper.write_text(LESSON)

@@ -227,6 +227,28 @@ def test_a_process_that_is_silent_ends_the_job(script: Path) -> None:
     assert "Process 1 " in ran.stderr and "distributed.lost" not in ran.stderr
 
 
+@pytest.mark.notebook
+def test_a_weight_that_fsdp_keeps_gathered_has_the_checksum_of_its_shard(script: Path) -> None:
+    script.write_text(
+        "import os, sys, torch\nos.environ['ACCELERATE_USE_FSDP'] = 'true'\n"
+        "from torch.distributed.fsdp import fully_shard\nfrom nbutils import distributed\n"
+        "from nbutils.training.model import weight_checksums\ndistributed.join()\n"
+        "class Model(torch.nn.Sequential):\n"
+        "    def forward(self, ids): return self[0](ids) @ self[1].weight.T\n"  # as the loss does: no call of the head
+        "torch.manual_seed(0)\n"
+        "model = Model(torch.nn.Embedding(6, 4), torch.nn.Linear(4, 6, bias=False))\n"
+        "model[1].weight = model[0].weight\n"
+        "first = weight_checksums(model)\n"
+        "fully_shard([*model], reshard_after_forward=False)\nfully_shard(model)\n"
+        "shards = weight_checksums(model)\n"
+        "with torch.no_grad(): model(torch.tensor([1]))\n"
+        "gathered = not hasattr(model[0].weight, 'full_tensor')\n"
+        "sys.stderr.write(f'{gathered} {first == shards == weight_checksums(model)}\\n')\n"
+    )
+    ran = python(*TORCHRUN, script, home=script.parent, threads=1)
+    assert ran.stderr.splitlines().count("True True") == 2
+
+
 SETTINGS = "train.batch=4,train.micro_batch=1,train.learning_rate=2e-4,train.logging_steps=1,train.validation_rows=4"
 ROWS = "data.rows=50"  # packed, they do not fill an epoch's last step
 SIXTEEN = "method=lora,quantization.type=none,quantization.double=false"

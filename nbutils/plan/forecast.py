@@ -50,6 +50,7 @@ LIVE = 1e9  # stage3_max_live_parameters: weights that ZeRO-3 has gathered and n
 SAVED_HIDDEN, SAVED_MLP = 4, 2  # input and output of both norms; gate and up, whose product is made again when needed
 SAVED_HEADS = 2  # of the query heads' size: q and the result; k and v come on top, once each
 PLAIN_HIDDEN = 4.5  # without Liger: float32 copies in the norms, q and k before and after their rotation (measured)
+PLAIN_MLP = 3  # with PEFT's layers (measured)
 ADAPTERS = 7  # each keeps its narrow result, rank wide
 BACKWARD_HIDDEN, BACKWARD_MLP = 1, 1  # gradients alive while one layer's MLP is computed backwards
 OFFLOAD_STASH = 5  # layer inputs that stay on the GPU while the others travel to RAM and back (TRL's own number)
@@ -283,6 +284,11 @@ class Recipe:
         """Bytes of a number that is computed with."""
         return 4 if self.precision == "fp32" else 2
 
+    @property
+    def kernels(self) -> bool:
+        """Whether Liger's kernels are used."""
+        return self.liger and ENGINES[self.engine].fused
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -292,6 +298,7 @@ class Engine:
     shards: bool = False  # each card keeps its share of the base, and gathers the layer at work
     deepspeed: bool = False
     offload: bool = False  # float32 weights, gradients and Adam's moments are in RAM
+    fused: bool = True  # with the course's LoRA layers, which read weights that ZeRO-3 would have to gather first
 
 
 ENGINES = {
@@ -300,7 +307,7 @@ ENGINES = {
     "fsdp_lora": Engine("lora", shards=True),
     "zero2": Engine(deepspeed=True),
     "zero2_offload": Engine(deepspeed=True, offload=True),
-    "zero3": Engine("lora", shards=True, deepspeed=True),
+    "zero3": Engine("lora", shards=True, deepspeed=True, fused=False),
 }
 
 
@@ -390,9 +397,9 @@ def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
     tokens, wide = recipe.tokens, recipe.wide
     layer_input = tokens * shape.hidden * wide
     saved = wide * (  # what one layer keeps of a token for its backward pass
-        (SAVED_HIDDEN + (0 if recipe.liger else PLAIN_HIDDEN)) * shape.hidden
+        (SAVED_HIDDEN + (0 if recipe.kernels else PLAIN_HIDDEN)) * shape.hidden
         + (SAVED_HEADS * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        + SAVED_MLP * shape.intermediate
+        + (SAVED_MLP if ENGINES[recipe.engine].fused else PLAIN_MLP) * shape.intermediate
         + ADAPTERS * recipe.rank
     )
     saved += sum(inner for inner, _ in shape.linears) if recipe.dropout else 0  # a byte for each input of an adapter
@@ -440,7 +447,7 @@ def tokens_per_second(shape: Shape, recipe: Recipe, gpu: GPUSpec) -> float | Non
     if gpu.bandwidth is not None:  # weights brought to 16 bits, and work element by element
         brought = shape.linear_params * (NF4_DOUBLE + recipe.wide) if quantized else 0
         touched = recipe.tokens * shape.layers * sum(map(sum, shape.linears)) * recipe.wide
-        moved = passes * (brought + touched * (ELEMENTWISE if recipe.liger else PLAIN))
+        moved = passes * (brought + touched * (ELEMENTWISE if recipe.kernels else PLAIN))
         computing += moved / (BANDWIDTH * gpu.bandwidth * 1e9)
     # a small step on a fast GPU waits for Python
     seconds = max(computing * (OFFLOAD if offload else 1), launch_seconds(shape, recipe))

@@ -78,8 +78,7 @@ def weight_checksums(model: nn.Module) -> dict[str, tuple[bool, int]]:
     sharding.reshard(model)
     found = {}
     for name, weight in model.named_parameters():
-        shard: Any = getattr(weight, "ds_tensor", getattr(weight, "_local_tensor", weight))
-        content: Any = shard.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+        content: Any = sharding.local_shard(weight).detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
         found[name] = weight.requires_grad, zlib.crc32(content)
     return found
 
@@ -159,7 +158,7 @@ def patch_lora_kernels(trainer: Any, fused: bool) -> str:
     cast, layers = (0, 0) if sharded else (repair_precision(trainer.model), patch_model(trainer.model, fused))
     trainer.data_collator = with_boundaries(trainer.data_collator)
     trainer.train_dataset = trainer.train_dataset.with_format("numpy")  # four times as fast as lists
-    kernels = tr("Liger kernels") if fused else tr("torch kernels")
+    kernels = tr("Liger kernels") if fused and not sharded else tr("torch kernels")
     done = {"cast": cast, "layers": layers, "kernels": kernels}
     return tr("{cast} adapter weights cast to float32; {layers} fused LoRA layers, {kernels}", **done)
 

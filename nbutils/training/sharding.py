@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.data import RandomSampler
 
-from nbutils.distributed import anyone, engine, local_rank
+from nbutils.distributed import anyone, engine, local_rank, rank, world_size
 from nbutils.errors import CourseError
 
 MOMENTS = {"exp_avg": "state1", "exp_avg_sq": "state2"}  # of torch's AdamW, and of bitsandbytes'
@@ -113,6 +113,18 @@ def reshard(model: Any) -> None:
     for part in model.modules() if engine() == "fsdp" else ():
         if hasattr(part, "reshard"):
             part.reshard()
+
+
+def local_shard(weight: Any) -> Any:
+    """What this process keeps of a weight; FSDP has a tied output head gathered, as the loss never calls that layer."""
+    if hasattr(weight, "ds_tensor"):
+        return weight.ds_tensor
+    if hasattr(weight, "to_local"):
+        return weight.to_local()
+    if engine() != "fsdp":
+        return weight
+    shards = weight.chunk(world_size())
+    return shards[rank()] if rank() < len(shards) else weight[:0]
 
 
 def _trained(model: Any) -> list[tuple[str, Any]]:

@@ -84,7 +84,7 @@ print(f"processes: {processes} ({choice.reason})")
 # | `fsdp_lora` | 同上，但模型是 16 bit | 同上，数据量是三到四倍 | 不量化的 LoRA（`method: lora`），单块 GPU 放不下 |
 # | `zero2` | 整个模型，梯度和优化器的一份 | 每个 micro-step 传适配器的梯度 | 熟悉 DeepSpeed 的人 |
 # | `zero2_offload` | 整个模型，优化器在内存里 | 同上 | 秩特别大的适配器 |
-# | `zero3` | 同 `fsdp_lora` | 同 `fsdp_lora`，另外每个 micro-step 还传梯度 | 熟悉 DeepSpeed、用 `method: lora` 的人 |
+# | `zero3` | 同 `fsdp_lora` | 同 `fsdp_lora`，另外每个 micro-step 还传梯度 | 熟悉 DeepSpeed、用 `method: lora` 的人；比 FSDP 慢 |
 #
 # ZeRO-2 分摊的是梯度和优化器，而 LoRA 的这两样本来就小。按课程的预估，显存反而用得更多：4 bit 的 7B 模型放在两块 GPU 上，DDP 每块 6.4 GiB，ZeRO-2 是 7.4 GiB，offload 是 7.1 GiB，因为 DeepSpeed 自己要一块缓冲区，这里又不能用 8 bit 优化器。三个 `zero` 引擎要先运行 `pip install deepspeed`。
 #
@@ -190,19 +190,20 @@ if compared:
     print(compare.against_arithmetic(trials / "alone", trials / "together", lesson.model, engine))
 
 # %% [markdown]
-# 目前测过的是：两个进程放在*一块* H200 上，通过本机的回环设备通信，1.85 GB/s（`benchmarks/scale_out.py`，结果在 `benchmarks/results`）。模型是 Qwen2.5-7B 的结构、4 bit，一步 2 条 8,192 个 token 的样本：
+# 目前测过的是：两个进程放在*一块* H200 上，通过本机的回环设备通信，1.8 GB/s（`benchmarks/scale_out.py`，结果在 `benchmarks/results`）。模型是 Qwen2.5-7B 的结构、4 bit，一步 2 条 8,192 个 token 的样本：
 #
 # | | 一步多少秒 |
 # |---|---|
-# | 一个普通进程 | 0.99 |
-# | `torchrun`，一个进程 | 0.98 |
-# | FSDP 或 ZeRO-2，一个进程 | 1.04 |
-# | DDP，两个进程 | 1.19；按算式是 0.99 + 0.09 |
-# | FSDP，两个进程 | 3.0；按算式是 0.99 + 2.96，可见有一部分通信藏在了计算后面 |
+# | 一个普通进程 | 0.97 |
+# | `torchrun`，一个进程 | 0.99 |
+# | FSDP，一个进程 | 0.99 |
+# | ZeRO-2，一个进程 | 1.04 |
+# | DDP，两个进程 | 1.20；按算式是 0.97 + 0.09 |
+# | FSDP，两个进程 | 3.0；按算式是 0.97 + 3.0，可见有一部分通信藏在了计算后面 |
 #
-# 两个进程都在同一块卡上计算，所以计算的时间和一个进程时一样。
+# 两个进程都在同一块卡上计算，所以计算的时间和一个进程时一样。显存与预估相差不到 3.3 %。用 16 bit 时，FSDP 同样是 0.97 秒，ZeRO-3 却要 2 秒多：它用不了本课程的快速层。
 #
-# 没有测过的是：两块真正的 GPU，以及用真实网络连接的两台机器。那里以你自己的表为准。损失和适配器与单个进程一致，这一点在 CPU 上用 float32 对每个引擎都试过：记录下来的损失相差都不超过 1e-6（优化器放到内存时 1.2e-5）。在 H200 上用 bfloat16 和两个进程：DDP 完全相同，FSDP 和 ZeRO-2 相差 0.02 %。
+# 没有测过的是：两块真正的 GPU，以及用真实网络连接的两台机器。那里以你自己的表为准。损失和适配器与单个进程一致，这一点在 CPU 上用 float32 对每个引擎都试过：记录下来的损失相差都不超过 1e-6（优化器放到内存时 1.2e-5）。在 H200 上用 bfloat16 和两个进程：DDP 完全相同，FSDP 和 ZeRO-2 相差 0.04 %。
 
 # %% [markdown]
 # ## 训练
