@@ -138,7 +138,7 @@ class Profile(Strict):
         flash = machine.attention in ("flash_attention_2", "varlen")
         named = "auto" not in (train.batch, train.micro_batch)
         wrong = {
-            tr("method, quantization.type: qlora takes nf4 or fp4, lora takes none"):
+            tr("method, quantization.type: qlora takes nf4 or fp4, lora takes none; change both"):
                 self.method != "auto" and (self.method == "lora") != unquantized,
             tr("train.epochs, train.max_steps: both are 0, set one of them"): train.epochs == train.max_steps == 0,
             tr("train.max_length, serve.max_model_len: the server would refuse the longest rows trained on"):

@@ -63,7 +63,7 @@ class Lesson(record.LessonLike):
     @property
     def device_map(self) -> dict[str, int | str] | None:
         """Where `from_pretrained` puts the weights, as the engine of this training wants it."""
-        return distributed.device_map(self.device, str(self.profile.machine.precision))
+        return distributed.device_map(self.device, str(self.profile.machine.precision), str(self.profile.method))
 
     def with_recipe(self, lengths: Sequence[int], held_out: int = 0) -> Lesson:
         """The same lesson with the recipe for examples of these lengths (in tokens), `held_out` rows beside them."""
@@ -161,6 +161,9 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
         print(line)
     print(tr("profile   {name}: {reason}", name=resolved.name, reason=resolved.choices["profile"].reason))
     print(tr("model     {model}", model=resolved.model), tr("run       {folder}", folder=run.path), sep="\n")
+    if distributed.engine():
+        words = {"engine": distributed.engine_name(str(resolved.profile.method)), "count": distributed.world_size()}
+        print(tr("engine    {engine}, processes: {count}", **words))
     return Lesson(stem, values, platform, folders, gpu, resolved, run, started, work)
 
 

@@ -17,7 +17,7 @@
 #
 # - one training shared by several processes, with the engine that your model and your GPUs need, and its command line,
 # - a comparison with one process: the same rows in every step, the same losses, and how much faster it is,
-# - the memory, speed and cost of 1 to 64 cards, from formulas that you can check against your own comparison,
+# - the memory of 1 to 16 cards, the speed and cost of 1 to 64, from formulas that you can check against your own comparison,
 # - an adapter in the run folder, ready for lesson 04.
 #
 # Takes about three minutes with the tiny model on 2 cores; with a larger one as long as lesson 03, divided by your GPUs, and a
@@ -40,13 +40,15 @@ if importlib.util.find_spec("nbutils") is None:
 # %% [markdown]
 # `PROCESSES` 0 starts one for each GPU. `ENGINE` is a name of the table below; `"auto"` chooses by the size of your model.
 # `TRIAL_STEPS` is the length of the comparison; 0 leaves it out, for example when a long run is started a second time. The
-# others are those of lesson 03.
+# others are those of lesson 03. A run that lesson 03 has finished leaves nothing to train: give it a larger `MAX_STEPS`, or take
+# another `RUN_NAME`.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
 MODEL: str = ""
 DATA: str = ""
 RUN_NAME: str = ""
+SET: str = ""
 PROCESSES: int = 0
 ENGINE: str = "auto"
 TRIAL_STEPS: int = 20
@@ -69,7 +71,6 @@ from nbutils import distributed
 
 choice = distributed.processes_for(lesson.gpu.count if lesson.gpu else 0, PROCESSES)
 processes, threads = choice.value, 0 if lesson.gpu else 1
-distributed.require_shares(lesson.profile.train.batch, processes)
 print(f"processes: {processes} ({choice.reason})")
 
 # %% [markdown]
@@ -89,8 +90,9 @@ print(f"processes: {processes} ({choice.reason})")
 # | `zero3` | as `fsdp_lora` | as `fsdp_lora`, and gradients in each micro-step | who knows DeepSpeed, with `method: lora`; slower than FSDP |
 #
 # ZeRO-2 divides gradients and optimizer, and with LoRA these are small. By the forecast of this course it even needs more: a 7B
-# in 4 bits takes 6.4 GiB of each of two GPUs with DDP, 7.4 with ZeRO-2 and 7.1 with offload, because DeepSpeed has a buffer of
-# its own and no 8-bit optimizer here. The three `zero` engines need `pip install deepspeed`.
+# in 4 bits takes 6.4 GiB of each of two GPUs with DDP, 7.4 with ZeRO-2 and 7.1 with offload (in the setting of the table further
+# below), because DeepSpeed has a buffer of its own and no 8-bit optimizer here. The three `zero` engines need `pip install deepspeed`.
+# 16 bits are `SET = "method=lora, quantization.type=none"`.
 #
 # So: DDP if the model fits one GPU, else FSDP. `auto` does the same.
 
@@ -122,8 +124,8 @@ print(shlex.join(map(str, words)))
 # %% [markdown]
 # ## What fits on how many cards
 #
-# GiB of each card, and in brackets the smallest cards that have them. `2 x 8` is two machines with eight cards. `ddp` and
-# `fsdp_qlora` have the model in 4 bits, `fsdp_lora` in 16; a micro-batch is one row of 2,048 tokens, with gradient
+# GiB of each card, and in brackets the smallest cards that have them and 8 % + 0.5 GiB to spare. `2 x 8` is two machines with
+# eight cards. `ddp` and `fsdp_qlora` have the model in 4 bits, `fsdp_lora` in 16; a micro-batch is one row of 2,048 tokens, with gradient
 # checkpointing. These are forecasts. `plan.engine_table()` has all engines, and the RAM they need: `fsdp_qlora` loads the 4-bit
 # model once for each process, so a 72B on eight cards needs 307 GiB of RAM while it starts.
 
@@ -162,7 +164,8 @@ for name, count, how in [("alone", 1, ""), ("together", processes, engine)] if p
 # %% [markdown]
 # The number of steps and the rows of each step are equal, and the losses agree within 1 %. They are not equal to the last digit,
 # because the same numbers are added in another order and rounded differently. A larger difference means that something else
-# is different. (With dropout each process draws its own random numbers: then only the trend agrees.)
+# is different. (With dropout each process draws its own random numbers: then only the trend agrees.) On a CPU the two processes
+# share its cores, so do not expect twice the speed.
 
 # %%
 from nbutils import compare
@@ -200,7 +203,8 @@ for name in engines:
 # the speed on 8 cards with PCIe, and over Ethernet a quarter: there 16 cards in two machines are slower than 8 in one.
 #
 # From how many cards on does sending take as long as computing? With 8 rows for each card the step grows with the cards; with 8
-# rows in all each card has less to compute. A dash: no number of cards up to 4,096.
+# rows in all each card has less to compute, but never less than it takes to start a layer's kernels. A dash: no number of cards
+# up to 4,096. `nvlink4` and `pcie4` are inside a machine, `ib400` (InfiniBand) and `25gbe` (Ethernet) between machines.
 
 # %%
 print(display.aligned(case.limits(engines)))
@@ -245,16 +249,17 @@ if compared:
 # version. On a rented machine run it with `papermill`, or use the command line above.
 
 # %%
+from nbutils import record
+
+earlier = record.read(lesson.run.facts).get("lessons", {}).get("03_qlora", {})
 lesson.launch("03_qlora", processes, threads, engine=engine, DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)
 
 # %% [markdown]
 # What it took, as lesson 03 recorded it in `facts.json`. The memory is that of one GPU.
 
 # %%
-from nbutils import record
-
 trained = record.read(lesson.run.facts)["lessons"]["03_qlora"]
-for name in ("processes", "batch", "steps", "planned_steps", "final_loss", "tokens_per_second", "peak_memory_gib"):
+for name in ("processes", "engine", "batch", "steps", "planned_steps", "final_loss", "tokens_per_second", "peak_memory_gib"):
     print(f"{name:18} {trained[name]}")
 if trained["resumed_from_step"] == trained["steps"]:
     print("This run was finished before: nothing was trained now. Raise MAX_STEPS, or choose another RUN_NAME.")
@@ -263,15 +268,18 @@ print(f"adapter: {lesson.run.adapter}" if record.complete(trained) else "not fin
 # %% [markdown]
 # ## Exercise
 #
-# Is a run tied to the processes, or to the engine, it was started with? Start this lesson again with one process, or, if
-# your model does not fit one GPU, with another engine, and ten more steps, without the comparison. The next cell says how.
+# Is a run tied to the processes, or to the engine, it was started with? Start this lesson again with another number of
+# processes, or, if your model does not fit one GPU, with another engine, and ten more steps, without the comparison. The next
+# cell says how.
 
 # %%
 first, last = trained["resumed_from_step"], trained["steps"]
-good = 0 < first < last
-print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last} with {trained['processes']} processes, expected a start after 0")
+before, now = ((one.get("processes"), one.get("engine")) for one in (earlier, trained))
+good = 0 < first < last and before != now
+print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last} with {now}, before it {before}; expected a start after 0, and a change")
 if not good:
-    print("Run this lesson again with PROCESSES = 1 or another ENGINE,")
+    other = 2 if now[0] == 1 else 1
+    print(f"Run this lesson again with PROCESSES = {other} or another ENGINE,")
     print(f"MAX_STEPS = {last + 10} and TRIAL_STEPS = 0: it continues at step {last}.")
 
 # %% [markdown]
@@ -279,7 +287,7 @@ if not good:
 #
 # - one training shared by several processes, with the engine that your model and your GPUs need, and its command line,
 # - a comparison with one process: the same rows in every step, the same losses, and how much faster it is,
-# - the memory, speed and cost of 1 to 64 cards, from formulas that you can check against your own comparison,
+# - the memory of 1 to 16 cards, the speed and cost of 1 to 64, from formulas that you can check against your own comparison,
 # - an adapter in the run folder, ready for lesson 04.
 
 # %%

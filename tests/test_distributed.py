@@ -65,6 +65,19 @@ def test_an_engine_is_started_by_its_launcher_and_others_are_refused(monkeypatch
         distributed.command_for(2, "zero3")
 
 
+def test_processes_with_other_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = ({"seed": 1, "train": {"save_steps": steps, "batch": 8}} for steps in (2, 3))
+    monkeypatch.setattr("nbutils.distributed.processes.gather", lambda one: [one, theirs])
+    with refused("distributed.different", different="train.save_steps"):
+        distributed.require_same(ours)
+
+
+def test_zero3_refuses_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbutils.distributed.engines.engine", lambda: "zero3")
+    with refused("distributed.other_method", engine="zero3", method="qlora"):
+        distributed.device_map("cpu", "fp32", "qlora")
+
+
 def test_accelerate_reads_the_file_of_every_engine() -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
@@ -161,7 +174,12 @@ def test_the_progress_of_a_lesson_is_recognised_in_both_languages() -> None:
     assert not re.match(launching.PROGRESS, "adapter: runs/tiny/adapter (1.9 MiB)")
 
 
-def test_sigterm_reaches_the_launched_script(script: Path, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("sent", "refusal"), [(signal.SIGTERM, "distributed.terminated"), (signal.SIGINT, "distributed.interrupted")]
+)
+def test_a_signal_ends_the_launched_script_and_says_whose_it_was(
+    script: Path, capsys: Any, sent: signal.Signals, refusal: str
+) -> None:
     ready = script.with_name("ready")
     script.write_text(
         "import signal, sys, time\n"
@@ -173,13 +191,13 @@ def test_sigterm_reaches_the_launched_script(script: Path, capsys: Any) -> None:
     def send() -> None:
         while not ready.exists():
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), sent)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(sent)
     threading.Thread(target=send, daemon=True).start()
-    with refused("distributed.terminated", lesson="03_qlora"):
+    with refused(refusal, lesson="03_qlora"):
         distributed.launch(script, {}, script.parent)
-    assert "saved" in capsys.readouterr().out and signal.getsignal(signal.SIGTERM) is before
+    assert "saved" in capsys.readouterr().out and signal.getsignal(sent) is before
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")

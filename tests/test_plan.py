@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from support import ROOT, refused
 
-from nbutils import files, models, plan, platforms, profiles
+from nbutils import distributed, files, models, plan, platforms, profiles
 from nbutils.cli import app
 from nbutils.hardware import GPU
 from nbutils.models import find_shape
@@ -71,7 +71,7 @@ def test_speed_knows_its_limits() -> None:
     assert rates == sorted(rates)
     assert rates[-1] < gpus.find("H200").tflops * 1e12 / (6 * SEVEN.linear_params), "faster than arithmetic allows"
     assert rate(Recipe(checkpointing="off")) > rates[0] >= rate(Recipe(checkpointing="offload"))
-    assert rates[0] < rate(Recipe(), "H200 x2") < 2 * rates[0]
+    assert rates[0] < rate(Recipe(cards=2), "H200 x2") < 2 * rates[0]
     assert tokens_per_second(SEVEN, Recipe(), gpus.find("mine", vram=24)) is None
     assert tokens_per_second(SEVEN, Recipe(), gpus.find("mine", vram=24, tflops=100)) > 0
 
@@ -232,6 +232,13 @@ def test_the_rows_decide_the_step_and_the_cost_follows() -> None:
     assert dear["cost"]["yuan"] == pytest.approx(dear["hours"] * gpus.find("4090").yuan, abs=0.02)
 
 
+@pytest.mark.parametrize(("examples", "mean"), [(50, 100), (2000, 300), (1000, 700), (1000, 900), (50_000, 300)])
+def test_one_two_and_four_processes_take_the_same_batch_and_others_one_they_can_share(examples: int, mean: int) -> None:
+    given, rows = profiles.load("ampere_24gb"), forecast.Rows(examples, mean, mean)
+    sizes = {count: forecast.choose(given, rows, SEVEN, count)["train.batch"].value for count in (1, 2, 3, 4, 6, 8)}
+    assert sizes[1] == sizes[2] == sizes[4] and not any(size % count for count, size in sizes.items())
+
+
 def test_every_option_is_heard_and_wins_over_set_and_a_profile_can_be_named() -> None:
     words = "--micro-batch 4 --length 512 --checkpointing offload --rank 64 --method lora --gpus 2 --epochs 2"
     answer = asked("--model", "Qwen3-4B", "--gpu", "A6000", *words.split())
@@ -343,8 +350,8 @@ def test_72b_in_4_bits_fits_four_cards_of_24_gb_and_not_two() -> None:
 def test_the_engine_is_ddp_where_a_gpu_holds_the_model_and_else_shards_where_they_fit() -> None:
     def chosen(model: str, processes: int, method: str = "qlora") -> str:
         made = resolved("ampere_24gb", model, RTX)
-        profile = made.profile.model_copy(update={"method": method})
-        return plan.engine_for(replace(made, profile=profile), processes).value
+        given, profile = (one.model_copy(update={"method": method}) for one in (made.given, made.profile))
+        return plan.engine_for(replace(made, given=given, profile=profile), processes).value
 
     assert [chosen("Qwen2.5-7B", 2), chosen("Qwen2.5-72B", 4)] == ["ddp", "fsdp_qlora"]
     assert [chosen("Qwen2.5-7B", 2, "lora"), chosen("Qwen2.5-14B", 2, "lora")] == ["ddp", "fsdp_lora"]
@@ -352,14 +359,20 @@ def test_the_engine_is_ddp_where_a_gpu_holds_the_model_and_else_shards_where_the
         chosen("Qwen2.5-72B", 2)
     fitting = [plan.fits_alone(resolved("ampere_24gb", model, RTX)) for model in ("Qwen2.5-7B", "Qwen2.5-72B")]
     assert fitting == [True, False]
-    assert plan.engine_for(resolved("ampere_24gb", "Qwen2.5-72B", RTX), 2, "zero3").value == "zero3"
+    assert [chosen("Qwen2.5-7B", 3), chosen("Qwen2.5-72B", 6)] == ["ddp", "fsdp_qlora"]  # they share no batch of 8
+    assert plan.engine_for(resolved("ampere_24gb", "Qwen2.5-72B", RTX), 2, "zero2").value == "zero2"
+    for engine in ("fsdp_lora", "zero3"):
+        with refused("distributed.other_method", engine=engine, wanted="lora", method="qlora"):
+            plan.engine_for(resolved("ampere_24gb", "Qwen2.5-72B", RTX), 2, engine)
+    with refused("distributed.unknown_engine", engine="fspd"):
+        plan.engine_for(resolved("tiny", "", None), 2, "fspd")
     assert plan.engine_for(resolved("tiny", "", None), 2).value == "ddp"
     assert "not known" in plan.engine_for(resolved("ampere_24gb", "some/model", RTX), 2).reason
 
 
 def test_what_is_sent_in_a_step_follows_from_engine_and_cards() -> None:
     def seconds(engine: str, cards: int, accumulation: int = 1) -> float:
-        recipe = Recipe(ENGINES[engine].method or "qlora", accumulation=accumulation, engine=engine, cards=cards)
+        recipe = Recipe(distributed.METHODS.get(engine, "qlora"), accumulation=accumulation, engine=engine, cards=cards)
         return scaling.sending_seconds(SEVEN, recipe, 10.0)
 
     assert [seconds(engine, 1) for engine in ENGINES] == [0] * len(ENGINES)

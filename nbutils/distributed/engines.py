@@ -6,7 +6,10 @@ import os
 from functools import cache
 from typing import Any
 
+from nbutils.errors import CourseError
+
 ENGINES = ("ddp", "fsdp_qlora", "fsdp_lora", "zero2", "zero2_offload", "zero3")  # files in configs/accelerate
+METHODS = {"fsdp_qlora": "qlora", "fsdp_lora": "lora", "zero3": "lora"}  # `method` in a profile; others take each
 WHOLE = ("", "ddp")  # every process has the whole model and its optimizer, as one process alone
 SHARDED = ("fsdp", "zero3")  # no process has a whole model
 
@@ -30,8 +33,16 @@ def _deepspeed_plugin() -> Any:
     return DeepSpeedPlugin()  # from the launcher's environment
 
 
-def device_map(device: int | str, precision: str) -> dict[str, int | str] | None:
+def require_method(name: str, method: str) -> None:
+    """Refuse an engine, called as its file, that is not for this method."""
+    if (wanted := METHODS.get(name, method)) != method:
+        weights = {"lora": "none", "qlora": "nf4"}[wanted]
+        raise CourseError("distributed.other_method", engine=name, wanted=wanted, weights=weights, method=method)
+
+
+def device_map(device: int | str, precision: str, method: str) -> dict[str, int | str] | None:
     """For `from_pretrained`: where the weights go. FSDP takes its shards from RAM, ZeRO-3 makes them while loading."""
+    require_method(engine_name(method), method)
     if device == "cpu" and engine() not in WHOLE:
         _allow_cpu()
     if engine() == "zero3":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections import deque
@@ -105,6 +106,8 @@ def launch(
         raise
     finally:
         child.communicate()  # to the end of its output, or it would block
+    if signal.SIGINT in signals:
+        raise CourseError("distributed.interrupted", lesson=script.stem)
     if signals:
         raise CourseError("distributed.terminated", lesson=script.stem)
     if status := child.returncode:

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from nbutils.config import flat
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK
 
@@ -184,8 +185,8 @@ def gather(value: Any) -> list[Any]:
 
 def require_same(fingerprint: Mapping[str, Any]) -> None:
     """Refuse to train together on other rows, another model or other settings, as on machines prepared apart."""
-    if others := [one for one in gather(fingerprint) if one != fingerprint]:
-        different = ", ".join(name for name in fingerprint if fingerprint[name] != others[0].get(name))
+    if others := [flat(one) for one in gather(fingerprint) if one != fingerprint]:
+        different = ", ".join(name for name, value in flat(fingerprint).items() if value != others[0].get(name))
         raise CourseError("distributed.different", different=different)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from nbutils import distributed
 from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.files import GIB
@@ -58,7 +59,7 @@ def memory_table(engines: Sequence[str] = COMMON, **options: Any) -> list[dict[s
 
 def table_recipe(engine: str, cards: int, length: int = 2048) -> Recipe:
     """The recipe of the table: where an engine takes any base, one in 4 bits."""
-    method, accumulation = ENGINES[engine].method or "qlora", max(1, forecast.LARGEST_STEP // cards)
+    method, accumulation = distributed.METHODS.get(engine, "qlora"), max(1, forecast.LARGEST_STEP // cards)
     return Recipe(method, length=length, accumulation=accumulation, engine=engine, cards=cards)
 
 
@@ -80,7 +81,10 @@ def engine_for(resolved: Any, processes: int, asked: str = "auto") -> Choice:
 
     DDP where each GPU holds the model, with the smallest setting; else FSDP, where its share fits.
     """
+    if asked not in ("auto", *ENGINES):
+        raise CourseError("distributed.unknown_engine", engine=asked, engines=", ".join(ENGINES))
     if asked != "auto":
+        distributed.require_method(asked, resolved.profile.method)
         return Choice(asked, tr("parameter {name}", name="ENGINE"))
     if resolved.gpu is None:
         return Choice("ddp", tr("no GPU here: each process holds the whole model"))
@@ -90,7 +94,7 @@ def engine_for(resolved: Any, processes: int, asked: str = "auto") -> Choice:
         return Choice("ddp", tr("the size of {model} is not known before its download", model=resolved.model))
     gpu = gpus.of_machine(resolved.gpu).model_copy(update={"count": processes})
     sharded, limit = f"fsdp_{resolved.profile.method}", limit_gib(gpu)
-    alone, share = (_smallest_gib(resolved.profile, shape, gpu, name, resolved.rows) for name in ("ddp", sharded))
+    alone, share = (_smallest_gib(resolved.given, shape, gpu, name, resolved.rows) for name in ("ddp", sharded))
     sizes = {"model": shape.name, "alone": alone, "limit": limit}
     if alone <= limit:
         return Choice("ddp", tr("{model} needs {alone:.1f} GiB, and a GPU allows {limit:.1f}", **sizes))

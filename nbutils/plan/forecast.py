@@ -70,7 +70,6 @@ LAUNCH, LAUNCH_AGAIN = 0.0073, 0.0053  # seconds Python needs to start a layer's
 LAUNCH_QUANTIZED, LAUNCH_OFFLOAD = 0.005, 0.004  # and for a layer in 4 bits, and for one whose input travels
 RAM_LINK = 12e9  # bytes per second between GPU and RAM, over PCIe as rented machines have it: an assumption
 OFFLOAD = 1.03  # what parking the layer inputs in RAM costs beside the travel
-PARALLEL = 0.9  # what a second GPU adds, with gradients exchanged over PCIe: an estimate, not measured
 RARE = 4  # standard deviations: of some hundred micro-batches, hardly one is larger
 # limits
 MARGIN = 0.08  # of the GPU's memory stays free: the forecast may be that much off, and memory gets fragmented
@@ -237,8 +236,9 @@ def _batch(train: Train, rows: Rows | None, processes: int) -> dict[str, Choice]
         packing = batch == "auto" and filled >= PACK_FROM
         found["train.packing"] = Choice(packing, text)
     if batch == "auto":
-        size = max(1, round(filled)) if packing else each or FEWEST
-        batch = math.ceil(size / processes) * processes  # every process has its share
+        # powers of two, so that one GPU's run can go on with 2 or 4; other numbers of processes round it up
+        size = 2 ** round(math.log2(max(1, filled))) if packing else 2 ** int(math.log2(each or FEWEST))
+        batch = math.ceil(size / processes) * processes
         settled = train.model_copy(update={"batch": batch, "packing": packing})
         steps, each_step = _per_epoch(settled, rows) if rows else (0, 0.0)
         text = tr("recipe: {each:.0f} conversations per step, {steps} steps per epoch", each=each_step, steps=steps)
@@ -294,7 +294,6 @@ class Recipe:
 class Engine:
     """How cards share a training: `configs/accelerate/NAME.yaml`."""
 
-    method: str = ""  # of the base it takes; empty: the profile's
     shards: bool = False  # each card keeps its share of the base, and gathers the layer at work
     deepspeed: bool = False
     offload: bool = False  # float32 weights, gradients and Adam's moments are in RAM
@@ -303,11 +302,11 @@ class Engine:
 
 ENGINES = {
     "ddp": Engine(),
-    "fsdp_qlora": Engine("qlora", shards=True),
-    "fsdp_lora": Engine("lora", shards=True),
+    "fsdp_qlora": Engine(shards=True),
+    "fsdp_lora": Engine(shards=True),
     "zero2": Engine(deepspeed=True),
     "zero2_offload": Engine(deepspeed=True, offload=True),
-    "zero3": Engine("lora", shards=True, deepspeed=True, fused=False),
+    "zero3": Engine(shards=True, deepspeed=True, fused=False),
 }
 
 
@@ -453,10 +452,8 @@ def tokens_per_second(shape: Shape, recipe: Recipe, gpu: GPUSpec) -> float | Non
     seconds = max(computing * (OFFLOAD if offload else 1), launch_seconds(shape, recipe))
     if offload:
         seconds = max(seconds, 2 * shape.layers * recipe.tokens * shape.hidden * recipe.wide / RAM_LINK)
-    together = 1.0 if gpu.count == 1 else gpu.count * PARALLEL
-    if recipe.engine != "ddp":  # much is sent: counted, as if nothing were computed meanwhile
-        seconds, together = seconds + sent_bytes(shape, recipe) / recipe.accumulation / RAM_LINK, gpu.count
-    return recipe.tokens * (PACKED if recipe.packing else 1.0) / seconds * together
+    seconds += sent_bytes(shape, recipe) / recipe.accumulation / RAM_LINK  # as if nothing were computed meanwhile
+    return recipe.tokens * (PACKED if recipe.packing else 1.0) / seconds * gpu.count
 
 
 def limit_gib(gpu: GPUSpec) -> float:
@@ -499,7 +496,7 @@ def fastest(profile: Profile, shape: Shape, gpu: GPUSpec, rows: Rows | None, eng
     precision, attention, liger = ("bf16", "varlen", "on") if new else ("fp16", "sdpa", "off")
     single = rows if rows and not train.packing else None
     recipe = Recipe(
-        ENGINES[engine].method or profile.method, profile.lora.rank, double=profile.quantization.double,
+        distributed.METHODS.get(engine, str(profile.method)), profile.lora.rank, double=profile.quantization.double,
         optimizer=train.optimizer if engine == "ddp" else "adamw_torch_fused", engine=engine, cards=gpu.count,
         precision=precision if machine.precision == "auto" else machine.precision,
         attention=attention if machine.attention == "auto" else machine.attention,
@@ -551,11 +548,8 @@ def of_profile(
         tr("hours are unknown: give --rows and --mean-length"): tokens is None,
         tr("the speed follows from published numbers: only the H200 was measured"):
             rate is not None and gpu.name != "H200",
-        tr("the speed of {count} GPUs is an estimate: {share:.0%} of {count} times one GPU",
-           count=gpu.count, share=PARALLEL): gpu.count > 1 and engine == "ddp",
         tr("the speed of {count} GPUs is an estimate: what {engine} sends goes over PCIe at {link:.0f} GB/s, while "
-           "nothing is computed", count=gpu.count, engine=engine, link=RAM_LINK / 1e9):
-            gpu.count > 1 and engine != "ddp",
+           "nothing is computed", count=gpu.count, engine=engine, link=RAM_LINK / 1e9): gpu.count > 1,
         tr("{engine} needs {size:.0f} GiB of RAM on a machine with all {count} GPUs, beside what every training needs",
            engine=engine, size=ram, count=gpu.count): ram > 0,
         chosen["method"].reason if "method" in chosen else "": True,

@@ -30,7 +30,7 @@ LINKS = {  # GB/s that a card sends while it receives as much
     "ib100": 100 / 8 * REACHED,  # InfiniBand EDR, one adapter in a machine
     "ib400": 400 / 8 * REACHED,  # InfiniBand NDR
 }
-SHOWN = ("nvlink4", "pcie4", "25gbe", "ib400")
+SHOWN = ("nvlink4", "ib400", "pcie4", "25gbe")
 CARDS = (1, 2, 4, 8, 16, 32, 64)
 MOST = 4096  # cards looked at
 ROWS = 10_000, 300.0  # of a usual training: how many, and their mean length
@@ -82,7 +82,7 @@ def table(
 
     A fixed batch has no line for more cards than rows. Above `in_machine` cards the link is the network.
     """
-    alone = replace(recipe, engine="ddp"), gpu.model_copy(update={"count": 1})
+    alone = replace(recipe, engine="ddp", cards=1), gpu.model_copy(update={"count": 1})
     rate = rate or forecast.tokens_per_second(shape, *alone)
     if rate is None:
         raise CourseError("plan.unknown_speed", gpu=gpu.name)

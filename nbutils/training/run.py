@@ -233,7 +233,7 @@ class CourseCallback(TrainerCallback):
         patched = model.patch_lora_kernels(trainer, fused=self.lesson.profile.machine.liger == "on")
         self.take_over(trainer)
         self.fingerprint = resuming.run_fingerprint(self.lesson, trainer.args.seed)
-        distributed.require_same(self.fingerprint)
+        distributed.require_same(self.fingerprint | {"train": self.lesson.profile.train.model_dump(mode="json")})
         return tr("{tokens:,} tokens to learn from; {patched}", tokens=self.dataset.report.trained, patched=patched)
 
     def require_room(self, trainer: Any) -> None:
@@ -322,6 +322,7 @@ class TrainingResult:
             "tokens_per_second": round(log[-1]["num_tokens"] / self.seconds, 1) if log else None,
             "train_seconds": round(self.seconds, 1), "peak_memory_gib": round(self.peak_gib, 3),
             "skipped_steps": callback.live.skipped, "processes": args.world_size,
+            "engine": distributed.engine() and distributed.engine_name(str(callback.lesson.profile.method)),
             "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         }  # fmt: skip
         if cost := callback.live.cost(self.seconds):

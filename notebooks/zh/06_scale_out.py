@@ -15,7 +15,7 @@
 #
 # - 由几个进程分担的一次训练，用适合你的模型和显卡的引擎，以及启动训练的命令行；
 # - 和单个进程的比较：每一步的样本相同，损失相同，以及快了多少；
-# - 1 到 64 张卡的显存、速度和费用，算式可以拿自己的比较结果来检验；
+# - 1 到 16 张卡的显存、1 到 64 张卡的速度和费用，算式可以拿自己的比较结果来检验；
 # - 运行目录里的一个适配器，可以直接用于第 04 课。
 #
 # 自带的小模型在 2 核 CPU 上约需三分钟；更大的模型，用时是第 03 课的时间除以 GPU 数，另加几分钟做比较。磁盘和第 03 课一样。
@@ -40,13 +40,14 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `PROCESSES` 填 0，就给每块 GPU 启动一个进程。`ENGINE` 填下面表里的引擎名，填 `"auto"` 就按模型大小自动选。`TRIAL_STEPS` 是比较时跑的步数；填 0 不做比较，例如一次很长的训练第二次启动的时候。其他参数和第 03 课一样。
+# `PROCESSES` 填 0，就给每块 GPU 启动一个进程。`ENGINE` 填下面表里的引擎名，填 `"auto"` 就按模型大小自动选。`TRIAL_STEPS` 是比较时跑的步数；填 0 不做比较，例如一次很长的训练第二次启动的时候。其他参数和第 03 课一样。第 03 课已经训练完的，这里没有什么可训练的了：把 `MAX_STEPS` 调大，或者换一个 `RUN_NAME`。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
 MODEL: str = ""
 DATA: str = ""
 RUN_NAME: str = ""
+SET: str = ""
 PROCESSES: int = 0
 ENGINE: str = "auto"
 TRIAL_STEPS: int = 20
@@ -69,7 +70,6 @@ from nbutils import distributed
 
 choice = distributed.processes_for(lesson.gpu.count if lesson.gpu else 0, PROCESSES)
 processes, threads = choice.value, 0 if lesson.gpu else 1
-distributed.require_shares(lesson.profile.train.batch, processes)
 print(f"processes: {processes} ({choice.reason})")
 
 # %% [markdown]
@@ -86,7 +86,7 @@ print(f"processes: {processes} ({choice.reason})")
 # | `zero2_offload` | 整个模型，优化器在内存里 | 同上 | 秩特别大的适配器 |
 # | `zero3` | 同 `fsdp_lora` | 同 `fsdp_lora`，另外每个 micro-step 还传梯度 | 熟悉 DeepSpeed、用 `method: lora` 的人；比 FSDP 慢 |
 #
-# ZeRO-2 分摊的是梯度和优化器，而 LoRA 的这两样本来就小。按课程的预估，显存反而用得更多：4 bit 的 7B 模型放在两块 GPU 上，DDP 每块 6.4 GiB，ZeRO-2 是 7.4 GiB，offload 是 7.1 GiB，因为 DeepSpeed 自己要一块缓冲区，这里又不能用 8 bit 优化器。三个 `zero` 引擎要先运行 `pip install deepspeed`。
+# ZeRO-2 分摊的是梯度和优化器，而 LoRA 的这两样本来就小。按课程的预估，显存反而用得更多：4 bit 的 7B 模型放在两块 GPU 上，DDP 每块 6.4 GiB，ZeRO-2 是 7.4 GiB，offload 是 7.1 GiB（设置和后面的表相同），因为 DeepSpeed 自己要一块缓冲区，这里又不能用 8 bit 优化器。三个 `zero` 引擎要先运行 `pip install deepspeed`。要用 16 bit，设 `SET = "method=lora, quantization.type=none"`。
 #
 # 所以：一块 GPU 放得下就用 DDP，放不下就用 FSDP。`auto` 也是这样选的。输出里 `engine` 是引擎，括号里是原因。
 
@@ -113,7 +113,7 @@ print(shlex.join(map(str, words)))
 # %% [markdown]
 # ## 几张卡放得下多大的模型
 #
-# 表里是每张卡要用的显存（GiB），括号里是最小要多大的卡。`2 x 8` 指两台机器、每台八张卡。`ddp` 和 `fsdp_qlora` 的模型是 4 bit，`fsdp_lora` 是 16 bit；micro-batch 是一条 2,048 个 token 的样本，打开梯度检查点。这些都是预估。`plan.engine_table()` 列出所有引擎和各自要的内存：`fsdp_qlora` 每个进程都要先在内存里加载一份 4 bit 模型，所以八张卡训练 72B，启动时要 307 GiB 内存。
+# 表里是每张卡要用的显存（GiB），括号里是最小要多大的卡（另留 8 % 和 0.5 GiB 余量）。`2 x 8` 指两台机器、每台八张卡。`ddp` 和 `fsdp_qlora` 的模型是 4 bit，`fsdp_lora` 是 16 bit；micro-batch 是一条 2,048 个 token 的样本，打开梯度检查点。这些都是预估。`plan.engine_table()` 列出所有引擎和各自要的内存：`fsdp_qlora` 每个进程都要先在内存里加载一份 4 bit 模型，所以八张卡训练 72B，启动时要 307 GiB 内存。
 
 # %%
 from nbutils import display
@@ -145,7 +145,7 @@ for name, count, how in [("alone", 1, ""), ("together", processes, engine)] if p
     lesson.launch("03_qlora", count, threads, trials, engine=how, RUN_NAME=name, MAX_STEPS=TRIAL_STEPS, DATA=DATA)
 
 # %% [markdown]
-# 两遍的步数相同，每一步的样本相同，损失相差不超过 1 %。最后几位数字会不一样，因为同样的数换了相加的顺序，舍入也就不同。如果差得更多，说明还有别的地方不同。（用了 dropout，每个进程各自抽随机数，就只有趋势一致。）`[ OK ] equal steps, equal batch, losses within 1 %` 表示步数、批大小和损失都对上了。
+# 两遍的步数相同，每一步的样本相同，损失相差不超过 1 %。最后几位数字会不一样，因为同样的数换了相加的顺序，舍入也就不同。如果差得更多，说明还有别的地方不同。（用了 dropout，每个进程各自抽随机数，就只有趋势一致。）在 CPU 上，两个进程共用同样的核，别指望快一倍。`[ OK ] equal steps, equal batch, losses within 1 %` 表示步数、批大小和损失都对上了。
 
 # %%
 from nbutils import compare
@@ -177,7 +177,7 @@ for name in engines:
 # %% [markdown]
 # 卡越多，训练完得越早，但每个 token 不会更便宜。适配器很小，所以 DDP 即使走慢网络，每张卡的速度也几乎不打折。FSDP 要传整个模型：按 RTX 4090 训练 7B 的预估，8 张卡走 PCIe 剩三分之二的速度，走以太网只剩四分之一，两台机器 16 张卡反而不如一台机器 8 张卡快。
 #
-# 用到多少张卡时，通信和计算的时间一样长？“每卡 8 条”时，卡越多，一步的样本越多；“共 8 条”时，卡越多，每张卡要算的越少。短横线表示直到 4,096 张卡都不会。
+# 用到多少张卡时，通信和计算的时间一样长？“每卡 8 条”时，卡越多，一步的样本越多；“共 8 条”时，卡越多，每张卡要算的越少，但再少也要花启动 kernel 的时间。短横线表示直到 4,096 张卡都不会。`nvlink4` 和 `pcie4` 是机器内部的连接，`ib400`（InfiniBand）和 `25gbe`（以太网）是机器之间的。
 
 # %%
 print(display.aligned(case.limits(engines)))
@@ -211,16 +211,17 @@ if compared:
 # 现在用全部进程完整训练一次。checkpoint、断点续训和时限都和第 03 课一样：在一块 GPU 上开始的训练可以换到两块上继续，反过来也行，换引擎也行。在 Kaggle 上，*Save Version > Save & Run All* 会在后台运行这个 notebook，12 小时到之前自己结束；把输出挂到下一个版本，就会继续训练。在租来的机器上，用 `papermill` 运行，或者用上面那行命令。
 
 # %%
+from nbutils import record
+
+earlier = record.read(lesson.run.facts).get("lessons", {}).get("03_qlora", {})
 lesson.launch("03_qlora", processes, threads, engine=engine, DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)
 
 # %% [markdown]
 # 这次训练的记录，取自第 03 课写的 `facts.json`：进程数（`processes`）、批大小（`batch`）、已跑和计划的步数（`steps`、`planned_steps`）、最后的损失（`final_loss`）、每秒 token 数（`tokens_per_second`）、一块 GPU 的显存峰值，没有 GPU 时是内存峰值（`peak_memory_gib`）。如果提示 `This run was finished before`，说明这次训练早就跑完，现在没有再训练：调大 `MAX_STEPS`，或者换一个 `RUN_NAME`。提示 `not finished`，就再运行一遍这个 notebook。
 
 # %%
-from nbutils import record
-
 trained = record.read(lesson.run.facts)["lessons"]["03_qlora"]
-for name in ("processes", "batch", "steps", "planned_steps", "final_loss", "tokens_per_second", "peak_memory_gib"):
+for name in ("processes", "engine", "batch", "steps", "planned_steps", "final_loss", "tokens_per_second", "peak_memory_gib"):
     print(f"{name:18} {trained[name]}")
 if trained["resumed_from_step"] == trained["steps"]:
     print("This run was finished before: nothing was trained now. Raise MAX_STEPS, or choose another RUN_NAME.")
@@ -229,14 +230,16 @@ print(f"adapter: {lesson.run.adapter}" if record.complete(trained) else "not fin
 # %% [markdown]
 # ## 练习
 #
-# 一次训练能不能中途换进程数，或者换引擎？用一个进程重新跑一遍这一课（一块 GPU 放不下模型的话，就换一个引擎），再多十步，不做比较。下一个单元格的输出会写明参数该怎么填（`Run this lesson again with …`）。`saw steps … to …` 是这次从哪一步跑到哪一步，起点大于 0 才算通过。
+# 一次训练能不能中途换进程数，或者换引擎？换一个进程数重新跑一遍这一课（一块 GPU 放不下模型的话，就换一个引擎），再多十步，不做比较。下一个单元格的输出会写明参数该怎么填（`Run this lesson again with …`）。`saw steps … to …` 是这次从哪一步跑到哪一步，后面的括号里是进程数和引擎，`before it` 是上一次的；起点大于 0，并且两次不同，才算通过。
 
 # %%
 first, last = trained["resumed_from_step"], trained["steps"]
-good = 0 < first < last
-print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last} with {trained['processes']} processes, expected a start after 0")
+before, now = ((one.get("processes"), one.get("engine")) for one in (earlier, trained))
+good = 0 < first < last and before != now
+print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last} with {now}, before it {before}; expected a start after 0, and a change")
 if not good:
-    print("Run this lesson again with PROCESSES = 1 or another ENGINE,")
+    other = 2 if now[0] == 1 else 1
+    print(f"Run this lesson again with PROCESSES = {other} or another ENGINE,")
     print(f"MAX_STEPS = {last + 10} and TRIAL_STEPS = 0: it continues at step {last}.")
 
 # %% [markdown]
@@ -244,7 +247,7 @@ if not good:
 #
 # - 由几个进程分担的一次训练，用适合你的模型和显卡的引擎，以及启动训练的命令行；
 # - 和单个进程的比较：每一步的样本相同，损失相同，以及快了多少；
-# - 1 到 64 张卡的显存、速度和费用，算式可以拿自己的比较结果来检验；
+# - 1 到 16 张卡的显存、1 到 64 张卡的速度和费用，算式可以拿自己的比较结果来检验；
 # - 运行目录里的一个适配器，可以直接用于第 04 课。
 
 # %%
