@@ -106,7 +106,8 @@ print(f"engine: {engine} ({choice.reason})")
 # %% [markdown]
 # The command line that does in a terminal what this notebook will do: `torchrun` for DDP, `accelerate launch` with a file of
 # `configs/accelerate` for the others. Each process gets a number (its rank) and a GPU. With one process and DDP it is plain Python.
-# Profile, model and rows are those of this run; `--MAX_STEPS` and `--MAX_HOURS` may be added.
+# Profile, model and rows are those of this run; `--MAX_STEPS` and `--MAX_HOURS` may be added. Ctrl-C saves a checkpoint; the
+# traceback that follows is the launcher's own. (`torchrun` is short for `python -m torch.distributed.run`.)
 
 # %%
 import shlex
@@ -270,16 +271,15 @@ print(f"adapter: {lesson.run.adapter}" if record.complete(trained) else "not fin
 #
 # Is a run tied to the processes, or to the engine, it was started with? Start this lesson again with another number of
 # processes, or, if your model does not fit one GPU, with another engine, and ten more steps, without the comparison. The next
-# cell says how.
+# cell says how. It expects steps that begin after 0, and another number or another engine than before.
 
 # %%
 first, last = trained["resumed_from_step"], trained["steps"]
 before, now = ((one.get("processes"), one.get("engine")) for one in (earlier, trained))
 good = 0 < first < last and before != now
-print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last} with {now}, before it {before}; expected a start after 0, and a change")
+print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last}, first {before}, then {now}")
 if not good:
-    other = 2 if now[0] == 1 else 1
-    print(f"Run this lesson again with PROCESSES = {other} or another ENGINE,")
+    print(f"Run this lesson again with PROCESSES = {2 if now[0] == 1 else 1} or another ENGINE,")
     print(f"MAX_STEPS = {last + 10} and TRIAL_STEPS = 0: it continues at step {last}.")
 
 # %% [markdown]

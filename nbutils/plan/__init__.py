@@ -83,7 +83,7 @@ def describe(made: Forecast | str) -> str:
         steps=row["rows"],
         way=recipe.checkpointing,
     )
-    how = how if recipe.engine == "ddp" else joined([how, recipe.engine])
+    how = how if recipe.engine == "ddp" and recipe.cards == 1 else joined([how, recipe.engine])
     lines = [
         (tr("training"), tr("{model} on {gpu}", model=made["model"], gpu=row["GPU"]), how),
         (tr("recipe"), tr("{count:,} steps", count=made["steps"]), made["schedule"]) if made["schedule"] else None,

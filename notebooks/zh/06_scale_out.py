@@ -98,7 +98,7 @@ engine = choice.value
 print(f"engine: {engine} ({choice.reason})")
 
 # %% [markdown]
-# 下面这行命令，在终端里做的事和这个 notebook 一样：DDP 用 `torchrun`，其他引擎用 `accelerate launch` 加上 `configs/accelerate` 里的文件。每个进程分到一个编号（叫 rank，和 LoRA 的秩无关）和一块 GPU。只有一个进程又用 DDP 时，就是普通的 Python 命令。配置、模型和样本都沿用这次训练的；需要的话可以加上 `--MAX_STEPS` 和 `--MAX_HOURS`。
+# 下面这行命令，在终端里做的事和这个 notebook 一样：DDP 用 `torchrun`，其他引擎用 `accelerate launch` 加上 `configs/accelerate` 里的文件。每个进程分到一个编号（叫 rank，和 LoRA 的秩无关）和一块 GPU。只有一个进程又用 DDP 时，就是普通的 Python 命令。配置、模型和样本都沿用这次训练的；需要的话可以加上 `--MAX_STEPS` 和 `--MAX_HOURS`。按 Ctrl-C 会先存 checkpoint，之后那段 traceback 是启动器自己打印的。（`torchrun` 就是 `python -m torch.distributed.run`。）
 
 # %%
 import shlex
@@ -230,16 +230,15 @@ print(f"adapter: {lesson.run.adapter}" if record.complete(trained) else "not fin
 # %% [markdown]
 # ## 练习
 #
-# 一次训练能不能中途换进程数，或者换引擎？换一个进程数重新跑一遍这一课（一块 GPU 放不下模型的话，就换一个引擎），再多十步，不做比较。下一个单元格的输出会写明参数该怎么填（`Run this lesson again with …`）。`saw steps … to …` 是这次从哪一步跑到哪一步，后面的括号里是进程数和引擎，`before it` 是上一次的；起点大于 0，并且两次不同，才算通过。
+# 一次训练能不能中途换进程数，或者换引擎？换一个进程数重新跑一遍这一课（一块 GPU 放不下模型的话，就换一个引擎），再多十步，不做比较。下一个单元格的输出会写明参数该怎么填（`Run this lesson again with …`）。`saw steps … to …` 是这次从哪一步跑到哪一步，`first` 后面是上一次的进程数和引擎，`then` 后面是这一次的；起点大于 0，并且两次不同，才算通过。
 
 # %%
 first, last = trained["resumed_from_step"], trained["steps"]
 before, now = ((one.get("processes"), one.get("engine")) for one in (earlier, trained))
 good = 0 < first < last and before != now
-print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last} with {now}, before it {before}; expected a start after 0, and a change")
+print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last}, first {before}, then {now}")
 if not good:
-    other = 2 if now[0] == 1 else 1
-    print(f"Run this lesson again with PROCESSES = {other} or another ENGINE,")
+    print(f"Run this lesson again with PROCESSES = {2 if now[0] == 1 else 1} or another ENGINE,")
     print(f"MAX_STEPS = {last + 10} and TRIAL_STEPS = 0: it continues at step {last}.")
 
 # %% [markdown]
