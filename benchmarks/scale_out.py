@@ -2,6 +2,7 @@
 
     python benchmarks/scale_out.py FOLDER RESULT.json                          # without a GPU: the tiny model
     python benchmarks/scale_out.py FOLDER RESULT.json --model Qwen2.5-7B       # random weights in its shape, on a GPU
+    ... --model PATH/SmolLM2-135M-Instruct --data ROWS.json                    # a real model and rows, also on a CPU
     ... --cases plain,torchrun_1,zero2_2                                       # some of them, added to RESULT.json
 
 A name ends with the number of processes. Two processes are two "machines" of one process each, on this host: so two can
@@ -139,22 +140,24 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="")
+    parser.add_argument("--data", default="", help="rows for lesson 02; none: the course's own")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--set", default="", help="more settings of the profile")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    if given.model and not (model := given.folder / given.model).exists():
+    cuda, model = torch.cuda.is_available(), given.folder / given.model  # an absolute path stays what it is
+    if given.model and not model.exists():
         subprocess.run([sys.executable, Path(__file__).with_name("random_model.py"), given.model, model], check=True)
-    profile = ["--PROFILE", "tiny"]
-    if given.model:
-        profile = ["--PROFILE", "hopper_141gb", "--MODEL", str(given.folder / given.model)]
+    profile = ["--PROFILE", "hopper_141gb" if given.model and cuda else "tiny"]
+    profile += ["--MODEL", str(model)] if given.model else []
+    profile += ["--DATA", given.data] if given.data else []
     settings = f"train.batch={given.batch},train.micro_batch=1,train.packing=true,train.logging_steps=1"
     settings += ",train.validation_rows=8,lora.dropout=0" + (f",{given.set}" if given.set else "")
     sixteen = ",method=lora,quantization.type=none,quantization.double=false"
-    results: dict[str, Any] = {"machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
-    results |= {"model": given.model or "tiny", "batch": given.batch, "steps": given.steps, "cases": {}}
+    results: dict[str, Any] = {"machine": torch.cuda.get_device_name() if cuda else "cpu"}
+    results |= {"model": model.name if given.model else "tiny", "batch": given.batch, "steps": given.steps, "cases": {}}
     results |= files.read_json(given.out) if given.out.exists() else {}
     probe, wrapper = given.folder / "all_reduce.py", given.folder / "lesson.py"
     probe.write_text(ALL_REDUCE)
@@ -185,7 +188,7 @@ def main() -> None:
             "peak_gib": facts["peak_memory_gib"], "base_moved": facts["base_moved"],
             "all_seconds": round(time.perf_counter() - began, 1),
         }  # fmt: skip
-        case |= {"forecast_gib": round(forecast_gib(given.model, engine, facts), 3)} if given.model else {}
+        case |= {"forecast_gib": round(forecast_gib(str(model), engine, facts), 3)} if given.model and cuda else {}
         if first:
             pairs = list(zip(first["losses"], losses, strict=True))
             case["furthest_loss"] = max(abs(one - other) / one for one, other in pairs)
