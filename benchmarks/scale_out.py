@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -158,7 +159,10 @@ def main() -> None:
     sixteen = ",method=lora,quantization.type=none,quantization.double=false"
     results: dict[str, Any] = {"machine": torch.cuda.get_device_name() if cuda else "cpu"}
     results |= {"model": model.name if given.model else "tiny", "batch": given.batch, "steps": given.steps, "cases": {}}
-    results |= files.read_json(given.out) if given.out.exists() else {}
+    earlier = files.read_json(given.out) if given.out.exists() else results
+    if any(earlier[name] != results[name] for name in ("machine", "model", "batch", "steps")):
+        raise SystemExit(f"{given.out} is of another machine, model, batch or number of steps")
+    results["cases"] = earlier["cases"]
     probe, wrapper = given.folder / "all_reduce.py", given.folder / "lesson.py"
     probe.write_text(ALL_REDUCE)
     wrapper.write_text(LESSON)
@@ -171,6 +175,7 @@ def main() -> None:
         script += ["--MAX_STEPS", str(given.steps), "--SAVE_STEPS", str(given.steps)]
         script += ["--SET", settings + (sixteen if method == "lora" else "")]
         began = time.perf_counter()
+        shutil.rmtree(home, ignore_errors=True)
         try:
             run(engine, processes, script, home)
         except (RuntimeError, subprocess.TimeoutExpired) as problem:
@@ -189,7 +194,7 @@ def main() -> None:
             "all_seconds": round(time.perf_counter() - began, 1),
         }  # fmt: skip
         case |= {"forecast_gib": round(forecast_gib(str(model), engine, facts), 3)} if given.model and cuda else {}
-        if first:
+        if "losses" in first:
             pairs = list(zip(first["losses"], losses, strict=True))
             case["furthest_loss"] = max(abs(one - other) / one for one, other in pairs)
             case["times_plain"] = case["step_seconds"] / first["step_seconds"]

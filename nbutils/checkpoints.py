@@ -221,6 +221,13 @@ def look(store: Path) -> tuple[list[StoredCheckpoint], list[str]]:
     return sorted(found, key=lambda one: one.step, reverse=True), remarks
 
 
+def newest_settings(folders: platforms.Folders, run: str) -> dict[str, Any]:
+    """What `train` of a profile was for the newest checkpoint of a run; empty if there is none."""
+    found = [one for store in stores(folders, run) for one in _with_retries(look, store, store)[0]]
+    newest = max(found, key=lambda one: one.step, default=None)
+    return dict(newest.fingerprint.get("train", {})) if newest else {}
+
+
 def newest_verified(
     stores: Iterable[Path], fingerprint: dict[str, Any], step: int | None = None
 ) -> StoredCheckpoint | None:

@@ -71,7 +71,9 @@ class Lesson(record.LessonLike):
 
         cached_file(self.model, "config.json")  # of a hub model: its size decides learning rate and method
         rows = profiles.Rows.of(lengths, held_out)
-        fitted = replace(self, resolved=profiles.fit(self.resolved, rows))
+        goes_on = distributed.is_main() and self.parameters.get("RESUME") != "never"
+        began = distributed.broadcast(checkpoints.newest_settings(self.folders, self.run.name) if goes_on else {})
+        fitted = replace(self, resolved=profiles.fit(profiles.keep_batch(self.resolved, began), rows))
         print(tr("recipe    {schedule}", schedule=profiles.schedule(fitted.profile.train, rows)))
         if warning := profiles.few_steps(fitted.profile.train, self.resolved.given.train, rows):
             print(f"[WARN] {warning}")

@@ -115,6 +115,15 @@ def resolve(
     return fit(Resolved(name, path, given, value, called, first, gpu, given, reasons), None)
 
 
+def keep_batch(resolved: Resolved, began: Mapping[str, Any]) -> Resolved:
+    """The same with the batch of a run that began with these settings, if the profile leaves it open and it divides."""
+    if resolved.given.train.batch != "auto" or not began or began["batch"] % distributed.world_size():
+        return resolved
+    kept = {f"train.{name}": Choice(began[name], tr("this run began with it")) for name in ("batch", "packing")}
+    reasons = dict(resolved.reasons) | {name: choice.reason for name, choice in kept.items()}
+    return replace(resolved, given=apply(resolved.given, kept), reasons=reasons)
+
+
 def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
     """The same with every `auto` value decided by GPU, model and rows, and every value with its reason."""
     given, gpu = resolved.given, resolved.gpu

@@ -92,7 +92,7 @@ print(f"processes: {processes} ({choice.reason})")
 # ZeRO-2 divides gradients and optimizer, and with LoRA these are small. By the forecast of this course it even needs more: a 7B
 # in 4 bits takes 6.4 GiB of each of two GPUs with DDP, 7.4 with ZeRO-2 and 7.1 with offload (in the setting of the table further
 # below), because DeepSpeed has a buffer of its own and no 8-bit optimizer here. The three `zero` engines need `pip install deepspeed`.
-# 16 bits are `SET = "method=lora, quantization.type=none"`.
+# For 16 bits set `SET = "method=lora, quantization.type=none"`.
 #
 # So: DDP if the model fits one GPU, else FSDP. `auto` does the same.
 
@@ -106,15 +106,16 @@ print(f"engine: {engine} ({choice.reason})")
 # %% [markdown]
 # The command line that does in a terminal what this notebook will do: `torchrun` for DDP, `accelerate launch` with a file of
 # `configs/accelerate` for the others. Each process gets a number (its rank) and a GPU. With one process and DDP it is plain Python.
-# Profile, model and rows are those of this run; `--MAX_STEPS` and `--MAX_HOURS` may be added. Ctrl-C saves a checkpoint; the
-# traceback that follows is the launcher's own. (`torchrun` is short for `python -m torch.distributed.run`.)
+# Profile, model and rows are those of this run; `--MAX_STEPS` and `--MAX_HOURS` may be added. Ctrl-C saves a checkpoint, for
+# which the variable gives ten minutes; the traceback that follows is the launcher's own. (`torchrun` is short for
+# `python -m torch.distributed.run`.)
 
 # %%
 import shlex
 from nbutils import files
 
 words = [*distributed.command_for(processes, engine), files.NOTEBOOKS / "03_qlora.py", "--RUN_NAME", lesson.run.name]
-print(shlex.join(map(str, words)))
+print("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600", shlex.join(map(str, words)))
 
 # %% [markdown]
 # Several machines need no other lesson. The same command is started on each of them, with `torchrun --nnodes=2` or
@@ -147,9 +148,9 @@ from nbutils.plan.engines import table_recipe
 print(display.aligned(plan.memory_formula(find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4))))
 
 # %% [markdown]
-# ## Once alone, once together
+# ## Once together, once alone
 #
-# The same few steps twice, in a temporary folder: first with one process, then with all and the engine above. (With one GPU
+# The same few steps twice, in a temporary folder: first with all processes and the engine above, then with one. (With one GPU
 # there is nothing to compare, and a model that needs several cannot be trained alone: then this is left out.)
 
 # %%
@@ -158,7 +159,7 @@ import shutil
 trials = lesson.scratch / "trials"
 shutil.rmtree(trials, ignore_errors=True)
 possible = processes > 1 and TRIAL_STEPS and plan.fits_alone(lesson.resolved)
-for name, count, how in [("alone", 1, ""), ("together", processes, engine)] if possible else []:
+for name, count, how in [("together", processes, engine), ("alone", 1, "")] if possible else []:
     print(f"--- {name}: {count} process{'es' if count > 1 else ''} {how}")
     lesson.launch("03_qlora", count, threads, trials, engine=how, RUN_NAME=name, MAX_STEPS=TRIAL_STEPS, DATA=DATA)
 
@@ -166,7 +167,7 @@ for name, count, how in [("alone", 1, ""), ("together", processes, engine)] if p
 # The number of steps and the rows of each step are equal, and the losses agree within 1 %. They are not equal to the last digit,
 # because the same numbers are added in another order and rounded differently. A larger difference means that something else
 # is different. (With dropout each process draws its own random numbers: then only the trend agrees.) On a CPU the two processes
-# share its cores, so do not expect twice the speed.
+# share its cores, so do not expect twice the speed. With 3, 5, 6 or 7 processes an automatic batch is rounded up: name one in `SET`.
 
 # %%
 from nbutils import compare
@@ -234,8 +235,8 @@ if compared:
 # | DDP, two processes | 1.20; the arithmetic says 0.97 + 0.09 |
 # | FSDP, two processes | 3.0; the arithmetic says 0.97 + 3.0, so a part of it was hidden |
 #
-# Both processes compute on the same card, so computing takes as long as with one. Memory was within 3.3 % of the forecast. In 16
-# bits FSDP takes 0.97 s as well, but ZeRO-3 more than 2: it cannot use the course's fast layers.
+# Both processes compute on the same card, so computing takes as long as with one, or longer. Memory was within 3.3 % of the
+# forecast. In 16 bits FSDP takes 0.97 s as well, but ZeRO-3 about 2: it cannot use the course's fused LoRA layers.
 #
 # Not measured: two real GPUs, and two machines with a real network. There your own table is the measurement. That losses and
 # adapter are those of one process was tried on a CPU in float32, with every engine: no logged loss differs by more than 1e-6
@@ -256,7 +257,8 @@ earlier = record.read(lesson.run.facts).get("lessons", {}).get("03_qlora", {})
 lesson.launch("03_qlora", processes, threads, engine=engine, DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)
 
 # %% [markdown]
-# What it took, as lesson 03 recorded it in `facts.json`. The memory is that of one GPU.
+# What it took, as lesson 03 recorded it in `facts.json`. The memory is that of one GPU; the engine of one plain
+# process is empty.
 
 # %%
 trained = record.read(lesson.run.facts)["lessons"]["03_qlora"]
@@ -269,18 +271,17 @@ print(f"adapter: {lesson.run.adapter}" if record.complete(trained) else "not fin
 # %% [markdown]
 # ## Exercise
 #
-# Is a run tied to the processes, or to the engine, it was started with? Start this lesson again with another number of
-# processes, or, if your model does not fit one GPU, with another engine, and ten more steps, without the comparison. The next
-# cell says how. It expects steps that begin after 0, and another number or another engine than before.
+# Is a run tied to the processes, or to the engine, it was started with? Start this lesson again with ten more steps, without the
+# comparison, and with `PROCESSES = 1`, or with `ENGINE = "fsdp_qlora"` (`"fsdp_lora"` for 16 bits). The next cell expects steps that
+# begin after 0, and another number of processes or another engine than before. (A model that needs all your GPUs stays with them.)
 
 # %%
 first, last = trained["resumed_from_step"], trained["steps"]
 before, now = ((one.get("processes"), one.get("engine")) for one in (earlier, trained))
 good = 0 < first < last and before != now
-print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last}, first {before}, then {now}")
+print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last}, first {before}, then {now}; expected a change after step 0")
 if not good:
-    print(f"Run this lesson again with PROCESSES = {2 if now[0] == 1 else 1} or another ENGINE,")
-    print(f"MAX_STEPS = {last + 10} and TRIAL_STEPS = 0: it continues at step {last}.")
+    print(f"Run this lesson again, not with {now}: MAX_STEPS = {last + 10}, TRIAL_STEPS = 0. It continues at step {last}.")
 
 # %% [markdown]
 # ## You now have

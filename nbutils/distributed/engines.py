@@ -33,6 +33,12 @@ def _deepspeed_plugin() -> Any:
     return DeepSpeedPlugin()  # from the launcher's environment
 
 
+def require_known(name: str) -> None:
+    """Refuse an engine that has no file in configs/accelerate."""
+    if name not in ENGINES:
+        raise CourseError("distributed.unknown_engine", engine=name, engines=", ".join(ENGINES))
+
+
 def require_method(name: str, method: str) -> None:
     """Refuse an engine, called as its file, that is not for this method."""
     if (wanted := METHODS.get(name, method)) != method:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils.display import LIVE_LINE
-from nbutils.distributed.engines import ENGINES, WHOLE
+from nbutils.distributed.engines import WHOLE, require_known
 from nbutils.distributed.engines import engine as this_engine
 from nbutils.errors import CourseError
 from nbutils.files import CONFIGS, NOTEBOOKS
@@ -63,8 +63,8 @@ def hint(seen: int) -> str:
 
 def command_for(processes: int, engine: str = "") -> list[str]:
     """The words before a script's name that start it with so many processes of an engine; one without: plain Python."""
-    if engine not in ("", *ENGINES):
-        raise CourseError("distributed.unknown_engine", engine=engine, engines=", ".join(ENGINES))
+    if engine:
+        require_known(engine)
     if engine.startswith("zero") and not importlib.util.find_spec("deepspeed"):
         raise CourseError("distributed.no_deepspeed", engine=engine)
     if engine in WHOLE:

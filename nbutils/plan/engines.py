@@ -81,9 +81,8 @@ def engine_for(resolved: Any, processes: int, asked: str = "auto") -> Choice:
 
     DDP where each GPU holds the model, with the smallest setting; else FSDP, where its share fits.
     """
-    if asked not in ("auto", *ENGINES):
-        raise CourseError("distributed.unknown_engine", engine=asked, engines=", ".join(ENGINES))
     if asked != "auto":
+        distributed.require_known(asked)
         distributed.require_method(asked, resolved.profile.method)
         return Choice(asked, tr("parameter {name}", name="ENGINE"))
     if resolved.gpu is None:

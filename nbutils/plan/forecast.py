@@ -285,9 +285,9 @@ class Recipe:
         return 4 if self.precision == "fp32" else 2
 
     @property
-    def kernels(self) -> bool:
+    def uses_liger(self) -> bool:
         """Whether Liger's kernels are used."""
-        return self.liger and ENGINES[self.engine].fused
+        return self.liger and ENGINES[self.engine].fused_lora
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class Engine:
     shards: bool = False  # each card keeps its share of the base, and gathers the layer at work
     deepspeed: bool = False
     offload: bool = False  # float32 weights, gradients and Adam's moments are in RAM
-    fused: bool = True  # with the course's LoRA layers, which read weights that ZeRO-3 would have to gather first
+    fused_lora: bool = True  # with the course's LoRA layers, which read weights that ZeRO-3 would have to gather first
 
 
 ENGINES = {
@@ -306,7 +306,7 @@ ENGINES = {
     "fsdp_lora": Engine(shards=True),
     "zero2": Engine(deepspeed=True),
     "zero2_offload": Engine(deepspeed=True, offload=True),
-    "zero3": Engine(shards=True, deepspeed=True, fused=False),
+    "zero3": Engine(shards=True, deepspeed=True, fused_lora=False),
 }
 
 
@@ -396,9 +396,9 @@ def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
     tokens, wide = recipe.tokens, recipe.wide
     layer_input = tokens * shape.hidden * wide
     saved = wide * (  # what one layer keeps of a token for its backward pass
-        (SAVED_HIDDEN + (0 if recipe.kernels else PLAIN_HIDDEN)) * shape.hidden
+        (SAVED_HIDDEN + (0 if recipe.uses_liger else PLAIN_HIDDEN)) * shape.hidden
         + (SAVED_HEADS * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        + (SAVED_MLP if ENGINES[recipe.engine].fused else PLAIN_MLP) * shape.intermediate
+        + (SAVED_MLP if ENGINES[recipe.engine].fused_lora else PLAIN_MLP) * shape.intermediate
         + ADAPTERS * recipe.rank
     )
     saved += sum(inner for inner, _ in shape.linears) if recipe.dropout else 0  # a byte for each input of an adapter
@@ -446,14 +446,14 @@ def tokens_per_second(shape: Shape, recipe: Recipe, gpu: GPUSpec) -> float | Non
     if gpu.bandwidth is not None:  # weights brought to 16 bits, and work element by element
         brought = shape.linear_params * (NF4_DOUBLE + recipe.wide) if quantized else 0
         touched = recipe.tokens * shape.layers * sum(map(sum, shape.linears)) * recipe.wide
-        moved = passes * (brought + touched * (ELEMENTWISE if recipe.kernels else PLAIN))
+        moved = passes * (brought + touched * (ELEMENTWISE if recipe.uses_liger else PLAIN))
         computing += moved / (BANDWIDTH * gpu.bandwidth * 1e9)
     # a small step on a fast GPU waits for Python
     seconds = max(computing * (OFFLOAD if offload else 1), launch_seconds(shape, recipe))
     if offload:
         seconds = max(seconds, 2 * shape.layers * recipe.tokens * shape.hidden * recipe.wide / RAM_LINK)
     seconds += sent_bytes(shape, recipe) / recipe.accumulation / RAM_LINK  # as if nothing were computed meanwhile
-    return recipe.tokens * (PACKED if recipe.packing else 1.0) / seconds * gpu.count
+    return recipe.tokens * (PACKED if recipe.packing else 1.0) / seconds * recipe.cards
 
 
 def limit_gib(gpu: GPUSpec) -> float:

@@ -1,7 +1,7 @@
 """The arithmetic of scaling: what cards send each other in a step, and what that leaves of their speed.
 
-Nothing is sent while a card computes: DDP and FSDP hide part of it, so the real speed is this or better. Computing is
-a measured speed of one card, or the forecast. What is measured decides: `compare` holds it against this arithmetic.
+Nothing is sent while a card computes, though DDP and FSDP hide a part of it. Computing is a measured speed of one card,
+or the forecast. What is measured decides: `compare` holds it against this arithmetic.
 """
 
 from __future__ import annotations

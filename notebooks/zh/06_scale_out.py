@@ -40,7 +40,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `PROCESSES` 填 0，就给每块 GPU 启动一个进程。`ENGINE` 填下面表里的引擎名，填 `"auto"` 就按模型大小自动选。`TRIAL_STEPS` 是比较时跑的步数；填 0 不做比较，例如一次很长的训练第二次启动的时候。其他参数和第 03 课一样。第 03 课已经训练完的，这里没有什么可训练的了：把 `MAX_STEPS` 调大，或者换一个 `RUN_NAME`。
+# `PROCESSES` 填 0，就给每块 GPU 启动一个进程。`ENGINE` 填下面表里的引擎名，填 `"auto"` 就按模型大小自动选。`TRIAL_STEPS` 是比较时跑的步数；填 0 不做比较，例如一次很长的训练第二次启动的时候。其他参数和第 03 课一样。第 03 课已经训练完的运行目录，这里没有什么可训练的了：把 `MAX_STEPS` 调大，或者换一个 `RUN_NAME`。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -86,7 +86,7 @@ print(f"processes: {processes} ({choice.reason})")
 # | `zero2_offload` | 整个模型，优化器在内存里 | 同上 | 秩特别大的适配器 |
 # | `zero3` | 同 `fsdp_lora` | 同 `fsdp_lora`，另外每个 micro-step 还传梯度 | 熟悉 DeepSpeed、用 `method: lora` 的人；比 FSDP 慢 |
 #
-# ZeRO-2 分摊的是梯度和优化器，而 LoRA 的这两样本来就小。按课程的预估，显存反而用得更多：4 bit 的 7B 模型放在两块 GPU 上，DDP 每块 6.4 GiB，ZeRO-2 是 7.4 GiB，offload 是 7.1 GiB（设置和后面的表相同），因为 DeepSpeed 自己要一块缓冲区，这里又不能用 8 bit 优化器。三个 `zero` 引擎要先运行 `pip install deepspeed`。要用 16 bit，设 `SET = "method=lora, quantization.type=none"`。
+# ZeRO-2 分摊的是梯度和优化器，而 LoRA 的这两样本来就小。按课程的预估，显存反而用得更多：4 bit 的 7B 模型放在两块 GPU 上，DDP 每块 6.4 GiB，ZeRO-2 是 7.4 GiB，offload 是 7.1 GiB（设置和后面的表相同），因为 DeepSpeed 自己要一块缓冲区，这里又不能用 8 bit 优化器。三个 `zero` 引擎要先运行 `pip install deepspeed`。要用 16 bit，就设 `SET = "method=lora, quantization.type=none"`。
 #
 # 所以：一块 GPU 放得下就用 DDP，放不下就用 FSDP。`auto` 也是这样选的。输出里 `engine` 是引擎，括号里是原因。
 
@@ -98,14 +98,14 @@ engine = choice.value
 print(f"engine: {engine} ({choice.reason})")
 
 # %% [markdown]
-# 下面这行命令，在终端里做的事和这个 notebook 一样：DDP 用 `torchrun`，其他引擎用 `accelerate launch` 加上 `configs/accelerate` 里的文件。每个进程分到一个编号（叫 rank，和 LoRA 的秩无关）和一块 GPU。只有一个进程又用 DDP 时，就是普通的 Python 命令。配置、模型和样本都沿用这次训练的；需要的话可以加上 `--MAX_STEPS` 和 `--MAX_HOURS`。按 Ctrl-C 会先存 checkpoint，之后那段 traceback 是启动器自己打印的。（`torchrun` 就是 `python -m torch.distributed.run`。）
+# 下面这行命令，在终端里做的事和这个 notebook 一样：DDP 用 `torchrun`，其他引擎用 `accelerate launch` 加上 `configs/accelerate` 里的文件。每个进程分到一个编号（叫 rank，和 LoRA 的秩无关）和一块 GPU。只有一个进程又用 DDP 时，就是普通的 Python 命令。配置、模型和样本都沿用这次训练的；需要的话可以加上 `--MAX_STEPS` 和 `--MAX_HOURS`。按 Ctrl-C 会先存 checkpoint，前面那个环境变量给它十分钟；之后那段 traceback 是启动器自己打印的。（`torchrun` 就是 `python -m torch.distributed.run`。）
 
 # %%
 import shlex
 from nbutils import files
 
 words = [*distributed.command_for(processes, engine), files.NOTEBOOKS / "03_qlora.py", "--RUN_NAME", lesson.run.name]
-print(shlex.join(map(str, words)))
+print("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600", shlex.join(map(str, words)))
 
 # %% [markdown]
 # 用多台机器也还是跑第 03 课：每台机器上启动同样的命令，加上 `torchrun --nnodes=2` 或 `accelerate launch --num_machines 2`，再给一个会合的地址。完整的命令，SLURM、Kubernetes、SkyPilot 和 Ray 的作业文件，以及机器之间要共享什么，见 [docs/zh/clusters.md](../../docs/zh/clusters.md)。先把一台机器的 GPU 都用上：机器之间的数据全要走网络。
@@ -130,9 +130,9 @@ from nbutils.plan.engines import table_recipe
 print(display.aligned(plan.memory_formula(find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4))))
 
 # %% [markdown]
-# ## 先单独跑，再一起跑
+# ## 先一起跑，再单独跑
 #
-# 在临时目录里把同样的几步跑两遍：先用一个进程，再用全部进程和上面选的引擎。输出里 `alone` 是单独跑，`together` 是一起跑。（只有一块 GPU 时没什么可比；一块 GPU 放不下的模型没法单独跑。这两种情况都会跳过。）
+# 在临时目录里把同样的几步跑两遍：先用全部进程和上面选的引擎，再用一个进程。输出里 `alone` 是单独跑，`together` 是一起跑。（只有一块 GPU 时没什么可比；一块 GPU 放不下的模型没法单独跑。这两种情况都会跳过。）
 
 # %%
 import shutil
@@ -140,12 +140,12 @@ import shutil
 trials = lesson.scratch / "trials"
 shutil.rmtree(trials, ignore_errors=True)
 possible = processes > 1 and TRIAL_STEPS and plan.fits_alone(lesson.resolved)
-for name, count, how in [("alone", 1, ""), ("together", processes, engine)] if possible else []:
+for name, count, how in [("together", processes, engine), ("alone", 1, "")] if possible else []:
     print(f"--- {name}: {count} process{'es' if count > 1 else ''} {how}")
     lesson.launch("03_qlora", count, threads, trials, engine=how, RUN_NAME=name, MAX_STEPS=TRIAL_STEPS, DATA=DATA)
 
 # %% [markdown]
-# 两遍的步数相同，每一步的样本相同，损失相差不超过 1 %。最后几位数字会不一样，因为同样的数换了相加的顺序，舍入也就不同。如果差得更多，说明还有别的地方不同。（用了 dropout，每个进程各自抽随机数，就只有趋势一致。）在 CPU 上，两个进程共用同样的核，别指望快一倍。`[ OK ] equal steps, equal batch, losses within 1 %` 表示步数、批大小和损失都对上了。
+# 两遍的步数相同，每一步的样本相同，损失相差不超过 1 %。最后几位数字会不一样，因为同样的数换了相加的顺序，舍入也就不同。如果差得更多，说明还有别的地方不同。（用了 dropout，每个进程各自抽随机数，就只有趋势一致。）在 CPU 上，两个进程共用同样的核，别指望快一倍。用 3、5、6、7 个进程时，自动选的批大小会向上取整：在 `SET` 里写明一个。`[ OK ] equal steps, equal batch, losses within 1 %` 表示步数、批大小和损失都对上了。
 
 # %%
 from nbutils import compare
@@ -201,7 +201,7 @@ if compared:
 # | DDP，两个进程 | 1.20；按算式是 0.97 + 0.09 |
 # | FSDP，两个进程 | 3.0；按算式是 0.97 + 3.0，可见有一部分通信藏在了计算后面 |
 #
-# 两个进程都在同一块卡上计算，所以计算的时间和一个进程时一样。显存与预估相差不到 3.3 %。用 16 bit 时，FSDP 同样是 0.97 秒，ZeRO-3 却要 2 秒多：它用不了本课程的快速层。
+# 两个进程都在同一块卡上计算，所以计算的时间和一个进程时一样，或者更长。显存与预估相差不到 3.3 %。用 16 bit 时，FSDP 同样是 0.97 秒，ZeRO-3 却要 2 秒左右：它用不了本课程融合的 LoRA 层。
 #
 # 没有测过的是：两块真正的 GPU，以及用真实网络连接的两台机器。那里以你自己的表为准。损失和适配器与单个进程一致，这一点在 CPU 上用 float32 对每个引擎都试过：记录下来的损失相差都不超过 1e-6（优化器放到内存时 1.2e-5）。在 H200 上用 bfloat16 和两个进程：DDP 完全相同，FSDP 和 ZeRO-2 相差 0.04 %。
 
@@ -217,7 +217,7 @@ earlier = record.read(lesson.run.facts).get("lessons", {}).get("03_qlora", {})
 lesson.launch("03_qlora", processes, threads, engine=engine, DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)
 
 # %% [markdown]
-# 这次训练的记录，取自第 03 课写的 `facts.json`：进程数（`processes`）、批大小（`batch`）、已跑和计划的步数（`steps`、`planned_steps`）、最后的损失（`final_loss`）、每秒 token 数（`tokens_per_second`）、一块 GPU 的显存峰值，没有 GPU 时是内存峰值（`peak_memory_gib`）。如果提示 `This run was finished before`，说明这次训练早就跑完，现在没有再训练：调大 `MAX_STEPS`，或者换一个 `RUN_NAME`。提示 `not finished`，就再运行一遍这个 notebook。
+# 这次训练的记录，取自第 03 课写的 `facts.json`：进程数（`processes`）、引擎（`engine`，单个普通进程时是空的）、批大小（`batch`）、已跑和计划的步数（`steps`、`planned_steps`）、最后的损失（`final_loss`）、每秒 token 数（`tokens_per_second`）、一块 GPU 的显存峰值，没有 GPU 时是内存峰值（`peak_memory_gib`）。如果提示 `This run was finished before`，说明这次训练早就跑完，现在没有再训练：调大 `MAX_STEPS`，或者换一个 `RUN_NAME`。提示 `not finished`，就再运行一遍这个 notebook。
 
 # %%
 trained = record.read(lesson.run.facts)["lessons"]["03_qlora"]
@@ -230,16 +230,15 @@ print(f"adapter: {lesson.run.adapter}" if record.complete(trained) else "not fin
 # %% [markdown]
 # ## 练习
 #
-# 一次训练能不能中途换进程数，或者换引擎？换一个进程数重新跑一遍这一课（一块 GPU 放不下模型的话，就换一个引擎），再多十步，不做比较。下一个单元格的输出会写明参数该怎么填（`Run this lesson again with …`）。`saw steps … to …` 是这次从哪一步跑到哪一步，`first` 后面是上一次的进程数和引擎，`then` 后面是这一次的；起点大于 0，并且两次不同，才算通过。
+# 一次训练能不能中途换进程数，或者换引擎？重新跑一遍这一课，再多十步，不做比较，并设 `PROCESSES = 1`，或者 `ENGINE = "fsdp_qlora"`（16 bit 用 `"fsdp_lora"`）。下一个单元格会写明步数该怎么填（`Run this lesson again …`）。（要占满所有 GPU 的模型就不用换了。）`saw steps … to …` 是这次从哪一步跑到哪一步，`first` 后面是上一次的进程数和引擎，`then` 后面是这一次的；起点大于 0，并且两次不同，才算通过。
 
 # %%
 first, last = trained["resumed_from_step"], trained["steps"]
 before, now = ((one.get("processes"), one.get("engine")) for one in (earlier, trained))
 good = 0 < first < last and before != now
-print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last}, first {before}, then {now}")
+print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last}, first {before}, then {now}; expected a change after step 0")
 if not good:
-    print(f"Run this lesson again with PROCESSES = {2 if now[0] == 1 else 1} or another ENGINE,")
-    print(f"MAX_STEPS = {last + 10} and TRIAL_STEPS = 0: it continues at step {last}.")
+    print(f"Run this lesson again, not with {now}: MAX_STEPS = {last + 10}, TRIAL_STEPS = 0. It continues at step {last}.")
 
 # %% [markdown]
 # ## 现在你有了
