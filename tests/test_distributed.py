@@ -193,11 +193,14 @@ def test_a_signal_ends_the_launched_script_and_says_whose_it_was(
             time.sleep(0.02)
         os.kill(os.getpid(), sent)
 
-    before = signal.getsignal(sent)
-    threading.Thread(target=send, daemon=True).start()
-    with refused(refusal, lesson="03_qlora"):
-        distributed.launch(script, {}, script.parent)
-    assert "saved" in capsys.readouterr().out and signal.getsignal(sent) is before
+    before = signal.signal(sent, signal.default_int_handler)  # a job in the background ignores SIGINT
+    try:
+        threading.Thread(target=send, daemon=True).start()
+        with refused(refusal, lesson="03_qlora"):
+            distributed.launch(script, {}, script.parent)
+        assert "saved" in capsys.readouterr().out and signal.getsignal(sent) is signal.default_int_handler
+    finally:
+        signal.signal(sent, before)
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
