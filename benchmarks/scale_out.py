@@ -30,7 +30,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from nbutils import files
 from nbutils.models import find_shape
-from nbutils.plan.forecast import Recipe, peak_gib
+from nbutils.plan.forecast import peak_gib, recipe_of
 
 CONFIGS = files.CONFIGS / "accelerate"
 CASES = {  # name: engine, processes, method
@@ -122,19 +122,6 @@ def tags(folder: Path) -> str:
     return " ".join(accumulator(folder).Tags()["scalars"])
 
 
-def forecast_gib(model: str, engine: str, facts: dict[str, Any]) -> float:
-    """The peak that `plan` says of these settings."""
-    settings, cards = facts["settings"], facts["processes"]
-    recipe = Recipe(
-        settings["method"], settings["lora.rank"], settings["machine.precision"], settings["machine.attention"],
-        settings["machine.liger"] == "on", settings["train.optimizer"], settings["train.max_length"],
-        settings["train.micro_batch"], settings["train.gradient_checkpointing"], settings["quantization.double"],
-        accumulation=facts["batch"] // cards // settings["train.micro_batch"], cards=cards,
-        engine={"": "ddp", "torchrun": "ddp"}.get(engine, engine),
-    )  # fmt: skip
-    return peak_gib(find_shape(model), recipe)
-
-
 def main() -> None:
     """Run the cases and write what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -193,7 +180,8 @@ def main() -> None:
             "peak_gib": facts["peak_memory_gib"], "base_moved": facts["base_moved"],
             "all_seconds": round(time.perf_counter() - began, 1),
         }  # fmt: skip
-        case |= {"forecast_gib": round(forecast_gib(str(model), engine, facts), 3)} if given.model and cuda else {}
+        if given.model and cuda:
+            case["forecast_gib"] = round(peak_gib(find_shape(str(model)), recipe_of(facts)), 3)
         if "losses" in first:
             pairs = list(zip(first["losses"], losses, strict=True))
             case["furthest_loss"] = max(abs(one - other) / one for one, other in pairs)

@@ -223,21 +223,23 @@ def look(store: Path) -> tuple[list[StoredCheckpoint], list[str]]:
 
 def newest_settings(folders: platforms.Folders, run: str) -> dict[str, Any]:
     """What `train` of a profile was for the newest checkpoint of a run; empty if there is none."""
-    found = [one for store in stores(folders, run) for one in _with_retries(look, store, store)[0]]
-    newest = max(found, key=lambda one: one.step, default=None)
-    return dict(newest.fingerprint.get("train", {})) if newest else {}
+    found, _ = _newest_first(stores(folders, run))
+    return dict(found[0].fingerprint.get("train", {})) if found else {}
+
+
+def _newest_first(stores: Iterable[Path]) -> tuple[list[StoredCheckpoint], list[str]]:
+    """The checkpoints of all stores, and the lines about what is none; equal steps stay in the order of the stores."""
+    looked = [_with_retries(look, store, store) for store in stores]
+    found = sorted((one for kept, _ in looked for one in kept), key=lambda one: one.step, reverse=True)
+    return found, [line for _, remarks in looked for line in remarks]
 
 
 def newest_verified(
     stores: Iterable[Path], fingerprint: dict[str, Any], step: int | None = None
 ) -> StoredCheckpoint | None:
     """The newest checkpoint of this training that verifies, or that of `step`; an error if only other trainings' do."""
-    found: list[StoredCheckpoint] = []
-    for store in stores:
-        kept, remarks = _with_retries(look, store, store)
-        print(*remarks, sep="\n", end="\n" if remarks else "")
-        found += kept
-    found.sort(key=lambda one: one.step, reverse=True)  # equal steps stay in the order of the stores
+    found, remarks = _newest_first(stores)
+    print(*remarks, sep="\n", end="\n" if remarks else "")
     own = [one for one in found if one.fingerprint == fingerprint]
     if (best := _first_verified([one for one in own if step in (None, one.step)])) is not None:
         return best

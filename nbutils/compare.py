@@ -16,7 +16,8 @@ from nbutils.evaluation.evaluator import Estimate
 from nbutils.files import read_json
 from nbutils.language import joined, tr
 from nbutils.models import find_shape
-from nbutils.plan import Recipe, scaling
+from nbutils.plan import scaling
+from nbutils.plan.forecast import recipe_of
 from nbutils.record import RunFolder
 
 Runs = dict[str, dict[str, Any]]  # by name, as `load` gives them
@@ -151,21 +152,17 @@ def speed_up(alone: Path, together: Path) -> SpeedUp:
     return SpeedUp(numbers, speeds[1] / speeds[0], furthest, same and furthest <= TOLERANCE)
 
 
-def against_arithmetic(alone: Path, together: Path, model: str, engine: str, link: str | float = "pcie4") -> str:
-    """A step of two run folders with the same batch, beside what `plan.scaling` says of processes with such a link."""
+def against_arithmetic(alone: Path, together: Path, model: str, link: str | float = "pcie4") -> str:
+    """A step of two run folders, beside what `plan.scaling` says of processes with such a link."""
     try:
         shape = find_shape(model)
     except CourseError:
         return tr("No prediction: the shape of {model} is not known.", model=model)
     one, several = (record.read(run / "facts.json")["lessons"]["03_qlora"] for run in (alone, together))
-    settings, cards = several["settings"], several["processes"]
-    recipe = Recipe(
-        settings["method"], settings["lora.rank"], settings["machine.precision"], engine=engine, cards=cards,
-        double=settings["quantization.double"], accumulation=several["batch"] // cards // settings["train.micro_batch"],
-    )  # fmt: skip
+    recipe, share = recipe_of(several), several["batch"] / several["processes"] / one["batch"]  # of the rows one had
     first, second = (facts["train_seconds"] / facts["steps"] for facts in (one, several))
-    found = scaling.compare(shape, recipe, first / cards, second, link)
-    words = {"alone": first, "processes": cards, "gbps": scaling.bandwidth(link) / 1e9}
+    found = scaling.compare(shape, recipe, first * share, second, link)
+    words = {"alone": first, "processes": recipe.cards, "gbps": scaling.bandwidth(link) / 1e9}
     return tr(
         "a step of one process takes {alone:.3f} s; of {processes}, each computes {computing:.3f} s and sends "
         "{sending:.3f} s at {gbps:g} GB/s: {predicted:.3f} s predicted, {measured:.3f} s measured",

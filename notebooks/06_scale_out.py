@@ -219,7 +219,7 @@ print(display.aligned(case.limits(engines)))
 
 # %%
 if compared:
-    print(compare.against_arithmetic(trials / "alone", trials / "together", lesson.model, engine))
+    print(compare.against_arithmetic(trials / "alone", trials / "together", lesson.model))
 
 # %% [markdown]
 # What was measured so far: two processes on *one* H200, which send over the machine's loopback device, 1.8 GB/s

@@ -387,16 +387,25 @@ def test_one_process_and_several_are_compared(tmp_path: Path) -> None:
 
 
 def test_a_step_of_several_processes_is_held_against_the_arithmetic(tmp_path: Path) -> None:
-    settings = {"method": "qlora", "lora.rank": 16, "machine.precision": "bf16", "quantization.double": True}
-    for name, processes, seconds in (("alone", 1, 20.0), ("together", 2, 12.0)):
-        facts: dict[str, Any] = {"processes": processes, "steps": 20, "batch": 4, "train_seconds": seconds}
-        facts["settings"] = settings | {"train.micro_batch": 1}
-        files.write_json(tmp_path / name / "facts.json", {"lessons": {"03_qlora": facts}})
-    runs = tmp_path / "alone", tmp_path / "together"
-    text = compare.against_arithmetic(*runs, "Qwen2.5-7B", "ddp", 1.0)  # 161 MB of gradients at 1 GB/s
+    settings = flat(profiles.load("ampere_24gb").model_dump()) | {"method": "qlora", "machine.precision": "bf16"}
+    settings |= {"train.micro_batch": 1, "quantization.double": True}
+    runs = []
+    for engine, processes, batch, seconds in (
+        ("", 1, 4, 20.0),
+        ("ddp", 2, 4, 12.0),
+        ("fsdp_qlora", 2, 4, 12.0),
+        ("ddp", 2, 8, 12.0),
+    ):
+        facts: dict[str, Any] = {"processes": processes, "engine": engine, "steps": 20, "batch": batch}
+        facts |= {"train_seconds": seconds, "settings": settings}
+        runs.append(tmp_path / str(len(runs)))
+        files.write_json(runs[-1] / "facts.json", {"lessons": {"03_qlora": facts}})
+    alone, ddp, fsdp, larger = runs
+    text = compare.against_arithmetic(alone, ddp, "Qwen2.5-7B", 1.0)  # 161 MB of gradients at 1 GB/s
     assert "1.000 s; of 2, each computes 0.500 s and sends 0.161 s" in text
     assert "0.661 s predicted, 0.600 s measured" in text
-    slow = compare.against_arithmetic(*runs, "Qwen2.5-7B", "fsdp_qlora", 1.0)
+    assert "each computes 1.000 s" in compare.against_arithmetic(alone, larger, "Qwen2.5-7B", 1.0)
+    slow = compare.against_arithmetic(alone, fsdp, "Qwen2.5-7B", 1.0)
     sent = float(re.findall(r"sends ([\d.]+) s", slow)[0])
     assert sent == pytest.approx(2 * 5.44 + 0.04, abs=0.05), "half the weights, twice in each of two micro-steps"
-    assert "not known" in compare.against_arithmetic(*runs, "some/model", "ddp")
+    assert "not known" in compare.against_arithmetic(alone, ddp, "some/model")

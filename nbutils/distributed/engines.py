@@ -8,8 +8,9 @@ from typing import Any
 
 from nbutils.errors import CourseError
 
-ENGINES = ("ddp", "fsdp_qlora", "fsdp_lora", "zero2", "zero2_offload", "zero3")  # files in configs/accelerate
-METHODS = {"fsdp_qlora": "qlora", "fsdp_lora": "lora", "zero3": "lora"}  # `method` in a profile; others take each
+ENGINES = {  # files in configs/accelerate, and the `method` in a profile that each is for; empty: any
+    "ddp": "", "fsdp_qlora": "qlora", "fsdp_lora": "lora", "zero2": "", "zero2_offload": "", "zero3": "lora",
+}  # fmt: skip
 WHOLE = ("", "ddp")  # every process has the whole model and its optimizer, as one process alone
 SHARDED = ("fsdp", "zero3")  # no process has a whole model
 
@@ -41,7 +42,7 @@ def require_known(name: str) -> None:
 
 def require_method(name: str, method: str) -> None:
     """Refuse an engine, called as its file, that is not for this method."""
-    if (wanted := METHODS.get(name, method)) != method:
+    if (wanted := ENGINES[name] or method) != method:
         weights = {"lora": "none", "qlora": "nf4"}[wanted]
         raise CourseError("distributed.other_method", engine=name, wanted=wanted, weights=weights, method=method)
 

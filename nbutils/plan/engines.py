@@ -59,7 +59,7 @@ def memory_table(engines: Sequence[str] = COMMON, **options: Any) -> list[dict[s
 
 def table_recipe(engine: str, cards: int, length: int = 2048) -> Recipe:
     """The recipe of the table: where an engine takes any base, one in 4 bits."""
-    method, accumulation = distributed.METHODS.get(engine, "qlora"), max(1, forecast.LARGEST_STEP // cards)
+    method, accumulation = distributed.ENGINES[engine] or "qlora", max(1, forecast.LARGEST_STEP // cards)
     return Recipe(method, length=length, accumulation=accumulation, engine=engine, cards=cards)
 
 

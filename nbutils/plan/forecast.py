@@ -461,6 +461,18 @@ def limit_gib(gpu: GPUSpec) -> float:
     return gpu.memory_gib * (1 - MARGIN) - CONTEXT_GIB
 
 
+def recipe_of(facts: Mapping[str, Any]) -> Recipe:
+    """How a lesson 03 trained, from its facts."""
+    settings, cards = facts["settings"], facts["processes"]
+    return Recipe(
+        settings["method"], settings["lora.rank"], settings["machine.precision"], settings["machine.attention"],
+        settings["machine.liger"] == "on", settings["train.optimizer"], settings["train.max_length"],
+        settings["train.micro_batch"], settings["train.gradient_checkpointing"], settings["quantization.double"],
+        settings["train.packing"], facts["batch"] // cards // settings["train.micro_batch"],
+        settings["lora.dropout"] > 0, engine=facts.get("engine") or "ddp", cards=cards,
+    )  # fmt: skip
+
+
 def candidates(recipe: Recipe, batch: int, gpu: GPUSpec, train: Train | None = None) -> list[Recipe]:
     """Every micro-batch that divides a GPU's share of the batch, with every checkpointing; what `train` names stays."""
     distributed.require_shares(batch, gpu.count)
@@ -496,7 +508,7 @@ def fastest(profile: Profile, shape: Shape, gpu: GPUSpec, rows: Rows | None, eng
     precision, attention, liger = ("bf16", "varlen", "on") if new else ("fp16", "sdpa", "off")
     single = rows if rows and not train.packing else None
     recipe = Recipe(
-        distributed.METHODS.get(engine, str(profile.method)), profile.lora.rank, double=profile.quantization.double,
+        distributed.ENGINES[engine] or str(profile.method), profile.lora.rank, double=profile.quantization.double,
         optimizer=train.optimizer if engine == "ddp" else "adamw_torch_fused", engine=engine, cards=gpu.count,
         precision=precision if machine.precision == "auto" else machine.precision,
         attention=attention if machine.attention == "auto" else machine.attention,

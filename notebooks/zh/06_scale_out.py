@@ -187,7 +187,7 @@ print(display.aligned(case.limits(engines)))
 
 # %%
 if compared:
-    print(compare.against_arithmetic(trials / "alone", trials / "together", lesson.model, engine))
+    print(compare.against_arithmetic(trials / "alone", trials / "together", lesson.model))
 
 # %% [markdown]
 # 目前测过的是：两个进程放在*一块* H200 上，通过本机的回环设备通信，1.8 GB/s（`benchmarks/scale_out.py`，结果在 `benchmarks/results`）。模型是 Qwen2.5-7B 的结构、4 bit，一步 2 条 8,192 个 token 的样本：
