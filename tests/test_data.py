@@ -24,9 +24,10 @@ from transformers import AutoTokenizer
 from nbutils import data
 from nbutils.chat import filter_by_length
 from nbutils.cli import app
-from nbutils.data import build, read
+from nbutils.data import build, held_out, read
 from nbutils.data.dedupe import TEMPLATE, find_repeated, row_text
 from nbutils.data.rows import find_private, mask
+from nbutils.evaluation.evaluator import paired_difference
 from nbutils.files import SAMPLES
 
 _M = "messages"
@@ -210,11 +211,24 @@ def test_a_mapping_joins_columns_and_ignores_the_rest() -> None:
     assert texts(chat(qa(1) | {"who": "c"}, "system=who"))[0] == "c"
     [problem] = data.problems_of(qa(1), "user=question, assistant=reply")
     assert (problem.kind, problem.field) == ("missing_field", "reply") and "question, answer" in problem.seen
-    assert "--columns) applies to all files" in problem.todo and "alone" in problem.todo
+    assert "--columns" in problem.todo
     no_sense = ["question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b"]
     for text in (*no_sense, "messages=a, user=b, assistant=c"):
         with refused("data.bad_mapping", mapping=text):
             data.parse_mapping(text)
+
+
+def test_a_mapping_leaves_rows_in_a_known_format_alone_and_says_so() -> None:
+    mapping = "user=标题+正文, assistant=回复"
+    for raw in ({"messages": PAIR}, {"messages": PAIR, "标题": "x"}, {"问题": "你好", "答案": "您好"}):
+        row = chat(raw, mapping)
+        assert row.messages == PAIR and [warning.kind for warning in row.warnings] == ["unmapped"]
+        assert "回复" in row.warnings[0].field
+    assert texts(chat(qa(1), "system=who")) == list(qa(1).values())
+    [problem] = data.problems_of({"标题": "订单", "answer": "b"}, mapping)
+    assert (problem.kind, problem.field) == ("missing_field", "正文, 回复") and "标题, answer" in problem.seen
+    [problem] = data.problems_of({"text": "whole"}, mapping)
+    assert problem.kind == "missing_field" and "text" in problem.seen
 
 
 @pytest.mark.parametrize("language", SOUND)
@@ -737,7 +751,7 @@ def test_finished_data_is_reused_and_never_exchanged(tmp_path: Path, capsys: pyt
     with refused("data.no_data_file"):
         data.prepare(str(tmp_path / "c.jsonl"), tmp_path / "out")
     file = tmp_path / "out" / "data_card.json"  # a card of an earlier version
-    new = ("columns", "near", "repair", "warnings", "examples", "lent")
+    new = ("columns", "near", "repair", "warnings", "examples", "problems", "lent")
     old = {name: value for name, value in json.loads(file.read_text(encoding="utf-8")).items() if name not in new}
     file.write_text(json.dumps(old), encoding="utf-8")
     assert data.prepare(path, tmp_path / "out").fingerprint == first.fingerprint
@@ -819,7 +833,7 @@ def test_in_chinese_every_line_of_a_check_is_chinese_and_kinds_stay_codes(
     monkeypatch.setenv("NBUTILS_LANG", "zh")
     words = ("-m", "nbutils", "data", "check", SAMPLES / "broken_rows.jsonl", "--rejected", tmp_path / "bad.jsonl")
     for line in filter(None, python(*words, home=tmp_path).stdout.splitlines()):
-        said = re.sub("（.*）", "", line)  # without what the row holds
+        said = re.sub("（.*）|python -m .*", "", line)  # without what the row holds, and commands
         assert re.search("[\u4e00-\u9fff]", said) and not re.search("[a-z]{2,} [a-z]{2,}", said), line
     rejected = data.stored_rows(tmp_path / "bad.jsonl")
     assert {row["line"]: row["problems"][0]["kind"] for row in rejected}.items() >= {
@@ -845,6 +859,76 @@ def test_a_check_counts_everything_and_writes_what_is_asked_for(tmp_path: Path, 
     found = report(write(tmp_path / "a.jsonl", [{"text": "no columns"}]), "--out", tmp_path / "none")
     assert "none: rejected.jsonl (too few rows" in found["next"][0]
     assert os.listdir(tmp_path / "none") == ["rejected.jsonl"]
+
+
+def test_every_rejected_row_can_be_found(tmp_path: Path) -> None:
+    rows: list[Any] = [qa(n, f"yes, on day {n}") for n in range(20)]
+    rows[2], rows[5], rows[8], rows[11] = (qa(n, "") for n in range(30, 34))
+    rows[14] = {"messages": [{"role": "user", "content": ""}, {"role": "boss", "content": ""}]}  # several reasons
+    path = write(tmp_path / "a.jsonl", rows)
+    shown = run(path).stdout
+    assert all(f"a.jsonl line {line}," in shown for line in (3, 6, 9, 15)) and "and 1 more: empty" in shown
+    assert re.search("5 rejected rows.*--rejected FILE", shown)
+    bad, out = tmp_path / "bad.jsonl", tmp_path / "out"
+    assert re.search(f"5 rejected rows.*{bad}", run(path, "--rejected", bad).stdout)
+    assert re.search(f"5 rejected rows.*{out / 'rejected.jsonl'}", run(path, "--out", out).stdout)
+
+
+def test_a_lesson_names_the_rejected_rows_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    card = prepared(tmp_path, [qa(n, "" if n < 5 else f"yes, on day {n}") for n in range(20)])
+    data.show_rejected(card, tmp_path / "out")
+    shown = capsys.readouterr().out
+    assert all(f"a.jsonl line {line}," in shown for line in (1, 2, 3)) and "and 2 more: empty" in shown
+    assert str(tmp_path / "out" / "rejected.jsonl") in shown
+    data.show_rejected(data.prepare("", tmp_path / "sample"), tmp_path / "sample")
+    assert "rejected.jsonl" not in capsys.readouterr().out
+
+
+def test_columns_for_one_file_reject_no_chat_rows_of_another(tmp_path: Path) -> None:
+    mine = write(tmp_path / "my_rows.jsonl", [chat_row(f"Where is order {n}?", f"On day {n}.") for n in range(20)])
+    content = "标题,正文,回复\n" + "".join(f"订单 {n},到哪里了？,第 {n} 天到。\n" for n in range(20))
+    (tmp_path / "more.csv.gz").write_bytes(gzip.compress(content.encode()))
+    words = (mine, tmp_path / "more.csv.gz", "--near", "0", "--columns", "user=标题+正文, assistant=回复")
+    found = report(*words)
+    assert (found["accepted"], found["reasons"], found["warnings"]) == (40, {}, {"unmapped": 20})
+    assert any("my_rows.jsonl line 1" in text for text in found["examples"])
+
+
+@pytest.mark.parametrize("name", ["assistant_en", "assistant_zh"])
+def test_rows_and_mean_length_are_given_as_plan_wants_them(name: str) -> None:
+    folder, lines = SAMPLES / name, {}
+    for words in ((folder,), (folder, "--model", "tiny")):
+        [lines[len(words)]] = [line for line in run(*words).stdout.splitlines() if "nbutils plan" in line]
+    assert "estimate" in lines[1] and "--model" in lines[1] and "estimate" not in lines[3]
+    command = re.search(r"python -m nbutils (plan --rows 102 --mean-length (\d+))", lines[1])
+    assert command and 45 < int(command[2]) < 65, "55 and 51 tokens of Qwen2.5"
+    assert CliRunner().invoke(app, command[1].split()).exit_code == 0
+    lengths = report(folder, "--model", "tiny")["lengths"]
+    assert f"--rows 102 --mean-length {lengths['mean']}" in lines[3]
+    tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
+    rows = data.stored_rows(folder / "train.jsonl") + data.stored_rows(folder / "eval.jsonl")
+    counted = filter_by_length(tokenizer, rows, 0).lengths
+    assert lengths["mean"] == round(sum(counted) / len(rows))
+
+
+def test_too_few_held_out_rows_are_told_before_anything_is_trained(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [qa(n, f"yes, on day {n}") for n in range(60)])
+    card = data.prepare(path, tmp_path / "out")
+    assert card.eval < held_out.LEAST_ROWS
+    for shown in (str(card), run(path).stdout):
+        assert f"[WARN] {card.eval} held-out rows" in shown and "EVAL_DATA" in shown and "cross-validation" in shown
+    assert "WARN" not in str(data.prepare("", tmp_path / "sample"))
+
+
+def test_what_held_out_rows_can_prove_follows_from_the_test_of_lesson_04() -> None:
+    def p(turned: int) -> float:  # of answers that all turned right
+        return paired_difference([0] * turned, [1] * turned, shares=True).p
+
+    assert p(held_out.LEAST_TURNED) < held_out.ALPHA < p(held_out.LEAST_TURNED - 1)
+    assert held_out.LEAST_ROWS == held_out.LEAST_TURNED + 1, "one answer may stay as it was"
+    assert held_out.remarks(held_out.FEW_ROWS) == []
+    first, todo = held_out.remarks(14)
+    assert "50%" in first and "EVAL_DATA" in todo, "7 of 14"
 
 
 def test_no_repair_and_only_json_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -897,7 +981,8 @@ def test_tokens_over_the_limit_are_counted_with_the_stop_tokens_they_cost(tmp_pa
     assert (lengths["rows"], lengths["over"], lengths["stop_lost"], lengths["max_length"]) == (20, 1, 1, 128)
     assert lengths["longest"] - 128 == lengths["tokens_cut"] > 200
     assert report(path, "--model", SAMPLES / "tiny_base", "--max-length", "128")["lengths"] == lengths
-    assert f"lengths    rows 20, longest {lengths['longest']}\n" in run(path, "--model", "tiny").stdout, "no limit"
+    shown = f"lengths    rows 20, mean {lengths['mean']}, longest {lengths['longest']}\n"
+    assert shown in run(path, "--model", "tiny").stdout, "no limit"
     tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
     with refused("chat.all_rows_too_long", 'SET = "train.max_length=1024"', fits=tokenizer.model_max_length):
         filter_by_length(tokenizer, [chat_row("?", "yes " * 2000)], 128)

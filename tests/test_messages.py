@@ -130,7 +130,7 @@ def stored_texts() -> set[str]:
     texts |= {text for page in templates for text in re.findall(r'\btr\("([^"]+)"', page)}
     texts |= {*get_args(rows.Kind), rows.NAME_COLUMNS, rows.AS_TEXT, rows.ORDER, read.CSV_TODO, *build.LANGUAGES}
     texts |= {build.BUNDLED, build.OWN_LICENCE, build.UNSTATED, "files", "reasons", "lengths"}
-    texts |= {"longest", "over", "tokens_cut", "stop_lost"}
+    texts |= {"mean", "longest", "over", "tokens_cut", "stop_lost"}
     judged = comparison.TEXTS
     texts |= {text for case in judged["cases"].values() for text in case.values() if text}
     texts |= {judged["few_rows"], judged["cut_off"], judged["slightly_worse"]}

@@ -23,7 +23,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 from tqdm import tqdm
 
-from nbutils import display, distributed, models, platforms
+from nbutils import display, distributed, models, plan, platforms
+from nbutils.data import held_out as evidence
 from nbutils.data.dedupe import digests, find_repeated, row_text
 from nbutils.data.read import TEXT, bundled, find_files, format_of, read_rows
 from nbutils.data.rows import ChatRow, Kind, Problem, Row, RowError, check_row, find_private, parse_mapping, shown
@@ -44,6 +45,8 @@ SHOWN, WARNED = 3, 2  # rejected rows, and warnings, of each kind that are kept 
 BINS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 BIN_NAMES = (*(f"<={edge}" for edge in BINS), f">{BINS[-1]}")
 LANGUAGES = ("zh", "en", "other")
+# Tokens of a row without a tokenizer, from its bytes as JSON; within 6 % of Qwen2.5's for all bundled rows.
+BYTES_PER_TOKEN, TEMPLATE_TOKENS = 4, 12
 CJK = re.compile(r"[\u3400-\u9fff]")
 NO_LETTERS = bytes(code for code in range(256) if not (code < 128 and chr(code).isalpha()))
 NOT_ASCII = bytes(range(128, 256))
@@ -75,6 +78,7 @@ class DataCard(BaseModel):
     reasons: dict[str, int]
     warnings: dict[str, int] = {}
     examples: list[str] = []
+    problems: list[dict[str, Any]] = []
     languages: dict[str, int]
     characters: dict[str, int]
     fingerprint: str
@@ -90,7 +94,8 @@ class DataCard(BaseModel):
             tr("languages"): counts_text(self.languages), tr("characters"): counts_text(self.characters),
             tr("fingerprint"): self.fingerprint,
         }  # fmt: skip
-        return "\n".join(f"{display.pad(name, 12)} {text}" for name, text in lines.items())
+        table = [f"{display.pad(name, 12)} {text}" for name, text in lines.items()]
+        return "\n".join(table + evidence.remarks(self.eval))
 
     def facts(self) -> dict[str, Any]:
         """What goes into the facts.json of a lesson."""
@@ -169,6 +174,29 @@ def show_problems(errors: Iterable[RowError]) -> None:
     display.show_table(rows, text="\n".join(map(describe, found)))
 
 
+def show_rejected(card: DataCard, folder: Path) -> None:
+    """Print the first rejected rows of each reason, and where all of them are."""
+    lines = rejected_lines(card.problems, card.reasons, str(folder / REJECTED))
+    print(*lines or [tr("no row was rejected")], sep="\n")
+
+
+def rejected_lines(problems: Sequence[dict[str, Any]], reasons: dict[str, int], place: str) -> list[str]:
+    """The first rejected rows of each reason, each with its first problem; how many more; where all of them are."""
+    first: dict[tuple[str, int], dict[str, Any]] = {}
+    for problem in problems:
+        first.setdefault((problem["file"], problem["line"]), problem)
+    lines = []
+    for kind, count in reasons.items():
+        shown_rows = [problem for problem in first.values() if problem["kind"] == kind]
+        lines += [f"  {describe(problem)}" for problem in shown_rows]
+        if count > len(shown_rows):
+            lines.append("  " + tr("and {count} more: {kind}", count=count - len(shown_rows), kind=tr(kind)))
+    if reasons:
+        count = sum(reasons.values())
+        lines.append(tr("All {count} rejected rows, each with every problem: {place}", count=count, place=place))
+    return lines
+
+
 def entries(error: RowError) -> list[dict[str, Any]]:
     """The problems of a row, each with its place, as programs get them."""
     return [{"file": error.file, "line": error.line, **vars(problem)} for problem in error.problems]
@@ -188,12 +216,11 @@ def report_text(data: dict[str, Any]) -> str:
     """What `data check` found, for people: a short table, the first problems, what to do next."""
     tables = {name: data[name] for name in ("files", "reasons", "warnings", "languages", "lengths")}
     if data["lengths"] and not data["lengths"]["max_length"]:  # nothing else is known without a limit
-        tables["lengths"] = {name: data["lengths"][name] for name in ("rows", "longest")}
-    first = {problem["kind"]: problem for problem in reversed(data["problems"])}
+        tables["lengths"] = {name: data["lengths"][name] for name in ("rows", "mean", "longest")}
     return "\n".join([
         f"{display.pad(tr('rows'), 10)} " + tr("{rows} = {accepted} accepted + {rejected} rejected", **data),
         *(f"{display.pad(tr(name), 10)} {counts_text(counts)}" for name, counts in tables.items() if counts),
-        *(f"  {describe(first[kind])}" for kind in reversed(first)),
+        *rejected_lines(data["problems"], data["reasons"], data["rejected_rows"]),
         *(f"  {text}" for text in data["examples"]), "", *data["next"],
     ])  # fmt: skip
 
@@ -245,6 +272,7 @@ def check(
                 raise CourseError("data.no_tokenizer", model=name, reason=reason) from problem
         with _building(out or Path(scratch), settings, *find_sources(sources, "")) as build:
             lengths = _token_lengths(build.folder, tokenizer, max_length) if tokenizer and build.keys else None
+            mean = lengths["mean"] if lengths else build.estimated_length()
             if rejected:
                 rejected.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(build.folder / REJECTED, rejected)
@@ -252,17 +280,26 @@ def check(
                 if out:
                     build.publish(out, strict=False)
     unknown = [error.raw for error in build.first_errors if error.problems[0].kind == "unknown_columns"]
-    todo = tr("To train on the accepted rows: this file as DATA (-p DATA FILE). All rejected rows: --rejected FILE")
+    todo = tr("To train on the accepted rows: this file as DATA (-p DATA FILE).")
     if not build.keys:
-        todo = tr("No row can be used. All rows with what is wrong with them: --rejected FILE")
+        todo = tr("No row can be used.")
     if out:
         few = "" if (out / CARD).exists() else tr(" (too few rows can be used)")
         todo = tr("Written to {out}: {names}{few}.", out=out, names=", ".join(sorted(os.listdir(out))), few=few)
+    written = rejected or (out / REJECTED if out else None)
+    following = [todo]
+    if build.keys:
+        following += evidence.remarks(build.eval)
+        command = plan.command(max(build.train, 1), mean)
+        line = tr("Memory, time and cost of a training on them: {command}", command=command)
+        if not model:
+            line += tr("  # the length is an estimate; --model NAME counts the tokens")
+        following.append(line)
     return {
         **build.facts(), "files": dict(build.files), "examples": build.first_warnings, "lengths": lengths,
         "problems": [entry for error in build.first_errors for entry in entries(error)],
         "columns": [shown(name) for name in unknown[0]] if unknown else [],
-        "next": [todo],
+        "rejected_rows": str(written) if written else tr("--rejected FILE writes them"), "next": following,
     }  # fmt: skip
 
 
@@ -452,11 +489,17 @@ class Build:
         self.lent = int(self.split_here and len(train) > 1 and not (stays & held_out).any())
         held_out[train[: self.lent]] = True
         stays[train[self.lent + (self.settings["limit"] or len(train)) :]] = False
+        self.train, self.eval = int((stays & ~held_out).sum()), int((stays & held_out).sum())
         paths = [self.folder / name for name in (ACCEPTED, TRAIN, EVAL)]
         with open(paths[0], "rb") as rows, open(paths[1], "xb", CHUNK) as first, open(paths[2], "xb", CHUNK) as second:
             for line, used, side in zip(rows, stays.tolist(), held_out.tolist(), strict=True):
                 if used:
                     (second if side else first).write(line)
+
+    def estimated_length(self) -> float:
+        """Mean tokens of a row, without a tokenizer."""
+        sizes = [(self.folder / name).stat().st_size for name in (TRAIN, EVAL)]
+        return sum(sizes) / max(self.train + self.eval, 1) / BYTES_PER_TOKEN + TEMPLATE_TOKENS
 
     def facts(self) -> dict[str, Any]:
         """The counts, as a card and `data check --json` show them."""
@@ -496,6 +539,7 @@ class Build:
         card = DataCard(
             **self.settings, **facts, train=train, eval=held_out, unused=facts["accepted"] - train - held_out,
             lent=self.lent, examples=self.first_warnings, fingerprint=found,
+            problems=[entries(error)[0] for error in self.first_errors],
         )  # fmt: skip
         write_json(out / CARD, card.model_dump())
         return card
@@ -509,7 +553,8 @@ def _token_lengths(folder: Path, tokenizer: Any, max_length: int) -> dict[str, i
     filtered = filter_by_length(tokenizer, rows, 0)
     over = [example for example in filtered.examples if 0 < max_length < len(example.ids)]
     return {
-        "max_length": max_length, "rows": len(rows), "longest": filtered.longest,
+        "max_length": max_length, "rows": len(rows), "mean": round(sum(filtered.lengths) / len(rows)),
+        "longest": filtered.longest,
         "over": len({example.row for example in over}),
         "tokens_cut": sum(len(example.ids) - max_length for example in over),
         "stop_lost": len({example.row for example in over if example.trained.rfind(1) >= max_length}),

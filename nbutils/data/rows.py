@@ -52,7 +52,7 @@ Kind = Literal[  # of a problem or a warning
     "ambiguous_columns", "control_character", "damaged_file", "duplicate", "email", "empty", "encoding", "id_number",
     "key", "leak", "long_line", "malformed_csv", "malformed_json", "missing_field", "mojibake", "near_duplicate",
     "near_leak", "no_assistant", "phone", "role_order", "template_marker", "templated", "unknown_columns",
-    "unknown_role", "unsupported_field", "wrong_type",
+    "unknown_role", "unmapped", "unsupported_field", "wrong_type",
 ]  # fmt: skip
 
 GBK = "GB18030"
@@ -170,8 +170,12 @@ def layout_of(columns: tuple[str, ...], mapping: str = "") -> Parts | Problem:
     """Which columns hold which part; decided once for all rows that have the same columns."""
     known, shown = {_normalized(name): name for name in reversed(columns)}, ", ".join(columns)
     named = parse_mapping(mapping)
-    if absent := [name for names in named.values() for name in names if _normalized(name) not in known]:
-        todo = tr("COLUMNS (or --columns) applies to all files: correct it, or check this file alone if it has others")
+    wanted = [name for names in named.values() for name in names]
+    if absent := [name for name in wanted if _normalized(name) not in known]:
+        other = layout_of(columns)  # of a file that the mapping is not for; some of its columns may be a typing mistake
+        if isinstance(other, dict) and ("messages" in other or len(absent) == len(wanted)):
+            return other | {"unmapped": tuple(absent)}
+        todo = tr("correct COLUMNS (or --columns): a row has all columns it names, or is in a format the course knows")
         return Problem("missing_field", ", ".join(absent), tr("only {names}", names=shown), todo)
     named = {part: tuple(known[_normalized(name)] for name in names) for part, names in named.items()}
     if "user" in named or "messages" in named:
@@ -208,7 +212,7 @@ def check_row(row: Row | RowError, mapping: str = "", repair: bool = True) -> Ch
     if isinstance(row, RowError):
         return row
     problems, warnings = Problems(), Problems()
-    turns, tools = _turns(row.raw, mapping, problems)
+    turns, tools = _turns(row.raw, mapping, problems, warnings)
     messages, trimmed = [], False
     for turn in turns:
         text = turn.content
@@ -250,7 +254,9 @@ def problems_of(raw: Any, mapping: str = "") -> list[Problem]:
     return list(checked.problems) if isinstance(checked, RowError) else []
 
 
-def _turns(raw: Any, mapping: str, problems: Problems) -> tuple[list[Turn], list[dict[str, Any]] | None]:
+def _turns(
+    raw: Any, mapping: str, problems: Problems, warnings: Problems
+) -> tuple[list[Turn], list[dict[str, Any]] | None]:
     if not isinstance(raw, dict):
         todo = tr("a row is an object: {example}", example='{"messages": [...]}')
         problems.add("wrong_type", tr("the row"), short(raw), todo)
@@ -259,6 +265,10 @@ def _turns(raw: Any, mapping: str, problems: Problems) -> tuple[list[Turn], list
     if isinstance(parts, Problem):
         problems.append(parts)
         return [], None
+    if "unmapped" in parts:
+        used = parts.get("messages") or parts["user"] + parts["assistant"]
+        seen = tr("no such column; read as {columns}", columns="/".join(used))
+        warnings.add("unmapped", ", ".join(parts["unmapped"]), seen, tr("nothing, if COLUMNS is for other files"))
     for name in parts.get("media", ()):
         if raw[name]:
             todo = tr("this course trains plain text: leave it empty")

@@ -20,6 +20,7 @@ import yaml
 
 from nbutils import data, disk, display, files, hardware, merging, platforms, record
 from nbutils.chat import may_skip_thinking
+from nbutils.data.held_out import ALPHA, DECIDING, FEW_ROWS, LEAST_ROWS
 from nbutils.data.rows import shown
 from nbutils.evaluation import evaluator as scoring
 from nbutils.evaluation.evaluator import Difference, Estimate, Evaluator, Result
@@ -28,9 +29,7 @@ from nbutils.language import joined, language, tr
 from nbutils.record import LessonLike
 
 PANELS = ("exact_match", "character_f1", "rouge_l", "content", "loss", "stopped")
-DECIDING = ("exact_content", "content")
-ALPHA = 0.05 / len(DECIDING)  # Bonferroni: two chances to rise by luck, so p of each must be smaller
-LEAST_ROWS, FEW_ROWS, LEAST_GENERAL = 8, 20, 10  # below: no verdict; a flag; no word on forgetting
+LEAST_GENERAL = 10  # rows; below: no word on forgetting
 CUT_OFF = 0.2  # share of unfinished thinking that makes a comparison worthless
 FORGOT_PERPLEXITY, FORGOT_F1 = 1.10, -0.05  # ratio above, change below
 WIDTH = 110  # of a line on a screen

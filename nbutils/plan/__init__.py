@@ -129,6 +129,11 @@ def fits_table(names: Sequence[str] = (), **options: Any) -> list[dict[str, Any]
     return [_table_row(of_options(gpu, options)) for gpu in chosen]
 
 
+def command(rows: int, mean_length: float) -> str:
+    """The line that forecasts a training on so many rows of this mean length in tokens."""
+    return f"python -m nbutils plan --rows {rows} --mean-length {mean_length:.0f}"
+
+
 def money(yuan: float | None, dollars: float | None) -> str:
     """A price in both currencies, as far as it is known; 0 is free."""
     known = [f"{sign}{amount:.2f}" for sign, amount in (("¥", yuan), ("$", dollars)) if amount]
