@@ -21,6 +21,7 @@ from nbutils.platforms import detect, in_kernel
 ACCENT, ALARM = "var(--jp-brand-color1, #2979c9)", "var(--jp-warn-color1, #e07b00)"
 WIDTH, HEIGHT, POINTS = 760, 96, 160  # of the live curve
 TEXT_WIDTH, VALUE_WIDTH = 120, 34  # of a table of choices
+WRAPPED_WIDTH = 110  # of a line of prose
 LIVE_LINE = re.compile(r"\[WARN\]|.* · ")  # of a training, in any language
 CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curves.py
 PIECE = re.compile(r"(?:[\u2e80-\uffef]|[^\s\u2e80-\uffef]+)[，。：；、）》”]*|\s+")  # lines break between two of them
@@ -40,7 +41,7 @@ def pad(text: str, columns: int) -> str:
     return text + " " * (columns - width(text))
 
 
-def wrap(text: str, columns: int) -> list[str]:
+def wrap(text: str, columns: int = WRAPPED_WIDTH) -> list[str]:
     """A text in lines of so many columns, broken at spaces and between Chinese characters."""
     lines = [""]
     for piece in PIECE.findall(text):

@@ -39,8 +39,8 @@ if importlib.util.find_spec("nbutils") is None:
 # `DATA` is a file (`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, also as `.gz` or `.zst`), a folder of them, with its subfolders,
 # or a hub dataset (`owner/name`); empty means the bundled sample. `EVAL_DATA` names a separate evaluation set; if it is empty,
 # about a tenth of `DATA` is held out, and at least one row (of a small file that is more than a tenth), unless `DATA` has an eval,
-# test or valid file or folder of its own, as the bundled sample has (120 rows). `COLUMNS` is for your own column names, the same
-# in all files: `"user=title+body, assistant=reply"`. Use another `RUN_NAME` for other data.
+# test or valid file or folder of its own, as the bundled sample has (120 rows). `COLUMNS` is for your own column names,
+# `"user=title+body, assistant=reply"`; rows that have none of these and are in a known format are read as they are. Use another `RUN_NAME` for other data.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -129,7 +129,8 @@ data.show(next(data.read_rows(mine)))
 # ## Prepare
 #
 # Now the real data: check every row, leave out duplicates, split, count. Whether a row is held out depends on its question
-# alone. So rows you add later never move old ones, and no question is both trained on and tested.
+# alone. So rows you add later never move old ones, and no question is both trained on and tested. Few held-out rows prove
+# little, whatever the training does, and the card says so. The first rejected rows of each reason follow, with file and line.
 
 # %%
 card = data.prepare(
@@ -137,6 +138,7 @@ card = data.prepare(
     rows=lesson.profile.data.rows,
 )
 print(card)
+data.show_rejected(card, lesson.run.data)
 
 # %% [markdown]
 # What became of every row, and the first rows with private data (phone numbers, e-mail addresses, keys): a model can repeat
@@ -188,9 +190,13 @@ chat.show_row(tokenizer, row)
 # ## Lengths
 #
 # A row longer than `max_length` would lose its end, and with it the stop token. Such rows are left out, not cut, and listed in
-# `too_long.jsonl`. If there are many, raise `train.max_length` (it costs memory) or shorten them.
+# `too_long.jsonl`. If there are many, raise `train.max_length` (it costs memory) or shorten them. The last line is a command: it forecasts
+# memory, time and cost of this training on GPUs.
 
 # %%
+from statistics import mean
+from nbutils import plan
+
 stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
 examples = chat.filter_by_length(tokenizer, train_rows, lesson.profile.train.max_length, stop_ids=stop_ids)
 examples.write(lesson.run.data)
@@ -201,6 +207,7 @@ axes.set(title="Tokens per training example", xlabel="tokens", ylabel="examples"
 axes.legend()
 display.show_figure(figure, lesson.run.logs / "lengths.png")
 print(examples)
+print(plan.command(len(examples.lengths), mean(examples.lengths)))
 
 # %% [markdown]
 # ## The contract

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from nbutils import data
 from nbutils.chat import filter_by_length
 from nbutils.cli import app
-from nbutils.data import build, held_out, read
+from nbutils.data import build, evidence, read
 from nbutils.data.dedupe import TEMPLATE, find_repeated, row_text
 from nbutils.data.rows import find_private, mask
 from nbutils.evaluation.evaluator import paired_difference
@@ -914,9 +914,9 @@ def test_rows_and_mean_length_are_given_as_plan_wants_them(name: str) -> None:
 def test_too_few_held_out_rows_are_told_before_anything_is_trained(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [qa(n, f"yes, on day {n}") for n in range(60)])
     card = data.prepare(path, tmp_path / "out")
-    assert card.eval < held_out.LEAST_ROWS
+    assert card.eval < evidence.LEAST_ROWS
     for shown in (str(card), run(path).stdout):
-        assert f"[WARN] {card.eval} held-out rows" in shown and "EVAL_DATA" in shown and "cross-validation" in shown
+        assert f"[WARN] held-out rows: {card.eval}." in shown and "EVAL_DATA" in shown and "cross-valid" in shown
     assert "WARN" not in str(data.prepare("", tmp_path / "sample"))
 
 
@@ -924,10 +924,10 @@ def test_what_held_out_rows_can_prove_follows_from_the_test_of_lesson_04() -> No
     def p(turned: int) -> float:  # of answers that all turned right
         return paired_difference([0] * turned, [1] * turned, shares=True).p
 
-    assert p(held_out.LEAST_TURNED) < held_out.ALPHA < p(held_out.LEAST_TURNED - 1)
-    assert held_out.LEAST_ROWS == held_out.LEAST_TURNED + 1, "one answer may stay as it was"
-    assert held_out.remarks(held_out.FEW_ROWS) == []
-    first, todo = held_out.remarks(14)
+    assert p(evidence.LEAST_TURNED) < evidence.ALPHA < p(evidence.LEAST_TURNED - 1)
+    assert evidence.LEAST_ROWS == evidence.LEAST_TURNED + 1, "one answer may stay as it was"
+    assert evidence.remarks(evidence.FEW_ROWS) == []
+    first, todo = evidence.remarks(14)
     assert "50%" in first and "EVAL_DATA" in todo, "7 of 14"
 
 

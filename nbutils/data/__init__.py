@@ -1,7 +1,16 @@
 """Data: read, normalize, check, deduplicate, split and fingerprint chat rows."""
 
-from nbutils.data.build import DataCard, load, prepare, row_to_show, verify
-from nbutils.data.build import show, show_problems, show_rejected, stored_rows
+from nbutils.data.build import (
+    DataCard,
+    load,
+    prepare,
+    row_to_show,
+    show,
+    show_problems,
+    show_rejected,
+    stored_rows,
+    verify,
+)
 from nbutils.data.read import read_rows
 from nbutils.data.rows import ChatRow, Problem, Row, RowError, check_row, parse_mapping, problems_of
 

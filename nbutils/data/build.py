@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tqdm import tqdm
 
 from nbutils import display, distributed, models, plan, platforms
-from nbutils.data import held_out as evidence
+from nbutils.data import evidence
 from nbutils.data.dedupe import digests, find_repeated, row_text
 from nbutils.data.read import TEXT, bundled, find_files, format_of, read_rows
 from nbutils.data.rows import ChatRow, Kind, Problem, Row, RowError, check_row, find_private, parse_mapping, shown
@@ -95,11 +95,16 @@ class DataCard(BaseModel):
             tr("fingerprint"): self.fingerprint,
         }  # fmt: skip
         table = [f"{display.pad(name, 12)} {text}" for name, text in lines.items()]
-        return "\n".join(table + evidence.remarks(self.eval))
+        return "\n".join(table + wrapped(evidence.remarks(self.eval)))
 
     def facts(self) -> dict[str, Any]:
         """What goes into the facts.json of a lesson."""
         return self.model_dump(include={"rows", "accepted", "rejected", "train", "eval", "fingerprint", "warnings"})
+
+
+def wrapped(texts: Iterable[str]) -> list[str]:
+    """The lines of texts on a screen."""
+    return [line for text in texts for line in display.wrap(text)]
 
 
 def counts_text(counts: dict[str, int]) -> str:
@@ -217,11 +222,12 @@ def report_text(data: dict[str, Any]) -> str:
     tables = {name: data[name] for name in ("files", "reasons", "warnings", "languages", "lengths")}
     if data["lengths"] and not data["lengths"]["max_length"]:  # nothing else is known without a limit
         tables["lengths"] = {name: data["lengths"][name] for name in ("rows", "mean", "longest")}
+    place = data["rejected_file"] or tr("--rejected FILE writes them")
     return "\n".join([
         f"{display.pad(tr('rows'), 10)} " + tr("{rows} = {accepted} accepted + {rejected} rejected", **data),
         *(f"{display.pad(tr(name), 10)} {counts_text(counts)}" for name, counts in tables.items() if counts),
-        *rejected_lines(data["problems"], data["reasons"], data["rejected_rows"]),
-        *(f"  {text}" for text in data["examples"]), "", *data["next"],
+        *rejected_lines(data["problems"], data["reasons"], place),
+        *(f"  {text}" for text in data["examples"]), "", *wrapped(data["remarks"]), *data["next"],
     ])  # fmt: skip
 
 
@@ -289,7 +295,6 @@ def check(
     written = rejected or (out / REJECTED if out else None)
     following = [todo]
     if build.keys:
-        following += evidence.remarks(build.eval)
         command = plan.command(max(build.train, 1), mean)
         line = tr("Memory, time and cost of a training on them: {command}", command=command)
         if not model:
@@ -299,7 +304,8 @@ def check(
         **build.facts(), "files": dict(build.files), "examples": build.first_warnings, "lengths": lengths,
         "problems": [entry for error in build.first_errors for entry in entries(error)],
         "columns": [shown(name) for name in unknown[0]] if unknown else [],
-        "rejected_rows": str(written) if written else tr("--rejected FILE writes them"), "next": following,
+        "remarks": evidence.remarks(build.eval) if build.keys else [],
+        "rejected_file": str(written or ""), "next": following,
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import yaml
 
 from nbutils import data, disk, display, files, hardware, merging, platforms, record
 from nbutils.chat import may_skip_thinking
-from nbutils.data.held_out import ALPHA, DECIDING, FEW_ROWS, LEAST_ROWS
+from nbutils.data.evidence import ALPHA, DECIDING, FEW_ROWS, LEAST_ROWS
 from nbutils.data.rows import shown
 from nbutils.evaluation import evaluator as scoring
 from nbutils.evaluation.evaluator import Difference, Estimate, Evaluator, Result
@@ -32,7 +32,6 @@ PANELS = ("exact_match", "character_f1", "rouge_l", "content", "loss", "stopped"
 LEAST_GENERAL = 10  # rows; below: no word on forgetting
 CUT_OFF = 0.2  # share of unfinished thinking that makes a comparison worthless
 FORGOT_PERPLEXITY, FORGOT_F1 = 1.10, -0.05  # ratio above, change below
-WIDTH = 110  # of a line on a screen
 SAMPLES, LONGEST = 6, 1200  # rows of each list in the page, characters of a text
 WORK_GIB = 1.5  # beside the weights: CUDA itself, activations and logits
 SPARE_RAM_GIB = 2.0  # for this program and its neighbors
@@ -54,7 +53,7 @@ class Verdict:
     def __str__(self) -> str:
         todo = [tr("To do: {todo}", todo=self.todo)] if self.todo else []
         lines = [tr("VERDICT: {word}", word=tr(self.word)), self.why, *todo, *(f"[WARN] {flag}" for flag in self.flags)]
-        return "\n".join(part for line in lines for part in display.wrap(line, WIDTH))
+        return "\n".join(part for line in lines for part in display.wrap(line))
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Forgetting:
 
     def __str__(self) -> str:
         title = tr("GENERAL KNOWLEDGE: {word}", word=tr(self.word))
-        return "\n".join([title, *display.wrap(self.text, WIDTH)])
+        return "\n".join([title, *display.wrap(self.text)])
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `DATA` 可以是一个文件（`.jsonl`、`.json`、`.csv`、`.tsv`、`.parquet`，也可以压缩成 `.gz` 或 `.zst`），可以是放这些文件的目录（含子目录），也可以是 Hugging Face Hub 上的数据集（`owner/name`）；留空就用自带的示例数据。`EVAL_DATA` 指定单独的评估数据；留空时，如果 `DATA` 里有 eval、test 或 valid 文件或目录，就用它们（自带的示例数据就有，120 条），否则从 `DATA` 里留出约十分之一，至少一条（文件很小时会超过十分之一）。列名是自己取的，就填 `COLUMNS`，所有文件的列名要一致：`"user=title+body, assistant=reply"`。换了数据，也换一个 `RUN_NAME`。
+# `DATA` 可以是一个文件（`.jsonl`、`.json`、`.csv`、`.tsv`、`.parquet`，也可以压缩成 `.gz` 或 `.zst`），可以是放这些文件的目录（含子目录），也可以是 Hugging Face Hub 上的数据集（`owner/name`）；留空就用自带的示例数据。`EVAL_DATA` 指定单独的评估数据；留空时，如果 `DATA` 里有 eval、test 或 valid 文件或目录，就用它们（自带的示例数据就有，120 条），否则从 `DATA` 里留出约十分之一，至少一条（文件很小时会超过十分之一）。列名是自己取的，就填 `COLUMNS`：`"user=title+body, assistant=reply"`；没有这些列、又是课程认识的格式的样本，照原样读取。换了数据，也换一个 `RUN_NAME`。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -124,7 +124,7 @@ data.show(next(data.read_rows(mine)))
 # %% [markdown]
 # ## 准备数据
 #
-# 现在轮到真正的数据：逐条检查，去掉重复样本，划分，统计。一条样本要不要留出，只由问题决定。所以以后添加样本，旧样本的划分不会变，也不会有哪个问题既用来训练又用来评估。
+# 现在轮到真正的数据：逐条检查，去掉重复样本，划分，统计。一条样本要不要留出，只由问题决定。所以以后添加样本，旧样本的划分不会变，也不会有哪个问题既用来训练又用来评估。留出的样本太少，不管怎么训练都证明不了什么，数据卡片会直接说出来。后面列出每种原因最先剔除的几条样本，带文件名和行号。
 
 # %%
 card = data.prepare(
@@ -132,6 +132,7 @@ card = data.prepare(
     rows=lesson.profile.data.rows,
 )
 print(card)
+data.show_rejected(card, lesson.run.data)
 
 # %% [markdown]
 # 每条样本的去向，以及最先发现的几条含隐私数据（手机号、邮箱、密钥）的样本：模型可能把训练过的内容原样说出来。*近似重复*（near duplicate）是和另一条样本意思相同、用词也几乎相同的样本；如果出现在留出集里，模型看起来就会比实际好（`near_leak`）。图里的 `left out` 是剔除的条数；没发现隐私数据，就显示 `no private data found`。
@@ -179,9 +180,12 @@ chat.show_row(tokenizer, row)
 # %% [markdown]
 # ## 长度
 #
-# 比 `max_length` 长的样本一截断就会丢掉结尾，结束符也跟着丢。所以这里不截断，而是整条剔除，列在 `too_long.jsonl` 里。如果剔除得多，就调大 `train.max_length`（要多占显存），或者把样本改短。
+# 比 `max_length` 长的样本一截断就会丢掉结尾，结束符也跟着丢。所以这里不截断，而是整条剔除，列在 `too_long.jsonl` 里。如果剔除得多，就调大 `train.max_length`（要多占显存），或者把样本改短。最后一行是一条命令：预测这次训练在各种 GPU 上要多少显存、时间和费用。
 
 # %%
+from statistics import mean
+from nbutils import plan
+
 stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
 examples = chat.filter_by_length(tokenizer, train_rows, lesson.profile.train.max_length, stop_ids=stop_ids)
 examples.write(lesson.run.data)
@@ -192,6 +196,7 @@ axes.set(title="Tokens per training example", xlabel="tokens", ylabel="examples"
 axes.legend()
 display.show_figure(figure, lesson.run.logs / "lengths.png")
 print(examples)
+print(plan.command(len(examples.lengths), mean(examples.lengths)))
 
 # %% [markdown]
 # ## 约定

@@ -1,4 +1,4 @@
-"""What so many held-out rows can prove: the limits that lesson 04 judges by, so that they are told before a training."""
+"""What so many held-out rows can prove: the limits that lesson 04 judges by, so that lesson 02 can tell them first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ ALPHA = 0.05 / len(DECIDING)  # Bonferroni: two chances to rise by luck, so p of
 LEAST_TURNED = math.floor(math.log2(2 / ALPHA)) + 1
 LEAST_ROWS = LEAST_TURNED + 1  # below: no verdict; one answer may be right before, or stay wrong
 FEW_ROWS = 20  # below: a warning, as intervals are rough
-ADVISED = 50
 
 
 def remarks(rows: int) -> list[str]:
@@ -24,21 +23,22 @@ def remarks(rows: int) -> list[str]:
     if rows < LEAST_ROWS:
         values["least"] = LEAST_ROWS
         seen = tr(
-            "[WARN] {rows} held-out rows can prove nothing, and lesson 04 gives no verdict below {least}: {turned} "
-            "answers have to turn right, and none wrong, before luck is ruled out (exact paired test, p < {alpha}).",
+            "[WARN] held-out rows: {rows}. They can prove nothing, and lesson 04 gives no verdict below {least}: "
+            "{turned} answers have to turn right, and none wrong, before luck is ruled out (exact paired test, "
+            "p < {alpha}).",
             **values,
         )
     else:
         values["share"] = LEAST_TURNED / rows
         seen = tr(
-            "[WARN] {rows} held-out rows can prove a large gain only: {turned} answers ({share:.0%}) have to turn "
-            "right, and none wrong, before luck is ruled out (exact paired test, p < {alpha}).",
+            "[WARN] held-out rows: {rows}. They can prove a large gain only: {turned} answers ({share:.0%}) have to "
+            "turn right, and none wrong, before luck is ruled out (exact paired test, p < {alpha}).",
             **values,
         )
     todo = tr(
-        "       To do: add rows; or train on fewer and hold out more ({advised} in a file of their own: EVAL_DATA of "
+        "To do: add rows; or train on fewer and hold out more ({few} or more in a file of their own: EVAL_DATA of "
         "lesson 02); or cross-validation: train several times, each time with other rows in EVAL_DATA and another "
         "RUN_NAME, and count the right answers of all runs together.",
-        advised=ADVISED,
+        few=FEW_ROWS,
     )
     return [seen, todo]
