@@ -15,10 +15,10 @@ import pytest
 import torch
 from support import python, refused
 
-from nbutils import chat, data, evaluation, files, merging, profiles, record
+from nbutils import chat, data, display, evaluation, files, merging, profiles, record
 from nbutils.config import Evaluation
-from nbutils.evaluation import comparison, inference
 from nbutils.evaluation import evaluator as scoring
+from nbutils.evaluation import inference
 from nbutils.evaluation.comparison import Comparison
 from nbutils.evaluation.inference import Answer
 
@@ -302,7 +302,7 @@ SHUFFLED = random.Random(2).sample(WANTED, 60)  # the form of every answer, the 
 ])  # fmt: skip
 def test_the_verdict(word: str, base: list[str], tuned: list[str], wanted: list[str]) -> None:
     found = Comparison([result("base", base, wanted), result("merged", tuned, wanted)]).verdict
-    assert found.word == word and word in str(found) and max(map(len, str(found).splitlines())) <= comparison.WIDTH
+    assert found.word == word and word in str(found) and max(map(len, str(found).splitlines())) <= display.WRAPPED_WIDTH
 
 
 def test_chance_seldom_helps_or_harms() -> None:
