@@ -14,7 +14,7 @@ PYTEST := $(PY) -m pytest -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-r
 # What is in git: a file of yours in the checkout is not linted, tested or synced.
 LESSONS = $(shell git ls-files 'notebooks/*.py')
 
-.PHONY: course test test-fast test-long test-gpu sync lint graph bench wheels clean
+.PHONY: course test test-fast test-long test-gpu sync lint graph bench wheels kaggle clean
 
 course: $(VENV)/ready .venv-serve/ready.json  ## lessons 01-05, headless
 	$(PY) -m nbutils run $(ARGS)
@@ -32,7 +32,7 @@ test-fast: $(VENV)/ready  ## 100 seconds: no lesson, no server, no installation,
 test-gpu: $(VENV)/ready  ## needs a CUDA GPU
 	$(PY) -m pytest -m gpu $(ARGS)
 
-sync: $(VENV)/ready  ## notebooks/*.ipynb, badges and docs/choosing.md from their sources
+sync: $(VENV)/ready  ## notebooks/*.ipynb, setup cells, badges and docs/choosing.md from their sources and git's origin
 	$(PY) .ci/sync.py
 
 lint: $(VENV)/ready
@@ -50,6 +50,9 @@ bench: $(VENV)/ready  ## ratios on this machine; benchmarks/gpu_lessons.sh is fo
 
 wheels: $(VENV)/ready  ## dist/wheels, for notebooks without network; IMAGE: kaggle, none, or a file with `pip freeze` of the image
 	$(PY) .ci/wheels.py $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION)) $(if $(PLATFORM),--platform $(PLATFORM)) $(if $(IMAGE),--image $(IMAGE))
+
+kaggle: $(VENV)/ready  ## dist/kaggle, for the `kaggle` command: KAGGLE_USER=me LESSON=03_qlora, OFFLINE=1 for the internet off
+	$(PY) .ci/kaggle.py --user "$(KAGGLE_USER)" $(if $(LESSON),--lesson "$(LESSON)") $(if $(OFFLINE),--offline)
 
 $(VENV)/ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -4,10 +4,14 @@
     python .ci/sync.py --check    exit 1 if anything would change
 
 One direction only: the .py file is the source. The result has no outputs, stable cell ids and stable bytes.
+The address of the repository stands in pyproject.toml, and all else follows it; writing first takes it from git's
+`origin`, where that is a page on the web. A check never asks git: it is the same in every clone.
 The setup cell stands here once. It looks for the course's wheel among Kaggle's inputs before it asks the network; an
 attached wheel is installed from its own folder alone (`make wheels` builds one), so that it works with the internet
-off. It never guesses: several wheels, no address of one's own, a bare name or an option stop it. So does an address
-with a user, a password (`@` before the last `/`) or a query: pip and git would print it.
+off. On Colab it asks the notebook server which page of GitHub this notebook was opened from, for two seconds at most,
+and installs that repository; elsewhere curl has no host and asks nobody. It never guesses: several wheels, no address,
+a bare name or an option stop it. So does an address with a user, a password (`@` before the last `/`) or a query: pip
+and git would print it.
 A lesson in notebooks/zh has its own text cells; its code cells are those of the English lesson, after one that chooses
 the language.
 """
@@ -21,6 +25,7 @@ import subprocess
 import sys
 from itertools import zip_longest
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import jupytext
 
@@ -31,9 +36,14 @@ import importlib.util, re, subprocess, sys; from glob import glob; from os impor
 if importlib.util.find_spec("nbutils") is None:
     OURS = "ADDRESS"
     WHEELS = glob("/kaggle/input/**/nbutils*.whl", recursive=True)
-    SOURCE = getenv("NBUTILS_SOURCE") or "\n".join(WHEELS) or OURS
+    COLAB = "curl -sm2 http://$COLAB_JUPYTER_IP:9000/api/sessions | head -c 9999 | tr -dc ' -~'"
+    PAGE = r'"fileId=https%3A(//github\.com/(?![^"]*\.\.)[\w-]+/[\w.-]+)/blob/([\w./-]+)/notebooks/'
+    OPENED = re.findall(PAGE, subprocess.getoutput(COLAB).replace("%2F", "/"))
+    REPOSITORY = [f"https:{repository}/archive/{ref}.zip" for repository, ref in OPENED][:1]
+    SOURCE = getenv("NBUTILS_SOURCE") or "\n".join(WHEELS or REPOSITORY or [OURS])
     assert re.match(r"[^-@?][^@?\n]*/[^:?/]*$", SOURCE), f"Set NBUTILS_SOURCE, see above: {WHEELS}"
     ALONE = ["--no-index", "--only-binary=:all:", "-f", path.dirname(SOURCE)] * (SOURCE in WHEELS)
+    print("Installing the course from", SOURCE, flush=True)
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 """[1:]
 CELL, HEADING = re.compile(r"(?m)^(?=# %%)"), re.compile(r"(?m)^# (#+) ")
@@ -45,6 +55,7 @@ LANGUAGE = """
 import os; os.environ["NBUTILS_LANG"] = "zh"
 
 """[1:]
+GITHUB, BRANCH = "https://github.com/", "main"
 BADGES = re.compile(r"(?s)(<!-- badges -->\n).*?(<!-- /badges -->)")
 METADATA = {
     "accelerator": "GPU",
@@ -59,6 +70,40 @@ def project(key: str) -> str:
     found = re.search(rf'^{key} = "([^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
     assert found, f"pyproject.toml has no {key}"
     return found.group(1)
+
+
+def web_address(remote: str) -> str:
+    """The page of a git remote, without user, password and port; empty for what is not on the web."""
+    short = re.fullmatch(r"(?:[^@/]*@)?([^@/:]+):([^/:].*)", remote)  # git@github.com:owner/name
+    parts = urlsplit(f"ssh://{short[1]}/{short[2]}" if short else remote)
+    host = (parts.hostname or "").removeprefix("ssh.")
+    path = parts.path.strip("/").removesuffix(".git")
+    on_the_web = parts.scheme in ("https", "ssh") and re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)*\.[a-z]+", host)
+    if not on_the_web or not re.fullmatch(r"(?a)[\w-][\w.-]*(/[\w-][\w.-]*)+", path):
+        return ""
+    return f"https://{host}/{path}"
+
+
+def adopt_origin() -> None:
+    """Write the address of this clone's origin into pyproject.toml, if that is on the web."""
+    git = ["git", "--git-dir", str(ROOT / ".git")]  # of this folder, not of one that it may lie in
+    origin = subprocess.run([*git, "remote", "get-url", "origin"], capture_output=True, text=True).stdout.strip()
+    known, page = project("Repository"), web_address(origin)
+    if page and page != known:
+        file = ROOT / "pyproject.toml"
+        text = file.read_text(encoding="utf-8").replace(f'Repository = "{known}"', f'Repository = "{page}"')
+        file.write_text(text, encoding="utf-8", newline="\n")
+        print(f"pyproject.toml: this repository is {page}")
+
+
+def repository() -> str:
+    """The page of this repository; empty as long as it is the placeholder, which anybody could register."""
+    known = project("Repository")
+    if "YOUR-" in known:
+        return ""
+    page = web_address(known)
+    assert page == known, "Repository in pyproject.toml must look like https://github.com/owner/name"  # no password
+    return page
 
 
 def sources(new: bool = False) -> list[Path]:
@@ -94,8 +139,11 @@ def with_code_of(english: str, file: Path) -> str:
 
 def with_setup(source: str) -> str:
     """A notebook source with the setup cell, which installs from the repository's address."""
-    address = f"git+{project('Repository')}@v{project('version')}"  # the placeholder could be registered by anybody
-    cell = SETUP.replace("ADDRESS", "" if "YOUR-" in address else address)
+    page = repository()
+    address = page and f"git+{page}"
+    if page.startswith(GITHUB):
+        address = f"{page}/archive/{BRANCH}.zip"  # needs no git
+    cell = SETUP.replace("ADDRESS", address)
     return SETUP_CELL.sub(lambda found: found.group(1) + cell, source)
 
 
@@ -114,16 +162,16 @@ def notebook(stem: str, source: str) -> str:
 
 
 def badges(zh: bool) -> str:
-    """Open-in-Colab badges of each lesson; none that leads to the placeholder, which anybody could register."""
-    if "YOUR-" in project("Repository"):
+    """Open-in-Colab badges of each lesson; Colab opens what is on GitHub."""
+    if not repository().startswith(GITHUB):
         if zh:
-            return "（把你的 fork 地址写进 `pyproject.toml`，运行 `make sync`，这里就会出现徽章。）\n"
-        return "(The badges stand here once `pyproject.toml` has the address of your fork and `make sync` has run.)\n"
-    page = project("Repository").replace("https://github.com/", "https://colab.research.google.com/github/")
+            return "（仓库放到 GitHub 上、运行 `make sync` 之后，这里会出现在 Colab 里打开各课的徽章。）\n"
+        return "(Badges that open a lesson in Colab stand here once this is on GitHub and `make sync` has run.)\n"
+    page = repository().replace(GITHUB, "https://colab.research.google.com/github/")
     picture = "https://colab.research.google.com/assets/colab-badge.svg"
     rows = ["| lesson | English | 中文 |", "|---|---|---|"]
     for file in sources():
-        links = (f"{page}/blob/main/notebooks/{folder}{file.stem}.ipynb" for folder in ("", "zh/"))
+        links = (f"{page}/blob/{BRANCH}/notebooks/{folder}{file.stem}.ipynb" for folder in ("", "zh/"))
         rows.append(
             " | ".join([f"| `{file.stem}`", *(f"[![Open In Colab]({picture})]({link})" for link in links)]) + " |"
         )
@@ -164,6 +212,8 @@ def wanted(new: bool = False) -> dict[Path, str]:
 def main() -> int:
     """Write or check; the exit status says whether something was out of date."""
     check = "--check" in sys.argv
+    if not check:
+        adopt_origin()
     texts = wanted(new=not check) | choosing()
     stale = [file for file, text in texts.items() if not file.exists() or file.read_text(encoding="utf-8") != text]
     for file in stale:

@@ -25,17 +25,22 @@
 # table says.
 
 # %% [markdown]
-# The next cell installs the course if it is missing. If it fails, name the source in a cell above it:
-# `%env NBUTILS_SOURCE=git+https://github.com/<you>/<fork>@v0.1.0` (without a password), a folder, or one of the wheels it found.
+# The next cell installs the course if it is missing; on Colab, from the repository this notebook was opened from. If it stops, name
+# a source in a cell above it: `%env NBUTILS_SOURCE=https://github.com/<you>/<fork>/archive/main.zip`, a folder or a wheel.
 
 # %% tags=["setup"]
 import importlib.util, re, subprocess, sys; from glob import glob; from os import getenv, path
 if importlib.util.find_spec("nbutils") is None:
     OURS = ""
     WHEELS = glob("/kaggle/input/**/nbutils*.whl", recursive=True)
-    SOURCE = getenv("NBUTILS_SOURCE") or "\n".join(WHEELS) or OURS
+    COLAB = "curl -sm2 http://$COLAB_JUPYTER_IP:9000/api/sessions | head -c 9999 | tr -dc ' -~'"
+    PAGE = r'"fileId=https%3A(//github\.com/(?![^"]*\.\.)[\w-]+/[\w.-]+)/blob/([\w./-]+)/notebooks/'
+    OPENED = re.findall(PAGE, subprocess.getoutput(COLAB).replace("%2F", "/"))
+    REPOSITORY = [f"https:{repository}/archive/{ref}.zip" for repository, ref in OPENED][:1]
+    SOURCE = getenv("NBUTILS_SOURCE") or "\n".join(WHEELS or REPOSITORY or [OURS])
     assert re.match(r"[^-@?][^@?\n]*/[^:?/]*$", SOURCE), f"Set NBUTILS_SOURCE, see above: {WHEELS}"
     ALONE = ["--no-index", "--only-binary=:all:", "-f", path.dirname(SOURCE)] * (SOURCE in WHEELS)
+    print("Installing the course from", SOURCE, flush=True)
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]

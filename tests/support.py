@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -47,11 +48,12 @@ def lesson_facts(run: Path, stem: str = "03_qlora") -> dict[str, Any]:
     return dict(json.loads((run / "facts.json").read_text(encoding="utf-8"))["lessons"][stem])
 
 
-def setup_cell(root: Path) -> str:
-    """The setup cell of a real notebook; `root` is where Kaggle's folders begin."""
+def setup_cell(root: Path, port: int = 9000, ours: str = "") -> str:
+    """The setup cell of a real notebook: where Kaggle's folders begin, Colab's port, what `make sync` wrote into it."""
     cells = json.loads((ROOT / "notebooks/03_qlora.ipynb").read_text(encoding="utf-8"))["cells"]
     [text] = ["".join(cell["source"]) for cell in cells if "setup" in cell["metadata"].get("tags", [])]
-    return text.replace("/kaggle/input", f"{root}/kaggle/input")
+    text = re.sub('OURS = ".*"', f'OURS = "{ours}"', text)
+    return text.replace("/kaggle/input", f"{root}/kaggle/input").replace(":9000/", f":{port}/")
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
