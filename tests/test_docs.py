@@ -87,7 +87,8 @@ def parse(command: click.Command, words: list[str]) -> None:
 def sources() -> str:
     """Everything in which a name of ours may stand."""
     files = [path for folder in ("nbutils", "notebooks", "configs") for path in (ROOT / folder).rglob("*")]
-    return "\n".join(path.read_text(encoding="utf-8") for path in files if path.suffix in (".py", ".yaml"))
+    named = [ROOT / "Makefile", *(path for path in files if path.suffix in (".py", ".yaml"))]
+    return "\n".join(path.read_text(encoding="utf-8") for path in named)
 
 
 @functools.cache
