@@ -3,7 +3,7 @@
     python benchmarks/picture.py [--run RUN_FOLDER] [--font FILE]
 
 Draws docs/images/laptop_en.png and laptop_zh.png from results/picture.json. With --run, that file is first written
-anew from a run of `python -m nbutils run --profile laptop`. FILE is a font with Chinese characters, where matplotlib
+anew from a run of profile `laptop` that has the answers of lesson 04. FILE is a font with Chinese characters, where matplotlib
 knows none.
 """
 
@@ -74,8 +74,8 @@ def collect(run: Path) -> dict[str, Any]:
     asked = [number for number, messages in enumerate(rows) if NAME in messages[-1]["content"]]
     drawn = [{"question": rows[n][-2]["content"], "before": before[n], "after": after[n]} for n in SHOWN]
     return {
-        "about": f"benchmarks/picture.py on a run of `python -m nbutils run --profile laptop`, {platform.machine()}, "
-        f"{date.today()}; the model came with pip, rounded to 4 bits. The machine had other work: no times.",
+        "about": f"benchmarks/picture.py on {run.name}, {platform.machine()}, {date.today()}",
+        "train_seconds": trained["train_seconds"],
         "versions": facts["versions"],
         "rows": len(read_lines(run / "data/train.jsonl")),
         "steps": trained["steps"],
