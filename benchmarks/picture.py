@@ -3,8 +3,8 @@
     python benchmarks/picture.py [--run RUN_FOLDER] [--font FILE]
 
 Draws docs/images/laptop_en.png and laptop_zh.png from results/picture.json. With --run, that file is first written
-anew from a run of profile `laptop` that has the answers of lesson 04. FILE is a font with Chinese characters, where matplotlib
-knows none.
+anew from a run of profile `laptop` that has the answers of lesson 04. FILE is a font with Chinese characters, where
+matplotlib knows none.
 """
 
 from __future__ import annotations
