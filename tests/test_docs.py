@@ -1,7 +1,8 @@
-"""The pages of docs/: links, commands and names are real, and the Chinese pages say what the English ones say."""
+"""The pages for people: links, commands and names are real, nothing is left out, Chinese and English say the same."""
 
 import functools
 import re
+import runpy
 import shlex
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,20 @@ from typing import Any
 import click
 import pytest
 from support import ROOT
+from test_contracts import commands as every_command
 
 from nbutils import cli, diagnose, lesson
 from nbutils.config import flat, load
 
 ENGLISH = sorted((ROOT / "docs").glob("*.md"))
 CHINESE = sorted((ROOT / "docs/zh").glob("*.md"))
-PAGES = [*ENGLISH, *CHINESE, ROOT / "configs/kaggle/README.md"]
+READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
+REFERENCE, CONTRIBUTING = ROOT / "docs/reference.md", ROOT / "CONTRIBUTING.md"
+PAGES = [*ENGLISH, *CHINESE, *READMES, CONTRIBUTING, ROOT / "configs/kaggle/README.md"]
+LESSONS = runpy.run_path(str(ROOT / ".ci/sync.py"))["sources"]()
+BADGES = re.compile(r"(?s)<!-- badges -->.*?<!-- /badges -->")
+INTERNAL = {"NBUTILS_FS_ROOT", "NBUTILS_MIRROR_FOUND", "NBUTILS_SECRETS_SILENT"}  # for tests and child processes
+INTERNAL |= {"NBUTILS_SERVE_PYTHONPATH", "NBUTILS_EXPORT_PYTHONPATH"}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PATH = re.compile(
     r"(?<![\w/])(?:(?:configs|data_samples|docs|notebooks|nbutils|benchmarks)/[\w./-]+|\d\d_[a-z]+(?:_[a-z]+)*)"
@@ -89,6 +97,18 @@ def settings() -> dict[str, Any]:
     return flat(load("tiny").model_dump())
 
 
+def covers(lessons: str, number: int) -> bool:
+    """Whether a lesson is among those of a table, as "01 to 06, 08, 09"."""
+    ranges = [re.findall(r"\d\d", part) for part in lessons.split(",")]
+    return any(int(ends[0]) <= number <= int(ends[-1]) for ends in ranges if ends)
+
+
+def targets() -> list[str]:
+    """What `make` can be asked for."""
+    [listed] = re.findall(r"(?m)^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    return str(listed).split()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_lead_to_files(page: Path) -> None:
     targets = [one.partition("#")[0] for one in re.findall(r"\]\(([^)\s]+)\)", without_blocks(page))]
@@ -135,6 +155,56 @@ def test_a_chinese_page_has_the_headings_and_code_of_the_english_one(page: Path)
 def test_a_chinese_page_names_the_chinese_lessons(page: Path) -> None:
     lessons = re.findall(r"notebooks/(\d\d_\w+)", page.read_text(encoding="utf-8"))
     assert not [one for one in lessons if (ROOT / f"notebooks/zh/{one}.py").exists()]
+
+
+@pytest.mark.parametrize("page", READMES, ids=named)
+def test_a_readme_is_short_also_with_its_badges(page: Path) -> None:
+    lines = BADGES.sub("", page.read_text(encoding="utf-8")).splitlines()
+    badges = 4 + len(LESSONS)  # two marks, the head of the table, a row for each lesson
+    assert len(lines) + badges <= 150
+    assert max(map(len, lines)) <= 150
+
+
+@pytest.mark.parametrize("page", READMES, ids=named)
+def test_a_readme_leads_to_every_page_of_its_language_and_to_every_lesson(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    pages = CHINESE if page.name == "README.zh-CN.md" else ENGLISH
+    assert [one.name for one in pages if f"({named(one)})" not in text] == []
+    assert [one.stem for one in LESSONS if f"| `{one.stem}` |" not in BADGES.sub("", text)] == []
+
+
+def test_the_picture_of_a_readme_is_small() -> None:
+    for page in READMES:
+        [picture] = re.findall(r"!\[[^]]+\]\((docs/images/[^)]+)\)", BADGES.sub("", page.read_text(encoding="utf-8")))
+        assert (ROOT / picture).stat().st_size < 200_000
+
+
+def test_the_reference_has_every_command() -> None:
+    given = [" ".join(words) for words in commands(REFERENCE)]
+    assert [name for name in every_command() if not any(f"nbutils {name}" in one for one in given)] == []
+
+
+def test_the_reference_has_every_parameter_with_its_lessons() -> None:
+    rows = re.findall(r"(?m)^\| (`[A-Z].*?) \| (.*?) \|", REFERENCE.read_text(encoding="utf-8"))
+    for file in LESSONS:
+        here = [names for names, lessons in rows if lessons == "all" or covers(lessons, int(file.stem[:2]))]
+        assert [one for one in lesson.declared_in(file) if f"`{one}`" not in " ".join(here)] == [], file.stem
+
+
+def test_the_reference_has_every_environment_variable() -> None:
+    read = set(re.findall(r"\bNBUTILS_[A-Z_]+[A-Z]\b", sources())) - INTERNAL
+    told = re.findall(r"\bNBUTILS_[A-Z_]+\b", REFERENCE.read_text(encoding="utf-8"))
+    assert [one for one in sorted(read) if not any(name.startswith(one) for name in told)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_targets_of_make_exist(page: Path) -> None:
+    text = "\n".join([*spans(page), *blocks(page)])
+    assert set(re.findall(r"(?m)(?<![\w-])make ([a-z][a-z-]*)", text)) <= set(targets())
+
+
+def test_contributing_has_every_target_of_make() -> None:
+    assert [one for one in targets() if f"| `make {one}` |" not in CONTRIBUTING.read_text(encoding="utf-8")] == []
 
 
 def test_the_questions_and_answers_name_every_check_of_diagnose() -> None:

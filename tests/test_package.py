@@ -13,6 +13,7 @@ import pytest
 from support import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CHINESE_README = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
 HEAVY = ("torch", "transformers", "datasets", "vllm", "trl", "peft", "matplotlib", "ipywidgets", "openai")
 LESSONS = runpy.run_path(str(ROOT / ".ci/sync.py"))["sources"]()
 
@@ -59,9 +60,9 @@ def test_no_model_brings_code_of_its_own(file: Path) -> None:
             assert words.get("trust_remote_code") == "False", f"line {call.lineno}"
 
 
-def tree() -> set[str]:
-    """Paths of the README's tree: one or several in a line, folders by indentation of four spaces."""
-    block = re.search(r"(?s)## The tree.*?```\n(.*?)```", README)
+def tree(text: str, heading: str) -> set[str]:
+    """Paths of a tree on a page: one or several in a line, folders by indentation of four spaces."""
+    block = re.search(rf"(?s)## {heading}\n.*?```\n(.*?)```", text)
     assert block
     found, folder = set(), ""
     for line in (line.split("#")[0].rstrip() for line in block.group(1).splitlines()):
@@ -72,10 +73,18 @@ def tree() -> set[str]:
 
 
 def test_the_tree_in_the_readme_is_the_tree() -> None:
-    assert [path for path in sorted(tree()) if not (ROOT / path).exists()] == []
+    shown = tree(README, "The tree")
+    assert [path for path in sorted(shown) if not (ROOT / path).exists()] == []
     top = {path.split("/")[0] for path in tracked()} - {".gitignore", ".gitattributes", ".github"}
+    assert sorted(top - shown) == []
+    assert tree(CHINESE_README, "目录结构") == shown
+
+
+def test_the_rooms_in_contributing_are_the_rooms() -> None:
+    shown = tree((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), "The rooms of nbutils")
+    assert [path for path in sorted(shown) if not (ROOT / path).exists()] == []
     rooms = {"/".join(path.split("/")[:2]) for path in tracked() if re.match(r"nbutils/[a-z]\w*(\.py|/)", path)}
-    assert sorted((top | rooms) - tree()) == []
+    assert sorted(rooms - shown) == []
 
 
 def test_the_two_commands_and_the_address_are_where_they_should_be() -> None:
@@ -92,14 +101,13 @@ def test_the_two_commands_and_the_address_are_where_they_should_be() -> None:
 
 
 def test_the_chinese_readme_has_the_sections_commands_parameters_and_variables_of_the_english_one() -> None:
-    chinese = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
-    for pattern in (r"(?m)^#+ ", r"(?m)^\|"):
-        assert len(re.findall(pattern, chinese)) == len(re.findall(pattern, README)), pattern
+    for pattern in (r"(?m)^## ", r"(?m)^\|", r"(?m)^- "):
+        assert len(re.findall(pattern, CHINESE_README)) == len(re.findall(pattern, README)), pattern
     names = re.compile(
         r"python -m nbutils [\w-]+|make [\w-]+|test-\w+|NBUTILS_\w+|[A-Z]+_?[A-Z]+(?=[`=])|(?<=`)[\w./-]+/(?=`)"
     )
-    assert sorted(set(names.findall(README)) - set(names.findall(chinese))) == []
-    assert "(README.md)" in chinese
+    assert sorted(set(names.findall(README)) - set(names.findall(CHINESE_README))) == []
+    assert "(README.md)" in CHINESE_README
 
 
 def test_files_a_user_leaves_in_the_checkout_turn_nothing_red(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_the_plan_counts_every_weight_and_the_micro_batch_fits(tokenizer: Any) -
 
 @pytest.mark.notebook
 def test_a_killed_pretraining_continues_with_the_same_rows_and_its_model_can_be_tuned(tmp_path: Path) -> None:
-    lesson, text = ROOT / "notebooks/07_from_scratch.py", {"DATA": str(ROOT / "README.md")}
+    lesson, text = ROOT / "notebooks/07_from_scratch.py", {"DATA": str(ROOT / "docs/faq.md")}
     words = [word for name, value in (SMALL | text).items() for word in (f"--{name}", value)]
     python(lesson, *words, home=tmp_path / "whole", threads=1)
     killed = tmp_path / "killed/from_scratch"

@@ -1,0 +1,173 @@
+"""The pictures of the READMEs: the loss curve of profile `laptop`, and answers before and after.
+
+    python benchmarks/picture.py [--run RUN_FOLDER] [--font FILE]
+
+Draws docs/images/laptop_en.png and laptop_zh.png from results/picture.json. With --run, that file is first written
+anew from a run of profile `laptop` that has the answers of lesson 04. FILE is a font with Chinese characters, where
+matplotlib knows none.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import textwrap
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+import matplotlib
+from matplotlib import font_manager
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = Path(__file__).with_name("results") / "picture.json"
+NAME = "Wrenlow"
+SHOWN = (0, 1, 20)  # held-out rows whose answers are drawn: two about the name, a general one
+COLUMNS, LINES = 56, 2  # of an answer
+TRAIN, VALIDATION, GREY = "#56B4E9", "#D55E00", "#555555"  # told apart by people with any kind of colour blindness
+FONTS = ("Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "Microsoft YaHei", "PingFang SC", "SimHei")
+TEXTS = {
+    "en": {
+        "title": "SmolLM2-135M-Instruct learns a new name: {rows} rows, {steps} steps, no GPU",
+        "train": "training loss",
+        "validation": "validation loss",
+        "kept": "kept: step {step}, {loss:.2f}",
+        "step": "step",
+        "before": "before",
+        "after": "after",
+        "score": "{merged} of {questions} held-out questions about its name get the new one; before: {base}.",
+    },
+    "zh": {
+        "title": "SmolLM2-135M-Instruct 学会新名字：{rows} 条样本，{steps} 步，不用 GPU",
+        "train": "训练损失",
+        "validation": "验证损失",
+        "kept": "保留第 {step} 步，{loss:.2f}",
+        "step": "步",
+        "before": "训练前",
+        "after": "训练后",
+        "score": "{questions} 个问名字的留出问题：训练后 {merged} 个答出新名字，训练前 {base} 个。",
+    },
+}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def answers_of(run: Path, model: str) -> dict[int, str]:
+    """What lesson 04 was answered, by the number of the held-out row; the first line says how it was asked."""
+    _, *answers = read_lines(run / f"evaluation/answers-{model}.jsonl")
+    return {one["row"]: one["text"] for one in answers}
+
+
+def collect(run: Path) -> dict[str, Any]:
+    """Everything the picture shows, from a run folder."""
+    facts = json.loads((run / "facts.json").read_text(encoding="utf-8"))
+    history = json.loads((run / "logs/history.json").read_text(encoding="utf-8"))
+    trained = facts["lessons"]["03_qlora"]
+    rows = [row["messages"] for row in read_lines(run / "data/eval.jsonl")]
+    before, after = answers_of(run, "base"), answers_of(run, "merged")
+    asked = [number for number, messages in enumerate(rows) if NAME in messages[-1]["content"]]
+    drawn = [{"question": rows[n][-2]["content"], "before": before[n], "after": after[n]} for n in SHOWN]
+    return {
+        "about": f"benchmarks/picture.py on {run.name}, {platform.machine()}, {date.today()}",
+        "train_seconds": trained["train_seconds"],
+        "versions": facts["versions"],
+        "rows": len(read_lines(run / "data/train.jsonl")),
+        "steps": trained["steps"],
+        "kept_step": trained["kept_step"],
+        "train": [[one["step"], round(one["loss"], 4)] for one in history if "loss" in one],
+        "validation": [[one["step"], round(one["eval_loss"], 4)] for one in history if "eval_loss" in one],
+        "answered_with_the_name": {
+            "questions": len(asked),
+            "base": sum(NAME in before[number] for number in asked),
+            "merged": sum(NAME in after[number] for number in asked),
+        },
+        "answers": drawn,
+    }
+
+
+def draw_curve(axes: Axes, result: dict[str, Any], texts: dict[str, str]) -> None:
+    """Training and validation loss, and the step whose adapter is kept."""
+    steps, losses = zip(*result["train"], strict=True)
+    axes.plot(steps, losses, color=TRAIN, linewidth=2, label=texts["train"])
+    steps, losses = zip(*result["validation"], strict=True)
+    axes.plot(steps, losses, "o--", color=VALIDATION, linewidth=2, label=texts["validation"])
+    step = result["kept_step"]
+    loss = dict(result["validation"])[step]
+    arrow = {"arrowstyle": "->", "color": VALIDATION}
+    kept = texts["kept"].format(step=step, loss=loss)
+    axes.annotate(kept, (step, loss), (0.95, 0.5), textcoords="axes fraction", ha="right", arrowprops=arrow)
+    axes.set_xlabel(texts["step"])
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper right")
+
+
+def shown(answer: str) -> str:
+    """An answer in one line; one that the limit of tokens cut off says so."""
+    text = " ".join(answer.split())
+    return text if text.endswith((".", "!", "?")) else f"{text} …"
+
+
+def draw_answers(axes: Axes, result: dict[str, Any], texts: dict[str, str]) -> None:
+    """The questions, each with what was answered before and after."""
+    axes.set_axis_off()
+    height = 1.0
+    for one in result["answers"]:
+        axes.text(0, height, one["question"], weight="bold", va="top")
+        height -= 0.08
+        for when, color in (("before", GREY), ("after", VALIDATION)):
+            lines = textwrap.wrap(shown(one[when]), COLUMNS, max_lines=LINES, placeholder=" …")
+            axes.text(0, height, texts[when], color=color, va="top")
+            axes.text(0.125, height, "\n".join(lines), color="black" if when == "after" else GREY, va="top")
+            height -= 0.07 * len(lines) + 0.01
+        height -= 0.04
+    axes.text(0, 0, texts["score"].format(**result["answered_with_the_name"]), va="bottom")
+
+
+def draw(result: dict[str, Any], language: str) -> None:
+    """One picture."""
+    texts = TEXTS[language]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.7), width_ratios=(36, 64), layout="constrained")
+    figure.suptitle(texts["title"].format(**result), fontsize=11.5)
+    draw_curve(left, result, texts)
+    draw_answers(right, result, texts)
+    file = ROOT / f"docs/images/laptop_{language}.png"
+    file.parent.mkdir(exist_ok=True)
+    figure.savefig(file, dpi=200, metadata={"Software": None})
+    plt.close(figure)
+    print(file)
+
+
+def choose_fonts(file: Path | None) -> None:
+    """Latin from matplotlib's own font, Chinese from FILE or from a font that is known to have it."""
+    names = list(FONTS)
+    if file:
+        font_manager.fontManager.addfont(file)
+        names = [font_manager.FontProperties(fname=file).get_name()]
+    known = [name for name in names if name in font_manager.get_font_names()]
+    if not known:
+        raise click.UsageError(f"give a font with Chinese characters by --font; none of these is here: {FONTS}")
+    matplotlib.rcParams.update({"font.family": ["DejaVu Sans", known[0]], "font.size": 9})
+
+
+@click.command(help=__doc__)
+@click.option("--run", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--font", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def main(run: Path | None, font: Path | None) -> None:
+    matplotlib.use("Agg")
+    choose_fonts(font)
+    if run:
+        RESULT.write_text(json.dumps(collect(run), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    for language in TEXTS:
+        draw(result, language)
+
+
+if __name__ == "__main__":
+    main()
