@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import signal
@@ -249,9 +250,11 @@ class CourseCallback(TrainerCallback):
         """Use the trainer's held-out rows, silence its output, note the checksums of its weights."""
         self.validation.trainer, self.validation.rows = trainer, trainer.eval_dataset or ()
         trainer.remove_callback(PrinterCallback)
+        logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)  # warns of what on_train_begin mends
         self.kinds, self.checksums = model.weight_kinds(trainer.model), model.weight_checksums(trainer.model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        state.compute_steps(args, state.max_steps)  # else SAVE_STEPS of the checkpoint would count, not that of today
         if distributed.engine() in distributed.SHARDED:  # now it is known which shard is here
             self.checksums = model.weight_checksums(self.validation.trainer.model)
         self.validation.on_train_begin(args, state, control)
