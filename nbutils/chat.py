@@ -434,7 +434,7 @@ def build_dataset(
     filtered = filter_by_length(tokenizer, train_rows, lesson.profile.train.max_length, stop_ids=stop_ids)
     filtered.write(lesson.run.data)
     report = check_contract(filtered)
-    recipe = profiles.fit(lesson.resolved, profiles.Rows.of(filtered.lengths, len(eval_rows))).profile.train
+    recipe = lesson.fitted(profiles.Rows.of(filtered.lengths, len(eval_rows))).profile.train
     validation = validation_dataset(filtered, eval_rows, int(recipe.validation_rows))
     return ChatDataset(
         training_dataset(filtered), validation if len(validation) else None, filtered.lengths, filtered.left_out,

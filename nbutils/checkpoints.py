@@ -52,6 +52,7 @@ class StoredCheckpoint(BaseModel, frozen=True, extra="forbid", strict=True):
     size: int
     sha256: str
     fingerprint: dict[str, Any]
+    validation_rows: int = 0  # as the profile said; 0 in manifests of versions that did not note it
 
 
 class _HashingFile:
@@ -77,8 +78,9 @@ def step_of(path: Path | None) -> int:
 
 
 def pack(
-    folder: Path, store: Path, fingerprint: dict[str, Any], stopped: Callable[[], bool] = lambda: False
-) -> StoredCheckpoint:
+    folder: Path, store: Path, fingerprint: dict[str, Any], stopped: Callable[[], bool] = lambda: False,
+    validation_rows: int = 0,
+) -> StoredCheckpoint:  # fmt: skip
     """Write a checkpoint folder to `store` as an archive; its manifest is written once the archive verifies there."""
     archive = store / f"{folder.name}.tar"
     forget(archive)
@@ -88,6 +90,7 @@ def pack(
             tar.add(folder, arcname=folder.name)
         flush(file)
     found: dict[str, Any] = {"step": step_of(folder), "size": counted.size, "sha256": counted.digest.hexdigest()}
+    found["validation_rows"] = validation_rows
     return _with_manifest(StoredCheckpoint(archive=archive, fingerprint=fingerprint, **found))
 
 
@@ -222,9 +225,12 @@ def look(store: Path) -> tuple[list[StoredCheckpoint], list[str]]:
 
 
 def newest_settings(folders: platforms.Folders, run: str) -> dict[str, Any]:
-    """What `train` of a profile was for the newest checkpoint of a run; empty if there is none."""
+    """What the newest checkpoint of a run says of `train` of its profile; empty if there is none."""
     found, _ = _newest_first(stores(folders, run))
-    return dict(found[0].fingerprint.get("train", {})) if found else {}
+    if not found:
+        return {}
+    newest = found[0]
+    return {**newest.fingerprint.get("train", {}), "validation_rows": newest.validation_rows}
 
 
 def _newest_first(stores: Iterable[Path]) -> tuple[list[StoredCheckpoint], list[str]]:
@@ -360,10 +366,10 @@ class CheckpointSync:
 
     def __init__(
         self, outbox: Path, keep: Path, fingerprint: dict[str, Any], keep_last: int = 3,
-        check: Callable[[], None] = lambda: None, logs: tuple[Path, Path] | None = None,
+        check: Callable[[], None] = lambda: None, logs: tuple[Path, Path] | None = None, validation_rows: int = 0,
     ) -> None:  # fmt: skip
         self.outbox, self.keep, self.fingerprint, self.keep_last = outbox, keep, fingerprint, keep_last
-        self.check, self.logs = check, logs
+        self.check, self.logs, self.validation_rows = check, logs, validation_rows
         self.kept: StoredCheckpoint | None = None  # the newest that verified in the run folder
         self.seconds = 0.0  # of the last whole sync
         self.problem: str | None = None
@@ -454,7 +460,7 @@ class CheckpointSync:
                 return there  # a whole one is never overwritten
         if (free := free_gib(self.keep)) < (size := folder_gib(folder)):
             raise OSError(errno.ENOSPC, tr("{size:.2f} GiB needed, {free:.2f} GiB free", size=size, free=free))
-        return pack(folder, self.keep, self.fingerprint, self._stopped.is_set)
+        return pack(folder, self.keep, self.fingerprint, self._stopped.is_set, self.validation_rows)
 
     def _copy_logs(self) -> None:
         if self.logs is None:

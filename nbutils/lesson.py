@@ -71,13 +71,17 @@ class Lesson(record.LessonLike):
 
         cached_file(self.model, "config.json")  # of a hub model: its size decides learning rate and method
         rows = profiles.Rows.of(lengths, held_out)
-        goes_on = distributed.is_main() and self.parameters.get("RESUME") != "never"
-        began = distributed.broadcast(checkpoints.newest_settings(self.folders, self.run.name) if goes_on else {})
-        fitted = replace(self, resolved=profiles.fit(profiles.keep_batch(self.resolved, began), rows))
+        fitted = replace(self, resolved=self.fitted(rows))
         print(tr("recipe    {schedule}", schedule=profiles.schedule(fitted.profile.train, rows)))
         if warning := profiles.few_steps(fitted.profile.train, self.resolved.given.train, rows):
             print(f"[WARN] {warning}")
         return fitted
+
+    def fitted(self, rows: profiles.Rows) -> profiles.Resolved:
+        """The profile settled for these rows; a run that goes on keeps its batch and the rows it is validated on."""
+        goes_on = distributed.is_main() and self.parameters.get("RESUME") != "never"
+        began = distributed.broadcast(checkpoints.newest_settings(self.folders, self.run.name) if goes_on else {})
+        return profiles.fit(profiles.as_begun(self.resolved, began), rows)
 
     def require(self, stem: str) -> None:
         """Make sure that an earlier lesson's result is in the run folder; if it is not, run that lesson now."""

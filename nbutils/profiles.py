@@ -115,11 +115,19 @@ def resolve(
     return fit(Resolved(name, path, given, value, called, first, gpu, given, reasons), None)
 
 
-def keep_batch(resolved: Resolved, began: Mapping[str, Any]) -> Resolved:
-    """The same with the batch of a run that began with these settings, if the profile leaves it open and it divides."""
-    if resolved.given.train.batch != "auto" or not began or began["batch"] % distributed.world_size():
+def as_begun(resolved: Resolved, began: Mapping[str, Any]) -> Resolved:
+    """The same with batch and validation rows of a run that began with these settings, if the profile leaves them open.
+
+    A batch that the processes of today cannot share is chosen anew.
+    """
+    given, names = resolved.given.train, list[str]()
+    if began and given.batch == "auto" and began["batch"] % distributed.world_size() == 0:
+        names += ["batch", "packing"]
+    if began.get("validation_rows") and given.validation_rows == "auto":
+        names.append("validation_rows")
+    if not names:
         return resolved
-    kept = {f"train.{name}": Choice(began[name], tr("this run began with it")) for name in ("batch", "packing")}
+    kept = {f"train.{name}": Choice(began[name], tr("this run began with it")) for name in names}
     reasons = dict(resolved.reasons) | {name: choice.reason for name, choice in kept.items()}
     return replace(resolved, given=apply(resolved.given, kept), reasons=reasons)
 

@@ -86,12 +86,14 @@ class LessonLike(Protocol):
     folders: Folders
     gpu: GPU | None
     profile: Profile
-    resolved: Any  # profiles.Resolved, with what the profile leaves to the rows
     model: str
     model_name: str
     run: RunFolder
     scratch: Path
     started: float
+
+    def fitted(self, rows: Any) -> Any:
+        """The profile settled for these rows, a `profiles.Resolved` for `profiles.Rows`."""
 
 
 def versions() -> dict[str, str]:

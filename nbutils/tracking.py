@@ -160,8 +160,11 @@ def loss_history(log_history: Iterable[dict[str, Any]]) -> Curve:
 
 
 def validation_history(log_history: Iterable[dict[str, Any]]) -> Curve:
-    """(step, loss) pairs of the validation log; the last one of each step."""
-    return sorted({entry["step"]: entry["eval_loss"] for entry in log_history if "eval_loss" in entry}.items())
+    """(step, loss) pairs of the validation log, the last of each step; of losses on other rows only the newest."""
+    entries = [entry for entry in log_history if "eval_loss" in entry]
+    rows = entries[-1].get("eval_rows") if entries else None
+    same = [entry for entry in entries if entry.get("eval_rows", rows) == rows]
+    return sorted({entry["step"]: entry["eval_loss"] for entry in same}.items())
 
 
 def best_of(validation: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
@@ -169,9 +172,10 @@ def best_of(validation: Sequence[tuple[int, float]]) -> tuple[int, float] | None
     return min((point for point in validation if math.isfinite(point[1])), key=lambda point: point[1], default=None)
 
 
-def write_history(log_history: Iterable[dict[str, Any]], path: Path) -> None:
-    """Write the curves as [{step, loss}, {step, eval_loss}, ...]; values that are not finite are left out."""
-    points = [(one["step"], name, one[name]) for one in log_history for name in ("loss", "eval_loss") if name in one]
+def write_history(log_history: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write the curves as [{step, loss}, ..., {step, eval_loss}, ...]; values that are not finite are left out."""
+    curves = {"loss": loss_history(log_history), "eval_loss": validation_history(log_history)}
+    points = [(step, name, loss) for name, curve in curves.items() for step, loss in curve]
     write_json(path, [{"step": step, name: loss} for step, name, loss in points if math.isfinite(loss)])
 
 

@@ -290,7 +290,7 @@ def test_build_dataset_filters_checks_and_counts(tiny: Any, tmp_path: Path) -> N
     rows = [*SAMPLE, {"messages": LONG * 40}]
     resolved = profiles.resolve("tiny", "", gpu=None, platform=platforms.detect(), online=lambda: False)
     lesson: Any = SimpleNamespace(resolved=resolved, profile=resolved.profile, model=str(files.TINY_MODEL))
-    lesson.run = SimpleNamespace(data=tmp_path)
+    lesson.run, lesson.fitted = SimpleNamespace(data=tmp_path), lambda rows: profiles.fit(resolved, rows)
     dataset = chat.build_dataset(tiny, rows, rows[:40], lesson)
     assert len(dataset.train) == len(dataset.lengths) == 60 and dataset.left_out == rows[60:]
     assert dataset.eval and dataset.train["input_ids"][:1] == dataset.eval["input_ids"][:1]

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import simulate
 from support import refused
+from transformers import AutoTokenizer
 
+from nbutils import chat, checkpoints, distributed, files, hardware, lesson, platforms, record
 from nbutils import config as reading
-from nbutils import distributed, files, hardware, lesson, platforms, record
 
 LOCAL = platforms.Platform("local", "test")
 CARD = hardware.GPU("A card", (8, 0), 24.0, 1)
@@ -120,6 +121,31 @@ def test_a_run_keeps_its_profile_model_and_set_for_every_later_lesson(home: Path
     assert opened(other | {"RUN_NAME": "tiny"})[1].profile.lora.rank == 4  # and lesson 03 refuses it
     resolved = opened({"RUN_NAME": run.name})[1]
     assert (resolved.profile.lora.rank, resolved.called) == (8, "tiny") and "GPU" in resolved.choices["profile"].reason
+
+
+def test_a_begun_run_keeps_the_rows_it_is_validated_on_unless_others_are_named(home: Path, tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "a"}]} for n in range(90)
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL)
+
+    def validated(**values: Any) -> tuple[int, int]:
+        """How many rows lesson 03 validates on, and how many its recipe says."""
+        started = lesson.begin("03_qlora", {"PROFILE": "tiny", "MAX_STEPS": 400, **values})
+        started.run.data.mkdir(exist_ok=True)
+        dataset = chat.build_dataset(tokenizer, rows, rows[:60], started)
+        assert dataset.eval
+        recipe = started.with_recipe(dataset.lengths, 60).profile.train
+        return len(dataset.eval), int(recipe.validation_rows)
+
+    many, _ = validated()
+    assert many > 20 and validated(SAVE_STEPS=1)[0] < many
+    (tmp_path / "checkpoint-5").mkdir()
+    store = files.make_folder(home / "tiny/checkpoints", "")
+    checkpoints.pack(tmp_path / "checkpoint-5", store, {"train": {"batch": 8, "packing": False}}, validation_rows=21)
+    assert validated() == validated(SAVE_STEPS=1) == validated(MAX_STEPS=9) == (21, 21)
+    assert validated(SET="train.validation_rows=5") == (5, 5)
+    assert validated(RESUME="never") == (many, many)
 
 
 def test_begin_and_finish_write_the_facts(home: Path) -> None:

@@ -390,12 +390,12 @@ def test_a_begun_run_keeps_its_batch_where_the_processes_can_share_it(monkeypatc
     monkeypatch.setenv("LOCAL_RANK", "0")
     for processes, batch, expected in ((1, 6, 6), (2, 16, 16), (3, 6, 6), (3, 4, 6)):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
-        kept = profiles.keep_batch(resolve("ampere_24gb", gpu=H200), {"batch": batch, "packing": began.packing})
+        kept = profiles.as_begun(resolve("ampere_24gb", gpu=H200), {"batch": batch, "packing": began.packing})
         train = profiles.fit(kept, rows).profile.train
         assert (train.batch, train.packing) == (expected, began.packing)
     monkeypatch.setenv("WORLD_SIZE", "1")
     named = resolve("lora_20k", gpu=H200)
-    assert profiles.keep_batch(named, {"batch": 6, "packing": True}) is named
+    assert profiles.as_begun(named, {"batch": 6, "packing": True}) is named
 
 
 def fitted(lengths: list[int], gpu: GPU | None = RTX, text: str = "", model: str = "") -> profiles.Resolved:

@@ -4,6 +4,7 @@ import copy
 import fcntl
 import gc
 import json
+import logging
 import math
 import os
 import pty
@@ -63,7 +64,9 @@ def lesson_in(folder: Path, platform: str = "local", gpu: Any = None, **attached
     run.path.mkdir(parents=True, exist_ok=True)
     folders = platforms.Folders(folder, folder / "scratch", folder / "runs", **{"inputs": None} | attached)
     machine = {"platform": platforms.Platform(platform, ""), "gpu": gpu, "started": 0.0}
-    model = {"model": str(files.TINY_MODEL), "model_name": "tiny", "profile": profiles.load("tiny")}
+    local = platforms.Platform("local", "")
+    resolved = profiles.resolve("tiny", gpu=None, platform=local, online=lambda: False)
+    model = {"model": str(files.TINY_MODEL), "model_name": "tiny", "profile": resolved.profile}
     return SimpleNamespace(run=run, folders=folders, scratch=folder / "scratch/demo", **machine, **model)
 
 
@@ -622,12 +625,13 @@ def rows(sizes: tuple[int, ...] = (10, 8), count: int = 21) -> Dataset:
 
 
 class Diary(TrainerCallback):
-    """The rows, learning rate and weights of each finished step."""
+    """The rows, learning rate and weights of each finished step, and the steps that were saved."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
         self.steps: dict[int, tuple[list[int], float]] = {}
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
+        self.saved: list[int] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.seen = []
@@ -636,6 +640,9 @@ class Diary(TrainerCallback):
         assert state.global_step not in self.steps, "no step is done twice"
         self.steps[state.global_step] = ([*self.seen], given["lr_scheduler"].get_last_lr()[0])
         self.weights[state.global_step] = full_weights(given["model"])
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.saved.append(state.global_step)
 
 
 def build(folder: Path, **settings: Any) -> Any:
@@ -767,13 +774,20 @@ def test_it_ends_early_when_the_loss_rises_and_at_once_when_it_is_not_finite(tmp
     assert result_of(trainer, callback).facts()["validation_loss"]["last"] is None
 
 
-def test_a_last_step_that_was_not_validated_is_and_no_rows_are_no_validation(tmp_path: Path) -> None:
-    class Stop(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop |= state.global_step == 3
+class Stop(TrainerCallback):
+    """Saves and ends after a step."""
 
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def test_a_last_step_that_was_not_validated_is_and_no_rows_are_no_validation(tmp_path: Path) -> None:
     trainer, callback = validated(tmp_path)
-    trainer.add_callback(Stop())
+    trainer.add_callback(Stop(3))
     trainer.train()
     assert steps_of(trainer) == [0, 2] and callback.validation.restore_best() and steps_of(trainer) == [0, 2, 3]
     trainer, callback = validated(tmp_path, count=0, max_steps=2)
@@ -781,25 +795,51 @@ def test_a_last_step_that_was_not_validated_is_and_no_rows_are_no_validation(tmp
     assert callback.validation.restore_best() is None and result_of(trainer, callback).facts()["best_step"] is None
 
 
-def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(tmp_path: Path, monkeypatch: Any) -> None:
-    lesson, saved = lesson_in(tmp_path), []
+@pytest.fixture
+def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A lesson whose data is ready to train on."""
+    lesson = lesson_in(tmp_path)
     files.write_json(lesson.run.data / "data_card.json", {"fingerprint": "d"})
     monkeypatch.setattr(run.chat, "check_trainer", lambda *_: "")
     monkeypatch.setattr(run.tracking, "end", lambda logs: None)
-    progress = [place / "logs/progress.json" for place in (lesson.scratch, lesson.run.path)]
+    return lesson
+
+
+def start(lesson: Any, steps: int, every: int = 2, held_out: int = 3, **settings: Any) -> Any:
+    """Trainer and callback of lesson 03, ready to train; they save and validate every second step."""
+    trainer = build(lesson.scratch, **{"save_steps": every, "max_steps": steps, "logging_steps": 1} | settings)
+    trainer.eval_dataset = rows(count=held_out)
+    dataset: Any = SimpleNamespace(report=SimpleNamespace(trained=5))
+    callback = run.CourseCallback(lesson, dataset)
+    callback.validation.every = every
+    trainer.add_callback(callback)
+    assert callback.prepare(trainer)
+    return trainer, callback
+
+
+def interrupt_at(callback: Any, step: int) -> None:
+    """Press Ctrl-C during this step."""
+    on_step_end = callback.validation.on_step_end
+
+    def press_stop(args: Any, state: Any, control: Any) -> None:
+        on_step_end(args, state, control)
+        if state.global_step == step:
+            signal.raise_signal(signal.SIGINT)
+
+    callback.validation.on_step_end = press_stop
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored here
+    try:
+        with refused("training.interrupted", step=step):
+            run.train(callback.validation.trainer, callback)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(demo: Any, monkeypatch: Any) -> None:
+    saved: list[Any] = []
+    progress = [place / "logs/progress.json" for place in (demo.scratch, demo.run.path)]
     state = lambda: [files.read_json(file)["state"] for file in progress]  # noqa: E731
-
-    def start(steps: int) -> Any:
-        trainer = build(lesson.scratch, save_steps=2, max_steps=steps, logging_steps=1)
-        trainer.eval_dataset = rows(count=3)
-        dataset: Any = SimpleNamespace(report=SimpleNamespace(trained=5))
-        callback = run.CourseCallback(lesson, dataset)
-        callback.validation.every = 2
-        trainer.add_callback(callback)
-        assert callback.prepare(trainer)
-        return trainer, callback
-
-    trainer, callback = start(3)
+    trainer, callback = start(demo, 3)
     finish = checkpoints.CheckpointSync.finish
     monkeypatch.setattr(checkpoints.CheckpointSync, "finish", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -808,30 +848,81 @@ def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(tm
     monkeypatch.setattr(checkpoints.CheckpointSync, "finish", finish)
     first = run.train(trainer, callback)  # the disk is back, and the cell runs again
     assert (first.facts()["steps"], first.first_step, first.changed[1]) == (3, 0, 0) and first.changed[0] > 0
-    resumed = run.train(*start(5))
+    resumed = run.train(*start(demo, 5))
     assert (resumed.facts()["steps"], resumed.first_step) == (5, 3)
     assert [step for step, _ in resumed.history["validation"]] == [0, 2, 3, 4, 5]
-    finished = run.train(*start(5))
+    finished = run.train(*start(demo, 5))
     assert finished.facts()["train_seconds"] is None and finished.history == resumed.history
-    assert str(resumed.kept_step) in str(finished) and (lesson.run.logs / "history.json").exists()
+    assert str(resumed.kept_step) in str(finished) and (demo.run.logs / "history.json").exists()
     monkeypatch.setattr(resumed.trainer, "save_model", saved.append)
     for result in (resumed, finished):  # the same weights: saved once
         run.save_adapter(result, SimpleNamespace(save_pretrained=saved.append))
-    assert len(saved) == 2 and files.stamp(lesson.run.adapter)["steps"] == resumed.kept_step
-    trainer, callback = start(9)
-    press_stop = lambda _, state, *__: state.global_step == 7 and signal.raise_signal(signal.SIGINT)  # noqa: E731
-    monkeypatch.setattr(callback.validation, "on_step_end", press_stop)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored here
-    with refused("training.interrupted", step=7, steps=9):
-        run.train(trainer, callback)
-    signal.signal(signal.SIGINT, before)
+    assert len(saved) == 2 and files.stamp(demo.run.adapter)["steps"] == resumed.kept_step
+    _, callback = start(demo, 9)
+    interrupt_at(callback, 7)
     assert state() == ["stopped", "stopped"]
-    assert not lesson.run.adapter.exists() and files.stamp(lesson.run.former_adapter), "it is of a shorter training"
-    longer = run.train(*start(9))
+    assert not demo.run.adapter.exists() and files.stamp(demo.run.former_adapter), "it is of a shorter training"
+    longer = run.train(*start(demo, 9))
     assert (longer.facts()["steps"], longer.first_step) == (9, 7) and state() == ["finished", "finished"]
     next(weight for weight in longer.trainer.model.parameters() if weight.requires_grad).data.add_(1)
     with refused("training.weights_changed"):  # as by a cell that makes a new adapter
         run.save_adapter(longer, None)
+
+
+def test_a_resumed_run_saves_and_logs_as_the_arguments_of_today_say(demo: Any, caplog: Any) -> None:
+    run.train(*start(demo, 4, every=4, logging_steps=4))
+    transformers = logging.getLogger("transformers")
+    transformers.addHandler(caplog.handler)
+    trainer, callback = start(demo, 9, every=4, save_steps=3, logging_steps=5)
+    run.train(trainer, callback)
+    transformers.removeHandler(caplog.handler)
+    assert trainer.diary.saved == [6, 9]
+    assert [step for step, _ in tracking.loss_history(trainer.state.log_history)] == [4, 5, 6, 9]
+    assert "trainer_state.json" not in caplog.text, "it would say that the old ones count"
+
+
+def test_the_validation_of_a_stop_its_interval_and_its_time_are_carried_on(demo: Any) -> None:
+    trainer, callback = start(demo, 9, every=4)
+    callback.live.price = {"¥": 3600.0}
+    interrupt_at(callback, 3)
+    [entry] = [one for one in trainer.state.log_history if one.get("step") == 3 and "loss" in one]
+    assert entry["train_seconds"] > 0 and entry["cost"]["¥"] > 0
+    trainer, callback = start(demo, 9, every=2)  # a smaller SAVE_STEPS
+    callback.live.price = {"$": 3600.0}
+    resumed = run.train(trainer, callback)
+    assert trainer.diary.saved == [4, 6, 8, 9]
+    began = checkpoints.newest_settings(demo.folders, demo.run.name)
+    assert began["validation_rows"] == demo.profile.train.validation_rows > 0
+    assert [step for step, _ in resumed.history["validation"]] == [0, 3, 4, 8, 9], "no more of the time than before"
+    facts = resumed.facts()
+    assert facts["train_seconds"] == pytest.approx(entry["train_seconds"] + resumed.seconds, abs=0.11)
+    assert facts["cost"]["¥"] == entry["cost"]["¥"] and facts["cost"]["$"] == pytest.approx(resumed.seconds, abs=0.01)
+    tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry][-1]
+    assert facts["tokens_per_second"] == pytest.approx(tokens / resumed.seconds, abs=0.1), "both of this session"
+
+
+def test_losses_on_other_rows_are_no_part_of_the_measure(demo: Any, capsys: Any) -> None:
+    run.train(*start(demo, 4, held_out=5))
+    trainer, callback = start(demo, 7, held_out=3)
+    resumed = run.train(trainer, callback)
+    assert [step for step, _ in resumed.history["validation"]] == [4, 6, 7]
+    assert resumed.facts()["best_step"] in (4, 6, 7) and resumed.facts()["validation_loss"]["first"]
+    assert capsys.readouterr().out.count("do not compare") == 1
+    kept = json.loads((demo.run.logs / "history.json").read_text())
+    assert [one["step"] for one in kept if "eval_loss" in one] == [4, 6, 7]
+
+
+def test_stops_do_not_bring_the_early_end_nearer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, checkpoint = {0: 5.0, 2: 3.0, 3: 3.1, 4: 3.2, 5: 3.3, 6: 3.4}, None
+    for stop, patience_left in ((3, True), (5, True), (99, False)):
+        trainer, callback = validated(tmp_path, patience=2, max_steps=20)
+        monkeypatch.setattr(run, "validation_loss_on", lambda trainer, rows: losses[trainer.state.global_step])
+        trainer.add_callback(Stop(stop))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert callback.validation.restore_best() == (2, 3.0)
+        assert callback.validation.stopped_early(trainer.state.log_history) is not patience_left
+        checkpoint = str(tmp_path / f"trainer/checkpoint-{trainer.state.global_step}")
+    assert trainer.state.global_step == 6 and steps_of(trainer) == [*losses]
 
 
 def raise_once(owner: Any, name: str, after: bool = False, when: Any = lambda: True, calls: Any = (1,)) -> list[int]:

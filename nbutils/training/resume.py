@@ -76,13 +76,20 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
     return checkpoints.unpack(best, scratch / "trainer")
 
 
-def start_sync(lesson: LessonLike, fingerprint: dict[str, Any], keep_last: int) -> Any:
+def spent_until(checkpoint: Path | None) -> dict[str, Any]:
+    """What was logged last before a checkpoint, with the time and cost until then; empty without one."""
+    log = files.read_json(checkpoint / "trainer_state.json")["log_history"] if checkpoint else []
+    return dict(log[-1]) if log else {}
+
+
+def start_sync(lesson: LessonLike, fingerprint: dict[str, Any], keep_last: int, validation_rows: int = 0) -> Any:
     """Start copying this run's checkpoints and logs to the run folder; a process beside the main one copies nothing."""
     if not distributed.is_main():
         return SimpleNamespace(seconds=0.0, messages=list, finish=lambda patience=0.0: None)
     logs = (lesson.scratch / lesson.run.logs.name, lesson.run.logs)
     outbox, check = lesson.scratch / "outbox", partial(mount_check, platforms.mount_point_of(lesson.run.path))
-    return checkpoints.CheckpointSync(outbox, lesson.run.checkpoints, fingerprint, keep_last, check, logs)
+    keep = lesson.run.checkpoints
+    return checkpoints.CheckpointSync(outbox, keep, fingerprint, keep_last, check, logs, validation_rows)
 
 
 def mount_check(mount: Path | None) -> None:

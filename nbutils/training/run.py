@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import signal
@@ -94,7 +95,7 @@ class TimeBudget:
 
 
 class Validation(TrainerCallback):
-    """The loss on held-out rows at the start, at each save and at the end; keeps the weights of the best step."""
+    """The loss on held-out rows at the start, at regular steps and at the end; keeps the weights of the best step."""
 
     def __init__(self, rows: Any, every: int, keep_best: bool = True, patience: int = 0) -> None:
         self.rows, self.every, self.keep_best, self.patience = rows, every, keep_best, patience
@@ -104,14 +105,25 @@ class Validation(TrainerCallback):
         self.note: Callable[[str], object] = print
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if len(self.rows):
-            self.load(state, Path(args.output_dir) / f"checkpoint-{state.global_step}")
-            if state.global_step not in dict(validation_history(state.log_history)):
-                self.on_step_end(args, state, control)
+        if not len(self.rows):
+            return
+        validations = [entry for entry in state.log_history if "eval_loss" in entry]
+        last = validations[-1] if validations else {}
+        if last.get("eval_rows", len(self.rows)) != len(self.rows):
+            self._begin_anew(state, control, last["eval_rows"])
+            return
+        self.every = last.get("eval_steps", self.every)  # as its rows: whatever SAVE_STEPS is, it takes as much time
+        self.load(state, Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        if state.global_step not in dict(validation_history(state.log_history)):  # a stop saves first
+            self._validate(state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if len(self.rows) and (state.global_step % self.every == 0 or state.global_step >= state.max_steps):
+        if len(self.rows) and self.is_due(state):
             self._validate(state, control)
+
+    def is_due(self, state: Any) -> bool:
+        """Whether this step would be validated also in a run that nobody stops."""
+        return bool(state.global_step % self.every == 0 or state.global_step >= state.max_steps)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.best and state.is_world_process_zero and self.best_step != state.global_step:
@@ -141,8 +153,8 @@ class Validation(TrainerCallback):
         self.best_step = found[0] if self.best else -1
 
     def stopped_early(self, log_history: Iterable[dict[str, Any]]) -> bool:
-        """Whether the last `patience` validations brought no new best."""
-        validation = validation_history(log_history)
+        """Whether the last `patience` validations brought no new best; those of stops do not count."""
+        validation = validation_history(entry for entry in log_history if entry.get("eval_is_due", True))
         best = best_of(validation)
         return bool(self.patience and best and sum(step > best[0] for step, _ in validation) >= self.patience)
 
@@ -170,10 +182,21 @@ class Validation(TrainerCallback):
         else:
             print(tr('A larger MAX_STEPS continues it, RESUME = "never" starts over.'))
 
+    def _begin_anew(self, state: Any, control: Any, former: int) -> None:
+        """The first validation on other rows than before: neither the losses nor the best step compare."""
+        words = {"step": state.global_step, "rows": len(self.rows), "former": former}
+        text = tr(
+            "[WARN] validated on {rows} rows from step {step} on: earlier losses, of {former}, do not compare", **words
+        )
+        self.note(text)
+        self._validate(state, control)
+
     def _validate(self, state: Any, control: Any) -> None:
         loss, should_log = validation_loss_on(self.trainer, self.rows), control.should_log
         self.trainer.model.eval()  # so that the trainer logs it as a validation
         self.trainer.log({"eval_loss": round(loss, 5)})
+        about = {"eval_rows": len(self.rows), "eval_steps": self.every, "eval_is_due": self.is_due(state)}
+        state.log_history[-1] |= about  # for the session that goes on; the trackers need none of it
         self.trainer.model.train()
         control.should_log = should_log  # logging resets it, and the training loss is still to come
         best = best_of(validation_history(state.log_history))
@@ -222,8 +245,10 @@ class CourseCallback(TrainerCallback):
         self.time.note = self.validation.note = self.live.note
         self.sync: Any = None  # started by `train`
         self.fingerprint: dict[str, Any] = {}
+        self.started = monotonic()
+        self.earlier: dict[str, Any] = {}  # what sessions before this one `spent`
         self.trained: tuple[float, int] | None = None  # seconds, and the step it started from
-        self.on_log, self.on_train_end = self.live.on_log, self.live.on_train_end  # type: ignore[method-assign]
+        self.on_train_end = self.live.on_train_end  # type: ignore[method-assign]
 
     def prepare(self, trainer: Any) -> str:
         """Check the trainer's rows and the disk, cast and fuse the LoRA layers; what was done, in one line."""
@@ -249,9 +274,11 @@ class CourseCallback(TrainerCallback):
         """Use the trainer's held-out rows, silence its output, note the checksums of its weights."""
         self.validation.trainer, self.validation.rows = trainer, trainer.eval_dataset or ()
         trainer.remove_callback(PrinterCallback)
+        logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)  # warns of what on_train_begin mends
         self.kinds, self.checksums = model.weight_kinds(trainer.model), model.weight_checksums(trainer.model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        state.compute_steps(args, state.max_steps)  # else SAVE_STEPS of the checkpoint would count, not that of today
         if distributed.engine() in distributed.SHARDED:  # now it is known which shard is here
             self.checksums = model.weight_checksums(self.validation.trainer.model)
         self.validation.on_train_begin(args, state, control)
@@ -268,6 +295,18 @@ class CourseCallback(TrainerCallback):
         self.time.on_step_end(args, state, control)
         self.live.on_step_end(args, state, control, **given)
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        state.log_history[-1] |= self.spent(monotonic() - self.started)  # a checkpoint keeps it for the next session
+        self.live.on_log(args, state, control, logs)
+
+    def spent(self, seconds: float) -> dict[str, Any]:
+        """Time and cost of the training, if this session took so many seconds; earlier sessions are counted in."""
+        total = {"train_seconds": round(self.earlier.get("train_seconds", 0.0) + seconds, 1)}
+        cost = self.live.cost(seconds)
+        for sign, amount in self.earlier.get("cost", {}).items():
+            cost[sign] = round(cost.get(sign, 0.0) + amount, 2)
+        return total | ({"cost": cost} if cost else {})
+
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.validation.on_save(args, state, control)
         PartialState().wait_for_everyone()
@@ -281,7 +320,7 @@ class TrainingResult:
 
     trainer: Any
     callback: CourseCallback
-    seconds: float
+    seconds: float  # of this session
     first_step: int  # 0, or where it was resumed
     best: tuple[int, float] | None  # step and validation loss of the weights the model has now; None: those of the last
     changed: tuple[int, int]  # weight tensors of the adapter, and of the base
@@ -320,13 +359,12 @@ class TrainingResult:
         log = [entry for entry in state.log_history if "num_tokens" in entry and entry["step"] > self.first_step]
         measured: dict[str, Any] = {
             "tokens_per_second": round(log[-1]["num_tokens"] / self.seconds, 1) if log else None,
-            "train_seconds": round(self.seconds, 1), "peak_memory_gib": round(self.peak_gib, 3),
-            "skipped_steps": callback.live.skipped, "processes": args.world_size,
+            "peak_memory_gib": round(self.peak_gib, 3), "skipped_steps": callback.live.skipped,
+            "processes": args.world_size,
             "engine": distributed.engine() and distributed.engine_name(str(callback.lesson.profile.method)),
             "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         }  # fmt: skip
-        if cost := callback.live.cost(self.seconds):
-            measured["cost"] = cost
+        measured |= callback.spent(self.seconds)
         return (measured if log else dict.fromkeys((*measured, "cost"))) | found
 
     def __str__(self) -> str:
@@ -339,7 +377,7 @@ class TrainingResult:
 
     def described(self, brought: dict[str, str]) -> str:
         """What the training took, and what it brought, in lines."""
-        facts, since = self.facts(), tr(" since step {step}", step=self.first_step) if self.first_step else ""
+        facts = self.facts()
         done = {"steps": facts["steps"], "planned": self.trainer.state.max_steps, "first": self.first_step}
         early = tr(" (early stopping)") if facts["planned_steps"] < self.trainer.state.max_steps else ""
         lines = {
@@ -348,7 +386,10 @@ class TrainingResult:
         }
         lines |= brought
         if speed := facts["tokens_per_second"]:
-            lines[tr("took")] = joined([f"{display.clock(self.seconds)}{since}", f"{speed:,.0f} tokens/s"])
+            took = [display.clock(facts["train_seconds"])]
+            if self.first_step:
+                took.append(display.clock(self.seconds) + tr(" since step {step}", step=self.first_step))
+            lines[tr("took")] = joined([*took, f"{speed:,.0f} tokens/s"])
             lines[tr("peak")] = f"{self.peak_gib:.2f} GiB"
         return "\n".join(display.pad(name, 17) + text for name, text in lines.items() if text)
 
@@ -367,15 +408,17 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         checkpoint = distributed.send_folder(lesson.scratch / "trainer", found.name) if found else None
         if checkpoint is None:
             print(tr("starting at step 0"))
-        callback.sync = resuming.start_sync(lesson, callback.fingerprint, lesson.profile.train.keep_checkpoints)
+        kept = lesson.profile.train.keep_checkpoints, int(lesson.profile.train.validation_rows)
+        callback.sync = resuming.start_sync(lesson, callback.fingerprint, *kept)
         distributed.before_end(partial(callback.sync.finish, patience=PEER_PATIENCE))
-        started = monotonic()
+        callback.earlier = resuming.spent_until(checkpoint)
+        callback.started = monotonic()
         with callback.live.reported(trainer):
             if checkpoint is None or validation.steps_left(checkpoint):
                 _train(trainer, callback, checkpoint)
             else:
                 validation.load_finished(checkpoint, chosen=resume.isdecimal())
-        callback.trained = monotonic() - started, checkpoints.step_of(checkpoint)
+        callback.trained = monotonic() - callback.started, checkpoints.step_of(checkpoint)
     with callback.live.reported(trainer):
         interrupted = callback.time.ended_by == signal.SIGINT
         peak, best = hardware.peak_memory_gib(), None if interrupted else validation.restore_best()

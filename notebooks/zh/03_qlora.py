@@ -304,8 +304,6 @@ print(f"adapter: {lesson.run.adapter} ({mib:,.1f} MiB)")
 from nbutils import compare
 
 runs = compare.beside(lesson.run, trained=result.facts())
-if 0 < result.first_step < trainer.state.global_step:
-    print(f"(seconds: of {lesson.run.name} only those after step {result.first_step}, where it was resumed)")
 missing = [name for name in ("fast", "slow") if name not in runs]
 print(f"[{'TODO' if missing else ' OK '}] saw the runs {', '.join(runs)}, expected fast and slow among them")
 if missing:
