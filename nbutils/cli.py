@@ -102,7 +102,8 @@ def send_test_notice() -> None:
     from nbutils import notices, platforms
 
     platforms.prepare_network(platforms.detect(), probe=False)
-    print(notices.send(tr("nbutils: a test notice"), tr("Notices of this course arrive here."), "test", "test"))
+    host = notices.send(tr("nbutils: a test notice"), tr("Notices of this course arrive here."), "test", "test")
+    print(tr("Notice sent to {host}.", host=host))
 
 
 @app.command("install")
