@@ -127,6 +127,14 @@ def complete(trained: Facts) -> bool:
     return bool(trained.get("steps", 0) >= trained.get("planned_steps", 0))
 
 
+def outcome(evaluation: Facts) -> str:
+    """Whether the tuning helped, and what became of general knowledge, in a few words."""
+    words = [tr(evaluation["verdict"])]
+    if "general" in evaluation:
+        words.append(tr("general knowledge: {word}", word=tr(evaluation["general"]["verdict"])))
+    return joined(words, ";")
+
+
 def update(path: Path, top: Facts, lesson: str, facts: Facts, outdated: Sequence[str] = ()) -> Facts:
     """Merge `top` and one lesson's facts into the record, without `outdated` lessons; None keeps what was measured."""
     record = read(path) | top
