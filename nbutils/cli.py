@@ -301,9 +301,9 @@ def push(folder: Path, to: str, public: bool) -> None:
 @click.option("--replace", "replace_other", is_flag=True, help="Replace another model of this course that is in OUT.")
 def merge(base: str, adapter: tuple[Path, ...], out: Path, **options: Any) -> None:
     """Merge ADAPTER (or several) into BASE, a folder or a Hub id, and write the model to OUT, shard by shard."""
-    from nbutils import merging
+    from nbutils import fetch, merging
 
-    print(merging.merge_adapter(base, list(adapter), out, **options))
+    print(merging.merge_adapter(fetch.find_model(base), list(adapter), out, **options))
 
 
 def _translate(command: click.Command) -> None:
