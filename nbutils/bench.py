@@ -29,6 +29,7 @@ from nbutils.serving.server import NO_KEY, reach_directly
 
 RIVALS = ("generate", "transformers-serve")
 WARM_UP_TOKENS, WARM_UP_SEED = 8, -1
+USUAL_SPEED = 1000  # tokens/s: about what vLLM has with 8 requests at a time (tiny on 2 cores, a 7B on an H200)
 # the first text, or the first token where it has none (half a character); not a comment, not an empty piece
 FIRST_TOKEN = re.compile(rb'"text":\s*"[^"]|"token_ids":\s*\[\s*\d')
 TOKEN_COUNT = re.compile(rb'"completion_tokens":\s*(\d+)')
@@ -49,6 +50,18 @@ class Settings:
     def few(self, most: int) -> Settings:
         """The same for a rival that is slow: levels up to `most`, and each slot filled once."""
         return replace(self, concurrency=tuple(n for n in self.concurrency if n <= most) or (1,), rounds=1)
+
+    @property
+    def requests(self) -> int:
+        """How many requests an engine gets."""
+        return sum(self.rounds * max(2, many) for many in self.concurrency)
+
+    def __str__(self) -> str:
+        tokens = self.requests * self.answer_tokens
+        amount = {"requests": self.requests, "tokens": tokens, "seconds": tokens / USUAL_SPEED, "speed": USUAL_SPEED}
+        return tr(
+            "  {requests:,} requests, {tokens:,} tokens to generate: {seconds:,.0f} s at {speed:,} a second", **amount
+        )
 
     def prompts(self, tokenizer: Any, concurrency: int) -> list[list[int]]:
         """The prompts of one level, the same for every engine."""
@@ -251,6 +264,9 @@ class Benchmark:
             for one in sorted(self.levels, key=lambda one: one["concurrency"])
         ]  # fmt: skip
         display.show_table(rows, title, display.aligned(rows) if rows else tr("nothing was measured"))
+        if rows:
+            print(tr("at a time: requests under way together. Three times in a cell are p50 / p90 / p99: half, 90 % and"
+                     " 99 % of the requests took no longer. errors: failed / all."))  # fmt: skip
         for engine, most in self.bandwidth_limit.items():
             values = {"engine": engine, "speed": most["tokens_per_second"]}
             print(tr("{engine}, one at a time: at most {speed:,} tokens/s, by memory bandwidth.", **values))
@@ -304,6 +320,7 @@ class Benchmark:
             return [(None, time.perf_counter() - began, "")] * len(ids)
 
         settings, tokenizer = self.settings.few(32), _tokenizer(folder)
+        print(settings, flush=True)
         for batch in settings.concurrency:
             batches = torch.tensor(settings.prompts(tokenizer, batch), device=model.device).split(batch)
             timed(batches[0], WARM_UP_TOKENS)
@@ -335,7 +352,9 @@ class Benchmark:
     def measure(self, server: serving.Server, name: str, settings: Settings | None = None) -> None:
         """Measure a server that is up."""
         target = Target(server.url, server.model_name, server.environment.engine != "transformers", server.api_key)
-        self.add(measure(target, name, settings or self.settings, _tokenizer(Path(server.model))))
+        settings = settings or self.settings
+        print(settings, flush=True)
+        self.add(measure(target, name, settings, _tokenizer(Path(server.model))))
 
 
 def _dtype(gpu: hardware.GPU | None) -> str:
@@ -355,6 +374,8 @@ def bench_model(
     hardware.share_processors()
     benchmark.gpu = gpu = hardware.gpu()
     benchmark.about |= {"model": folder.name, "dtype": _dtype(gpu), "machine": gpu.name if gpu else "cpu"}
+    print(tr("Each engine is started first, which can take minutes. Measured in all: 90 s with the tiny model on 2 idle"
+             " cores."), flush=True)  # fmt: skip
     own = "transformers-serve" if hardware.engine(gpu).value == "transformers" else "vllm"
     benchmark.run(Path(profiles.model_folder(folder)), [*rivals, own], variants)
 
@@ -377,6 +398,7 @@ def answer(
     benchmark = Benchmark(path, settings, {})
     if url:
         target = find_target(url, name, os.environ.get("VLLM_API_KEY") or None)
+        print(settings, flush=True)
         benchmark.add(measure(target, "vllm", settings, _tokenizer(model) if model else None))
     elif model:
         bench_model(model, benchmark, rivals=rivals)

@@ -98,11 +98,12 @@ def fetch_files(model: str, data: str, profile: str) -> None:
 
 @app.command("notice")
 def send_test_notice() -> None:
-    """Send a test notice to where NBUTILS_NOTICE_URL or AUTODL_TOKEN leads, and say how it was taken."""
+    """Send a test notice to where NBUTILS_NOTICE_URL or AUTODL_TOKEN leads. Exit status 1 if none was taken."""
     from nbutils import notices, platforms
 
     platforms.prepare_network(platforms.detect(), probe=False)
-    print(notices.send(tr("nbutils: a test notice"), tr("Notices of this course arrive here."), "test", "test"))
+    host = notices.send(tr("nbutils: a test notice"), tr("Notices of this course arrive here."), "test", "test")
+    print(tr("Notice sent to {host}.", host=host))
 
 
 @app.command("install")
@@ -299,15 +300,16 @@ def push(folder: Path, to: str, public: bool) -> None:
 @click.option("--device", default="cpu", help="cpu needs no more than some hundred MB; cuda computes on the GPU.")
 @click.option("--replace", "replace_other", is_flag=True, help="Replace another model of this course that is in OUT.")
 def merge(base: str, adapter: tuple[Path, ...], out: Path, **options: Any) -> None:
-    """Merge ADAPTER (or several) into BASE, a folder or a Hub id, and write the model to OUT, shard by shard."""
-    from nbutils import merging
+    """Merge ADAPTER (or several) into BASE, named as MODEL in the lessons, and write the result to OUT, in shards."""
+    from nbutils import fetch, merging
 
-    print(merging.merge_adapter(base, list(adapter), out, **options))
+    print(merging.merge_adapter(fetch.find_model(base), list(adapter), out, **options))
 
 
 def _translate(command: click.Command) -> None:
     """Help texts in the language of the course."""
     command.help = tr(command.help or "")
+    command.short_help = command.help  # click would cut a summary that it made itself
     for option in command.params:
         if isinstance(option, click.Option) and option.help:
             option.help = tr(option.help)

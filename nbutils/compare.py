@@ -51,7 +51,7 @@ def load(folder: Path, trained: Mapping[str, Any] | None = None) -> dict[str, An
         "folder": str(folder), "settings": own | settings if settings else {},
         "trained": {name: value for name, value in trained.items() if name != "settings"},
         "scores": {name: judged.get("scores", {}).get(name, {}).get("merged") for name in PANELS},
-        "verdict": judged.get("verdict"),
+        "verdict": judged.get("verdict"), "general": judged.get("general", {}).get("verdict"),
         "history": read_json(history) if history.is_file() else [],
     }  # fmt: skip
 
@@ -93,6 +93,7 @@ def show(runs: Runs) -> None:
             known, label = one is not None and one["mean"] is not None, tr("merged: {score}", score=tr(SHOWN[name][0]))
             texts[label] = Estimate(**one).text(SHOWN[name][1]) if known else ""
         texts[tr("verdict")] = tr(run["verdict"] or "")
+        texts[tr("general knowledge")] = tr(run["general"] or "")
     names = [name for name in texts if any(column[name] for column in columns.values())]
     table = [{"": name} | {label: column[name] or "-" for label, column in columns.items()} for name in names]
     display.show_table(table, tr("Runs side by side"), display.aligned(table))

@@ -97,9 +97,10 @@ def summary(folder: lesson.RunFolder) -> str:
     if max(match.values(), default=0) > 0.5:  # where answers are sentences, hardly any equals its reference
         base, tuned = match["base"], match["merged"]
         lines.append(tr("exact match  base {base:.1%}  ->  merged {merged:.1%}", base=base, merged=tuned))
-    if verdict := merged.get("evaluation", {}).get("verdict"):
+    evaluation = merged.get("evaluation", {})
+    if "verdict" in evaluation:
         page = folder.path / "evaluation" / "report.html"
-        lines.append(tr("the tuning   {verdict}; why: {page}", verdict=tr(verdict), page=page))
+        lines.append(tr("the tuning   {verdict}; why: {page}", verdict=record.outcome(evaluation), page=page))
     if same := facts.get("05_serve", {}).get("identical_answers"):
         count, total = same["count"], same["total"]
         lines.append(tr("served answers identical to generate: {count} of {total}", count=count, total=total))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -75,15 +74,22 @@ class Trained:
     @classmethod
     def of(cls, run: RunFolder) -> Trained:
         """Read what there is in a run folder."""
-        lessons, history = record.read(run.facts).get("lessons", {}), run.logs / "history.json"
+        card = read_object(run.data / "data_card.json")
+        failure = _failure(run)
+        if failure:  # its curves, facts and evaluation were not written: those that are here are of an earlier stop
+            return cls([], [], card=card, failure=failure)
+        lessons = record.read(run.facts).get("lessons", {})
+        history = run.logs / "history.json"
         log = read_json(history) if history.is_file() else []
-        evaluation = {} if run.merge_is_outdated else lessons.get("04_merge", {}).get("evaluation", {})
-        card, curves = read_object(run.data / "data_card.json"), (loss_history(log), validation_history(log))
-        failure = ""
-        with suppress(CourseError):  # no training here yet
-            last = watch.find(str(run.path))
-            failure = " ".join([last.told, *last.progress.notes[-1:]]) if last.state in ("failed", "died") else ""
-        return cls(*curves, lessons.get("03_qlora", {}), evaluation, card, bool(run.merge_is_outdated), failure)
+        outdated = run.merge_is_outdated
+        return cls(
+            loss_history(log),
+            validation_history(log),
+            facts=lessons.get("03_qlora", {}),
+            evaluation={} if outdated else lessons.get("04_merge", {}).get("evaluation", {}),
+            card=card,
+            merge_is_outdated=outdated,
+        )
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -95,6 +101,17 @@ class Trained:
     def fall(self) -> str:
         """The two, for people."""
         return tr("the training loss went from {first:.3g} to {last:.3g}", first=self.ends[0], last=self.ends[1])
+
+
+def _failure(run: RunFolder) -> str:
+    """How the newest training of a run failed or died; empty if it did not."""
+    try:
+        last = watch.find(str(run.path))
+    except CourseError:  # no training here yet
+        return ""
+    if last.state not in ("failed", "died"):
+        return ""
+    return " ".join([last.told, *last.progress.notes[-1:]])
 
 
 def failed(run: Trained) -> str:

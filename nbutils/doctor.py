@@ -118,7 +118,7 @@ def examine() -> Report:
         "precision": hardware.precision(gpu).value, "versions": {"python": sys.version.split()[0]} | record.versions(),
         "folders": {name: str(one) if one else None for name, one in (rooms | {"inputs": folders.inputs}).items()},
         "room": {name: dict(zip(("free_gib", "free_inodes"), free, strict=True)) for name, free in room.items()},
-        "limits": {"hours": hours, "hours_left": left, "processors": cpus, "memory_gib": memory},
+        "limits": {"hours": hours or None, "hours_left": left, "processors": cpus, "memory_gib": memory},
     }  # fmt: skip
     return Report(checks, values)
 

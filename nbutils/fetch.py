@@ -55,6 +55,19 @@ def run(model: str, data: str, profile: str) -> None:
              "`python -m nbutils serve-env` on the machine with the GPU.", gib=needed))  # fmt: skip
 
 
+def find_model(name: str) -> str:
+    """The folder of a model named as in the lessons, or its hub id if it is in the cache; else it is downloaded."""
+    platform = platforms.detect()
+    folders = platforms.folders(platform)
+    platforms.use_model_cache(platform, folders)
+    found = str(models.meant(name, folders.inputs).value)
+    if models.reachable(found, online=lambda: False, work=folders.work) in ("folder", "cache"):
+        return found
+    for line in platforms.prepare_network(platform):
+        print(line, flush=True)
+    return fetch_model(found, folders.work)
+
+
 def profile_here() -> str:
     """What PROFILE auto chooses for the GPU that the driver lists."""
     if gpu := hardware.driver_gpu():

@@ -138,8 +138,8 @@ def _summary(entry: Mapping[str, Any]) -> str:
         parts.append(tr("step {steps} of {planned}", steps=entry["steps"], planned=entry["planned_steps"]))
     if best := (entry.get("validation_loss") or {}).get("best"):
         parts.append(tr("validation loss {loss:.3g}", loss=best))
-    if verdict := entry.get("verdict"):
-        parts.append(tr(verdict))
+    if "verdict" in entry.get("evaluation", {}):
+        parts.append(record.outcome(entry["evaluation"]))
     return joined(parts) or display.clock(entry["seconds"])
 
 

@@ -75,10 +75,13 @@ def require_settings() -> None:
     for name, allowed in ALLOWED.items():
         if (value := os.environ.get(name) or "0") not in allowed:
             raise CourseError("notices.value", name=name, value=value, allowed=", ".join(allowed))
-    if os.environ.get(NOTICE) == "1":
+    if os.environ.get(NOTICE) != "1":
+        return
+    try:
         host = urlsplit(_address()).hostname
-        told = tr("notice    goes to {host}, however this ends (if a kernel is killed: by `nbutils run`)", host=host)
-        print(told if host else f"[WARN] {_no_address()}")
+        print(tr("notice    goes to {host}, however this ends (if a kernel is killed: by `nbutils run`)", host=host))
+    except CourseError as problem:
+        print(f"[WARN] {problem}")
 
 
 @contextmanager
@@ -127,15 +130,23 @@ class Work:
         kept, verified = _newest_checkpoint(self.run) if self.run else ("", None)
         safe = bool(verified) if status == "finished" else verified is not False  # failed before the first: no loss
         keep_on = (self.run.path if self.run else platforms.folders(platform).keep) / KEEP_ON
-        stays = _stays_on(platform, safe, keep_on) if off else _billed(platform)
-        power = stays or tr(
-            "This machine is powered off in {seconds:.0f} s. To keep it on, interrupt this (Ctrl-C, the stop button)"
-            " or create the file {file}.", seconds=GRACE, file=keep_on,
-        )  # fmt: skip
+        stays = _stays_on(platform, safe, keep_on) if off else ""
+        if not off:
+            power = _billed(platform)
+        elif stays:
+            power = stays
+        else:
+            power = tr(
+                "This machine is powered off in {seconds:.0f} s. To keep it on, interrupt this (Ctrl-C, the stop"
+                " button) or create the file {file}.", seconds=GRACE, file=keep_on,
+            )  # fmt: skip
         if notice == "1":
             title, todo = _title_and_todo(status, name)
             text = "\n".join(filter(None, (said[:MOST_SAID], kept, todo, power)))
-            print(send(title, text, status, name), flush=True)
+            try:
+                print(tr("Notice sent to {host}.", host=send(title, text, status, name)), flush=True)
+            except CourseError as problem:
+                print(f"[WARN] {problem.seen}", flush=True)
         if off:
             print(*filter(None, (said, kept, power)), sep="\n", flush=True)
             if not stays:
@@ -259,28 +270,23 @@ def power_off(keep_on: Path) -> str:
 
 
 def _address() -> str:
-    """Where notices go; empty if no secret says so."""
+    """Where notices go; a CourseError says what to set if no secret tells."""
     url = platforms.secret(URL) or ""
-    if not (found := re.match(r"https?://[\w.-]+(?::\d+)?([/?]\S*)?$", url)):
-        return AUTODL_URL if not url and platforms.secret(TOKEN) else ""
+    if not url and platforms.secret(TOKEN):
+        return AUTODL_URL
+    found = re.match(r"https?://[\w.-]+(?::\d+)?([/?]\S*)?$", url)
+    if not found:
+        state = tr("not a web address") if url else tr("not set")
+        raise CourseError("notices.no_address", url=URL, state=state, token=TOKEN)
     for part in re.split(r"[/?&=]", found[1] or ""):  # what an answer may repeat of it
         if len(part) >= 16:
             remember_secret(part)
     return url
 
 
-def _no_address() -> str:
-    """What to do before a notice can be sent."""
-    return tr(
-        "no notice can be sent: set the secret {url} to the web address of a robot (Feishu, DingTalk, WeCom, Slack) or"
-        " of your own server, or {token} to the developer token of your AutoDL account", url=URL, token=TOKEN,
-    )  # fmt: skip
-
-
 def send(title: str, text: str, status: str, run: str) -> str:
-    """Send a notice; says how it went, without the secret part of the address."""
-    if not (url := _address()):
-        return _no_address()
+    """Send a notice, and say which host took it; a CourseError says why none did, without the address's secrets."""
+    url = _address()
     host = urlsplit(url).hostname or ""
     text = mask_secrets(text).encode()[:MOST_BYTES].decode(errors="ignore")
     message = {"title": mask_secrets(title), "text": text, "run": run, "status": status}
@@ -293,10 +299,11 @@ def send(title: str, text: str, status: str, run: str) -> str:
     except (OSError, ValueError, HTTPException) as problem:
         about = f"HTTP {problem.code}" if isinstance(problem, urllib.error.HTTPError) else ""
         about = about or mask_secrets(str(getattr(problem, "reason", "") or type(problem).__name__))
-        return tr("No notice sent to {host} ({problem}).", host=host, problem=about)
-    if re.search(service.taken, answer):
-        return tr("Notice sent to {host}.", host=host)
-    return tr("No notice sent: {host} answered {answer}", host=host, answer=repr(mask_secrets(answer)[:200]))
+        raise CourseError("notices.not_sent", host=host, problem=about, url=URL, token=TOKEN) from problem
+    if not re.search(service.taken, answer):
+        said = tr("its answer: {answer}", answer=repr(mask_secrets(answer)[:200]))
+        raise CourseError("notices.not_sent", host=host, problem=said, url=URL, token=TOKEN)
+    return host
 
 
 def _may_pass(problem: BaseException) -> bool:

@@ -25,6 +25,10 @@ PACKAGES = (
     "safetensors", "papermill", "wandb",
 )  # fmt: skip
 UNREAD = ("settings", "fingerprint", "data_fingerprint", "form", "merge")  # facts for programs, not for the report
+LABELS = {  # of facts whose names say too little
+    "adapter_moved": "weight matrices changed in the adapter",
+    "base_moved": "weight matrices changed in the base model",
+}
 Facts = dict[str, Any]
 TYPES = {"model": str, "profile": str} | dict.fromkeys(("lessons", "set", "platform", "versions", "reasons"), dict)
 
@@ -129,6 +133,14 @@ def complete(trained: Facts) -> bool:
     return bool(trained.get("steps", 0) >= trained.get("planned_steps", 0))
 
 
+def outcome(evaluation: Facts) -> str:
+    """Whether the tuning helped, and what became of general knowledge, in a few words."""
+    words = [tr(evaluation["verdict"])]
+    if "general" in evaluation:
+        words.append(tr("general knowledge: {word}", word=tr(evaluation["general"]["verdict"])))
+    return joined(words, ";")
+
+
 def update(path: Path, top: Facts, lesson: str, facts: Facts, outdated: Sequence[str] = ()) -> Facts:
     """Merge `top` and one lesson's facts into the record, without `outdated` lessons; None keeps what was measured."""
     record = read(path) | top
@@ -156,10 +168,15 @@ def _masked(value: Any) -> Any:
     return mask_secrets(value) if isinstance(value, str) else value
 
 
+def label(name: str) -> str:
+    """The name of a fact for people, in English."""
+    return LABELS.get(name) or name.replace("_", " ").replace("gib", "GiB")
+
+
 def readable(entry: Facts) -> dict[str, str]:
     """Facts for people, each in a line; what is empty or for programs alone is left out."""
     texts = {name: _line(value) for name, value in entry.items() if name not in UNREAD}
-    return {tr(name.replace("_", " ").replace("gib", "GiB")): text for name, text in texts.items() if text}
+    return {tr(label(name)): text for name, text in texts.items() if text}
 
 
 def write_report(path: Path, run: str, facts: Facts) -> None:

@@ -260,11 +260,11 @@ print(callback.prepare(trainer))
 trained, total = trainer.model.get_nb_trainable_parameters()
 percent = 100 * trained / total
 if my_percent is None:
-    print("[TODO] saw None, expected a number: set my_percent above, then run that cell and this one again")
+    print("[todo] exercise: set my_percent above to a number, then run that cell and this one again")
 elif 0.5 * percent <= my_percent <= 2 * percent:
     print(f"[ OK ] saw {my_percent}: {trained:,} of {total:,} parameters are trained, {percent:.2g} percent")
 else:
-    print(f"[TODO] saw {my_percent}, expected {'more' if my_percent < percent else 'less'}: compare A and B with W above")
+    print(f"[todo] exercise: saw {my_percent}, expected {'more' if my_percent < percent else 'less'}: compare A and B with W above")
 
 # %% [markdown]
 # Train. A run that was interrupted continues from its newest checkpoint that verifies. If GPU memory runs out, the step is
@@ -328,7 +328,7 @@ from nbutils import compare
 
 runs = compare.beside(lesson.run, trained=result.facts())
 missing = [name for name in ("fast", "slow") if name not in runs]
-print(f"[{'TODO' if missing else ' OK '}] saw the runs {', '.join(runs)}, expected fast and slow among them")
+print(f"[{'todo' if missing else ' OK '}] exercise: saw the runs {', '.join(runs)}, expected fast and slow among them")
 if missing:
     print(f'Run this notebook with RUN_NAME = "{missing[0]}" and SET = "train.learning_rate=..." to compare them.')
 

@@ -199,9 +199,9 @@ comparison.show_answers(6)
 my_guess = None
 share = comparison.results[-1].mean("exact_match")
 if my_guess is None:
-    print("[TODO] saw no guess, expected a number from 0 to 1: count the ticks above, then set my_guess")
+    print("[todo] exercise: count the ticks above, then set my_guess to a number from 0 to 1")
 elif abs(my_guess - share) > 0.1:
-    print(f"[TODO] saw {my_guess}, expected {'more' if my_guess < share else 'less'}: show 20 answers in the cell above, and guess again")
+    print(f"[todo] exercise: saw {my_guess}, expected {'more' if my_guess < share else 'less'}: show 20 answers in the cell above, and guess again")
 else:
     print(f"[ OK ] saw {my_guess}, expected {share:.2f}, give or take 0.1")
 

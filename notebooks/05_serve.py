@@ -187,10 +187,10 @@ one = sum(seconds_for([messages]) for messages in at_once[:8]) / len(at_once[:8]
 many = seconds_for(at_once)
 print(f"1 request: {one:.2f} s. 32 at once: {many:.2f} s.")
 if my_guess is None:
-    print("[TODO] saw no guess, expected a number: put one into `my_guess` and run both cells again")
+    print("[todo] exercise: put a number into `my_guess` and run both cells again")
 else:
     close = 0.5 < my_guess * one / many < 2
-    print(f"[{' OK ' if close else 'TODO'}] saw a guess of {my_guess}, expected about {many / one:.0f}; half or twice of it counts")
+    print(f"[{' OK ' if close else 'todo'}] exercise: saw a guess of {my_guess}, expected about {many / one:.0f}; half or twice of it counts")
 
 # %% [markdown]
 # ## The same answers as in lesson 04?
@@ -234,7 +234,7 @@ for _ in range(5 if server.running else 0):
     response = client.chat.completions.create(**options | {"temperature": temperature})
     answers.add(response.choices[0].message.content)
 print(*answers, sep="\n")
-print(f"[{' OK ' if len(answers) > 1 else 'TODO'}] saw {len(answers)} different among 5 answers, expected 2 or more")
+print(f"[{' OK ' if len(answers) > 1 else 'todo'}] exercise: saw {len(answers)} different among 5 answers, expected 2 or more")
 
 # %% [markdown]
 # ## Chat

@@ -156,7 +156,7 @@ validation = [(step, 1.2 + abs(step - 20) / 60) for step in range(0, 61, 5)]
 display.plot_losses({"train": train, "validation": validation})
 found = next(iter(diagnose.examine(diagnose.Trained(train, validation))), "healthy")
 if my_guess is None:
-    print("[TODO] saw None, expected one of the four words: look where the validation loss is lowest")
+    print("[todo] exercise: look where the validation loss is lowest, then set my_guess to one of the four words")
 else:
     print(f"[{' OK ' if my_guess == found else 'FAIL'}] saw {my_guess}, expected {found}")
 

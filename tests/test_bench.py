@@ -194,6 +194,7 @@ def test_all_is_on_disk_after_every_step_and_the_table_says_what_it_means(tmp_pa
     said = capsys.readouterr().out
     assert f"at most {most['tokens_per_second']:,} tokens/s" in said and "1,500" in said
     assert "transformers-serve (fp8 is for vLLM)" in said
+    assert "p50 / p90 / p99" in said, "what the three numbers of a cell are"
     board.plot(tmp_path / "plots" / "bench.png")
     assert (tmp_path / "plots" / "bench.png").stat().st_size > 5000
     assert bench.parse_rivals("generate, transformers-serve") == [*bench.RIVALS] and bench.parse_rivals("") == []
@@ -209,6 +210,7 @@ def test_the_command_measures_a_running_server_as_json(engine: Engine, tmp_path:
     ran = invoke(*words, "--json")
     assert ran.exit_code == 0, ran.output
     told = json.loads(ran.stdout)
+    assert ran.stderr.index("16 requests, 64 tokens") < ran.stderr.index("tokens/s\n"), "how much it is, beforehand"
     assert [(one["concurrency"], one["errors"]) for one in told["levels"]] == [(1, 0), (2, 0)]
     assert json.loads((tmp_path / "bench.json").read_text()) == told and KEY not in ran.output
     assert {body["key"] for body in engine.bodies} == {f"Bearer {KEY}"} and (tmp_path / "bench.png").exists()

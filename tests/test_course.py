@@ -1,5 +1,6 @@
 """course, cli and papermill_io: selecting lessons, parameters, failures with a message, outputs, SIGTERM."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,11 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import nbformat
 import pytest
+from click.testing import CliRunner
 from support import python, refused
 
-from nbutils import course, lesson, papermill_io
+from nbutils import cli, course, lesson, papermill_io, record
 from nbutils.processes import AT_ONCE
 
 
@@ -39,6 +42,24 @@ def test_a_failing_cell_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with refused("course.lesson_failed", lesson="09_broken", cell=1, problem=problem, output=failed):
         course.execute("09_broken", tmp_path / "out.ipynb", {})
     assert failed.exists() and (tmp_path / "out.ipynb").read_text() == "of an earlier run"
+
+
+@pytest.mark.parametrize(
+    "group", [cli.app, *(one for one in cli.app.commands.values() if isinstance(one, click.Group))]
+)
+def test_help_shows_every_summary_whole(group: click.Group) -> None:
+    shown = " ".join(CliRunner().invoke(group, ["--help"]).output.split())
+    for command in group.commands.values():
+        assert command.help and " ".join(command.help.split()) in shown
+
+
+def test_what_is_said_in_the_end_names_what_the_tuning_lost_too(tmp_path: Path) -> None:
+    evaluation = {"verdict": "helped", "general": {"verdict": "forgot"}}
+    facts = {"lessons": {"04_merge": {"seconds": 9.0, "verdict": "helped", "evaluation": evaluation}}}
+    (tmp_path / "facts.json").write_text(json.dumps(facts))
+    in_the_notice = lesson._summary(facts["lessons"]["04_merge"])
+    for said in (course.summary(record.RunFolder(tmp_path)), in_the_notice):
+        assert "helped" in said and "forgot" in said
 
 
 def test_mistakes_on_the_command_line_exit_1_with_a_message(tmp_path: Path) -> None:

@@ -27,6 +27,11 @@ def test_the_run_folder_holds_what_was_promised(course_run: Path) -> None:
         assert kept["fingerprint"] == FROZEN["checkpoint"]["fingerprint"]  # another could not be continued
 
 
+def test_the_report_speaks_of_this_run_alone(course_run: Path) -> None:
+    report = (course_run / "report.md").read_text(encoding="utf-8")
+    assert "hours" not in report and "RTX" not in report, "this machine has no time limit and no GPU"
+
+
 def test_the_course_trains_an_adapter_on_4_bit_weights(course_run: Path) -> None:
     facts = json.loads((course_run / "facts.json").read_text(encoding="utf-8"))
     assert set(facts["lessons"]) == set(lesson.COURSE)

@@ -130,6 +130,13 @@ def test_a_message_of_another_machine_is_recognised_first(name: str, text: str) 
     assert next(iter(diagnose.explain(text)), "") == name
 
 
+def test_a_full_gpu_is_not_taken_for_a_full_machine() -> None:
+    for name in ("torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"):
+        assert list(diagnose.explain(f"{name}: CUDA out of memory. Tried to allocate 2 GiB")) == ["gpu_out_of_memory"]
+    for name in ("MemoryError", "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 1. TiB"):
+        assert list(diagnose.explain(name)) == ["killed"]
+
+
 def test_a_progress_bar_of_megabytes_in_one_line_is_searched_at_once() -> None:
     bars = "".join(f"\rCUDA {step}%|####      | {step}/90000 [NCCL, 1.2it/s]" for step in range(20_000))
     began = time.monotonic()
@@ -196,7 +203,9 @@ def test_a_run_folder_is_read_and_an_empty_one_has_no_findings(tmp_path: Path) -
     assert list(diagnose.examine(Trained.of(run))) == ["diverging", "unfinished"]
     ended = Progress(state="training", step=50, steps=90, notes=["checkpoint 50"], pid=2**22 + 1)
     (run.logs / "progress.json").write_text(ended.model_dump_json())
-    assert "50" in diagnose.examine(Trained.of(run))["failed"].seen, "its process is gone"
+    findings = diagnose.examine(Trained.of(run))
+    assert "50" in findings["failed"].seen, "its process is gone"
+    assert list(findings) == ["failed"], "curves and facts are of an earlier stop"
     (run.logs / "progress.json").write_text(ended.model_copy(update={"state": "finished"}).model_dump_json())
     assert "failed" not in diagnose.examine(Trained.of(run))
 

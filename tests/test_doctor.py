@@ -77,7 +77,8 @@ def test_a_batch_run_on_a_p100_fails_with_its_two_cures(tmp_path: Path, report: 
 
 def test_autodl_without_a_gpu_knows_its_2_gib(tmp_path: Path, report: Report) -> None:
     found = report(simulate.autodl(tmp_path, gpu=False))
-    assert found["platform"]["name"] == "autodl" and found["limits"]["hours_left"] is None
+    assert found["platform"]["name"] == "autodl"
+    assert (found["limits"]["hours"], found["limits"]["hours_left"]) == (None, None), "no limit is not one of 0 hours"
     assert (found["limits"]["memory_gib"], found["limits"]["processors"]) == (2.0, 0.5)
     assert found["room"]["keep"]["free_gib"] > 0 and "free_inodes" in found["room"]["keep"]
     assert statuses(found, "memory", "GPU", "keep lasts") == ["WARN", "WARN", "OK"]

@@ -358,6 +358,14 @@ def test_forgetting(base: Any, tuned: Any, word: str) -> None:
     assert json.loads(json.dumps(found.facts(), allow_nan=False))["evaluation"]["general"]["verdict"] == word
 
 
+def test_the_verdict_names_what_was_forgotten() -> None:
+    pair = [result("base", PROSE, WANTED), result("merged", WANTED, WANTED)]
+    found = Comparison(pair, [general(1.0), general(1.5)])
+    title = str(found.verdict).splitlines()[0]
+    assert "helped" in title and "forgot" in title
+    assert "forgot" not in str(Comparison(pair).verdict), "where it was not asked"
+
+
 def test_answers_that_surely_got_a_little_worse_are_not_called_as_good_as_before() -> None:
     base, tuned = general(1.0, WANTED), general(1.0, [f"{text}~" for text in WANTED])
     assert "kept" in (told := str(Comparison([base, tuned], [base, tuned]).forgetting))

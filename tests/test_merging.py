@@ -369,6 +369,26 @@ def test_the_command_replaces_another_model_only_on_request(home: Path, tmp_path
     assert CliRunner().invoke(cli.app, [*command, "float16", "--replace"]).exit_code == 0
 
 
+@pytest.mark.parametrize("name", ["tiny", "Qwen3-0.6B", "Qwen/Qwen3-0.6B"])
+def test_the_command_takes_the_names_that_a_lesson_takes(
+    name: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapter = pair
+    if name == "tiny":
+        shutil.rmtree(adapter)
+        models.make_adapter(files.TINY_MODEL, adapter)
+    else:
+        cache = tmp_path / "hf/hub/models--Qwen--Qwen3-0.6B"
+        shutil.copytree(base, cache / "snapshots/1")
+        (cache / "refs").mkdir()
+        (cache / "refs/main").write_text("1")
+        change(adapter / folders.ADAPTER_CONFIG, base_model_name_or_path="Qwen/Qwen3-0.6B")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf/hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    ran = CliRunner().invoke(cli.app, ["merge", name, str(adapter), str(tmp_path / "out")])
+    assert ran.exit_code == 0 and files.stamp(tmp_path / "out"), ran.output
+
+
 GROWTH = """
 import sys
 from pathlib import Path

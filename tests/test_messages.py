@@ -109,7 +109,7 @@ def fact_names(facts: dict[str, Any]) -> Iterator[str]:
         for name, value in lesson.items():
             if name not in record.UNREAD:
                 nested = value if isinstance(value, dict) and "verdict" not in value else {}
-                yield from (one.replace("_", " ").replace("gib", "GiB") for one in (name, *nested))
+                yield from map(record.label, (name, *nested))
 
 
 def stored_texts() -> set[str]:

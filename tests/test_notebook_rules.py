@@ -121,6 +121,9 @@ def test_it_opens_with_a_promise_closes_with_the_same_bullets_and_has_an_exercis
     assert len(notebook.promise("You will have", "You now have")) >= 3
     assert any("## Exercise" in text for text in notebook.prose)
     assert any("saw" in text and "expected" in text for text in notebook.code), "its check prints both"
+    todo = [text for text in notebook.code if re.search(r"(?i)\btodo\b", text)]
+    assert todo and all("exercise:" in text for text in todo), "what is left to do is told as an exercise"
+    assert not any(re.search(r"TODO|saw None", text) for text in notebook.code), "an unsolved one is no failure"
     assert sum(f'nbutils.start("{notebook.stem}", globals())' in text for text in notebook.code) == 1
     assert "lesson.finish(" in notebook.code[-1]
 

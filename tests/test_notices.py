@@ -15,10 +15,11 @@ import nbformat
 import psutil
 import pytest
 import simulate
+from click.testing import CliRunner, Result
 from support import refused, wait_for
 from test_platforms import Site
 
-from nbutils import checkpoints, display, masking, notices, platforms, tracking
+from nbutils import checkpoints, cli, display, masking, notices, platforms, tracking
 from nbutils.errors import CourseError
 from nbutils.record import RunFolder
 
@@ -76,31 +77,36 @@ def test_a_robot_gets_what_it_understands_and_its_refusal_is_told(
     monkeypatch.setenv("http_proxy", site.url)  # which gets what is meant for the robot
     monkeypatch.setenv(notices.URL, f"http://{address}")
     told = notices.send("nbutils: 训练结束", f"hf_{'a' * 30} {'长' * 2000}", "finished", "demo")
-    assert told == f"Notice sent to {address.partition('/')[0]}."
+    assert told == address.partition("/")[0]
     text = text_of(site.asked[0])
     assert text.startswith("nbutils: 训练结束\n[masked] 长长") and len(text.encode()) <= 2048, "as much as WeCom takes"
     site.body = refusal
-    told = notices.send("nbutils", "x", "failed", "demo")
-    assert told.startswith("No notice sent") and KEY not in told and refusal.decode()[2:7] in told
+    with refused("notices.not_sent", refusal.decode()[2:7]) as caught:
+        notices.send("nbutils", "x", "failed", "demo")
+    assert KEY not in str(caught.value)
 
 
 def test_another_server_gets_all_fields_and_whatever_it_does_costs_one_line(
-    machine: simulate.Machine, monkeypatch: Patch
+    machine: simulate.Machine, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     elsewhere = Site()
+    monkeypatch.setenv(notices.NOTICE, "1")
 
     def told(site: Site) -> tuple[str, int]:
         monkeypatch.setenv(notices.URL, f"{site.url}/{KEY}")
-        line = notices.send("nbutils", "text", "failed", "demo")
-        assert KEY not in line and "\n" not in line
+        notices.Work("demo").ended("failed", "text")
+        [line] = capsys.readouterr().out.splitlines()
+        assert KEY not in line
         return line, len(site.asked)
 
     good = Site(status=202, body=b"<html>thanks</html>")
     assert told(good) == ("Notice sent to 127.0.0.1.", 1)
-    assert good.asked[0] == {"title": "nbutils", "text": "text", "run": "demo", "status": "failed", "token": None}
-    assert told(Site(status=500)) == ("No notice sent to 127.0.0.1 (HTTP 500).", 2), "it is asked twice"
-    assert told(Site(status=404)) == ("No notice sent to 127.0.0.1 (HTTP 404).", 1)
-    assert told(Site(status=302, location=elsewhere.url)) == ("No notice sent to 127.0.0.1 (HTTP 302).", 1)
+    [asked] = good.asked
+    assert asked.keys() == {"title", "text", "run", "status", "token"}
+    assert (asked["run"], asked["status"], asked["token"]) == ("demo", "failed", None)
+    assert told(Site(status=500)) == ("[WARN] No notice sent to 127.0.0.1 (HTTP 500).", 2), "it is asked twice"
+    assert told(Site(status=404)) == ("[WARN] No notice sent to 127.0.0.1 (HTTP 404).", 1)
+    assert told(Site(status=302, location=elsewhere.url)) == ("[WARN] No notice sent to 127.0.0.1 (HTTP 302).", 1)
     assert not elsewhere.asked, "the secret does not travel on"
     began = time.monotonic()
     line, attempts = told(Site(delay=60))
@@ -128,7 +134,7 @@ def test_an_answer_that_never_ends_is_not_waited_for(machine: simulate.Machine, 
     site.RequestHandlerClass = Drip
     monkeypatch.setenv(notices.URL, site.url)
     began = time.monotonic()
-    assert notices.send("nbutils", "text", "failed", "demo").startswith("Notice sent")
+    assert notices.send("nbutils", "text", "failed", "demo") == "127.0.0.1"
     assert time.monotonic() - began < 5
 
 
@@ -138,16 +144,37 @@ def test_without_an_address_wechat_through_autodl_and_without_a_token_what_to_do
     site = Site(body=b'{"code": "Success"}')
     monkeypatch.setattr(notices, "AUTODL_URL", site.url)
     monkeypatch.setenv(notices.TOKEN, TOKEN)
-    assert notices.send("标题", f"key {TOKEN}", "finished", "demo").startswith("Notice sent")
+    assert notices.send("标题", f"key {TOKEN}", "finished", "demo") == "127.0.0.1"
     sent = {"title": "标题", "name": "finetune-course", "content": "key [masked]"}
     assert site.asked == [sent | {"token": TOKEN}]
     site.body = b'{"code": "AuthorizeFailed", "msg": "bad token ' + TOKEN.encode() + b'"}'
-    assert "bad token [masked]" in notices.send("t", "x", "finished", "demo")
+    with refused("notices.not_sent", "bad token [masked]"):
+        notices.send("t", "x", "finished", "demo")
     monkeypatch.setenv(notices.URL, "not a web address")
-    assert notices.URL in notices.send("t", "x", "finished", "demo")
+    with refused("notices.no_address", notices.URL):
+        notices.send("t", "x", "finished", "demo")
     monkeypatch.setenv(notices.NOTICE, "1")
     notices.require_settings()
     assert "[WARN]" in capsys.readouterr().out, "said at the start, when someone is there"
+
+
+def test_the_command_fails_and_says_why_and_what_to_set_where_no_notice_was_sent(
+    machine: simulate.Machine, monkeypatch: Patch
+) -> None:
+    def sent(address: str) -> Result:
+        monkeypatch.setenv(notices.URL, address)
+        return CliRunner().invoke(cli.app, ["notice"])
+
+    took = sent(Site().url)
+    assert took.exit_code == 0 and "Notice sent to 127.0.0.1" in took.stdout
+    for address, reason in {
+        "": "not set",
+        "robot": "not a web address",
+        f"{Site(status=404).url}/{KEY}": "HTTP 404",
+    }.items():
+        failed = sent(address)
+        assert failed.exit_code == 1 and reason in failed.stderr and KEY not in failed.output
+        assert notices.URL in failed.stderr and notices.TOKEN in failed.stderr, "what to set"
 
 
 def test_other_values_of_the_variables_are_refused_and_the_address_is_a_secret(monkeypatch: Patch) -> None:
@@ -247,6 +274,18 @@ def test_only_autodl_is_switched_off(tmp_path: Path, monkeypatch: Patch, capsys:
     monkeypatch.setenv(notices.POWER_OFF, "always")
     notices.Work("03_qlora").ended("failed", "said")
     assert "this is kaggle" in capsys.readouterr().out
+
+
+def test_elsewhere_a_notice_says_nothing_of_a_power_off_that_nobody_asked_for(
+    tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate.kaggle(tmp_path).enter(monkeypatch)
+    site = Site()
+    monkeypatch.setenv(notices.NOTICE, "1")
+    monkeypatch.setenv(notices.URL, site.url)
+    notices.Work("03_qlora").ended("finished", "said")
+    assert [sent["text"] for sent in site.asked] == ["said"]
+    assert capsys.readouterr().out == "Notice sent to 127.0.0.1.\n"
 
 
 # --- which errors are told -------------------------------------------------------------------------------------------

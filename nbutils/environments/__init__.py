@@ -102,8 +102,8 @@ def _build(recipe: Recipe, folder: Path) -> None:
     title = tr("the {name} environment", name=recipe.name)
     if folder.exists() and any(folder.iterdir()):
         if (owner := files.read_object(folder / OWNER).get("name")) != recipe.name:
-            about = {"name": recipe.name, "prefix": recipe.prefix, "owner": owner or tr("another program")}
-            raise CourseError("environments.not_ours", folder=folder, **about)
+            values = {"name": recipe.name, "prefix": recipe.prefix, "owner": owner or tr("another program")}
+            raise CourseError("environments.not_ours", folder=folder, **values)
         (folder / MARKER).unlink(missing_ok=True)
         for entry in folder.iterdir():
             if entry.is_dir() and not entry.is_symlink():
@@ -111,7 +111,8 @@ def _build(recipe: Recipe, folder: Path) -> None:
             elif entry.name != OWNER:
                 entry.unlink()
     disk.require_disk(folder, recipe.needs_gib, title)
-    print(tr("Building {title} in {folder} (once).", title=title, folder=folder), flush=True)
+    about = {"title": title, "folder": folder, "gib": recipe.needs_gib}
+    print(tr("Building {title} in {folder} (once): some minutes, up to {gib:.0f} GiB of disk.", **about), flush=True)
     files.make_folder(folder, title)
     files.write_json(folder / OWNER, {"name": recipe.name})
     versions = _install(recipe, folder)

@@ -10,7 +10,7 @@ import io
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -49,10 +49,12 @@ class Verdict:
     why: str
     todo: str
     flags: list[str]
+    outcome: str  # the word, with that on general knowledge
 
     def __str__(self) -> str:
         todo = [tr("To do: {todo}", todo=self.todo)] if self.todo else []
-        lines = [tr("VERDICT: {word}", word=tr(self.word)), self.why, *todo, *(f"[WARN] {flag}" for flag in self.flags)]
+        warnings = [f"[WARN] {flag}" for flag in self.flags]
+        lines = [tr("VERDICT: {word}", word=self.outcome), self.why, *todo, *warnings]
         return "\n".join(part for line in lines for part in display.wrap(line))
 
 
@@ -98,7 +100,10 @@ class Comparison:
             count = sum(not answer.stopped and len(answer.text) < enough for answer in one.answers)
             flags += [tr(TEXTS["cut_off"], name=tr(one.name), count=count, rows=rows)] if count > rows / 10 else []
         texts = TEXTS["cases"][case]
-        return Verdict(texts["word"], tr(texts["why"], **values), tr(texts["todo"]), flags)
+        words: dict[str, Any] = {"verdict": texts["word"]}
+        if self.forgetting:
+            words["general"] = {"verdict": self.forgetting.word}
+        return Verdict(texts["word"], tr(texts["why"], **values), tr(texts["todo"]), flags, record.outcome(words))
 
     @cached_property
     def forgetting(self) -> Forgetting | None:
@@ -182,15 +187,15 @@ class Comparison:
 
     def facts(self) -> dict[str, Any]:
         """All numbers for facts.json."""
-        first, verdict, summary = self.results[0], asdict(self.verdict), [tr(self.verdict.word)]
+        first, verdict, summary = self.results[0], self.verdict, [self.verdict.outcome]
         for score in ("exact_match", "content"):
             label, form, _ = SHOWN[score]
             means = [f"{tr(name)} {one.text(form)}" for name, one in self.means[score].items()]
             summary += [joined([tr(label), joined(means)], ":")]
-        summary += [tr("general knowledge: {word}", word=tr(self.forgetting.word))] if self.forgetting else []
-        summary += [f"[WARN] {flag}" for flag in self.verdict.flags]
+        summary += [f"[WARN] {flag}" for flag in verdict.flags]
         evaluation = {
-            "verdict": verdict.pop("word"), "rows": len(first.answers), **verdict,
+            "verdict": verdict.word, "rows": len(first.answers),
+            "why": verdict.why, "todo": verdict.todo, "flags": verdict.flags,
             "scores": {
                 score: {name: one.facts() for name, one in means.items()} | {"difference": self.changes[score].facts()}
                 for score, means in self.means.items()

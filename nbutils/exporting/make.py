@@ -21,7 +21,7 @@ from nbutils.config import Evaluation
 from nbutils.data import stored_rows
 from nbutils.errors import CourseError
 from nbutils.evaluation.comparison import fit
-from nbutils.language import tr
+from nbutils.language import joined, tr
 from nbutils.masking import mask_secrets
 from nbutils.merging.folder import TOKENIZER_FILES, ModelFolder, open_base, weights_fingerprint
 
@@ -110,6 +110,21 @@ def offer(folder: Path, gpu: hardware.GPU | None = None) -> list[dict[str, str]]
         about = {tr("format"): form.name, tr("size"): size, tr("for"): tr(form.purpose)}
         rows.append(about | {tr("runs on"): f"{tr(form.runs)}{old}"})
     return rows
+
+
+def announcement(folder: Path, names: Sequence[str], out: Path) -> str:
+    """What will be written and where, and how long it may take."""
+    model = open_base(folder)
+    sizes = []
+    for name in names:
+        megabytes = FORMATS[name].expected_bytes(model) / 1e6
+        sizes.append(tr("{name} (about {mb:,.0f} MB)", name=name, mb=megabytes))
+    where = tr("To be written to {folder}: {sizes}.", folder=out, sizes=joined(sizes))
+    measured = tr(
+        "Measured: about 20 s a format with the tiny model on 2 idle cores, comparing included; 36 s for fp8 of a 7B on"
+        " an H200. awq takes minutes."
+    )
+    return f"{where}\n{measured}"
 
 
 def ensure_environment() -> Path:
@@ -292,7 +307,9 @@ def answer(folder: Path, names: Sequence[str], out: Path | None, data: Path | No
         display.show_table(offer(folder, hardware.gpu()))
         return
     rows = _read_rows(data) if data else []
-    exports = [export(folder, name, out / name if out else None, calibration=rows) for name in chosen(",".join(names))]
+    formats = chosen(",".join(names))
+    print(announcement(folder, formats, out or folder.parent / "exports"), flush=True)
+    exports = [export(folder, name, out / name if out else None, calibration=rows) for name in formats]
     print(*exports, sep="\n")
     if check_each:
         held_out = folder.parent / "data/eval.jsonl"  # never the rows of --data

@@ -162,7 +162,7 @@ display.show_table(table, text=display.aligned(table))
 # %%
 my_guess = None
 if my_guess is None:
-    print("[TODO] saw None, expected True or False: add up the parts, then set my_guess")
+    print("[todo] exercise: add up the parts, then set my_guess to True or False")
 else:
     large, _ = plan.answer(gpu="" if lesson.gpu else "RTX 4090", model="Qwen2.5-14B", length=1024)
     print(f"[{' OK ' if my_guess == large['fits'] else 'FAIL'}] saw {my_guess}, expected {large['fits']}:",
@@ -179,4 +179,5 @@ else:
 #
 # 留两个问题给你：样本长度减半，显存的哪一部分会变小？损失几乎不降，你会先改配置里的哪个值？
 # %%
-lesson.finish(report, planned=f"{forecast['model']} on {forecast['gpu']}: {forecast['peak_vram_gib']:.1f} GiB")
+planned = f"{forecast['model']} on {forecast['gpu']}: {forecast['peak_vram_gib']:.1f} GiB"
+lesson.finish(report, planned=planned if lesson.gpu else "")  # without a GPU it was the forecast of a rented one

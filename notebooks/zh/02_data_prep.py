@@ -222,7 +222,7 @@ my_rows = [given]
 problems = [problem for my_row in my_rows for problem in data.problems_of(my_row)]
 different = len({str(my_row) for my_row in my_rows})
 done = different >= 3 and not problems
-print(f"[{' OK ' if done else 'TODO'}] different rows: {different}, expected 3 or more; problems: {len(problems)}, expected 0")
+print(f"[{' OK ' if done else 'todo'}] exercise: different rows: {different}, expected 3 or more; problems: {len(problems)}, expected 0")
 for problem in problems if my_rows != [given] else []:
     print(f"  {problem.field}: {problem.kind}, saw {problem.seen} -> {problem.todo}")
 

@@ -245,11 +245,11 @@ print(callback.prepare(trainer))
 trained, total = trainer.model.get_nb_trainable_parameters()
 percent = 100 * trained / total
 if my_percent is None:
-    print("[TODO] saw None, expected a number: set my_percent above, then run that cell and this one again")
+    print("[todo] exercise: set my_percent above to a number, then run that cell and this one again")
 elif 0.5 * percent <= my_percent <= 2 * percent:
     print(f"[ OK ] saw {my_percent}: {trained:,} of {total:,} parameters are trained, {percent:.2g} percent")
 else:
-    print(f"[TODO] saw {my_percent}, expected {'more' if my_percent < percent else 'less'}: compare A and B with W above")
+    print(f"[todo] exercise: saw {my_percent}, expected {'more' if my_percent < percent else 'less'}: compare A and B with W above")
 
 # %% [markdown]
 # 开始训练。中断过的训练会从最新的、校验通过的 checkpoint 继续。显存不足时，用更小的 micro-batch 重做这一步（个数变多，批大小不变），还不够就打开梯度检查点（gradient checkpointing）。机器要是被收回，把这个 notebook 原样再运行一遍，就会继续训练。用 float16 时，找到合适的 loss scale 之前，前几步可能会跳过。训练结束后会检查微调前的模型：一个权重都不许变。
@@ -305,7 +305,7 @@ from nbutils import compare
 
 runs = compare.beside(lesson.run, trained=result.facts())
 missing = [name for name in ("fast", "slow") if name not in runs]
-print(f"[{'TODO' if missing else ' OK '}] saw the runs {', '.join(runs)}, expected fast and slow among them")
+print(f"[{'todo' if missing else ' OK '}] exercise: saw the runs {', '.join(runs)}, expected fast and slow among them")
 if missing:
     print(f'Run this notebook with RUN_NAME = "{missing[0]}" and SET = "train.learning_rate=..." to compare them.')
 

@@ -241,7 +241,7 @@ print(f"adapter: {lesson.run.adapter}" if record.complete(trained) else "not fin
 first, last = trained["resumed_from_step"], trained["steps"]
 before, now = ((one.get("processes"), one.get("engine")) for one in (earlier, trained))
 good = 0 < first < last and before != now
-print(f"[{' OK ' if good else 'TODO'}] saw steps {first} to {last}, first {before}, then {now}; expected a change after step 0")
+print(f"[{' OK ' if good else 'todo'}] exercise: saw steps {first} to {last}, first {before}, then {now}; expected a change after step 0")
 if not good:
     print(f"Run this lesson again, not with {now}: MAX_STEPS = {last + 10}, TRIAL_STEPS = 0. It continues at step {last}.")
 

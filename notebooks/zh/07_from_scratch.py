@@ -239,9 +239,9 @@ print(f"{folder}: {disk.folder_gib(folder) * 1024:.1f} MiB")
 sentence = ""
 saw = pretraining.text_loss(trainer.model, tokenizer, sentence) if sentence else math.inf
 good = len(tokenizer(sentence)["input_ids"]) >= 5 and saw < 4.0
-found = f"{sentence!r} with a loss of {saw:.2f}" if sentence else "no sentence"
+found = f"{sentence!r} with a loss of {saw:.2f}" if sentence else "no sentence yet"
 hint = ": try words from the texts above" if sentence and not good else ""
-print(f"[{' OK ' if good else 'TODO'}] saw {found}, expected one with a loss below 4.0{hint}")
+print(f"[{' OK ' if good else 'todo'}] exercise: saw {found}, expected one with a loss below 4.0{hint}")
 
 # %% [markdown]
 # ## 现在你有了

@@ -136,9 +136,9 @@ print(pushed or f"kept here: {chosen}")
 # %%
 share = exports[0].ratio
 if my_share is None:
-    print("[TODO] put your prediction into `my_share` above, then run that cell and this one")
+    print("[todo] exercise: put your prediction into `my_share` above, then run that cell and this one")
 else:
-    print(f"[{' OK ' if abs(my_share - share) <= 0.1 else 'TODO'}] saw {my_share}, expected {share:.2f}, give or take 0.1")
+    print(f"[{' OK ' if abs(my_share - share) <= 0.1 else 'todo'}] exercise: saw {my_share}, expected {share:.2f}, give or take 0.1")
 
 # %% [markdown]
 # ## 现在你有了
