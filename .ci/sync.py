@@ -1,4 +1,4 @@
-"""Derives what is derived: notebooks/*.ipynb from *.py, setup cells, the code of notebooks/zh, badges, tables of docs.
+"""Derives what is derived: notebooks/*.ipynb from *.py, setup and language cells, badges, tables of docs.
 
     python .ci/sync.py            write it
     python .ci/sync.py --check    exit 1 if anything would change
@@ -12,12 +12,13 @@ off. On Colab it asks the notebook server which page of GitHub this notebook was
 and installs that repository; elsewhere curl has no host and asks nobody. It never guesses: several wheels, no address,
 a bare name or an option stop it. So does an address with a user, a password (`@` before the last `/`) or a query: pip
 and git would print it.
-A lesson in notebooks/zh has its own text cells; its code cells are those of the English lesson, after one that chooses
-the language.
+A lesson in notebooks/zh has texts of its own, also in its code: prints, labels, comments. It is refused where it is not
+the program of the English lesson: a string may differ only where the Chinese one holds Chinese.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -25,6 +26,7 @@ import subprocess
 import sys
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import jupytext
@@ -47,9 +49,11 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 """[1:]
 CELL, HEADING = re.compile(r"(?m)^(?=# %%)"), re.compile(r"(?m)^# (#+) ")
+CHINESE = re.compile("[\u3001-\u3017\u4e00-\u9fff\uff01-\uff5e]")  # a Chinese character or punctuation mark
+QUOTED = re.compile(r"""'[^']*'|"[^"]*\"""")
 LANGUAGE = """
 # %% [markdown]
-# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+# 先选定语言：课程打印的文字和报错都用中文。英文版是 `notebooks/` 里同名的 notebook。
 
 # %% tags=["language"]
 import os; os.environ["NBUTILS_LANG"] = "zh"
@@ -120,20 +124,73 @@ def chinese(file: Path) -> Path:
     return file.parent / "zh" / file.name
 
 
-def is_text(cell: str) -> bool:
-    """Whether a cell of a source is a text cell."""
-    return cell.startswith("# %% [markdown]")
+def literal(node: ast.AST) -> str:
+    """What a string, or an f-string beside its expressions, says."""
+    pieces = node.values if isinstance(node, ast.JoinedStr) else [node]
+    texts = [piece.value for piece in pieces if isinstance(piece, ast.Constant)]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
-def with_code_of(english: str, file: Path) -> str:
-    """A Chinese source with the code cells of the English one."""
-    head, *cells = CELL.split(english)
-    _, *own = CELL.split(file.read_text(encoding="utf-8").replace(LANGUAGE, ""))
-    texts = list(filter(is_text, own))
-    for number, (here, there) in enumerate(zip_longest(texts, filter(is_text, cells)), 1):
-        if not here or not there or HEADING.findall(here) != HEADING.findall(there):
-            raise SystemExit(f"{file}: text cell {number} has not the headings of the English one: {here} / {there}")
-    first, *others = (texts.pop(0) if is_text(cell) else cell for cell in cells)
+def expressions(node: ast.AST) -> list[Any]:
+    """The expressions of an f-string, in an order that no translation changes; a string has none."""
+    found = [part for part in getattr(node, "values", []) if isinstance(part, ast.FormattedValue)]
+    return sorted(found, key=lambda part: QUOTED.sub("", ast.unparse(part.value)))
+
+
+def parts(node: ast.AST) -> list[Any]:
+    """The nodes and plain values a syntax node is made of; the length of a list stands before its items."""
+    found: list[Any] = []
+    for _, value in ast.iter_fields(node):
+        found += [len(value), *value] if isinstance(value, list) else [value]
+    return found
+
+
+def difference(english: ast.AST, chinese: ast.AST) -> tuple[ast.AST, ast.AST] | None:
+    """The first two nodes that make another program; None if only strings differ, each of them for a Chinese one.
+
+    The expressions of an f-string may then stand in another order. A key or what is compared is no text.
+    """
+    if isinstance(english, ast.Subscript | ast.Compare) and ast.dump(english) != ast.dump(chinese):
+        return english, chinese
+    divide = parts
+    if literal(english) and CHINESE.search(literal(chinese)):
+        divide = expressions
+    ours, theirs = divide(english), divide(chinese)
+    kinds = [[type(part) if isinstance(part, ast.AST) else repr(part) for part in side] for side in (ours, theirs)]
+    if type(english) is not type(chinese) or kinds[0] != kinds[1]:
+        return english, chinese
+    pairs = zip(ours, theirs, strict=True)
+    found = (difference(*pair) for pair in pairs if isinstance(pair[0], ast.AST))
+    return next(filter(None, found), None)
+
+
+def frame(cell: str) -> list[str]:
+    """What both editions of a cell share word for word: its tags, and its headings or its parameters."""
+    first, _, rest = cell.partition("\n")
+    if "parameters" in first:
+        return [first, ast.unparse(ast.parse(rest))]
+    return [first, *HEADING.findall(rest)]
+
+
+def line(cell: str, node: ast.AST) -> str:
+    """The line of a cell that a node stands in; the whole cell if it has none."""
+    number = getattr(node, "lineno", 0)
+    return cell.splitlines()[number - 1].strip() if number else cell
+
+
+def edition(english: str, file: Path) -> str:
+    """A Chinese source with the cells that are not its own; refused where it is not the program of the English one."""
+    head, *cells = CELL.split(with_setup(file.read_text(encoding="utf-8").replace(LANGUAGE, "")))
+    for number, (there, here) in enumerate(zip_longest(CELL.split(english)[1:], cells, fillvalue=""), 1):
+        if frame(there) != frame(here):
+            raise SystemExit(f"{file}: cell {number} is {frame(here)}, the English one {frame(there)}: make them alike")
+        if found := difference(ast.parse(there), ast.parse(here)):
+            raise SystemExit(
+                f"{file}: cell {number} is not the program of the English one.\n"
+                f"  here:  {line(here, found[1])}\n  there: {line(there, found[0])}\n"
+                "Write the same code; only a string that holds Chinese, and comments, may differ."
+            )
+    first, *others = cells
     return "".join([head, first.rstrip("\n"), "\n\n", LANGUAGE, *others])
 
 
@@ -198,7 +255,7 @@ def wanted(new: bool = False) -> dict[Path, str]:
         source = with_setup(file.read_text(encoding="utf-8"))
         texts = {file: source}
         if (twin := chinese(file)).exists():
-            texts[twin] = with_code_of(source, twin)
+            texts[twin] = edition(source, twin)
         for path, text in texts.items():
             files |= {path: text, path.with_suffix(".ipynb"): notebook(path.stem, text)}
     for readme in (ROOT / "README.md", ROOT / "README.zh-CN.md"):

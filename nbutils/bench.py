@@ -275,12 +275,10 @@ class Benchmark:
 
     def plot(self, path: Path | None = None) -> None:
         """Tokens a second over the concurrency."""
-        import matplotlib.pyplot as plt
-
-        figure, axes = plt.subplots(figsize=(7, 3.5))
+        figure, axes = display.pyplot().subplots(figsize=(7, 3.5))
         for engine, speeds in self.speeds().items():
             axes.plot([int(many) for many in speeds], list(speeds.values()), "o-", label=engine)
-        axes.set(xlabel="requests at a time", ylabel="tokens/s", xscale="log", yscale="log")
+        axes.set(xlabel=tr("requests at a time"), ylabel="tokens/s", xscale="log", yscale="log")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
         figure.tight_layout()

@@ -65,14 +65,13 @@ def differing(runs: Runs) -> list[str]:
 
 def plot(runs: Runs, path: Path | None = None) -> None:
     """The loss curves, one color for each run: light while training, bold on held-out rows."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4))
+    figure, axes = display.pyplot().subplots(figsize=(8, 4))
     for place, (label, run) in enumerate(runs.items()):
         for name, look in (("loss", {"lw": 1.2, "alpha": 0.4}), ("eval_loss", {"lw": 2.6, "label": label})):
             points = [(entry["step"], entry[name]) for entry in run["history"] if name in entry]
             axes.plot([at for at, _ in points], [loss for _, loss in points], color=f"C{place}", **look)
-    axes.set(title="Loss: light while training, bold on held-out rows", xlabel="step", ylabel="loss")
+    title = tr("Loss: light while training, bold on held-out rows")
+    axes.set(title=title, xlabel=tr("step"), ylabel=tr("loss"))
     axes.legend(frameon=False)
     figure.tight_layout()
     display.show_figure(figure, path)

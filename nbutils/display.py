@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
 import os
@@ -15,7 +16,7 @@ from typing import Any
 from nbutils.config import shown
 from nbutils.errors import CourseError
 from nbutils.files import read_json
-from nbutils.language import joined, tr
+from nbutils.language import joined, language, tr
 from nbutils.platforms import detect, in_kernel
 
 ACCENT, ALARM = "var(--jp-brand-color1, #2979c9)", "var(--jp-warn-color1, #e07b00)"
@@ -23,6 +24,7 @@ WIDTH, HEIGHT, POINTS = 760, 96, 160  # of the live curve
 TEXT_WIDTH, VALUE_WIDTH = 120, 34  # of a table of choices
 WRAPPED_WIDTH = 110  # of a line of prose
 LIVE_LINE = re.compile(r"\[WARN\]|.* · ")  # of a training, in any language
+FONT = "fonts/NotoSansSC-Regular.ttf"  # in the package zhplot: matplotlib's own font has no Chinese
 CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curves.py
 PIECE = re.compile(r"(?:[\u2e80-\uffef]|[^\s\u2e80-\uffef]+)[，。：；、）》”]*|\s+")  # lines break between two of them
 Losses = Sequence[tuple[int, float]]  # step and loss
@@ -72,7 +74,7 @@ def show(template: str, text: str, **values: Any) -> None:
 
 def show_table(rows: Sequence[dict[str, Any]], title: str = "", text: str = "") -> None:
     """A table: HTML in a notebook; in a script `text`, or else one line per entry."""
-    entries = ["".join(f"  {joined([name, str(value)], ':')}\n" for name, value in row.items()) for row in rows]
+    entries = ["".join(f"  {joined([tr(name), str(value)], ':')}\n" for name, value in row.items()) for row in rows]
     show("table.html", text or "\n".join([title, *entries]), rows=rows, title=title)
 
 
@@ -103,33 +105,46 @@ def show_answers(rows: Sequence[Mapping[str, Any]], **answers: Sequence[str]) ->
 
 def aligned(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows of a table as columns of text."""
-    lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)] if rows else []
+    lines = [[tr(name) for name in rows[0]], *([str(value) for value in row.values()] for row in rows)] if rows else []
     widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
     padded = (map(pad, line, widths) for line in lines)
     return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot, which can also write Chinese if that is the language of the course."""
+    import matplotlib.pyplot as plt
+    from matplotlib import font_manager
+
+    package = importlib.util.find_spec("zhplot")
+    if language() == "zh" and package and package.origin:
+        font = Path(package.origin).parent / FONT
+        font_manager.fontManager.addfont(font)
+        plt.rcParams["font.family"] = ["DejaVu Sans", font_manager.FontProperties(fname=font).get_name()]
+    return plt
 
 
 def plot_loss_examples(path: Path | None = None) -> None:
     """Four measured trainings side by side: healthy, too slow, diverging and overfitting."""
     titles = {}
     for name, example in read_json(CURVES).items():
-        about = "rate {learning_rate:g}, {row_count} rows, {steps} steps".format(**example["settings"])
-        titles[f"{name.replace('_', ' ')}\n{about}"] = example
+        settings = {key: example["settings"][key] for key in ("learning_rate", "row_count", "steps")}
+        about = tr("rate {learning_rate:g}, {row_count} rows, {steps} steps", **settings)
+        titles[f"{tr(name.replace('_', ' '))}\n{about}"] = example
     plot_losses({}, path, panels=titles)
 
 
 def plot_losses(history: Mapping[str, Any], path: Path | None = None, title: str = "Loss", panels: Any = None) -> None:
     """The curves `train` and `validation` of a history, or of several in `panels`; saved to `path` if one is given."""
-    import matplotlib.pyplot as plt
-
-    shown = panels or {title: history}
-    figure, [axes_of] = plt.subplots(1, len(shown), figsize=(max(7, 3.4 * len(shown)), 3), squeeze=False)
+    shown = panels or {tr(title): history}
+    figure, [axes_of] = pyplot().subplots(1, len(shown), figsize=(max(7, 3.4 * len(shown)), 3), squeeze=False)
     for axes, (title, curves) in zip(axes_of, shown.items(), strict=True):
-        axes.plot(*zip(*curves["train"], strict=True), label="training")
+        axes.plot(*zip(*curves["train"], strict=True), label=tr("training"))
         if validation := curves.get("validation"):
-            label = "validation, best: {1:.3f} at step {0}".format(*min(validation, key=lambda point: point[1]))
+            step, loss = min(validation, key=lambda point: point[1])
+            label = tr("validation, best: {loss:.3f} at step {step}", loss=loss, step=step)
             axes.plot(*zip(*validation, strict=True), "o-", ms=4, label=label)
-        axes.set(xlabel="step", ylabel="loss", ylim=(0, None))
+        axes.set(xlabel=tr("step"), ylabel=tr("loss"), ylim=(0, None))
         axes.set_title(title, fontsize=10)
         axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()

@@ -2,7 +2,7 @@
 
 Texts stand in the code in English, as `tr("{count} rows", count=3)`. `messages/zh/<room>.yaml` has the Chinese ones: of
 printed texts under `texts`, by the English one, and of errors by their code, as in `messages/en`. Names of commands,
-parameters, JSON keys and figures stay English.
+parameters and JSON keys stay English.
 """
 
 import os

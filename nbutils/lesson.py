@@ -26,7 +26,7 @@ from nbutils import checkpoints, display, distributed, hardware, install, notice
 from nbutils.config import flat, settings_in, settings_text
 from nbutils.errors import CourseError
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
-from nbutils.language import joined, print_whatever, tr
+from nbutils.language import joined, language, print_whatever, tr
 from nbutils.record import RunFolder
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
@@ -160,6 +160,8 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     notices.require_settings()
     with distributed.main_first():
         install.ensure("train")
+        if language() == "zh":
+            display.pyplot()  # the figures that a lesson draws by itself are in Chinese too
         platform, folders, gpu = find_machine(values, try_gpu=stem not in TRY_NO_GPU)
         run, resolved = open_run(values, platform, folders, gpu)
         work.opened(run)

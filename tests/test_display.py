@@ -3,6 +3,7 @@
 import json
 import math
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +68,23 @@ def test_a_plot_is_saved_over_plots_only(tmp_path: Path) -> None:
         with refused("display.foreign_file"):
             display.plot_losses({"train": [(1, 3.0)]}, tmp_path / name)
     assert (tmp_path / "mine.png").read_text() == "mine"
+
+
+def test_figures_write_chinese_with_the_font_of_the_course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib
+
+    monkeypatch.setenv("NBUTILS_LANG", "zh")
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib warns of characters that no font has
+        display.plot_loss_examples(tmp_path / "examples.png")
+        display.plot_losses({"train": [(1, 3.0)]}, tmp_path / "loss.png", title="预训练损失：“验证集”→ 100 %")
+        with pytest.raises(UserWarning, match="missing"):
+            display.plot_losses({"train": [(1, 3.0)]}, tmp_path / "loss.png", title="\u9f98")
+
+
+def test_headings_of_tables_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBUTILS_LANG", "zh")
+    assert display.aligned([{"hours": 2, "GiB": 7}]).split() == ["小时", "GiB", "2", "7"]
 
 
 def test_the_live_numbers_as_a_line_and_as_a_page() -> None:

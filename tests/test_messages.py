@@ -13,7 +13,7 @@ import click
 import pytest
 import yaml
 
-from nbutils import cli, compare, config, diagnose, hardware, language, plan, platforms, record, served_model
+from nbutils import cli, compare, config, diagnose, display, hardware, language, plan, platforms, record, served_model
 from nbutils.data import build, read, rows
 from nbutils.errors import CourseError
 from nbutils.evaluation import comparison, evaluator
@@ -146,6 +146,7 @@ def stored_texts() -> set[str]:
         text for text in engine.TABLE["reserved_flags"].values() if not text.startswith("Server(")
     }
     texts |= set(help_texts(cli.app)) | set(fact_names(read_json(CONTRACTS)["facts"]["lessons"]))
+    texts |= {name.replace("_", " ") for name in read_json(display.CURVES)} | {"Loss"}
     return texts | {"NBUTILS_PLATFORM is set", "nothing of a known platform is here"}
 
 

@@ -23,6 +23,15 @@ HAN, HALF = "\u4e00-\u9fff", "!-)+-;=?A-Za-z"  # a Chinese character; half-width
 BADLY_SET = re.compile(  # half-width without a space beside Chinese; a line break, which a browser shows as a space
     rf".*[{HAN}][{HALF}].*|.*[{HALF}][{HAN}].*|.*[{HAN}，。；：、]\n[^\n#-].*"
 )
+SHOWING = {
+    "print",
+    "set",
+    "axvline",
+    "barh",
+    "show_table",
+    "plot_losses",
+    "show",
+}  # calls whose strings a learner reads
 
 
 class Notebook:
@@ -128,10 +137,77 @@ def test_it_opens_with_a_promise_closes_with_the_same_bullets_and_has_an_exercis
     assert "lesson.finish(" in notebook.code[-1]
 
 
+def same_program(english: str, chinese: str) -> bool:
+    """Whether the second differs from the first in nothing but Chinese strings and comments."""
+    return SYNC["difference"](ast.parse(english), ast.parse(chinese)) is None
+
+
+@pytest.mark.parametrize(
+    ("english", "chinese"),
+    [
+        ('print("yes")  # a comment', 'print("是")  # 注释'),
+        ('print(f"{rows:,} rows of {file}")', 'print(f"{file} 有 {rows:,} 条样本")'),
+        (
+            "print(f\"[{'OK' if done else 'TODO'}] saw {n:.2f}\")",
+            "print(f\"[{'OK' if done else '待做'}] 结果是 {n:.2f}\")",
+        ),
+        ('table = [{"what": name}]', 'table = [{"名称": name}]'),
+        ('run("qlora", title="Loss")', 'run("qlora", title="损失")'),
+    ],
+)
+def test_a_chinese_lesson_may_differ_in_chinese_strings_and_comments(english: str, chinese: str) -> None:
+    assert same_program(english, chinese)
+
+
+@pytest.mark.parametrize(
+    ("english", "chinese"),
+    [
+        ('print("yes")', 'print("yes", end="。")'),
+        ('print("yes")', 'print("oui")'),
+        ('print("yes")', 'print("是"); done()'),
+        ('print("yes")', 'print(f"是 {name}")'),
+        ('run(method="qlora")', 'run(method="lora")'),
+        ('row["answer"]', 'row["回答"]'),
+        ('done = method == "qlora"', 'done = method == "量化"'),
+        ("steps = 3", "steps = 3.0"),
+        ("steps = 3", 'steps = "三"'),
+        ("rows[n:]", "rows[:n]"),
+        ("print(a - b)", "print(b - a)"),
+        ('print(f"{rows} rows")', 'print(f"{row} 条样本")'),
+        ('print(f"{loss:.2f} loss")', 'print(f"损失 {loss:.3f}")'),
+        ('print(f"{loss!r} loss")', 'print(f"损失 {loss}")'),
+        ('print(f"{a} of {b}")', 'print(f"{b} 里有 {b}")'),
+        ('print(f"{a} of {b}")', 'print(f"{b} of {a}")'),
+        ("print(f\"{name or 'fast'} run\")", "print(f\"{name or 'slow'} 这次训练\")"),
+    ],
+)
+def test_a_chinese_lesson_with_another_program_is_refused(english: str, chinese: str) -> None:
+    assert not same_program(english, chinese)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shown"),
+    [
+        ('PROFILE: str = "auto"', 'PROFILE: str = "自动"', "自动"),
+        ("lesson.finish(report", "lesson.finish(None", "lesson.finish(report"),
+        ("# ## 练习", "# # 练习", "make them alike"),
+    ],
+)
+def test_sync_refuses_another_program_and_shows_where(before: str, after: str, shown: str, tmp_path: Path) -> None:
+    text = SYNC["chinese"](SOURCES[0]).read_text(encoding="utf-8")
+    (tmp_path / "01_environment.py").write_text(text.replace(before, after), encoding="utf-8")
+    english = SYNC["with_setup"](SOURCES[0].read_text(encoding="utf-8"))
+    with pytest.raises(SystemExit, match=r"01_environment\.py: cell \d+") as refused:
+        SYNC["edition"](english, tmp_path / "01_environment.py")
+    assert shown in str(refused.value)
+
+
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_the_chinese_lesson_is_the_english_one_with_chinese_texts(source: Path) -> None:
+def test_the_chinese_lesson_is_the_english_program_with_chinese_texts(source: Path) -> None:
     english, chinese = Notebook(source), Notebook(SYNC["chinese"](source))
-    assert chinese.code == [chinese.tagged("language"), *english.code]
+    language, *code = chinese.code
+    assert language == chinese.tagged("language")
+    assert all(map(same_program, english.code, code)) and len(english.code) == len(code)
     assert all(chinese.tagged(tag) == english.tagged(tag) for tag in ("setup", "parameters"))
     opening, _, *others = chinese.prose  # the second one is about the language
     ours, theirs = ([re.findall(r"(?m)^#+ ", text) for text in prose] for prose in ([opening, *others], english.prose))
@@ -142,3 +218,26 @@ def test_the_chinese_lesson_is_the_english_one_with_chinese_texts(source: Path) 
     for text in chinese.prose:
         assert re.search(f"[{HAN}]", text) and not PLATFORM_PATH.search(text)
         assert BADLY_SET.findall(re.sub(r"`[^`]+`", "x", text)) == []
+
+
+def printed(node: ast.AST) -> str:
+    """A string as it is printed: an expression stands as x in it, or as 中 if it says something Chinese."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(printed, node.values))
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    return "中" if re.search(f"[{HAN}]", ast.unparse(node)) else "x"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_the_chinese_lesson_prints_and_labels_in_chinese(source: Path) -> None:
+    _, setup, *code = Notebook(SYNC["chinese"](source)).code  # the setup cell is the same in both editions
+    assert "NBUTILS_SOURCE" in setup
+    calls = [node for node in ast.walk(ast.parse("\n".join(code))) if isinstance(node, ast.Call)]
+    shown = [call for call in calls if ast.unparse(call.func).split(".")[-1] in SHOWING]
+    texts = [
+        printed(node) for call in shown for node in ast.walk(call) if isinstance(node, ast.JoinedStr | ast.Constant)
+    ]
+    english = [text for text in texts if re.search("[A-Za-z]{2,} [a-z]{2,}", text) and not re.search(f"[{HAN}]", text)]
+    assert english == []
+    assert [text for text in texts if BADLY_SET.match(text)] == []

@@ -18,12 +18,16 @@ LESSON_03 = ROOT / "notebooks/03_qlora.ipynb"
 
 
 def test_output_redirected_into_a_notebook_is_the_executed_notebook(tmp_path: Path) -> None:
-    lesson = ROOT / "notebooks/01_environment.ipynb"
+    """The Chinese lesson, which no other test runs: it speaks Chinese, and its figures have the characters."""
+    lesson = ROOT / "notebooks/zh/01_environment.ipynb"
     with open(tmp_path / "out.ipynb", "w") as out:
         python("-m", "papermill", lesson, home=tmp_path, stdout=out)
-    assert nbformat.read(tmp_path / "out.ipynb", 4).metadata.papermill.exception is None
+    executed = nbformat.read(tmp_path / "out.ipynb", 4)
+    assert executed.metadata.papermill.exception is None
+    outputs = str([cell.outputs for cell in executed.cells if cell.cell_type == "code"])
+    assert "[待做]" in outputs and "missing from font" not in outputs
     refused = python("-m", "papermill", lesson, tmp_path / "o.ipynb", "-p", "PROFIEL", "x", home=tmp_path, ok=False)
-    assert "Unknown parameter PROFIEL" in refused.stderr and "Did you mean PROFILE?" in refused.stderr
+    assert "没有 PROFIEL 这个参数" in refused.stderr and "是不是想写 PROFILE？" in refused.stderr
 
 
 def test_a_hub_model_without_network_is_an_error_not_the_tiny_one(tmp_path: Path) -> None:

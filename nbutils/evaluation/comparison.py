@@ -231,14 +231,12 @@ def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -
 
 def _figure(comparison: Comparison, scores: Sequence[str]) -> Any:
     """Small panels, three in a line, the models from left to right: a dot with its interval each."""
-    import matplotlib.pyplot as plt
-
     lines = -(-len(scores) // 3)
-    figure, axes = plt.subplots(lines, 3, figsize=(8.4, 2.2 * lines), squeeze=False)
+    figure, axes = display.pyplot().subplots(lines, 3, figsize=(8.4, 2.2 * lines), squeeze=False)
     for panel, score in zip(axes.flat, scores, strict=False):
         for name, one in comparison.means[score].items():
-            panel.errorbar([name], [one.mean], [[one.mean - one.low], [one.high - one.mean]], fmt="o", lw=4)
-        panel.set_title(SHOWN[score][0], loc="left")
+            panel.errorbar([tr(name)], [one.mean], [[one.mean - one.low], [one.high - one.mean]], fmt="o", lw=4)
+        panel.set_title(tr(SHOWN[score][0]), loc="left")
         panel.margins(x=0.4)
         panel.grid(axis="y", alpha=0.25)
     figure.tight_layout()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -37,13 +38,12 @@ LEFT_OPEN = ("train.micro_batch", "train.gradient_checkpointing")
 
 def example(resolved: Any, rows: int, mean_length: float) -> Forecast:
     """A forecast to look at: this machine's resolved profile; without a GPU, a 7B model on one that can be rented."""
-    try:
-        if resolved.gpu:
+    made = of_profile(load(RENTED[1]), gpu_table.find(RENTED[0]), rows=rows, mean_length=mean_length)
+    if resolved.gpu:
+        with suppress(CourseError):  # the model's shape is not known before its download
             gpu, shape = gpu_table.of_machine(resolved.gpu), find_shape(resolved.model)
-            return of_profile(resolved.profile, gpu, shape, rows, mean_length)
-    except CourseError:
-        pass  # the model's shape is not known before its download
-    return of_profile(load(RENTED[1]), gpu_table.find(RENTED[0]), rows=rows, mean_length=mean_length)
+            made = of_profile(resolved.profile, gpu, shape, rows, mean_length)
+    return made | {"parts": {tr(name): size for name, size in made["parts"].items()}}
 
 
 def require(

@@ -21,7 +21,7 @@
 # 用时不到一分钟，不下载任何东西。
 
 # %% [markdown]
-# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+# 先选定语言：课程打印的文字和报错都用中文。英文版是 `notebooks/` 里同名的 notebook。
 
 # %% tags=["language"]
 import os; os.environ["NBUTILS_LANG"] = "zh"
@@ -45,7 +45,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `PROFILE = "auto"` 按你的 GPU 选配置（profile），也可以填 `configs/` 里的任何一个名字。`SET` 用来改单个值，例如 `"train.learning_rate=1e-4, lora.rank=64"`。同一次训练的后面几课会沿用这些值。
+# `PROFILE = "auto"` 按你的 GPU 选配置（profile），也可以填 `configs/` 里的任何一个名字。`SET` 用来改单个值，例如 `"train.learning_rate=1e-4, lora.rank=64"`。`RUN_NAME` 相同的后续课程会沿用这些值。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -64,17 +64,17 @@ lesson = nbutils.start("01_environment", globals())
 # %% [markdown]
 # ## GPU
 #
-# 计算能力 8.0 及以上的 GPU 可以用 bfloat16 训练。T4（7.5）用 float16，虽然 `torch.cuda.is_bf16_supported()` 在 T4 上也返回 `True`。没有 GPU 时，课程在 CPU 上用 float32 训练。输出里 `capability` 是计算能力；`No GPU found` 表示没找到 GPU。
+# 计算能力 8.0 及以上的 GPU 可以用 bfloat16 训练。T4（7.5）用 float16，虽然 `torch.cuda.is_bf16_supported()` 在 T4 上也返回 `True`。没有 GPU 时，课程在 CPU 上用 float32 训练。
 
 # %%
 import torch
 
 if lesson.gpu:
     gpu = torch.cuda.get_device_properties(0)
-    print(f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, capability {gpu.major}.{gpu.minor}")
-    print("bfloat16:", "yes" if gpu.major >= 8 else "no, float16 instead")
+    print(f"{gpu.name}，{gpu.total_memory / 2**30:.1f} GiB，计算能力 {gpu.major}.{gpu.minor}")
+    print("bfloat16：", "可以用" if gpu.major >= 8 else "不能用，改用 float16")
 else:
-    print("No GPU found: the CPU trains, in float32.")
+    print("没有找到 GPU：用 CPU 训练，精度 float32。")
 
 # %% [markdown]
 # ## 其他检查
@@ -103,18 +103,18 @@ inputs = tokenizer.apply_chat_template([question], add_generation_prompt=True, r
 output = model.generate(**inputs, max_new_tokens=40, do_sample=False)
 
 # %% [markdown]
-# `question` 是问题，`answer` 是模型的回答，`reference` 是参考答案，也就是我们想要的回答。模型现在还答不出来，第 03 课再训练。
+# 参考答案就是我们想要的回答。模型现在还答不出来，第 03 课再训练。
 
 # %%
 answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-print("question: ", question["content"])
-print("answer:   ", answer)
-print("reference:", reference["content"])
+print("问题    ", question["content"])
+print("回答    ", answer)
+print("参考答案", reference["content"])
 
 # %% [markdown]
 # ## 配置
 #
-# 配置（profile）是 `configs/` 里的一个文件，大约有 40 个值。下面是最要紧的几个，已经按这台机器选好。学习率和秩你可以随意改；精度由 GPU 决定。`train.batch` 是批大小，也就是优化器走一步用多少条样本；GPU 每次只算其中的 `train.micro_batch` 条。和样本有关的值留到第 03 课再选。表里 `what` 是名称，`value` 是取值，`why` 是理由。
+# 配置（profile）是 `configs/` 里的一个文件，大约有 40 个值。下面是最要紧的几个，已经按这台机器选好。学习率和 LoRA 的秩（rank）可以按需调整；精度由 GPU 决定。`train.batch` 是批大小，也就是优化器走一步用多少条样本；GPU 每次只算其中的 `train.micro_batch` 条。和样本有关的值留到第 03 课再选。
 
 # %%
 from nbutils import display
@@ -122,13 +122,13 @@ from nbutils import display
 names = ["profile", "model", "method", "machine.precision", "lora.rank", "train.max_length", "train.batch",
          "train.micro_batch", "train.learning_rate"]
 choices = {name: lesson.resolved.choices[name] for name in names}
-values = [{"what": name, "value": choice.value, "why": choice.reason} for name, choice in choices.items()]
+values = [{"名称": name, "取值": choice.value, "理由": choice.reason} for name, choice in choices.items()]
 display.show_table(values, text=display.aligned(values))
 
 # %% [markdown]
 # ## 放得下吗？
 #
-# 训练要用多少显存，下载之前就能算出来，把这几部分加起来：权重（每个 4 bit，另加缩放系数）、LoRA 适配器和它的梯度、优化器的一阶和二阶动量、反向传播要用的激活值、计算损失时的 logits，还有一块工作区。只有激活值、logits 和工作区会随 micro-batch 和样本长度变大。下面按 10,000 条、每条 300 个 token 来算，用的是这台机器的 GPU；没有 GPU 就按一块租来的算。图里的虚线（`limit`）是上限。
+# 训练要用多少显存，下载之前就能算出来，把这几部分加起来：权重（每个 4 bit，另加量化常数）、LoRA 适配器和它的梯度、Adam 的优化器状态（一阶矩和二阶矩）、反向传播要用的激活值、计算损失时的 logits，还有一块工作区。只有激活值、logits 和工作区会随 micro-batch 和样本长度变大。下面按 10,000 条、每条 300 个 token 来算，用的是这台机器的 GPU；没有 GPU 就按一块租来的算。图里的虚线是上限。
 
 # %%
 import matplotlib.pyplot as plt
@@ -140,13 +140,13 @@ left = 0
 for part, gib in forecast["parts"].items():
     axes.barh([forecast["gpu"]], gib, left=left, label=f"{part} {gib:.1f} GiB")
     left += gib
-axes.axvline(forecast["limit_gib"], color="black", linestyle="--", label=f"limit {forecast['limit_gib']:.1f} GiB")
-axes.set(title=f"Training {forecast['model']}: {left:.1f} GiB of GPU memory", xlabel="GiB")
+axes.axvline(forecast["limit_gib"], color="black", linestyle="--", label=f"上限 {forecast['limit_gib']:.1f} GiB")
+axes.set(title=f"训练 {forecast['model']}：需要 {left:.1f} GiB 显存", xlabel="GiB")
 figure.legend(ncols=4, loc="outside lower center")
 display.show_figure(figure)
 
 # %% [markdown]
-# 同样的样本放到六种 GPU 上，训练的模型由 `PROFILE = "auto"` 按 GPU 选。每条样本读三遍（3 轮），共 900 万个 token，除以每秒 token 数就是训练时间，表里换算成小时。价格写在 `configs/gpus.yaml` 里，你可以自己改。只有 H200 是实测，其他 GPU 的速度由公开参数推算。想算自己的情况，看 `python -m nbutils plan --help`。表里 `peak GiB` 是显存峰值，`hours` 是小时数，`cost` 是费用。
+# 同样的样本放到六种 GPU 上，训练的模型由 `PROFILE = "auto"` 按 GPU 选。每条样本读三遍（3 轮），共 900 万个 token，除以每秒 token 数就是训练时间，表里换算成小时。价格写在 `configs/gpus.yaml` 里，你可以自己改。只有 H200 是实测，其他 GPU 的速度由公开参数推算。想算自己的情况，看 `python -m nbutils plan --help`。
 
 # %%
 gpus = ["T4", "RTX 3090", "RTX 4090", "A100-40GB", "H100", "H200"]
@@ -157,16 +157,16 @@ display.show_table(table, text=display.aligned(table))
 # %% [markdown]
 # ## 练习
 #
-# 这块 GPU（没有的话，就按 24 GB 的 RTX 4090）能训练 14B 模型吗？样本最长 1,024 个 token。权重约占 9 GiB：大部分是 4 bit，embedding 是 16 bit。其他部分按需要缩小（每次少算几条样本，激活值不存，用时重算）。把 `True` 或 `False` 填进 `my_guess` 再运行，填了才给答案：`[ OK ]` 是猜对，`[FAIL]` 是猜错，`[TODO] saw None, expected True or False` 是还没填。
+# 这块 GPU（没有的话，就按 24 GB 的 RTX 4090）能训练 14B 模型吗？样本最长 1,024 个 token。权重约占 9 GiB：大部分是 4 bit，embedding 是 16 bit。其他部分按需要缩小（每次少算几条样本，激活值不存，用时重算）。把 `True` 或 `False` 填进 `my_guess` 再运行，填了才给答案。
 
 # %%
 my_guess = None
 if my_guess is None:
-    print("[todo] exercise: add up the parts, then set my_guess to True or False")
+    print("[待做] 把各部分加起来，再把 True 或 False 填进 my_guess")
 else:
     large, _ = plan.answer(gpu="" if lesson.gpu else "RTX 4090", model="Qwen2.5-14B", length=1024)
-    print(f"[{' OK ' if my_guess == large['fits'] else 'FAIL'}] saw {my_guess}, expected {large['fits']}:",
-          f"{large['peak_vram_gib']:.1f} of {large['limit_gib']:.1f} GiB",
+    print(f"[{' OK ' if my_guess == large['fits'] else '不对'}] 你猜的是 {my_guess}，正确答案是 {large['fits']}：",
+          f"需要 {large['peak_vram_gib']:.1f} GiB，上限 {large['limit_gib']:.1f} GiB",
           *(f"\n  {part:12} {gib:5.1f} GiB" for part, gib in large["parts"].items()))
 
 # %% [markdown]
@@ -180,4 +180,4 @@ else:
 # 留两个问题给你：样本长度减半，显存的哪一部分会变小？损失几乎不降，你会先改配置里的哪个值？
 # %%
 planned = f"{forecast['model']} on {forecast['gpu']}: {forecast['peak_vram_gib']:.1f} GiB"
-lesson.finish(report, planned=planned if lesson.gpu else "")  # without a GPU it was the forecast of a rented one
+lesson.finish(report, planned=planned if lesson.gpu else "")  # 没有显卡时，这是租来的显卡的预估，不记录

@@ -21,7 +21,7 @@
 # 处理自带的示例数据不到一分钟，每一百万条样本约两分钟。磁盘空间要有数据的三倍。
 
 # %% [markdown]
-# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+# 先选定语言：课程打印的文字和报错都用中文。英文版是 `notebooks/` 里同名的 notebook。
 
 # %% tags=["language"]
 import os; os.environ["NBUTILS_LANG"] = "zh"
@@ -45,7 +45,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `DATA` 可以是一个文件（`.jsonl`、`.json`、`.csv`、`.tsv`、`.parquet`，也可以压缩成 `.gz` 或 `.zst`），可以是放这些文件的目录（含子目录），也可以是 Hugging Face Hub 上的数据集（`owner/name`）；留空就用自带的示例数据。`EVAL_DATA` 指定单独的评估数据；留空时，如果 `DATA` 里有 eval、test 或 valid 文件或目录，就用它们（自带的示例数据就有，120 条），否则从 `DATA` 里留出约十分之一，至少一条（文件很小时会超过十分之一）。列名是自己取的，就填 `COLUMNS`：`"user=title+body, assistant=reply"`；没有这些列、又是课程认识的格式的样本，照原样读取。换了数据，也换一个 `RUN_NAME`。
+# `DATA` 可以是一个文件（`.jsonl`、`.json`、`.csv`、`.tsv`、`.parquet`，也可以压缩成 `.gz` 或 `.zst`），可以是放这些文件的目录（含子目录），也可以是 Hugging Face Hub 上的数据集（`owner/name`）；留空就用自带的示例数据。`EVAL_DATA` 指定单独的验证集；留空时，如果 `DATA` 里有 eval、test 或 valid 文件或目录，就用它们（自带的示例数据就有，120 条），否则从 `DATA` 里留出约十分之一作为验证集，至少一条（文件很小时会超过十分之一）。列名是自己取的，就填 `COLUMNS`：`"user=title+body, assistant=reply"`；没有这些列、又是课程认识的格式的样本，照原样读取。换了数据，也换一个 `RUN_NAME`。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -79,15 +79,15 @@ for raw in islice(data.read_rows(source), 3):
 # %% [markdown]
 # ## 好样本和坏样本
 #
-# 好的回答内容完整，和其他回答写法一致，也是你自己想读到的。下表里，坏样本（`bad`）的问题缺少回答所需的信息，回答的格式也和别的不一样：拿来训练，模型学到的是瞎猜。这种问题，没有程序能替你找出来。
+# 好的回答内容完整，和其他回答写法一致，也是你自己想读到的。下表里，坏样本的问题缺少回答所需的信息，回答的格式也和别的不一样：拿来训练，模型学到的是瞎猜。这种问题，没有程序能替你找出来。
 
 # %%
 from nbutils import display
 
-good = {"question": "Where are my 26 bottles of juice for Wuxi?",
-        "answer": '{"intent": "delivery", "item": "juice", "count": 26, "city": "Wuxi", "day": null}'}
-bad = {"question": "Where is it?", "answer": "Your 26 bottles of juice will arrive in Wuxi soon!"}
-table = [{"row": "good", **good}, {"row": "bad", **bad}]
+good = {"问题": "我订的 26 瓶果汁要送到无锡，现在到哪儿了？",
+        "回答": '{"intent": "delivery", "item": "果汁", "count": 26, "city": "无锡", "day": null}'}
+bad = {"问题": "到哪儿了？", "回答": "您的 26 瓶果汁很快就会送到无锡！"}
+table = [{"样本": "好", **good}, {"样本": "坏", **bad}]
 display.show_table(table, text=display.aligned(table))
 
 # %% [markdown]
@@ -97,7 +97,7 @@ display.show_table(table, text=display.aligned(table))
 
 # %%
 formats = [
-    {"instruction": "Translate.", "input": "你好", "output": "Hello"},
+    {"instruction": "翻译成英文。", "input": "你好", "output": "Hello"},
     {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "Hello"}]},
     {"问题": "你好", "答案": "Hello"},
 ]
@@ -107,13 +107,13 @@ for example in formats:
 # %% [markdown]
 # ## 有错的样本
 #
-# `broken_rows.jsonl` 收集了最常见的错误，这里看其中六条，以及检查给出的说明。一行出错不会挡住下一行，所以查一遍就能全部找出来。最后一行是总条数，以及其中有多少条不能用（`cannot be used`）。
+# `broken_rows.jsonl` 收集了最常见的错误，这里看其中六条，以及检查给出的说明。一行出错不会挡住下一行，所以查一遍就能全部找出来。
 
 # %%
 checked = [data.check_row(row) for row in data.read_rows(files.SAMPLES / "broken_rows.jsonl")]
 broken = [row for row in checked if isinstance(row, data.RowError)]
 data.show_problems(broken[1:7])
-print(f"{len(checked)} rows, {len(broken)} of them cannot be used")
+print(f"共 {len(checked)} 条样本，其中 {len(broken)} 条不能用")
 
 # %% [markdown]
 # ## 你自己的文件
@@ -123,13 +123,13 @@ print(f"{len(checked)} rows, {len(broken)} of them cannot be used")
 # %%
 mine = lesson.scratch / "mine.csv"
 mine.parent.mkdir(parents=True, exist_ok=True)
-mine.write_text("question,answer\nWhere is order 2041?,It left our warehouse today.\n", encoding="utf-8")
+mine.write_text("问题,答案\n2041 号订单到哪儿了？,今天已经从仓库发出。\n", encoding="utf-8")
 data.show(next(data.read_rows(mine)))
 
 # %% [markdown]
 # ## 准备数据
 #
-# 现在轮到真正的数据：逐条检查，去掉重复样本，划分，统计。一条样本要不要留出，只由问题决定。所以以后添加样本，旧样本的划分不会变，也不会有哪个问题既用来训练又用来评估。留出的样本太少，不管怎么训练都证明不了什么，数据卡片会直接说出来。后面列出每种原因最先剔除的几条样本，带文件名和行号。
+# 现在轮到真正的数据：逐条检查，去掉重复样本，划分，统计。一条样本进不进验证集，只由问题决定。所以以后添加样本，旧样本的划分不会变，也不会有哪个问题既用来训练又用来验证。验证集太小，不管怎么训练都证明不了什么，数据卡片会直接说出来。后面列出每种原因最先剔除的几条样本，带文件名和行号。
 
 # %%
 card = data.prepare(
@@ -140,25 +140,25 @@ print(card)
 data.show_rejected(card, lesson.run.data)
 
 # %% [markdown]
-# 每条样本的去向，以及最先发现的几条含隐私数据（手机号、邮箱、密钥）的样本：模型可能把训练过的内容原样说出来。*近似重复*（near duplicate）是和另一条样本意思相同、用词也几乎相同的样本；如果出现在留出集里，模型看起来就会比实际好（`near_leak`）。图里的 `left out` 是剔除的条数；没发现隐私数据，就显示 `no private data found`。
+# 每条样本的去向，以及最先发现的几条含隐私数据（手机号、邮箱、密钥）的样本：模型可能把训练过的内容原样说出来。*近似重复*（near duplicate）是和另一条样本意思相同、用词也几乎相同的样本；如果出现在验证集里，模型看起来就会比实际好（`near_leak`）。
 
 # %%
 import matplotlib.pyplot as plt
 
-counts = {"train": card.train, "eval": card.eval, **card.reasons}
+counts = {"训练集": card.train, "验证集": card.eval, **card.reasons}
 figure, axes = plt.subplots(figsize=(7, 0.8 + 0.3 * len(counts)), layout="constrained")
 axes.bar_label(axes.barh(list(counts), list(counts.values())), padding=3)
 axes.invert_yaxis()
-axes.set(title=f"{card.rows} rows, {card.rejected} left out", xlabel="rows")
+axes.set(title=f"共 {card.rows} 条样本，剔除 {card.rejected} 条", xlabel="样本数")
 display.show_figure(figure, lesson.run.logs / "rows.png")
-print(*card.examples or ["no private data found"], sep="\n")
+print(*card.examples or ["没有发现隐私数据"], sep="\n")
 
 # %% [markdown]
-# 把样本重新读进来，和数据卡核对。文件要是手工改过，这个单元格会拒绝。`fingerprint` 后面是数据的指纹。
+# 把样本重新读进来，和数据卡核对。文件要是手工改过，这个单元格会拒绝。
 
 # %%
 train_rows, eval_rows = data.load(lesson.run.data)
-print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out, fingerprint {card.fingerprint[:12]}")
+print(f"训练集 {len(train_rows)} 条，验证集 {len(eval_rows)} 条，指纹 {card.fingerprint[:12]}")
 
 # %% [markdown]
 # ## 模型读到的文本
@@ -175,7 +175,7 @@ print(tokenizer.apply_chat_template(row["messages"][:-1], tools=row.get("tools")
 # %% [markdown]
 # ## 训练的是哪些 token
 #
-# 同一条样本，这次是 trainer 看到的样子。损失只算在标出来的 token 上，其中最后一个是结束符：模型没学过结束符，就会一直写下去，停不下来。
+# 同一条样本，这次是 trainer 看到的样子。只有标出的 token 计算损失，其余 token 的标签是 -100，不参与；标出的最后一个是结束符：模型没学过结束符，就会一直写下去，停不下来。
 
 # %%
 from nbutils import chat
@@ -197,7 +197,7 @@ examples.write(lesson.run.data)
 figure, axes = plt.subplots(figsize=(7, 2.5), layout="constrained")
 axes.hist(examples.lengths, bins=30)
 axes.axvline(examples.max_length, color="tab:red", linestyle="--", label=f"max_length {examples.max_length}")
-axes.set(title="Tokens per training example", xlabel="tokens", ylabel="examples")
+axes.set(title="每条训练样本的 token 数", xlabel="token 数", ylabel="样本数")
 axes.legend()
 display.show_figure(figure, lesson.run.logs / "lengths.png")
 print(examples)
@@ -206,7 +206,7 @@ print(plan.command(len(examples.lengths), mean(examples.lengths)))
 # %% [markdown]
 # ## 约定
 #
-# 服务拼出的文本，必须是训练文本的开头；每个回答的每个 token 都要训练，别的 token 都不训练；每个回答都要以结束符收尾。遇到第一处不符合，检查就停下，指出是哪条样本、哪个 token。
+# 训练和推理的输入必须一致：服务按对话模板拼出的提示词，要和训练文本中回答之前的部分逐 token 相同；每个回答的每个 token 都要训练，别的 token 都不训练；每个回答都要以结束符收尾。遇到第一处不符合，检查就停下，指出是哪条样本、哪个 token。
 
 # %%
 print(chat.check_contract(examples))
@@ -214,17 +214,17 @@ print(chat.check_contract(examples))
 # %% [markdown]
 # ## 练习
 #
-# 写三条不一样的样本，用你自己想训练的内容：一个名字、一种语气、一项任务。下面这条有两个错误，找出来，再换成你写的样本，检查会告诉你还有哪里不对。输出里 `different rows` 是不同样本的条数，应为 3 或更多；`problems` 是错误数，应为 0。
+# 写三条不一样的样本，用你自己想训练的内容：一个名字、一种语气、一项任务。下面这条有两个错误，找出来，再换成你写的样本，检查会告诉你还有哪里不对。
 
 # %%
-given = {"messages": [{"role": "customer", "content": "Where is order 2041?"}, {"role": "assistant", "content": ""}]}
+given = {"messages": [{"role": "customer", "content": "2041 号订单到哪儿了？"}, {"role": "assistant", "content": ""}]}
 my_rows = [given]
 problems = [problem for my_row in my_rows for problem in data.problems_of(my_row)]
 different = len({str(my_row) for my_row in my_rows})
 done = different >= 3 and not problems
-print(f"[{' OK ' if done else 'todo'}] exercise: different rows: {different}, expected 3 or more; problems: {len(problems)}, expected 0")
+print(f"[{' OK ' if done else '待做'}] 不同的样本 {different} 条，需要 3 条或更多；错误 {len(problems)} 处，需要 0 处")
 for problem in problems if my_rows != [given] else []:
-    print(f"  {problem.field}: {problem.kind}, saw {problem.seen} -> {problem.todo}")
+    print(f"  {problem.field}：{problem.kind}，看到的是 {problem.seen} -> {problem.todo}")
 
 # %% [markdown]
 # ## 现在你有了
@@ -234,6 +234,6 @@ for problem in problems if my_rows != [given] else []:
 # - 数据卡：条数、语言、长度，还有一个指纹，后面几课会核对；
 # - 一份证明：回答全部参与训练，别的都不参与，每个回答都以结束符收尾。
 #
-# 留两个问题给你：如果样本的回答互相矛盾，模型会学到什么？评估样本为什么要在训练前留出，而不是训练后？
+# 留两个问题给你：如果样本的回答互相矛盾，模型会学到什么？验证集为什么要在训练前留出，而不是训练后？
 # %%
 lesson.finish(card, examples)

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 03 · 用 QLoRA 微调
 #
-# QLoRA 把微调前的模型量化到 4 bit 并冻结，只训练旁边的 LoRA 小矩阵。免费的 T4 用这种方法能训练 4B 模型；在没有 GPU 的笔记本电脑上，同样的单元格会训练课程自带的小模型。
+# QLoRA 把基座模型量化到 4 bit 并冻结，只训练旁边的 LoRA 小矩阵。免费的 T4 用这种方法能训练 4B 模型；在没有 GPU 的笔记本电脑上，同样的单元格会训练课程自带的小模型。
 #
 # 学完这一课，你会得到
 #
@@ -21,7 +21,7 @@
 # 自带的小模型在 2 核 CPU 上约需两分钟；更大的模型在 GPU 上要几分钟到几小时。磁盘要放得下模型和三个 checkpoint（7B 模型的每个约 0.25 GB）。
 
 # %% [markdown]
-# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+# 先选定语言：课程打印的文字和报错都用中文。英文版是 `notebooks/` 里同名的 notebook。
 
 # %% tags=["language"]
 import os; os.environ["NBUTILS_LANG"] = "zh"
@@ -72,14 +72,14 @@ checkpoints.require_step(lesson.folders, lesson.run.name, RESUME)
 # %% [markdown]
 # ## 样本
 #
-# 第 02 课已经把样本放进运行目录。如果还没跑过第 02 课，现在就准备，检查和第 02 课一样。输出里 `rows to train on` 前面是训练样本数，`held out` 前面是留出的样本数。
+# 第 02 课已经把样本放进运行目录。如果还没跑过第 02 课，现在就准备，检查和第 02 课一样。
 
 # %%
 from nbutils import data
 
 data.prepare(DATA, lesson.run.data, default=lesson.profile.data.source, rows=lesson.profile.data.rows)
 train_rows, eval_rows = data.load(lesson.run.data)
-print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out")
+print(f"训练集 {len(train_rows)} 条，验证集 {len(eval_rows)} 条")
 
 # %% [markdown]
 # ## Token
@@ -97,7 +97,7 @@ print(dataset)
 # %% [markdown]
 # ## 训练配方
 #
-# 批大小、轮数（epoch）和学习率取决于你的样本：一步里的样本太多，步数就太少，损失几乎不动。GPU 只决定一步怎样拆成 micro-batch。开了 packing，几条对话会拼成一行，`train.batch` 数的是拼好的行数：一步 2 行，里面可能有 8 条对话，输出的第一行会写明。接下来是最要紧的几个值和理由（去掉 `only` 可以看全部），最后是这次训练要占用多少机器资源。
+# 批大小、轮数（epoch）和学习率取决于你的样本：样本总数不变时，批越大，更新次数越少；更新太少，损失就降不下来。GPU 只决定一步怎样拆成 micro-batch。开启 packing 后，几段对话会拼成一条序列，`train.batch` 按拼接后的序列计数：2 条序列里可能有 8 段对话，输出的第一行会写明。接下来是最要紧的几个值和理由（去掉 `only` 可以看全部），最后是这次训练要占用多少机器资源。
 
 # %%
 from nbutils import display, plan
@@ -112,7 +112,7 @@ print(plan.describe(plan.require(lesson.resolved)))
 # %% [markdown]
 # ## 把模型量化到 4 bit
 #
-# `nf4` 贴合训练好的权重的分布；二次量化（double quantization）把缩放系数也压缩；矩阵乘法用你这台机器的精度计算。（不设置的话，bitsandbytes 默认用 `fp4` 和 float32。）不到 10 亿参数的模型量化到 4 bit 损失太大，`auto` 会给这类模型设成 `method: lora`，让微调前的模型保持 16 bit。（自带的小模型还是用 4 bit 训练，这样这一课走的就是真实流程。）
+# NF4 的 16 个取值按正态分布设置，0 附近更密，正好适合训练好的权重；双重量化（double quantization）把量化常数也压缩；矩阵乘法用你这台机器的精度计算。（不设置的话，bitsandbytes 默认用 `fp4` 和 float32。）不到 10 亿参数的模型量化到 4 bit 效果下降太多，`auto` 会给这类模型设成 `method: lora`，让基座模型保持 16 bit。（自带的小模型还是用 4 bit 训练，这样这一课走的就是真实流程。）
 
 # %%
 import torch
@@ -124,11 +124,11 @@ quantization = BitsAndBytesConfig(
     bnb_4bit_quant_type=profile.quantization.type,
     bnb_4bit_use_double_quant=profile.quantization.double,
     bnb_4bit_compute_dtype=dtype,
-    bnb_4bit_quant_storage=dtype,  # so that FSDP can divide the weights among GPUs
+    bnb_4bit_quant_storage=dtype,  # 这样 FSDP 才能把权重分到各张 GPU 上
 )
 
 # %% [markdown]
-# 权重一边加载一边量化。梯度会经过这些权重，但一个也不会改。输出里的 `MiB in memory` 是模型占用的显存或内存。
+# 权重一边加载一边量化。反向传播会经过这些权重，但它们已冻结，不会更新。
 
 # %%
 from transformers import AutoModelForCausalLM, set_seed
@@ -144,12 +144,12 @@ model = AutoModelForCausalLM.from_pretrained(
     device_map=lesson.device_map,
     trust_remote_code=False,
 )
-print(f"{model.get_memory_footprint() / 2**20:,.0f} MiB in memory")
+print(f"模型占用 {model.get_memory_footprint() / 2**20:,.0f} MiB")
 
 # %% [markdown]
 # ## 训练前
 #
-# 从留出集取三个问题，让还没微调的模型回答。训练后再问同样三个。
+# 从验证集取三个问题，让还没微调的基座模型回答。训练后再问同样三个。
 
 # %%
 questions = eval_rows[:3]
@@ -161,28 +161,27 @@ display.show_answers(questions, before=before)
 #
 # LoRA 给权重 W 加上两个小矩阵 A 和 B：这一层原来算 W·x，现在算 W·x + (alpha/r)·B·(A·x)。A 有 r 行，B 有 r 列，只训练这两个。秩 `r` 限制能学多少，`alpha / r` 调节适配器的作用大小。
 #
-# 参数怎么取：`r` 越大，学得越多，也越占显存；`lora_alpha` 通常是秩的两倍；`target_modules` 取全部线性层，比只取 q 和 v 学得多；`use_rslora` 改用 alpha / sqrt(r) 缩放，适合大的秩。
 
 # %%
 from peft import LoraConfig
 
 lora = LoraConfig(
-    r=profile.lora.rank,  # higher learns more and needs more memory
-    lora_alpha=profile.lora.alpha,  # usually twice the rank
+    r=profile.lora.rank,  # 越大，学得越多，也越占显存
+    lora_alpha=profile.lora.alpha,  # 通常是秩的两倍
     lora_dropout=profile.lora.dropout,
-    target_modules=profile.lora.target_modules,  # all linear layers learn more than q and v alone
-    use_rslora=profile.lora.use_rslora,  # scales by alpha / sqrt(r), for large ranks
+    target_modules=profile.lora.target_modules,  # 全部线性层，比只取 q 和 v 学得多
+    use_rslora=profile.lora.use_rslora,  # 改用 alpha / sqrt(r) 缩放，适合大的秩
     task_type="CAUSAL_LM",
 )
 
 # %% [markdown]
-# A 和 B 比 W 小多少？下面是这个模型第一个线性层的尺寸，`frozen` 表示冻结，`trained` 表示参与训练。
+# A 和 B 比 W 小多少？下面是这个模型第一个线性层的尺寸。
 
 # %%
 first = next(part for part in model.modules() if isinstance(part, torch.nn.Linear))
 d_in, d_out, r = first.in_features, first.out_features, lora.r
-print(f"W        {d_out} x {d_in} = {d_out * d_in:,} parameters, frozen")
-print(f"A and B  {r} x {d_in} and {d_out} x {r} = {r * (d_in + d_out):,} parameters, trained")
+print(f"W      {d_out} x {d_in} = {d_out * d_in:,} 个参数，冻结")
+print(f"A 和 B {r} x {d_in} 和 {d_out} x {r} = {r * (d_in + d_out):,} 个参数，参与训练")
 
 # %% [markdown]
 # 先猜一猜：模型参数里有百分之几会参与训练？别的线性层里，MLP 的更大，key 和 value 的可能更小；embedding 不加适配器。把 `None` 换成你猜的数，后面有一个单元格会对答案。也可以以后再填：先重新运行这个单元格，再重新运行那一个。
@@ -193,7 +192,7 @@ my_percent = None
 # %% [markdown]
 # ## 训练
 #
-# `SFTConfig` 里都是要紧的值，上面的表讲了每个值的理由。样本首尾相接，不补 padding（`padding_free`）；开了 packing，会先拼成不超过 `max_length` 个 token 的序列。`training.bookkeeping` 补上和学习本身无关的设置：目录、保存、日志、随机种子。`warmup_steps` 小于 1 时，是占总步数的比例。TensorBoard 总是会记录，下面输出的第二行写着在这台机器上怎么打开。W&B 也会记录，有 `WANDB_API_KEY` 就在线记录；设了 `SWANLAB_API_KEY` 或 `SWANLAB_MODE=offline`，SwanLab 也会记录。在另一个终端里运行 `python -m nbutils watch`，可以看训练进度。
+# `SFTConfig` 里都是要紧的值，上面的表讲了每个值的理由。样本首尾相接，不补 padding（`padding_free`）；开了 packing，会先拼成不超过 `max_length` 个 token 的序列。`training.bookkeeping` 补上和学习本身无关的设置：目录、保存、日志、随机种子。TensorBoard 总是会记录，下面输出的第二行写着在这台机器上怎么打开。W&B 也会记录，有 `WANDB_API_KEY` 就在线记录；设了 `SWANLAB_API_KEY` 或 `SWANLAB_MODE=offline`，SwanLab 也会记录。在另一个终端里运行 `python -m nbutils watch`，可以看训练进度。
 
 # %%
 from nbutils import distributed
@@ -202,7 +201,7 @@ from trl import SFTConfig
 settings = SFTConfig(
     learning_rate=profile.train.learning_rate,
     lr_scheduler_type=profile.train.scheduler,
-    warmup_steps=profile.train.warmup_ratio,  # below 1: a share of all steps
+    warmup_steps=profile.train.warmup_ratio,  # 小于 1：占总步数的比例
     num_train_epochs=profile.train.epochs,
     max_steps=profile.train.max_steps or -1,
     per_device_train_batch_size=profile.train.micro_batch,
@@ -221,7 +220,7 @@ settings = SFTConfig(
 )
 
 # %% [markdown]
-# trainer 接收模型、适配器、token，以及课程自己写的一个 callback。这个 callback 每次保存时算一遍验证损失，在后台把 checkpoint 复制到运行目录并在那里校验，赶在平台到时限之前结束训练，还会显示进度。`prepare` 把适配器转成 float32（TRL 会转成 bfloat16，而 T4 不能用 bfloat16 训练），再把 LoRA 的加法融合到矩阵乘法里：结果一样，时间更短。
+# trainer 接收模型、适配器、token，以及课程自己写的一个回调（callback）。这个回调每次保存时算一遍验证损失，在后台把 checkpoint 复制到运行目录并在那里校验，赶在平台到时限之前结束训练，还会显示进度。`prepare` 把适配器转成 float32（TRL 会转成 bfloat16，而 T4 不能用 bfloat16 训练），再把 LoRA 的加法融合到矩阵乘法里：结果一样，时间更短。
 
 # %%
 from trl import SFTTrainer
@@ -239,20 +238,20 @@ trainer = SFTTrainer(
 print(callback.prepare(trainer))
 
 # %% [markdown]
-# 看看你猜得准不准：实际比例的一半到两倍之间都算对。`[TODO] saw None, expected a number` 表示还没有填；`expected more` 是猜小了，`expected less` 是猜大了。
+# 看看你猜得准不准：实际比例的一半到两倍之间都算对。
 
 # %%
 trained, total = trainer.model.get_nb_trainable_parameters()
 percent = 100 * trained / total
 if my_percent is None:
-    print("[todo] exercise: set my_percent above to a number, then run that cell and this one again")
+    print("[待做] 把你猜的数填进上面的 my_percent，再依次运行那个单元格和这一个")
 elif 0.5 * percent <= my_percent <= 2 * percent:
-    print(f"[ OK ] saw {my_percent}: {trained:,} of {total:,} parameters are trained, {percent:.2g} percent")
+    print(f"[ OK ] 你猜的是 {my_percent}：{total:,} 个参数里训练 {trained:,} 个，占百分之 {percent:.2g}")
 else:
-    print(f"[todo] exercise: saw {my_percent}, expected {'more' if my_percent < percent else 'less'}: compare A and B with W above")
+    print(f"[待做] 你猜的是 {my_percent}，实际比这个{'多' if my_percent < percent else '少'}：拿上面的 A 和 B 跟 W 比一比")
 
 # %% [markdown]
-# 开始训练。中断过的训练会从最新的、校验通过的 checkpoint 继续。显存不足时，用更小的 micro-batch 重做这一步（个数变多，批大小不变），还不够就打开梯度检查点（gradient checkpointing）。机器要是被收回，把这个 notebook 原样再运行一遍，就会继续训练。用 float16 时，找到合适的 loss scale 之前，前几步可能会跳过。训练结束后会检查微调前的模型：一个权重都不许变。
+# 开始训练。中断过的训练会从最新的、校验通过的 checkpoint 继续。显存不足时，用更小的 micro-batch 重做这一步（个数变多，批大小不变），还不够就打开梯度检查点（gradient checkpointing）。机器要是被收回，把这个 notebook 原样再运行一遍，就会继续训练。float16 容易溢出，训练会自动调整损失缩放（loss scale）；调好之前的几步会跳过，属正常现象。训练结束后会检查基座模型：一个权重都不许变。
 
 # %%
 result = training.train(trainer, callback, resume=RESUME)
@@ -267,7 +266,7 @@ print(result)
 display.plot_losses(result.history, lesson.run.logs / "loss.png")
 
 # %% [markdown]
-# 四次 135M 模型的训练，拿来和你的对照。*healthy*（正常）：两条曲线都先下降再走平。*too slow*（太慢）：学习率太小，或者步数太少。*diverging*（发散）：学习率太大。*overfitting*（过拟合）：样本背下来了，验证损失反而上升。
+# 四次 135M 模型的训练，拿来和你的对照。*正常*：两条曲线都先下降再走平。*太慢*：学习率太小，或者步数太少。*发散*：学习率太高，步子迈得太大，损失反而上升。*过拟合*：样本背下来了，验证损失反而上升。
 
 # %%
 display.plot_loss_examples()
@@ -275,7 +274,7 @@ display.plot_loss_examples()
 # %% [markdown]
 # ## 训练后
 #
-# 还是那三个问题，现在带着适配器回答。第 04 课会问完留出集的所有问题，再比较分数。
+# 还是那三个问题，现在带着适配器回答。第 04 课会问完验证集的所有问题，再比较分数。
 
 # %%
 after = chat.answer(trainer.model, tokenizer, questions)
@@ -289,7 +288,7 @@ display.show_answers(questions, before=before, after=after)
 # %%
 training.save_adapter(result, tokenizer)
 mib = sum(file.stat().st_size for file in lesson.run.adapter.iterdir()) / 2**20
-print(f"adapter: {lesson.run.adapter} ({mib:,.1f} MiB)")
+print(f"适配器：{lesson.run.adapter}（{mib:,.1f} MiB）")
 
 # %% [markdown]
 # ## 练习
@@ -297,17 +296,15 @@ print(f"adapter: {lesson.run.adapter} ({mib:,.1f} MiB)")
 # 学习率对结果的影响有多大？把这个 notebook 再跑两遍：一遍设 `RUN_NAME = "fast"`，学习率取上面表里的十倍；一遍设 `RUN_NAME = "slow"`，学习率取十分之一。最后跑的那一遍会把三次放在一起比较。哪一次的验证损失最低？
 #
 # 用自带的小模型可以直接在终端里做，每次在 CPU 上要几分钟：`python -m nbutils run --profile tiny --only 03 --set train.learning_rate=2e-2 -p RUN_NAME fast`，再用 `2e-4` 和 `slow` 跑一次，最后 `python -m nbutils compare tiny fast slow`。
-#
-# 输出里 `[TODO] saw the runs …, expected fast and slow among them` 表示 `fast` 和 `slow` 还没跑齐，`[ OK ]` 表示齐了。如果有一行 `(seconds: …)`，意思是这次训练的耗时只算断点续训之后的部分。
 
 # %%
 from nbutils import compare
 
 runs = compare.beside(lesson.run, trained=result.facts())
 missing = [name for name in ("fast", "slow") if name not in runs]
-print(f"[{'todo' if missing else ' OK '}] exercise: saw the runs {', '.join(runs)}, expected fast and slow among them")
+print(f"[{'待做' if missing else ' OK '}] 已有的训练：{', '.join(runs)}；其中要有 fast 和 slow")
 if missing:
-    print(f'Run this notebook with RUN_NAME = "{missing[0]}" and SET = "train.learning_rate=..." to compare them.')
+    print(f'再运行一遍这个 notebook，设 RUN_NAME = "{missing[0]}" 和 SET = "train.learning_rate=..."，就能一起比较。')
 
 # %% [markdown]
 # ## 现在你有了

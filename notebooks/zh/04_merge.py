@@ -9,19 +9,19 @@
 # %% [markdown]
 # # 04 · 合并模型，看微调有没有用
 #
-# 适配器离不开微调前的模型。合并后的模型可以单独使用，任何推理服务都能加载。合并就是把适配器两个矩阵的乘积加到微调前的模型（未量化）的对应权重上，一次处理一个权重，从磁盘读、往磁盘写。所以 7B 模型也只要很少的内存。
+# LoRA 适配器不能单独使用，必须和基座模型一起加载。合并后的模型可以单独使用，任何推理服务都能加载。合并就是算出 B·A，加到未量化的基座权重上；逐个权重读、算、写，所以 7B 也只占很少内存。
 #
 # 学完这一课，你会得到
 #
 # - 合并后的模型，带 tokenizer、对话模板和生成配置（generation config）；
-# - 一份证明：计算结果和“微调前的模型加适配器”一致；
-# - 微调前的模型和合并后的模型在同一批留出样本上的分数，每个分数都带置信区间；
+# - 一份证明：计算结果和“基座模型加适配器”一致；
+# - 基座模型和合并后的模型在同一个验证集上的分数，每个分数都带置信区间；
 # - 一个结论：微调有没有用（答案可以是“没有”），以及一份 HTML 报告。
 #
 # 自带的小模型在 2 核 CPU 上约需一分钟。7B 模型需要 16 GB 磁盘，合并时总共占 2 GB 内存。
 
 # %% [markdown]
-# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+# 先选定语言：课程打印的文字和报错都用中文。英文版是 `notebooks/` 里同名的 notebook。
 
 # %% tags=["language"]
 import os; os.environ["NBUTILS_LANG"] = "zh"
@@ -45,7 +45,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# 不改这些参数，合并的就是这个配置（profile）下第 03 课最后训练的结果。`MERGE_ONTO = "dequantized"` 合并到 4 bit 的模型上，见下面的“证明”。导出和上传在第 08 课，公开基准测试在第 09 课。
+# 不改这些参数，合并的就是这个配置（profile）下第 03 课最后训练的结果。`MERGE_ONTO = "dequantized"` 合并到 4 bit 的基座模型上，见下面的“证明”。导出和上传在第 08 课，公开基准测试在第 09 课。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -54,7 +54,7 @@ RUN_NAME: str = ""
 MERGE_ONTO: str = "full"
 
 # %% [markdown]
-# 如果这个运行目录里还没跑过第 03 课，现在会先跑。然后核对模型和适配器的权重名称与形状，免得中途出错。
+# 如果这个运行目录里还没跑过第 03 课，现在会先跑。然后核对基座模型和适配器的权重名称与形状，免得中途出错。
 
 # %%
 import nbutils
@@ -65,9 +65,9 @@ lesson.require("03_qlora")
 merging.check(lesson, MERGE_ONTO)
 
 # %% [markdown]
-# ## 适配器和微调前的模型
+# ## 适配器和基座模型
 #
-# transformers 加载微调前的模型，PEFT 再加上适配器，这就是我们想留下的模型。`placement` 说明在这台机器上怎样加载：放得下就不量化，放不下就用 4 bit（例如 T4 上的 7B）。
+# transformers 加载基座模型，PEFT 再加上适配器，这就是我们想留下的模型。`placement` 说明在这台机器上怎样加载：放得下就不量化，放不下就用 4 bit（例如 T4 上的 7B）。
 
 # %%
 from peft import PeftModel
@@ -81,7 +81,7 @@ base = AutoModelForCausalLM.from_pretrained(lesson.model, **placement.loading, t
 tuned = PeftModel.from_pretrained(base, lesson.run.adapter)
 
 # %% [markdown]
-# 从留出集取一个问题，看带适配器的模型怎么答；下面会拿同一个问题问合并后的模型。`question` 是问题，`reference` 是参考答案，`adapter` 是带适配器的模型的回答。
+# 从验证集取一个问题，看带适配器的模型怎么答；下面会拿同一个问题问合并后的模型。
 
 # %%
 from nbutils import chat, data
@@ -89,9 +89,9 @@ from nbutils import chat, data
 train_rows, eval_rows = data.load(lesson.run.data)
 *_, question, reference = eval_rows[0]["messages"]
 [from_adapter] = chat.answer(tuned, tokenizer, eval_rows[:1])
-print("question ", question["content"])
-print("reference", reference["content"])
-print("adapter  ", from_adapter)
+print("问题    ", question["content"])
+print("参考答案", reference["content"])
+print("适配器  ", from_adapter)
 
 # %% [markdown]
 # ## 手工合并一个权重
@@ -101,11 +101,11 @@ print("adapter  ", from_adapter)
 # %%
 name, layer = next((name, module) for name, module in tuned.named_modules() if getattr(module, "lora_A", None))
 weight = name.removeprefix("base_model.model.") + ".weight"
-W = merging.read_weight(lesson.model, weight)  # from disk, unquantized
+W = merging.read_weight(lesson.model, weight)  # 从磁盘读，未量化
 A, B = (matrix["default"].weight.float().cpu() for matrix in (layer.lora_A, layer.lora_B))
 scale = layer.scaling["default"]
 by_hand = W + scale * (B @ A)
-print(f"{weight}: W {tuple(W.shape)} + {scale:g} · B {tuple(B.shape)} · A {tuple(A.shape)}")
+print(f"{weight}：W {tuple(W.shape)} + {scale:g} · B {tuple(B.shape)} · A {tuple(A.shape)}")
 
 # %% [markdown]
 # ## 合并
@@ -122,13 +122,13 @@ merge = merging.merge_adapter(lesson.model, lesson.run.adapter, folder, dtype=dt
 print(merge)
 
 # %% [markdown]
-# 我们手工算的权重在里面吗？写进去的应该就是刚才的和，按同样的 dtype 舍入。（合并到反量化的模型上时，两者之差就是 4 bit 丢掉的部分。）`largest difference` 是最大的差。
+# 我们手工算的权重在里面吗？写进去的应该就是刚才的和，按同样的 dtype 舍入。（合并到反量化的基座模型上时，两者之差就是 4 bit 丢掉的部分。）
 
 # %%
 import torch
 
 written = merging.read_weight(folder, weight)
-print(f"largest difference: {(written - by_hand.to(getattr(torch, dtype)).float()).abs().max():.2g}")
+print(f"最大的差：{(written - by_hand.to(getattr(torch, dtype)).float()).abs().max():.2g}")
 
 # %% [markdown]
 # 推理服务要用的文件都在这个目录里：权重、配置、tokenizer、对话模板、生成配置。`complete.json` 最后才写，记录这个模型由什么合并而来。
@@ -140,20 +140,20 @@ for file in sorted(folder.iterdir()):
 # %% [markdown]
 # ## 再问同一个问题
 #
-# 合并后的模型和普通模型一样加载，不需要 PEFT。先从内存里清掉旧模型。`placement.load` 调用 `AutoModelForCausalLM.from_pretrained(folder, **placement.loading)`，并留住这一个模型，后面的单元格就不用再加载。输出里 `adapter` 和 `merged` 分别是合并前和合并后的回答。
+# 合并后的模型和普通模型一样加载，不需要 PEFT。先从内存里清掉旧模型。`placement.load` 调用 `AutoModelForCausalLM.from_pretrained(folder, **placement.loading)`，并留住这一个模型，后面的单元格就不用再加载。
 
 # %%
 del base, tuned, layer
 [from_merged] = chat.answer(placement.load(folder), tokenizer, eval_rows[:1])
-print("adapter", from_adapter)
-print("merged ", from_merged)
+print("适配器", from_adapter)
+print("合并后", from_merged)
 
 # %% [markdown]
 # ## 证明
 #
-# 回答相同，合并也可能有损坏。所以每个权重都抽几行，用微调前的模型和适配器重新算一遍。再让带适配器的模型和合并后的模型在约 200 个位置上预测下一个 token，比较整个词表的概率。两者的距离（KL 散度，单位是 nats/token）在模型相同时为 0；有舍入误差时是一个很小的数。
+# 回答一样，不等于合并没出错。所以每个权重都抽几行，用基座模型和适配器重新算一遍。再让带适配器的模型和合并后的模型在约 200 个位置上预测下一个 token，比较整个词表的概率。两者的距离（KL 散度，单位是 nats/token）在模型相同时为 0；有舍入误差时是一个很小的数。
 #
-# QLoRA 的适配器是在 4 bit 模型上训练的，而合并后的模型没有量化。这一步也会改变预测，通常只变一点，就是最后那个数。想避免，就设 `MERGE_ONTO = "dequantized"`，这样合并用的模型就和训练时一样，只有 4 bit 的精度。如果合并后的模型和带适配器的模型对不上，这一课停在这里。
+# QLoRA 的适配器是在 4 bit 的基座模型上训练的，而合并后的模型没有量化。这一步也会改变预测，通常只变一点，就是最后那个数。想避免，就设 `MERGE_ONTO = "dequantized"`，这样合并用的模型就和训练时一样，只有 4 bit 的精度。如果合并后的模型和带适配器的模型对不上，这一课停在这里。
 
 # %%
 from nbutils import parity
@@ -164,7 +164,7 @@ print(proof)
 # %% [markdown]
 # ## 微调前后
 #
-# 微调前的模型和合并后的模型回答同样的留出问题，temperature 为 0。这些问题都没有参与训练，第 03 课只用其中一部分来挑最好的一步。另有一小组通用问题，看通用能力。回答一边生成一边保存，中断后可以接着做。如果第 05 课启动的服务还在运行，而且正是这个模型，就由服务回答，速度更快。
+# 基座模型和合并后的模型回答验证集里同样的问题，temperature 为 0。这些问题都没有参与训练，第 03 课只用其中一部分来挑最好的一步。另有一小组通用问题，看通用能力。回答一边生成一边保存，中断后可以接着做。如果第 05 课启动的服务还在运行，而且正是这个模型，就由服务回答，速度更快。
 
 # %%
 from nbutils import serving
@@ -180,24 +180,24 @@ comparison.show_answers(6)
 # %% [markdown]
 # ## 练习
 #
-# 根据刚才读到的回答猜一猜：合并后的模型在全部留出问题里，有多大比例答得和参考答案完全一致？把 0 到 1 之间的数填进 `my_guess`，运行单元格，误差在 0.1 以内算对。`[TODO] saw no guess` 表示还没填；`expected more` 是猜小了，`expected less` 是猜大了。
+# 根据刚才读到的回答猜一猜：合并后的模型在验证集的全部问题里，有多大比例答得和参考答案完全一致？把 0 到 1 之间的数填进 `my_guess`，运行单元格，误差在 0.1 以内算对。
 
 # %%
 my_guess = None
 share = comparison.results[-1].mean("exact_match")
 if my_guess is None:
-    print("[todo] exercise: count the ticks above, then set my_guess to a number from 0 to 1")
+    print("[待做] 数一数上面的勾，再把 0 到 1 之间的数填进 my_guess")
 elif abs(my_guess - share) > 0.1:
-    print(f"[todo] exercise: saw {my_guess}, expected {'more' if my_guess < share else 'less'}: show 20 answers in the cell above, and guess again")
+    print(f"[待做] 你猜的是 {my_guess}，实际比这个{'大' if my_guess < share else '小'}：在上面的单元格里显示 20 个回答，再猜一次")
 else:
-    print(f"[ OK ] saw {my_guess}, expected {share:.2f}, give or take 0.1")
+    print(f"[ OK ] 你猜的是 {my_guess}，实际是 {share:.2f}，相差不超过 0.1")
 
 # %% [markdown]
 # ## 三种分数
 #
-# - *exact match*（完全一致）：和参考答案完全一致的回答所占的比例；
-# - *character F1*（字符 F1）：和参考答案有多少字符相同（按字符而不按词算，这样中文也适用）；
-# - *loss*（损失）：参考答案在模型看来有多不可能，单位是 nats/token，越低越好。
+# - *完全一致*（exact match）：和参考答案完全一致的回答所占的比例；
+# - *字符 F1*：和参考答案有多少字符相同（按字符而不按词算，这样中文也适用）；
+# - *损失*：参考答案平均每个 token 的 -ln p（单位 nat）；越低，模型越认可参考答案。
 #
 # 括号里是 95 % 置信区间。`p` 是假设微调没有带来任何变化时，出现至少这么大的差异的概率。
 
@@ -205,15 +205,15 @@ else:
 comparison.show_scores("exact_match", "character_f1", "loss")
 
 # %% [markdown]
-# 同样的内容画成图：点是均值，线段是置信区间。线段不重叠，差异就很难用碰巧来解释。
+# 同样的内容画成图：点是均值，线段是置信区间。两个置信区间不重叠，差异不太可能只是随机波动。
 
 # %%
 comparison.plot("exact_match", "character_f1", "loss")
 
 # %% [markdown]
-# ## 忘掉了什么？
+# ## 有没有灾难性遗忘？
 #
-# 模型学了一项任务，可能会忘掉别的。先看两个通用问题的回答，再看全部通用问题上困惑度（perplexity）的比值：接近 1 就是什么也没忘。（自带的小模型只懂那家小店，微调之后不管问什么都按工单格式回答。）
+# 微调之后，模型原有的能力可能下降，这叫灾难性遗忘。先看两个通用问题的回答，再看全部通用问题上困惑度（perplexity）的比值：接近 1 就是什么也没忘。（自带的小模型只懂那家小店，微调之后不管问什么都按工单格式回答。）
 
 # %%
 comparison.show_answers(2, general=True)
@@ -222,22 +222,22 @@ print(comparison.forgetting)
 # %% [markdown]
 # ## 结论
 #
-# 损失变低说明不了多少。就算用*打乱*的回答来训练，模型也能学会回答大概长什么样，损失和 F1 照样变好。所以每个回答除了和自己的参考答案比，还要和其他样本的参考答案比，前者高出的部分才是*内容得分*（content）。内容得分的提高大到不能用碰巧来解释，结论才是*有用*（helped）。报告里有全部分数，用任何浏览器都能打开，路径在 `report` 后面。
+# 损失变低说明不了多少。就算用*打乱*的回答来训练，模型也能学会回答大概长什么样，损失和 F1 照样变好。所以每个回答除了和自己的参考答案比，还要和其他样本的参考答案比，前者高出的部分才是*内容得分*。只有内容得分显著提升（统计显著），结论才是“有用”。报告里有全部分数，用任何浏览器都能打开。
 #
-# 内容得分用两种方法各算一次：exact match 和 ROUGE-L。ROUGE-L 看两段文本有多少字符按同样的顺序出现，从 0（完全没有）到 1（全部相同）。如果所有回答都长得差不多，就算答得完美，和自己的参考答案也只比和别的参考答案近一点：自带的示例数据里是 0.2，其中一半是微调前的模型本来就有的。结论显示的是微调增加的部分。
+# 内容得分用两种方法各算一次：完全一致和 ROUGE-L。ROUGE-L 看两段文本有多少字符按同样的顺序出现，从 0（完全没有）到 1（全部相同）。如果所有回答都长得差不多，就算答得完美，和自己的参考答案也只比和别的参考答案近一点：自带的示例数据里是 0.2，其中一半是基座模型本来就有的。结论显示的是微调增加的部分。
 
 # %%
 print(comparison.verdict)
-print(f"report: {comparison.page}")
+print(f"报告：{comparison.page}")
 
 # %% [markdown]
 # ## 现在你有了
 #
 # - 合并后的模型，带 tokenizer、对话模板和生成配置（generation config）；
-# - 一份证明：计算结果和“微调前的模型加适配器”一致；
-# - 微调前的模型和合并后的模型在同一批留出样本上的分数，每个分数都带置信区间；
+# - 一份证明：计算结果和“基座模型加适配器”一致；
+# - 基座模型和合并后的模型在同一个验证集上的分数，每个分数都带置信区间；
 # - 一个结论：微调有没有用（答案可以是“没有”），以及一份 HTML 报告。
 #
-# 留两个问题给你：为什么只凭损失变低，不能说明微调有用？要找出模型还会答错什么，你会往留出集里加哪些问题？第 05 课把模型部署为服务。
+# 留两个问题给你：为什么只凭损失变低，不能说明微调有用？要找出模型还会答错什么，你会往验证集里加哪些问题？第 05 课把模型部署为服务。
 # %%
 lesson.finish(merge, proof, comparison)

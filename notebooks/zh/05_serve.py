@@ -21,7 +21,7 @@
 # 自带的小模型在 2 核 CPU 上约需一分钟。第一次运行要搭建推理环境，多花几分钟和 3 GB 磁盘（有 GPU 时 12 GB）。
 
 # %% [markdown]
-# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+# 先选定语言：课程打印的文字和报错都用中文。英文版是 `notebooks/` 里同名的 notebook。
 
 # %% tags=["language"]
 import os; os.environ["NBUTILS_LANG"] = "zh"
@@ -45,7 +45,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `FOLDER` 是要部署的模型目录，用来代替第 04 课合并后的模型，例如一个导出的模型。`PORT` 填 0，就用平台对外开放的端口（AutoDL），没有这样的端口就随便用一个空闲的。`QUESTIONS` 填 0，问的留出问题就和第 04 课一样多。`KEEP_RUNNING` 让服务在结束后继续运行，并给出聊天框；关掉这个 notebook，服务就停止。`STOP_OTHERS` 停掉同一次训练里其他 notebook 启动的服务。
+# `FOLDER` 是要部署的模型目录，用来代替第 04 课合并后的模型，例如一个导出的模型。`PORT` 填 0，就用平台对外开放的端口（AutoDL），没有这样的端口就随便用一个空闲的。`QUESTIONS` 填 0，问的验证集问题就和第 04 课一样多。`KEEP_RUNNING` 让服务在结束后继续运行，并给出聊天框；关掉这个 notebook，服务就停止。`STOP_OTHERS` 停掉同一次训练里其他 notebook 启动的服务。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -76,23 +76,23 @@ serving.stop_leftover_servers(lesson.run.path, STOP_OTHERS)
 
 # %%
 environment = serving.ensure_environment(ENGINE)
-print(f"{environment.engine}, with the Python {environment.python}")
+print(f"{environment.engine}，用的 Python 是 {environment.python}")
 
 # %% [markdown]
 # ## 命令行
 #
-# 下面是要紧的启动参数：`served-model-name` 是客户端用的模型名，`max-model-len` 是提示（prompt）加回答的最大 token 数，`max-num-seqs` 是一起计算的请求数，多出来的排队，`gpu-memory-utilization` 是占用显存的比例。`model.flags` 补上这台机器和这个模型需要的参数，例如第 04 课的精度（`dtype`），以及不编译、启动更快的 `enforce-eager`；命令下面的几行说明理由。这条命令启动的就是 `vllm serve` 启动的那个服务，只是写成了调用 Python 模块的形式。服务只监听本机，客户端都要带 API key。
+# 下面是要紧的启动参数。`model.flags` 补上这台机器和这个模型需要的参数；命令下面的几行说明理由。这条命令启动的就是 `vllm serve` 启动的那个服务，只是写成了调用 Python 模块的形式。服务只监听本机，客户端都要带 API key。
 
 # %%
 from nbutils.served_model import ServedModel
 
 model = ServedModel(lesson, FOLDER, environment.engine, QUESTIONS)
 flags = {
-    **model.flags,  # dtype: the precision of weights and computation; enforce-eager: no compilation, starts sooner
-    "served-model-name": "course",  # the name that clients ask for
-    "max-model-len": lesson.profile.serve.max_model_len,  # longest prompt and answer together, in tokens
-    "max-num-seqs": lesson.profile.serve.max_num_seqs,  # requests computed together; more wait in a queue
-    "gpu-memory-utilization": lesson.profile.serve.gpu_memory if lesson.gpu else None,  # share of GPU memory it takes
+    **model.flags,  # dtype：权重和计算的精度；enforce-eager：不编译，启动更快
+    "served-model-name": "course",  # 客户端用的模型名
+    "max-model-len": lesson.profile.serve.max_model_len,  # 提示词加回答最多多少 token
+    "max-num-seqs": lesson.profile.serve.max_num_seqs,  # 一起计算的请求数，多出来的排队
+    "gpu-memory-utilization": lesson.profile.serve.gpu_memory if lesson.gpu else None,  # 占用显存的比例
 }
 port = PORT or serving.preferred_port(lesson.platform, engine=environment.engine)
 server = serving.Server(model.folder, environment, flags=flags, port=port, log=lesson.run.logs / "serve.log")
@@ -111,7 +111,7 @@ print(serving.public_address(lesson.platform, server.port))
 # %% [markdown]
 # ## 一个请求
 #
-# 客户端只需要三样东西：地址、模型名、消息。`temperature=0` 总是取概率最高的 token。`Question` 是问题，`Answer` 是回答。
+# 客户端只需要三样东西：地址、模型名、消息。`temperature=0` 总是取概率最高的 token。
 
 # %%
 from openai import OpenAI
@@ -119,8 +119,8 @@ from openai import OpenAI
 client = OpenAI(base_url=server.url, api_key=server.api_key or "no key is checked")
 question = model.questions[0]
 response = client.chat.completions.create(model=server.model_name, messages=question, max_tokens=64, temperature=0)
-print("Question:", question[-1]["content"])
-print("Answer:  ", response.choices[0].message.content)
+print("问题", question[-1]["content"])
+print("回答", response.choices[0].message.content)
 
 # %% [markdown]
 # 同样的请求也可以从这台机器的终端发：把两行都粘贴进去。第一行从服务的进程里读出 key，所以这里不会显示 key。不要把 key 写进 notebook；想自己定，就在启动 Jupyter 之前设好环境变量 `VLLM_API_KEY`。最后一行是一个网页，列出服务支持的所有接口。
@@ -156,7 +156,7 @@ print()
 my_guess = None
 
 # %% [markdown]
-# 现在实测。每个线程发一个请求，等自己的回答。vLLM 每走一步，就给所有请求各算一个 token（continuous batching），所以权重只读一遍，所有请求共用。在 GPU 上，读权重就是大部分开销；CPU 上的收益小一些。输出里 `1 request` 是一个请求的时间，`32 at once` 是 32 个同时发的时间；你猜的在实际倍数的一半到两倍之间都算对。
+# 现在实测。每个线程发一个请求，等自己的回答。vLLM 每走一步，就给所有请求各算一个 token（continuous batching），所以权重只读一遍，所有请求共用。在 GPU 上，读权重就是大部分开销；CPU 上的收益小一些。你猜的在实际倍数的一半到两倍之间都算对。
 
 # %%
 import time
@@ -173,17 +173,17 @@ def seconds_for(questions):
 at_once = (model.questions * 32)[:32]
 one = sum(seconds_for([messages]) for messages in at_once[:8]) / len(at_once[:8])
 many = seconds_for(at_once)
-print(f"1 request: {one:.2f} s. 32 at once: {many:.2f} s.")
+print(f"1 个请求：{one:.2f} 秒。32 个同时发：{many:.2f} 秒。")
 if my_guess is None:
-    print("[todo] exercise: put a number into `my_guess` and run both cells again")
+    print("[待做] 把你猜的数填进 `my_guess`，再运行这两个单元格")
 else:
     close = 0.5 < my_guess * one / many < 2
-    print(f"[{' OK ' if close else 'todo'}] exercise: saw a guess of {my_guess}, expected about {many / one:.0f}; half or twice of it counts")
+    print(f"[{' OK ' if close else '待做'}] 你猜的是 {my_guess} 倍，实际约 {many / one:.0f} 倍；一半到两倍之间都算对")
 
 # %% [markdown]
 # ## 和第 04 课的回答一样吗？
 #
-# 把留出集的问题全部发给服务，再拿服务的回答和第 04 课里 transformers 的回答比较。提示（prompt）的 token 必须相同，不然就是服务用了别的对话模板。用 float32，回答也必须相同。用 16 bit 可以有差别：两个程序的舍入不同，两个 token 概率几乎相等时，选中的可能是另一个。
+# 把验证集的问题全部发给服务，再拿服务的回答和第 04 课里 transformers 的回答比较。提示词的 token 必须相同，不然就是服务用了别的对话模板。用 float32，回答也必须相同。用 16 bit 可以有差别：两个程序的舍入不同，两个 token 概率几乎相等时，选中的可能是另一个。
 
 # %%
 same_answers = model.compare_answers(server)
@@ -196,7 +196,7 @@ print(same_answers)
 same_answers.show(rows=3)
 
 # %% [markdown]
-# 回答相同，模型也可能变了。所以还要在第 04 课存下的几百个位置上比较概率。距离用 KL 散度衡量，单位是 nats/token：0 表示概率完全相同，float32 的舍入误差不到 0.00001（1e-05）。*merged, in vLLM* 是服务，*merged* 是第 04 课的模型。真实距离可能比显示的略大，因为 vLLM 只返回概率最高的一些 token。如果距离远超舍入误差，说明服务里跑的是另一个模型，这一课就会停下。
+# 回答一样，不等于模型没变。所以还要在第 04 课存下的几百个位置上比较概率。距离用 KL 散度衡量，单位是 nats/token：0 表示概率完全相同，float32 的舍入误差不到 0.00001（1e-05）。真实距离可能比显示的略大，因为 vLLM 只返回概率最高的一些 token。如果距离远超舍入误差，说明服务里跑的是另一个模型，这一课就会停下。
 
 # %%
 same_model = model.compare_predictions(server)
@@ -205,7 +205,7 @@ print(same_model)
 # %% [markdown]
 # ## 练习
 #
-# temperature 大于 0 时，服务按概率随机抽取每个 token。在 0 到 2 之间，`temperature` 要多高，五个回答里才会有两个不一样？趁服务还在运行，改一改再运行这个单元格。结果带有随机性，每个值多跑几次；接近 2 时，句子就不成样子了。点“全部运行”（*Run all*）跑完之后，服务已经停止：把上面的 `KEEP_RUNNING` 设成 `True`，再全部运行一遍。输出里 `saw` 后面是不同回答的个数，应为 2 或更多。
+# temperature 大于 0 时，服务按概率随机抽取每个 token。在 0 到 2 之间，`temperature` 要多高，五个回答里才会有两个不一样？趁服务还在运行，改一改再运行这个单元格。结果带有随机性，每个值多跑几次；接近 2 时，句子就不成样子了。点“全部运行”（*Run all*）跑完之后，服务已经停止：把上面的 `KEEP_RUNNING` 设成 `True`，再全部运行一遍。
 
 # %%
 temperature = 0.0
@@ -215,7 +215,7 @@ for _ in range(5 if server.running else 0):
     response = client.chat.completions.create(**options | {"temperature": temperature})
     answers.add(response.choices[0].message.content)
 print(*answers, sep="\n")
-print(f"[{' OK ' if len(answers) > 1 else 'todo'}] exercise: saw {len(answers)} different among 5 answers, expected 2 or more")
+print(f"[{' OK ' if len(answers) > 1 else '待做'}] 5 个回答里有 {len(answers)} 个不同的，需要 2 个或更多")
 
 # %% [markdown]
 # ## 聊天
@@ -226,20 +226,20 @@ print(f"[{' OK ' if len(answers) > 1 else 'todo'}] exercise: saw {len(answers)} 
 from nbutils import chat_widget
 
 *opening, last = model.questions[-1]
-talk = chat_widget.Talk("model", client, server.model_name, opening=opening, max_tokens=64, temperature=0)
+talk = chat_widget.Talk("模型", client, server.model_name, opening=opening, max_tokens=64, temperature=0)
 box = chat_widget.chat([talk], [last["content"]], live=KEEP_RUNNING)
 
 # %% [markdown]
 # ## 停止
 #
-# 停掉服务，释放显存或内存。要是让服务继续运行，运行目录里会有记录，第 04 课可以用这个服务来回答。输出里 `stopped` 是已停止，`running at` 后面是服务的地址，`Its log` 后面是日志文件。
+# 停掉服务，释放显存或内存。要是让服务继续运行，运行目录里会有记录，第 04 课可以用这个服务来回答。
 
 # %%
 if KEEP_RUNNING:
     serving.write_server_note(server, lesson.run.path)
 else:
     server.stop()
-print("The server is", f"running at {server.url}." if server.running else "stopped.", f"Its log: {server.log}")
+print("服务", f"正在运行：{server.url}。" if server.running else "已停止。", f"日志：{server.log}")
 
 # %% [markdown]
 # ## 现在你有了

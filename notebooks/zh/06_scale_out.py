@@ -13,7 +13,7 @@
 #
 # 学完这一课，你会得到
 #
-# - 由几个进程分担的一次训练，用适合你的模型和显卡的引擎，以及启动训练的命令行；
+# - 由几个进程分担的一次训练，用适合你的模型和显卡的并行策略，以及启动训练的命令行；
 # - 和单个进程的比较：每一步的样本相同，损失相同，以及快了多少；
 # - 1 到 16 张卡的显存、1 到 64 张卡的速度和费用，算式可以拿自己的比较结果来检验；
 # - 运行目录里的一个适配器，可以直接用于第 04 课。
@@ -21,7 +21,7 @@
 # 自带的小模型在 2 核 CPU 上约需三分钟；更大的模型，用时是第 03 课的时间除以 GPU 数，另加几分钟做比较。磁盘和第 03 课一样。
 
 # %% [markdown]
-# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+# 先选定语言：课程打印的文字和报错都用中文。英文版是 `notebooks/` 里同名的 notebook。
 
 # %% tags=["language"]
 import os; os.environ["NBUTILS_LANG"] = "zh"
@@ -45,7 +45,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `PROCESSES` 填 0，就给每块 GPU 启动一个进程。`ENGINE` 填下面表里的引擎名，填 `"auto"` 就按模型大小自动选。`TRIAL_STEPS` 是比较时跑的步数；填 0 不做比较，例如一次很长的训练第二次启动的时候。其他参数和第 03 课一样。第 03 课已经训练完的运行目录，这里没有什么可训练的了：把 `MAX_STEPS` 调大，或者换一个 `RUN_NAME`。
+# `PROCESSES` 填 0，就给每块 GPU 启动一个进程。`ENGINE` 填下面表里的并行策略，填 `"auto"` 就按模型大小自动选。`TRIAL_STEPS` 是比较时跑的步数；填 0 不做比较，例如一次很长的训练第二次启动的时候。其他参数和第 03 课一样。第 03 课已经训练完的运行目录，这里没有什么可训练的了：把 `MAX_STEPS` 调大，或者换一个 `RUN_NAME`。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -68,21 +68,21 @@ import nbutils
 lesson = nbutils.start("06_scale_out", globals())
 
 # %% [markdown]
-# 开几个进程？每块 GPU 一个。没有 GPU 就开两个，每个用一个 CPU 线程。输出里 `processes` 就是进程数。
+# 开几个进程？每块 GPU 一个。没有 GPU 就开两个，每个用一个 CPU 线程。
 
 # %%
 from nbutils import distributed
 
 choice = distributed.processes_for(lesson.gpu.count if lesson.gpu else 0, PROCESSES)
 processes, threads = choice.value, 0 if lesson.gpu else 1
-print(f"processes: {processes} ({choice.reason})")
+print(f"进程数：{processes}（{choice.reason}）")
 
 # %% [markdown]
-# ## 用哪个引擎
+# ## 用哪种并行策略
 #
-# 每个进程算一步里自己那份样本，然后大家把梯度取平均，走同样的一步，适配器就始终一致。配置里的 `train.batch` 是所有 GPU 加起来一步的样本数：两块 GPU 各算一半，所以学习率和步数都不用改。引擎之间的区别是：每个进程放什么，要传什么。
+# 每个进程各算一部分样本，再用 all-reduce 求梯度平均，做同样的更新，适配器就始终一致。配置里的 `train.batch` 是所有 GPU 加起来一步的样本数：两块 GPU 各算一半，所以学习率和步数都不用改。并行策略（参数 `ENGINE`）之间的区别是：每个进程放什么，要传什么。
 #
-# | 引擎 | 每个进程放什么 | 一步传什么 | 适合 |
+# | 并行策略 | 每个进程放什么 | 一步传什么 | 适合 |
 # |---|---|---|---|
 # | `ddp` | 整个模型 | 适配器的梯度 | 一块 GPU 放得下的模型，速度最快 |
 # | `fsdp_qlora` | 4 bit 模型和优化器的一份 | 每个 micro-step 把模型传两遍 | 4 bit 也放不进一块 GPU 的模型 |
@@ -91,19 +91,19 @@ print(f"processes: {processes} ({choice.reason})")
 # | `zero2_offload` | 整个模型，优化器在内存里 | 同上 | 秩特别大的适配器 |
 # | `zero3` | 同 `fsdp_lora` | 同 `fsdp_lora`，另外每个 micro-step 还传梯度 | 熟悉 DeepSpeed、用 `method: lora` 的人；比 FSDP 慢 |
 #
-# ZeRO-2 分摊的是梯度和优化器，而 LoRA 的这两样本来就小。按课程的预估，显存反而用得更多：4 bit 的 7B 模型放在两块 GPU 上，DDP 每块 6.4 GiB，ZeRO-2 是 7.4 GiB，offload 是 7.1 GiB（设置和后面的表相同），因为 DeepSpeed 自己要一块缓冲区，这里又不能用 8 bit 优化器。三个 `zero` 引擎要先运行 `pip install deepspeed`。要用 16 bit，就设 `SET = "method=lora, quantization.type=none"`。
+# ZeRO-2 分摊的是梯度和优化器，而 LoRA 的这两样本来就小。按课程的预估，显存反而用得更多：4 bit 的 7B 模型放在两块 GPU 上，DDP 每块 6.4 GiB，ZeRO-2 是 7.4 GiB，offload 是 7.1 GiB（设置和后面的表相同），因为 DeepSpeed 自己要一块缓冲区，这里又不能用 8 bit 优化器。三种 `zero` 策略要先运行 `pip install deepspeed`。要用 16 bit，就设 `SET = "method=lora, quantization.type=none"`。
 #
-# 所以：一块 GPU 放得下就用 DDP，放不下就用 FSDP。`auto` 也是这样选的。输出里 `engine` 是引擎，括号里是原因。
+# 所以：一块 GPU 放得下就用 DDP，放不下就用 FSDP。`auto` 也是这样选的。
 
 # %%
 from nbutils import plan
 
 choice = plan.engine_for(lesson.resolved, processes, ENGINE)
 engine = choice.value
-print(f"engine: {engine} ({choice.reason})")
+print(f"并行策略：{engine}（{choice.reason}）")
 
 # %% [markdown]
-# 下面这行命令，在终端里做的事和这个 notebook 一样：DDP 用 `torchrun`，其他引擎用 `accelerate launch` 加上 `configs/accelerate` 里的文件。每个进程分到一个编号（叫 rank，和 LoRA 的秩无关）和一块 GPU。只有一个进程又用 DDP 时，就是普通的 Python 命令。配置、模型和样本都沿用这次训练的；需要的话可以加上 `--MAX_STEPS` 和 `--MAX_HOURS`。按 Ctrl-C 会先存 checkpoint，前面那个环境变量给它十分钟；之后那段 traceback 是启动器自己打印的。（`torchrun` 就是 `python -m torch.distributed.run`。）
+# 下面这行命令，在终端里做的事和这个 notebook 一样：DDP 用 `torchrun`，其他策略用 `accelerate launch` 加上 `configs/accelerate` 里的文件。每个进程分到一个编号（叫 rank，和 LoRA 的秩无关）和一块 GPU。只有一个进程又用 DDP 时，就是普通的 Python 命令。配置、模型和样本都沿用这次训练的；需要的话可以加上 `--MAX_STEPS` 和 `--MAX_HOURS`。按 Ctrl-C 会先存 checkpoint，前面那个环境变量给它十分钟；之后那段 traceback 是启动器自己打印的。（`torchrun` 就是 `python -m torch.distributed.run`。）
 
 # %%
 import shlex
@@ -118,7 +118,7 @@ print("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600", shlex.join(map(str, words)))
 # %% [markdown]
 # ## 几张卡放得下多大的模型
 #
-# 表里是每张卡要用的显存（GiB），括号里是最小要多大的卡（另留 8 % 和 0.5 GiB 余量）。`2 x 8` 指两台机器、每台八张卡。`ddp` 和 `fsdp_qlora` 的模型是 4 bit，`fsdp_lora` 是 16 bit；micro-batch 是一条 2,048 个 token 的样本，打开梯度检查点。这些都是预估。`plan.engine_table()` 列出所有引擎和各自要的内存：`fsdp_qlora` 每个进程都要先在内存里加载一份 4 bit 模型，所以八张卡训练 72B，启动时要 307 GiB 内存。
+# 表里是每张卡要用的显存（GiB），括号里是最小要多大的卡（另留 8 % 和 0.5 GiB 余量）。`2 x 8` 指两台机器、每台八张卡。`ddp` 和 `fsdp_qlora` 的模型是 4 bit，`fsdp_lora` 是 16 bit；micro-batch 是一条 2,048 个 token 的样本，打开梯度检查点。这些都是预估。`plan.engine_table()` 列出所有并行策略和各自要的内存：`fsdp_qlora` 每个进程都要先在内存里加载一份 4 bit 模型，所以八张卡训练 72B，启动时要 307 GiB 内存。
 
 # %%
 from nbutils import display
@@ -126,7 +126,7 @@ from nbutils import display
 print(display.aligned(plan.memory_table()))
 
 # %% [markdown]
-# 这些数怎么来的？以四张 24 GB 的卡训练 72B 为例。写着 `/ 4` 的部分由四张卡平分。4 bit 权重的量化系数不分；每张卡还要把马上要算的层临时拼完整。所以卡数翻倍，每张卡的显存也不会减半。
+# 这些数怎么来的？以四张 24 GB 的卡训练 72B 为例。写着 `/ 4` 的部分由四张卡平分。4 bit 权重的量化常数不分；计算某一层之前，每张卡要先用 all-gather 收齐这一层的权重。所以卡数翻倍，每张卡的显存也不会减半。
 
 # %%
 from nbutils.models import find_shape
@@ -137,7 +137,7 @@ print(display.aligned(plan.memory_formula(find_shape("Qwen2.5-72B"), table_recip
 # %% [markdown]
 # ## 先一起跑，再单独跑
 #
-# 在临时目录里把同样的几步跑两遍：先用全部进程和上面选的引擎，再用一个进程。输出里 `alone` 是单独跑，`together` 是一起跑。（只有一块 GPU 时没什么可比；一块 GPU 放不下的模型没法单独跑。这两种情况都会跳过。）
+# 在临时目录里把同样的几步跑两遍：先用全部进程和上面选的策略（目录 `together`），再用一个进程（目录 `alone`）。（只有一块 GPU 时没什么可比；一块 GPU 放不下的模型没法单独跑。这两种情况都会跳过。）
 
 # %%
 import shutil
@@ -146,11 +146,11 @@ trials = lesson.scratch / "trials"
 shutil.rmtree(trials, ignore_errors=True)
 possible = processes > 1 and TRIAL_STEPS and plan.fits_alone(lesson.resolved)
 for name, count, how in [("together", processes, engine), ("alone", 1, "")] if possible else []:
-    print(f"--- {name}: {count} process{'es' if count > 1 else ''} {how}")
+    print(f"--- {name}：{count} 个进程{'一起' if count > 1 else ''} {how}")
     lesson.launch("03_qlora", count, threads, trials, engine=how, RUN_NAME=name, MAX_STEPS=TRIAL_STEPS, DATA=DATA)
 
 # %% [markdown]
-# 两遍的步数相同，每一步的样本相同，损失相差不超过 1 %。最后几位数字会不一样，因为同样的数换了相加的顺序，舍入也就不同。如果差得更多，说明还有别的地方不同。（用了 dropout，每个进程各自抽随机数，就只有趋势一致。）在 CPU 上，两个进程共用同样的核，别指望快一倍。用 3、5、6、7 个进程时，自动选的批大小会向上取整：在 `SET` 里写明一个。`[ OK ] equal steps, equal batch, losses within 1 %` 表示步数、批大小和损失都对上了。
+# 两遍的步数相同，每一步的样本相同，损失相差不超过 1 %。最后几位数字会不一样，因为同样的数换了相加的顺序，舍入也就不同。如果差得更多，说明还有别的地方不同。（用了 dropout，每个进程各自抽随机数，就只有趋势一致。）在 CPU 上，两个进程共用同样的核，别指望快一倍。用 3、5、6、7 个进程时，自动选的批大小会向上取整：在 `SET` 里写明一个。
 
 # %%
 from nbutils import compare
@@ -158,7 +158,7 @@ from nbutils import compare
 compared = compare.speed_up(trials / "alone", trials / "together") if possible else None
 if compared:
     print(compared)
-    print(f"[{' OK ' if compared.same_work else 'WARN'}] equal steps, equal batch, losses within 1 %")
+    print(f"[{' OK ' if compared.same_work else 'WARN'}] 步数相同，批大小相同，损失相差不超过 1 %")
 
 # %% [markdown]
 # ## 算一算
@@ -168,7 +168,7 @@ if compared:
 # - DDP：适配器的梯度，2 (N - 1) / N x 4 字节 x 适配器参数量，每步一次；
 # - FSDP：模型，每个 micro-step 传 2 (N - 1) / N x 模型的字节数，另加适配器的梯度。
 #
-# 表里每张卡每步 8 条样本。8 张卡以内在一台机器里，走 PCIe，12 GB/s；再多就分到几台机器，机器之间是 25 Gbit/s 以太网（2.5 GB/s）。两个带宽都是假设值。这里按传输时不计算来算，实际上引擎会把一部分通信藏在计算后面。
+# 表里每张卡每步 8 条样本。8 张卡以内在一台机器里，走 PCIe，12 GB/s；再多就分到几台机器，机器之间是 25 Gbit/s 以太网（2.5 GB/s）。两个带宽都是假设值。这里按传输时不计算来算，实际上会有一部分通信藏在计算后面。
 
 # %%
 from nbutils.plan import scaling
@@ -208,12 +208,12 @@ if compared:
 #
 # 两个进程都在同一块卡上计算，所以计算的时间和一个进程时一样，或者更长。显存与预估相差不到 3.3 %。用 16 bit 时，FSDP 同样是 0.97 秒，ZeRO-3 却要 2 秒左右：它用不了本课程融合的 LoRA 层。
 #
-# 没有测过的是：两块真正的 GPU，以及用真实网络连接的两台机器。那里以你自己的表为准。损失和适配器与单个进程一致，这一点在 CPU 上用 float32 对每个引擎都试过：记录下来的损失相差都不超过 1e-6（优化器放到内存时 1.2e-5）。在 H200 上用 bfloat16 和两个进程：DDP 完全相同，FSDP 和 ZeRO-2 相差 0.04 %。
+# 没有测过的是：两块真正的 GPU，以及用真实网络连接的两台机器。那里以你自己的表为准。损失和适配器与单个进程一致，这一点在 CPU 上用 float32 对每种并行策略都试过：记录下来的损失相差都不超过 1e-6（优化器放到内存时 1.2e-5）。在 H200 上用 bfloat16 和两个进程：DDP 完全相同，FSDP 和 ZeRO-2 相差 0.04 %。
 
 # %% [markdown]
 # ## 训练
 #
-# 现在用全部进程完整训练一次。checkpoint、断点续训和时限都和第 03 课一样：在一块 GPU 上开始的训练可以换到两块上继续，反过来也行，换引擎也行。在 Kaggle 上，*Save Version > Save & Run All* 会在后台运行这个 notebook，12 小时到之前自己结束；把输出挂到下一个版本，就会继续训练。在租来的机器上，用 `papermill` 运行，或者用上面那行命令。
+# 现在用全部进程完整训练一次。checkpoint、断点续训和时限都和第 03 课一样：在一块 GPU 上开始的训练可以换到两块上继续，反过来也行，换并行策略也行。在 Kaggle 上，*Save Version > Save & Run All* 会在后台运行这个 notebook，12 小时到之前自己结束；把输出挂到下一个版本，就会继续训练。在租来的机器上，用 `papermill` 运行，或者用上面那行命令。
 
 # %%
 from nbutils import record
@@ -222,33 +222,33 @@ earlier = record.read(lesson.run.facts).get("lessons", {}).get("03_qlora", {})
 lesson.launch("03_qlora", processes, threads, engine=engine, DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)
 
 # %% [markdown]
-# 这次训练的记录，取自第 03 课写的 `facts.json`：进程数（`processes`）、引擎（`engine`，单个普通进程时是空的）、批大小（`batch`）、已跑和计划的步数（`steps`、`planned_steps`）、最后的损失（`final_loss`）、每秒 token 数（`tokens_per_second`）、一块 GPU 的显存峰值，没有 GPU 时是内存峰值（`peak_memory_gib`）。如果提示 `This run was finished before`，说明这次训练早就跑完，现在没有再训练：调大 `MAX_STEPS`，或者换一个 `RUN_NAME`。提示 `not finished`，就再运行一遍这个 notebook。
+# 这次训练的记录，取自第 03 课写的 `facts.json`：进程数（`processes`）、并行策略（`engine`，单个普通进程时是空的）、批大小（`batch`）、已跑和计划的步数（`steps`、`planned_steps`）、最后的损失（`final_loss`）、每秒 token 数（`tokens_per_second`）、一块 GPU 的显存峰值，没有 GPU 时是内存峰值（`peak_memory_gib`）。
 
 # %%
 trained = record.read(lesson.run.facts)["lessons"]["03_qlora"]
 for name in ("processes", "engine", "batch", "steps", "planned_steps", "final_loss", "tokens_per_second", "peak_memory_gib"):
     print(f"{name:18} {trained[name]}")
 if trained["resumed_from_step"] == trained["steps"]:
-    print("This run was finished before: nothing was trained now. Raise MAX_STEPS, or choose another RUN_NAME.")
-print(f"adapter: {lesson.run.adapter}" if record.complete(trained) else "not finished: run this notebook again")
+    print("这次训练早就跑完了，现在没有再训练：调大 MAX_STEPS，或者换一个 RUN_NAME。")
+print(f"适配器：{lesson.run.adapter}" if record.complete(trained) else "还没训练完：再运行一遍这个 notebook")
 
 # %% [markdown]
 # ## 练习
 #
-# 一次训练能不能中途换进程数，或者换引擎？重新跑一遍这一课，再多十步，不做比较，并设 `PROCESSES = 1`，或者 `ENGINE = "fsdp_qlora"`（16 bit 用 `"fsdp_lora"`）。下一个单元格会写明步数该怎么填（`Run this lesson again …`）。（要占满所有 GPU 的模型就不用换了。）`saw steps … to …` 是这次从哪一步跑到哪一步，`first` 后面是上一次的进程数和引擎，`then` 后面是这一次的；起点大于 0，并且两次不同，才算通过。
+# 一次训练能不能中途换进程数，或者换并行策略？重新跑一遍这一课，再多十步，不做比较，并设 `PROCESSES = 1`，或者 `ENGINE = "fsdp_qlora"`（16 bit 用 `"fsdp_lora"`）。下一个单元格会写明步数该怎么填。（要占满所有 GPU 的模型就不用换了。）
 
 # %%
 first, last = trained["resumed_from_step"], trained["steps"]
 before, now = ((one.get("processes"), one.get("engine")) for one in (earlier, trained))
 good = 0 < first < last and before != now
-print(f"[{' OK ' if good else 'todo'}] exercise: saw steps {first} to {last}, first {before}, then {now}; expected a change after step 0")
+print(f"[{' OK ' if good else '待做'}] 第 {first} 步到第 {last} 步，原来是 {before}，现在是 {now}；要在第 0 步之后换一次")
 if not good:
-    print(f"Run this lesson again, not with {now}: MAX_STEPS = {last + 10}, TRIAL_STEPS = 0. It continues at step {last}.")
+    print(f"再运行一遍这一课，不要再用 {now}：MAX_STEPS = {last + 10}，TRIAL_STEPS = 0。训练会从第 {last} 步继续。")
 
 # %% [markdown]
 # ## 现在你有了
 #
-# - 由几个进程分担的一次训练，用适合你的模型和显卡的引擎，以及启动训练的命令行；
+# - 由几个进程分担的一次训练，用适合你的模型和显卡的并行策略，以及启动训练的命令行；
 # - 和单个进程的比较：每一步的样本相同，损失相同，以及快了多少；
 # - 1 到 16 张卡的显存、1 到 64 张卡的速度和费用，算式可以拿自己的比较结果来检验；
 # - 运行目录里的一个适配器，可以直接用于第 04 课。

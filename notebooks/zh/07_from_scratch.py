@@ -15,13 +15,13 @@
 #
 # - 一个 tokenizer，以及切成 token 的文本；
 # - 一个从随机权重训练出来的 Qwen2 模型，宽度和层数由你定；
-# - 模型在留出文本上的损失和困惑度，以及训练前后的续写；
+# - 模型在验证集上的损失和困惑度，以及训练前后的续写；
 # - 一个模型目录，在其他几课里可以直接填进 `MODEL`。
 #
 # 默认设置在两核 CPU 上约需两到三分钟，占 0.1 GB 磁盘。下面有一张预估表，租显卡之前就能看到，你的设置要多少时间、花多少钱。
 
 # %% [markdown]
-# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+# 先选定语言：课程打印的文字和报错都用中文。英文版是 `notebooks/` 里同名的 notebook。
 
 # %% tags=["language"]
 import os; os.environ["NBUTILS_LANG"] = "zh"
@@ -96,10 +96,10 @@ for text in islice(texts, 4):
 # %%
 tokenizer = pretraining.make_tokenizer(texts, VOCAB, TOKENIZER, LENGTH)
 ids = tokenizer("Please send 3 boxes of apples to Hangzhou. 请周五送到杭州。")["input_ids"]
-print(len(tokenizer), "tokens;", [tokenizer.decode([i]) for i in ids])
+print(len(tokenizer), "个 token；", [tokenizer.decode([i]) for i in ids])
 
 # %% [markdown]
-# 文档首尾相接，每篇后面加一个分隔符，再切成每行 `LENGTH` 个 token。从全文各处抽出最多 64 行作为留出集，用来测模型在没见过的文本上的损失。
+# 文档首尾相接，每篇后面加一个分隔符，再切成每行 `LENGTH` 个 token。从全文各处抽出最多 64 行作为验证集，用来测模型在没见过的文本上的损失。
 
 # %%
 rows = pretraining.tokenize(texts, tokenizer, LENGTH, lesson.scratch)
@@ -134,17 +134,17 @@ from transformers import Qwen2ForCausalLM, set_seed
 set_seed(SEED)
 config._attn_implementation = "sdpa"
 model = Qwen2ForCausalLM(config).to(lesson.device)
-print(f"{model.num_parameters():,} parameters on {model.device}")
+print(f"{model.num_parameters():,} 个参数，在 {model.device} 上")
 
 # %% [markdown]
-# 损失是 -log p 的平均值，p 是模型给实际出现的下一个 token 的概率。没训练过的模型给所有 token 的概率都差不多，所以损失接近 `log(词表大小)`。困惑度是 e 的 loss 次方，相当于模型在多少个 token 之间拿不定主意。
+# 损失是 -log p 的平均值，p 是模型给实际出现的下一个 token 的概率。没训练过的模型给所有 token 的概率都差不多，所以损失接近 `log(词表大小)`。困惑度（perplexity）是 e 的损失次方，相当于模型在多少个 token 之间拿不定主意。
 
 # %%
 row = torch.tensor([rows.eval[0]["input_ids"]], device=model.device)
 with torch.no_grad():
     logits = model(input_ids=row).logits
 loss = torch.nn.functional.cross_entropy(logits[0, :-1].float(), row[0, 1:]).item()
-print(f"loss {loss:.2f}, perplexity {math.exp(loss):,.0f}; log({len(tokenizer)}) is {math.log(len(tokenizer)):.2f}")
+print(f"损失 {loss:.2f}，困惑度 {math.exp(loss):,.0f}；log({len(tokenizer)}) 是 {math.log(len(tokenizer)):.2f}")
 
 # %% [markdown]
 # 训练之前，模型会怎样续写？只会反复输出一两个 token。
@@ -165,13 +165,13 @@ from trl import SFTConfig
 settings = SFTConfig(
     learning_rate=profile.train.learning_rate,
     lr_scheduler_type=profile.train.scheduler,
-    warmup_steps=profile.train.warmup_ratio,  # below 1: a share of all steps
+    warmup_steps=profile.train.warmup_ratio,  # 小于 1：占总步数的比例
     max_steps=profile.train.max_steps,
     per_device_train_batch_size=profile.train.micro_batch,
     gradient_accumulation_steps=profile.train.accumulation_on(),
     max_length=None,
     optim=profile.train.optimizer,
-    adam_beta2=0.95,  # usual for pre-training; the default of 0.999 adapts more slowly
+    adam_beta2=0.95,  # 预训练常用；默认的 0.999 适应得更慢
     weight_decay=profile.train.weight_decay,
     max_grad_norm=profile.train.max_grad_norm,
     gradient_checkpointing=profile.train.gradient_checkpointing == "on",
@@ -181,7 +181,7 @@ settings = SFTConfig(
 )
 
 # %% [markdown]
-# 回调就是第 03 课的那个：每次保存时测留出集损失，把 checkpoint 复制到运行目录并校验，时间快用完时提前结束；留出集损失不再下降，就停止训练。
+# 回调就是第 03 课的那个：每次保存时测验证损失，把 checkpoint 复制到运行目录并校验，时间快用完时提前结束；验证损失不再下降，就停止训练。
 
 # %%
 from trl import SFTTrainer
@@ -205,19 +205,19 @@ result = training.train(trainer, callback, resume=RESUME)
 print(pretraining.summary(result))
 
 # %% [markdown]
-# 曲线从 `log(词表大小)` 附近开始一路下降：模型先学会词，再学会句子，最后学会照抄前文。如果训练损失继续下降，留出集损失却上升，说明文本太少，撑不起这么大的模型。
+# 曲线从 `log(词表大小)` 附近开始一路下降：模型先学会词，再学会句子，最后学会照抄前文。如果训练损失继续下降，验证损失却上升，说明文本太少，撑不起这么大的模型。
 
 # %%
 from nbutils import display
 
-display.plot_losses(result.history, lesson.run.logs / "loss.png", title="Pre-training loss")
+display.plot_losses(result.history, lesson.run.logs / "loss.png", title="预训练损失")
 
 # %% [markdown]
 # 再续写同样的文本。训练时间短，只学得到文风，学不到事实；增加文本、步数、宽度和层数都有用。
 
 # %%
 after = pretraining.complete(trainer.model, tokenizer, rows.prompts)
-display.show_table([{"text": a, "before": repr(b), "after": repr(c)} for a, b, c in zip(rows.prompts, before, after, strict=True)])
+display.show_table([{"文本": a, "训练前": repr(b), "训练后": repr(c)} for a, b, c in zip(rows.prompts, before, after, strict=True)])
 
 # %% [markdown]
 # ## 保存
@@ -228,27 +228,27 @@ display.show_table([{"text": a, "before": repr(b), "after": repr(c)} for a, b, c
 from nbutils import disk
 
 folder = pretraining.save(result, tokenizer)
-print(f"{folder}: {disk.folder_gib(folder) * 1024:.1f} MiB")
+print(f"{folder}：{disk.folder_gib(folder) * 1024:.1f} MiB")
 
 # %% [markdown]
 # ## 练习
 #
-# 写一个至少五个 token 的句子填进 `sentence`，要让模型觉得好猜：损失低于 4.0。哪些词模型掌握得好？（`saw` 是你这句的损失，显示 `[ OK ]` 就过了；`try words from the texts above` 是说换用上面文本里出现过的词。）
+# 写一个至少五个 token 的句子填进 `sentence`，要让模型觉得好猜：损失低于 4.0。哪些词模型掌握得好？
 
 # %%
 sentence = ""
 saw = pretraining.text_loss(trainer.model, tokenizer, sentence) if sentence else math.inf
 good = len(tokenizer(sentence)["input_ids"]) >= 5 and saw < 4.0
-found = f"{sentence!r} with a loss of {saw:.2f}" if sentence else "no sentence yet"
-hint = ": try words from the texts above" if sentence and not good else ""
-print(f"[{' OK ' if good else 'todo'}] exercise: saw {found}, expected one with a loss below 4.0{hint}")
+found = f"{sentence!r} 的损失是 {saw:.2f}" if sentence else "还没有句子"
+hint = "换用上面文本里出现过的词试试。" if sentence and not good else ""
+print(f"[{' OK ' if good else '待做'}] {found}；要求：损失低于 4.0。{hint}")
 
 # %% [markdown]
 # ## 现在你有了
 #
 # - 一个 tokenizer，以及切成 token 的文本；
 # - 一个从随机权重训练出来的 Qwen2 模型，宽度和层数由你定；
-# - 模型在留出文本上的损失和困惑度，以及训练前后的续写；
+# - 模型在验证集上的损失和困惑度，以及训练前后的续写；
 # - 一个模型目录，在其他几课里可以直接填进 `MODEL`。
 #
 # 最后一个单元格把数字写进 `facts.json`。

@@ -21,7 +21,7 @@
 # 自带的小模型在 2 核 CPU 上约需半分钟；每多一种格式约加 20 秒，`awq` 要几分钟。第一次导出还要给导出用的库搭一个环境：几分钟，3 GB 磁盘，有 GPU 的机器 9 GB。导出的文件占多少磁盘，见下面的表。
 
 # %% [markdown]
-# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+# 先选定语言：课程打印的文字和报错都用中文。英文版是 `notebooks/` 里同名的 notebook。
 
 # %% tags=["language"]
 import os; os.environ["NBUTILS_LANG"] = "zh"
@@ -71,31 +71,31 @@ folder = lesson.run.merged
 # %% [markdown]
 # ## 有哪些格式
 #
-# - *16 bit*（`bf16`、`fp16`、`gguf-f16`）：合并后的模型是 16 bit 就原样不变，是 32 bit 就减小一半。几乎没有损失。
+# - *16 bit*（`bf16`、`fp16`、`gguf-f16`）：合并后的模型是 16 bit 就原样不变，是 32 bit 就减小一半。效果几乎不变。
 # - *8 bit*（`fp8`、`int8`、`gguf-q8_0`）：比 16 bit 的一半大一点。差别很难察觉。
-# - *4 bit*（`w4a16`、`awq`、`gguf-q4_k_m`）：至少是 16 bit 的三分之一。有些回答会变；小模型比大模型损失更多。
+# - *4 bit*（`w4a16`、`awq`、`gguf-q4_k_m`）：至少是 16 bit 的三分之一。有些回答会变；小模型比大模型效果下降得更多。
 #
 # `fp8`、`w4a16` 和 `awq` 给 vLLM 用，`int8` 给 CPU 上的 transformers 用，GGUF 文件给 llama.cpp 和基于它的程序用。大小是估计值：除了 GGUF，其他格式都不压缩 embedding。
 
 # %%
 from nbutils import display
 
-display.show_table(exporting.offer(folder, lesson.gpu), "Formats")
+display.show_table(exporting.offer(folder, lesson.gpu), "格式")
 
 # %% [markdown]
 # ## 猜一猜
 #
-# 第一个导出有多大？猜一个比例：导出的大小除以合并后的模型的大小。上面的表和下面打印的大小（`merged model`）可以参考。把你猜的数填进 `my_share`，最后的练习会对答案。
+# 第一个导出有多大？猜一个比例：导出的大小除以合并后的模型的大小。上面的表和下面打印的大小可以参考。把你猜的数填进 `my_share`，最后的练习会对答案。
 
 # %%
 my_share = None
 megabytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
-print(f"first export: {formats[0]}; merged model: {megabytes:,.1f} MB")
+print(f"第一个导出：{formats[0]}；合并后的模型：{megabytes:,.1f} MB")
 
 # %% [markdown]
 # ## 导出
 #
-# 每种格式都用大家信得过的库来做：给 vLLM 的用 llm-compressor，给 CPU 的用 torchao，GGUF 用 llama.cpp 自己的转换工具。这些库需要的版本和训练不同，所以装在独立的环境里。同一个模型导出过的格式会直接沿用。`awq` 还会用训练样本校准，这样，对这些样本要紧的权重损失最小。
+# 每种格式都用大家信得过的库来做：给 vLLM 的用 llm-compressor，给 CPU 的用 torchao，GGUF 用 llama.cpp 自己的转换工具。这些库需要的版本和训练不同，所以装在独立的环境里。同一个模型导出过的格式会直接沿用。`awq` 还会用训练样本校准，这样，对这些样本要紧的权重误差最小。
 
 # %%
 from nbutils import data
@@ -110,35 +110,35 @@ exports = [exporting.export(folder, name, calibration=train_rows) for name in fo
 print(*exports, sep="\n")
 
 # %% [markdown]
-# ## 每种格式损失了什么
+# ## 每种格式的效果下降多少
 #
-# 把每个导出的模型都加载一遍，读第 04 课做证明用的那些文本。*KL* 是导出的模型和合并后的模型在预测上的距离，单位是 nats/token：0.001 以下没人看得出来，0.15 以上就能看出来。写着“至少”（at least），是因为第 04 课在每个位置只存了概率最高的一些 token。*相同的回答*（same answers）是逐个 token 都没变的短回答的个数。
+# 把每个导出的模型都加载一遍，读第 04 课做证明用的那些文本。*KL* 是导出的模型和合并后的模型在预测上的距离，单位是 nats/token：0.001 以下没人看得出来，0.15 以上就能看出来。写着“至少”，是因为第 04 课在每个位置只存了概率最高的一些 token。*相同的回答*是逐个 token 都没变的短回答的个数。
 
 # %%
 compared = exporting.check_exports(lesson, exports)
-display.show_table([one.row for one in compared], "Size and price")
+display.show_table([one.row for one in compared], "大小和代价")
 
 # %% [markdown]
 # ## 分享
 #
-# 不设 `PUSH_TO`，什么都不会离开这台机器。上传的仓库是私有的，模型卡会写明微调前的模型，不会写你的目录。访问令牌（token）从平台的 secret 里取，绝不显示。上传或打包的是 `EXPORTS` 里的第一种格式；`EXPORTS` 留空，就是合并后的模型。不上传时，输出 `kept here` 后面是模型所在的目录。
+# 不设 `PUSH_TO`，什么都不会离开这台机器。上传的仓库是私有的，模型卡会写明基座模型，不会写你的目录。访问令牌（token）从平台的 secret 里取，绝不显示。上传或打包的是 `EXPORTS` 里的第一种格式；`EXPORTS` 留空，就是合并后的模型。
 
 # %%
 chosen = exports[0].folder if EXPORTS else folder
 pushed = sharing.push(chosen, PUSH_TO) if PUSH_TO else ""
-print(pushed or f"kept here: {chosen}")
+print(pushed or f"没有上传，模型在：{chosen}")
 
 # %% [markdown]
 # ## 练习
 #
-# 你猜对了吗？用格式的 bit 数除以合并后的模型的 bit 数。embedding 和输出层常常保留 16 bit，在小模型里占全部权重的一大部分，所以小模型压缩得比大模型少。把 `EXPORTS` 设成 `"fp8, gguf-q8_0"`，再猜一次，再运行一遍这一课。输出里 `saw` 后面是你猜的数，`expected` 后面是实际比例，误差在 0.1 以内算对；`[TODO] put your prediction into my_share` 表示还没填。
+# 你猜对了吗？用格式的 bit 数除以合并后的模型的 bit 数。embedding 和输出层常常保留 16 bit，在小模型里占全部权重的一大部分，所以小模型压缩得比大模型少。把 `EXPORTS` 设成 `"fp8, gguf-q8_0"`，再猜一次，再运行一遍这一课。误差在 0.1 以内算对。
 
 # %%
 share = exports[0].ratio
 if my_share is None:
-    print("[todo] exercise: put your prediction into `my_share` above, then run that cell and this one")
+    print("[待做] 把你猜的数填进上面的 `my_share`，再依次运行那个单元格和这一个")
 else:
-    print(f"[{' OK ' if abs(my_share - share) <= 0.1 else 'todo'}] exercise: saw {my_share}, expected {share:.2f}, give or take 0.1")
+    print(f"[{' OK ' if abs(my_share - share) <= 0.1 else '待做'}] 你猜的是 {my_share}，实际是 {share:.2f}，误差在 0.1 以内算对")
 
 # %% [markdown]
 # ## 现在你有了

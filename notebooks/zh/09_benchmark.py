@@ -9,18 +9,18 @@
 # %% [markdown]
 # # 09 · 服务有多快？
 #
-# 第 05 课把你的模型部署成了服务，这一课测速度：和直接用 `generate` 比，和 `transformers serve` 比，也和 GPU 显存带宽决定的上限比。然后用一个服务同时提供微调前的模型和你的适配器，并排比较。
+# 第 05 课把你的模型部署成了服务，这一课测速度：和直接用 `generate` 比，和 `transformers serve` 比，也和 GPU 显存带宽决定的上限比。然后用一个服务同时提供基座模型和你的适配器，并排比较。
 #
 # 学完这一课，你会得到
 #
 # - vLLM、`generate` 和 `transformers serve` 在你的模型上每秒多少 token，有表有图；
-# - 服务的预测和合并后的模型、适配器、微调前的模型各差多远；
-# - 微调前的模型和适配器的分数，由同一个服务用两个名字提供。
+# - 服务的预测和合并后的模型、适配器、基座模型各差多远；
+# - 基座模型和适配器的分数，由同一个服务用两个名字提供。
 #
 # 自带的小模型在 2 核 CPU 上约需 90 秒，有 GPU 时要几分钟。需要第 05 课的推理环境。
 
 # %% [markdown]
-# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+# 先选定语言：课程打印的文字和报错都用中文。英文版是 `notebooks/` 里同名的 notebook。
 
 # %% tags=["language"]
 import os; os.environ["NBUTILS_LANG"] = "zh"
@@ -44,7 +44,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `RIVALS` 是和 vLLM 一起测的对手。`SIDE_BY_SIDE` 让服务同时提供微调前的模型和适配器。`LM_EVAL_TASKS` 填 lm-eval 的公开基准测试，例如 `"hellaswag,arc_easy"`，需要网络、`lm_eval` 包和时间。
+# `RIVALS` 是和 vLLM 一起测的对照。`SIDE_BY_SIDE` 让服务同时提供基座模型和适配器。`LM_EVAL_TASKS` 填 lm-eval 的公开基准测试，例如 `"hellaswag,arc_easy"`，需要网络、`lm_eval` 包和时间。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -71,14 +71,14 @@ harness = evaluation.Harness(LM_EVAL_TASKS, lesson.run.path, hardware.DTYPES[les
 # %% [markdown]
 # ## 负载
 #
-# 每个引擎收到的提示（prompt）都一样：随机的词，这样前缀缓存帮不上任何引擎；回答的长度也固定。每测完一步，数字都写进运行目录的 `bench.json`。`concurrency` 是同时请求数，`rounds` 是每一路请求问几次。
+# 每个引擎收到的提示词都一样：随机的词，这样前缀缓存帮不上任何引擎；回答的长度也固定。每测完一步，数字都写进运行目录的 `bench.json`。
 
 # %%
 settings = bench.Settings(
-    concurrency=(1, 8, 32, 128) if lesson.gpu else (1, 8),  # requests at the same time
+    concurrency=(1, 8, 32, 128) if lesson.gpu else (1, 8),  # 同时请求数
     prompt_tokens=128 if lesson.gpu else 32,
     answer_tokens=128 if lesson.gpu else 16,
-    rounds=4 if lesson.gpu else 2,  # how often each of them asks
+    rounds=4 if lesson.gpu else 2,  # 每一路请求问几次
 )
 benchmark = bench.Benchmark(lesson.run.path / "bench.json", settings, {"model": lesson.model_name}, lesson.gpu)
 
@@ -93,9 +93,9 @@ if lesson.gpu:
     serving.free_gpu_memory()
 
 # %% [markdown]
-# ## 对手
+# ## 对照
 #
-# 直接用 `generate`，一次回答一个提示，或者一批提示，整批都要等最慢的那个。`transformers serve` 也是一个服务，但没有 vLLM 的那些 kernel。两者的并发数和 vLLM 一样，但最多同时 32 个请求，请求总数也更少，因为慢。一个出错，其他的继续测。
+# 直接用 `generate`，一次回答一个提示词，或者一批提示词，整批都要等最慢的那个。`transformers serve` 也是一个服务，但没有 vLLM 的那些 kernel。两者的并发数和 vLLM 一样，但最多同时 32 个请求，请求总数也更少，因为慢。一个出错，其他的继续测。
 
 # %%
 benchmark.run(lesson.run.merged, rivals)
@@ -109,7 +109,7 @@ benchmark.run(lesson.run.merged, rivals)
 from nbutils.served_model import ServedModel
 
 environment = serving.ensure_environment(ENGINE)
-model = ServedModel(lesson, engine=environment.engine, rows=0 if lesson.gpu else 32)  # held-out questions; 0: all
+model = ServedModel(lesson, engine=environment.engine, rows=0 if lesson.gpu else 32)  # 验证集的问题数；0 是全部
 serve = lesson.profile.serve
 flags = {**model.flags, "served-model-name": "course", "max-model-len": serve.max_model_len, "max-num-seqs": serve.max_num_seqs}
 flags |= {"gpu-memory-utilization": serve.gpu_memory} if lesson.gpu else {}
@@ -121,7 +121,7 @@ benchmark.measure(server, "vllm" if environment.engine != "transformers" else "t
 # 这张表按并发数（同时请求数）列出所有引擎。*首 token*（TTFT）是读者要等多久，*每 token*（TPOT）是之后文字出来得有多快；都给出 p50 / p90 / p99，单位毫秒。
 
 # %%
-benchmark.show("Speed on your own model")
+benchmark.show("在你自己的模型上有多快")
 
 # %% [markdown]
 # 同样的数字画成图。自带的小模型在 CPU 上，很多时间花在 HTTP 上。大模型在 GPU 上，几条线之间的距离就是大家用推理服务的原因：权重读一遍，所有请求共用。
@@ -132,20 +132,20 @@ benchmark.plot(lesson.run.path / "bench.png")
 # %% [markdown]
 # ## 还是同一个模型吗？
 #
-# 两个模型的预测相差多远，用 KL 散度衡量，单位是 nats/token：0 表示给每个 token 的概率都相同。前几行是微调和量化带来的变化。最后一行是服务，只应有舍入误差。写着*至少*（at least），是因为 vLLM 只返回概率最高的一些 token。
+# 两个模型的预测相差多远，用 KL 散度衡量，单位是 nats/token：0 表示给每个 token 的概率都相同。前几行是微调和量化带来的变化。最后一行是服务，只应有舍入误差。写着*至少*，是因为 vLLM 只返回概率最高的一些 token。
 
 # %%
 from nbutils import display
 
 same_model = model.compare_predictions(server)
 server.stop()
-display.show_table(same_model.table, "KL divergence", display.aligned(same_model.table))
+display.show_table(same_model.table, "KL 散度", display.aligned(same_model.table))
 print(same_model)
 
 # %% [markdown]
 # ## 微调前后，并排比较
 #
-# 适配器不合并也能部署：vLLM 对每个请求计算 W·x + scale·B·(A·x)，所以一个服务可以同时提供微调前的模型和任意多个适配器，各有各的名字。代价是速度慢一些。两者用的都是合并后的模型的 tokenizer。如果提示 `Merged only`，说明 vLLM 部署不了这个适配器，后面是原因。
+# 适配器不合并也能部署：vLLM 对每个请求计算 W·x + scale·B·(A·x)，所以一个服务可以同时提供基座模型和任意多个适配器，各有各的名字。代价是速度慢一些。两者用的都是合并后的模型的 tokenizer。
 
 # %%
 from nbutils.errors import CourseError
@@ -157,15 +157,15 @@ if SIDE_BY_SIDE and environment.engine != "transformers":
     try:
         with serving.Server(lesson.model, environment, **options) as both:
             answers = {name: model.ask(both, name) for name in both.names}
-    except CourseError as reason:  # for example an adapter with DoRA, which vLLM does not serve
-        print(f"Merged only: {reason}")
+    except CourseError as reason:  # 例如 DoRA 适配器，vLLM 部署不了
+        print(f"只有合并后的模型，vLLM 部署不了这个适配器：{reason}")
 
 # %% [markdown]
-# 两者在留出问题上的分数，旁边是第 04 课合并后的模型的分数（“合并后（第 04 课）”那一列）。
+# 两者在验证集上的分数，旁边是第 04 课合并后的模型的分数。
 
 # %%
 scores = evaluation.score_table(model.evaluator, answers | ({"merged (lesson 04)": model.stored} if model.stored else {}))
-display.show_table(scores, "Scores", display.aligned(scores))
+display.show_table(scores, "分数", display.aligned(scores))
 
 # %% [markdown]
 # ## 公开基准测试
@@ -180,20 +180,20 @@ print(harness)
 # %% [markdown]
 # ## 练习
 #
-# 同时服务很多用户，总速度能提高多少？在表里找到 vLLM 并发数最大的那一行，用它的每秒 token 数除以单个请求那一行的，把商填进 `my_answer`。每个用户为此付出了什么？比较这两行每个 token 的毫秒数。误差在 10 % 以内显示 `[ OK ]`；`[TODO] saw None` 表示还没填。
+# 同时服务很多用户，总速度能提高多少？在表里找到 vLLM 并发数最大的那一行，用它的每秒 token 数除以单个请求那一行的，把商填进 `my_answer`。每个用户为此付出了什么？比较这两行每个 token 的毫秒数。误差在 10 % 以内算对。
 
 # %%
 my_answer = None
 speeds = list(benchmark.speeds().get("vllm", {}).values())
 right = my_answer is not None and bool(speeds) and abs(my_answer * speeds[0] / speeds[-1] - 1) < 0.1
-print(f"[{' OK ' if right else 'todo'}] exercise: saw {my_answer or 'no answer yet'}, expected tokens/s of the last row of vLLM by those of the first, give or take 10 %")
+print(f"[{' OK ' if right else '待做'}] 你的答案是 {my_answer or '还没有答案'}；应该是 vLLM 最后一行的每秒 token 数除以第一行的，误差在 10 % 以内")
 
 # %% [markdown]
 # ## 现在你有了
 #
 # - vLLM、`generate` 和 `transformers serve` 在你的模型上每秒多少 token，有表有图；
-# - 服务的预测和合并后的模型、适配器、微调前的模型各差多远；
-# - 微调前的模型和适配器的分数，由同一个服务用两个名字提供。
+# - 服务的预测和合并后的模型、适配器、基座模型各差多远；
+# - 基座模型和适配器的分数，由同一个服务用两个名字提供。
 # %%
 same_as_merged = {name: serving.compare(said, model.stored).identical for name, said in answers.items() if model.stored}
 lesson.finish(same_model, tokens_per_second=benchmark.speeds(), side_by_side=same_as_merged, lm_eval=harness.results)

@@ -21,7 +21,7 @@
 # 用时不到一分钟；不下载任何东西，也不改动你的运行目录。
 
 # %% [markdown]
-# 先选定语言：课程打印的文字和报错都用中文。想看英文，把 `zh` 改成 `en`。
+# 先选定语言：课程打印的文字和报错都用中文。英文版是 `notebooks/` 里同名的 notebook。
 
 # %% tags=["language"]
 import os; os.environ["NBUTILS_LANG"] = "zh"
@@ -107,11 +107,11 @@ from nbutils import display
 display.plot_loss_examples()
 
 # %% [markdown]
-# `examine` 只看数字就能分清这四次：训练损失从多少降到多少，验证损失在最低点之后有没有回升。下面的输出里，`nothing wrong` 表示没有问题，`flat` 是几乎不降，`diverging` 是发散，`overfitting` 是过拟合。
+# `examine` 只看数字就能分清这四次：训练损失从多少降到多少，验证损失在最低点之后有没有回升。查出的问题用代号表示：`flat` 是几乎不降，`diverging` 是发散，`overfitting` 是过拟合。
 
 # %%
 for name, curve in files.read_json(display.CURVES).items():
-    print(name, "->", *diagnose.examine(diagnose.Trained(curve["train"], curve["validation"])) or ["nothing wrong"])
+    print(name, "->", *diagnose.examine(diagnose.Trained(curve["train"], curve["validation"])) or ["没有问题"])
 
 # %% [markdown]
 # 再看你自己的训练。除了曲线，这里还会读第 02 到 04 课记下的结果：有多少样本没用上，步数够不够，回答会不会停不下来，第 04 课的结论是不是“有用”。还没训练过的运行目录，自然什么也查不出来。
@@ -142,7 +142,7 @@ diagnose.show(diagnose.known())
 # %% [markdown]
 # ## 练习
 #
-# 下面是一次 60 步训练的损失。问题出在哪里？在 `"healthy"`（正常）、`"flat"`（几乎不降）、`"diverging"`（发散）、`"overfitting"`（过拟合）里选一个填进 `my_guess`，再运行这个单元格。（`saw` 是你的答案，`expected` 是正确答案。）
+# 下面是一次 60 步训练的损失。问题出在哪里？在 `"healthy"`（正常）、`"flat"`（几乎不降）、`"diverging"`（发散）、`"overfitting"`（过拟合）里选一个填进 `my_guess`，再运行这个单元格。
 
 # %%
 my_guess = None
@@ -151,9 +151,9 @@ validation = [(step, 1.2 + abs(step - 20) / 60) for step in range(0, 61, 5)]
 display.plot_losses({"train": train, "validation": validation})
 found = next(iter(diagnose.examine(diagnose.Trained(train, validation))), "healthy")
 if my_guess is None:
-    print("[todo] exercise: look where the validation loss is lowest, then set my_guess to one of the four words")
+    print("[待做] 看看验证损失在哪一步最低，再从四个词里选一个填进 my_guess")
 else:
-    print(f"[{' OK ' if my_guess == found else 'FAIL'}] saw {my_guess}, expected {found}")
+    print(f"[{' OK ' if my_guess == found else '不对'}] 你的答案是 {my_guess}，正确答案是 {found}")
 
 # %% [markdown]
 # ## 现在你有了
