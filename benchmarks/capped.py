@@ -30,6 +30,10 @@ import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSON = ROOT / "notebooks/03_qlora.py"
+SHOWN = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
+    "activation_offloading", "max_length",
+)  # fmt: skip
 
 
 def pretend(name: str) -> hardware.GPU:
@@ -89,9 +93,7 @@ def main(name: str, model: Path, steps: int, run_name: str, out: Path | None) ->
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     result = {
         "date": date.today().isoformat(), "machine": machine,
-        "card": str(gpu), "precision": profile.machine.precision, "attention": profile.machine.attention,
-        "micro_batch": profile.train.micro_batch, "accumulation": profile.train.accumulation_on(),
-        "checkpointing": profile.train.gradient_checkpointing, "length": profile.train.max_length,
+        "card": str(gpu), **dict(profile.from_pretrained), **{name: profile.sft[name] for name in SHOWN},
         "steps": trainer.state.global_step, "allowed_gib": round(gpu.memory_gib - CONTEXT_GIB, 2),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 3),

@@ -24,6 +24,7 @@ import torch
 from nbutils import files, record
 from nbutils.plan import gpus
 from nbutils.plan import pretraining as plan
+from nbutils.plan.forecast import rows_per_step
 from nbutils.training import pretraining
 
 JOB = {"WIDTH": 768, "DEPTH": 6, "LENGTH": 512, "BATCH": 64, "VOCAB": 32000, "STEPS": 200, "SAVE_STEPS": 100}
@@ -52,7 +53,8 @@ def shown(one: plan.Pretraining) -> dict[str, Any]:
     return {
         "tokens_per_second": rate and round(rate), "hours_per_billion_tokens": rate and round(BILLION / rate / 3600, 2),
         "peak_gib": round(one.peak_gib, 3), "parts": {part: round(size, 3) for part, size in one.parts.items()},
-        "micro_batch": one.micro_batch, "checkpointing": one.checkpointing,
+        "per_device_train_batch_size": one.per_device_train_batch_size,
+        "gradient_checkpointing": one.gradient_checkpointing,
     }  # fmt: skip
 
 
@@ -66,12 +68,13 @@ def main(text: str, out: Path, given: list[str]) -> None:
         sys.argv = [lesson, "--DATA", text, *words, *given]
         done = runpy.run_path(lesson, run_name="__main__")
     shape, rows, result, gpu = pretraining.shape_of(done["config"]), done["rows"], done["result"], done["lesson"].gpu
-    train, steps = done["profile"].train, len(Timed.seconds)
+    sft, steps = done["profile"].sft, len(Timed.seconds)
+    batch = rows_per_step(sft)
     step = median(Timed.seconds[int(WARM_UP * steps) :])
-    rate, flops = int(train.batch) * rows.length / step, plan.flops_per_token(shape, rows.length)
+    rate, flops = batch * rows.length / step, plan.flops_per_token(shape, rows.length)
     here = gpus.of_machine(gpu) if gpu else None
     cards = [one for one in (here, gpus.find("3090"), gpus.find("4090")) if one]
-    made = {one.name: plan.pretraining(shape, one, rows.length, int(train.batch), steps) for one in cards}
+    made = {one.name: plan.pretraining(shape, one, rows.length, batch, steps) for one in cards}
     measured: dict[str, Any] = {
         "tokens_per_second": round(rate), "step_seconds": round(step, 5), "peak_gib": round(result.peak_gib, 3),
         "loss": result.facts()["validation_loss"],
@@ -82,8 +85,9 @@ def main(text: str, out: Path, given: list[str]) -> None:
         measured["memory_to_forecast"] = round(result.peak_gib / made[here.name].peak_gib, 3)
     found = {
         "gpu": gpu.name if gpu else None, "parameters": shape.params, "shape": shape.model_dump(),
-        "text": rows.facts(), "length": rows.length, "batch": int(train.batch), "steps": steps,
-        "micro_batch": int(train.micro_batch), "precision": done["profile"].machine.precision,
+        "text": rows.facts(), "length": rows.length, "batch": batch, "steps": steps,
+        "per_device_train_batch_size": int(sft.per_device_train_batch_size),
+        "dtype": done["profile"].from_pretrained.dtype,
         "measured": measured, "forecast": {name: shown(one) for name, one in made.items()},
         "versions": record.versions(),
     }  # fmt: skip

@@ -32,6 +32,7 @@ from nbutils.training import oom as ladder
 from nbutils.training import oom as memory
 
 BATCH, STEPS, LENGTH, COUNT = 8, 6, 2048, 30
+SIZE = "per_device_train_batch_size"
 FIRST = 2000  # the first token of row n is FIRST + n
 
 
@@ -148,7 +149,7 @@ def main(work: Path) -> None:
         "caps_gib": [round(cap, 2) for cap in caps],
         "peak_gib_without_cap": {str(size): round(peak, 2) for size, peak in peaks.items()},
         "peak_gib": round(peak, 2),
-        "rungs": [(rung["step"], rung["from"]["micro_batch"], rung["to"]["micro_batch"]) for rung in rungs],
+        "rungs": [(rung["step"], rung["from"][SIZE], rung["to"][SIZE]) for rung in rungs],
         "steps": trainer.state.global_step,
         "batch": trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps,
         "same_rows_and_rates": trainer.diary.steps == expected,

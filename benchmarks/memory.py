@@ -20,6 +20,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parent))
 STEPS = 3
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 # group: (model, method, precision, attention, liger, rank, dropout), each with (length, micro-batch, checkpointing)
 GROUPS: dict[str, tuple[tuple[str, str, str, str, bool, int, float], list[tuple[int, int, str]]]] = {
     "0.5B": (
@@ -64,18 +65,19 @@ def make_trainer(group: str, folder: Path) -> Any:
     from nbutils.training import model as attention
 
     (_, method, precision, kind, liger, rank, dropout), _ = GROUPS[group]
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}[precision]
+    dtype = DTYPES[precision]
     quantization = four_bits(dtype) if method == "qlora" else None
     attention.attention("varlen")
     if kind == "sdpa":
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(False)
-    given = settings(1, 1, "on", 1, packing=True, bf16=precision == "bf16", fp16=precision == "fp16", max_length=4096)
+    types = {"bf16": precision == "bf16", "fp16": precision == "fp16"}
+    given = settings(1, 1, "on", 1, packing=True, max_length=4096, use_liger_kernel=liger, **types)
     given["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     lora = {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": dropout, "target_modules": LINEAR}
     model = load(folder, quantization_config=quantization, dtype=dtype, attn_implementation=kind)
     trainer = trainer_on(model, folder, given, lora)
-    training.patch_lora_kernels(trainer, fused=liger)
+    training.patch_lora_kernels(trainer)
     trainer.current_gradient_accumulation_steps = 1
     trainer.create_optimizer_and_scheduler(1000)
     trainer.model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
@@ -152,7 +154,8 @@ def measure(trainer: Any, length: int, micro: int, how: str) -> dict[str, Any]:
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - began) / STEPS
     return {
-        "length": length, "micro_batch": micro, "checkpointing": how,
+        "length": length, "per_device_train_batch_size": micro, "gradient_checkpointing": how != "off",
+        "activation_offloading": how == "offload",
         "measured_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3), "resting_gib": round(resting / 2**30, 3),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 3),
         "tokens_per_second": round(length * micro / seconds, 1), "loss": round(float(loss) , 3),
@@ -166,8 +169,8 @@ def run_group(group: str, folder: Path) -> None:
     (model, method, precision, kind, liger, rank, dropout), combinations = GROUPS[group]
     trainer = make_trainer(group, folder)
     about = {
-        "model": model, "method": method, "rank": rank, "precision": precision, "attention": kind, "liger": liger,
-        "optimizer": "paged_adamw_8bit", "dropout": dropout > 0,
+        "model": model, "method": method, "r": rank, "dtype": DTYPES[precision], "attn_implementation": kind,
+        "use_liger_kernel": liger, "optim": "paged_adamw_8bit", "lora_dropout": dropout,
     }  # fmt: skip
     for length, micro, how in combinations:
         try:

@@ -28,6 +28,7 @@ LONGEST = 2048
 SHOWN = ("way", "bits", "rows", "batch", "learning_rate", "epochs", "steps", "seconds", "base", "loss", "best", "error")
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 OWN = ("auto", "auto-4bit", "course")  # what the course chooses; the same in 4 bits; a setting of the grid, in 4 bits
+AUTOMATIC = ("auto", "auto-4bit")  # PROFILE=auto
 COURSE = {"rank": 16, "alpha": 32, "scheduler": "cosine", "warmup": 0.05, "micro": 0, "packing": False}
 # r / alpha / dropout, micro-batch x accumulation, rate, schedule, warm-up (steps or share), epochs, optimizer, decay
 PEERS: dict[str, dict[str, Any]] = {
@@ -54,15 +55,15 @@ def grid(auto: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def automatic(rows: Rows, model_folder: Path) -> dict[str, Any]:
     """What `PROFILE=auto` chooses on this GPU for these rows."""
     from nbutils import models, profiles
-    from nbutils.plan.forecast import choose
+    from nbutils.plan.forecast import apply, choose, rows_per_step
 
-    shape = models.find_shape(str(model_folder))
-    found = choose(profiles.load("hopper_141gb"), profiles.Rows.of(rows.train.lengths), shape)
+    shape, profile = models.find_shape(str(model_folder)), profiles.load("hopper_141gb")
+    found = choose(profile, profiles.Rows.of(rows.train.lengths), shape)
     return {
         "bits": 16 if found["method"].value == "lora" else 4,
-        "batch": found["train.batch"].value, "epochs": found["train.epochs"].value,
-        "learning_rate": found["train.learning_rate"].value, "packing": found["train.packing"].value,
-        "save_steps": found["train.save_steps"].value, "validation_rows": found["train.validation_rows"].value,
+        "batch": rows_per_step(apply(profile, found).sft), "epochs": found["sft.num_train_epochs"].value,
+        "learning_rate": found["sft.learning_rate"].value, "packing": found["sft.packing"].value,
+        "save_steps": found["sft.save_steps"].value, "validation_rows": found["course.validation_rows"].value,
     }  # fmt: skip
 
 
@@ -164,7 +165,7 @@ def settings(job: dict[str, Any], folder: str, micro: int) -> dict[str, Any]:
 def trainer_for(job: dict[str, Any], model_folder: Path, rows: Rows, folder: str) -> Any:
     """A trainer as the course, or as TRL without it, sets it up in 4 bits."""
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
     from trl import SFTConfig, SFTTrainer
 
     from nbutils import chat, training
@@ -181,16 +182,30 @@ def trainer_for(job: dict[str, Any], model_folder: Path, rows: Rows, folder: str
     )  # fmt: skip
     args = settings(job, folder, job["micro"] or job["batch"])
     if ours:
-        args |= {"padding_free": True, "gradient_checkpointing": False}
+        args |= {"padding_free": True, "gradient_checkpointing": False, "use_liger_kernel": True}
         args |= {} if job["packing"] else {"max_length": None}
+    held_back = None
+    if job["way"] in AUTOMATIC:  # it keeps its best step
+        held_back = chat.validation_dataset(rows.train, rows.held_back_rows, job["validation_rows"])
+        args |= {
+            "eval_strategy": "steps",
+            "eval_steps": job["save_steps"],
+            "eval_on_start": True,
+            "eval_packing": False,
+        }
+        args |= {"save_strategy": "steps", "save_steps": job["save_steps"], "load_best_model_at_end": True}
+        args |= {"metric_for_best_model": "eval_loss", "save_total_limit": 2}
     else:
         args |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     trainer = SFTTrainer(
-        model=model, args=SFTConfig(**args), train_dataset=chat.training_dataset(rows.train),
+        model=model, args=SFTConfig(**args), train_dataset=chat.training_dataset(rows.train), eval_dataset=held_back,
         processing_class=AutoTokenizer.from_pretrained(model_folder), peft_config=lora,
     )  # fmt: skip
     if ours:
-        training.patch_lora_kernels(trainer, fused=True)
+        training.patch_lora_kernels(trainer)
+    if held_back is not None:
+        training.use_token_mean(trainer)
+        trainer.add_callback(EarlyStoppingCallback(3))
     return trainer
 
 
@@ -216,23 +231,17 @@ def train(job: dict[str, Any], model_folder: Path, rows: Rows, folder: str) -> d
     """One training and what it reached; Unsloth's patched model is judged afterwards, as a plain one."""
     import torch
 
-    from nbutils import chat, training
+    from nbutils.training.validation import load_best
 
     plain = job["way"] != "unsloth"
     trainer = (trainer_for if plain else unsloth_trainer)(job, model_folder, rows, folder)
     base = held_out_loss(trainer.model, rows.held_back) if plain else None
     curve = watch(trainer.model, rows, judged=plain)
     trainer.add_callback(curve)
-    validation = None
-    if job["way"] in ("auto", "auto-4bit"):
-        held_back = chat.validation_dataset(rows.train, rows.held_back_rows, job["validation_rows"])
-        validation = training.Validation(held_back, every=job["save_steps"], patience=3)
-        validation.trainer = trainer
-        trainer.add_callback(validation)
     trainer.train()
     last, seconds, loss = curve.points[-1]
-    if validation:
-        validation.restore_best()
+    if job["way"] in AUTOMATIC:
+        load_best(trainer)
         loss = held_out_loss(trainer.model, rows.held_back)
     if not plain:
         trainer.save_model(folder)

@@ -141,9 +141,11 @@ def main() -> None:
     profile = ["--PROFILE", "hopper_141gb" if given.model and cuda else "tiny"]
     profile += ["--MODEL", str(model)] if given.model else []
     profile += ["--DATA", given.data] if given.data else []
-    settings = f"train.batch={given.batch},train.micro_batch=1,train.packing=true,train.logging_steps=1"
-    settings += ",train.validation_rows=8,lora.dropout=0" + (f",{given.set}" if given.set else "")
-    sixteen = ",method=lora,quantization.type=none,quantization.double=false"
+    settings = f"sft.per_device_train_batch_size=1,sft.gradient_accumulation_steps={given.batch}"
+    settings += ",sft.packing=true,sft.logging_steps=1,course.validation_rows=8,lora.lora_dropout=0" + (
+        f",{given.set}" if given.set else ""
+    )
+    sixteen = ",method=lora,quantization.load_in_4bit=false"
     results: dict[str, Any] = {"machine": torch.cuda.get_device_name() if cuda else "cpu"}
     results |= {"model": model.name if given.model else "tiny", "batch": given.batch, "steps": given.steps, "cases": {}}
     earlier = files.read_json(given.out) if given.out.exists() else results

@@ -2,7 +2,7 @@
 
     CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=2 python benchmarks/tiny_steps.py OUT.json 8 120 150 180
 
-8 runs at a time; the numbers after it are `train.max_steps`. A run takes some minutes of two CPU cores.
+8 runs at a time; the numbers after it are `sft.max_steps`. A run takes some minutes of two CPU cores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LESSONS = [option for lesson in ("02", "03", "04") for option in ("--only", less
 def exact_match(steps: int, seed: int) -> float:
     """The share of the sample's held-out rows that this run answers exactly."""
     with tempfile.TemporaryDirectory() as home:
-        changed = ["--profile", "tiny", "--set", f"train.max_steps={steps}", "-p", "SEED", str(seed)]
+        changed = ["--profile", "tiny", "--set", f"sft.max_steps={steps}", "-p", "SEED", str(seed)]
         command = [sys.executable, "-m", "nbutils", "run", *changed, *LESSONS]
         subprocess.run(command, env=os.environ | {"NBUTILS_HOME": home}, capture_output=True, check=True)
         facts = json.loads(Path(home, "tiny/facts.json").read_text(encoding="utf-8"))

@@ -139,9 +139,10 @@ def course(folder: Path, micro: int, accumulation: int, recompute: str, steps: i
     from nbutils import training
     from nbutils.training import model as attention
 
-    args = settings(micro, accumulation, recompute, steps, packing=True, activation_offloading=recompute == "offload")
+    ours = {"activation_offloading": recompute == "offload", "use_liger_kernel": True}
+    args = settings(micro, accumulation, recompute, steps, packing=True, **ours)
     trainer = sft(folder, args, attn_implementation=attention.attention("varlen"))
-    training.patch_lora_kernels(trainer, fused=True)
+    training.patch_lora_kernels(trainer)
     return trainer
 
 

@@ -281,7 +281,7 @@ class FilteredRows:
         return tr(
             "{count} of {rows} rows are LEFT OUT (see too_long.jsonl): "
             "max_length {limit} would cut off their stop token\n"
-            "  to train them raise train.max_length to {longest} (memory grows with it), or shorten them",
+            "  to train them raise sft.max_length to {longest} (memory grows with it), or shorten them",
             **values,
         )
 
@@ -417,6 +417,11 @@ class ChatDataset:
     report: ContractReport
     text: str
 
+    @property
+    def validation_rows(self) -> int:
+        """How many held-out rows can be validated on."""
+        return len(self.eval) if self.eval else 0
+
     def facts(self) -> dict[str, Any]:
         """What goes into facts.json."""
         counts = {"examples": self.report.examples, "trained_tokens": self.report.trained}
@@ -431,10 +436,10 @@ def build_dataset(
 ) -> ChatDataset:
     """Render the rows, leave out those that are too long (too_long.jsonl lists them), and check the contract."""
     stop_ids = find_stop_ids(tokenizer, lesson.model)
-    filtered = filter_by_length(tokenizer, train_rows, lesson.profile.train.max_length, stop_ids=stop_ids)
+    filtered = filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids=stop_ids)
     filtered.write(lesson.run.data)
     report = check_contract(filtered)
-    recipe = lesson.fitted(profiles.Rows.of(filtered.lengths, len(eval_rows))).profile.train
+    recipe = lesson.fitted(profiles.Rows.of(filtered.lengths, len(eval_rows))).profile.course
     validation = validation_dataset(filtered, eval_rows, int(recipe.validation_rows))
     return ChatDataset(
         training_dataset(filtered), validation if len(validation) else None, filtered.lengths, filtered.left_out,

@@ -28,15 +28,16 @@ from typing import IO, Any
 import tenacity
 from pydantic import BaseModel, Field
 
-from nbutils import display, platforms
+from nbutils import display, former_names, platforms
 from nbutils.config import flat
 from nbutils.disk import folder_gib, free_gib
 from nbutils.errors import CourseError
-from nbutils.files import CHUNK, read_json, sha256
+from nbutils.files import CHUNK, read_json, read_object, sha256
 from nbutils.language import joined, tr
 
 NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")  # as the trainer writes it
 MAX_MEMBERS, PLAIN_TYPES = 10_000, (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
+STATE = "trainer_state.json"  # in a checkpoint folder
 CHECKPOINTS, BEGAN_ANEW = "checkpoints", "began_anew.txt"
 RETRY_SECONDS = 1.0  # before a disk that gave an error is read again; then three and nine times as long
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before the copy of a checkpoint is tried again
@@ -52,7 +53,7 @@ class StoredCheckpoint(BaseModel, frozen=True, extra="forbid", strict=True):
     size: int
     sha256: str
     fingerprint: dict[str, Any]
-    validation_rows: int = 0  # as the profile said; 0 in manifests of versions that did not note it
+    validation_rows: int = 0  # of the run, which keeps them; 0 in manifests of versions that did not note it
 
 
 class _HashingFile:
@@ -135,6 +136,7 @@ def read_manifest(path: Path) -> StoredCheckpoint:
     if not isinstance(content, dict) or "archive" in content:
         raise ValueError("it is no manifest")
     one = StoredCheckpoint.model_validate(content | {"archive": path.with_suffix(".tar")})
+    one = one.model_copy(update={"fingerprint": former_names.fingerprint(one.fingerprint)})
     if path.stem != f"checkpoint-{one.step}" or not NAME.fullmatch(path.stem):
         raise ValueError(f"it belongs to step {one.step}")
     return one
@@ -224,13 +226,10 @@ def look(store: Path) -> tuple[list[StoredCheckpoint], list[str]]:
     return sorted(found, key=lambda one: one.step, reverse=True), remarks
 
 
-def newest_settings(folders: platforms.Folders, run: str) -> dict[str, Any]:
-    """What the newest checkpoint of a run says of `train` of its profile; empty if there is none."""
+def newest(folders: platforms.Folders, run: str) -> StoredCheckpoint | None:
+    """The newest checkpoint of a run, verified or not."""
     found, _ = _newest_first(stores(folders, run))
-    if not found:
-        return {}
-    newest = found[0]
-    return {**newest.fingerprint.get("train", {}), "validation_rows": newest.validation_rows}
+    return found[0] if found else None
 
 
 def _newest_first(stores: Iterable[Path]) -> tuple[list[StoredCheckpoint], list[str]]:
@@ -261,6 +260,12 @@ def newest_verified(
     return None
 
 
+def verified_at(stores: Iterable[Path], fingerprint: dict[str, Any], step: int) -> StoredCheckpoint | None:
+    """The checkpoint of a step of this training, if one verifies."""
+    found, _ = _newest_first(stores)
+    return _first_verified([one for one in found if one.fingerprint == fingerprint and one.step == step])
+
+
 def _with_retries(read: Callable[[Any], Any], given: Any, path: Path) -> Any:
     """What `read` returns; a disk that cannot be read stops the run, because starting at step 0 would overwrite it."""
     wait = tenacity.wait_exponential(RETRY_SECONDS, exp_base=3)
@@ -282,10 +287,11 @@ def _first_verified(candidates: Sequence[StoredCheckpoint]) -> StoredCheckpoint 
     return None
 
 
-def prune(store: Path, newest: StoredCheckpoint, keep_last: int) -> None:
-    """Drop all but the `keep_last` newest up to `newest`; later steps are of a run that got further and stay."""
+def prune(store: Path, newest: StoredCheckpoint, keep_last: int, best_step: int | None = None) -> None:
+    """Drop all but the `keep_last` newest up to `newest`, and the best; later steps are of a run that got further."""
     found = [one for one in look(store)[0] if one.step <= newest.step and defect(one, thorough=False) is None]
     keep = {newest.archive, *(one.archive for one in found[:keep_last])}
+    keep |= {one.archive for one in found if one.step == best_step}
     for archive in store.glob("checkpoint-*.tar"):
         name = NAME.fullmatch(archive.stem)
         if name and int(name[1]) <= newest.step and archive not in keep:
@@ -383,10 +389,13 @@ class CheckpointSync:
         self._thread.start()
 
     def take(self, folder: Path) -> None:
-        """Accept a finished checkpoint folder; it is moved out of the trainer's way."""
+        """Accept a finished checkpoint folder; the trainer may delete it, and must not write into it again."""
         if self._stopped.is_set():
             raise CourseError("checkpoints.sync_stopped")
-        os.replace(folder, self.outbox / folder.name)
+        partial = self.outbox / f".{folder.name}"
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(folder, partial, copy_function=_link)
+        os.replace(partial, self.outbox / folder.name)
         self._wake.set()
 
     def messages(self) -> list[str]:
@@ -437,7 +446,8 @@ class CheckpointSync:
     def _sync(self) -> None:
         """Pack the newest folder into the run folder, prune there, copy the logs."""
         while (folder := self.waiting) is not None:
-            started, kept = time.monotonic(), self._pack(folder)
+            started, best = time.monotonic(), read_object(folder / STATE).get("best_global_step")
+            kept = self._pack(folder)
             self.seconds = time.monotonic() - started
             about = {"step": kept.step, "size": kept.size / 2**20}
             self._messages.append(tr("checkpoint {step} is kept ({size:,.1f} MiB, verified)", **about))
@@ -448,7 +458,7 @@ class CheckpointSync:
                 if step_of(older) <= kept.step:
                     shutil.rmtree(older)
             with suppress(OSError):  # the checkpoint is safe; this is done again next time
-                prune(self.keep, kept, self.keep_last)
+                prune(self.keep, kept, self.keep_last, best)
                 self._copy_logs()
 
     def _pack(self, folder: Path) -> StoredCheckpoint:
@@ -475,6 +485,14 @@ class CheckpointSync:
                 for parent in reversed(name.parents):  # below the run folder only: its disk may go at any moment
                     (target / parent).mkdir(exist_ok=True)
                 shutil.copyfile(file, copy)
+
+
+def _link(source: str, target: str) -> None:
+    """The same file under another name; a copy where the disk has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def end_earlier(outbox: Path) -> None:

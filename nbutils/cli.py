@@ -19,7 +19,7 @@ from nbutils.language import print_whatever, tr
 FILE = click.Path(path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
 MODEL_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-SET_HELP = 'Values of the profile: "train.learning_rate=1e-4, lora.rank=64".'
+SET_HELP = 'Values of the profile: "sft.learning_rate=1e-4, lora.r=64".'
 json_option = click.option("--json", "as_json", is_flag=True, help="The result as JSON, for programs.")
 
 
@@ -102,8 +102,8 @@ def send_test_notice() -> None:
     from nbutils import notices, platforms
 
     platforms.prepare_network(platforms.detect(), probe=False)
-    host = notices.send(tr("nbutils: a test notice"), tr("Notices of this course arrive here."), "test", "test")
-    print(tr("Notice sent to {host}.", host=host))
+    service = notices.send(tr("nbutils: a test notice"), tr("Notices of this course arrive here."), "test", "test")
+    print(tr("Notice sent to {service}.", service=service))
 
 
 @app.command("install")

@@ -1,16 +1,19 @@
 """The YAML files of `configs`: the keys of a profile, how a file is read, and every mistake in it at once, by name.
 
-The comment beside a value is the reason a learner is shown for it. There are no defaults: every key is required, so
+The blocks of a profile are keyword arguments of the libraries; `course` holds what none of them has. The comment beside
+a value is the reason a learner is shown for it. There are no defaults: every key of the schema is required, so
 that the YAML shows everything a run uses. Scalars are read as in YAML 1.2: `on` is text, `2e-4` a number.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
+import inspect
 import json
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from nbutils import files
+from nbutils import files, former_names
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
@@ -29,6 +32,38 @@ ZeroOrMore = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
 Overrides = Mapping[str, tuple[Any, str]]  # {dotted name: (value, reason)}
+CLASSES = {  # whose keyword arguments a block holds: any of them may be added to those every profile has
+    "lora": "peft.LoraConfig", "quantization": "transformers.BitsAndBytesConfig", "sft": "trl.SFTConfig",
+    "vllm": "vllm serve",
+}  # fmt: skip
+VLLM_FLAGS = (  # by name: vLLM is installed in an environment of its own, so its class cannot be asked here
+    "async_scheduling", "attention_backend", "block_size", "chat_template", "compilation_config", "cpu_offload_gb",
+    "data_parallel_size", "dtype", "enable_auto_tool_choice", "enable_chunked_prefill", "enable_expert_parallel",
+    "enable_prefix_caching", "enforce_eager", "generation_config", "kv_cache_dtype", "load_format",
+    "max_num_batched_tokens", "override_generation_config", "pipeline_parallel_size", "port", "quantization",
+    "reasoning_parser", "seed", "speculative_config", "tensor_parallel_size", "tool_call_parser",
+)  # fmt: skip
+SET_ELSEWHERE = {  # keyword arguments that the lessons give, and what decides them
+    "sft.bf16": "from_pretrained.dtype", "sft.fp16": "from_pretrained.dtype", "sft.seed": "SEED",
+    "sft.data_seed": "SEED", "sft.output_dir": "RUN_NAME", "sft.run_name": "RUN_NAME",
+    "sft.padding_free": "sft.packing",
+    "sft.save_strategy": "sft.save_steps", "sft.eval_strategy": "sft.save_steps", "sft.eval_steps": "sft.save_steps",
+    "sft.eval_on_start": "course.validation_rows", "sft.eval_packing": "sft.packing",
+    "sft.metric_for_best_model": "sft.load_best_model_at_end",
+    "sft.use_cpu": "PROFILE", "sft.dataloader_pin_memory": "PROFILE", "sft.disable_tqdm": "PROFILE",
+    "sft.ddp_find_unused_parameters": "configs/accelerate", "sft.fsdp": "configs/accelerate",
+    "sft.deepspeed": "configs/accelerate", "sft.logging_nan_inf_filter": "sft.logging_steps",
+    "sft.push_to_hub": "PUSH_TO", "sft.resume_from_checkpoint": "RESUME", "lora.task_type": "MODEL",
+    "quantization.bnb_4bit_compute_dtype": "from_pretrained.dtype",
+    "quantization.bnb_4bit_quant_storage": "from_pretrained.dtype", "quantization.load_in_8bit": "method",
+    "vllm.dtype": "from_pretrained.dtype", "vllm.port": "PORT",
+}  # fmt: skip
+# settings of an adapter that is more than W + scale * B @ A: lesson 04 could not merge it
+UNMERGEABLE = (
+    "arrow_config", "use_bdlora", "alora_invocation_tokens", "velora_config", "monteclora_config", "kasa_config",
+    "use_qalora", "lora_bias", "layer_replication", "target_parameters", "megatron_config", "trainable_token_indices",
+    "fan_in_fan_out", "rank_pattern", "alpha_pattern",
+)  # fmt: skip
 
 
 class Strict(BaseModel):
@@ -40,81 +75,87 @@ class Strict(BaseModel):
 Entry = TypeVar("Entry", bound=Strict)
 
 
-class Lora(Strict):
-    """The adapter."""
+class Arguments(Strict):
+    """Keyword arguments, as in `LoraConfig(**profile.lora)`; more than those named here may be given."""
 
-    rank: Count
-    alpha: Count
-    dropout: Fraction
+    model_config = ConfigDict(extra="allow")
+
+    def keys(self) -> list[str]:
+        """The names, for `**`."""
+        return [name for name, _ in self]
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+class Lora(Arguments):
+    """The adapter: peft.LoraConfig."""
+
+    r: Count
+    lora_alpha: Count
+    lora_dropout: Fraction
     target_modules: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)]
     use_rslora: bool
 
 
-class Quantization(Strict):
-    """How the frozen base model is stored."""
+class Quantization(Arguments):
+    """How the frozen base model is stored: transformers.BitsAndBytesConfig."""
 
-    type: Literal["nf4", "fp4", "none"]
-    double: bool
+    load_in_4bit: bool
+    bnb_4bit_quant_type: Literal["nf4", "fp4"]
+    bnb_4bit_use_double_quant: bool
 
 
-class Train(Strict):
-    """The training run."""
+class FromPretrained(Strict):
+    """How a model is loaded: AutoModelForCausalLM.from_pretrained; `auto` asks the GPU."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"]
+    attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "varlen"]
+
+
+class SFT(Arguments):
+    """The training: trl.SFTConfig."""
 
     max_length: Annotated[int, Field(ge=16)]
-    batch: Auto | Count  # rows of an optimizer step on all GPUs: packed rows where rows are packed, else conversations
-    micro_batch: Auto | Count
-    epochs: Auto | Annotated[float, Field(ge=0)]
-    max_steps: ZeroOrMore
+    per_device_train_batch_size: Auto | Count
+    gradient_accumulation_steps: Auto | Count
+    num_train_epochs: Auto | Annotated[float, Field(ge=0)]
+    max_steps: Annotated[int, Field(ge=-1)]
     learning_rate: Auto | Annotated[float, Field(gt=0, lt=1)]
-    scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"]
-    warmup_ratio: Fraction
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"]
+    warmup_steps: Annotated[float, Field(ge=0)]
     weight_decay: Annotated[float, Field(ge=0)]
     max_grad_norm: Annotated[float, Field(gt=0)]
-    optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
+    optim: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
     packing: Auto | bool
-    gradient_checkpointing: Literal["auto", "off", "on", "offload"]
-    shorten: bool = Field(default=False, exclude=True)  # in profiles of former versions; ignored
+    gradient_checkpointing: Auto | bool
+    activation_offloading: Auto | bool
+    use_liger_kernel: Auto | bool
     save_steps: Auto | Count
-    keep_checkpoints: Count
+    save_total_limit: Count
     logging_steps: Count
-    validation_rows: Auto | ZeroOrMore
-    keep_best: bool
-    early_stopping: ZeroOrMore
-
-    def accumulation_on(self, gpus: int = 1) -> int:
-        """Micro-steps of an optimizer step on each of the GPUs, which share the batch."""
-        return int(self.batch) // (int(self.micro_batch) * gpus)
+    load_best_model_at_end: bool
 
 
-class Machine(Strict):
-    """What depends on the GPU; `auto` asks it."""
-
-    precision: Literal["auto", "bf16", "fp16", "fp32"]
-    attention: Literal["auto", "sdpa", "flash_attention_2", "varlen"]
-    liger: Literal["auto", "on", "off"]
-
-
-class Data(Strict):
-    """Which data is used where none is named, and how much of it."""
-
-    source: str
-    rows: ZeroOrMore
-
-
-class Evaluation(Strict):
-    """The comparison before and after."""
-
-    batch_size: Count
-    max_new_tokens: Count
-    rows: ZeroOrMore
-
-
-class Serve(Strict):
-    """The server of lesson 05."""
+class Vllm(Arguments):
+    """The server of lesson 05: flags of `vllm serve`, with underscores."""
 
     max_model_len: Annotated[int, Field(ge=16)]
-    gpu_memory: Annotated[float, Field(gt=0, le=1)]
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
     max_num_seqs: Count
+
+
+class Course(Strict):
+    """What no library has a name for."""
+
+    data: str
+    rows: ZeroOrMore
+    conversations_per_step: Auto | Count
+    validation_rows: Auto | ZeroOrMore
+    early_stopping_patience: ZeroOrMore
+    evaluation_rows: ZeroOrMore
+    evaluation_batch_size: Count
+    max_new_tokens: Count
 
 
 class Profile(Strict):
@@ -125,32 +166,87 @@ class Profile(Strict):
     method: Literal["auto", "qlora", "lora"]
     lora: Lora
     quantization: Quantization
-    train: Train
-    machine: Machine
-    data: Data
-    evaluation: Evaluation
-    serve: Serve
+    from_pretrained: FromPretrained
+    sft: SFT
+    vllm: Vllm
+    course: Course
 
     @model_validator(mode="after")
-    def check_pairs(self) -> Profile:
-        """No two values that cannot go together."""
-        train, machine, unquantized = self.train, self.machine, self.quantization.type == "none"
-        flash = machine.attention in ("flash_attention_2", "varlen")
-        named = "auto" not in (train.batch, train.micro_batch)
-        wrong = {
-            tr("method, quantization.type: qlora takes nf4 or fp4, lora takes none; change both"):
-                self.method != "auto" and (self.method == "lora") != unquantized,
-            tr("train.epochs, train.max_steps: both are 0, set one of them"): train.epochs == train.max_steps == 0,
-            tr("train.max_length, serve.max_model_len: the server would refuse the longest rows trained on"):
-                train.max_length > self.serve.max_model_len,
-            tr("machine.precision, machine.attention: FlashAttention needs 16 bits; for fp32 choose sdpa"):
-                machine.precision == "fp32" and flash,
-            tr("train.batch, train.micro_batch: choose a micro_batch that divides the batch, or auto"):
-                named and int(train.batch) % int(train.micro_batch) != 0,
-        }  # fmt: skip
-        if found := [text for text, holds in wrong.items() if holds]:
+    def check(self) -> Profile:
+        """No argument that its class does not have, and no two values that cannot go together."""
+        found = [*self._strange_arguments(), *self._contradictions()]
+        if found:
             raise ValueError(*found)
         return self
+
+    def _strange_arguments(self) -> Iterator[str]:
+        for block in CLASSES:
+            for name, value in (getattr(self, block).model_extra or {}).items():
+                if problem := _problem_with(f"{block}.{name}", value):
+                    yield f"{block}.{name}: {problem}"
+
+    def _contradictions(self) -> Iterator[str]:
+        sft, load = self.sft, self.from_pretrained
+        if self.method != "auto" and self.quantization.load_in_4bit != (self.method == "qlora"):
+            yield tr("method, quantization.load_in_4bit: qlora takes true, lora takes false; change both")
+        if sft.num_train_epochs == 0 and sft.max_steps <= 0:
+            yield tr("sft.num_train_epochs, sft.max_steps: neither is above 0, set one of them")
+        if sft.max_length > self.vllm.max_model_len:
+            yield tr("sft.max_length, vllm.max_model_len: the server would refuse the longest rows trained on")
+        if load.dtype == "float32" and load.attn_implementation in ("flash_attention_2", "varlen"):
+            yield tr("from_pretrained: FlashAttention needs 16 bits; for float32 choose sdpa as attn_implementation")
+        if sft.activation_offloading is True and sft.gradient_checkpointing is False:
+            yield tr("sft.activation_offloading: it needs gradient_checkpointing; set that to true as well")
+        sizes = sft.per_device_train_batch_size, sft.gradient_accumulation_steps
+        if sizes[0] == "auto" and sizes[1] != "auto":
+            yield tr(
+                "sft.gradient_accumulation_steps: set per_device_train_batch_size too, or leave both auto and set "
+                "course.conversations_per_step"
+            )
+        if "auto" not in (*sizes, self.course.conversations_per_step):
+            yield tr(
+                "course.conversations_per_step: per_device_train_batch_size and gradient_accumulation_steps decide "
+                "how large a step is; leave it, or one of them, auto"
+            )
+
+
+def _problem_with(name: str, value: Any) -> str:
+    """Why a keyword argument that not every profile has cannot be taken; empty if it can."""
+    block, _, argument = name.partition(".")
+    known = arguments_of(CLASSES[block])
+    if block == "vllm" and argument not in known:
+        return tr("no flag of vllm serve that a profile takes") + _did_you_mean(name, known, block)
+    if known and argument not in known:
+        return tr("{owner} has no such argument", owner=CLASSES[block]) + _did_you_mean(name, known, block)
+    if name in SET_ELSEWHERE:
+        return tr("the course sets it, by {other}", other=SET_ELSEWHERE[name])
+    if block == "lora" and argument in UNMERGEABLE and value:
+        return tr("lesson 04 could not merge such an adapter")
+    if name == "sft.report_to" and known:
+        return _unknown_tracker(value)
+    return ""
+
+
+def _unknown_tracker(value: Any) -> str:
+    """Which tracker of `report_to` transformers does not know; empty if it knows all."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    known = ["none", *INTEGRATION_TO_CALLBACK]
+    for name in value if isinstance(value, list) else [value]:
+        if name not in known:
+            return tr("{name} is none of {known}", name=name, known=", ".join(known))
+    return ""
+
+
+def arguments_of(owner: str) -> list[str]:
+    """The keyword arguments of a class, by its dotted name; none where its library is not installed."""
+    if owner == CLASSES["vllm"]:
+        return [*Vllm.model_fields, *VLLM_FLAGS]
+    module, _, name = owner.rpartition(".")
+    try:
+        return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+    except ImportError:
+        return []
 
 
 def flat(tree: Any, above: str = "") -> dict[str, Any]:
@@ -159,6 +255,18 @@ def flat(tree: Any, above: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         leaves |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
     return leaves
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """{dotted name: value} as blocks again."""
+    tree: dict[str, Any] = {}
+    for name, value in settings.items():
+        *blocks, leaf = name.split(".")
+        inside = tree
+        for block in blocks:
+            inside = inside.setdefault(block, {})
+        inside[leaf] = value
+    return tree
 
 
 def shown(value: Any) -> str:
@@ -176,8 +284,8 @@ def keys(model: type[BaseModel] = Profile, above: str = "") -> list[str]:
     required = {name: info for name, info in model.model_fields.items() if info.is_required()}
     for name, info in required.items():
         group: Any = info.annotation
-        nested = isinstance(group, type) and issubclass(group, BaseModel)
-        listed += keys(group, f"{above}{name}.") if nested else [f"{above}{name}"]
+        is_block = isinstance(group, type) and issubclass(group, BaseModel)
+        listed += keys(group, f"{above}{name}.") if is_block else [f"{above}{name}"]
     return listed
 
 
@@ -223,34 +331,41 @@ def read(name: str) -> Document:
             raise CourseError("config.unknown_profile", name=name, names=", ".join(names()), hint=hint)
         file = files.CONFIGS / f"{name}.yaml"
     tree, reasons = _read_yaml(file)
+    if isinstance(tree, dict) and isinstance(tree.get("train"), dict):  # a file of the version before
+        settings = flat(tree)
+        former_names.say(settings, file.name)
+        tree = nested(former_names.translated(settings))
+        reasons = {new: reasons[old] for old in reasons for new in former_names.translated({old: settings.get(old)})}
     return Document(_valid({"": tree}, Profile, str(file))[""], reasons, file.absolute())
 
 
 def with_overrides(document: Document, overrides: Overrides) -> Document:
     """The profile with some values replaced, checked again as a whole."""
     instead = {"model": tr("is not set this way: use MODEL"), "about": tr("is not set, it describes the profile")}
-    known = [name for name in keys() if name not in instead]
-    unknown = [name for name in overrides if name not in known]
-    wrong = [f"{name}: {instead.get(name) or tr('unknown key') + _did_you_mean(name, known)}" for name in unknown]
-    tree = document.profile.model_dump()
+    settings = flat(document.profile.model_dump())
+    wrong = []
     for name, (value, _) in overrides.items():
-        group, _, leaf = name.rpartition(".")
-        if name in known:
-            (tree[group] if group else tree)[leaf] = value
-    if tree["method"] == "auto" and overrides.get("quantization.type", ("none",))[0] != "none":
-        tree["method"] = "qlora"  # whoever names a quantization wants it
-    steps = tree["train"]["max_steps"]
-    if "train.epochs" in overrides and "train.max_steps" not in overrides and steps:
+        if name in instead:
+            wrong.append(f"{name}: {instead[name]}")
+        elif name in settings or name.partition(".")[0] in CLASSES:
+            settings[name] = value
+        else:
+            wrong.append(f"{name}: {tr('unknown key')}{_did_you_mean(name, keys())}")
+    if settings["method"] == "auto" and overrides.get("quantization.load_in_4bit", (False,))[0] is True:
+        settings["method"] = "qlora"  # whoever asks for 4 bits wants them
+    steps = settings["sft.max_steps"]
+    if "sft.num_train_epochs" in overrides and "sft.max_steps" not in overrides and steps > 0:
         wrong.append(
             tr(
-                "train.epochs: train.max_steps is {steps} and ends the run first; set train.max_steps=0 too",
+                "sft.num_train_epochs: sft.max_steps is {steps} and ends the run first; set sft.max_steps=-1 too",
                 steps=steps,
             )
         )
     reasons = {name: reason for name, (_, reason) in overrides.items()}
     given = ", ".join(dict.fromkeys(reasons.values()))
     where = tr("{profile} with {given}", profile=document.file.stem, given=given)
-    return Document(_valid({"": tree}, Profile, where, wrong)[""], document.reasons | reasons, document.file)
+    profile = _valid({"": nested(settings)}, Profile, where, wrong)[""]
+    return Document(profile, document.reasons | reasons, document.file)
 
 
 def read_table(name: str, model: type[Entry]) -> dict[str, Entry]:
@@ -259,7 +374,7 @@ def read_table(name: str, model: type[Entry]) -> dict[str, Entry]:
 
 
 def settings_in(text: str) -> dict[str, Any]:
-    """`train.learning_rate=1e-4, lora.rank=64` as {dotted name: value}, values read as a profile's; not yet checked."""
+    """`sft.learning_rate=1e-4, lora.r=64` as {dotted name: value}, values read as a profile's; not yet checked."""
     found: dict[str, Any] = {}
     for part in filter(str.strip, re.split(r",(?![^\[]*\])", text)):
         name, _, value = (piece.strip() for piece in part.partition("="))
@@ -269,7 +384,8 @@ def settings_in(text: str) -> dict[str, Any]:
             found[name] = yaml.load(value, _Loader)
         except yaml.YAMLError:
             found[name] = value  # no value of any key: the schema says so, by name and with all other mistakes
-    return found
+    former_names.say(found, "SET")
+    return former_names.translated(found)
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
@@ -293,7 +409,9 @@ def _parse(text: str) -> tuple[Any, dict[str, str]]:
         group = group if indent else name
         if comment:
             reasons[f"{group}.{name}" if indent else name] = comment
-    return yaml.load(text, _Loader), reasons
+    tree = yaml.load(text, _Loader)
+    blocks = [name for name, inner in tree.items() if isinstance(inner, dict)] if isinstance(tree, dict) else []
+    return tree, {name: comment for name, comment in reasons.items() if name not in blocks}
 
 
 def _valid(trees: Mapping[str, Any], model: type[Entry], where: str, wrong: Sequence[str] = ()) -> dict[str, Entry]:
@@ -321,8 +439,8 @@ def _valid(trees: Mapping[str, Any], model: type[Entry], where: str, wrong: Sequ
     return made
 
 
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    """A hint at the name that was probably meant, in whatever group."""
-    leaves = {key.rpartition(".")[2]: key for key in known}
+def _did_you_mean(name: str, known: Sequence[str], block: str = "") -> str:
+    """A hint at the name that was probably meant: in whatever block, or in the one that is named."""
+    leaves = {key.rpartition(".")[2]: f"{block}.{key}" if block else key for key in known}
     near = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1)
     return tr(", did you mean {name}?", name=leaves[near[0]]) if near else ""

@@ -1,4 +1,4 @@
-"""Text that this project writes: what lesson 07 pre-trains the tiny model on, and its tokenizer.
+"""Text that this project writes: what lesson 07 pre-trains the tiny model on.
 
 The pre-training text has twelve kinds; words and sentence patterns are in corpus.yaml. A kind must draw in the same
 order for ever, or the text changes. `.ci/samples.py` writes the bundled train.jsonl and eval.jsonl by `draw_message`.
@@ -7,18 +7,14 @@ order for ever, or the text changes. `.ci/samples.py` writes the bundled train.j
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-
-from nbutils.errors import CourseError
 
 Word = dict[str, str]  # one thing in both languages
 PHRASES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -26,8 +22,6 @@ LANGUAGES = ("zh", "en")
 INTENTS = ("order", "refund", "delivery", "cancel")
 SAMPLE_SHARE = 5  # one combination of item, city and day in five is kept for the sample rows
 SPACE = {"zh": "", "en": " "}  # between sentences
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # their ids are 0, 1, 2 at every size
-SMALLEST_VOCABULARY = 512
 CHAT_TEMPLATE: str = PHRASES["chat_template"]
 ITEMS, CITIES = (  # items with their measure word and kind, cities with their region
     [{"zh": zh, "en": en, **group} for group in PHRASES[name] for zh, en in group["names"].items()]
@@ -249,28 +243,8 @@ def pretraining_texts(count: int, seed: int) -> Iterator[str]:
         yield rng.choices(kinds, weights)[0](rng)
 
 
-def build_tokenizer(texts: Iterable[str], vocab_size: int, listed: bool = True) -> Any:
-    """Train a byte-level BPE tokenizer for Qwen2's class; with `listed` no token joins a listed word with others."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import Qwen2Tokenizer
-
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise CourseError("corpus.vocabulary_too_small", size=vocab_size, smallest=SMALLEST_VOCABULARY)
+def listed_words() -> list[str]:
+    """The Chinese words of the lists, the longest first: a tokenizer of this text has tokens that join none of them."""
     words = {word["zh"] for word in (*DAYS, *PEOPLE, *ITEMS, *CITIES)} | {"两", *NUMBERS["zh"]}
     words |= {*PHRASES["measures"], *PHRASES["kinds"].values()}
-    longest_first = sorted(words, key=lambda word: (-len(word), word))
-    apart = [f"({'|'.join(longest_first)})"] if listed else []
-    boundaries = re.compile("|".join([*map(re.escape, SPECIAL), *apart]))
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    trained.train_from_iterator((list(filter(None, boundaries.split(text))) for text in texts), trainer)
-    model = json.loads(trained.to_str())["model"]
-    merges: Any = [tuple(pair) for pair in model["merges"]]
-    return Qwen2Tokenizer(
-        vocab=model["vocab"], merges=merges, eos_token=SPECIAL[2], pad_token=SPECIAL[0],
-        additional_special_tokens=[SPECIAL[1]], chat_template=CHAT_TEMPLATE, model_max_length=1024,
-    )  # fmt: skip
+    return sorted(words, key=lambda word: (-len(word), word))

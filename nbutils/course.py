@@ -47,8 +47,9 @@ def run(stems: Sequence[str], given: dict[str, str]) -> lesson.RunFolder:
         print(tr("profile {name}, run {folder}", name=resolved.name, folder=folder.path), flush=True)
         for number, stem in enumerate(stems, 1):
             print(f"[{number}/{len(stems)}] {stem}", flush=True)
-            work.lesson, values = stem, by_lesson[stem] | {"RUN_NAME": folder.name}
-            with signals_to_kernel() as received, notices.deferred():
+            work.goes_on(stem)
+            values = by_lesson[stem] | {"RUN_NAME": folder.name}
+            with signals_to_kernel(besides=work.watcher) as received, notices.deferred():
                 try:
                     execute(stem, folder.notebooks / f"{stem}.ipynb", values)
                 except CourseError:

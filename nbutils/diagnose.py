@@ -124,7 +124,7 @@ def not_a_number(run: Trained) -> str:
     wrong = [step for step, loss in run.train if not math.isfinite(loss)]
     steps, skipped = run.facts.get("steps", 0), run.facts.get("skipped_steps", 0)
     last = run.train[-1][0] if run.train else steps
-    if steps - last > 2 * run.facts.get("settings", {}).get("train.logging_steps", steps):
+    if steps - last > 2 * run.facts.get("settings", {}).get("sft.logging_steps", steps):
         wrong.append(last + 1)
     if wrong:
         return tr("the loss is not a number from step {step} on", step=min(wrong))

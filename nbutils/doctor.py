@@ -115,7 +115,7 @@ def examine() -> Report:
     cpus, memory = round(platforms.processors().value, 2), round(platforms.memory_gib().value, 2)
     values = {
         "platform": asdict(platform), "card": asdict(gpu) if gpu else None, "keep_lasts": folders.lasting,
-        "precision": hardware.precision(gpu).value, "versions": {"python": sys.version.split()[0]} | record.versions(),
+        "precision": hardware.dtype(gpu).value, "versions": {"python": sys.version.split()[0]} | record.versions(),
         "folders": {name: str(one) if one else None for name, one in (rooms | {"inputs": folders.inputs}).items()},
         "room": {name: dict(zip(("free_gib", "free_inodes"), free, strict=True)) for name, free in room.items()},
         "limits": {"hours": hours or None, "hours_left": left, "processors": cpus, "memory_gib": memory},
@@ -194,7 +194,7 @@ def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
         yield Check("GPU", tr("none: lessons run on the CPU, which is enough for the profiles tiny and laptop"), todo)
     else:
         yield Check("GPU", done.reason)
-    precision = hardware.precision(gpu)
+    precision = hardware.dtype(gpu)
     yield Check("precision", joined([precision.value, precision.reason], ":"))
 
 

@@ -29,7 +29,7 @@ def run(model: str, data: str, profile: str) -> None:
     given = {"PROFILE": profile, "MODEL": model, "DATA": data}
     if profile:
         chosen = config.load(profile)
-        model, data = model or chosen.model, data or chosen.data.source
+        model, data = model or chosen.model, data or chosen.course.data
     found = models.meant(model, folders.inputs)
     platforms.use_model_cache(platform, folders)
     remote = not Path(found.value).is_absolute()

@@ -20,7 +20,7 @@ from nbutils.language import tr
 
 BF16_FROM = (8, 0)  # torch.cuda.is_bf16_supported() also says yes on a T4, by emulation: never ask it
 VLLM_FROM = (7, 5)
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # a precision as torch and vLLM call it
+DTYPES = ("bfloat16", "float16", "float32")  # that a model is loaded and trained in
 
 
 @dataclass(frozen=True)
@@ -141,15 +141,17 @@ def require_working(found: GPU | None) -> None:
         raise CourseError("hardware.does_not_compute", reason=done.reason, cure=fix[0].upper() + fix[1:])
 
 
-def precision(found: GPU | None) -> Choice:
+def dtype(found: GPU | None) -> Choice:
     """The type training computes in."""
     if found is None:
-        return Choice("fp32", tr("no GPU: CPUs train fastest in float32"))
+        return Choice("float32", tr("no GPU: CPUs train fastest in float32"))
     if found.capability >= BF16_FROM:
         capability = "{}.{}".format(*found.capability)
-        return Choice("bf16", tr("{gpu} has bfloat16 (capability {capability})", gpu=found.name, capability=capability))
+        return Choice(
+            "bfloat16", tr("{gpu} has bfloat16 (capability {capability})", gpu=found.name, capability=capability)
+        )
     said = tr("{gpu} has no bfloat16 (capability below 8.0): float16 with loss scaling", gpu=found.name)
-    return Choice("fp16", said)
+    return Choice("float16", said)
 
 
 def attention(found: GPU | None) -> Choice:

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -33,7 +34,7 @@ COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
 OF_AN_ADAPTER = ("04_merge", "05_serve", "08_export", "09_benchmark")  # what they measure is of one adapter
 LAUNCHERS = ("05_serve", "06_scale_out", "09_benchmark")  # their processes may use every GPU
 TRY_NO_GPU = ("06_scale_out", "99_when_it_breaks")  # its processes try their own; a broken one is what it is for
-OVERRIDES = {"MAX_STEPS": "train.max_steps", "SAVE_STEPS": "train.save_steps"}  # 0 leaves them to the profile
+OVERRIDES = {"MAX_STEPS": "sft.max_steps", "SAVE_STEPS": "sft.save_steps"}  # 0 leaves them to the profile
 LARGEST_ON_CPU = 1  # billions of parameters that a profile without a GPU begins to train
 RUN_NAME = re.compile(r"\w[\w.-]{0,79}")
 TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
@@ -63,25 +64,29 @@ class Lesson(record.LessonLike):
     @property
     def device_map(self) -> dict[str, int | str] | None:
         """Where `from_pretrained` puts the weights, as the engine of this training wants it."""
-        return distributed.device_map(self.device, str(self.profile.machine.precision), str(self.profile.method))
+        return distributed.device_map(self.device, str(self.profile.from_pretrained.dtype), str(self.profile.method))
 
-    def with_recipe(self, lengths: Sequence[int], held_out: int = 0) -> Lesson:
+    def with_recipe(self, lengths: Sequence[int], held_out: int | None = None) -> Lesson:
         """The same lesson with the recipe for examples of these lengths (in tokens), `held_out` rows beside them."""
         from transformers.utils import cached_file
 
         cached_file(self.model, "config.json")  # of a hub model: its size decides learning rate and method
         rows = profiles.Rows.of(lengths, held_out)
         fitted = replace(self, resolved=self.fitted(rows))
-        print(tr("recipe    {schedule}", schedule=profiles.schedule(fitted.profile.train, rows)))
-        if warning := profiles.few_steps(fitted.profile.train, self.resolved.given.train, rows):
+        processes = distributed.world_size()
+        print(tr("recipe    {schedule}", schedule=profiles.schedule(fitted.profile.sft, rows, processes)))
+        if warning := profiles.few_steps(fitted.profile, self.resolved.given, rows, processes):
             print(f"[WARN] {warning}")
         return fitted
 
     def fitted(self, rows: profiles.Rows) -> profiles.Resolved:
-        """The profile settled for these rows; a run that goes on keeps its batch and the rows it is validated on."""
+        """The profile for these rows; a run that has begun keeps the rows of its steps and of its validation."""
         goes_on = distributed.is_main() and self.parameters.get("RESUME") != "never"
-        began = distributed.broadcast(checkpoints.newest_settings(self.folders, self.run.name) if goes_on else {})
-        return profiles.fit(profiles.as_begun(self.resolved, began), rows)
+        began = distributed.broadcast(checkpoints.newest(self.folders, self.run.name) if goes_on else None)
+        resolved = self.resolved
+        if began:
+            resolved = profiles.keep_begun(resolved, began.fingerprint, began.validation_rows)
+        return profiles.fit(resolved, rows)
 
     def require(self, stem: str) -> None:
         """Make sure that an earlier lesson's result is in the run folder; if it is not, run that lesson now."""
@@ -91,7 +96,7 @@ class Lesson(record.LessonLike):
                 raise CourseError("lesson.which_run", run=self.run.name, lesson=stem, others=others)
             text = tr("Lesson {lesson} has not run in {run} yet: running it now.", lesson=stem, run=self.run.path)
             print(text, flush=True)
-            self.launch(stem)
+            self.launch([sys.executable, str(NOTEBOOKS / f"{stem}.py"), *self.arguments(stem)])
         if stem == "03_qlora":
             trained = record.read(self.run.facts).get("lessons", {}).get(stem, {})
             if not record.complete(trained):
@@ -100,18 +105,22 @@ class Lesson(record.LessonLike):
             if rows and made.get("fingerprint", {}).get("data", rows) != rows:
                 raise CourseError("lesson.other_rows", data=self.run.data)
 
-    def launch(
-        self, stem: str, processes: int = 1, threads: int = 0, keep: Path | None = None, engine: str = "", **values: Any
-    ) -> None:
-        """Run a lesson as a script of `processes` processes with this profile and model, here or in another folder."""
-        script = NOTEBOOKS / f"{stem}.py"
+    def arguments(self, stem: str, **values: Any) -> list[str]:
+        """The words after a lesson's name on its command line: this profile, model and run, and what is given here."""
         given = {"PROFILE": self.resolved.source, "MODEL": self.parameters.get("MODEL", ""), "RUN_NAME": self.run.name}
         given["SET"] = settings_text(self.resolved.set_values)
-        types = declared_in(script)
-        passed = {name: value for name, value in (given | values).items() if value and name in types}
+        types = declared_in(NOTEBOOKS / f"{stem}.py")
+        words = []
+        for name, value in (given | values).items():
+            if value and name in types:
+                words += [f"--{name}", str(value)]
+        return words
+
+    def launch(self, command: list[str], processes: int = 1, threads: int = 0, keep: Path | None = None) -> None:
+        """Run the command line of a lesson, which ends with this kernel; its runs are kept here or elsewhere."""
         with notices.deferred():
-            quiet = self.stem == "06_scale_out"  # it compares three runs of lesson 03, and shows what it compares
-            distributed.launch(script, passed, keep or self.folders.keep, processes, threads, quiet, engine)
+            calm = self.stem == "06_scale_out"  # it compares three runs of lesson 03, and shows what it compares
+            distributed.launch(command, keep or self.folders.keep, processes, threads, calm)
 
     def finish(self, *measured: Any, **facts: Any) -> None:
         """Write what was measured to facts.json and print where that is."""
@@ -158,6 +167,7 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     values = collect(stem, namespace)
     distributed.join()
     notices.require_settings()
+    work.watch()
     with distributed.main_first():
         install.ensure("train")
         if language() == "zh":
@@ -330,7 +340,7 @@ def _copy_earlier(run: RunFolder, folders: platforms.Folders, values: Mapping[st
             foreign |= {"PROFILE": profile} if profile and profile not in profiles.names() else {}
             if unnamed := [f"{name} = {text!r}" for name, text in foreign.items() if text != values.get(name)]:
                 raise CourseError("lesson.attached_run", folder=former.path, settings=", ".join(unnamed))
-            facts.get("set", {}).pop("data.source", None)
+            facts.get("set", {}).pop("course.data", None)
         if former.has("02_data_prep") and not any(run.data.glob("*")):
             print(tr("data      copied from {folder}", folder=former.data))
             make_folder(run.data, tr("this run"))

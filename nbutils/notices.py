@@ -1,73 +1,68 @@
 """How the end of a lesson, or of a run of several, is told; and the power-off that may follow it.
 
-`NBUTILS_NOTICE=1` sends a notice however the work ends: finished, stopped before its end, failed. `NBUTILS_POWER_OFF=1`
-switches an AutoDL machine off unless it failed, `always` after each of these ends, once the newest checkpoint verifies.
-Ctrl-C and the stop button are not told: whoever uses them is there. Nor is an error in a notebook that someone watches,
-unless its cell had run for minutes. A process that is killed outright cannot tell; of its kernels `nbutils run` does.
+`NBUTILS_NOTICE=1` sends a notice however the work ends: finished, stopped before its end, failed, killed.
+`NBUTILS_POWER_OFF=1` switches an AutoDL machine off unless it failed, `always` after each of these ends, once the
+newest checkpoint verifies. Ctrl-C and the stop button are not told: whoever uses them is there. Nor is an error in a
+notebook that someone watches, unless its cell had run for minutes.
+
+A process that is killed outright tells nobody. So a small one of its own, the watcher, reads from a pipe how the work
+goes, and alone tells of its end; if the pipe ends before the work did, whoever wrote into it was killed.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-from urllib.parse import urlsplit
-
-import tenacity
+from urllib.parse import parse_qsl, urlsplit
 
 from nbutils import checkpoints, display, distributed, platforms
 from nbutils.errors import CourseError
 from nbutils.files import fs_root
-from nbutils.language import tr
+from nbutils.language import print_whatever, tr
 from nbutils.masking import mask_secrets, remember_secret
+from nbutils.processes import LastingStream
 from nbutils.record import RunFolder
 from nbutils.tracking import trainings
 
 NOTICE, POWER_OFF = "NBUTILS_NOTICE", "NBUTILS_POWER_OFF"
 ALLOWED = {NOTICE: ("0", "1"), POWER_OFF: ("0", "1", "always")}
 URL, TOKEN, AUTODL_URL = "NBUTILS_NOTICE_URL", "AUTODL_TOKEN", "https://www.autodl.com/api/v1/wechat/message/send"
-SECONDS, PAUSE = 10.0, 2.0  # for an answer, and before the second and last attempt
+SECONDS, PAUSE = 40.0, 2.0  # for both attempts together, and between them
 MOST_BYTES, MOST_SAID = 1900, 600  # WeCom takes 2048 bytes with the title; characters of an error or a result
 LONG_CELL = 300.0  # seconds after which nobody is expected to sit and wait
 GRACE, KEEP_ON = 180.0, "keep_on"  # seconds in which a power-off can be cancelled; the file that cancels it
 STOPPED = ("course.stopped", "course.unfinished", "distributed.terminated")
+WATCH = "from nbutils import notices; notices.watch()"  # the program of the watcher
 Status = Literal["finished", "unfinished", "failed"]
+
+NATIVE = {  # addresses as the apps show them, where apprise does not know them, and what it calls them
+    r"https://open\.feishu\.cn/open-apis/bot/v2/hook/([\w-]+)/?": r"feishu://\1",
+    r"https://oapi\.dingtalk\.com/robot/send\?access_token=(\w+)": r"dingtalk://\1",
+}
+TAKEN = {  # the answer to a message that was taken: these refuse with HTTP 200, and apprise looks at the status alone
+    "feishu": r'"(code|StatusCode)"\s*:\s*0\b', "lark": r'"(code|StatusCode)"\s*:\s*0\b',
+    "dingtalk": r'"errcode"\s*:\s*0\b', "wecombot": r'"errcode"\s*:\s*0\b',
+}  # fmt: skip
+ONLY_OURS = {"version": "", "attachments": "", "type": ""}  # fields of apprise's JSON that are left out
 
 
 class Service(NamedTuple):
-    """What a service is sent, and how its answer looks when it took the message: most refuse with HTTP 200."""
+    """Where notices go: its name, what sends them, and how its answer looks when it took one."""
 
-    payload: Callable[[dict[str, str]], dict[str, Any]]
+    name: str
+    plugin: Any  # of apprise
     taken: str  # a regular expression
-
-
-def _whole(message: dict[str, str]) -> str:
-    """Title and text, for a service that takes one text."""
-    return f"{message['title']}\n{message['text']}"
-
-
-_FEISHU = Service(lambda one: {"msg_type": "text", "content": {"text": _whole(one)}}, r'"(code|StatusCode)"\s*:\s*0\b')
-_ERRCODE = Service(lambda one: {"msgtype": "text", "text": {"content": _whole(one)}}, r'"errcode"\s*:\s*0\b')
-SERVICES = {
-    "open.feishu.cn": _FEISHU, "open.larksuite.com": _FEISHU,
-    "oapi.dingtalk.com": _ERRCODE, "qyapi.weixin.qq.com": _ERRCODE,
-    "hooks.slack.com": Service(lambda one: {"text": _whole(one)}, r"^ok"),
-}  # fmt: skip
-AUTODL = Service(
-    lambda one: {"title": one["title"], "name": "finetune-course", "content": one["text"]}, r'(?i)"success"'
-)
-OTHER = Service(dict, "")  # any answer of a server that reports no error
 
 
 def require_settings() -> None:
@@ -78,8 +73,7 @@ def require_settings() -> None:
     if os.environ.get(NOTICE) != "1":
         return
     try:
-        host = urlsplit(_address()).hostname
-        print(tr("notice    goes to {host}, however this ends (if a kernel is killed: by `nbutils run`)", host=host))
+        print(tr("notice    goes to {service}, however this ends", service=_service("", "").name))
     except CourseError as problem:
         print(f"[WARN] {problem}")
 
@@ -101,11 +95,50 @@ class Work:
     lesson: str
     run: RunFolder | None = None  # once it is open
     cell_began: float = field(default_factory=time.monotonic)
+    watcher: subprocess.Popen[str] | None = None  # where the environment asks for a notice or a power-off
+
+    def watch(self) -> None:
+        """Where the environment asks for it, start the process that tells of the end."""
+        if not distributed.is_main() or not (_wants_notice() or _wants_power_off()):
+            return
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        if _wants_notice():  # Colab and Kaggle give a secret to the kernel alone
+            secret = next((name for name in (URL, TOKEN) if platforms.secret(name)), URL)
+            env[secret] = platforms.secret(secret) or ""
+            env[platforms.SECRETS_STATE] = platforms.detect().name
+        streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.watcher = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", WATCH], env=env, **streams, encoding="utf-8",
+            start_new_session=True,  # a kernel is killed with its whole group, and Ctrl-C goes to one
+        )  # fmt: skip
+        atexit.register(self.dismiss)
+        self._write()
+
+    def dismiss(self) -> None:
+        """There is nothing to tell: the process ends by itself, or does something else."""
+        if self.watcher:
+            self.watcher.kill()
+            self.watcher.communicate()
+            self.watcher = None
+
+    def _write(self, **end: str) -> None:
+        """Tell the watcher how things are."""
+        if self.watcher and self.watcher.stdin:
+            now = {"lesson": self.lesson, "run": str(self.run.path) if self.run else ""}
+            with suppress(BrokenPipeError):  # somebody killed it
+                self.watcher.stdin.write(json.dumps(now | end) + "\n")
+                self.watcher.stdin.flush()
+
+    def goes_on(self, lesson: str) -> None:
+        """The next lesson of a run begins."""
+        self.lesson = lesson
+        self._write()
 
     def opened(self, run: RunFolder) -> None:
         """Its run is known now. A file of an earlier night that keeps the machine on is told while someone is there."""
         self.run, keep_on = run, run.path / KEEP_ON
-        if os.environ.get(POWER_OFF, "0") not in ("", "0") and keep_on.exists():
+        self._write()
+        if _wants_power_off() and keep_on.exists():
             print(tr("[WARN] {file} is there: the machine will not be powered off. Delete it.", file=keep_on))
 
     def failed(self, problem: object) -> None:
@@ -121,51 +154,58 @@ class Work:
         self.ended("unfinished" if code in STOPPED else "failed", first)
 
     def ended(self, status: Status, said: str) -> None:
-        """Where the environment asks for it, send a notice, then power off."""
-        notice, when = (os.environ.get(name) or "0" for name in ALLOWED)
-        off = when == "always" or (when == "1" and status != "failed")
-        if notice == "0" and not off:
+        """Where the environment asks for it, have a notice sent and the machine powered off, and print what is done."""
+        if not self.watcher:
+            self.watch()
+        if not self.watcher:
             return
-        platform, name = platforms.detect(), self.run.name if self.run else self.lesson
-        kept, verified = _newest_checkpoint(self.run) if self.run else ("", None)
-        safe = bool(verified) if status == "finished" else verified is not False  # failed before the first: no loss
-        keep_on = (self.run.path if self.run else platforms.folders(platform).keep) / KEEP_ON
-        stays = _stays_on(platform, safe, keep_on) if off else ""
-        if not off:
-            power = _billed(platform)
-        elif stays:
-            power = stays
-        else:
-            power = tr(
-                "This machine is powered off in {seconds:.0f} s. To keep it on, interrupt this (Ctrl-C, the stop"
-                " button) or create the file {file}.", seconds=GRACE, file=keep_on,
-            )  # fmt: skip
-        if notice == "1":
-            title, todo = _title_and_todo(status, name)
-            text = "\n".join(filter(None, (said[:MOST_SAID], kept, todo, power)))
-            try:
-                print(tr("Notice sent to {host}.", host=send(title, text, status, name)), flush=True)
-            except CourseError as problem:
-                print(f"[WARN] {problem.seen}", flush=True)
-        if off:
-            print(*filter(None, (said, kept, power)), sep="\n", flush=True)
-            if not stays:
-                print(power_off(keep_on), flush=True)
+        self._write(status=status, said=said)
+        try:
+            for line in self.watcher.stdout or ():
+                print(line, end="", flush=True)
+        except KeyboardInterrupt:
+            print(tr("Interrupted: nothing more is sent, and the machine stays on."), flush=True)
+        self.dismiss()
+
+
+def _wants_notice() -> bool:
+    return os.environ.get(NOTICE) == "1"
+
+
+def _wants_power_off() -> bool:
+    return os.environ.get(POWER_OFF, "") in ("1", "always")
 
 
 _underway = Work("")  # of this process
 
 
+def _leave_to_parent() -> None:
+    """A process that was forked is not the work: its end tells nothing, and it must not hold the pipe open."""
+    if _underway.watcher and _underway.watcher.stdin:
+        _underway.watcher.stdin.close()
+        _underway.watcher = None
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def begin(lesson: str) -> Work:
     """From now on a failing cell or script is told; a CourseError ends a plain script with its message alone."""
-    global _underway
-    _underway = Work(lesson)
+    work = _set_underway(lesson)
     if platforms.in_kernel():
         events = sys.modules["IPython"].get_ipython().events
         events.register("pre_run_cell", _before_cell)  # once, however often it is called
         events.register("post_run_cell", _after_cell)  # before the kernel answers: papermill still waits
     else:
         sys.excepthook = _after_script
+    return work
+
+
+def _set_underway(lesson: str) -> Work:
+    global _underway
+    _underway.dismiss()  # the lesson is started again in the same kernel
+    _underway = Work(lesson)
     return _underway
 
 
@@ -193,12 +233,59 @@ def _after_script(kind: type[BaseException], problem: BaseException, trace: Any)
 @contextmanager
 def telling(lesson: str) -> Iterator[Work]:
     """Within this block an error is told before it goes on."""
-    work = Work(lesson)
+    work = _set_underway(lesson)
+    work.watch()
     try:
         yield work
     except Exception as problem:
         work.failed(problem)
         raise
+
+
+def watch() -> None:
+    """The program of the watcher: read how the work goes until it ends or its process does, and tell of that."""
+    print_whatever()
+    sys.stdout = LastingStream(sys.stdout)  # the one who reads it may end meanwhile
+    work = {"lesson": "", "run": ""}
+    for line in sys.stdin:
+        work = json.loads(line)
+        if "status" in work:
+            break
+    run = RunFolder(Path(work["run"])) if work["run"] else None
+    with suppress(CourseError):  # its own business is a notice
+        platforms.prepare_network(platforms.detect(), probe=False)
+    if "status" in work:
+        tell(work["lesson"], run, work["status"], work["said"])  # type: ignore[arg-type]
+    else:
+        said = tr("{lesson}: its process was killed. Often the machine's memory (RAM) was full.", lesson=work["lesson"])
+        tell(work["lesson"], run, "failed", said, killed=True)
+    sys.stdout.flush()
+    os._exit(0)  # a server that does not end its answer is not waited for
+
+
+def tell(lesson: str, run: RunFolder | None, status: Status, said: str, killed: bool = False) -> None:
+    """Where the environment asks for it, send a notice, then power off."""
+    when = os.environ.get(POWER_OFF, "")
+    off = when == "always" or (when == "1" and status != "failed")
+    platform, name = platforms.detect(), run.name if run else lesson
+    kept, verified = _newest_checkpoint(run) if run else ("", None)
+    safe = bool(verified) if status == "finished" else verified is not False  # failed before the first: no loss
+    keep_on = (run.path if run else platforms.folders(platform).keep) / KEEP_ON
+    stays, power = "", _billed(platform)
+    if off:
+        stays = _stays_on(platform, safe, keep_on)
+        power = stays or _off_soon(keep_on, killed)
+    if _wants_notice():
+        title, todo = _title_and_todo(status, name)
+        text = "\n".join(filter(None, (said[:MOST_SAID], kept, todo, power)))
+        try:
+            print(tr("Notice sent to {service}.", service=send(title, text, status, name)), flush=True)
+        except CourseError as problem:
+            print(f"[WARN] {problem.seen}", flush=True)
+    if off:
+        print(*filter(None, (said, kept, power)), sep="\n", flush=True)
+        if not stays:
+            print(power_off(keep_on), flush=True)
 
 
 def _newest_checkpoint(run: RunFolder) -> tuple[str, bool | None]:
@@ -237,15 +324,26 @@ def _stays_on(platform: platforms.Platform, safe: bool, keep_on: Path) -> str:
     return _kept_on(keep_on)
 
 
+def _off_soon(keep_on: Path, killed: bool) -> str:
+    """What to tell of a machine that is about to be switched off; of a killed process nothing can be interrupted."""
+    when = {"seconds": GRACE, "file": keep_on}
+    if killed:
+        return tr("This machine is powered off in {seconds:.0f} s. To keep it on, create the file {file}.", **when)
+    return tr(
+        "This machine is powered off in {seconds:.0f} s. To keep it on, interrupt this (Ctrl-C, the stop"
+        " button) or create the file {file}.", **when,
+    )  # fmt: skip
+
+
 def _kept_on(keep_on: Path) -> str:
     """What keeps a machine on: the file, or another training on it; empty if nothing does."""
     if keep_on.exists():
         return tr("Not powered off: {file} is there. Delete it before the next run.", file=keep_on)
     folders = platforms.folders(platforms.detect())
-    others = trainings(folders.scratch, folders.keep)
-    others.pop(keep_on.parent.name, None)
-    busy = next((name for name, one in others.items() if one.trains_here), "")
-    return tr("Not powered off: run {run} is training on this machine.", run=busy) if busy else ""
+    for run, training in trainings(folders.scratch, folders.keep).items():
+        if training.trains_here and training.pid != os.getppid():  # the parent of the watcher is the work that ended
+            return tr("Not powered off: run {run} is training on this machine.", run=run)
+    return ""
 
 
 def _billed(platform: platforms.Platform) -> str:
@@ -263,63 +361,90 @@ def power_off(keep_on: Path) -> str:
             return kept
         # without arguments: it would not be AutoDL's power-off
         subprocess.check_output([fs_root() / "usr/bin/shutdown"], stdin=subprocess.DEVNULL, timeout=30)
-    except (OSError, subprocess.SubprocessError, KeyboardInterrupt) as failed:
+    except (OSError, subprocess.SubprocessError) as failed:
         said = mask_secrets(f"{type(failed).__name__}: {failed}")
         return tr("Not powered off ({said}). Switch the machine off on AutoDL's page, it costs money.", said=said)
     return tr("Powered off. What is on the data disk stays for 15 days; start the same again to go on.")
 
 
-def _address() -> str:
+def _service(run: str, status: str) -> Service:
     """Where notices go; a CourseError says what to set if no secret tells."""
+    from apprise import Apprise, AppriseAsset
+
+    logging.getLogger("apprise").propagate = False  # it names addresses
+    asset = AppriseAsset(http_redirects=False, default_service_retry=1, default_service_wait=PAUSE)
     url = platforms.secret(URL) or ""
-    if not url and platforms.secret(TOKEN):
-        return AUTODL_URL
-    found = re.match(r"https?://[\w.-]+(?::\d+)?([/?]\S*)?$", url)
-    if not found:
-        state = tr("not a web address") if url else tr("not set")
-        raise CourseError("notices.no_address", url=URL, state=state, token=TOKEN)
-    for part in re.split(r"[/?&=]", found[1] or ""):  # what an answer may repeat of it
+    token = "" if url else platforms.secret(TOKEN)
+    if token:
+        about = _json_post(AUTODL_URL, message="content", name="finetune-course")
+        about["headers"] = {"Authorization": token}
+        return Service("AutoDL", Apprise.instantiate(about, asset), r'(?i)"success"')
+    for part in re.split(r"[/?&=@:]", url):  # what an answer may repeat of it
         if len(part) >= 16:
             remember_secret(part)
+    plugin: Any = Apprise.instantiate(_known_address(url), asset)
+    if plugin is None and re.match(r"https?://[\w.-]+(:\d+)?([/?]\S*)?$", url):
+        about = _json_post(url, message="text", run=run, status=status)
+        return Service(about["host"], Apprise.instantiate(about, asset), "")
+    if plugin is None:
+        state = tr("no address of a service") if url else tr("not set")
+        raise CourseError("notices.no_address", url=URL, state=state, token=TOKEN)
+    if plugin.secure_protocol == "feishu":
+        plugin.notify_url = plugin.notify_url.rstrip("/")  # as Feishu itself writes it
+    return Service(str(plugin.service_name), plugin, TAKEN.get(str(plugin.secure_protocol), ""))
+
+
+def _known_address(url: str) -> str:
+    """An address as apprise knows it."""
+    for pattern, known in NATIVE.items():
+        url = re.sub(f"^{pattern}$", known, url)
     return url
 
 
+def _json_post(url: str, **fields: str) -> dict[str, Any]:
+    """What apprise needs to post JSON to a web address: the title, and these fields."""
+    parts = urlsplit(url)
+    return {
+        "schema": "jsons" if parts.scheme == "https" else "json", "host": parts.hostname, "port": parts.port,
+        "fullpath": parts.path or "/", "params": dict(parse_qsl(parts.query)), "payload": ONLY_OURS | fields,
+    }  # fmt: skip
+
+
 def send(title: str, text: str, status: str, run: str) -> str:
-    """Send a notice, and say which host took it; a CourseError says why none did, without the address's secrets."""
-    url = _address()
-    host = urlsplit(url).hostname or ""
+    """Send a notice, and say who took it; a CourseError says why nobody did, without the address's secrets."""
+    from apprise import Apprise, NotifyFormat, NotifyType
+
+    service = _service(run, status)
+    kind = NotifyType.FAILURE if status == "failed" else NotifyType.INFO
     text = mask_secrets(text).encode()[:MOST_BYTES].decode(errors="ignore")
-    message = {"title": mask_secrets(title), "text": text, "run": run, "status": status}
-    headers = {"Content-Type": "application/json", "User-Agent": "nbutils"}
-    service = SERVICES.get(host, OTHER)
-    if url == AUTODL_URL:
-        headers["Authorization"], service = platforms.secret(TOKEN) or "", AUTODL
+    sender = Apprise()
+    sender.add(service.plugin)
+    with _answers() as answers:
+        result = sender.notify(text, mask_secrets(title), kind, body_format=NotifyFormat.TEXT, timeout=SECONDS)
+    if not result:
+        problems = [entry.message for entry in result.logs()]
+        problem = problems[-1] if problems else result.status.name
+    elif not re.search(service.taken, answers[-1] if answers else ""):
+        problem = tr("its answer: {answer}", answer=repr(mask_secrets(answers[-1])[:200]))
+    else:
+        return service.name
+    raise CourseError("notices.not_sent", service=service.name, problem=mask_secrets(problem), url=URL, token=TOKEN)
+
+
+@contextmanager
+def _answers() -> Iterator[list[str]]:
+    """What servers answer within this block."""
+    from requests import Response, Session
+
+    answers, post = list[str](), Session.send
+
+    def noting(session: Session, request: Any, **options: Any) -> Response:
+        answer = post(session, request, **options)
+        answers.append(answer.text)
+        return answer
+
+    Session.send = noting  # type: ignore[method-assign, assignment]
     try:
-        answer = _post(urllib.request.Request(url, json.dumps(service.payload(message)).encode(), headers))
-    except (OSError, ValueError, HTTPException) as problem:
-        about = f"HTTP {problem.code}" if isinstance(problem, urllib.error.HTTPError) else ""
-        about = about or mask_secrets(str(getattr(problem, "reason", "") or type(problem).__name__))
-        raise CourseError("notices.not_sent", host=host, problem=about, url=URL, token=TOKEN) from problem
-    if not re.search(service.taken, answer):
-        said = tr("its answer: {answer}", answer=repr(mask_secrets(answer)[:200]))
-        raise CourseError("notices.not_sent", host=host, problem=said, url=URL, token=TOKEN)
-    return host
-
-
-def _may_pass(problem: BaseException) -> bool:
-    """Whether a second attempt may succeed: the server did not answer, or failed itself."""
-    return isinstance(problem, (OSError, HTTPException)) and getattr(problem, "code", 500) >= 500
-
-
-@tenacity.retry(
-    stop=tenacity.stop_after_attempt(2), wait=lambda _: PAUSE, reraise=True,
-    retry=tenacity.retry_if_exception(_may_pass),
-)  # fmt: skip
-def _post(request: urllib.request.Request) -> str:
-    """The answer to a request that carries a secret; a server that fails is asked twice."""
-    opener = urllib.request.build_opener(platforms.NoRedirects)  # urlopen would keep the proxies of its first call
-    with opener.open(request, timeout=SECONDS) as answer:
-        text, end = b"", time.monotonic() + SECONDS  # the timeout alone begins anew with each byte
-        while time.monotonic() < end and len(text) < 65536 and (piece := answer.read1(65536)):
-            text += piece
-        return text.decode("utf-8", "replace")
+        yield answers
+    finally:
+        Session.send = post  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,14 +29,14 @@ LESSON = re.compile(r"\d\d_\w+\.ipynb")
 
 
 @contextmanager
-def signals_to_kernel() -> Iterator[list[int]]:
-    """Within this block signals reach the kernels of this process once: Ctrl-C as it is, so that a lesson knows that
-    someone is there, others as SIGTERM; the list holds all."""
+def signals_to_kernel(besides: subprocess.Popen[str] | None = None) -> Iterator[list[int]]:
+    """Within this block signals reach the kernels of this process (its children `besides` one) once: Ctrl-C as it is,
+    so that a lesson knows that someone is there, others as SIGTERM; the list holds all."""
     received: list[int] = []
 
     def forward(number: int) -> None:
         received.append(number)
-        kernels = psutil.Process().children()
+        kernels = [child for child in psutil.Process().children() if not besides or child.pid != besides.pid]
         for kernel in kernels:
             kernel.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         if not kernels:

@@ -437,7 +437,7 @@ def prove(lesson: LessonLike, folder: Path, placement: Placement) -> Proof:
         ours, theirs = (one.apply_chat_template(row["messages"], return_dict=True) for one in (tokenizer, own))
         if ours["input_ids"] != theirs["input_ids"]:
             raise CourseError("parity.other_tokens", folder=folder)
-    limit = lesson.profile.serve.max_model_len
+    limit = lesson.profile.vllm.max_model_len
     fixed = fixed_set(evaluator, evaluator.general(), model=lesson.model, limit=limit)
     predictions = PredictionStore(lesson.run.path, fixed, about=about)
     forms = {"full": placement.unquantized}

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,25 @@ from nbutils.hardware import GPU, Choice
 from nbutils.language import joined, tr
 from nbutils.models import Shape, course_model, is_tiny, known_models, model_folder
 from nbutils.plan import gpus
-from nbutils.plan.forecast import Rows, apply, choose, fastest, few_steps, limit_gib, peak_gib, schedule
+from nbutils.plan.forecast import (
+    Recipe,
+    Rows,
+    apply,
+    choose,
+    fastest,
+    few_steps,
+    limit_gib,
+    peak_gib,
+    rows_per_step,
+    schedule,
+)  # fmt: skip
 from nbutils.platforms import Platform, folders
 
 __all__ = ["Rows", "course_model", "few_steps", "is_tiny", "known_models", "load", "model_folder", "names", "schedule"]
 
-MICRO_BATCH, CHECKPOINTING = "train.micro_batch", "train.gradient_checkpointing"
+PLANNED = (  # what the plan chooses, as far as the profile leaves it open
+    "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "activation_offloading",
+)  # fmt: skip
 CPU_ROWS, CPU_TOKENS = 2, 512  # at a time: packed rows, or tokens, as attention grows with their square on a CPU
 
 
@@ -32,7 +45,7 @@ class Resolved:
 
     `source` and `called` give the same profile and model again when they are passed to `resolve`, on another machine
     too: `model` may be the folder into which this machine downloaded what is `called` by its hub id.
-    `set_values` is what SET replaced in it.
+    `set_values` is what SET replaced in it, `kept` what a run that has begun keeps of its first session.
     """
 
     name: str
@@ -46,6 +59,7 @@ class Resolved:
     reasons: Mapping[str, str] = field(repr=False)
     rows: Rows | None = None  # those it is settled for
     set_values: dict[str, Any] = field(default_factory=dict)
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
 
 def resolve(
@@ -57,15 +71,7 @@ def resolve(
     def read(name: str) -> Document:
         document = config.read(name)
         document = config.with_overrides(document, overrides(document.file.stem))
-        machine, way = document.profile.machine, document.profile.train.gradient_checkpointing
-        old = gpu is None or gpu.capability < hardware.BF16_FROM
-        impossible = {  # before any download
-            f"machine.precision={machine.precision}": machine.precision in ("bf16" * old, "fp16" * (gpu is None)),
-            f"machine.attention={machine.attention}": old and machine.attention in ("flash_attention_2", "varlen"),
-            "machine.liger=on": gpu is None and machine.liger == "on",
-            f"{CHECKPOINTING}=offload": gpu is None and way == "offload",
-        }
-        if wrong := ", ".join(name for name, holds in impossible.items() if holds):
+        if wrong := joined(_impossible(document.profile, gpu)):
             raise CourseError("profiles.impossible", gpu=gpu or tr("no GPU"), problems=wrong)
         return document
 
@@ -115,21 +121,29 @@ def resolve(
     return fit(Resolved(name, path, given, value, called, first, gpu, given, reasons), None)
 
 
-def as_begun(resolved: Resolved, began: Mapping[str, Any]) -> Resolved:
-    """The same with batch and validation rows of a run that began with these settings, if the profile leaves them open.
+def _impossible(profile: Profile, gpu: GPU | None) -> Iterator[str]:
+    """Values that this machine does not support, found before any download."""
+    sft, load = profile.sft, profile.from_pretrained
+    old = gpu is None or gpu.capability < hardware.BF16_FROM
+    if (load.dtype == "bfloat16" and old) or (load.dtype == "float16" and gpu is None):
+        yield f"from_pretrained.dtype={load.dtype}"
+    if old and load.attn_implementation in ("flash_attention_2", "varlen"):
+        yield f"from_pretrained.attn_implementation={load.attn_implementation}"
+    if gpu is None and sft.use_liger_kernel is True:
+        yield "sft.use_liger_kernel=true"
+    if gpu is None and sft.activation_offloading is True:
+        yield "sft.activation_offloading=true"
 
-    A batch that the processes of today cannot share is chosen anew.
+
+def keep_begun(resolved: Resolved, fingerprint: Mapping[str, Any], validation_rows: int = 0) -> Resolved:
+    """The same for a run that began with this fingerprint: its rows per step, if these processes can share them.
+
+    Its losses are comparable only on the same validation rows.
     """
-    given, names = resolved.given.train, list[str]()
-    if began and given.batch == "auto" and began["batch"] % distributed.world_size() == 0:
-        names += ["batch", "packing"]
-    if began.get("validation_rows") and given.validation_rows == "auto":
-        names.append("validation_rows")
-    if not names:
-        return resolved
-    kept = {f"train.{name}": Choice(began[name], tr("this run began with it")) for name in names}
-    reasons = dict(resolved.reasons) | {name: choice.reason for name, choice in kept.items()}
-    return replace(resolved, given=apply(resolved.given, kept), reasons=reasons)
+    kept: dict[str, Any] = {"validation_rows": validation_rows} if validation_rows else {}
+    if fingerprint["rows_per_step"] % distributed.world_size() == 0:
+        kept |= {"rows_per_step": fingerprint["rows_per_step"], "packing": fingerprint["sft"]["packing"]}
+    return replace(resolved, kept=kept)
 
 
 def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
@@ -139,50 +153,67 @@ def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
         shape: Shape | None = models.find_shape(given.model)
     except CourseError:
         shape = None  # not known before its download
-    decided = choose(given, rows, shape, distributed.world_size())
-    machine, optimizer = given.machine, given.train.optimizer
-    if machine.precision == "auto":
-        decided["machine.precision"] = hardware.precision(gpu)
-    if machine.attention == "auto":
-        exact = Choice("sdpa", tr("FlashAttention needs 16 bits, and machine.precision is fp32"))
-        decided["machine.attention"] = exact if machine.precision == "fp32" else hardware.attention(gpu)
-    if machine.liger == "auto":
-        choice = hardware.liger(gpu)
-        decided["machine.liger"] = Choice("on" if choice.value else "off", choice.reason)
-    if gpu is None and optimizer.endswith(("8bit", "32bit")):  # a run of a GPU may be merged or served here
-        reason = tr("{optimizer} needs a GPU: AdamW in 32 bits instead", optimizer=optimizer)
-        decided["train.optimizer"] = Choice("adamw_torch_fused", reason)
-    decided |= _by_plan(apply(given, decided), shape, gpu, rows)
+    decided = choose(given, rows, shape, distributed.world_size(), resolved.kept)
+    decided |= _by_machine(given, gpu)
+    decided |= _by_plan(apply(given, decided), given, shape, gpu, rows)
     profile = apply(given, decided)
     choices = {"profile": resolved.choices["profile"], "model": resolved.choices["model"]}
     for key, value in flat(profile.model_dump()).items():
         reason = decided[key].reason if key in decided else ""
-        choices[key] = Choice(value, reason or resolved.reasons[key])
+        choices[key] = Choice(value, reason or resolved.reasons.get(key, ""))
     return replace(resolved, profile=profile, choices=choices, rows=rows)
 
 
-def _by_plan(profile: Profile, shape: Shape | None, gpu: GPU | None, rows: Rows | None) -> dict[str, Choice]:
-    """The fastest micro-batch and checkpointing that fit, as far as the profile leaves them to the plan."""
-    train, processes = profile.train, distributed.world_size()
-    left = {MICRO_BATCH: train.micro_batch, CHECKPOINTING: train.gradient_checkpointing}
-    if "auto" not in left.values():
+def _by_machine(given: Profile, gpu: GPU | None) -> dict[str, Choice]:
+    """What the GPU, or its absence, decides."""
+    load, optim = given.from_pretrained, given.sft.optim
+    decided: dict[str, Choice] = {}
+    if load.dtype == "auto":
+        decided["from_pretrained.dtype"] = hardware.dtype(gpu)
+    if load.attn_implementation == "auto":
+        exact = Choice("sdpa", tr("FlashAttention needs 16 bits, and from_pretrained.dtype is float32"))
+        decided["from_pretrained.attn_implementation"] = exact if load.dtype == "float32" else hardware.attention(gpu)
+    if given.sft.use_liger_kernel == "auto":
+        decided["sft.use_liger_kernel"] = hardware.liger(gpu)
+    if gpu is None and optim.endswith(("8bit", "32bit")):  # a run of a GPU may go on, be merged or served here
+        reason = tr("{optimizer} needs a GPU: AdamW in 32 bits instead", optimizer=optim)
+        decided["sft.optim"] = Choice("adamw_torch_fused", reason)
+    elif distributed.engine() not in distributed.WHOLE and optim != "adamw_torch":
+        reason = tr("shards of weights need torch's own AdamW, whose states are divided among the processes")
+        decided["sft.optim"] = Choice("adamw_torch", reason)
+    return decided
+
+
+def _by_plan(
+    profile: Profile, given: Profile, shape: Shape | None, gpu: GPU | None, rows: Rows | None
+) -> dict[str, Choice]:
+    """The fastest micro-batches and checkpointing that fit, as far as the profile leaves them to the plan."""
+    left = [name for name in PLANNED if given.sft[name] == "auto"]
+    if given.sft.per_device_train_batch_size != "auto" and "gradient_accumulation_steps" in left:
+        left.remove("gradient_accumulation_steps")  # it follows
+    if not left:
         return {}
+    sft, processes = profile.sft, distributed.world_size()
+    step = rows_per_step(sft, processes)
     if gpu is None:
-        most = max(1, int(CPU_TOKENS / rows.mean)) if rows and not train.packing else CPU_ROWS
-        size, way = distributed.micro_batch_for(int(train.batch), most, processes), "off"
+        most = max(1, int(CPU_TOKENS / rows.mean)) if rows and not sft.packing else CPU_ROWS
+        if given.sft.per_device_train_batch_size != "auto":
+            most = int(given.sft.per_device_train_batch_size)
+        size = distributed.micro_batch_for(step, most, processes)
+        values = Recipe(per_device_train_batch_size=size, gradient_checkpointing=False)
         reason = tr("plan: without a GPU, few tokens at a time and no recomputing")
     elif shape is None:
-        size, way = 1, "on"
+        values = Recipe()
         reason = tr("plan: the size of this model is not known before its download, so the safest value")
     else:
         spec = gpus.of_machine(gpu).model_copy(update={"count": processes})
-        best = fastest(profile, shape, spec, rows, distributed.engine_name(str(profile.method)))
-        size, way = best.micro_batch, best.checkpointing
-        peak, limit = peak_gib(shape, best), limit_gib(spec)
+        engine = distributed.engine_name(str(profile.method))
+        values = fastest(profile, shape, spec, rows, given.sft, engine)
+        peak, limit = peak_gib(shape, values), limit_gib(spec)
         verdict = tr("the fastest that fits") if peak <= limit else tr("DOES NOT FIT")
         reason = tr(
             "plan: {verdict}: {peak:.1f} GiB forecast, {limit:.1f} of {memory:.1f} GiB allowed",
             verdict=verdict, peak=peak, limit=limit, memory=spec.memory_gib,
         )  # fmt: skip
-    found = {MICRO_BATCH: Choice(size, reason), CHECKPOINTING: Choice(way, reason)}
-    return {name: choice for name, choice in found.items() if left[name] == "auto"}
+    values = replace(values, gradient_accumulation_steps=step // processes // values.per_device_train_batch_size)
+    return {f"sft.{name}": Choice(getattr(values, name), reason) for name in left}

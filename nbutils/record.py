@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
+from nbutils import former_names
 from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.files import DISTRIBUTION, read_json, read_object, stamp, write_json, write_text
@@ -117,10 +118,19 @@ def read(path: Path) -> Facts:
         facts = read_json(path)
         valid = isinstance(facts, dict) and all(type(facts.get(key, kind())) is kind for key, kind in TYPES.items())
         if valid and all(isinstance(entry, dict) for entry in facts.get("lessons", {}).values()):
-            return dict(facts)
+            return _with_names_of_today(facts)
         raise ValueError(tr("it does not hold the facts of lessons"))
     except ValueError as problem:
         raise CourseError("record.invalid", file=path, problem=problem) from problem
+
+
+def _with_names_of_today(facts: Facts) -> Facts:
+    trained = facts.get("lessons", {}).get("03_qlora", {})
+    if "set" in facts:
+        facts["set"] = former_names.translated(facts["set"])
+    if trained.get("settings"):
+        trained["settings"] = former_names.translated(trained["settings"])
+    return dict(facts)
 
 
 def begin(path: Path, top: Facts, by_auto: bool) -> None:

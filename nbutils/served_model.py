@@ -55,7 +55,7 @@ class ServedModel:
         self.folder = Path(profiles.model_folder(given))
         self.is_merged = self.folder.resolve() == self.merged.resolve()
         self.dtype, self.export = serving_dtype(self.folder, lesson, engine)  # stops if it cannot be served here
-        size: Any = {"rows": rows, "limit": lesson.profile.serve.max_model_len}
+        size: Any = {"rows": rows, "limit": lesson.profile.vllm.max_model_len}
         if found := evaluation.stored_answers(lesson, self.folder, **size):
             self.evaluator = found.evaluator
         else:
@@ -76,7 +76,7 @@ class ServedModel:
         return serving.ask(
             server.client(), name or server.model_name, self.questions, self.evaluator.max_new_tokens,
             tools=self.evaluator.tools, token_ids=server.environment.engine != "transformers",
-            at_once=self.lesson.profile.serve.max_num_seqs,
+            at_once=self.lesson.profile.vllm.max_num_seqs,
         )  # fmt: skip
 
     def compare_answers(self, server: serving.Server) -> ServerComparison:
@@ -130,7 +130,7 @@ class ServedModel:
 
 def serving_dtype(folder: Path, lesson: record.LessonLike, engine: str = "auto") -> tuple[str, Export | None]:
     """The dtype a folder is served in on this machine, and the export if it is one; stops if it cannot be served."""
-    gpu, dtype = lesson.gpu, hardware.DTYPES[lesson.profile.machine.precision]
+    gpu, dtype = lesson.gpu, lesson.profile.from_pretrained.dtype
     engine = hardware.engine(gpu).value if engine == "auto" else engine
     require_engine(engine)
     if merging.is_quantized(config := read_config(folder / "config.json")):
@@ -144,7 +144,7 @@ def serving_dtype(folder: Path, lesson: record.LessonLike, engine: str = "auto")
     stored = str(config.get("dtype") or config.get("torch_dtype"))
     gib = weights_bytes(folder) * BYTES[dtype] / BYTES.get(stored, BYTES[dtype]) / files.GIB
     parts = int(tensor_parallel(folder, gpu.count).value) if gpu and engine != "transformers" else 1
-    most = parts * (lesson.profile.serve.gpu_memory * gpu.memory_gib - MIN_KV_CACHE_GIB) if gpu else 0.0
+    most = parts * (lesson.profile.vllm.gpu_memory_utilization * gpu.memory_gib - MIN_KV_CACHE_GIB) if gpu else 0.0
     if not fit(gib, gpu)[0] and (gib > most or engine == "transformers"):
         raise CourseError("exporting.too_large_to_serve", folder=folder, gib=gib, small=folder.parent / "exports/w4a16")
     return dtype, None

@@ -7,7 +7,9 @@ import os
 import re
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,10 +28,25 @@ MODELSCOPE_PRIVATE = 1  # 3 is internal, 5 public
 Opened = tuple[bool, Callable[..., Any]]  # whether a repository is private, and how a folder is uploaded to it
 
 
-def push(folder: str | Path, to: str, *, private: bool = True) -> str:
-    """Upload a model folder with a model card to hub:owner/name (or modelscope:, kaggle:); "file": pack one file."""
-    if to == "file":
-        return single_file(folder)
+@dataclass(frozen=True)
+class Upload:
+    """A folder to upload, with nothing of this machine in it, the name of its repository, and the token to send."""
+
+    folder: str
+    name: str
+    page: str
+    gib: float
+    token: str = field(repr=False)
+
+    def require_private(self, is_private: bool | None) -> None:
+        """Refuse a repository that is there already and is public, or does not say what it is."""
+        if is_private is not True:
+            raise CourseError("sharing.public_repository", name=self.name)
+
+
+@contextmanager
+def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
+    """A model folder for an upload, with a model card and without local paths; whatever fails shows no token."""
     kind, name = parse(to)
     host, (parts, gib) = HOSTS[kind], _model_files(Path(folder))
     token = platforms.secret(host.secret)
@@ -39,17 +56,9 @@ def push(folder: str | Path, to: str, *, private: bool = True) -> str:
     os.environ[host.secret] = token  # kagglehub looks nowhere else
     try:
         with tempfile.TemporaryDirectory(prefix="nbutils-push-") as stage:
-            for file in (one for one in parts if one.name not in NOT_UPLOADED):
-                if file.suffix != ".json" or file.name in VOCABULARIES:
-                    Path(stage, file.name).symlink_to(file.resolve())
-                else:
-                    content = json.loads(file.read_text(encoding="utf-8"), object_hook=_without_paths)
-                    files.write_json(Path(stage, file.name), content)
+            _fill(Path(stage), parts)
             Path(stage, "README.md").write_text(model_card(Path(folder), name), encoding="utf-8")
-            is_private, upload = host.open(name, token, private)
-            if private and not is_private:
-                raise CourseError("sharing.public_repository", name=name)
-            upload(folder_path=stage)
+            yield Upload(stage, name, f"{host.page}{name}", gib, token)
     except CourseError:
         raise
     except Exception as problem:
@@ -58,7 +67,31 @@ def push(folder: str | Path, to: str, *, private: bool = True) -> str:
         raise error from None  # the original may hold the token in its request
     finally:
         os.environ.pop(host.secret) if before is None else os.environ.update({host.secret: before})
-    return f"{host.page}{name} ({gib:.2f} GiB, {tr('private') if is_private else tr('PUBLIC')})"
+
+
+def _fill(stage: Path, parts: Sequence[Path]) -> None:
+    """Links to a model's files; JSON files are copied without the local paths in them."""
+    for file in parts:
+        if file.name in NOT_UPLOADED:
+            continue
+        if file.suffix != ".json" or file.name in VOCABULARIES:
+            (stage / file.name).symlink_to(file.resolve())
+        else:
+            content = json.loads(file.read_text(encoding="utf-8"), object_hook=_without_paths)
+            files.write_json(stage / file.name, content)
+
+
+def push(folder: str | Path, to: str, *, private: bool = True) -> str:
+    """Upload a model folder with a model card to hub:owner/name (or modelscope:, kaggle:); "file": pack one file."""
+    if to == "file":
+        return single_file(folder)
+    kind, name = parse(to)
+    with prepared(folder, to) as upload:
+        is_private, send = HOSTS[kind].open(name, upload.token, private)
+        if private:
+            upload.require_private(is_private)
+        send(folder_path=upload.folder)
+    return f"{upload.page} ({upload.gib:.2f} GiB, {tr('private') if is_private else tr('PUBLIC')})"
 
 
 def parse(to: str) -> tuple[str, str]:

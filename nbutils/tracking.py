@@ -1,4 +1,4 @@
-"""Experiment tracking: TensorBoard always, W&B and SwanLab online with a key and else offline; curves, live numbers.
+"""Experiment tracking: TensorBoard, W&B and SwanLab, or what `report_to` names; curves, live numbers.
 
 Never a prompt, never a lost run. `LiveNumbers` also writes what it shows to `progress.json`, for `nbutils watch`.
 """
@@ -36,26 +36,64 @@ LINES, SHORTEST, LONGEST = 50, 5.0, 300.0  # lines per training, and the seconds
 PROGRESS = "progress.json"  # in the logs, written every SHORTEST seconds
 PANEL = "root/tf-logs"  # the folder that AutoDL's TensorBoard shows
 PROJECT = "finetune-course"
+USUAL = {"tensorboard": "TensorBoard", "wandb": "W&B", "swanlab": "SwanLab"}  # unless a profile names others
 SWANLAB = "swanlab>=0.10"  # earlier ones have other names for the settings
 Clock = Callable[[], float]
 Curve = list[tuple[int, float]]  # (step, loss)
 State = Literal["training", "finished", "stopped", "failed"]
 
 
-def begin(logs: Path, run: str) -> list[str]:
-    """Start the runs that the trainer will log to, offline where they cannot be online; the values for `report_to`."""
-    if not distributed.is_main():
+def report_to(lesson: LessonLike) -> list[str]:
+    """Prepare the trackers that the profile names (`sft.report_to`), or the usual ones; the value for `report_to`."""
+    chosen = (lesson.profile.sft.model_extra or {}).get("report_to")
+    names = [chosen] if isinstance(chosen, str) else chosen
+    return begin(lesson.scratch / lesson.run.logs.name, lesson.run.name, names)
+
+
+def begin(logs: Path, run: str, names: Sequence[str] | None = None) -> list[str]:
+    """Have the trackers of these names log into `logs`; those that the trainer will report to.
+
+    transformers starts them when the training begins. Only W&B and SwanLab are started here: with a refused key or a
+    dead network theirs would end the training, and both replace the excepthook, with a traceback before a CourseError.
+    """
+    if not distributed.is_main() or names in ([], ["none"]):
         return []
+    wanted = list(USUAL if names is None else names)
+    _require_installed(wanted)
     make_folder(logs, tr("logs"))
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
-    excepthook = sys.excepthook  # both replace it, and print a traceback before a CourseError
-    modes = {"wandb": _begin_wandb(logs, run), "swanlab": _begin_swanlab(logs, run)}
+    _log_into(logs)
+    modes, excepthook = dict[str, str](), sys.excepthook
+    if "wandb" in wanted:
+        modes["wandb"] = _begin_wandb(logs, run)
+    if "swanlab" in wanted:
+        modes["swanlab"] = _begin_swanlab(logs, run, chosen=names is not None)
     sys.excepthook = excepthook
-    names = {"wandb": "W&B", "swanlab": "SwanLab"}
-    said = ["TensorBoard", *(f"{names[name]} {mode}" for name, mode in modes.items() if mode)]
+    started = [name for name in wanted if modes.get(name) != ""]
+    said = [f"{USUAL.get(name, name)} {modes.get(name, '')}".strip() for name in started]
     print(display.pad(tr("logs"), 10) + joined(said, ";"))
-    print(f"          {how_to_open(logs / 'tensorboard', run, platforms.detect().name)}")
-    return ["tensorboard", *(name for name, mode in modes.items() if mode)]
+    if "tensorboard" in started:
+        print(f"          {how_to_open(logs / 'tensorboard', run, platforms.detect().name)}")
+    return started
+
+
+def _log_into(logs: Path) -> None:
+    """Where the trackers that transformers starts keep their files; a learner's own server or folder is left alone."""
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
+    os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{logs / 'mlflow.db'}")
+    os.environ.setdefault("TRACKIO_DIR", str(logs / "trackio"))
+    os.environ.setdefault("COMET_OFFLINE_DIRECTORY", str(logs / "comet"))
+    if not os.environ.get("COMET_API_KEY"):
+        os.environ.setdefault("COMET_START_ONLINE", "0")  # it would ask for a key
+
+
+def _require_installed(names: Sequence[str]) -> None:
+    """Refuse a tracker whose package is not here; SwanLab's is installed when it is needed."""
+    from transformers.integrations.integration_utils import get_available_reporting_integrations
+
+    here = ["swanlab", *get_available_reporting_integrations()]
+    for name in names:
+        if name not in here:
+            raise CourseError("tracking.not_installed", name=name, package=name.replace("_", "-"), here=", ".join(here))
 
 
 def _begin_wandb(logs: Path, run: str) -> str:
@@ -81,9 +119,11 @@ def _begin_wandb(logs: Path, run: str) -> str:
     return mode
 
 
-def _begin_swanlab(logs: Path, run: str) -> str:
-    """Start a SwanLab run if there is a SWANLAB_API_KEY, or SWANLAB_MODE is offline; how, or empty."""
+def _begin_swanlab(logs: Path, run: str, chosen: bool = False) -> str:
+    """Start a SwanLab run if it is chosen, there is a SWANLAB_API_KEY, or SWANLAB_MODE is offline; how, or empty."""
     key, mode = platforms.secret("SWANLAB_API_KEY"), os.environ.get("SWANLAB_MODE", "online")
+    if chosen and not key and mode != "disabled":
+        mode = "offline"
     if mode != "offline" and not (key and mode in ("online", "cloud")):
         return ""
     os.environ |= {"SWANLAB_INTERACTIVE": "false", "SWANLAB_TERMINAL_PROXY_TYPE": "none"}
@@ -100,7 +140,7 @@ def _begin_swanlab(logs: Path, run: str) -> str:
     options = {"project": os.environ.get("SWANLAB_PROJ_NAME", PROJECT), "name": run, "log_dir": str(logs / "swanlab")}
     if swanlab.has_run():  # of an earlier run of this cell
         swanlab.finish()
-    said = tr("offline: SWANLAB_MODE says so")
+    said = tr("offline: SWANLAB_MODE says so, or no SWANLAB_API_KEY")
     if mode != "offline":
         os.environ["SWANLAB_API_KEY"] = key or ""
         try:

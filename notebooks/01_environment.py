@@ -42,7 +42,7 @@ if importlib.util.find_spec("nbutils") is None:
 
 # %% [markdown]
 # `PROFILE = "auto"` chooses the profile for your GPU; any name from `configs/` works too. `SET` replaces single values, as in
-# `"train.learning_rate=1e-4, lora.rank=64"`. Later lessons of the same run keep these values.
+# `"sft.learning_rate=1e-4, lora.r=64"`. Later lessons of the same run keep these values.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -116,14 +116,15 @@ print("reference:", reference["content"])
 # ## The profile
 #
 # A profile is a file in `configs/` with about 40 values. These are the ones that matter most, as chosen for this machine.
-# Learning rate and rank are yours to change; precision follows from the GPU. `train.batch` is the batch size: the rows of one
-# optimizer step. The GPU computes `train.micro_batch` of them at a time. Values that depend on your rows are chosen in lesson 03.
+# Each name is a keyword argument of a library: `lora` of peft's `LoraConfig`, `sft` of TRL's `SFTConfig`, `from_pretrained` of
+# transformers; `course` is what no library has. Learning rate and rank are yours to change; precision follows from the GPU, which
+# computes `per_device_train_batch_size` rows at a time. Values that depend on your rows are chosen in lesson 03.
 
 # %%
 from nbutils import display
 
-names = ["profile", "model", "method", "machine.precision", "lora.rank", "train.max_length", "train.batch",
-         "train.micro_batch", "train.learning_rate"]
+names = ["profile", "model", "method", "from_pretrained.dtype", "lora.r", "sft.max_length",
+         "sft.per_device_train_batch_size", "sft.learning_rate"]
 choices = {name: lesson.resolved.choices[name] for name in names}
 values = [{"what": name, "value": choice.value, "why": choice.reason} for name, choice in choices.items()]
 display.show_table(values, text=display.aligned(values))

@@ -73,7 +73,7 @@ lesson = nbutils.start("02_data_prep", globals())
 from itertools import islice
 from nbutils import data, files
 
-source = DATA or lesson.profile.data.source or files.SAMPLES / "train.jsonl"
+source = DATA or lesson.profile.course.data or files.SAMPLES / "train.jsonl"
 for raw in islice(data.read_rows(source), 3):
     data.show(raw, COLUMNS)
 
@@ -139,8 +139,8 @@ data.show(next(data.read_rows(mine)))
 
 # %%
 card = data.prepare(
-    DATA, lesson.run.data, default=lesson.profile.data.source, eval_source=EVAL_DATA, columns=COLUMNS,
-    rows=lesson.profile.data.rows,
+    DATA, lesson.run.data, default=lesson.profile.course.data, eval_source=EVAL_DATA, columns=COLUMNS,
+    rows=lesson.profile.course.rows,
 )
 print(card)
 data.show_rejected(card, lesson.run.data)
@@ -195,7 +195,7 @@ chat.show_row(tokenizer, row)
 # ## Lengths
 #
 # A row longer than `max_length` would lose its end, and with it the stop token. Such rows are left out, not cut, and listed in
-# `too_long.jsonl`. If there are many, raise `train.max_length` (it costs memory) or shorten them. The last line is a command: it forecasts
+# `too_long.jsonl`. If there are many, raise `sft.max_length` (it costs memory) or shorten them. The last line is a command: it forecasts
 # memory, time and cost of this training on GPUs.
 
 # %%
@@ -203,7 +203,7 @@ from statistics import mean
 from nbutils import plan
 
 stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
-examples = chat.filter_by_length(tokenizer, train_rows, lesson.profile.train.max_length, stop_ids=stop_ids)
+examples = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids=stop_ids)
 examples.write(lesson.run.data)
 figure, axes = plt.subplots(figsize=(7, 2.5), layout="constrained")
 axes.hist(examples.lengths, bins=30)

@@ -42,7 +42,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# Empty or zero leaves a value to the profile; `SET = "train.learning_rate=1e-4, lora.rank=64"` replaces any value of it.
+# Empty or zero leaves a value to the profile; `SET = "sft.learning_rate=1e-4, lora.r=64"` replaces any value of it.
 # `RESUME = "auto"` continues an interrupted run, `"80"` goes back to the checkpoint of step 80, `"never"` deletes the run's
 # checkpoints and starts over. `MAX_HOURS = 0` uses the platform's own limit.
 
@@ -77,7 +77,7 @@ checkpoints.require_step(lesson.folders, lesson.run.name, RESUME)
 # %%
 from nbutils import data
 
-data.prepare(DATA, lesson.run.data, default=lesson.profile.data.source, rows=lesson.profile.data.rows)
+data.prepare(DATA, lesson.run.data, default=lesson.profile.course.data, rows=lesson.profile.course.rows)
 train_rows, eval_rows = data.load(lesson.run.data)
 print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out")
 
@@ -99,24 +99,26 @@ print(dataset)
 # ## The recipe
 #
 # Batch size, epochs and learning rate depend on your rows: too many rows per step leave too few steps, and the loss hardly
-# moves. The GPU only decides how a step is split into micro-batches. With packing, several conversations share one row, and
-# `train.batch` counts packed rows: a step of 2 rows may hold 8 conversations, as the first line says. Below it are the values
-# that matter most, with their reasons (leave out `only` to see all), and what the training will need of this machine.
+# moves. `conversations_per_step` is the size of a step. The GPU only decides how it is computed: `per_device_train_batch_size` rows
+# at a time, `gradient_accumulation_steps` times. With packing, several conversations share one row, so that a step of 2 rows may
+# hold 8 of them. Here are the values that matter most, with their reasons (leave out `only` to see all), and what the training
+# will need of this machine. Each name is the keyword argument of the library that takes it.
 
 # %%
 from nbutils import display, plan
 
-lesson = lesson.with_recipe(dataset.lengths, len(eval_rows))
+lesson = lesson.with_recipe(dataset.lengths, dataset.validation_rows)
 profile = lesson.profile
-most = ("method", "machine", "lora.rank", "train.max_length", "train.batch", "train.micro_batch", "train.epochs",
-        "train.max_steps", "train.learning_rate", "train.packing")
+most = ("method", "from_pretrained", "lora.r", "sft.max_length", "sft.per_device_train_batch_size",
+        "sft.gradient_accumulation_steps", "sft.num_train_epochs", "sft.max_steps", "sft.learning_rate", "sft.packing",
+        "course.conversations_per_step")
 display.show_choices(lesson.resolved, only=most)
 print(plan.describe(plan.require(lesson.resolved)))
 
 # %% [markdown]
 # ## The base model in 4 bits
 #
-# `nf4` fits the distribution of trained weights, double quantization also compresses the scales, and matrix products are
+# The block `quantization` of the profile are arguments of `BitsAndBytesConfig`: `nf4` fits the distribution of trained weights, double quantization also compresses the scales, and matrix products are
 # computed in the precision of your machine. (Left to its defaults, bitsandbytes would use `fp4` and float32.) Models under a
 # billion parameters lose too much in 4 bits; for those, `auto` sets `method: lora`, which leaves the base model in 16 bits.
 # (The bundled tiny model is trained in 4 bits all the same, so that the lesson is the real one.)
@@ -125,11 +127,9 @@ print(plan.describe(plan.require(lesson.resolved)))
 import torch
 from transformers import BitsAndBytesConfig
 
-dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[profile.machine.precision]
+dtype = getattr(torch, profile.from_pretrained.dtype)
 quantization = BitsAndBytesConfig(
-    load_in_4bit=True,
-    bnb_4bit_quant_type=profile.quantization.type,
-    bnb_4bit_use_double_quant=profile.quantization.double,
+    **profile.quantization,  # load_in_4bit, bnb_4bit_quant_type, bnb_4bit_use_double_quant
     bnb_4bit_compute_dtype=dtype,
     bnb_4bit_quant_storage=dtype,  # so that FSDP can divide the weights among GPUs
 )
@@ -147,7 +147,7 @@ model = AutoModelForCausalLM.from_pretrained(
     lesson.model,
     quantization_config=quantization if profile.method == "qlora" else None,
     dtype=dtype,
-    attn_implementation=training.attention(profile.machine.attention),
+    attn_implementation=training.attention(profile.from_pretrained.attn_implementation),
     device_map=lesson.device_map,
     trust_remote_code=False,
 )
@@ -173,13 +173,10 @@ display.show_answers(questions, before=before)
 from peft import LoraConfig
 
 lora = LoraConfig(
-    r=profile.lora.rank,  # higher learns more and needs more memory
-    lora_alpha=profile.lora.alpha,  # usually twice the rank
-    lora_dropout=profile.lora.dropout,
-    target_modules=profile.lora.target_modules,  # all linear layers learn more than q and v alone
-    use_rslora=profile.lora.use_rslora,  # scales by alpha / sqrt(r), for large ranks
+    **profile.lora,  # r, lora_alpha, lora_dropout, target_modules, use_rslora: each explained in the profile's file
     task_type="CAUSAL_LM",
 )
+print(f"r {lora.r}, lora_alpha {lora.lora_alpha}, lora_dropout {lora.lora_dropout}, target_modules {lora.target_modules}")
 
 # %% [markdown]
 # How large are A and B beside W? Here are the sizes in the first linear layer of this model.
@@ -201,47 +198,49 @@ my_percent = None
 # %% [markdown]
 # ## The training
 #
-# `SFTConfig` holds the values that matter; the table above explains each of them. Rows are concatenated without
-# padding (`padding_free`). With packing they are first packed into sequences of up to `max_length` tokens.
-# `training.bookkeeping` adds what is not about learning: folders, saving, logging, the seed. TensorBoard always logs, and the
-# second line below says how to open it here. W&B logs too, online if there is a `WANDB_API_KEY`; SwanLab if there is a
-# `SWANLAB_API_KEY`, or with `SWANLAB_MODE=offline`. In another terminal, `python -m nbutils watch` shows the training.
+# The block `sft` of the profile are arguments of `SFTConfig`; the table above explains the main ones. Rows are concatenated without
+# padding (`padding_free`). With packing they are first packed into sequences of up to `max_length` tokens. The validation loss is
+# measured before the first step (`eval_on_start`) and at every save (`eval_steps`); `load_best_model_at_end` keeps the step where
+# it was lowest. `training.bookkeeping` adds what is not about learning: folders, saving, the seed. `report_to` names the
+# trackers that get the numbers: TensorBoard (the second line below says how to open it here), W&B, online if there is a `WANDB_API_KEY`,
+# and SwanLab if there is a `SWANLAB_API_KEY` or `SWANLAB_MODE=offline`. `SET = "sft.report_to=[mlflow]"` names another one that
+# transformers knows. In another terminal, `python -m nbutils watch` shows the training.
 
 # %%
-from nbutils import distributed
+from nbutils import tracking
 from trl import SFTConfig
 
+arguments = dict(profile.sft)  # learning_rate, num_train_epochs, per_device_train_batch_size, packing, optim, ...
+if not profile.sft.packing:
+    arguments["max_length"] = None  # nothing has to be cut: rows that are too long were left out above
+arguments["report_to"] = tracking.report_to(lesson)
 settings = SFTConfig(
-    learning_rate=profile.train.learning_rate,
-    lr_scheduler_type=profile.train.scheduler,
-    warmup_steps=profile.train.warmup_ratio,  # below 1: a share of all steps
-    num_train_epochs=profile.train.epochs,
-    max_steps=profile.train.max_steps or -1,
-    per_device_train_batch_size=profile.train.micro_batch,
-    gradient_accumulation_steps=profile.train.accumulation_on(distributed.world_size()),
-    max_length=profile.train.max_length if profile.train.packing else None,
-    packing=profile.train.packing,
+    **arguments,
     padding_free=True,
-    optim=distributed.optimizer_for(profile.train.optimizer),
-    weight_decay=profile.train.weight_decay,
-    max_grad_norm=profile.train.max_grad_norm,
-    gradient_checkpointing=profile.train.gradient_checkpointing != "off",
-    activation_offloading=profile.train.gradient_checkpointing == "offload",
-    bf16=profile.machine.precision == "bf16",
-    fp16=profile.machine.precision == "fp16",
+    bf16=dtype == torch.bfloat16,
+    fp16=dtype == torch.float16,
+    eval_strategy="steps" if dataset.eval else "no",
+    eval_steps=profile.sft.save_steps,
+    eval_on_start=bool(dataset.eval),
     **training.bookkeeping(lesson, SEED),
 )
+print(f"learning_rate {settings.learning_rate:g}, {settings.per_device_train_batch_size} x {settings.gradient_accumulation_steps} rows per step")
 
 # %% [markdown]
-# The trainer gets the model, the adapter, the tokens, and one callback of ours. The callback measures the validation loss at
-# each save, copies each checkpoint to the run folder in the background and verifies it there, ends the run before the platform
-# does, and shows progress. `prepare` casts the adapter to float32 (TRL makes it bfloat16, which a T4 cannot train) and fuses
+# The trainer gets the model, the adapter, the tokens, and two callbacks. `EarlyStoppingCallback` is transformers' own: it ends the
+# training when the validation loss has not fallen for a while. Ours copies each checkpoint to the run folder in the background and
+# verifies it there, ends the run before the platform does, and shows progress. `prepare` makes the validation loss a mean over all
+# tokens (the trainer's own averages batches), casts the adapter to float32 (TRL makes it bfloat16, which a T4 cannot train) and fuses
 # LoRA's additions into its matrix products, which gives the same numbers in less time.
 
 # %%
+from transformers import EarlyStoppingCallback
 from trl import SFTTrainer
 
 callback = training.CourseCallback(lesson, dataset, max_hours=MAX_HOURS)
+callbacks = [callback]
+if profile.course.early_stopping_patience:
+    callbacks.append(EarlyStoppingCallback(profile.course.early_stopping_patience))
 trainer = SFTTrainer(
     model=model,
     args=settings,
@@ -249,7 +248,7 @@ trainer = SFTTrainer(
     eval_dataset=dataset.eval,
     processing_class=tokenizer,
     peft_config=lora,
-    callbacks=[callback],
+    callbacks=callbacks,
 )
 print(callback.prepare(trainer))
 
@@ -320,7 +319,7 @@ print(f"adapter: {lesson.run.adapter} ({mib:,.1f} MiB)")
 # side. Which validation loss is the lowest?
 #
 # With the tiny model the same can be done in a terminal, in a few minutes for each run on a CPU:
-# `python -m nbutils run --profile tiny --only 03 --set train.learning_rate=2e-2 -p RUN_NAME fast`, the same with `2e-4` and `slow`,
+# `python -m nbutils run --profile tiny --only 03 --set sft.learning_rate=2e-2 -p RUN_NAME fast`, the same with `2e-4` and `slow`,
 # then `python -m nbutils compare tiny fast slow`.
 
 # %%
@@ -330,7 +329,7 @@ runs = compare.beside(lesson.run, trained=result.facts())
 missing = [name for name in ("fast", "slow") if name not in runs]
 print(f"[{'todo' if missing else ' OK '}] exercise: saw the runs {', '.join(runs)}, expected fast and slow among them")
 if missing:
-    print(f'Run this notebook with RUN_NAME = "{missing[0]}" and SET = "train.learning_rate=..." to compare them.')
+    print(f'Run this notebook with RUN_NAME = "{missing[0]}" and SET = "sft.learning_rate=..." to compare them.')
 
 # %% [markdown]
 # ## You now have

@@ -96,7 +96,8 @@ print("adapter  ", from_adapter)
 # ## One weight by hand
 #
 # A layer with an adapter computes W·x + scale · B·(A·x). That is the same as (W + scale · B·A)·x, so the sum can replace W. Here it is
-# for the first such layer. (This is LoRA. DoRA also scales the rows of the sum; the merge below can do that too.)
+# for the first such layer, beside what PEFT's own `get_delta_weight` gives. (This is LoRA. DoRA also scales the rows of the sum; the merge
+# below can do that too.)
 
 # %%
 name, layer = next((name, module) for name, module in tuned.named_modules() if getattr(module, "lora_A", None))
@@ -106,19 +107,18 @@ A, B = (matrix["default"].weight.float().cpu() for matrix in (layer.lora_A, laye
 scale = layer.scaling["default"]
 by_hand = W + scale * (B @ A)
 print(f"{weight}: W {tuple(W.shape)} + {scale:g} · B {tuple(B.shape)} · A {tuple(A.shape)}")
+delta = layer.get_delta_weight("default").float().cpu()
+print(f"largest difference to PEFT's product: {(delta - scale * (B @ A)).abs().max():.2g}")
 
 # %% [markdown]
 # ## The merge
 #
-# Now all of them. In memory PEFT does it in one line, `merged = tuned.merge_and_unload()`; that needs the whole unquantized model in
-# memory. `merge_adapter` computes the same sums, in float32 and rounded once, and writes each to disk as it comes. It never
+# Now all of them. `merge_adapter` computes the sums in float32, rounds each once, and writes it to disk as it comes. It never
 # leaves half a model behind, continues where it was interrupted, and keeps a finished merge of this very adapter.
 
 # %%
-from nbutils import hardware
-
-dtype = hardware.DTYPES[lesson.profile.machine.precision]
-four_bit = {"quant_type": lesson.profile.quantization.type, "double_quant": lesson.profile.quantization.double, "dtype": dtype}
+dtype = lesson.profile.from_pretrained.dtype
+four_bit = dict(lesson.profile.quantization) | {"dtype": dtype}
 folder = merging.choose_folder(lesson, dtype)
 merge = merging.merge_adapter(lesson.model, lesson.run.adapter, folder, dtype=dtype, onto=MERGE_ONTO, quantization=four_bit)
 print(merge)
@@ -132,6 +132,31 @@ import torch
 
 written = merging.read_weight(folder, weight)
 print(f"largest difference: {(written - by_hand.to(getattr(torch, dtype)).float()).abs().max():.2g}")
+
+# %% [markdown]
+# In memory, PEFT merges with one call: `merge_and_unload` adds every product to its weight and removes the adapter's layers. In 16 bits
+# it rounds twice, first the product and then the sum. In float32 and rounded once at the end, as here, it gives the bits of our
+# folder. That takes two whole models in memory, so it is left out where they need more than is free, or more than 8 GiB (from a billion
+# parameters on). (With `MERGE_ONTO = "dequantized"`, merged weights differ here as well.)
+
+# %%
+from nbutils import platforms
+
+
+def weights_equal():
+    whole = AutoModelForCausalLM.from_pretrained(lesson.model, dtype="float32", trust_remote_code=False)
+    merged = PeftModel.from_pretrained(whole, lesson.run.adapter).merge_and_unload()
+    theirs = merged.to(getattr(torch, dtype)).state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).state_dict()
+    return [torch.equal(ours[name], theirs[name]) for name in theirs]
+
+
+gib = 2 * 4 * base.num_parameters() / 2**30  # two models, 4 bytes a weight
+if gib < min(8, platforms.free_memory_gib().value):
+    same = weights_equal()
+    print(f"{sum(same)} of {len(same)} weights have the bits of merge_and_unload")
+else:
+    print(f"left out: two models in float32 take {gib:.1f} GiB of memory")
 
 # %% [markdown]
 # The folder has all a server needs: weights, config, tokenizer, chat template, generation config. `complete.json` is written last and says

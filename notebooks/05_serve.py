@@ -85,45 +85,58 @@ print(f"{environment.engine}, with the Python {environment.python}")
 # %% [markdown]
 # ## The command line
 #
-# These are the flags that matter. `model.flags` adds what this machine and this model need, such as the precision of lesson 04; the
-# lines below the command say why. The command starts the server that `vllm serve` starts, as a call of its Python module. The server
-# listens on this machine only, and every client must send an API key.
+# The block `vllm` of the profile holds flags of `vllm serve`, written with underscores:
+#
+# - `max_model_len`: the longest prompt and answer together, in tokens,
+# - `max_num_seqs`: how many requests are computed together; more wait in a queue,
+# - `gpu_memory_utilization`: the share of the GPU memory that the server takes.
+#
+# More flags may be added there, for example `SET = "vllm.enable_prefix_caching=false"` in lesson 01 or 03. `model.flags` are those that
+# this machine and this model need, such as the precision of lesson 04; the last lines say why. You can copy the command to any machine
+# with vLLM.
 
 # %%
+import shlex
 from nbutils.served_model import ServedModel
 
 model = ServedModel(lesson, FOLDER, environment.engine, QUESTIONS)
 flags = {
     **model.flags,  # dtype: the precision of weights and computation; enforce-eager: no compilation, starts sooner
-    "served-model-name": "course",  # the name that clients ask for
-    "max-model-len": lesson.profile.serve.max_model_len,  # longest prompt and answer together, in tokens
-    "max-num-seqs": lesson.profile.serve.max_num_seqs,  # requests computed together; more wait in a queue
-    "gpu-memory-utilization": lesson.profile.serve.gpu_memory if lesson.gpu else None,  # share of GPU memory it takes
+    **lesson.profile.vllm,
+    "served_model_name": "course",  # the name that clients ask for
 }
+if not lesson.gpu:
+    del flags["gpu_memory_utilization"]
 port = PORT or serving.preferred_port(lesson.platform, engine=environment.engine)
 server = serving.Server(model.folder, environment, flags=flags, port=port, log=lesson.run.logs / "serve.log")
-print(server.shell_line())
+program = environment.engine.removesuffix("-cpu")  # vllm or transformers
+command = [program, "serve", server.model, *serving.to_words(server.flags)]
+print(shlex.join(command))
 print(*{choice.reason for choice in serving.flags_for(lesson.gpu, model.folder).values()}, sep="\n")
 
 # %% [markdown]
 # ## Start
 #
-# The server imports its libraries, loads the weights, and reserves memory for the KV cache. Then it answers. It stops
-# when you stop it, when a cell fails, and when this notebook's kernel ends.
+# This is the same command as it is run here: as a call of vLLM's Python module, listening on this machine only, with an API key that
+# every client must send. The server imports its libraries, loads the weights, and reserves memory for the KV cache. Then it answers. It
+# stops when you stop it, when a cell fails, and when this notebook's kernel ends.
 
 # %%
+print(server.shell_line())
 startup_seconds = server.start().wait()
 print(serving.public_address(lesson.platform, server.port))
 
 # %% [markdown]
 # ## One request
 #
-# A client needs three things: an address, the name of the model, and messages. `temperature=0` always takes the likeliest token.
+# A client needs three things: an address, the name of the model, and messages. `client.models.list()` asks the server for the names it
+# answers to. `temperature=0` always takes the likeliest token.
 
 # %%
 from openai import OpenAI
 
 client = OpenAI(base_url=server.url, api_key=server.api_key or "no key is checked")
+print("Models:  ", *[served.id for served in client.models.list()])
 question = model.questions[0]
 response = client.chat.completions.create(model=server.model_name, messages=question, max_tokens=64, temperature=0)
 print("Question:", question[-1]["content"])
@@ -135,7 +148,7 @@ print("Answer:  ", response.choices[0].message.content)
 # The last line is a page that documents everything the server understands.
 
 # %%
-import json, shlex
+import json
 
 body = json.dumps({"model": server.model_name, "messages": question, "temperature": 0}, ensure_ascii=False)
 key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if server.api_key else ""

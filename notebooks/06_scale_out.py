@@ -82,8 +82,8 @@ print(f"processes: {processes} ({choice.reason})")
 # ## Which engine
 #
 # Every process takes its share of the rows of a step. Then all average their gradients and take the same step, so that the
-# adapters stay equal. `train.batch` in a profile is the rows of a step on all GPUs together: with two GPUs each takes half of
-# it, so learning rate and number of steps need no change. Engines differ in what a process holds, and what it must send.
+# adapters stay equal. `conversations_per_step` in a profile is the step of all GPUs together: with two GPUs each takes half of its
+# rows, so learning rate and number of steps need no change. Engines differ in what a process holds, and what it must send.
 #
 # | engine | each process holds | sent in a step | for |
 # |---|---|---|---|
@@ -97,7 +97,7 @@ print(f"processes: {processes} ({choice.reason})")
 # ZeRO-2 divides gradients and optimizer, and with LoRA these are small. By the forecast of this course it even needs more: a 7B
 # in 4 bits takes 6.4 GiB of each of two GPUs with DDP, 7.4 with ZeRO-2 and 7.1 with offload (in the setting of the table further
 # below), because DeepSpeed has a buffer of its own and no 8-bit optimizer here. The three `zero` engines need `pip install deepspeed`.
-# For 16 bits set `SET = "method=lora, quantization.type=none"`.
+# For 16 bits set `SET = "method=lora, quantization.load_in_4bit=false"`.
 #
 # So: DDP if the model fits one GPU, else FSDP. `auto` does the same.
 
@@ -109,18 +109,58 @@ engine = choice.value
 print(f"engine: {engine} ({choice.reason})")
 
 # %% [markdown]
-# The command line that does in a terminal what this notebook will do: `torchrun` for DDP, `accelerate launch` with a file of
-# `configs/accelerate` for the others. Each process gets a number (its rank) and a GPU. With one process and DDP it is plain Python.
-# Profile, model and rows are those of this run; `--MAX_STEPS` and `--MAX_HOURS` may be added. Ctrl-C saves a checkpoint, for
-# which the variable gives ten minutes; the traceback that follows is the launcher's own. (`torchrun` is short for
-# `python -m torch.distributed.run`.)
+# An engine is chosen by a YAML file that `accelerate launch` reads, one for each in `configs/accelerate`. (`accelerate config` asks
+# questions and writes such a file for your own projects.) What the keys mean:
+#
+# | key | says |
+# |---|---|
+# | `distributed_type` | the engine: `MULTI_GPU` is DDP, the others are `FSDP` and `DEEPSPEED` |
+# | `num_processes` | on all machines together; not in these files, because the command line says it |
+# | `mixed_precision` | `no`: lesson 03 says it itself, with `bf16` or `fp16` in `SFTConfig` |
+# | `fsdp_version` | 2 shards each weight by itself, so that 4-bit and trainable ones can stand side by side |
+# | `fsdp_auto_wrap_policy` | what is gathered at once: with `TRANSFORMER_BASED_WRAP` one decoder layer |
+# | `fsdp_reshard_after_forward` | `true` drops a layer after its forward pass and gathers it again for the backward pass; `false` keeps it, which is faster and needs the memory of a whole model |
+# | `fsdp_offload_params` | `true` keeps the shards in RAM and brings them to the GPU for each layer: slow |
+# | `fsdp_cpu_ram_efficient_loading` | `true`: one process of a machine reads the model and sends the others their shards; not possible in 4 bits |
+# | `fsdp_state_dict_type` | `FULL_STATE_DICT` saves one file that any number of processes can continue, `SHARDED_STATE_DICT` one of each process |
+# | `fsdp_activation_checkpointing` | `false`, because `gradient_checkpointing` of `SFTConfig` does it |
+# | `zero_stage` | 1 shards the optimizer, 2 the gradients too, 3 the weights too |
+# | `offload_optimizer_device`, `offload_param_device` | `cpu` keeps optimizer or weights in RAM |
+# | `zero3_init_flag` | `true`: each process loads only its part of the weights |
+# | `gradient_accumulation_steps`, `gradient_clipping` | `auto`: as `SFTConfig` says |
+#
+# The next cell reads your engine's file, and for comparison one of FSDP and one of DeepSpeed, as the launcher does.
+
+# %%
+from accelerate.commands.config.config_args import load_config_from_file
+
+file = distributed.config_file(engine)
+for name in dict.fromkeys([engine, "fsdp_qlora", "zero2_offload"]):
+    config = load_config_from_file(str(file.with_stem(name)))
+    print(f"{name}: distributed_type {config.distributed_type.value}, mixed_precision {config.mixed_precision}")
+    for key, value in (config.fsdp_config | config.deepspeed_config).items():
+        print(f"  {key:30} {value}")
+
+# %% [markdown]
+# The command line that this notebook will run, for a terminal too: `accelerate launch` with that file. Each process gets a number (its
+# rank) and a GPU. With one process and DDP it is plain Python. Profile, model and rows are those of this run; `--MAX_STEPS` and
+# `--MAX_HOURS` may be added. Ctrl-C saves a checkpoint, for which the variable gives ten minutes; the traceback that follows is the
+# launcher's own. Port 0 is any free one. (`accelerate launch` is short for `python -m accelerate.commands.launch`. For DDP, `torchrun
+# --nproc_per_node=2` does the same without a file.)
 
 # %%
 import shlex
+import sys
 from nbutils import files
 
-words = [*distributed.command_for(processes, engine), files.NOTEBOOKS / "03_qlora.py", "--RUN_NAME", lesson.run.name]
-print("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600", shlex.join(map(str, words)))
+alone = [sys.executable, str(files.NOTEBOOKS / "03_qlora.py")]
+together = [
+    sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file),
+    "--num_processes", str(processes), "--main_process_port", "0", str(files.NOTEBOOKS / "03_qlora.py"),
+]
+if processes == 1 and engine == "ddp":
+    together = alone
+print("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600", shlex.join([*together, *lesson.arguments("03_qlora", DATA=DATA)]))
 
 # %% [markdown]
 # Several machines need no other lesson. The same command is started on each of them, with `torchrun --nnodes=2` or
@@ -164,9 +204,10 @@ import shutil
 trials = lesson.scratch / "trials"
 shutil.rmtree(trials, ignore_errors=True)
 possible = processes > 1 and TRIAL_STEPS and plan.fits_alone(lesson.resolved)
-for name, count, how in [("together", processes, engine), ("alone", 1, "")] if possible else []:
-    print(f"--- {name}: {count} process{'es' if count > 1 else ''} {how}")
-    lesson.launch("03_qlora", count, threads, trials, engine=how, RUN_NAME=name, MAX_STEPS=TRIAL_STEPS, DATA=DATA)
+for name, command, count in [("together", together, processes), ("alone", alone, 1)] if possible else []:
+    print(f"--- {name}: {count} process{'es' if count > 1 else ''} {engine if count > 1 else ''}")
+    words = lesson.arguments("03_qlora", RUN_NAME=name, MAX_STEPS=TRIAL_STEPS, DATA=DATA)
+    lesson.launch([*command, *words], count, threads, trials)
 
 # %% [markdown]
 # The number of steps and the rows of each step are equal, and the losses agree within 1 %. They are not equal to the last digit,
@@ -259,7 +300,8 @@ if compared:
 from nbutils import record
 
 earlier = record.read(lesson.run.facts).get("lessons", {}).get("03_qlora", {})
-lesson.launch("03_qlora", processes, threads, engine=engine, DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)
+words = lesson.arguments("03_qlora", DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)
+lesson.launch([*together, *words], processes, threads)
 
 # %% [markdown]
 # What it took, as lesson 03 recorded it in `facts.json`. The memory is that of one GPU; the engine of one plain

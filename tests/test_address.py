@@ -361,7 +361,9 @@ def test_the_dataset_has_what_the_setup_cell_needs_and_is_made_again(tmp_path: P
     (tmp_path / "dataset/nbutils_finetune_course-0.0.1-py3-none-any.whl").touch()  # of an earlier version
     assert f"kaggle kernels push -p {tmp_path}/kernel" in run(*script, cwd=tmp_path)
     names = sorted(file.name.split("-")[0] for file in (tmp_path / "dataset").iterdir())
-    assert names == ["dataset", "ftfy", "nbutils_finetune_course", "rensa"], "no list: lessons use the network"
+    assert names == ["apprise", "dataset", "ftfy", "nbutils_finetune_course", "rensa"], (
+        "no list: lessons use the network"
+    )
     about = json.loads((tmp_path / "dataset/dataset-metadata.json").read_text(encoding="utf-8"))
     owner, slug = about["id"].split("/")
     assert owner == "me" and 6 <= len(slug) <= 50 and 6 <= len(about["title"]) <= 50 and len(about["licenses"]) == 1

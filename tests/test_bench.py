@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shutil
-import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,51 +18,57 @@ import pytest
 from aiohttp import test_utils, web
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from support import ROOT, lesson_facts, python, refused, wait_for
+from support import ROOT, lesson_facts, python, refused
 
 from nbutils import bench, cli, compare, files, lesson, profiles, record, served_model, tracking
 from nbutils.config import flat
 from nbutils.evaluation import Answer
+from nbutils.serving import ServingEnvironment
 
 FIRST, EACH = 0.05, 0.01  # seconds the fake engine takes until its first token, and for each one after it
 KEY = "k-123"
 
 
 class Engine:
-    """A server that streams as vLLM does, at a known pace; `fault` makes it fail in one way."""
+    """A server that streams as vLLM does, at a known pace; `faults` makes requests of 5 tokens fail, in their order."""
 
     def __init__(self) -> None:
-        self.fault, self.running, self.most, self.bodies, self.url = "", 0, 0, list[dict[str, Any]](), ""
-        self.listing: Any = {"data": [{"id": "tuned", "owned_by": "vllm"}, {"id": "base", "owned_by": "vllm"}]}
+        self.running, self.most, self.bodies, self.url = 0, 0, list[dict[str, Any]](), ""
+        self.pings = False  # `vllm bench serve` takes a comment that comes alone for the start of the next piece
+        self.faults: Iterator[str] = iter(())
+        self.listing: Any = {
+            "data": [{"id": "tuned", "owned_by": "vllm", "root": str(files.TINY_MODEL)}, {"id": "base"}]
+        }
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body | {"key": request.headers.get("Authorization", "")})
-        if self.fault == "refuses" or (self.fault == "late refusal" and body["max_tokens"] == 4):
+        fault = next(self.faults, "") if body["max_tokens"] == 5 else ""
+        if fault == "refuses":
             return web.json_response({"error": {"message": "too long"}}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            async for piece in self.pieces(body["max_tokens"], request):
+            async for piece in self.pieces(body["max_tokens"], request, fault):
                 await response.write(piece)
         finally:
             self.running -= 1
         return response
 
-    async def pieces(self, tokens: int, request: web.Request) -> AsyncIterator[bytes]:
-        early = {"ping": b": ping\n\n", "empty first": b'data: {"choices":[{"text":"","index":0}]}\n\n'}
-        yield early.get(self.fault, b"")
-        said = b'"","token_ids":[7]' if self.fault == "no text" else b'" say \\"error\\": no"'
+    async def pieces(self, tokens: int, request: web.Request, fault: str) -> AsyncIterator[bytes]:
+        if self.pings:
+            yield b": ping\n\n"
         for place in range(tokens):
             await asyncio.sleep(EACH if place else FIRST)
-            yield b'data: {"choices":[{"text":%b}]}\n\n' % said
-            if self.fault == "breaks" and place == 2:
+            yield b'data: {"choices":[{"index":0,"text":" word"}]}\n\n'
+            if fault == "breaks" and place == 2:
                 yield b'data: {"error": {"message": "engine died"}}\n\n'
-            if self.fault == "hangs up" and place == 2 and request.transport:
+                return
+            if fault == "hangs up" and place == 2 and request.transport:
                 request.transport.abort()
-        told = tokens - 1 if self.fault == "short" else tokens
+        told = tokens - 1 if fault == "short" else tokens
         yield b'data: {"choices":[],"usage":{"completion_tokens":%d}}\n\ndata: [DONE]\n\n' % told
 
     async def models(self, _: web.Request) -> web.Response:
@@ -85,74 +91,119 @@ def engine() -> Iterator[Engine]:
     thread.join(5)
 
 
-def drive(engine: Engine, requests: int, tokens: int, concurrency: int) -> bench.Level:
-    target = bench.Target(engine.url, "tuned", api_key=KEY)
-    assert KEY not in repr(target)
-    return bench.drive(target, "vllm", bench.make_prompts(None, 16, requests), tokens, concurrency, None)
+def assert_pace(level: bench.Level, requests: int, tokens: int, many: int) -> None:
+    """The numbers of a level are those of the server."""
+    whole, first, latency = FIRST + (tokens - 1) * EACH, level["ttft_ms"], level["latency_ms"]
+    assert (level["errors"], level["requests"], level["concurrency"]) == (0, requests, many)
+    assert FIRST * 1000 <= first["p50"] < latency["p50"] <= latency["p90"] and whole * 1000 <= latency["p50"]
+    assert level["tpot_ms"]["p50"] >= EACH * 1000 and level["seconds"] >= requests / many * whole
+    assert level["tokens_per_second"] == pytest.approx(requests * tokens / level["seconds"], rel=0.01)
 
 
-def test_the_numbers_are_those_of_the_server(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+FAULTS = {
+    "refuses": "Bad Request",
+    "breaks": "tokens returned, 5",
+    "short": "4 tokens returned, 5",
+    "hangs up": "Error",
+}
+
+
+@pytest.mark.serve
+def test_the_command_measures_a_running_server_by_vllm_bench_serve(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # the client goes past it
-    level, whole = drive(engine, 16, 20, 8), FIRST + 19 * EACH
-    assert (level["errors"], level["requests"], engine.most) == (0, 16, 8), "eight at a time, not one by one"
-    first, latency, seconds = level["ttft_ms"]["p50"], level["latency_ms"], level["seconds"]
-    assert FIRST * 1000 <= first < latency["p50"] <= latency["p90"] and whole * 1000 <= latency["p50"]
-    assert level["tpot_ms"]["p50"] >= EACH * 1000 and seconds >= 2 * whole
-    assert level["tokens_per_second"] == pytest.approx(16 * 20 / seconds, rel=0.01)
-    assert bench.summarize("vllm", 1, [(1.0, 4.0, "")], 4, 4.0)["tpot_ms"]["p50"] == 1000.0  # 3 tokens in 3 seconds
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    words = ["bench-serve", "--url", engine.url, "--prompt-tokens", "16", "--out", str(tmp_path)]
+    ran = invoke(*words, "--concurrency", "8", "--answer-tokens", "20", "--json")
+    assert ran.exit_code == 0, ran.output
+    told = json.loads(ran.stdout)
+    assert ran.stderr.index("32 requests, 640 tokens") < ran.stderr.index("tokens/s\n"), "how much it is, beforehand"
+    assert_pace(told["levels"][0], 32, 20, 8)
+    assert told["levels"][0]["engine"] == "vllm" and engine.most == 8, "eight at a time, not one by one"
+    assert json.loads((tmp_path / "bench.json").read_text()) == told and KEY not in ran.output
+    assert (tmp_path / "bench.png").exists()
+    body = engine.bodies[-1]
+    assert (body["max_tokens"], body["ignore_eos"], body["temperature"], body["model"]) == (20, True, 0, "tuned")
+    assert {body["key"] for body in engine.bodies} == {f"Bearer {KEY}"}
+
+    engine.faults = iter(["", *FAULTS, *[""] * 4, *["refuses"] * 99])  # the first answers the warm-up
+    ran = invoke(*words, "--concurrency", "1,2", "--answer-tokens", "5")
+    assert ran.exit_code == 1 and "Bad Request" in ran.output and "Traceback" not in ran.output
+    levels = json.loads((tmp_path / "bench.json").read_text())["levels"]
+    assert [(one["errors"], one["requests"]) for one in levels] == [(4, 8), (8, 8)], "kept"
+
+
+def result(errors: list[str], lengths: list[int]) -> dict[str, Any]:
+    """What `vllm bench serve` saves, as far as it is read."""
+    times = {f"p{n}_{metric}_ms": n / 3 for n in (50, 90, 99) for metric in ("ttft", "tpot", "e2el")}
+    completed = sum(not error for error in errors)
+    return times | {"errors": errors, "output_lens": lengths, "max_concurrency": 2, "duration": 2.0,
+                    "output_throughput": sum(lengths) / 2, "completed": completed}  # fmt: skip
+
+
+def test_a_short_answer_is_an_error_and_a_level_without_answers_has_no_times() -> None:
+    level = bench.level_of("vllm", result(["", "", "Traceback\nOSError: gone\n"], [5, 4, 0]), 5)
+    assert (level["requests"], level["errors"], level["ttft_ms"]["p50"]) == (3, 2, 16.67)
+    assert level["first_error"].startswith("4 tokens returned, 5") and level["tokens_per_second"] == 4.5
+    level = bench.level_of("vllm", result(["Bad Request\n"], [0]), 5)
+    assert level["first_error"] == "Bad Request" and level["ttft_ms"] is level["latency_ms"] is None
+
+
+def of_transformers(engine: Engine) -> bench.Target:
+    environment = ServingEnvironment(Path(sys.executable), "transformers")
+    return bench.Target(engine.url, "tuned", str(files.TINY_MODEL), environment, KEY)
+
+
+def test_transformers_serve_is_measured_by_a_client_of_ours(engine: Engine) -> None:
+    engine.pings = True
+    assert KEY not in repr(of_transformers(engine))
+    [level] = bench.measure(of_transformers(engine), "transformers serve", bench.Settings((8,), 16, 20, 2))
+    assert_pace(level, 16, 20, 8)
+    body = engine.bodies[-1]
+    assert json.loads(body["generation_config"])["eos_token_id"] == -1 and body["key"] == f"Bearer {KEY}"
+    assert isinstance(body["prompt"], str) and not {"ignore_eos", "repetition_penalty"} & set(body), "it takes neither"
+
+
+def test_what_is_no_whole_answer_is_an_error(engine: Engine, capsys: Any) -> None:
+    engine.faults = iter(FAULTS)
+    board = bench.Benchmark(None, bench.Settings((2,), 16, 5, 4), {})
+    board.add(bench.measure(of_transformers(engine), "transformers serve", board.settings))
+    assert board.levels[0]["errors"] == 4 and "4 ERRORS" in capsys.readouterr().out
+    engine.faults = iter(["refuses"] * 99)
+    with refused("bench.no_answer", "too long"):
+        list(bench.measure(of_transformers(engine), "transformers serve", board.settings))
     hundred = bench.summarize("vllm", 1, [(one / 1000, 1.0, "") for one in range(1, 101)], 1, 1.0)
     assert hundred["ttft_ms"] == {"p50": 50.5, "p90": 90.1, "p99": 99.01} and hundred["tpot_ms"] is None
-    body = engine.bodies[0]
-    assert (body["max_tokens"], body["min_tokens"], body["ignore_eos"], body["temperature"]) == (20, 20, True, 0.0)
-    assert body["prompt"] == bench.make_prompts(None, 16, 1)[0] and body["key"] == f"Bearer {KEY}"
+    assert bench.summarize("vllm", 1, [(1.0, 4.0, "")], 4, 4.0)["tpot_ms"]["p50"] == 1000.0  # 3 tokens in 3 seconds
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [("refuses", "HTTP 400"), ("breaks", "engine died"), ("short", "4 tokens returned, 5"), ("hangs up", "Error")],
-)
-def test_what_is_no_whole_answer_is_an_error(engine: Engine, fault: str, told: str, capsys: Any) -> None:
-    engine.fault = fault
-    bench.Benchmark(None, bench.Settings(), {}).add([level := drive(engine, 3, 5, 3)])
-    assert level["errors"] == 3 and told in level["first_error"] and "3 ERRORS" in capsys.readouterr().out
-    assert level["tokens_per_second"] == 0 and level["ttft_ms"] is None
+@pytest.mark.serve
+def test_a_running_server_is_found_with_its_names(engine: Engine) -> None:
+    found, name = bench.find_target(engine.url.removesuffix("/v1"))
+    assert (found.url, found.name, found.tokenizer, name) == (engine.url, "tuned", str(files.TINY_MODEL), "vllm")
+    other, _ = bench.find_target(engine.url, "base", Path("my"))
+    assert (other.name, other.tokenizer) == ("base", "my")
+    engine.listing["data"][0]["root"] = "/elsewhere/model"
+    with refused("bench.no_tokenizer", tokenizer="/elsewhere/model"):
+        bench.find_target(engine.url)
+    with refused("bench.bench_serve_failed", "no-such-backend"):
+        bench.bench_serve(found.environment, {"tokenizer": ".", "backend": "no-such-backend"})
 
 
-@pytest.mark.parametrize("fault", ["ping", "empty first", "no text"])
-def test_the_first_token_is_the_first_text_or_a_token_without_one(engine: Engine, fault: str) -> None:
-    engine.fault = fault
-    level = drive(engine, 1, 3, 1)
-    assert level["errors"] == 0 and level["ttft_ms"]["p50"] >= 1000 * FIRST
-    assert all(map(bench.FIRST_TOKEN.search, (b'{"text": "a', b'"text":"\\"', b'"text":"","token_ids":[7')))
-    assert not any(map(bench.FIRST_TOKEN.search, (b'"text":""', b'"text":null', b": ping", b'"prompt_token_ids":[7]')))
-
-
-def test_an_interrupt_ends_the_load_and_a_running_loop_does_not_hinder_it(engine: Engine) -> None:
-    async def cell() -> bench.Level:
-        return drive(engine, 1, 2, 1)
-
-    def interrupt() -> None:
-        wait_for(lambda: engine.running == 4, 20)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    assert asyncio.run(cell())["errors"] == 0
-    threading.Thread(target=interrupt).start()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
-    with pytest.raises(KeyboardInterrupt):
-        drive(engine, 4, 10**6, 4)  # hours, if it were not cancelled
-    signal.signal(signal.SIGINT, before)
-    wait_for(lambda: engine.running == 0, 20)
-
-
-def test_a_running_vllm_server_is_found_with_its_names(engine: Engine) -> None:
-    found = bench.find_target(engine.url.removesuffix("/v1"))
-    assert (found.url, found.name, found.vllm) == (engine.url, "tuned", True)
-    assert bench.find_target(engine.url, "base").name == "base"
-    for listing in ("401", {"data": None}, {"data": [{"id": "m", "owned_by": "Qwen"}]}):
+def test_what_is_no_such_server_is_refused(engine: Engine) -> None:
+    for listing in ("401", {"data": None}, {"data": []}):
         engine.listing = listing
         with refused("bench.no_server"):
             bench.find_target(engine.url)
+
+
+def test_the_command_line_of_lesson_09_is_the_one_of_the_command() -> None:
+    lesson_09 = (ROOT / "notebooks/09_benchmark.py").read_text(encoding="utf-8")
+    target = bench.Target("http://127.0.0.1:1/v1", "m", "t", ServingEnvironment(Path("python"), "vllm"))
+    flags = bench.bench_serve_flags(target, bench.Settings(), 1)
+    assert [name for name in flags if f'"{name}":' not in lesson_09] == []
 
 
 def test_prompts_have_their_length_read_back_and_differ() -> None:
@@ -168,8 +219,6 @@ def test_prompts_have_their_length_read_back_and_differ() -> None:
     few = full.few(8)  # a slow server gets the first prompts of the same levels
     assert few.concurrency == (1, 8) and bench.Settings((64,)).few(8).concurrency == (1,)
     assert few.prompts(tokenizer, 8) == full.prompts(tokenizer, 8)[:8]
-    body = json.loads(bench.Target("url", "m", vllm=False).body([5], 7, tokenizer))  # `transformers serve` takes text
-    assert body["prompt"] == tokenizer.decode([5]) and json.loads(body["generation_config"])["eos_token_id"] == -1
 
 
 def a_level(engine: str, many: int, speed: float) -> bench.Level:
@@ -202,22 +251,6 @@ def test_all_is_on_disk_after_every_step_and_the_table_says_what_it_means(tmp_pa
 
 def invoke(*words: str) -> Any:
     return CliRunner().invoke(cli.app, list(words))
-
-
-def test_the_command_measures_a_running_server_as_json(engine: Engine, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
-    words = ["bench-serve", "--url", engine.url, "--concurrency", "2,1", "--answer-tokens", "4", "--out", str(tmp_path)]
-    ran = invoke(*words, "--json")
-    assert ran.exit_code == 0, ran.output
-    told = json.loads(ran.stdout)
-    assert ran.stderr.index("16 requests, 64 tokens") < ran.stderr.index("tokens/s\n"), "how much it is, beforehand"
-    assert [(one["concurrency"], one["errors"]) for one in told["levels"]] == [(1, 0), (2, 0)]
-    assert json.loads((tmp_path / "bench.json").read_text()) == told and KEY not in ran.output
-    assert {body["key"] for body in engine.bodies} == {f"Bearer {KEY}"} and (tmp_path / "bench.png").exists()
-    engine.fault = "late refusal"  # after the warm-up
-    ran = invoke(*words)
-    assert ran.exit_code == 1 and "HTTP 400" in ran.output and "Traceback" not in ran.output
-    assert [one["errors"] for one in json.loads((tmp_path / "bench.json").read_text())["levels"]] == [8], "it is kept"
 
 
 def test_a_step_that_fails_stops_no_other_and_ends_the_command_with_an_error(tmp_path: Path, monkeypatch: Any) -> None:
@@ -315,16 +348,16 @@ def cells(text: str, row: str) -> list[str]:
 
 def test_settings_that_differ_and_what_came_of_them_are_shown(home: Path, tmp_path: Path) -> None:
     a_run(home, "one")
-    a_run(home, "two", 100, **{"lora.rank": 64, "data": "other"})
+    a_run(home, "two", 100, **{"lora.r": 64, "data": "other"})
     text = invoke("compare", "one", str(home / "two"), "--out", str(tmp_path / "out")).output
     assert f"{tmp_path / 'out/compare.png'}\n" in text and "their losses do not compare" in text
-    assert cells(text, "lora.rank") == ["16", "64"] and cells(text, "data") == ["450a6a355ac5", "other"]
-    assert "lora.alpha" not in text and "profile" not in text and "about" not in text
+    assert cells(text, "lora.r") == ["16", "64"] and cells(text, "data") == ["450a6a355ac5", "other"]
+    assert "lora.lora_alpha" not in text and "profile" not in text and "about" not in text
     assert cells(text, "steps") == ["200", "100"] and cells(text, "best step") == ["100", "50"]
     assert cells(text, "merged: exact match") == ["91.2% [85.0%, 95.0%]"] * 2
     assert cells(text, "cost") == ["¥1.25"] * 2 and cells(text, "verdict") == ["helped"] * 2
     whole = json.loads(invoke("compare", "one", "two", "--json", "--out", str(tmp_path / "out")).stdout)
-    assert whole["differing"] == ["data", "lora.rank"] and whole["runs"]["two"]["settings"]["lora.rank"] == 64
+    assert whole["differing"] == ["data", "lora.r"] and whole["runs"]["two"]["settings"]["lora.r"] == 64
     one = whole["runs"]["one"]
     assert one["trained"]["validation_loss"]["best"] == 0.3 and one["scores"]["exact_match"] == ESTIMATE
     assert {name for entry in one["history"] for name in entry} == {"step", "loss", "eval_loss"}
@@ -342,7 +375,7 @@ def test_settings_that_differ_and_what_came_of_them_are_shown(home: Path, tmp_pa
 
 
 def test_what_a_run_lacks_is_a_dash_and_said(home: Path, capsys: Any) -> None:
-    mine, older = a_run(home, "one", **{"lora.rank": 8}), a_run(home, "older")
+    mine, older = a_run(home, "one", **{"lora.r": 8}), a_run(home, "older")
     facts = json.loads(older.facts.read_text())
     for name in ("settings", "validation_loss", "best_step", "cost"):
         del facts["lessons"]["03_qlora"][name]
@@ -353,7 +386,7 @@ def test_what_a_run_lacks_is_a_dash_and_said(home: Path, capsys: Any) -> None:
     files.write_json(begun.facts, {"profile": "tiny", "lessons": {}})
     text = invoke("compare", "one", "older", "begun").output
     assert cells(text, "validation loss, best") == ["0.3000", "-", "-"] and cells(text, "steps") == ["200", "200", "-"]
-    assert "lora.rank" not in text and "do not compare" not in text, "one run alone differs from nothing"
+    assert "lora.r" not in text and "do not compare" not in text, "one run alone differs from nothing"
     assert compare.load(older.path)["history"] == []
     compare.beside(mine)  # finished runs only
     assert "begun" not in (said := capsys.readouterr().out) and cells(said, "verdict") == ["helped"] * 2
@@ -389,8 +422,8 @@ def test_one_process_and_several_are_compared(tmp_path: Path) -> None:
 
 
 def test_a_step_of_several_processes_is_held_against_the_arithmetic(tmp_path: Path) -> None:
-    settings = flat(profiles.load("ampere_24gb").model_dump()) | {"method": "qlora", "machine.precision": "bf16"}
-    settings |= {"train.micro_batch": 1, "quantization.double": True}
+    settings = flat(profiles.load("ampere_24gb").model_dump()) | {"method": "qlora", "from_pretrained.dtype": "bf16"}
+    settings |= {"sft.per_device_train_batch_size": 1, "quantization.bnb_4bit_use_double_quant": True}
     runs = []
     for engine, processes, batch, seconds in (
         ("", 1, 4, 20.0),

@@ -136,7 +136,7 @@ def test_rows_that_would_lose_their_stop_token_are_left_out(bare: Any, tokenizer
     fitted = chat.filter_by_length(tokenizer, rows, sizes[2] - 1)  # the last row loses a line break at its end, no more
     assert fitted.too_long == {2: sizes[1]} and fitted.left_out == [rows[1]] and fitted.lengths == sizes[::2]
     assert fitted.facts() == {"longest_row_tokens": sizes[1], "rows_too_long": 1}
-    assert "1 of 3 rows are LEFT OUT" in str(fitted) and f"raise train.max_length to {sizes[1]}" in str(fitted)
+    assert "1 of 3 rows are LEFT OUT" in str(fitted) and f"raise sft.max_length to {sizes[1]}" in str(fitted)
     fitted.write(tmp_path)
     assert data.stored_rows(tmp_path / "too_long.jsonl") == [
         {"row": 2, "tokens": sizes[1], "cut": sizes[1] - sizes[2] + 1, "messages": LONG}

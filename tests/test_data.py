@@ -984,5 +984,5 @@ def test_tokens_over_the_limit_are_counted_with_the_stop_tokens_they_cost(tmp_pa
     shown = f"lengths    rows 20, mean {lengths['mean']}, longest {lengths['longest']}\n"
     assert shown in run(path, "--model", "tiny").stdout, "no limit"
     tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
-    with refused("chat.all_rows_too_long", 'SET = "train.max_length=1024"', fits=tokenizer.model_max_length):
+    with refused("chat.all_rows_too_long", 'SET = "sft.max_length=1024"', fits=tokenizer.model_max_length):
         filter_by_length(tokenizer, [chat_row("?", "yes " * 2000)], 128)

@@ -20,7 +20,7 @@ from nbutils.record import RunFolder
 from nbutils.tracking import Progress
 
 CURVES = read_json(display.CURVES)
-GOOD = {"steps": 100, "planned_steps": 100, "examples": 800, "settings": {"train.logging_steps": 1}}
+GOOD = {"steps": 100, "planned_steps": 100, "examples": 800, "settings": {"sft.logging_steps": 1}}
 
 
 def out_of_memory(folder: Path) -> Any:

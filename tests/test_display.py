@@ -49,11 +49,15 @@ def test_answers_stand_beside_the_question_and_the_expected_one(capsys: Any, not
 
 
 def test_choices_are_escaped_html_in_a_notebook(notebook: list[Any]) -> None:
-    choices = {"lora.rank": Choice(16, "room <enough>"), "train.batch": Choice(2, "one"), "train.epochs": Choice(1, "")}
-    display.show_choices(SimpleNamespace(name="tiny", choices=choices), only=("lora", "train.batch"))
+    choices = {
+        "lora.r": Choice(16, "room <enough>"),
+        "course.rows": Choice(2, "one"),
+        "sft.num_train_epochs": Choice(1, ""),
+    }
+    display.show_choices(SimpleNamespace(name="tiny", choices=choices), only=("lora", "course.rows"))
     page, text = notebook[0]["text/html"], notebook[0]["text/plain"]
     assert "room &lt;enough&gt;" in page and page.count("<tr>") == 3 and "epochs" not in page + text
-    assert text.splitlines()[1:] == ["lora.rank    16  room <enough>", "train.batch  2   one"]
+    assert text.splitlines()[1:] == ["lora.r       16  room <enough>", "course.rows  2   one"]
 
 
 def test_a_plot_is_saved_over_plots_only(tmp_path: Path) -> None:
@@ -79,7 +83,7 @@ def test_figures_write_chinese_with_the_font_of_the_course(tmp_path: Path, monke
         display.plot_loss_examples(tmp_path / "examples.png")
         display.plot_losses({"train": [(1, 3.0)]}, tmp_path / "loss.png", title="预训练损失：“验证集”→ 100 %")
         with pytest.raises(UserWarning, match="missing"):
-            display.plot_losses({"train": [(1, 3.0)]}, tmp_path / "loss.png", title="\u9f98")
+            display.plot_losses({"train": [(1, 3.0)]}, tmp_path / "loss.png", title="\U0001fae0")
 
 
 def test_headings_of_tables_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,23 +52,19 @@ def test_only_the_first_process_of_all_machines_is_the_main_one(monkeypatch: pyt
     assert (distributed.rank(), distributed.local_rank(), distributed.is_main()) == (2, 0, False)
 
 
-def test_an_engine_is_started_by_its_launcher_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert distributed.command_for(1) == [sys.executable]
-    assert "torch.distributed.run" in distributed.command_for(2, "ddp")
-    words = distributed.command_for(2, "fsdp_qlora")
-    assert words[words.index("--num_processes") + 1] == "2"
-    assert Path(words[words.index("--config_file") + 1]).is_file()
+def test_an_engine_has_a_file_for_its_launcher_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert distributed.config_file("fsdp_qlora").is_file()
     with refused("distributed.unknown_engine", engine="fsdp"):
-        distributed.command_for(2, "fsdp")
+        distributed.config_file("fsdp")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with refused("distributed.no_deepspeed", engine="zero3"):
-        distributed.command_for(2, "zero3")
+        distributed.config_file("zero3")
 
 
 def test_processes_with_other_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = ({"seed": 1, "train": {"save_steps": steps, "batch": 8}} for steps in (2, 3))
+    ours, theirs = ({"seed": 1, "sft": {"save_steps": steps, "max_length": 8}} for steps in (2, 3))
     monkeypatch.setattr("nbutils.distributed.processes.gather", lambda one: [one, theirs])
-    with refused("distributed.different", different="train.save_steps"):
+    with refused("distributed.different", different="sft.save_steps"):
         distributed.require_same(ours)
 
 
@@ -151,14 +147,15 @@ def test_a_script_gets_its_parameters_and_its_failure_is_shown_without_what_torc
     script: Path, capsys: Any
 ) -> None:
     script.write_text("import os, sys; print(sys.argv[1:], os.environ['OMP_NUM_THREADS'], os.environ['NBUTILS_HOME'])")
-    distributed.launch(script, {"MAX_STEPS": 5}, script.parent / "runs", threads=3)
+    command = [sys.executable, str(script)]
+    distributed.launch([*command, "--MAX_STEPS", "5"], script.parent / "runs", threads=3)
     assert f"['--MAX_STEPS', '5'] 3 {script.parent / 'runs'}" in capsys.readouterr().out
     noise = "E1115 08:08:19.998000 2141 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)"
     script.write_text(
         f"print('chatter'); print('[FAIL] the cause'); print({noise!r}); print('more of torchrun'); raise SystemExit(1)"
     )
     with refused("distributed.lesson_failed", lesson="03_qlora", status=1, output="chatter\n[FAIL] the cause"):
-        distributed.launch(script, {}, script.parent, calm=True)
+        distributed.launch(command, script.parent, calm=True)
     assert capsys.readouterr().out == "  | [FAIL] the cause\n"
 
 
@@ -197,7 +194,7 @@ def test_a_signal_ends_the_launched_script_and_says_whose_it_was(
     try:
         threading.Thread(target=send, daemon=True).start()
         with refused(refusal, lesson="03_qlora"):
-            distributed.launch(script, {}, script.parent)
+            distributed.launch([sys.executable, str(script)], script.parent)
         assert "saved" in capsys.readouterr().out and signal.getsignal(sent) is signal.default_int_handler
     finally:
         signal.signal(sent, before)
@@ -270,9 +267,12 @@ def test_a_weight_that_fsdp_keeps_gathered_has_the_checksum_of_its_shard(script:
     assert ran.stderr.splitlines().count("True True") == 2
 
 
-SETTINGS = "train.batch=4,train.micro_batch=1,train.learning_rate=2e-4,train.logging_steps=1,train.validation_rows=4"
-ROWS = "data.rows=50"  # packed, they do not fill an epoch's last step
-SIXTEEN = "method=lora,quantization.type=none,quantization.double=false"
+SETTINGS = (
+    "sft.per_device_train_batch_size=1,sft.gradient_accumulation_steps=4,sft.learning_rate=2e-4,"
+    "sft.logging_steps=1,course.validation_rows=4"
+)
+ROWS = "course.rows=50"  # packed, they do not fill an epoch's last step
+SIXTEEN = "method=lora,quantization.load_in_4bit=false,quantization.bnb_4bit_use_double_quant=false"
 
 
 def train(home: Path, engine: str = "", processes: int = 1, settings: str = "", **values: Any) -> Any:
@@ -280,8 +280,11 @@ def train(home: Path, engine: str = "", processes: int = 1, settings: str = "", 
     given = {"PROFILE": "tiny", "RUN_NAME": "r", "MAX_STEPS": 8, "SAVE_STEPS": 4} | values
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     words += ["--SET", ",".join(filter(None, (SETTINGS, ROWS, settings)))]
-    command = distributed.command_for(processes, engine)[1:]
-    return python(*command, files.NOTEBOOKS / "03_qlora.py", *words, home=home, threads=1, timeout=400)
+    launcher: list[str | Path] = []
+    if engine:
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", distributed.config_file(engine)]
+        launcher += ["--num_processes", str(processes), "--main_process_port", "0"]
+    return python(*launcher, files.NOTEBOOKS / "03_qlora.py", *words, home=home, threads=1, timeout=400)
 
 
 def difference(one: Path, other: Path) -> tuple[float, float]:
@@ -349,7 +352,7 @@ def test_every_engine_trains_what_one_process_trains(tmp_path: Path, engine: str
 def test_a_killed_process_ends_the_job_and_one_process_goes_on(tmp_path: Path) -> None:
     words = [files.NOTEBOOKS / "03_qlora.py", "--PROFILE", "tiny", "--RUN_NAME", "r", "--SAVE_STEPS", "2"]
     env = os.environ | {"NBUTILS_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [*distributed.command_for(2, "ddp"), *words, "--MAX_STEPS", "500"]
+    command = [sys.executable, *TORCHRUN, *words, "--MAX_STEPS", "500"]
     job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     kept = tmp_path / "r/checkpoints"
     wait_for(lambda: any(kept.glob("checkpoint-*.json")))

@@ -12,7 +12,7 @@ import pytest
 from support import ROOT
 from test_contracts import commands as every_command
 
-from nbutils import cli, diagnose, lesson
+from nbutils import cli, config, diagnose, former_names, lesson
 from nbutils.config import flat, load
 
 ENGLISH = sorted((ROOT / "docs").glob("*.md"))
@@ -28,7 +28,8 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PATH = re.compile(
     r"(?<![\w/])(?:(?:configs|data_samples|docs|notebooks|nbutils|benchmarks)/[\w./-]+|\d\d_[a-z]+(?:_[a-z]+)*)"
 )
-GROUPS = "train|lora|machine|data|evaluation|serve"
+FILES = (".jsonl", ".log", ".py", ".yaml")
+GROUPS = "lora|quantization|from_pretrained|sft|vllm|course|train|machine|evaluation|serve"
 
 
 def named(path: Path) -> str:
@@ -93,8 +94,13 @@ def sources() -> str:
 
 @functools.cache
 def settings() -> dict[str, Any]:
-    """The values of a profile by their dotted names."""
-    return flat(load("tiny").model_dump())
+    """The values of a profile by their dotted names, and the argument that a learner is told to add."""
+    return flat(load("tiny").model_dump()) | {"sft.report_to": None}
+
+
+def arguments(block: str) -> list[str]:
+    """The keyword arguments of the class that a block of a profile is for."""
+    return config.arguments_of(config.CLASSES[block]) if block in config.CLASSES else []
 
 
 def covers(lessons: str, number: int) -> bool:
@@ -138,8 +144,19 @@ def test_names_in_backticks_exist(page: Path) -> None:
     variables = set(re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", text))
     unknown = [one for one in variables if one not in sources()]
     dotted = set(re.findall(rf"(?<![\w/])(?:{GROUPS})\.[a-z_]+(?![\w/(])", text))
-    wrong = [one for one in dotted if one not in settings() and not one.endswith((".jsonl", ".log"))]
+    former = former_names.NAMES if page.name == "reference.md" else ()
+    wrong = [one for one in dotted if one not in (*settings(), *former) and not one.endswith(FILES)]
+    wrong = [one for one in wrong if one.partition(".")[2] not in arguments(one.partition(".")[0])]
     assert not lost + unknown + wrong
+
+
+def test_every_former_name_is_in_the_reference() -> None:
+    for page in ("docs/reference.md", "docs/zh/reference.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for name in former_names.NAMES:
+            [row] = re.findall(rf"(?m)^\| `{re.escape(name)}` \| (.*) \|$", text)
+            if new := former_names.RENAMED.get(name):
+                assert row == f"`{new}`"
 
 
 @pytest.mark.parametrize("page", CHINESE, ids=named)

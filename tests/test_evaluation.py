@@ -16,7 +16,6 @@ import torch
 from support import python, refused
 
 from nbutils import chat, data, display, evaluation, files, merging, profiles, record
-from nbutils.config import Evaluation
 from nbutils.evaluation import evaluator as scoring
 from nbutils.evaluation import inference
 from nbutils.evaluation.comparison import Comparison
@@ -48,7 +47,7 @@ def references_of(name: str, limit: int | None = None) -> list[str]:
 
 def evaluator_of(tokenizer: Any, run: Path, rows: Any = 6, new_tokens: int = 8, count: int = 0, **more: Any) -> Any:
     rows = rows_of("eval.jsonl", rows) if isinstance(rows, int) else rows
-    size = Evaluation(batch_size=4, max_new_tokens=new_tokens, rows=count)
+    size = evaluation.Size(batch_size=4, max_new_tokens=new_tokens, rows=count)
     return evaluation.Evaluator(run, tokenizer, rows, size, "float32", **more)
 
 
@@ -428,8 +427,8 @@ def test_later_lessons_read_the_stored_answers_of_the_merged_model(tiny: Tiny, t
     with files.complete_folder(run.path / "merged", {"base": "tiny"}) as folder:
         shutil.copytree(files.TINY_MODEL, folder, dirs_exist_ok=True)
     profile = profiles.load("tiny")
-    machine = profile.machine.model_copy(update={"precision": "fp32"})
-    lesson: Any = SimpleNamespace(run=run, profile=profile.model_copy(update={"machine": machine}))
+    load = profile.from_pretrained.model_copy(update={"dtype": "float32"})
+    lesson: Any = SimpleNamespace(run=run, profile=profile.model_copy(update={"from_pretrained": load}))
     assert evaluation.stored_answers(lesson, run.merged) is None
     asked = evaluation.open_evaluator(lesson, run.merged, tiny[1], in_4_bits=in_4_bits)
     ask = lambda prompts, *size: [(n, Answer(one, [n], str(n))) for n, one in prompts.items()]  # noqa: E731
@@ -473,7 +472,7 @@ numbers = {"alias": "shop", "acc,none": 0.75, "acc_stderr,none": 0.1, "sample_le
 
 def test_public_benchmarks_run_once_in_a_process_without_secrets(tmp_path: Path, monkeypatch: Any) -> None:
     nothing = evaluation.Harness("", tmp_path, "float32")
-    nothing.run("base", "nowhere", "mark")
+    nothing.run("base", "nowhere", [])
     assert nothing.results == {} and "LM_EVAL_TASKS" in str(nothing) and list(tmp_path.iterdir()) == []
     monkeypatch.setattr(scoring, "find_spec", lambda name: None)
     with refused("evaluation.no_lm_eval", tasks="hellaswag"):
@@ -483,15 +482,15 @@ def test_public_benchmarks_run_once_in_a_process_without_secrets(tmp_path: Path,
     monkeypatch.setenv("WANDB_API_KEY", "wandb-secret")
     monkeypatch.setattr(scoring, "find_spec", lambda name: name)
     bench = evaluation.Harness("shop", tmp_path / "run", "float32")
-    bench.run("base", files.TINY_MODEL, "mark")
+    bench.run("base", files.TINY_MODEL, ["--tasks", "shop"])
     with refused("evaluation.lm_eval_failed", "Tasks not found: missing None"):
-        evaluation.Harness("shop, missing", tmp_path / "run", "float32").run("base", files.TINY_MODEL, "mark")
+        evaluation.Harness("shop, missing", tmp_path / "run", "float32").run("base", "m", ["--tasks", "shop,missing"])
     (tmp_path / "lm_eval.py").unlink()  # a second time it is read
     again = evaluation.Harness("shop", tmp_path / "run", "float32")
-    again.run("base", files.TINY_MODEL, "mark")
+    again.run("base", files.TINY_MODEL, ["--tasks", "shop"])
     assert again.results == bench.results == {"base": {"shop": {"acc": 0.75, "acc_stderr": 0.1}}}
     with refused("evaluation.comma_in_path"):
-        again.run("base", "a,b", "mark")
+        again.run("base", "a,b", [])
 
 
 def test_true_answers_help_and_shuffled_ones_do_not() -> None:

@@ -138,6 +138,18 @@ def test_awq_needs_rows_and_a_float32_model_is_cast_for_vllm(merged: Path, jobs:
         assert export(merged, "w4a16").method == f"W4A16 group_size={group}"
 
 
+def test_a_changed_recipe_makes_another_export(merged: Path, jobs: Jobs) -> None:
+    ours = exporting.recipe_for(merged, "fp8")
+    assert "FP8_DYNAMIC" in ours and exporting.recipe_for(merged, "gguf-f16") == ""
+    assert "group_size: 128" in exporting.recipe_for(merged, "awq")
+    assert export(merged, "fp8", recipe=ours).method == "FP8_DYNAMIC" and export(merged, "fp8").reused
+    mine = ours.replace("re:.*lm_head", "re:.*down_proj")
+    for _ in range(2):
+        made = export(merged, "fp8", recipe=mine)
+    assert made.reused and "changed recipe" in made.method and [job["recipe"] for job in jobs] == [ours, mine]
+    assert not export(merged, "fp8").reused
+
+
 def test_a_job_gets_no_secrets_and_a_failed_one_is_reported_with_its_last_lines(monkeypatch: Any) -> None:
     monkeypatch.setattr(make, "ensure_environment", lambda: Path(sys.executable))
     for code, status, word in (("import os; os.kill(os.getpid(), 9)", 137, "137"), ("{}['dance']", 1, "KeyError")):
@@ -188,8 +200,9 @@ def test_the_command_line(merged: Path, jobs: Jobs, tmp_path: Path, monkeypatch:
     assert "data/eval.jsonl" in shown.replace("\n", "") and len(checked) == 2 and checked[0] == checked[1]
 
 
-def lesson_of(run: Path, gpu: hardware.GPU | None = None, precision: str = "fp32") -> Any:
-    profile = SimpleNamespace(machine=SimpleNamespace(precision=precision), serve=SimpleNamespace(gpu_memory=0.85))
+def lesson_of(run: Path, gpu: hardware.GPU | None = None, dtype: str = "float32") -> Any:
+    flags = SimpleNamespace(gpu_memory_utilization=0.85)
+    profile = SimpleNamespace(from_pretrained=SimpleNamespace(dtype=dtype), vllm=flags)
     return SimpleNamespace(gpu=gpu, profile=profile, run=record.RunFolder(run))
 
 
@@ -197,12 +210,12 @@ def test_a_model_is_served_where_it_fits_and_an_export_in_16_bits_where_its_form
     merged: Path, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serving_dtype, run, folder = served_model.serving_dtype, merged.parent, export(merged, "fp8").folder
-    dtype, found = serving_dtype(folder, lesson_of(run, ADA, "bf16"))
+    dtype, found = serving_dtype(folder, lesson_of(run, ADA, "bfloat16"))
     assert dtype == "bfloat16" and found and found.merged == merged and found.folder == folder
     for gpu, engine, place in ((T4, "auto", "Tesla T4"), (None, "auto", "a CPU"), (ADA, *["transformers"] * 2)):
         with refused("exporting.cannot_serve", place=place):
-            serving_dtype(folder, lesson_of(run, gpu, "fp16"), engine)
-    assert serving_dtype(export(merged, "w4a16").folder, lesson_of(run, T4, "fp16"))[0] == "float16"
+            serving_dtype(folder, lesson_of(run, gpu, "float16"), engine)
+    assert serving_dtype(export(merged, "w4a16").folder, lesson_of(run, T4, "float16"))[0] == "float16"
     with refused("exporting.foreign_export"):
         serving_dtype(folder, lesson_of(tmp_path / "no run"))
     (folder / files.STAMP).unlink()
@@ -215,8 +228,8 @@ def test_a_model_is_served_where_it_fits_and_an_export_in_16_bits_where_its_form
     monkeypatch.setattr(served_model, "weights_bytes", lambda folder: int(14.2 * 2**30))
     for gpu in (T4, None):
         with refused("exporting.too_large_to_serve", small=run / "exports/w4a16"):
-            serving_dtype(merged, lesson_of(run, gpu, "fp16"))
-    assert serving_dtype(merged, lesson_of(run, replace(T4, count=2), "fp16")) == ("float16", None)
+            serving_dtype(merged, lesson_of(run, gpu, "float16"))
+    assert serving_dtype(merged, lesson_of(run, replace(T4, count=2), "float16")) == ("float16", None)
 
 
 def test_exports_are_compared_with_what_lesson_04_stored(merged: Path, jobs: Jobs, monkeypatch: Any) -> None:
@@ -265,6 +278,20 @@ def test_a_real_export_is_smaller_and_nearly_the_same_model(
     if "gguf" not in name:
         assert name == "bf16" or "quantization_config" in (made.folder / "config.json").read_text(encoding="utf-8")
         assert (made.folder / "chat_template.jinja").exists() and (made.folder / "tokenizer.json").exists()
+
+
+@pytest.mark.long
+@pytest.mark.install
+def test_llm_compressor_follows_a_changed_recipe(real: tuple[Path, Fixed, Predictions], tmp_path: Path) -> None:
+    merged, _, _ = real
+    ours = exporting.recipe_for(merged, "fp8")
+    mine = ours.replace('"re:.*lm_head"', '"re:.*lm_head", "re:.*down_proj"')
+    made = export(merged, "fp8", tmp_path / "mine", recipe=mine)
+    dtypes = {name: one.dtype for name, one in load_file(made.folder / "model.safetensors").items()}
+    assert dtypes["model.layers.0.mlp.down_proj.weight"] == torch.bfloat16
+    assert dtypes["model.layers.0.mlp.up_proj.weight"] == torch.float8_e4m3fn
+    with refused("exporting.job_failed", "awq"):
+        export(merged, "fp8", tmp_path / "awq", recipe=exporting.recipe_for(merged, "awq"))
 
 
 @pytest.mark.notebook

@@ -25,7 +25,7 @@ pytestmark = [
 def test_the_gpu_is_found_computes_and_has_its_precision() -> None:
     gpu = hardware.gpu()
     assert gpu is not None and gpu.memory_gib > 1 and hardware.working_operation(gpu).value is True
-    assert hardware.precision(gpu).value == ("bf16" if gpu.capability >= (8, 0) else "fp16")
+    assert hardware.dtype(gpu).value == ("bfloat16" if gpu.capability >= (8, 0) else "float16")
 
 
 def test_gpu_memory_is_held_in_segments_that_grow() -> None:
@@ -177,7 +177,7 @@ def test_activations_are_offloaded_and_the_training_stays_the_same(tmp_path: Pat
     test_training.run_out(capped, 4)
     lesson = test_training.lesson_in(tmp_path, gpu=hardware.gpu())
     test_training.oom.train(capped, lesson, None)
-    assert test_training.oom.settings_of(capped).checkpointing == "offload"
+    assert test_training.oom.settings_of(capped).activation_offloading
     assert isinstance(capped.maybe_activation_offload_context, OffloadActivations)
     assert capped.state.global_step == 4 and capped.diary.steps == whole.diary.steps
     torch.testing.assert_close(full_weights(capped.model), full_weights(whole.model), rtol=0, atol=1e-4)

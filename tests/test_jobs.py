@@ -19,7 +19,7 @@ import pytest
 import yaml
 from support import ROOT
 
-from nbutils import environments, lesson
+from nbutils import config, environments, lesson
 from nbutils.serving import engine
 
 JOBS = ROOT / "configs/jobs"
@@ -157,7 +157,7 @@ def test_ray_accepts_the_trainer_and_a_worker_starts_the_lesson(
 
 
 @pytest.mark.slow
-def test_vllm_has_the_options_the_page_names() -> None:
+def test_vllm_has_the_options_that_the_page_and_profiles_name() -> None:
     python = environments.place(engine.PREFIX, "serve") / "bin/python"
     if not python.exists():
         pytest.skip("there is no environment for serving: make test makes it")
@@ -170,3 +170,5 @@ def test_vllm_has_the_options_the_page_names() -> None:
     env = environments.variables(engine.PREFIX)
     known = subprocess.run([python, "-c", OPTIONS], capture_output=True, text=True, check=True, env=env).stdout.split()
     assert len(used) > 8 and used <= set(known)
+    in_profiles = {f"--{name.replace('_', '-')}" for name in config.arguments_of("vllm serve")}
+    assert in_profiles <= set(known)

@@ -106,21 +106,21 @@ def test_a_run_keeps_its_profile_model_and_set_for_every_later_lesson(home: Path
     (home / "demo/facts.json").write_text(json.dumps({"profile_source": "paper_r64", "model": str(files.TINY_MODEL)}))
     _, resolved = opened({"PROFILE": "auto", "RUN_NAME": "demo"})
     assert (resolved.name, resolved.model) == ("paper_r64", str(files.TINY_MODEL))
-    run, resolved = opened({"PROFILE": "tiny", "SET": "lora.rank=8, train.max_steps=9", "MAX_STEPS": 7})
-    assert record.read(run.facts)["set"] == resolved.set_values == {"lora.rank": 8, "train.max_steps": 9}
-    assert resolved.profile.train.max_steps == 7 and "MAX_STEPS" in resolved.choices["train.max_steps"].reason
+    run, resolved = opened({"PROFILE": "tiny", "SET": "lora.r=8, sft.max_steps=9", "MAX_STEPS": 7})
+    assert record.read(run.facts)["set"] == resolved.set_values == {"lora.r": 8, "sft.max_steps": 9}
+    assert resolved.profile.sft.max_steps == 7 and "MAX_STEPS" in resolved.choices["sft.max_steps"].reason
     for later in ({"RUN_NAME": "tiny"}, {"PROFILE": "auto", "SET": ""}, {"PROFILE": "tiny"}):
         profile = opened(later)[1].profile
-        assert (profile.lora.rank, profile.train.max_steps) == (8, 9), later
-    assert opened({"PROFILE": "tiny", "SET": "", "RESUME": "never"})[1].profile.lora.rank != 8
+        assert (profile.lora.r, profile.sft.max_steps) == (8, 9), later
+    assert opened({"PROFILE": "tiny", "SET": "", "RESUME": "never"})[1].profile.lora.r != 8
     assert record.read(run.facts)["set"] == {}
-    run, _ = opened({"SET": "lora.rank=8"})
+    run, _ = opened({"SET": "lora.r=8"})
     run.checkpoints.mkdir()  # a SET that does not fit what was trained is not remembered
     (run.checkpoints / "checkpoint-5.json").write_text("{}")
-    other = {"SET": "lora.rank=4", "MODEL": str(shutil.copytree(files.TINY_MODEL, home / "other"))}
-    assert opened(other | {"RUN_NAME": "tiny"})[1].profile.lora.rank == 4  # and lesson 03 refuses it
+    other = {"SET": "lora.r=4", "MODEL": str(shutil.copytree(files.TINY_MODEL, home / "other"))}
+    assert opened(other | {"RUN_NAME": "tiny"})[1].profile.lora.r == 4  # and lesson 03 refuses it
     resolved = opened({"RUN_NAME": run.name})[1]
-    assert (resolved.profile.lora.rank, resolved.called) == (8, "tiny") and "GPU" in resolved.choices["profile"].reason
+    assert (resolved.profile.lora.r, resolved.called) == (8, "tiny") and "GPU" in resolved.choices["profile"].reason
 
 
 def test_a_begun_run_keeps_the_rows_it_is_validated_on_unless_others_are_named(home: Path, tmp_path: Path) -> None:
@@ -135,21 +135,23 @@ def test_a_begun_run_keeps_the_rows_it_is_validated_on_unless_others_are_named(h
         started.run.data.mkdir(exist_ok=True)
         dataset = chat.build_dataset(tokenizer, rows, rows[:60], started)
         assert dataset.eval
-        recipe = started.with_recipe(dataset.lengths, 60).profile.train
+        recipe = started.with_recipe(dataset.lengths, 60).profile.course
         return len(dataset.eval), int(recipe.validation_rows)
 
     many, _ = validated()
     assert many > 20 and validated(SAVE_STEPS=1)[0] < many
     (tmp_path / "checkpoint-5").mkdir()
     store = files.make_folder(home / "tiny/checkpoints", "")
-    checkpoints.pack(tmp_path / "checkpoint-5", store, {"train": {"batch": 8, "packing": False}}, validation_rows=21)
+    checkpoints.pack(
+        tmp_path / "checkpoint-5", store, {"rows_per_step": 8, "sft": {"packing": False}}, validation_rows=21
+    )
     assert validated() == validated(SAVE_STEPS=1) == validated(MAX_STEPS=9) == (21, 21)
-    assert validated(SET="train.validation_rows=5") == (5, 5)
+    assert validated(SET="course.validation_rows=5") == (5, 5)
     assert validated(RESUME="never") == (many, many)
 
 
 def test_begin_and_finish_write_the_facts(home: Path) -> None:
-    started = lesson.begin("03_qlora", {"PROFILE": "auto", "SET": "train.max_steps=3"})
+    started = lesson.begin("03_qlora", {"PROFILE": "auto", "SET": "sft.max_steps=3"})
     assert started.model == str(files.TINY_MODEL) and started.model_name == "tiny"
     record.update(started.run.facts, {}, "04_merge", {"verdict": "helped"})
     started.finish(answer=42)  # nothing was trained: what lesson 04 found is still true
@@ -157,20 +159,20 @@ def test_begin_and_finish_write_the_facts(home: Path) -> None:
     started.finish(answer=42, train_seconds=3.0)
     facts = record.read(home / "tiny/facts.json")
     assert "04_merge" not in facts["lessons"]
-    assert {"platform", "profile", "card"} <= set(facts) and facts["set"] == {"train.max_steps": 3}
+    assert {"platform", "profile", "card"} <= set(facts) and facts["set"] == {"sft.max_steps": 3}
     assert facts["lessons"]["03_qlora"]["answer"] == 42
-    assert facts["lessons"]["03_qlora"]["settings"]["train.max_steps"] == 3
+    assert facts["lessons"]["03_qlora"]["settings"]["sft.max_steps"] == 3
     assert {"torch", "transformers", "peft", "trl"} <= set(facts["versions"]) and (home / "tiny/report.md").exists()
 
 
 def test_an_earlier_lesson_runs_with_the_same_profile_and_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened({"RUN_NAME": "demo", "SET": "lora.target_modules=[q_proj, v_proj], lora.rank=8"})
+    opened({"RUN_NAME": "demo", "SET": "lora.target_modules=[q_proj, v_proj], lora.r=8"})
     started = lesson.begin("04_merge", {"RUN_NAME": "demo"})
     passed: list[dict[str, Any]] = []
     monkeypatch.setattr(distributed, "launch", lambda script, values, *_: passed.append(values))
     started.require("03_qlora")
     assert passed[0]["PROFILE"] == "tiny" and passed[0]["RUN_NAME"] == "demo"
-    assert reading.settings_in(passed[0]["SET"]) == {"lora.target_modules": ["q_proj", "v_proj"], "lora.rank": 8}
+    assert reading.settings_in(passed[0]["SET"]) == {"lora.target_modules": ["q_proj", "v_proj"], "lora.r": 8}
     with files.complete_folder(started.run.adapter, {"fingerprint": {"data": "a"}}):
         pass
     started.require("03_qlora")
@@ -222,11 +224,11 @@ def test_data_and_facts_of_an_attached_run_are_copied(attached: Any, tmp_path: P
     former, folders = attached
     (tmp_path / "secret").write_text("mine")
     (former.data / "planted.jsonl").symlink_to(tmp_path / "secret")
-    record.begin(former.facts, {"set": {"data.source": "/etc/passwd", "lora.rank": 8}}, by_auto=True)
+    record.begin(former.facts, {"set": {"course.data": "/etc/passwd", "lora.r": 8}}, by_auto=True)
     run, resolved = opened({"RUN_NAME": "mine", "DATA": ""}, folders)
     assert run.has("02_data_prep") and record.read(run.facts)["by_auto"] is True
     assert sorted(file.name for file in run.data.iterdir()) == ["data_card.json", "train.jsonl"], "no link is followed"
-    assert resolved.set_values == {"lora.rank": 8}, "it chooses no data of this machine"
+    assert resolved.set_values == {"lora.r": 8}, "it chooses no data of this machine"
 
 
 @pytest.mark.parametrize(("model", "profile"), [("evil/model", "tiny"), ("tiny", "/kaggle/input/x/mine.yaml")])

@@ -115,7 +115,9 @@ def test_tied_embeddings_are_untied_if_the_adapter_changed_one(settings: Any, ba
     assert (models.logits(models.load(tmp_path / "exact")) - trained).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("settings", [{"quant_type": "nf4"}, {"quant_type": "fp4", "double_quant": False}])
+@pytest.mark.parametrize(
+    "settings", [{"bnb_4bit_quant_type": "nf4"}, {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False}]
+)
 def test_the_dequantized_base_is_what_bitsandbytes_trains_on(settings: Any, base_of: Bases, tmp_path: Path) -> None:
     base = base_of(tied=True)
     adapter = models.make_adapter(base, tmp_path / "adapter")
@@ -177,7 +179,7 @@ def test_the_base_must_be_the_one_of_the_training(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(("broken", "code", "values"), [
-    *(({key: ["x"]}, "unsupported_adapter", {"kind": key}) for key in merge_module.UNSUPPORTED),
+    *(({key: ["x"]}, "unsupported_adapter", {"kind": key}) for key in merge_module.UNMERGEABLE),
     *(({"init_lora_weights": init}, "unsupported_adapter", {}) for init in ("pissa_niter_4", "olora", None)),
     ({"peft_type": "IA3"}, "unsupported_adapter", {"kind": "IA3"}), ({"r": 5}, "wrong_rank", {}),
     (lambda name, one: None, "incomplete_adapter", {}),

@@ -137,7 +137,7 @@ def stored_texts() -> set[str]:
     texts |= {*judged["forgetting"], *judged["forgetting"].values()}
     texts |= {text for label, _, about in judged["scores"].values() for text in (label, about)} - {"ROUGE-L"}
     texts |= {*evaluator.THINKING_MODES.values(), "base", "merged", "tuned", "merged (lesson 04)"}
-    texts |= {f"{dtype}, {comparison.IN_4_BITS}" for dtype in hardware.DTYPES.values()}
+    texts |= {f"{dtype}, {comparison.IN_4_BITS}" for dtype in hardware.DTYPES}
     texts |= {text for form in make.FORMATS.values() for text in (form.purpose, form.runs)}
     texts |= {words for _, words in make.VERDICTS} | {"BROKEN", make.NOT_COMPARED, *compare.MEASURES}
     texts |= {*server.PHASES.values(), server.IMPORTING, served_model.NOTHING_STORED, served_model.ROUNDING}

@@ -82,7 +82,7 @@ def test_on_a_platforms_image_only_what_is_lacking_comes_and_torchao_goes(name: 
     assert set(images.packages(name)) <= set(before) and len(before) > 690
     machine.run(setup_cell(tmp_path), NBUTILS_SOURCE=str(ROOT), **images.registry())
     bare = machine.versions()
-    assert before.items() < bare.items() and set(bare) - set(before) == {DISTRIBUTION, "ftfy", "rensa"}
+    assert before.items() < bare.items() and set(bare) - set(before) == {DISTRIBUTION, "apprise", "ftfy", "rensa"}
 
     dry = {"PIP_DRY_RUN": "1", "PIP_REPORT": str(report), "NBUTILS_FS_ROOT": str(tmp_path)}
     machine.run("from nbutils import install; install.ensure('train')", **images.registry(), **dry)

@@ -82,7 +82,7 @@ def test_a_run_is_kept_in_the_folder_that_lasts(machine: Any, run: str, scratch:
 
 def papermill(machine: simulate.Machine, log: Path, *words: str) -> subprocess.Popen[str]:
     """Lesson 03 under papermill on that machine, nobody at its input; what it prints goes to `log` as it comes."""
-    words += ("-p", "PROFILE", "tiny", "-p", "SET", "train.validation_rows=4", "--log-output")
+    words += ("-p", "PROFILE", "tiny", "-p", "SET", "course.validation_rows=4", "--log-output")
     command = [sys.executable, "-m", "papermill", str(LESSON_03), *words]
     with open(log, "w") as out:
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out, "text": True}

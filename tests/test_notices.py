@@ -1,15 +1,18 @@
 """notices: what is told of an end and to whom, when a machine is switched off; with processes that fail and die."""
 
+import importlib
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import nbformat
 import psutil
@@ -32,8 +35,9 @@ TOKEN = "very-secret-developer-token"
 def machine(tmp_path: Path, monkeypatch: Patch) -> Iterator[simulate.Machine]:
     """An AutoDL machine that this process is on, where nothing waits."""
     found = set(masking._found)
-    for name, value in {"GRACE": 0.0, "PAUSE": 0.0, "SECONDS": 0.5}.items():
+    for name, value in {"GRACE": 0.0, "PAUSE": 0.0, "SECONDS": 3.0}.items():
         monkeypatch.setattr(notices, name, value)
+    monkeypatch.setattr("apprise.NotifyBase.request_rate_per_sec", 0.0)
     yield simulate.autodl(tmp_path).enter(monkeypatch)
     masking._found.clear()
     masking._found.update(found)
@@ -55,47 +59,85 @@ def is_off(machine: simulate.Machine) -> bool:
 
 # --- where notices go ------------------------------------------------------------------------------------------------
 
-SERVICES: dict[str, tuple[str, Callable[[Any], str], bytes, bytes]] = {  # address, the text in it, taken, refused
-    "feishu": ("open.feishu.cn/open-apis/bot/v2/hook/" + KEY, lambda sent: sent["content"]["text"],
+Text = Callable[[Any], str]
+SERVICES: dict[str, tuple[str, str, Text, bytes, bytes]] = {  # address, host in apprise, text, taken, refused
+    "Feishu": ("https://open.feishu.cn/open-apis/bot/v2/hook/" + KEY, "feishu.NotifyFeishu.notify_url",
+               lambda sent: sent["content"]["text"],
                b'{"StatusCode": 0, "code": 0, "msg": "success"}', b'{"code":19024,"msg":"Key Words Not Found"}'),
-    "lark": ("open.larksuite.com/open-apis/bot/v2/hook/" + KEY, lambda sent: sent["content"]["text"],
-             b'{"code":0,"msg":"success"}', b'{"code":9499,"msg":"Bad Request"}'),
-    "dingtalk": ("oapi.dingtalk.com/robot/send?access_token=" + KEY, lambda sent: sent["text"]["content"],
+    "Lark (Feishu)": ("https://open.larksuite.com/open-apis/bot/v2/hook/" + KEY, "lark.NotifyLark.notify_url",
+                      lambda sent: sent["content"]["text"],
+                      b'{"code":0,"msg":"success"}', b'{"code":9499,"msg":"Bad Request"}'),
+    "DingTalk": ("https://oapi.dingtalk.com/robot/send?access_token=" + KEY.replace("-", ""),
+                 "dingtalk.NotifyDingTalk.notify_url", lambda sent: sent["text"]["content"],
                  b'{"errcode":0,"errmsg":"ok"}', b'{"errcode":310000,"errmsg":"keywords not in content"}'),
-    "wecom": ("qyapi.weixin.qq.com/cgi-bin/webhook/send?key=" + KEY, lambda sent: sent["text"]["content"],
-              b'{"errcode":0,"errmsg":"ok"}', f'{{"errcode":93000,"errmsg":"invalid webhook {KEY}"}}'.encode()),
-    "slack": ("hooks.slack.com/services/T0/B0/" + KEY, lambda sent: sent["text"], b"ok", b"<html>sign in first</html>"),
+    "WeCom Bot": ("https://qyapi.weixin.qq.com/cgi-bin/webhook/send?key=" + KEY, "wecombot.NotifyWeComBot.notify_url",
+                  lambda sent: sent["text"]["content"],
+                  b'{"errcode":0,"errmsg":"ok"}', f'{{"errcode":93000,"errmsg":"invalid webhook {KEY}"}}'.encode()),
+    "Slack": ("https://hooks.slack.com/services/T0/B0/" + KEY.replace("-", ""), "slack.NotifySlack.webhook_url",
+              lambda sent: "\n".join([sent["attachments"][0]["title"], sent["attachments"][0]["text"]]),
+              b"ok", b"<html>sign in first</html>"),
 }  # fmt: skip
 
 
+def move(monkeypatch: Patch, attribute: str, site: Site) -> str:
+    """Have apprise send to this site what is meant for a robot; what follows the host is left alone."""
+    module, name, constant = attribute.split(".")
+    plugin = getattr(importlib.import_module(f"apprise.plugins.{module}"), name)
+    original = getattr(plugin, constant)
+    monkeypatch.setattr(plugin, constant, re.sub(r"https://[^/]+", site.url, original))
+    return str(original)
+
+
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_robot_gets_what_it_understands_and_its_refusal_is_told(
+def test_a_robot_gets_what_it_understands_at_the_address_its_app_shows_and_its_refusal_is_told(
     name: str, machine: simulate.Machine, monkeypatch: Patch
 ) -> None:
-    address, text_of, taken, refusal = SERVICES[name]
+    address, attribute, text_of, taken, refusal = SERVICES[name]
     site = Site(body=taken)
-    monkeypatch.setenv("http_proxy", site.url)  # which gets what is meant for the robot
-    monkeypatch.setenv(notices.URL, f"http://{address}")
-    told = notices.send("nbutils: 训练结束", f"hf_{'a' * 30} {'长' * 2000}", "finished", "demo")
-    assert told == address.partition("/")[0]
+    original = move(monkeypatch, attribute, site)
+    assert urlsplit(address).netloc == urlsplit(original).netloc, "the host that was copied"
+    monkeypatch.setenv(notices.URL, address)
+    assert notices.send("nbutils: 训练结束", f"hf_{'a' * 30} {'长' * 2000}", "finished", "demo") == name
     text = text_of(site.asked[0])
-    assert text.startswith("nbutils: 训练结束\n[masked] 长长") and len(text.encode()) <= 2048, "as much as WeCom takes"
+    assert re.match(r"nbutils: 训练结束\s+\[masked\] 长长", text), text[:50]
+    assert len(text.encode()) <= 2048, "as much as WeCom takes"
+    assert urlsplit(address)._replace(scheme="", netloc="").geturl() == site.paths[0]
     site.body = refusal
-    with refused("notices.not_sent", refusal.decode()[2:7]) as caught:
+    with refused("notices.not_sent") as caught:
         notices.send("nbutils", "x", "failed", "demo")
-    assert KEY not in str(caught.value)
+    assert KEY not in str(caught.value) and KEY.replace("-", "") not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    {
+        "tgram://123456789:abcdefg_hijklmnop/12315544/": "Telegram",
+        "mailto://user:secret@qq.com": "E-Mail",
+        "bark://api.day.app/devicekey": "Bark",
+        "ntfy://topic": "ntfy",
+        "schan://1234567890": "ServerChan",
+        "pushplus://0123456789abcdef0123456789abcdef": "Pushplus",
+        "dingtalk://0123456789abcdef": "DingTalk",
+    }.items(),
+)
+def test_every_address_of_apprise_is_understood(
+    address: str, name: str, machine: simulate.Machine, monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv(notices.URL, address)
+    assert notices._service("demo", "test").name == name
 
 
 def test_another_server_gets_all_fields_and_whatever_it_does_costs_one_line(
-    machine: simulate.Machine, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+    machine: simulate.Machine, monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     elsewhere = Site()
     monkeypatch.setenv(notices.NOTICE, "1")
+    logging.getLogger().addHandler(shown := logging.StreamHandler())  # a learner may have one
 
     def told(site: Site) -> tuple[str, int]:
-        monkeypatch.setenv(notices.URL, f"{site.url}/{KEY}")
-        notices.Work("demo").ended("failed", "text")
-        [line] = capsys.readouterr().out.splitlines()
+        monkeypatch.setenv(notices.URL, f"{site.url}/{KEY}?key={KEY}")
+        notices.tell("demo", None, "failed", "text")
+        [line] = "".join(capfd.readouterr()).splitlines()
         assert KEY not in line
         return line, len(site.asked)
 
@@ -104,38 +146,26 @@ def test_another_server_gets_all_fields_and_whatever_it_does_costs_one_line(
     [asked] = good.asked
     assert asked.keys() == {"title", "text", "run", "status", "token"}
     assert (asked["run"], asked["status"], asked["token"]) == ("demo", "failed", None)
-    assert told(Site(status=500)) == ("[WARN] No notice sent to 127.0.0.1 (HTTP 500).", 2), "it is asked twice"
-    assert told(Site(status=404)) == ("[WARN] No notice sent to 127.0.0.1 (HTTP 404).", 1)
-    assert told(Site(status=302, location=elsewhere.url)) == ("[WARN] No notice sent to 127.0.0.1 (HTTP 302).", 1)
+    assert good.paths == [f"/{KEY}?key={KEY}"]
+    for status in (500, 404):
+        line, attempts = told(Site(status=status))
+        assert "No notice sent to 127.0.0.1" in line and str(status) in line and attempts == 2, "it is asked twice"
+    assert "302" in told(Site(status=302, location=elsewhere.url))[0]
     assert not elsewhere.asked, "the secret does not travel on"
     began = time.monotonic()
-    line, attempts = told(Site(delay=60))
-    assert "No notice sent" in line and attempts == 2 and time.monotonic() - began < 5
+    assert "No notice sent" in told(Site(delay=60))[0] and time.monotonic() - began < 10
     good.shutdown()
     good.server_close()
-    assert "Connection refused" in told(good)[0]
+    assert "No notice sent" in told(good)[0]
+    logging.getLogger().removeHandler(shown)
 
 
-class Drip(BaseHTTPRequestHandler):
-    """Answers with a byte now and then, for a minute."""
-
-    log_message = lambda *_: None  # noqa: E731
-
-    def do_POST(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        for _ in range(600):
-            self.wfile.write(b"x")
-            time.sleep(0.1)
-
-
-def test_an_answer_that_never_ends_is_not_waited_for(machine: simulate.Machine, monkeypatch: Patch) -> None:
-    site = Site()
-    site.RequestHandlerClass = Drip
-    monkeypatch.setenv(notices.URL, site.url)
-    began = time.monotonic()
-    assert notices.send("nbutils", "text", "failed", "demo") == "127.0.0.1"
-    assert time.monotonic() - began < 5
+def test_a_proxy_of_the_environment_is_used(machine: simulate.Machine, monkeypatch: Patch) -> None:
+    proxy = Site()
+    monkeypatch.setenv("http_proxy", proxy.url)
+    monkeypatch.setenv(notices.URL, "http://notices.example.org/mine")
+    assert notices.send("nbutils", "text", "failed", "demo") == "notices.example.org"
+    assert [asked["run"] for asked in proxy.asked] == ["demo"]
 
 
 def test_without_an_address_wechat_through_autodl_and_without_a_token_what_to_do(
@@ -144,7 +174,7 @@ def test_without_an_address_wechat_through_autodl_and_without_a_token_what_to_do
     site = Site(body=b'{"code": "Success"}')
     monkeypatch.setattr(notices, "AUTODL_URL", site.url)
     monkeypatch.setenv(notices.TOKEN, TOKEN)
-    assert notices.send("标题", f"key {TOKEN}", "finished", "demo") == "127.0.0.1"
+    assert notices.send("标题", f"key {TOKEN}", "finished", "demo") == "AutoDL"
     sent = {"title": "标题", "name": "finetune-course", "content": "key [masked]"}
     assert site.asked == [sent | {"token": TOKEN}]
     site.body = b'{"code": "AuthorizeFailed", "msg": "bad token ' + TOKEN.encode() + b'"}'
@@ -169,8 +199,8 @@ def test_the_command_fails_and_says_why_and_what_to_set_where_no_notice_was_sent
     assert took.exit_code == 0 and "Notice sent to 127.0.0.1" in took.stdout
     for address, reason in {
         "": "not set",
-        "robot": "not a web address",
-        f"{Site(status=404).url}/{KEY}": "HTTP 404",
+        "robot": "no address",
+        f"{Site(status=404).url}/{KEY}": "404",
     }.items():
         failed = sent(address)
         assert failed.exit_code == 1 and reason in failed.stderr and KEY not in failed.output
@@ -210,10 +240,7 @@ def test_a_machine_is_switched_off_when_asked_and_when_nothing_can_be_lost(
     site = Site()
     for name, value in {notices.NOTICE: "1", notices.URL: site.url, notices.POWER_OFF: when}.items():
         monkeypatch.setenv(name, value)
-    with notices.deferred():
-        notices.Work("03_qlora", run).ended(status, "said")
-    assert not site.asked and not is_off(machine), "a part of something larger"
-    notices.Work("03_qlora", run).ended(status, "said")
+    notices.tell("03_qlora", run, status, "said")
     assert is_off(machine) == off
     [sent] = site.asked
     assert (sent["status"], sent["run"]) == (status, "demo") and "nbutils" in sent["title"] and "said" in sent["text"]
@@ -234,14 +261,14 @@ def test_a_power_off_is_cancelled_by_a_file_and_by_an_interruption_and_its_failu
     machine: simulate.Machine, run: RunFolder, monkeypatch: Patch
 ) -> None:
     keep_on = run.path / "keep_on"
+    monkeypatch.setenv(notices.POWER_OFF, "always")
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell's & has it ignored
-    code += "from nbutils import notices; from pathlib import Path; print('ready', flush=True)"
-    code += f"; print(notices.power_off(Path({str(keep_on)!r})))"
+    code += "from nbutils import notices; notices.Work('03_qlora').ended('failed', 'said'); print('over')"
     waiting = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert waiting.stdout and waiting.stdout.readline() == b"ready\n"
+    assert waiting.stdout and waiting.stdout.readline() == b"said\n"
     time.sleep(0.3)
     waiting.send_signal(signal.SIGINT)
-    assert b"KeyboardInterrupt" in waiting.communicate(timeout=20)[0]
+    assert b"stays on" in waiting.communicate(timeout=20)[0] and waiting.returncode == 0
     monkeypatch.setattr(notices, "GRACE", 60.0)
     keep_on.touch()
     assert "keep_on" in notices.power_off(keep_on) and not is_off(machine)
@@ -265,14 +292,14 @@ def test_a_file_left_by_an_earlier_run_is_told_at_the_start_and_in_the_notice(
     (run.path / "keep_on").touch()
     work.opened(run)
     assert str(run.path / "keep_on") in capsys.readouterr().out
-    work.ended("finished", "said")
+    notices.tell("03_qlora", run, "finished", "said")
     assert not is_off(machine) and "Not powered off" in site.asked[0]["text"]
 
 
 def test_only_autodl_is_switched_off(tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
     simulate.kaggle(tmp_path).enter(monkeypatch)
     monkeypatch.setenv(notices.POWER_OFF, "always")
-    notices.Work("03_qlora").ended("failed", "said")
+    notices.tell("03_qlora", None, "failed", "said")
     assert "this is kaggle" in capsys.readouterr().out
 
 
@@ -283,7 +310,7 @@ def test_elsewhere_a_notice_says_nothing_of_a_power_off_that_nobody_asked_for(
     site = Site()
     monkeypatch.setenv(notices.NOTICE, "1")
     monkeypatch.setenv(notices.URL, site.url)
-    notices.Work("03_qlora").ended("finished", "said")
+    notices.tell("03_qlora", None, "finished", "said")
     assert [sent["text"] for sent in site.asked] == ["said"]
     assert capsys.readouterr().out == "Notice sent to 127.0.0.1.\n"
 
@@ -318,22 +345,49 @@ def test_an_error_is_told_unless_it_is_an_interruption_or_someone_watches(
         assert len(told) == expected
 
 
-SCRIPT = """
-from nbutils import notices, platforms
-notices.GRACE = 0
-work = notices.begin("03_qlora")
-raise {error}
+QUICK = """
+from nbutils import notices
+notices.WATCH = notices.WATCH.replace(";", "; notices.GRACE = 0;")
 """
+SCRIPT = (
+    QUICK
+    + """
+import os, signal, subprocess, time
+work = notices.begin("03_qlora")
+work.watch()
+{then}
+"""
+)
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+HELD = "child = os.fork()\nif not child: os.closerange(1, 3); time.sleep(60)\nelse: print(child, flush=True); " + KILLED
+ENDS = {  # how many notices the end of a script is worth, and what the first says
+    "raise RuntimeError('no such thing')": (1, "RuntimeError: no such thing"),
+    "raise KeyboardInterrupt": (0, ""),
+    "pass": (0, ""),
+    "work.ended('unfinished', 'time is up'); " + KILLED: (1, "time is up"),
+    "notices.begin('03_qlora').watch()": (0, ""),
+    KILLED: (1, "was killed"),
+    "os.kill(os.getpid(), signal.SIGTERM)": (1, "was killed"),
+    HELD: (1, "was killed"),
+    "with notices.deferred(): notices.begin('04_merge').watch(); " + KILLED: (0, ""),
+}
 
 
-@pytest.mark.parametrize(("error", "told"), [("RuntimeError('no such thing')", 1), ("KeyboardInterrupt", 0)])
-def test_a_script_that_fails_is_told(tmp_path: Path, error: str, told: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ENDS)
+def test_one_notice_is_sent_of_each_end_of_a_script_however_it_ends(tmp_path: Path, then: str) -> None:
+    notices_sent, text = ENDS[then]
     site, machine = Site(), simulate.autodl(tmp_path)
     machine.env |= {"NBUTILS_NOTICE": "1", "NBUTILS_POWER_OFF": "always", "NBUTILS_NOTICE_URL": site.url}
-    ran = machine.python("-c", SCRIPT.format(error=error))
-    assert ran.returncode and len(site.asked) == told and is_off(machine) == bool(told)
-    if told:
-        assert "no such thing" in ran.stderr and "RuntimeError: no such thing" in site.asked[0]["text"]
+    ran = machine.python("-c", SCRIPT.format(then=then))
+    if notices_sent:
+        wait_for(lambda: is_off(machine), seconds=20)
+    else:
+        time.sleep(2)
+    assert len(site.asked) == notices_sent and is_off(machine) == bool(notices_sent), ran.stderr
+    assert all(text in sent["text"] for sent in site.asked)
+    if then == HELD:
+        os.kill(int(ran.stdout.split()[-1]), signal.SIGKILL)
 
 
 OUT_OF_MEMORY = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))\nbytearray(2**36)"
@@ -352,8 +406,8 @@ def notebook(path: Path, *cells: str) -> Path:
 def test_a_cell_that_fails_under_papermill_is_told_before_its_kernel_is_shut_down(tmp_path: Path) -> None:
     site, machine = Site(delay=1.0), simulate.autodl(tmp_path)  # slower than papermill shuts a kernel down
     machine.env |= {"NBUTILS_NOTICE": "1", "NBUTILS_POWER_OFF": "always", "NBUTILS_NOTICE_URL": site.url}
-    quick = "from nbutils import notices\nnotices.GRACE = 2.0"
-    book = notebook(tmp_path / "night.ipynb", quick, START, OUT_OF_MEMORY, "print('never')")
+    slower = QUICK.replace("GRACE = 0", "GRACE = 2.0")
+    book = notebook(tmp_path / "night.ipynb", slower, START, OUT_OF_MEMORY, "print('never')")
     ran = machine.python("-m", "papermill", str(book), str(tmp_path / "out.ipynb"))
     assert ran.returncode and "MemoryError" in ran.stderr, ran.stderr[-3000:]
     [sent] = site.asked
@@ -361,13 +415,46 @@ def test_a_cell_that_fails_under_papermill_is_told_before_its_kernel_is_shut_dow
     assert is_off(machine) and "Powered off." in (tmp_path / "out.ipynb").read_text()
 
 
-RUN = """
+WAIT = "import os, time\nopen({!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+
+
+@pytest.mark.slow
+def test_a_kernel_that_is_killed_under_papermill_is_told(tmp_path: Path) -> None:
+    site, machine, started = Site(), simulate.autodl(tmp_path), tmp_path / "started"
+    machine.env |= {"NBUTILS_NOTICE": "1", "NBUTILS_POWER_OFF": "always", "NBUTILS_NOTICE_URL": site.url}
+    book = notebook(tmp_path / "night.ipynb", QUICK, START, WAIT.format(str(started)))
+    command = [sys.executable, "-m", "papermill", str(book), str(tmp_path / "out.ipynb")]
+    with subprocess.Popen(command, env=machine.environment(), cwd=tmp_path, stderr=subprocess.PIPE) as running:
+        wait_for(lambda: started.exists() and started.read_text())
+        os.kill(int(started.read_text()), signal.SIGKILL)
+        wait_for(lambda: is_off(machine))
+        running.communicate(timeout=60)
+    [sent] = site.asked
+    assert (sent["status"], sent["run"]) == ("failed", "night") and "01_environment" in sent["text"]
+    assert "create the file" in sent["text"] and "Ctrl-C" not in sent["text"], "there is nothing to interrupt"
+
+
+@pytest.mark.slow
+def test_a_kernel_that_is_shut_down_by_its_user_is_not_told(tmp_path: Path) -> None:
+    site, machine = Site(), simulate.autodl(tmp_path)
+    machine.env |= {"NBUTILS_NOTICE": "1", "NBUTILS_POWER_OFF": "always", "NBUTILS_NOTICE_URL": site.url}
+    book = notebook(tmp_path / "idle.ipynb", QUICK, START)
+    ran = machine.python("-m", "papermill", str(book), str(tmp_path / "out.ipynb"))
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    time.sleep(2)
+    assert not site.asked and not is_off(machine)
+
+
+RUN = (
+    QUICK
+    + """
 import sys
 from pathlib import Path
 from nbutils import cli, course, notices
-notices.GRACE, course.NOTEBOOKS = 0, Path(sys.argv.pop(1))
+course.NOTEBOOKS = Path(sys.argv.pop(1))
 cli.app(["run", "--only", "09_night", "--profile", "tiny", "-p", "RUN_NAME", "night"])
 """
+)
 
 
 @pytest.mark.slow
@@ -379,9 +466,8 @@ def test_a_run_tells_of_a_kernel_that_is_killed_and_of_a_signal_and_ends_with_an
     machine.env |= {"NBUTILS_NOTICE": "1", "NBUTILS_POWER_OFF": "always", "NBUTILS_NOTICE_URL": site.url}
     machine.env["NBUTILS_LANG"] = "zh"
     started = tmp_path / "started"
-    wait = f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
     notebook(lessons / "09_night.ipynb", "raise ValueError('the English one')")
-    notebook(lessons / "zh/09_night.ipynb", wait)
+    notebook(lessons / "zh/09_night.ipynb", WAIT.format(str(started)))
     (lessons / "09_night.py").write_text('PROFILE: str = "auto"\nRUN_NAME: str = ""\n')
     command = [sys.executable, "-c", RUN, str(lessons)]
     options: dict[str, Any] = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -395,13 +481,16 @@ def test_a_run_tells_of_a_kernel_that_is_killed_and_of_a_signal_and_ends_with_an
     assert "09_night" in sent["text"] and is_off(machine), said
 
 
-def test_another_training_on_the_machine_keeps_it_on(run: RunFolder) -> None:
+def test_another_training_on_the_machine_keeps_it_on(run: RunFolder, monkeypatch: Patch) -> None:
     process = psutil.Process()
     other = {"state": "training", "step": 3, "steps": 9, "pid": process.pid, "began": process.create_time()}
     logs = platforms.folders(platforms.detect()).keep / "other/logs"
     logs.mkdir(parents=True)
     (logs / tracking.PROGRESS).write_text(json.dumps(other))
     assert "other" in notices._kept_on(run.path / notices.KEEP_ON)
-    assert notices._kept_on(logs.parent / notices.KEEP_ON) == "", "its own end is not kept from it"
+    assert "other" in notices._kept_on(logs.parent / notices.KEEP_ON), "the same run was started again meanwhile"
+    with monkeypatch.context() as here:
+        here.setattr(os, "getppid", lambda: process.pid)
+        assert notices._kept_on(logs.parent / notices.KEEP_ON) == "", "its own end is not kept from it"
     (logs / tracking.PROGRESS).write_text(json.dumps(other | {"began": 0.0}))
     assert notices._kept_on(run.path / notices.KEEP_ON) == "", "a process of that number which is another one"

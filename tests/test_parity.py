@@ -14,8 +14,7 @@ import torch
 from support import refused
 
 from nbutils import data, evaluation, files, merging, parity, platforms, profiles, record
-from nbutils.config import Evaluation
-from nbutils.evaluation import comparison
+from nbutils.evaluation import Size, comparison
 from nbutils.parity import Fixed, Predictions
 
 URL, KEY = "http://127.0.0.1:8000/v1", "not-a-secret-only-a-test"
@@ -49,7 +48,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluator(tmp_path_factory: pytest.TempPathFactory) -> evaluation.Evaluator:
     from transformers import AutoTokenizer
 
-    size, rows = Evaluation(batch_size=8, max_new_tokens=16, rows=0), data.stored_rows(files.SAMPLES / "general.jsonl")
+    size, rows = Size(batch_size=8, max_new_tokens=16, rows=0), data.stored_rows(files.SAMPLES / "general.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL)
     return evaluation.Evaluator(tmp_path_factory.mktemp("run"), tokenizer, rows[:30], size, "float32", limit=256)
 
@@ -223,14 +222,14 @@ def started(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(parity, "GENERAL_ROWS", 1)
     shutil.copytree(prepared, tmp_path / "run")
     profile = profiles.load("tiny")
-    machine = profile.machine.model_copy(update={"precision": "fp32"})
-    profile = profile.model_copy(update={"machine": machine, "method": "qlora"})
+    load = profile.from_pretrained.model_copy(update={"dtype": "float32"})
+    profile = profile.model_copy(update={"from_pretrained": load, "method": "qlora"})
     given = {"run": record.RunFolder(tmp_path / "run"), "profile": profile, "model": str(files.TINY_MODEL), "gpu": None}
     return SimpleNamespace(**given, scratch=tmp_path / "scratch")
 
 
 def merged_onto(started: Any, onto: str) -> Path:
-    folder, settings = started.run.path / "merged", {"quant_type": "nf4", "double_quant": True, "dtype": "float32"}
+    folder, settings = started.run.path / "merged", {"bnb_4bit_quant_type": "nf4", "dtype": "float32"}
     given: dict[str, Any] = {"dtype": "float32", "onto": onto, "quantization": settings, "progress": False}
     merging.merge_adapter(started.model, started.run.adapter, folder, **given)
     return folder

@@ -27,7 +27,7 @@ RTX = GPU("NVIDIA GeForce RTX 4090", (8, 9), 23.6, 1)
 
 
 def peak(**changes: object) -> float:
-    return peak_gib(SEVEN, replace(Recipe(micro_batch=2), **changes))
+    return peak_gib(SEVEN, replace(Recipe(per_device_train_batch_size=2), **changes))
 
 
 def rate(recipe: Recipe, gpu: str = "H200") -> float:
@@ -54,23 +54,26 @@ def test_the_forecast_is_as_close_to_every_measurement_as_promised() -> None:
 
 @pytest.mark.parametrize(
     "costly",
-    [{"optimizer": "adamw_torch_fused"}, {"attention": "sdpa"}, {"liger": False}, {"spread": 500.0}, {"double": False},
-     {"precision": "fp32"}, {"dropout": True}, {"checkpointing": "off"}, {"method": "lora"}, {"accumulation": 4}],
+    [{"optim": "adamw_torch_fused"}, {"attn_implementation": "sdpa"}, {"use_liger_kernel": False}, {"spread": 500.0},
+     {"bnb_4bit_use_double_quant": False}, {"dtype": "float32"}, {"lora_dropout": 0.05},
+     {"gradient_checkpointing": False}, {"method": "lora"}, {"gradient_accumulation_steps": 4}],
     ids=str,
 )  # fmt: skip
 def test_what_costs_memory_is_counted(costly: dict[str, object]) -> None:
-    assert peak(**costly) > peak() > peak(checkpointing="offload")
-    for name, values in {"micro_batch": (1, 2, 4, 8), "length": (512, 1024, 2048), "rank": (8, 16, 64, 320)}.items():
-        for way in ("off", "on", "offload"):
-            sizes = [peak(**costly | {"checkpointing": way, name: value}) for value in values]
-            assert sizes == sorted(set(sizes)), name
+    assert peak(**costly) > peak() > peak(activation_offloading=True)
+    sizes = {"per_device_train_batch_size": (1, 2, 4, 8), "length": (512, 1024, 2048), "r": (8, 16, 64, 320)}
+    for name, values in sizes.items():
+        for recompute, offload in forecast.WAYS:
+            way = {"gradient_checkpointing": recompute, "activation_offloading": offload}
+            peaks = [peak(**costly | way | {name: value}) for value in values]
+            assert peaks == sorted(set(peaks)), name
 
 
 def test_speed_knows_its_limits() -> None:
-    rates = [rate(Recipe(micro_batch=size)) for size in (1, 2, 4, 8)]
+    rates = [rate(Recipe(per_device_train_batch_size=size)) for size in (1, 2, 4, 8)]
     assert rates == sorted(rates)
     assert rates[-1] < gpus.find("H200").tflops * 1e12 / (6 * SEVEN.linear_params), "faster than arithmetic allows"
-    assert rate(Recipe(checkpointing="off")) > rates[0] >= rate(Recipe(checkpointing="offload"))
+    assert rate(Recipe(gradient_checkpointing=False)) > rates[0] >= rate(Recipe(activation_offloading=True))
     assert rates[0] < rate(Recipe(cards=2), "H200 x2") < 2 * rates[0]
     assert tokens_per_second(SEVEN, Recipe(), gpus.find("mine", vram=24)) is None
     assert tokens_per_second(SEVEN, Recipe(), gpus.find("mine", vram=24, tflops=100)) > 0
@@ -146,7 +149,7 @@ def test_the_fastest_fits_with_the_margin_and_keeps_the_batch(name: str, batch: 
     best = best_option(SEVEN, found, gpu)
     limit = gpu.memory_gib * (1 - MARGIN) - CONTEXT_GIB
     assert peak_gib(SEVEN, best) <= limit
-    assert best.micro_batch * best.accumulation * gpu.count == batch
+    assert best.per_device_train_batch_size * best.gradient_accumulation_steps * gpu.count == batch
     fitting = [rate(one, name) for one in found if peak_gib(SEVEN, one) <= limit]
     assert rate(best, name) >= NEARLY * max(fitting)
 
@@ -154,7 +157,7 @@ def test_the_fastest_fits_with_the_margin_and_keeps_the_batch(name: str, batch: 
 def test_without_a_known_speed_recomputing_is_the_last_resort() -> None:
     mine = [gpus.find("mine", vram=size) for size in (200, 11)]
     roomy, tight = (best_option(SEVEN, candidates(Recipe(), 8, gpu), gpu) for gpu in mine)
-    assert (roomy.micro_batch, roomy.checkpointing) == (8, "off") and tight.checkpointing != "off"
+    assert (roomy.per_device_train_batch_size, roomy.recompute) == (8, "off") and tight.gradient_checkpointing
     with refused("distributed.uneven_batch"):
         candidates(Recipe(), 8, gpus.find("H200 x3"))
 
@@ -163,13 +166,12 @@ def test_without_a_known_speed_recomputing_is_the_last_resort() -> None:
 def test_the_smallest_setting_needs_less_and_takes_longer_than_the_fastest(name: str) -> None:
     for model in models.known_models():
         made = plan.of_options(gpus.find(name), {"model": model, "rows": 10_000, "mean_length": 300})
-        recipe, least = made["recipe"], made["smallest"]
+        least, same = made["smallest"], made["recipe"] == made["smallest"]["recipe"]
         assert least["peak_vram_gib"] <= made["peak_vram_gib"] and least["times_as_long"] >= 1, model
-        same = (recipe["micro_batch"], recipe["checkpointing"]) == (least["micro_batch"], least["checkpointing"])
         assert made["fits"] or same, "what does not fit is the smallest"
         assert ("times as long" in plan.describe(made)) is not same
-    fixed = asked("--gpu", name, "--micro-batch", "2", "--checkpointing", "on")["smallest"]
-    assert (fixed["micro_batch"], fixed["checkpointing"]) == (2, "on"), "what is given stays"
+    fixed = asked("--gpu", name, "--micro-batch", "2", "--checkpointing", "on")["smallest"]["recipe"]
+    assert (fixed["per_device_train_batch_size"], Recipe(**fixed).recompute) == (2, "on"), "what is given stays"
 
 
 @pytest.mark.parametrize(("folder", "unknown"), [("docs", "price unknown"), ("docs/zh", "价格未知")])
@@ -199,7 +201,7 @@ def test_the_page_follows_its_tables(monkeypatch: Patch) -> None:
 
 
 def resolved(profile: str, model: str, gpu: GPU | None, **replaced: int) -> profiles.Resolved:
-    overrides = {f"train.{name}": (value, "test") for name, value in replaced.items()}
+    overrides = {f"sft.{name}": (value, "test") for name, value in replaced.items()}
     here = {"platform": platforms.Platform("local", "test"), "online": lambda: True}
     return profiles.resolve(profile, model, gpu=gpu, overrides=lambda name: overrides, **here)
 
@@ -212,8 +214,8 @@ def test_lesson_03_is_stopped_where_memory_will_not_do_and_shows_what_adds_up() 
     assert "no GPU" in plan.describe(plan.require(resolved("tiny", "", None)))
     assert "not known before its download" in plan.describe(plan.require(resolved("t4_16gb", "some/model", T4)))
     short = resolved("t4_16gb", "Qwen2.5-7B", T4, max_steps=100)  # the steps decide the hours
-    made, train = plan.require(short, rows=10**6, mean_length=300), short.profile.train
-    tokens = 100 * train.batch * train.max_length * PACKED
+    made, sft = plan.require(short, rows=10**6, mean_length=300), short.profile.sft
+    tokens = 100 * made["batch"] * sft.max_length * PACKED
     assert made["hours"] * 3600 * made["tokens_per_second"] == pytest.approx(tokens)
     for gpu in (None, RTX):  # without one, that of a rented one
         made = plan.example(resolved("auto", "", gpu), rows=10_000, mean_length=300)
@@ -235,22 +237,27 @@ def test_the_rows_decide_the_step_and_the_cost_follows() -> None:
 @pytest.mark.parametrize(("examples", "mean"), [(50, 100), (2000, 300), (1000, 700), (1000, 900), (50_000, 300)])
 def test_one_two_and_four_processes_take_the_same_batch_and_others_one_they_can_share(examples: int, mean: int) -> None:
     given, rows = profiles.load("ampere_24gb"), forecast.Rows(examples, mean, mean)
-    sizes = {count: forecast.choose(given, rows, SEVEN, count)["train.batch"].value for count in (1, 2, 3, 4, 6, 8)}
+    sizes = {}
+    for count in (1, 2, 3, 4, 6, 8):
+        settled = forecast.apply(given, forecast.choose(given, rows, SEVEN, count))
+        sizes[count] = forecast.rows_per_step(settled.sft, count)
     assert sizes[1] == sizes[2] == sizes[4] and not any(size % count for count, size in sizes.items())
 
 
 def test_every_option_is_heard_and_wins_over_set_and_a_profile_can_be_named() -> None:
     words = "--micro-batch 4 --length 512 --checkpointing offload --rank 64 --method lora --gpus 2 --epochs 2"
     answer = asked("--model", "Qwen3-4B", "--gpu", "A6000", *words.split())
-    expected = {"micro_batch": 4, "length": 512, "checkpointing": "offload", "rank": 64, "method": "lora"}
+    expected = {"per_device_train_batch_size": 4, "length": 512, "activation_offloading": True, "r": 64}
+    assert answer["recipe"]["method"] == "lora"
     assert expected.items() <= answer["recipe"].items() and (answer["gpus"], answer["batch"] % 8) == (2, 0)
     words = ("--gpu", "A6000", *ROWS)
-    assert asked(*words, "--set", "lora.rank=64, train.micro_batch=2")["recipe"]["micro_batch"] == 2
-    assert asked(*words, "--set", "lora.rank=64", "--rank", "8")["recipe"]["rank"] == 8
-    few, many = (asked(*words, "--set", f"train.max_steps={steps}")["hours"] for steps in (10, 1000))
+    two = asked(*words, "--set", "lora.r=64, sft.per_device_train_batch_size=2")["recipe"]
+    assert two["per_device_train_batch_size"] == 2
+    assert asked(*words, "--set", "lora.r=64", "--rank", "8")["recipe"]["r"] == 8
+    few, many = (asked(*words, "--set", f"sft.max_steps={steps}")["hours"] for steps in (10, 1000))
     assert few < many
     answer = asked("--profile", "paper_r64", "--gpu", "4090", *ROWS)
-    assert answer["recipe"]["rank"] == 64 and answer["recipe"]["dropout"] and not answer["recipe"]["packing"]
+    assert answer["recipe"]["r"] == 64 and answer["recipe"]["lora_dropout"] and not answer["recipe"]["packing"]
     words = ("--profile", "lora_20k", "--gpu", "4090", "--mean-length", "300")  # its rows count
     assert asked(*words)["hours"] == asked(*words, "--rows", "20000")["hours"] > 0
 
@@ -260,7 +267,7 @@ def test_what_is_not_known_is_none_and_what_is_free_costs_nothing() -> None:
     answer = asked(*words)
     assert answer["fits"] and (answer["tokens_per_second"], answer["hours"]) == (None, None)
     assert answer["cost"] == {"yuan": None, "dollars": None} and any("--tflops" in note for note in answer["notes"])
-    assert asked(*words, "--capability", "7.5")["recipe"]["precision"] == "fp16"
+    assert asked(*words, "--capability", "7.5")["recipe"]["dtype"] == "float16"
     free = asked("--model", "Qwen2.5-0.5B", "--gpu", "T4")
     assert free["hours"] is free["steps"] is None and set(free["cost"].values()) == {0}
     assert free["recipe"]["method"] == "lora" and any("billion parameters" in note for note in free["notes"])
@@ -275,8 +282,9 @@ def test_without_a_gpu_the_table_of_all_is_shown(monkeypatch: Patch) -> None:
     every = [row for row in asked()["fits"] if row["auto"]]
     assert [row["card"] for row in every] == names and all(row["fits"] for row in every), "auto takes what fits"
     assert set(every[0]) == {
-        "card", "memory_gib", "profile", "model", "fits", "auto", "peak_vram_gib", "micro_batch", "accumulation",
-        "checkpointing", "length", "tokens_per_second", "yuan_per_hour", "dollars_per_hour",
+        "card", "memory_gib", "profile", "model", "fits", "auto", "peak_vram_gib",
+        "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "activation_offloading",
+        "length", "tokens_per_second", "yuan_per_hour", "dollars_per_hour",
     }  # fmt: skip
     assert [row["gpus"] for row in asked("--model", "Qwen3-8B", "--gpus", "2")["fits"]] == [2] * len(names)
     [row] = plan.fits_table(["4090"], rows=1000, mean_length=300)
@@ -284,18 +292,18 @@ def test_without_a_gpu_the_table_of_all_is_shown(monkeypatch: Patch) -> None:
     monkeypatch.setattr("nbutils.hardware.driver_gpus", lambda: ["Tesla T4"])
     monkeypatch.setattr("nbutils.hardware.gpu", lambda: replace(T4, count=2))
     answer = asked("--model", "Qwen2.5-3B")
-    assert (answer["gpu"], answer["gpus"], answer["recipe"]["precision"]) == ("T4", 1, "fp16")
+    assert (answer["gpu"], answer["gpus"], answer["recipe"]["dtype"]) == ("T4", 1, "float16")
 
 
 def test_ddp_divides_nothing_and_shards_are_divided_by_the_cards() -> None:
-    whole = parts(SEVENTY, Recipe(accumulation=2))
+    whole = parts(SEVENTY, Recipe(gradient_accumulation_steps=2))
     assert list(whole) == ["weights", "adapters", "optimizer", "activations", "logits", "workspace"]
-    assert parts(SEVENTY, Recipe(accumulation=2, cards=8)) == whole
+    assert parts(SEVENTY, Recipe(gradient_accumulation_steps=2, cards=8)) == whole
     linear = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 29568)
     others, head = 8192 * (2 * 152064 + 161), 152064 * 8192 * 2
     adapters = 80 * 16 * (2 * 16384 + 2 * 9216 + 3 * 37760)
     scales = linear * (1 / 64 + 4 / (64 * 256))
-    made = parts(SEVENTY, Recipe(accumulation=2, engine="fsdp_qlora", cards=4))
+    made = parts(SEVENTY, Recipe(gradient_accumulation_steps=2, engine="fsdp_qlora", cards=4))
     expected = {
         "weights": (linear / 2 + others * 2) / 4 + scales, "gathered": 2 * head,  # two layers are smaller than the head
         "adapters": adapters * 4 / 4 + adapters * 4, "optimizer": adapters * 8 / 4,
@@ -340,7 +348,7 @@ def test_72b_in_4_bits_fits_four_cards_of_24_gb_and_not_two() -> None:
     words = ("--model", "Qwen2.5-72B", "--gpu", "4090", "--gpus", "4", *ROWS)
     shared, ddp = asked(*words, "--engine", "fsdp_qlora"), asked(*words)
     assert (shared["fits"], ddp["fits"], shared["recipe"]["engine"]) == (True, False, "fsdp_qlora")
-    assert shared["recipe"]["optimizer"] == "adamw_torch_fused" and shared["ram_gib"] == pytest.approx(153.5, abs=0.1)
+    assert shared["recipe"]["optim"] == "adamw_torch_fused" and shared["ram_gib"] == pytest.approx(153.5, abs=0.1)
     assert asked(*words, "--engine", "ddp") == ddp
     formula = plan.memory_formula(SEVENTY, Recipe(**shared["recipe"]))
     assert [row["part"] for row in formula] == list(shared["parts"])
@@ -372,7 +380,8 @@ def test_the_engine_is_ddp_where_a_gpu_holds_the_model_and_else_shards_where_the
 
 def test_what_is_sent_in_a_step_follows_from_engine_and_cards() -> None:
     def seconds(engine: str, cards: int, accumulation: int = 1) -> float:
-        recipe = Recipe(distributed.ENGINES[engine] or "qlora", accumulation=accumulation, engine=engine, cards=cards)
+        method = distributed.ENGINES[engine] or "qlora"
+        recipe = Recipe(method, gradient_accumulation_steps=accumulation, engine=engine, cards=cards)
         return scaling.sending_seconds(SEVEN, recipe, 10.0)
 
     assert [seconds(engine, 1) for engine in ENGINES] == [0] * len(ENGINES)
@@ -387,7 +396,8 @@ def test_what_is_sent_in_a_step_follows_from_engine_and_cards() -> None:
 
 
 def test_scaling_is_computing_and_sending() -> None:
-    recipe, rate = Recipe(micro_batch=8, length=1000, packing=False), 1000.0  # a card computes 8 rows in 8 seconds
+    recipe = Recipe(per_device_train_batch_size=8, length=1000, packing=False)
+    rate = 1000.0  # a card computes 8 rows in 8 seconds
     slow = 1.45 * ADAPTERS * 4 / 8 / 1e9  # GB/s: 8 / 1.45 seconds for the gradients, times 2 (N - 1) / N
     made = scaling.step(SEVEN, replace(recipe, cards=2), 8, slow, rate)
     assert made == pytest.approx((8, 8 / 1.45, 16_000))

@@ -279,6 +279,7 @@ class Site(ThreadingHTTPServer):
 
     def __init__(self, delay: float = 0.0, status: int = 200, body: bytes = b"{}", location: str = "") -> None:
         self.delay, self.status, self.body, self.location, self.asked = delay, status, body, location, list[Any]()
+        self.paths: list[str] = []
         super().__init__(("127.0.0.1", 0), _Answer)
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
@@ -297,6 +298,7 @@ class _Answer(BaseHTTPRequestHandler):
         size = int(self.headers["Content-Length"] or 0)
         sent = json.loads(self.rfile.read(size)) | {"token": self.headers["Authorization"]} if size else self.path
         self.server.asked.append(sent)
+        self.server.paths.append(self.path)
         time.sleep(self.server.delay)
         self.send_response(self.server.status)
         for name, value in {"Content-Length": len(self.server.body), "Location": self.server.location}.items():
@@ -531,11 +533,12 @@ A100 = GPU("NVIDIA A100", (8, 0), 39.4, 1)
 
 
 @pytest.mark.parametrize(
-    ("gpu", "precision", "engine"),
-    [(None, "fp32", "vllm-cpu"), (P100, "fp16", "transformers"), (T4, "fp16", "vllm"), (A100, "bf16", "vllm")],
-)
-def test_each_gpu_gets_what_it_can_do(gpu: GPU | None, precision: str, engine: str) -> None:
-    assert (hardware.precision(gpu).value, hardware.engine(gpu).value) == (precision, engine)
+    ("gpu", "dtype", "engine"),
+    [(None, "float32", "vllm-cpu"), (P100, "float16", "transformers"), (T4, "float16", "vllm"),
+     (A100, "bfloat16", "vllm")],
+)  # fmt: skip
+def test_each_gpu_gets_what_it_can_do(gpu: GPU | None, dtype: str, engine: str) -> None:
+    assert (hardware.dtype(gpu).value, hardware.engine(gpu).value) == (dtype, engine)
     if gpu is not A100:
         assert (hardware.attention(gpu).value, hardware.liger(gpu).value) == ("sdpa", False)
 

@@ -6,24 +6,49 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support import ROOT, lesson_facts, python, refused, wait_for
 
-from nbutils import chat, files, models
+from nbutils import chat, corpus, files, models
 from nbutils.models import Shape
 from nbutils.plan import gpus
 from nbutils.plan import pretraining as plan
 from nbutils.training import pretraining
-from nbutils.training.pretraining import Texts
+from nbutils.training.pretraining import Texts, TokenRows
 
 SMALL = {"VOCAB": "600", "WIDTH": "128", "DEPTH": "1", "LENGTH": "32", "BATCH": "4", "STEPS": "60", "SAVE_STEPS": "5"}
 
 
+def run_cells(*words: str, **names: Any) -> dict[str, Any]:
+    """The names after the cells of lesson 07 that hold these words have run with those given."""
+    cells = json.loads((ROOT / "notebooks/07_from_scratch.ipynb").read_text(encoding="utf-8"))["cells"]
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    names |= {"pretraining": pretraining}
+    for word in words:
+        [code] = [text for text in texts if word in text]
+        exec(code, names)
+    return names
+
+
+def trained_tokenizer(texts: Texts, vocab_size: int, length: int = 128) -> Any:
+    """The tokenizer that lesson 07 trains on the texts."""
+    given = {"texts": texts, "VOCAB": vocab_size, "TOKENIZER": "", "LENGTH": length}
+    return run_cells("bpe = Tokenizer(", "tokenizer = Qwen2Tokenizer(", **given)["tokenizer"]
+
+
+def token_rows(texts: Texts, tokenizer: Any, length: int, folder: Path) -> TokenRows:
+    """The rows into which lesson 07 cuts the texts."""
+    given = {"texts": texts, "tokenizer": tokenizer, "LENGTH": length, "lesson": SimpleNamespace(scratch=folder)}
+    rows: TokenRows = run_cells("def cut_into_rows", **given)["rows"]
+    return rows
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return pretraining.make_tokenizer(Texts("", 1, 0), 0, named="tiny")
+    return pretraining.load_tokenizer("tiny")
 
 
 def test_texts_come_from_files_rows_and_folders_in_several_encodings(tmp_path: Path) -> None:
@@ -65,7 +90,7 @@ def test_rows_hold_every_token_in_order_and_are_made_once(tmp_path: Path, tokeni
     file = tmp_path / "a.txt"
     file.write_text("Please send 3 boxes of apples. 请周五送到杭州。\n\n" * 100)
     texts = Texts(str(file), 0, 0)
-    rows = pretraining.tokenize(texts, tokenizer, 32, tmp_path / "work")
+    rows = token_rows(texts, tokenizer, 32, tmp_path / "work")
     both = [*rows.train["input_ids"], *rows.eval["input_ids"]]
     expected = [*tokenizer(file.read_text())["input_ids"], tokenizer.pad_token_id]
     count = len(expected) // 32
@@ -73,24 +98,54 @@ def test_rows_hold_every_token_in_order_and_are_made_once(tmp_path: Path, tokeni
     assert sorted(map(list, both)) == sorted(cut) and len(rows.eval) == count // 10 + 1
     assert rows.train[0]["labels"].tolist() == rows.train[0]["input_ids"].tolist()
     made = (tmp_path / "work/tokens/tokens.arrow").stat().st_mtime_ns
-    again = pretraining.tokenize(texts, tokenizer, 32, tmp_path / "work")
+    again = token_rows(texts, tokenizer, 32, tmp_path / "work")
     assert again.card == rows.card and (tmp_path / "work/tokens/tokens.arrow").stat().st_mtime_ns == made
     file.write_text("Other text. " * 200)
-    other = pretraining.tokenize(texts, tokenizer, 32, tmp_path / "work")
+    other = token_rows(texts, tokenizer, 32, tmp_path / "work")
     assert other.card["fingerprint"] != rows.card["fingerprint"]
     with refused("pretraining.too_little_text"):
-        pretraining.tokenize(texts, tokenizer, 5000, tmp_path / "work")
+        token_rows(texts, tokenizer, 5000, tmp_path / "work")
 
 
 def test_a_tokenizer_is_trained_on_the_text_or_named(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "a.txt").write_text("zyzzyva quokka " * 500)
-    own = pretraining.make_tokenizer(Texts(str(tmp_path), 0, 0), 600, length=4096)
+    own = trained_tokenizer(Texts(str(tmp_path), 0, 0), 600, length=4096)
     assert len(own(" quokka")["input_ids"]) == 1 < len(tokenizer(" quokka")["input_ids"])
     assert own.model_max_length == 4096 and own.chat_template == tokenizer.chat_template
     assert len(tokenizer) == 3072
     (tmp_path / "config.json").write_text("{}")
     with refused("pretraining.no_tokenizer"):
-        pretraining.make_tokenizer(Texts("", 1, 0), 0, named=str(tmp_path))
+        pretraining.load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_begins_with_the_special_tokens_loses_nothing_and_joins_no_listed_words(tokenizer: Any) -> None:
+    for one in (trained_tokenizer(Texts("", 200, 1), 600), tokenizer):
+        assert one.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [0, 1, 2]
+        assert (one.eos_token, one.pad_token) == ("<|im_end|>", "<|endoftext|>")
+        for text in ("Please send 12.\n\n", "漢字 🙂 {x}", "<|im_start|>user\nhi<|im_end|>"):
+            assert one.decode(one(text)["input_ids"]) == text
+        assert not any("im_" in token for token in one.get_vocab() if token not in one.all_special_tokens)
+    pieces = [tokenizer.decode([token]) for token in tokenizer("周五送到杭州")["input_ids"]]
+    assert "周五" in pieces and "杭州" in pieces
+
+
+@pytest.mark.long
+def test_the_bundled_tokenizer_can_be_rebuilt(tokenizer: Any) -> None:
+    settings = files.read_json(files.TINY_MODEL / "training.json")["settings"]
+    texts = Texts("", settings["TEXTS"], settings["SEED"])
+    assert trained_tokenizer(texts, settings["VOCAB"]).get_vocab() == tokenizer.get_vocab()
+
+
+def test_the_text_of_the_course_makes_the_same_rows_for_ever(tmp_path: Path, tokenizer: Any) -> None:
+    rows = token_rows(Texts("", 300, 0), tokenizer, 64, tmp_path)
+    assert rows.card == {
+        "documents": 300,
+        "tokens": 12608,
+        "left_out": 0,
+        "seen": "",
+        "fingerprint": "a4aa29f08ca112bf",
+    }
+    assert rows.prompts[0] == corpus.chat(pretraining.QUESTIONS[0]) + "<|im_start|>assistant\n"
 
 
 def test_the_plan_counts_every_weight_and_the_micro_batch_fits(tokenizer: Any) -> None:
@@ -101,16 +156,19 @@ def test_the_plan_counts_every_weight_and_the_micro_batch_fits(tokenizer: Any) -
     shape = pretraining.shape_of(config)
     biases = 2 * (256 + 2 * 128)  # of q, k and v
     assert Qwen2ForCausalLM(config).num_parameters() == shape.params + biases
+    pretraining.require_sizes(256, 2, 512)
     for width, depth in ((100, 2), (0, 2), (128, 0)):
         with refused("pretraining.bad_size"):
-            pretraining.make_config(width, depth, tokenizer, 128)
+            pretraining.require_sizes(width, depth, 512)
+    with refused("pretraining.vocabulary_too_small", size=100):
+        pretraining.require_sizes(256, 2, 100)
     large = models.Shape(
         layers=24, hidden=2048, heads=32, kv_heads=16, head_dim=64, intermediate=5120, vocab=32000, tied=True
     )
     on = {name: plan.pretraining(large, gpus.find(name), 2048, 64, 100) for name in ("RTX 3090", "H200", "T4")}
-    assert on["H200"].fits and on["H200"].micro_batch > on["RTX 3090"].micro_batch
+    assert on["H200"].fits and on["H200"].per_device_train_batch_size > on["RTX 3090"].per_device_train_batch_size
     assert on["RTX 3090"].hours > 5 * on["H200"].hours > 0 and on["RTX 3090"].fits and not on["T4"].fits
-    assert on["T4"].checkpointing == "on" and on["T4"].micro_batch == 1, "the smallest where nothing fits"
+    assert on["T4"].gradient_checkpointing and on["T4"].per_device_train_batch_size == 1, "the smallest"
     assert on["H200"].tokens == 100 * 64 * 2048 and on["H200"].peak_gib > 16 * large.params / files.GIB
     unknown = plan.pretraining(large, gpus.find("a GPU", vram=100), 2048, 64, 100)
     assert unknown.hours is None and "unknown" in plan.describe(large, [unknown])

@@ -13,10 +13,11 @@ import simulate
 from fakes.hub import Hub
 from support import refused
 
-from nbutils import config, display, files, hardware, install, models, profiles
+from nbutils import config, display, files, former_names, hardware, install, models, profiles
 from nbutils.hardware import GPU
 from nbutils.plan import forecast
 from nbutils.platforms import Platform, network
+from nbutils.serving import engine
 
 Patch, Altered = pytest.MonkeyPatch, Callable[..., str]
 COURSE = {
@@ -25,7 +26,7 @@ COURSE = {
 }  # fmt: skip
 KAGGLE, AUTODL = Platform("kaggle", "a test says so"), Platform("autodl", "a test says so")
 T4, RTX, H200 = GPU("Tesla T4", (7, 5), 14.7, 2), GPU("RTX 4090", (8, 9), 23.6, 1), GPU("H200", (9, 0), 139.8, 1)
-AUTO = ("train.micro_batch", "train.gradient_checkpointing")
+AUTO = ("sft.per_device_train_batch_size", "sft.gradient_checkpointing")
 
 
 def never() -> bool:
@@ -88,40 +89,137 @@ def test_every_profile_reads_as_a_manual(name: str) -> None:
 def test_the_profiles_are_these_and_the_experiments_differ_as_they_say() -> None:
     assert set(profiles.names()) == COURSE
     trees = {rows: profiles.load(f"lora_{rows}k").model_dump() for rows in (20, 50, 100)}
-    assert {rows: tree["data"].pop("rows") for rows, tree in trees.items()} == {20: 20_000, 50: 50_000, 100: 100_000}
+    assert {rows: tree["course"].pop("rows") for rows, tree in trees.items()} == {20: 20_000, 50: 50_000, 100: 100_000}
     assert len({tree.pop("about") for tree in trees.values()}) == 3 and trees[20] == trees[50] == trees[100]
     for name, rank in (("paper_r64", 64), ("pretrained_r320", 320)):
         profile = profiles.load(name)
-        assert (profile.lora.rank, profile.train.batch, profile.train.save_steps) == (rank, 64, -(-2500 // 64))
-        assert (profile.data.rows, profile.train.epochs, profile.train.learning_rate) == (2500, 3.0, 3e-5)
+        assert (profile.lora.r, profile.sft.save_steps) == (rank, -(-2500 // 64))
+        assert profile.course.conversations_per_step == 64 and profile.sft.packing is False
+        assert (profile.course.rows, profile.sft.num_train_epochs, profile.sft.learning_rate) == (2500, 3.0, 3e-5)
 
 
 def test_all_mistakes_are_told_at_once_by_name(altered: Altered) -> None:
     wrong = {
-        "lora.rank": '"16"', "lora.alpha": "0", "lora.dropout": "true", "lora.target_modules": "[]",
-        "machine.liger": "maybe", "serve.max_num_seqs": "8.5", "train.learning_rate": ".nan",
+        "lora.r": '"16"', "lora.lora_alpha": "0", "lora.lora_dropout": "true", "lora.target_modules": "[]",
+        "sft.use_liger_kernel": "maybe", "vllm.max_num_seqs": "8.5", "sft.learning_rate": ".nan",
     }  # fmt: skip
     lines = (
-        *(f"{name}: " for name in wrong), "train.micro_batch: missing",
-        "train.micro_btach: unknown key, did you mean train.micro_batch?", "rank: unknown key, did you mean lora.rank?",
+        *(f"{name}: " for name in wrong), "sft.max_grad_norm: missing", "course.rows: missing",
+        "lora_rank: unknown key",
+        "course.rowz: unknown key, did you mean course.rows?",
     )  # fmt: skip
-    file = altered(wrong, {"  micro_batch:": "  micro_btach:"}, extra="rank: 3\n")
-    with refused("config.problems", *lines, count=10, where=file):
+    file = altered(wrong, {"  rows:": "  rowz:", "  max_grad_norm:": "  grad_norm:"}, extra="lora_rank: 3\n")
+    with refused("config.problems", *lines, count=11, where=file):
         profiles.load(file)
+
+
+def test_the_arguments_of_the_libraries_may_be_added_and_others_get_the_nearest(altered: Altered) -> None:
+    words = {"  r: 16 ": "  use_dora: true\n  r: 16 ", "  packing:": "  neftune_noise_alpha: 5\n  packing:"}
+    words |= {"  max_num_seqs:": "  speculative_config: {method: ngram}\n  max_num_seqs:"}
+    profile = profiles.load(altered(words=words))
+    assert {**profile.vllm}["speculative_config"] == {"method": "ngram"}
+    assert profile.sft["neftune_noise_alpha"] == 5 and {**profile.lora}["use_dora"] is True
+    found = resolve("tiny", text="sft.adam_beta2=0.95")
+    flags = resolve("tiny", text="vllm.max_num_batched_tokens=4096").profile.vllm
+    assert engine.to_words(engine.normalize(dict(flags)))[-1] == "--max-num-batched-tokens=4096"
+    assert found.profile.sft["adam_beta2"] == 0.95 and found.choices["sft.adam_beta2"].reason == "parameter SET"
+    wrong = {
+        "sft.learning_rates=1": "trl.SFTConfig has no such argument, did you mean sft.learning_rate?",
+        "lora.lora_alphas=1": "did you mean lora.lora_alpha?", "sft.bf16=true": "from_pretrained.dtype",
+        "lora.rank_pattern={a: 8}": "could not merge", "quantization.bnb_4bit_quant_typ=nf4": "bnb_4bit_quant_type?",
+        "vllm.max_model_length=9": "did you mean vllm.max_model_len?", "vllm.dtype=half": "from_pretrained.dtype",
+        "vllm.enforce_eagre=true": "did you mean vllm.enforce_eager?", "vllm.port=6006": "PORT",
+        "sft.report_to=[tensorboard, mlfow]": "mlfow is none of",
+    }  # fmt: skip
+    for text, told in wrong.items():
+        with refused("config.problems", told, count=1):
+            resolve("tiny", text=text)
+
+
+def test_every_argument_in_a_profile_is_one_of_its_class() -> None:
+    for block, owner in config.CLASSES.items():
+        keys = config.keys()
+        named = {name.partition(".")[2] for name in keys if name.startswith(f"{block}.")}
+        elsewhere = {name.partition(".")[2] for name in config.SET_ELSEWHERE if name.startswith(f"{block}.")}
+        assert named | elsewhere <= set(config.arguments_of(owner)), owner
+    assert set(config.UNMERGEABLE) <= set(config.arguments_of("peft.LoraConfig"))
+
+
+FORMER = """
+about: a profile of the version before
+model: tiny  # small
+method: qlora
+lora: {rank: 8, alpha: 16, dropout: 0.0, target_modules: all-linear, use_rslora: false}
+quantization: {type: nf4, double: true}
+train:
+  max_length: 256
+  batch: 8
+  micro_batch: 2  # as much as fits
+  epochs: 2.0
+  max_steps: 0
+  learning_rate: 2e-3
+  scheduler: cosine
+  warmup_ratio: 0.05
+  weight_decay: 0.0
+  max_grad_norm: 1.0
+  optimizer: adamw_torch_fused
+  packing: true
+  gradient_checkpointing: on
+  save_steps: 50
+  keep_checkpoints: 3
+  logging_steps: 10
+  validation_rows: auto
+  keep_best: true
+  early_stopping: 3
+machine: {precision: fp32, attention: auto, liger: auto}
+data: {source: "", rows: 0}
+evaluation: {batch_size: 32, max_new_tokens: 64, rows: 0}
+serve: {max_model_len: 512, gpu_memory: 0.3, max_num_seqs: 32}
+"""
+
+
+def test_a_profile_of_the_version_before_is_understood_and_one_line_says_so(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "old.yaml").write_text(FORMER, encoding="utf-8")
+    document = config.read("old.yaml")
+    profile, said = document.profile, capsys.readouterr().err
+    assert said.count("\n") == 1 and "lora.rank is now lora.r" in said
+    assert (profile.lora.r, profile.sft.optim, profile.sft.max_steps) == (8, "adamw_torch_fused", -1)
+    assert (profile.sft.per_device_train_batch_size, profile.sft.gradient_accumulation_steps) == (2, 4)
+    assert (profile.sft.gradient_checkpointing, profile.sft.activation_offloading) == (True, False)
+    assert (profile.from_pretrained.dtype, profile.vllm.gpu_memory_utilization) == ("float32", 0.3)
+    assert document.reasons["sft.per_device_train_batch_size"] == "as much as fits"
+
+
+def test_former_names_in_set_are_understood(capsys: Any) -> None:
+    text = "train.learning_rate=1e-4, lora.rank=64, train.gradient_checkpointing=offload, train.max_steps=0"
+    assert config.settings_in(text) == {
+        "sft.learning_rate": 1e-4, "lora.r": 64, "sft.gradient_checkpointing": True, "sft.activation_offloading": True,
+        "sft.max_steps": -1,
+    }  # fmt: skip
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "train.learning_rate is now sft.learning_rate" in said
+    batch = {"sft.per_device_train_batch_size": "auto", "sft.gradient_accumulation_steps": "auto"}
+    assert config.settings_in("train.batch=16") == batch | {"course.conversations_per_step": 16}
+    assert set(former_names.RENAMED.values()) <= set(config.keys()), "every new name is one of today's"
+    with refused("config.problems", "sft.gradient_checkpointing: ", count=1):
+        resolve("tiny", text="train.gradient_checkpointing=sometimes")
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"method": "lora", "quantization.type": "fp4"}, {"method": "qlora", "quantization.type": "none"},
-        {"train.epochs": "0.0", "train.max_steps": "0"}, {"train.max_length": "513", "serve.max_model_len": "512"},
-        {"machine.precision": "fp32", "machine.attention": "flash_attention_2"},
-        {"train.batch": "8", "train.micro_batch": "3"},
+        {"method": "lora", "quantization.load_in_4bit": "true"},
+        {"method": "qlora", "quantization.load_in_4bit": "false"},
+        {"sft.num_train_epochs": "0.0", "sft.max_steps": "-1"}, {"sft.max_length": "513", "vllm.max_model_len": "512"},
+        {"attn_implementation": "flash_attention_2", "dtype": "float32"},
+        {"gradient_checkpointing": "false", "activation_offloading": "true"},
+        {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": "4"},
+        {"conversations_per_step": "8"},
     ],
     ids=str,
 )  # fmt: skip
 def test_each_impossible_pair_is_told_alone(changes: dict[str, str], altered: Altered) -> None:
-    with refused("config.problems", *changes, count=1):
+    with refused("config.problems", *(name for name in changes if name != "dtype"), count=1):
         profiles.load(altered(changes))
 
 
@@ -248,8 +346,8 @@ def test_a_model_from_its_package_knows_the_world(tmp_path: Path) -> None:
 
 def test_the_reasons_of_the_laptop_profile_hold_for_the_learners_rows_too() -> None:
     reasons = config.read("laptop").reasons
-    assert reasons["data.source"].startswith("used if DATA is empty")
-    others = [text for key, text in reasons.items() if key != "data.source"]
+    assert reasons["course.data"].startswith("if DATA is empty")
+    others = [text for key, text in reasons.items() if key != "course.data"]
     assert not [text for text in others if re.search("bundled|102|sample|all held-out rows at once", text)]
 
 
@@ -269,7 +367,7 @@ def test_auto_falls_back_to_the_bundled_model_and_what_was_named_is_never_replac
     assert resolve("auto", "tiny", H200, online=never).name == "tiny"
     assert resolve("hopper_141gb", "tiny", H200, online=never).model == str(files.TINY_MODEL)
     found = resolve("auto", gpu=T4, online=lambda: False)
-    assert (found.name, found.called, found.profile.machine.precision) == ("tiny", "tiny", "fp16")
+    assert (found.name, found.called, found.profile.from_pretrained.dtype) == ("tiny", "tiny", "float16")
     reason = found.choices["profile"].reason
     assert all(word in reason for word in ("t4_16gb", "not in the cache", "does not answer"))
     for profile, model in (("t4_16gb", ""), ("auto", "Qwen2.5-7B"), ("tiny", "some/model")):
@@ -280,21 +378,25 @@ def test_auto_falls_back_to_the_bundled_model_and_what_was_named_is_never_replac
 def test_auto_values_are_decided_by_the_gpu_and_named_ones_kept(altered: Altered, monkeypatch: Patch) -> None:
     for gpu in (None, T4, RTX):
         found = resolve("tiny", gpu=gpu, online=never)
-        assert found.choices["machine.precision"] == hardware.precision(gpu)
-        assert found.profile.machine.attention == hardware.attention(gpu).value
-        assert found.profile.machine.liger == ("on" if hardware.liger(gpu).value else "off")
+        assert found.choices["from_pretrained.dtype"] == hardware.dtype(gpu)
+        assert found.profile.from_pretrained.attn_implementation == hardware.attention(gpu).value
+        assert found.profile.sft.use_liger_kernel == hardware.liger(gpu).value
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    machine = resolve("tiny", gpu=RTX).profile.machine
-    assert machine.attention in ("varlen", "flash_attention_2") and machine.liger == "on"
-    machine = resolve(altered({"machine.precision": "fp32", "machine.liger": "off"}), gpu=RTX).profile.machine
-    assert (machine.precision, machine.liger, machine.attention) == ("fp32", "off", "sdpa")
+    profile = resolve("tiny", gpu=RTX).profile
+    assert (
+        profile.from_pretrained.attn_implementation in ("varlen", "flash_attention_2") and profile.sft.use_liger_kernel
+    )
+    profile = resolve(altered({"dtype": "float32", "use_liger_kernel": "false"}), gpu=RTX).profile
+    load = profile.from_pretrained
+    assert (load.dtype, load.attn_implementation, profile.sft.use_liger_kernel) == ("float32", "sdpa", False)
 
 
 @pytest.mark.parametrize(
     ("text", "gpu"),
-    [("machine.precision=bf16", T4), ("machine.precision=bf16", None), ("machine.precision=fp16", None),
-     ("machine.attention=flash_attention_2", None), ("machine.attention=varlen", T4), ("machine.liger=on", None),
-     ("train.gradient_checkpointing=offload", None)],
+    [("from_pretrained.dtype=bfloat16", T4), ("from_pretrained.dtype=bfloat16", None),
+     ("from_pretrained.dtype=float16", None), ("from_pretrained.attn_implementation=flash_attention_2", None),
+     ("from_pretrained.attn_implementation=varlen", T4), ("sft.use_liger_kernel=true", None),
+     ("sft.activation_offloading=true", None)],
 )  # fmt: skip
 def test_what_the_gpu_cannot_do_is_refused_before_any_download(text: str, gpu: GPU | None) -> None:
     with refused("profiles.impossible", text, gpu=gpu or "no GPU"):
@@ -308,11 +410,9 @@ def test_every_value_is_settled_with_its_reason_in_a_narrow_table(name: str, gpu
     values = config.flat(found.profile.model_dump())
     assert list(found.choices) == ["profile", "model", *[key for key in values if key != "model"]]
     assert {key: found.choices[key].value for key in values} == values
-    assert "auto" not in {value for key, value in values.items() if key != "about"}
+    unsettled = [key for key, value in values.items() if value == "auto"]
+    assert unsettled in ([], ["course.conversations_per_step"]), "which follows from rows"
     assert all(choice.reason for choice in found.choices.values())
-    train = found.profile.train
-    assert train.micro_batch * train.accumulation_on() == train.batch
-    assert profiles.load(name).train.batch in ("auto", train.batch)
     display.show_choices(found)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
@@ -321,81 +421,91 @@ def test_every_value_is_settled_with_its_reason_in_a_narrow_table(name: str, gpu
 
 
 def test_set_is_read_as_a_profile_is() -> None:
-    text = "train.learning_rate=2e-4,lora.target_modules=[q_proj, v_proj] , machine.liger = off, lora.use_rslora=true"
-    values = {"train.learning_rate": 2e-4, "lora.target_modules": ["q_proj", "v_proj"], "machine.liger": "off"}
+    text = "sft.learning_rate=2e-4,lora.target_modules=[q_proj, v_proj] , sft.packing = false, lora.use_rslora=true"
+    values = {"sft.learning_rate": 2e-4, "lora.target_modules": ["q_proj", "v_proj"], "sft.packing": False}
     assert config.settings_in(text) == values | {"lora.use_rslora": True} and config.settings_in(" ") == {}
     assert config.settings_in(config.settings_text(values)) == values
-    for text in ("nonsense", "lora.rank=64 train.epochs=2"):
+    for text in ("nonsense", "lora.r=64 sft.num_train_epochs=2"):
         with refused("config.malformed_set"):
             config.settings_in(text)
 
 
 def test_overrides_replace_value_and_reason_and_nothing_else() -> None:
-    before, after = resolve("tiny"), resolve("tiny", text="train.max_steps=3, train.batch=64")
-    assert after.choices["train.max_steps"] == hardware.Choice(3, "parameter SET")
+    before, after = resolve("tiny"), resolve("tiny", text="sft.max_steps=3, lora.r=64")
+    assert after.choices["sft.max_steps"] == hardware.Choice(3, "parameter SET")
     changed = {name for name in before.choices if before.choices[name] != after.choices[name]}
-    assert changed == {"train.max_steps", "train.batch"} and after.profile.train.batch == 64
+    assert changed == {"sft.max_steps", "lora.r"} and after.profile.lora.r == 64
     assert (after.name, after.source, after.model) == (before.name, before.source, before.model)
-    short, long = (resolve("ampere_24gb", gpu=RTX, text=f"train.max_length={size}") for size in (512, 4096))
-    assert short.profile.train.micro_batch > long.profile.train.micro_batch
+    short, long = (resolve("ampere_24gb", gpu=RTX, text=f"sft.max_length={size}") for size in (512, 4096))
+    assert short.profile.sft.per_device_train_batch_size > long.profile.sft.per_device_train_batch_size
 
 
 def test_overrides_are_checked_all_at_once() -> None:
     lines = (
-        "train.max_stps: unknown key, did you mean train.max_steps?", "train.micro_batch: ", "lora.rank: ",
+        "train.max_stps: unknown key, did you mean sft.max_steps?", "sft.per_device_train_batch_size: ", "lora.r: ",
         "model: is not set this way: use MODEL", "about: is not set", "lora.target_modules: ", "train: unknown key",
     )  # fmt: skip
-    text = "train.max_stps=3, train.micro_batch='8', model=x, about=y, train=2, lora.rank=, lora.target_modules=[a"
+    text = "train.max_stps=3, sft.per_device_train_batch_size='8', model=x, about=y, train=2, lora.r=, "
+    text += "lora.target_modules=[a"
     with refused("config.problems", *lines, count=7, where="tiny with parameter SET"):
         resolve("tiny", text=text)
-    with refused("config.problems", "train.max_steps is 150 and ends the run first", count=1):
-        resolve("tiny", text="train.epochs=2.0")
+    with refused("config.problems", "sft.max_steps is 150 and ends the run first", count=1):
+        resolve("tiny", text="sft.num_train_epochs=2.0")
 
 
 def test_the_plan_says_how_much_of_the_gpu_it_uses() -> None:
     tight = resolve("t4_16gb", "Qwen2.5-14B", T4)
     assert re.search(r"plan: the fastest that fits: [\d.]+ GiB .* of 14\.7", tight.choices[AUTO[0]].reason)
-    assert resolve("ampere_24gb", "Qwen2.5-0.5B", H200).profile.train.gradient_checkpointing == "off"
+    assert resolve("ampere_24gb", "Qwen2.5-0.5B", H200).profile.sft.gradient_checkpointing is False
     large = resolve("hopper_141gb", gpu=T4)
     assert all("DOES NOT FIT" in large.choices[key].reason for key in AUTO), "said, and not hidden"
     unknown = resolve("ampere_24gb", "some/model", RTX)
-    assert [unknown.choices[key].value for key in AUTO] == [1, "on"], "a model nobody knows gets the careful values"
+    assert [unknown.choices[key].value for key in AUTO] == [1, True], "a model nobody knows gets the careful values"
 
 
 def test_named_values_are_kept_and_without_a_gpu_auto_is_small(altered: Altered) -> None:
-    found = resolve(altered({"train.batch": "8", AUTO[0]: "4", AUTO[1]: "auto", "model": "Qwen2.5-7B"}), gpu=RTX)
+    words = {AUTO[0]: "4", "gradient_accumulation_steps": "2", AUTO[1]: "auto", "model": "Qwen2.5-7B"}
+    found = resolve(altered(words), gpu=RTX)
     again = resolve(found.source, gpu=RTX)  # it can be found again
-    assert found.profile.train.micro_batch == again.profile.train.micro_batch == 4 and found.name == "mine"
+    for one in (found, again):
+        sft = one.profile.sft
+        assert (sft.per_device_train_batch_size, sft.gradient_accumulation_steps, one.name) == (4, 2, "mine")
     assert found.choices[AUTO[1]].reason.startswith("plan: ")
-    for batch, rows in (("8", 2), ("3", 1)):
-        train = resolve(altered({"train.batch": batch, AUTO[0]: "auto", AUTO[1]: "auto"})).profile.train
-        assert (train.micro_batch, train.gradient_checkpointing) == (rows, "off")
-    assert resolve("paper_r64", "tiny").profile.train.optimizer == "adamw_torch_fused", "8 bits need a GPU"
+    for conversations, (size, times) in ((8, (2, 4)), (3, (1, 3))):
+        open_ones = dict.fromkeys((AUTO[0], "gradient_accumulation_steps", AUTO[1], "activation_offloading"), "auto")
+        open_ones |= {"conversations_per_step": str(conversations), "packing": "false"}
+        sft = resolve(altered(open_ones)).profile.sft
+        assert (sft.per_device_train_batch_size, sft.gradient_accumulation_steps) == (size, times)
+        assert (sft.gradient_checkpointing, sft.activation_offloading) == (False, False)
+    assert resolve("paper_r64", "tiny").profile.sft.optim == "adamw_torch_fused", "8 bits need a GPU"
 
 
 def test_launched_gpus_share_the_batch(monkeypatch: Patch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    train = resolve("ampere_24gb", gpu=H200).profile.train
-    assert (train.micro_batch, train.accumulation_on(8)) == (1, 1)
+    sft = resolve("ampere_24gb", gpu=H200).profile.sft
+    assert (sft.per_device_train_batch_size, sft.gradient_accumulation_steps) == (1, 1)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert resolve("ampere_24gb", gpu=H200).profile.train.batch == 9
-    with refused("distributed.uneven_batch", batch=16):
-        resolve("lora_20k", gpu=H200)
+    assert forecast.rows_per_step(resolve("ampere_24gb", gpu=H200).profile.sft, 3) == 9
+    with refused("distributed.uneven_batch", batch=2):
+        resolve("tiny", gpu=H200)
 
 
-def test_a_begun_run_keeps_its_batch_where_the_processes_can_share_it(monkeypatch: Patch) -> None:
+def test_a_begun_run_keeps_its_step_where_the_processes_can_share_it_and_its_validation_rows(
+    monkeypatch: Patch,
+) -> None:
     rows = profiles.Rows.of([300] * 2000)
-    began = profiles.fit(resolve("ampere_24gb", gpu=H200), rows).profile.train
+    packing = profiles.fit(resolve("ampere_24gb", gpu=H200), rows).profile.sft.packing
     monkeypatch.setenv("LOCAL_RANK", "0")
-    for processes, batch, expected in ((1, 6, 6), (2, 16, 16), (3, 6, 6), (3, 4, 6)):
+    for processes, step, expected in ((1, 6, 6), (2, 16, 16), (3, 6, 6), (3, 4, 6)):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
-        kept = profiles.as_begun(resolve("ampere_24gb", gpu=H200), {"batch": batch, "packing": began.packing})
-        train = profiles.fit(kept, rows).profile.train
-        assert (train.batch, train.packing) == (expected, began.packing)
+        began = {"rows_per_step": step, "sft": {"packing": packing}}
+        kept = profiles.fit(profiles.keep_begun(resolve("ampere_24gb", gpu=H200), began, 7), rows).profile
+        assert (forecast.rows_per_step(kept.sft, processes), kept.sft.packing) == (expected, packing)
+        assert kept.course.validation_rows == 7
     monkeypatch.setenv("WORLD_SIZE", "1")
-    named = resolve("lora_20k", gpu=H200)
-    assert profiles.as_begun(named, {"batch": 6, "packing": True}) is named
+    named = profiles.keep_begun(resolve("lora_20k", gpu=H200, text="course.conversations_per_step=16"), began, 0)
+    assert profiles.fit(named, rows).profile.course.conversations_per_step == pytest.approx(16, abs=2)
 
 
 def fitted(lengths: list[int], gpu: GPU | None = RTX, text: str = "", model: str = "") -> profiles.Resolved:
@@ -409,42 +519,52 @@ def fitted(lengths: list[int], gpu: GPU | None = RTX, text: str = "", model: str
 )  # fmt: skip
 def test_everyday_data_gets_enough_steps_and_no_step_is_too_large(lengths: list[int], least: int, most: int) -> None:
     found = fitted(lengths)
-    train, made = found.profile.train, profiles.schedule(found.profile.train, found.rows)
+    sft, course = found.profile.sft, found.profile.course
+    made = profiles.schedule(sft, found.rows)
     assert least <= made.steps <= most and made.tokens_per_step <= 8 * 2048 * 1.05
-    times = -(-made.steps // train.save_steps) + 1
-    validated = forecast.FORWARD * times * train.validation_rows
+    times = -(-made.steps // sft.save_steps) + 1
+    validated = forecast.FORWARD * times * course.validation_rows
     assert validated <= max(0.05 * made.steps * made.examples_per_step, forecast.FORWARD * times * 4)
-    learned = ("batch", "packing", "epochs", "learning_rate", "save_steps", "validation_rows")
-    few = profiles.fit(resolve("ampere_24gb", "", RTX), profiles.Rows.of(lengths, held_out=3)).profile.train
-    assert few.validation_rows == 3, "no more than are held out"
-    other = fitted(lengths, H200).profile.train
-    assert [getattr(train, key) for key in learned] == [getattr(other, key) for key in learned], "whatever the GPU"
+    learned = ("packing", "num_train_epochs", "learning_rate", "save_steps")
+    few = profiles.fit(resolve("ampere_24gb", "", RTX), profiles.Rows.of(lengths, held_out=3)).profile
+    assert few.course.validation_rows == 3, "no more than are held out"
+    none = profiles.fit(resolve("ampere_24gb", "", RTX), profiles.Rows.of(lengths, held_out=0)).profile
+    assert (none.sft.load_best_model_at_end, none.course.early_stopping_patience) == (False, 0), "nothing to go by"
+    other = fitted(lengths, H200).profile
+    assert [sft[key] for key in learned] == [other.sft[key] for key in learned], "whatever the GPU"
+    assert course == other.course
 
 
 def test_the_learning_rate_follows_from_the_width_of_the_model_and_the_step() -> None:
-    rates = [resolve("ampere_24gb", f"Qwen2.5-{size}B", RTX).profile.train.learning_rate for size in (0.5, 1.5, 7, 14)]
+    rates = [resolve("ampere_24gb", f"Qwen2.5-{size}B", RTX).profile.sft.learning_rate for size in (0.5, 1.5, 7, 14)]
     assert rates == sorted(rates, reverse=True) and 1e-4 < rates[-1] < rates[0] < 1e-3
-    named = ("", "train.batch=4", "train.batch=8, train.packing=true")
-    own, small, large = (fitted([200] * 885, text=text).profile.train.learning_rate for text in named)
+    named = ("", "course.conversations_per_step=4", "course.conversations_per_step=64, sft.packing=true")
+    own, small, large = (fitted([200] * 885, text=text).profile.sft.learning_rate for text in named)
     assert small == pytest.approx(own / 2, rel=0.05) and large == own
 
 
 @pytest.mark.parametrize(
     ("model", "text", "method", "kind"),
-    [("Qwen2.5-0.5B", "", "lora", "none"), ("Qwen2.5-7B", "", "qlora", "nf4"), ("me/new", "", "qlora", "nf4"),
-     ("Qwen2.5-0.5B", "method=qlora", "qlora", "nf4"), ("Qwen2.5-0.5B", "quantization.type=fp4", "qlora", "fp4"),
-     ("Qwen2.5-7B", "quantization.type=none, quantization.double=false", "lora", "none")],
+    [("Qwen2.5-0.5B", "", "lora", ""), ("Qwen2.5-7B", "", "qlora", "nf4"), ("me/new", "", "qlora", "nf4"),
+     ("Qwen2.5-0.5B", "method=qlora", "qlora", "nf4"),
+     ("Qwen2.5-0.5B", "quantization.load_in_4bit=true", "qlora", "nf4"),
+     ("Qwen2.5-7B", "quantization.bnb_4bit_quant_type=fp4", "qlora", "fp4"),
+     ("Qwen2.5-7B", "quantization.load_in_4bit=false", "lora", "")],
 )  # fmt: skip
 def test_only_a_model_that_can_afford_it_is_quantized(model: str, text: str, method: str, kind: str) -> None:
     found = resolve("t4_16gb", model, T4, text)
-    assert (found.profile.method, found.profile.quantization.type) == (method, kind)
-    assert found.choices["method"].value == method and found.choices["quantization.type"].value == kind
+    quantization = found.profile.quantization
+    assert (found.profile.method, quantization.load_in_4bit) == (method, bool(kind))
+    assert not kind or quantization.bnb_4bit_quant_type == kind
+    assert found.choices["method"].value == method
 
 
 def test_what_a_profile_names_is_kept_and_too_few_steps_are_told_with_the_number_to_set() -> None:
-    named = fitted([200] * 885, text="train.batch=16, train.learning_rate=1e-4, train.epochs=1.0").profile.train
-    assert (named.batch, named.packing, named.learning_rate, named.epochs) == (16, False, 1e-4, 1.0)
-    for text, told in (("train.batch=8, train.packing=true", True), ("train.batch=16, train.packing=false", False)):
+    text = "course.conversations_per_step=16, sft.packing=false, sft.learning_rate=1e-4, sft.num_train_epochs=1.0"
+    named = fitted([200] * 885, text=text).profile
+    assert (forecast.rows_per_step(named.sft), named.sft.packing) == (16, False)
+    assert (named.sft.learning_rate, named.sft.num_train_epochs) == (1e-4, 1.0)
+    for text, told in (("course.conversations_per_step=80", True), ("course.conversations_per_step=16", False)):
         found = fitted([200] * 885, text=text)
-        said = profiles.few_steps(found.profile.train, found.given.train, found.rows)
-        assert ("train.batch=16, train.packing=false" in said) is told and bool(said) is told
+        said = profiles.few_steps(found.profile, found.given, found.rows)
+        assert ("course.conversations_per_step=16" in said) is told and bool(said) is told

@@ -37,7 +37,7 @@ def test_an_invalid_record_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_the_report_is_for_people(tmp_path: Path) -> None:
     entry = {
-        "exact_match": {"base": 0.0, "merged": 0.95}, "settings": {"lora.rank": 8}, "oom_rungs": [], "hours_left": None,
+        "exact_match": {"base": 0.0, "merged": 0.95}, "settings": {"lora.r": 8}, "oom_rungs": [], "hours_left": None,
         "evaluation": {"verdict": "helped", "why": "prose", "summary": ["verdict: helped", "a | b: 1"]},
         "limits": {"memory_gib": 1.2345, "hours": None}, "exports": [{"format": "w4", "verdict": "same"}], "fits": True,
         "adapter_moved": 84,

@@ -24,8 +24,8 @@ import pytest
 from support import refused, wait_for
 
 from nbutils import chat_widget, environments, evaluation, files, hardware, platforms, processes, serving
-from nbutils.config import Evaluation
 from nbutils.evaluation import Answer
+from nbutils.evaluation.evaluator import Size
 from nbutils.serving import Server, engine
 
 Patch = pytest.MonkeyPatch
@@ -500,7 +500,7 @@ def test_base_and_adapter_share_steps_and_none_is_lost_or_wrong(server: Any, loc
 @pytest.mark.serve
 def test_a_real_server_says_what_generate_says(server: Any, local: tuple[Any, Any], tmp_path: Path) -> None:
     lines = (files.SAMPLES / "eval.jsonl").read_text(encoding="utf-8").splitlines()[:11]
-    size, (model, tokenizer) = Evaluation(batch_size=4, max_new_tokens=32, rows=0), local
+    size, (model, tokenizer) = Size(rows=0, batch_size=4, max_new_tokens=32), local
     evaluator = evaluation.Evaluator(tmp_path, tokenizer, [*map(json.loads, lines), WITH_TOOLS], size, "float32")
     with model.disable_adapter():
         expected = evaluator.generate(model)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import requests
 from click.testing import CliRunner
-from support import refused
+from support import ROOT, refused
 
 from nbutils import cli, disk, errors, files, sharing
 
@@ -115,6 +115,22 @@ def test_a_push_is_private_has_a_card_and_nothing_of_this_machine(
         pass
     card = sharing.model_card(model.parent / "fp8", "li/orders")
     assert "/home" not in card and "base model: tiny_base" in card and "base_model:" not in card and "fp8" in card
+
+
+def test_the_upload_of_lesson_08_is_private_and_shows_no_token(
+    model: Path, hosts: FakeHosts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = (ROOT / "notebooks/08_export.py").read_text(encoding="utf-8").split("# %%\n")
+    [cell] = [one.partition("# %% [markdown]")[0] for one in cells if "upload_folder(" in one]
+    given: dict[str, Any] = {"PUSH_TO": "hub:li/orders", "EXPORTS": "", "folder": model, "sharing": sharing}
+    exec(cell, given)
+    assert hosts.settings["private"] is True and hosts.settings["token"] == TOKEN and "README.md" in hosts.sent
+    shown = str(given["upload"]) + "".join(hosts.sent.values()) + "".join(capsys.readouterr())
+    assert "https://huggingface.co/li/orders" in shown and TOKEN not in shown and "/home/li" not in shown
+    hosts.private, hosts.sent = False, {}
+    with refused("sharing.public_repository", name="li/orders"):
+        exec(cell, given)
+    assert not hosts.sent
 
 
 @pytest.mark.parametrize("kind", sorted(sharing.HOSTS))

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
+from dataclasses import astuple
 from itertools import chain, count
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,10 +28,18 @@ import wandb
 from datasets import Dataset
 from filelock import FileLock, Timeout
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from support import ROOT, refused, wait_for
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    EarlyStoppingCallback,
+    TrainerCallback,
+)
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -38,7 +47,7 @@ from nbutils import chat, checkpoints, files, hardware, lesson, platforms, proce
 from nbutils.errors import CourseError
 from nbutils.plan import gpus
 from nbutils.training import model as lora
-from nbutils.training import oom, resume, run
+from nbutils.training import oom, resume, run, validation
 from nbutils.training.oom import StepSettings
 from nbutils.training.sharding import full_weights
 
@@ -294,10 +303,41 @@ def test_padded_batches_use_torchs_ordinary_attention_and_what_the_kernel_lacks_
             lora._attend(nn.Module(), query, query, query, None, **{part: value})
 
 
-def test_wandb_is_offline_in_the_run_folder_or_online_with_a_key(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    for name in ("WANDB_MODE", "WANDB_SILENT", "WANDB_CONSOLE", "WANDB_API_KEY", "TENSORBOARD_LOGGING_DIR"):
-        monkeypatch.setenv(name, "x")  # so that what the code sets is undone afterwards
+TRACKERS = ("WANDB_MODE", "WANDB_SILENT", "WANDB_CONSOLE", "WANDB_API_KEY", "TENSORBOARD_LOGGING_DIR", "TRACKIO_DIR")
+TRACKERS += ("MLFLOW_TRACKING_URI", "COMET_OFFLINE_DIRECTORY", "COMET_START_ONLINE")
+
+
+@pytest.fixture
+def no_trackers(monkeypatch: Any) -> None:
+    """No variable of a tracker is set, and what the code sets is undone afterwards."""
+    for name in TRACKERS:
+        monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_trackers")
+def test_a_profile_names_any_tracker_of_transformers_and_its_files_go_to_the_run_folder(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    def begun(chosen: Any) -> list[str]:
+        extra = {} if chosen is None else {"report_to": chosen}
+        profile = SimpleNamespace(sft=SimpleNamespace(model_extra=extra))
+        begun: Any = SimpleNamespace(profile=profile, scratch=tmp_path, run=lesson.RunFolder(tmp_path / "demo"))
+        return tracking.report_to(begun)
+
+    assert begun("none") == begun([]) == [] and capsys.readouterr().out == ""
+    assert begun("tensorboard") == ["tensorboard"] and wandb.run is None
+    assert "W&B" not in capsys.readouterr().out
+    assert all(str(tmp_path / "logs") in os.environ[name] for name in ("MLFLOW_TRACKING_URI", "TRACKIO_DIR"))
+    assert os.environ["COMET_START_ONLINE"] == "0", "it would ask for a key"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mine")
+    with refused("tracking.not_installed", "pip install comet-ml", name="comet_ml"):
+        begun(["tensorboard", "comet_ml"])
+    assert os.environ["MLFLOW_TRACKING_URI"] == "https://mine"
+
+
+@pytest.mark.usefixtures("no_trackers")
+def test_wandb_is_offline_in_the_run_folder_or_online_with_a_key(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     assert tracking.begin(tmp_path / "logs", "demo") == ["tensorboard", "wandb"]
     tracking.end(tmp_path / "kept")  # the logs are copied there
     [offline_run] = (tmp_path / "logs").rglob("offline-run-*")
@@ -351,6 +391,8 @@ def test_swanlab_is_used_where_it_is_chosen_and_never_costs_the_training(tmp_pat
         monkeypatch.setenv(f"SWANLAB_{name}", "x")  # so that what the code sets is undone afterwards
         monkeypatch.delenv(f"SWANLAB_{name}")
     assert tracking._begin_swanlab(tmp_path, "demo") == "" and not modes, "nobody chose it"
+    assert "offline" in tracking._begin_swanlab(tmp_path, "demo", chosen=True) and modes == ["offline"]
+    modes.clear()
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     assert "offline" in tracking._begin_swanlab(tmp_path, "demo") and modes == ["offline"]
     monkeypatch.delenv("SWANLAB_MODE")
@@ -458,14 +500,13 @@ def test_the_fingerprint_of_a_model_is_its_content_and_not_its_place(tmp_path: P
 def test_what_is_left_to_train_is_counted(tmp_path: Path, step: int, max_steps: int, left: int) -> None:
     (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": []}))
     epochs = {"train_batch_size": 2, "world_size": 1, "gradient_accumulation_steps": 2, "num_train_epochs": 1.5}
-    one = run.Validation((), every=2)
-    one.trainer = SimpleNamespace(args=SimpleNamespace(max_steps=max_steps, **epochs), train_dataset=range(21))
-    assert one.steps_left(tmp_path) == left
+    trainer = SimpleNamespace(args=SimpleNamespace(max_steps=max_steps, **epochs), train_dataset=range(21))
+    assert validation.steps_left(trainer, tmp_path, patience=3) == left
 
 
 def test_checkpoints_that_do_not_fit_stop_the_training_before_it_begins(tmp_path: Path) -> None:
     huge = torch.empty(1, device="meta").expand(2**50).requires_grad_()
-    model, args = SimpleNamespace(parameters=lambda: [huge]), SimpleNamespace(output_dir=".")
+    model, args = SimpleNamespace(parameters=lambda: [huge]), SimpleNamespace(output_dir=".", save_total_limit=1)
     with refused("disk.full"):
         course_callback(tmp_path).prepare(SimpleNamespace(model=model, args=args, eval_dataset=None))
 
@@ -604,7 +645,8 @@ def test_what_was_measured(tmp_path: Path, monkeypatch: Any, platform: str, gpu:
     monkeypatch.setattr(gpus, "hourly_price", lambda gpu: gpu and gpus.Price(2.0, 0.4))
     live, state = run_live(2, 900, platform, gpu)
     args = SimpleNamespace(world_size=2, train_batch_size=3, gradient_accumulation_steps=4)
-    trainer, callback = SimpleNamespace(state=state, args=args), course_callback(tmp_path)
+    trainer = SimpleNamespace(state=state, args=args)
+    callback = course_callback(tmp_path, trainer=trainer)
     callback.live = live
     numbers = result_of(trainer, callback, 1800.0, first_step=1).facts()
     assert numbers.get("cost") == ({sign: hourly / 2 for sign, hourly in price.items()} or None)
@@ -645,8 +687,11 @@ class Diary(TrainerCallback):
         self.saved.append(state.global_step)
 
 
-def build(folder: Path, **settings: Any) -> Any:
-    """A real trainer on the first layer of the tiny model, with a diary."""
+def build(folder: Path, held_out: Any = None, **settings: Any) -> Any:
+    """A real trainer on the first layer of the tiny model, with a diary; it evaluates held-out rows when it saves."""
+    if held_out is not None:
+        settings = {"eval_strategy": "steps", "eval_on_start": True, "metric_for_best_model": "eval_loss"} | settings
+        settings = {"eval_steps": settings["save_steps"], "load_best_model_at_end": True} | settings
     defaults: dict[str, Any] = {
         "max_length": 256, "packing": True, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
         "max_steps": STEPS, "learning_rate": 2e-3, "lr_scheduler_type": "cosine", "gradient_checkpointing": False,
@@ -658,9 +703,11 @@ def build(folder: Path, **settings: Any) -> Any:
     trainer: Any = SFTTrainer(
         model=tiny(num_hidden_layers=1), processing_class=AutoTokenizer.from_pretrained(files.TINY_MODEL),
         args=SFTConfig(output_dir=str(folder / "trainer"), **defaults | settings), train_dataset=rows(),
+        eval_dataset=held_out,
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     )  # fmt: skip
-    lora.patch_lora_kernels(trainer, fused=False)
+    lora.patch_lora_kernels(trainer)
+    validation.use_token_mean(trainer)
     trainer.diary = Diary()
     trainer.add_callback(trainer.diary)
     compute_loss = trainer.compute_loss
@@ -674,13 +721,12 @@ def build(folder: Path, **settings: Any) -> Any:
     return trainer
 
 
-def course_callback(folder: Path, sync: Any = None, trainer: Any = None, held_out: Any = (), **keep: Any) -> Any:
-    """Lesson 03's callback as `prepare` leaves it, validating every second step."""
+def course_callback(folder: Path, sync: Any = None, trainer: Any = None, patience: int = 0) -> Any:
+    """Lesson 03's callback as `prepare` leaves it."""
     callback: Any = run.CourseCallback(lesson_in(folder), dataset=None)  # type: ignore[arg-type]
     callback.sync = sync or SimpleNamespace(messages=list, take=lambda folder: None, seconds=1.0)
     callback.fingerprint, callback.kinds = {"data": "d"}, {}
-    callback.validation = run.Validation(held_out, every=2, **keep)
-    callback.validation.trainer = trainer
+    callback.trainer, callback.patience = trainer, patience
     return callback
 
 
@@ -700,15 +746,19 @@ def assert_same(trainer: Any, whole: Any, since: int = 0) -> None:
     torch.testing.assert_close(full_weights(trainer.model), full_weights(whole.model), rtol=0, atol=1e-6)
 
 
-def validated(folder: Path, losses: Any = (), monkeypatch: Any = None, count: int = 5, **settings: Any) -> Any:
+def validated(
+    folder: Path, losses: Any = (), monkeypatch: Any = None, count: int = 5, patience: int = 0, **settings: Any
+) -> Any:
     """A real trainer that saves and validates every second step; `losses` replaces what it would measure."""
-    keep = {name: settings.pop(name) for name in ("keep_best", "patience") if name in settings}
-    trainer = build(folder, save_steps=2, **settings)
-    callback = course_callback(folder, trainer=trainer, held_out=rows(count=count), **keep)
-    trainer.add_callback(callback.validation)
+    held_out = rows(count=count) if count else None
+    trainer = build(folder, held_out, **{"save_steps": 2, "save_total_limit": 3} | settings)
+    callback = course_callback(folder, trainer=trainer, patience=patience)
+    trainer.add_callback(callback)
+    if patience:
+        trainer.add_callback(EarlyStoppingCallback(patience))
     if monkeypatch:
         script = iter(losses)
-        monkeypatch.setattr(run, "validation_loss_on", lambda *_: next(script))
+        monkeypatch.setattr(validation, "token_mean_loss", lambda *_: next(script))
     return trainer, callback
 
 
@@ -729,33 +779,32 @@ def test_the_loss_is_the_mean_over_all_trained_tokens_whatever_the_batches(tmp_p
             total += float(functional.cross_entropy(logits, labels, reduction="sum").detach())
     trained = sum(label != -100 for row in held_out for label in row["labels"])
     expected = pytest.approx(total / trained, rel=1e-4)
-    assert run.validation_loss_on(trainer, held_out) == expected and trainer.model.training is False
+    assert validation.token_mean_loss(trainer, held_out) == expected and trainer.model.training is False
     trainer.args.per_device_train_batch_size = 3
-    assert run.validation_loss_on(trainer, held_out) == expected
+    assert validation.token_mean_loss(trainer, held_out) == expected
 
 
 def test_validation_at_start_saves_and_end_changes_nothing(tmp_path: Path, whole: Any) -> None:
-    trainer, callback = validated(tmp_path, keep_best=False)
+    trainer, _ = validated(tmp_path, load_best_model_at_end=False)
     trainer.train()
-    assert steps_of(trainer) == [0, 2, 4, 6, STEPS] and callback.validation.restore_best() is None
-    assert tracking.loss_history(trainer.state.log_history) == tracking.loss_history(whole.state.log_history)
+    assert steps_of(trainer) == [0, 2, 4, 6, STEPS] and validation.load_best(trainer) is None
     assert_same(trainer, whole)
+    losses = tracking.loss_history(trainer.state.log_history)
     tracking.write_history([*trainer.state.log_history, {"step": 8, "loss": math.nan}], tmp_path / "history.json")
-    assert len(json.loads((tmp_path / "history.json").read_text())) == 2 + 5
+    assert len(json.loads((tmp_path / "history.json").read_text())) == len(losses) + 5
 
 
 def test_the_best_step_is_restored_also_by_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, callback = validated(tmp_path, (5.0, 3.0, 4.0), monkeypatch, max_steps=4)
+    first, _ = validated(tmp_path, (5.0, 3.0, 4.0), monkeypatch, max_steps=4)
     first.train()
-    assert (tmp_path / "trainer/checkpoint-4" / run.BEST).exists()
     again, resumed = validated(tmp_path, (4.5, 4.6), monkeypatch, max_steps=7)
     again.train(resume_from_checkpoint=str(tmp_path / "trainer/checkpoint-4"))
+    assert (tmp_path / "trainer/checkpoint-2").exists(), "the trainer keeps the best one"
     finished, loaded = validated(tmp_path, (), monkeypatch, max_steps=4)
-    loaded.validation.load_finished(tmp_path / "trainer/checkpoint-7", chosen=True)
+    loaded.load_finished(tmp_path / "trainer/checkpoint-7")
     torch.testing.assert_close(full_weights(finished.model), again.diary.weights[7], rtol=0, atol=0)
-    loaded.validation.load_finished(tmp_path / "trainer/checkpoint-7")
-    for trainer, kept in ((first, callback), (again, resumed), (finished, loaded)):
-        assert kept.validation.restore_best() == (2, 3.0)
+    for trainer in (first, again, finished):
+        assert validation.load_best(trainer) == (2, 3.0)
         torch.testing.assert_close(full_weights(trainer.model), first.diary.weights[2], rtol=0, atol=0)
     numbers = result_of(again, resumed, first_step=4).facts()
     assert (numbers["validation_loss"], numbers["best_step"]) == ({"first": 5.0, "best": 3.0, "last": 4.6}, 2)
@@ -765,12 +814,12 @@ def test_it_ends_early_when_the_loss_rises_and_at_once_when_it_is_not_finite(tmp
     trainer, callback = validated(tmp_path / "a", (5.0, 3.0, 3.1, 3.2), monkeypatch, patience=2, max_steps=20)
     trainer.train()
     assert trainer.state.global_step == 6 == result_of(trainer, callback).facts()["planned_steps"]
-    assert callback.validation.restore_best() == (2, 3.0)
-    assert callback.validation.steps_left(tmp_path / "a/trainer/checkpoint-6") == 0
+    assert validation.load_best(trainer) == (2, 3.0)
+    assert validation.steps_left(trainer, tmp_path / "a/trainer/checkpoint-6", patience=2) == 0
     trainer, callback = validated(tmp_path / "b", (5.0, 4.0, math.nan), monkeypatch)
     trainer.train()
     assert trainer.state.global_step == 4 and not (tmp_path / "b/trainer/checkpoint-4").exists()
-    assert callback.validation.restore_best() == (2, 4.0)
+    assert validation.load_best(trainer) == (2, 4.0)
     assert result_of(trainer, callback).facts()["validation_loss"]["last"] is None
 
 
@@ -785,14 +834,14 @@ class Stop(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def test_a_last_step_that_was_not_validated_is_and_no_rows_are_no_validation(tmp_path: Path) -> None:
-    trainer, callback = validated(tmp_path)
+def test_a_stop_is_not_validated_and_no_rows_are_no_validation(tmp_path: Path) -> None:
+    trainer, _ = validated(tmp_path)
     trainer.add_callback(Stop(3))
     trainer.train()
-    assert steps_of(trainer) == [0, 2] and callback.validation.restore_best() and steps_of(trainer) == [0, 2, 3]
+    assert steps_of(trainer) == [0, 2] and validation.load_best(trainer)[0] == 2
     trainer, callback = validated(tmp_path, count=0, max_steps=2)
     trainer.train()
-    assert callback.validation.restore_best() is None and result_of(trainer, callback).facts()["best_step"] is None
+    assert validation.load_best(trainer) is None and result_of(trainer, callback).facts()["best_step"] is None
 
 
 @pytest.fixture
@@ -807,11 +856,10 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def start(lesson: Any, steps: int, every: int = 2, held_out: int = 3, **settings: Any) -> Any:
     """Trainer and callback of lesson 03, ready to train; they save and validate every second step."""
-    trainer = build(lesson.scratch, **{"save_steps": every, "max_steps": steps, "logging_steps": 1} | settings)
-    trainer.eval_dataset = rows(count=held_out)
+    settings = {"save_steps": every, "max_steps": steps, "logging_steps": 1} | settings
+    trainer = build(lesson.scratch, rows(count=held_out), **settings)
     dataset: Any = SimpleNamespace(report=SimpleNamespace(trained=5))
     callback = run.CourseCallback(lesson, dataset)
-    callback.validation.every = every
     trainer.add_callback(callback)
     assert callback.prepare(trainer)
     return trainer, callback
@@ -819,18 +867,18 @@ def start(lesson: Any, steps: int, every: int = 2, held_out: int = 3, **settings
 
 def interrupt_at(callback: Any, step: int) -> None:
     """Press Ctrl-C during this step."""
-    on_step_end = callback.validation.on_step_end
+    on_step_end = callback.time.on_step_end
 
     def press_stop(args: Any, state: Any, control: Any) -> None:
-        on_step_end(args, state, control)
         if state.global_step == step:
             signal.raise_signal(signal.SIGINT)
+        on_step_end(args, state, control)
 
-    callback.validation.on_step_end = press_stop
+    callback.time.on_step_end = press_stop
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored here
     try:
         with refused("training.interrupted", step=step):
-            run.train(callback.validation.trainer, callback)
+            run.train(callback.trainer, callback)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -881,7 +929,7 @@ def test_a_resumed_run_saves_and_logs_as_the_arguments_of_today_say(demo: Any, c
     assert "trainer_state.json" not in caplog.text, "it would say that the old ones count"
 
 
-def test_the_validation_of_a_stop_its_interval_and_its_time_are_carried_on(demo: Any) -> None:
+def test_a_resumed_run_validates_as_it_began_to_and_counts_the_time_of_all_sessions(demo: Any) -> None:
     trainer, callback = start(demo, 9, every=4)
     callback.live.price = {"¥": 3600.0}
     interrupt_at(callback, 3)
@@ -891,9 +939,9 @@ def test_the_validation_of_a_stop_its_interval_and_its_time_are_carried_on(demo:
     callback.live.price = {"$": 3600.0}
     resumed = run.train(trainer, callback)
     assert trainer.diary.saved == [4, 6, 8, 9]
-    began = checkpoints.newest_settings(demo.folders, demo.run.name)
-    assert began["validation_rows"] == demo.profile.train.validation_rows > 0
-    assert [step for step, _ in resumed.history["validation"]] == [0, 3, 4, 8, 9], "no more of the time than before"
+    began = checkpoints.newest(demo.folders, demo.run.name)
+    assert began.validation_rows == demo.profile.course.validation_rows > 0
+    assert [step for step, _ in resumed.history["validation"]] == [0, 4, 8, 9], "as if it had not been stopped"
     facts = resumed.facts()
     assert facts["train_seconds"] == pytest.approx(entry["train_seconds"] + resumed.seconds, abs=0.11)
     assert facts["cost"]["¥"] == entry["cost"]["¥"] and facts["cost"]["$"] == pytest.approx(resumed.seconds, abs=0.01)
@@ -913,16 +961,39 @@ def test_losses_on_other_rows_are_no_part_of_the_measure(demo: Any, capsys: Any)
 
 
 def test_stops_do_not_bring_the_early_end_nearer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    losses, checkpoint = {0: 5.0, 2: 3.0, 3: 3.1, 4: 3.2, 5: 3.3, 6: 3.4}, None
-    for stop, patience_left in ((3, True), (5, True), (99, False)):
+    losses, checkpoint = {0: 5.0, 2: 3.0, 4: 3.2, 6: 3.4}, None
+    for stop, ended in ((3, False), (5, False), (99, True)):
         trainer, callback = validated(tmp_path, patience=2, max_steps=20)
-        monkeypatch.setattr(run, "validation_loss_on", lambda trainer, rows: losses[trainer.state.global_step])
+        monkeypatch.setattr(validation, "token_mean_loss", lambda trainer, rows: losses[trainer.state.global_step])
         trainer.add_callback(Stop(stop))
         trainer.train(resume_from_checkpoint=checkpoint)
-        assert callback.validation.restore_best() == (2, 3.0)
-        assert callback.validation.stopped_early(trainer.state.log_history) is not patience_left
+        assert validation.load_best(trainer) == (2, 3.0) and callback.stopped_early() is ended
         checkpoint = str(tmp_path / f"trainer/checkpoint-{trainer.state.global_step}")
     assert trainer.state.global_step == 6 and steps_of(trainer) == [*losses]
+
+
+def test_the_best_step_survives_the_machine_and_a_run_of_the_version_before_keeps_its_own(demo: Any) -> None:
+    trainer, callback = start(demo, 4)
+    first = run.train(trainer, callback)
+    shutil.rmtree(demo.scratch)  # the machine is gone
+    best = first.trainer.state.best_global_step
+    trainer, callback = start(demo, 6)
+    assert resume.resume_point(demo, callback.fingerprint, "auto").name == "checkpoint-4"
+    assert (demo.scratch / f"trainer/checkpoint-{best}").is_dir() and resume.unlock_run(demo) is None
+    old = demo.scratch / "trainer/checkpoint-4"
+    state = json.loads((old / "trainer_state.json").read_text())
+    for name in ("best_global_step", "best_metric", "best_model_checkpoint"):
+        state.pop(name)
+    state["log_history"] = [{"step": 2, "eval_loss": 1.0}, {"step": 4, "eval_loss": 2.0}]
+    (old / "trainer_state.json").write_text(json.dumps(state))
+    shutil.rmtree(demo.scratch / "trainer/checkpoint-2", ignore_errors=True)
+    weights = {name: torch.ones_like(weight) for name, weight in full_weights(trainer.model).items()}
+    save_file(weights, old / resume.FORMER_BEST)
+    resume.bring_best(old, demo, callback.fingerprint)
+    state = json.loads((old / "trainer_state.json").read_text())
+    assert (state["best_global_step"], state["best_metric"]) == (2, 1.0)
+    lora.load_checkpoint(trainer.model, Path(state["best_model_checkpoint"]))
+    torch.testing.assert_close(full_weights(trainer.model), weights)
 
 
 def raise_once(owner: Any, name: str, after: bool = False, when: Any = lambda: True, calls: Any = (1,)) -> list[int]:
@@ -955,12 +1026,12 @@ def test_a_training_goes_on_from_its_last_step(tmp_path: Path, whole: Any, calls
     reached = (1, 8) if len(calls) > 1 else (2, 4)
     trainer, lesson, taken = build(tmp_path, save_steps=3), lesson_in(tmp_path), []
     sync: Any = SimpleNamespace(messages=list, take=lambda folder: taken.append(folder.name), seconds=1.0)
-    trainer.add_callback(course_callback(tmp_path, sync))
+    trainer.add_callback(course_callback(tmp_path, sync, trainer))
     run_out(trainer, *calls)
     oom.train(trainer, lesson, None)
     assert_same(trainer, whole)
     assert batch_of(trainer) == reached and trainer._train_batch_size == reached[0]
-    changes = [(one["step"], one["from"]["micro_batch"]) for one in oom.oom_changes(lesson)]
+    changes = [(one["step"], one["from"]["per_device_train_batch_size"]) for one in oom.oom_changes(lesson)]
     assert changes == [*zip(steps, (4, 2), strict=False)]
     assert taken == ["checkpoint-3", "checkpoint-6", "checkpoint-7"]
     with refused("training.trained_already"):
@@ -976,9 +1047,8 @@ def test_no_step_is_lost_wherever_memory_runs_out(tmp_path: Path, monkeypatch: A
     elif where == "saving":
         raised = raise_once(trainer, "_save_optimizer_and_scheduler")
     elif where == "validation":
-        callback = run.Validation(rows(count=5), every=2)
-        callback.trainer = trainer
-        raised = raise_once(callback, "_validate", when=lambda: trainer.state.global_step == 2)
+        trainer = build(tmp_path, rows(count=5), save_steps=3, load_best_model_at_end=False)
+        raised = raise_once(trainer, "evaluate", when=lambda: trainer.state.global_step == 3)
     elif where == "loading":
         raised, checkpoint = raise_once(trainer, "_load_from_checkpoint"), Path(whole.args.output_dir) / "checkpoint-6"
     else:
@@ -1029,19 +1099,22 @@ def test_what_counts_as_out_of_memory() -> None:
         assert not hardware.out_of_memory(problem), problem
 
 
+OFF, ON, OFFLOAD = (False, False), (True, False), (True, True)  # gradient_checkpointing, activation_offloading
+
+
 @pytest.mark.parametrize(
     ("start", "offload", "expected"),
     [
-        ((6, 2, "off"), True, [(3, 4, "off"), (1, 12, "off"), (1, 12, "on"), (1, 12, "offload")]),
-        ((5, 1, "on"), True, [(1, 5, "on"), (1, 5, "offload")]),
-        ((1, 8, "on"), False, []),
+        ((6, 2, *OFF), True, [(3, 4, *OFF), (1, 12, *OFF), (1, 12, *ON), (1, 12, *OFFLOAD)]),
+        ((5, 1, *ON), True, [(1, 5, *ON), (1, 5, *OFFLOAD)]),
+        ((1, 8, *ON), False, []),
     ],
 )
 def test_settings_get_smaller_in_order_and_the_batch_stays(start: Any, offload: bool, expected: Any) -> None:
     settings, seen = StepSettings(*start), []
     while (smaller := settings.smaller(offload)) is not None:
         settings = smaller
-        seen.append((settings.micro_batch, settings.accumulation, settings.checkpointing))
+        seen.append(astuple(settings))
     assert seen == expected
 
 

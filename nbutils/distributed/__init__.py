@@ -11,8 +11,8 @@ from typing import Any
 from nbutils.distributed.processes import main_first as main_first  # a decorator, needed when a module is read
 
 _NAMES = {
-    "engines": "ENGINES SHARDED WHOLE device_map engine engine_name optimizer_for require_known require_method",
-    "launching": "command_for hint launch micro_batch_for processes_for require_shares",
+    "engines": "ENGINES SHARDED WHOLE device_map engine engine_name require_known require_method",
+    "launching": "config_file hint launch micro_batch_for processes_for require_shares",
     "processes": "anyone before_end broadcast gather is_main join leave_it_to_main local_rank peer_error rank"
     " require_same send_folder world_size",
 }

@@ -43,18 +43,18 @@ def require_known(name: str) -> None:
 def require_method(name: str, method: str) -> None:
     """Refuse an engine, called as its file, that is not for this method."""
     if (wanted := ENGINES[name] or method) != method:
-        weights = {"lora": "none", "qlora": "nf4"}[wanted]
-        raise CourseError("distributed.other_method", engine=name, wanted=wanted, weights=weights, method=method)
+        four_bits = "true" if wanted == "qlora" else "false"
+        raise CourseError("distributed.other_method", engine=name, wanted=wanted, four_bits=four_bits, method=method)
 
 
-def device_map(device: int | str, precision: str, method: str) -> dict[str, int | str] | None:
+def device_map(device: int | str, dtype: str, method: str) -> dict[str, int | str] | None:
     """For `from_pretrained`: where the weights go. FSDP takes its shards from RAM, ZeRO-3 makes them while loading."""
     require_method(engine_name(method), method)
     if device == "cpu" and engine() not in WHOLE:
         _allow_cpu()
     if engine() == "zero3":
         plugin = _deepspeed_plugin()  # transformers sees a weak reference to it
-        plugin.set_mixed_precision({"fp32": "no"}.get(precision, precision))
+        plugin.set_mixed_precision({"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "no"))
         plugin.set_deepspeed_weakref()
         return None
     if engine() == "fsdp" and device != "cpu":
@@ -82,11 +82,6 @@ def engine_name(method: str) -> str:
     if engine() == "zero2" and _deepspeed_plugin().offload_optimizer_device == "cpu":
         return "zero2_offload"
     return {"": "ddp", "fsdp": f"fsdp_{method}"}.get(engine(), engine())
-
-
-def optimizer_for(name: str) -> str:
-    """The optimizer of a profile; shards of weights need torch's own, whose states are divided among the processes."""
-    return name if engine() in WHOLE else "adamw_torch"
 
 
 def _allow_cpu() -> None:

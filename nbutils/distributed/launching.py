@@ -7,15 +7,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections import deque
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from nbutils.display import LIVE_LINE
-from nbutils.distributed.engines import WHOLE, require_known
 from nbutils.distributed.engines import engine as this_engine
+from nbutils.distributed.engines import require_known
 from nbutils.errors import CourseError
 from nbutils.files import CONFIGS, NOTEBOOKS
 from nbutils.hardware import Choice, driver_gpus
@@ -61,27 +59,17 @@ def hint(seen: int) -> str:
     return tr("GPUs      this lesson uses one of {count}; lesson 06 trains on all, as does {command}", **words)
 
 
-def command_for(processes: int, engine: str = "") -> list[str]:
-    """The words before a script's name that start it with so many processes of an engine; one without: plain Python."""
-    if engine:
-        require_known(engine)
+def config_file(engine: str) -> Path:
+    """The file that tells accelerate how the processes of this engine share the model."""
+    require_known(engine)
     if engine.startswith("zero") and not importlib.util.find_spec("deepspeed"):
         raise CourseError("distributed.no_deepspeed", engine=engine)
-    if engine in WHOLE:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        return [sys.executable, *(torchrun if processes > 1 else [])]
-    file = CONFIGS / "accelerate" / f"{engine}.yaml"
-    words = ["--config_file", str(file), "--num_processes", str(processes), "--main_process_port", "0"]
-    return [sys.executable, "-m", "accelerate.commands.launch", *words]
+    return CONFIGS / "accelerate" / f"{engine}.yaml"
 
 
-def launch(
-    script: Path, values: dict[str, Any], keep: Path, processes: int = 1, threads: int = 0, calm: bool = False,
-    engine: str = "",
-) -> None:  # fmt: skip
-    """Run a lesson as a script and show its output, without what the launcher adds; with `calm` only its progress."""
-    arguments = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    command = [*command_for(processes, engine), str(script), *arguments]
+def launch(command: list[str], keep: Path, processes: int = 1, threads: int = 0, calm: bool = False) -> None:
+    """Run the command line of a lesson, show its output without what the launcher adds; with `calm` only progress."""
+    lesson = next(Path(word).stem for word in command if word.endswith(".py"))
     env = os.environ | {"NBUTILS_HOME": str(keep), "MPLBACKEND": "agg", "PYTHONUNBUFFERED": "1"}
     env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", "TQDM_MININTERVAL": "15"}  # time to save; a bar fills lines here
     threads = threads or (max((os.cpu_count() or 1) // processes, 1) if processes > 1 else 0)
@@ -107,8 +95,8 @@ def launch(
     finally:
         child.communicate()  # to the end of its output, or it would block
     if signal.SIGINT in signals:
-        raise CourseError("distributed.interrupted", lesson=script.stem)
+        raise CourseError("distributed.interrupted", lesson=lesson)
     if signals:
-        raise CourseError("distributed.terminated", lesson=script.stem)
+        raise CourseError("distributed.terminated", lesson=lesson)
     if status := child.returncode:
-        raise CourseError("distributed.lesson_failed", lesson=script.stem, status=status, output="\n".join(tail))
+        raise CourseError("distributed.lesson_failed", lesson=lesson, status=status, output="\n".join(tail))

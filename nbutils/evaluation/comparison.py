@@ -23,7 +23,7 @@ from nbutils.chat import may_skip_thinking
 from nbutils.data.evidence import ALPHA, DECIDING, FEW_ROWS, LEAST_ROWS
 from nbutils.data.rows import shown
 from nbutils.evaluation import evaluator as scoring
-from nbutils.evaluation.evaluator import Difference, Estimate, Evaluator, Result
+from nbutils.evaluation.evaluator import Difference, Estimate, Evaluator, Result, Size
 from nbutils.evaluation.inference import Answer
 from nbutils.language import joined, language, tr
 from nbutils.record import LessonLike
@@ -279,12 +279,11 @@ def place_model(lesson: LessonLike) -> Placement:
     """Whether the lesson's model fits into free memory, and how to load it."""
     from transformers import BitsAndBytesConfig
 
-    four_bit, dtype = lesson.profile.quantization, hardware.DTYPES[lesson.profile.machine.precision]
+    dtype = lesson.profile.from_pretrained.dtype
     gib = merging.size_gib(lesson.model, lesson.run.adapter, dtype)
     fits, memory, place = fit(gib, lesson.gpu)
     whole: dict[str, Any] = {"dtype": dtype, "device_map": {"": 0 if lesson.gpu else "cpu"}}
-    kind: Any = {"bnb_4bit_quant_type": four_bit.type, "bnb_4bit_use_double_quant": four_bit.double}
-    kind |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": dtype}
+    kind = dict(lesson.profile.quantization) | {"load_in_4bit": True, "bnb_4bit_compute_dtype": dtype}
     in_4_bits = whole | {"quantization_config": BitsAndBytesConfig(**kind)}
     if fits:
         reason = tr("{gib:.1f} GiB of weights fit into {place}", gib=gib, place=place)
@@ -321,9 +320,10 @@ def open_evaluator(
     _, held_out = data.load(lesson.run.data)
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     context = getattr(config, "max_position_embeddings", 0) or 0
-    size, dtype = lesson.profile.evaluation, hardware.DTYPES[lesson.profile.machine.precision]
+    course, dtype = lesson.profile.course, lesson.profile.from_pretrained.dtype
+    size = Size(rows or course.evaluation_rows, course.evaluation_batch_size, course.max_new_tokens)
     return Evaluator(
-        lesson.run.path, tokenizer, held_out, size.model_copy(update={"rows": rows or size.rows}),
+        lesson.run.path, tokenizer, held_out, size,
         f"{dtype}, {IN_4_BITS}" if in_4_bits else dtype,
         thinking=False if may_skip_thinking(tokenizer, held_out) else None,
         limit=min(filter(None, (int(context), limit)), default=0),

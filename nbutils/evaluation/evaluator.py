@@ -30,14 +30,13 @@ from typing import Any
 import numpy as np
 
 from nbutils.chat import View, common_length, find_stop_ids, rows_think, training_format
-from nbutils.config import Evaluation
 from nbutils.data import stored_rows
 from nbutils.data.build import CJK
 from nbutils.data.rows import mask
 from nbutils.errors import CourseError
 from nbutils.evaluation import inference
 from nbutils.evaluation.inference import Answer, Message, Row, RowLoss
-from nbutils.files import SAMPLES, read_json, write_json, write_text
+from nbutils.files import SAMPLES, read_json, stamp, write_json, write_text
 from nbutils.language import tr
 from nbutils.masking import without_secrets
 
@@ -228,11 +227,20 @@ class Result:
         return paired_difference(first, second, weights, shares=score in SHARES)
 
 
+@dataclass(frozen=True)
+class Size:
+    """How much is asked: held-out rows (0: all), rows answered at once, tokens of an answer at most."""
+
+    rows: int
+    batch_size: int
+    max_new_tokens: int
+
+
 class Evaluator:
     """Rows with known answers, and how they are asked; those that do not fit `limit` tokens are left out."""
 
     def __init__(
-        self, run: Path, tokenizer: Any, rows: Sequence[Row], size: Evaluation, dtype: str, *,
+        self, run: Path, tokenizer: Any, rows: Sequence[Row], size: Size, dtype: str, *,
         subject: str = "", thinking: bool | None = None, limit: int = 0,
     ) -> None:  # fmt: skip
         chosen = list(rows[: size.rows] if size.rows else rows)
@@ -266,7 +274,7 @@ class Evaluator:
 
     def general(self) -> Evaluator:
         """The rows of general knowledge, asked in the same way; always all of them."""
-        rows, size = stored_rows(SAMPLES / "general.jsonl"), self.size.model_copy(update={"rows": 0})
+        rows, size = stored_rows(SAMPLES / "general.jsonl"), replace(self.size, rows=0)
         more: Any = {"subject": "general", "thinking": self.thinking, "limit": self.limit}
         return Evaluator(self.run, self.tokenizer, rows, size, self.dtype, **more)
 
@@ -411,35 +419,29 @@ class Harness:
         if self.tasks and find_spec("lm_eval") is None:
             raise CourseError("evaluation.no_lm_eval", tasks=tasks)
 
-    def run(self, name: str, model: Path | str, fingerprint: Any) -> None:
-        """Measure one model, which `fingerprint` identifies; a result that is there already is read."""
+    def run(self, name: str, model: Path | str, words: Sequence[str]) -> None:
+        """Measure one model with these words of lm-eval's command; a result that is there already is read."""
         if "," in str(model):  # lm-eval would read what follows as options of its own
             raise CourseError("evaluation.comma_in_path", model=model)
-
-        def measure() -> dict[str, dict[str, float]]:
-            """One run of lm-eval in a process of its own, which may know the hub's token and no other secret."""
-            import torch
-
-            env = without_secrets(os.environ) | {key: os.environ[key] for key in ("HF_TOKEN",) if key in os.environ}
-            with tempfile.TemporaryDirectory() as output:
-                command = [  # without the word `run`: versions before 0.4.10 do not know it, later ones add it
-                    sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args",
-                    f"pretrained={model},dtype={self.dtype}", "--tasks", ",".join(self.tasks), "--batch_size", "auto",
-                    "--device", "cuda:0" if torch.cuda.is_available() else "cpu", "--output_path", output,
-                ]  # fmt: skip
-                ended = subprocess.run(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=env, text=True)
-                results = sorted(Path(output).rglob("results*.json"))
-                if ended.returncode or not results:
-                    lines = "\n".join(ended.stderr.strip().splitlines()[-12:])
-                    raise CourseError("evaluation.lm_eval_failed", tasks=", ".join(self.tasks), lines=lines)
-                tasks = read_json(results[-1])["results"].items()
-            floats = {task: [pair for pair in one.items() if isinstance(pair[1], float)] for task, one in tasks}
-            return {task: {name.removesuffix(",none"): one for name, one in pairs} for task, pairs in floats.items()}
-
         if self.tasks:
             self.folder.mkdir(parents=True, exist_ok=True)
-            decided_by = {"model": fingerprint, "dtype": self.dtype, "tasks": self.tasks}
-            self.results[name] = stored_once(self.folder / f"{name}.json", decided_by, measure)
+            decided_by = {"model": stamp(Path(model)) or name, "dtype": self.dtype, "tasks": self.tasks}
+            self.results[name] = stored_once(self.folder / f"{name}.json", decided_by, partial(self._measure, words))
+
+    def _measure(self, words: Sequence[str]) -> dict[str, dict[str, float]]:
+        """One run of lm-eval in a process of its own, which may know the hub's token and no other secret."""
+        env = without_secrets(os.environ) | {key: os.environ[key] for key in ("HF_TOKEN",) if key in os.environ}
+        with tempfile.TemporaryDirectory() as output:
+            # without the word `run`: versions before 0.4.10 do not know it, later ones add it
+            command = [sys.executable, "-m", "lm_eval", *words, "--output_path", output]
+            ended = subprocess.run(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=env, text=True)
+            results = sorted(Path(output).rglob("results*.json"))
+            if ended.returncode or not results:
+                lines = "\n".join(ended.stderr.strip().splitlines()[-12:])
+                raise CourseError("evaluation.lm_eval_failed", tasks=", ".join(self.tasks), lines=lines)
+            tasks = read_json(results[-1])["results"].items()
+        floats = {task: [pair for pair in one.items() if isinstance(pair[1], float)] for task, one in tasks}
+        return {task: {name.removesuffix(",none"): one for name, one in pairs} for task, pairs in floats.items()}
 
     def __str__(self) -> str:
         lines = [f"{name}, {task}: {found}" for name, one in self.results.items() for task, found in one.items()]

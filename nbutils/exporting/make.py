@@ -17,7 +17,6 @@ from typing import Any
 import yaml
 
 from nbutils import disk, display, environments, evaluation, files, hardware, parity, processes, record
-from nbutils.config import Evaluation
 from nbutils.data import stored_rows
 from nbutils.errors import CourseError
 from nbutils.evaluation.comparison import fit
@@ -41,7 +40,8 @@ STEPS = (
 GIB, GIB_WITH_GPU = 3.0, 9.0  # torch for a GPU comes with CUDA
 EMBEDDING = re.compile("embed|lm_head")
 KEEPING = ("compress", "calibrate", "int8")  # jobs that leave embeddings and output layer as they are
-GROUPS = (128, 64, 32)  # group sizes of vLLM's 4-bit kernels
+RECIPES = files.CONFIGS / "llmcompressor"
+GROUPS = (128, 64, 32)  # group sizes of vLLM's 4-bit kernels; the first is that of the recipes
 MAX_ROWS, BLOCK = 256, 512  # rows of a calibration, and tokens of the blocks they are joined to
 # Mean KL in nats per token up to which the words hold; beyond the last the export is broken.
 VERDICTS = ((0.001, "next to the same"), (0.02, "hardly differs"), (0.15, "differs a little"), (1.0, "clearly differs"))
@@ -158,12 +158,34 @@ class Export:
         return f"{self.name}: {size} ({self.method}; {made})\n  {place}\n  {FORMATS[self.name].load.format(path=place)}"
 
 
-def export(merged: Path, name: str, out: Path | None = None, *, calibration: Sequence[Any] = ()) -> Export:
-    """Write a merged model in another format, awq with train rows; a finished export of this very model is reused."""
+def recipe_for(merged: Path, name: str) -> str:
+    """llm-compressor's YAML for a format, with the largest group size that fits this model; empty if it has none."""
+    file = RECIPES / f"{name}.yaml"
+    if not file.is_file():
+        return ""
+    text = file.read_text(encoding="utf-8")
+    return text.replace(f"group_size: {GROUPS[0]}", f"group_size: {_group_size(open_base(merged))}")
+
+
+def _group_size(model: ModelFolder) -> int:
+    """The largest that divides the width of every layer."""
+    shapes = [one.shape for name, one in model.weights.items() if not EMBEDDING.search(name)]
+    widths = {shape[1] for shape in shapes if len(shape) == 2}
+    fitting = [size for size in GROUPS if not any(width % size for width in widths)]
+    return fitting[0] if fitting else GROUPS[-1]
+
+
+def export(
+    merged: Path, name: str, out: Path | None = None, *, calibration: Sequence[Any] = (), recipe: str = ""
+) -> Export:
+    """Write a merged model in another format, awq with train rows; a finished export of this very model is reused.
+
+    `recipe`: one of your own for llm-compressor, in place of `recipe_for(merged, name)`.
+    """
     form, model, started = find(name), open_base(merged), time.monotonic()
     out = out or merged.parent / "exports" / name
     files.require_apart(out, model.path)
-    job, about = _plan(form, model, calibration)
+    job, about = _plan(form, model, calibration, recipe)
     reused = files.stamp(out) == about
     if not reused:
         cast = FORMATS["bf16"].expected_bytes(model) if job["dtype"] != "auto" else 0  # a copy in 16 bits comes first
@@ -194,28 +216,31 @@ def weights_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for kind in ("*.safetensors", "*.gguf") for file in folder.glob(kind))
 
 
-def _plan(form: Format, model: ModelFolder, calibration: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _plan(
+    form: Format, model: ModelFolder, calibration: Sequence[Any], recipe: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the worker does, and the stamp of the export; vLLM wants 16 bits, so a float32 model is cast first."""
     cast = model.dtype == "float32" and form.load.startswith("vllm")
     job: dict[str, Any] = {"do": form.work, "setting": form.setting, "source": str(model.path.absolute())}
-    job |= {"dtype": "bfloat16" if cast else "auto", "group": 0, "rows": []}
-    if form.name in ("w4a16", "awq"):  # the largest group that divides the width of every layer
-        shapes = [one.shape for name, one in model.weights.items() if not EMBEDDING.search(name)]
-        widths = {shape[1] for shape in shapes if len(shape) == 2}
-        job["group"] = next((size for size in GROUPS if not any(width % size for width in widths)), GROUPS[-1])
+    ours = recipe_for(model.path, form.name)
+    job |= {"dtype": "bfloat16" if cast else "auto", "recipe": recipe or ours, "rows": []}
     if form.work == "calibrate":
         if not calibration:
             raise CourseError("exporting.awq_needs_rows")
         job["rows"] = list(calibration)[:: max(1, len(calibration) // MAX_ROWS)][:MAX_ROWS]
         job["length"] = min(BLOCK, model.config.get("max_position_embeddings", BLOCK))
     method = {"calibrate": f"AWQ rows={len(job['rows'])}", "gguf": f"GGUF {form.setting}", "int8": "torchao int8"}
-    groups = f" group_size={job['group']}" if job["group"] else ""
+    groups = "".join(f" group_size={size}" for size in re.findall(r"group_size: (\d+)", job["recipe"]))
     text = json.dumps(job["rows"], ensure_ascii=False, sort_keys=True, default=str)
-    return job, {
+    about = {
         "format": form.name, "base": (files.stamp(model.path) or {}).get("base", ""),
         "method": f"{method.get(form.work, form.setting)}{groups}",
         "of": weights_fingerprint(model), "rows": hashlib.sha256(text.encode()).hexdigest()[:16],
     }  # fmt: skip
+    if job["recipe"] != ours:
+        about["recipe"] = recipe
+        about["method"] += ", changed recipe"
+    return job, about
 
 
 def run_job(job: Mapping[str, Any], title: str) -> dict[str, Any]:
@@ -297,7 +322,7 @@ def quick_set(folder: Path, rows: Sequence[dict[str, Any]]) -> parity.Fixed:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    size = Evaluation(batch_size=4, max_new_tokens=16, rows=8)
+    size = evaluation.Size(rows=8, batch_size=4, max_new_tokens=16)
     return parity.fixed_set(evaluation.Evaluator(folder.parent, tokenizer, rows, size, "float32"), model=folder)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-KEPT = ["re:.*lm_head", "re:.*embed_tokens"]  # stay as they are, as vLLM expects
 FLOAT32_BYTES = 4 * 2**30  # weights up to which a CPU computes in float32
 # How Qwen's tokenizers split text. The converter recognizes tokenizers by what they make of one sentence, so it does
 # not know a vocabulary of one's own (the tiny model's), even if the rule is this one.
@@ -17,25 +16,27 @@ QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}
 
 
 def compress(job: dict[str, Any]) -> None:
-    """Round the weights file by file, without data and without loading the model."""
+    """Round the weights as the recipe says, file by file, without data and without loading the model."""
     import torch
     from llmcompressor import model_free_ptq
+    from llmcompressor.recipe import Recipe
 
+    modifier, *others = Recipe.create_instance(job["recipe"]).modifiers
+    if others or modifier.requires_calibration_data:
+        sys.exit("This recipe needs rows to calibrate on: give it to the format awq, which has them.")
     with tempfile.TemporaryDirectory(prefix=".cast-", dir=job["out"]) as place:
         source = job["source"]
         if job["dtype"] != "auto":
             _load(source, dtype=job["dtype"]).save_pretrained(source := place)
-        scheme, device = _scheme(job["setting"], job["group"]), "cuda:0" if torch.cuda.is_available() else "cpu"
-        model_free_ptq(source, job["out"], scheme=scheme, ignore=KEPT, device=device, max_workers=1)
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        model_free_ptq(source, job["out"], config=modifier.resolved_config, device=device, max_workers=1)
 
 
 def calibrate(job: dict[str, Any]) -> None:
-    """Round the weights so that the model changes least on the calibration rows: AWQ."""
+    """Round the weights as the recipe says, so that the model changes least on the calibration rows: AWQ."""
     import torch
     from datasets import Dataset
     from llmcompressor import oneshot
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.pipelines.cache import IntermediatesCache
     from transformers import AutoTokenizer
 
@@ -48,11 +49,10 @@ def calibrate(job: dict[str, Any]) -> None:
         joined += tokenizer(text, add_special_tokens=False)["input_ids"]
     size = min(job["length"], len(joined))
     blocks = [joined[start : start + size] for start in range(0, len(joined) - size + 1, size)]
-    groups = {"group_0": _scheme("W4A16_ASYM", job["group"])}
     model = oneshot(
         model=_load(job["source"], dtype=job["dtype"]),
         dataset=Dataset.from_list([{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in blocks]),
-        recipe=[AWQModifier(), QuantizationModifier(config_groups=groups, ignore=KEPT)],
+        recipe=job["recipe"],
         num_calibration_samples=len(blocks), max_seq_length=job["length"],
     )  # fmt: skip
     model.save_pretrained(job["out"], save_compressed=True)
@@ -62,15 +62,6 @@ def _load(folder: str, **settings: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, **settings, trust_remote_code=False)
-
-
-def _scheme(name: str, group: int) -> Any:
-    from compressed_tensors.quantization import preset_name_to_scheme
-
-    scheme = preset_name_to_scheme(name, ["Linear"])
-    if group:
-        scheme.weights.group_size = group
-    return scheme
 
 
 def int8(job: dict[str, Any]) -> None:

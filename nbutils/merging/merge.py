@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils import disk, files, platforms, record
+from nbutils.config import UNMERGEABLE
 from nbutils.errors import CourseError
 from nbutils.language import joined, tr
 from nbutils.merging import folder as model_folder
@@ -38,17 +39,11 @@ MAX_WORKERS = 8
 TOLERANCE = 1.01  # units in the last place in which a proof may differ: another CPU adds in another order
 SPARE = 1.02  # of the weights' size on disk
 # How lesson 03 loads the base in 4 bits; `dtype` is the one it is loaded in, None: the base's own.
-FOUR_BIT: dict[str, Any] = {"quant_type": "nf4", "double_quant": True, "dtype": None}
+FOUR_BIT: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "dtype": None}
 HEAD = "lm_head.weight"
 PARTS = re.compile(  # `base_layer`: PEFT also saves the untouched output layer beside a LoRA on it
     r"(.+?)\.(?:(lora_[AB])\.weight|(lora_magnitude_vector)(?:\.weight)?|(?:base_layer\.)?(weight|bias))"
 )
-# Settings that make an adapter more than W + scale * B @ A.
-UNSUPPORTED = (
-    "arrow_config", "use_bdlora", "alora_invocation_tokens", "velora_config", "monteclora_config", "kasa_config",
-    "use_qalora", "lora_bias", "layer_replication", "target_parameters", "megatron_config", "trainable_token_indices",
-    "fan_in_fan_out", "rank_pattern", "alpha_pattern",
-)  # fmt: skip
 BASE_KEEPING_INITS = ("gaussian", "eva", "orthogonal", "mica")  # PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA change the base
 # weight so far, weight of the base, first row, last row -> weight with the update
 Apply = Callable[["torch.Tensor", "torch.Tensor", int, int], "torch.Tensor"]
@@ -222,7 +217,7 @@ def plan_weights(base: ModelFolder, adapters: Iterable[ModelFolder]) -> tuple[di
     plans = {name: WeightPlan(tensor) for name, tensor in base.weights.items()}
     untied = False
     for adapter in adapters:
-        problems = [key for key in UNSUPPORTED if adapter.config.get(key)]  # only LoRA, rsLoRA and DoRA are merged
+        problems = [key for key in UNMERGEABLE if adapter.config.get(key)]  # only LoRA, rsLoRA and DoRA are merged
         if adapter.config.get("peft_type") != "LORA":
             problems.append(str(adapter.config.get("peft_type")))
         if init_changes_base(adapter.config):
@@ -422,8 +417,8 @@ def compute_rows(
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
         loaded = (base.to(getattr(torch, settings["dtype"])) if settings["dtype"] else base).contiguous()
-        kind = {"quant_type": settings["quant_type"], "compress_statistics": settings["double_quant"]}
-        base = dequantize_4bit(*quantize_4bit(loaded, **kind))
+        kind, double = settings["bnb_4bit_quant_type"], settings["bnb_4bit_use_double_quant"]
+        base = dequantize_4bit(*quantize_4bit(loaded, quant_type=kind, compress_statistics=double))
     base = base.float()
     weight = base.clone() if len(updates) > 1 else base
     for apply in updates:

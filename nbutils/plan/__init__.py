@@ -33,7 +33,15 @@ DIGITS = {  # as far as a forecast deserves
     "examples_per_step": 1, "epochs": 3, "peak_vram_gib": 2, "limit_gib": 2, "parts": 3, "tokens_per_second": None,
     "hours": 2, "cost": 2, "disk_gib": 1, "after_gib": 1, "ram_gib": 1, "smallest": 2,
 }  # fmt: skip
-LEFT_OPEN = ("train.micro_batch", "train.gradient_checkpointing")
+LEFT_OPEN = (
+    "sft.per_device_train_batch_size", "sft.gradient_accumulation_steps", "sft.gradient_checkpointing",
+    "sft.activation_offloading",
+)  # fmt: skip
+IN_THE_TABLE = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "length", "gradient_checkpointing",
+    "activation_offloading",
+)  # fmt: skip
+RECOMPUTE = {"off": (False, False), "on": (True, False), "offload": (True, True)}  # as --checkpointing says it
 
 
 def example(resolved: Any, rows: int, mean_length: float) -> Forecast:
@@ -77,12 +85,8 @@ def describe(made: Forecast | str) -> str:
         rows = tr("rows packed to {length}", length=recipe.length)
     how = tr(
         "{method} rank {rank}, {rows}, {steps} per step, checkpointing {way}",
-        method=recipe.method,
-        rank=recipe.rank,
-        rows=rows,
-        steps=row["rows"],
-        way=recipe.checkpointing,
-    )
+        method=recipe.method, rank=recipe.r, rows=rows, steps=row["rows"], way=recipe.recompute,
+    )  # fmt: skip
     how = how if recipe.engine == "ddp" and recipe.cards == 1 else joined([how, recipe.engine])
     lines = [
         (tr("training"), tr("{model} on {gpu}", model=made["model"], gpu=row["GPU"]), how),
@@ -116,10 +120,10 @@ def time_text(hours: float) -> str:
 
 def _smallest(made: Forecast) -> str:
     """How the smallest setting trains, and how much longer; empty where it is the fastest that fits."""
-    size, way, _, times = made["smallest"].values()
-    if (size, way) == (made["recipe"]["micro_batch"], made["recipe"]["checkpointing"]):
+    least, times = Recipe(**made["smallest"]["recipe"]), made["smallest"]["times_as_long"]
+    if least == Recipe(**made["recipe"]):
         return ""
-    how = tr("micro-batch {size}, checkpointing {way}", size=size, way=way)
+    how = tr("micro-batch {size}, checkpointing {way}", size=least.per_device_train_batch_size, way=least.recompute)
     return tr("{how}: {times:.1f} times as long", how=how, times=times) if times else how
 
 
@@ -141,12 +145,13 @@ def money(yuan: float | None, dollars: float | None) -> str:
 
 
 def _table_row(made: Forecast) -> dict[str, Any]:
-    recipe, card, rate, hours = made["recipe"], made["card"], made["tokens_per_second"], made["hours"]
+    recipe, card, rate, hours = Recipe(**made["recipe"]), made["card"], made["tokens_per_second"], made["hours"]
+    micro_batches = f"{recipe.per_device_train_batch_size} x {recipe.gradient_accumulation_steps}"
     return {
         "GPU": f"{made['gpus']} x {made['gpu']}" if made["gpus"] > 1 else made["gpu"], "GiB": card["memory_gib"],
-        "model": made["model"], "length": recipe["length"], "peak GiB": round(made["peak_vram_gib"], 1),
-        "fits": tr("yes") if made["fits"] else tr("no"), "rows": f"{recipe['micro_batch']} x {recipe['accumulation']}",
-        "recompute": recipe["checkpointing"], "tokens/s": tr("unknown") if rate is None else f"{rate:,.0f}",
+        "model": made["model"], "length": recipe.length, "peak GiB": round(made["peak_vram_gib"], 1),
+        "fits": tr("yes") if made["fits"] else tr("no"), "rows": micro_batches,
+        "recompute": recipe.recompute, "tokens/s": tr("unknown") if rate is None else f"{rate:,.0f}",
         "hours": tr("unknown") if hours is None else f"{hours:.1f}", "cost": money(**made["cost"]),
         "an hour": money(card["yuan"], card["dollars"]),
     }  # fmt: skip
@@ -189,7 +194,7 @@ def answer(
             "card": one.name, "memory_gib": one.memory_gib, "profile": name,
             "auto": name == gpu_table.profile_for(one.capability, one.memory_gib),
             **{key: made[key] for key in ("model", "fits")}, "peak_vram_gib": round(made["peak_vram_gib"], 1),
-            **{key: made["recipe"][key] for key in ("micro_batch", "accumulation", "length", "checkpointing")},
+            **{key: made["recipe"][key] for key in IN_THE_TABLE},
             "tokens_per_second": round(made["tokens_per_second"] or 0),
             "yuan_per_hour": one.yuan, "dollars_per_hour": one.dollars,
         })  # fmt: skip
@@ -208,19 +213,25 @@ def _rounded(made: Forecast) -> Forecast:
 
 def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
     """A GPU with all options; micro-batch and checkpointing, where nobody gives them, are the fastest that fit."""
-    name, rows, epochs, size = (options.get(key) for key in ("profile", "rows", "epochs", "micro_batch"))
-    given = ({} if name else dict.fromkeys(LEFT_OPEN, "auto")) | settings_in(options.get("given") or "")
+    name, rows, epochs = options.get("profile"), options.get("rows"), options.get("epochs")
+    given = {} if name else dict.fromkeys(LEFT_OPEN, "auto")
+    given |= settings_in(options.get("given") or "")
     document = read(name or gpu_table.profile_for(gpu.capability, gpu.memory_gib))
     profile = with_overrides(document, {key: (value, "--set") for key, value in given.items()}).profile
-    by_rows = epochs is not None or (rows is not None and profile.train.epochs != 0)
     values = {
-        "method": options.get("method"), "lora.rank": options.get("rank"), "train.max_length": options.get("length"),
-        "train.epochs": epochs, "train.micro_batch": size, "train.gradient_checkpointing": options.get("checkpointing"),
-        "train.max_steps": 0 if by_rows and "train.max_steps" not in given else None,
+        "method": options.get("method"), "lora.r": options.get("rank"), "sft.max_length": options.get("length"),
+        "sft.num_train_epochs": epochs,
     }  # fmt: skip
+    by_rows = epochs is not None or (rows is not None and profile.sft.num_train_epochs != 0)
+    if by_rows and "sft.max_steps" not in given:
+        values["sft.max_steps"] = -1
+    size = options.get("micro_batch")
+    values["sft.per_device_train_batch_size"] = size
+    if way := options.get("checkpointing"):
+        values["sft.gradient_checkpointing"], values["sft.activation_offloading"] = RECOMPUTE[way]
     profile = apply(profile, {key: Choice(value, "") for key, value in values.items() if value is not None})
     model, engine = options.get("model") or "", options.get("engine") or "ddp"
     made = of_profile(profile, gpu, model, rows, options.get("mean_length"), engine=engine)
-    if size and made["recipe"]["micro_batch"] != size:
+    if size and made["recipe"]["per_device_train_batch_size"] != size:
         raise CourseError("plan.bad_micro_batch", size=size, batch=made["batch"], each=made["batch"] // gpu.count)
     return made

@@ -10,7 +10,7 @@ from nbutils import platforms
 from nbutils.language import joined, tr
 from nbutils.models import known_models
 from nbutils.plan import gpus, money, of_options, time_text
-from nbutils.plan.forecast import Forecast
+from nbutils.plan.forecast import Forecast, Recipe
 from nbutils.plan.gpus import GPUSpec
 
 ROWS = {"rows": 10_000, "mean_length": 300}
@@ -32,7 +32,7 @@ def page() -> str:
         f"```\n{COMMAND}\n```",
         tr("**Fastest** is the setting that the course chooses by itself. **Smallest** is the one with the least "
            "memory, for a GPU that others use too: "
-           '`SET = "train.micro_batch=1, train.gradient_checkpointing=offload"`.'),
+           '`SET = "sft.per_device_train_batch_size=1, sft.activation_offloading=true"`.'),
         tr("## What do you want to do?"),
         tr("Look for your task, then for the GPU you can get. The model is the one that "
            '`PROFILE = "auto"` trains there. The cells are peak memory, time and cost.'),
@@ -106,10 +106,11 @@ def _by_platform() -> str:
 
 def _cell(made: Forecast, smallest: bool = False, setting: bool = False) -> str:
     """Memory, time and cost of the fastest or the smallest setting of a forecast; with `setting` also the setting."""
-    found = made["smallest"] if smallest else made | made["recipe"] | {"times_as_long": 1}
+    found = made["smallest"] if smallest else made | {"times_as_long": 1}
     if not made["fits"]:
         return tr("needs {size:.1f} GiB", size=found["peak_vram_gib"])
-    how = [joined([str(found["micro_batch"]), found["checkpointing"]])] if setting else []
+    recipe = Recipe(**found["recipe"])
+    how = [joined([str(recipe.per_device_train_batch_size), recipe.recompute])] if setting else []
     takes = joined([f"{found['peak_vram_gib']:.1f} GiB", _time_and_cost(made, found["times_as_long"])])
     return joined([*how, takes], ":")
 

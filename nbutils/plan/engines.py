@@ -60,7 +60,7 @@ def memory_table(engines: Sequence[str] = COMMON, **options: Any) -> list[dict[s
 def table_recipe(engine: str, cards: int, length: int = 2048) -> Recipe:
     """The recipe of the table: where an engine takes any base, one in 4 bits."""
     method, accumulation = distributed.ENGINES[engine] or "qlora", max(1, forecast.LARGEST_STEP // cards)
-    return Recipe(method, length=length, accumulation=accumulation, engine=engine, cards=cards)
+    return Recipe(method, length=length, gradient_accumulation_steps=accumulation, engine=engine, cards=cards)
 
 
 def memory_formula(shape: Shape, recipe: Recipe) -> list[dict[str, Any]]:

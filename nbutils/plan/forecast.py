@@ -8,14 +8,14 @@ GPUs are forecast from their published numbers. What cannot be known stays None,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 from nbutils import distributed
-from nbutils.config import Profile, Train
+from nbutils.config import SFT, Profile, nested
 from nbutils.files import GIB
 from nbutils.hardware import BF16_FROM, Choice
 from nbutils.language import tr
@@ -75,7 +75,11 @@ RARE = 4  # standard deviations: of some hundred micro-batches, hardly one is la
 MARGIN = 0.08  # of the GPU's memory stays free: the forecast may be that much off, and memory gets fragmented
 CONTEXT_GIB = 0.5  # CUDA's own, which torch's allocator does not count
 NEARLY = 0.98  # settings this close to the fastest count as equal; the one with the lowest peak is taken
-CHECKPOINTING = ("off", "on", "offload")
+OF_SFT = (  # what a recipe takes from there
+    "use_liger_kernel", "optim", "per_device_train_batch_size", "gradient_checkpointing", "activation_offloading",
+    "packing",
+)  # fmt: skip
+WAYS = ((False, False), (True, False), (True, True))  # gradient_checkpointing, activation_offloading
 Forecast = dict[str, Any]
 SPARE = 1.1  # merging needs a tenth more disk than the model has
 MERGE_RAM_GIB = 2.0  # Python, torch and the blocks of a merge, which never holds a whole weight
@@ -88,10 +92,10 @@ class Rows:
     examples: int
     mean: float
     spread: float  # standard deviation of the lengths
-    held_out: int = 0  # rows for the validation; 0: unknown
+    held_out: int | None = None  # rows for the validation; None: unknown
 
     @classmethod
-    def of(cls, lengths: Sequence[int], held_out: int = 0) -> Rows:
+    def of(cls, lengths: Sequence[int], held_out: int | None = None) -> Rows:
         """Those of examples with these lengths in tokens."""
         return cls(len(lengths), fmean(lengths), pstdev(lengths), held_out)
 
@@ -121,75 +125,64 @@ class Schedule:
         )
 
 
-def schedule(train: Train, rows: Rows) -> Schedule:
+def rows_per_step(sft: SFT, processes: int = 1) -> int:
+    """Rows of an optimizer step, which all processes share: packed rows where rows are packed, else conversations."""
+    return int(sft.per_device_train_batch_size) * int(sft.gradient_accumulation_steps) * processes
+
+
+def schedule(sft: SFT, rows: Rows, processes: int = 1) -> Schedule:
     """Steps and their size, for a profile whose values are settled."""
-    per_epoch, each = _per_epoch(train, rows)
-    steps = train.max_steps or math.ceil(per_epoch * float(train.epochs))
-    return Schedule(steps, each, each * rows.mean, steps / per_epoch, float(train.learning_rate))
+    per_epoch, each = _per_epoch(rows_per_step(sft, processes), bool(sft.packing), sft.max_length, rows)
+    steps = sft.max_steps if sft.max_steps > 0 else math.ceil(per_epoch * float(sft.num_train_epochs))
+    return Schedule(steps, each, each * rows.mean, steps / per_epoch, float(sft.learning_rate))
 
 
-def few_steps(train: Train, pinned: Train, rows: Rows) -> str:
-    """What to set where the batch a profile names leaves too few steps; empty where it does not."""
-    made, better = schedule(train, rows), _examples_per_step(rows, train.max_length)
+def few_steps(profile: Profile, given: Profile, rows: Rows, processes: int = 1) -> str:
+    """What to set where the step a profile names leaves too few of them; empty where it does not."""
+    made = schedule(profile.sft, rows, processes)
+    better = _conversations_per_step(rows, profile.sft.max_length)
+    named = "auto" not in (given.sft.gradient_accumulation_steps, given.sft.per_device_train_batch_size)
     enough = made.steps >= STEPS_PER_EPOCH or better >= made.examples_per_step
-    if pinned.batch == "auto" or train.max_steps or enough:
+    left_open = given.course.conversations_per_step == "auto" and not named
+    if left_open or profile.sft.max_steps > 0 or enough:
         return ""
     return tr(
-        "train.batch={batch} puts {each:,.0f} conversations into a step and leaves only {steps} steps, too few to "
-        "learn much: set train.batch={better}, train.packing=false",
-        batch=train.batch, each=made.examples_per_step, steps=made.steps, better=better,
+        "a step of {each:,.0f} conversations leaves only {steps} steps, too few to learn much: set "
+        "course.conversations_per_step={better}",
+        each=made.examples_per_step, steps=made.steps, better=better,
     )  # fmt: skip
 
 
-def choose(profile: Profile, rows: Rows | None, shape: Shape | None, processes: int = 1) -> dict[str, Choice]:
-    """The values a profile leaves to its model and its rows, by dotted name; without rows those of large data."""
-    train, found = profile.train, dict[str, Choice]()
-    unknown_rows = _unknown_rows()
-    small = shape is not None and shape.params < SMALL
-    if profile.method == "auto" and profile.quantization.type != "none" and not small:
-        found["method"] = Choice("qlora", "")  # the comment in the profile says why
-    elif profile.method == "auto":
-        under = tr("recipe: a model below a billion parameters loses quality in 4 bits, and 16 bits fit")
-        found["method"] = Choice("lora", under if small else tr("quantization.type is none"))
-        found["quantization.type"] = Choice("none", tr("method lora"))
-        found["quantization.double"] = Choice(False, tr("method lora"))
-    found |= _batch(train, rows, processes)
-    if train.learning_rate == "auto" and shape is None:
-        usual = tr("recipe: usual for LoRA; the size of this model is not known before its download")
-        found["train.learning_rate"] = Choice(2e-4, usual)
-    elif train.learning_rate == "auto" and shape:
-        each = _per_epoch(apply(profile, found).train, rows)[1] if rows else FULL_RATE_FROM
-        noise = min(1.0, each / FULL_RATE_FROM) ** 0.5
-        rate = float(f"{noise * RATE * (AT_HIDDEN / shape.hidden) ** POWER:.1e}")
-        why = tr("recipe: for a model of width {width}; halve it if the loss is unstable", width=shape.hidden)
-        if noise < 1:
-            why = tr(
-                "recipe: for a model of width {width} and {each:.0f} conversations per step; halve it if the loss is "
-                "unstable",
-                width=shape.hidden, each=each,
-            )  # fmt: skip
-        found["train.learning_rate"] = Choice(rate, why)
-    if train.epochs == "auto":
-        epochs = next(epochs for most, epochs in EPOCHS if (rows.examples if rows else math.inf) <= most)
-        text = unknown_rows
+def choose(
+    profile: Profile, rows: Rows | None, shape: Shape | None, processes: int = 1, kept: Mapping[str, Any] | None = None
+) -> dict[str, Choice]:
+    """The values a profile leaves to its model and its rows, by dotted name; without rows those of large data.
+
+    `kept` is what a run that has begun keeps of its first session: its rows per step among them.
+    """
+    found = _method(profile, shape)
+    found |= _step(profile, rows, processes, kept or {})
+    sft = apply(profile, found).sft
+    if sft.learning_rate == "auto":
+        each = float(FULL_RATE_FROM)
+        if rows:
+            step = rows_per_step(sft, processes)
+            _, each = _per_epoch(step, bool(sft.packing), sft.max_length, rows)
+        found["sft.learning_rate"] = _learning_rate(shape, each)
+    if sft.num_train_epochs == "auto":
+        examples = rows.examples if rows else math.inf
+        epochs = next(epochs for most, epochs in EPOCHS if examples <= most)
+        text = _unknown_rows()
         if rows:
             text = tr("recipe: for {rows:,} rows; the step with the best validation loss is kept", rows=rows.examples)
-        found["train.epochs"] = Choice(epochs, text)
-    steps = schedule(apply(profile, found).train, rows).steps if rows else 0
-    between = 0 if train.save_steps == "auto" else train.save_steps
-    if not between:
-        between = max(1, min(MOST_BETWEEN, math.ceil(steps / SAVES))) if rows else MOST_BETWEEN
-        text = tr("recipe: {count} checkpoints, each with a validation loss", count=math.ceil(steps / between))
-        found["train.save_steps"] = Choice(between, text if rows else unknown_rows)
-    if train.validation_rows == "auto":
-        times = math.ceil(steps / between) + 1
-        each = schedule(apply(profile, found).train, rows).examples_per_step if rows else 0
-        most = int(SHARE * steps * each / (FORWARD * times)) if rows else MOST_VALIDATED
-        text = tr(
-            "recipe: {times} validations, in about {share:.0%} of the training time or less", times=times, share=SHARE
-        )
-        count = min(max(LEAST_VALIDATED, min(MOST_VALIDATED, most)), (rows and rows.held_out) or MOST_VALIDATED)
-        found["train.validation_rows"] = Choice(count, text if rows else unknown_rows)
+        found["sft.num_train_epochs"] = Choice(epochs, text)
+    made = schedule(apply(profile, found).sft, rows, processes) if rows else None
+    found |= _saves(profile, made)
+    found |= _validation(apply(profile, found), rows, made, kept or {})
+    if apply(profile, found).course.validation_rows == 0:
+        nothing = tr("no rows are validated")
+        found["sft.load_best_model_at_end"] = Choice(False, nothing)
+        found["course.early_stopping_patience"] = Choice(0, nothing)
     return found
 
 
@@ -208,68 +201,173 @@ def _unknown_rows() -> str:
     return tr("recipe: the value for large data, until lesson 03 knows your rows")
 
 
-def _per_epoch(train: Train, rows: Rows) -> tuple[int, float]:
-    """Steps of an epoch, and the conversations in each, for a batch that is settled."""
-    whole = rows.packed(train.max_length) if train.packing else rows.examples
-    return math.ceil(whole / int(train.batch)), rows.examples * min(int(train.batch), whole) / whole
+def _method(profile: Profile, shape: Shape | None) -> dict[str, Choice]:
+    """4 or 16 bits, where the profile leaves it open."""
+    if profile.method != "auto":
+        return {}
+    small = shape is not None and shape.params < SMALL
+    if profile.quantization.load_in_4bit and not small:
+        return {"method": Choice("qlora", "")}  # the comment in the profile says why
+    reason = tr("quantization.load_in_4bit is false")
+    if small:
+        reason = tr("recipe: a model below a billion parameters loses quality in 4 bits, and 16 bits fit")
+    return {"method": Choice("lora", reason), "quantization.load_in_4bit": Choice(False, tr("method lora"))}
 
 
-def _examples_per_step(rows: Rows, max_length: int) -> int:
+def _learning_rate(shape: Shape | None, conversations: float) -> Choice:
+    """LoRA's best rate for the width of the model; smaller where few conversations make a step noisy."""
+    if shape is None:
+        return Choice(2e-4, tr("recipe: usual for LoRA; the size of this model is not known before its download"))
+    noise = min(1.0, conversations / FULL_RATE_FROM) ** 0.5
+    rate = float(f"{noise * RATE * (AT_HIDDEN / shape.hidden) ** POWER:.1e}")
+    if noise == 1:
+        return Choice(
+            rate, tr("recipe: for a model of width {width}; halve it if the loss is unstable", width=shape.hidden)
+        )
+    why = tr(
+        "recipe: for a model of width {width} and {each:.0f} conversations per step; halve it if the loss is "
+        "unstable",
+        width=shape.hidden, each=conversations,
+    )  # fmt: skip
+    return Choice(rate, why)
+
+
+def _saves(profile: Profile, made: Schedule | None) -> dict[str, Choice]:
+    """The steps between two checkpoints."""
+    if profile.sft.save_steps != "auto":
+        return {}
+    if made is None:
+        return {"sft.save_steps": Choice(MOST_BETWEEN, _unknown_rows())}
+    between = max(1, min(MOST_BETWEEN, math.ceil(made.steps / SAVES)))
+    count = math.ceil(made.steps / between)
+    return {
+        "sft.save_steps": Choice(between, tr("recipe: {count} checkpoints, each with a validation loss", count=count))
+    }
+
+
+def _validation(
+    profile: Profile, rows: Rows | None, made: Schedule | None, kept: Mapping[str, Any]
+) -> dict[str, Choice]:
+    """How many held-out rows each validation takes: as many as cost a small share of the training."""
+    if profile.course.validation_rows != "auto":
+        return {}
+    if "validation_rows" in kept:
+        return {"course.validation_rows": Choice(kept["validation_rows"], tr("this run began with it"))}
+    if rows is None or made is None:
+        return {"course.validation_rows": Choice(MOST_VALIDATED, _unknown_rows())}
+    times = math.ceil(made.steps / int(profile.sft.save_steps)) + 1
+    affordable = int(SHARE * made.steps * made.examples_per_step / (FORWARD * times))
+    count = max(LEAST_VALIDATED, min(MOST_VALIDATED, affordable))
+    if rows.held_out is not None:
+        count = min(count, rows.held_out)
+    text = tr(
+        "recipe: {times} validations, in about {share:.0%} of the training time or less", times=times, share=SHARE
+    )
+    return {"course.validation_rows": Choice(count, text)}
+
+
+def _per_epoch(step: int, packing: bool, max_length: int, rows: Rows) -> tuple[int, float]:
+    """Steps of an epoch, and the conversations in each, for steps of so many rows."""
+    whole = rows.packed(max_length) if packing else rows.examples
+    return math.ceil(whole / step), rows.examples * min(step, whole) / whole
+
+
+def _conversations_per_step(rows: Rows, max_length: int) -> int:
     """A power of two that leaves about 50 steps in an epoch, up to the largest step."""
     ideal = 2 ** round(math.log2(max(rows.examples / STEPS_PER_EPOCH, FEWEST)))
     return max(1, min(ideal, int(LARGEST_STEP * max_length / rows.mean)))
 
 
-def _batch(train: Train, rows: Rows | None, processes: int) -> dict[str, Choice]:
-    """Batch and packing: conversations laid end to end, or, where a step holds many, rows packed to max_length."""
+def _step(profile: Profile, rows: Rows | None, processes: int, kept: Mapping[str, Any]) -> dict[str, Choice]:
+    """The rows of an optimizer step, whether they are packed, and how they are cut into micro-batches.
+
+    Conversations are laid end to end, or, where a step holds many, packed into rows of `max_length` tokens. Where the
+    profile leaves micro-batches to the plan, they are single rows for now.
+    """
+    sft, asked = profile.sft, profile.course.conversations_per_step
+    conversations = _conversations_per_step(rows, sft.max_length) if rows else 0
+    if asked != "auto":
+        conversations = asked
+    filled = conversations * rows.mean / sft.max_length if rows else LARGEST_STEP
+    found = _packing(sft, filled, kept)
+    packing = found["sft.packing"].value if found else sft.packing
+    if "auto" not in (sft.per_device_train_batch_size, sft.gradient_accumulation_steps):
+        step = rows_per_step(sft)  # as on one GPU: several share it
+    elif asked != "auto":
+        step = math.ceil(max(1, round(filled)) / processes) * processes if packing else asked
+    elif "rows_per_step" in kept:
+        step = kept["rows_per_step"]
+    else:  # powers of two, so that one GPU's run can go on with 2 or 4; other numbers of processes round it up
+        step = 2 ** round(math.log2(max(1, filled))) if packing else 2 ** int(math.log2(conversations or FEWEST))
+        step = math.ceil(step / processes) * processes
+    if rows:
+        steps, each = _per_epoch(step, bool(packing), sft.max_length, rows)
+        text = tr("recipe: {each:.0f} conversations per step, {steps} steps per epoch", each=each, steps=steps)
+        if "rows_per_step" in kept and asked == "auto":
+            text = tr("this run began with it")
+        found["course.conversations_per_step"] = Choice(max(1, round(each)), text)
+    return found | _micro_batches(sft, step, processes)
+
+
+def _packing(sft: SFT, filled: float, kept: Mapping[str, Any]) -> dict[str, Choice]:
+    """Whether rows are packed, where the profile leaves it open; a step fills so many rows of `max_length` tokens."""
+    if sft.packing != "auto":
+        return {}
+    if "packing" in kept:
+        return {"sft.packing": Choice(kept["packing"], tr("this run began with it"))}
+    if sft.gradient_accumulation_steps != "auto":
+        text = tr("recipe: the rows of a step that are set are conversations; with packing: true they are packed rows")
+        return {"sft.packing": Choice(False, text)}
+    text = tr(
+        "recipe: a step fills {filled:.1f} rows of {length} tokens; from {least} on, rows are packed",
+        filled=filled, length=sft.max_length, least=PACK_FROM,
+    )  # fmt: skip
+    return {"sft.packing": Choice(filled >= PACK_FROM, text)}
+
+
+def _micro_batches(sft: SFT, step: int, processes: int) -> dict[str, Choice]:
+    """The share of a process in a step of so many rows, as micro-batches of the size that is named, or of one row."""
+    asked = sft.per_device_train_batch_size
+    size = distributed.micro_batch_for(step, 1 if asked == "auto" else asked, processes)
     found: dict[str, Choice] = {}
-    packing, batch = train.packing, train.batch
-    each = _examples_per_step(rows, train.max_length) if rows else 0
-    filled = each * rows.mean / train.max_length if rows else LARGEST_STEP
-    if packing == "auto":
-        text = tr("recipe: the batch that is set counts conversations; with packing: true it counts packed rows")
-        if batch == "auto":
-            text = tr(
-                "recipe: a step fills {filled:.1f} rows of {length} tokens; from {least} on, rows are packed",
-                filled=filled, length=train.max_length, least=PACK_FROM,
-            )  # fmt: skip
-        packing = batch == "auto" and filled >= PACK_FROM
-        found["train.packing"] = Choice(packing, text)
-    if batch == "auto":
-        # powers of two, so that one GPU's run can go on with 2 or 4; other numbers of processes round it up
-        size = 2 ** round(math.log2(max(1, filled))) if packing else 2 ** int(math.log2(each or FEWEST))
-        batch = math.ceil(size / processes) * processes
-        settled = train.model_copy(update={"batch": batch, "packing": packing})
-        steps, each_step = _per_epoch(settled, rows) if rows else (0, 0.0)
-        text = tr("recipe: {each:.0f} conversations per step, {steps} steps per epoch", each=each_step, steps=steps)
-        found["train.batch"] = Choice(batch, text if rows else _unknown_rows())
-    if train.micro_batch != "auto":
-        size = distributed.micro_batch_for(batch, train.micro_batch, processes)
+    if asked == "auto":
+        found["sft.per_device_train_batch_size"] = Choice(size, "")
+    elif size != asked:
         reason = tr(
-            "the largest up to {most} that divides each process's part of the batch of {batch}",
-            most=train.micro_batch, batch=batch,
-        )  # fmt: skip
-        found |= {} if size == train.micro_batch else {"train.micro_batch": Choice(size, reason)}
+            "the largest up to {most} that divides each process's part of a step of {step} rows", most=asked, step=step
+        )
+        found["sft.per_device_train_batch_size"] = Choice(size, reason)
+    accumulation = step // processes // size
+    if accumulation != sft.gradient_accumulation_steps:
+        found["sft.gradient_accumulation_steps"] = Choice(accumulation, _accumulation_reason(step, size, processes))
     return found
+
+
+def _accumulation_reason(step: int, size: int, processes: int) -> str:
+    if processes == 1:
+        return tr("{step} rows in a step, {size} at a time", step=step, size=size)
+    words = {"step": step, "size": size, "processes": processes}
+    return tr("{step} rows in a step of {processes} processes, {size} at a time in each", **words)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one trains, as far as memory and speed depend on it; `checkpointing` is off, on or offload."""
+    """How one trains, as far as memory and speed depend on it, in the words of a profile; a row has `length` tokens."""
 
     method: str = "qlora"
-    rank: int = 16
-    precision: str = "bf16"
-    attention: str = "varlen"
-    liger: bool = True
-    optimizer: str = "paged_adamw_8bit"
+    r: int = 16
+    dtype: str = "bfloat16"
+    attn_implementation: str = "varlen"
+    use_liger_kernel: bool = True
+    optim: str = "paged_adamw_8bit"
     length: int = 2048
-    micro_batch: int = 1
-    checkpointing: str = "on"
-    double: bool = True
+    per_device_train_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    gradient_checkpointing: bool = True
+    activation_offloading: bool = False
+    bnb_4bit_use_double_quant: bool = True
     packing: bool = True
-    accumulation: int = 1
-    dropout: bool = False
+    lora_dropout: float = 0.0
     spread: float = 0.0  # standard deviation of the lengths, where rows are not packed
     engine: str = "ddp"
     cards: int = 1  # that train together, of all machines
@@ -277,17 +375,25 @@ class Recipe:
     @property
     def tokens(self) -> int:
         """Tokens of a micro-step, laid end to end: all alike where rows are packed, else of one that is rarely met."""
-        return round(self.micro_batch * self.length + RARE * self.spread * self.micro_batch**0.5)
+        rows = self.per_device_train_batch_size
+        return round(rows * self.length + RARE * self.spread * rows**0.5)
 
     @property
     def wide(self) -> int:
         """Bytes of a number that is computed with."""
-        return 4 if self.precision == "fp32" else 2
+        return 4 if self.dtype == "float32" else 2
 
     @property
     def uses_liger(self) -> bool:
         """Whether Liger's kernels are used."""
-        return self.liger and ENGINES[self.engine].fused_lora
+        return self.use_liger_kernel and ENGINES[self.engine].fused_lora
+
+    @property
+    def recompute(self) -> str:
+        """For people: whether layers are recomputed in the backward pass, and activations offloaded to RAM."""
+        if self.activation_offloading:
+            return "offload"
+        return "on" if self.gradient_checkpointing else "off"
 
 
 @dataclass(frozen=True)
@@ -327,12 +433,12 @@ def terms(shape: Shape, recipe: Recipe) -> dict[str, list[Term]]:
     The embedding is gathered when the head is not. ZeRO-3 keeps up to LIVE weights, beside the head, which it needs.
     DeepSpeed computes with a 16-bit copy of the adapters beside float32/N, and reduces gradients in a bucket.
     """
-    engine, trained, wide = ENGINES[recipe.engine], shape.adapter_params(recipe.rank), recipe.wide
-    each = wide if recipe.method != "qlora" else NF4_DOUBLE if recipe.double else NF4
+    engine, trained, wide = ENGINES[recipe.engine], shape.adapter_params(recipe.r), recipe.wide
+    each = wide if recipe.method != "qlora" else NF4_DOUBLE if recipe.bnb_4bit_use_double_quant else NF4
     base = shape.linear_params * each + (shape.params - shape.linear_params) * wide
     if recipe.engine == "ddp":
-        adam = OPTIMIZER_8BIT if recipe.optimizer.endswith("8bit") else OPTIMIZER
-        kept = trained * (ADAPTER + GRADIENT * (recipe.accumulation > 1))
+        adam = OPTIMIZER_8BIT if recipe.optim.endswith("8bit") else OPTIMIZER
+        kept = trained * (ADAPTER + GRADIENT * (recipe.gradient_accumulation_steps > 1))
         return {"weights": [Term("weights", base)], "adapters": [Term("adapters, gradients", kept)],
                 "optimizer": [Term("AdamW's moments", trained * adam)]}  # fmt: skip
     scales = shape.linear_params * (each - FOUR_BITS) if recipe.method == "qlora" else 0.0
@@ -347,7 +453,7 @@ def terms(shape: Shape, recipe: Recipe) -> dict[str, list[Term]]:
         found["gathered"] = [Term("output head", head), buffer]
     whole = 0 if engine.offload else trained
     # FSDP2 keeps gradients whole until the last micro-step, as transformers' Trainer asks it to (no_sync)
-    gradients = whole * GRADIENT * (engine.deepspeed or recipe.accumulation > 1)
+    gradients = whole * GRADIENT * (engine.deepspeed or recipe.gradient_accumulation_steps > 1)
     copy = [Term("16-bit copy", trained * wide, engine.shards)] if engine.deepspeed else []
     found["adapters"] = [
         Term("float32 weights", whole * ADAPTER, True),
@@ -365,7 +471,7 @@ def ram_gib(shape: Shape, recipe: Recipe, machines: int = 1) -> float:
     """
     engine = ENGINES[recipe.engine]
     if engine.offload:
-        return shape.adapter_params(recipe.rank) * (ADAPTER + GRADIENT + OPTIMIZER) / machines / GIB
+        return shape.adapter_params(recipe.r) * (ADAPTER + GRADIENT + OPTIMIZER) / machines / GIB
     base = sum(term.size for term in terms(shape, recipe)["weights"])
     copies = recipe.cards / machines if recipe.method == "qlora" else 1
     return base * copies / GIB if engine.shards else 0.0
@@ -378,12 +484,14 @@ def sent_bytes(shape: Shape, recipe: Recipe) -> float:
     ZeRO-2 then gathers the new adapters. Sharded weights are gathered twice in a micro-step, forward and backward:
     gradient checkpointing computes a layer again while its weights are there.
     """
-    engine, trained, others = ENGINES[recipe.engine], shape.adapter_params(recipe.rank), 1 - 1 / recipe.cards
+    engine, trained, others = ENGINES[recipe.engine], shape.adapter_params(recipe.r), 1 - 1 / recipe.cards
     if recipe.engine == "ddp":
         return 2 * others * trained * GRADIENT
     weights = sum(term.size for term in terms(shape, recipe)["weights"] if term.divided)
-    gathered = 2 * weights * recipe.accumulation if engine.shards else trained * recipe.wide
-    return others * (gathered + trained * (recipe.wide * recipe.accumulation if engine.deepspeed else GRADIENT))
+    gathered = 2 * weights * recipe.gradient_accumulation_steps if engine.shards else trained * recipe.wide
+    return others * (
+        gathered + trained * (recipe.wide * recipe.gradient_accumulation_steps if engine.deepspeed else GRADIENT)
+    )
 
 
 def peak_gib(shape: Shape, recipe: Recipe) -> float:
@@ -399,24 +507,29 @@ def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
         (SAVED_HIDDEN + (0 if recipe.uses_liger else PLAIN_HIDDEN)) * shape.hidden
         + (SAVED_HEADS * shape.heads + 2 * shape.kv_heads) * shape.head_dim
         + (SAVED_MLP if ENGINES[recipe.engine].fused_lora else PLAIN_MLP) * shape.intermediate
-        + ADAPTERS * recipe.rank
+        + ADAPTERS * recipe.r
     )
-    saved += sum(inner for inner, _ in shape.linears) if recipe.dropout else 0  # a byte for each input of an adapter
+    saved += (
+        sum(inner for inner, _ in shape.linears) if recipe.lora_dropout else 0
+    )  # a byte for each input of an adapter
     saved *= tokens
     # alive only while one layer is computed backwards: its gradients, what it computed again, one weight in 16 bits
-    mlp = BACKWARD_MLP + recipe.dropout  # with dropout also the thinned activation
+    mlp = BACKWARD_MLP + (recipe.lora_dropout > 0)  # with dropout also the thinned activation
     backward: float = tokens * (BACKWARD_HIDDEN * shape.hidden + mlp * shape.intermediate) * wide
-    backward += 0 if recipe.checkpointing == "off" else saved - layer_input
+    backward += saved - layer_input if recipe.gradient_checkpointing else 0
     backward += max(inner * outer for inner, outer in shape.linears) * wide if recipe.method == "qlora" else 0
-    kept = {"off": shape.layers * saved, "on": shape.layers * layer_input,
-            "offload": min(OFFLOAD_STASH, shape.layers) * layer_input}  # fmt: skip
+    kept: float = shape.layers * saved
+    if recipe.gradient_checkpointing:
+        kept = shape.layers * layer_input
+    if recipe.activation_offloading:
+        kept = min(OFFLOAD_STASH, shape.layers) * layer_input
     tile = min(LOSS_TILE[0], tokens) * min(LOSS_TILE[1], shape.vocab) * wide
-    mask = MASK * tokens**2 if recipe.attention == "sdpa" else 0  # rows are laid end to end: one long one
+    mask = MASK * tokens**2 if recipe.attn_implementation == "sdpa" else 0  # rows are laid end to end: one long one
     found = {
         name: sum(term.size / (recipe.cards if term.divided else 1) for term in summands)
         for name, summands in terms(shape, recipe).items()
     } | {
-        "activations": kept[recipe.checkpointing] + backward,
+        "activations": kept + backward,
         "logits": max(0.0, tokens * shape.hidden * LOSS_HIDDEN + tile - backward),  # before a layer at work
         "workspace": mask + SLACK,
     }
@@ -425,9 +538,14 @@ def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
 
 def launch_seconds(shape: Shape, recipe: Recipe) -> float:
     """Time Python needs to start the kernels of a micro-step: no micro-step is shorter."""
-    way = recipe.checkpointing
-    launching = LAUNCH + LAUNCH_QUANTIZED * (recipe.method == "qlora")
-    return (launching + LAUNCH_AGAIN * (way != "off") + LAUNCH_OFFLOAD * (way == "offload")) * shape.layers
+    launching = LAUNCH
+    if recipe.method == "qlora":
+        launching += LAUNCH_QUANTIZED
+    if recipe.gradient_checkpointing:
+        launching += LAUNCH_AGAIN
+    if recipe.activation_offloading:
+        launching += LAUNCH_OFFLOAD
+    return launching * shape.layers
 
 
 def tokens_per_second(shape: Shape, recipe: Recipe, gpu: GPUSpec) -> float | None:
@@ -435,11 +553,12 @@ def tokens_per_second(shape: Shape, recipe: Recipe, gpu: GPUSpec) -> float | Non
     if gpu.tflops is None:
         return None
     recipe = replace(recipe, spread=0.0)  # the usual micro-batch, not the rare one
-    way, quantized = recipe.checkpointing, recipe.method == "qlora"
-    again, offload = way != "off", way == "offload"
-    passes = 2 + AGAIN * again  # times a layer's products are computed: frozen weights need no gradient
+    quantized, offload = recipe.method == "qlora", recipe.activation_offloading
+    passes = (
+        2 + AGAIN * recipe.gradient_checkpointing
+    )  # times a layer's products are computed: frozen weights need no gradient
     head = 3 * 2 * shape.vocab * shape.hidden  # forward, again in the backward pass, and backward
-    seen = recipe.tokens if recipe.attention == "sdpa" else recipe.length / 2
+    seen = recipe.tokens if recipe.attn_implementation == "sdpa" else recipe.length / 2
     attention = 4 * seen * shape.heads * shape.head_dim * shape.layers * (passes + 1)
     flops = recipe.tokens * (2 * shape.linear_params * passes + head + attention)
     computing = flops / ((ALONE if gpu.bandwidth is None else ARITHMETIC) * gpu.tflops * 1e12)
@@ -452,7 +571,9 @@ def tokens_per_second(shape: Shape, recipe: Recipe, gpu: GPUSpec) -> float | Non
     seconds = max(computing * (OFFLOAD if offload else 1), launch_seconds(shape, recipe))
     if offload:
         seconds = max(seconds, 2 * shape.layers * recipe.tokens * shape.hidden * recipe.wide / RAM_LINK)
-    seconds += sent_bytes(shape, recipe) / recipe.accumulation / RAM_LINK  # as if nothing were computed meanwhile
+    seconds += (
+        sent_bytes(shape, recipe) / recipe.gradient_accumulation_steps / RAM_LINK
+    )  # as if nothing were computed meanwhile
     return recipe.tokens * (PACKED if recipe.packing else 1.0) / seconds * recipe.cards
 
 
@@ -463,28 +584,35 @@ def limit_gib(gpu: GPUSpec) -> float:
 
 def recipe_of(facts: Mapping[str, Any]) -> Recipe:
     """How a lesson 03 trained, from its facts."""
-    settings, cards = facts["settings"], facts["processes"]
+    settings, cards = nested(facts["settings"]), facts["processes"]
+    lora, quantization, sft, load = (settings[block] for block in ("lora", "quantization", "sft", "from_pretrained"))
     return Recipe(
-        settings["method"], settings["lora.rank"], settings["machine.precision"], settings["machine.attention"],
-        settings["machine.liger"] == "on", settings["train.optimizer"], settings["train.max_length"],
-        settings["train.micro_batch"], settings["train.gradient_checkpointing"], settings["quantization.double"],
-        settings["train.packing"], facts["batch"] // cards // settings["train.micro_batch"],
-        settings["lora.dropout"] > 0, engine=facts.get("engine") or "ddp", cards=cards,
+        method=settings["method"], r=lora["r"], lora_dropout=lora["lora_dropout"], length=sft["max_length"],
+        bnb_4bit_use_double_quant=quantization["bnb_4bit_use_double_quant"],
+        gradient_accumulation_steps=facts["batch"] // cards // sft["per_device_train_batch_size"],
+        engine=facts.get("engine") or "ddp", cards=cards, **load, **{name: sft[name] for name in OF_SFT},
     )  # fmt: skip
 
 
-def candidates(recipe: Recipe, batch: int, gpu: GPUSpec, train: Train | None = None) -> list[Recipe]:
-    """Every micro-batch that divides a GPU's share of the batch, with every checkpointing; what `train` names stays."""
-    distributed.require_shares(batch, gpu.count)
-    rows = batch // gpu.count
+def candidates(recipe: Recipe, step: int, gpu: GPUSpec, sft: SFT | None = None) -> list[Recipe]:
+    """Every micro-batch that divides a GPU's share of the step, with every way to recompute; what `sft` names stays."""
+    distributed.require_shares(step, gpu.count)
+    rows = step // gpu.count
     sizes: Sequence[int] = [size for size in range(1, rows + 1) if rows % size == 0]
-    ways: Sequence[str] = CHECKPOINTING if recipe.engine == "ddp" else CHECKPOINTING[:2]
-    if train and train.micro_batch != "auto":
-        sizes = (train.micro_batch,)
-    if train and train.gradient_checkpointing != "auto":
-        ways = (train.gradient_checkpointing,)
-    pairs = product(sizes, ways)
-    return [replace(recipe, micro_batch=size, checkpointing=way, accumulation=rows // size) for size, way in pairs]
+    ways: Sequence[tuple[bool, bool]] = WAYS if recipe.engine == "ddp" else WAYS[:2]
+    if sft and sft.per_device_train_batch_size != "auto":
+        sizes = (distributed.micro_batch_for(step, sft.per_device_train_batch_size, gpu.count),)
+    if sft and sft.gradient_checkpointing != "auto":
+        ways = [way for way in ways if way[0] == sft.gradient_checkpointing]
+    if sft and sft.activation_offloading != "auto":
+        ways = [way for way in ways if way[1] == sft.activation_offloading]
+    return [
+        replace(
+            recipe, per_device_train_batch_size=size, gradient_accumulation_steps=rows // size,
+            gradient_checkpointing=recompute, activation_offloading=offload,
+        )
+        for size, (recompute, offload) in product(sizes, ways)
+    ]  # fmt: skip
 
 
 def best_option(shape: Shape, recipes: Sequence[Recipe], gpu: GPUSpec) -> Recipe:
@@ -492,36 +620,44 @@ def best_option(shape: Shape, recipes: Sequence[Recipe], gpu: GPUSpec) -> Recipe
     peaks = {recipe: peak_gib(shape, recipe) for recipe in recipes}
     fitting = [recipe for recipe in recipes if peaks[recipe] <= limit_gib(gpu)]
     if fitting and gpu.tflops is None:  # speed unknown: no recomputing, large steps
-        return min(fitting, key=lambda recipe: (CHECKPOINTING.index(recipe.checkpointing), -recipe.micro_batch))
+        return min(fitting, key=_slowness)
     rates = {recipe: tokens_per_second(shape, recipe, gpu) or 0.0 for recipe in fitting}
     good = [recipe for recipe in fitting if rates[recipe] >= NEARLY * max(rates.values())]
     return min(good or recipes, key=peaks.__getitem__)
 
 
-def fastest(profile: Profile, shape: Shape, gpu: GPUSpec, rows: Rows | None, engine: str = "ddp") -> Recipe:
-    """The best micro-batch and checkpointing for a settled profile, as far as it leaves them open.
+def _slowness(recipe: Recipe) -> tuple[bool, bool, int]:
+    return recipe.gradient_checkpointing, recipe.activation_offloading, -recipe.per_device_train_batch_size
+
+
+def fastest(
+    profile: Profile, shape: Shape, gpu: GPUSpec, rows: Rows | None, named: SFT | None = None, engine: str = "ddp"
+) -> Recipe:
+    """The best micro-batch and checkpointing for a settled profile, as far as `named`, the profile's own, leaves open.
 
     The 8-bit optimizers of bitsandbytes do not take shards: engines other than DDP train with AdamW in 32 bits.
     """
-    train, machine = profile.train, profile.machine
+    sft, load = profile.sft, profile.from_pretrained
     new = gpu.capability >= BF16_FROM  # torch's varlen attention and Triton's kernels begin there too
-    precision, attention, liger = ("bf16", "varlen", "on") if new else ("fp16", "sdpa", "off")
-    single = rows if rows and not train.packing else None
+    dtype, attention = ("bfloat16", "varlen") if new else ("float16", "sdpa")
+    single = rows if rows and not sft.packing else None
     recipe = Recipe(
-        distributed.ENGINES[engine] or str(profile.method), profile.lora.rank, double=profile.quantization.double,
-        optimizer=train.optimizer if engine == "ddp" else "adamw_torch_fused", engine=engine, cards=gpu.count,
-        precision=precision if machine.precision == "auto" else machine.precision,
-        attention=attention if machine.attention == "auto" else machine.attention,
-        liger=(liger if machine.liger == "auto" else machine.liger) == "on",
-        length=round(single.mean) if single else train.max_length, spread=single.spread if single else 0.0,
-        packing=bool(train.packing), dropout=profile.lora.dropout > 0,
+        method=distributed.ENGINES[engine] or str(profile.method), r=profile.lora.r,
+        lora_dropout=profile.lora.lora_dropout,
+        bnb_4bit_use_double_quant=profile.quantization.bnb_4bit_use_double_quant,
+        optim=sft.optim if engine == "ddp" else "adamw_torch_fused", engine=engine, cards=gpu.count,
+        dtype=dtype if load.dtype == "auto" else load.dtype,
+        attn_implementation=attention if load.attn_implementation == "auto" else load.attn_implementation,
+        use_liger_kernel=new if sft.use_liger_kernel == "auto" else sft.use_liger_kernel,
+        length=round(single.mean) if single else sft.max_length, spread=single.spread if single else 0.0,
+        packing=bool(sft.packing),
     )  # fmt: skip
-    return best_option(shape, candidates(recipe, int(train.batch), gpu, train), gpu)
+    return best_option(shape, candidates(recipe, rows_per_step(sft, gpu.count), gpu, named or sft), gpu)
 
 
-def smallest(shape: Shape, recipe: Recipe, train: Train, gpu: GPUSpec) -> Recipe:
+def smallest(shape: Shape, recipe: Recipe, step: int, named: SFT, gpu: GPUSpec) -> Recipe:
     """The same training with the lowest peak, as far as the profile leaves micro-batch and checkpointing open."""
-    return min(candidates(recipe, int(train.batch), gpu, train), key=lambda one: peak_gib(shape, one))
+    return min(candidates(recipe, step, gpu, named), key=lambda one: peak_gib(shape, one))
 
 
 def of_profile(
@@ -533,60 +669,75 @@ def of_profile(
     None stands where a fact is missing, and `notes` says which; a cost of 0 is free.
     """
     shape = model if isinstance(model, Shape) else find_shape(model or profile.model)
-    rows = data.examples if data else rows if rows is not None else profile.data.rows or None
+    rows = data.examples if data else rows if rows is not None else profile.course.rows or None
     mean = data.mean if data else mean_length
     if data is None and rows and mean:  # a guess: instruction data spreads about as wide as its mean
-        longest = profile.train.max_length
+        longest = profile.sft.max_length
         data = Rows(rows, min(mean, longest), max(0.0, min(mean, longest - mean)))
-    named, chosen = profile.train, choose(profile, data, shape, gpu.count)
+    given, chosen = profile, choose(profile, data, shape, gpu.count)
     profile = apply(profile, chosen)
-    train, recipe = profile.train, fastest(profile, shape, gpu, data, engine)
+    sft, step = profile.sft, rows_per_step(profile.sft, gpu.count)
+    recipe = fastest(profile, shape, gpu, data, given.sft, engine)
     tokens = None  # of the whole training
-    if train.max_steps:
-        tokens = train.max_steps * int(train.batch) * recipe.length * (PACKED if recipe.packing else 1.0)
+    if sft.max_steps > 0:
+        tokens = sft.max_steps * step * recipe.length * (PACKED if recipe.packing else 1.0)
     elif rows is not None and mean is not None:
-        tokens = rows * (min(mean, recipe.length) if recipe.packing else mean) * (float(train.epochs) or 1.0)
+        tokens = rows * (min(mean, recipe.length) if recipe.packing else mean) * (float(sft.num_train_epochs) or 1.0)
     rate = tokens_per_second(shape, recipe, gpu)
     hours = None if rate is None or tokens is None else tokens / rate / 3600
     cost = {
         name: price if not price else None if hours is None else price * hours * gpu.count
         for name, price in (("yuan", gpu.yuan), ("dollars", gpu.dollars))
     }
-    ram = ram_gib(shape, recipe)
-    whole, served = shape.params * 2 / GIB, shape.params * recipe.wide / GIB
-    notes = {
-        tr("too large to be served in 16 bits on this GPU: export it as w4a16 first"): served > gpu.memory_gib,
-        tr("speed and hours are unknown: give the GPU's dense 16-bit TFLOP/s with --tflops"): rate is None,
-        tr("hours are unknown: give --rows and --mean-length"): tokens is None,
-        tr("the speed follows from published numbers: only the H200 was measured"):
-            rate is not None and gpu.name != "H200",
-        tr("the speed of {count} GPUs is an estimate: what {engine} sends goes over PCIe at {link:.0f} GB/s, while "
-           "nothing is computed", count=gpu.count, engine=engine, link=RAM_LINK / 1e9): gpu.count > 1,
-        tr("{engine} needs {size:.0f} GiB of RAM on a machine with all {count} GPUs, beside what every training needs",
-           engine=engine, size=ram, count=gpu.count): ram > 0,
-        chosen["method"].reason if "method" in chosen else "": True,
-        few_steps(train, named, data) if data else "": True,
-        tr(gpu.note): True,
-    }  # fmt: skip
-    least = smallest(shape, recipe, train, gpu)
+    whole = shape.params * 2 / GIB
+    least = smallest(shape, recipe, step, given.sft, gpu)
     slow = tokens_per_second(shape, least, gpu)
-    sizes, made = parts(shape, recipe), schedule(train, data) if data else None
-    trained = shape.adapter_params(recipe.rank) / GIB
+    sizes, made = parts(shape, recipe), schedule(sft, data, gpu.count) if data else None
+    notes = list(_notes(shape, recipe, gpu, rate, tokens))
+    if "method" in chosen:
+        notes.append(chosen["method"].reason)
+    if data:
+        notes.append(few_steps(profile, given, data, gpu.count))
+    notes.append(tr(gpu.note))
+    trained = shape.adapter_params(recipe.r) / GIB
     checkpoint = trained * 4 + (sizes["optimizer"] if engine == "ddp" else trained * OPTIMIZER)
     peak, limit = sum(sizes.values()), limit_gib(gpu)
     return {
         "model": shape.name, "gpu": gpu.name, "gpus": gpu.count,
         "card": gpu.model_dump(exclude={"note", "called", "also", "platforms"}),
-        "recipe": asdict(recipe), "batch": int(train.batch),
+        "recipe": asdict(recipe), "batch": step,
         "steps": made and made.steps, "examples_per_step": made and made.examples_per_step,
         "epochs": made and made.epochs, "learning_rate": made and made.learning_rate, "schedule": made and str(made),
         "peak_vram_gib": peak, "limit_gib": limit, "fits": peak <= limit, "parts": sizes,
         "smallest": {
-            "micro_batch": least.micro_batch, "checkpointing": least.checkpointing,
-            "peak_vram_gib": peak_gib(shape, least), "times_as_long": rate / slow if rate and slow else None,
+            "recipe": asdict(least), "peak_vram_gib": peak_gib(shape, least),
+            "times_as_long": rate / slow if rate and slow else None,
         },
         "tokens_per_second": rate, "hours": hours, "cost": cost,
-        "disk_gib": {"download": whole, "merged": whole * SPARE, "checkpoints": checkpoint * train.keep_checkpoints},
-        "after_gib": {"merge_ram": MERGE_RAM_GIB, "on_card": served}, "ram_gib": ram,
-        "notes": [note for note, holds in notes.items() if note and holds],
+        "disk_gib": {"download": whole, "merged": whole * SPARE, "checkpoints": checkpoint * sft.save_total_limit},
+        "after_gib": {"merge_ram": MERGE_RAM_GIB, "on_card": shape.params * recipe.wide / GIB},
+        "ram_gib": ram_gib(shape, recipe), "notes": list(filter(None, notes)),
     }  # fmt: skip
+
+
+def _notes(shape: Shape, recipe: Recipe, gpu: GPUSpec, rate: float | None, tokens: float | None) -> Iterator[str]:
+    """What a learner should know of a forecast."""
+    if shape.params * recipe.wide / GIB > gpu.memory_gib:
+        yield tr("too large to be served in 16 bits on this GPU: export it as w4a16 first")
+    if rate is None:
+        yield tr("speed and hours are unknown: give the GPU's dense 16-bit TFLOP/s with --tflops")
+    if tokens is None:
+        yield tr("hours are unknown: give --rows and --mean-length")
+    if rate is not None and gpu.name != "H200":
+        yield tr("the speed follows from published numbers: only the H200 was measured")
+    if gpu.count > 1:
+        yield tr(
+            "the speed of {count} GPUs is an estimate: what {engine} sends goes over PCIe at {link:.0f} GB/s, while "
+            "nothing is computed",
+            count=gpu.count, engine=recipe.engine, link=RAM_LINK / 1e9,
+        )  # fmt: skip
+    if (ram := ram_gib(shape, recipe)) > 0:
+        yield tr(
+            "{engine} needs {size:.0f} GiB of RAM on a machine with all {count} GPUs, beside what every training needs",
+            engine=recipe.engine, size=ram, count=gpu.count,
+        )  # fmt: skip

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
 
 from nbutils import display
 from nbutils.files import GIB
@@ -34,8 +33,8 @@ class Pretraining:
     """How a GPU trains a step, what memory that takes, and how long and how much the whole training."""
 
     gpu: GPUSpec
-    micro_batch: int
-    checkpointing: Literal["off", "on"]
+    per_device_train_batch_size: int
+    gradient_checkpointing: bool
     tokens: int  # of the whole training
     parts: dict[str, float]  # GiB; their sum is the peak of torch's allocator
     tokens_per_second: float | None
@@ -58,13 +57,13 @@ class Pretraining:
 
 def pretraining(shape: Shape, gpu: GPUSpec, length: int, batch: int, steps: int) -> Pretraining:
     """The fastest micro-batch that fits, of those that divide the batch; without one the smallest."""
-    ways: tuple[Literal["off", "on"], ...] = ("off", "on")
+    sizes = [size for size in range(1, batch + 1) if batch % size == 0]
     made = []
-    for size, way in product((size for size in range(1, batch + 1) if batch % size == 0), ways):
-        seconds = step_seconds(shape, gpu, length, size, batch // size, way == "on")
+    for size, recomputes in product(sizes, (False, True)):
+        seconds = step_seconds(shape, gpu, length, size, batch // size, recomputes)
         rate = batch * length / seconds if seconds else None
-        parts = memory(shape, size * length, way == "on")
-        made.append(Pretraining(gpu, size, way, steps * batch * length, parts, rate))
+        parts = memory(shape, size * length, recomputes)
+        made.append(Pretraining(gpu, size, recomputes, steps * batch * length, parts, rate))
     fitting = [one for one in made if one.fits]
     best = max((one.tokens_per_second or 0.0 for one in fitting), default=0.0)
     near = [one for one in fitting if (one.tokens_per_second or 0.0) >= NEARLY * best]
@@ -116,7 +115,8 @@ def describe(shape: Shape, made: Sequence[Pretraining]) -> str:
 
     rows = [
         {
-            tr("GPU"): one.gpu.name, tr("rows at a time"): one.micro_batch, tr("recompute"): one.checkpointing,
+            tr("GPU"): one.gpu.name, tr("rows at a time"): one.per_device_train_batch_size,
+            tr("recompute"): tr("yes") if one.gradient_checkpointing else tr("no"),
             tr("peak GiB"): f"{one.peak_gib:.1f}", tr("fits"): tr("yes") if one.fits else tr("no"),
             tr("tokens/s"): f"{one.tokens_per_second:,.0f}" if one.tokens_per_second else tr("unknown"),
             tr("time"): display.clock(one.hours * 3600) if one.hours else tr("unknown"), tr("cost"): money(one),

@@ -66,11 +66,12 @@ def step(shape: Shape, recipe: Recipe, rows: float, link: str | float, rate: flo
 
     Fewer rows than a micro-batch make the micro-step shorter, down to the time that starting its kernels takes.
     """
-    micro = min(float(recipe.micro_batch), rows)
+    size = recipe.per_device_train_batch_size
+    micro = min(float(size), rows)
     each = recipe.length * (PACKED if recipe.packing else 1.0)
-    floor = min(launch_seconds(shape, recipe), recipe.micro_batch * each / rate)  # what was measured was possible
+    floor = min(launch_seconds(shape, recipe), size * each / rate)  # what was measured was possible
     micro_steps = math.ceil(rows / micro)
-    sending = sending_seconds(shape, replace(recipe, accumulation=micro_steps), link)
+    sending = sending_seconds(shape, replace(recipe, gradient_accumulation_steps=micro_steps), link)
     return Step(max(rows * each / rate, micro_steps * floor), sending, recipe.cards * rows * each)
 
 

@@ -23,7 +23,7 @@ from nbutils.evaluation import Answer, Message
 from nbutils.files import read_json, stamp, write_json
 from nbutils.language import tr
 from nbutils.serving import server as one_server
-from nbutils.serving.engine import ServingEnvironment, ensure_environment, flags_for, free_gpu_memory
+from nbutils.serving.engine import ServingEnvironment, ensure_environment, flags_for, free_gpu_memory, to_words
 from nbutils.serving.server import KEY_VARIABLE, NO_KEY, SERVERS, Server, health, preferred_port, public_address
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AnswerParity", "Running", "Server", "ServingEnvironment", "ask", "compare", "ensure_environment", "flags_for",
-    "free_gpu_memory", "preferred_port", "public_address", "running", "stop_leftover_servers", "write_server_note",
+    "free_gpu_memory", "preferred_port", "public_address", "running", "stop_leftover_servers", "to_words",
+    "write_server_note",
 ]  # fmt: skip
 NOTE = "server.json"  # in the run folder
 

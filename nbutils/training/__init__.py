@@ -6,7 +6,8 @@ from typing import Any
 _NAMES = {
     "model": "attention patch_lora_kernels require_unquantized",
     "resume": "model_fingerprint",
-    "run": "CourseCallback Validation bookkeeping save_adapter train",
+    "run": "CourseCallback bookkeeping save_adapter train",
+    "validation": "use_token_mean",
 }
 
 

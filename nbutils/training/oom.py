@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from trl.models import activation_offloading
 
 from nbutils import distributed, files, hardware
 from nbutils.checkpoints import step_of
+from nbutils.config import shown
 from nbutils.errors import CourseError
 from nbutils.language import tr
 from nbutils.record import LessonLike
@@ -23,23 +25,28 @@ from nbutils.training.resume import OOM_FILE
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What decides the memory of a step."""
+    """The arguments of SFTConfig that decide the memory of a step, and not what it learns."""
 
-    micro_batch: int
-    accumulation: int
-    checkpointing: str  # of gradients: off, on, or offload, with activations in the computer's memory
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    gradient_checkpointing: bool
+    activation_offloading: bool
 
     def smaller(self, offload: bool) -> StepSettings | None:
         """The next settings that need less memory; `offload` says whether activations may go to the CPU."""
-        if self.micro_batch > 1:
-            rows = next(rows for rows in range(self.micro_batch // 2, 0, -1) if self.micro_batch % rows == 0)
-            return replace(self, micro_batch=rows, accumulation=self.micro_batch * self.accumulation // rows)
-        if self.checkpointing == "off":
-            return replace(self, checkpointing="on")
-        return replace(self, checkpointing="offload") if self.checkpointing == "on" and offload else None
+        size = self.per_device_train_batch_size
+        if size > 1:
+            rows = next(rows for rows in range(size // 2, 0, -1) if size % rows == 0)
+            times = size * self.gradient_accumulation_steps // rows
+            return replace(self, per_device_train_batch_size=rows, gradient_accumulation_steps=times)
+        if not self.gradient_checkpointing:
+            return replace(self, gradient_checkpointing=True)
+        if not self.activation_offloading and offload:
+            return replace(self, activation_offloading=True)
+        return None
 
     def __str__(self) -> str:
-        return tr("micro-batch {micro_batch} x {accumulation}, gradient checkpointing {checkpointing}", **asdict(self))
+        return ", ".join(f"{name}={shown(value)}" for name, value in asdict(self).items())
 
 
 class UpdateWatch(TrainerCallback):
@@ -77,8 +84,9 @@ def train(trainer: Any, lesson: LessonLike, resume_from: Path | None, note: Call
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # the reported peak is that of the settings that fit
         if step > step_of(resume_from) and not watch.updating:
-            trainer._save_checkpoint(trainer.model, trial=None)
             resume_from = Path(trainer.args.output_dir) / f"checkpoint-{step}"
+            shutil.rmtree(resume_from, ignore_errors=True)  # its files may be on their way to the run folder
+            trainer._save_checkpoint(trainer.model, trial=None)
             if step >= trainer.state.max_steps:  # only its checkpoint was missing
                 trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
                 return
@@ -101,9 +109,7 @@ def train(trainer: Any, lesson: LessonLike, resume_from: Path | None, note: Call
 
 def settings_of(trainer: Any) -> StepSettings:
     """The settings a trainer was built with."""
-    args = trainer.args
-    kind = "off" if not args.gradient_checkpointing else "offload" if args.activation_offloading else "on"
-    return StepSettings(args.per_device_train_batch_size, args.gradient_accumulation_steps, kind)
+    return StepSettings(**{field.name: getattr(trainer.args, field.name) for field in fields(StepSettings)})
 
 
 def apply(trainer: Any, new: StepSettings) -> None:
@@ -113,14 +119,14 @@ def apply(trainer: Any, new: StepSettings) -> None:
     if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
         scaler._per_optimizer_states.clear()  # it would refuse to unscale a second time
     args = trainer.args
-    args.per_device_train_batch_size, args.gradient_accumulation_steps = new.micro_batch, new.accumulation
+    recomputes_now = new.gradient_checkpointing and not args.gradient_checkpointing
+    for name, value in asdict(new).items():
+        setattr(args, name, value)
     trainer._train_batch_size = trainer.state.train_batch_size = args.train_batch_size
-    if new.checkpointing != "off" and not args.gradient_checkpointing:
-        args.gradient_checkpointing = True  # `train` enables it in the model
+    if recomputes_now:  # `train` enables it in the model
         args.gradient_checkpointing_kwargs = {"use_reentrant": False} | (args.gradient_checkpointing_kwargs or {})
         trainer.model.config.use_cache = False
         trainer.model.enable_input_require_grads()  # a frozen base passes on no gradients otherwise
-    args.activation_offloading |= new.checkpointing == "offload"
     if args.activation_offloading:  # always a new one: that of a broken step still holds its tensors
         context = activation_offloading.get_act_offloading_ctx_manager(trainer.model)
         trainer.maybe_activation_offload_context = context

@@ -1,12 +1,8 @@
-"""Pre-training from scratch (lesson 07): text, tokenizer, rows of tokens, a small Qwen2, lesson 03's trainer around it.
-
-Documents are laid end to end, with a separator after each, and cut into rows of one length: no token is lost or padded.
-"""
+"""Pre-training from scratch (lesson 07): text, rows of tokens, a small Qwen2, lesson 03's trainer around it."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import math
 import random
@@ -19,19 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import AutoTokenizer, GenerationConfig, Qwen2Config
 from transformers.utils.logging import disable_progress_bar
 
 from nbutils import corpus, files, models, platforms
 from nbutils.chat import find_stop_ids
-from nbutils.config import Train
+from nbutils.config import SFT
 from nbutils.data import read
 from nbutils.data.rows import RowError, shown
 from nbutils.errors import CourseError
 from nbutils.language import tr
 from nbutils.plan import gpus
 from nbutils.plan import pretraining as plan
+from nbutils.plan.forecast import rows_per_step
 from nbutils.training import resume as resuming
 from nbutils.training.run import CourseCallback, TrainingResult
 
@@ -41,7 +38,8 @@ PIECE = 1 << 16  # characters of a text file that make a document, with the rest
 NO_CHARACTER = re.compile("[\udc80-\udcff]")  # a byte that is neither UTF-8 nor GBK
 SAMPLE = 50_000_000  # bytes a tokenizer is trained on: more hardly change it
 BUNDLED_SAMPLE, BUNDLED_STEPS = 20_000, 300  # texts of the course: those of its tokenizer, and the steps they get
-SEPARATE = 256  # documents tokenized together
+SMALLEST_VOCABULARY = 512  # the 256 bytes, the special tokens, and as many merges
+WRITTEN = 1000  # rows written together
 MOST_HELD_OUT = 64  # rows
 CPU_TOKENS = 8192  # of a micro-batch without a GPU
 SAVES, MOST_BETWEEN = 10, 500  # checkpoints of a training, and the steps between two of them in a long one
@@ -56,6 +54,7 @@ class Texts:
 
     def __init__(self, source: str, count: int, seed: int) -> None:
         self.source, self.count, self.seed = source, count, seed
+        self.read = 0  # documents of the last loop
         self.left_out: Counter[str] = Counter()  # rows without text, by what was seen instead
         try:
             self.files = read.find_files(source, (*TEXT_FILES, *read.FORMATS)) if source else []
@@ -65,14 +64,20 @@ class Texts:
             raise CourseError("pretraining.no_text_file", **problem.values) from None
 
     def __iter__(self) -> Iterator[str]:
+        self.read = 0
         self.left_out.clear()
         found = self._documents() if self.source else corpus.pretraining_texts(self.count, self.seed + 1)
-        first = next(found, None)
-        if first is None:
+        for text in found:
+            self.read += 1
+            yield text
+        if not self.read:
             seen = "; ".join(self.left_out) or tr("the files are empty")
             raise CourseError("pretraining.no_text", source=self.source or f"TEXTS = {self.count}", seen=seen)
-        yield first
-        yield from found
+
+    def documents(self) -> Iterator[dict[str, str]]:
+        """The same as rows of `datasets`."""
+        for text in self:
+            yield {COLUMN: text}
 
     def sample(self) -> Iterator[str]:
         """Documents from everywhere in the text, as many as a tokenizer needs."""
@@ -81,6 +86,11 @@ class Texts:
         share = SAMPLE / max(1, sum(file.stat().st_size for file in self.files))
         rng = random.Random(self.seed)
         return (text for text in self if rng.random() < share)
+
+    @property
+    def whole_words(self) -> str:
+        """A pattern of the words that no token joins with others: the course's lists; nothing in another text."""
+        return "(?!)" if self.source else "|".join(corpus.listed_words())
 
     @property
     def about(self) -> dict[str, Any]:
@@ -124,18 +134,22 @@ def _pieces(file: Path) -> Iterator[str]:
         yield "".join(piece)
 
 
-def make_tokenizer(texts: Texts, vocab_size: int, named: str = "", length: int = 0) -> Any:
-    """A tokenizer trained on the text; or that of a model: its course name, hub id or folder."""
-    if not named:
-        tokenizer = corpus.build_tokenizer(texts.sample(), vocab_size, listed=not texts.source)
-        tokenizer.model_max_length = max(tokenizer.model_max_length, length)
-        return tokenizer
-    chosen = models.meant(named, platforms.folders(platforms.detect()).inputs).value
+def require_sizes(width: int, depth: int, vocab_size: int) -> None:
+    """Refuse a model that cannot be built, before any text is read."""
+    if width % (2 * HEAD) or not width or not depth:
+        raise CourseError("pretraining.bad_size", width=width, depth=depth, multiple=2 * HEAD)
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise CourseError("pretraining.vocabulary_too_small", size=vocab_size, smallest=SMALLEST_VOCABULARY)
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model: its course name, hub id or folder."""
+    chosen = models.meant(name, platforms.folders(platforms.detect()).inputs).value
     try:
         return AutoTokenizer.from_pretrained(chosen, trust_remote_code=False)
     except (OSError, ValueError) as problem:
         said = str(problem).partition("\n")[0]
-        raise CourseError("pretraining.no_tokenizer", name=named, problem=said) from problem
+        raise CourseError("pretraining.no_tokenizer", name=name, problem=said) from problem
 
 
 def separator_of(tokenizer: Any) -> int:
@@ -167,14 +181,14 @@ class TokenRows:
         return text
 
 
-def tokenize(texts: Texts, tokenizer: Any, length: int, folder: Path) -> TokenRows:
-    """Write the text as rows of `length` tokens into the working folder, unless it is there, and hold some out."""
+def write_rows(stream: IterableDataset, texts: Texts, tokenizer: Any, length: int, folder: Path) -> TokenRows:
+    """Write rows of `length` tokens into the working folder, unless they are there, and hold some out."""
     code = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
     about = {"texts": texts.about, "tokenizer": code, "length": length}
     folder = files.make_folder(folder, "tokens") / "tokens"
     if files.stamp(folder) != about:
         with files.complete_folder(folder, about) as place:
-            files.write_json(place / "card.json", _write_rows(texts, tokenizer, length, place / "tokens.arrow"))
+            files.write_json(place / "card.json", _write_card(stream, texts, length, place / "tokens.arrow"))
     card = files.read_json(folder / "card.json")
     rows = Dataset.from_file(str(folder / "tokens.arrow"))
     count = min(MOST_HELD_OUT, len(rows) // 10 + 1)
@@ -189,39 +203,31 @@ def tokenize(texts: Texts, tokenizer: Any, length: int, folder: Path) -> TokenRo
     return TokenRows(train.with_format("numpy"), held, length, prompts, not texts.source, card)
 
 
-def _write_rows(texts: Texts, tokenizer: Any, length: int, file: Path) -> dict[str, Any]:
-    """Write the rows as `datasets` reads them, and count."""
+def _write_card(stream: IterableDataset, texts: Texts, length: int, file: Path) -> dict[str, Any]:
+    """Write the rows as `datasets` reads them from disk; what they hold."""
     import numpy
     import pyarrow
 
-    separator = separator_of(tokenizer)
     schema = pyarrow.schema({"input_ids": pyarrow.list_(pyarrow.int32()), "labels": pyarrow.list_(pyarrow.int64())})
-    digest, documents, rows, rest = hashlib.sha256(f"{length} ".encode()), 0, 0, list[int]()
-    stream = iter(texts)
+    digest = hashlib.sha256(f"{length} ".encode())
+    rows = 0
     with pyarrow.ipc.new_stream(str(file), schema) as writer:
-        while chunk := list(itertools.islice(stream, SEPARATE)):
-            for ids in tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]:
-                rest += [*ids, separator]
-            documents += len(chunk)
-            whole = len(rest) // length
-            tokens, rest = numpy.array(rest[: whole * length], numpy.int32), rest[whole * length :]
-            digest.update(tokens.tobytes())
-            offsets = range(0, len(tokens) + 1, length)
-            columns = (pyarrow.array(tokens, kind.value_type) for kind in schema.types)
-            lists = [pyarrow.ListArray.from_arrays(offsets, column) for column in columns]
-            writer.write_batch(pyarrow.record_batch(lists, schema=schema))
-            rows += whole
+        for batch in stream.iter(WRITTEN):
+            writer.write_batch(pyarrow.record_batch(batch, schema=schema))
+            digest.update(numpy.array(batch["input_ids"], numpy.int32).tobytes())
+            rows += len(batch["input_ids"])
     [(seen, _)] = texts.left_out.most_common(1) or [("", 0)]
     return {
-        "documents": documents, "tokens": rows * length, "left_out": texts.left_out.total(), "seen": seen,
+        "documents": texts.read,
+        "tokens": rows * length,
+        "left_out": texts.left_out.total(),
+        "seen": seen,
         "fingerprint": digest.hexdigest()[:16],
-    }  # fmt: skip
+    }
 
 
 def make_config(width: int, depth: int, tokenizer: Any, length: int) -> Any:
     """Qwen2.5's architecture in another size: heads of 64, two query heads for each of keys and values."""
-    if width % (2 * HEAD) or not width or not depth:
-        raise CourseError("pretraining.bad_size", width=width, depth=depth, multiple=2 * HEAD)
     return Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=width * 5 // 2, num_hidden_layers=depth,
         num_attention_heads=width // HEAD, num_key_value_heads=width // HEAD // 2, tie_word_embeddings=True,
@@ -248,28 +254,34 @@ def with_recipe(lesson: Any, config: Any, rows: TokenRows, steps: int, batch: in
         here = gpus.of_machine(lesson.gpu)
         every = [here, *(one for one in every if one.name != here.name)]
     forecasts = [plan.pretraining(shape, gpu, rows.length, batch, steps) for gpu in every]
-    micro, way = forecasts[0].micro_batch, forecasts[0].checkpointing
+    size, recomputes = forecasts[0].per_device_train_batch_size, forecasts[0].gradient_checkpointing
     if not lesson.gpu:
         most = max(CPU_TOKENS // rows.length, 1)
-        micro, way = max(size for size in range(1, min(batch, most) + 1) if batch % size == 0), "off"
-    train = Train(
-        max_length=rows.length, batch=batch, micro_batch=micro, epochs=0.0, max_steps=steps,
-        learning_rate=float(f"{0.5 / config.hidden_size:.1e}"), scheduler="cosine", warmup_ratio=min(0.1, 100 / steps),
-        weight_decay=0.1, max_grad_norm=1.0, optimizer="adamw_torch_fused", packing=False, gradient_checkpointing=way,
+        size = max(size for size in range(1, min(batch, most) + 1) if batch % size == 0)
+        recomputes = False
+    sft = SFT(
+        max_length=rows.length, per_device_train_batch_size=size, gradient_accumulation_steps=batch // size,
+        num_train_epochs=0.0, max_steps=steps, learning_rate=float(f"{0.5 / config.hidden_size:.1e}"),
+        lr_scheduler_type="cosine", warmup_steps=min(0.1, 100 / steps), weight_decay=0.1, max_grad_norm=1.0,
+        optim="adamw_torch_fused", packing=False, gradient_checkpointing=recomputes, activation_offloading=False,
+        use_liger_kernel=False, save_total_limit=2, logging_steps=max(1, min(10, steps // 100)),
         save_steps=lesson.parameters.get("SAVE_STEPS") or max(1, min(MOST_BETWEEN, math.ceil(steps / SAVES))),
-        keep_checkpoints=2, logging_steps=max(1, min(10, steps // 100)), validation_rows=len(rows.eval), keep_best=True,
-        early_stopping=3,
+        load_best_model_at_end=True,
     )  # fmt: skip
-    named = [name.partition(".")[2] for name in lesson.resolved.set_values if name.startswith("train.")]
-    train = train.model_copy(update={name: getattr(lesson.profile.train, name) for name in named})
+    named = [name.removeprefix("sft.") for name in lesson.resolved.set_values if name.startswith("sft.")]
+    sft = sft.model_copy(update={name: lesson.profile.sft[name] for name in named})
+    if "per_device_train_batch_size" in named and "gradient_accumulation_steps" not in named:
+        sft = sft.model_copy(update={"gradient_accumulation_steps": batch // int(sft.per_device_train_batch_size)})
+    in_step = rows_per_step(sft)
     print(tr(
         "{steps} steps of {batch} rows ({tokens} tokens), {epochs} epochs; learning rate {rate}, {precision}",
-        steps=f"{train.max_steps:,}", batch=train.batch, tokens=f"{int(train.batch) * rows.length:,}",
-        epochs=f"{train.max_steps / per_epoch:.2g}", rate=f"{train.learning_rate:g}",
-        precision=lesson.profile.machine.precision,
+        steps=f"{sft.max_steps:,}", batch=in_step, tokens=f"{in_step * rows.length:,}",
+        epochs=f"{sft.max_steps / per_epoch:.2g}", rate=f"{sft.learning_rate:g}",
+        precision=lesson.profile.from_pretrained.dtype,
     ))  # fmt: skip
     print(plan.describe(shape, forecasts))
-    profile = lesson.profile.model_copy(update={"train": train})
+    course = lesson.profile.course.model_copy(update={"validation_rows": len(rows.eval), "early_stopping_patience": 3})
+    profile = lesson.profile.model_copy(update={"sft": sft, "course": course})
     return replace(lesson, resolved=replace(lesson.resolved, profile=profile))
 
 
@@ -285,9 +297,14 @@ class PretrainingCallback(CourseCallback):
         disable_progress_bar()  # of every saved checkpoint
         logging.getLogger("transformers.trainer").setLevel(logging.ERROR)  # tied weights are stored once, as meant
         rows: Any = self.dataset  # TokenRows
-        train = self.lesson.profile.train.model_dump(mode="json", exclude=resuming.MAY_CHANGE)
-        model = shape_of(trainer.model.config).model_dump()
-        self.fingerprint = {"model": model, "data": rows.card["fingerprint"], "train": train, "seed": trainer.args.seed}
+        sft = self.lesson.profile.sft
+        self.fingerprint = {
+            "model": shape_of(trainer.model.config).model_dump(),
+            "data": rows.card["fingerprint"],
+            "sft": sft.model_dump(mode="json", exclude=resuming.MAY_CHANGE),
+            "rows_per_step": rows_per_step(sft),
+            "seed": trainer.args.seed,
+        }
         parameters, tokens = trainer.model.num_parameters(), len(rows.train) * rows.length
         return tr(
             "{parameters} parameters to train on {tokens} tokens",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import shutil
 import time
 from functools import partial
@@ -18,18 +19,23 @@ from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, GIB
 from nbutils.language import tr
+from nbutils.plan.forecast import rows_per_step
 from nbutils.record import LessonLike
+from nbutils.tracking import best_of, validation_history
 
 MODEL_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt",
 )  # fmt: skip
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # blocks hashed of a weights file: a moment even for 15 GB
-# Of `train:` in a profile, what may change when a run is resumed. The batch may not.
+# Of `sft:` in a profile, what may change when a run is resumed. The rows of a step may not.
 MAY_CHANGE = {
-    "epochs", "max_steps", "save_steps", "keep_checkpoints", "logging_steps", "micro_batch", "gradient_checkpointing",
-    "validation_rows", "keep_best", "early_stopping",
+    "num_train_epochs", "max_steps", "save_steps", "save_total_limit", "logging_steps", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "gradient_checkpointing", "activation_offloading", "load_best_model_at_end",
+    "use_liger_kernel", "optim", "report_to",
 }  # fmt: skip
 ANEW = "Started over, or at a chosen step: only what is here counts.\n"
+ADAPTER = "adapter_model.safetensors"
+FORMER_BEST = "best_adapter.safetensors"  # in a checkpoint of the version before whose own weights are not the best
 OOM_FILE = "memory.json"  # in the run folder: what `oom` changed
 _LOCKS: dict[Path, FileLock] = {}
 
@@ -73,23 +79,68 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
         if aside.exists():
             print(tr("Later checkpoints are in {folder}.", folder=aside))
         print(tr('Set RESUME back to "auto" for the next start.'))
-    return checkpoints.unpack(best, scratch / "trainer")
+    folder = checkpoints.unpack(best, scratch / "trainer")
+    bring_best(folder, lesson, fingerprint)
+    return folder
+
+
+def bring_best(newest: Path, lesson: LessonLike, fingerprint: dict[str, Any]) -> None:
+    """Unpack the checkpoint of the best step beside the newest one, and let the trainer's state know where it is."""
+    state = files.read_object(newest / checkpoints.STATE)
+    if not state:  # the trainer will say so
+        return
+    if (newest / FORMER_BEST).exists() or "best_global_step" not in state:
+        _adopt_former_best(newest, state)
+    step = state["best_global_step"]
+    folder = newest.parent / f"checkpoint-{step}"
+    if step is not None and not folder.exists():
+        stores = checkpoints.stores(lesson.folders, lesson.run.name)
+        best = checkpoints.verified_at(stores, fingerprint, step)
+        if best is None:
+            print(
+                tr("the checkpoint of step {step}, the best so far, is gone: the best from here on counts", step=step)
+            )
+            state["best_global_step"] = state["best_metric"] = step = None
+        else:
+            if best.archive.parent != lesson.run.checkpoints:
+                best = checkpoints.copy(best, lesson.run.checkpoints)
+            checkpoints.unpack(best, newest.parent)
+    state["best_model_checkpoint"] = str(folder) if step is not None else None
+    (newest / checkpoints.STATE).write_text(json.dumps(state, indent=2), encoding="utf-8")
+
+
+def _adopt_former_best(newest: Path, state: dict[str, Any]) -> None:
+    """A checkpoint of the version before has the best weights within it: they become a folder of their own."""
+    from safetensors.torch import load_file, save_file
+
+    best = best_of(validation_history(state["log_history"]))
+    state["best_global_step"], state["best_metric"] = best or (None, None)
+    if best is None or best[0] == state["global_step"]:
+        return
+    if not (newest / FORMER_BEST).exists():
+        state["best_global_step"] = state["best_metric"] = None
+        return
+    weights = load_file(newest / FORMER_BEST)
+    name = ADAPTER if any(".lora_A." in key for key in weights) else "model.safetensors"
+    folder = newest.parent / f"checkpoint-{best[0]}"
+    folder.mkdir()
+    save_file({key.replace(".default.", "."): weight for key, weight in weights.items()}, folder / name)
 
 
 def spent_until(checkpoint: Path | None) -> dict[str, Any]:
     """What was logged last before a checkpoint, with the time and cost until then; empty without one."""
-    log = files.read_json(checkpoint / "trainer_state.json")["log_history"] if checkpoint else []
+    log = files.read_json(checkpoint / checkpoints.STATE)["log_history"] if checkpoint else []
     return dict(log[-1]) if log else {}
 
 
-def start_sync(lesson: LessonLike, fingerprint: dict[str, Any], keep_last: int, validation_rows: int = 0) -> Any:
+def start_sync(lesson: LessonLike, fingerprint: dict[str, Any], keep_last: int) -> Any:
     """Start copying this run's checkpoints and logs to the run folder; a process beside the main one copies nothing."""
     if not distributed.is_main():
         return SimpleNamespace(seconds=0.0, messages=list, finish=lambda patience=0.0: None)
     logs = (lesson.scratch / lesson.run.logs.name, lesson.run.logs)
     outbox, check = lesson.scratch / "outbox", partial(mount_check, platforms.mount_point_of(lesson.run.path))
-    keep = lesson.run.checkpoints
-    return checkpoints.CheckpointSync(outbox, keep, fingerprint, keep_last, check, logs, validation_rows)
+    rows = int(lesson.profile.course.validation_rows)
+    return checkpoints.CheckpointSync(outbox, lesson.run.checkpoints, fingerprint, keep_last, check, logs, rows)
 
 
 def mount_check(mount: Path | None) -> None:
@@ -110,9 +161,11 @@ def run_fingerprint(lesson: LessonLike, seed: int) -> dict[str, Any]:
     return {
         "model": model_fingerprint(lesson),
         "data": files.read_json(lesson.run.data / "data_card.json")["fingerprint"],
-        "method": [profile.method, profile.quantization.model_dump(mode="json")],
+        "method": profile.method,
+        "quantization": profile.quantization.model_dump(mode="json") if profile.method == "qlora" else {},
         "lora": profile.lora.model_dump(mode="json"),
-        "train": profile.train.model_dump(mode="json", exclude=MAY_CHANGE),
+        "sft": profile.sft.model_dump(mode="json", exclude=MAY_CHANGE),
+        "rows_per_step": rows_per_step(profile.sft, distributed.world_size()),
         "seed": seed,
     }
 

@@ -1,4 +1,4 @@
-"""Around the trainer of lesson 03: its settings, validation, the one callback, the training itself and its result."""
+"""Around the trainer of lesson 03: its settings, the one callback, the training itself and its result."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import logging
 import math
 import shutil
 import signal
+import warnings
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from safetensors.torch import load_file, save_file
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from nbutils import chat, checkpoints, display, distributed, files, hardware, platforms, record, tracking
@@ -28,27 +28,25 @@ from nbutils.language import joined, tr
 from nbutils.processes import first_signals
 from nbutils.record import LessonLike
 from nbutils.tracking import Clock, Curve, LiveNumbers, best_of, loss_history, validation_history
-from nbutils.training import model, oom, sharding
+from nbutils.training import model, oom, sharding, validation
 from nbutils.training import resume as resuming
 
 PEER_PATIENCE = 15.0  # seconds for a checkpoint under way to reach the run folder, when another process has ended
 RESERVE_SECONDS = 300.0  # for what follows the training: adapter, plots, record
-BEST = "best_adapter.safetensors"  # in a checkpoint folder whose own weights are not the best
 
 
 def bookkeeping(lesson: LessonLike, seed: int) -> dict[str, Any]:
     """The SFTConfig settings that are about this machine and this run, not about learning."""
-    train = lesson.profile.train
+    # TRL will drop Liger one day; `model.patch_lora_kernels` adds its kernels without TRL
+    warnings.filterwarnings("ignore", message=".*use_liger_kernel", category=FutureWarning)
     return {
         "output_dir": str(lesson.scratch / "trainer"), "run_name": lesson.run.name, "seed": seed, "data_seed": seed,
         "use_cpu": lesson.gpu is None, "dataloader_pin_memory": lesson.gpu is not None,
         "ddp_find_unused_parameters": False,  # every adapter weight is used in every step
-        "save_strategy": "steps", "save_steps": train.save_steps, "logging_steps": train.logging_steps,
-        "save_total_limit": 1,  # in scratch; the run folder keeps more
+        "metric_for_best_model": "eval_loss",
         "disable_tqdm": True,  # the callback shows progress
-        "eval_packing": False,  # the callback validates rows as they are
+        "eval_packing": False,  # rows are validated as they are
         "logging_nan_inf_filter": False,  # it would hide a loss that is not a number
-        "report_to": tracking.begin(lesson.scratch / lesson.run.logs.name, lesson.run.name),
     }  # fmt: skip
 
 
@@ -94,155 +92,15 @@ class TimeBudget:
         control.should_log = control.should_save = control.should_training_stop = True
 
 
-class Validation(TrainerCallback):
-    """The loss on held-out rows at the start, at regular steps and at the end; keeps the weights of the best step."""
-
-    def __init__(self, rows: Any, every: int, keep_best: bool = True, patience: int = 0) -> None:
-        self.rows, self.every, self.keep_best, self.patience = rows, every, keep_best, patience
-        self.trainer: Any = None  # set before the training begins
-        self.best: dict[str, torch.Tensor] = {}  # trained weights of the best step, on the CPU
-        self.best_step = -1
-        self.note: Callable[[str], object] = print
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if not len(self.rows):
-            return
-        validations = [entry for entry in state.log_history if "eval_loss" in entry]
-        last = validations[-1] if validations else {}
-        if last.get("eval_rows", len(self.rows)) != len(self.rows):
-            self._begin_anew(state, control, last["eval_rows"])
-            return
-        self.every = last.get("eval_steps", self.every)  # as its rows: whatever SAVE_STEPS is, it takes as much time
-        self.load(state, Path(args.output_dir) / f"checkpoint-{state.global_step}")
-        if state.global_step not in dict(validation_history(state.log_history)):  # a stop saves first
-            self._validate(state, control)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if len(self.rows) and self.is_due(state):
-            self._validate(state, control)
-
-    def is_due(self, state: Any) -> bool:
-        """Whether this step would be validated also in a run that nobody stops."""
-        return bool(state.global_step % self.every == 0 or state.global_step >= state.max_steps)
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.best and state.is_world_process_zero and self.best_step != state.global_step:
-            save_file(self.best, Path(args.output_dir) / f"checkpoint-{state.global_step}" / BEST)
-
-    def restore_best(self) -> tuple[int, float] | None:
-        """Give the model the weights of the best step; that step and its loss, None if nothing was validated."""
-        state = self.trainer.state
-        if not len(self.rows) or not self.keep_best:
-            return None
-        if state.global_step not in dict(validation_history(state.log_history)):
-            self._validate(state, self.trainer.control)
-        found = best_of(validation_history(state.log_history))
-        if found and self.best and self.best_step == found[0] != state.global_step:
-            sharding.load_weights(self.trainer.model, self.best)
-        return found if found and found[0] in (self.best_step, state.global_step) else None
-
-    def load(self, state: Any, checkpoint: Path) -> None:
-        """The best weights of a resumed run: its own, or those stored in its checkpoint."""
-        found = best_of(validation_history(state.log_history))
-        if not found or found[0] == self.best_step:
-            return
-        if found[0] == state.global_step:
-            self.best = sharding.full_weights(self.trainer.model)
-        elif (checkpoint / BEST).exists():
-            self.best = load_file(checkpoint / BEST)
-        self.best_step = found[0] if self.best else -1
-
-    def stopped_early(self, log_history: Iterable[dict[str, Any]]) -> bool:
-        """Whether the last `patience` validations brought no new best; those of stops do not count."""
-        validation = validation_history(entry for entry in log_history if entry.get("eval_is_due", True))
-        best = best_of(validation)
-        return bool(self.patience and best and sum(step > best[0] for step, _ in validation) >= self.patience)
-
-    def steps_left(self, checkpoint: Path) -> int:
-        """How many steps of the training remain after a checkpoint."""
-        args = self.trainer.args
-        done = files.read_json(checkpoint / "trainer_state.json")
-        if self.stopped_early(done["log_history"]):
-            return 0
-        batches = math.ceil(len(self.trainer.train_dataset) / (args.train_batch_size * args.world_size))
-        per_epoch = max(math.ceil(batches / args.gradient_accumulation_steps), 1)
-        planned = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-        return max(planned - done["global_step"], 0)
-
-    def load_finished(self, checkpoint: Path, chosen: bool = False) -> None:
-        """Load weights and history of a complete training; of a `chosen` step, its own weights instead of the best."""
-        model.load_checkpoint(self.trainer.model, checkpoint)
-        state = self.trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        state.max_steps = state.global_step  # MAX_STEPS may be less than what was planned then
-        if not chosen:
-            self.load(state, checkpoint)
-        print(tr("trained before · nothing is left to train: this run has {steps} steps", steps=state.global_step))
-        if self.stopped_early(state.log_history):
-            print(tr('SET = "train.early_stopping=0" continues it, RESUME = "never" starts over.'))
-        else:
-            print(tr('A larger MAX_STEPS continues it, RESUME = "never" starts over.'))
-
-    def _begin_anew(self, state: Any, control: Any, former: int) -> None:
-        """The first validation on other rows than before: neither the losses nor the best step compare."""
-        words = {"step": state.global_step, "rows": len(self.rows), "former": former}
-        text = tr(
-            "[WARN] validated on {rows} rows from step {step} on: earlier losses, of {former}, do not compare", **words
-        )
-        self.note(text)
-        self._validate(state, control)
-
-    def _validate(self, state: Any, control: Any) -> None:
-        loss, should_log = validation_loss_on(self.trainer, self.rows), control.should_log
-        self.trainer.model.eval()  # so that the trainer logs it as a validation
-        self.trainer.log({"eval_loss": round(loss, 5)})
-        about = {"eval_rows": len(self.rows), "eval_steps": self.every, "eval_is_due": self.is_due(state)}
-        state.log_history[-1] |= about  # for the session that goes on; the trackers need none of it
-        self.trainer.model.train()
-        control.should_log = should_log  # logging resets it, and the training loss is still to come
-        best = best_of(validation_history(state.log_history))
-        if not math.isfinite(loss):
-            seen = {"loss": loss, "step": state.global_step}
-            self.note(tr("[WARN] the validation loss is {loss} at step {step}: training ends here", **seen))
-            control.should_training_stop, control.should_save = True, False
-        elif best and best[0] == state.global_step:
-            self.best_step, self.best = state.global_step, sharding.full_weights(self.trainer.model)
-        elif best and self.stopped_early(state.log_history) and state.global_step < state.max_steps:
-            lowest = {"step": best[0], "loss": best[1]}
-            self.note(tr("early stopping · the validation loss was lowest at step {step} ({loss:.4f})", **lowest))
-            control.should_training_stop = control.should_save = True
-
-
-def validation_loss_on(trainer: Any, rows: Any) -> float:
-    """The mean loss over all trained tokens of the rows; several processes share them."""
-    args, lengths = trainer.args, [len(ids) for ids in rows["input_ids"]]
-    row_tokens = args.max_length if args.packing else sum(lengths) / len(lengths)
-    size = max(int(args.per_device_train_batch_size * row_tokens / max(lengths)), 1)  # rows of about a micro-batch
-    batches = [range(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
-    tokens = torch.tensor(int(sum((row != -100).sum() for row in rows.with_format("numpy")["labels"])))
-    total = torch.zeros((), device=args.device)
-    was_training = trainer.model.training
-    wrapped = trainer.model_wrapped if distributed.engine() == "zero3" else trainer.model
-    trainer.model.eval()
-    with torch.no_grad(), trainer.compute_loss_context_manager():
-        for first in range(0, len(batches), args.world_size):
-            number = first + args.process_index  # past the end: repeated uncounted, because all processes gather
-            batch = [rows[row] for row in batches[number % len(batches)]]
-            inputs = trainer._prepare_inputs(trainer.data_collator(batch))
-            loss = trainer.compute_loss(wrapped, inputs, num_items_in_batch=tokens)
-            total += loss if number < len(batches) else 0.0
-    trainer.model.train(was_training)
-    return float(trainer.accelerator.reduce(total, "sum")) / args.world_size
-
-
 class CourseCallback(TrainerCallback):
-    """Validates, keeps checkpoints in the run folder, ends the run in time, shows progress; `train` resumes with it."""
+    """Keeps checkpoints in the run folder, ends the run in time, shows progress; `train` resumes with it."""
 
     def __init__(self, lesson: LessonLike, dataset: chat.ChatDataset, max_hours: float = 0.0) -> None:
-        train = lesson.profile.train
         self.lesson, self.dataset = lesson, dataset
-        self.validation = Validation((), int(train.save_steps), train.keep_best, train.early_stopping)
+        self.patience = lesson.profile.course.early_stopping_patience
         self.time, self.live = TimeBudget(lesson, max_hours), LiveNumbers(lesson)
-        self.time.note = self.validation.note = self.live.note
+        self.time.note = self.live.note
+        self.trainer: Any = None  # set by `take_over`
         self.sync: Any = None  # started by `train`
         self.fingerprint: dict[str, Any] = {}
         self.started = monotonic()
@@ -255,24 +113,25 @@ class CourseCallback(TrainerCallback):
         self.require_room(trainer)
         chat.check_trainer(trainer, self.dataset.report)
         sharding.use_engine(trainer)
-        patched = model.patch_lora_kernels(trainer, fused=self.lesson.profile.machine.liger == "on")
+        patched = model.patch_lora_kernels(trainer)
         self.take_over(trainer)
         self.fingerprint = resuming.run_fingerprint(self.lesson, trainer.args.seed)
-        distributed.require_same(self.fingerprint | {"train": self.lesson.profile.train.model_dump(mode="json")})
+        distributed.require_same(self.fingerprint | {"sft": dict(self.lesson.profile.sft)})
         return tr("{tokens:,} tokens to learn from; {patched}", tokens=self.dataset.report.trained, patched=patched)
 
     def require_room(self, trainer: Any) -> None:
         """Refuse a training whose checkpoints do not fit on the disks."""
-        keep, keep_last = self.lesson.run.checkpoints, self.lesson.profile.train.keep_checkpoints
+        keep, limit = self.lesson.run.checkpoints, trainer.args.save_total_limit
         trainable = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
         gib = self.checkpoint_gib = (trainable * 12 + 64 * 2**20) / files.GIB  # weights, two optimizer states, the rest
-        require_disk(Path(trainer.args.output_dir), 3 * gib, tr("writing checkpoints"))
-        missing = keep_last + 1 - len(checkpoints.look(keep)[0])
+        require_disk(Path(trainer.args.output_dir), (limit + 2) * gib, tr("writing checkpoints"))
+        missing = limit + 2 - len(checkpoints.look(keep)[0])  # the best one is kept beside the newest
         require_disk(keep, max(missing, 1) * gib, tr("keeping checkpoints"))
 
     def take_over(self, trainer: Any) -> None:
-        """Use the trainer's held-out rows, silence its output, note the checksums of its weights."""
-        self.validation.trainer, self.validation.rows = trainer, trainer.eval_dataset or ()
+        """Let the trainer validate as the course does, silence its output, note the checksums of its weights."""
+        self.trainer = trainer
+        validation.use_token_mean(trainer)
         trainer.remove_callback(PrinterCallback)
         logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)  # warns of what on_train_begin mends
         self.kinds, self.checksums = model.weight_kinds(trainer.model), model.weight_checksums(trainer.model)
@@ -280,13 +139,13 @@ class CourseCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         state.compute_steps(args, state.max_steps)  # else SAVE_STEPS of the checkpoint would count, not that of today
         if distributed.engine() in distributed.SHARDED:  # now it is known which shard is here
-            self.checksums = model.weight_checksums(self.validation.trainer.model)
-        self.validation.on_train_begin(args, state, control)
+            self.checksums = model.weight_checksums(self.trainer.model)
+        if warning := validation.go_on(self.trainer):
+            self.live.note(warning)
         self.time.last = self.time.now()
         self.live.on_train_begin(args, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self.validation.on_step_end(args, state, control)
         # saving steps are logged too, so that a resumed run logs the same
         control.should_log |= control.should_save or state.global_step >= state.max_steps
         for line in self.sync.messages():
@@ -299,19 +158,39 @@ class CourseCallback(TrainerCallback):
         state.log_history[-1] |= self.spent(monotonic() - self.started)  # a checkpoint keeps it for the next session
         self.live.on_log(args, state, control, logs)
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        if not math.isfinite(metrics["eval_loss"]):
+            seen = {"loss": metrics["eval_loss"], "step": state.global_step}
+            self.live.note(tr("[WARN] the validation loss is {loss} at step {step}: training ends here", **seen))
+            control.should_training_stop, control.should_save = True, False
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        PartialState().wait_for_everyone()
+        if state.is_world_process_zero:
+            self.sync.take(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
     def spent(self, seconds: float) -> dict[str, Any]:
         """Time and cost of the training, if this session took so many seconds; earlier sessions are counted in."""
-        total = {"train_seconds": round(self.earlier.get("train_seconds", 0.0) + seconds, 1)}
-        cost = self.live.cost(seconds)
+        total: dict[str, Any] = {"train_seconds": round(self.earlier.get("train_seconds", 0.0) + seconds, 1)}
+        cost = dict(self.live.cost(seconds) or {})
         for sign, amount in self.earlier.get("cost", {}).items():
             cost[sign] = round(cost.get(sign, 0.0) + amount, 2)
         return total | ({"cost": cost} if cost else {})
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.validation.on_save(args, state, control)
-        PartialState().wait_for_everyone()
-        if state.is_world_process_zero:
-            self.sync.take(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+    def stopped_early(self) -> bool:
+        """Whether the training was ended by early stopping."""
+        return validation.stopped_early(vars(self.trainer.state), self.patience)
+
+    def load_finished(self, checkpoint: Path) -> None:
+        """Load weights and history of a complete training."""
+        model.load_checkpoint(self.trainer.model, checkpoint)
+        state = self.trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        state.max_steps = state.global_step  # MAX_STEPS may be less than what was planned then
+        print(tr("trained before · nothing is left to train: this run has {steps} steps", steps=state.global_step))
+        if self.stopped_early():
+            print(tr('SET = "course.early_stopping_patience=0" continues it, RESUME = "never" starts over.'))
+        else:
+            print(tr('A larger MAX_STEPS continues it, RESUME = "never" starts over.'))
 
 
 @dataclass(frozen=True)
@@ -344,14 +223,14 @@ class TrainingResult:
     def facts(self) -> dict[str, Any]:
         """What goes into facts.json; None where this session trained nothing."""
         state, args, lesson, callback = self.trainer.state, self.trainer.args, self.callback.lesson, self.callback
-        losses, validation = self.history["train"], self.history["validation"]
-        last = validation[-1][1] if validation and math.isfinite(validation[-1][1]) else None
-        best, early = best_of(validation), callback.validation.stopped_early(state.log_history)
+        losses, validated = self.history["train"], self.history["validation"]
+        last = validated[-1][1] if validated and math.isfinite(validated[-1][1]) else None
+        best, early = best_of(validated), callback.stopped_early()
         found: dict[str, Any] = {
             "steps": state.global_step, "planned_steps": state.global_step if early else state.max_steps,
             "resumed_from_step": self.first_step, "kept_step": self.kept_step,
             "final_loss": round(losses[-1][1], 5) if losses else None, "best_step": best and best[0],
-            "validation_loss": {"first": validation[0][1], "best": best[1], "last": last} if best else None,
+            "validation_loss": {"first": validated[0][1], "best": best[1], "last": last} if best else None,
             "weights": callback.kinds, "adapter_moved": self.changed[0], "base_moved": self.changed[1],
             "data_fingerprint": callback.fingerprint["data"], "oom_rungs": oom.oom_changes(lesson),
             "settings": flat(lesson.profile.model_dump()),
@@ -399,7 +278,7 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
 
     Called again, it only repeats what follows the training, as when the disk of the run folder was away.
     """
-    lesson, validation = callback.lesson, callback.validation
+    lesson, sft = callback.lesson, callback.lesson.profile.sft
     if callback.trained is None:
         if trainer.state.global_step:
             raise CourseError("training.trained_already")
@@ -408,20 +287,22 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         checkpoint = distributed.send_folder(lesson.scratch / "trainer", found.name) if found else None
         if checkpoint is None:
             print(tr("starting at step 0"))
-        kept = lesson.profile.train.keep_checkpoints, int(lesson.profile.train.validation_rows)
-        callback.sync = resuming.start_sync(lesson, callback.fingerprint, *kept)
+        callback.sync = resuming.start_sync(lesson, callback.fingerprint, sft.save_total_limit)
         distributed.before_end(partial(callback.sync.finish, patience=PEER_PATIENCE))
         callback.earlier = resuming.spent_until(checkpoint)
         callback.started = monotonic()
         with callback.live.reported(trainer):
-            if checkpoint is None or validation.steps_left(checkpoint):
+            if checkpoint is None or validation.steps_left(trainer, checkpoint, callback.patience):
                 _train(trainer, callback, checkpoint)
             else:
-                validation.load_finished(checkpoint, chosen=resume.isdecimal())
+                callback.load_finished(checkpoint)
         callback.trained = monotonic() - callback.started, checkpoints.step_of(checkpoint)
     with callback.live.reported(trainer):
         interrupted = callback.time.ended_by == signal.SIGINT
-        peak, best = hardware.peak_memory_gib(), None if interrupted else validation.restore_best()
+        chosen = resume.isdecimal() and int(resume) == trainer.state.global_step  # its own weights are asked for
+        peak, best = hardware.peak_memory_gib(), None
+        if not interrupted and not chosen:
+            best = validation.load_best(trainer)
         before, after = callback.checksums, model.weight_checksums(trainer.model)
         moved = {name for name in before if before[name] != after[name]}
         moved = set().union(*distributed.gather(moved))
@@ -431,7 +312,7 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         kept = callback.sync.finish()
     resuming.unlock_run(lesson)
     state = trainer.state
-    done = state.global_step >= state.max_steps or validation.stopped_early(state.log_history)
+    done = state.global_step >= state.max_steps or callback.stopped_early()
     callback.live.write(callback.live.progress(state, "finished" if done else "stopped"), kept=True)
     if kept:
         print(tr("safe: checkpoint {step} in {folder}", step=kept.step, folder=kept.archive.parent))

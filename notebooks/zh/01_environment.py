@@ -45,7 +45,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `PROFILE = "auto"` 按你的 GPU 选配置（profile），也可以填 `configs/` 里的任何一个名字。`SET` 用来改单个值，例如 `"train.learning_rate=1e-4, lora.rank=64"`。`RUN_NAME` 相同的后续课程会沿用这些值。
+# `PROFILE = "auto"` 按你的 GPU 选配置（profile），也可以填 `configs/` 里的任何一个名字。`SET` 用来改单个值，例如 `"sft.learning_rate=1e-4, lora.r=64"`。`RUN_NAME` 相同的后续课程会沿用这些值。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -114,13 +114,13 @@ print("参考答案", reference["content"])
 # %% [markdown]
 # ## 配置
 #
-# 配置（profile）是 `configs/` 里的一个文件，大约有 40 个值。下面是最要紧的几个，已经按这台机器选好。学习率和 LoRA 的秩（rank）可以按需调整；精度由 GPU 决定。`train.batch` 是批大小，也就是优化器走一步用多少条样本；GPU 每次只算其中的 `train.micro_batch` 条。和样本有关的值留到第 03 课再选。
+# 配置（profile）是 `configs/` 里的一个文件，大约有 40 个值。下面是最要紧的几个，已经按这台机器选好。每个名称都是某个库的参数：`lora` 是 peft 的 `LoraConfig`，`sft` 是 TRL 的 `SFTConfig`，`from_pretrained` 是 transformers 的；`course` 是没有哪个库有的。学习率和 LoRA 的秩（rank）可以按需调整；精度由 GPU 决定，一次算 `per_device_train_batch_size` 条样本。取决于样本的值在第 03 课选定。
 
 # %%
 from nbutils import display
 
-names = ["profile", "model", "method", "machine.precision", "lora.rank", "train.max_length", "train.batch",
-         "train.micro_batch", "train.learning_rate"]
+names = ["profile", "model", "method", "from_pretrained.dtype", "lora.r", "sft.max_length",
+         "sft.per_device_train_batch_size", "sft.learning_rate"]
 choices = {name: lesson.resolved.choices[name] for name in names}
 values = [{"名称": name, "取值": choice.value, "理由": choice.reason} for name, choice in choices.items()]
 display.show_table(values, text=display.aligned(values))

@@ -72,7 +72,7 @@ lesson = nbutils.start("02_data_prep", globals())
 from itertools import islice
 from nbutils import data, files
 
-source = DATA or lesson.profile.data.source or files.SAMPLES / "train.jsonl"
+source = DATA or lesson.profile.course.data or files.SAMPLES / "train.jsonl"
 for raw in islice(data.read_rows(source), 3):
     data.show(raw, COLUMNS)
 
@@ -133,8 +133,8 @@ data.show(next(data.read_rows(mine)))
 
 # %%
 card = data.prepare(
-    DATA, lesson.run.data, default=lesson.profile.data.source, eval_source=EVAL_DATA, columns=COLUMNS,
-    rows=lesson.profile.data.rows,
+    DATA, lesson.run.data, default=lesson.profile.course.data, eval_source=EVAL_DATA, columns=COLUMNS,
+    rows=lesson.profile.course.rows,
 )
 print(card)
 data.show_rejected(card, lesson.run.data)
@@ -185,14 +185,14 @@ chat.show_row(tokenizer, row)
 # %% [markdown]
 # ## 长度
 #
-# 比 `max_length` 长的样本一截断就会丢掉结尾，结束符也跟着丢。所以这里不截断，而是整条剔除，列在 `too_long.jsonl` 里。如果剔除得多，就调大 `train.max_length`（要多占显存），或者把样本改短。最后一行是一条命令：预测这次训练在各种 GPU 上要多少显存、时间和费用。
+# 比 `max_length` 长的样本一截断就会丢掉结尾，结束符也跟着丢。所以这里不截断，而是整条剔除，列在 `too_long.jsonl` 里。如果剔除得多，就调大 `sft.max_length`（要多占显存），或者把样本改短。最后一行是一条命令：预测这次训练在各种 GPU 上要多少显存、时间和费用。
 
 # %%
 from statistics import mean
 from nbutils import plan
 
 stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
-examples = chat.filter_by_length(tokenizer, train_rows, lesson.profile.train.max_length, stop_ids=stop_ids)
+examples = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids=stop_ids)
 examples.write(lesson.run.data)
 figure, axes = plt.subplots(figsize=(7, 2.5), layout="constrained")
 axes.hist(examples.lengths, bins=30)

