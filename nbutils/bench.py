@@ -416,11 +416,8 @@ def bench_model(
     hardware.share_processors()
     benchmark.gpu = gpu = hardware.gpu()
     benchmark.about |= {"model": folder.name, "dtype": _dtype(gpu), "machine": gpu.name if gpu else "cpu"}
-    expected = tr(
-        "Each engine is started first, which can take minutes. Measured in "
-        "all: about 2 minutes with the tiny model on 2 idle cores."
-    )
-    print(expected, flush=True)
+    print(tr("Each engine is started first, which can take minutes. Measured in all: about 2 minutes with the tiny"
+             " model on 2 idle cores."), flush=True)  # fmt: skip
     own = "transformers-serve" if hardware.engine(gpu).value == "transformers" else "vllm"
     benchmark.run(Path(profiles.model_folder(folder)), [*rivals, own], variants)
 
