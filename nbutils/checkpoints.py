@@ -136,7 +136,11 @@ def read_manifest(path: Path) -> StoredCheckpoint:
     if not isinstance(content, dict) or "archive" in content:
         raise ValueError("it is no manifest")
     one = StoredCheckpoint.model_validate(content | {"archive": path.with_suffix(".tar")})
-    one = one.model_copy(update={"fingerprint": former_names.fingerprint(one.fingerprint)})
+    try:
+        fingerprint = former_names.fingerprint(one.fingerprint)
+    except (AttributeError, KeyError, TypeError) as problem:  # of no version of the course
+        raise ValueError("its fingerprint is none of this course") from problem
+    one = one.model_copy(update={"fingerprint": fingerprint})
     if path.stem != f"checkpoint-{one.step}" or not NAME.fullmatch(path.stem):
         raise ValueError(f"it belongs to step {one.step}")
     return one
@@ -454,6 +458,9 @@ class CheckpointSync:
             if self.problem:
                 self._messages.append(tr("copying works again"))
             self.kept, self.problem = kept, None
+            best_folder = self.outbox / f"checkpoint-{best}"
+            if best != kept.step and best_folder.is_dir():  # it waited beside the newest, and nothing else keeps it
+                self._pack(best_folder)
             for older in self.outbox.glob("checkpoint-*"):
                 if step_of(older) <= kept.step:
                     shutil.rmtree(older)

@@ -58,6 +58,7 @@ SET_ELSEWHERE = {  # keyword arguments that the lessons give, and what decides t
     "quantization.bnb_4bit_quant_storage": "from_pretrained.dtype", "quantization.load_in_8bit": "method",
     "vllm.dtype": "from_pretrained.dtype", "vllm.port": "PORT",
 }  # fmt: skip
+BASE_KEEPING_INITS = ("gaussian", "eva", "orthogonal", "mica")  # PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA change the base
 # settings of an adapter that is more than W + scale * B @ A: lesson 04 could not merge it
 UNMERGEABLE = (
     "arrow_config", "use_bdlora", "alora_invocation_tokens", "velora_config", "monteclora_config", "kasa_config",
@@ -222,6 +223,8 @@ def _problem_with(name: str, value: Any) -> str:
         return tr("the course sets it, by {other}", other=SET_ELSEWHERE[name])
     if block == "lora" and argument in UNMERGEABLE and value:
         return tr("lesson 04 could not merge such an adapter")
+    if name == "lora.init_lora_weights" and str(value).lower() not in ("true", "false", *BASE_KEEPING_INITS):
+        return tr("lesson 04 could not merge such an adapter")
     if name == "sft.report_to" and known:
         return _unknown_tracker(value)
     return ""
@@ -347,7 +350,7 @@ def with_overrides(document: Document, overrides: Overrides) -> Document:
     for name, (value, _) in overrides.items():
         if name in instead:
             wrong.append(f"{name}: {instead[name]}")
-        elif name in settings or name.partition(".")[0] in CLASSES:
+        elif name in settings or (name.count(".") == 1 and name.partition(".")[0] in CLASSES):
             settings[name] = value
         else:
             wrong.append(f"{name}: {tr('unknown key')}{_did_you_mean(name, keys())}")
@@ -376,7 +379,7 @@ def read_table(name: str, model: type[Entry]) -> dict[str, Entry]:
 def settings_in(text: str) -> dict[str, Any]:
     """`sft.learning_rate=1e-4, lora.r=64` as {dotted name: value}, values read as a profile's; not yet checked."""
     found: dict[str, Any] = {}
-    for part in filter(str.strip, re.split(r",(?![^\[]*\])", text)):
+    for part in filter(str.strip, re.split(r",(?![^\[]*\])(?![^{]*\})", text)):
         name, _, value = (piece.strip() for piece in part.partition("="))
         if part.count("=") != 1:
             raise CourseError("config.malformed_set", part=part.strip())
@@ -432,11 +435,24 @@ def _valid(trees: Mapping[str, Any], model: type[Entry], where: str, wrong: Sequ
                     lines += map(str, item["ctx"]["error"].args)
                 else:
                     found.setdefault(f"{key}.{name}".lstrip("."), []).append(said)
+            if model is Profile and isinstance(tree, dict):
+                lines += _strange_keys(tree)
         lines += [f"{name}: {tr(' or ').join(texts)}" for name, texts in found.items()]
     if lines:
+        lines = list(dict.fromkeys(lines))
         listed = "".join(f"\n    - {line}" for line in lines)
         raise CourseError("config.problems", where=where, count=len(lines), problems=listed)
     return made
+
+
+def _strange_keys(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Arguments that their class does not have, in a profile whose other mistakes kept it from being looked at."""
+    for block in CLASSES:
+        fields, inside = Profile.model_fields[block].annotation, tree.get(block)
+        for name, value in inside.items() if isinstance(inside, dict) else ():
+            problem = "" if name in getattr(fields, "model_fields", {}) else _problem_with(f"{block}.{name}", value)
+            if problem:
+                yield f"{block}.{name}: {problem}"
 
 
 def _did_you_mean(name: str, known: Sequence[str], block: str = "") -> str:

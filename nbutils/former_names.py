@@ -60,8 +60,9 @@ SPLIT: dict[str, dict[Any, dict[str, Any]]] = {  # one value was what are severa
         "offload": {"sft.gradient_checkpointing": True, "sft.activation_offloading": True},
     },
 }
-BATCH = "train.batch"
+BATCH, MICRO_BATCH = "train.batch", "train.micro_batch"
 DROPPED = ("train.shorten",)
+_SAID: set[tuple[str, ...]] = set()
 NAMES = (*RENAMED, *RECODED, *SPLIT, BATCH, *DROPPED)
 
 
@@ -72,6 +73,8 @@ def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
         found |= _today(name, value)
     if BATCH in settings:
         found |= _step(settings)
+    elif MICRO_BATCH in settings:  # it cut a step of whatever size
+        found["sft.gradient_accumulation_steps"] = "auto"
     return found
 
 
@@ -91,11 +94,14 @@ def _today(name: str, value: Any) -> dict[str, Any]:
 
 def _step(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The rows of an optimizer step, which was `train.batch`: packed rows where rows are packed, else conversations."""
-    size, packing = settings.get("train.micro_batch", "auto"), settings.get("train.packing", "auto")
+    size, packing = settings.get(MICRO_BATCH, "auto"), settings.get("train.packing", "auto")
     batch = settings[BATCH]
-    conversations, accumulation = "auto", "auto"
-    if batch != "auto" and size != "auto":
+    conversations: Any = "auto"
+    accumulation: Any = "auto"
+    if isinstance(batch, int) and isinstance(size, int) and size > 0 and batch % size == 0:
         accumulation = batch // size
+    elif batch != "auto" and size != "auto":  # they never went together: the schema says so under the new names
+        conversations, accumulation = batch, size
     elif batch != "auto" and packing is True:  # in packed rows, which cannot be counted in conversations
         size, accumulation = 1, batch
     elif batch != "auto":
@@ -129,8 +135,9 @@ def _block(block: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 def say(settings: Mapping[str, Any], where: str) -> None:
     """Say once, on stderr, what the former names among these settings are called now."""
     former = [name for name in settings if name in NAMES]
-    if not former:
+    if not former or (where, *former) in _SAID:
         return
+    _SAID.add((where, *former))
     first = former[0]
     news = joined(translated({first: settings[first]})) or tr("gone")
     line = tr("{where}: {old} is now {new}", where=where, old=first, new=news)

@@ -141,8 +141,9 @@ def keep_begun(resolved: Resolved, fingerprint: Mapping[str, Any], validation_ro
     Its losses are comparable only on the same validation rows.
     """
     kept: dict[str, Any] = {"validation_rows": validation_rows} if validation_rows else {}
-    if fingerprint["rows_per_step"] % distributed.world_size() == 0:
-        kept |= {"rows_per_step": fingerprint["rows_per_step"], "packing": fingerprint["sft"]["packing"]}
+    step = fingerprint.get("rows_per_step", 0)
+    if step and step % distributed.world_size() == 0:
+        kept |= {"rows_per_step": step, "packing": fingerprint["sft"]["packing"]}
     return replace(resolved, kept=kept)
 
 

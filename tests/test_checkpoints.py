@@ -150,6 +150,24 @@ def make_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         checkpoints.end_earlier(one.outbox)
 
 
+def test_the_best_reaches_the_run_folder_also_where_the_newest_overtakes_it(make_sync: Any, tmp_path: Path) -> None:
+    away = [True]
+
+    def check() -> None:
+        if away[0]:
+            raise OSError(errno.ENOTCONN, "away")
+
+    running = make_sync(keep_last=1, check=check)
+    for step in (40, 60):
+        folder = save(tmp_path / "trainer", step)
+        (folder / checkpoints.STATE).write_text(json.dumps({"best_global_step": 40, "global_step": step}))
+        running.take(folder)
+    away[0] = False
+    running.finish(patience=10)
+    kept, _ = checkpoints.look(tmp_path / "run/checkpoints")
+    assert [one.step for one in kept] == [60, 40] and all(checkpoints.defect(one) is None for one in kept)
+
+
 def test_checkpoints_and_logs_reach_the_run_folder(make_sync: Any, tmp_path: Path, capsys: Any) -> None:
     logs = (tmp_path / "scratch logs", tmp_path / "run/logs")
     (logs[0] / "deep").mkdir(parents=True)

@@ -168,8 +168,14 @@ def test_begin_and_finish_write_the_facts(home: Path) -> None:
 def test_an_earlier_lesson_runs_with_the_same_profile_and_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened({"RUN_NAME": "demo", "SET": "lora.target_modules=[q_proj, v_proj], lora.r=8"})
     started = lesson.begin("04_merge", {"RUN_NAME": "demo"})
-    passed: list[dict[str, Any]] = []
-    monkeypatch.setattr(distributed, "launch", lambda script, values, *_: passed.append(values))
+    passed: list[dict[str, str]] = []
+
+    def launch(command: list[str], *_: Any) -> None:
+        first = next(number for number, word in enumerate(command) if word.startswith("--"))
+        names, values = command[first::2], command[first + 1 :: 2]
+        passed.append({name.removeprefix("--"): value for name, value in zip(names, values, strict=True)})
+
+    monkeypatch.setattr(distributed, "launch", launch)
     started.require("03_qlora")
     assert passed[0]["PROFILE"] == "tiny" and passed[0]["RUN_NAME"] == "demo"
     assert reading.settings_in(passed[0]["SET"]) == {"lora.target_modules": ["q_proj", "v_proj"], "lora.r": 8}

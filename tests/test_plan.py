@@ -262,6 +262,11 @@ def test_every_option_is_heard_and_wins_over_set_and_a_profile_can_be_named() ->
     assert asked(*words)["hours"] == asked(*words, "--rows", "20000")["hours"] > 0
 
 
+def test_activations_may_be_offloaded_under_every_engine() -> None:
+    words = ("--model", "Qwen2.5-7B", "--gpu", "4090", "--gpus", "2", "--set", "sft.activation_offloading=true")
+    assert asked(*words, "--engine", "fsdp_qlora")["recipe"]["activation_offloading"] is True
+
+
 def test_what_is_not_known_is_none_and_what_is_free_costs_nothing() -> None:
     words = ("--model", "Qwen2.5-7B", "--gpu", "B300", "--vram", "260", "--rows", "10", "--mean-length", "10")
     answer = asked(*words)
@@ -430,7 +435,7 @@ def test_one_reckons_with_the_own_machine_where_it_is_known_and_else_with_a_rent
 @pytest.mark.parametrize(
     ("words", "status"),
     [("--gpu 4090 --micro-batch 3", 1), ("--tflops 100", 1), ("--model no/such --gpu T4", 1),
-     ("--vram 11 --capability new", 1), ("--gpu T4x3 --profile lora_20k", 1), ("--gpu T4 --vram inf", 2)],
+     ("--vram 11 --capability new", 1), ("--gpu T4x3 --profile paper_r64", 1), ("--gpu T4 --vram inf", 2)],
 )  # fmt: skip
 def test_mistakes_end_with_a_plain_message(words: str, status: int) -> None:
     ran = CliRunner().invoke(app, ["plan", *words.split()])

@@ -109,7 +109,7 @@ def test_all_mistakes_are_told_at_once_by_name(altered: Altered) -> None:
         "course.rowz: unknown key, did you mean course.rows?",
     )  # fmt: skip
     file = altered(wrong, {"  rows:": "  rowz:", "  max_grad_norm:": "  grad_norm:"}, extra="lora_rank: 3\n")
-    with refused("config.problems", *lines, count=11, where=file):
+    with refused("config.problems", *lines, count=12, where=file):
         profiles.load(file)
 
 
@@ -128,12 +128,21 @@ def test_the_arguments_of_the_libraries_may_be_added_and_others_get_the_nearest(
         "lora.lora_alphas=1": "did you mean lora.lora_alpha?", "sft.bf16=true": "from_pretrained.dtype",
         "lora.rank_pattern={a: 8}": "could not merge", "quantization.bnb_4bit_quant_typ=nf4": "bnb_4bit_quant_type?",
         "vllm.max_model_length=9": "did you mean vllm.max_model_len?", "vllm.dtype=half": "from_pretrained.dtype",
+        "lora.init_lora_weights=pissa": "could not merge", "lora.r.x=3": "unknown key",
         "vllm.enforce_eagre=true": "did you mean vllm.enforce_eager?", "vllm.port=6006": "PORT",
         "sft.report_to=[tensorboard, mlfow]": "mlfow is none of",
     }  # fmt: skip
     for text, told in wrong.items():
         with refused("config.problems", told, count=1):
             resolve("tiny", text=text)
+
+
+def test_a_misspelt_key_is_named_beside_the_one_that_is_missing(altered: Altered) -> None:
+    lines = ("sft.learning_rate: missing", "sft.learning_rat: ", "did you mean sft.learning_rate?")
+    with refused("config.problems", *lines, count=2):
+        profiles.load(altered(words={"  learning_rate:": "  learning_rat:"}))
+    text = 'vllm.speculative_config={"method": "ngram", "num_speculative_tokens": 4}, lora.r=8'
+    assert list(config.settings_in(text)) == ["vllm.speculative_config", "lora.r"]
 
 
 def test_every_argument_in_a_profile_is_one_of_its_class() -> None:
@@ -203,6 +212,13 @@ def test_former_names_in_set_are_understood(capsys: Any) -> None:
     assert set(former_names.RENAMED.values()) <= set(config.keys()), "every new name is one of today's"
     with refused("config.problems", "sft.gradient_checkpointing: ", count=1):
         resolve("tiny", text="train.gradient_checkpointing=sometimes")
+    for text in ("train.batch=6, train.micro_batch=4", "train.batch=2, train.micro_batch=0", "train.batch=two"):
+        with refused("config.problems"):
+            resolve("tiny", text=text)
+    began = {"rows_per_step": 2, "sft": {"packing": True}}  # of tiny, with a SET of the version before
+    for text in ("train.micro_batch=1", "train.batch=2"):
+        kept = profiles.fit(profiles.keep_begun(resolve("tiny", text=text), began), profiles.Rows.of([40] * 800))
+        assert forecast.rows_per_step(kept.profile.sft) == 2, "it goes on"
 
 
 @pytest.mark.parametrize(
@@ -504,8 +520,17 @@ def test_a_begun_run_keeps_its_step_where_the_processes_can_share_it_and_its_val
         assert (forecast.rows_per_step(kept.sft, processes), kept.sft.packing) == (expected, packing)
         assert kept.course.validation_rows == 7
     monkeypatch.setenv("WORLD_SIZE", "1")
-    named = profiles.keep_begun(resolve("lora_20k", gpu=H200, text="course.conversations_per_step=16"), began, 0)
-    assert profiles.fit(named, rows).profile.course.conversations_per_step == pytest.approx(16, abs=2)
+    began = {"rows_per_step": 16, "sft": {"packing": True}}
+    named = profiles.fit(profiles.keep_begun(resolve("lora_20k", gpu=H200), began), rows).profile
+    assert forecast.rows_per_step(named.sft) == 16, "also where its profile names another step today"
+    assert profiles.keep_begun(resolve("tiny"), {"strange": 1}).kept == {}
+
+
+@pytest.mark.parametrize("mean", [100, 345, 600, 700])
+def test_a_step_has_the_conversations_that_are_asked_for_also_where_rows_are_packed(mean: int) -> None:
+    rows = profiles.Rows.of([mean] * 20_000)
+    found = profiles.fit(resolve("lora_20k", gpu=H200, text="course.conversations_per_step=64"), rows)
+    assert found.profile.sft.packing and found.profile.course.conversations_per_step == pytest.approx(64, rel=0.1)
 
 
 def fitted(lengths: list[int], gpu: GPU | None = RTX, text: str = "", model: str = "") -> profiles.Resolved:
@@ -528,8 +553,9 @@ def test_everyday_data_gets_enough_steps_and_no_step_is_too_large(lengths: list[
     learned = ("packing", "num_train_epochs", "learning_rate", "save_steps")
     few = profiles.fit(resolve("ampere_24gb", "", RTX), profiles.Rows.of(lengths, held_out=3)).profile
     assert few.course.validation_rows == 3, "no more than are held out"
-    none = profiles.fit(resolve("ampere_24gb", "", RTX), profiles.Rows.of(lengths, held_out=0)).profile
-    assert (none.sft.load_best_model_at_end, none.course.early_stopping_patience) == (False, 0), "nothing to go by"
+    for text in ("", "course.validation_rows=8"):
+        none = profiles.fit(resolve("ampere_24gb", "", RTX, text), profiles.Rows.of(lengths, held_out=0)).profile
+        assert (none.sft.load_best_model_at_end, none.course.early_stopping_patience) == (False, 0), "nothing to go by"
     other = fitted(lengths, H200).profile
     assert [sft[key] for key in learned] == [other.sft[key] for key in learned], "whatever the GPU"
     assert course == other.course

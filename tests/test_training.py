@@ -989,7 +989,7 @@ def test_the_best_step_survives_the_machine_and_a_run_of_the_version_before_keep
     shutil.rmtree(demo.scratch / "trainer/checkpoint-2", ignore_errors=True)
     weights = {name: torch.ones_like(weight) for name, weight in full_weights(trainer.model).items()}
     save_file(weights, old / resume.FORMER_BEST)
-    resume.bring_best(old, demo, callback.fingerprint)
+    resume.bring_best(old, demo, callback.fingerprint, [])
     state = json.loads((old / "trainer_state.json").read_text())
     assert (state["best_global_step"], state["best_metric"]) == (2, 1.0)
     lora.load_checkpoint(trainer.model, Path(state["best_model_checkpoint"]))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils import disk, files, platforms, record
-from nbutils.config import UNMERGEABLE
+from nbutils.config import BASE_KEEPING_INITS, UNMERGEABLE
 from nbutils.errors import CourseError
 from nbutils.language import joined, tr
 from nbutils.merging import folder as model_folder
@@ -44,7 +44,6 @@ HEAD = "lm_head.weight"
 PARTS = re.compile(  # `base_layer`: PEFT also saves the untouched output layer beside a LoRA on it
     r"(.+?)\.(?:(lora_[AB])\.weight|(lora_magnitude_vector)(?:\.weight)?|(?:base_layer\.)?(weight|bias))"
 )
-BASE_KEEPING_INITS = ("gaussian", "eva", "orthogonal", "mica")  # PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA change the base
 # weight so far, weight of the base, first row, last row -> weight with the update
 Apply = Callable[["torch.Tensor", "torch.Tensor", int, int], "torch.Tensor"]
 

@@ -179,8 +179,10 @@ def choose(
     made = schedule(apply(profile, found).sft, rows, processes) if rows else None
     found |= _saves(profile, made)
     found |= _validation(apply(profile, found), rows, made, kept or {})
-    if apply(profile, found).course.validation_rows == 0:
+    nothing_held_out = rows is not None and rows.held_out == 0
+    if nothing_held_out or apply(profile, found).course.validation_rows == 0:
         nothing = tr("no rows are validated")
+        found["course.validation_rows"] = Choice(0, nothing)
         found["sft.load_best_model_at_end"] = Choice(False, nothing)
         found["course.early_stopping_patience"] = Choice(0, nothing)
     return found
@@ -293,17 +295,20 @@ def _step(profile: Profile, rows: Rows | None, processes: int, kept: Mapping[str
     packing = found["sft.packing"].value if found else sft.packing
     if "auto" not in (sft.per_device_train_batch_size, sft.gradient_accumulation_steps):
         step = rows_per_step(sft)  # as on one GPU: several share it
-    elif asked != "auto":
-        step = math.ceil(max(1, round(filled)) / processes) * processes if packing else asked
-    elif "rows_per_step" in kept:
+    elif "rows_per_step" in kept:  # whatever is asked for today: a begun run could not go on with another step
         step = kept["rows_per_step"]
+    elif asked != "auto" and packing and rows:
+        packed = round(asked * rows.packed(sft.max_length) / rows.examples)
+        step = math.ceil(max(1, packed) / processes) * processes
+    elif asked != "auto" and not packing:
+        step = asked
     else:  # powers of two, so that one GPU's run can go on with 2 or 4; other numbers of processes round it up
         step = 2 ** round(math.log2(max(1, filled))) if packing else 2 ** int(math.log2(conversations or FEWEST))
         step = math.ceil(step / processes) * processes
     if rows:
         steps, each = _per_epoch(step, bool(packing), sft.max_length, rows)
         text = tr("recipe: {each:.0f} conversations per step, {steps} steps per epoch", each=each, steps=steps)
-        if "rows_per_step" in kept and asked == "auto":
+        if "rows_per_step" in kept:
             text = tr("this run began with it")
         found["course.conversations_per_step"] = Choice(max(1, round(each)), text)
     return found | _micro_batches(sft, step, processes)
@@ -599,7 +604,8 @@ def candidates(recipe: Recipe, step: int, gpu: GPUSpec, sft: SFT | None = None) 
     distributed.require_shares(step, gpu.count)
     rows = step // gpu.count
     sizes: Sequence[int] = [size for size in range(1, rows + 1) if rows % size == 0]
-    ways: Sequence[tuple[bool, bool]] = WAYS if recipe.engine == "ddp" else WAYS[:2]
+    offload = recipe.engine == "ddp" or (sft is not None and sft.activation_offloading is True)
+    ways: Sequence[tuple[bool, bool]] = WAYS if offload else WAYS[:2]
     if sft and sft.per_device_train_batch_size != "auto":
         sizes = (distributed.micro_batch_for(step, sft.per_device_train_batch_size, gpu.count),)
     if sft and sft.gradient_checkpointing != "auto":
@@ -609,9 +615,9 @@ def candidates(recipe: Recipe, step: int, gpu: GPUSpec, sft: SFT | None = None) 
     return [
         replace(
             recipe, per_device_train_batch_size=size, gradient_accumulation_steps=rows // size,
-            gradient_checkpointing=recompute, activation_offloading=offload,
+            gradient_checkpointing=recompute, activation_offloading=to_ram,
         )
-        for size, (recompute, offload) in product(sizes, ways)
+        for size, (recompute, to_ram) in product(sizes, ways)
     ]  # fmt: skip
 
 

@@ -247,6 +247,8 @@ def shape_of(config: Any) -> models.Shape:
 
 def with_recipe(lesson: Any, config: Any, rows: TokenRows, steps: int, batch: int) -> Any:
     """The lesson with the recipe for this model and text, and the micro-batch for this GPU; prints the forecast."""
+    given = {name: value for name, value in lesson.resolved.set_values.items() if value != "auto"}
+    batch = given.get("course.conversations_per_step", batch)
     per_epoch = math.ceil(len(rows.train) / batch)
     steps = steps or (BUNDLED_STEPS if rows.bundled else per_epoch)
     shape, every = shape_of(config), [gpus.find("RTX 3090"), gpus.find("RTX 4090")]
@@ -268,7 +270,7 @@ def with_recipe(lesson: Any, config: Any, rows: TokenRows, steps: int, batch: in
         save_steps=lesson.parameters.get("SAVE_STEPS") or max(1, min(MOST_BETWEEN, math.ceil(steps / SAVES))),
         load_best_model_at_end=True,
     )  # fmt: skip
-    named = [name.removeprefix("sft.") for name in lesson.resolved.set_values if name.startswith("sft.")]
+    named = [name.removeprefix("sft.") for name in given if name.startswith("sft.")]
     sft = sft.model_copy(update={name: lesson.profile.sft[name] for name in named})
     if "per_device_train_batch_size" in named and "gradient_accumulation_steps" not in named:
         sft = sft.model_copy(update={"gradient_accumulation_steps": batch // int(sft.per_device_train_batch_size)})

@@ -80,11 +80,11 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
             print(tr("Later checkpoints are in {folder}.", folder=aside))
         print(tr('Set RESUME back to "auto" for the next start.'))
     folder = checkpoints.unpack(best, scratch / "trainer")
-    bring_best(folder, lesson, fingerprint)
+    bring_best(folder, lesson, fingerprint, stores)
     return folder
 
 
-def bring_best(newest: Path, lesson: LessonLike, fingerprint: dict[str, Any]) -> None:
+def bring_best(newest: Path, lesson: LessonLike, fingerprint: dict[str, Any], stores: list[Path]) -> None:
     """Unpack the checkpoint of the best step beside the newest one, and let the trainer's state know where it is."""
     state = files.read_object(newest / checkpoints.STATE)
     if not state:  # the trainer will say so
@@ -94,7 +94,6 @@ def bring_best(newest: Path, lesson: LessonLike, fingerprint: dict[str, Any]) ->
     step = state["best_global_step"]
     folder = newest.parent / f"checkpoint-{step}"
     if step is not None and not folder.exists():
-        stores = checkpoints.stores(lesson.folders, lesson.run.name)
         best = checkpoints.verified_at(stores, fingerprint, step)
         if best is None:
             print(
