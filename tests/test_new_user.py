@@ -71,7 +71,13 @@ def broken(final: dict[str, str], image: dict[str, str], plan: dict[str, dict[st
     return found
 
 
-LACKING = {"bitsandbytes", "liger-kernel", "rapidfuzz", "trl"}  # on both images; Colab's has no papermill either
+LACKING = {
+    "bitsandbytes",
+    "liger-kernel",
+    "rapidfuzz",
+    "trl",
+    "zhplot",
+}  # on both images; Colab's has no papermill either
 NOT_HERE = {"liger-kernel"} if platform.machine() != "x86_64" else set()  # no wheels for other processors
 
 

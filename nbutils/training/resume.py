@@ -132,14 +132,14 @@ def spent_until(checkpoint: Path | None) -> dict[str, Any]:
     return dict(log[-1]) if log else {}
 
 
-def start_sync(lesson: LessonLike, fingerprint: dict[str, Any], keep_last: int) -> Any:
+def start_sync(lesson: LessonLike, fingerprint: dict[str, Any], keep_last: int, validation_rows: int = 0) -> Any:
     """Start copying this run's checkpoints and logs to the run folder; a process beside the main one copies nothing."""
     if not distributed.is_main():
         return SimpleNamespace(seconds=0.0, messages=list, finish=lambda patience=0.0: None)
     logs = (lesson.scratch / lesson.run.logs.name, lesson.run.logs)
     outbox, check = lesson.scratch / "outbox", partial(mount_check, platforms.mount_point_of(lesson.run.path))
-    rows = int(lesson.profile.course.validation_rows)
-    return checkpoints.CheckpointSync(outbox, lesson.run.checkpoints, fingerprint, keep_last, check, logs, rows)
+    keep = lesson.run.checkpoints
+    return checkpoints.CheckpointSync(outbox, keep, fingerprint, keep_last, check, logs, validation_rows)
 
 
 def mount_check(mount: Path | None) -> None:

@@ -287,7 +287,8 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         checkpoint = distributed.send_folder(lesson.scratch / "trainer", found.name) if found else None
         if checkpoint is None:
             print(tr("starting at step 0"))
-        callback.sync = resuming.start_sync(lesson, callback.fingerprint, sft.save_total_limit)
+        rows = int(lesson.profile.course.validation_rows)
+        callback.sync = resuming.start_sync(lesson, callback.fingerprint, sft.save_total_limit, rows)
         distributed.before_end(partial(callback.sync.finish, patience=PEER_PATIENCE))
         callback.earlier = resuming.spent_until(checkpoint)
         callback.started = monotonic()
