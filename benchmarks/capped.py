@@ -23,17 +23,14 @@ import click
 
 from nbutils import hardware
 from nbutils.plan import gpus
-from nbutils.plan.forecast import CONTEXT_GIB
+from nbutils.plan.forecast import CONTEXT_GIB, STEP_ARGUMENTS
 
 hardware.leave_no_gaps()  # as a lesson does, before torch
 import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSON = ROOT / "notebooks/03_qlora.py"
-SHOWN = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
-    "activation_offloading", "max_length",
-)  # fmt: skip
+SHOWN = (*STEP_ARGUMENTS, "max_length")
 
 
 def pretend(name: str) -> hardware.GPU:

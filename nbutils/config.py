@@ -173,18 +173,11 @@ class Profile(Strict):
     course: Course
 
     @model_validator(mode="after")
-    def check(self) -> Profile:
-        """No argument that its class does not have, and no two values that cannot go together."""
-        found = [*self._strange_arguments(), *self._contradictions()]
-        if found:
-            raise ValueError(*found)
+    def check_pairs(self) -> Profile:
+        """No two values that cannot go together."""
+        if contradictions := list(self._contradictions()):
+            raise ValueError(*contradictions)
         return self
-
-    def _strange_arguments(self) -> Iterator[str]:
-        for block in CLASSES:
-            for name, value in (getattr(self, block).model_extra or {}).items():
-                if problem := _problem_with(f"{block}.{name}", value):
-                    yield f"{block}.{name}: {problem}"
 
     def _contradictions(self) -> Iterator[str]:
         sft, load = self.sft, self.from_pretrained
@@ -435,24 +428,26 @@ def _valid(trees: Mapping[str, Any], model: type[Entry], where: str, wrong: Sequ
                     lines += map(str, item["ctx"]["error"].args)
                 else:
                     found.setdefault(f"{key}.{name}".lstrip("."), []).append(said)
-            if model is Profile and isinstance(tree, dict):
-                lines += _strange_keys(tree)
+        if model is Profile and isinstance(tree, dict):
+            lines += _strange_arguments(tree)
         lines += [f"{name}: {tr(' or ').join(texts)}" for name, texts in found.items()]
     if lines:
-        lines = list(dict.fromkeys(lines))
         listed = "".join(f"\n    - {line}" for line in lines)
         raise CourseError("config.problems", where=where, count=len(lines), problems=listed)
     return made
 
 
-def _strange_keys(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Arguments that their class does not have, in a profile whose other mistakes kept it from being looked at."""
+def _strange_arguments(tree: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the arguments of a profile that not every one has."""
+    in_every_profile = keys()
     for block in CLASSES:
-        fields, inside = Profile.model_fields[block].annotation, tree.get(block)
-        for name, value in inside.items() if isinstance(inside, dict) else ():
-            problem = "" if name in getattr(fields, "model_fields", {}) else _problem_with(f"{block}.{name}", value)
-            if problem:
-                yield f"{block}.{name}: {problem}"
+        arguments = tree.get(block)
+        if not isinstance(arguments, dict):
+            continue
+        for argument, value in arguments.items():
+            name = f"{block}.{argument}"
+            if name not in in_every_profile and (problem := _problem_with(name, value)):
+                yield f"{name}: {problem}"
 
 
 def _did_you_mean(name: str, known: Sequence[str], block: str = "") -> str:

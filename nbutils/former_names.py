@@ -47,19 +47,19 @@ RECODED: dict[str, tuple[str, dict[Any, Any]]] = {  # some values are called oth
     "machine.liger": ("sft.use_liger_kernel", {"on": True, "off": False}),
     "train.max_steps": ("sft.max_steps", {0: -1}),
 }
-SPLIT: dict[str, dict[Any, dict[str, Any]]] = {  # one value was what are several now
-    "quantization.type": {
+SPLIT: dict[str, tuple[str, dict[Any, dict[str, Any]]]] = {  # one value was what are several now
+    "quantization.type": ("quantization.bnb_4bit_quant_type", {
         "none": {"quantization.load_in_4bit": False, "quantization.bnb_4bit_quant_type": "nf4"},
         "nf4": {"quantization.load_in_4bit": True, "quantization.bnb_4bit_quant_type": "nf4"},
         "fp4": {"quantization.load_in_4bit": True, "quantization.bnb_4bit_quant_type": "fp4"},
-    },
-    "train.gradient_checkpointing": {
+    }),
+    "train.gradient_checkpointing": ("sft.gradient_checkpointing", {
         "auto": {"sft.gradient_checkpointing": "auto", "sft.activation_offloading": "auto"},
         "off": {"sft.gradient_checkpointing": False, "sft.activation_offloading": False},
         "on": {"sft.gradient_checkpointing": True, "sft.activation_offloading": False},
         "offload": {"sft.gradient_checkpointing": True, "sft.activation_offloading": True},
-    },
-}
+    }),
+}  # fmt: skip
 BATCH, MICRO_BATCH = "train.batch", "train.micro_batch"
 DROPPED = ("train.shorten",)
 _SAID: set[tuple[str, ...]] = set()
@@ -85,10 +85,10 @@ def _today(name: str, value: Any) -> dict[str, Any]:
     if name in RECODED:
         new, values = RECODED[name]
         return {new: values.get(value, value)} if isinstance(value, str | int) else {new: value}
-    if name in SPLIT and isinstance(value, str) and value in SPLIT[name]:
-        return SPLIT[name][value]
-    if name in SPLIT:  # no value that was ever allowed: the schema says so under the new name
-        return {next(iter(SPLIT[name]["none" if name == "quantization.type" else "auto"])): value}
+    if name in SPLIT:
+        new, meanings = SPLIT[name]
+        unknown = {new: value}  # never allowed: the schema says so under the new name
+        return meanings.get(value, unknown) if isinstance(value, str) else unknown
     return {} if name in (BATCH, *DROPPED) else {name: value}
 
 

@@ -18,6 +18,7 @@ from nbutils.language import joined, tr
 from nbutils.models import Shape, course_model, is_tiny, known_models, model_folder
 from nbutils.plan import gpus
 from nbutils.plan.forecast import (
+    STEP_ARGUMENTS,
     Recipe,
     Rows,
     apply,
@@ -33,9 +34,6 @@ from nbutils.platforms import Platform, folders
 
 __all__ = ["Rows", "course_model", "few_steps", "is_tiny", "known_models", "load", "model_folder", "names", "schedule"]
 
-PLANNED = (  # what the plan chooses, as far as the profile leaves it open
-    "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "activation_offloading",
-)  # fmt: skip
 CPU_ROWS, CPU_TOKENS = 2, 512  # at a time: packed rows, or tokens, as attention grows with their square on a CPU
 
 
@@ -189,7 +187,7 @@ def _by_plan(
     profile: Profile, given: Profile, shape: Shape | None, gpu: GPU | None, rows: Rows | None
 ) -> dict[str, Choice]:
     """The fastest micro-batches and checkpointing that fit, as far as the profile leaves them to the plan."""
-    left = [name for name in PLANNED if given.sft[name] == "auto"]
+    left = [name for name in STEP_ARGUMENTS if given.sft[name] == "auto"]
     if given.sft.per_device_train_batch_size != "auto" and "gradient_accumulation_steps" in left:
         left.remove("gradient_accumulation_steps")  # it follows
     if not left:

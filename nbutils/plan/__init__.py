@@ -20,7 +20,17 @@ from nbutils.language import joined, tr
 from nbutils.models import find_shape
 from nbutils.plan import gpus as gpu_table
 from nbutils.plan.engines import ENGINES, engine_for, engine_table, fits_alone, memory_formula, memory_table
-from nbutils.plan.forecast import CONTEXT_GIB, MARGIN, Forecast, Recipe, apply, candidates, of_profile, peak_gib
+from nbutils.plan.forecast import (
+    CONTEXT_GIB,
+    MARGIN,
+    STEP_ARGUMENTS,
+    Forecast,
+    Recipe,
+    apply,
+    candidates,
+    of_profile,
+    peak_gib,
+)  # fmt: skip
 from nbutils.plan.gpus import GPUSpec
 
 __all__ = [
@@ -33,14 +43,6 @@ DIGITS = {  # as far as a forecast deserves
     "examples_per_step": 1, "epochs": 3, "peak_vram_gib": 2, "limit_gib": 2, "parts": 3, "tokens_per_second": None,
     "hours": 2, "cost": 2, "disk_gib": 1, "after_gib": 1, "ram_gib": 1, "smallest": 2,
 }  # fmt: skip
-LEFT_OPEN = (
-    "sft.per_device_train_batch_size", "sft.gradient_accumulation_steps", "sft.gradient_checkpointing",
-    "sft.activation_offloading",
-)  # fmt: skip
-IN_THE_TABLE = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "length", "gradient_checkpointing",
-    "activation_offloading",
-)  # fmt: skip
 RECOMPUTE = {"off": (False, False), "on": (True, False), "offload": (True, True)}  # as --checkpointing says it
 
 
@@ -194,7 +196,7 @@ def answer(
             "card": one.name, "memory_gib": one.memory_gib, "profile": name,
             "auto": name == gpu_table.profile_for(one.capability, one.memory_gib),
             **{key: made[key] for key in ("model", "fits")}, "peak_vram_gib": round(made["peak_vram_gib"], 1),
-            **{key: made["recipe"][key] for key in IN_THE_TABLE},
+            **{key: made["recipe"][key] for key in (*STEP_ARGUMENTS, "length")},
             "tokens_per_second": round(made["tokens_per_second"] or 0),
             "yuan_per_hour": one.yuan, "dollars_per_hour": one.dollars,
         })  # fmt: skip
@@ -214,7 +216,7 @@ def _rounded(made: Forecast) -> Forecast:
 def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
     """A GPU with all options; micro-batch and checkpointing, where nobody gives them, are the fastest that fit."""
     name, rows, epochs = options.get("profile"), options.get("rows"), options.get("epochs")
-    given = {} if name else dict.fromkeys(LEFT_OPEN, "auto")
+    given = {} if name else {f"sft.{argument}": "auto" for argument in STEP_ARGUMENTS}
     given |= settings_in(options.get("given") or "")
     document = read(name or gpu_table.profile_for(gpu.capability, gpu.memory_gib))
     profile = with_overrides(document, {key: (value, "--set") for key, value in given.items()}).profile

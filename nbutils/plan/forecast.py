@@ -75,9 +75,8 @@ RARE = 4  # standard deviations: of some hundred micro-batches, hardly one is la
 MARGIN = 0.08  # of the GPU's memory stays free: the forecast may be that much off, and memory gets fragmented
 CONTEXT_GIB = 0.5  # CUDA's own, which torch's allocator does not count
 NEARLY = 0.98  # settings this close to the fastest count as equal; the one with the lowest peak is taken
-OF_SFT = (  # what a recipe takes from there
-    "use_liger_kernel", "optim", "per_device_train_batch_size", "gradient_checkpointing", "activation_offloading",
-    "packing",
+STEP_ARGUMENTS = (  # of SFTConfig: they decide memory and speed of a step, and not what it learns
+    "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "activation_offloading",
 )  # fmt: skip
 WAYS = ((False, False), (True, False), (True, True))  # gradient_checkpointing, activation_offloading
 Forecast = dict[str, Any]
@@ -594,8 +593,11 @@ def recipe_of(facts: Mapping[str, Any]) -> Recipe:
     return Recipe(
         method=settings["method"], r=lora["r"], lora_dropout=lora["lora_dropout"], length=sft["max_length"],
         bnb_4bit_use_double_quant=quantization["bnb_4bit_use_double_quant"],
+        per_device_train_batch_size=sft["per_device_train_batch_size"],
         gradient_accumulation_steps=facts["batch"] // cards // sft["per_device_train_batch_size"],
-        engine=facts.get("engine") or "ddp", cards=cards, **load, **{name: sft[name] for name in OF_SFT},
+        gradient_checkpointing=sft["gradient_checkpointing"], activation_offloading=sft["activation_offloading"],
+        use_liger_kernel=sft["use_liger_kernel"], optim=sft["optim"], packing=sft["packing"],
+        engine=facts.get("engine") or "ddp", cards=cards, **load,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, GIB
 from nbutils.language import tr
-from nbutils.plan.forecast import rows_per_step
+from nbutils.plan.forecast import STEP_ARGUMENTS, rows_per_step
 from nbutils.record import LessonLike
 from nbutils.tracking import best_of, validation_history
 
@@ -29,9 +29,8 @@ MODEL_FILES = (
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # blocks hashed of a weights file: a moment even for 15 GB
 # Of `sft:` in a profile, what may change when a run is resumed. The rows of a step may not.
 MAY_CHANGE = {
-    "num_train_epochs", "max_steps", "save_steps", "save_total_limit", "logging_steps", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "gradient_checkpointing", "activation_offloading", "load_best_model_at_end",
-    "use_liger_kernel", "optim", "report_to",
+    *STEP_ARGUMENTS, "num_train_epochs", "max_steps", "save_steps", "save_total_limit", "logging_steps",
+    "load_best_model_at_end", "use_liger_kernel", "optim", "report_to",
 }  # fmt: skip
 ANEW = "Started over, or at a chosen step: only what is here counts.\n"
 ADAPTER = "adapter_model.safetensors"
