@@ -25,7 +25,7 @@ from unittest.mock import ANY
 import pytest
 import torch
 import wandb
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from filelock import FileLock, Timeout
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
@@ -782,6 +782,20 @@ def test_the_loss_is_the_mean_over_all_trained_tokens_whatever_the_batches(tmp_p
     assert validation.token_mean_loss(trainer, held_out) == expected and trainer.model.training is False
     trainer.args.per_device_train_batch_size = 3
     assert validation.token_mean_loss(trainer, held_out) == expected
+
+
+def test_a_validation_takes_as_many_forward_passes_as_micro_batches_of_its_tokens_would(tmp_path: Path) -> None:
+    trainer, passes = build(tmp_path, packing=False, per_device_train_batch_size=4), []
+    compute_loss = trainer.compute_loss
+
+    def counted_loss(model: Any, inputs: Any, **words: Any) -> Any:
+        passes.append(inputs["input_ids"].numel())
+        return compute_loss(model, inputs, **words)
+
+    trainer.compute_loss = counted_loss
+    held_out = concatenate_datasets([rows(sizes=(240,), count=1), rows(sizes=(10,), count=30)])
+    validation.token_mean_loss(trainer, held_out)  # 540 tokens, 4 rows of 17.4 are a micro-batch
+    assert passes == [240, 60, 60, 60, 60, 60]
 
 
 def test_validation_at_start_saves_and_end_changes_nothing(tmp_path: Path, whole: Any) -> None:

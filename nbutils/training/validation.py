@@ -9,7 +9,8 @@ processes load the best weights together, because they may have shards of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ class TokenMean:
 
     def evaluate(self: Any, *_: Any, **__: Any) -> dict[str, float]:
         """The loss on the held-out rows, logged and passed to the callbacks as the trainer does."""
+        began = time.perf_counter()
         metrics = {"eval_loss": round(token_mean_loss(self, self.eval_dataset), 5)}
+        metrics["eval_runtime"] = round(time.perf_counter() - began, 3)
         metrics |= {"eval_rows": len(self.eval_dataset), "eval_steps": self.state.eval_steps}
         self.model.eval()  # so that TRL logs it as a validation
         self.log(dict(metrics))
@@ -51,8 +54,7 @@ def token_mean_loss(trainer: Any, rows: Any) -> float:
     """The mean loss over all trained tokens of the rows; several processes share them."""
     args, lengths = trainer.args, [len(ids) for ids in rows["input_ids"]]
     row_tokens = args.max_length if args.packing else sum(lengths) / len(lengths)
-    size = max(int(args.per_device_train_batch_size * row_tokens / max(lengths)), 1)  # rows of about a micro-batch
-    batches = [range(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
+    batches = _batches(lengths, args.per_device_train_batch_size * row_tokens)
     tokens = torch.tensor(int(sum((row != -100).sum() for row in rows.with_format("numpy")["labels"])))
     total = torch.zeros((), device=args.device)
     was_training = trainer.model.training
@@ -67,6 +69,19 @@ def token_mean_loss(trainer: Any, rows: Any) -> float:
             total += loss if number < len(batches) else 0.0
     trainer.model.train(was_training)
     return float(trainer.accelerator.reduce(total, "sum")) / args.world_size
+
+
+def _batches(lengths: Sequence[int], most_tokens: float) -> list[list[int]]:
+    """Numbers of rows to be laid end to end: in order, with about the tokens of a micro-batch in the training."""
+    batches: list[list[int]] = []
+    tokens = math.inf
+    for row, length in enumerate(lengths):
+        tokens += length
+        if tokens > most_tokens:
+            batches.append([])
+            tokens = length
+        batches[-1].append(row)
+    return batches
 
 
 def load_best(trainer: Any) -> tuple[int, float] | None:
