@@ -29,6 +29,7 @@ UNREAD = ("settings", "fingerprint", "data_fingerprint", "form", "merge")  # fac
 LABELS = {  # of facts whose names say too little
     "adapter_moved": "weight matrices changed in the adapter",
     "base_moved": "weight matrices changed in the base model",
+    "weights": "weight matrices of each precision",
 }
 Facts = dict[str, Any]
 TYPES = {"model": str, "profile": str} | dict.fromkeys(("lessons", "set", "platform", "versions", "reasons"), dict)
@@ -215,4 +216,8 @@ def _line(value: Any) -> str:
         return joined(map(_line, value), ";")
     if isinstance(value, bool) or value is None:
         return "" if value is None else tr("yes") if value else tr("no")
-    return f"{value:.4g}" if isinstance(value, float) else tr(str(value)).replace("|", "\\|").replace("\n", " ")
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return tr(str(value)).replace("|", "\\|").replace("\n", " ")

@@ -40,7 +40,7 @@ def test_the_report_is_for_people(tmp_path: Path) -> None:
         "exact_match": {"base": 0.0, "merged": 0.95}, "settings": {"lora.r": 8}, "oom_rungs": [], "hours_left": None,
         "evaluation": {"verdict": "helped", "why": "prose", "summary": ["verdict: helped", "a | b: 1"]},
         "limits": {"memory_gib": 1.2345, "hours": None}, "exports": [{"format": "w4", "verdict": "same"}], "fits": True,
-        "adapter_moved": 84,
+        "adapter_moved": 84, "trained_tokens": 261070, "tokens_per_second": 16929.5,
     }  # fmt: skip
     record.write_report(tmp_path / "report.md", "demo", {"lessons": {"04_merge": entry}})
     head, _, text = (tmp_path / "report.md").read_text().partition("|---|---|\n")
@@ -48,7 +48,8 @@ def test_the_report_is_for_people(tmp_path: Path) -> None:
     assert text.splitlines() == [
         "| exact match | base 0, merged 0.95 |", "| evaluation | verdict: helped; a \\| b: 1 |",
         "| limits | memory GiB 1.234 |", "| exports | w4 same |", "| fits | yes |",
-        "| weight matrices changed in the adapter | 84 |",
+        "| weight matrices changed in the adapter | 84 |", "| trained tokens | 261,070 |",
+        "| tokens per second | 16,930 |",
     ]  # fmt: skip
 
 
