@@ -128,11 +128,11 @@ def test_the_command_measures_a_running_server_by_vllm_bench_serve(
     assert (body["max_tokens"], body["ignore_eos"], body["temperature"], body["model"]) == (20, True, 0, "tuned")
     assert {body["key"] for body in engine.bodies} == {f"Bearer {KEY}"}
 
-    engine.faults = iter(["", *FAULTS, *[""] * 4, *["refuses"] * 99])  # the first answers the warm-up
-    ran = invoke(*words, "--concurrency", "1,2", "--answer-tokens", "5")
-    assert ran.exit_code == 1 and "Bad Request" in ran.output and "Traceback" not in ran.output
-    levels = json.loads((tmp_path / "bench.json").read_text())["levels"]
-    assert [(one["errors"], one["requests"]) for one in levels] == [(4, 8), (8, 8)], "kept"
+    engine.faults = iter(["", *FAULTS, *[""] * 4])  # the first answers the warm-up
+    ran = invoke(*words, "--concurrency", "1", "--answer-tokens", "5")
+    assert "Bad Request" in ran.output and "Traceback" not in ran.output
+    [level] = json.loads((tmp_path / "bench.json").read_text())["levels"]
+    assert (level["errors"], level["requests"]) == (4, 8), "kept"
 
 
 def result(errors: list[str], lengths: list[int]) -> dict[str, Any]:
@@ -188,8 +188,9 @@ def test_a_running_server_is_found_with_its_names(engine: Engine) -> None:
     engine.listing["data"][0]["root"] = "/elsewhere/model"
     with refused("bench.no_tokenizer", tokenizer="/elsewhere/model"):
         bench.find_target(engine.url)
-    with refused("bench.bench_serve_failed", "no-such-backend"):
-        bench.bench_serve(found.environment, {"tokenizer": ".", "backend": "no-such-backend"})
+    without_vllm = ServingEnvironment(Path(sys.executable), "vllm")
+    with refused("bench.bench_serve_failed", "No module named 'vllm'"):
+        bench.bench_serve(without_vllm, {"tokenizer": "."})
 
 
 def test_what_is_no_such_server_is_refused(engine: Engine) -> None:
