@@ -53,10 +53,20 @@ SET_ELSEWHERE = {  # keyword arguments that the lessons give, and what decides t
     "sft.use_cpu": "PROFILE", "sft.dataloader_pin_memory": "PROFILE", "sft.disable_tqdm": "PROFILE",
     "sft.ddp_find_unused_parameters": "configs/accelerate", "sft.fsdp": "configs/accelerate",
     "sft.deepspeed": "configs/accelerate", "sft.logging_nan_inf_filter": "sft.logging_steps",
-    "sft.push_to_hub": "PUSH_TO", "sft.resume_from_checkpoint": "RESUME", "lora.task_type": "MODEL",
+    "sft.push_to_hub": "PUSH_TO", "sft.hub_token": "PUSH_TO", "sft.resume_from_checkpoint": "RESUME",
+    "sft.ignore_data_skip": "RESUME", "sft.save_only_model": "sft.save_steps",
+    "sft.greater_is_better": "sft.load_best_model_at_end",
+    "sft.per_device_eval_batch_size": "sft.per_device_train_batch_size",
+    "sft.auto_find_batch_size": "sft.per_device_train_batch_size", "sft.packing_strategy": "sft.packing",
+    "sft.model_init_kwargs": "from_pretrained", "sft.chat_template_path": "MODEL", "sft.eos_token": "MODEL",
+    "sft.pad_token": "MODEL", "lora.task_type": "MODEL",
     "quantization.bnb_4bit_compute_dtype": "from_pretrained.dtype",
     "quantization.bnb_4bit_quant_storage": "from_pretrained.dtype", "quantization.load_in_8bit": "method",
     "vllm.dtype": "from_pretrained.dtype", "vllm.port": "PORT",
+    **dict.fromkeys((  # it makes the tokens and marks those of the answers
+        "sft.assistant_only_loss", "sft.completion_only_loss", "sft.dataset_text_field", "sft.dataset_kwargs",
+        "sft.dataset_num_proc", "sft.truncation_mode", "sft.remove_unused_columns", "sft.label_names",
+    ), "chat.build_dataset"),
 }  # fmt: skip
 BASE_KEEPING_INITS = ("gaussian", "eva", "orthogonal", "mica")  # PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA change the base
 # settings of an adapter that is more than W + scale * B @ A: lesson 04 could not merge it

@@ -23,7 +23,7 @@ ACCENT, ALARM = "var(--jp-brand-color1, #2979c9)", "var(--jp-warn-color1, #e07b0
 WIDTH, HEIGHT, POINTS = 760, 96, 160  # of the live curve
 TEXT_WIDTH, VALUE_WIDTH = 120, 34  # of a table of choices
 WRAPPED_WIDTH = 110  # of a line of prose
-LIVE_LINE = re.compile(r"\[WARN\]|.* · ")  # of a training, in any language
+LIVE_LINE = re.compile(r"\[WARN\]|[^:]* · ")  # of a training, in any language
 FONT = "fonts/NotoSansSC-Regular.ttf"  # in the package zhplot: matplotlib's own font has no Chinese
 CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curves.py
 PIECE = re.compile(r"(?:[\u2e80-\uffef]|[^\s\u2e80-\uffef]+)[，。：；、）》”]*|\s+")  # lines break between two of them
@@ -79,8 +79,9 @@ def show_table(rows: Sequence[dict[str, Any]], title: str = "", text: str = "") 
 
 
 def show_choices(resolved: Any, only: Sequence[str] = ("",)) -> None:
-    """The values of a resolved profile whose names begin with one of `only`, with reasons; as text in 120 columns."""
-    choices = {name: one for name, one in resolved.choices.items() if name.startswith(tuple(only)) and name != "about"}
+    """The values of a resolved profile whose names begin with one of `only`, and those of SET; 120 columns wide."""
+    wanted = (*only, *resolved.set_values)
+    choices = {name: one for name, one in resolved.choices.items() if name.startswith(wanted) and name != "about"}
     first, second = (max(map(width, column)) for column in (choices, [shown(one.value) for one in choices.values()]))
     second = min(second, VALUE_WIDTH)
     lines = [tr("The values of the profile {name}, each with its reason.", name=resolved.name)]

@@ -62,6 +62,7 @@ SPLIT: dict[str, tuple[str, dict[Any, dict[str, Any]]]] = {  # one value was wha
 }  # fmt: skip
 BATCH, MICRO_BATCH = "train.batch", "train.micro_batch"
 DROPPED = ("train.shorten",)
+MOST_TOLD = 6  # names in one line
 _SAID: set[tuple[str, ...]] = set()
 NAMES = (*RENAMED, *RECODED, *SPLIT, BATCH, *DROPPED)
 
@@ -138,9 +139,13 @@ def say(settings: Mapping[str, Any], where: str) -> None:
     if not former or (where, *former) in _SAID:
         return
     _SAID.add((where, *former))
-    first = former[0]
-    news = joined(translated({first: settings[first]})) or tr("gone")
-    line = tr("{where}: {old} is now {new}", where=where, old=first, new=news)
-    if len(former) > 1:
-        line += tr(", and {count} more names are new: docs/reference.md has them all", count=len(former) - 1)
+    told = []
+    for name in former[:MOST_TOLD]:
+        if news := joined(translated({name: settings[name]})):
+            told.append(tr("{old} is now {new}", old=name, new=news))
+        else:
+            told.append(tr("{old} has no effect any more", old=name))
+    line = f"{where}: {joined(told, ';')}"
+    if len(former) > MOST_TOLD:
+        line += tr("; all new names: docs/reference.md")
     print(line, file=sys.stderr)

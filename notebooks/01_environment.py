@@ -125,9 +125,7 @@ from nbutils import display
 
 names = ["profile", "model", "method", "from_pretrained.dtype", "lora.r", "sft.max_length",
          "sft.per_device_train_batch_size", "sft.learning_rate"]
-choices = {name: lesson.resolved.choices[name] for name in names}
-values = [{"what": name, "value": choice.value, "why": choice.reason} for name, choice in choices.items()]
-display.show_table(values, text=display.aligned(values))
+display.show_choices(lesson.resolved, only=names)
 
 # %% [markdown]
 # ## What fits

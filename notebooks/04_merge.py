@@ -164,7 +164,7 @@ else:
 
 # %%
 for file in sorted(folder.iterdir()):
-    print(f"{file.stat().st_size / 1e6:10,.3f} MB  {file.name}")
+    print(f"{file.stat().st_size / 1e3:12,.1f} kB  {file.name}")
 
 # %% [markdown]
 # ## The same question again

@@ -247,7 +247,7 @@ for _ in range(5 if server.running else 0):
     response = client.chat.completions.create(**options | {"temperature": temperature})
     answers.add(response.choices[0].message.content)
 print(*answers, sep="\n")
-print(f"[{' OK ' if len(answers) > 1 else 'todo'}] exercise: saw {len(answers)} different among 5 answers, expected 2 or more")
+print(f"[{' OK ' if len(answers) > 1 else 'todo'}] exercise: saw {len(answers)} kind(s) of answer in 5, expected 2 or more")
 
 # %% [markdown]
 # ## Chat

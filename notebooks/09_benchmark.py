@@ -115,7 +115,7 @@ vllm = lesson.profile.vllm
 flags = {**model.flags, "served-model-name": "course", "max-model-len": vllm.max_model_len, "max-num-seqs": vllm.max_num_seqs}
 flags |= {"gpu-memory-utilization": vllm.gpu_memory_utilization} if lesson.gpu else {}
 server = serving.Server(model.folder, environment, flags=flags, log=lesson.run.logs / "bench.log")
-server.start().wait()
+startup_seconds = server.start().wait()
 
 # %% [markdown]
 # `vllm bench serve` is vLLM's own load generator. These are its flags: random prompts and answers of a fixed length, and of each time

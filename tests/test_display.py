@@ -54,10 +54,14 @@ def test_choices_are_escaped_html_in_a_notebook(notebook: list[Any]) -> None:
         "course.rows": Choice(2, "one"),
         "sft.num_train_epochs": Choice(1, ""),
     }
-    display.show_choices(SimpleNamespace(name="tiny", choices=choices), only=("lora", "course.rows"))
+    resolved = SimpleNamespace(name="tiny", choices=choices, set_values={})
+    display.show_choices(resolved, only=("lora", "course.rows"))
     page, text = notebook[0]["text/html"], notebook[0]["text/plain"]
     assert "room &lt;enough&gt;" in page and page.count("<tr>") == 3 and "epochs" not in page + text
     assert text.splitlines()[1:] == ["lora.r       16  room <enough>", "course.rows  2   one"]
+    resolved.set_values = {"sft.num_train_epochs": 1}
+    display.show_choices(resolved, only=("lora",))
+    assert "sft.num_train_epochs" in notebook[1]["text/plain"], "what SET names is always shown"
 
 
 def test_a_plot_is_saved_over_plots_only(tmp_path: Path) -> None:
@@ -106,7 +110,7 @@ def test_the_live_numbers_as_a_line_and_as_a_page() -> None:
 def test_of_all_a_lesson_prints_the_lines_of_a_training_reach_the_terminal(capsys: Any) -> None:
     lines, passed = display.LiveLines(), ["training · steps 1 to 30", "step 1 of 30 · loss 2.0", "[WARN] nan"]
     passed += ["trained 30 of 30 steps · peak 1 GiB", "第 1 / 30 步 · 损失 2.0"]
-    text = "\n".join(["profile   tiny", *passed, "step by step", "safe: checkpoint 30\n"])
+    text = "\n".join(["profile   tiny", *passed, "step by step", "q_proj: W + 2 · B · A", "safe: checkpoint 30\n"])
     lines.write(text[:50])
     lines.write(text[50:])
     lines.flush()

@@ -150,6 +150,12 @@ def test_a_begun_run_keeps_the_rows_it_is_validated_on_unless_others_are_named(h
     assert validated(RESUME="never") == (many, many)
 
 
+@pytest.mark.parametrize(("data", "warned"), [("mine.jsonl", True), ("", False)])
+def test_who_gives_the_tiny_model_rows_of_their_own_is_told(home: Path, capsys: Any, data: str, warned: bool) -> None:
+    lesson.begin("02_data_prep", {"PROFILE": "tiny", "DATA": data})
+    assert ("laptop" in capsys.readouterr().out) is warned
+
+
 def test_begin_and_finish_write_the_facts(home: Path) -> None:
     started = lesson.begin("03_qlora", {"PROFILE": "auto", "SET": "sft.max_steps=3"})
     assert started.model == str(files.TINY_MODEL) and started.model_name == "tiny"

@@ -191,7 +191,7 @@ def export(
         cast = FORMATS["bf16"].expected_bytes(model) if job["dtype"] != "auto" else 0  # a copy in 16 bits comes first
         gib = (form.expected_bytes(model) + cast) * 1.1 / files.GIB
         disk.require_disk(out.parent, gib + 0.02, tr("the export {name}", name=name))
-        files.make_folder(out.parent, tr("exports"))
+        files.make_folder(out.parent, tr("the exported models"))
         with files.complete_folder(out, about) as folder:
             run_job({**job, "out": str(folder)}, tr("the export {name}", name=name))
             for pattern in (*TOKENIZER_FILES, "generation_config.json") if form.work != "gguf" else ():

@@ -295,7 +295,7 @@ print(f"适配器：{lesson.run.adapter}（{mib:,.1f} MiB）")
 # %%
 from nbutils import compare
 
-runs = compare.beside(lesson.run, trained=result.facts())
+runs = compare.beside(lesson.run, trained=dataset.facts() | result.facts())
 missing = [name for name in ("fast", "slow") if name not in runs]
 print(f"[{'待做' if missing else ' OK '}] 已有的训练：{', '.join(runs)}；其中要有 fast 和 slow")
 if missing:

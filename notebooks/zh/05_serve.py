@@ -226,7 +226,7 @@ for _ in range(5 if server.running else 0):
     response = client.chat.completions.create(**options | {"temperature": temperature})
     answers.add(response.choices[0].message.content)
 print(*answers, sep="\n")
-print(f"[{' OK ' if len(answers) > 1 else '待做'}] 5 个回答里有 {len(answers)} 个不同的，需要 2 个或更多")
+print(f"[{' OK ' if len(answers) > 1 else '待做'}] 5 个回答有 {len(answers)} 种，需要 2 种或更多")
 
 # %% [markdown]
 # ## 聊天

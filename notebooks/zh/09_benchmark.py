@@ -114,7 +114,7 @@ vllm = lesson.profile.vllm
 flags = {**model.flags, "served-model-name": "course", "max-model-len": vllm.max_model_len, "max-num-seqs": vllm.max_num_seqs}
 flags |= {"gpu-memory-utilization": vllm.gpu_memory_utilization} if lesson.gpu else {}
 server = serving.Server(model.folder, environment, flags=flags, log=lesson.run.logs / "bench.log")
-server.start().wait()
+startup_seconds = server.start().wait()
 
 # %% [markdown]
 # `vllm bench serve` 是 vLLM 自带的压测工具，下面是它的参数：提示词随机，回答长度固定；每种时间都给出 50 %、90 %、99 % 的请求不超过的值。服务的 key 由它从环境变量 `OPENAI_API_KEY` 读取。
