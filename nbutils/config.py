@@ -386,11 +386,16 @@ def settings_in(text: str) -> dict[str, Any]:
         name, _, value = (piece.strip() for piece in part.partition("="))
         if part.count("=") != 1:
             raise CourseError("config.malformed_set", part=part.strip())
+        if name in found:
+            raise CourseError("config.named_twice", name=name)
         try:
             found[name] = yaml.load(value, _Loader)
         except yaml.YAMLError:
             found[name] = value  # no value of any key: the schema says so, by name and with all other mistakes
     former_names.say(found, "SET")
+    former = {name: value for name, value in found.items() if name in former_names.NAMES}
+    if twice := former_names.translated(former).keys() & found.keys():
+        raise CourseError("config.named_twice", name=min(twice))
     return former_names.translated(found)
 
 

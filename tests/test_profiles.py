@@ -202,6 +202,12 @@ def test_a_profile_of_the_version_before_is_understood_and_one_line_says_so(tmp_
     assert document.reasons["sft.per_device_train_batch_size"] == "as much as fits"
 
 
+@pytest.mark.parametrize("text", ["lora.r=8, lora.r=16", "lora.r=16, lora.rank=32", "lora.rank=32, lora.r=16"])
+def test_a_name_that_set_has_twice_is_refused(text: str) -> None:
+    with refused("config.named_twice", name="lora.r"):
+        config.settings_in(text)
+
+
 def test_former_names_in_set_are_understood(capsys: Any) -> None:
     text = "train.learning_rate=1e-4, lora.rank=64, train.gradient_checkpointing=offload, train.max_steps=0"
     assert config.settings_in(text) == {

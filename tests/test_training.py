@@ -996,8 +996,7 @@ def test_the_best_step_survives_the_machine_and_a_run_of_the_version_before_keep
     assert (demo.scratch / f"trainer/checkpoint-{best}").is_dir() and resume.unlock_run(demo) is None
     old = demo.scratch / "trainer/checkpoint-4"
     state = json.loads((old / "trainer_state.json").read_text())
-    for name in ("best_global_step", "best_metric", "best_model_checkpoint"):
-        state.pop(name)
+    state |= dict.fromkeys(("best_global_step", "best_metric", "best_model_checkpoint"))
     state["log_history"] = [{"step": 2, "eval_loss": 1.0}, {"step": 4, "eval_loss": 2.0}]
     (old / "trainer_state.json").write_text(json.dumps(state))
     shutil.rmtree(demo.scratch / "trainer/checkpoint-2", ignore_errors=True)
@@ -1008,6 +1007,34 @@ def test_the_best_step_survives_the_machine_and_a_run_of_the_version_before_keep
     assert (state["best_global_step"], state["best_metric"]) == (2, 1.0)
     lora.load_checkpoint(trainer.model, Path(state["best_model_checkpoint"]))
     torch.testing.assert_close(full_weights(trainer.model), weights)
+    newer = demo.scratch / "trainer/checkpoint-6"
+    shutil.copytree(old, newer, ignore=shutil.ignore_patterns(resume.FORMER_BEST))
+    resume.carry_former_best(newer, state["best_model_checkpoint"])
+    shutil.rmtree(demo.scratch / "trainer/checkpoint-2")
+    resume.bring_best(newer, demo, callback.fingerprint, [])
+    assert (demo.scratch / "trainer/checkpoint-2" / resume.ADAPTER).exists(), "also after the next machine is gone"
+
+
+def test_the_newest_checkpoint_of_the_version_before_may_be_the_best(demo: Any) -> None:
+    run.train(*start(demo, 4))
+    trainer, callback = start(demo, 6)
+    newest = resume.resume_point(demo, callback.fingerprint, "auto")
+    resume.unlock_run(demo)
+    state = json.loads((newest / "trainer_state.json").read_text())
+    state |= dict.fromkeys(("best_global_step", "best_metric", "best_model_checkpoint"))
+    state["log_history"] = [{"step": 2, "eval_loss": 2.0}, {"step": 4, "eval_loss": 1.0}]
+    (newest / "trainer_state.json").write_text(json.dumps(state))
+    resume.bring_best(newest, demo, callback.fingerprint, [])
+    state = json.loads((newest / "trainer_state.json").read_text())
+    assert (state["best_global_step"], Path(state["best_model_checkpoint"])) == (4, newest)
+
+
+def test_early_stopping_may_begin_with_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = validated(tmp_path, (5.0, 4.0, 3.0), monkeypatch, max_steps=4)
+    first.train()
+    again, _ = validated(tmp_path, (3.1, 3.2), monkeypatch, max_steps=8, patience=2)
+    again.train(resume_from_checkpoint=str(tmp_path / "trainer/checkpoint-4"))
+    assert again.state.global_step == 8 and (tmp_path / "trainer/checkpoint-8/trainer_state.json").exists()
 
 
 def raise_once(owner: Any, name: str, after: bool = False, when: Any = lambda: True, calls: Any = (1,)) -> list[int]:

@@ -88,7 +88,7 @@ def bring_best(newest: Path, lesson: LessonLike, fingerprint: dict[str, Any], st
     state = files.read_object(newest / checkpoints.STATE)
     if not state:  # the trainer will say so
         return
-    if (newest / FORMER_BEST).exists() or "best_global_step" not in state:
+    if (newest / FORMER_BEST).exists() or state.get("best_global_step") is None:
         _adopt_former_best(newest, state)
     step = state["best_global_step"]
     folder = newest.parent / f"checkpoint-{step}"
@@ -121,8 +121,15 @@ def _adopt_former_best(newest: Path, state: dict[str, Any]) -> None:
     weights = load_file(newest / FORMER_BEST)
     name = ADAPTER if any(".lora_A." in key for key in weights) else "model.safetensors"
     folder = newest.parent / f"checkpoint-{best[0]}"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     save_file({key.replace(".default.", "."): weight for key, weight in weights.items()}, folder / name)
+    shutil.copy(newest / FORMER_BEST, folder)
+
+
+def carry_former_best(checkpoint: Path, best: str | None) -> None:
+    """Best weights that have no checkpoint of their own in the run folder go on within the newest one."""
+    if best and (Path(best) / FORMER_BEST).exists():
+        shutil.copy(Path(best) / FORMER_BEST, checkpoint)
 
 
 def spent_until(checkpoint: Path | None) -> dict[str, Any]:

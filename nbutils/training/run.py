@@ -167,7 +167,9 @@ class CourseCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         PartialState().wait_for_everyone()
         if state.is_world_process_zero:
-            self.sync.take(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            resuming.carry_former_best(folder, state.best_model_checkpoint)
+            self.sync.take(folder)
 
     def spent(self, seconds: float) -> dict[str, Any]:
         """Time and cost of the training, if this session took so many seconds; earlier sessions are counted in."""

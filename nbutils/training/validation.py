@@ -137,6 +137,8 @@ def go_on(trainer: Any) -> str:
         if isinstance(callback, EarlyStoppingCallback):
             since = evaluations_since_best(state.log_history, state.best_global_step)
             callback.early_stopping_patience_counter = since
+            # a checkpoint without early stopping knows nothing of it, and the trainer would fail at its next save
+            state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
     return warning
 
 
