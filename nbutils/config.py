@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from nbutils import files, former_names
 from nbutils.errors import CourseError
@@ -59,7 +59,9 @@ SET_ELSEWHERE = {  # keyword arguments that the lessons give, and what decides t
     "sft.per_device_eval_batch_size": "sft.per_device_train_batch_size",
     "sft.auto_find_batch_size": "sft.per_device_train_batch_size", "sft.packing_strategy": "sft.packing",
     "sft.model_init_kwargs": "from_pretrained", "sft.chat_template_path": "MODEL", "sft.eos_token": "MODEL",
-    "sft.pad_token": "MODEL", "lora.task_type": "MODEL",
+    "sft.pad_token": "MODEL", "lora.task_type": "MODEL", "lora.peft_type": "method", "lora.inference_mode": "method",
+    "lora.runtime_config": "method", "sft.logging_strategy": "sft.logging_steps", "sft.hub_model_id": "PUSH_TO",
+    "sft.restore_callback_states_from_checkpoint": "RESUME",
     "quantization.bnb_4bit_compute_dtype": "from_pretrained.dtype",
     "quantization.bnb_4bit_quant_storage": "from_pretrained.dtype", "quantization.load_in_8bit": "method",
     "vllm.dtype": "from_pretrained.dtype", "vllm.port": "PORT",
@@ -230,6 +232,17 @@ def _problem_with(name: str, value: Any) -> str:
         return tr("lesson 04 could not merge such an adapter")
     if name == "sft.report_to" and known:
         return _unknown_tracker(value)
+    return _wrong_value(CLASSES[block], argument, value) if known and block != "vllm" else ""
+
+
+def _wrong_value(owner: str, argument: str, value: Any) -> str:
+    """Why a value is none of those that a class declares for an argument; empty if it is one, or none are declared."""
+    declared = get_type_hints(_named(owner)).get(argument, Any)
+    try:
+        TypeAdapter(declared, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
+    except ValidationError as problem:
+        wanted = tr(" or ").join(one["msg"] for one in problem.errors())
+        return tr("{wanted}, not {seen}", wanted=wanted, seen=reprlib.repr(value))
     return ""
 
 
@@ -248,11 +261,16 @@ def arguments_of(owner: str) -> list[str]:
     """The keyword arguments of a class, by its dotted name; none where its library is not installed."""
     if owner == CLASSES["vllm"]:
         return [*Vllm.model_fields, *VLLM_FLAGS]
-    module, _, name = owner.rpartition(".")
     try:
-        return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+        return list(inspect.signature(_named(owner)).parameters)
     except ImportError:
         return []
+
+
+def _named(owner: str) -> Any:
+    """The class with that dotted name."""
+    module, _, name = owner.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def flat(tree: Any, above: str = "") -> dict[str, Any]:

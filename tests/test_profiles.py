@@ -157,6 +157,14 @@ def test_every_argument_in_a_profile_is_one_of_its_class() -> None:
             resolve("tiny", text=f"sft.{text}")
 
 
+def test_the_value_of_an_added_argument_is_held_against_its_class() -> None:
+    good = "sft.neftune_noise_alpha=5, sft.adam_beta2=0.95, lora.bias=none, lora.modules_to_save=[lm_head]"
+    assert resolve("tiny", text=good).profile.sft["neftune_noise_alpha"] == 5
+    wrong = ("sft.adam_beta1: ", "lora.bias: ", "sft.dataloader_num_workers: ")
+    with refused("config.problems", *wrong, "'none', 'all' or 'lora_only'", count=3):
+        resolve("tiny", text="sft.adam_beta1=abc, lora.bias=foo, sft.dataloader_num_workers=two")
+
+
 FORMER = """
 about: a profile of the version before
 model: tiny  # small

@@ -1017,7 +1017,7 @@ def test_the_best_step_survives_the_machine_and_a_run_of_the_version_before_keep
 
 def test_the_newest_checkpoint_of_the_version_before_may_be_the_best(demo: Any) -> None:
     run.train(*start(demo, 4))
-    trainer, callback = start(demo, 6)
+    _, callback = start(demo, 6)
     newest = resume.resume_point(demo, callback.fingerprint, "auto")
     resume.unlock_run(demo)
     state = json.loads((newest / "trainer_state.json").read_text())
