@@ -321,6 +321,9 @@ class Benchmark:
         for engine, speeds in self.speeds().items():
             axes.plot([int(many) for many in speeds], list(speeds.values()), "o-", label=engine)
         axes.set(xlabel=tr("requests at a time"), ylabel="tokens/s", xscale="log", yscale="log")
+        axes.set_xticks(self.settings.concurrency, labels=map(str, self.settings.concurrency))
+        axes.tick_params(axis="x", which="minor", labelbottom=False)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
         figure.tight_layout()
