@@ -417,7 +417,7 @@ def bench_model(
     hardware.share_processors()
     benchmark.gpu = gpu = hardware.gpu()
     benchmark.about |= {"model": folder.name, "dtype": _dtype(gpu), "machine": gpu.name if gpu else "cpu"}
-    print(tr("Each engine is started first, which can take minutes. In all some 2 minutes with the tiny model"
+    print(tr("Each engine is started first, which can take minutes. In all some 4 minutes with the tiny model"
              " on 2 idle cores."), flush=True)  # fmt: skip
     own = "transformers-serve" if hardware.engine(gpu).value == "transformers" else "vllm"
     benchmark.run(Path(profiles.model_folder(folder)), [*rivals, own], variants)
