@@ -43,33 +43,33 @@ VLLM_FLAGS = (  # by name: vLLM is installed in an environment of its own, so it
     "max_num_batched_tokens", "override_generation_config", "pipeline_parallel_size", "port", "quantization",
     "reasoning_parser", "seed", "speculative_config", "tensor_parallel_size", "tool_call_parser",
 )  # fmt: skip
-SET_ELSEWHERE = {  # keyword arguments that the lessons give, and what decides them
-    "sft.bf16": "from_pretrained.dtype", "sft.fp16": "from_pretrained.dtype", "sft.seed": "SEED",
-    "sft.data_seed": "SEED", "sft.output_dir": "RUN_NAME", "sft.run_name": "RUN_NAME",
-    "sft.padding_free": "sft.packing",
-    "sft.save_strategy": "sft.save_steps", "sft.eval_strategy": "sft.save_steps", "sft.eval_steps": "sft.save_steps",
-    "sft.eval_on_start": "course.validation_rows", "sft.eval_packing": "sft.packing",
-    "sft.metric_for_best_model": "sft.load_best_model_at_end",
-    "sft.use_cpu": "PROFILE", "sft.dataloader_pin_memory": "PROFILE", "sft.disable_tqdm": "PROFILE",
-    "sft.ddp_find_unused_parameters": "configs/accelerate", "sft.fsdp": "configs/accelerate",
-    "sft.deepspeed": "configs/accelerate", "sft.logging_nan_inf_filter": "sft.logging_steps",
-    "sft.push_to_hub": "PUSH_TO", "sft.hub_token": "PUSH_TO", "sft.resume_from_checkpoint": "RESUME",
-    "sft.ignore_data_skip": "RESUME", "sft.save_only_model": "sft.save_steps",
-    "sft.greater_is_better": "sft.load_best_model_at_end",
-    "sft.per_device_eval_batch_size": "sft.per_device_train_batch_size",
-    "sft.auto_find_batch_size": "sft.per_device_train_batch_size", "sft.packing_strategy": "sft.packing",
-    "sft.model_init_kwargs": "from_pretrained", "sft.chat_template_path": "MODEL", "sft.eos_token": "MODEL",
-    "sft.pad_token": "MODEL", "lora.task_type": "MODEL", "lora.peft_type": "method", "lora.inference_mode": "method",
-    "lora.runtime_config": "method", "sft.logging_strategy": "sft.logging_steps", "sft.hub_model_id": "PUSH_TO",
-    "sft.restore_callback_states_from_checkpoint": "RESUME",
-    "quantization.bnb_4bit_compute_dtype": "from_pretrained.dtype",
-    "quantization.bnb_4bit_quant_storage": "from_pretrained.dtype", "quantization.load_in_8bit": "method",
-    "vllm.dtype": "from_pretrained.dtype", "vllm.port": "PORT",
-    **dict.fromkeys((  # it makes the tokens and marks those of the answers
+DECIDES = {  # keyword arguments that the lessons give, by what decides them
+    "from_pretrained.dtype": (
+        "sft.bf16", "sft.fp16", "quantization.bnb_4bit_compute_dtype", "quantization.bnb_4bit_quant_storage",
+        "vllm.dtype",
+    ),
+    "SEED": ("sft.seed", "sft.data_seed"),
+    "RUN_NAME": ("sft.output_dir", "sft.run_name"),
+    "sft.packing": ("sft.padding_free", "sft.eval_packing", "sft.packing_strategy"),
+    "sft.save_steps": ("sft.save_strategy", "sft.eval_strategy", "sft.eval_steps", "sft.save_only_model"),
+    "course.validation_rows": ("sft.eval_on_start",),
+    "sft.load_best_model_at_end": ("sft.metric_for_best_model", "sft.greater_is_better"),
+    "PROFILE": ("sft.use_cpu", "sft.dataloader_pin_memory", "sft.disable_tqdm"),
+    "configs/accelerate": ("sft.ddp_find_unused_parameters", "sft.fsdp", "sft.deepspeed"),
+    "sft.logging_steps": ("sft.logging_nan_inf_filter", "sft.logging_strategy"),
+    "PUSH_TO": ("sft.push_to_hub", "sft.hub_token", "sft.hub_model_id"),
+    "RESUME": ("sft.resume_from_checkpoint", "sft.ignore_data_skip", "sft.restore_callback_states_from_checkpoint"),
+    "sft.per_device_train_batch_size": ("sft.per_device_eval_batch_size", "sft.auto_find_batch_size"),
+    "from_pretrained": ("sft.model_init_kwargs",),
+    "MODEL": ("sft.chat_template_path", "sft.eos_token", "sft.pad_token", "lora.task_type"),
+    "method": ("lora.peft_type", "lora.inference_mode", "lora.runtime_config", "quantization.load_in_8bit"),
+    "PORT": ("vllm.port",),
+    "chat.build_dataset": (
         "sft.assistant_only_loss", "sft.completion_only_loss", "sft.dataset_text_field", "sft.dataset_kwargs",
         "sft.dataset_num_proc", "sft.truncation_mode", "sft.remove_unused_columns", "sft.label_names",
-    ), "chat.build_dataset"),
+    ),
 }  # fmt: skip
+SET_ELSEWHERE = {name: decider for decider, names in DECIDES.items() for name in names}
 BASE_KEEPING_INITS = ("gaussian", "eva", "orthogonal", "mica")  # PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA change the base
 # settings of an adapter that is more than W + scale * B @ A: lesson 04 could not merge it
 UNMERGEABLE = (
@@ -232,7 +232,9 @@ def _problem_with(name: str, value: Any) -> str:
         return tr("lesson 04 could not merge such an adapter")
     if name == "sft.report_to" and known:
         return _unknown_tracker(value)
-    return _wrong_value(CLASSES[block], argument, value) if known and block != "vllm" else ""
+    if block == "vllm" or not known:  # its class is not installed here
+        return ""
+    return _wrong_value(CLASSES[block], argument, value)
 
 
 def _wrong_value(owner: str, argument: str, value: Any) -> str:
@@ -241,7 +243,7 @@ def _wrong_value(owner: str, argument: str, value: Any) -> str:
     try:
         TypeAdapter(declared, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
     except ValidationError as problem:
-        wanted = tr(" or ").join(one["msg"] for one in problem.errors())
+        wanted = tr(" or ").join(error["msg"] for error in problem.errors())
         return tr("{wanted}, not {seen}", wanted=wanted, seen=reprlib.repr(value))
     return ""
 
