@@ -146,7 +146,7 @@ for name in dict.fromkeys([engine, "fsdp_qlora", "zero2_offload"]):
 # rank) and a GPU. With one process and DDP it is plain Python. Profile, model and rows are those of this run; `--MAX_STEPS` and
 # `--MAX_HOURS` may be added. Ctrl-C saves a checkpoint, for which the variable gives ten minutes; the traceback that follows is the
 # launcher's own. Port 0 is any free one. (`accelerate launch` is short for `python -m accelerate.commands.launch`. For DDP, `torchrun
-# --nproc_per_node=2` does the same without a file.)
+# --nproc_per_node=2 --master-port=29500` does the same without a file.)
 
 # %%
 import shlex

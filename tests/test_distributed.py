@@ -201,6 +201,56 @@ def test_a_signal_ends_the_launched_script_and_says_whose_it_was(
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+SPIED = """
+import os, psutil, torch.distributed
+from nbutils import distributed
+distributed.join()
+launcher = psutil.Process(os.getppid())
+for process in (psutil.Process(), launcher):
+    for one in process.net_connections():
+        if one.status != "LISTEN":
+            continue
+        if process != launcher:
+            print("worker listens at", one.laddr.ip)
+            continue
+        store = torch.distributed.TCPStore("127.0.0.1", one.laddr.port)
+        print("keys", *(key for key in store.list_keys() if "rendezvous" in key))
+distributed.leave_it_to_main()
+"""
+
+
+def _launch(told: str) -> list[str]:
+    """How the pages and lesson 06 say that a training of several processes is started."""
+    if told == "page":
+        page = (files.NOTEBOOKS.parent / "docs/reference.md").read_text(encoding="utf-8")
+        [options] = re.findall("^torchrun (.*) notebooks/03_qlora.py", page, re.MULTILINE)
+        assert f"torchrun {options} " in distributed.hint(1)
+        return ["torch.distributed.run", *options.split()]
+    notebook = (files.NOTEBOOKS / "06_scale_out.py").read_text(encoding="utf-8")
+    [port] = re.findall(r'"--main_process_port", "(\d+)"', notebook)
+    launcher = ["accelerate.commands.launch", "--config_file", str(distributed.config_file("ddp"))]
+    return [*launcher, "--num_processes", "2", "--main_process_port", port]
+
+
+@pytest.mark.notebook
+@pytest.mark.parametrize("told", ["page", "lesson 06"])
+def test_no_store_of_a_job_holds_what_torch_would_unpickle(
+    told: str, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "driver_gpus", lambda: ["T4", "T4"])
+    script.write_text(SPIED)
+    ran = python("-m", *_launch(told), script, home=script.parent, threads=1)
+    lines = ran.stdout.splitlines()
+    assert "keys" in lines and not any(line.startswith("keys ") for line in lines)
+    assert {line.split()[-1] for line in lines if "worker" in line} <= {"127.0.0.1", "::1"}
+    assert "[WARN]" not in ran.stdout
+
+
+@pytest.mark.notebook
+def test_a_store_that_torch_unpickles_is_warned_of(script: Path) -> None:
+    script.write_text(SPIED)
+    ran = python(*TORCHRUN, script, home=script.parent, threads=1)
+    assert "keys torch.rendezvous" in ran.stdout and "--master-port" in ran.stdout
 
 
 @pytest.mark.notebook

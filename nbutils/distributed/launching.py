@@ -54,7 +54,7 @@ def hint(seen: int) -> str:
     """What a lesson that trains with one process says on a machine with several GPUs; empty elsewhere."""
     if not seen or this_engine() or (count := len(driver_gpus())) <= seen:
         return ""
-    command = f"torchrun --nproc_per_node={count} {NOTEBOOKS / '03_qlora.py'}"
+    command = f"torchrun --nproc_per_node={count} --master-port=29500 {NOTEBOOKS / '03_qlora.py'}"
     words = {"count": count, "command": command}
     return tr("GPUs      this lesson uses one of {count}; lesson 06 trains on all, as does {command}", **words)
 

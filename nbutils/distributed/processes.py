@@ -19,9 +19,11 @@ from typing import Any
 from nbutils.config import flat
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK
+from nbutils.language import tr
 
 TIMEOUT = timedelta(hours=2)  # for a main process that prepares data; the heartbeat notices a lost one sooner
 BEAT, LOST = 5.0, 35.0  # seconds: between two beats, and until a process that is silent is lost
+STATIC_RUN_ID = "none"  # what torchrun calls a job whose machines are fixed: it needs no c10d store
 PEER_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 _state: dict[str, Any] = {"before_end": lambda: None}  # group: for the CPU; over: the training is
 
@@ -75,6 +77,7 @@ def join() -> None:
         raise CourseError("distributed.too_many_processes", processes=local, gpus=gpus)
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
+    _keep_to_this_machine()
     if not torch.distributed.is_initialized():  # Ray has done it
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         torch.distributed.init_process_group(backend, timeout=TIMEOUT)
@@ -83,6 +86,22 @@ def join() -> None:
     if world_size() > 1 and "MASTER_ADDR" in os.environ:
         watched = (broadcast(uuid.uuid4().hex), _state["over"])  # a restarted job finds the keys of the former one
         threading.Thread(target=_watch, args=watched, daemon=True).start()
+
+
+def _keep_to_this_machine() -> None:
+    """Where all processes are on one machine, let them listen there only; warn of a launcher that does not."""
+    if os.environ.get("MASTER_ADDR") not in ("127.0.0.1", "localhost"):
+        return
+    if sys.platform.startswith("linux"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    if os.environ.get("TORCHELASTIC_RUN_ID", STATIC_RUN_ID) != STATIC_RUN_ID:
+        print(
+            tr(
+                "[WARN] torchrun opened a c10d store: whoever reaches it over the network can run programs as you. With "
+                "--master-port=29500 (any free port), and without --standalone, it opens none."
+            )
+        )
 
 
 def _talk(job: str, heard: dict[int, tuple[str, float]], lost: list[str], over: threading.Event) -> None:

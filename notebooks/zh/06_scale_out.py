@@ -135,7 +135,7 @@ for name in dict.fromkeys([engine, "fsdp_qlora", "zero2_offload"]):
         print(f"  {key:30} {value}")
 
 # %% [markdown]
-# 下面这行命令就是这个 notebook 要运行的，在终端里也能用：`accelerate launch` 加上这个文件。每个进程分到一个编号（叫 rank，和 LoRA 的秩无关）和一块 GPU。只有一个进程又用 DDP 时，就是普通的 Python 命令。配置、模型和样本都沿用这次训练的；需要的话可以加上 `--MAX_STEPS` 和 `--MAX_HOURS`。按 Ctrl-C 会先存 checkpoint，前面那个环境变量给它十分钟；之后那段 traceback 是启动器自己打印的。端口 0 表示随便哪个空闲端口。（`accelerate launch` 就是 `python -m accelerate.commands.launch`。用 DDP 时，`torchrun --nproc_per_node=2` 的效果一样，不需要文件。）
+# 下面这行命令就是这个 notebook 要运行的，在终端里也能用：`accelerate launch` 加上这个文件。每个进程分到一个编号（叫 rank，和 LoRA 的秩无关）和一块 GPU。只有一个进程又用 DDP 时，就是普通的 Python 命令。配置、模型和样本都沿用这次训练的；需要的话可以加上 `--MAX_STEPS` 和 `--MAX_HOURS`。按 Ctrl-C 会先存 checkpoint，前面那个环境变量给它十分钟；之后那段 traceback 是启动器自己打印的。端口 0 表示随便哪个空闲端口。（`accelerate launch` 就是 `python -m accelerate.commands.launch`。用 DDP 时，`torchrun --nproc_per_node=2 --master-port=29500` 的效果一样，不需要文件。）
 
 # %%
 import shlex
