@@ -123,6 +123,18 @@ def members(group: int) -> list[int]:
     return found
 
 
+def listens(group: int, port: int) -> bool:
+    """Whether a process of the group has that port; another user may have taken it first."""
+    import psutil
+
+    for pid in members(group):
+        with suppress(psutil.Error):
+            sockets = psutil.Process(pid).net_connections("tcp")
+            if any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in sockets):
+                return True
+    return False
+
+
 def _supervise(parent: int, grace: float, command: list[str]) -> int:
     """Run the command until it or the parent ends; its exit status, 128 + N if signal N ended it."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # the whole group gets it; this process leaves last

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -216,6 +217,17 @@ class Answers(BaseHTTPRequestHandler):
 
 ThreadingHTTPServer(("127.0.0.1", port), Answers).serve_forever()
 """
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """Says 200 to everything."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 class StubServer(Server):
@@ -432,6 +444,22 @@ def test_a_running_server_is_found_and_a_note_proves_nothing(stub: StubServer, t
     assert serving.running(tmp_path, merged) is None, "merged again since"
     serving.stop_leftover_servers(tmp_path)
     assert stub.process is None
+
+
+@pytest.mark.serve
+def test_whoever_took_the_port_of_a_server_gets_neither_questions_nor_key(stub: StubServer, tmp_path: Path) -> None:
+    with files.complete_folder(merged := tmp_path / "merged", {"adapter": 1}):
+        pass
+    stub.model, stub.mode = str(merged), "slow"  # it has not bound its port yet
+    stub.start()
+    with ThreadingHTTPServer(("127.0.0.1", stub.port), Healthy) as thief:
+        threading.Thread(target=thief.serve_forever, daemon=True).start()
+        assert serving.health(stub.root) == 200
+        serving.write_server_note(stub, tmp_path)
+        assert serving.running(tmp_path, merged) is None
+        with refused("serving.start_timeout"):
+            stub.wait(2)
+        thief.shutdown()
 
 
 @pytest.mark.serve

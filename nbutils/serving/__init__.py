@@ -166,10 +166,14 @@ def running(run: Path, folder: Path) -> Running | None:
         noted = Running(**read_json(run / NOTE))
         process, current = psutil.Process(noted.pid), stamp(folder)
         found, words = _supervisor(process), process.cmdline()
+        if found is None or process.uids().real != os.getuid():
+            return None
+        port = found[1]
         loaded = words[words.index("--model") + 1] == noted.folder == str(folder.absolute())
-        ours = process.uids().real == os.getuid() and found and noted.url == f"http://127.0.0.1:{found[1]}/v1"
-        same = ours and loaded and noted.engine.startswith("vllm") and noted.stamp == current is not None
-        return noted if same and health(noted.url.removesuffix("/v1")) == 200 else None
+        same = loaded and noted.engine.startswith("vllm") and noted.stamp == current is not None
+        if not same or noted.url != f"http://127.0.0.1:{port}/v1" or not processes.listens(noted.pid, int(port)):
+            return None
+        return noted if health(noted.url.removesuffix("/v1")) == 200 else None
     except (psutil.Error, OSError, ValueError, TypeError, AttributeError):
         return None
 

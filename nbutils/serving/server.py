@@ -179,7 +179,7 @@ class Server:
         """Wait until the server answers, and print what it is doing; the seconds it took."""
         assert self.process, "call start() first"
         started, said = time.monotonic(), ""
-        while not (self.running and health(self.root) == 200):
+        while not (self.running and health(self.root) == 200 and processes.listens(self.process.pid, self.port)):
             seconds, (lines, errors) = time.monotonic() - started, read_log(self.log)
             if not self.running:
                 status = self.process.returncode
