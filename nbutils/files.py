@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 from nbutils.errors import CourseError
 from nbutils.language import tr
@@ -29,6 +30,7 @@ TINY_MODEL = SAMPLES / "tiny_base"
 GIB = 2**30
 CHUNK = 2**22  # bytes read or written at a time
 STAMP = "complete.json"
+OPEN_TO_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def fs_root() -> Path:
@@ -37,14 +39,27 @@ def fs_root() -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file or nothing, by renaming a temporary file once it is on disk."""
+    """Write a whole file or nothing."""
     path.parent.mkdir(exist_ok=True)  # no more: a disk that was unmounted lacks several, and must stay empty
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with open(partial, "w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    with replacement(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+@contextmanager
+def replacement(path: Path) -> Iterator[IO[bytes]]:
+    """A file beside `path` that takes its place, once it is on disk, when the block ends without an error.
+
+    Its name cannot be guessed, and it must be new: nobody can have put a link there.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with open(partial, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -103,10 +118,12 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
     """
     target = target.absolute()
     _require_ours(target)
-    partial = partial_of(target)
-    if os.path.lexists(partial) and (partial.is_symlink() or not partial.is_dir()):
-        raise CourseError("files.not_a_folder", path=partial)
-    partial.mkdir(exist_ok=True)
+    partial, replaced = partial_of(target), target.with_name(f".{target.name}.replaced")
+    for place in (partial, replaced):
+        _require_private(place)
+    if replaced.exists() and not target.exists():  # this process was killed between two renames
+        os.replace(replaced, target)
+    partial.mkdir(mode=0o700, exist_ok=True)
     import fcntl  # Windows has none
 
     descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW)
@@ -116,6 +133,9 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as problem:
                 raise CourseError("files.locked", folder=partial) from problem
+        if partial.stat().st_mode & OPEN_TO_OTHERS:  # what lies there may be anybody's
+            partial.chmod(0o700)
+            resume = False
         for left in [] if resume else partial.iterdir():
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         yield partial
@@ -124,8 +144,11 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
                 os.fsync(file.fileno())
         write_json(partial / STAMP, {"about": about, "files": _sizes(partial)})
         _require_ours(target)
-        shutil.rmtree(target, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if target.exists():
+            os.replace(target, replaced)
         os.replace(partial, target)
+        shutil.rmtree(replaced, ignore_errors=True)
     finally:
         os.close(descriptor)
     if stamp(target) is None:
@@ -154,6 +177,18 @@ def _require_ours(target: Path) -> None:
     found = {PurePosixPath(one.relative_to(target).as_posix()) for one in target.rglob("*")}
     if foreign := sorted(map(str, found - known)):
         raise CourseError("files.foreign_files", folder=target, names=", ".join(foreign[:3]))
+
+
+def _require_private(place: Path) -> None:
+    """Refuse what is no folder, or a folder that somebody else made where `complete_folder` makes one."""
+    if not os.path.lexists(place):
+        return
+    if place.is_symlink() or not place.is_dir():
+        raise CourseError("files.not_a_folder", path=place)
+    with tempfile.TemporaryFile(dir=place.parent) as probe:  # on a network disk, root may be somebody else
+        owner = os.fstat(probe.fileno()).st_uid
+    if place.stat().st_uid != owner:
+        raise CourseError("files.other_owner", folder=place)
 
 
 def _sizes(folder: Path) -> dict[str, int]:

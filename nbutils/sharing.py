@@ -197,27 +197,22 @@ def single_file(folder: str | Path, out: str | Path | None = None) -> str:
     folder = Path(folder).expanduser().resolve()
     parts, gib = _model_files(folder)
     out = Path(out or folder.parent / f"{folder.name}.tar").expanduser().absolute()
-    checksum, unfinished = out.with_name(f"{out.name}.sha256"), out.with_name(f".{out.name}.partial")
+    checksum = out.with_name(f"{out.name}.sha256")
     if os.path.lexists(out) and not checksum.is_file():  # not made here
         raise CourseError("sharing.file_exists", file=out)
     files.require_apart(out, folder)
     files.make_folder(out.parent, tr("the archive"))
     disk.require_disk(out.parent, gib * 1.01 + 0.01, tr("one file of the model"))
-    try:
-        with open(unfinished, "wb") as file:
-            with tarfile.open(fileobj=file, mode="w", dereference=True) as tar:
-                for one in parts:
-                    member = tar.gettarinfo(one, f"{folder.name}/{one.name}")
-                    member.uid = member.gid = member.mtime = 0
-                    member.uname = member.gname = ""
-                    with open(one, "rb") as content:
-                        tar.addfile(member, content)
-            file.flush()
-            os.fsync(file.fileno())
-        sha256 = files.sha256(unfinished)
+    with files.replacement(out) as file:
+        with tarfile.open(fileobj=file, mode="w", dereference=True) as tar:
+            for one in parts:
+                member = tar.gettarinfo(one, f"{folder.name}/{one.name}")
+                member.uid = member.gid = member.mtime = 0
+                member.uname = member.gname = ""
+                with open(one, "rb") as content:
+                    tar.addfile(member, content)
+        file.flush()
+        sha256 = files.sha256(Path(file.name))
         files.write_text(checksum, f"{sha256}  {out.name}\n")
-        os.replace(unfinished, out)
-    finally:
-        unfinished.unlink(missing_ok=True)
     values = {"out": out, "mb": out.stat().st_size / 1e6, "sha256": sha256[:16]}
     return tr("{out}: {mb:,.1f} MB, sha256 {sha256}; download it in JupyterLab's file list", **values)

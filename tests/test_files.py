@@ -3,6 +3,8 @@
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,61 @@ def test_two_processes_do_not_write_the_same_folder(tmp_path: Path) -> None:
         with refused("files.locked"), files.complete_folder(tmp_path / "merged", {}):
             pytest.fail("nothing may be begun")
         assert (folder / "model").exists()
+
+
+def test_a_planted_partial_is_neither_written_through_nor_taken(tmp_path: Path) -> None:
+    thesis = tmp_path / "thesis"
+    thesis.write_text("years")
+    (tmp_path / f".facts.json.{os.getpid()}.partial").symlink_to(thesis)
+    files.write_json(tmp_path / "facts.json", {})
+    assert thesis.read_text() == "years" and not (tmp_path / "facts.json").is_symlink()
+
+    planted = files.partial_of(tmp_path / "merged")
+    planted.mkdir()
+    planted.chmod(0o777)  # ours, and open to all: whoever wrote into it is not known
+    (planted / "shard").write_text("of a stranger")
+    with files.complete_folder(tmp_path / "merged", {}, resume=True) as folder:
+        assert not list(folder.iterdir()) and folder.stat().st_mode & 0o077 == 0
+    if os.getuid() == 0:  # only root can give a folder away
+        planted.mkdir()
+        os.chown(planted, 54321, 54321)
+        with refused("files.other_owner", folder=planted), files.complete_folder(tmp_path / "merged", {}):
+            pytest.fail("nothing may be begun")
+
+
+REPLACED = """
+import os, sys
+from pathlib import Path
+from nbutils import files
+calls, last = 0, int(sys.argv[2])
+
+def count(event, given):
+    global calls
+    calls += event in ("os.remove", "os.rmdir", "os.rename", "shutil.rmtree")
+    if calls == last:
+        os._exit(9)
+
+with files.complete_folder(Path(sys.argv[1]), {"model": "new"}) as folder:
+    for name in "abc":
+        (folder / name).write_text("new")
+    sys.addaudithook(count)
+"""
+
+
+def test_a_kill_while_a_folder_is_replaced_leaves_one_that_can_be_replaced_again(tmp_path: Path) -> None:
+    target, codes = tmp_path / "merged", []
+    while 0 not in codes:
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        with files.complete_folder(target, {"model": "old"}) as folder:
+            for name in "abcdefgh":
+                (folder / name).write_text("old")
+        words = [sys.executable, "-c", REPLACED, str(target), str(len(codes) + 1)]
+        codes.append(subprocess.run(words, cwd=files.PACKAGE.parent, check=False).returncode)
+        with files.complete_folder(target, {"model": "newest"}):  # also where it was killed
+            assert files.stamp(target) in ({"model": "old"}, {"model": "new"})
+        assert [place.name for place in tmp_path.iterdir()] == ["merged"]
+    assert len(codes) > 10 and codes[-1] == 0
 
 
 def test_a_disk_that_loses_a_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from http import HTTPStatus
 from pathlib import Path
@@ -196,6 +197,22 @@ def test_one_file_holds_the_files_of_a_folder_of_links_and_its_checksum(model: P
         assert all(member.isreg() and member.uname + member.gname == "" for member in tar)
         tar.extractall(tmp_path / "there", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     assert files.stamp(tmp_path / "there/merged") == files.stamp(model)
+
+
+def test_a_planted_link_does_not_lead_one_file_elsewhere(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("years")
+    (tmp_path / ".one.tar.partial").symlink_to(tmp_path / "thesis")
+    sharing.single_file(model, tmp_path / "one.tar")
+    assert (tmp_path / "thesis").read_text() == "years" and not (tmp_path / "one.tar").is_symlink()
+
+
+def test_two_that_pack_one_file_at_once_print_its_checksum(model: Path, tmp_path: Path) -> None:
+    (model / "padding.txt").write_text("x" * 20_000_000)
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(lambda _: sharing.single_file(model, tmp_path / "one.tar"), range(2)))
+    whole = files.sha256(tmp_path / "one.tar")
+    assert all(f"sha256 {whole[:16]}" in line for line in said)
+    assert (tmp_path / "one.tar.sha256").read_text().startswith(whole)
 
 
 def test_where_one_file_may_lie(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,8 +98,8 @@ def _keep_to_this_machine() -> None:
     if os.environ.get("TORCHELASTIC_RUN_ID", STATIC_RUN_ID) != STATIC_RUN_ID:
         print(
             tr(
-                "[WARN] torchrun opened a c10d store: whoever reaches it over the network can run programs as you. With "
-                "--master-port=29500 (any free port), and without --standalone, it opens none."
+                "[WARN] torchrun opened a c10d store: whoever reaches it over the network can run programs as you. "
+                "With --master-port=29500 (any free port), and without --standalone, it opens none."
             )
         )
 
