@@ -12,10 +12,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
 from nbutils.language import tr
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 DISTRIBUTION = "nbutils-finetune-course"  # on the package registry, `nbutils` is another project
 PACKAGE = Path(__file__).resolve().parent
@@ -153,6 +156,34 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
         os.close(descriptor)
     if stamp(target) is None:
         raise CourseError("files.disk_lost_files", folder=target)
+
+
+def lock(path: Path, timeout: float = -1) -> BaseFileLock:
+    """A lock for `with` or `acquire`, free again when this process is gone.
+
+    On a disk without locks, such as some NFS, a file with the name of its holder stands for one.
+    """
+    import fcntl
+
+    from filelock import FileLock, SoftFileLock
+
+    with tempfile.TemporaryFile(dir=path.parent) as probe:
+        try:
+            fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return FileLock(path, timeout=timeout)
+        except OSError as problem:
+            reason = problem.strerror
+    marker = path.with_name(f"{path.name}.held")
+    print(
+        tr(
+            "[WARN] {folder} has no locks ({reason}): the file {name} stands for one. If a machine is lost while it "
+            "holds it, delete that file.",
+            folder=path.parent,
+            reason=reason,
+            name=marker.name,
+        )
+    )
+    return SoftFileLock(marker, timeout=timeout)
 
 
 def require_apart(target: Path, *sources: Path) -> None:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 from urllib.parse import quote
 
-from filelock import FileLock
 from pydantic import Field
 from tqdm import tqdm
 
@@ -289,7 +288,7 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
         bar.update(count)
 
     files.make_folder(folder, model)
-    with FileLock(folder / ".download.lock"):
+    with files.lock(folder / ".download.lock"):
         total, here = sum(one.size for one in listed), sum(one.bytes_here for one in listed)
         said = tr("model     {model} from {source} to {folder}: {size:.2f} GB, {here:.2f} GB are here", model=model,
                   source=source, folder=folder, size=total / 1e9, here=here / 1e9)  # fmt: skip

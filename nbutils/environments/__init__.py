@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 
 from nbutils import disk, files, platforms, processes
 from nbutils.environments import installer
@@ -61,7 +60,7 @@ def ensure(recipe: Recipe, folder: Path) -> Path:
     files.require_own(folder)
     if not is_ready(folder, recipe):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f"{folder.name}.lock")):  # freed by the system when this process is gone
+        with files.lock(folder.with_name(f"{folder.name}.lock")):
             if not is_ready(folder, recipe):  # no other process has built it meanwhile
                 _build(recipe, folder)
     return folder / "bin" / "python"

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, Timeout
 
 from nbutils import checkpoints, distributed, files, platforms
 from nbutils.disk import require_disk
@@ -36,7 +36,7 @@ ANEW = "Started over, or at a chosen step: only what is here counts.\n"
 ADAPTER = "adapter_model.safetensors"
 FORMER_BEST = "best_adapter.safetensors"  # in a checkpoint of the version before whose own weights are not the best
 OOM_FILE = "memory.json"  # in the run folder: what `oom` changed
-_LOCKS: dict[Path, FileLock] = {}
+_LOCKS: dict[Path, BaseFileLock] = {}
 
 
 def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -> Path | None:
@@ -45,7 +45,9 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
     scratch, stores = lesson.scratch, checkpoints.stores(lesson.folders, lesson.run.name)
     files.make_folder(scratch, tr("working space"))
     try:  # until this process ends: a second trainer would delete the files of this one
-        _LOCKS.setdefault(scratch, FileLock(scratch / "training.lock", timeout=0)).acquire()
+        if scratch not in _LOCKS:
+            _LOCKS[scratch] = files.lock(scratch / "training.lock", timeout=0)
+        _LOCKS[scratch].acquire()
     except Timeout:
         raise CourseError("training.run_in_use", run=scratch.name) from None
     checkpoints.end_earlier(scratch / "outbox")
