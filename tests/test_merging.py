@@ -319,6 +319,18 @@ def test_the_folder_has_the_tokenizer_of_the_training_and_indices_as_they_are(tm
     assert trained.chat_template.endswith("trained") and trained.get_vocab() == tokenizer.get_vocab()
 
 
+def test_a_link_out_of_base_or_adapter_does_not_come_into_the_merged_model(pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "id_rsa").write_text("a key")
+    for folder in pair:
+        link = folder / "special_tokens_map.json"
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / "id_rsa")
+        with refused("files.link_leads_out", link=link):
+            merge(*pair, tmp_path / "out")
+        link.unlink()
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_hub_id_is_found_in_the_cache(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     revision, repo = "0" * 40, tmp_path / "models--somebody--base"
     shutil.copytree(home / "base", repo / "snapshots" / revision)

@@ -288,6 +288,34 @@ def test_names_hub_ids_folders_and_what_is_attached_are_understood(machine: Path
         assert (found.model, found.called) == (place, called)
 
 
+def test_a_model_folder_whose_links_lead_out_of_it_is_refused(machine: Path) -> None:
+    folder, blob = machine / "runs/base", machine / "hub/models--one--base/blobs/0a1b"
+    for place in (folder, blob.parent):
+        place.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    blob.write_text("a vocabulary")
+    (folder / "merges.txt").symlink_to("config.json")
+    (folder / "vocab.json").symlink_to(blob)  # the hub's cache keeps the content of files there
+    assert models.meant(str(folder)).value == str(folder)
+    secret = machine / "id_rsa"
+    secret.write_text("a key")
+    (folder / "vocab.txt").symlink_to(secret)
+    with refused("files.link_leads_out", link=folder / "vocab.txt", target=secret):
+        models.meant(str(folder))
+
+
+@pytest.mark.parametrize("config", [
+    {"_attn_implementation": "owner/kernel"}, {"attn_implementation": "owner/kernel@v1"},
+    {"text_config": {"_attn_implementation": {"": "owner/kernel:f"}}}, {"_experts_implementation": "owner/kernel"},
+])  # fmt: skip
+def test_a_config_that_asks_for_native_code_of_the_hub_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"_attn_implementation": "sdpa", "_name_or_path": "a/b"}))
+    assert models.meant(str(tmp_path)).value == str(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with refused("models.foreign_kernel", kernel="owner/kernel"):
+        models.meant(str(tmp_path))
+
+
 def test_a_cached_model_needs_no_network_and_half_a_download_does_not_count(machine: Path) -> None:
     index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
     sharded = ("model.safetensors.index.json", "model-1.safetensors")

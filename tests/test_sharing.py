@@ -185,18 +185,32 @@ def test_only_a_complete_model_is_shared(model: Path, hosts: FakeHosts, tmp_path
 
 def test_one_file_holds_the_files_of_a_folder_of_links_and_its_checksum(model: Path, tmp_path: Path) -> None:
     """Links to files, as in the Hub's cache; made again in its place."""
-    snapshot = tmp_path / "cache/merged"
-    snapshot.mkdir(parents=True)
-    for file in model.iterdir():
-        (snapshot / file.name).symlink_to(file)
+    repo = tmp_path / "cache/models--one--merged"
+    snapshot, packed = repo / "snapshots/merged", repo / "snapshots/merged.tar"
+    for folder in (snapshot, repo / "blobs"):
+        folder.mkdir(parents=True)
+    for number, file in enumerate(model.iterdir()):
+        shutil.copyfile(file, repo / f"blobs/{number}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
     for _ in range(2):
-        assert str(tmp_path / "cache/merged.tar") in sharing.single_file(snapshot)
-    checksum = (tmp_path / "cache/merged.tar.sha256").read_text()
-    assert checksum == f"{files.sha256(tmp_path / 'cache/merged.tar')}  merged.tar\n"
-    with tarfile.open(tmp_path / "cache/merged.tar") as tar:
+        assert str(packed) in sharing.single_file(snapshot)
+    checksum = packed.with_name("merged.tar.sha256").read_text()
+    assert checksum == f"{files.sha256(packed)}  merged.tar\n"
+    with tarfile.open(packed) as tar:
         assert all(member.isreg() and member.uname + member.gname == "" for member in tar)
         tar.extractall(tmp_path / "there", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     assert files.stamp(tmp_path / "there/merged") == files.stamp(model)
+
+
+def test_a_link_that_leads_out_of_a_model_is_not_packed_or_uploaded(
+    model: Path, hosts: FakeHosts, tmp_path: Path
+) -> None:
+    (tmp_path / "id_rsa").write_text("a key")
+    (model / "vocab.txt").symlink_to(tmp_path / "id_rsa")
+    for to in ("file", "hub:me/model"):
+        with refused("files.link_leads_out", link=model / "vocab.txt"):
+            sharing.push(model, to)
+    assert not hosts.sent and not list(tmp_path.rglob("*.tar"))
 
 
 def test_a_planted_link_does_not_lead_one_file_elsewhere(model: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import orjson
 from nbutils import platforms
 from nbutils.data.rows import GBK, Kind, Problem, Row, RowError, decode, excerpt, is_gbk, layout_of
 from nbutils.errors import CourseError
-from nbutils.files import SAMPLES
+from nbutils.files import SAMPLES, require_inside
 from nbutils.language import tr
 from nbutils.platforms import network
 
@@ -76,6 +76,7 @@ def bundled(name: str) -> Path | None:
 def find_files(source: str, formats: tuple[str, ...] = FORMATS) -> list[Path]:
     """The data files a source stands for: a file, a folder, attached data (Kaggle), a bundled or a hub dataset."""
     path = bundled(source) or Path(source).expanduser()
+    is_named = path.is_file()
     if not path.exists():
         path = platforms.find_input(platforms.folders(platforms.detect()).inputs, source) or path
     name = HUB_NAME.fullmatch(source)
@@ -99,6 +100,8 @@ def find_files(source: str, formats: tuple[str, ...] = FORMATS) -> list[Path]:
         reason = tr("holds {names}", names=held) if held else tr("holds no data file")
         reason = reason if path.is_dir() else tr("is no regular file, or of a format the course does not read")
         raise CourseError("data.no_data_file", path=path, reason=reason)
+    if not is_named:  # whoever names a link means what it leads to
+        require_inside(path if path.is_dir() else path.parent, found)
     return found
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 from nbutils import disk, files, platforms, processes
 from nbutils.environments import installer
 from nbutils.errors import CourseError

@@ -145,6 +145,7 @@ def open_base(base: str | Path) -> ModelFolder:
             path = Path(snapshot_download(str(base), allow_patterns=wanted, ignore_patterns=ignored))
         except Exception as problem:
             raise CourseError("merging.download_failed", base=base, problem=type(problem).__name__) from problem
+    models.require_plain(path)
     config = read_config(path / "config.json")
     index = read_config(path / INDEX)["weight_map"] if (path / INDEX).is_file() else {}
     names = sorted({Path(file).name for file in index.values()}) or [SINGLE]
@@ -158,6 +159,7 @@ def open_base(base: str | Path) -> ModelFolder:
 
 def open_adapter(path: Path) -> ModelFolder:
     """An adapter folder as PEFT saves it."""
+    files.require_inside(path, path.glob("*"))
     shards = {ADAPTER_WEIGHTS: read_header(path / ADAPTER_WEIGHTS)}
     return ModelFolder(path, path.name, read_config(path / ADAPTER_CONFIG), shards)
 
