@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -84,23 +84,35 @@ def pack(
 ) -> StoredCheckpoint:  # fmt: skip
     """Write a checkpoint folder to `store` as an archive; its manifest is written once the archive verifies there."""
     archive = store / f"{folder.name}.tar"
-    forget(archive)
-    with open(archive, "wb") as file:
-        counted = _HashingFile(file, stopped)
-        with tarfile.open(fileobj=counted, mode="w", copybufsize=CHUNK, dereference=True) as tar:  # type: ignore[call-overload]
-            tar.add(folder, arcname=folder.name)
-        flush(file)
-    found: dict[str, Any] = {"step": step_of(folder), "size": counted.size, "sha256": counted.digest.hexdigest()}
-    found["validation_rows"] = validation_rows
-    return _with_manifest(StoredCheckpoint(archive=archive, fingerprint=fingerprint, **found))
+    with _room_for(archive):
+        with open(archive, "wb") as file:
+            counted = _HashingFile(file, stopped)
+            with tarfile.open(fileobj=counted, mode="w", copybufsize=CHUNK, dereference=True) as tar:  # type: ignore[call-overload]
+                tar.add(folder, arcname=folder.name)
+            flush(file)
+        found: dict[str, Any] = {"step": step_of(folder), "size": counted.size, "sha256": counted.digest.hexdigest()}
+        found["validation_rows"] = validation_rows
+        return _with_manifest(StoredCheckpoint(archive=archive, fingerprint=fingerprint, **found))
 
 
 def copy(one: StoredCheckpoint, store: Path) -> StoredCheckpoint:
     """Copy a checkpoint to another store; the manifest is written once the copy verifies there."""
     target = one.model_copy(update={"archive": store / one.archive.name})
-    forget(target.archive)
-    shutil.copyfile(one.archive, target.archive)
-    return _with_manifest(target)
+    with _room_for(target.archive):
+        shutil.copyfile(one.archive, target.archive)
+        return _with_manifest(target)
+
+
+@contextmanager
+def _room_for(archive: Path) -> Iterator[None]:
+    """Remove an older one of this name first; and what was written, if the disk is full."""
+    forget(archive)
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            forget(archive)
+        raise
 
 
 def _with_manifest(one: StoredCheckpoint) -> StoredCheckpoint:

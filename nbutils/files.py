@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -124,18 +125,10 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
     partial, replaced = partial_of(target), target.with_name(f".{target.name}.replaced")
     for place in (partial, replaced):
         _require_private(place)
-    if replaced.exists() and not target.exists():  # this process was killed between two renames
-        os.replace(replaced, target)
     partial.mkdir(mode=0o700, exist_ok=True)
-    import fcntl  # Windows has none
-
-    descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW)
-    try:  # the lock is on the folder itself, and the system frees it if this process dies
-        with suppress(OSError):  # a disk without locks, such as Drive: two writers are not noticed there
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as problem:
-                raise CourseError("files.locked", folder=partial) from problem
+    with held(partial):
+        if replaced.exists() and not target.exists():  # a process was killed between two renames
+            os.replace(replaced, target)
         if partial.stat().st_mode & OPEN_TO_OTHERS:  # what lies there may be anybody's
             partial.chmod(0o700)
             resume = False
@@ -152,10 +145,28 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
             os.replace(target, replaced)
         os.replace(partial, target)
         shutil.rmtree(replaced, ignore_errors=True)
-    finally:
-        os.close(descriptor)
     if stamp(target) is None:
         raise CourseError("files.disk_lost_files", folder=target)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold the lock on a folder, which the system frees if this process dies; refuse one that another holds."""
+    if sys.platform == "win32":  # it has no such locks, and only `data check` comes here
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        with suppress(OSError):  # a disk without locks, such as Drive: two writers are not noticed there
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as problem:
+                raise CourseError("files.locked", folder=folder) from problem
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def lock(path: Path, timeout: float = -1) -> BaseFileLock:

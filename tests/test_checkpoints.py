@@ -223,6 +223,23 @@ def test_a_fault_costs_a_line_and_no_checkpoint(
     assert kept is not None and kept.step == 20 and checkpoints.defect(kept) is None
 
 
+@pytest.mark.parametrize("way", ["pack", "copy"])
+def test_a_copy_that_met_a_full_disk_leaves_nothing_on_it(
+    way: str, keep: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    [one, *_], _ = checkpoints.look(keep)
+    folder, store = checkpoints.unpack(one, tmp_path), tmp_path / "store"
+    store.mkdir()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "_with_manifest", full)  # the archive is written by then
+    with pytest.raises(OSError, match="No space"):
+        checkpoints.pack(folder, store, {}) if way == "pack" else checkpoints.copy(one, store)
+    assert not list(store.iterdir())
+
+
 def test_a_whole_one_of_the_same_step_is_never_overwritten(make_sync: Any, tmp_path: Path) -> None:
     theirs = keep_one(tmp_path / "another machine", tmp_path / "run/checkpoints", 10)
     before, running = theirs.archive.stat().st_mtime_ns, make_sync()

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import time
 import tracemalloc
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +20,7 @@ from click.testing import CliRunner, Result
 from support import python, refused
 from transformers import AutoTokenizer
 
-from nbutils import data
+from nbutils import data, files
 from nbutils.chat import filter_by_length
 from nbutils.cli import app
 from nbutils.data import build, evidence, read
@@ -777,12 +776,11 @@ def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monk
     (out / "train.jsonl").write_text("half a ro", encoding="utf-8")
     with refused("data.not_prepared"):
         data.load(out)
-    for name, age in ((".building-old", 7200), (".building-now", 10)):  # left by processes that were killed
+    for name in (".building-killed", ".building-now"):
         (out / name).mkdir()
         (out / name / "train.jsonl").touch()
-        for left in (out / name / "train.jsonl", out / name):
-            os.utime(left, (time.time() - age,) * 2)
-    assert prepared(tmp_path, rows).accepted == 30
+    with files.held(out / ".building-now"):  # as a process that still lives
+        assert prepared(tmp_path, rows).accepted == 30
     assert set(os.listdir(out)) == {".building-now", "data_card.json", "eval.jsonl", "rejected.jsonl", "train.jsonl"}
 
 

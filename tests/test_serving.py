@@ -266,6 +266,7 @@ def test_a_server_starts_answers_and_stops_with_its_children(stub: StubServer, m
     with pytest.raises(ZeroDivisionError), stub:
         members = stub.everyone()
         assert stub.running and len(members) == 3 and alive(members) == members
+        variables = psutil.Process(members[1]).environ()
         questions = [[{"role": "user", "content": f"q{number}"}] for number in range(40)]
         answers = serving.ask(stub.client(), "m", questions, 8, at_once=8)
         assert [answer.text for answer in answers] == [f"Q{number}" for number in range(40)], "in the order asked"
@@ -277,6 +278,7 @@ def test_a_server_starts_answers_and_stops_with_its_children(stub: StubServer, m
         _ = 1 / 0
     assert os.environ["NO_PROXY"].split(",")[:2] == ["example.org", "127.0.0.1"]
     assert alive(members) == [] and not stub.running
+    assert not Path(variables["VLLM_RPC_BASE_PATH"]).exists(), "the engine's sockets go with it"
     stub.stop()
     with refused("serving.not_running"):
         stub.require()

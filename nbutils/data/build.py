@@ -10,7 +10,6 @@ import re
 import shutil
 import sys
 import tempfile
-import time
 from array import array
 from bisect import bisect_left
 from collections import Counter
@@ -30,7 +29,7 @@ from nbutils.data.read import TEXT, bundled, find_files, format_of, read_rows
 from nbutils.data.rows import ChatRow, Kind, Problem, Row, RowError, check_row, find_private, parse_mapping, shown
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
-from nbutils.files import CHUNK, GIB, SAMPLES, write_json
+from nbutils.files import CHUNK, GIB, SAMPLES, held, write_json
 from nbutils.language import joined, tr
 from nbutils.platforms.network import hub_online
 
@@ -40,7 +39,7 @@ REPEATED: tuple[Kind, ...] = ("duplicate", "leak", "near_duplicate", "near_leak"
 BUNDLED, OWN_LICENCE, UNSTATED = "the bundled sample", "CC0-1.0, written for this course", "unstated"
 EVAL_FRACTION, NEAR = 0.1, 0.8
 UNPACKED = 6  # compressed and parquet files grow about sixfold
-ACCEPTED, BUILDING, STALE_SECONDS = "accepted.jsonl", ".building-", 3600
+ACCEPTED, BUILDING = "accepted.jsonl", ".building-"
 SHOWN, WARNED = 3, 2  # rejected rows, and warnings, of each kind that are kept to be shown
 BINS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 BIN_NAMES = (*(f"<={edge}" for edge in BINS), f">{BINS[-1]}")
@@ -357,9 +356,9 @@ def _building(out: Path, settings: dict[str, Any], train: list[Path], held_out: 
     require_disk(out, 3 * sum(sizes) / GIB, tr("preparing the data"))
     out.mkdir(parents=True, exist_ok=True)
     for left in out.glob(f"{BUILDING}*"):  # by a process that was killed
-        if time.time() - left.stat().st_mtime > STALE_SECONDS:
+        with contextlib.suppress(CourseError), held(left):  # one that lives holds its folder
             shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=out, prefix=BUILDING) as folder:
+    with tempfile.TemporaryDirectory(dir=out, prefix=BUILDING) as folder, held(Path(folder)):
         build = Build(Path(folder), settings | {"source_sha256": hash_files(train, held_out, end=b"\1")[0]})
         build.run(train, held_out)
         yield build

@@ -163,10 +163,19 @@ class Server:
         checked_port(self.port)
         if self.environment.engine == "vllm":
             engines.require_gpu_memory(float(self.flags.get("gpu-memory-utilization") or 0.9))
+        if not self.api_key:
+            print(
+                tr(
+                    "[WARN] `transformers serve` asks for no key: every user of this machine can ask the model, have "
+                    "another one loaded (/load_model) and reset it (/reset). Stop it when you are done."
+                )
+            )
         reach_directly("127.0.0.1")
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        secret = {KEY_VARIABLE: self.api_key} if self.api_key else {}
-        variables = environments.variables(extra=self.variables() | secret)  # no secrets, nothing of this kernel
+        private = {KEY_VARIABLE: self.api_key} if self.api_key else {}
+        self.sockets = tempfile.TemporaryDirectory(prefix="vllm-")
+        private["VLLM_RPC_BASE_PATH"] = self.sockets.name  # vLLM leaves its sockets behind when it is stopped
+        variables = environments.variables(extra=self.variables() | private)  # no secrets, nothing of this kernel
         with open(self.log, "wb") as output:
             self.process = processes.supervised(self.command(), variables, self.log.parent, output, GRACE_SECONDS)
         SERVERS[self.url] = self
@@ -205,6 +214,7 @@ class Server:
         if process is not None:
             processes.end(process.pid, GRACE_SECONDS)
             process.wait()
+            self.sockets.cleanup()
 
     def require(self) -> None:
         """Raise why the server is not running (any more); what is left of one that died is stopped."""
