@@ -37,6 +37,7 @@ from nbutils.language import joined, tr
 
 NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")  # as the trainer writes it
 MAX_MEMBERS, PLAIN_TYPES = 10_000, (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
+MEMBER = re.compile(rb"[^\0/]{1,255}(/[^\0/]{1,255}){0,7}")  # names and paths that every disk takes
 STATE = "trainer_state.json"  # in a checkpoint folder
 CHECKPOINTS, BEGAN_ANEW = "checkpoints", "began_anew.txt"
 RETRY_SECONDS = 1.0  # before a disk that gave an error is read again; then three and nine times as long
@@ -204,11 +205,14 @@ def _checked_members(tar: tarfile.TarFile, one: StoredCheckpoint) -> Iterator[ta
     for member in tar:
         path = PurePosixPath(member.name)
         plain = member.type in PLAIN_TYPES and not member.issparse() and member.size >= 0 and not tar.pax_headers
+        plain = plain and MEMBER.fullmatch(os.fsencode(member.name)) is not None
         inside = is_folder.get(path.parent, False) and path.name != ".." if is_folder else path == top
         if not plain or not inside or path in is_folder or len(is_folder) > MAX_MEMBERS:
             raise tarfile.TarError(tr("{name!r} is not what a checkpoint holds", name=member.name[:80]))
         is_folder[path] = member.isdir()
         yield member
+    if not is_folder.get(top):
+        raise tarfile.TarError(tr("it holds no folder {name}", name=top))
     rest: Any = tar.fileobj
     rest.seek(tar.offset)
     if any(rest.read(tarfile.RECORDSIZE)):  # some versions of tarfile take a bad header for the end

@@ -294,10 +294,15 @@ def member(name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE, link:
     return made, content
 
 
+def with_headers(one: Member, **headers: str) -> Member:
+    """The member with headers of its own, which go before its fields."""
+    one[0].pax_headers = {name.replace("_", "."): value for name, value in headers.items()}
+    return one
+
+
 def sparse() -> Member:
-    made, content = member("checkpoint-40/large", b"x" * 512)
-    made.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": str(2**40)}
-    return made, content
+    about = {"GNU_sparse_major": "1", "GNU_sparse_minor": "0", "GNU_sparse_realsize": str(2**40)}
+    return with_headers(member("checkpoint-40/large", b"x" * 512), **about)
 
 
 def with_manifest(path: Path) -> checkpoints.StoredCheckpoint:
@@ -311,11 +316,12 @@ def planted(store: Path, members: list[Member], mode: str = "w", **headers: Any)
     """An archive with a manifest that fits it, as anyone who knows the fingerprint can make one."""
     path = store / "checkpoint-40.tar"
     with tarfile.open(path, mode, format=tarfile.PAX_FORMAT, **headers) as tar:  # type: ignore[call-overload]
-        for made, content in [member("checkpoint-40", kind=tarfile.DIRTYPE), *members]:
+        for made, content in members:
             tar.addfile(made, io.BytesIO(content))
     return with_manifest(path)
 
 
+TOP = member("checkpoint-40", kind=tarfile.DIRTYPE)
 PLAIN = [member("checkpoint-40/a", b"x")]
 HOSTILE: dict[str, list[Member]] = {
     "above": [member("checkpoint-40/../../evil", b"x")],
@@ -333,6 +339,9 @@ HOSTILE: dict[str, list[Member]] = {
     "compressed": [member("checkpoint-40/zeros", bytes(2**24))],
     "headers for all members": PLAIN,
     "negative size": PLAIN,
+    "NUL in a name": [with_headers(member("checkpoint-40/a", b"x"), path="checkpoint-40/a\0b")],
+    "long name": [member(f"checkpoint-40/{'长' * 86}", b"x")],
+    "deep folders": [member("checkpoint-40" + f"/{'a' * 200}" * depth, kind=tarfile.DIRTYPE) for depth in range(1, 22)],
 }
 
 
@@ -341,7 +350,7 @@ def test_an_archive_with_anything_but_plain_files_below_its_name_is_skipped(
     kind: str, keep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     headers = {"pax_headers": {"comment": "x"}} if kind == "headers for all members" else {}
-    bad = planted(keep, HOSTILE[kind], "w:gz" if kind == "compressed" else "w", **headers)
+    bad = planted(keep, [TOP, *HOSTILE[kind]], "w:gz" if kind == "compressed" else "w", **headers)
     if kind == "negative size":  # an archive whose own bytes would be read again and again
         header = bytearray(PLAIN[0][0].tobuf())
         header[124:136] = (-1024).to_bytes(12, "big", signed=True)  # base-256, as tarfile reads it
@@ -355,9 +364,23 @@ def test_an_archive_with_anything_but_plain_files_below_its_name_is_skipped(
     assert not list(tmp_path.rglob("evil")) and not Path("/tmp/nbutils-evil").exists()
 
 
+@pytest.mark.parametrize("members", [[], [member("checkpoint-40", b"x")]], ids=["empty", "a file"])
+def test_an_archive_without_a_checkpoint_folder_does_not_verify_and_the_one_before_is_restored(
+    members: list[Member], keep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
+    planted(keep, members)
+    assert newest(keep) == 30
+    (tmp_path / "demo").mkdir()
+    keep.rename(tmp_path / "demo/checkpoints")
+    assert cli_checkpoints("verify", str(tmp_path / "demo"))[0] == 1
+    restored = checkpoints.restore(str(tmp_path / "demo"), tmp_path / "restored", None)
+    assert json.loads((restored / "state.json").read_text()) == {"step": 30}
+
+
 @pytest.mark.parametrize("what", ["pipe", "device", "nested", "true"])
 def test_a_manifest_or_archive_that_is_no_file_of_ours_is_skipped(what: str, keep: Path) -> None:
-    path, manifest = planted(keep, PLAIN).archive, keep / "checkpoint-40.json"
+    path, manifest = planted(keep, [TOP, *PLAIN]).archive, keep / "checkpoint-40.json"
     assert newest(keep) == 40
     if what == "pipe":
         manifest.unlink()
@@ -383,5 +406,5 @@ def test_links_are_packed_as_files_and_modes_are_not_restored(tmp_path: Path) ->
     unpacked = checkpoints.unpack(kept, tmp_path / "new")
     assert checkpoints.defect(kept) is None
     assert all((unpacked / name).read_text() == '{"step": 7}' for name in ("link", "hard link"))
-    unpacked = checkpoints.unpack(planted(tmp_path / "store", PLAIN), tmp_path / "new")
+    unpacked = checkpoints.unpack(planted(tmp_path / "store", [TOP, *PLAIN]), tmp_path / "new")
     assert not (unpacked / "a").stat().st_mode & 0o6022
