@@ -36,6 +36,7 @@ from nbutils.platforms import find_input, network
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 DOWNLOADED = "downloaded.json"  # written last into a model folder from ModelScope
+OWN_NAME = re.compile(rf"(?:^|/)(?:{DOWNLOADED}|\.download\.lock|[^/]*{network.PARTIAL})(?:/|$)")
 # What lessons 01-05 read of a repository: no second copy of the weights as .bin, .pth or .gguf.
 WANTED = ("*.json", "*.txt", "*.jinja", "*.model", "*.py", "*.safetensors")
 NOT_WANTED = ("consolidated*", "original/*")
@@ -291,6 +292,8 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
         raise CourseError("models.no_safetensors", model=model)
     if outside := [one.place for one in listed if not one.place.resolve().is_relative_to(folder.resolve())]:
         raise ValueError(f"{outside[0]} is not in {folder}")
+    if own := [one.place for one in listed if OWN_NAME.search(one.place.relative_to(folder).as_posix())]:
+        raise ValueError(tr("it has {file}, which the course would take for a file of its own", file=own[0]))
     stopped = threading.Event()
 
     def advance(count: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import simulate
@@ -145,6 +146,30 @@ def test_what_is_here_outlives_a_page_that_comes_instead_and_a_download_given_up
     with pytest.raises(ZeroDivisionError):  # as `models` ends what waits for bytes
         network.download(page.url, file, 1000, "", lambda count: 1 // 0)
     assert len(page.asked) == 1
+
+
+def test_no_more_is_written_than_was_announced(tmp_path: Path, monkeypatch: Patch) -> None:
+    endless, came = Site(status=206, body=bytes(8 << 20)), list[int]()
+    monkeypatch.setattr(models, "tqdm", MagicMock(return_value=MagicMock(update=came.append)))
+    listed = models.RemoteFile(f"{endless.url}/model.safetensors", tmp_path / "model.safetensors", 1000, "")
+    with refused("models.download_failed", model=REPO), models._one_error(REPO, "ModelScope"):
+        models._download(REPO, "ModelScope", tmp_path, [listed])
+    assert 1000 < sum(came) <= 2 * network.PIECE and not list(tmp_path.glob("model*"))
+
+
+@pytest.mark.parametrize("name", [
+    "downloaded.json", "a/../downloaded.json", "config.json.partial/a.json", ".download.lock/a.json",
+])  # fmt: skip
+def test_a_repository_with_names_the_course_uses_itself_is_refused_before_the_first_file(
+    tmp_path: Path, serve: Callable[..., Hub], monkeypatch: Patch, name: str
+) -> None:
+    hub = serve()
+    hub.files[name] = b"{}"
+    monkeypatch.setattr(network, "SOURCES", {"modelscope": hub.url})
+    with refused("models.download_failed", source="ModelScope"):
+        models.from_modelscope(REPO, tmp_path)
+    assert len(hub.asked) == 1, "the list of its files"
+    assert not (models.modelscope_folder(REPO, tmp_path) / models.DOWNLOADED).exists()
 
 
 def test_without_a_gpu_the_learner_names_what_to_download_and_with_one_the_driver_says_it(

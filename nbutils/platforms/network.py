@@ -121,7 +121,7 @@ def download(
                         raise OSError(f"{answer.length} bytes came instead of {size}")
                     advance(-have)
                     out.truncate(0)
-                while piece := answer.read(PIECE):
+                while partial.stat().st_size <= size and (piece := answer.read(PIECE)):  # no more than was announced
                     out.write(piece)
                     advance(len(piece))
         except (OSError, HTTPException) as raised:
