@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from nbutils import data, files
 from nbutils.chat import filter_by_length
 from nbutils.cli import app
-from nbutils.data import build, evidence, read
+from nbutils.data import build, dedupe, evidence, read
 from nbutils.data.dedupe import TEMPLATE, find_repeated, row_text
 from nbutils.data.rows import find_private, mask
 from nbutils.evaluation.evaluator import paired_difference
@@ -439,6 +439,89 @@ def test_a_value_without_end_takes_bounded_memory(tmp_path: Path, monkeypatch: A
     assert "csv" in name or (rows[1].line, rows[1].raw) == (2, qa(1)), "the next line is read"
 
 
+def arrow_file(path: Path, answers: Any, kind: str = "text") -> str:
+    """A file whose rows have these answers: as texts, as turns in a list, or in a map."""
+    ends = pyarrow.array(np.arange(len(answers) + 1, dtype=np.int32))
+    roles = pyarrow.array(["assistant"] * len(answers))
+    if kind == "list":
+        turns = pyarrow.StructArray.from_arrays([roles, answers], ["role", "content"])
+        answers = pyarrow.ListArray.from_arrays(ends, turns)
+    elif kind == "map":
+        answers = pyarrow.MapArray.from_arrays(ends, roles, answers)
+    table = pyarrow.table({"question": [f"q{n}" for n in range(len(answers))], "answer": answers})
+    if path.suffix == ".parquet":  # without a schema all texts are plain, however they are stored
+        pyarrow.parquet.write_table(table, path, compression="zstd", store_schema="plain" not in path.name)
+        assert path.stat().st_size < 50_000, "long values of a small file"
+    else:
+        with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table)
+    return str(path)
+
+
+def shared(count: int, text: str) -> Any:
+    """An arrow column of which all values are the same text, held once."""
+    return pyarrow.DictionaryArray.from_arrays(np.zeros(count, np.int32), [text])
+
+
+@pytest.mark.parametrize("kind", ["text", "list", "map"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_row_of_parquet_or_arrow_may_be_as_long_as_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    monkeypatch.setattr(read, "LONGEST_LINE", 1 << 20)
+    answers = ["yes", "x" * (3 << 20), *["no" * 9000] * 300, "y" * (1 << 19)]
+    rows = list(data.read_rows(arrow_file(tmp_path / name, pyarrow.array(answers), kind)))
+    assert [row.line for row in rows] == list(range(1, 304)), "the one that is refused hides no other"
+    errors = [row for row in rows if isinstance(row, data.RowError)]
+    assert [(row.line, row.problems[0].kind) for row in errors] == [(2, "long_line")]
+    assert [answers[n] in str(row.raw) for n, row in enumerate(rows)] == [n != 1 for n in range(303)]
+    rows = list(data.read_rows(arrow_file(tmp_path / f"shared_{name}", shared(40, "z" * (1 << 19)), kind)))
+    assert len(rows) == 40 and all("z" * (1 << 19) in str(row.raw) for row in rows)
+
+
+PEAK = """
+import re
+from nbutils.data import dedupe, read
+{code}
+with open("/proc/self/status") as status:  # getrusage would count the process that started this one as well
+    print(int(re.search(r"VmHWM:\\s+(\\d+)", status.read())[1]) >> 10)
+"""
+
+
+def peak_mib(code: str, home: Path) -> int:
+    """The MiB that a process of its own held at most while it ran this code."""
+    return int(python("-c", PEAK.format(code=code), home=home).stdout)
+
+
+def test_long_values_of_a_small_arrow_file_take_bounded_memory(tmp_path: Path) -> None:
+    one, same = pyarrow.array(["ab" * (100 << 19)]), shared(100, "ab" * (30 << 19))
+    files = {  # a value of 100 MiB, a hundred of 30 MiB
+        arrow_file(tmp_path / "one.parquet", one, "list"): 600, arrow_file(tmp_path / "a.parquet", same): 600,
+        arrow_file(tmp_path / "a.arrow", same, "list"): 600, arrow_file(tmp_path / "plain.parquet", same): 2000,
+    }  # fmt: skip
+    peaks = {path: peak_mib(f"for row in read.read_rows({path!r}): pass", tmp_path) for path in files}
+    assert all(peaks[path] < limit for path, limit in files.items()), peaks
+
+
+@pytest.mark.parametrize("name", ["array.json", "a.csv"])
+def test_no_row_of_any_format_is_longer_than_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(build, "LONGEST_LINE", 5000, raising=False)
+    (tmp_path / name).write_bytes(file_of(name, [qa(1), qa(2, "word " * 2000), qa(3)]))
+    card = data.prepare(str(tmp_path / name), tmp_path / "out")
+    assert card.accepted == 2 and card.reasons == {"long_line": 1} and card.problems[0]["line"] == 2 + ("csv" in name)
+
+
+def test_rejected_rows_do_not_stay_in_memory(tmp_path: Path) -> None:
+    wrong = [*({"answer": answer} for answer in ("", 5, "a\0", "a</s>", "\ufffd")), {"images": ["a.png"]}]
+    rows = [qa(n) | one | {"note": "x" * (1 << 20)} for n in range(3) for one in wrong]
+    peaks = []
+    for count in (1, 6, 18):  # the first run imports what is needed
+        found, peak = peak_memory(build.check, [write(tmp_path / f"{count}.jsonl", [*rows[:count], qa(9)])])
+        assert found["rejected"] == count and len(found["reasons"]) == min(count, 6)
+        peaks.append(peak)
+    assert peaks[2] - peaks[1] < 4 << 20, "12 rows more, of 1 MiB each"
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "gbk", "gb18030"])
 @pytest.mark.parametrize("name", ["a.csv", "lines.jsonl", "array.json", "flat.json"])
 def test_chinese_is_read_whatever_it_was_saved_as(tmp_path: Path, name: str, encoding: str) -> None:
@@ -664,6 +747,19 @@ def test_what_is_nearly_the_same_is_found_among_others() -> None:
         at = chance.randrange(len(answer))
         copies.append(chat_row(question, f"{answer[:at]}z{answer[at + 1 :]}"))
     assert len(near_duplicates(others + copies)[0]) >= 0.98 * len(others), "nearly all pairs are found"
+
+
+def test_long_rows_are_compared_a_few_at_a_time_with_the_same_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "rows = (('', str(n), 'abcd' * (1 << 20)) for n in range(16))\ndedupe._signatures(rows)"
+    assert peak_mib(code, tmp_path) < 700, "16 rows of 4 MiB"
+    pair = [chat_row(question, ENGLISH) for question in (QUESTION, QUESTION.upper())]
+    rows = [*unrelated(100), pair[0], chat_row("-", "-a-b 1-2"), pair[1]]
+    compared = [row_text(**row) for row in rows]
+    whole = dedupe._signatures(compared)
+    monkeypatch.setattr(dedupe, "BATCH_CHARACTERS", 300)
+    assert np.array_equal(dedupe._signatures(compared), whole) and near_duplicates(rows) == ({102: 100}, 0)
 
 
 @pytest.mark.parametrize(("one", "other"), [

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from nbutils import display, distributed, models, plan, platforms
 from nbutils.data import evidence
 from nbutils.data.dedupe import digests, find_repeated, row_text
-from nbutils.data.read import TEXT, bundled, find_files, format_of, read_rows
+from nbutils.data.read import LONGEST_LINE, TEXT, bundled, find_files, format_of, read_rows, too_long
 from nbutils.data.rows import ChatRow, Kind, Problem, Row, RowError, check_row, find_private, parse_mapping, shown
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
@@ -404,10 +404,14 @@ class Build:
         if isinstance(row, RowError):
             self._reject(row.line, row.raw, row.problems)
             return
+        stored = {"messages": row.messages, "tools": row.tools} if row.tools else {"messages": row.messages}
+        line = orjson.dumps(stored, option=orjson.OPT_APPEND_NEWLINE)
+        if len(line) > LONGEST_LINE:  # of a json document or a csv file, whose rows were not measured before
+            self._reject(row.line, None, (too_long(tr("the row")),))
+            return
         key, prompt = digests(row, numbers=not self.split_here)
         if self.split_here:
             side = int(prompt / 2**64 < self.settings["eval_fraction"])
-        stored = {"messages": row.messages, "tools": row.tools} if row.tools else {"messages": row.messages}
         if not side and prompt in self.eval_prompts:
             seen = tr("asks what {place} asks", place=self._place(self.eval_prompts[prompt]))
             todo = tr("train on questions eval does not ask")
@@ -418,9 +422,9 @@ class Build:
         else:
             if side and not self.split_here:
                 self.eval_prompts[prompt] = len(self.keys)
-            self._accept(row, stored, key, side)
+            self._accept(row, line, key, side)
 
-    def _accept(self, row: ChatRow, stored: dict[str, Any], key: int, side: int) -> None:
+    def _accept(self, row: ChatRow, line: bytes, key: int, side: int) -> None:
         for warning in row.warnings:
             self.warned[warning.kind] += 1
             if self.warned[warning.kind] <= WARNED:
@@ -429,7 +433,6 @@ class Build:
         if row.warnings or row.trimmed:
             kinds: set[str] = {warning.kind for warning in row.warnings}
             self.kinds[len(self.keys)] = kinds | {"trimmed"} if row.trimmed else kinds
-        line = orjson.dumps(stored, option=orjson.OPT_APPEND_NEWLINE)
         self.accepted.write(line)
         self.seen[key] = len(self.keys)
         self.file.append(len(self.names) - 1)
@@ -446,7 +449,9 @@ class Build:
         self.measures.append(3 * length + (chinese < latin if chinese or latin else LANGUAGES.index("other")))
 
     def _reject(self, line: int, raw: Any, problems: tuple[Problem, ...], file: str = "") -> None:
-        error, kind = RowError(file or self.names[-1], line, raw, problems), problems[0].kind
+        kind = problems[0].kind
+        kept = raw if kind == "unknown_columns" else None  # its columns are shown; the others' rows would fill memory
+        error = RowError(file or self.names[-1], line, kept, problems)
         self.reasons[kind] += 1
         if self.reasons[kind] <= SHOWN:
             self.first_errors.append(error)

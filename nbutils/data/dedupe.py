@@ -14,7 +14,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ SEPARATOR = "\x1e"  # a control character, which no checked row holds: it stands
 NUMERALS = "0123456789〇零一二两三四五六七八九十百千万亿"
 SYMBOLS = "-*/%#&\\^"  # Unicode takes them for punctuation; mathematical signs and currencies count as well
 PERMUTATIONS, SEED = 64, 42  # four to a band: a pair that overlaps by 0.8 shares a band in 99.9 of 100 cases
-BATCH = 64  # rows hashed at once
+BATCH, BATCH_CHARACTERS = 64, 4 << 20  # rows hashed at once; fewer that are long, as a character takes 25 bytes
 RowText = tuple[str, str, str]  # see row_text
 _json = functools.partial(json.dumps, sort_keys=True, ensure_ascii=False, default=str)
 TEMPLATE = 8  # more rows than this that are similar to one row are a template filled in, not copies
@@ -141,7 +141,7 @@ def _signatures(texts: Iterable[RowText]) -> np.ndarray:
     from rensa import RMinHash
 
     signatures, stream = bytearray(), iter(texts)
-    while rows := list(itertools.islice(stream, BATCH)):
+    while rows := list(_batch(stream)):
         codes = normalized(SEPARATOR + SEPARATOR.join([text for row in rows for text in row[1:]]) + SEPARATOR)
         exact = _numbers_and_symbols(codes)
         keys = (f"{row[0]}\x1d{exact[2 * n]}\x1d{exact[2 * n + 1]}" for n, row in enumerate(rows))
@@ -154,6 +154,16 @@ def _signatures(texts: Iterable[RowText]) -> np.ndarray:
         matrix = RMinHash.digest_matrix_from_flat_token_hashes(tokens, offsets.astype(np.uint64), PERMUTATIONS, SEED)
         signatures += np.array(matrix.to_rows(), np.uint32).astype(np.uint16).tobytes()
     return np.frombuffer(signatures, np.uint16).reshape(-1, PERMUTATIONS)
+
+
+def _batch(stream: Iterator[RowText]) -> Iterator[RowText]:
+    """The next rows of a stream that are hashed at once."""
+    characters = 0
+    for row in itertools.islice(stream, BATCH):
+        yield row
+        characters += sum(map(len, row))
+        if characters > BATCH_CHARACTERS:
+            return
 
 
 def _candidates(signatures: np.ndarray, near: float, order: np.ndarray) -> np.ndarray:

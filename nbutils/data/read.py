@@ -32,10 +32,10 @@ FORMATS = (*TEXT, *BINARY)
 COMPRESSED = (".gz", ".zst")
 HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(?::(?P<folder>[^:]+))?")
 HEAD, CHUNK = 1 << 16, 1 << 20  # bytes at the beginning of a file that decide about its encoding; read at a time
-LONGEST_LINE = 64 << 20  # bytes; a longer one is no row, and would not fit many a machine's memory
+LONGEST_LINE = 64 << 20  # bytes, also of a parquet row; a longer one would not fit many a machine's memory
 LARGEST_DOCUMENT = 512 << 20  # bytes of a json file
 LARGEST_VALUE = 16 << 20  # characters in a csv file
-PARQUET_ROWS = 32  # at a time: each may hold a value of many megabytes
+PARQUET_ROWS = 8  # at a time: each may hold a value of many megabytes
 DAMAGED = (EOFError, OSError, ValueError, NotImplementedError, zlib.error)  # of gzip and pyarrow
 CSV_TODO = 'as many values as the header has names; quote values that hold a comma or a line break ("" for a quote)'
 
@@ -59,6 +59,11 @@ def read_rows(path: Path | str) -> Iterator[Row | RowError]:
 
 def _error(file: Path, line: int, raw: Any, kind: Kind, *texts: str) -> RowError:
     return RowError(file.name, line, raw, (Problem(kind, *texts),))
+
+
+def too_long(field: str) -> Problem:
+    """The problem of a row that is longer than the longest line."""
+    return Problem("long_line", field, tr("over {mib} MiB", mib=LONGEST_LINE >> 20), tr("split it"))
 
 
 def format_of(path: Path, formats: tuple[str, ...] = FORMATS) -> str:
@@ -140,8 +145,7 @@ def _json_lines(file: Path) -> Iterator[Row | RowError]:
         gbk = is_gbk(raw.peek(HEAD)[:HEAD])  # type: ignore[attr-defined]
         for number, line in enumerate(_lines(raw), start=1):
             if len(line) > LONGEST_LINE:
-                seen = tr("over {mib} MiB", mib=LONGEST_LINE >> 20)
-                yield _error(file, number, None, "long_line", tr("the line"), seen, tr("split it"))
+                yield RowError(file.name, number, None, (too_long(tr("the line")),))
                 continue
             try:
                 yield Row(file.name, number, orjson.loads(line))
@@ -225,16 +229,27 @@ def _table(file: Path) -> Iterator[Row | RowError]:
             yield _error(file, line, None, "malformed_csv", tr("the line"), seen, tr(CSV_TODO))
 
 
-def _arrow(file: Path) -> Iterator[Row]:
-    """Rows of a parquet file, or of a file that `datasets` wrote."""
+def _arrow(file: Path) -> Iterator[Row | RowError]:
+    """Rows of a parquet file, or of a file that `datasets` wrote; no long ones become Python's objects together."""
     import pyarrow.ipc
     import pyarrow.parquet
 
     with _open(file) as raw:
-        arrow = format_of(file) == ".arrow"
-        batches = pyarrow.ipc.open_stream(raw) if arrow else pyarrow.parquet.ParquetFile(raw).iter_batches(PARQUET_ROWS)
-        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
-            yield Row(file.name, number, row)
+        if format_of(file) == ".arrow":
+            batches = pyarrow.ipc.open_stream(raw)
+        else:  # so few rows come faster without threads
+            batches = pyarrow.parquet.ParquetFile(raw).iter_batches(PARQUET_ROWS, use_threads=False)
+        line = 1
+        for batch in batches:
+            count = PARQUET_ROWS if batch.nbytes * PARQUET_ROWS <= LONGEST_LINE else 1  # all may share one value
+            for start in range(0, batch.num_rows, count):
+                rows = batch.slice(start, count)
+                if rows.nbytes > LONGEST_LINE:
+                    yield RowError(file.name, line + start, None, (too_long(tr("the row")),))
+                    continue
+                for number, row in enumerate(rows.to_pylist(), start=line + start):
+                    yield Row(file.name, number, row)
+            line += batch.num_rows
 
 
 def text_lines(file: Path) -> Iterator[str]:
