@@ -21,6 +21,7 @@ from support import lesson_facts, python, refused, wait_for
 from nbutils import distributed, files
 from nbutils.distributed import launching
 from nbutils.language import messages
+from nbutils.serving.server import checked_port
 from nbutils.training import sharding
 
 
@@ -200,7 +201,14 @@ def test_a_signal_ends_the_launched_script_and_says_whose_it_was(
         signal.signal(sent, before)
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")  # without --master-port a c10d store
+
+
+def torchrun() -> list[str]:
+    """A launcher as the pages name it, at a free port."""
+    return [*TORCHRUN, f"--master-port={checked_port(0)}"]
+
+
 SPIED = """
 import os, psutil, torch.distributed
 from nbutils import distributed
@@ -265,7 +273,7 @@ def test_the_main_process_goes_first_broadcasts_and_goes_on_alone(script: Path) 
         "sys.stderr.write(f'{distributed.rank()} {there} {value} {stop}\\n')\n"  # in one piece: both write to it
         "distributed.leave_it_to_main()\nsys.stderr.write(f'went on: {distributed.rank()}\\n')\n"
     )
-    ran = python(*TORCHRUN, script, script.with_name("file"), home=script.parent, threads=1)
+    ran = python(*torchrun(), script, script.with_name("file"), home=script.parent, threads=1)
     assert {"0 False main True", "1 True main True", "went on: 0"} <= set(ran.stderr.splitlines())
     assert "went on: 1" not in ran.stderr and ran.stdout.strip() == "said by 0"
 
@@ -276,7 +284,7 @@ def test_a_main_process_that_fails_says_why_and_the_other_ends_quietly(script: P
         "from nbutils import distributed\ndistributed.join()\n"
         "with distributed.main_first():\n    raise SystemExit('[FAIL] the cause')\n"
     )
-    ran = python(*TORCHRUN, script, home=script.parent, threads=1, ok=False)
+    ran = python(*torchrun(), script, home=script.parent, threads=1, ok=False)
     assert ran.stderr.count("[FAIL]") == 1 and "RuntimeError" not in ran.stderr
 
 
@@ -290,7 +298,7 @@ def test_a_process_that_is_silent_ends_the_job(script: Path) -> None:
         "processes.anyone(True)\n"
     )
     env = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1", "PYTHONPATH": str(files.PACKAGE.parent)}
-    ran = subprocess.run([sys.executable, *TORCHRUN, script], env=env, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, *torchrun(), script], env=env, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 1 and "kept" in ran.stdout
     assert "Process 1 " in ran.stderr and "distributed.lost" not in ran.stderr
 
@@ -313,7 +321,7 @@ def test_a_weight_that_fsdp_keeps_gathered_has_the_checksum_of_its_shard(script:
         "gathered = not hasattr(model[0].weight, 'full_tensor')\n"
         "sys.stderr.write(f'{gathered} {first == shards == weight_checksums(model)}\\n')\n"
     )
-    ran = python(*TORCHRUN, script, home=script.parent, threads=1)
+    ran = python(*torchrun(), script, home=script.parent, threads=1)
     assert ran.stderr.splitlines().count("True True") == 2
 
 
