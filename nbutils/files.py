@@ -124,7 +124,8 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
     _require_ours(target)
     partial, replaced = partial_of(target), target.with_name(f".{target.name}.replaced")
     for place in (partial, replaced):
-        _require_private(place)
+        _require_owner(place, OPEN_TO_OTHERS)
+        _require_folder(place)
     partial.mkdir(mode=0o700, exist_ok=True)
     with held(partial):
         if replaced.exists() and not target.exists():  # a process was killed between two renames
@@ -216,12 +217,17 @@ def require_inside(folder: Path, found: Iterable[Path]) -> None:
             raise CourseError("files.link_leads_out", link=file, target=target)
 
 
+def _require_folder(place: Path) -> None:
+    """Refuse a link or a file where a folder is written."""
+    if os.path.lexists(place) and (place.is_symlink() or not place.is_dir()):
+        raise CourseError("files.not_a_folder", path=place)
+
+
 def _require_ours(target: Path) -> None:
     """Refuse to replace anything that `complete_folder` did not write, hidden files included."""
-    if not os.path.lexists(target):
+    _require_folder(target)
+    if not target.exists():
         return
-    if target.is_symlink() or not target.is_dir():
-        raise CourseError("files.not_a_folder", path=target)
     try:
         known = {PurePosixPath(name) for name in (STAMP, *read_json(target / STAMP)["files"])}
         known |= {parent for name in known for parent in name.parents}
@@ -232,18 +238,6 @@ def _require_ours(target: Path) -> None:
         raise CourseError("files.foreign_files", folder=target, names=", ".join(foreign[:3]))
 
 
-def _require_private(place: Path) -> None:
-    """Refuse what is no folder, or a folder that somebody else made where `complete_folder` makes one."""
-    if not os.path.lexists(place):
-        return
-    if place.is_symlink() or not place.is_dir():
-        raise CourseError("files.not_a_folder", path=place)
-    with tempfile.TemporaryFile(dir=place.parent) as probe:  # on a network disk, root may be somebody else
-        owner = os.fstat(probe.fileno()).st_uid
-    if place.stat().st_uid != owner:
-        raise CourseError("files.other_owner", folder=place)
-
-
 def _sizes(folder: Path) -> dict[str, int]:
     files = [file for file in folder.rglob("*") if file.is_file() and file.name != STAMP]
     return {file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(files)}
@@ -252,9 +246,16 @@ def _sizes(folder: Path) -> dict[str, int]:
 def require_own(folder: Path) -> None:
     """Refuse what another user made, or linked, in a world-writable place such as /tmp."""
     folder = folder.absolute()
-    for place in (one for one in (folder, *folder.parents) if os.path.lexists(one)):
-        if place.parent.stat().st_mode & stat.S_IWOTH and place.lstat().st_uid != os.getuid():
-            raise CourseError("files.other_owner", folder=place)
+    for place in (folder, *folder.parents):
+        _require_owner(place, stat.S_IWOTH)
+
+
+def _require_owner(place: Path, writers: int) -> None:
+    """Refuse what another user made, if `writers` (bits of a mode) may write in the folder around it."""
+    if not os.path.lexists(place):
+        return
+    if place.parent.stat().st_mode & writers and place.lstat().st_uid != os.getuid():
+        raise CourseError("files.other_owner", folder=place)
 
 
 def make_folder(folder: Path, purpose: str) -> Path:

@@ -114,6 +114,7 @@ def test_a_planted_partial_is_neither_written_through_nor_taken(tmp_path: Path) 
     with files.complete_folder(tmp_path / "merged", {}, resume=True) as folder:
         assert not list(folder.iterdir()) and folder.stat().st_mode & 0o077 == 0
     if os.getuid() == 0:  # only root can give a folder away
+        tmp_path.chmod(0o2775)  # as a folder that a group shares
         planted.mkdir()
         os.chown(planted, 54321, 54321)
         with refused("files.other_owner", folder=planted), files.complete_folder(tmp_path / "merged", {}):
