@@ -33,7 +33,7 @@ from nbutils.config import flat
 from nbutils.disk import folder_gib, free_gib
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, read_json, read_object, sha256
-from nbutils.language import joined, tr
+from nbutils.language import joined, printable, tr
 
 NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")  # as the trainer writes it
 MAX_MEMBERS, PLAIN_TYPES = 10_000, (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
@@ -362,7 +362,7 @@ def listing(run: str, thorough: bool) -> tuple[list[Line], list[str]]:
         raise CourseError("checkpoints.no_run", run=run, folder=folders.keep, known=", ".join(known) or tr("none yet"))
     looked = [(path, *look(path)) for path in found]
     lines = [Line(one, defect(one, thorough)) for _, kept, _ in looked for one in kept]
-    remarks = [f"{remark} ({path})" for path, _, skipped in looked for remark in skipped]
+    remarks = [printable(f"{remark} ({path})") for path, _, skipped in looked for remark in skipped]
     return sorted(lines, key=lambda line: line.one.step, reverse=True), remarks
 
 

@@ -14,7 +14,7 @@ import click
 # the other rooms load numpy
 from nbutils import checkpoints, course, display, doctor, hardware, install, plan, record, sharing
 from nbutils.errors import CourseError
-from nbutils.language import print_whatever, tr
+from nbutils.language import print_whatever, printable, tr
 
 FILE = click.Path(path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -37,7 +37,7 @@ class CourseGroup(click.Group):
             if as_json:
                 seen = {"seen": getattr(error, "seen", str(error))}
                 _print_json({"error": seen | {name: getattr(error, name, "") for name in ("allowed", "todo")}})
-            print(f"\n[FAIL] {error}", file=sys.stderr)
+            print(f"\n[FAIL] {printable(str(error))}", file=sys.stderr)
             sys.exit(1)
 
 
@@ -49,7 +49,7 @@ def amount(text: str) -> float:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(printable(json.dumps(value, indent=2, ensure_ascii=False)))  # JSON spells them the same way
 
 
 @click.group(cls=CourseGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -200,7 +200,7 @@ def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **options: Any
     from nbutils.data import build
 
     found = build.check(files, repair=not no_repair, **options)
-    _print_json(found) if as_json else print(build.report_text(found))
+    _print_json(found) if as_json else print(printable(build.report_text(found)))
     sys.exit(int(not found["accepted"]))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from nbutils.config import shown
 from nbutils.errors import CourseError
 from nbutils.files import read_json
-from nbutils.language import joined, language, tr
+from nbutils.language import joined, language, printable, tr
 from nbutils.platforms import detect, in_kernel
 
 ACCENT, ALARM = "var(--jp-brand-color1, #2979c9)", "var(--jp-warn-color1, #e07b00)"
@@ -64,6 +64,7 @@ def render_html(template: str, **values: Any) -> str:
 
 def show(template: str, text: str, **values: Any) -> None:
     """A page of templates/ in a notebook; `text` in a terminal."""
+    text = printable(text)
     if not in_kernel():
         print(text)
         return
@@ -106,7 +107,8 @@ def show_answers(rows: Sequence[Mapping[str, Any]], **answers: Sequence[str]) ->
 
 def aligned(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows of a table as columns of text."""
-    lines = [[tr(name) for name in rows[0]], *([str(value) for value in row.values()] for row in rows)] if rows else []
+    lines = [[tr(name) for name in rows[0]]] if rows else []
+    lines += [[printable(str(value)) for value in row.values()] for row in rows]
     widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
     padded = (map(pad, line, widths) for line in lines)
     return "\n".join("  ".join(cells).rstrip() for cells in padded)

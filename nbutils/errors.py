@@ -3,7 +3,7 @@
 import copyreg
 from typing import Any
 
-from nbutils.language import language, messages
+from nbutils.language import language, messages, printable
 from nbutils.masking import mask_secrets
 
 LAYOUT = {"en": "{}\n  Allowed: {}\n  To do: {}", "zh": "{}\n  允许：{}\n  怎么办：{}"}
@@ -16,7 +16,7 @@ class CourseError(Exception):
         room, _, name = code.partition(".")
         spoken = language()
         entry = messages(spoken, room).get(name) or messages("en", room)[name]
-        texts = (entry[part].format(**values) for part in ("seen", "allowed", "todo"))
+        texts = (printable(entry[part].format(**values)) for part in ("seen", "allowed", "todo"))
         self.code, self.values = code, values
         self.seen, self.allowed, self.todo = map(mask_secrets, texts)
         super().__init__(LAYOUT[spoken].format(self.seen, self.allowed, self.todo))

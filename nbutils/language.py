@@ -6,6 +6,7 @@ parameters and JSON keys stay English.
 """
 
 import os
+import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -17,6 +18,9 @@ import yaml
 
 MESSAGES = Path(__file__).parent / "messages"
 LOCALE = ("LC_ALL", "LC_MESSAGES", "LANG")  # the first that is set decides, as in gettext
+# A name that a stranger chose could steer a terminal with these, or turn a line around; and half a character cannot be
+# written at all. Line breaks and tabs stay.
+UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)")
 
 
 def language() -> str:
@@ -39,10 +43,15 @@ def _chinese() -> dict[str, str]:
     return {english: text for room in rooms for english, text in messages("zh", room).get("texts", {}).items()}
 
 
+def printable(text: str) -> str:
+    """The text with control characters spelled out as in JSON, \\u001b, so that no terminal obeys them."""
+    return UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 def tr(english: str, **values: Any) -> str:
     """A text in the language of the course, with its values; one that has no translation stays English."""
     text = _chinese().get(english, english) if language() == "zh" else english
-    return text.format(**values) if values else text
+    return printable(text.format(**values) if values else text)
 
 
 def joined(parts: Iterable[str], mark: str = ",") -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nbutils import checkpoints, display, platforms
 from nbutils.errors import CourseError
-from nbutils.language import tr
+from nbutils.language import printable, tr
 from nbutils.record import RunFolder
 from nbutils.tracking import Progress, money, trainings
 
@@ -69,7 +69,8 @@ class Watched:
             tr("cost"): self._cost(),
             tr("saved"): self._checkpoints(),
         }
-        return [display.pad(name, 10) + text for name, text in rows.items() if text] + one.notes
+        lines = [display.pad(name, 10) + text for name, text in rows.items() if text]
+        return list(map(printable, lines + one.notes))
 
     def _cost(self) -> str:
         one = self.progress

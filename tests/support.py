@@ -18,6 +18,7 @@ import pytest
 from nbutils.errors import CourseError
 
 ROOT = Path(__file__).resolve().parent.parent
+ESCAPES = "\x1b[2J\x9b31m\x07\b\r\u202e\u2066"  # what a stranger may write into a name: they steer a terminal
 
 
 @contextmanager
@@ -41,6 +42,11 @@ def python(*words: str | Path, home: Path, ok: bool | None = True, threads: int 
     ran = subprocess.run([sys.executable, *words], env=env, text=True, check=False, **(given | options))
     assert ok is None or (ran.returncode == 0) == ok, f"{(ran.stdout or '')[-2000:]}{(ran.stderr or '')[-4000:]}"
     return ran
+
+
+def steers(text: str) -> str:
+    """The characters of a text that would steer a terminal, each once."""
+    return "".join(sorted(set(ESCAPES) - set("[2J31m") & set(text)))
 
 
 def lesson_facts(run: Path, stem: str = "03_qlora") -> dict[str, Any]:

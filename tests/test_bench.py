@@ -18,7 +18,7 @@ import pytest
 from aiohttp import test_utils, web
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from support import ROOT, lesson_facts, python, refused
+from support import ESCAPES, ROOT, lesson_facts, python, refused, steers
 
 from nbutils import bench, cli, compare, files, lesson, profiles, record, served_model, tracking
 from nbutils.config import flat
@@ -373,6 +373,17 @@ def test_settings_that_differ_and_what_came_of_them_are_shown(home: Path, tmp_pa
         with files.complete_folder(home / "one" / name, made_from):
             pass
     assert cells(invoke("compare", "one", "two").output, "verdict") == ["-", "helped"], "of an earlier adapter"
+
+
+def test_planted_runs_do_not_steer_the_terminal(home: Path) -> None:
+    for name in (f"one{ESCAPES}", f"two{ESCAPES}"):
+        run = a_run(home, name, **{"lora.r": name, f"lora.{name}": name})
+        facts = record.read(run.facts)
+        facts["lessons"]["04_merge"]["evaluation"] = EVALUATION | {"verdict": name}
+        files.write_json(run.facts, facts)
+    for words in ([], ["--json"]):
+        shown = invoke("compare", *(path.name for path in home.iterdir()), *words).output
+        assert shown.count("lora.one") and "two" in shown and not steers(shown)
 
 
 def test_what_a_run_lacks_is_a_dash_and_said(home: Path, capsys: Any) -> None:

@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from click.testing import CliRunner, Result
-from support import python, refused
+from support import ESCAPES, python, refused, steers
 from transformers import AutoTokenizer
 
 from nbutils import data, files
@@ -1092,3 +1092,16 @@ def test_tokens_over_the_limit_are_counted_with_the_stop_tokens_they_cost(tmp_pa
     tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
     with refused("chat.all_rows_too_long", 'SET = "sft.max_length=1024"', fits=tokenizer.model_max_length):
         filter_by_length(tokenizer, [chat_row("?", "yes " * 2000)], 128)
+
+
+def test_the_name_of_a_file_does_not_steer_the_terminal(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / f"rows{ESCAPES}.jsonl"
+    file.write_text("".join(f"{json.dumps(qa(n))}\n" for n in range(30)) + "{broken\n", encoding="utf-8")
+    shown = run(file).output
+    assert "rows" in shown and not steers(shown)
+    assert report(file)["files"] == {file.name: 31}, "a program reads the name as it is"
+    assert not steers(run(file, "--json").output)
+    print(data.prepare(str(file), tmp_path / "out"))
+    with refused("data.no_data_file") as caught:
+        data.prepare(str(tmp_path / f"none{ESCAPES}.jsonl"), tmp_path / "other")
+    assert not steers(capsys.readouterr().out + str(caught.value))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import refused
+from support import ESCAPES, refused, steers
 
 from nbutils import cli, diagnose, display, record
 from nbutils.diagnose import Trained
@@ -225,3 +225,9 @@ def test_the_command_explains_an_error_and_examines_a_run(home: Path) -> None:
     assert "Usage" in said()
     with refused("record.no_run", known="mine"):
         record.find("yours")
+
+
+def test_what_a_log_says_does_not_steer_the_terminal(capsys: Any) -> None:
+    diagnose.show_causes(f"RuntimeError: CUDA {ESCAPES.replace(chr(13), '')} out of memory")
+    shown = capsys.readouterr().out
+    assert "out of memory" in shown and not steers(shown)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support import refused, wait_for
+from support import ESCAPES, refused, steers, wait_for
 
 from nbutils import chat_widget, display
 from nbutils.hardware import Choice
@@ -182,6 +182,8 @@ def test_where_nobody_can_type_the_dialogue_is_printed(capsys: Any) -> None:
     talks = [talk(Client("old words"), "base"), talk(Client("new words"), "tuned")]
     assert chat_widget.chat(talks, ["您好"]) is None
     assert capsys.readouterr().out == "you    您好\nbase   old words\ntuned  new words\n"
+    chat_widget.chat([talk(Client(f"words{ESCAPES}"))], ["hello"])
+    assert not steers(capsys.readouterr().out), "a model may have learned anything"
 
 
 def test_a_box_is_shown_where_somebody_watches(notebook: list[Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import click
 import pytest
 import yaml
+from support import ESCAPES, steers
 
 from nbutils import cli, compare, config, diagnose, display, hardware, language, plan, platforms, record, served_model
 from nbutils.data import build, read, rows
@@ -204,3 +205,13 @@ def test_texts_in_one_line_have_the_marks_of_the_language(monkeypatch: pytest.Mo
     assert language.joined(["12 OK", "1 WARN"]) == "12 OK，1 WARN" and language.joined("ab", ":") == "a：b"
     monkeypatch.setenv("NBUTILS_LANG", "en")
     assert language.joined(["12 OK", "1 WARN"], ";") == "12 OK; 1 WARN"
+
+
+def test_what_steers_a_terminal_is_spelled_out_and_all_else_stays() -> None:
+    plain = "中文 é 🎉\tcolumns\r\nlines\n" + ascii("\x1b")
+    assert language.printable(plain) == plain
+    wild = "".join(map(chr, [*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xDC9B]))
+    assert not steers(language.printable(wild))
+    assert [mark for mark in language.printable(wild) if not mark.isprintable()] == ["\t", "\n"]
+    for said in (tr("run {name}", name=ESCAPES), tr(ESCAPES), str(CourseError("watch.no_run", run="", folder=ESCAPES))):
+        assert not steers(said)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import simulate
 from fakes.hub import Hub
-from support import refused
+from support import ESCAPES, refused, steers
 
 from nbutils import config, display, files, former_names, hardware, install, models, profiles
 from nbutils.hardware import GPU
@@ -270,6 +270,12 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, altered: Altered) -> None
     for name in ("models", "gpus", "", "nowhere/mine.yaml"):
         with refused("config.unknown_profile"):
             profiles.load(name)
+
+
+def test_the_keys_of_a_profile_do_not_steer_the_terminal(altered: Altered) -> None:
+    with refused("config.problems", "unknown key") as caught:
+        profiles.load(altered(extra=f"\n{json.dumps(ESCAPES)}: 1\n"))
+    assert not steers(str(caught.value) + caught.value.seen)
 
 
 def test_names_hub_ids_folders_and_what_is_attached_are_understood(machine: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support import python, refused
+from support import ESCAPES, python, refused, steers
 
 from nbutils import checkpoints, watch
 from nbutils.files import write_json
@@ -85,3 +85,10 @@ def test_a_training_is_followed_until_it_ends(home: Path, capsys: Any, monkeypat
     assert watch.follow("", once) == ("training" if once else "finished")
     shown = [line for line in capsys.readouterr().out.splitlines() if "step" in line]
     assert [n for n in (7, 8, 9) if any(f"step {n} of 30" in line for line in shown)] == ([7] if once else [7, 8, 9])
+
+
+def test_a_planted_run_does_not_steer_the_terminal(home: Path, capsys: Any) -> None:
+    leave(home / f"demo{ESCAPES}", state="failed", notes=[f"[FAIL] disk {ESCAPES} full"], cost={ESCAPES: 1.0})
+    watch.follow("", once=True)
+    shown = capsys.readouterr().out
+    assert "demo" in shown and "[FAIL] disk" in shown and not steers(shown)
