@@ -135,15 +135,15 @@ def watch(run: str, once: bool) -> None:
 
 @app.command("diagnose")
 @click.argument("run", required=False)
-@click.option("--error", type=click.File(errors="replace"), help="A file with an error message, or - for a paste.")
-def find_causes(run: str | None, error: Any) -> None:
+@click.option("--error", metavar="FILE", help="A file with an error message, or - for a paste.")
+def find_causes(run: str | None, error: str | None) -> None:
     """Say what is wrong with RUN (its name, or the path of its folder), or what an error message means."""
     from nbutils import diagnose
 
     if not run and not error:
         raise click.UsageError(tr("name a RUN, or give an error message with --error FILE"))
     if error:
-        diagnose.show_causes(error.read())
+        diagnose.show_causes(diagnose.read_log(error))
     if run:
         found = record.find(run)
         print(tr("run {folder}:", folder=found.path))

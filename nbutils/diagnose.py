@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +25,7 @@ from nbutils.language import tr
 from nbutils.record import RunFolder
 from nbutils.tracking import Curve, best_of, loss_history, validation_history
 
+LARGEST_LOG, SEARCHED = 2**29, 2**21  # bytes of a log, and of its beginning and its end
 FEW_STEPS, LARGE_SHARE = 20, 0.1
 FLAT, RISEN = 0.95, 1.1  # the last loss as a share of the first, or of the best
 
@@ -41,6 +43,15 @@ def symptoms() -> dict[str, dict[str, dict[str, str]]]:
     """The table: `messages` and `runs`, by name."""
     table = Path(__file__).with_name("symptoms.yaml")
     return dict(yaml.safe_load(table.read_text(encoding="utf-8")))
+
+
+def read_log(name: str) -> str:
+    """The beginning and the end of a file, or of what is pasted or piped if its name is `-`."""
+    file, piped = Path(name), name == "-"
+    if not piped and not (file.is_file() and file.stat().st_size < LARGEST_LOG):  # a device has no end
+        raise CourseError("diagnose.no_file", file=name)
+    log = sys.stdin.buffer.read(LARGEST_LOG) if piped else file.read_bytes()
+    return (log[:SEARCHED] + b"\n" + log[-SEARCHED:]).decode(errors="replace")
 
 
 def explain(text: str) -> dict[str, Finding]:

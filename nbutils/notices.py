@@ -18,6 +18,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -372,7 +373,10 @@ def _service(run: str, status: str) -> Service:
     from apprise import Apprise, AppriseAsset
 
     logging.getLogger("apprise").propagate = False  # it names addresses
-    asset = AppriseAsset(http_redirects=False, default_service_retry=1, default_service_wait=PAUSE)
+    asset = AppriseAsset(
+        http_redirects=False, default_service_retry=1, default_service_wait=PAUSE,
+        service_timeout=0,  # its thread would be waited for when Python ends, as long as a server drips its answer
+    )  # fmt: skip
     url = platforms.secret(URL) or ""
     token = "" if url else platforms.secret(TOKEN)
     if token:
@@ -417,11 +421,17 @@ def send(title: str, text: str, status: str, run: str) -> str:
     service = _service(run, status)
     kind = NotifyType.FAILURE if status == "failed" else NotifyType.INFO
     text = mask_secrets(text).encode()[:MOST_BYTES].decode(errors="ignore")
-    sender = Apprise()
+    sender, results = Apprise(), list[Any]()
     sender.add(service.plugin)
+    delivery = threading.Thread(
+        target=lambda: results.append(sender.notify(text, mask_secrets(title), kind, NotifyFormat.TEXT)), daemon=True
+    )
     with _answers() as answers:
-        result = sender.notify(text, mask_secrets(title), kind, body_format=NotifyFormat.TEXT, timeout=SECONDS)
-    if not result:
+        delivery.start()
+        delivery.join(SECONDS)
+    if not results:
+        problem = tr("no answer")
+    elif not (result := results[0]):
         problems = [entry.message for entry in result.logs()]
         problem = problems[-1] if problems else result.status.name
     elif not re.search(service.taken, answers[-1] if answers else ""):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ESCAPES, refused, steers
+from support import ESCAPES, python, refused, steers
 
 from nbutils import cli, diagnose, display, record
 from nbutils.diagnose import Trained
@@ -231,3 +234,36 @@ def test_what_a_log_says_does_not_steer_the_terminal(capsys: Any) -> None:
     diagnose.show_causes(f"RuntimeError: CUDA {ESCAPES.replace(chr(13), '')} out of memory")
     shown = capsys.readouterr().out
     assert "out of memory" in shown and not steers(shown)
+
+
+def test_a_log_of_any_size_is_searched_at_both_ends_within_seconds(tmp_path: Path) -> None:
+    line = tmp_path / "line.log"
+    line.write_text("CUDA NCCL DataLoader worker " * 100_000 + "OSError: No space left on device")
+    log = tmp_path / "large.log"
+    with open(log, "wb") as file:
+        file.write(b"RuntimeError: NCCL error\n")
+        file.write(b"step 12 of 100, loss 0.4, 822 tokens/s\n" * 5_000_000)
+        file.write(b"OSError: No space left on device\n")
+    for file, names in ((line, ["disk_full"]), (log, ["disk_full", "several_gpus"])):
+        ran = python("-m", "nbutils", "diagnose", "--error", file, home=tmp_path, timeout=60)
+        causes = [diagnose.symptoms()["messages"][name]["cause"] for name in names]
+        assert all(cause in ran.stdout for cause in causes)
+    with open(log, "rb") as piped:
+        ran = python("-m", "nbutils", "diagnose", "--error", "-", home=tmp_path, timeout=60, stdin=piped)
+    assert diagnose.symptoms()["messages"]["disk_full"]["cause"] in ran.stdout
+
+
+def test_what_has_no_end_is_no_log(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("/dev/zero", str(tmp_path / "pipe")):
+        ran = python("-m", "nbutils", "diagnose", "--error", name, home=tmp_path, timeout=60, ok=False)
+        assert "Traceback" not in ran.stderr and name in ran.stderr
+    with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE) as reader:
+        (tmp_path / "pipe").write_text("OSError: No space left on device")
+        ran = python("-m", "nbutils", "diagnose", "--error", "-", home=tmp_path, timeout=60, stdin=reader.stdout)
+    assert diagnose.symptoms()["messages"]["disk_full"]["cause"] in ran.stdout, "a pipe that ends is a paste"
+
+
+def test_no_pattern_follows_a_word_to_the_end_of_a_line() -> None:
+    for name, entry in diagnose.symptoms()["messages"].items():
+        assert not re.search(r"\.[*+]", entry["seen"]), name

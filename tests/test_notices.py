@@ -6,10 +6,13 @@ import logging
 import os
 import re
 import signal
+import socketserver
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -158,6 +161,40 @@ def test_another_server_gets_all_fields_and_whatever_it_does_costs_one_line(
     good.server_close()
     assert "No notice sent" in told(good)[0]
     logging.getLogger().removeHandler(shown)
+
+
+class Dripping(socketserver.BaseRequestHandler):
+    """A server whose answer never ends: a line of its head each half second."""
+
+    def handle(self) -> None:
+        with suppress(OSError):
+            self.request.sendall(b"HTTP/1.1 200 OK\r\n")
+            while True:
+                self.request.sendall(b"X-Wait: longer")
+                time.sleep(0.5)
+
+
+@pytest.fixture
+def dripping() -> Iterator[str]:
+    """The address of such a server."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Dripping) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        server.shutdown()
+
+
+def test_a_server_that_never_ends_its_answer_holds_neither_the_command_nor_the_power_off(
+    machine: simulate.Machine, run: RunFolder, dripping: str, monkeypatch: Patch
+) -> None:
+    for name, value in {notices.URL: dripping, notices.NOTICE: "1", notices.POWER_OFF: "always"}.items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    notices.tell("demo", run, "failed", "text")
+    assert is_off(machine) and time.monotonic() - began < 20
+    command = "from nbutils import cli, notices; notices.SECONDS = 2.0; cli.app(['notice'])"
+    ran = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 1 and "No notice sent" in ran.stderr and "Traceback" not in ran.stderr
 
 
 def test_a_proxy_of_the_environment_is_used(machine: simulate.Machine, monkeypatch: Patch) -> None:
