@@ -96,7 +96,7 @@ def _training_template(tokenizer: Any) -> str | None:
         return own
     try:
         return trl.get_training_chat_template(tokenizer)
-    except (ValueError, TemplateError):
+    except (ValueError, ArithmeticError, TemplateError):
         return None
 
 
@@ -172,7 +172,7 @@ class View:
             before = [messages[:turn] for _, messages, turns in conversations for turn in turns]
             prompts = iter(self._prompts(before, tools))
             added = self._added_stop
-        except (TemplateError, TypeError, ValueError) as problem:
+        except (TemplateError, ArithmeticError, TypeError, ValueError) as problem:
             if len(conversations) > 1:
                 return [example for one in conversations for example in self._encode([one], tools)]
             raise CourseError("chat.row_refused", row=conversations[0][0], problem=problem) from problem

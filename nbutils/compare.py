@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,12 @@ from nbutils.config import shown
 from nbutils.errors import CourseError
 from nbutils.evaluation.comparison import PANELS, SHOWN
 from nbutils.evaluation.evaluator import Estimate
-from nbutils.files import read_json
 from nbutils.language import joined, tr
 from nbutils.models import find_shape
 from nbutils.plan import scaling
 from nbutils.plan.forecast import recipe_of
 from nbutils.record import RunFolder
+from nbutils.tracking import loss_history, read_history
 
 Runs = dict[str, dict[str, Any]]  # by name, as `load` gives them
 TOLERANCE = 0.01  # of the loss: sums in another order differ by a rounding each, 2^-8 of a value in bfloat16
@@ -41,19 +41,23 @@ def of_names(names: Sequence[str]) -> Runs:
 def load(folder: Path, trained: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What a run folder says of its run; `trained`, the facts of lesson 03, in place of what is there."""
     run = RunFolder(folder)
-    facts, history = record.read(run.facts), run.logs / "history.json"
+    facts = record.read(run.facts)
     recorded, merged = (facts.get("lessons", {}).get(stem, {}) for stem in ("03_qlora", "04_merge"))
     trained = recorded | {name: value for name, value in (trained or {}).items() if value is not None}
-    judged = {} if run.merge_is_outdated else merged.get("evaluation", {})
-    settings = {name: one for name, one in (trained.get("settings") or {}).items() if name not in ("about", "model")}
-    own = {name: facts.get(name) for name in ("profile", "model")} | {"data": str(trained.get("data_fingerprint"))[:12]}
-    return {
-        "folder": str(folder), "settings": own | settings if settings else {},
-        "trained": {name: value for name, value in trained.items() if name != "settings"},
-        "scores": {name: judged.get("scores", {}).get(name, {}).get("merged") for name in PANELS},
-        "verdict": judged.get("verdict"), "general": judged.get("general", {}).get("verdict"),
-        "history": read_json(history) if history.is_file() else [],
-    }  # fmt: skip
+    with record.reading(run.facts):
+        judged = {} if run.merge_is_outdated else merged.get("evaluation", {})
+        settings = {key: one for key, one in (trained.get("settings") or {}).items() if key not in ("about", "model")}
+        own = {"profile": facts.get("profile"), "model": facts.get("model")}
+        own["data"] = str(trained.get("data_fingerprint"))[:12]
+        found = {
+            "folder": str(folder), "settings": own | settings if settings else {},
+            "trained": {name: value for name, value in trained.items() if name != "settings"},
+            "scores": {name: judged.get("scores", {}).get(name, {}).get("merged") for name in PANELS},
+            "verdict": judged.get("verdict"), "general": judged.get("general", {}).get("verdict"),
+            "history": read_history(run.logs / "history.json"),
+        }  # fmt: skip
+        _column(found, settings)  # all of it can be shown
+    return found
 
 
 def differing(runs: Runs) -> list[str]:
@@ -79,27 +83,31 @@ def plot(runs: Runs, path: Path | None = None) -> None:
 
 def show(runs: Runs) -> None:
     """The table, and in a notebook the curves."""
-    columns: dict[str, dict[str, str]] = {label: {} for label in runs}  # by row of the table; empty: not recorded
-    for texts, run in zip(columns.values(), runs.values(), strict=True):
-        trained, recorded = run["trained"], run["settings"]
-        values = {**trained, **(trained.get("validation_loss") or {})}
-        for name in differing(runs):
-            texts[name] = shown(recorded[name])[:LONGEST] if recorded.get(name) is not None else ""
-        for label, (name, form) in MEASURES.items():
-            texts[tr(label)] = "" if values.get(name) is None else f"{values[name]:{form}}"
-        texts[tr("cost")] = " / ".join(f"{sign}{money:.2f}" for sign, money in (trained.get("cost") or {}).items())
-        for name, one in run["scores"].items():
-            known, label = one is not None and one["mean"] is not None, tr("merged: {score}", score=tr(SHOWN[name][0]))
-            texts[label] = Estimate(**one).text(SHOWN[name][1]) if known else ""
-        texts[tr("verdict")] = tr(run["verdict"] or "")
-        texts[tr("general knowledge")] = tr(run["general"] or "")
-    names = [name for name in texts if any(column[name] for column in columns.values())]
+    columns = {label: _column(run, differing(runs)) for label, run in runs.items()}
+    names = [name for name in next(iter(columns.values())) if any(column[name] for column in columns.values())]
     table = [{"": name} | {label: column[name] or "-" for label, column in columns.items()} for name in names]
     display.show_table(table, tr("Runs side by side"), display.aligned(table))
-    if len({run["trained"].get("data_fingerprint") for run in runs.values()} - {None}) > 1:
+    if len({str(run["trained"].get("data_fingerprint")) for run in runs.values()} - {"None"}) > 1:
         print(tr("Not all of these runs were trained on the same data: their losses do not compare."))
     if platforms.in_kernel():
         plot(runs)
+
+
+def _column(run: Mapping[str, Any], settings: Iterable[str]) -> dict[str, str]:
+    """A run by row of the table, with these of its settings; empty: not recorded."""
+    texts, trained, recorded = dict[str, str](), run["trained"], run["settings"]
+    values = {**trained, **(trained.get("validation_loss") or {})}
+    for name in settings:
+        texts[name] = shown(recorded[name])[:LONGEST] if recorded.get(name) is not None else ""
+    for label, (name, form) in MEASURES.items():
+        texts[tr(label)] = "" if values.get(name) is None else f"{values[name]:{form}}"
+    texts[tr("cost")] = " / ".join(f"{sign}{money:.2f}" for sign, money in (trained.get("cost") or {}).items())
+    for name, one in run["scores"].items():
+        known, label = one is not None and one["mean"] is not None, tr("merged: {score}", score=tr(SHOWN[name][0]))
+        texts[label] = Estimate(**one).text(SHOWN[name][1]) if known else ""
+    texts[tr("verdict")] = tr(run["verdict"] or "")
+    texts[tr("general knowledge")] = tr(run["general"] or "")
+    return texts
 
 
 def beside(run: RunFolder, trained: Mapping[str, Any] | None = None) -> Runs:
@@ -141,8 +149,7 @@ def speed_up(alone: Path, together: Path) -> SpeedUp:
     """What lesson 03 left in two run folders."""
     one, several = (record.read(run / "facts.json")["lessons"]["03_qlora"] for run in (alone, together))
     numbers = {name: (one[name], several[name]) for name in ("processes", "steps", "batch", "tokens_per_second")}
-    logs = (read_json(run / "logs/history.json") for run in (alone, together))
-    first, second = ({entry["step"]: entry["loss"] for entry in log if "loss" in entry} for log in logs)
+    first, second = (dict(loss_history(read_history(run / "logs/history.json"))) for run in (alone, together))
     if not (losses := {step: (first[step], second[step]) for step in first if step in second}):
         raise CourseError("compare.no_common_step", one=alone.name, other=together.name)
     furthest = max(abs(a - b) / max(abs(a), 1e-6) for a, b in losses.values())

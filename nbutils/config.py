@@ -301,7 +301,9 @@ def shown(value: Any) -> str:
         return str(value).lower()
     if value == "":
         return '""'
-    return ", ".join(value) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def keys(model: type[BaseModel] = Profile, above: str = "") -> list[str]:
@@ -316,7 +318,16 @@ def keys(model: type[BaseModel] = Profile, above: str = "") -> list[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader without the surprises of YAML 1.1."""
+    """PyYAML's safe loader without the surprises of YAML 1.1; nothing is said twice, or by pointing elsewhere."""
+
+    def fetch_alias(self) -> None:  # a few lines of aliases unfold to gigabytes
+        raise yaml.YAMLError(tr("it has an alias (*name): write the value itself"))
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        made = super().construct_mapping(node, deep)
+        if len(made) < len(node.value):
+            raise yaml.MarkedYAMLError(tr("a key stands there twice"), node.start_mark)
+        return made
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -410,7 +421,7 @@ def settings_in(text: str) -> dict[str, Any]:
             raise CourseError("config.named_twice", name=name)
         try:
             found[name] = yaml.load(value, _Loader)
-        except yaml.YAMLError:
+        except Exception:  # as for a file below
             found[name] = value  # no value of any key: the schema says so, by name and with all other mistakes
     former_names.say(found, "SET")
     former = {name: value for name, value in found.items() if name in former_names.NAMES}
@@ -428,7 +439,7 @@ def _read_yaml(file: Path) -> tuple[Any, dict[str, str]]:
     """A YAML file as its tree, and the comment beside each dotted name."""
     try:
         return _parse(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as problem:
+    except Exception as problem:  # PyYAML has one of its own; impossible dates, endless digits and nesting have others
         said = " ".join(str(problem).split())
         raise CourseError("config.not_yaml", file=file, problem=said) from None
 

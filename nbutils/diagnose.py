@@ -20,10 +20,10 @@ import yaml
 
 from nbutils import display, record, watch
 from nbutils.errors import CourseError
-from nbutils.files import read_json, read_object
+from nbutils.files import read_object
 from nbutils.language import tr
 from nbutils.record import RunFolder
-from nbutils.tracking import Curve, best_of, loss_history, validation_history
+from nbutils.tracking import Curve, best_of, loss_history, read_history, validation_history
 
 LARGEST_LOG, SEARCHED = 2**29, 2**21  # bytes of a log, and of its beginning and its end
 FEW_STEPS, LARGE_SHARE = 20, 0.1
@@ -90,10 +90,9 @@ class Trained:
         if failure:  # its curves, facts and evaluation were not written: those that are here are of an earlier stop
             return cls([], [], card=card, failure=failure)
         lessons = record.read(run.facts).get("lessons", {})
-        history = run.logs / "history.json"
-        log = read_json(history) if history.is_file() else []
+        log = read_history(run.logs / "history.json")
         outdated = run.merge_is_outdated
-        return cls(
+        found = cls(
             loss_history(log),
             validation_history(log),
             facts=lessons.get("03_qlora", {}),
@@ -101,6 +100,9 @@ class Trained:
             card=card,
             merge_is_outdated=outdated,
         )
+        with record.reading(run.facts):
+            examine(found)  # all of it can be examined
+        return found
 
     @property
     def ends(self) -> tuple[float, float]:

@@ -55,6 +55,8 @@ TAKEN = {  # the answer to a message that was taken: these refuse with HTTP 200,
     "feishu": r'"(code|StatusCode)"\s*:\s*0\b', "lark": r'"(code|StatusCode)"\s*:\s*0\b',
     "dingtalk": r'"errcode"\s*:\s*0\b', "wecombot": r'"errcode"\s*:\s*0\b',
 }  # fmt: skip
+# with a port up to 65535
+WEB_ADDRESS = r"https?://[\w.-]+(:(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]))?([/?]\S*)?$"
 ONLY_OURS = {"version": "", "attachments": "", "type": ""}  # fields of apprise's JSON that are left out
 
 
@@ -387,7 +389,7 @@ def _service(run: str, status: str) -> Service:
         if len(part) >= 16:
             remember_secret(part)
     plugin: Any = Apprise.instantiate(_known_address(url), asset)
-    if plugin is None and re.match(r"https?://[\w.-]+(:\d+)?([/?]\S*)?$", url):
+    if plugin is None and re.match(WEB_ADDRESS, url):
         about = _json_post(url, message="text", run=run, status=status)
         return Service(about["host"], Apprise.instantiate(about, asset), "")
     if plugin is None:

@@ -6,8 +6,8 @@ Secrets are masked before anything is written.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -111,22 +111,32 @@ def versions() -> dict[str, str]:
     return found
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Within this block, a value that is not of its kind is a CourseError that names this file."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError) as problem:
+        raise CourseError("record.invalid", file=path, problem=problem) from problem
+
+
 def read(path: Path) -> Facts:
     """The facts so far; empty if there are none, a CourseError if the file was not written by the course."""
     if not path.exists():
         return {}
-    try:
+    with reading(path):
         facts = read_json(path)
-        valid = isinstance(facts, dict) and all(type(facts.get(key, kind())) is kind for key, kind in TYPES.items())
-        if valid and all(isinstance(entry, dict) for entry in facts.get("lessons", {}).values()):
-            return _with_names_of_today(facts)
-        raise ValueError(tr("it does not hold the facts of lessons"))
-    except ValueError as problem:
-        raise CourseError("record.invalid", file=path, problem=problem) from problem
+        fits = [type(facts.get(key, kind())) is kind for key, kind in TYPES.items()]
+        fits += [isinstance(entry, dict) for entry in facts.get("lessons", {}).values()]
+        if not all(fits):
+            raise ValueError(tr("it does not hold the facts of lessons"))
+        facts = _with_names_of_today(facts)
+    return facts
 
 
 def _with_names_of_today(facts: Facts) -> Facts:
     trained = facts.get("lessons", {}).get("03_qlora", {})
+    complete(trained)  # its steps are numbers
     if "set" in facts:
         facts["set"] = former_names.translated(facts["set"])
     if trained.get("settings"):

@@ -13,22 +13,22 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
 
 import psutil
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from nbutils import display, distributed, hardware, install, platforms
 from nbutils.errors import CourseError
-from nbutils.files import fs_root, make_folder, read_object, write_json
+from nbutils.files import fs_root, make_folder, read_json, read_object, write_json
 from nbutils.language import joined, tr
 from nbutils.masking import mask_secrets
 from nbutils.plan import gpus
-from nbutils.record import LessonLike
+from nbutils.record import LessonLike, reading
 
 YUAN = ("autodl", "pai_dsw", "modelscope", "featurize", "gpushare", "matpool")
 NO_RENT = ("colab", "kaggle", "studio_lab")  # free, or paid in units without a price per hour
@@ -40,6 +40,7 @@ USUAL = {"tensorboard": "TensorBoard", "wandb": "W&B", "swanlab": "SwanLab"}  # 
 SWANLAB = "swanlab>=0.10"  # earlier ones have other names for the settings
 Clock = Callable[[], float]
 Curve = list[tuple[int, float]]  # (step, loss)
+Log = Sequence[dict[str, Any]]  # of a trainer
 State = Literal["training", "finished", "stopped", "failed"]
 
 
@@ -194,12 +195,12 @@ def end(logs: Path) -> None:
             print(tr("SwanLab offline; upload it later: {command}", command=command))
 
 
-def loss_history(log_history: Iterable[dict[str, Any]]) -> Curve:
+def loss_history(log_history: Log) -> Curve:
     """(step, loss) pairs of the training log."""
     return [(entry["step"], entry["loss"]) for entry in log_history if "loss" in entry]
 
 
-def validation_history(log_history: Iterable[dict[str, Any]]) -> Curve:
+def validation_history(log_history: Log) -> Curve:
     """(step, loss) pairs of the validation log, the last of each step; of losses on other rows only the newest."""
     entries = [entry for entry in log_history if "eval_loss" in entry]
     rows = entries[-1].get("eval_rows") if entries else None
@@ -207,12 +208,21 @@ def validation_history(log_history: Iterable[dict[str, Any]]) -> Curve:
     return sorted({entry["step"]: entry["eval_loss"] for entry in same}.items())
 
 
+def read_history(path: Path, key: str = "") -> Log:
+    """What `write_history` wrote, or the log under a key of a trainer's state; empty if there is no file."""
+    with reading(path):
+        found: Any = read_json(path) if path.is_file() else []
+        log = list(map(dict, found[key] if key else found))
+        sum(map(sum, loss_history(log) + validation_history(log)))  # steps and losses are numbers
+    return log
+
+
 def best_of(validation: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
     """The step with the lowest finite loss."""
     return min((point for point in validation if math.isfinite(point[1])), key=lambda point: point[1], default=None)
 
 
-def write_history(log_history: Sequence[dict[str, Any]], path: Path) -> None:
+def write_history(log_history: Log, path: Path) -> None:
     """Write the curves as [{step, loss}, ..., {step, eval_loss}, ...]; values that are not finite are left out."""
     curves = {"loss": loss_history(log_history), "eval_loss": validation_history(log_history)}
     points = [(step, name, loss) for name, curve in curves.items() for step, loss in curve]
@@ -226,7 +236,7 @@ class Progress(BaseModel, frozen=True):
     step: int
     steps: int  # 0 before the first
     seconds: float = 0.0  # of this session
-    left: float | None = None
+    left: FiniteFloat | None = None
     loss: tuple[int, float] | None = None
     validation: tuple[int, float] | None = None
     best: tuple[int, float] | None = None  # of the validations

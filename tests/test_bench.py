@@ -375,6 +375,40 @@ def test_settings_that_differ_and_what_came_of_them_are_shown(home: Path, tmp_pa
     assert cells(invoke("compare", "one", "two").output, "verdict") == ["-", "helped"], "of an earlier adapter"
 
 
+WRONG: dict[str, Any] = {  # in facts.json, by dotted name, and in history.json
+    "03_qlora.settings": "x", "03_qlora.steps": [1], "03_qlora.planned_steps": "x", "03_qlora.cost": "x",
+    "03_qlora.cost.¥": [1], "03_qlora.validation_loss": "x", "03_qlora.final_loss": "x", "04_merge.evaluation": "x",
+    "04_merge.evaluation.scores": [1], "04_merge.evaluation.scores.exact_match": "x",
+    "04_merge.evaluation.scores.exact_match.merged": "x", "04_merge.evaluation.verdict": [1],
+    "04_merge.evaluation.general": "x", "history": "x", "history.": [1], "history.0.step": "x", "history.0.loss": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_value_of_another_kind_is_told_with_its_file_and_is_no_others_problem(name: str, home: Path) -> None:
+    good, bad = a_run(home, "good"), a_run(home, "bad", **{"lora.layers_to_transform": [1, 2]})
+    first, *inner = name.split(".")
+    file = bad.logs / "history.json" if first == "history" else bad.facts
+    whole = files.read_json(file)
+    if inner in ([], [""]):
+        whole = WRONG[name]
+    else:
+        at = whole[int(inner.pop(0))] if first == "history" else whole["lessons"][first]
+        for key in inner[:-1]:
+            at = at.setdefault(key, {})
+        at[inner[-1]] = WRONG[name]
+    files.write_json(file, whole)
+    ran = invoke("compare", "good", "bad")
+    assert ran.exit_code == 1 and str(file) in ran.stderr and "Traceback" not in ran.output
+    assert list(compare.beside(good)) == ["good"], "lesson 03 shows its own run, whatever lies beside it"
+
+
+def test_lists_among_the_settings_are_shown(home: Path) -> None:
+    a_run(home, "one")
+    a_run(home, "two", **{"lora.layers_to_transform": [1, 2]})
+    assert cells(invoke("compare", "one", "two").output, "lora.layers_to_transform") == ["-", "1, 2"]
+
+
 def test_planted_runs_do_not_steer_the_terminal(home: Path) -> None:
     for name in (f"one{ESCAPES}", f"two{ESCAPES}"):
         run = a_run(home, name, **{"lora.r": name, f"lora.{name}": name})

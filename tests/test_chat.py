@@ -394,3 +394,14 @@ def test_real_qwen_tokenizers_keep_the_contract(name: str, tmp_path: Path) -> No
     assert CALL in (text := "".join(learned(tokenizer, fitted))) and "tool_response" not in text
     assert chat.may_skip_thinking(tokenizer, [PLAIN]) is (name == "qwen3")
     assert learned(tokenizer, chat.filter_by_length(tokenizer, [PLAIN], 0, thinking=False)) == ["On its way.<|im_end|>"]
+
+
+def test_a_template_that_counts_to_a_billion_is_refused_at_once() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL)
+    endless = "{% for n in range(10**9) %}x{% endfor %}"
+    for template in (endless, MARKED + endless, MARKED + "{{ 1 // 0 }}"):
+        tokenizer.chat_template = template
+        with refused("chat.row_refused", row=1):
+            chat.filter_by_length(tokenizer, [{"messages": [chat.QUESTION, chat.ANSWER]}], 64)

@@ -267,3 +267,27 @@ def test_what_has_no_end_is_no_log(tmp_path: Path) -> None:
 def test_no_pattern_follows_a_word_to_the_end_of_a_line() -> None:
     for name, entry in diagnose.symptoms()["messages"].items():
         assert not re.search(r"\.[*+]", entry["seen"]), name
+
+
+@pytest.mark.parametrize(
+    "facts, history",
+    [
+        ({"03_qlora": GOOD | {"settings": "x"}}, []),
+        ({"03_qlora": GOOD | {"settings": None}}, []),
+        ({"03_qlora": GOOD | {"steps": [1]}}, []),
+        ({"03_qlora": GOOD | {"examples": "x"}}, []),
+        ({"04_merge": {"evaluation": "x"}}, []),
+        ({"04_merge": {"evaluation": {"scores": {"stopped": "x"}}}}, []),
+        ({"04_merge": {"evaluation": {"verdict": [1]}}}, []),
+        ({"03_qlora": GOOD}, [1]),
+        ({"03_qlora": GOOD}, [{"step": 1, "loss": "x"}]),
+        ({"03_qlora": GOOD}, [{"eval_loss": 1.0}]),
+    ],
+)
+def test_a_damaged_run_is_told_with_its_file(facts: Any, history: Any, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    run.facts.write_text(json.dumps({"lessons": facts}))
+    (run.logs / "history.json").write_text(json.dumps(history))
+    with refused("record.invalid", file=run.logs / "history.json" if history else run.facts):
+        diagnose.examine(Trained.of(run))

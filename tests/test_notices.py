@@ -237,6 +237,8 @@ def test_the_command_fails_and_says_why_and_what_to_set_where_no_notice_was_sent
     for address, reason in {
         "": "not set",
         "robot": "no address",
+        "http://127.0.0.1:65536/robot": "no address",
+        "https://127.0.0.1:99999999": "no address",
         f"{Site(status=404).url}/{KEY}": "404",
     }.items():
         failed = sent(address)

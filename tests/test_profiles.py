@@ -272,6 +272,29 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, altered: Altered) -> None
             profiles.load(name)
 
 
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 9))
+MERGES = "m0: &m0 {a: 1}\n" + "".join(f"m{n}: &m{n}\n  <<: [*m{n - 1}, *m{n - 1}]\n" for n in range(1, 9))
+NO_VALUES = {
+    "date": "2026-13-45", "time": "2026-01-01T99:99:99Z", "digits": "9" * 10_000, "depth": "[" * 5000 + "]" * 5000,
+    "blocks": "{a: " * 5000 + "}" * 5000, "number": "!!int abc", "empty number": "!!int ''", "truth": "!!bool x",
+    "timestamp": "!!timestamp x", "twice": "{a: 1, a: 2}", "alias": "[&a [1], *a]",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NO_VALUES.values(), ids=NO_VALUES)
+def test_what_no_value_can_be_is_refused_in_a_profile_and_in_set(value: str, altered: Altered) -> None:
+    with refused("config.not_yaml", "mine.yaml"):
+        profiles.load(altered(extra=f"\nextra: {value}\n"))
+    with refused("config.problems", "lora.r: "):
+        resolve("tiny", text=f"lora.r={value}")
+
+
+@pytest.mark.parametrize("text", [BOMB, MERGES, "method: lora\n"], ids=["aliases", "merges", "a key twice"])
+def test_a_profile_says_everything_once(text: str, altered: Altered) -> None:
+    with refused("config.not_yaml", "mine.yaml"):
+        profiles.load(altered(extra=f"\n{text}"))
+
+
 def test_the_keys_of_a_profile_do_not_steer_the_terminal(altered: Altered) -> None:
     with refused("config.problems", "unknown key") as caught:
         profiles.load(altered(extra=f"\n{json.dumps(ESCAPES)}: 1\n"))

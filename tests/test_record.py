@@ -28,7 +28,13 @@ def test_lessons_are_merged_and_none_keeps_what_was_measured(tmp_path: Path) -> 
     assert record.read(file) == {"profile": "tiny", "lessons": facts}
 
 
-@pytest.mark.parametrize("text", ['{"half":', "[]", '{"lessons": {"x": 1}}', '{"set": []}'])
+WRONG_STEPS = '{"lessons": {"03_qlora": {"steps": "x", "planned_steps": [1]}}}'
+WRONG_SETTINGS = '{"lessons": {"03_qlora": {"settings": "x"}}}'
+
+
+@pytest.mark.parametrize(
+    "text", ['{"half":', "[]", '{"lessons": {"x": 1}}', '{"lessons": []}', '{"set": []}', WRONG_STEPS, WRONG_SETTINGS]
+)
 def test_an_invalid_record_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "facts.json").write_text(text)
     with refused("record.invalid", file=tmp_path / "facts.json"):

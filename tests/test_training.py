@@ -980,6 +980,32 @@ def test_a_resumed_run_validates_as_it_began_to_and_counts_the_time_of_all_sessi
     assert facts["tokens_per_second"] == pytest.approx(tokens / resumed.seconds, abs=0.1), "both of this session"
 
 
+DAMAGED = {
+    "no json": "{", "a list": "[]", "empty": "{}", "no log": '{"log_history": "x"}',
+    "no entries": '{"log_history": [1]}', "no step": '{"log_history": [{"loss": 1.0}]}',
+    "no number": '{"log_history": [{"step": 1, "loss": "x"}]}',
+    "depth": '{"log_history": ' + "[" * 100_000 + "]" * 100_000 + "}",
+}  # fmt: skip
+
+
+def test_a_damaged_state_of_the_trainer_is_told_with_its_file(demo: Any) -> None:
+    run.train(*start(demo, 4))
+    trainer, callback = start(demo, 6)
+    newest = resume.resume_point(demo, callback.fingerprint, "auto")
+    good = json.loads((newest / checkpoints.STATE).read_text())
+    for text in DAMAGED.values():
+        (newest / checkpoints.STATE).write_text(text)
+        shutil.rmtree(demo.run.checkpoints)
+        demo.run.checkpoints.mkdir()
+        checkpoints.pack(newest, demo.run.checkpoints, callback.fingerprint)
+        with refused("record.invalid", checkpoints.STATE, "RESUME"):
+            run.train(trainer, callback)
+    for step in ("x", float("nan"), [1], 99):
+        (newest / checkpoints.STATE).write_text(json.dumps(good | {"global_step": step}))
+        resume.bring_best(newest, demo, callback.fingerprint, [])
+        assert json.loads((newest / checkpoints.STATE).read_text())["global_step"] == 4, "its folder says so"
+
+
 def test_losses_on_other_rows_are_no_part_of_the_measure(demo: Any, capsys: Any) -> None:
     run.train(*start(demo, 4, held_out=5))
     trainer, callback = start(demo, 7, held_out=3)

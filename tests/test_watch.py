@@ -51,9 +51,12 @@ def test_the_one_that_trains_is_watched_else_the_newest_and_the_newer_copy_count
     leave(home / ".scratch/old", step=9)  # on the fast disk; the run folder gets a copy with each checkpoint
     assert (watch.find("").run.path, watch.find("").progress.step) == (home / "old", 9)
     assert watch.find(str(home / "new")).run.path == home / "new"
-    (home / "new/logs/progress.json").write_text("{")
-    with refused("watch.no_run", run="new"):
-        watch.find("new")
+    leave(home / "new", left=1.0)
+    endless = (home / "new/logs/progress.json").read_text().replace('"left": 1.0', '"left": 1e999')
+    for damaged in (endless, "{"):
+        (home / "new/logs/progress.json").write_text(damaged)
+        with refused("watch.no_run", run="new"):
+            watch.find("new")
 
 
 def test_everything_is_shown_without_torch_and_a_failure_is_the_exit_status(home: Path, tmp_path: Path) -> None:

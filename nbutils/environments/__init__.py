@@ -122,7 +122,7 @@ def _build(recipe: Recipe, folder: Path) -> None:
 def _install(recipe: Recipe, folder: Path) -> dict[str, str]:
     """Make the environment, install every step, and import what matters; the versions that the probe prints."""
     python, log, env = folder / "bin" / "python", folder / "build.log", variables() | installer.uv_variables()
-    cache = disk.nearest(Path(os.environ.get("UV_CACHE_DIR", Path.home() / ".cache/uv")))
+    cache = disk.nearest(Path(os.environ.get("UV_CACHE_DIR", os.path.expanduser("~/.cache/uv"))))
     if cache.stat().st_dev != folder.stat().st_dev:  # on another disk it would double what is written
         env["UV_CACHE_DIR"] = str(folder / UV_CACHE)
     commands = {tr("new environment"): installer.new_environment(folder)}

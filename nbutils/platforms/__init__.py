@@ -245,6 +245,8 @@ def cannot_write(folder: Path) -> str:
 
 def use_model_cache(platform: Platform, places: Folders) -> str:
     """Move the download cache off a small system disk, before huggingface_hub is imported; says what was done."""
+    if os.path.expanduser("~") == "~":  # neither HOME nor an account: libraries would write to a folder of that name
+        raise CourseError("platforms.no_home")
     chosen = any(os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"))
     filled = any(Path.home().glob(".cache/huggingface/hub/models--*"))
     if not platform.entry.cache or chosen or filled:

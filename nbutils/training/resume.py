@@ -21,7 +21,7 @@ from nbutils.files import CHUNK, GIB
 from nbutils.language import tr
 from nbutils.plan.forecast import STEP_ARGUMENTS, rows_per_step
 from nbutils.record import LessonLike
-from nbutils.tracking import best_of, validation_history
+from nbutils.tracking import best_of, read_history, validation_history
 
 MODEL_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt",
@@ -88,8 +88,10 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
 def bring_best(newest: Path, lesson: LessonLike, fingerprint: dict[str, Any], stores: list[Path]) -> None:
     """Unpack the checkpoint of the best step beside the newest one, and let the trainer's state know where it is."""
     state = files.read_object(newest / checkpoints.STATE)
-    if not state:  # the trainer will say so
+    if not state:  # `spent_until` will say so
         return
+    state["log_history"] = read_history(newest / checkpoints.STATE, "log_history")
+    state["global_step"] = checkpoints.step_of(newest)
     if (newest / FORMER_BEST).exists() or state.get("best_global_step") is None:
         _adopt_former_best(newest, state)
     step = state["best_global_step"]
@@ -136,7 +138,7 @@ def carry_former_best(checkpoint: Path, best: str | None) -> None:
 
 def spent_until(checkpoint: Path | None) -> dict[str, Any]:
     """What was logged last before a checkpoint, with the time and cost until then; empty without one."""
-    log = files.read_json(checkpoint / checkpoints.STATE)["log_history"] if checkpoint else []
+    log = read_history(checkpoint / checkpoints.STATE, "log_history") if checkpoint else []
     return dict(log[-1]) if log else {}
 
 

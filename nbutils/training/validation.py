@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import EarlyStoppingCallback
 
 from nbutils import distributed, files
 from nbutils.language import tr
-from nbutils.tracking import validation_history
+from nbutils.tracking import Log, validation_history
 from nbutils.training import model, sharding
 
 
@@ -106,7 +106,7 @@ def _load(trained: Any, checkpoint: Path) -> None:
     sharding.load_weights(trained, distributed.broadcast(weights))
 
 
-def evaluations_since_best(log_history: Iterable[dict[str, Any]], best_step: int | None) -> int:
+def evaluations_since_best(log_history: Log, best_step: int | None) -> int:
     """How many evaluations of the training, after its best, brought no better one."""
     return sum(step > best_step for step, _ in validation_history(log_history)) if best_step is not None else 0
 
