@@ -33,7 +33,7 @@ from nbutils.config import flat
 from nbutils.disk import folder_gib, free_gib
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, read_json, read_object, sha256
-from nbutils.language import joined, printable, tr
+from nbutils.language import joined, tr
 
 NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")  # as the trainer writes it
 MAX_MEMBERS, PLAIN_TYPES = 10_000, (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
@@ -205,9 +205,9 @@ def _checked_members(tar: tarfile.TarFile, one: StoredCheckpoint) -> Iterator[ta
     for member in tar:
         path = PurePosixPath(member.name)
         plain = member.type in PLAIN_TYPES and not member.issparse() and member.size >= 0 and not tar.pax_headers
-        plain = plain and MEMBER.fullmatch(os.fsencode(member.name)) is not None
         inside = is_folder.get(path.parent, False) and path.name != ".." if is_folder else path == top
-        if not plain or not inside or path in is_folder or len(is_folder) > MAX_MEMBERS:
+        named = MEMBER.fullmatch(os.fsencode(member.name))
+        if not plain or not named or not inside or path in is_folder or len(is_folder) > MAX_MEMBERS:
             raise tarfile.TarError(tr("{name!r} is not what a checkpoint holds", name=member.name[:80]))
         is_folder[path] = member.isdir()
         yield member
@@ -362,7 +362,7 @@ def listing(run: str, thorough: bool) -> tuple[list[Line], list[str]]:
         raise CourseError("checkpoints.no_run", run=run, folder=folders.keep, known=", ".join(known) or tr("none yet"))
     looked = [(path, *look(path)) for path in found]
     lines = [Line(one, defect(one, thorough)) for _, kept, _ in looked for one in kept]
-    remarks = [printable(f"{remark} ({path})") for path, _, skipped in looked for remark in skipped]
+    remarks = [f"{remark} ({path})" for path, _, skipped in looked for remark in skipped]
     return sorted(lines, key=lambda line: line.one.step, reverse=True), remarks
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -135,8 +135,8 @@ def watch(run: str, once: bool) -> None:
 
 @app.command("diagnose")
 @click.argument("run", required=False)
-@click.option("--error", metavar="FILE", help="A file with an error message, or - for a paste.")
-def find_causes(run: str | None, error: str | None) -> None:
+@click.option("--error", type=click.File("rb"), help="A file with an error message, or - for a paste.")
+def find_causes(run: str | None, error: IO[bytes] | None) -> None:
     """Say what is wrong with RUN (its name, or the path of its folder), or what an error message means."""
     from nbutils import diagnose
 
@@ -200,7 +200,7 @@ def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **options: Any
     from nbutils.data import build
 
     found = build.check(files, repair=not no_repair, **options)
-    _print_json(found) if as_json else print(printable(build.report_text(found)))
+    _print_json(found) if as_json else print(build.report_text(found))
     sys.exit(int(not found["accepted"]))
 
 

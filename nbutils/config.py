@@ -318,16 +318,10 @@ def keys(model: type[BaseModel] = Profile, above: str = "") -> list[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader without the surprises of YAML 1.1; nothing is said twice, or by pointing elsewhere."""
+    """PyYAML's safe loader without the surprises of YAML 1.1, and without aliases."""
 
     def fetch_alias(self) -> None:  # a few lines of aliases unfold to gigabytes
         raise yaml.YAMLError(tr("it has an alias (*name): write the value itself"))
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        made = super().construct_mapping(node, deep)
-        if len(made) < len(node.value):
-            raise yaml.MarkedYAMLError(tr("a key stands there twice"), node.start_mark)
-        return made
 
 
 _Loader.yaml_implicit_resolvers = {

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import yaml
 
@@ -25,7 +26,7 @@ from nbutils.language import tr
 from nbutils.record import RunFolder
 from nbutils.tracking import Curve, best_of, loss_history, read_history, validation_history
 
-LARGEST_LOG, SEARCHED = 2**29, 2**21  # bytes of a log, and of its beginning and its end
+PIECE, MOST_PIECES = 2**20, 2**12  # bytes of a log that are read at a time, and how often
 FEW_STEPS, LARGE_SHARE = 20, 0.1
 FLAT, RISEN = 0.95, 1.1  # the last loss as a share of the first, or of the best
 
@@ -45,13 +46,12 @@ def symptoms() -> dict[str, dict[str, dict[str, str]]]:
     return dict(yaml.safe_load(table.read_text(encoding="utf-8")))
 
 
-def read_log(name: str) -> str:
-    """The beginning and the end of a file, or of what is pasted or piped if its name is `-`."""
-    file, piped = Path(name), name == "-"
-    if not piped and not (file.is_file() and file.stat().st_size < LARGEST_LOG):  # a device has no end
-        raise CourseError("diagnose.no_file", file=name)
-    log = sys.stdin.buffer.read(LARGEST_LOG) if piped else file.read_bytes()
-    return (log[:SEARCHED] + b"\n" + log[-SEARCHED:]).decode(errors="replace")
+def read_log(file: IO[bytes]) -> str:
+    """The beginning and the end of a log of any size; of what has no end, such as a device, a part."""
+    first = file.read(PIECE)
+    pieces = iter(lambda: file.read(PIECE), b"")
+    last = deque(islice(pieces, MOST_PIECES), maxlen=2)
+    return b"".join([first, *last]).decode(errors="replace")
 
 
 def explain(text: str) -> dict[str, Finding]:

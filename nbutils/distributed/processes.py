@@ -23,7 +23,6 @@ from nbutils.language import tr
 
 TIMEOUT = timedelta(hours=2)  # for a main process that prepares data; the heartbeat notices a lost one sooner
 BEAT, LOST = 5.0, 35.0  # seconds: between two beats, and until a process that is silent is lost
-STATIC_RUN_ID = "none"  # what torchrun calls a job whose machines are fixed: it needs no c10d store
 PEER_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 _state: dict[str, Any] = {"before_end": lambda: None}  # group: for the CPU; over: the training is
 
@@ -95,7 +94,7 @@ def _keep_to_this_machine() -> None:
     if sys.platform.startswith("linux"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    if os.environ.get("TORCHELASTIC_RUN_ID", STATIC_RUN_ID) != STATIC_RUN_ID:
+    if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":  # so torchrun calls a job whose machines are fixed
         print(
             tr(
                 "[WARN] torchrun opened a c10d store: whoever reaches it over the network can run programs as you. "

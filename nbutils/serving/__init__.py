@@ -171,9 +171,8 @@ def running(run: Path, folder: Path) -> Running | None:
         port = found[1]
         loaded = words[words.index("--model") + 1] == noted.folder == str(folder.absolute())
         same = loaded and noted.engine.startswith("vllm") and noted.stamp == current is not None
-        if not same or noted.url != f"http://127.0.0.1:{port}/v1" or not processes.listens(noted.pid, int(port)):
-            return None
-        return noted if health(noted.url.removesuffix("/v1")) == 200 else None
+        listens = noted.url == f"http://127.0.0.1:{port}/v1" and processes.listens(noted.pid, int(port))
+        return noted if same and listens and health(noted.url.removesuffix("/v1")) == 200 else None
     except (psutil.Error, OSError, ValueError, TypeError, AttributeError):
         return None
 

@@ -163,13 +163,6 @@ class Server:
         checked_port(self.port)
         if self.environment.engine == "vllm":
             engines.require_gpu_memory(float(self.flags.get("gpu-memory-utilization") or 0.9))
-        if not self.api_key:
-            print(
-                tr(
-                    "[WARN] `transformers serve` asks for no key: every user of this machine can ask the model, have "
-                    "another one loaded (/load_model) and reset it (/reset). Stop it when you are done."
-                )
-            )
         reach_directly("127.0.0.1")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         private = {KEY_VARIABLE: self.api_key} if self.api_key else {}

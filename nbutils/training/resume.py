@@ -45,9 +45,9 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
     scratch, stores = lesson.scratch, checkpoints.stores(lesson.folders, lesson.run.name)
     files.make_folder(scratch, tr("working space"))
     try:  # until this process ends: a second trainer would delete the files of this one
-        if scratch not in _LOCKS:
-            _LOCKS[scratch] = files.lock(scratch / "training.lock", timeout=0)
-        _LOCKS[scratch].acquire()
+        lock = _LOCKS.get(scratch) or files.lock(scratch / "training.lock", timeout=0)
+        lock.acquire()
+        _LOCKS[scratch] = lock
     except Timeout:
         raise CourseError("training.run_in_use", run=scratch.name) from None
     checkpoints.end_earlier(scratch / "outbox")
