@@ -204,10 +204,10 @@ def _checked_members(tar: tarfile.TarFile, one: StoredCheckpoint) -> Iterator[ta
     is_folder: dict[PurePosixPath, bool] = {}
     for member in tar:
         path = PurePosixPath(member.name)
-        plain = member.type in PLAIN_TYPES and not member.issparse() and member.size >= 0 and not tar.pax_headers
+        plain = member.type in PLAIN_TYPES and not member.issparse() and not tar.pax_headers
         inside = is_folder.get(path.parent, False) and path.name != ".." if is_folder else path == top
-        named = MEMBER.fullmatch(os.fsencode(member.name))
-        if not plain or not named or not inside or path in is_folder or len(is_folder) > MAX_MEMBERS:
+        fits = 0 <= member.size <= one.size and MEMBER.fullmatch(os.fsencode(member.name))
+        if not plain or not fits or not inside or path in is_folder or len(is_folder) > MAX_MEMBERS:
             raise tarfile.TarError(tr("{name!r} is not what a checkpoint holds", name=member.name[:80]))
         is_folder[path] = member.isdir()
         yield member

@@ -325,11 +325,12 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in known if not tag.endswith((":bool", ":float"))]
+    first: [(tag, pattern) for tag, pattern in known if not tag.endswith((":bool", ":float", ":int"))]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _NUMBER = re.compile(r"^(?:[-+]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?|[-+]?\.inf|\.nan)$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:[tT]rue|TRUE|[fF]alse|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9]\d{0,17})$"), list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 _LINE = re.compile(r"^( *)(\w+):(?:.*?\s#\s*(.*\S))?", re.MULTILINE)  # indent, key, the comment beside its value
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -26,7 +26,7 @@ from nbutils.language import tr
 from nbutils.record import RunFolder
 from nbutils.tracking import Curve, best_of, loss_history, read_history, validation_history
 
-PIECE, MOST_PIECES = 2**20, 2**12  # bytes of a log that are read at a time, and how often
+PIECE, MOST_PIECES = 2**23, 2**9  # bytes of a log that are read at a time, and how often
 FEW_STEPS, LARGE_SHARE = 20, 0.1
 FLAT, RISEN = 0.95, 1.1  # the last loss as a share of the first, or of the best
 
@@ -49,8 +49,9 @@ def symptoms() -> dict[str, dict[str, dict[str, str]]]:
 def read_log(file: IO[bytes]) -> str:
     """The beginning and the end of a log of any size; of what has no end, such as a device, a part."""
     first = file.read(PIECE)
-    pieces = iter(lambda: file.read(PIECE), b"")
-    last = deque(islice(pieces, MOST_PIECES), maxlen=2)
+    last: Iterable[bytes] = ()
+    if len(first) == PIECE:  # whoever pastes would have to end it twice
+        last = deque(islice(iter(lambda: file.read(PIECE), b""), MOST_PIECES), maxlen=4)
     return b"".join([first, *last]).decode(errors="replace")
 
 

@@ -110,7 +110,7 @@ def aligned(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [[tr(name) for name in rows[0]], *([str(value) for value in row.values()] for row in rows)] if rows else []
     widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
     padded = (map(pad, line, widths) for line in lines)
-    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+    return printable("\n".join("  ".join(cells).rstrip() for cells in padded))
 
 
 def pyplot() -> Any:

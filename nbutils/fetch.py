@@ -36,7 +36,8 @@ def run(model: str, data: str, profile: str) -> None:
     for line in platforms.prepare_network(platform, probe=remote or is_hub_dataset(data, folders)):
         print(line, flush=True)
     place = Path(fetch_model(found.value, folders.work) if remote else found.value)
-    print(tr("model     {folder}, {size:.2f} GB ({reason})", folder=place, size=size_gb(place), reason=found.reason))
+    size = sum(files.sizes(place).values()) / 1e9
+    print(tr("model     {folder}, {size:.2f} GB ({reason})", folder=place, size=size, reason=found.reason))
     if data:
         rows = fetch_data(data, folders)
         held = sum(file.stat().st_size for file in rows) / 1e6
@@ -78,7 +79,7 @@ def profile_here() -> str:
 
 def fetch_model(hub_id: str, work: Path) -> str:
     """The folder of a model: from the source that answers best, or from the next one if that fails."""
-    if (models.modelscope_folder(hub_id, work) / models.DOWNLOADED).exists():
+    if (models.modelscope_folder(hub_id, work) / models.DOWNLOADED).is_file():
         return models.from_modelscope(hub_id, work)
     failed: CourseError | None = None
     for source, url in network.sources().items():
@@ -115,8 +116,3 @@ def fetch_data(data: str, folders: Folders) -> list[Path]:
             cache = Path(hub.constants.HF_HUB_CACHE)
             disk.require_disk(cache, DATA_COPIES * sum(below) / files.GIB, name["repo"])
     return read.find_files(data)
-
-
-def size_gb(folder: Path) -> float:
-    """Size of the files of a model folder, also of those a link leads to."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9

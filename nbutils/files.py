@@ -34,7 +34,6 @@ TINY_MODEL = SAMPLES / "tiny_base"
 GIB = 2**30
 CHUNK = 2**22  # bytes read or written at a time
 STAMP = "complete.json"
-OPEN_TO_OTHERS = 0o022  # they may write
 
 
 def fs_root() -> Path:
@@ -57,7 +56,7 @@ def replacement(path: Path) -> Iterator[IO[bytes]]:
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with open(partial, "xb") as file:
+        with open(partial, "xb") as file, held(partial):
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -102,7 +101,7 @@ def stamp(folder: Path) -> dict[str, Any] | None:
     """The `about` of a folder that `complete_folder` wrote; None if it, or a part of any of its files, is missing."""
     try:
         written = read_json(folder / STAMP)
-        return written["about"] if written["files"].items() <= _sizes(folder).items() else None
+        return written["about"] if written["files"].items() <= sizes(folder).items() else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -123,26 +122,25 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
     target = target.absolute()
     _require_ours(target)
     partial, replaced = partial_of(target), target.with_name(f".{target.name}.replaced")
+    _require_folder(partial)
+    partial.mkdir(mode=0o700, exist_ok=True)
     for place in (partial, replaced):
         _require_folder(place)
-    partial.mkdir(mode=0o700, exist_ok=True)
     with held(partial):
         if replaced.exists() and not target.exists():  # a process was killed between two renames
             os.replace(replaced, target)
-        if partial.stat().st_mode & OPEN_TO_OTHERS:  # what lies there may be anybody's
-            partial.chmod(0o700)
-            resume = False
         for left in [] if resume else partial.iterdir():
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         yield partial
         for path in (one for one in partial.rglob("*") if one.is_file()):
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-        write_json(partial / STAMP, {"about": about, "files": _sizes(partial)})
+        write_json(partial / STAMP, {"about": about, "files": sizes(partial)})
         _require_ours(target)
         shutil.rmtree(replaced, ignore_errors=True)
-        if target.exists():
+        with suppress(OSError):  # nothing is there, or a folder of a container's image, which cannot be renamed
             os.replace(target, replaced)
+        shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
         shutil.rmtree(replaced, ignore_errors=True)
     if stamp(target) is None:
@@ -150,23 +148,35 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Hold the lock on a folder, which the system frees if this process dies; refuse one that another holds."""
-    if sys.platform == "win32":  # it has no such locks, and only `data check` comes here
-        yield
+def held(path: Path) -> Iterator[bool]:
+    """Hold the lock on a file or folder, which the system frees if this process dies; refuse one that another holds.
+
+    False where the disk has no locks, such as Drive: two writers are not noticed there.
+    """
+    if sys.platform == "win32":  # only `data check` comes here
+        yield False
         return
     import fcntl
 
-    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    locked, descriptor = False, os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        with suppress(OSError):  # a disk without locks, such as Drive: two writers are not noticed there
+        with suppress(OSError):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locked = True
             except BlockingIOError as problem:
-                raise CourseError("files.locked", folder=folder) from problem
-        yield
+                raise CourseError("files.locked", folder=path) from problem
+        yield locked
     finally:
         os.close(descriptor)
+
+
+def remove_left(folder: Path, pattern: str) -> None:
+    """Remove what killed processes left; one that lives holds its file or folder."""
+    for left in folder.glob(pattern):
+        with suppress(CourseError, OSError), held(left) as locked:
+            if locked:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def lock(path: Path, timeout: float = -1) -> BaseFileLock:
@@ -174,23 +184,14 @@ def lock(path: Path, timeout: float = -1) -> BaseFileLock:
 
     On a disk without locks, such as some NFS, a file with the name of its holder stands for one.
     """
-    import fcntl
-
     from filelock import FileLock, SoftFileLock
 
-    with tempfile.TemporaryFile(dir=path.parent) as probe:
-        try:
-            fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            path = path.with_suffix(".held")
-            print(
-                tr(
-                    "[WARN] This disk has no locks: {file} stands for one. If its machine is lost, delete it.",
-                    file=path,
-                )
-            )
-            return SoftFileLock(path, timeout=timeout)
-    return FileLock(path, timeout=timeout)
+    with tempfile.NamedTemporaryFile(dir=path.parent) as probe, held(Path(probe.name)) as locked:
+        if locked:
+            return FileLock(path, timeout=timeout)
+    path = path.with_suffix(".held")
+    print(tr("[WARN] This disk has no locks: {file} stands for one. If its machine is lost, delete it.", file=path))
+    return SoftFileLock(path, timeout=timeout)
 
 
 def require_apart(target: Path, *sources: Path) -> None:
@@ -205,18 +206,18 @@ def require_inside(folder: Path, found: Iterable[Path]) -> None:
     """Refuse files of a folder that are links out of it, unless to `blobs`, where the hub's cache keeps content."""
     place = folder.resolve()
     for file in found:
-        target = file.resolve()
+        target = Path(os.path.realpath(file))  # resolve() fails on a link to itself
         if target.parent.name != "blobs" and not target.is_relative_to(place):
             raise CourseError("files.link_leads_out", link=file, target=target)
 
 
 def _require_folder(place: Path) -> None:
-    """Refuse a link, a file, or a folder that another user made, where a folder is written."""
+    """Refuse a link, a file, or a folder of neither this user nor whom the place belongs to, where one is written."""
     if not os.path.lexists(place):
         return
     if place.is_symlink() or not place.is_dir():
         raise CourseError("files.not_a_folder", path=place)
-    if place.parent.stat().st_mode & OPEN_TO_OTHERS and place.stat().st_uid != os.getuid():
+    if place.stat().st_uid not in (os.getuid(), place.parent.stat().st_uid):
         raise CourseError("files.other_owner", folder=place)
 
 
@@ -233,7 +234,8 @@ def _require_ours(target: Path) -> None:
         raise CourseError("files.foreign_files", folder=target, names=", ".join(foreign[:3]))
 
 
-def _sizes(folder: Path) -> dict[str, int]:
+def sizes(folder: Path) -> dict[str, int]:
+    """The size of every file below a folder but the stamp, also of those a link leads to."""
     files = [file for file in folder.rglob("*") if file.is_file() and file.name != STAMP]
     return {file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(files)}
 

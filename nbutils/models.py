@@ -20,7 +20,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import quote
 
 from pydantic import Field
@@ -38,7 +38,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 DOWNLOADED = "downloaded.json"  # written last into a model folder from ModelScope
 # What lessons 01-05 read of a repository: no second copy of the weights as .bin, .pth or .gguf.
 WANTED = ("*.json", "*.txt", "*.jinja", "*.model", "*.py", "*.safetensors")
-NOT_WANTED = ("consolidated*", "original/*", f"*{DOWNLOADED}")  # the last is ours to write
+NOT_WANTED = ("consolidated*", "original/*", f"*{DOWNLOADED}*")  # the last is ours to write
 AT_ONCE = 4  # files downloaded side by side
 # The real model for machines without a hub: it comes out of a Python package and is converted once.
 PACKAGED = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -140,10 +140,19 @@ def model_folder(folder: Path) -> str:
 
 def require_plain(folder: Path) -> None:
     """Refuse a model folder whose links lead out of it, or whose config names code of the hub."""
-    files.require_inside(folder, folder.iterdir())
-    for name, value in flat(files.read_object(folder / "config.json")).items():
-        if "_implementation" in name and "/" in str(value):  # owner/kernel, in place of "sdpa" and the like
-            raise CourseError("models.foreign_kernel", folder=folder, name=name, kernel=value)
+    files.require_inside(folder, folder.rglob("*"))
+    for file in folder.glob("config*.json"):  # transformers has names for those of its former versions
+        for name, value in flat(read_config(file)).items():
+            if "_implementation" in name and "/" in str(value):  # owner/kernel, in place of "sdpa" and the like
+                raise CourseError("models.foreign_kernel", folder=folder, name=name, kernel=value)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """A JSON file that must be there and hold an object."""
+    try:
+        return dict(files.read_json(file))
+    except (OSError, ValueError, TypeError) as problem:
+        raise CourseError("models.damaged_config", file=file) from problem
 
 
 def find_shape(model: str) -> Shape:
@@ -183,7 +192,7 @@ def reachable(model: str, online: Callable[[], bool], work: Path) -> str:
     if all(cached(model, name) for name in ("config.json", *weights)):  # half a download does not count
         return "cache"
     modelscope = network.chosen() == "modelscope" and not network.offline()
-    if modelscope or (modelscope_folder(model, work) / DOWNLOADED).exists():
+    if modelscope or (modelscope_folder(model, work) / DOWNLOADED).is_file():
         return "modelscope"
     if model == PACKAGED and files.stamp(work / PACKAGED_FOLDER) is not None:
         return "package"
@@ -227,7 +236,7 @@ class RemoteFile(NamedTuple):
 def from_modelscope(hub_id: str, work: Path) -> str:
     """The folder of a model from ModelScope, downloaded if it is not there yet; a broken download is continued."""
     folder = modelscope_folder(hub_id, work)
-    if not (folder / DOWNLOADED).exists():
+    if not (folder / DOWNLOADED).is_file():
         theirs = folder.relative_to(work / "modelscope").as_posix()
         base = f"{network.SOURCES['modelscope']}/api/v1/models/{theirs}/repo"
         with _one_error(theirs, "ModelScope"):

@@ -116,7 +116,7 @@ def reading(path: Path) -> Iterator[None]:
     """Within this block, a value that is not of its kind is a CourseError that names this file."""
     try:
         yield
-    except (ValueError, TypeError, LookupError, AttributeError) as problem:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as problem:
         raise CourseError("record.invalid", file=path, problem=problem) from problem
 
 

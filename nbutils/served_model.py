@@ -12,7 +12,7 @@ from nbutils.evaluation import Answer
 from nbutils.evaluation.comparison import fit
 from nbutils.exporting.make import Export, ParityLine, find, open_export, weights_bytes
 from nbutils.language import tr
-from nbutils.merging.folder import read_config
+from nbutils.models import read_config
 from nbutils.serving.engine import require_engine, tensor_parallel
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -204,6 +205,7 @@ def single_file(folder: str | Path, out: str | Path | None = None) -> str:
     files.require_apart(out, folder)
     files.make_folder(out.parent, tr("the archive"))
     disk.require_disk(out.parent, gib * 1.01 + 0.01, tr("one file of the model"))
+    files.remove_left(out.parent, f".{glob.escape(out.name)}.*.partial")
     with files.replacement(out) as file:
         with tarfile.open(fileobj=file, mode="w", dereference=True) as tar:
             for one in parts:

@@ -235,7 +235,7 @@ class Progress(BaseModel, frozen=True):
     state: State
     step: int
     steps: int  # 0 before the first
-    seconds: float = 0.0  # of this session
+    seconds: FiniteFloat = 0.0  # of this session
     left: FiniteFloat | None = None
     loss: tuple[int, float] | None = None
     validation: tuple[int, float] | None = None
@@ -248,8 +248,8 @@ class Progress(BaseModel, frozen=True):
     notes: list[str] = []  # the newest lines
     host: str = socket.gethostname()
     pid: int = 0
-    began: float = 0.0  # the process: a number alone may belong to another one later
-    updated: float = 0.0
+    began: FiniteFloat = 0.0  # the process: a number alone may belong to another one later
+    updated: FiniteFloat = 0.0
 
     @property
     def alive(self) -> bool:

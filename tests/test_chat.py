@@ -401,7 +401,8 @@ def test_a_template_that_counts_to_a_billion_is_refused_at_once() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL)
     endless = "{% for n in range(10**9) %}x{% endfor %}"
-    for template in (endless, MARKED + endless, MARKED + "{{ 1 // 0 }}"):
+    wrong = ("{{ 1 // 0 }}", "{{ '{x}'.format() }}", "{{ [1][7] | tojson }}")
+    for template in (endless, MARKED + endless, *wrong, *(MARKED + one for one in wrong)):
         tokenizer.chat_template = template
         with refused("chat.row_refused", row=1):
             chat.filter_by_length(tokenizer, [{"messages": [chat.QUESTION, chat.ANSWER]}], 64)

@@ -242,6 +242,7 @@ def test_a_log_of_any_size_is_searched_at_both_ends_within_seconds(tmp_path: Pat
         file.write(b"RuntimeError: NCCL error\n")
         file.write(b"step 12 of 100, loss 0.4, 822 tokens/s\n" * 5_000_000)
         file.write(b"OSError: No space left on device\n")
+        file.write(b"step 13 of 100, loss 0.4, 822 tokens/s\n" * 200_000)  # what other processes go on to say
     for file, names in ((line, ["disk_full"]), (log, ["disk_full", "several_gpus"])):
         ran = python("-m", "nbutils", "diagnose", "--error", file, home=tmp_path, timeout=60)
         causes = [diagnose.symptoms()["messages"][name]["cause"] for name in names]
@@ -273,6 +274,8 @@ def test_no_pattern_follows_a_word_to_the_end_of_a_line() -> None:
         ({"03_qlora": GOOD}, [1]),
         ({"03_qlora": GOOD}, [{"step": 1, "loss": "x"}]),
         ({"03_qlora": GOOD}, [{"eval_loss": 1.0}]),
+        ({"03_qlora": GOOD}, [{"step": 10**400, "loss": 1.5}]),
+        ({"03_qlora": GOOD | {"rows_left_out": 10**400}}, []),
     ],
 )
 def test_a_damaged_run_is_told_with_its_file(facts: Any, history: Any, tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_no_more_is_written_than_was_announced(tmp_path: Path, monkeypatch: Patc
     assert 1000 < sum(came) <= 2 * network.PIECE and not list(tmp_path.glob("model*"))
 
 
-@pytest.mark.parametrize("name", ["downloaded.json", "a/../downloaded.json", "a/downloaded.json"])
+@pytest.mark.parametrize("name", ["downloaded.json", "a/../downloaded.json", "downloaded.json/a.json"])
 def test_a_repository_does_not_say_itself_that_it_is_complete(
     name: str, tmp_path: Path, serve: Callable[..., Hub], monkeypatch: Patch
 ) -> None:

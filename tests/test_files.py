@@ -1,5 +1,7 @@
 """errors and paths: messages that help, files and folders that are whole or absent."""
 
+import errno
+import fcntl
 import os
 import pickle
 import shutil
@@ -107,18 +109,16 @@ def test_a_planted_partial_is_neither_written_through_nor_taken(tmp_path: Path) 
     files.write_json(tmp_path / "facts.json", {})
     assert thesis.read_text() == "years" and not (tmp_path / "facts.json").is_symlink()
 
-    planted = files.partial_of(tmp_path / "merged")
-    planted.mkdir()
-    planted.chmod(0o777)  # ours, and open to all: whoever wrote into it is not known
-    (planted / "shard").write_text("of a stranger")
-    with files.complete_folder(tmp_path / "merged", {}, resume=True) as folder:
-        assert not list(folder.iterdir()) and folder.stat().st_mode & 0o077 == 0
+    with files.complete_folder(tmp_path / "merged", {}) as folder:
+        assert folder.stat().st_mode & 0o077 == 0
     if os.getuid() == 0:  # only root can give a folder away
-        tmp_path.chmod(0o2775)  # as a folder that a group shares
+        planted = files.partial_of(tmp_path / "merged")
         planted.mkdir()
         os.chown(planted, 54321, 54321)
         with refused("files.other_owner", folder=planted), files.complete_folder(tmp_path / "merged", {}):
             pytest.fail("nothing may be begun")
+        os.chown(tmp_path, 54321, 54321)  # whom the place belongs to can change everything in it
+        write(tmp_path / "merged")
 
 
 REPLACED = """
@@ -154,6 +154,37 @@ def test_a_kill_while_a_folder_is_replaced_leaves_one_that_can_be_replaced_again
             assert files.stamp(target) in ({"model": "old"}, {"model": "new"})
         assert [place.name for place in tmp_path.iterdir()] == ["merged"]
     assert len(codes) > 10 and codes[-1] == 0
+
+
+def test_a_folder_that_cannot_be_renamed_is_replaced_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, target = os.replace, write(tmp_path / "merged", "old")
+
+    def replace(source: Path, place: Path) -> None:
+        if source == target:  # as a folder of a container's image
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        real(source, place)
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert (write(target, "new") / "model").read_text() == "new"
+
+
+def test_what_nobody_holds_is_removed_where_a_disk_has_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = write(tmp_path / "elsewhere")
+    (tmp_path / ".x-link").symlink_to(elsewhere)
+    for name in (".x-left", ".x-held"):
+        (tmp_path / name).mkdir()
+    with files.held(tmp_path / ".x-held"):
+        files.remove_left(tmp_path, ".x-*")
+    assert not (tmp_path / ".x-left").exists() and (tmp_path / ".x-held").exists() and (elsewhere / "model").exists()
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    files.remove_left(tmp_path, ".x-*")
+    assert (tmp_path / ".x-held").exists(), "whether somebody works there is not known"
 
 
 def test_a_disk_that_loses_a_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

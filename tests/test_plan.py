@@ -137,7 +137,7 @@ def test_a_config_without_sizes_or_of_another_architecture_is_refused(tmp_path: 
     with refused("models.unreadable_config"):
         find_shape(config(tmp_path / "mine", **changes))
     (tmp_path / "mine/config.json").write_text("[1]")
-    with refused("models.unreadable_config"):
+    with refused("models.damaged_config"):
         find_shape(str(tmp_path / "mine"))
 
 

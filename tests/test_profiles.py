@@ -275,7 +275,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, altered: Altered) -> None
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 9))
 MERGES = "m0: &m0 {a: 1}\n" + "".join(f"m{n}: &m{n}\n  <<: [*m{n - 1}, *m{n - 1}]\n" for n in range(1, 9))
 NO_VALUES = {
-    "date": "2026-13-45", "time": "2026-01-01T99:99:99Z", "digits": "9" * 10_000, "depth": "[" * 5000 + "]" * 5000,
+    "date": "2026-13-45", "time": "2026-01-01T99:99:99Z", "depth": "[" * 5000 + "]" * 5000,
     "blocks": "{a: " * 5000 + "}" * 5000, "number": "!!int abc", "empty number": "!!int ''", "truth": "!!bool x",
     "timestamp": "!!timestamp x", "alias": "[&a [1], *a]",
 }  # fmt: skip
@@ -284,6 +284,14 @@ NO_VALUES = {
 @pytest.mark.parametrize("value", NO_VALUES.values(), ids=NO_VALUES)
 def test_what_no_value_can_be_is_refused_in_a_profile_and_in_set(value: str, altered: Altered) -> None:
     with refused("config.not_yaml", "mine.yaml"):
+        profiles.load(altered(extra=f"\nextra: {value}\n"))
+    with refused("config.problems", "lora.r: "):
+        resolve("tiny", text=f"lora.r={value}")
+
+
+@pytest.mark.parametrize("value", ["9" * 10_000, "0x" + "f" * 10_000, "1" + ":59" * 5000], ids=["10", "16", "60"])
+def test_numbers_without_end_are_no_values(value: str, altered: Altered) -> None:
+    with refused("config.problems", "extra: "):
         profiles.load(altered(extra=f"\nextra: {value}\n"))
     with refused("config.problems", "lora.r: "):
         resolve("tiny", text=f"lora.r={value}")
@@ -328,9 +336,12 @@ def test_a_model_folder_whose_links_lead_out_of_it_is_refused(machine: Path) -> 
     assert models.meant(str(folder)).value == str(folder)
     secret = machine / "id_rsa"
     secret.write_text("a key")
-    (folder / "vocab.txt").symlink_to(secret)
-    with refused("files.link_leads_out", link=folder / "vocab.txt", target=secret):
-        models.meant(str(folder))
+    for name in ("vocab.txt", "templates/tool.jinja"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(secret)
+        with refused("files.link_leads_out", link=folder / name, target=secret):
+            models.meant(str(folder))
+        (folder / name).unlink()
 
 
 @pytest.mark.parametrize("config", [
@@ -342,6 +353,16 @@ def test_a_config_that_asks_for_native_code_of_the_hub_is_refused(config: dict[s
     assert models.meant(str(tmp_path)).value == str(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with refused("models.foreign_kernel", "owner/kernel"):
+        models.meant(str(tmp_path))
+    (tmp_path / "config.json").rename(tmp_path / "config.4.0.0.json")  # a name that transformers looks for, too
+    (tmp_path / "config.json").write_text("{}")
+    with refused("models.foreign_kernel", "owner/kernel"):
+        models.meant(str(tmp_path))
+
+
+def test_a_config_too_large_to_be_checked_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"_attn_implementation": "owner/kernel"}' + " " * 2**26)
+    with refused("models.damaged_config"):
         models.meant(str(tmp_path))
 
 

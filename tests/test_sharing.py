@@ -216,7 +216,9 @@ def test_a_link_that_leads_out_of_a_model_is_not_packed_or_uploaded(
 def test_a_planted_link_does_not_lead_one_file_elsewhere(model: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis").write_text("years")
     (tmp_path / ".one.tar.partial").symlink_to(tmp_path / "thesis")
+    (tmp_path / ".one.tar.0a1b2c3d.partial").write_text("half of one, by a process that was killed")
     sharing.single_file(model, tmp_path / "one.tar")
+    assert not (tmp_path / ".one.tar.0a1b2c3d.partial").exists()
     assert (tmp_path / "thesis").read_text() == "years" and not (tmp_path / "one.tar").is_symlink()
 
 

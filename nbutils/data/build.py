@@ -29,7 +29,7 @@ from nbutils.data.read import LONGEST_LINE, TEXT, bundled, find_files, format_of
 from nbutils.data.rows import ChatRow, Kind, Problem, Row, RowError, check_row, find_private, parse_mapping, shown
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
-from nbutils.files import CHUNK, GIB, SAMPLES, held, write_json
+from nbutils.files import CHUNK, GIB, SAMPLES, held, remove_left, write_json
 from nbutils.language import joined, tr
 from nbutils.platforms.network import hub_online
 
@@ -355,9 +355,7 @@ def _building(out: Path, settings: dict[str, Any], train: list[Path], held_out: 
     sizes = [file.stat().st_size * (1 if file.suffix in TEXT else UNPACKED) for file in train + held_out]
     require_disk(out, 3 * sum(sizes) / GIB, tr("preparing the data"))
     out.mkdir(parents=True, exist_ok=True)
-    for left in out.glob(f"{BUILDING}*"):  # by a process that was killed
-        with contextlib.suppress(CourseError), held(left):  # one that lives holds its folder
-            shutil.rmtree(left, ignore_errors=True)
+    remove_left(out, f"{BUILDING}*")
     with tempfile.TemporaryDirectory(dir=out, prefix=BUILDING) as folder, held(Path(folder)):
         build = Build(Path(folder), settings | {"source_sha256": hash_files(train, held_out, end=b"\1")[0]})
         build.run(train, held_out)

@@ -89,7 +89,7 @@ def join() -> None:
 
 def _keep_to_this_machine() -> None:
     """Where all processes are on one machine, let them listen there only; warn of a launcher that does not."""
-    if os.environ.get("MASTER_ADDR") not in ("127.0.0.1", "localhost"):
+    if _several_machines() or os.environ.get("MASTER_ADDR") not in ("127.0.0.1", "localhost"):
         return
     if sys.platform.startswith("linux"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

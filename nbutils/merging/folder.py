@@ -146,8 +146,8 @@ def open_base(base: str | Path) -> ModelFolder:
         except Exception as problem:
             raise CourseError("merging.download_failed", base=base, problem=type(problem).__name__) from problem
     models.require_plain(path)
-    config = read_config(path / "config.json")
-    index = read_config(path / INDEX)["weight_map"] if (path / INDEX).is_file() else {}
+    config = models.read_config(path / "config.json")
+    index = models.read_config(path / INDEX)["weight_map"] if (path / INDEX).is_file() else {}
     names = sorted({Path(file).name for file in index.values()}) or [SINGLE]
     model = ModelFolder(path, name, config, {file: read_header(path / file) for file in names})
     if missing := sorted(index.keys() - model.weights.keys()):
@@ -159,22 +159,14 @@ def open_base(base: str | Path) -> ModelFolder:
 
 def open_adapter(path: Path) -> ModelFolder:
     """An adapter folder as PEFT saves it."""
-    files.require_inside(path, path.glob("*"))
+    files.require_inside(path, path.rglob("*"))
     shards = {ADAPTER_WEIGHTS: read_header(path / ADAPTER_WEIGHTS)}
-    return ModelFolder(path, path.name, read_config(path / ADAPTER_CONFIG), shards)
+    return ModelFolder(path, path.name, models.read_config(path / ADAPTER_CONFIG), shards)
 
 
 def read_weight(folder: str | Path, name: str) -> torch.Tensor:
     """One weight of a model folder in float32."""
     return open_base(folder).weights[name].tensor().float()
-
-
-def read_config(file: Path) -> dict[str, Any]:
-    """A JSON file that must be there and hold an object."""
-    try:
-        return dict(files.read_json(file))
-    except (OSError, ValueError, TypeError) as problem:
-        raise CourseError("merging.unreadable_config", file=file) from problem
 
 
 def model_name(base: str | Path) -> str:

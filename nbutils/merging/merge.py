@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbutils import disk, files, platforms, record
+from nbutils import disk, files, models, platforms, record
 from nbutils.config import BASE_KEEPING_INITS, UNMERGEABLE
 from nbutils.errors import CourseError
 from nbutils.language import joined, tr
@@ -137,7 +137,7 @@ def check(lesson: record.LessonLike, onto: str) -> None:
 
 def check_base(base: str | Path, adapter: Path) -> None:
     """Refuse a quantized base, and an adapter of another one, by the names and by the shapes of the weights."""
-    config = model_folder.read_config(adapter / model_folder.ADAPTER_CONFIG)
+    config = models.read_config(adapter / model_folder.ADAPTER_CONFIG)
     trained_on = str(config.get("base_model_name_or_path") or base)
     names = (Path(model_folder.model_name(one)).name for one in (trained_on, base))
     if len({model_folder.QUANTIZED_SUFFIX.sub("", name).lower() for name in names}) > 1:

@@ -96,6 +96,8 @@ def bring_best(newest: Path, lesson: LessonLike, fingerprint: dict[str, Any], st
         _adopt_former_best(newest, state)
     step = state["best_global_step"]
     folder = newest.parent / f"checkpoint-{step}"
+    if not checkpoints.NAME.fullmatch(folder.name):
+        step = None
     if step is not None and not folder.exists():
         best = checkpoints.verified_at(stores, fingerprint, step)
         if best is None:
