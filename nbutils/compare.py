@@ -47,8 +47,8 @@ def load(folder: Path, trained: Mapping[str, Any] | None = None) -> dict[str, An
     with record.reading(run.facts):
         judged = {} if run.merge_is_outdated else merged.get("evaluation", {})
         settings = {key: one for key, one in (trained.get("settings") or {}).items() if key not in ("about", "model")}
-        own = {"profile": facts.get("profile"), "model": facts.get("model")}
-        own["data"] = str(trained.get("data_fingerprint"))[:12]
+        data = str(trained.get("data_fingerprint"))[:12]
+        own = {"profile": facts.get("profile"), "model": facts.get("model"), "data": data}
         found = {
             "folder": str(folder), "settings": own | settings if settings else {},
             "trained": {name: value for name, value in trained.items() if name != "settings"},

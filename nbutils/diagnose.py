@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -48,11 +48,10 @@ def symptoms() -> dict[str, dict[str, dict[str, str]]]:
 
 def read_log(file: IO[bytes]) -> str:
     """The beginning and the end of a log of any size; of what has no end, such as a device, a part."""
-    first = file.read(PIECE)
-    last: Iterable[bytes] = ()
-    if len(first) == PIECE:  # whoever pastes would have to end it twice
-        last = deque(islice(iter(lambda: file.read(PIECE), b""), MOST_PIECES), maxlen=4)
-    return b"".join([first, *last]).decode(errors="replace")
+    pieces = [file.read(PIECE)]
+    if len(pieces[0]) == PIECE:  # otherwise it is read; whoever pastes would have to end it twice
+        pieces += deque(islice(iter(lambda: file.read(PIECE), b""), MOST_PIECES), maxlen=4)
+    return b"".join(pieces).decode(errors="replace")
 
 
 def explain(text: str) -> dict[str, Finding]:

@@ -213,11 +213,9 @@ def require_inside(folder: Path, found: Iterable[Path]) -> None:
 
 def _require_folder(place: Path) -> None:
     """Refuse a link, a file, or a folder of neither this user nor whom the place belongs to, where one is written."""
-    if not os.path.lexists(place):
-        return
-    if place.is_symlink() or not place.is_dir():
+    if place.is_symlink() or (place.exists() and not place.is_dir()):
         raise CourseError("files.not_a_folder", path=place)
-    if place.stat().st_uid not in (os.getuid(), place.parent.stat().st_uid):
+    if place.exists() and place.stat().st_uid not in (os.getuid(), place.parent.stat().st_uid):
         raise CourseError("files.other_owner", folder=place)
 
 

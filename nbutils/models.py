@@ -168,7 +168,7 @@ def find_shape(model: str) -> Shape:
     file = file if file.is_file() else Path(found)
     require_plain(file.parent)
     try:
-        config = dict(files.read_json(file))
+        config = read_config(file)
         if strange := [key for key in NOT_DENSE if config.get(key)]:
             raise ValueError(tr("{keys}: it is not a dense model", keys=", ".join(strange)))
         hidden, heads = config["hidden_size"], config["num_attention_heads"]

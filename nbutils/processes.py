@@ -127,9 +127,9 @@ def listens(group: int, port: int) -> bool:
     """Whether a process of the group has that port; another user may have taken it first."""
     import psutil
 
-    listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-    owners = [one.pid for one in listening if one.laddr[1:] == (port,)]
-    return any(pid and os.getpgid(pid) == group for pid in owners)  # without a pid it is of another user
+    family = members(group)
+    taken = [one for one in psutil.net_connections("tcp") if one.laddr[1:] == (port,)]
+    return any(one.status == psutil.CONN_LISTEN and one.pid in family for one in taken)
 
 
 def _supervise(parent: int, grace: float, command: list[str]) -> int:

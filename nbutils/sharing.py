@@ -194,6 +194,12 @@ def _without_paths(values: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = member.mtime = 0
+    member.uname = member.gname = ""
+    return member
+
+
 def single_file(folder: str | Path, out: str | Path | None = None) -> str:
     """Pack a model folder into one .tar, uncompressed, with its checksum in a .sha256 file beside it."""
     folder = Path(folder).expanduser().resolve()
@@ -204,16 +210,12 @@ def single_file(folder: str | Path, out: str | Path | None = None) -> str:
         raise CourseError("sharing.file_exists", file=out)
     files.require_apart(out, folder)
     files.make_folder(out.parent, tr("the archive"))
-    disk.require_disk(out.parent, gib * 1.01 + 0.01, tr("one file of the model"))
     files.remove_left(out.parent, f".{glob.escape(out.name)}.*.partial")
+    disk.require_disk(out.parent, gib * 1.01 + 0.01, tr("one file of the model"))
     with files.replacement(out) as file:
         with tarfile.open(fileobj=file, mode="w", dereference=True) as tar:
             for one in parts:
-                member = tar.gettarinfo(one, f"{folder.name}/{one.name}")
-                member.uid = member.gid = member.mtime = 0
-                member.uname = member.gname = ""
-                with open(one, "rb") as content:
-                    tar.addfile(member, content)
+                tar.add(one, f"{folder.name}/{one.name}", filter=_anonymous)
         file.flush()
         sha256 = files.sha256(Path(file.name))
         files.write_text(checksum, f"{sha256}  {out.name}\n")

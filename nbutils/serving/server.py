@@ -167,7 +167,7 @@ class Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         private = {KEY_VARIABLE: self.api_key} if self.api_key else {}
         self.sockets = tempfile.TemporaryDirectory(prefix="vllm-")
-        private["VLLM_RPC_BASE_PATH"] = self.sockets.name  # vLLM leaves its sockets behind when it is stopped
+        private |= {"VLLM_RPC_BASE_PATH": self.sockets.name}  # vLLM leaves its sockets behind when it is stopped
         variables = environments.variables(extra=self.variables() | private)  # no secrets, nothing of this kernel
         with open(self.log, "wb") as output:
             self.process = processes.supervised(self.command(), variables, self.log.parent, output, GRACE_SECONDS)

@@ -45,9 +45,8 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
     scratch, stores = lesson.scratch, checkpoints.stores(lesson.folders, lesson.run.name)
     files.make_folder(scratch, tr("working space"))
     try:  # until this process ends: a second trainer would delete the files of this one
-        lock = _LOCKS.get(scratch) or files.lock(scratch / "training.lock", timeout=0)
-        lock.acquire()
-        _LOCKS[scratch] = lock
+        _LOCKS[scratch] = _LOCKS.get(scratch) or files.lock(scratch / "training.lock", timeout=0)
+        _LOCKS[scratch].acquire()
     except Timeout:
         raise CourseError("training.run_in_use", run=scratch.name) from None
     checkpoints.end_earlier(scratch / "outbox")
@@ -96,20 +95,20 @@ def bring_best(newest: Path, lesson: LessonLike, fingerprint: dict[str, Any], st
         _adopt_former_best(newest, state)
     step = state["best_global_step"]
     folder = newest.parent / f"checkpoint-{step}"
-    if not checkpoints.NAME.fullmatch(folder.name):
-        step = None
-    if step is not None and not folder.exists():
+    is_known = bool(checkpoints.NAME.fullmatch(folder.name))
+    if is_known and not folder.exists():
         best = checkpoints.verified_at(stores, fingerprint, step)
         if best is None:
             print(
                 tr("the checkpoint of step {step}, the best so far, is gone: the best from here on counts", step=step)
             )
-            state["best_global_step"] = state["best_metric"] = step = None
+            state["best_global_step"] = state["best_metric"] = None
+            is_known = False
         else:
             if best.archive.parent != lesson.run.checkpoints:
                 best = checkpoints.copy(best, lesson.run.checkpoints)
             checkpoints.unpack(best, newest.parent)
-    state["best_model_checkpoint"] = str(folder) if step is not None else None
+    state["best_model_checkpoint"] = str(folder) if is_known else None
     (newest / checkpoints.STATE).write_text(json.dumps(state, indent=2), encoding="utf-8")
 
 
