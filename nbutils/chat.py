@@ -160,7 +160,6 @@ class View:
 
     def _encode(self, conversations: list[Conversation], tools: Tools) -> list[Example]:
         """The examples of a batch; the first row that the template refuses is named."""
-
         marked, examples = self.form == "messages", []
         try:
             encoded = self.tokenizer.apply_chat_template(

@@ -56,7 +56,7 @@ def load(folder: Path, trained: Mapping[str, Any] | None = None) -> dict[str, An
             "verdict": judged.get("verdict"), "general": judged.get("general", {}).get("verdict"),
             "history": read_history(run.logs / "history.json"),
         }  # fmt: skip
-        _column(found, settings)  # all of it can be shown
+        _column(found, settings)  # what cannot be shown is told here, where its file is known
     return found
 
 

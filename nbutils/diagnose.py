@@ -50,7 +50,8 @@ def read_log(file: IO[bytes]) -> str:
     """The beginning and the end of a log of any size; of what has no end, such as a device, a part."""
     pieces = [file.read(PIECE)]
     if len(pieces[0]) == PIECE:  # otherwise it is read; whoever pastes would have to end it twice
-        pieces += deque(islice(iter(lambda: file.read(PIECE), b""), MOST_PIECES), maxlen=4)
+        rest = iter(lambda: file.read(PIECE), b"")
+        pieces += deque(islice(rest, MOST_PIECES), maxlen=4)  # the last four of them
     return b"".join(pieces).decode(errors="replace")
 
 

@@ -128,8 +128,11 @@ def listens(group: int, port: int) -> bool:
     import psutil
 
     family = members(group)
-    taken = [one for one in psutil.net_connections("tcp") if one.laddr[1:] == (port,)]
-    return any(one.status == psutil.CONN_LISTEN and one.pid in family for one in taken)
+    for connection in psutil.net_connections("tcp"):
+        at_port = connection.laddr[1:] == (port,)  # the local address: nothing, or host and port
+        if at_port and connection.status == psutil.CONN_LISTEN and connection.pid in family:
+            return True
+    return False
 
 
 def _supervise(parent: int, grace: float, command: list[str]) -> int:

@@ -195,6 +195,7 @@ def _without_paths(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """The member without owner and time: the same model gives the same archive."""
     member.uid = member.gid = member.mtime = 0
     member.uname = member.gname = ""
     return member

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
-from itertools import chain, repeat
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -242,7 +242,7 @@ def _arrow(file: Path) -> Iterator[Row | RowError]:
         line = 0
         for batch in batches:
             together = batch.nbytes * PARQUET_ROWS <= LONGEST_LINE  # otherwise one by one: all may share one value
-            for rows in [batch] if together else map(batch.slice, range(batch.num_rows), repeat(1)):
+            for rows in [batch] if together else (batch.slice(row, 1) for row in range(batch.num_rows)):
                 if rows.nbytes > LONGEST_LINE:
                     line += 1
                     yield RowError(file.name, line, None, (too_long(),))
