@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from nbutils import display
-from nbutils.language import tr
+from nbutils.language import printable, tr
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -62,7 +62,7 @@ def chat(talks: Sequence[Talk], examples: Sequence[str], live: bool = True) -> B
         print(f"{display.pad(tr('you'), width)}  {question}")
         for talk in talks:
             *_, answer = "", *talk.stream(question)
-            print(f"{display.pad(talk.name, width)}  {answer}")
+            print(f"{display.pad(talk.name, width)}  {printable(answer)}")
     for talk in talks:
         talk.said = []
     if not live or not display.watched():
