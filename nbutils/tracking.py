@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any, Literal
 
 import psutil
-from pydantic import BaseModel, FiniteFloat, ValidationError
+from pydantic import BaseModel, FiniteFloat, TypeAdapter, ValidationError
 
 from nbutils import display, distributed, hardware, install, platforms
 from nbutils.errors import CourseError
@@ -40,6 +40,7 @@ USUAL = {"tensorboard": "TensorBoard", "wandb": "W&B", "swanlab": "SwanLab"}  # 
 SWANLAB = "swanlab>=0.10"  # earlier ones have other names for the settings
 Clock = Callable[[], float]
 Curve = list[tuple[int, float]]  # (step, loss)
+POINTS = TypeAdapter(list[tuple[float, float]])
 Log = Sequence[dict[str, Any]]  # of a trainer
 State = Literal["training", "finished", "stopped", "failed"]
 
@@ -213,7 +214,7 @@ def read_history(path: Path, key: str = "") -> Log:
     with reading(path):
         found: Any = read_json(path) if path.is_file() else []
         log = list(map(dict, found[key] if key else found))
-        sum(map(sum, loss_history(log) + validation_history(log)))  # steps and losses are numbers
+        POINTS.validate_python(loss_history(log) + validation_history(log), strict=True)
     return log
 
 
