@@ -33,6 +33,7 @@ test-gpu: $(VENV)/ready  ## needs a CUDA GPU
 	$(PY) -m pytest -m gpu $(ARGS)
 
 sync: $(VENV)/ready  ## notebooks/*.ipynb, setup cells, badges and docs/choosing.md from their sources and git's origin
+	$(PY) .ci/translations.py
 	$(PY) .ci/sync.py
 
 lint: $(VENV)/ready
@@ -40,6 +41,7 @@ lint: $(VENV)/ready
 	$(PY) -m ruff format --check -q .ci benchmarks nbutils tests
 	$(PY) -m mypy
 	$(PY) .ci/sync.py --check
+	$(PY) .ci/translations.py --check
 	$(VENV)/bin/lint-imports --no-cache
 
 graph: $(VENV)/ready  ## docs/imports.svg: which room imports which

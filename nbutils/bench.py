@@ -118,10 +118,16 @@ def find_target(url: str, name: str = "", model: Path | None = None, api_key: st
     try:
         [first, *_] = OpenAI(base_url=url, api_key=api_key or NO_KEY, timeout=10.0, max_retries=0).models.list().data
     except Exception as problem:  # whatever answers there need not be an OpenAI-compatible server
-        raise CourseError("bench.no_server", url=url, problem=repr(problem)) from problem
+        raise CourseError(
+            tr("{url} did not answer like an OpenAI-compatible server ({problem}).", url=url, problem=repr(problem)),
+            todo=tr("Start it first, correct --url, or set VLLM_API_KEY to the key it was started with."),
+        ) from problem
     tokenizer = str(model or getattr(first, "root", None) or first.id)  # vLLM says where its model came from
     if Path(tokenizer).is_absolute() and not Path(tokenizer).is_dir():  # on the server's machine only
-        raise CourseError("bench.no_tokenizer", tokenizer=tokenizer)
+        raise CourseError(
+            tr("The server's model is in {tokenizer}, and that folder is not on this machine.", tokenizer=tokenizer),
+            todo=tr("Give a folder with the tokenizer of the served model with --model."),
+        )
     return Target(url, name or first.id, tokenizer, serving.ensure_environment(), api_key), first.owned_by
 
 
@@ -153,7 +159,13 @@ def bench_serve(
         ended = subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if ended.returncode:
             lines = "\n".join(ended.stderr.strip().splitlines()[-3:])
-            raise CourseError("bench.bench_serve_failed", lines=lines)
+            raise CourseError(
+                tr("`vllm bench serve` stopped: {lines}", lines=lines),
+                todo=tr(
+                    "Correct what is named above. If it is the tokenizer, give the folder of the served model "
+                    "with --model."
+                ),
+            )
         return dict(files.read_json(Path(folder) / "result.json"))
 
 
@@ -184,7 +196,17 @@ def measure(target: Target, engine: str, settings: Settings) -> Iterator[Level]:
         level = level_at(target, engine, settings, many)
         yield level
         if level["errors"] == level["requests"]:
-            raise CourseError("bench.no_answer", requests=level["requests"], url=target.url, error=level["first_error"])
+            raise CourseError(
+                tr(
+                    "Not one of {requests} requests to {url} was answered: {error}",
+                    requests=level["requests"],
+                    url=target.url,
+                    error=level["first_error"],
+                ),
+                todo=tr(
+                    "Read the server's log. If it expects another key or another --name, give that, then measure again."
+                ),
+            )
 
 
 def _by_vllm(target: Target, engine: str, settings: Settings, concurrency: int) -> Level:
@@ -233,7 +255,11 @@ def parse_rivals(text: str) -> list[str]:
     """The rivals in a text with commas between; none in an empty one."""
     names = [name for part in text.split(",") if (name := part.strip())]
     if unknown := [name for name in names if name not in RIVALS]:
-        raise CourseError("bench.unknown_rivals", names=", ".join(unknown), rivals=", ".join(RIVALS))
+        raise CourseError(
+            tr("There are no rivals called {names}.", names=", ".join(unknown)),
+            allowed=tr("{rivals}, separated by commas, or nothing", rivals=", ".join(RIVALS)),
+            todo=tr("Correct the name, or leave it out."),
+        )
     return names
 
 
@@ -427,7 +453,11 @@ def levels_in(text: str) -> tuple[int, ...]:
     """`1,8,32` as numbers."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise CourseError("bench.wrong_concurrency", text=text)
+        raise CourseError(
+            tr("--concurrency is {text!r}.", text=text),
+            allowed=tr("positive whole numbers, separated by commas"),
+            todo=tr("Write it like 1,8,32."),
+        )
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -436,7 +466,11 @@ def answer(
 ) -> Benchmark:
     """The command line: a model folder with its rivals, or a running server, whose key is in VLLM_API_KEY."""
     if not (model or url):
-        raise CourseError("bench.no_model_or_url")
+        raise CourseError(
+            tr("Neither a model nor a server was named."),
+            allowed=tr("--model FOLDER, or --url URL"),
+            todo=tr("Give one of them."),
+        )
     path = files.make_folder(out, tr("the results")) / "bench.json" if out else None
     benchmark = Benchmark(path, settings, {})
     if url:
@@ -450,5 +484,7 @@ def answer(
     if benchmark.left_out:
         benchmark.show()
         reasons = joined((f"{what}: {reason.splitlines()[0]}" for what, reason in benchmark.left_out.items()), ";")
-        raise CourseError("bench.not_measured", reasons=reasons)
+        raise CourseError(
+            tr("Not measured: {reasons}", reasons=reasons), todo=tr("Fix what is named above, then measure again.")
+        )
     return benchmark

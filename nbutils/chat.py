@@ -89,7 +89,13 @@ def _training_template(tokenizer: Any) -> str | None:
     from trl import chat_template_utils as trl
 
     if not tokenizer.chat_template:
-        raise CourseError("chat.no_chat_template", tokenizer=tokenizer.name_or_path or tr("this model"))
+        raise CourseError(
+            tr(
+                "The tokenizer of {tokenizer} has no chat template.",
+                tokenizer=tokenizer.name_or_path or tr("this model"),
+            ),
+            todo=tr("Use the instruct version of the model, or set tokenizer.chat_template."),
+        )
     own: str = tokenizer.get_chat_template()
     if trl.has_generation_markers(own):
         return own
@@ -152,7 +158,10 @@ class View:
             messages, tools = row["messages"], row.get("tools") or None
             turns = tuple(at for at, message in enumerate(messages) if message["role"] == "assistant")
             if not turns or not turns[0]:
-                raise CourseError("chat.no_answer", row=number)
+                raise CourseError(
+                    tr("Row {row}: it has no answer to a question.", row=number),
+                    todo=tr("Prepare the rows with lesson 02."),
+                )
             if self.form == "messages":
                 yield tools, (number, messages, turns)
             else:
@@ -172,7 +181,17 @@ class View:
         except Exception as problem:  # a template can raise anything
             if len(conversations) > 1:
                 return [example for one in conversations for example in self._encode([one], tools)]
-            raise CourseError("chat.row_refused", row=conversations[0][0], problem=problem) from problem
+            raise CourseError(
+                tr(
+                    "Row {row}: the chat template of this model refuses it: {problem}.",
+                    row=conversations[0][0],
+                    problem=problem,
+                ),
+                todo=tr(
+                    "Change the row (some templates know no system message, or no tools), or use another model "
+                    "with its own template."
+                ),
+            ) from problem
         for at, (row, _, turns) in enumerate(conversations):
             ids = encoded["input_ids"][at] + added
             own = [next(prompts) for _ in turns]
@@ -297,7 +316,7 @@ def filter_by_length(
 ) -> FilteredRows:  # fmt: skip
     """Render all rows, and leave out those whose stop token (see find_stop_ids) lies beyond `max_length` (0: none)."""
     if not rows:
-        raise CourseError("chat.no_rows")
+        raise CourseError(tr("There are no rows to render."), todo=tr("Run lesson 02 first."))
     choice = Choice(form, tr("chosen by the caller")) if form else training_format(tokenizer, rows, thinking)
     view = View(tokenizer, choice.value, thinking, stop_ids)
     examples = view.encode_all(rows)
@@ -307,8 +326,19 @@ def filter_by_length(
         if 0 < max_length <= example.trained.rfind(1):  # the stop token, in a valid example
             too_long[example.row] = max(len(example.ids), too_long.get(example.row, 0))
     if len(too_long) == len(rows):
-        values = {"max_length": max_length, "longest": longest, "fits": min(longest, tokenizer.model_max_length)}
-        raise CourseError("chat.all_rows_too_long", rows=len(rows), **values)
+        raise CourseError(
+            tr(
+                "All {rows} rows lose their stop token at max_length {max_length}; the longest has {longest} tokens.",
+                rows=len(rows),
+                max_length=max_length,
+                longest=longest,
+            ),
+            todo=tr(
+                'Raise sft.max_length for rows of up to {fits} tokens (SET = "sft.max_length={fits}" in '
+                "lesson 01 or 03, or in the profile), and shorten longer ones.",
+                fits=min(longest, tokenizer.model_max_length),
+            ),
+        )
     examples = [example for example in examples if example.row not in too_long]
     return FilteredRows(choice, max_length, rows, too_long, longest, view, examples)
 
@@ -336,7 +366,10 @@ def check_contract(filtered: FilteredRows) -> ContractReport:
         if tools := row.get("tools"):  # one row tells whether the template shows them to the model
             question = row["messages"][: example.turns[0]]
             if view.prompt(question, tools) == view.prompt(question):
-                raise CourseError("chat.tools_not_shown", row=example.row)
+                raise CourseError(
+                    tr("Row {row}: the chat template of this model leaves out its tools.", row=example.row),
+                    todo=tr("Use a model that can call tools, or write the tools into the system message."),
+                )
             break
     for example, row in zip(examples, rows, strict=True):
         found |= _check_example(view, example, row)
@@ -361,19 +394,55 @@ def _check_example(view: View, example: Example, row: Row) -> set[int]:
     expected, found = bytearray(len(ids)), set[int]()
     for turn, start, length in zip(example.turns, example.shared, example.prompts, strict=True):
         if start != length:  # all that comes before an answer must be what a server would be sent
-            prompt = view.prompt(messages[:turn], row.get("tools"))[start : start + 8]
-            texts = {"server": decode(prompt), "training": decode(list(ids[start : start + 8]))}
-            raise CourseError("chat.prompt_mismatch", row=example.row, token=start + 1, **texts)
+            prompt = view.prompt(messages[:turn], row.get("tools"))
+            raise CourseError(
+                tr(
+                    "Row {row}: from token {token} on, a server would send {server!r} where training saw {training!r}.",
+                    row=example.row,
+                    token=start + 1,
+                    server=decode(prompt[start : start + 8]),
+                    training=decode(list(ids[start : start + 8])),
+                ),
+                todo=tr(
+                    "Use the chat template that came with the model, and start answers without a line break. If "
+                    "the model has a thinking mode, pass the other one (thinking=True or False) to "
+                    "chat.filter_by_length, and ask servers with it."
+                ),
+            )
     for turn, start, end in zip(example.turns, example.shared, [*example.shared[1:], len(ids)], strict=True):
         stop = next((at for at in range(start, end) if ids[at] in view.stops), end)
         if stop == end:
             names = ", ".join(repr(decode([stop])) for stop in sorted(view.stops)) or tr("nothing")
             last = decode([ids[max(example.trained.rfind(1), 0)]])
-            raise CourseError("chat.no_stop_token", row=example.row, last=last, stops=names)
+            raise CourseError(
+                tr(
+                    "Row {row}: the last trained token of an answer is {last!r}, and generation stops only at {stops}.",
+                    row=example.row,
+                    last=last,
+                    stops=names,
+                ),
+                todo=tr(
+                    "Make the token that closes an answer in the chat template the eos_token of the tokenizer "
+                    "and of the generation config; instruct versions of a model come that way."
+                ),
+            )
         if missing := _missing_part(view.tokenizer, messages[turn], decode(list(ids[start:stop]))):
             if (text := decode([ids[stop]])) in str(messages[turn].get("content")):
-                raise CourseError("chat.stop_token_in_answer", row=example.row, stop=text)
-            raise CourseError("chat.answer_changed", row=example.row, part=missing)
+                raise CourseError(
+                    tr(
+                        "Row {row}: an answer contains {stop!r}, the text of a stop token: generation ends there.",
+                        row=example.row,
+                        stop=text,
+                    ),
+                    todo=tr("Take it out of the answer, or write it in another way."),
+                )
+            raise CourseError(
+                tr("Row {row}: the chat template leaves out or changes {part}.", row=example.row, part=missing),
+                todo=tr(
+                    "Use the chat template that came with the model. A model whose template drops thoughts or "
+                    "tool calls cannot learn them: take them out of the rows, or use another model."
+                ),
+            )
         expected[start : stop + 1] = b"\1" * (stop + 1 - start)
         found.add(ids[stop])
     for at, mask in enumerate(example.trained if expected != example.trained else ()):
@@ -382,7 +451,14 @@ def _check_example(view: View, example: Example, row: Row) -> set[int]:
             if mask:
                 what = tr("is no part of an answer, and is trained")
             token = tr("token {number}, {text}", number=at + 1, text=repr(decode([ids[at]])))
-            raise CourseError("chat.wrong_loss_mask", row=example.row, token=token, what=what)
+            raise CourseError(
+                tr("Row {row}: {token} {what}.", row=example.row, token=token, what=what),
+                allowed=tr("each answer trained up to and with its stop token, and nothing else"),
+                todo=tr(
+                    "Put {{% generation %}} around each answer and its stop token in the chat template, or pass "
+                    'form="prompt_completion" to chat.filter_by_length.'
+                ),
+            )
     return found
 
 
@@ -491,7 +567,17 @@ def check_trainer(trainer: Any, report: ContractReport) -> None:
             tokens=trained, stops=stops, hidden=hidden,
         )  # fmt: skip
         expected = tr("{tokens} tokens with {stops} stop tokens", tokens=report.trained, stops=report.answers)
-        raise CourseError("chat.trainer_mismatch", found=found, expected=expected)
+        raise CourseError(
+            tr(
+                "The trainer would train on {found}; the contract check counted {expected}.",
+                found=found,
+                expected=expected,
+            ),
+            todo=tr(
+                "Pass the datasets of chat.build_dataset(...) to the trainer, with the profile's max_length, "
+                "packing_strategy bfd and no data collator of your own."
+            ),
+        )
 
 
 def answer(model: Any, tokenizer: Any, rows: Sequence[Row], max_new_tokens: int = 128) -> list[str]:

@@ -276,7 +276,13 @@ def newest_verified(
         names = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
         both = [{"name": name, "kept": there.get(name), "asked": here.get(name)} for name in names]
         shown = (tr("{name}: kept {kept!r}, requested {asked!r}", **one) for one in both)
-        raise CourseError("checkpoints.other_training", differences=joined(shown, ";"))
+        raise CourseError(
+            tr("The checkpoints in this run are of another training ({differences}).", differences=joined(shown, ";")),
+            todo=tr(
+                "Choose another RUN_NAME, set what differs back to what was kept (SET), or start this run "
+                'over with RESUME="never".'
+            ),
+        )
     return None
 
 
@@ -293,7 +299,10 @@ def _with_retries(read: Callable[[Any], Any], given: Any, path: Path) -> Any:
     try:
         return tenacity.Retrying(stop=tenacity.stop_after_attempt(4), wait=wait, retry=again, reraise=True)(read, given)
     except OSError as problem:
-        raise CourseError("checkpoints.unreadable", path=path, why=problem.strerror) from problem
+        raise CourseError(
+            tr("{path} cannot be read ({why}), and it may hold trained checkpoints.", path=path, why=problem.strerror),
+            todo=tr('Mount it again (Colab: restart the session) and run this cell again; RESUME="never" starts over.'),
+        ) from problem
 
 
 def _first_verified(candidates: Sequence[StoredCheckpoint]) -> StoredCheckpoint | None:
@@ -359,7 +368,13 @@ def listing(run: str, thorough: bool) -> tuple[list[Line], list[str]]:
     found = [path for path in ([given] if given.is_dir() else stores(folders, Path(run).name)) if path.is_dir()]
     if not found:
         known = sorted(path.parent.name for path in folders.keep.glob(f"*/{CHECKPOINTS}"))
-        raise CourseError("checkpoints.no_run", run=run, folder=folders.keep, known=", ".join(known) or tr("none yet"))
+        raise CourseError(
+            tr("There is no run {run!r} with checkpoints in {folder}.", run=run, folder=folders.keep),
+            allowed=", ".join(known) or tr("none yet"),
+            todo=tr(
+                "Name one of these, give the path of a run folder, or set NBUTILS_HOME to the folder of your runs."
+            ),
+        )
     looked = [(path, *look(path)) for path in found]
     lines = [Line(one, defect(one, thorough)) for _, kept, _ in looked for one in kept]
     remarks = [f"{remark} ({path})" for path, _, skipped in looked for remark in skipped]
@@ -374,7 +389,7 @@ def restore(run: str, target: Path | None, step: int | None) -> Path:
         raise _step_missing(step, {one.step for one in kept})
     target = target or Path.cwd() / chosen.archive.stem
     if target.exists():
-        raise CourseError("checkpoints.target_exists", path=target)
+        raise CourseError(tr("{path} exists already.", path=target), todo=tr("Name another folder with --to."))
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         unpack(chosen, Path(folder)).rename(target)
@@ -384,7 +399,14 @@ def restore(run: str, target: Path | None, step: int | None) -> Path:
 def _step_missing(step: int | None, steps: set[int]) -> CourseError:
     requested = tr("any step") if step is None else tr("step {step}", step=step)
     known = ", ".join(map(str, sorted(steps))) or tr("none")
-    return CourseError("checkpoints.step_missing", requested=requested, steps=known)
+    return CourseError(
+        tr("This run has no complete checkpoint of {requested}.", requested=requested),
+        allowed=tr("a step among: {steps}", steps=known),
+        todo=tr(
+            'Set RESUME (or --step) to one of these steps, or RESUME to "auto". `python -m nbutils '
+            "checkpoints verify RUN` checks them all."
+        ),
+    )
 
 
 class CheckpointSync:
@@ -411,7 +433,10 @@ class CheckpointSync:
     def take(self, folder: Path) -> None:
         """Accept a finished checkpoint folder; the trainer may delete it, and must not write into it again."""
         if self._stopped.is_set():
-            raise CourseError("checkpoints.sync_stopped")
+            raise CourseError(
+                tr("The checkpoint sync of this training was stopped, because this run was started again."),
+                todo=tr("Run the cells again from the one that loads the model, in order."),
+            )
         partial = self.outbox / f".{folder.name}"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(folder, partial, copy_function=_link)
@@ -436,7 +461,18 @@ class CheckpointSync:
             waited = time.monotonic() - started
             if waited > patience:
                 problem = self.problem or tr("no answer")
-                raise CourseError("checkpoints.sync_failed", folder=self.keep, problem=problem, path=path)
+                raise CourseError(
+                    tr(
+                        "The last checkpoint could not be copied to {folder}: {problem}.",
+                        folder=self.keep,
+                        problem=problem,
+                    ),
+                    todo=tr(
+                        "Make it reachable or free some space, then run this cell again; until then the checkpoint "
+                        "is {path}.",
+                        path=path,
+                    ),
+                )
             if int(waited) > shown:
                 shown = int(waited)
                 about = {"step": step_of(path), "folder": self.keep, "seconds": shown, "problem": self.problem or ""}

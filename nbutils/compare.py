@@ -34,7 +34,9 @@ def of_names(names: Sequence[str]) -> Runs:
     """Runs by name, or by the path of their folders."""
     found = {name: record.find(name).path for name in names}
     if len(found) < 2:
-        raise CourseError("compare.two_runs", count=len(found))
+        raise CourseError(
+            tr("Named: {count} runs.", count=len(found)), todo=tr("Name two runs, or the paths of their folders.")
+        )
     return {name: load(folder) for name, folder in found.items()}
 
 
@@ -151,7 +153,10 @@ def speed_up(alone: Path, together: Path) -> SpeedUp:
     numbers = {name: (one[name], several[name]) for name in ("processes", "steps", "batch", "tokens_per_second")}
     first, second = (dict(loss_history(read_history(run / "logs/history.json"))) for run in (alone, together))
     if not (losses := {step: (first[step], second[step]) for step in first if step in second}):
-        raise CourseError("compare.no_common_step", one=alone.name, other=together.name)
+        raise CourseError(
+            tr("{one} and {other} logged no step in common.", one=alone.name, other=together.name),
+            todo=tr("Run the comparison again with a larger TRIAL_STEPS."),
+        )
     furthest = max(abs(a - b) / max(abs(a), 1e-6) for a, b in losses.values())
     same = first.keys() == second.keys() and all(len(set(numbers[name])) == 1 for name in ("steps", "batch"))
     speeds = numbers["tokens_per_second"]

@@ -360,7 +360,11 @@ def read(name: str) -> Document:
     if not (file.suffix in (".yaml", ".yml") and file.is_file()):
         if name not in names():
             hint = _did_you_mean(file.stem.lower(), names()) or "."
-            raise CourseError("config.unknown_profile", name=name, names=", ".join(names()), hint=hint)
+            raise CourseError(
+                tr("There is no profile {name!r}{hint}", name=name, hint=hint),
+                allowed=tr("auto, {names}, or the path of a .yaml file of your own", names=", ".join(names())),
+                todo=tr("Set PROFILE to one of these, or copy one of them and change it."),
+            )
         file = files.CONFIGS / f"{name}.yaml"
     tree, reasons = _read_yaml(file)
     if isinstance(tree, dict) and isinstance(tree.get("train"), dict):  # a file of the version before
@@ -411,9 +415,15 @@ def settings_in(text: str) -> dict[str, Any]:
     for part in filter(str.strip, re.split(r",(?![^\[]*\])(?![^{]*\})", text)):
         name, _, value = (piece.strip() for piece in part.partition("="))
         if part.count("=") != 1:
-            raise CourseError("config.malformed_set", part=part.strip())
+            raise CourseError(
+                tr("SET has {part!r}.", part=part.strip()),
+                todo=tr('Write it like "sft.learning_rate=1e-4, lora.r=64".'),
+            )
         if name in found:
-            raise CourseError("config.named_twice", name=name)
+            raise CourseError(
+                tr("SET names {name} twice, perhaps once by its former name.", name=name),
+                todo=tr("Remove one of them."),
+            )
         try:
             found[name] = yaml.load(value, _Loader)
         except Exception:  # as for a file below
@@ -421,7 +431,10 @@ def settings_in(text: str) -> dict[str, Any]:
     former_names.say(found, "SET")
     former = {name: value for name, value in found.items() if name in former_names.NAMES}
     if twice := former_names.translated(former).keys() & found.keys():
-        raise CourseError("config.named_twice", name=min(twice))
+        raise CourseError(
+            tr("SET names {name} twice, perhaps once by its former name.", name=min(twice)),
+            todo=tr("Remove one of them."),
+        )
     return former_names.translated(found)
 
 
@@ -436,7 +449,11 @@ def _read_yaml(file: Path) -> tuple[Any, dict[str, str]]:
         return _parse(file.read_text(encoding="utf-8"))
     except Exception as problem:  # PyYAML has one of its own; impossible dates, endless digits and nesting have others
         said = " ".join(str(problem).split())
-        raise CourseError("config.not_yaml", file=file, problem=said) from None
+        raise CourseError(
+            tr("{file}: {problem}.", file=file, problem=said),
+            allowed=tr("YAML in UTF-8: `key: value`, groups indented by two spaces"),
+            todo=tr("Correct {file}.", file=file),
+        ) from None
 
 
 @lru_cache(maxsize=64)
@@ -474,7 +491,14 @@ def _valid(trees: Mapping[str, Any], model: type[Entry], where: str, wrong: Sequ
         lines += [f"{name}: {tr(' or ').join(texts)}" for name, texts in found.items()]
     if lines:
         listed = "".join(f"\n    - {line}" for line in lines)
-        raise CourseError("config.problems", where=where, count=len(lines), problems=listed)
+        raise CourseError(
+            tr("{where} has {count} problem(s):{problems}", where=where, count=len(lines), problems=listed),
+            allowed=tr(
+                "keys and types as in the course's own files of this kind in configs/; in a profile also "
+                "other arguments of the class that a block is for"
+            ),
+            todo=tr("Correct what is listed above, then run this again."),
+        )
     return made
 
 

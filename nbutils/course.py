@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import display, install, lesson, notices, record
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, LessonFailed, StoppedByHand, Unfinished
 from nbutils.files import NOTEBOOKS, make_folder
 from nbutils.language import language, tr
 from nbutils.papermill_io import signals_to_kernel
@@ -20,7 +20,11 @@ def select(only: Sequence[str]) -> list[str]:
     """The lessons named ("03" or "03_qlora"); the course 01-05 when none is."""
     available = {file.stem[:2]: file.stem for file in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.py"))}
     if unknown := [name for name in only if name not in (*available, *available.values())]:
-        raise CourseError("course.unknown_lesson", name=unknown[0], available=", ".join(available.values()))
+        raise CourseError(
+            tr("There is no lesson {name!r}.", name=unknown[0]),
+            allowed=", ".join(available.values()),
+            todo=tr("Write its number, as in --only 03."),
+        )
     return [available.get(name, name) for name in only] or list(lesson.COURSE)
 
 
@@ -56,9 +60,27 @@ def run(stems: Sequence[str], given: dict[str, str]) -> lesson.RunFolder:
                     if not received:
                         raise
             if received:
-                raise CourseError("course.stopped", lesson=stem, signal=signal.Signals(received[0]).name)
+                by_hand = received[0] == signal.SIGINT
+                raise (StoppedByHand if by_hand else Unfinished)(
+                    tr(
+                        "This run was asked to end ({signal}), and stops after lesson {lesson}.",
+                        lesson=stem,
+                        signal=signal.Signals(received[0]).name,
+                    ),
+                    todo=tr(
+                        "Give the same command again. What is done is not repeated, and a training that was stopped "
+                        "continues."
+                    ),
+                )
             if stem == "03_qlora" and not record.complete(trained := record.read(folder.facts)["lessons"][stem]):
-                raise CourseError("course.unfinished", step=trained["steps"], steps=trained["planned_steps"])
+                raise Unfinished(
+                    tr(
+                        "The training has ended at step {step} of {steps}, so the next lessons wait.",
+                        step=trained["steps"],
+                        steps=trained["planned_steps"],
+                    ),
+                    todo=tr("Give the same command again, which continues it."),
+                )
     work.ended("finished", summary(folder))
     return folder
 
@@ -81,10 +103,25 @@ def execute(stem: str, output: Path, values: dict[str, Any]) -> None:
             extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # the kernel's own remarks would break the bar
         )  # fmt: skip
     except PapermillExecutionError as failure:
-        about = {"lesson": stem, "cell": failure.exec_count, "output": unfinished}
-        raise CourseError("course.lesson_failed", problem=f"{failure.ename}: {failure.evalue}", **about) from failure
+        raise LessonFailed(
+            tr(
+                "Lesson {lesson} failed in cell {cell}; {output} shows where.",
+                lesson=stem,
+                cell=failure.exec_count,
+                output=unfinished,
+            ),
+            todo=tr("Fix the cause shown below, then run the same command again."),
+            problem=f"{failure.ename}: {failure.evalue}",
+        ) from failure
     except DeadKernelError as failure:
-        raise CourseError("course.kernel_ended", lesson=stem) from failure
+        raise CourseError(
+            tr(
+                "The kernel of lesson {lesson} ended before the lesson did. It was stopped, or the machine's "
+                "memory was full.",
+                lesson=stem,
+            ),
+            todo=tr("Give the same command again. What is done is not repeated."),
+        ) from failure
     unfinished.replace(output)
 
 

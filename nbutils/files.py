@@ -144,7 +144,10 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
         os.replace(partial, target)
         shutil.rmtree(replaced, ignore_errors=True)
     if stamp(target) is None:
-        raise CourseError("files.disk_lost_files", folder=target)
+        raise CourseError(
+            tr("{folder} was written, but it is not complete: the disk lost a part of it.", folder=target),
+            todo=tr("Run this cell again; on Google Drive, wait a minute first."),
+        )
 
 
 @contextmanager
@@ -165,7 +168,10 @@ def held(path: Path) -> Iterator[bool]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 locked = True
             except BlockingIOError as problem:
-                raise CourseError("files.locked", folder=path) from problem
+                raise CourseError(
+                    tr("Another process is writing {folder}.", folder=path),
+                    todo=tr("Wait until it is done, or stop it."),
+                ) from problem
         yield locked
     finally:
         os.close(descriptor)
@@ -199,7 +205,11 @@ def require_apart(target: Path, *sources: Path) -> None:
     place = target.resolve()
     for source in (one.resolve() for one in sources):
         if place.is_relative_to(source) or source.is_relative_to(place):
-            raise CourseError("files.overlap", target=target, source=source)
+            raise CourseError(
+                tr("The result would go to {target}, and {source} is needed to make it.", target=target, source=source),
+                allowed=tr("a folder that is neither inside {source} nor contains it", source=source),
+                todo=tr("Name another folder for the result."),
+            )
 
 
 def require_inside(folder: Path, found: Iterable[Path]) -> None:
@@ -208,15 +218,28 @@ def require_inside(folder: Path, found: Iterable[Path]) -> None:
     for file in found:
         target = Path(os.path.realpath(file))  # resolve() fails on a link to itself
         if target.parent.name != "blobs" and not target.is_relative_to(place):
-            raise CourseError("files.link_leads_out", link=file, target=target)
+            raise CourseError(
+                tr("{link} leads out of its folder, to {target}.", link=file, target=target),
+                allowed=tr("links to files of the same folder, or to the hub's cache"),
+                todo=tr("If you trust it, copy the file to the place of the link; otherwise delete the link."),
+            )
 
 
 def _require_folder(place: Path) -> None:
     """Refuse a link, a file, or a folder of neither this user nor whom the place belongs to, where one is written."""
     if place.is_symlink() or (place.exists() and not place.is_dir()):
-        raise CourseError("files.not_a_folder", path=place)
+        raise CourseError(
+            tr("{path} is a link or a file, and a folder is written there.", path=place),
+            todo=tr("Check where it leads, then remove it or name another folder."),
+        )
     if place.exists() and place.stat().st_uid not in (os.getuid(), place.parent.stat().st_uid):
-        raise CourseError("files.other_owner", folder=place)
+        raise CourseError(
+            tr("{folder} belongs to another user of this machine.", folder=place),
+            todo=tr(
+                "Name a folder in your home: for runs NBUTILS_HOME, for an environment NBUTILS_SERVE_ENV or "
+                "NBUTILS_EXPORT_ENV, for a model --out."
+            ),
+        )
 
 
 def _require_ours(target: Path) -> None:
@@ -229,7 +252,10 @@ def _require_ours(target: Path) -> None:
         known = set()
     found = {PurePosixPath(one.relative_to(target).as_posix()) for one in target.rglob("*")}
     if foreign := sorted(map(str, found - known)):
-        raise CourseError("files.foreign_files", folder=target, names=", ".join(foreign[:3]))
+        raise CourseError(
+            tr("{folder} has files that were not made here ({names}).", folder=target, names=", ".join(foreign[:3])),
+            todo=tr("Move them elsewhere, or name another folder: they would be lost."),
+        )
 
 
 def sizes(folder: Path) -> dict[str, int]:
@@ -243,7 +269,13 @@ def require_own(folder: Path) -> None:
     folder = folder.absolute()
     for place in (one for one in (folder, *folder.parents) if os.path.lexists(one)):
         if place.parent.stat().st_mode & stat.S_IWOTH and place.lstat().st_uid != os.getuid():
-            raise CourseError("files.other_owner", folder=place)
+            raise CourseError(
+                tr("{folder} belongs to another user of this machine.", folder=place),
+                todo=tr(
+                    "Name a folder in your home: for runs NBUTILS_HOME, for an environment NBUTILS_SERVE_ENV or "
+                    "NBUTILS_EXPORT_ENV, for a model --out."
+                ),
+            )
 
 
 def make_folder(folder: Path, purpose: str) -> Path:
@@ -255,5 +287,13 @@ def make_folder(folder: Path, purpose: str) -> Path:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
             probe.write(bytes(4096))  # an empty file also fits on a full disk
     except OSError as problem:
-        raise CourseError("files.not_writable", folder=folder, purpose=purpose, problem=problem.strerror) from problem
+        raise CourseError(
+            tr(
+                "{folder} cannot be used for {purpose}: {problem}.",
+                folder=folder,
+                purpose=purpose,
+                problem=problem.strerror,
+            ),
+            todo=tr("Set NBUTILS_HOME to a folder you can write to."),
+        ) from problem
     return folder

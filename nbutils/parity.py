@@ -136,7 +136,10 @@ def measure(model: Any, fixed: Fixed, *, answers: bool = True, batch_size: int =
 
     logs = torch.cat([row for _, row in in_batches(rows, batch_size or len(rows), predicted)])
     if not torch.isfinite(logs).any(dim=-1).all() or torch.isnan(logs).any():
-        raise CourseError("parity.not_finite")
+        raise CourseError(
+            tr("The model's logits contain NaN or infinity: a value overflowed its precision."),
+            todo=tr("Use another dtype (float32, or bfloat16 where the GPU supports it), or another model."),
+        )
     said = [ids for _, ids in in_batches(rows, len(rows), generated)] if answers else None
     return Predictions(logs, answers=said)
 
@@ -167,7 +170,10 @@ def measure_server(server_url: str, model_name: str, fixed: Fixed, api_key: str 
             places = [one for text in pool.map(expected, fixed.texts, fixed.measured) for one in text]
             answers = list(pool.map(answer, fixed.prompts))
     except (OpenAIError, AttributeError, TypeError) as problem:  # not up, or no vLLM
-        raise CourseError("parity.server_refused", url=server_url, problem=problem) from problem
+        raise CourseError(
+            tr("The server at {url} did not answer: {problem}.", url=server_url, problem=problem),
+            todo=tr("Read its log; a text that is too long for it needs a larger vllm.max_model_len."),
+        ) from problem
     tokens, logs = ([[one[part] for one in place] for place in places] for part in (0, 1))
     return Predictions(torch.tensor(logs), torch.tensor(tokens), answers)
 
@@ -253,7 +259,9 @@ class PredictionStore(UserDict[str, Predictions]):
             mark, kept_about, kept_fixed = kept["mark"], kept["about"], Fixed(**kept["fixed"])
         except (OSError, ValueError, TypeError, KeyError, AttributeError):  # missing, damaged or of another version
             if fixed is None:
-                raise CourseError("parity.no_predictions", file=self.file) from None
+                raise CourseError(
+                    tr("No predictions are stored in {file}.", file=self.file), todo=tr("Run lesson 04.")
+                ) from None
             gaps, answers, mark, kept_about, kept_fixed = {}, {}, None, None, fixed
         self.fixed: Fixed = fixed or kept_fixed
         self.about = kept_about if about is None else json.loads(json.dumps(about, default=str))
@@ -395,7 +403,19 @@ class Report:
     def require(self) -> None:
         """Stop the lesson if a form of the model is not the one that was trained, or nothing was compared."""
         if not self.holds:
-            raise CourseError("parity.model_changed", verdict=self.verdict or tr("Nothing was compared."), far=FAR)
+            raise CourseError(
+                self.verdict or tr("Nothing was compared."),
+                allowed=tr(
+                    "a merged model nearer to the adapter than to the base, and a server within {far} times the "
+                    "noise of it",
+                    far=FAR,
+                ),
+                todo=tr(
+                    "Serve the folder that lesson 04 wrote. If the line above names the merged model, check that "
+                    "adapter and base belong together, or train longer: an adapter that hardly learned is lost "
+                    "in rounding."
+                ),
+            )
 
 
 @dataclass(frozen=True)
@@ -436,7 +456,13 @@ def prove(lesson: LessonLike, folder: Path, placement: Placement) -> Proof:
     for row in evaluator.rows[:TOKENIZED_ROWS]:
         ours, theirs = (one.apply_chat_template(row["messages"], return_dict=True) for one in (tokenizer, own))
         if ours["input_ids"] != theirs["input_ids"]:
-            raise CourseError("parity.other_tokens", folder=folder)
+            raise CourseError(
+                tr("The tokenizer in {folder} tokenizes differently from the one used in training.", folder=folder),
+                todo=tr(
+                    "Save the training's tokenizer beside the adapter (tokenizer.save_pretrained), delete the "
+                    "merged folder and merge again."
+                ),
+            )
     limit = lesson.profile.vllm.max_model_len
     fixed = fixed_set(evaluator, evaluator.general(), model=lesson.model, limit=limit)
     predictions = PredictionStore(lesson.run.path, fixed, about=about)

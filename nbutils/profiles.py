@@ -70,7 +70,11 @@ def resolve(
         document = config.read(name)
         document = config.with_overrides(document, overrides(document.file.stem))
         if wrong := joined(_impossible(document.profile, gpu)):
-            raise CourseError("profiles.impossible", gpu=gpu or tr("no GPU"), problems=wrong)
+            raise CourseError(
+                tr("This machine ({gpu}) does not support {problems}.", gpu=gpu or tr("no GPU"), problems=wrong),
+                allowed=tr("values this GPU supports, or auto (bfloat16 and FlashAttention need capability 8.0)"),
+                todo=tr("Change them in SET or in a copy of the profile, or use another machine."),
+            )
         return document
 
     chosen = Choice(profile, tr("parameter PROFILE"))
@@ -89,7 +93,16 @@ def resolve(
     found = models.meant(called, places.inputs)
     source = models.reachable(found.value, online, places.work)
     if not source and (profile != "auto" or model):
-        raise CourseError("models.unreachable", model=found.value)
+        raise CourseError(
+            tr(
+                "{model} is not in the local cache (at least not completely), and the model hub does not answer.",
+                model=found.value,
+            ),
+            todo=tr(
+                "Connect this machine (or set HF_ENDPOINT to a mirror it reaches), set MODEL to a folder, or "
+                'PROFILE="tiny".'
+            ),
+        )
     if not source:
         text = tr(
             "{profile} would suit this machine, but {model} is not in the cache and the model hub does not answer: the "

@@ -80,7 +80,11 @@ def find(name: str) -> RunFolder:
     known = runs(keep := folders(detect()).keep)
     run = known.get(name) or RunFolder(Path(name).expanduser())
     if not run.facts.is_file():
-        raise CourseError("record.no_run", run=name, folder=keep, known=", ".join(known) or tr("none yet"))
+        raise CourseError(
+            tr("There is no run {run!r} in {folder}.", run=name, folder=keep),
+            allowed=tr("{known}; or the path of a run folder", known=", ".join(known) or tr("none yet")),
+            todo=tr("Name one of these, or set NBUTILS_HOME to the folder of your runs."),
+        )
     return run
 
 
@@ -117,7 +121,14 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as problem:
-        raise CourseError("record.invalid", file=path, problem=problem) from problem
+        raise CourseError(
+            tr("{file} cannot be read: {problem}.", file=path, problem=problem),
+            todo=tr(
+                "Move {file} out of the run folder, then run the lesson again. If it is of a checkpoint, set "
+                "RESUME to the step of an earlier one.",
+                file=path,
+            ),
+        ) from problem
 
 
 def read(path: Path) -> Facts:

@@ -50,8 +50,10 @@ class ServedModel:
         self.lesson, self.merged = lesson, lesson.run.merged
         given = Path(folder).expanduser() if folder else self.merged
         if any(given.glob("*.gguf")):
-            values = {"name": "GGUF", "runs": "llama.cpp, Ollama, LM Studio", "place": "vLLM"}
-            raise CourseError("exporting.cannot_serve", folder=given, **values)
+            raise CourseError(
+                tr("{folder} has GGUF weights: they are for llama.cpp, Ollama and LM Studio.", folder=given),
+                todo=tr("Serve the merged model (leave FOLDER empty), or set EXPORTS to another format in lesson 08."),
+            )
         self.folder = Path(profiles.model_folder(given))
         self.is_merged = self.folder.resolve() == self.merged.resolve()
         self.dtype, self.export = serving_dtype(self.folder, lesson, engine)  # stops if it cannot be served here
@@ -139,12 +141,28 @@ def serving_dtype(folder: Path, lesson: record.LessonLike, engine: str = "auto")
         old = (gpu.capability if gpu else (0, 0)) < form.capability  # vLLM's CPU build has none of these kernels
         if old or engine == "transformers" or not form.load.startswith("vllm"):
             place = (gpu.name if gpu else tr("a CPU")) if old else engine
-            raise CourseError("exporting.cannot_serve", folder=folder, name=form.name, runs=tr(form.runs), place=place)
+            raise CourseError(
+                tr(
+                    "{folder} has {name} weights, and {place} cannot compute with them.",
+                    folder=folder,
+                    name=form.name,
+                    place=place,
+                ),
+                allowed=tr("{name} runs in: {runs}", name=form.name, runs=tr(form.runs)),
+                todo=tr("Serve the merged model (leave FOLDER empty), or set EXPORTS to another format in lesson 08."),
+            )
         return "bfloat16" if dtype == "float32" else dtype, export  # its kernels compute in 16 bits only
     stored = str(config.get("dtype") or config.get("torch_dtype"))
     gib = weights_bytes(folder) * BYTES[dtype] / BYTES.get(stored, BYTES[dtype]) / files.GIB
     parts = int(tensor_parallel(folder, gpu.count).value) if gpu and engine != "transformers" else 1
     most = parts * (lesson.profile.vllm.gpu_memory_utilization * gpu.memory_gib - MIN_KV_CACHE_GIB) if gpu else 0.0
     if not fit(gib, gpu)[0] and (gib > most or engine == "transformers"):
-        raise CourseError("exporting.too_large_to_serve", folder=folder, gib=gib, small=folder.parent / "exports/w4a16")
+        raise CourseError(
+            tr("{folder} has {gib:.1f} GiB of weights, too much for this machine.", folder=folder, gib=gib),
+            todo=tr(
+                'Set EXPORTS = "w4a16" in lesson 08 and FOLDER = "{small}" here, or take a larger or newer '
+                "GPU (T4 or later).",
+                small=folder.parent / "exports/w4a16",
+            ),
+        )
     return dtype, None

@@ -42,7 +42,10 @@ class Upload:
     def require_private(self, is_private: bool | None) -> None:
         """Refuse a repository that is there already and is public, or does not say what it is."""
         if is_private is not True:
-            raise CourseError("sharing.public_repository", name=self.name)
+            raise CourseError(
+                tr("{name} exists already and is public, or does not say that it is private.", name=self.name),
+                todo=tr("Choose another name, make it private on its page, or push with private=False (--public)."),
+            )
 
 
 @contextmanager
@@ -52,7 +55,10 @@ def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
     host, (parts, gib) = HOSTS[kind], _model_files(Path(folder))
     token = platforms.secret(host.secret)
     if not token:
-        raise CourseError("sharing.missing_token", to=to, secret=host.secret, get_token=host.get_token)
+        raise CourseError(
+            tr("Pushing to {to} needs {secret}, which was not found.", to=to, secret=host.secret),
+            todo=tr("Create one at {get_token} and store it under that name.", get_token=host.get_token),
+        )
     before = os.environ.get(host.secret)
     os.environ[host.secret] = token  # kagglehub looks nowhere else
     try:
@@ -64,7 +70,14 @@ def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
         raise
     except Exception as problem:
         reason = f"{type(problem).__name__}: {masking.mask_secrets(str(problem))[:300]}"
-        error = CourseError("sharing.upload_failed", to=to, name=name, reason=reason, get_token=host.get_token)
+        error = CourseError(
+            tr("The upload to {to} failed: {reason}", to=to, reason=reason),
+            todo=tr(
+                "Check name and token ({get_token}), and install the package if it is missing; what was "
+                "uploaded already is not sent again.",
+                get_token=host.get_token,
+            ),
+        )
         raise error from None  # the original may hold the token in its request
     finally:
         os.environ.pop(host.secret) if before is None else os.environ.update({host.secret: before})
@@ -99,7 +112,14 @@ def parse(to: str) -> tuple[str, str]:
     """Kind and name of a target."""
     kind, _, name = to.strip().partition(":")
     if kind not in HOSTS or not HUB_ID.fullmatch(name):
-        raise CourseError("sharing.unknown_target", to=masking.mask_secrets(to))
+        raise CourseError(
+            tr("The target is {to!r}.", to=masking.mask_secrets(to)),
+            allowed=tr(
+                'hub:owner/name, modelscope:owner/name, kaggle:owner/name, or one file: "file" in PUSH_TO, '
+                "NAME.tar in the command"
+            ),
+            todo=tr("Write it like this, with your own account as owner."),
+        )
     return kind, name
 
 
@@ -176,7 +196,11 @@ def _model_files(folder: Path) -> tuple[list[Path], float]:
     found = sorted(file for pattern in SHARED for file in folder.expanduser().glob(pattern) if file.name[0] != ".")
     has_model = any(file.name == "config.json" or file.suffix == ".gguf" for file in found)
     if not has_model or not all(file.is_file() for file in found):  # a broken link
-        raise CourseError("sharing.no_model", folder=folder)
+        raise CourseError(
+            tr("{folder} is not a complete model folder.", folder=folder),
+            allowed=tr("a folder with config.json, or with a GGUF file, and no broken links"),
+            todo=tr("Give the merged folder of a run, or one of its exports."),
+        )
     files.require_inside(folder.expanduser(), found)
     for file in (one for one in found if one.suffix == ".safetensors"):
         read_header(file)  # refuses one that is cut off
@@ -208,7 +232,9 @@ def single_file(folder: str | Path, out: str | Path | None = None) -> str:
     out = Path(out or folder.parent / f"{folder.name}.tar").expanduser().absolute()
     checksum = out.with_name(f"{out.name}.sha256")
     if os.path.lexists(out) and not checksum.is_file():  # not made here
-        raise CourseError("sharing.file_exists", file=out)
+        raise CourseError(
+            tr("{file} exists, and was not made here.", file=out), todo=tr("Name another file, or move that one away.")
+        )
     files.require_apart(out, folder)
     files.make_folder(out.parent, tr("the archive"))
     files.remove_left(out.parent, f".{glob.escape(out.name)}.*.partial")

@@ -95,7 +95,14 @@ def _require_installed(names: Sequence[str]) -> None:
     here = ["swanlab", *get_available_reporting_integrations()]
     for name in names:
         if name not in here:
-            raise CourseError("tracking.not_installed", name=name, package=name.replace("_", "-"), here=", ".join(here))
+            raise CourseError(
+                tr("The package of {name}, which sft.report_to names, is not installed here.", name=name),
+                allowed=", ".join(here),
+                todo=tr(
+                    "Install it (pip install {package}), restart the kernel, then run again; or name another one.",
+                    package=name.replace("_", "-"),
+                ),
+            )
 
 
 def _begin_wandb(logs: Path, run: str) -> str:

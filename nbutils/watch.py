@@ -91,7 +91,13 @@ def find(name: str) -> Watched:
     keep = given.parent if name and given.is_dir() else folders.keep
     found = trainings(folders.scratch, keep, run=given.name or "*")  # copied to the run folder with each checkpoint
     if not found:
-        raise CourseError("watch.no_run", run=name or tr("any run"), folder=keep)
+        raise CourseError(
+            tr("No training of {run} has left its progress in {folder}.", run=name or tr("any run"), folder=keep),
+            todo=tr(
+                "Name one, set NBUTILS_HOME to the folder of your runs, or start lesson 03; `python -m "
+                "nbutils compare` shows finished runs."
+            ),
+        )
     seen = [Watched(RunFolder(keep / run), progress) for run, progress in found.items()]
     return max(seen, key=lambda one: (one.state == "training", one.progress.updated))
 

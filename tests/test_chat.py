@@ -142,7 +142,7 @@ def test_rows_that_would_lose_their_stop_token_are_left_out(bare: Any, tokenizer
         {"row": 2, "tokens": sizes[1], "cut": sizes[1] - sizes[2] + 1, "messages": LONG}
     ]
     assert chat.check_contract(fitted).answers == 2 and not chat.filter_by_length(tokenizer, rows, sizes[1]).too_long
-    with refused("chat.all_rows_too_long", longest=sizes[1]):
+    with refused(f"longest has {sizes[1]} tokens."):
         chat.filter_by_length(tokenizer, rows, 4)
     several = with_template(bare, GLM, eos="<|endoftext|>")  # a row with several examples is left out whole
     rows = [{"messages": ONE}, {"messages": [*TWO[:3], LONG[1]]}]
@@ -189,7 +189,7 @@ def test_qwen3_trains_thoughts_and_only_what_the_server_does_not_write(bare: Any
     assert chat.check_contract(fitted).answers == 3
     without = chat.filter_by_length(tokenizer, [PLAIN], 0, thinking=False)
     assert learned(tokenizer, without) == ["On its way.<|im_end|>"]
-    with refused("chat.prompt_mismatch", row=2):
+    with refused("Row 2: from token"):
         check(tokenizer, [PLAIN, THINKS], thinking=False)
 
 
@@ -215,9 +215,9 @@ def test_thoughts_are_trained_or_refused(bare: Any) -> None:
         fitted = chat.filter_by_length(glm, rows, 0)
         assert fitted.form.value == "prompt_completion" and chat.check_contract(fitted).answers == 4
         assert [text.count("h") for text in learned(glm, fitted)] == [2, 2, 3, 3]
-        with refused("chat.answer_changed", "'hm'", row=2):
+        with refused("Row 2: the chat", "'hm'"):
             check(glm, rows, "messages")
-    with refused("chat.answer_changed", "'hm'"):
+    with refused("the chat template leaves out or changes", "'hm'"):
         check(qwen, [{"messages": apart}])
 
 
@@ -256,7 +256,7 @@ def test_packing_truncation_and_collator_keep_every_trained_token(tiny: Any, tmp
     assert len(trainer.train_dataset) < len(dataset) and trainer.args.packing_strategy == "bfd"
     assert collated(trainer) == sorted((row["input_ids"][:limit], row["labels"][:limit]) for row in dataset)
     chat.check_trainer(trainer, report)
-    with refused("chat.trainer_mismatch"):
+    with refused("; the contract check counted"):
         chat.check_trainer(cutting, report)
 
 
@@ -271,7 +271,7 @@ def test_a_collator_that_masks_padding_by_its_id_is_refused(tiny: Any) -> None:
     chat.check_trainer(trainer, report)  # TRL's collator pads labels by position
     by_id = DataCollatorForLanguageModeling(tiny, mlm=False)
     trainer.data_collator = lambda rows: by_id([{"input_ids": row["input_ids"]} for row in rows])
-    with refused("chat.trainer_mismatch"):
+    with refused("; the contract check counted"):
         chat.check_trainer(trainer, report)
 
 
@@ -315,36 +315,36 @@ def answered(text: str) -> str:
     return MARKED.replace(ANSWER, text)
 
 
-@pytest.mark.parametrize(("template", "code", "words"), [
-    (answered(ANSWER.replace("<|im_end|>", "<|endoftext|>")), "no_stop_token", "'<|endoftext|>'"),  # pad as stop
-    (answered("{% generation %}{% endgeneration %}{{ m.content }}<|im_end|>"), "wrong_loss_mask", "not trained"),
-    (answered("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"), "wrong_loss_mask", "<|im_end|>"),
-    ("{% generation %}" + answered("{{ m.content }}<|im_end|>") + "{% endgeneration %}", "wrong_loss_mask", "n 1,"),
-    (answered(ANSWER.replace("<|im_end|>", "<|im_end|> Bye.")), "wrong_loss_mask", "no part of an answer"),
-    ("{% if not add_generation_prompt %}<s>{% endif %}" + MARKED, "prompt_mismatch", "from token 1 on"),
-    (answered(ANSWER.replace("m.content", "m.content | upper")), "answer_changed", "'On its way"),
-    (answered(ANSWER.replace("m.content", "m.content[:5]")), "answer_changed", "'On its way"),
-    (answered("{{ m.content[1:] }}<|im_end|>"), "answer_changed", "'On its way"),
-    (MARKED + "{{ missing.token }}", "row_refused", "undefined"),
-    ("qwen3_5_think", "prompt_mismatch", ""), ("deepseek_r1_distill", "prompt_mismatch", ""),
+@pytest.mark.parametrize(("template", "problem", "words"), [
+    (answered(ANSWER.replace("<|im_end|>", "<|endoftext|>")), "the last trained token", "'<|endoftext|>'"),
+    (answered("{% generation %}{% endgeneration %}{{ m.content }}<|im_end|>"), "around each answer", "not trained"),
+    (answered("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"), "around each answer", "<|im_end|>"),
+    ("{% generation %}" + answered("{{ m.content }}<|im_end|>") + "{% endgeneration %}", "{% generation %}", "n 1,"),
+    (answered(ANSWER.replace("<|im_end|>", "<|im_end|> Bye.")), "around each answer", "no part of an answer"),
+    ("{% if not add_generation_prompt %}<s>{% endif %}" + MARKED, "a server would send", "from token 1 on"),
+    (answered(ANSWER.replace("m.content", "m.content | upper")), "leaves out or changes", "'On its way"),
+    (answered(ANSWER.replace("m.content", "m.content[:5]")), "leaves out or changes", "'On its way"),
+    (answered("{{ m.content[1:] }}<|im_end|>"), "leaves out or changes", "'On its way"),
+    (MARKED + "{{ missing.token }}", "refuses it", "undefined"),
+    ("qwen3_5_think", "a server would send", ""), ("deepseek_r1_distill", "a server would send", ""),
 ], ids=["pad token as stop", "all masked", "stop outside the mask", "prompt trained", "words after the stop token",
         "literal prefix", "upper case", "cut", "first character lost", "undefined", "thinks", "R1"])  # fmt: skip
-def test_templates_that_break_the_contract(bare: Any, template: str, code: str, words: str) -> None:
-    with refused(f"chat.{code}", words, row=1):
+def test_templates_that_break_the_contract(bare: Any, template: str, problem: str, words: str) -> None:
+    with refused("Row 1: ", problem, words):
         check(with_template(bare, template), [{"messages": TWO}], "messages" if "generation %" in template else "")
 
 
-@pytest.mark.parametrize(("rows", "row", "code", "words"), [
-    ([*ROWS, *rows_of("Where?", "On its way.<|im_end|> Or is it?")], 3, "stop_token_in_answer", "'<|im_end|>'"),
-    ([*ROWS, *rows_of("Where?", "On its way.<|im_end|>")], 3, "stop_token_in_answer", "'<|im_end|>'"),
-    ([*ROWS, *rows_of("Where?", "\nOn its way.")], 3, "prompt_mismatch", "line break"),  # melts into the prompt
-    (TOOL_ROWS, 1, "tools_not_shown", ""),  # the template leaves them out
-    ([{"messages": TOOL_ROWS[0]["messages"]}], 1, "answer_changed", "a call of 'weather'"),
-    (rows_of("Where?"), 1, "no_answer", ""),
-    ([], None, "no_rows", ""),
+@pytest.mark.parametrize(("rows", "row", "problem", "words"), [
+    ([*ROWS, *rows_of("Where?", "On its way.<|im_end|> Or is it?")], 3, "generation ends there", "'<|im_end|>'"),
+    ([*ROWS, *rows_of("Where?", "On its way.<|im_end|>")], 3, "generation ends there", "'<|im_end|>'"),
+    ([*ROWS, *rows_of("Where?", "\nOn its way.")], 3, "a server would send", "line break"),  # melts into the prompt
+    (TOOL_ROWS, 1, "leaves out its tools", ""),  # the template leaves them out
+    ([{"messages": TOOL_ROWS[0]["messages"]}], 1, "leaves out or changes", "a call of 'weather'"),
+    (rows_of("Where?"), 1, "no answer to a question", ""),
+    ([], None, "no rows to render", ""),
 ])  # fmt: skip
-def test_rows_that_break_the_contract(tokenizer: Any, rows: Any, row: int | None, code: str, words: str) -> None:
-    with refused(f"chat.{code}", words, row=row):
+def test_rows_that_break_the_contract(tokenizer: Any, rows: Any, row: int | None, problem: str, words: str) -> None:
+    with refused(f"Row {row}: " if row else "", problem, words):
         check(tokenizer, rows)
 
 
@@ -359,15 +359,15 @@ def test_characters_a_tokenizer_normalizes_are_not_lost(bare: Any) -> None:
 
 def test_what_cannot_be_rendered_is_refused(bare: Any, tokenizer: Any) -> None:
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + MARKED
-    with refused("chat.row_refused", "no system", row=3):
+    with refused("Row 3: the chat", "no system"):
         check(with_template(bare, strict), [*ROWS, {"messages": [{"role": "system", "content": "Be kind."}, *ONE]}])
-    with refused("chat.no_chat_template"):
+    with refused("has no chat template"):
         chat.training_format(with_template(bare, None))
     for stops in ([], [0]):  # a model that stops elsewhere
-        with refused("chat.no_stop_token", "'<|im_end|>'", row=1):
+        with refused("Row 1: the last", "'<|im_end|>'"):
             check(tokenizer, stop_ids=stops)
     once = with_template(bare, answered(ANSWER.replace("m.content", "m.content if not loop.last else ''")))
-    with refused("chat.answer_changed", "'Here.'"):  # an answer is looked for in its own place
+    with refused("the chat template leaves out or changes", "'Here.'"):  # an answer is looked for in its own place
         check(once, rows_of("Where?", "Here.", "Where?", "Here."), "messages")
 
 
@@ -404,5 +404,5 @@ def test_a_template_that_counts_to_a_billion_is_refused_at_once() -> None:
     wrong = ("{{ 1 // 0 }}", "{{ '{x}'.format() }}", "{{ [1][7] | tojson }}")
     for template in (endless, MARKED + endless, *wrong, *(MARKED + one for one in wrong)):
         tokenizer.chat_template = template
-        with refused("chat.row_refused", row=1):
+        with refused("Row 1: the chat"):
             chat.filter_by_length(tokenizer, [{"messages": [chat.QUESTION, chat.ANSWER]}], 64)

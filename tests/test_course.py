@@ -21,14 +21,14 @@ from nbutils.processes import AT_ONCE
 def test_lessons_are_chosen_by_number_or_name() -> None:
     assert course.select([]) == list(lesson.COURSE)
     assert course.select(["03", "01_environment"]) == ["03_qlora", "01_environment"]
-    with refused("course.unknown_lesson", name="77"):
+    with refused("no lesson '77'."):
         course.select(["77"])
 
 
 def test_parameters_go_to_the_lessons_that_have_them() -> None:
     split = course.split_parameters({"MAX_STEPS": "5", "PROFILE": "tiny"}, ["01_environment", "03_qlora"])
     assert split == {"01_environment": {"PROFILE": "tiny"}, "03_qlora": {"PROFILE": "tiny", "MAX_STEPS": 5}}
-    with refused("lesson.parameter_unknown", names="MAX_STEP"):
+    with refused("Unknown parameter MAX_STEP."):
         course.split_parameters({"MAX_STEP": "5"}, ["03_qlora"])
 
 
@@ -39,7 +39,7 @@ def test_a_failing_cell_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(course, "NOTEBOOKS", tmp_path)
     problem, failed = "ValueError: on purpose", tmp_path / "out.unfinished.ipynb"
     (tmp_path / "out.ipynb").write_text("of an earlier run")
-    with refused("course.lesson_failed", lesson="09_broken", cell=1, problem=problem, output=failed):
+    with refused("Lesson 09_broken failed in", "in cell 1; ", f"{problem}", f"; {failed} shows where."):
         course.execute("09_broken", tmp_path / "out.ipynb", {})
     assert failed.exists() and (tmp_path / "out.ipynb").read_text() == "of an earlier run"
 

@@ -213,7 +213,7 @@ def test_a_mapping_joins_columns_and_ignores_the_rest() -> None:
     assert "--columns" in problem.todo
     no_sense = ["question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b"]
     for text in (*no_sense, "messages=a, user=b, assistant=c"):
-        with refused("data.bad_mapping", mapping=text):
+        with refused(f"The columns {text!r} are not"):
             data.parse_mapping(text)
 
 
@@ -384,7 +384,7 @@ def test_a_document_is_read_whole_up_to_a_limit(tmp_path: Path, monkeypatch: pyt
     [error] = data.read_rows(tmp_path / "a.json")
     assert (error.line, error.problems[0].field) == (2, "character 18") and '"c" "ans' in error.problems[0].seen
     monkeypatch.setattr(read, "LARGEST_DOCUMENT", 50)
-    with refused("data.large_document", ".jsonl"):
+    with refused("MiB, and a .json document or an array is", ".jsonl"):
         list(data.read_rows(tmp_path / "a.json"))
 
 
@@ -561,10 +561,10 @@ def test_sources_that_cannot_be_read_say_so(tmp_path: Path) -> None:
     write(tmp_path / "folder/.hidden.jsonl", [qa(1)])
     reasons = {"missing.jsonl": "does not exist", "folder": "holds readme.txt"}
     for name, reason in {**reasons, **dict.fromkeys(("rows.xlsx", "pipe.jsonl"), "is no regular file, or")}.items():
-        with refused("data.no_data_file", f"{tmp_path / name} {reason}", "CSV (UTF-8)"):
+        with refused("Correct the path", f"{tmp_path / name} {reason}", "CSV (UTF-8)"):
             data.prepare(str(tmp_path / name), tmp_path / "out")
     (tmp_path / "renamed.csv").write_bytes(b"PK\3\4\r\rrows")
-    with refused("data.unusable", "begins with PK: it looks like an Excel workbook", "save it as CSV UTF-8"):
+    with refused("are left for training,", "begins with PK: it looks like an Excel workbook", "save it as CSV UTF-8"):
         data.prepare(str(tmp_path / "renamed.csv"), tmp_path / "out")
 
 
@@ -590,7 +590,7 @@ def test_a_hub_dataset_is_read_through_the_library(tmp_path: Path, monkeypatch: 
     card = data.prepare("someone/orders:zh", tmp_path / "out")
     assert asked == [("someone/orders", "zh", "https://mirror.example", True)]
     assert (card.train, card.eval, card.rejected) == (10, 2, 0)
-    with refused("data.dataset_unavailable", repo="someone/nowhere", reason="ConnectionError: no such dataset"):
+    with refused("'someone/nowhere' is not", "be downloaded: ConnectionError: no such dataset"):
         read.find_files("someone/nowhere")
 
 
@@ -608,7 +608,7 @@ def test_a_link_out_of_a_folder_or_an_input_is_not_read(tmp_path: Path, monkeypa
     monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
     for source in ("mine.jsonl", "orders", str(attached.parent)):
-        with refused("files.link_leads_out", link=attached, target=elsewhere):
+        with refused(f"{attached} leads out", f"folder, to {elsewhere}."):
             read.find_files(source)
     assert read.find_files(str(attached)) == [attached], "whoever names a link means what it leads to"
 
@@ -685,12 +685,12 @@ def test_variants_of_a_question_stand_on_one_side(tmp_path: Path) -> None:
 def test_rows_to_hold_back_are_not_those_to_train_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, copy = (write(tmp_path / name, [qa(n) for n in range(9)]) for name in ("a.jsonl", "b.jsonl"))
     monkeypatch.chdir(tmp_path)
-    with refused("data.eval_is_train", "EVAL_DATA './a.jsonl'"):
+    with refused("is the same data as DATA", "EVAL_DATA './a.jsonl'"):
         data.prepare(path, tmp_path / "out", eval_source="./a.jsonl")
-    with refused("data.few_rows", f"DATA ({path}) has only 0", "asks what b.jsonl line 1 asks"):
+    with refused("usable row(s)", f"DATA ({path}) has only 0", "asks what b.jsonl line 1 asks"):
         data.prepare(path, tmp_path / "out", eval_source=copy)
     for rows in ([], [{"text": "no columns"}] * 20):
-        with refused("data.no_eval_rows", f"EVAL_DATA ({copy}) has no usable rows"):
+        with refused(") has no usable rows", f"EVAL_DATA ({copy}) has no usable rows"):
             data.prepare(path, tmp_path / "out", eval_source=write(Path(copy), rows))
 
 
@@ -798,13 +798,13 @@ def test_of_two_alike_the_held_out_row_stays(tmp_path: Path, asked: str, trained
 
 
 def test_a_source_that_is_mostly_broken_is_refused_and_its_rows_are_written(tmp_path: Path) -> None:
-    with refused("data.unusable", "line 4, the row: wrong_type", rejected=27, rows=28):
+    with refused("27 of ", " of 28 rows of", "line 4, the row: wrong_type"):
         data.prepare(str(SAMPLES / "broken_rows.jsonl"), tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["rejected.jsonl"]
     assert len(data.stored_rows(tmp_path / "out" / "rejected.jsonl")) == 27
     assert prepared(tmp_path / "copies", [qa(n) for n in range(20)] * 5).accepted == 20
     for rows in ([], [qa(1)]):
-        with refused("data.few_rows", "at least 2", few=len(rows)):
+        with refused(f"has only {len(rows)} usable row(s).", "at least 2"):
             prepared(tmp_path / "few", rows)
     assert not (tmp_path / "few/out/data_card.json").exists()
 
@@ -832,13 +832,13 @@ def test_a_card_tells_what_is_in_the_rows_and_nothing_private(tmp_path: Path) ->
 def test_unknown_columns_are_asked_for_and_the_answer_is_taken_and_compared(tmp_path: Path) -> None:
     odd = [{"标题": "发票 13812345678", "正文": f"订单 {n} 什么时候开？", "回复": f"第 {n} 天。"} for n in range(9)]
     path, columns = write(tmp_path / "a.jsonl", odd), "user=标题+正文, assistant=回复"
-    with refused("data.unusable", "标题, 正文, 回复", "COLUMNS = ") as caught:
+    with refused("are left for training,", "标题, 正文, 回复", "COLUMNS = ") as caught:
         data.prepare(path, tmp_path / "out")
     assert "13812345678" not in str(caught.value)
     card = data.prepare(path, tmp_path / "out", columns="user = 标题 + 正文, assistant=回复")
     assert (card.accepted, card.columns, card.warnings) == (9, columns, {"phone": 9})
     assert data.prepare(path, tmp_path / "out") == data.prepare(path, tmp_path / "out", columns=columns) == card
-    with refused("data.other_input", columns):
+    with refused("already holds data made from other input", columns):
         data.prepare(path, tmp_path / "out", columns="user=正文, assistant=回复")
 
 
@@ -851,11 +851,11 @@ def test_finished_data_is_reused_and_never_exchanged(tmp_path: Path, capsys: pyt
     assert (tmp_path / "out" / "train.jsonl").stat().st_mtime_ns == before
     assert "nothing is repeated" in capsys.readouterr().out
     for source, settings in ((other, {}), (path, {"rows": 5}), ("", {"eval_source": other})):
-        with refused("data.other_input", "RUN_NAME"):
+        with refused("already holds data made from other input", "RUN_NAME"):
             data.prepare(source, tmp_path / "out", **settings)
     os.remove(path)  # the machine it was on is gone
     assert data.prepare(path, tmp_path / "out") == first
-    with refused("data.no_data_file"):
+    with refused("Correct the path"):
         data.prepare(str(tmp_path / "c.jsonl"), tmp_path / "out")
     file = tmp_path / "out" / "data_card.json"  # a card of an earlier version
     new = ("columns", "near", "repair", "warnings", "examples", "problems", "lent")
@@ -870,7 +870,7 @@ def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monk
         patch.setattr(build, "write_json", Mock(side_effect=KeyboardInterrupt))
         prepared(tmp_path, rows)
     (out / "train.jsonl").write_text("half a ro", encoding="utf-8")
-    with refused("data.not_prepared"):
+    with refused("the data is not prepared"):
         data.load(out)
     for name in (".building-killed", ".building-now"):
         (out / name).mkdir()
@@ -890,7 +890,7 @@ def test_data_that_another_process_finished_is_not_exchanged(tmp_path: Path, mon
         run(self, *files)
 
     monkeypatch.setattr(build.Build, "run", slow)
-    with refused("data.other_input"):
+    with refused("already holds data made from other input"):
         data.prepare(second, tmp_path / "out")
     assert data.prepare(first, tmp_path / "out").rows == 30
 
@@ -901,7 +901,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path, monkeyp
         patch.setattr("nbutils.data.build.os.fsync", full)
         data.prepare("", tmp_path / "out")
     monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.0)
-    with refused("disk.full", "preparing the data"):
+    with refused("Not enough disk space in", "preparing the data"):
         data.prepare("", tmp_path / "out")
     assert os.listdir(tmp_path / "out") == []
 
@@ -915,7 +915,7 @@ def test_files_that_are_not_the_ones_of_the_card_are_not_trusted(tmp_path: Path,
     if damage == "remove":
         file.unlink()
     for use in (data.verify, data.load, lambda out: data.prepare(path, out)):
-        with refused("data.changed", "RUN_NAME"):
+        with refused("are not the ones its card describes", "RUN_NAME"):
             use(tmp_path / "out")
 
 
@@ -1090,7 +1090,7 @@ def test_tokens_over_the_limit_are_counted_with_the_stop_tokens_they_cost(tmp_pa
     shown = f"lengths    rows 20, mean {lengths['mean']}, longest {lengths['longest']}\n"
     assert shown in run(path, "--model", "tiny").stdout, "no limit"
     tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
-    with refused("chat.all_rows_too_long", 'SET = "sft.max_length=1024"', fits=tokenizer.model_max_length):
+    with refused(f"up to {tokenizer.model_max_length} tokens (SET", 'SET = "sft.max_length=1024"'):
         filter_by_length(tokenizer, [chat_row("?", "yes " * 2000)], 128)
 
 
@@ -1102,6 +1102,6 @@ def test_the_name_of_a_file_does_not_steer_the_terminal(tmp_path: Path, capsys: 
     assert report(file)["files"] == {file.name: 31}, "a program reads the name as it is"
     assert not steers(run(file, "--json").output)
     print(data.prepare(str(file), tmp_path / "out"))
-    with refused("data.no_data_file") as caught:
+    with refused("Correct the path") as caught:
         data.prepare(str(tmp_path / f"none{ESCAPES}.jsonl"), tmp_path / "other")
     assert not steers(capsys.readouterr().out + str(caught.value))

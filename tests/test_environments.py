@@ -82,7 +82,7 @@ def test_one_that_cannot_import_is_refused_and_built_anew_the_next_time(venv: Pa
     for line in ("ModuleNotFoundError: No module named 'thing'", "x/_C.abi3.so: undefined symbol: _ZN3c10",
                  "OSError: libtorch.so: cannot open shared object file"):  # fmt: skip
         files.write_json(venv / "ready.json", RECIPE.described)
-        with refused("environments.broken", folder=venv, error=line):
+        with refused(f"The environment {venv} is broken:", f"is broken: {line}"):
             environments.require_imports(python, f"Traceback\n{line}\nmore")
         assert not environments.is_ready(venv, RECIPE)
     environments.require_imports(Path(sys.executable), line)  # not ours to rebuild
@@ -90,11 +90,11 @@ def test_one_that_cannot_import_is_refused_and_built_anew_the_next_time(venv: Pa
 
 def test_a_build_that_fails_leaves_nothing_trusted(venv: Path) -> None:
     outdated = replace(RECIPE, steps=(("thing==2.0",),))
-    with refused("environments.step_failed", "NBUTILS_THING_PYTHON", name="thing", title="thing==2.0"):
+    with refused("Building the thing environment failed", "failed at `thing==2.0`: ", "NBUTILS_THING_PYTHON"):
         environments.ensure(outdated, venv)
     assert not environments.is_ready(venv, RECIPE)
     broken = replace(RECIPE, probe="raise ImportError('libcudart.so.13')")
-    with refused("environments.step_failed", "libcudart.so.13", title="first import"):
+    with refused("failed at `first import`: ", "libcudart.so.13"):
         environments.ensure(broken, venv)
     assert not environments.is_ready(venv, broken)
     environments.ensure(replace(RECIPE, remove=("thing",), probe="print('{}')"), venv)
@@ -130,16 +130,16 @@ def test_without_uv_pip_builds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_folder_of_somebody_else_is_never_emptied(venv: Path, tmp_path: Path) -> None:
-    with refused("environments.not_ours", "NBUTILS_THING_ENV", owner="thing", name="other"):
+    with refused("belongs to thing.", "NBUTILS_THING_ENV"):
         environments.ensure(replace(RECIPE, name="other"), venv)
     assert environments.is_ready(venv, RECIPE)
     (folder := tmp_path / "theirs").mkdir()
     for like_ours in ("thesis.txt", "build.log", "pyvenv.cfg", "ready.json", "begun.json"):
         (folder / like_ours).touch()
-        with refused("environments.not_ours", folder=folder):
+        with refused(f"{folder} is not"):
             environments.ensure(RECIPE, folder)
     assert (folder / "thesis.txt").exists()
-    with refused("disk.full"):
+    with refused("Not enough disk space in"):
         environments.ensure(replace(RECIPE, needs_gib=1e9), tmp_path / "new")
 
 

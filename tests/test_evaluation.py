@@ -114,9 +114,11 @@ def test_rows_that_do_not_fit_are_left_out(tiny: Tiny, tmp_path: Path) -> None:
     given = [rows[0], row_of(long, "好"), row_of("还有吗", long), *rows[1:]]  # wordy, and endless
     evaluator = evaluator_of(tiny[1], tmp_path, given, limit=200)
     assert evaluator.rows == rows and len(evaluator.references) == 3 and evaluator.left_out == 2
-    with refused("evaluation.no_row_fits", rows=3, limit=200, new_tokens=190):
+    with refused(
+        "of the 3 evaluation rows", "at most 200 tokens", "course.max_new_tokens (now 190), raise vllm.max_model_len"
+    ):
         evaluator_of(tiny[1], tmp_path, rows, 190, limit=200)
-    with refused("evaluation.no_rows"):
+    with refused("There are no evaluation rows"):
         evaluator_of(tiny[1], tmp_path, [])
 
 
@@ -475,7 +477,7 @@ def test_public_benchmarks_run_once_in_a_process_without_secrets(tmp_path: Path,
     nothing.run("base", "nowhere", [])
     assert nothing.results == {} and "LM_EVAL_TASKS" in str(nothing) and list(tmp_path.iterdir()) == []
     monkeypatch.setattr(scoring, "find_spec", lambda name: None)
-    with refused("evaluation.no_lm_eval", tasks="hellaswag"):
+    with refused("LM_EVAL_TASKS is 'hellaswag', and lm-eval"):
         evaluation.Harness("hellaswag", tmp_path, "float32")
     (tmp_path / "lm_eval.py").write_text(FAKE_LM_EVAL, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -483,13 +485,13 @@ def test_public_benchmarks_run_once_in_a_process_without_secrets(tmp_path: Path,
     monkeypatch.setattr(scoring, "find_spec", lambda name: name)
     bench = evaluation.Harness("shop", tmp_path / "run", "float32")
     bench.run("base", files.TINY_MODEL, ["--tasks", "shop"])
-    with refused("evaluation.lm_eval_failed", "Tasks not found: missing None"):
+    with refused("lm-eval could not run", "Tasks not found: missing None"):
         evaluation.Harness("shop, missing", tmp_path / "run", "float32").run("base", "m", ["--tasks", "shop,missing"])
     (tmp_path / "lm_eval.py").unlink()  # a second time it is read
     again = evaluation.Harness("shop", tmp_path / "run", "float32")
     again.run("base", files.TINY_MODEL, ["--tasks", "shop"])
     assert again.results == bench.results == {"base": {"shop": {"acc": 0.75, "acc_stderr": 0.1}}}
-    with refused("evaluation.comma_in_path"):
+    with refused("contains a comma, which lm-eval cannot parse"):
         again.run("base", "a,b", [])
 
 

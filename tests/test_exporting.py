@@ -78,8 +78,8 @@ def edit(merged: Path, how: Any) -> None:
 
 def test_formats_are_checked_and_offered() -> None:
     assert exporting.chosen(" fp8, GGUF-q8_0,fp8,") == ["fp8", "gguf-q8_0"] and exporting.chosen("") == []
-    for code, word, name in (("unknown_format", "fp16", "w4a6"), ("made_elsewhere", "llama-quantize", "gguf-q4_k_m")):
-        with refused(f"exporting.{code}", word, name=name):
+    for name, words in (("w4a6", "fp16"), ("gguf-q4_k_m", "llama-quantize")):
+        with refused(name, words):
             exporting.chosen(f"fp8,{name}")
     offers = {row["format"]: row for row in exporting.offer(files.TINY_MODEL, T4)}
     assert list(offers) == list(make.FORMATS)
@@ -103,12 +103,12 @@ def test_an_export_is_complete_reused_and_made_again_for_another_model(merged: P
 def test_a_failed_export_leaves_nothing_that_looks_finished(merged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(job: Mapping[str, Any], *rest: Any) -> dict[str, Any]:
         (Path(job["out"]) / "model.safetensors").write_bytes(b"half")
-        raise CourseError("exporting.awq_needs_rows")
+        raise CourseError("no rows were given")
 
     monkeypatch.setattr(make, "run_job", fails)
-    for free, code in ((9.0, "exporting.awq_needs_rows"), (0.001, "disk.full")):
+    for free, problem in ((9.0, "no rows were given"), (0.001, "Not enough disk space")):
         monkeypatch.setattr(disk, "free_gib", lambda folder, free=free: free)
-        with refused(code):
+        with refused(problem):
             export(merged, "w4a16")
     assert not (merged.parent / "exports/w4a16").exists()
 
@@ -126,7 +126,7 @@ def test_an_export_never_replaces_the_model_or_foreign_files(merged: Path, jobs:
 def test_awq_needs_rows_and_a_float32_model_is_cast_for_vllm(merged: Path, jobs: Jobs) -> None:
     made = export(merged, "awq", calibration=ROWS)
     assert made.method == "AWQ rows=24 group_size=128" and jobs[0]["rows"] == ROWS
-    with refused("exporting.awq_needs_rows"):
+    with refused("The format awq calibrates on data, and no rows"):
         export(merged, "awq")
     edit(merged, lambda name, one: one.float())
     export(merged, "fp8", calibration=ROWS)
@@ -154,7 +154,7 @@ def test_a_job_gets_no_secrets_and_a_failed_one_is_reported_with_its_last_lines(
     monkeypatch.setattr(make, "ensure_environment", lambda: Path(sys.executable))
     for code, status, word in (("import os; os.kill(os.getpid(), 9)", 137, "137"), ("{}['dance']", 1, "KeyError")):
         monkeypatch.setattr(make, "START", code)
-        with refused("exporting.job_failed", word, status=status):
+        with refused(f"(exit status {status}): ", word):
             make.run_job({}, "the dance")
     monkeypatch.setenv("HF_TOKEN", "hf_correcthorsebatterystaple0123456")
     code = "import json, os, sys; answer = json.load(open(sys.argv[2]))['answer']; "
@@ -213,13 +213,13 @@ def test_a_model_is_served_where_it_fits_and_an_export_in_16_bits_where_its_form
     dtype, found = serving_dtype(folder, lesson_of(run, ADA, "bfloat16"))
     assert dtype == "bfloat16" and found and found.merged == merged and found.folder == folder
     for gpu, engine, place in ((T4, "auto", "Tesla T4"), (None, "auto", "a CPU"), (ADA, *["transformers"] * 2)):
-        with refused("exporting.cannot_serve", place=place):
+        with refused(f"weights, and {place} cannot compute"):
             serving_dtype(folder, lesson_of(run, gpu, "float16"), engine)
     assert serving_dtype(export(merged, "w4a16").folder, lesson_of(run, T4, "float16"))[0] == "float16"
-    with refused("exporting.foreign_export"):
+    with refused("is quantized, but it is not a complete export"):
         serving_dtype(folder, lesson_of(tmp_path / "no run"))
     (folder / files.STAMP).unlink()
-    with refused("exporting.foreign_export"):
+    with refused("is quantized, but it is not a complete export"):
         serving_dtype(folder, lesson_of(run))
     assert serving_dtype(merged, lesson_of(run)) == ("float32", None)
     with pytest.raises(CourseError, match="vlm"):
@@ -227,14 +227,14 @@ def test_a_model_is_served_where_it_fits_and_an_export_in_16_bits_where_its_form
     monkeypatch.setattr(served_model, "fit", lambda *sizes: (False, {}, ""))
     monkeypatch.setattr(served_model, "weights_bytes", lambda folder: int(14.2 * 2**30))
     for gpu in (T4, None):
-        with refused("exporting.too_large_to_serve", small=run / "exports/w4a16"):
+        with refused('FOLDER = "' + str(run / "exports/w4a16")):
             serving_dtype(merged, lesson_of(run, gpu, "float16"))
     assert serving_dtype(merged, lesson_of(run, replace(T4, count=2), "float16")) == ("float16", None)
 
 
 def test_exports_are_compared_with_what_lesson_04_stored(merged: Path, jobs: Jobs, monkeypatch: Any) -> None:
     run, made = merged.parent, export(merged, "fp8")
-    with refused("parity.no_predictions"):
+    with refused("No predictions are stored in"):
         exporting.check_exports(lesson_of(run), [made])
     stored = parity.PredictionStore(run, FIXED, about=files.stamp(merged))
     stored["merged"] = Predictions(torch.tensor([[0.7, 0.3]]).log(), answers=[[1]])
@@ -290,7 +290,7 @@ def test_llm_compressor_follows_a_changed_recipe(real: tuple[Path, Fixed, Predic
     dtypes = {name: one.dtype for name, one in load_file(made.folder / "model.safetensors").items()}
     assert dtypes["model.layers.0.mlp.down_proj.weight"] == torch.bfloat16
     assert dtypes["model.layers.0.mlp.up_proj.weight"] == torch.float8_e4m3fn
-    with refused("exporting.job_failed", "awq"):
+    with refused("failed in the export environment (exit status", "awq"):
         export(merged, "fp8", tmp_path / "awq", recipe=exporting.recipe_for(merged, "awq"))
 
 

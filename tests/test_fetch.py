@@ -100,7 +100,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_byte(
     machine(tmp_path, HF_ENDPOINT=hub.url).enter(monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.001)
-    with refused("disk.full", "5.0 MiB", purpose=REPO):
+    with refused(f": {REPO} needs ", "5.0 MiB"):
         fetch.run(REPO, "", "")
     assert not [one for one in hub.asked if "/resolve/" in one]
 
@@ -117,7 +117,7 @@ def test_the_next_source_is_taken_when_one_fails_and_half_a_file_is_never_truste
     folder = models.modelscope_folder(REPO, work)
     folder.mkdir(parents=True)
     (folder / f"model.safetensors{network.PARTIAL}").write_bytes(b"of another file")
-    with refused("models.download_failed", source="ModelScope"):
+    with refused("downloaded from ModelScope ("):
         fetch.run(REPO, "", "")
     assert not (folder / "model.safetensors").exists() and not (folder / models.DOWNLOADED).exists()
     fetch.run(REPO, "", "")
@@ -131,7 +131,7 @@ def test_the_next_source_is_taken_when_one_fails_and_half_a_file_is_never_truste
     modelscope.files["../evil.json"] = b"{}"
     monkeypatch.delenv("HF_HUB_OFFLINE")
     (folder / models.DOWNLOADED).unlink()
-    with refused("models.download_failed", "evil.json"):
+    with refused("could not be downloaded from", "evil.json"):
         fetch.run(REPO, "", "")
 
 
@@ -152,7 +152,7 @@ def test_no_more_is_written_than_was_announced(tmp_path: Path, monkeypatch: Patc
     endless, came = Site(status=206, body=bytes(8 << 20)), list[int]()
     monkeypatch.setattr(models, "tqdm", MagicMock(return_value=MagicMock(update=came.append)))
     listed = models.RemoteFile(f"{endless.url}/model.safetensors", tmp_path / "model.safetensors", 1000, "")
-    with refused("models.download_failed", model=REPO), models._one_error(REPO, "ModelScope"):
+    with refused(f"{REPO} could not"), models._one_error(REPO, "ModelScope"):
         models._download(REPO, "ModelScope", tmp_path, [listed])
     assert 1000 < sum(came) <= 2 * network.PIECE and not list(tmp_path.glob("model*"))
 
@@ -173,13 +173,13 @@ def test_without_a_gpu_the_learner_names_what_to_download_and_with_one_the_drive
     tmp_path: Path, monkeypatch: Patch, capsys: Any
 ) -> None:
     machine(tmp_path, HF_HUB_OFFLINE="1").enter(monkeypatch)
-    with refused("fetch.nothing_named", "ampere_24gb (Qwen2.5-7B)", "fetch Qwen2.5-7B"):
+    with refused("There is no GPU here, so PROFILE auto cannot", "ampere_24gb (Qwen2.5-7B)", "fetch Qwen2.5-7B"):
         fetch.run("", "", "auto")
     fetch.run("tiny", "assistant_zh", "")
     assert "assistant_zh" in capsys.readouterr().out
-    with refused("data.no_data_file"):
+    with refused("Correct the path"):
         fetch.run("tiny", "no_such_rows.jsonl", "")
-    with refused("models.unreachable"):
+    with refused("is not in the local cache (at least not"):
         fetch.run("", "", "ampere_24gb")
     smi = "NVIDIA GeForce RTX 4090, 8.9, 24564\nNVIDIA GeForce RTX 4090, 8.9, 24564"
     monkeypatch.setattr(hardware, "ask_driver", lambda *words: smi)
@@ -197,6 +197,6 @@ def test_the_room_for_a_hub_dataset_is_checked_first(tmp_path: Path, monkeypatch
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(siblings=sizes))
     monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 5.0)
     places = platforms.folders(platforms.detect())
-    with refused("disk.full", purpose="owner/rows", needed="6.0 GiB"):
+    with refused(": owner/rows needs ", " needs 6.0 GiB, and only"):
         fetch.fetch_data("owner/rows:zh", places)
     assert fetch.fetch_data("assistant_en", places)[0].is_relative_to(files.SAMPLES)

@@ -22,13 +22,13 @@ def test_a_course_error_has_three_parts_survives_pickling_and_shows_no_secret(
     from IPython.core.interactiveshell import InteractiveShell
 
     monkeypatch.setenv("MY_TOKEN", "correct-horse")
-    error = CourseError("files.overlap", target="https://me:pass@host/x correct-horse", source="sk-" + "a1" * 20)
+    error = CourseError("https://me:pass@host/x correct-horse", todo="sk-" + "a1" * 20)
     assert str(error).splitlines() == [error.seen, f"  Allowed: {error.allowed}", f"  To do: {error.todo}"]
     assert "host/x" in str(error) and not any(secret in str(error) for secret in ("pass@", "correct-horse", "a1a1"))
     again = pickle.loads(pickle.dumps(error))
-    assert (again.code, str(again)) == (error.code, str(error))
-    InteractiveShell().run_cell("from nbutils.errors import CourseError\nraise CourseError('files.locked', folder='x')")
-    assert capsys.readouterr().out.strip() == f"[FAIL] {CourseError('files.locked', folder='x')}"  # no traceback
+    assert (type(again), str(again)) == (type(error), str(error))
+    InteractiveShell().run_cell("from nbutils.errors import CourseError\nraise CourseError('seen', todo='do')")
+    assert capsys.readouterr().out.strip() == f"[FAIL] {CourseError('seen', todo='do')}"  # no traceback
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_files_of_somebody_else_are_never_replaced(name: str, ours: bool, tmp_pa
     (place if name.endswith("/") else place.parent).mkdir(parents=True, exist_ok=True)
     if not name.endswith("/"):
         place.write_text("mine")
-    with refused("files.foreign_files"), files.complete_folder(tmp_path / "target", {}):
+    with refused("has files that were not made here"), files.complete_folder(tmp_path / "target", {}):
         pytest.fail("nothing may be begun")
     assert place.exists()
 
@@ -86,10 +86,10 @@ def test_links_are_refused_and_not_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(thesis)
     files.partial_of(tmp_path / "merged").symlink_to(thesis)  # planted where the half-written folder would be
     for name in ("link", "merged"):
-        with refused("files.not_a_folder"), files.complete_folder(tmp_path / name, {}):
+        with refused("is a link or a file, and a folder"), files.complete_folder(tmp_path / name, {}):
             pytest.fail("nothing may be begun")
     (write(tmp_path / "ours") / "link").symlink_to(thesis)
-    with refused("files.foreign_files", names="link"), files.complete_folder(tmp_path / "ours", {}):
+    with refused("made here (link)."), files.complete_folder(tmp_path / "ours", {}):
         pytest.fail("nothing may be begun")
     assert (thesis / "years").read_text() == "of work"
 
@@ -97,7 +97,7 @@ def test_links_are_refused_and_not_followed(tmp_path: Path) -> None:
 def test_two_processes_do_not_write_the_same_folder(tmp_path: Path) -> None:
     with files.complete_folder(tmp_path / "merged", {}, resume=True) as folder:
         (folder / "model").write_text("x")
-        with refused("files.locked"), files.complete_folder(tmp_path / "merged", {}):
+        with refused("Another process is writing"), files.complete_folder(tmp_path / "merged", {}):
             pytest.fail("nothing may be begun")
         assert (folder / "model").exists()
 
@@ -115,7 +115,7 @@ def test_a_planted_partial_is_neither_written_through_nor_taken(tmp_path: Path) 
         planted = files.partial_of(tmp_path / "merged")
         planted.mkdir()
         os.chown(planted, 54321, 54321)
-        with refused("files.other_owner", folder=planted), files.complete_folder(tmp_path / "merged", {}):
+        with refused(f"{planted} belongs to"), files.complete_folder(tmp_path / "merged", {}):
             pytest.fail("nothing may be begun")
         os.chown(tmp_path, 54321, 54321)  # whom the place belongs to can change everything in it
         write(tmp_path / "merged")
@@ -196,14 +196,14 @@ def test_a_disk_that_loses_a_file_is_an_error(tmp_path: Path, monkeypatch: pytes
             (target / "model").unlink()
 
     monkeypatch.setattr(os, "replace", replace)
-    with refused("files.disk_lost_files"):
+    with refused("was written, but it is not complete: the disk"):
         write(tmp_path / "adapter")
 
 
 def test_a_result_lies_apart_from_what_it_is_made_of(tmp_path: Path) -> None:
     files.require_apart(tmp_path / "out", tmp_path / "base")
     for out in ("base", ".", "base/out", "base/../base"):
-        with refused("files.overlap"):
+        with refused("The result would go to"):
             files.require_apart(tmp_path / out, tmp_path / "base")
 
 
@@ -211,9 +211,9 @@ def test_folders_are_made_for_this_user_alone(tmp_path: Path, monkeypatch: pytes
     made = files.make_folder(tmp_path / "runs/mine", "this run")
     assert {place.stat().st_mode & 0o077 for place in (made, made.parent)} == {0}
     (tmp_path / "file").touch()
-    with refused("files.not_writable", purpose="runs"):
+    with refused("used for runs: "):
         files.make_folder(tmp_path / "file/runs", "runs")
     tmp_path.chmod(0o1777)  # as /tmp
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
-    with refused("files.other_owner", folder=tmp_path / "runs"):
+    with refused(str(tmp_path / "runs")):
         files.make_folder(tmp_path / "runs/venv-serve", "an environment")

@@ -86,7 +86,9 @@ def test_when_pinning_everything_is_impossible_only_the_platforms_own_is(monkeyp
         first, second = pip.pinned
         assert "transformers" in first and "transformers" not in second and {"torch", "numpy"} <= set(second)
         pip = Pip(monkeypatch, "ERROR: no network")
-        with refused("install.pip_failed", "no network", "Settings > Internet", "make wheels IMAGE="):
+        with refused(
+            "pip could not install the missing packages from", "no network", "Settings > Internet", "make wheels IMAGE="
+        ):
             install.pip_install(["trl>=1"], wheels)
         assert len(pip.commands) == 1
 
@@ -96,7 +98,7 @@ def test_a_package_replaced_under_a_running_kernel_asks_for_a_restart(monkeypatc
     monkeypatch.setattr(install, "requirements", lambda extra: ["trl>=9999"])
     monkeypatch.setattr(install, "pip_install", lambda wanted, wheels: None)
     monkeypatch.setattr(install, "versions", lambda: next(seen))
-    with refused("install.restart_kernel", packages="pytest"):
+    with refused("pytest was replaced"):
         install.ensure("train")
 
 
@@ -107,10 +109,10 @@ def test_a_torch_that_is_too_old_is_refused_before_pip_touches_anything(tmp_path
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "2.0.0+cu118" if name == "torch" else real(name))
     monkeypatch.setattr(install, "BLOCKERS", {"pytest": ">=1"})
-    with refused("install.old_torch", "make course", version="2.0.0+cu118", wanted=">=2.8"):
+    with refused("has torch 2.0.0+cu118. Nothing was", "torch>=2.8", "make course"):
         install.ensure("train")
     monkeypatch.setenv("NBUTILS_PLATFORM", "autodl")
-    with refused("install.old_torch", "更换镜像", "PyTorch 2.8"):
+    with refused("2.0.0+cu118", "更换镜像", "PyTorch 2.8"):
         install.ensure("train")
     assert pip.commands == [], "nothing is installed or removed"
     for version in ("2.8.0+cu128", "2.13.0", "2.9.0.dev20250901", "2.8.0a0+5228986c39.nv25.06"):
@@ -157,7 +159,7 @@ def test_attached_wheels_are_used_alone_also_with_a_network(kaggle: Path, monkey
 
 def test_where_wheels_are_looked_for(kaggle: Path, monkeypatch: Patch) -> None:
     shutil.copytree(kaggle, kaggle.parent / "zzz")
-    with refused("install.several_folders", str(kaggle), "zzz", "NBUTILS_SOURCE"):
+    with refused("Several folders of wheels are attached", str(kaggle), "zzz", "NBUTILS_SOURCE"):
         install.attached_wheels()
     monkeypatch.delenv("KAGGLE_KERNEL_RUN_TYPE")
     assert install.attached_wheels() is None, "only a platform that attaches inputs is searched"
@@ -184,7 +186,7 @@ def test_damaged_planted_or_other_wheels_are_named_and_nothing_is_installed(
     kaggle: Path, damage: Callable[[Path], object], problem: str
 ) -> None:
     damage(kaggle)
-    with refused("install.wheels_refused", problem, f"PYTHON_VERSION={RUNNING}"):
+    with refused("The attached folder of wheels", problem, f"PYTHON_VERSION={RUNNING}"):
         install.attached_wheels()
 
 

@@ -26,7 +26,7 @@ from support import refused, wait_for
 from test_platforms import Site
 
 from nbutils import checkpoints, cli, display, masking, notices, platforms, tracking
-from nbutils.errors import CourseError
+from nbutils.errors import LessonFailed, StoppedByHand, Unfinished
 from nbutils.record import RunFolder
 
 Patch = pytest.MonkeyPatch
@@ -106,7 +106,7 @@ def test_a_robot_gets_what_it_understands_at_the_address_its_app_shows_and_its_r
     assert len(text.encode()) <= 2048, "as much as WeCom takes"
     assert urlsplit(address)._replace(scheme="", netloc="").geturl() == site.paths[0]
     site.body = refusal
-    with refused("notices.not_sent") as caught:
+    with refused("No notice sent to") as caught:
         notices.send("nbutils", "x", "failed", "demo")
     assert KEY not in str(caught.value) and KEY.replace("-", "") not in str(caught.value)
 
@@ -215,10 +215,10 @@ def test_without_an_address_wechat_through_autodl_and_without_a_token_what_to_do
     sent = {"title": "标题", "name": "finetune-course", "content": "key [masked]"}
     assert site.asked == [sent | {"token": TOKEN}]
     site.body = b'{"code": "AuthorizeFailed", "msg": "bad token ' + TOKEN.encode() + b'"}'
-    with refused("notices.not_sent", "bad token [masked]"):
+    with refused("No notice sent to", "bad token [masked]"):
         notices.send("t", "x", "finished", "demo")
     monkeypatch.setenv(notices.URL, "not a web address")
-    with refused("notices.no_address", notices.URL):
+    with refused("No notice can be sent", notices.URL):
         notices.send("t", "x", "finished", "demo")
     monkeypatch.setenv(notices.NOTICE, "1")
     notices.require_settings()
@@ -248,7 +248,7 @@ def test_the_command_fails_and_says_why_and_what_to_set_where_no_notice_was_sent
 
 def test_other_values_of_the_variables_are_refused_and_the_address_is_a_secret(monkeypatch: Patch) -> None:
     for name, value in ((notices.NOTICE, "always"), (notices.POWER_OFF, "yes")):
-        with monkeypatch.context() as here, refused("notices.value", name=name, value=value):
+        with monkeypatch.context() as here, refused(f"{name} is ", f" is {value!r}."):
             here.setenv(name, value)
             notices.require_settings()
     monkeypatch.setenv(notices.URL, f"https://example.org/{KEY}")
@@ -363,13 +363,12 @@ def test_an_error_is_told_unless_it_is_an_interruption_or_someone_watches(
     told: list[tuple[str, str]] = []
     monkeypatch.setattr(notices.Work, "ended", lambda self, status, said: told.append((status, said)))
     work = notices.Work("03_qlora")
-    for by_hand in (KeyboardInterrupt(), SystemExit(0), CourseError("training.interrupted", step=1, steps=2)):
+    for by_hand in (KeyboardInterrupt(), SystemExit(0), StoppedByHand("at step 1")):
         work.failed(by_hand)
-    work.failed(CourseError("course.stopped", lesson="03_qlora", signal="SIGINT"))
+    work.failed(StoppedByHand("03_qlora, SIGINT"))
     assert told == []
-    work.failed(CourseError("course.stopped", lesson="03_qlora", signal="SIGTERM"))
-    about: dict[str, Any] = {"lesson": "03_qlora", "cell": 3, "output": "out.ipynb"}
-    work.failed(CourseError("course.lesson_failed", problem=f"ValueError: hf_{'a' * 30}\nmore", **about))
+    work.failed(Unfinished("03_qlora, SIGTERM"))
+    work.failed(LessonFailed("03_qlora failed in cell 3", "Fix it.", problem=f"ValueError: hf_{'a' * 30}\nmore"))
     assert [status for status, _ in told] == ["unfinished", "failed"]
     assert told[1][1] == "03_qlora: ValueError: [masked]", "the first line of what went wrong in the cell"
 

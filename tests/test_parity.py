@@ -101,7 +101,7 @@ def test_predictions_are_what_the_model_says_without_padding(base: Any, texts: F
 
 def test_predictions_that_are_no_numbers_are_refused(base: Any, texts: Fixed, monkeypatch: Any) -> None:
     monkeypatch.setattr(base.lm_head, "forward", lambda hidden: hidden @ base.lm_head.weight.T * torch.nan)
-    with refused("parity.not_finite"):
+    with refused("The model's logits contain NaN or infinity: a value"):
         parity.measure(base, texts, answers=False)
 
 
@@ -156,7 +156,7 @@ def test_what_holds(tmp_path: Path, texts: Fixed, store: Found, given: dict[str,
     judged = [line.reference for line in report.lines if line.judged and line.other == "merged"]
     assert report.holds is holds and judged in ([], ["4bit" if onto == "dequantized" else "full"])
     if not holds:
-        with refused("parity.model_changed"):
+        with refused("Serve the folder that lesson 04 wrote. If the"):
             report.require()
 
 
@@ -199,7 +199,7 @@ def test_other_or_damaged_predictions_are_dropped(tmp_path: Path, texts: Fixed, 
     for wrong in ({"gaps": {"x": {"kl": 1.0}}}, {"readings": ["full"]}, None):
         file.write_text(json.dumps(good | wrong) if wrong else "{")
         assert not set(parity.PredictionStore(tmp_path, texts, about={"adapter": 1})), wrong
-        with refused("parity.no_predictions"):
+        with refused("No predictions are stored in"):
             parity.PredictionStore(tmp_path)
 
 
@@ -258,12 +258,12 @@ def test_the_proof_holds_with_one_model_at_a_time_and_a_changed_model_stops_it(s
     one, other = (next(piece for piece, number in vocabulary.items() if number == token) for token in (first, second))
     vocabulary[one], vocabulary[other] = second, first
     (folder / "tokenizer.json").write_text(json.dumps(words), encoding="utf-8")
-    with refused("parity.other_tokens"):
+    with refused("tokenizes differently from the one used in training"):
         parity.prove(started, folder, placement)
     with open(folder / "model.safetensors", "r+b") as file:
         file.seek(-4, 2)
         file.write(b"\0\0\0\x40")
-    with refused("merging.not_proven"):
+    with refused("is not base + adapter"):
         parity.prove(started, folder, placement)
 
 
@@ -378,5 +378,5 @@ def test_a_server_is_read_token_by_token(server: Any, texts: Fixed, store: Found
     other = parity.gap(store["merged"], parity.measure_server(URL, "course", texts, api_key=KEY))
     assert other.mean > 0.01 and (other.same_answers or 0) < 16
     for key, server.tells in (("wrong", True), (KEY, False)):
-        with refused("parity.server_refused", url=URL):
+        with refused(f"server at {URL} did not"):
             parity.measure_server(URL, "course", texts, api_key=key)

@@ -37,7 +37,7 @@ WRONG_SETTINGS = '{"lessons": {"03_qlora": {"settings": "x"}}}'
 )
 def test_an_invalid_record_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "facts.json").write_text(text)
-    with refused("record.invalid", file=tmp_path / "facts.json"):
+    with refused(str(tmp_path / "facts.json")):
         record.read(tmp_path / "facts.json")
 
 

@@ -43,7 +43,7 @@ def test_only_a_training_whose_process_lives_is_training(home: Path) -> None:
 
 
 def test_the_one_that_trains_is_watched_else_the_newest_and_the_newer_copy_counts(home: Path) -> None:
-    with refused("watch.no_run"):
+    with refused("has left its progress in"):
         watch.find("")
     leave(home / "old", state="finished", updated=5.0)
     leave(home / "new", state="stopped", updated=9.0)
@@ -55,7 +55,7 @@ def test_the_one_that_trains_is_watched_else_the_newest_and_the_newer_copy_count
     endless = (home / "new/logs/progress.json").read_text().replace('"left": 1.0', '"left": 1e999')
     for damaged in (endless, "{"):
         (home / "new/logs/progress.json").write_text(damaged)
-        with refused("watch.no_run", run="new"):
+        with refused("training of new has left"):
             watch.find("new")
 
 

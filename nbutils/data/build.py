@@ -130,18 +130,49 @@ def hash_files(*groups: Sequence[Path], end: bytes = b"") -> tuple[str, list[int
 def verify(out: Path) -> DataCard:
     """The card, once the files beside it are found to be the ones it describes."""
     if not (out / CARD).exists():
-        raise CourseError("data.not_prepared", path=out / CARD)
+        raise CourseError(
+            tr("There is no {path}: the data is not prepared.", path=out / CARD), todo=tr("Run lesson 02.")
+        )
     try:
         card = DataCard.model_validate_json((out / CARD).read_text(encoding="utf-8"))
     except (ValidationError, UnicodeDecodeError) as problem:
-        raise CourseError("data.changed", out=out, what=f"{CARD}: {str(problem).splitlines()[0]}") from problem
+        raise CourseError(
+            tr(
+                "The files in {out} are not the ones its card describes: {what}.",
+                out=out,
+                what=f"{CARD}: {str(problem).splitlines()[0]}",
+            ),
+            todo=tr(
+                "Run lesson 02 with a new RUN_NAME. If nothing was trained in this run yet, you can also "
+                "remove the folder {out} and run lesson 02 again.",
+                out=out,
+            ),
+        ) from problem
     if missing := [name for name in (TRAIN, EVAL) if not (out / name).exists()]:
-        raise CourseError("data.changed", out=out, what=tr("{names} is gone", names=", ".join(missing)))
+        raise CourseError(
+            tr(
+                "The files in {out} are not the ones its card describes: {what}.",
+                out=out,
+                what=tr("{names} is gone", names=", ".join(missing)),
+            ),
+            todo=tr(
+                "Run lesson 02 with a new RUN_NAME. If nothing was trained in this run yet, you can also "
+                "remove the folder {out} and run lesson 02 again.",
+                out=out,
+            ),
+        )
     found, rows = hash_files([out / TRAIN, out / EVAL])
     if (found, rows) != (card.fingerprint, [card.train, card.eval]):
         counts = {"found": found[:12], "train": rows[0], "eval": rows[1]}
         what = tr("fingerprint {found}, {train} train and {eval} eval rows", **counts)
-        raise CourseError("data.changed", out=out, what=what)
+        raise CourseError(
+            tr("The files in {out} are not the ones its card describes: {what}.", out=out, what=what),
+            todo=tr(
+                "Run lesson 02 with a new RUN_NAME. If nothing was trained in this run yet, you can also "
+                "remove the folder {out} and run lesson 02 again.",
+                out=out,
+            ),
+        )
     return card
 
 
@@ -258,12 +289,23 @@ def check(
     """`data check`: the same pass; bad rows never stop it, and only `out` and `rejected` are written."""
     near = NEAR if near is None else near
     if max_length and not model:
-        raise CourseError("data.needs_tokenizer")
+        raise CourseError(
+            tr("--max-length counts tokens, and no model is named."),
+            todo=tr("Add --model NAME, for example --model tiny."),
+        )
     if near and not 0.5 <= near <= 1:
-        raise CourseError("data.bad_overlap", near=near)
+        raise CourseError(
+            tr("--near is {near}.", near=near),
+            allowed=tr("0 (do not look for near duplicates), or 0.5 to 1"),
+            todo=tr("Leave --near out (0.8), or set it to 0 to turn the search off."),
+        )
     for place in filter(None, (out, rejected)):
         if os.path.lexists(place) and (place == rejected or not place.is_dir() or any(place.iterdir())):
-            raise CourseError("data.foreign_files", path=place)
+            raise CourseError(
+                tr("{path} is there already.", path=place),
+                allowed=tr("a new or empty folder for --out, a new file for --rejected"),
+                todo=tr("Choose another name; nothing was written."),
+            )
     settings = {"source": ", ".join(sources), "columns": _mapping(columns), "near": near, "repair": repair}
     with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as scratch:  # no part of the report
         tokenizer = None
@@ -275,7 +317,11 @@ def check(
                 tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=offline, trust_remote_code=False)
             except (OSError, ValueError) as problem:
                 reason = str(problem).partition("\n")[0]
-                raise CourseError("data.no_tokenizer", model=name, reason=reason) from problem
+                raise CourseError(
+                    tr("There is no tokenizer for --model {model}: {reason}", model=name, reason=reason),
+                    allowed=tr("tiny, a model of the course, a folder with a model, or a hub id"),
+                    todo=tr("Correct --model, or connect this machine to the hub."),
+                ) from problem
         with _building(out or Path(scratch), settings, *find_sources(sources, "")) as build:
             lengths = _token_lengths(build.folder, tokenizer, max_length) if tokenizer and build.keys else None
             mean = lengths["mean"] if lengths else build.estimated_length()
@@ -319,7 +365,11 @@ def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], 
     if eval_source:
         held_out = find_files(eval_source)
         if {file.resolve() for file in files} <= {file.resolve() for file in held_out}:
-            raise CourseError("data.eval_is_train", source=eval_source)
+            raise CourseError(
+                tr("EVAL_DATA {source!r} is the same data as DATA.", source=eval_source),
+                allowed=tr("rows that are not trained on: a score on training rows says nothing about new ones"),
+                todo=tr("Leave EVAL_DATA empty to hold out about a tenth of DATA, or name another file."),
+            )
         return files, held_out
     if not sources:
         return files, [SAMPLES / EVAL]
@@ -343,8 +393,20 @@ def _reuse(out: Path, source: str, eval_source: str, rows: int, mapping: str) ->
         same = gone and (source, eval_source) == (card.source, card.eval_source)
         same = same or hash_files(*find_sources([source], eval_source), end=b"\1")[0] == card.source_sha256
     if not same or card.limit != rows or mapping not in ("", card.columns):
-        values = {"source": tr(card.source), "limit": card.limit, "columns": card.columns}
-        raise CourseError("data.other_input", out=out, **values)
+        raise CourseError(
+            tr(
+                "{out} already holds data made from other input: {source}, limit {limit}, columns {columns!r}.",
+                out=out,
+                source=tr(card.source),
+                limit=card.limit,
+                columns=card.columns,
+            ),
+            todo=tr(
+                "Run lesson 02 with a new RUN_NAME. If nothing was trained in this run yet, you can also "
+                "remove the folder {out} and run lesson 02 again.",
+                out=out,
+            ),
+        )
     print(tr("The data of this run is ready (from {source}): nothing is repeated.", source=tr(card.source)))
     return card
 
@@ -538,13 +600,51 @@ class Build:
         if not usable:
             errors = [error for error in self.first_errors if error.problems[0].kind not in REPEATED]
             first = "".join(f"\n  {describe(entries(error)[0])}" for error in (errors or self.first_errors)[:5])
-            values = {**self.settings, **facts, "train": train, "eval": held_out, "first": first, "out": out}
+            source = self.settings["source"]
             few = train + held_out if self.split_here else train
             if few <= self.split_here and not broken:
-                raise CourseError("data.few_rows", **values, few=few)
+                raise CourseError(
+                    tr("DATA ({source}) has only {few} usable row(s).{first}", source=source, few=few, first=first),
+                    allowed=tr(
+                        "at least 2 usable rows: one to train on and one to hold out (beside EVAL_DATA 1 is enough)"
+                    ),
+                    todo=tr(
+                        "Add rows, fix those that {out}/rejected.jsonl lists with their reasons, or name another "
+                        "file with DATA.",
+                        out=out,
+                    ),
+                )
             if not held_out and not self.split_here:
-                raise CourseError("data.no_eval_rows", **values, held=self.settings["eval_source"] or self.names[0])
-            raise CourseError("data.unusable", **values)
+                raise CourseError(
+                    tr(
+                        "EVAL_DATA ({held}) has no usable rows.{first}",
+                        held=self.settings["eval_source"] or self.names[0],
+                        first=first,
+                    ),
+                    todo=tr(
+                        "Fix its rows (see {out}/rejected.jsonl), name another file with EVAL_DATA, or leave it out: "
+                        "about a tenth of DATA is held out then.",
+                        out=out,
+                    ),
+                )
+            raise CourseError(
+                tr(
+                    "{rejected} of {rows} rows of {source} cannot be used; {train} are left for training, {eval} "
+                    "for evaluation.{first}",
+                    rejected=facts["rejected"],
+                    rows=facts["rows"],
+                    source=source,
+                    train=train,
+                    eval=held_out,
+                    first=first,
+                ),
+                allowed=tr("at least half of the rows usable, and at least one row to train on and one to hold out"),
+                todo=tr(
+                    "Fix the rows (all of them with their reasons are in {out}/rejected.jsonl), or name the "
+                    "columns with COLUMNS.",
+                    out=out,
+                ),
+            )
         card = DataCard(
             **self.settings, **facts, train=train, eval=held_out, unused=facts["accepted"] - train - held_out,
             lent=self.lent, examples=self.first_warnings, fingerprint=found,

@@ -95,19 +95,41 @@ def find_files(source: str, formats: tuple[str, ...] = FORMATS) -> list[Path]:
             return [Path(file["filename"]) for rows in loaded.values() for file in rows.cache_files]
         except Exception as problem:  # the errors are of several libraries, by version
             reason = f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
-            raise CourseError("data.dataset_unavailable", repo=name["repo"], reason=reason) from problem
+            raise CourseError(
+                tr(
+                    "{repo!r} is not a local file, and the hub dataset of that name cannot be downloaded: {reason}",
+                    repo=name["repo"],
+                    reason=reason,
+                ),
+                allowed=tr("a hub dataset as owner/name or owner/name:folder, or a file of your own"),
+                todo=tr(
+                    "Correct the name, set HF_TOKEN if it is private, or set HF_ENDPOINT to a mirror that answers."
+                ),
+            ) from problem
     if not path.exists():
-        raise CourseError("data.no_data_file", path=path.absolute(), reason=tr("does not exist"))
+        raise _no_data_file(path.absolute(), tr("does not exist"), formats)
     below = sorted(file.relative_to(path) for file in path.rglob("*")) if path.is_dir() else [Path()]
     names = [name for name in below if not any(part.startswith((".", "~$")) for part in name.parts)]  # ~$: Excel's lock
     if not (found := [path / name for name in names if (path / name).is_file() and format_of(path / name, formats)]):
         held = ", ".join(map(str, names[:8]))
         reason = tr("holds {names}", names=held) if held else tr("holds no data file")
         reason = reason if path.is_dir() else tr("is no regular file, or of a format the course does not read")
-        raise CourseError("data.no_data_file", path=path, reason=reason)
+        raise _no_data_file(path, reason, formats)
     if not is_named:  # whoever names a link means what it leads to
         require_inside(path if path.is_dir() else path.parent, found)
     return found
+
+
+def _no_data_file(path: Path, reason: str, formats: tuple[str, ...]) -> CourseError:
+    return CourseError(
+        tr("{path} {reason}.", path=path, reason=reason),
+        allowed=tr(
+            "a file that ends in {formats} (or in .gz or .zst after that), a folder of them, or a hub dataset as "
+            "owner/name",
+            formats=", ".join(formats),
+        ),
+        todo=tr("Correct the path, or save the file in one of these formats, in UTF-8."),
+    )
 
 
 def _open(path: Path) -> BinaryIO:
@@ -171,7 +193,14 @@ def _document(file: Path) -> Iterator[Row | RowError]:
         lines = format_of(file) == ".jsonl" and raw.peek(HEAD).lstrip()[:1] != b"["  # type: ignore[attr-defined]
         content = b"" if lines else raw.read(LARGEST_DOCUMENT + 1)  # nothing is no JSON, and goes on below
     if len(content) > LARGEST_DOCUMENT:
-        raise CourseError("data.large_document", file=file, limit=LARGEST_DOCUMENT >> 20)
+        raise CourseError(
+            tr(
+                "{file} is larger than {limit} MiB, and a .json document or an array is read whole.",
+                file=file,
+                limit=LARGEST_DOCUMENT >> 20,
+            ),
+            todo=tr("Save it as .jsonl, one row on each line."),
+        )
     text, encoding = decode(content, is_gbk(content[:HEAD]))
     try:
         value = json.loads(text)

@@ -158,10 +158,34 @@ def parse_mapping(text: str) -> Parts:
         part, _, names = piece.partition("=")
         columns = tuple(filter(None, map(str.strip, names.split("+"))))
         if part.strip() not in PARTS or part.strip() in found or not columns:
-            raise CourseError("data.bad_mapping", mapping=text, reason=piece.strip(), parts=", ".join(PARTS))
+            raise CourseError(
+                tr(
+                    "The columns {mapping!r} are not a valid mapping; the problem is in {reason!r}.",
+                    mapping=text,
+                    reason=piece.strip(),
+                ),
+                allowed=tr(
+                    "each of {parts} once as part=column; user and assistant, or messages alone; + between "
+                    "columns of one part",
+                    parts=", ".join(PARTS),
+                ),
+                todo=tr('Write them like "user=title+body, assistant=reply".'),
+            )
         found[part.strip()] = columns
     if ("user" in found) != ("assistant" in found) or {"messages", "user"} <= found.keys():
-        raise CourseError("data.bad_mapping", mapping=text, reason=", ".join(found), parts=", ".join(PARTS))
+        raise CourseError(
+            tr(
+                "The columns {mapping!r} are not a valid mapping; the problem is in {reason!r}.",
+                mapping=text,
+                reason=", ".join(found),
+            ),
+            allowed=tr(
+                "each of {parts} once as part=column; user and assistant, or messages alone; + between "
+                "columns of one part",
+                parts=", ".join(PARTS),
+            ),
+            todo=tr('Write them like "user=title+body, assistant=reply".'),
+        )
     return {part: found[part] for part in PARTS if part in found}
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from nbutils.errors import CourseError
+from nbutils.language import tr
 
 ENGINES = {  # files in configs/accelerate, and the `method` in a profile that each is for; empty: any
     "ddp": "", "fsdp_qlora": "qlora", "fsdp_lora": "lora", "zero2": "", "zero2_offload": "", "zero3": "lora",
@@ -37,14 +38,31 @@ def _deepspeed_plugin() -> Any:
 def require_known(name: str) -> None:
     """Refuse an engine that has no file in configs/accelerate."""
     if name not in ENGINES:
-        raise CourseError("distributed.unknown_engine", engine=name, engines=", ".join(ENGINES))
+        raise CourseError(
+            tr("ENGINE is {engine!r}.", engine=name),
+            allowed="auto, " + ", ".join(ENGINES),
+            todo=tr("Choose one of them; auto takes the simplest that fits."),
+        )
 
 
 def require_method(name: str, method: str) -> None:
     """Refuse an engine, called as its file, that is not for this method."""
     if (wanted := ENGINES[name] or method) != method:
         four_bits = "true" if wanted == "qlora" else "false"
-        raise CourseError("distributed.other_method", engine=name, wanted=wanted, four_bits=four_bits, method=method)
+        raise CourseError(
+            tr(
+                "{engine} is for method {wanted}, and this profile has method {method}.",
+                engine=name,
+                wanted=wanted,
+                method=method,
+            ),
+            allowed=tr("fsdp_qlora for qlora, fsdp_lora and zero3 for lora; the other engines take both"),
+            todo=tr(
+                'Take another engine, or set SET = "method={wanted}, quantization.load_in_4bit={four_bits}".',
+                wanted=wanted,
+                four_bits=four_bits,
+            ),
+        )
 
 
 def device_map(device: int | str, dtype: str, method: str) -> dict[str, int | str] | None:

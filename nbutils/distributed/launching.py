@@ -14,7 +14,7 @@ from pathlib import Path
 from nbutils.display import LIVE_LINE
 from nbutils.distributed.engines import engine as this_engine
 from nbutils.distributed.engines import require_known
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, StoppedByHand, Unfinished
 from nbutils.files import CONFIGS, NOTEBOOKS
 from nbutils.hardware import Choice, driver_gpus
 from nbutils.language import tr
@@ -29,7 +29,17 @@ TORCHRUN_REPORT = r".*elastic/multiprocessing/api\.py:\d+\] failed"  # what foll
 def require_shares(batch: int, processes: int) -> None:
     """Refuse a batch that the processes cannot share evenly."""
     if batch % processes:
-        raise CourseError("distributed.uneven_batch", batch=batch, processes=processes)
+        raise CourseError(
+            tr(
+                "A batch of {batch} rows cannot be shared evenly by {processes} processes.",
+                batch=batch,
+                processes=processes,
+            ),
+            todo=tr(
+                "Set course.conversations_per_step, with SET or in a profile of your own, or use another "
+                "number of processes."
+            ),
+        )
 
 
 def micro_batch_for(batch: int, micro_batch: int, processes: int) -> int:
@@ -42,7 +52,14 @@ def micro_batch_for(batch: int, micro_batch: int, processes: int) -> int:
 def processes_for(gpus: int, processes: int = 0) -> Choice:
     """How many processes train together: `processes`, or one for each GPU, or two on the CPU."""
     if gpus and processes > gpus:
-        raise CourseError("distributed.too_many_processes", processes=processes, gpus=gpus)
+        raise CourseError(
+            tr(
+                "{processes} processes should train together, and this machine has {gpus} GPU(s).",
+                processes=processes,
+                gpus=gpus,
+            ),
+            todo=tr("Set PROCESSES (or --nproc_per_node of torchrun) to {gpus} or less.", gpus=gpus),
+        )
     if processes:
         return Choice(processes, tr("parameter {name}", name="PROCESSES"))
     if gpus:
@@ -63,7 +80,10 @@ def config_file(engine: str) -> Path:
     """The file that tells accelerate how the processes of this engine share the model."""
     require_known(engine)
     if engine.startswith("zero") and not importlib.util.find_spec("deepspeed"):
-        raise CourseError("distributed.no_deepspeed", engine=engine)
+        raise CourseError(
+            tr("{engine} is DeepSpeed's, and DeepSpeed is not installed here.", engine=engine),
+            todo=tr("Run `pip install deepspeed`, or take FSDP."),
+        )
     return CONFIGS / "accelerate" / f"{engine}.yaml"
 
 
@@ -95,8 +115,28 @@ def launch(command: list[str], keep: Path, processes: int = 1, threads: int = 0,
     finally:
         child.communicate()  # to the end of its output, or it would block
     if signal.SIGINT in signals:
-        raise CourseError("distributed.interrupted", lesson=lesson)
+        raise StoppedByHand(
+            tr("You stopped lesson {lesson}.", lesson=lesson),
+            todo=tr(
+                "Run this notebook again, unchanged: the training continues from its last checkpoint, a "
+                "comparison starts anew."
+            ),
+        )
     if signals:
-        raise CourseError("distributed.terminated", lesson=lesson)
+        raise Unfinished(
+            tr(
+                "The machine told lesson {lesson} to stop (SIGTERM); the training up to that point is saved.",
+                lesson=lesson,
+            ),
+            todo=tr("Run lesson {lesson} again, unchanged: it continues from there.", lesson=lesson),
+        )
     if status := child.returncode:
-        raise CourseError("distributed.lesson_failed", lesson=lesson, status=status, output="\n".join(tail))
+        raise CourseError(
+            tr(
+                "Lesson {lesson} failed (exit status {status}):\n{output}",
+                lesson=lesson,
+                status=status,
+                output="\n".join(tail),
+            ),
+            todo=tr("Open {lesson}.ipynb and run it on its own; the first error there is the cause.", lesson=lesson),
+        )

@@ -73,7 +73,14 @@ def join() -> None:
 
     local, gpus = _number("LOCAL_WORLD_SIZE", world_size()), torch.cuda.device_count()
     if 0 < gpus < local:
-        raise CourseError("distributed.too_many_processes", processes=local, gpus=gpus)
+        raise CourseError(
+            tr(
+                "{processes} processes should train together, and this machine has {gpus} GPU(s).",
+                processes=local,
+                gpus=gpus,
+            ),
+            todo=tr("Set PROCESSES (or --nproc_per_node of torchrun) to {gpus} or less.", gpus=gpus),
+        )
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
     _keep_to_this_machine()
@@ -136,7 +143,18 @@ def _watch(job: str, over: threading.Event) -> None:
     if not over.is_set():
         _state["before_end"]()
         if local_rank() == 0 and sys.__stderr__:
-            sys.__stderr__.write(f"[FAIL] {CourseError('distributed.lost', process=lost[0], seconds=LOST)}\n")
+            error = CourseError(
+                tr(
+                    "Process {process} of this training has not been heard of for {seconds:.0f} seconds.",
+                    process=lost[0],
+                    seconds=LOST,
+                ),
+                todo=tr(
+                    "See what became of it, then start the same command again, also with fewer processes: it "
+                    "continues from the newest checkpoint."
+                ),
+            )
+            sys.__stderr__.write(f"[FAIL] {error}\n")
             sys.__stderr__.flush()
         os._exit(1)  # the main thread may wait for the lost one for hours
 
@@ -151,7 +169,17 @@ def peer_error(problem: BaseException) -> CourseError | SystemExit | None:
     theirs = isinstance(problem, RuntimeError) and any(text in str(problem) for text in PEER_ERRORS)
     if not _launched() or not theirs:
         return None
-    return CourseError("distributed.peer_ended") if is_main() else SystemExit(1)
+    return (
+        CourseError(
+            tr("Another process of this training has ended; what it said stands above, or on its own machine."),
+            todo=tr(
+                "Mend what it says, then start the same command again, also with fewer processes: it "
+                "continues from the newest checkpoint."
+            ),
+        )
+        if is_main()
+        else SystemExit(1)
+    )
 
 
 @contextmanager
@@ -205,7 +233,14 @@ def require_same(fingerprint: Mapping[str, Any]) -> None:
     """Refuse to train together on other rows, another model or other settings, as on machines prepared apart."""
     if others := [flat(one) for one in gather(fingerprint) if one != fingerprint]:
         different = ", ".join(name for name, value in flat(fingerprint).items() if value != others[0].get(name))
-        raise CourseError("distributed.different", different=different)
+        raise CourseError(
+            tr("The processes of this training do not agree on: {different}.", different=different),
+            todo=tr(
+                "Give every machine the same parameters, SET too (only the main one remembers it), and the "
+                "same files. Rows that were prepared apart: delete the run's data folder there. Different "
+                "GPUs: name sft.per_device_train_batch_size and sft.gradient_checkpointing in SET."
+            ),
+        )
 
 
 def anyone(yes: bool) -> bool:

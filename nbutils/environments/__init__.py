@@ -76,7 +76,10 @@ def require_imports(python: Path, output: str) -> None:
     folder, failed = python.parent.parent, IMPORT_FAILED.search(output)
     if failed and (folder / OWNER).exists():
         (folder / MARKER).unlink(missing_ok=True)
-        raise CourseError("environments.broken", folder=folder, error=failed[0])
+        raise CourseError(
+            tr("The environment {folder} is broken: {error}", folder=folder, error=failed[0]),
+            todo=tr("Run this again: the environment is rebuilt."),
+        )
 
 
 def place(prefix: str, name: str) -> Path:
@@ -100,8 +103,14 @@ def _build(recipe: Recipe, folder: Path) -> None:
     title = tr("the {name} environment", name=recipe.name)
     if folder.exists() and any(folder.iterdir()):
         if (owner := files.read_object(folder / OWNER).get("name")) != recipe.name:
-            values = {"name": recipe.name, "prefix": recipe.prefix, "owner": owner or tr("another program")}
-            raise CourseError("environments.not_ours", folder=folder, **values)
+            owner = owner or tr("another program")
+            raise CourseError(
+                tr("{folder} is not empty and belongs to {owner}.", folder=folder, owner=owner),
+                todo=tr(
+                    "Set {prefix}_ENV to another folder, or remove this one yourself if you need nothing in it.",
+                    prefix=recipe.prefix,
+                ),
+            )
         (folder / MARKER).unlink(missing_ok=True)
         for entry in folder.iterdir():
             if entry.is_dir() and not entry.is_symlink():
@@ -136,7 +145,19 @@ def _install(recipe: Recipe, folder: Path) -> dict[str, str]:
         status = processes.run(command, env, log, lambda seconds: print(f"    {seconds:.0f} s", flush=True))
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         if status != 0:
-            about = {"name": recipe.name, "prefix": recipe.prefix, "log": log}
-            raise CourseError("environments.step_failed", title=title, tail="\n".join(lines[-12:]), **about)
+            raise CourseError(
+                tr(
+                    "Building the {name} environment failed at `{title}`:\n{tail}",
+                    name=recipe.name,
+                    title=title,
+                    tail="\n".join(lines[-12:]),
+                ),
+                todo=tr(
+                    "Read {log} and run this again; without a network, set {prefix}_PYTHON to an interpreter "
+                    "that has the packages.",
+                    log=log,
+                    prefix=recipe.prefix,
+                ),
+            )
     shutil.rmtree(folder / UV_CACHE, ignore_errors=True)
     return dict(json.loads(lines[-1]))

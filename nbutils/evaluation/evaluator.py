@@ -245,7 +245,9 @@ class Evaluator:
     ) -> None:  # fmt: skip
         chosen = list(rows[: size.rows] if size.rows else rows)
         if not chosen:
-            raise CourseError("evaluation.no_rows")
+            raise CourseError(
+                tr("There are no evaluation rows."), todo=tr("Run lesson 02 again, with more rows or with EVAL_DATA.")
+            )
         self.run, self.folder, self.tokenizer, self.size = run, run / FOLDER, tokenizer, size
         self.dtype, self.thinking, self.limit, self.subject = dtype, thinking, limit, f"-{subject}" if subject else ""
         self.mode, self.max_new_tokens = THINKING_MODES[thinking], size.max_new_tokens
@@ -261,8 +263,19 @@ class Evaluator:
             needed[example.row - 1] = max(needed[example.row - 1], len(example.ids))
         fitting = [number for number, tokens in enumerate(needed) if not limit or tokens <= limit]
         if not fitting:
-            values = {"rows": len(chosen), "least": min(needed), "limit": limit, "new_tokens": size.max_new_tokens}
-            raise CourseError("evaluation.no_row_fits", **values)
+            raise CourseError(
+                tr(
+                    "None of the {rows} evaluation rows fits: question and answer need {least:,} tokens or more.",
+                    rows=len(chosen),
+                    least=min(needed),
+                ),
+                allowed=tr("at most {limit:,} tokens", limit=limit),
+                todo=tr(
+                    "Lower course.max_new_tokens (now {new_tokens}), raise vllm.max_model_len if that is the "
+                    "limit, or give shorter rows.",
+                    new_tokens=size.max_new_tokens,
+                ),
+            )
         self.left_out = len(chosen) - len(fitting)
         if self.left_out:
             counts = {"count": self.left_out, "limit": limit}
@@ -417,12 +430,18 @@ class Harness:
         self.folder, self.dtype = run / FOLDER / "lm_eval", dtype
         self.results: dict[str, dict[str, dict[str, float]]] = {}
         if self.tasks and find_spec("lm_eval") is None:
-            raise CourseError("evaluation.no_lm_eval", tasks=tasks)
+            raise CourseError(
+                tr("LM_EVAL_TASKS is {tasks!r}, and lm-eval is not installed here.", tasks=tasks),
+                todo=tr('Run `pip install "lm-eval>=0.4.9"`, then run this lesson again.'),
+            )
 
     def run(self, name: str, model: Path | str, words: Sequence[str]) -> None:
         """Measure one model with these words of lm-eval's command; a result that is there already is read."""
         if "," in str(model):  # lm-eval would read what follows as options of its own
-            raise CourseError("evaluation.comma_in_path", model=model)
+            raise CourseError(
+                tr("The path {model} contains a comma, which lm-eval cannot parse.", model=model),
+                todo=tr("Rename the folder."),
+            )
         if self.tasks:
             self.folder.mkdir(parents=True, exist_ok=True)
             decided_by = {"model": stamp(Path(model)) or name, "dtype": self.dtype, "tasks": self.tasks}
@@ -438,7 +457,18 @@ class Harness:
             results = sorted(Path(output).rglob("results*.json"))
             if ended.returncode or not results:
                 lines = "\n".join(ended.stderr.strip().splitlines()[-12:])
-                raise CourseError("evaluation.lm_eval_failed", tasks=", ".join(self.tasks), lines=lines)
+                raise CourseError(
+                    tr(
+                        "lm-eval could not run {tasks}. Its last lines:\n{lines}",
+                        tasks=", ".join(self.tasks),
+                        lines=lines,
+                    ),
+                    allowed=tr(
+                        "names from `lm-eval ls tasks`, or paths of task files, whose data this machine can reach "
+                        "(HF_HUB_OFFLINE forbids downloads)"
+                    ),
+                    todo=tr("Correct LM_EVAL_TASKS or the network, or leave it empty."),
+                )
             tasks = read_json(results[-1])["results"].items()
         floats = {task: [pair for pair in one.items() if isinstance(pair[1], float)] for task, one in tasks}
         return {task: {name.removesuffix(",none"): one for name, one in pairs} for task, pairs in floats.items()}

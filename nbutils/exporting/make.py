@@ -89,9 +89,14 @@ FORMATS = {name: Format(name, **fields | {"capability": tuple(fields["capability
 def find(name: str) -> Format:
     """The format of that name, if it can be made here."""
     if name not in FORMATS:
-        raise CourseError("exporting.unknown_format", name=name, formats=", ".join(FORMATS))
+        raise CourseError(
+            tr("The export format is {name!r}.", name=name), allowed=", ".join(FORMATS), todo=tr("Choose one of these.")
+        )
     if FORMATS[name].work == "elsewhere":
-        raise CourseError("exporting.made_elsewhere", name=name, command=FORMATS[name].setting)
+        raise CourseError(
+            tr("{name} is made by a program of llama.cpp, which is not part of this course.", name=name),
+            todo=tr("Export gguf-f16, install llama.cpp, then run `{command}`.", command=FORMATS[name].setting),
+        )
     return FORMATS[name]
 
 
@@ -206,7 +211,14 @@ def open_export(folder: Path, merged: Path) -> Export:
     about = files.stamp(folder) or {}
     model = open_base(merged) if "of" in about and (merged / "config.json").is_file() else None
     if model is None or about["of"] != weights_fingerprint(model):
-        raise CourseError("exporting.foreign_export", folder=folder, merged=merged, exports=merged.parent / "exports")
+        raise CourseError(
+            tr("{folder} is quantized, but it is not a complete export of {merged}.", folder=folder, merged=merged),
+            todo=tr(
+                "Export it in lesson 08 (EXPORTS) and set FOLDER to its folder in {exports}, or set RUN_NAME "
+                "to the run it was made from.",
+                exports=merged.parent / "exports",
+            ),
+        )
     sizes = weights_bytes(folder), weights_bytes(merged)
     return Export(about["format"], folder, merged, *sizes, 0.0, about["method"], reused=True)
 
@@ -226,7 +238,10 @@ def _plan(
     job |= {"dtype": "bfloat16" if cast else "auto", "recipe": recipe or ours, "rows": []}
     if form.work == "calibrate":
         if not calibration:
-            raise CourseError("exporting.awq_needs_rows")
+            raise CourseError(
+                tr("The format awq calibrates on data, and no rows were given."),
+                todo=tr("Give them as calibration (--data train.jsonl on the command line), or take w4a16."),
+            )
         job["rows"] = list(calibration)[:: max(1, len(calibration) // MAX_ROWS)][:MAX_ROWS]
         job["length"] = min(BLOCK, model.config.get("max_position_embeddings", BLOCK))
     method = {"calibrate": f"AWQ rows={len(job['rows'])}", "gguf": f"GGUF {form.setting}", "int8": "torchao int8"}
@@ -256,7 +271,18 @@ def run_job(job: Mapping[str, Any], title: str) -> dict[str, Any]:
             text = log.read_text("utf-8", errors="replace")
             environments.require_imports(python, text)
             tail = mask_secrets("\n".join(text.splitlines()[-8:]))
-            raise CourseError("exporting.job_failed", title=title, status=status, log=tail)
+            raise CourseError(
+                tr(
+                    "{title} failed in the export environment (exit status {status}):\n{log}",
+                    title=title,
+                    status=status,
+                    log=tail,
+                ),
+                todo=tr(
+                    "Read the last lines; if it ran out of memory (status 137), stop other notebooks; or try "
+                    "another format."
+                ),
+            )
         return dict(files.read_json(answer))
 
 
@@ -350,4 +376,7 @@ def _read_rows(file: Path) -> list[dict[str, Any]]:
     try:
         return [row for row in stored_rows(file) if row["messages"][-1]["content"]]
     except (ValueError, KeyError, TypeError, IndexError) as problem:
-        raise CourseError("exporting.no_chat_rows", file=file) from problem
+        raise CourseError(
+            tr("{file} has no chat rows.", file=file),
+            todo=tr("Make one with `python -m nbutils data check FILE --out FOLDER`."),
+        ) from problem

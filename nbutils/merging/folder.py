@@ -72,7 +72,13 @@ class StoredTensor:
         count = (last - first) * row_size
         data = np.fromfile(self.file, np.uint8, count, offset=self.start + first * row_size)
         if len(data) < count:
-            raise CourseError("merging.damaged_file", file=self.file, reason=tr("it ends too early"))
+            raise CourseError(
+                tr("{file} is missing or damaged: {reason}.", file=self.file, reason=tr("it ends too early")),
+                todo=tr(
+                    "Delete it and download or make it again; if it exists only as .bin, load it and save it "
+                    "with save_pretrained."
+                ),
+            )
         return data.data
 
     def tensor(self, first: int = 0, last: int | None = None) -> torch.Tensor:
@@ -105,7 +111,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(opened.read(8), "little")
             entries: dict[str, Any] = json.loads(opened.read(length))
     except (OSError, ValueError, SafetensorError) as problem:
-        raise CourseError("merging.damaged_file", file=file, reason=problem) from problem
+        raise CourseError(
+            tr("{file} is missing or damaged: {reason}.", file=file, reason=problem),
+            todo=tr(
+                "Delete it and download or make it again; if it exists only as .bin, load it and save it "
+                "with save_pretrained."
+            ),
+        ) from problem
     entries.pop("__metadata__", None)
     tensors = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
@@ -144,16 +156,32 @@ def open_base(base: str | Path) -> ModelFolder:
             wanted, ignored = list(models.WANTED), list(models.NOT_WANTED)
             path = Path(snapshot_download(str(base), allow_patterns=wanted, ignore_patterns=ignored))
         except Exception as problem:
-            raise CourseError("merging.download_failed", base=base, problem=type(problem).__name__) from problem
+            raise CourseError(
+                tr("The base {base} cannot be downloaded: {problem}.", base=base, problem=type(problem).__name__),
+                todo=tr("Check the name and the network."),
+            ) from problem
     models.require_plain(path)
     config = models.read_config(path / "config.json")
     index = models.read_config(path / INDEX)["weight_map"] if (path / INDEX).is_file() else {}
     names = sorted({Path(file).name for file in index.values()}) or [SINGLE]
     model = ModelFolder(path, name, config, {file: read_header(path / file) for file in names})
     if missing := sorted(index.keys() - model.weights.keys()):
-        raise CourseError("merging.damaged_file", file=path / INDEX, reason=tr("no file has {name}", name=missing[0]))
+        raise CourseError(
+            tr(
+                "{file} is missing or damaged: {reason}.",
+                file=path / INDEX,
+                reason=tr("no file has {name}", name=missing[0]),
+            ),
+            todo=tr(
+                "Delete it and download or make it again; if it exists only as .bin, load it and save it "
+                "with save_pretrained."
+            ),
+        )
     if is_quantized(config):
-        raise CourseError("merging.quantized_base", name=name, original=QUANTIZED_SUFFIX.sub("", name))
+        raise CourseError(
+            tr("{name} is a quantized model.", name=name),
+            todo=tr("Use {original}.", original=QUANTIZED_SUFFIX.sub("", name)),
+        )
     return model
 
 

@@ -90,7 +90,11 @@ def merge_adapter(
     """
     for parameter, value in {"dtype": dtype, "onto": onto, "device": device}.items():
         if value not in (allowed := ALLOWED[parameter]):
-            raise CourseError("merging.unknown_value", parameter=parameter, value=value, allowed=", ".join(allowed))
+            raise CourseError(
+                tr("{parameter} is {value!r}.", parameter=parameter, value=value),
+                allowed=", ".join(allowed),
+                todo=tr("Set {parameter} to one of these.", parameter=parameter),
+            )
     base, out = os.path.expanduser(base), Path(out).expanduser()
     adapters = [Path(one).expanduser() for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
     for one in adapters:
@@ -98,7 +102,10 @@ def merge_adapter(
     model = open_base(base)
     files.require_apart(out, model.path, *adapters)
     if (out / model_folder.ADAPTER_CONFIG).exists():  # the last name on a command line may be an adapter
-        raise CourseError("merging.out_is_adapter", folder=out)
+        raise CourseError(
+            tr("{folder} is an adapter, and the merged model would replace it.", folder=out),
+            todo=tr("Give the output folder as the last argument, after the adapters."),
+        )
     plans, untied = plan_weights(model, [open_adapter(one) for one in adapters])
     if onto == "dequantized":
         names, settings = quantized_weights(model.path), FOUR_BIT | dict(quantization or {})
@@ -124,14 +131,21 @@ def merge_adapter(
     if files.stamp(out) == about:
         return replace(report, reused=True)
     if not replace_other and (out / files.STAMP).exists():
-        raise CourseError("merging.other_model", folder=out)
+        raise CourseError(
+            tr("{folder} holds another model.", folder=out),
+            todo=tr("Name another folder, or add --replace to replace it."),
+        )
     return _write_model(model, plans, report, about, adapters[-1], progress)
 
 
 def check(lesson: record.LessonLike, onto: str) -> None:
     """Stop a lesson early: base and adapter must fit, and there must be a 4-bit base to merge onto if one is named."""
     if onto not in ALLOWED["onto"] or (onto == "dequantized" and lesson.profile.method != "qlora"):
-        raise CourseError("merging.wrong_onto", onto=onto, method=lesson.profile.method)
+        raise CourseError(
+            tr("MERGE_ONTO is {onto!r}, with method {method}.", onto=onto, method=lesson.profile.method),
+            allowed=tr("full; or dequantized, for adapters that a qlora profile trained on 4 bits"),
+            todo=tr('Set MERGE_ONTO = "full".'),
+        )
     check_base(lesson.model, lesson.run.adapter)
 
 
@@ -141,7 +155,12 @@ def check_base(base: str | Path, adapter: Path) -> None:
     trained_on = str(config.get("base_model_name_or_path") or base)
     names = (Path(model_folder.model_name(one)).name for one in (trained_on, base))
     if len({model_folder.QUANTIZED_SUFFIX.sub("", name).lower() for name in names}) > 1:
-        raise CourseError("merging.wrong_base", trained_on=trained_on, base=base)
+        raise CourseError(
+            tr("The adapter was trained on {trained_on}, the base is {base}.", trained_on=trained_on, base=base),
+            todo=tr(
+                "Use the MODEL of lesson 03, or another RUN_NAME; if it is the same model, give its folder that name."
+            ),
+        )
     plan_weights(open_base(base), [open_adapter(adapter)])
 
 
@@ -223,7 +242,11 @@ def plan_weights(base: ModelFolder, adapters: Iterable[ModelFolder]) -> tuple[di
             init = adapter.config["init_lora_weights"]
             problems.append(tr("init_lora_weights={init}, which changed the base", init=init))
         if problems:
-            raise CourseError("merging.unsupported_adapter", folder=adapter.path, kind=problems[0])
+            raise CourseError(
+                tr("{folder} uses {kind}, which cannot be merged here.", folder=adapter.path, kind=problems[0]),
+                allowed=tr("LoRA, rsLoRA and DoRA, with modules_to_save"),
+                todo=tr("Merge it with PEFT's merge_and_unload on a machine with enough memory, or serve it unmerged."),
+            )
         modules = _group_by_module(adapter)
         embedding = next((name for name in plans if name.endswith("embed_tokens.weight")), "")
         tied = base.config.get("tie_word_embeddings", HEAD not in base.weights)
@@ -247,15 +270,28 @@ def _group_by_module(adapter: ModelFolder) -> dict[str, dict[str, StoredTensor]]
     for key, tensor in adapter.weights.items():
         match = PARTS.fullmatch(key.removeprefix("base_model.model."))
         if match is None or ".lora_" in match[1] or tensor.dtype not in FLOATS:
-            raise CourseError("merging.unknown_tensor", key=key, dtype=tensor.dtype)
+            raise CourseError(
+                tr("The adapter holds {key} as {dtype}, which cannot be merged here.", key=key, dtype=tensor.dtype),
+                allowed=tr("lora_A, lora_B, DoRA magnitudes and whole modules (modules_to_save), in 16 or 32 bits"),
+                todo=tr(
+                    "Save the adapter again with a current PEFT, or merge it with PEFT's merge_and_unload (a "
+                    "LoRA on an embedding)."
+                ),
+            )
         part = next(part for part in match.groups()[1:] if part)
         modules.setdefault(match[1], {})[part] = tensor
     for name, parts in modules.items():
         missing = sorted({"lora_A", "lora_B"} - parts.keys())
         if len(missing) == 1 or (missing and "lora_magnitude_vector" in parts):
-            raise CourseError("merging.incomplete_adapter", module=name, missing=missing[0])
+            raise CourseError(
+                tr("The adapter has no {missing} for {module}.", module=name, missing=missing[0]),
+                todo=tr("Download or save it again: a part of adapter_model.safetensors is missing."),
+            )
     if not modules:
-        raise CourseError("merging.incomplete_adapter", module=tr("any module"), missing=tr("tensors"))
+        raise CourseError(
+            tr("The adapter has no {missing} for {module}.", module=tr("any module"), missing=tr("tensors")),
+            todo=tr("Download or save it again: a part of adapter_model.safetensors is missing."),
+        )
     return modules
 
 
@@ -268,19 +304,40 @@ def _add_module(
         if not has_lora and part not in parts:
             continue
         if (before := plans.get(weight)) is None:
-            raise CourseError("merging.unknown_module", weight=weight)
+            raise CourseError(
+                tr("The adapter changes {weight}, which the base does not have.", weight=weight),
+                todo=tr("Use the base that adapter_config.json names."),
+            )
         source, updates = parts.get(part, before.source), before.updates
         shapes = [source.shape]
         if has_lora:
             a, b = parts["lora_A"], parts["lora_B"]
             shapes.append((b.shape[0], a.shape[-1]))
             if (rank := a.rows) != config["r"]:
-                raise CourseError("merging.wrong_rank", module=name, rank=rank)
+                raise CourseError(
+                    tr(
+                        "The weights of {module} have rank {rank}, but adapter_config.json gives another r.",
+                        module=name,
+                        rank=rank,
+                    ),
+                    todo=tr("Save the adapter again: the folder mixes two adapters."),
+                )
             scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
             updates = (*updates, LoraUpdate(b, a, scale, parts.get("lora_magnitude_vector")))
         for shape in shapes:
             if shape != before.source.shape:
-                raise CourseError("merging.wrong_shape", weight=weight, adapter=shape, base=before.source.shape)
+                raise CourseError(
+                    tr(
+                        "The adapter was made for {weight} of shape {adapter}, the base has {base}.",
+                        weight=weight,
+                        adapter=shape,
+                        base=before.source.shape,
+                    ),
+                    todo=tr(
+                        "Use that base; if tokens were added before training, resize the base's embeddings and save "
+                        "it first."
+                    ),
+                )
         replaced = before.replaced or not has_lora
         plans[weight] = replace(before, source=source, updates=updates, replaced=replaced)
 
@@ -336,7 +393,10 @@ def _write_model(
             model_folder.copy_companions(folder, model, adapter, report.dtype, report.untied)
             (folder / JOURNAL).unlink()  # last: until then an interrupted merge continues
     except OSError as problem:
-        raise CourseError("merging.write_failed", folder=out, problem=problem.strerror or problem) from problem
+        raise CourseError(
+            tr("Writing {folder} failed: {problem}.", folder=out, problem=problem.strerror or problem),
+            todo=tr("Check that disk or name a folder on another one, and run this again: finished files are kept."),
+        ) from problem
     finally:
         torch.set_num_threads(threads)
     return replace(report, seconds=time.perf_counter() - started, resumed_shards=len(finished))
@@ -388,7 +448,14 @@ def _compute_blocks(plans: Mapping[str, WeightPlan], report: MergeReport, worker
         with torch.inference_mode():
             rows = compute_rows(plan, updates, dtype, first, last, report.device)
             if not math.isfinite(rows.sum()) and not bool(rows.isfinite().all()):  # the sum is quick
-                raise CourseError("merging.not_finite", weight=name, dtype=FLOATS[dtype])
+                raise CourseError(
+                    tr(
+                        "{weight} has infinite or undefined values after the merge in {dtype}.",
+                        weight=name,
+                        dtype=FLOATS[dtype],
+                    ),
+                    todo=tr("Merge in bfloat16 or float32; if that fails too, train again at a lower learning rate."),
+                )
             return rows.view(-1).view(torch.uint8).numpy().data
 
     pending: deque[Future[memoryview]] = deque()
@@ -450,7 +517,10 @@ def prove(base: str | Path, adapter: Path, folder: Path, *, onto: str = "full") 
             different = {name}
             break
     if different:
-        raise CourseError("merging.not_proven", weight=min(different), folder=folder)
+        raise CourseError(
+            tr("{weight} in {folder} is not base + adapter.", weight=min(different), folder=folder),
+            todo=tr("Delete that folder and run the merge again."),
+        )
     changed = sum(bool(plan.updates or plan.replaced) for plan in compared.values())
     sizes = {"compared": len(compared), "changed": changed}
     left_out = tr("; {count} can only be computed whole and were left out", count=len(whole)) if whole else ""

@@ -72,8 +72,19 @@ def require(
     recipe, limit = Recipe(**made["recipe"]), made["limit_gib"]
     least = min(peak_gib(shape, one) for one in candidates(recipe, made["batch"], gpu))
     if least > limit:
-        sizes = {"needed": least, "limit": limit, "memory": gpu.memory_gib, "length": recipe.length}
-        raise CourseError("plan.does_not_fit", model=shape.name, gpu=gpu.name, **sizes)
+        raise CourseError(
+            tr(
+                "{model} with rows of {length} tokens needs at least {needed:.1f} GiB, and {gpu} allows "
+                "{limit:.1f} of its {memory:.1f} GiB.",
+                model=shape.name,
+                length=recipe.length,
+                needed=least,
+                gpu=gpu.name,
+                limit=limit,
+                memory=gpu.memory_gib,
+            ),
+            todo=tr("Choose a smaller MODEL, a shorter sft.max_length, a larger GPU, or qlora instead of lora."),
+        )
     return made
 
 
@@ -165,7 +176,11 @@ def answer(
 ) -> tuple[dict[str, Any], str]:  # fmt: skip
     """The same answer for programs and for people: one forecast, or a table where there is no GPU and none is named."""
     if capability and not re.fullmatch(r"\d+\.\d", capability):
-        raise CourseError("plan.bad_capability", text=capability)
+        raise CourseError(
+            tr("--capability is {text!r}.", text=capability),
+            allowed=tr("two numbers, as 7.5 or 8.9"),
+            todo=tr("Look it up at https://developer.nvidia.com/cuda-gpus."),
+        )
     found = None
     if gpu or vram or tflops:
         numbers = (int(capability[:-2]), int(capability[-1])) if capability else None
@@ -235,5 +250,16 @@ def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
     model, engine = options.get("model") or "", options.get("engine") or "ddp"
     made = of_profile(profile, gpu, model, rows, options.get("mean_length"), engine=engine)
     if size and made["recipe"]["per_device_train_batch_size"] != size:
-        raise CourseError("plan.bad_micro_batch", size=size, batch=made["batch"], each=made["batch"] // gpu.count)
+        raise CourseError(
+            tr(
+                "--micro-batch is {size}, and of a step's {batch} rows each GPU takes {each}.",
+                size=size,
+                batch=made["batch"],
+                each=made["batch"] // gpu.count,
+            ),
+            allowed=tr("a number that divides {each}", each=made["batch"] // gpu.count),
+            todo=tr(
+                "Choose another, or a profile of your own with another course.conversations_per_step (--profile FILE)."
+            ),
+        )
     return made

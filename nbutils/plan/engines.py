@@ -102,8 +102,24 @@ def engine_for(resolved: Any, processes: int, asked: str = "auto") -> Choice:
             "{model} needs {alone:.1f} GiB on one GPU, which allows {limit:.1f}; shared by {count}, {share:.1f} each",
             model=shape.name, alone=alone, limit=limit, count=processes, share=share,
         ))  # fmt: skip
-    names = {"gpu": gpu.name, "engine": sharded, "method": resolved.profile.method, "processes": processes}
-    raise CourseError("plan.no_engine", share=share, **sizes, **names)
+    raise CourseError(
+        tr(
+            "{model} with {method} needs at least {alone:.1f} GiB on one GPU and {share:.1f} on each of "
+            "{processes} with {engine}; {gpu} allows {limit:.1f}.",
+            model=shape.name,
+            method=resolved.profile.method,
+            alone=alone,
+            share=share,
+            processes=processes,
+            engine=sharded,
+            gpu=gpu.name,
+            limit=limit,
+        ),
+        todo=tr(
+            "Take more or larger GPUs, a smaller MODEL, a shorter sft.max_length, or qlora instead of "
+            "lora; `python -m nbutils plan --gpus N --engine NAME` forecasts it."
+        ),
+    )
 
 
 def fits_alone(resolved: Any) -> bool:

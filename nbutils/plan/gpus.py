@@ -11,6 +11,7 @@ from pydantic import Field
 from nbutils.config import Strict, Text, read_table
 from nbutils.errors import CourseError
 from nbutils.hardware import BF16_FROM, GPU
+from nbutils.language import tr
 
 OLDEST = (7, 0)  # torch has no kernels for older ones any more
 ASSUMED = (8, 0)  # the capability of a GPU of which only memory is given
@@ -59,7 +60,14 @@ def find(
     name, count = (several[1], int(several[2])) if several else (name.strip(), 1)
     found = next((one for one in every() if _plain(name) in map(_plain, (one.name, *one.also))), None)
     if found is None and vram is None:
-        raise CourseError("plan.unknown_gpu", name=name, names=", ".join(one.name for one in every()))
+        raise CourseError(
+            tr("{name!r} is not in configs/gpus.yaml, so its memory is not known.", name=name),
+            allowed=", ".join(one.name for one in every()),
+            todo=tr(
+                "Give its memory with --vram GIB (about 5 % less than advertised) and its dense 16-bit "
+                "TFLOP/s with --tflops T, or add it to that file."
+            ),
+        )
     found = found or GPUSpec(name=name, memory_gib=vram or 0.0, capability=ASSUMED)
     given = {"memory_gib": vram, "tflops": tflops, "capability": capability}
     return found.model_copy(update={"count": count} | {key: value for key, value in given.items() if value})

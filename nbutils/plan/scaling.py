@@ -52,7 +52,11 @@ class Step(NamedTuple):
 def bandwidth(link: str | float) -> float:
     """Bytes per second of a link by name, or of a number in GB/s."""
     if isinstance(link, str) and link not in LINKS:
-        raise CourseError("plan.unknown_link", name=link, names=", ".join(LINKS))
+        raise CourseError(
+            tr("There is no link {name!r}.", name=link),
+            allowed=tr("{names}, or a number in GB/s", names=", ".join(LINKS)),
+            todo=tr("Choose one of these, or give the bandwidth you measured."),
+        )
     return 1e9 * (LINKS[link] if isinstance(link, str) else link)
 
 
@@ -86,7 +90,10 @@ def table(
     alone = replace(recipe, engine="ddp", cards=1), gpu.model_copy(update={"count": 1})
     rate = rate or forecast.tokens_per_second(shape, *alone)
     if rate is None:
-        raise CourseError("plan.unknown_speed", gpu=gpu.name)
+        raise CourseError(
+            tr("The arithmetic of {gpu} is not known, so there is no speed of one card to begin with.", gpu=gpu.name),
+            todo=tr("Give the tokens per second you measured on one card as rate."),
+        )
     rows = []
     for cards in (cards for cards in CARDS if not fixed or batch % cards == 0):
         slowest = link if cards <= in_machine else network
@@ -166,5 +173,8 @@ def _case(profile: Profile, gpu: GPUSpec, shape: Shape, measured: float | None =
     made = forecast.of_profile(profile, gpu, shape, *ROWS)
     rate = measured or made["tokens_per_second"]
     if rate is None:
-        raise CourseError("plan.unknown_speed", gpu=gpu.name)
+        raise CourseError(
+            tr("The arithmetic of {gpu} is not known, so there is no speed of one card to begin with.", gpu=gpu.name),
+            todo=tr("Give the tokens per second you measured on one card as rate."),
+        )
     return Case(shape, Recipe(**made["recipe"]), gpu, rate, bool(measured))

@@ -87,7 +87,11 @@ def detect() -> Platform:
 
     if name := os.environ.get("NBUTILS_PLATFORM"):
         if name not in table():
-            raise CourseError("platforms.unknown", name=name, names=", ".join(table()))
+            raise CourseError(
+                tr("NBUTILS_PLATFORM is {name!r}.", name=name),
+                allowed=", ".join(table()),
+                todo=tr("Set one of these, or unset it and let the course detect the platform."),
+            )
         evidence = "NBUTILS_PLATFORM is set"
     else:
         found = {name: list(filter(present, entry.proof)) for name, entry in table().items()}
@@ -246,7 +250,10 @@ def cannot_write(folder: Path) -> str:
 def use_model_cache(platform: Platform, places: Folders) -> str:
     """Move the download cache off a small system disk, before huggingface_hub is imported; says what was done."""
     if os.path.expanduser("~") == "~":  # neither HOME nor an account: libraries would write to a folder of that name
-        raise CourseError("platforms.no_home")
+        raise CourseError(
+            tr("This user has no home folder; HOME is not set."),
+            todo=tr("Set HOME, as in `export HOME=/tmp/me`, then run this again."),
+        )
     chosen = any(os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"))
     filled = any(Path.home().glob(".cache/huggingface/hub/models--*"))
     if not platform.entry.cache or chosen or filled:
@@ -268,7 +275,10 @@ def find_input(inputs: Path | None, name: str) -> Path | None:
     found = find_inputs(inputs, glob.escape("/".join(parts)))
     if len(found) > 1:
         places = ", ".join(map(str, found))
-        raise CourseError("platforms.ambiguous_input", name=name, count=len(found), places=places, inputs=inputs)
+        raise CourseError(
+            tr("{name!r} was found {count} times: {places}.", name=name, count=len(found), places=places),
+            todo=tr("Write more of the path in front of it, or the whole path."),
+        )
     return found[0] if found else None
 
 

@@ -66,7 +66,11 @@ def prepare_network(platform: Platform, probe: bool = True) -> list[str]:
     lines = _use_turbo()
     mirror = os.environ.get("NBUTILS_MIRROR", "")
     if mirror and mirror not in SOURCES:
-        raise CourseError("platforms.unknown_mirror", name=mirror, names=", ".join(SOURCES))
+        raise CourseError(
+            tr("NBUTILS_MIRROR is {name!r}.", name=mirror),
+            allowed=", ".join(SOURCES),
+            todo=tr("Set one of these, or unset it."),
+        )
     if offline():
         lines.append(tr("offline, as HF_HUB_OFFLINE says: models come from folders and the cache"))
     elif not chosen() and (own := os.environ.get("HF_ENDPOINT")):

@@ -81,7 +81,10 @@ def concurrently(request: Callable[..., Answer], items: Collection[Any], url: st
             if server := SERVERS.get(url.rstrip("/")):
                 time.sleep(1.0)  # a connection breaks a moment before the process has ended
                 server.require()
-            raise CourseError("serving.request_failed", url=url, error=error) from error
+            raise CourseError(
+                tr("A request to the server at {url} failed: {error}", url=url, error=error),
+                todo=tr("Use server.client(), correct what it names, or run the cell that starts the server again."),
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,10 @@ class AnswerParity:
         """Stop unless prompts and answers agree; in 16 bits only prompts must, as rounding may change an answer."""
         prompts_differ = self.by_token and self.same_prompts < self.total
         if self.differences and (dtype == "float32" or prompts_differ):
-            raise CourseError("serving.no_parity", parity=self)
+            raise CourseError(
+                str(self),
+                todo=tr("Serve the folder lesson 04 wrote, with its own chat template and generation config."),
+            )
 
 
 def compare(served: Sequence[Answer], stored: Sequence[Answer]) -> AnswerParity:
@@ -193,7 +199,19 @@ def stop_leftover_servers(run: Path, stop_others: bool = False) -> None:
         if (found := _supervisor(process)) and found[2].is_relative_to(run.absolute()):
             (owner, port, _), pid = found, process.pid
             if owner != os.getpid() and psutil.pid_exists(owner) and not stop_others:
-                raise CourseError("serving.other_kernel", pid=pid, owner=owner, port=port)
+                raise CourseError(
+                    tr(
+                        "A server is still up on port {port} (process {pid}), started by another kernel (process "
+                        "{owner}).",
+                        pid=pid,
+                        owner=owner,
+                        port=port,
+                    ),
+                    todo=tr(
+                        "Use that one (http://127.0.0.1:{port}/v1), close its notebook, or set STOP_OTHERS to True.",
+                        port=port,
+                    ),
+                )
             print(tr("A server is still up on port {port} (process {pid}): it is stopped now.", port=port, pid=pid))
             for server in SERVERS.values():
                 if server.process and server.process.pid == pid:

@@ -55,13 +55,28 @@ def build_for(engine: str) -> dict[str, Any]:
         if fits or os.environ.get(f"{PREFIX}_PYTHON"):  # an interpreter of the learner's has what it has
             return build
     needs = joined((tr("{version}: driver from {driver_from}, Python {python}", **build) for build in builds), ";")
-    raise CourseError("serving.no_build", engine=engine, driver=driver or tr("none"), python=python, needs=needs)
+    raise CourseError(
+        tr(
+            "No build of {engine} fits driver {driver} and Python {python}.",
+            engine=engine,
+            driver=driver or tr("none"),
+            python=python,
+        ),
+        allowed=needs,
+        todo=tr(
+            "Take an image with a newer driver or Python, set ENGINE to transformers, or set NBUTILS_SERVE_PYTHON."
+        ),
+    )
 
 
 def require_engine(engine: str) -> None:
     """Refuse an unknown engine."""
     if engine not in ENGINES:
-        raise CourseError("serving.unknown_engine", engine=engine, engines=", ".join(ENGINES))
+        raise CourseError(
+            tr("The engine is {engine!r}.", engine=engine),
+            allowed=", ".join(ENGINES),
+            todo=tr("Choose one of them, or leave ENGINE at auto."),
+        )
 
 
 def ensure_environment(engine: str = "auto") -> ServingEnvironment:
@@ -124,7 +139,11 @@ def normalize(flags: Mapping[str, Any]) -> dict[str, Any]:
         bare = re.split(r"[=.]", name)[0]
         for reserved, instead in TABLE["reserved_flags"].items():
             if reserved.startswith(bare) or fnmatch(bare, reserved):  # argparse reads --hos as --host
-                raise CourseError("serving.reserved_flag", name=bare, instead=tr(instead))
+                raise CourseError(
+                    tr("The flags contain {name}, which Server sets itself.", name=bare),
+                    allowed=tr("in its place, {instead}", instead=tr(instead)),
+                    todo=tr("Remove {name} from the flags.", name=bare),
+                )
     return found
 
 
@@ -157,7 +176,11 @@ def lora_flags(adapters: Mapping[str, Path], engine: str) -> dict[str, Any]:
         problems += ["r"] if config.get("r", 0) > LORA_RANKS[-1] else []
         if problems:
             reason = ", ".join(f"{name}={config.get(name)}" for name in problems)
-            raise CourseError("serving.adapter_unsupported", folder=folder, reason=reason)
+            raise CourseError(
+                tr("vLLM cannot serve {folder} unmerged: {reason}.", folder=folder, reason=reason),
+                allowed=tr("a LoRA adapter of linear layers, without DoRA"),
+                todo=tr("Merge it (lesson 04) and serve the merged folder."),
+            )
         ranks.append(config["r"])
     modules = [f"{name}={folder.absolute()}" for name, folder in adapters.items()]
     rank = min(size for size in LORA_RANKS if size >= max(ranks, default=0))
@@ -207,4 +230,11 @@ def require_gpu_memory(share: float) -> None:
     memory = free_gpu_memory()
     if memory and memory.free_gib < share * memory.total_gib:
         possible = max(0.0, (memory.free_gib - 1.0) / memory.total_gib)  # 1 GiB: CUDA's own
-        raise CourseError("serving.gpu_memory_held", share=share, memory=memory, possible=possible)
+        raise CourseError(
+            tr("The server needs {share:.0%} of the GPU memory, and {memory}.", share=share, memory=memory),
+            todo=tr(
+                "Run `del model, trainer` and then serving.free_gpu_memory() here, stop the process it "
+                "names, or lower gpu-memory-utilization to {possible:.2f}.",
+                possible=possible,
+            ),
+        )

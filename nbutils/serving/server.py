@@ -76,7 +76,11 @@ def checked_port(port: int) -> int:
         try:
             probe.bind(("127.0.0.1", port))
         except (OSError, OverflowError) as error:
-            raise CourseError("serving.port_taken", port=port, error=error) from error
+            raise CourseError(
+                tr("Port {port} cannot be used ({error}).", port=port, error=error),
+                allowed=tr("a free port between 1024 and 65535, or 0"),
+                todo=tr("Set PORT to another number, or to 0 to let the course choose one."),
+            ) from error
         return int(probe.getsockname()[1])
 
 
@@ -114,7 +118,10 @@ class Server:
         self.names = [self.model_name, *(adapters or {})]
         self.port = checked_port(port)
         if plain and self.port in PUBLIC.get(platforms.detect().name, ()):
-            raise CourseError("serving.no_key_check", port=self.port)
+            raise CourseError(
+                tr("`transformers serve` checks no API key, and others could reach it on port {port}.", port=self.port),
+                todo=tr("Set PORT to 0."),
+            )
         self.api_key = None if plain else os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
         self.root = f"http://127.0.0.1:{self.port}"
         self.url = f"{self.root}/v1"  # what an OpenAI client takes as `base_url`
@@ -188,11 +195,30 @@ class Server:
                 self.stop()
                 environments.require_imports(self.environment.python, errors)
                 error = errors or "\n".join(lines[-12:])
-                raise CourseError("serving.start_failed", status=status, error=error, log=self.log)
+                raise CourseError(
+                    tr(
+                        "The server ended while it was starting, exit status {status}:\n{error}",
+                        status=status,
+                        error=error,
+                    ),
+                    todo=tr(
+                        "Correct what it names in the cell with the flags, or read {log}; if memory is short (exit "
+                        "status 137 is one sign), free the GPU (serving.free_gpu_memory() shows who holds it) or "
+                        "lower max-model-len or gpu-memory-utilization.",
+                        log=self.log,
+                    ),
+                )
             if seconds > timeout:
                 self.stop()
                 tail = "\n".join(lines[-12:])
-                raise CourseError("serving.start_timeout", seconds=timeout, tail=tail, log=self.log)
+                raise CourseError(
+                    tr(
+                        "The server did not answer within {seconds:.0f} s. Last lines:\n{tail}",
+                        seconds=timeout,
+                        tail=tail,
+                    ),
+                    todo=tr("Pass a longer timeout to wait(), or read {log}.", log=self.log),
+                )
             phases = [text for line in lines for logged, text in PHASES.items() if logged in line]
             if said != (said := phases[-1] if phases else IMPORTING):
                 print(f"{seconds:4.0f} s  {tr(said)}", flush=True)
@@ -213,12 +239,24 @@ class Server:
         """Raise why the server is not running (any more); what is left of one that died is stopped."""
         process = self.process
         if process is None:
-            raise CourseError("serving.not_running")
+            raise CourseError(tr("The server is not running."), todo=tr("Run the cell that starts it."))
         if process.poll() is not None or health(self.root) == 503:  # 503: vLLM's engine is dead
             (lines, errors), status = read_log(self.log), process.poll()
             self.stop()
             errors = errors or "\n".join(lines[-3:]) or tr("its log is empty")
-            raise CourseError("serving.died", url=self.url, status=status, errors=errors, log=self.log)
+            raise CourseError(
+                tr(
+                    "The server at {url} is gone (exit status {status}):\n{errors}",
+                    url=self.url,
+                    status=status,
+                    errors=errors,
+                ),
+                todo=tr(
+                    "Run the cell that starts it again; memory is the usual reason (lower max-num-seqs, "
+                    "max-model-len or gpu-memory-utilization); the log is {log}.",
+                    log=self.log,
+                ),
+            )
 
     def _after_cell(self, result: Any) -> None:
         """A server that died is reported; a failed cell ends the lesson, and the server with it."""

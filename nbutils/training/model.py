@@ -44,7 +44,10 @@ _signature = cache(inspect.signature)
 def require_unquantized(model: str) -> None:
     """Stop at a base model that is quantized already: it would be quantized twice."""
     if merging.is_quantized(PreTrainedConfig.get_config_dict(model)[0]):
-        raise CourseError("training.quantized_base", model=model)
+        raise CourseError(
+            tr("The config.json of {model} says that it is already quantized.", model=model),
+            todo=tr("Set MODEL to the unquantized one (without -AWQ, -GPTQ, -FP8, -bnb-4bit in its name)."),
+        )
 
 
 def repair_precision(model: nn.Module) -> int:
@@ -135,7 +138,14 @@ def _attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     unsupported = {"dropout": dropout or None, "s_aux": kwargs.get("s_aux"), "softcap": kwargs.get("softcap")}
     if parts := [name for name, value in unsupported.items() if value is not None]:
-        raise CourseError("training.unsupported_attention", parts=", ".join(parts))
+        raise CourseError(
+            tr(
+                "This model's attention has {parts}, which torch's kernel for packed rows does not support.",
+                parts=", ".join(parts),
+            ),
+            allowed=tr("attention without dropout, sinks (s_aux) and softcap, as in Qwen, GLM and Llama"),
+            todo=tr("Set from_pretrained.attn_implementation to sdpa in a copy of the profile."),
+        )
     rows, heads, length, size = query.shape
     if kwargs.get(BOUNDARIES[0]) is not None:  # from the collator
         edges, longest = kwargs[BOUNDARIES[0]], int(kwargs[BOUNDARIES[2]])

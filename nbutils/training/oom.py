@@ -77,7 +77,17 @@ def train(trainer: Any, lesson: LessonLike, resume_from: Path | None, note: Call
             problem = str(error).strip().partition("\n")[0] or "out of memory"
         step, peak = max(trainer.state.global_step, step_of(resume_from)), hardware.peak_memory_gib()
         if not alone:
-            raise CourseError("training.oom_distributed", step=step + 1, problem=problem)
+            raise CourseError(
+                tr(
+                    "Out of memory at step {step} in one of several processes: {problem}",
+                    step=step + 1,
+                    problem=problem,
+                ),
+                todo=tr(
+                    "Halve sft.per_device_train_batch_size in the profile (the batch stays the same) and start "
+                    "all processes again: they resume."
+                ),
+            )
         trainer.model.zero_grad(set_to_none=True)  # free what the broken step holds
         trainer.callback_handler.train_dataloader = None
         hardware.free_memory()
@@ -92,13 +102,35 @@ def train(trainer: Any, lesson: LessonLike, resume_from: Path | None, note: Call
                 return
         smaller = settings.smaller(offload=lesson.gpu is not None)
         if smaller is None:
-            raise CourseError("training.oom_exhausted", step=step + 1, peak=peak, settings=settings)
+            raise CourseError(
+                tr(
+                    "Out of memory at step {step} (peak {peak:.1f} GiB) with {settings}; there are no smaller "
+                    "settings to try.",
+                    step=step + 1,
+                    peak=peak,
+                    settings=settings,
+                ),
+                todo=tr(
+                    "Close other programs on the GPU (other notebooks too), or choose a smaller model or "
+                    "sft.max_length, method qlora or a larger GPU."
+                ),
+            )
         change = {"step": step + 1, "card": str(lesson.gpu or "none"), "used_gib": round(peak, 2)}
         change |= {"from": asdict(settings), "to": asdict(smaller)}
         with suppress(OSError):  # a disk that is gone does not end the training
             files.write_json(lesson.run.path / OOM_FILE, {"rungs": [*oom_changes(lesson), change]})
         if step > step_of(resume_from):
-            raise CourseError("training.oom_half_updated", step=step + 1)
+            raise CourseError(
+                tr(
+                    "Out of memory inside the optimizer update of step {step}: some weights have changed, others "
+                    "have not.",
+                    step=step + 1,
+                ),
+                todo=tr(
+                    "Run all cells again: training resumes from its newest checkpoint. Halve "
+                    "sft.per_device_train_batch_size if it happens again."
+                ),
+            )
         if resume_from is None:  # the first update may have broken off
             sharding.load_weights(trainer.model, first_weights)
         apply(trainer, smaller)

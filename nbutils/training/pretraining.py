@@ -56,12 +56,7 @@ class Texts:
         self.source, self.count, self.seed = source, count, seed
         self.read = 0  # documents of the last loop
         self.left_out: Counter[str] = Counter()  # rows without text, by what was seen instead
-        try:
-            self.files = read.find_files(source, (*TEXT_FILES, *read.FORMATS)) if source else []
-        except CourseError as problem:
-            if problem.code != "data.no_data_file":
-                raise
-            raise CourseError("pretraining.no_text_file", **problem.values) from None
+        self.files = read.find_files(source, (*TEXT_FILES, *read.FORMATS)) if source else []
 
     def __iter__(self) -> Iterator[str]:
         self.read = 0
@@ -72,7 +67,11 @@ class Texts:
             yield text
         if not self.read:
             seen = "; ".join(self.left_out) or tr("the files are empty")
-            raise CourseError("pretraining.no_text", source=self.source or f"TEXTS = {self.count}", seen=seen)
+            raise CourseError(
+                tr("No text was found in {source}: {seen}.", source=self.source or f"TEXTS = {self.count}", seen=seen),
+                allowed=tr("text files, or rows with text in a column `text`"),
+                todo=tr("Rename the column that holds the text to `text`, or name other files with DATA."),
+            )
 
     def documents(self) -> Iterator[dict[str, str]]:
         """The same as rows of `datasets`."""
@@ -120,7 +119,10 @@ def _pieces(file: Path) -> Iterator[str]:
     try:
         for number, line in enumerate(read.text_lines(file), start=1):
             if not line.isascii() and NO_CHARACTER.search(line):
-                raise CourseError("pretraining.encoding", file=file, line=number)
+                raise CourseError(
+                    tr("{file}, line {line}: the bytes are neither UTF-8, UTF-16 nor GBK.", file=file, line=number),
+                    todo=tr("Convert the file, for example with `iconv -f latin1 -t utf-8`, or take it out of DATA."),
+                )
             piece.append(line)
             size += len(line)
             if size >= PIECE and (not line.strip() or size >= 2 * PIECE):
@@ -129,7 +131,10 @@ def _pieces(file: Path) -> Iterator[str]:
     except read.DAMAGED as problem:
         if getattr(problem, "errno", None):  # the disk, not the file
             raise
-        raise CourseError("pretraining.damaged", file=file, problem=problem) from problem
+        raise CourseError(
+            tr("{file} is damaged or cut short: {problem}.", file=file, problem=problem),
+            todo=tr("Copy or download the file again."),
+        ) from problem
     if "".join(piece).strip():
         yield "".join(piece)
 
@@ -137,9 +142,17 @@ def _pieces(file: Path) -> Iterator[str]:
 def require_sizes(width: int, depth: int, vocab_size: int) -> None:
     """Refuse a model that cannot be built, before any text is read."""
     if width % (2 * HEAD) or not width or not depth:
-        raise CourseError("pretraining.bad_size", width=width, depth=depth, multiple=2 * HEAD)
+        raise CourseError(
+            tr("WIDTH is {width} and DEPTH {depth}.", width=width, depth=depth),
+            allowed=tr("a WIDTH that is a multiple of {multiple}, and a DEPTH of 1 or more", multiple=2 * HEAD),
+            todo=tr("Try WIDTH 128 and DEPTH 2, or WIDTH 768 and DEPTH 6."),
+        )
     if vocab_size < SMALLEST_VOCABULARY:
-        raise CourseError("pretraining.vocabulary_too_small", size=vocab_size, smallest=SMALLEST_VOCABULARY)
+        raise CourseError(
+            tr("VOCAB is {size}.", size=vocab_size),
+            allowed=tr("{smallest} or more: the 256 bytes come first", smallest=SMALLEST_VOCABULARY),
+            todo=tr("Raise VOCAB; the bundled model has 3072."),
+        )
 
 
 def load_tokenizer(name: str) -> Any:
@@ -149,7 +162,11 @@ def load_tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(chosen, trust_remote_code=False)
     except (OSError, ValueError) as problem:
         said = str(problem).partition("\n")[0]
-        raise CourseError("pretraining.no_tokenizer", name=name, problem=said) from problem
+        raise CourseError(
+            tr("The tokenizer of {name} cannot be loaded: {problem}", name=name, problem=said),
+            allowed=tr("a course model, a hub name, or a folder with a tokenizer; empty trains one"),
+            todo=tr("Correct TOKENIZER, make the hub reachable, or leave it empty."),
+        ) from problem
 
 
 def separator_of(tokenizer: Any) -> int:
@@ -193,7 +210,16 @@ def write_rows(stream: IterableDataset, texts: Texts, tokenizer: Any, length: in
     rows = Dataset.from_file(str(folder / "tokens.arrow"))
     count = min(MOST_HELD_OUT, len(rows) // 10 + 1)
     if len(rows) <= count:
-        raise CourseError("pretraining.too_little_text", rows=len(rows), length=length, tokens=card["tokens"])
+        raise CourseError(
+            tr(
+                "The text fills {rows} row(s) of {length} tokens ({tokens} tokens).",
+                rows=len(rows),
+                length=length,
+                tokens=card["tokens"],
+            ),
+            allowed=tr("text for two rows or more: one is held out"),
+            todo=tr("Add text (or raise TEXTS), or lower LENGTH."),
+        )
     held_out = [number * len(rows) // count for number in range(count)]  # from everywhere in the text
     kept = sorted(set(range(len(rows))) - set(held_out))
     train, held = (rows.select(chosen, keep_in_memory=True) for chosen in (kept, held_out))
@@ -293,7 +319,10 @@ class PretrainingCallback(CourseCallback):
     def prepare(self, trainer: Any) -> str:
         """Check the disk and the run; how much there is to train, in one line."""
         if files.stamp(self.lesson.run.adapter) is not None:
-            raise CourseError("pretraining.run_in_use", run=self.lesson.run.name)
+            raise CourseError(
+                tr("The run {run} holds an adapter of lesson 03.", run=self.lesson.run.name),
+                todo=tr("Choose another RUN_NAME."),
+            )
         self.require_room(trainer)
         self.take_over(trainer)
         disable_progress_bar()  # of every saved checkpoint

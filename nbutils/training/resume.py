@@ -48,7 +48,10 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
         _LOCKS[scratch] = _LOCKS.get(scratch) or files.lock(scratch / "training.lock", timeout=0)
         _LOCKS[scratch].acquire()
     except Timeout:
-        raise CourseError("training.run_in_use", run=scratch.name) from None
+        raise CourseError(
+            tr("Another process is training in {run} right now.", run=scratch.name),
+            todo=tr("Wait for it, stop it (restart its kernel), or choose another RUN_NAME."),
+        ) from None
     checkpoints.end_earlier(scratch / "outbox")
     for unproven in ("trainer", "outbox"):  # left by a killed run; only archives that verify count
         shutil.rmtree(scratch / unproven, ignore_errors=True)

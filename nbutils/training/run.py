@@ -23,7 +23,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 from nbutils import chat, checkpoints, display, distributed, files, hardware, platforms, record, tracking
 from nbutils.config import flat
 from nbutils.disk import require_disk
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, StoppedByHand
 from nbutils.language import joined, tr
 from nbutils.processes import first_signals
 from nbutils.record import LessonLike
@@ -283,7 +283,12 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
     lesson, sft = callback.lesson, callback.lesson.profile.sft
     if callback.trained is None:
         if trainer.state.global_step:
-            raise CourseError("training.trained_already")
+            raise CourseError(
+                tr("This trainer has trained before, and would mix two trainings."),
+                todo=tr(
+                    "Run the cells again from the one that loads the model (or restart the kernel and run all cells)."
+                ),
+            )
         wanted = (lesson, callback.fingerprint, resume)
         found = distributed.broadcast(resuming.resume_point(*wanted) if distributed.is_main() else None)
         checkpoint = distributed.send_folder(lesson.scratch / "trainer", found.name) if found else None
@@ -322,7 +327,17 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
     else:
         print(tr("nothing new had to be kept"))
     if interrupted:
-        raise CourseError("training.interrupted", step=trainer.state.global_step, steps=trainer.state.max_steps)
+        raise StoppedByHand(
+            tr(
+                "You stopped the training at step {step} of {steps}; what it learned until then is saved.",
+                step=trainer.state.global_step,
+                steps=trainer.state.max_steps,
+            ),
+            todo=tr(
+                "To go on, restart the kernel and run all cells, or give the same command again; it "
+                "continues from that step."
+            ),
+        )
     changed = Counter(before[name][0] for name in moved)
     tracking.write_history(trainer.state.log_history, lesson.run.logs / "history.json")
     counts = changed[True], changed[False]
@@ -352,7 +367,13 @@ def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
     """Write adapter and tokenizer to the run's adapter folder; one of this very training is left as it is."""
     callback, trainer = result.callback, result.trainer
     if model.weight_checksums(trainer.model) != result.checksums:
-        raise CourseError("training.weights_changed")
+        raise CourseError(
+            tr("The weights of the adapter are no longer those the training ended with."),
+            todo=tr(
+                "Run the cells again from the one that loads the model; the training is loaded from its last "
+                "checkpoint, not repeated."
+            ),
+        )
     trainable = sorted(item for item in result.checksums.items() if item[1][0])
     checksum = f"{zlib.crc32(repr(trainable).encode()):08x}"
     about = {"steps": result.kept_step, "weights": checksum, "fingerprint": callback.fingerprint}

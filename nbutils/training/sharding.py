@@ -20,6 +20,7 @@ from torch.utils.data import RandomSampler
 
 from nbutils.distributed import anyone, engine, local_rank, rank, world_size
 from nbutils.errors import CourseError
+from nbutils.language import tr
 
 MOMENTS = {"exp_avg": "state1", "exp_avg_sq": "state2"}  # of torch's AdamW, and of bitsandbytes'
 GROUPS = 2  # of weights in the trainer's optimizer, with and without decay; DeepSpeed leaves out the empty one
@@ -32,7 +33,14 @@ def use_engine(trainer: Any) -> None:
     if kind is None or isinstance(trainer, SharedSteps):
         return
     if kind is WholeCheckpoints and not hasattr(trainer, "_prepare_for_training"):
-        raise CourseError("distributed.old_transformers", version=transformers.__version__)
+        raise CourseError(
+            tr(
+                "With transformers {version} there are no checkpoints that any engine continues.",
+                version=transformers.__version__,
+            ),
+            allowed=tr("transformers 5.6 or newer for FSDP and DeepSpeed; DDP works with older ones"),
+            todo=tr("Run `pip install -U transformers`, or use DDP (torchrun)."),
+        )
     trainer.__class__ = type(type(trainer).__name__, (kind, type(trainer)), {})
     trainer.add_empty_rows()
     if engine() == "fsdp":
