@@ -561,7 +561,7 @@ def test_sources_that_cannot_be_read_say_so(tmp_path: Path) -> None:
     write(tmp_path / "folder/.hidden.jsonl", [qa(1)])
     reasons = {"missing.jsonl": "does not exist", "folder": "holds readme.txt"}
     for name, reason in {**reasons, **dict.fromkeys(("rows.xlsx", "pipe.jsonl"), "is no regular file, or")}.items():
-        with refused("Correct the path", f"{tmp_path / name} {reason}", "CSV (UTF-8)"):
+        with refused("Correct the path", f"{tmp_path / name} {reason}", ".csv"):
             data.prepare(str(tmp_path / name), tmp_path / "out")
     (tmp_path / "renamed.csv").write_bytes(b"PK\3\4\r\rrows")
     with refused("are left for training,", "begins with PK: it looks like an Excel workbook", "save it as CSV UTF-8"):

@@ -154,7 +154,7 @@ def test_a_job_gets_no_secrets_and_a_failed_one_is_reported_with_its_last_lines(
     monkeypatch.setattr(make, "ensure_environment", lambda: Path(sys.executable))
     for code, status, word in (("import os; os.kill(os.getpid(), 9)", 137, "137"), ("{}['dance']", 1, "KeyError")):
         monkeypatch.setattr(make, "START", code)
-        with refused(f"(exit status {status}): ", word):
+        with refused(f"exit status {status}", word):
             make.run_job({}, "the dance")
     monkeypatch.setenv("HF_TOKEN", "hf_correcthorsebatterystaple0123456")
     code = "import json, os, sys; answer = json.load(open(sys.argv[2]))['answer']; "

@@ -22,7 +22,7 @@ def test_a_course_error_has_three_parts_survives_pickling_and_shows_no_secret(
     from IPython.core.interactiveshell import InteractiveShell
 
     monkeypatch.setenv("MY_TOKEN", "correct-horse")
-    error = CourseError("https://me:pass@host/x correct-horse", todo="sk-" + "a1" * 20)
+    error = CourseError("https://me:pass@host/x correct-horse", todo="sk-" + "a1" * 20, allowed="one of these")
     assert str(error).splitlines() == [error.seen, f"  Allowed: {error.allowed}", f"  To do: {error.todo}"]
     assert "host/x" in str(error) and not any(secret in str(error) for secret in ("pass@", "correct-horse", "a1a1"))
     again = pickle.loads(pickle.dumps(error))

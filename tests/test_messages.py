@@ -49,7 +49,7 @@ def test_the_catalogue_is_checked_for_missing_unused_fuzzy_and_stale_entries(tmp
     for name in (".ci/translations.py", "tests/contracts.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    for name in ("nbutils", "configs", "data_samples"):
+    for name in ("nbutils", "configs", "data_samples", "notebooks"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     assert checked(tmp_path) == "\n"
     po = tmp_path / f"{CATALOGUE}.po"
