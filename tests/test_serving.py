@@ -378,7 +378,7 @@ def test_a_server_that_died_is_reported_to_whoever_asks(stub: StubServer, victim
     stub.start().wait(20)
     members = stub.everyone()
     os.kill(members[victim], signal.SIGKILL)
-    with refused(f"(exit status {status}): "):
+    with refused(f"(exit status {status}):"):
         serving.ask(stub.client(max_retries=0), "tiny", QUESTION * 3, 8)
     assert alive(members) == []
     with refused("The server is not running"):
