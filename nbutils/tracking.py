@@ -90,11 +90,15 @@ def begin(logs: Path, run: str, names: Sequence[str] | None = None) -> list[str]
 def _log_into(logs: Path) -> None:
     """Where the trackers that transformers starts keep their files; a learner's own server or folder is left alone."""
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
-    os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{logs / 'mlflow.db'}")
-    os.environ.setdefault("TRACKIO_DIR", str(logs / "trackio"))
-    os.environ.setdefault("COMET_OFFLINE_DIRECTORY", str(logs / "comet"))
+    places = {
+        "MLFLOW_TRACKING_URI": f"sqlite:///{logs / 'mlflow.db'}",
+        "TRACKIO_DIR": str(logs / "trackio"),
+        "COMET_OFFLINE_DIRECTORY": str(logs / "comet"),
+    }
     if not os.environ.get("COMET_API_KEY"):
-        os.environ.setdefault("COMET_START_ONLINE", "0")  # it would ask for a key
+        places["COMET_START_ONLINE"] = "0"  # it would ask for a key
+    for name, place in places.items():
+        os.environ.setdefault(name, place)
 
 
 def _require_installed(names: Iterable[str]) -> None:

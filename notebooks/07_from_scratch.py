@@ -268,7 +268,9 @@ print(callback.prepare(trainer))
 
 # %%
 result = training.train(trainer, callback, resume=RESUME)
-print(pretraining.summary(result))
+print(result)
+losses = [loss for _, loss in result.history["validation"]]
+print(f"perplexity on held-out rows: {math.exp(losses[0]):,.0f} -> {math.exp(min(losses)):,.1f}")
 
 # %% [markdown]
 # The curve begins near log(vocabulary) and falls while the model learns words, then sentences, then copying. Where the training

@@ -8,7 +8,6 @@ import math
 import random
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -69,21 +68,21 @@ class Texts:
         self.count = count
         self.seed = seed
         self.read = 0  # documents of the last loop
-        self.left_out: Counter[str] = Counter()  # rows without text, by what was seen instead
+        self.left_out = 0  # rows without text
+        self.seen = tr("the files are empty")  # the first time, instead of a text
         self.source = source or str(BUNDLED)
         self.files = read.find_files(self.source, (*TEXT_FILES, *read.FORMATS))
 
     def __iter__(self) -> Iterator[str]:
         self.read = 0
-        self.left_out.clear()
+        self.left_out = 0
         limit = self.count if self.bundled and self.count else None
         for text in islice(self._documents(), limit):
             self.read += 1
             yield text
         if not self.read:
-            seen = "; ".join(self.left_out) or tr("the files are empty")
             raise CourseError(
-                tr("No text was found in {source}: {seen}.", source=self.source, seen=seen),
+                tr("No text was found in {source}: {seen}.", source=self.source, seen=self.seen),
                 allowed=tr("text files, or rows with text in a column `text`"),
                 todo=tr("Rename the column that holds the text to `text`, or name other files with DATA."),
             )
@@ -103,9 +102,7 @@ class Texts:
 
     def identity(self) -> dict[str, Any]:
         """What the text is: equal as long as no file changes."""
-        known = []
-        for file in self.files:
-            known.append([file.name, file.stat().st_size, file.stat().st_mtime_ns])
+        known = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
         return {"files": known, "count": self.count}
 
     def _documents(self) -> Iterator[str]:
@@ -119,15 +116,20 @@ class Texts:
         """The texts in the column `text` of a file with rows; other rows are counted."""
         for row in read.read_rows(file):
             if isinstance(row, RowError):
-                self.left_out[row.problems[0].seen] += 1
+                self._leave_out(row.problems[0].seen)
                 continue
-            is_record = isinstance(row.raw, dict)
-            text = row.raw.get(COLUMN) if is_record else None
+            columns = row.raw if isinstance(row.raw, dict) else {type(row.raw).__name__: None}
+            text = columns.get(COLUMN)
             if not isinstance(text, str):
-                columns = ", ".join(map(str, row.raw)) if is_record else type(row.raw).__name__
-                self.left_out[tr("{file} has {columns}", file=row.file, columns=shown(columns[:200]))] += 1
+                names = ", ".join(map(str, columns))[:200]
+                self._leave_out(tr("{file} has {columns}", file=row.file, columns=shown(names)))
             elif text.strip():
                 yield text.encode("utf-8", "replace").decode()  # a lone surrogate of JSON is no character
+
+    def _leave_out(self, seen: str) -> None:
+        if not self.left_out:
+            self.seen = seen
+        self.left_out += 1
 
 
 def _pieces(file: Path) -> Iterator[str]:
@@ -200,7 +202,7 @@ class Card(BaseModel, frozen=True):
     documents: int
     tokens: int
     left_out: int
-    seen: str  # most often instead of text
+    seen: str  # the first time, instead of a text
     fingerprint: str
 
 
@@ -293,8 +295,8 @@ def _write_stream(stream: IterableDataset, texts: Texts, length: int, file: Path
     return Card(
         documents=texts.read,
         tokens=rows * length,
-        left_out=texts.left_out.total(),
-        seen=max(texts.left_out, key=texts.left_out.__getitem__, default=""),
+        left_out=texts.left_out,
+        seen=texts.seen if texts.left_out else "",
         fingerprint=digest.hexdigest()[:16],
     )
 
@@ -395,12 +397,14 @@ def with_recipe(
 
 def _with_chosen(sft: SFT, given: SFT, chosen: set[str], batch: int) -> SFT:
     """The recipe with what SET names; a chosen micro-batch is repeated as often as the batch needs."""
-    names = [name.removeprefix("sft.") for name in chosen if name.startswith("sft.")]
-    sft = sft.model_copy(update={name: given[name] for name in names})
-    if "per_device_train_batch_size" in names and "gradient_accumulation_steps" not in names:
-        times = batch // int(sft.per_device_train_batch_size)
-        sft = sft.model_copy(update={"gradient_accumulation_steps": times})
-    return sft
+    values: dict[str, Any] = {}
+    for name in chosen:
+        block, _, argument = name.partition(".")
+        if block == "sft":
+            values[argument] = given[argument]
+    if "per_device_train_batch_size" in values:
+        values.setdefault("gradient_accumulation_steps", batch // values["per_device_train_batch_size"])
+    return sft.model_copy(update=values)
 
 
 def _forecast_gpus(gpu: GPU | None) -> list[gpus.GPUSpec]:
@@ -477,19 +481,6 @@ def text_loss(model: Any, tokenizer: Any, text: str) -> float:
     model.eval()
     with torch.no_grad():
         return float(model(input_ids=ids, labels=ids, use_cache=False).loss)
-
-
-def summary(result: TrainingResult) -> str:
-    """What a training took and brought, in lines."""
-    losses = [loss for _, loss in result.history["validation"]]
-    first = losses[0]
-    best = min(losses)
-    return result.described(
-        {
-            tr("held-out loss"): f"{first:.3f} -> {best:.3f}",
-            tr("perplexity"): f"{math.exp(first):,.0f} -> {math.exp(best):,.1f}",
-        }
-    )
 
 
 def save(result: TrainingResult, tokenizer: Any) -> Path:

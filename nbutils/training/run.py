@@ -145,17 +145,22 @@ class CourseCallback(TrainerCallback):
         sharding.use_engine(trainer)
         patched = model.patch_lora_kernels(trainer)
         self.take_over(trainer)
-        self.fingerprint = resuming.run_fingerprint(self.profile, self.run.data, self.base_model, trainer.args.seed)
+        seed = trainer.args.seed
+        self.fingerprint = resuming.run_fingerprint(self.profile, self.run.data, self.base_model, seed)
         distributed.require_same(self.fingerprint | {"sft": dict(self.profile.sft)})
-        return tr("{tokens:,} tokens to learn from; {patched}", tokens=self.dataset.report.trained, patched=patched)
+        tokens = self.dataset.report.trained
+        return tr("{tokens:,} tokens to learn from; {patched}", tokens=tokens, patched=patched)
 
     def require_room(self, trainer: Any) -> None:
         """Refuse a training whose checkpoints do not fit on the disks."""
-        trainable = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
-        # weights, two optimizer states, the rest
-        self.checkpoint_gib = (trainable * 12 + 64 * 2**20) / files.GIB
+        bytes_needed = 64 * 2**20
+        for weight in trainer.model.parameters():
+            if weight.requires_grad:
+                bytes_needed += weight.numel() * 12  # itself, and two states of the optimizer
+        self.checkpoint_gib = bytes_needed / files.GIB
+        output = Path(trainer.args.output_dir)
         count = trainer.args.save_total_limit + 2  # the best one is kept beside the newest
-        require_disk(Path(trainer.args.output_dir), count * self.checkpoint_gib, tr("writing checkpoints"))
+        require_disk(output, count * self.checkpoint_gib, tr("writing checkpoints"))
         kept, _ = checkpoints.look(self.run.checkpoints)
         missing = max(count - len(kept), 1)
         require_disk(self.run.checkpoints, missing * self.checkpoint_gib, tr("keeping checkpoints"))
@@ -229,8 +234,9 @@ class CourseCallback(TrainerCallback):
 
     def spent(self, seconds: float) -> dict[str, Any]:
         """Time and cost of the training, if this session took so many seconds; earlier sessions are counted in."""
-        total: dict[str, Any] = {"train_seconds": round(self.earlier.get("train_seconds", 0.0) + seconds, 1)}
         cost = self.live.cost(seconds)
+        seconds += self.earlier.get("train_seconds", 0.0)
+        total: dict[str, Any] = {"train_seconds": round(seconds, 1)}
         for sign, amount in self.earlier.get("cost", {}).items():
             cost[sign] = round(cost.get(sign, 0.0) + amount, 2)
         if cost:
@@ -265,7 +271,7 @@ class TrainingResult:
     best: tuple[int, float] | None  # step and validation loss of the weights the model has now; None: those of the last
     changed: tuple[int, int]  # weight tensors of the adapter, and of the base
     peak_gib: float
-    checksums: dict[str, tuple[bool, int]]  # of the weights it ended with
+    checksums: model.Checksums  # of the weights it ended with
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # trained ones: the model has shards, or 16 bits
 
     @property
@@ -330,22 +336,6 @@ class TrainingResult:
         return measured if tokens else dict.fromkeys([*measured, "cost"])
 
     def __str__(self) -> str:
-        losses = self.facts()["validation_loss"]
-        rows = {}
-        if losses:
-            rows[tr("validation loss")] = tr(
-                "{first:.4f} -> {best:.4f} at step {best_step}",
-                first=losses["first"],
-                best=losses["best"],
-                best_step=self.facts()["best_step"],
-            )
-        rows[tr("changed weights")] = tr(
-            "{adapter} of the adapter, {base} of the base model", adapter=self.changed[0], base=self.changed[1]
-        )
-        return self.described(rows)
-
-    def described(self, brought: dict[str, str]) -> str:
-        """What the training took, and what it brought, in lines."""
         facts = self.facts()
         planned = self.trainer.state.max_steps
         steps = tr(
@@ -354,7 +344,15 @@ class TrainingResult:
         if facts["planned_steps"] < planned:
             steps += tr(" (early stopping)")
         rows = {tr("steps"): steps, tr("saved"): tr("the weights of step {step}", step=self.kept_step)}
-        rows |= brought
+        if losses := facts["validation_loss"]:
+            rows[tr("validation loss")] = tr(
+                "{first:.4f} -> {best:.4f} at step {best_step}",
+                first=losses["first"],
+                best=losses["best"],
+                best_step=facts["best_step"],
+            )
+        trained, frozen = self.changed
+        rows[tr("changed weights")] = tr("{trained} trained, {frozen} frozen", trained=trained, frozen=frozen)
         if speed := facts["tokens_per_second"]:
             took = [display.clock(facts["train_seconds"])]
             if self.first_step:
@@ -468,12 +466,16 @@ def _train_steps(trainer: Any, callback: CourseCallback, checkpoint: Path | None
         raise
 
 
-def _count_changed(before: dict[str, tuple[bool, int]], after: dict[str, tuple[bool, int]]) -> tuple[int, int]:
+def _count_changed(before: model.Checksums, after: model.Checksums) -> tuple[int, int]:
     """How many weights of the adapter, and of the base, are others in any process."""
-    mine = {name for name in before if before[name] != after[name]}
-    names = set().union(*distributed.gather(mine))
-    of_adapter = sum(before[name][0] for name in names)
-    return of_adapter, len(names) - of_adapter
+    names = set[str]()
+    for changed in distributed.gather([name for name in before if before[name] != after[name]]):
+        names.update(changed)
+    trained = 0
+    for name in names:
+        is_trained, _ = before[name]
+        trained += is_trained
+    return trained, len(names) - trained
 
 
 def _report_end(callback: CourseCallback, kept: checkpoints.StoredCheckpoint | None) -> None:

@@ -248,7 +248,9 @@ print(callback.prepare(trainer))
 
 # %%
 result = training.train(trainer, callback, resume=RESUME)
-print(pretraining.summary(result))
+print(result)
+losses = [loss for _, loss in result.history["validation"]]
+print(f"验证集上的困惑度：{math.exp(losses[0]):,.0f} -> {math.exp(min(losses)):,.1f}")
 
 # %% [markdown]
 # 曲线从 `log(词表大小)` 附近开始一路下降：模型先学会词，再学会句子，最后学会照抄前文。如果训练损失继续下降，验证损失却上升，说明文本太少，撑不起这么大的模型。
