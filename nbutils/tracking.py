@@ -126,23 +126,38 @@ def _begin_wandb(logs: Path, run: str) -> str:
     with redirect_stderr(io.StringIO()):  # it is silent only once it has looked for the name of this notebook
         wandb.setup()
     wandb.finish()  # of an earlier run of this cell
-    start = partial(wandb.init, project=os.environ.get("WANDB_PROJECT", PROJECT), name=run, dir=logs)
     key = platforms.secret("WANDB_API_KEY")
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    if not key:
-        mode = tr("offline: no WANDB_API_KEY")
-    elif os.environ.get("WANDB_MODE", "online") != "online" or not platforms.answers(host, seconds=5):
-        mode = tr("offline: WANDB_MODE says so, or no network")
-    else:
+    online = False
+    reason = tr("offline: no WANDB_API_KEY")
+    if key:
         os.environ["WANDB_API_KEY"] = key
+        online = os.environ.get("WANDB_MODE", "online") == "online" and platforms.answers(host, seconds=5)
+        reason = tr("offline: WANDB_MODE says so, or no network")
+    start = partial(
+        wandb.init,
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=run,
+        dir=logs,
+        settings=wandb.Settings(init_timeout=30),
+    )
+    mode = _start(start, online, reason)
+    if mode != tr("online"):
+        os.environ["WANDB_MODE"] = "offline"  # for whatever else starts a run
+    return mode
+
+
+def _start(init: Callable[..., object], online: bool, reason: str) -> str:
+    """Start a run of a tracker, online or for this reason offline; how."""
+    if online:
         try:
-            start(mode="online", settings=wandb.Settings(init_timeout=30))
+            init(mode="online")
             return tr("online")
         except Exception as problem:  # a refused key, a dead network: neither may cost the training
-            mode = _why_offline(problem)
-    os.environ["WANDB_MODE"] = "offline"
-    start(mode="offline")
-    return mode
+            text = tr("offline: {problem}", problem=f"{type(problem).__name__}: {problem}")
+            reason = mask_secrets(text)[:130]
+    init(mode="offline")
+    return reason
 
 
 def _begin_swanlab(logs: Path, run: str, chosen: bool = False) -> str:
@@ -151,7 +166,7 @@ def _begin_swanlab(logs: Path, run: str, chosen: bool = False) -> str:
     mode = os.environ.get("SWANLAB_MODE", "online")
     if chosen and not key and mode != "disabled":
         mode = "offline"
-    online = key and mode in ("online", "cloud")
+    online = bool(key) and mode in ("online", "cloud")
     if not online and mode != "offline":
         return ""
     os.environ |= {"SWANLAB_INTERACTIVE": "false", "SWANLAB_TERMINAL_PROXY_TYPE": "none"}
@@ -169,21 +184,9 @@ def _begin_swanlab(logs: Path, run: str, chosen: bool = False) -> str:
         swanlab.finish()
     project = os.environ.get("SWANLAB_PROJ_NAME", PROJECT)
     start = partial(swanlab.init, project=project, name=run, log_dir=str(logs / "swanlab"))
-    reason = tr("offline: SWANLAB_MODE says so, or no SWANLAB_API_KEY")
     if online:
         os.environ["SWANLAB_API_KEY"] = str(key)
-        try:
-            start(mode="online")
-            return tr("online")
-        except Exception as problem:  # as with W&B
-            reason = _why_offline(problem)
-    start(mode="offline")
-    return reason
-
-
-def _why_offline(problem: Exception) -> str:
-    text = tr("offline: {problem}", problem=f"{type(problem).__name__}: {problem}")
-    return mask_secrets(text)[:130]
+    return _start(start, online, tr("offline: SWANLAB_MODE says so, or no SWANLAB_API_KEY"))
 
 
 def how_to_open(logs: Path, run: str, platform: str) -> str:
@@ -470,11 +473,9 @@ class LiveNumbers:
         self.written_at = self.now()
         if not distributed.is_main():
             return
-        with suppress(OSError):
-            write_json(self.file, progress.model_dump())
-        if kept:
+        for file in [self.file, self.kept_file] if kept else [self.file]:
             with suppress(OSError):
-                write_json(self.kept_file, progress.model_dump())
+                write_json(file, progress.model_dump())
 
     @contextmanager
     def reported(self, trainer: Any) -> Iterator[None]:

@@ -350,11 +350,12 @@ def _flat(states: Tensor, dtype: torch.dtype) -> Tensor:
 def _product(x: Tensor, low: Tensor, b: Tensor, layer: _FrozenLayer) -> Tensor:
     """x W^T + bias + scale (x A^T) B^T, the last sum made by the product itself; `low` is x A^T."""
     weight = layer.dense().t()
-    b = b.to(x.dtype).t()
-    if layer.bias is None:
-        return (x @ weight).addmm_(low, b, alpha=layer.scale)
-    bias = layer.bias.to(x.dtype)
-    return torch.addmm(bias, x, weight).addmm_(low, b, alpha=layer.scale)
+    bias = layer.bias
+    if bias is not None:
+        bias = bias.to(x.dtype)
+    out = x @ weight if bias is None else torch.addmm(bias, x, weight)
+    b = b.to(x.dtype)
+    return out.addmm_(low, b.t(), alpha=layer.scale)
 
 
 class _FusedLora(torch.autograd.Function):

@@ -107,17 +107,19 @@ class WholeCheckpoints(SharedSteps):
             self._save(output_dir, state_dict=weights)
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        folder = Path(output_dir)
         state = _fsdp_state(self) if engine() == "fsdp" else _zero_state(self)
         if self.args.should_save:
-            torch.save(state, Path(output_dir) / OPTIMIZER)
-            schedule = _of_groups(self.lr_scheduler.state_dict(), GROUPS)
-            torch.save(schedule, Path(output_dir) / SCHEDULER)
+            torch.save(state, folder / OPTIMIZER)
+            schedule = self.lr_scheduler.state_dict()
+            torch.save(_of_groups(schedule, GROUPS), folder / SCHEDULER)
 
     def _prepare_for_training(self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)  # type: ignore[misc]
         if resume_from_checkpoint is not None:
             folder = Path(resume_from_checkpoint)
-            load_weights(self.model, adapter_weights(self.model, folder / ADAPTER))
+            weights = adapter_weights(self.model, folder / ADAPTER)
+            load_weights(self.model, weights)
             states = torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu")
             load_states = _load_fsdp_state if engine() == "fsdp" else _load_zero_state
             load_states(self, states)
@@ -146,7 +148,9 @@ def local_shard(weight: Any) -> Any:
     if engine() != "fsdp":
         return weight
     shards = weight.chunk(world_size())
-    return shards[rank()] if rank() < len(shards) else weight[:0]
+    if rank() < len(shards):
+        return shards[rank()]
+    return weight[:0]
 
 
 def _trained(model: Any) -> dict[str, Any]:
@@ -157,7 +161,10 @@ def _trained(model: Any) -> dict[str, Any]:
 def adapter_weights(model: Any, file: Path) -> dict[str, Any]:
     """The weights in PEFT's file, by the names they have in the model."""
     stored = load_file(file)
-    return {name: stored[name.replace(".default.", ".")] for name in _trained(model)}
+    weights = {}
+    for name in _trained(model):
+        weights[name] = stored[name.replace(".default.", ".")]
+    return weights
 
 
 def _is_deepspeeds(weight: Any) -> bool:
@@ -212,18 +219,20 @@ def shard(value: Any, weight: Any) -> Any:
     """A whole tensor as this process holds the weight it belongs to."""
     if not hasattr(weight, "full_tensor") or value.shape != weight.shape:
         return value
-    return distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
+    value = value.to(weight.device)
+    return distribute_tensor(value, weight.device_mesh, weight.placements)
 
 
 def _fsdp_state(trainer: Any) -> dict[str, Any]:
     """The optimizer's state dict, of whole weights."""
     stored = trainer.optimizer.state_dict()
-    states: dict[int, dict[str, Any]] = {}
+    states = {}
     for number, state in stored["state"].items():
-        states[number] = dict(state)  # a copy: the optimizer goes on with its own
+        whole = dict(state)  # a copy: the optimizer goes on with its own
         for key, value in state.items():
             if hasattr(value, "full_tensor"):
-                states[number][key] = value.full_tensor().cpu()
+                whole[key] = value.full_tensor().cpu()
+        states[number] = whole
     return {"state": states, "param_groups": stored["param_groups"]}
 
 
@@ -234,12 +243,14 @@ def _zero_state(trainer: Any) -> dict[str, Any]:
     inner = trainer.model_wrapped.optimizer.optimizer
     group = inner.param_groups[0]
     step = group.get("step")
-    for state in inner.state.values():
-        step = state.get("step", step)
+    for moments in inner.state.values():
+        step = moments.get("step", step)
     states = {}
     for number, weight in enumerate(_trained(trainer.model).values()):
-        states[number] = {key: safe_get_full_optimizer_state(weight, key).cpu() for key in MOMENTS}
-        states[number]["step"] = _tensor(step)
+        state = {"step": _tensor(step)}
+        for key in MOMENTS:
+            state[key] = safe_get_full_optimizer_state(weight, key).cpu()
+        states[number] = state
     groups = [group | {"params": list(states)}]
     while len(groups) < GROUPS:
         groups.append(group | {"params": []})
@@ -266,9 +277,10 @@ def _load_zero_state(trainer: Any, stored: dict[str, Any]) -> None:
     for part in flat:  # else they would be made by the first step
         inner.state[part] = {key: torch.zeros_like(part) for key in MOMENTS}
         inner.state[part]["step"] = step.clone() if is_torchs else int(step)
-    learned = {key: value for key, value in stored["param_groups"][0].items() if key != "params"}
+    settings = dict(stored["param_groups"][0])
+    del settings["params"]
     for group in inner.param_groups:  # the learning rate of this step
-        group |= learned
+        group.update(settings)
     if engine() != "zero3":
         zero._lazy_init_hp_params_optimizer_state()
     for number, weight in enumerate(_trained(trainer.model).values()):

@@ -104,7 +104,8 @@ def load_best(trainer: Any) -> tuple[int, float] | None:
     if not trainer.args.load_best_model_at_end or state.best_global_step is None:
         return None
     if state.best_global_step != state.global_step:
-        folder = Path(trainer.args.output_dir) / f"checkpoint-{state.best_global_step}"
+        output = Path(trainer.args.output_dir)
+        folder = output / f"checkpoint-{state.best_global_step}"
         if not distributed.broadcast(folder.is_dir()):
             return None
         _load(trainer.model, folder)
@@ -131,7 +132,8 @@ def evaluations_since_best(log_history: Log, best_step: int | None) -> int:
 
 def stopped_early(state: Mapping[str, Any], patience: int) -> bool:
     """Whether a training in this state, as trainer_state.json has it, was ended by early stopping."""
-    since_best = evaluations_since_best(state["log_history"], state.get("best_global_step"))
+    best_step = state.get("best_global_step")
+    since_best = evaluations_since_best(state["log_history"], best_step)
     return 0 < patience <= since_best
 
 
@@ -145,8 +147,9 @@ def go_on(trainer: Any) -> str:
     last = earlier[-1] if earlier else {}
     # however often it saves today, it evaluates no more often than it began to, and only steps that it saves
     state.eval_steps = math.ceil(last.get("eval_steps", 1) / state.save_steps) * state.save_steps
-    is_due = state.global_step % state.eval_steps == 0 or state.global_step >= state.max_steps
-    is_done = state.global_step in dict(validation_history(earlier))
+    step = state.global_step
+    is_due = step % state.eval_steps == 0 or step >= state.max_steps
+    is_done = step in dict(validation_history(earlier))
     trainer.args.eval_on_start = is_due and not is_done
     warning = ""
     if last.get("eval_rows", rows) != rows:  # neither the best step nor early stopping may look at both
