@@ -105,8 +105,8 @@ def find(name: str) -> Watched:
     folders = platforms.folders(platforms.detect())
     given = Path(name).expanduser()
     keep = given.parent if name and given.is_dir() else folders.keep
-    found = trainings(folders.scratch, keep, run=given.name or "*")  # copied to the run folder with each checkpoint
-    if not found:
+    newest = trainings(folders.scratch, keep, run=given.name or "*")  # copied to the run folder with each checkpoint
+    if not newest:
         raise CourseError(
             tr("No training of {run} has left its progress in {folder}.", run=name or tr("any run"), folder=keep),
             todo=tr(
@@ -114,7 +114,7 @@ def find(name: str) -> Watched:
                 "nbutils compare` shows finished runs."
             ),
         )
-    seen = [Watched(RunFolder(keep / run), progress) for run, progress in found.items()]
+    seen = [Watched(RunFolder(keep / run), progress) for run, progress in newest.items()]
     return max(seen, key=lambda watched: (watched.state == "training", watched.progress.updated))
 
 

@@ -87,21 +87,7 @@ def train(trainer: Any, run_folder: Path, resume_from: Path | None, note: Callab
             if step >= trainer.state.max_steps:  # only its checkpoint was missing
                 trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
                 return
-        smaller = settings.smaller(offload=trainer.args.device.type == "cuda")
-        if smaller is None:
-            raise CourseError(
-                tr(
-                    "Out of memory at step {step} (peak {peak:.1f} GiB) with {settings}; there are no smaller "
-                    "settings to try.",
-                    step=step + 1,
-                    peak=peak,
-                    settings=settings,
-                ),
-                todo=tr(
-                    "Close other programs on the GPU (other notebooks too), or choose a smaller model or "
-                    "sft.max_length, method qlora or a larger GPU."
-                ),
-            )
+        smaller = _require_smaller(settings, trainer, step, peak)
         change = {
             "step": step + 1,
             "card": str(hardware.gpu() or "none"),
@@ -135,6 +121,26 @@ def train(trainer: Any, run_folder: Path, resume_from: Path | None, note: Callab
             )
         )
         settings = smaller
+
+
+def _require_smaller(settings: StepSettings, trainer: Any, step: int, peak: float) -> StepSettings:
+    """The next settings that need less memory; an error that says what is left to do where there are none."""
+    smaller = settings.smaller(offload=trainer.args.device.type == "cuda")
+    if smaller is None:
+        raise CourseError(
+            tr(
+                "Out of memory at step {step} (peak {peak:.1f} GiB) with {settings}; there are no smaller "
+                "settings to try.",
+                step=step + 1,
+                peak=peak,
+                settings=settings,
+            ),
+            todo=tr(
+                "Close other programs on the GPU (other notebooks too), or choose a smaller model or "
+                "sft.max_length, method qlora or a larger GPU."
+            ),
+        )
+    return smaller
 
 
 def _train_once(trainer: Any, resume_from: Path | None) -> str:

@@ -422,13 +422,14 @@ def _train_session(trainer: Any, callback: CourseCallback, resume: str) -> tuple
             tr("This trainer has trained before, and would mix two trainings."),
             todo=tr("Run the cells again from the one that loads the model (or restart the kernel and run all cells)."),
         )
-    found = None
+    checkpoint = None
     if distributed.is_main():
-        found = resuming.resume_point(callback.run, callback.folders, callback.fingerprint, resume)
-    found = distributed.broadcast(found)
-    checkpoint = distributed.send_folder(callback.scratch / "trainer", found.name) if found else None
+        checkpoint = resuming.resume_point(callback.run, callback.folders, callback.fingerprint, resume)
+    checkpoint = distributed.broadcast(checkpoint)
     if checkpoint is None:
         print(tr("starting at step 0"))
+    else:
+        checkpoint = distributed.send_folder(callback.scratch / "trainer", checkpoint.name)
     callback.sync = resuming.start_sync(
         callback.run,
         callback.scratch,
