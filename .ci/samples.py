@@ -1,4 +1,4 @@
-"""Writes data_samples/train.jsonl and eval.jsonl, the same bytes every time: customers' messages, each with its ticket.
+"""Writes the generated files of data_samples, the same text every time: train.jsonl, eval.jsonl, pretraining.jsonl.gz.
 
 python .ci/samples.py [FOLDER]
 """
@@ -10,25 +10,35 @@ import random
 import sys
 from pathlib import Path
 
-from nbutils import corpus
+import corpus
+
 from nbutils.files import SAMPLES, write_text
 
 FILES = {"train.jsonl": (800, 2026), "eval.jsonl": (120, 2027)}  # rows and seed
+TEXTS, TEXTS_SEED = 20_000, 43
 
 
-def main(folder: Path) -> None:
-    """No two rows share a ticket."""
+def write_tickets(folder: Path) -> None:
+    """Write customers' messages, each with its ticket; no two rows share a ticket."""
     taken: set[str] = set()
     for name, (count, seed) in FILES.items():
-        rng, lines = random.Random(seed), list[str]()
+        rng = random.Random(seed)
+        lines: list[str] = []
         while len(lines) < count:
             _, text, facts = corpus.draw_message(rng, for_samples=True)
             ticket = json.dumps(facts, ensure_ascii=False)
-            if ticket not in taken:
-                taken.add(ticket)
-                turns = [{"role": "user", "content": text}, {"role": "assistant", "content": ticket}]
-                lines.append(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
+            if ticket in taken:
+                continue
+            taken.add(ticket)
+            turns = [{"role": "user", "content": text}, {"role": "assistant", "content": ticket}]
+            lines.append(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
         write_text(folder / name, "".join(lines))
+
+
+def main(folder: Path) -> None:
+    """Write all files."""
+    write_tickets(folder)
+    corpus.write_texts(folder / "pretraining.jsonl.gz", TEXTS, TEXTS_SEED)
 
 
 if __name__ == "__main__":

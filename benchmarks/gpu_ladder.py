@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,10 +25,8 @@ from random_model import make
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from nbutils import hardware, record
 from nbutils.files import GIB
-from nbutils.training import oom as ladder
-from nbutils.training import oom as memory
+from nbutils.training import oom
 
 BATCH, STEPS, LENGTH, COUNT = 8, 6, 2048, 30
 SIZE = "per_device_train_batch_size"
@@ -132,18 +129,15 @@ def main(work: Path) -> None:
     caps = [peaks[size] + 0.7 * (peaks[2 * size] - peaks[size]) for size in (2, 1)]
     clean()
     allow(caps[0])
-    lesson: Any = SimpleNamespace(
-        run=record.RunFolder(work / "run"), gpu=hardware.gpu(),
-        profile=SimpleNamespace(train=SimpleNamespace(shorten=False)),
-    )  # fmt: skip
-    lesson.run.path.mkdir()
+    run_folder = work / "run"
+    run_folder.mkdir()
     trainer = build(work / "model", work / "capped", 4)
     trainer.add_callback(Cap(3, caps[1]))
-    ladder.train(trainer, lesson, None)
+    oom.train(trainer, run_folder, None)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() / GIB  # since the last rung
     after = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    rungs = memory.oom_changes(lesson)
+    rungs = oom.oom_changes(run_folder)
     result = {
         "card": torch.cuda.get_device_name(0),
         "caps_gib": [round(cap, 2) for cap in caps],

@@ -31,10 +31,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from nbutils import chat, data, display, files, hardware, platforms, record, tracking
+from nbutils import chat, data, display, files, hardware, tracking
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 42
@@ -60,12 +59,12 @@ class Output(display.LiveOutput):
         self.message = json.dumps({"data": page, "metadata": {}, "transient": {"display_id": "1"}}).encode()
 
 
-def stopwatch(lesson: Any, length: int, drawn: bool) -> tuple[Any, list[Block]]:
+def stopwatch(logs: Path, length: int, drawn: bool) -> tuple[Any, list[Block]]:
     """A callback that passes what it hears on to the live numbers, in every other block, and the times of both."""
     from transformers import TrainerCallback
 
     blocks: list[Block] = []
-    shown: Any = tracking.LiveNumbers(lesson)
+    shown: Any = tracking.LiveNumbers(logs, logs)
     if drawn:
         shown.watched, shown.output = True, Output()
 
@@ -81,7 +80,7 @@ def stopwatch(lesson: Any, length: int, drawn: bool) -> tuple[Any, list[Block]]:
         began = 0.0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            shown.on_train_begin(args, state, control, **others)
+            shown.on_train_begin(state)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             now = time.perf_counter()
@@ -95,12 +94,12 @@ def stopwatch(lesson: Any, length: int, drawn: bool) -> tuple[Any, list[Block]]:
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             if blocks[-1].on:
                 with timed():
-                    shown.on_step_end(args, state, control, **others)
+                    shown.on_step_end(state, others.get("optimizer"))
 
         def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             if blocks[-1].on and "loss" in others["logs"]:
                 with timed(), contextlib.redirect_stdout(io.StringIO()):
-                    shown.on_log(args, state, control, **others)
+                    shown.on_log(state, others["logs"])
 
     return Stopwatch(), blocks
 
@@ -135,9 +134,7 @@ def trainer_of(scratch: Path, steps: int, callback: Any) -> Any:
 def measure(pairs: int, steps: int, drawn: bool) -> list[Block]:
     """The blocks of one training in pairs of neighbours, one with and one without; the first two are warm-up."""
     with tempfile.TemporaryDirectory() as folder:
-        here: Any = {"scratch": Path(folder), "run": record.RunFolder(Path(folder))}
-        lesson = SimpleNamespace(gpu=hardware.gpu(), platform=platforms.detect(), **here)
-        callback, blocks = stopwatch(lesson, steps, drawn)
+        callback, blocks = stopwatch(Path(folder) / "logs", steps, drawn)
         trainer = trainer_of(Path(folder), steps * (2 * pairs + 2) + 1, callback)
         trainer.train()
     return blocks[2 : 2 * pairs + 2]

@@ -125,7 +125,7 @@ def _failure(run: RunFolder) -> str:
         return ""
     if last.state not in ("failed", "died"):
         return ""
-    return " ".join([last.told, *last.progress.notes[-1:]])
+    return " ".join([last.state_text(), *last.progress.notes[-1:]])
 
 
 def failed(run: Trained) -> str:

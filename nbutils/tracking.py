@@ -13,8 +13,9 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
@@ -23,16 +24,18 @@ import psutil
 from pydantic import BaseModel, FiniteFloat, TypeAdapter, ValidationError
 
 from nbutils import display, distributed, hardware, install, platforms
+from nbutils.config import SFT
 from nbutils.errors import CourseError
 from nbutils.files import fs_root, make_folder, read_json, read_object, write_json
 from nbutils.language import joined, tr
 from nbutils.masking import mask_secrets
 from nbutils.plan import gpus
-from nbutils.record import LessonLike, reading
+from nbutils.record import reading
 
 YUAN = ("autodl", "pai_dsw", "modelscope", "featurize", "gpushare", "matpool")
 NO_RENT = ("colab", "kaggle", "studio_lab")  # free, or paid in units without a price per hour
-LINES, SHORTEST, LONGEST = 50, 5.0, 300.0  # lines per training, and the seconds between two of them
+LINES = 50  # per training
+SHORTEST, LONGEST = 5.0, 300.0  # seconds between two of them
 PROGRESS = "progress.json"  # in the logs, written every SHORTEST seconds
 PANEL = "root/tf-logs"  # the folder that AutoDL's TensorBoard shows
 PROJECT = "finetune-course"
@@ -45,11 +48,16 @@ Log = Sequence[dict[str, Any]]  # of a trainer
 State = Literal["training", "finished", "stopped", "failed"]
 
 
-def report_to(lesson: LessonLike) -> list[str]:
-    """Prepare the trackers that the profile names (`sft.report_to`), or the usual ones; the value for `report_to`."""
-    chosen = (lesson.profile.sft.model_extra or {}).get("report_to")
-    names = [chosen] if isinstance(chosen, str) else chosen
-    return begin(lesson.scratch / lesson.run.logs.name, lesson.run.name, names)
+def report_to(sft: SFT, scratch: Path) -> list[str]:
+    """Prepare the trackers that the profile names (`sft.report_to`), or the usual ones; the value for `report_to`.
+
+    Example:
+        SFTConfig(report_to=report_to(profile.sft, lesson.scratch))
+    """
+    names = (sft.model_extra or {}).get("report_to")
+    if isinstance(names, str):
+        names = [names]
+    return begin(scratch / "logs", scratch.name, names)
 
 
 def begin(logs: Path, run: str, names: Sequence[str] | None = None) -> list[str]:
@@ -60,35 +68,40 @@ def begin(logs: Path, run: str, names: Sequence[str] | None = None) -> list[str]
     """
     if not distributed.is_main() or names in ([], ["none"]):
         return []
-    wanted = list(USUAL if names is None else names)
-    _require_installed(wanted)
+    modes = dict.fromkeys(USUAL if names is None else names, "")
+    _require_installed(modes)
     make_folder(logs, tr("logs"))
     _log_into(logs)
-    modes, excepthook = dict[str, str](), sys.excepthook
-    if "wandb" in wanted:
+    excepthook = sys.excepthook
+    if "wandb" in modes:
         modes["wandb"] = _begin_wandb(logs, run)
-    if "swanlab" in wanted:
+    if "swanlab" in modes:
         modes["swanlab"] = _begin_swanlab(logs, run, chosen=names is not None)
+        if not modes["swanlab"]:
+            del modes["swanlab"]
     sys.excepthook = excepthook
-    started = [name for name in wanted if modes.get(name) != ""]
-    said = [f"{USUAL.get(name, name)} {modes.get(name, '')}".strip() for name in started]
-    print(display.pad(tr("logs"), 10) + joined(said, ";"))
-    if "tensorboard" in started:
-        print(f"          {how_to_open(logs / 'tensorboard', run, platforms.detect().name)}")
-    return started
+    texts = [f"{USUAL.get(name, name)} {mode}".strip() for name, mode in modes.items()]
+    print(display.pad(tr("logs"), 10) + joined(texts, ";"))
+    if "tensorboard" in modes:
+        print(" " * 10 + how_to_open(logs / "tensorboard", run, platforms.detect().name))
+    return list(modes)
 
 
 def _log_into(logs: Path) -> None:
     """Where the trackers that transformers starts keep their files; a learner's own server or folder is left alone."""
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
-    os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{logs / 'mlflow.db'}")
-    os.environ.setdefault("TRACKIO_DIR", str(logs / "trackio"))
-    os.environ.setdefault("COMET_OFFLINE_DIRECTORY", str(logs / "comet"))
+    places = {
+        "MLFLOW_TRACKING_URI": f"sqlite:///{logs / 'mlflow.db'}",
+        "TRACKIO_DIR": str(logs / "trackio"),
+        "COMET_OFFLINE_DIRECTORY": str(logs / "comet"),
+    }
     if not os.environ.get("COMET_API_KEY"):
-        os.environ.setdefault("COMET_START_ONLINE", "0")  # it would ask for a key
+        places["COMET_START_ONLINE"] = "0"  # it would ask for a key
+    for name, place in places.items():
+        os.environ.setdefault(name, place)
 
 
-def _require_installed(names: Sequence[str]) -> None:
+def _require_installed(names: Iterable[str]) -> None:
     """Refuse a tracker whose package is not here; SwanLab's is installed when it is needed."""
     from transformers.integrations.integration_utils import get_available_reporting_integrations
 
@@ -113,27 +126,48 @@ def _begin_wandb(logs: Path, run: str) -> str:
     with redirect_stderr(io.StringIO()):  # it is silent only once it has looked for the name of this notebook
         wandb.setup()
     wandb.finish()  # of an earlier run of this cell
-    options: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", PROJECT), "name": run, "dir": logs}
-    key, host = platforms.secret("WANDB_API_KEY"), os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    mode = tr("offline: WANDB_MODE says so, or no network") if key else tr("offline: no WANDB_API_KEY")
-    if key and os.environ.get("WANDB_MODE", "online") == "online" and platforms.answers(host, seconds=5):
+    key = platforms.secret("WANDB_API_KEY")
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    online = False
+    reason = tr("offline: no WANDB_API_KEY")
+    if key:
         os.environ["WANDB_API_KEY"] = key
+        online = os.environ.get("WANDB_MODE", "online") == "online" and platforms.answers(host, seconds=5)
+        reason = tr("offline: WANDB_MODE says so, or no network")
+    start = partial(
+        wandb.init,
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=run,
+        dir=logs,
+        settings=wandb.Settings(init_timeout=30),
+    )
+    mode = _start(start, online, reason)
+    if mode != tr("online"):
+        os.environ["WANDB_MODE"] = "offline"  # for whatever else starts a run
+    return mode
+
+
+def _start(init: Callable[..., object], online: bool, reason: str) -> str:
+    """Start a run of a tracker, online or for this reason offline; how."""
+    if online:
         try:
-            wandb.init(**options, mode="online", settings=wandb.Settings(init_timeout=30))
+            init(mode="online")
             return tr("online")
         except Exception as problem:  # a refused key, a dead network: neither may cost the training
-            mode = _offline(problem)
-    os.environ["WANDB_MODE"] = "offline"
-    wandb.init(**options, mode="offline")
-    return mode
+            text = tr("offline: {problem}", problem=f"{type(problem).__name__}: {problem}")
+            reason = mask_secrets(text)[:130]
+    init(mode="offline")
+    return reason
 
 
 def _begin_swanlab(logs: Path, run: str, chosen: bool = False) -> str:
     """Start a SwanLab run if it is chosen, there is a SWANLAB_API_KEY, or SWANLAB_MODE is offline; how, or empty."""
-    key, mode = platforms.secret("SWANLAB_API_KEY"), os.environ.get("SWANLAB_MODE", "online")
+    key = platforms.secret("SWANLAB_API_KEY")
+    mode = os.environ.get("SWANLAB_MODE", "online")
     if chosen and not key and mode != "disabled":
         mode = "offline"
-    if mode != "offline" and not (key and mode in ("online", "cloud")):
+    online = bool(key) and mode in ("online", "cloud")
+    if not online and mode != "offline":
         return ""
     os.environ |= {"SWANLAB_INTERACTIVE": "false", "SWANLAB_TERMINAL_PROXY_TYPE": "none"}
     if install.unsatisfied([SWANLAB]):
@@ -146,23 +180,13 @@ def _begin_swanlab(logs: Path, run: str, chosen: bool = False) -> str:
             return ""
     import swanlab
 
-    options = {"project": os.environ.get("SWANLAB_PROJ_NAME", PROJECT), "name": run, "log_dir": str(logs / "swanlab")}
     if swanlab.has_run():  # of an earlier run of this cell
         swanlab.finish()
-    said = tr("offline: SWANLAB_MODE says so, or no SWANLAB_API_KEY")
-    if mode != "offline":
-        os.environ["SWANLAB_API_KEY"] = key or ""
-        try:
-            swanlab.init(**options, mode="online")
-            return tr("online")
-        except Exception as problem:  # as with W&B
-            said = _offline(problem)
-    swanlab.init(**options, mode="offline")
-    return said
-
-
-def _offline(problem: Exception) -> str:
-    return mask_secrets(tr("offline: {problem}", problem=f"{type(problem).__name__}: {problem}"))[:130]
+    project = os.environ.get("SWANLAB_PROJ_NAME", PROJECT)
+    start = partial(swanlab.init, project=project, name=run, log_dir=str(logs / "swanlab"))
+    if online:
+        os.environ["SWANLAB_API_KEY"] = str(key)
+    return _start(start, online, tr("offline: SWANLAB_MODE says so, or no SWANLAB_API_KEY"))
 
 
 def how_to_open(logs: Path, run: str, platform: str) -> str:
@@ -179,10 +203,10 @@ def how_to_open(logs: Path, run: str, platform: str) -> str:
         return tr("TensorBoard: run this in a cell before the training\n          {magic}", magic=magic)
     if platform == "kaggle":
         return tr("TensorBoard: not on Kaggle while it trains; later download logs/tensorboard of the run")
-    words = {"command": f"tensorboard --logdir {logs} --port 6006", "ssh": "ssh -L 6006:127.0.0.1:6006 USER@HOST"}
     return tr(
         "TensorBoard: {command}\n          then http://127.0.0.1:6006; on a remote machine first {ssh}",
-        **words,
+        command=f"tensorboard --logdir {logs} --port 6006",
+        ssh="ssh -L 6006:127.0.0.1:6006 USER@HOST",
     )
 
 
@@ -211,30 +235,37 @@ def loss_history(log_history: Log) -> Curve:
 def validation_history(log_history: Log) -> Curve:
     """(step, loss) pairs of the validation log, the last of each step; of losses on other rows only the newest."""
     entries = [entry for entry in log_history if "eval_loss" in entry]
-    rows = entries[-1].get("eval_rows") if entries else None
-    same = [entry for entry in entries if entry.get("eval_rows", rows) == rows]
-    return sorted({entry["step"]: entry["eval_loss"] for entry in same}.items())
+    if not entries:
+        return []
+    rows = entries[-1].get("eval_rows")
+    losses = {entry["step"]: entry["eval_loss"] for entry in entries if entry.get("eval_rows", rows) == rows}
+    return sorted(losses.items())
 
 
 def read_history(path: Path, key: str = "") -> Log:
     """What `write_history` wrote, or the log under a key of a trainer's state; empty if there is no file."""
+    if not path.is_file():
+        return []
     with reading(path):
-        found: Any = read_json(path) if path.is_file() else []
-        log = list(map(dict, found[key] if key else found))
+        content: Any = read_json(path)
+        log = [dict(entry) for entry in (content[key] if key else content)]
         POINTS.validate_python(loss_history(log) + validation_history(log), strict=True)
     return log
 
 
 def best_of(validation: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
     """The step with the lowest finite loss."""
-    return min((point for point in validation if math.isfinite(point[1])), key=lambda point: point[1], default=None)
+    finite = [(step, loss) for step, loss in validation if math.isfinite(loss)]
+    return min(finite, key=lambda point: point[1], default=None)
 
 
 def write_history(log_history: Log, path: Path) -> None:
     """Write the curves as [{step, loss}, ..., {step, eval_loss}, ...]; values that are not finite are left out."""
-    curves = {"loss": loss_history(log_history), "eval_loss": validation_history(log_history)}
-    points = [(step, name, loss) for name, curve in curves.items() for step, loss in curve]
-    write_json(path, [{"step": step, name: loss} for step, name, loss in points if math.isfinite(loss)])
+    points = [{"step": step, "loss": loss} for step, loss in loss_history(log_history) if math.isfinite(loss)]
+    for step, loss in validation_history(log_history):
+        if math.isfinite(loss):
+            points.append({"step": step, "eval_loss": loss})
+    write_json(path, points)
 
 
 class Progress(BaseModel, frozen=True):
@@ -274,19 +305,29 @@ class Progress(BaseModel, frozen=True):
 
     def parts(self) -> dict[str, str]:
         """The numbers by name, as texts; what is not known is left out."""
-        (peak, total), loss, validation = self.memory_gib, self.loss, self.validation
-        at = {"step": validation[0], "loss": validation[1]} if validation else {}
-        memory = tr("peak {peak:.2f} of {total:.1f} GiB", peak=peak, total=total) if total else ""
-        numbers = {
-            "loss": f"{loss[1]:.3f}" if loss else "",
-            "validation": tr("{loss:.3f} (step {step})", **at) if at else "",
-            "tokens/s": f"{self.tokens_per_second:,.0f}" if self.tokens_per_second else "",
-            "memory": memory or tr("peak {peak:.2f} GiB", peak=peak),
-            "GPU": "" if self.gpu_percent is None else f"{self.gpu_percent} %",
-            "cost": money(self.cost),
-            "left": "" if self.left is None else display.clock(self.left),
-        }
-        return {name: text for name, text in numbers.items() if text}
+        parts = {}
+        if self.loss:
+            parts["loss"] = f"{self.loss[1]:.3f}"
+        if self.validation:
+            parts["validation"] = at_step(*self.validation)
+        if self.tokens_per_second:
+            parts["tokens/s"] = f"{self.tokens_per_second:,.0f}"
+        peak, total = self.memory_gib
+        parts["memory"] = tr("peak {peak:.2f} GiB", peak=peak)
+        if total:
+            parts["memory"] = tr("peak {peak:.2f} of {total:.1f} GiB", peak=peak, total=total)
+        if self.gpu_percent is not None:
+            parts["GPU"] = f"{self.gpu_percent} %"
+        if self.cost:
+            parts["cost"] = money(self.cost)
+        if self.left is not None:
+            parts["left"] = display.clock(self.left)
+        return parts
+
+
+def at_step(step: int, loss: float) -> str:
+    """A loss, and when it was measured."""
+    return tr("{loss:.3f} (step {step})", loss=loss, step=step)
 
 
 def money(amounts: dict[str, float]) -> str:
@@ -307,23 +348,46 @@ def gpu_percent() -> int | None:
     return None
 
 
-class LiveNumbers:
-    """Step, losses, speed, memory, time left and cost: a panel in a notebook, about fifty lines elsewhere."""
+def rent(gpu: hardware.GPU | None, platform: str) -> dict[str, float]:
+    """The price of an hour by currency; empty where it is free or not known."""
+    price = gpus.hourly_price(gpu)
+    rent: dict[str, float] = {}
+    if not price or platform in NO_RENT:
+        return rent
+    if price.yuan and platform in (*YUAN, "local"):
+        rent["¥"] = price.yuan
+    if price.dollars and platform not in YUAN:
+        rent["$"] = price.dollars
+    return rent
 
-    def __init__(self, lesson: LessonLike, now: Clock = monotonic) -> None:
-        self.gpu, self.now, where, price = lesson.gpu, now, lesson.platform.name, gpus.hourly_price(lesson.gpu)
-        self.price: dict[str, float] = {}  # of an hour, by currency; empty where it is free or not known
-        if price and where not in NO_RENT:
-            self.price |= {"¥": price.yuan} if price.yuan and where in (*YUAN, "local") else {}
-            self.price |= {"$": price.dollars} if price.dollars and where not in YUAN else {}
-        self.output, self.watched = display.LiveOutput(), display.watched()
+
+class LiveNumbers:
+    """Step, losses, speed, memory, time left and cost: a panel in a notebook, about fifty lines elsewhere.
+
+    Its methods are called by the trainer's callback. The numbers go to `logs`, and in the end to `kept_logs` too.
+    """
+
+    def __init__(self, logs: Path, kept_logs: Path, now: Clock = monotonic) -> None:
+        self.file = logs / PROGRESS
+        self.kept_file = kept_logs / PROGRESS
+        self.now = now
+        self.gpu = hardware.gpu()
+        self.price = rent(self.gpu, platforms.detect().name)
+        self.output = display.LiveOutput()
+        self.watched = display.watched()
         self.notes: deque[str] = deque(maxlen=3)  # the newest lines below the numbers of the panel
-        self.started = self.start_step = -1.0
-        self.shown_at = self.written_at = -math.inf
+        self.started: float | None = None
+        self.start_step = 0
+        self.shown_at = -math.inf
+        self.written_at = -math.inf
         self.skipped = 0  # steps of float16 while it looks for its loss scale
-        self.tokens = self.speed = 0.0  # at the last log
-        self.file, self.kept = (place / PROGRESS for place in (lesson.scratch / lesson.run.logs.name, lesson.run.logs))
-        self.process: Any = {"pid": os.getpid(), "began": psutil.Process().create_time()}
+        self.speed = 0.0  # tokens per second at the last log
+        self.process_began = psutil.Process().create_time()
+
+    @property
+    def seconds(self) -> float:
+        """Since the training began."""
+        return 0.0 if self.started is None else self.now() - self.started
 
     def note(self, line: str) -> None:
         """Show a line: in the panel, or below what was printed."""
@@ -331,32 +395,47 @@ class LiveNumbers:
         if not self.watched:
             print(line, flush=True)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.started < 0:  # else it continues after it ran out of memory
-            self.started, self.start_step = self.now(), state.global_step
-        first, last = state.global_step + 1, state.max_steps
-        self._show(state, tr("training · steps {first:,} to {last:,} · the first is slow", first=first, last=last))
+    def on_train_begin(self, state: Any) -> None:
+        """The training begins, or continues after it ran out of memory."""
+        if self.started is None:
+            self.started = self.now()
+            self.start_step = state.global_step
+        first = state.global_step + 1
+        self._show(
+            state, tr("training · steps {first:,} to {last:,} · the first is slow", first=first, last=state.max_steps)
+        )
         self.write(self.progress(state))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        self.skipped += bool(getattr(optimizer, "step_was_skipped", False))
+    def on_step_end(self, state: Any, optimizer: Any) -> None:
+        """A step is done."""
+        if getattr(optimizer, "step_was_skipped", False):
+            self.skipped += 1
         if self.now() - self.written_at >= SHORTEST:
             self.write(self.progress(state))
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if "loss" not in (logs or {}):
+    def on_log(self, state: Any, logs: dict[str, Any]) -> None:
+        """There are new numbers."""
+        if "loss" not in logs:
             return
-        first, self.tokens, spent = not self.tokens, logs.get("num_tokens", 0.0), self.now() - self.started
-        left, self.speed = self._left(state), self.tokens / spent if spent else 0.0
-        pause = 1.0 if self.watched else min(max((spent + left) / LINES, SHORTEST), LONGEST)
-        if first or self.now() - self.shown_at >= pause:
-            step, steps = state.global_step, state.max_steps
-            self._show(state, tr("step {step:,} of {steps:,}", step=step, steps=steps), self.progress(state))
+        is_first = not self.speed
+        if self.seconds:
+            self.speed = logs.get("num_tokens", 0.0) / self.seconds
+        pause = 1.0
+        if not self.watched:
+            pause = min(max((self.seconds + self._left(state)) / LINES, SHORTEST), LONGEST)
+        if is_first or self.now() - self.shown_at >= pause:
+            text = tr("step {step:,} of {steps:,}", step=state.global_step, steps=state.max_steps)
+            self._show(state, text, self.progress(state))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        done = {"step": state.global_step, "steps": state.max_steps, "time": display.clock(self.now() - self.started)}
-        text = tr("trained {step:,} of {steps:,} steps in {time}", **done)
-        self._show(state, text, self.progress(state).model_copy(update={"left": None}))
+    def on_train_end(self, state: Any) -> None:
+        """The last step is done."""
+        text = tr(
+            "trained {step:,} of {steps:,} steps in {time}",
+            step=state.global_step,
+            steps=state.max_steps,
+            time=display.clock(self.seconds),
+        )
+        self._show(state, text, self.progress(state, "finished"))
 
     def cost(self, seconds: float) -> dict[str, float]:
         """What so many seconds cost by currency, where a price is known."""
@@ -364,23 +443,37 @@ class LiveNumbers:
 
     def progress(self, state: Any, kind: State = "training") -> Progress:
         """How far it is now."""
-        spent = self.now() - self.started if self.started >= 0 else 0.0
-        losses, validation = loss_history(state.log_history), validation_history(state.log_history)
-        under_way = self.start_step >= 0 and self.start_step < state.global_step < state.max_steps
-        left = self._left(state) if under_way and kind == "training" else None
+        losses = loss_history(state.log_history)
+        validation = validation_history(state.log_history)
+        left = None
+        if kind == "training" and self.start_step < state.global_step < state.max_steps:
+            left = self._left(state)
         return Progress(
-            state=kind, step=state.global_step, steps=max(state.max_steps, 0), seconds=spent, left=left,
-            loss=losses[-1] if losses else None, validation=validation[-1] if validation else None,
-            best=best_of(validation), tokens_per_second=self.speed,
+            state=kind,
+            step=state.global_step,
+            steps=max(state.max_steps, 0),
+            seconds=self.seconds,
+            left=left,
+            loss=losses[-1] if losses else None,
+            validation=validation[-1] if validation else None,
+            best=best_of(validation),
+            tokens_per_second=self.speed,
             memory_gib=(hardware.peak_memory_gib(), self.gpu.memory_gib if self.gpu else None),
-            gpu_percent=gpu_percent() if self.gpu else None, cost=self.cost(spent),
-            forecast=self.cost(spent + (left or 0.0)), notes=list(self.notes), updated=time.time(), **self.process,
-        )  # fmt: skip
+            gpu_percent=gpu_percent() if self.gpu else None,
+            cost=self.cost(self.seconds),
+            forecast=self.cost(self.seconds + (left or 0.0)),
+            notes=list(self.notes),
+            updated=time.time(),
+            pid=os.getpid(),
+            began=self.process_began,
+        )
 
     def write(self, progress: Progress, kept: bool = False) -> None:
         """Write it for `nbutils watch`, with `kept` into the run folder too; a full disk does not end the training."""
         self.written_at = self.now()
-        for file in [self.file, *([self.kept] if kept else [])] if distributed.is_main() else []:
+        if not distributed.is_main():
+            return
+        for file in [self.file, self.kept_file] if kept else [self.file]:
             with suppress(OSError):
                 write_json(file, progress.model_dump())
 
@@ -391,29 +484,44 @@ class LiveNumbers:
         try:
             yield
         except BaseException as problem:
-            said = str(problem).strip().partition("\n")[0] or type(problem).__name__
-            self.notes.append(mask_secrets(f"[FAIL] {said}"))
+            reason = str(problem).strip().partition("\n")[0] or type(problem).__name__
+            self.notes.append(mask_secrets(f"[FAIL] {reason}"))
             self.write(self.progress(trainer.state, "failed"), kept=True)
             raise
 
     def _left(self, state: Any) -> float:
         """The seconds that the steps left will take, at the mean speed so far."""
         done = max(state.global_step - self.start_step, 1)
-        return (self.now() - self.started) / done * (state.max_steps - state.global_step)
+        return self.seconds / done * (state.max_steps - state.global_step)
 
-    def _show(self, state: Any, steps: str, progress: Progress | None = None) -> None:
-        self.shown_at, page, numbers = self.now(), "", progress.parts() if progress else {}
+    def _show(self, state: Any, text: str, progress: Progress | None = None) -> None:
+        """Draw the panel, or print a line."""
+        self.shown_at = self.now()
+        numbers = progress.parts() if progress else {}
+        page = ""
         if self.watched:
-            curves = loss_history(state.log_history), validation_history(state.log_history)
-            page = display.live_page({"": steps, **numbers}, state.global_step, state.max_steps, *curves, self.notes)
-        self.output.show(" · ".join(filter(None, [steps, display.live_line(numbers)])), page)
+            page = display.live_page(
+                {"": text, **numbers},
+                state.global_step,
+                state.max_steps,
+                losses=loss_history(state.log_history),
+                validation=validation_history(state.log_history),
+                notes=self.notes,
+            )
+        line = display.live_line(numbers)
+        self.output.show(f"{text} · {line}" if line else text, page)
 
 
 def trainings(*places: Path, run: str = "*") -> dict[str, Progress]:
     """The newest progress of each run below these folders; a file that is none is left out."""
-    found: dict[str, Progress] = {}
-    for file in (file for place in places for file in place.glob(f"{run}/logs/{PROGRESS}")):
-        with suppress(ValidationError):
-            one, name = Progress.model_validate(read_object(file)), file.parent.parent.name
-            found[name] = max(found.get(name, one), one, key=lambda progress: progress.updated)
-    return found
+    newest: dict[str, Progress] = {}
+    for place in places:
+        for file in place.glob(f"{run}/logs/{PROGRESS}"):
+            try:
+                progress = Progress.model_validate(read_object(file))
+            except ValidationError:
+                continue
+            name = file.parent.parent.name
+            if name not in newest or progress.updated > newest[name].updated:
+                newest[name] = progress
+    return newest

@@ -14,7 +14,7 @@ from nbutils import checkpoints, display, platforms
 from nbutils.errors import CourseError
 from nbutils.language import printable, tr
 from nbutils.record import RunFolder
-from nbutils.tracking import Progress, money, trainings
+from nbutils.tracking import Progress, at_step, money, trainings
 
 PAUSE = 2.0  # seconds between two looks
 SILENT = 600.0  # seconds without an update after which a training on another machine is not called training any more
@@ -35,62 +35,78 @@ class Watched:
     @cached_property
     def state(self) -> str:
         """What it wrote last; `died` if its process is gone, `silent` if that cannot be seen and it is long ago."""
-        one = self.progress
-        if one.state != "training":
-            return one.state
-        if one.host != socket.gethostname():  # another machine or container: its processes cannot be seen
+        if self.progress.state != "training":
+            return self.progress.state
+        if self.progress.host != socket.gethostname():  # another machine or container: its processes cannot be seen
             return "training" if self.age < SILENT else "silent"
-        return "training" if one.alive else "died"
+        return "training" if self.progress.alive else "died"
 
-    @property
-    def told(self) -> str:
+    def state_text(self) -> str:
         """The state, for people."""
-        one, ago = self.progress, display.clock(self.age)
-        about = {"step": one.step, "steps": one.steps, "ago": ago}
-        return {
-            "training": tr("training (updated {ago} ago)", ago=ago),
-            "finished": tr("finished at step {step:,}", step=one.step),
-            "stopped": tr("stopped at step {step:,} of {steps:,}; the same lesson continues it", **about),
-            "failed": tr("failed at step {step:,} of {steps:,}", **about),
-            "died": tr("died at step {step:,} of {steps:,}: its process is gone, no update for {ago}", **about),
-            "silent": tr("no update for {ago}; its machine, {host}, is not this one", ago=ago, host=one.host),
-        }[self.state]
+        step = self.progress.step
+        steps = self.progress.steps
+        ago = display.clock(self.age)
+        if self.state == "training":
+            return tr("training (updated {ago} ago)", ago=ago)
+        if self.state == "finished":
+            return tr("finished at step {step:,}", step=step)
+        if self.state == "stopped":
+            return tr("stopped at step {step:,} of {steps:,}; the same lesson continues it", step=step, steps=steps)
+        if self.state == "failed":
+            return tr("failed at step {step:,} of {steps:,}", step=step, steps=steps)
+        if self.state == "silent":
+            return tr("no update for {ago}; its machine, {host}, is not this one", ago=ago, host=self.progress.host)
+        return tr(
+            "died at step {step:,} of {steps:,}: its process is gone, no update for {ago}",
+            step=step,
+            steps=steps,
+            ago=ago,
+        )
 
     def lines(self) -> list[str]:
         """What is known, for people."""
-        one, parts = self.progress, self.progress.parts()
+        progress = self.progress
+        numbers = progress.parts()
         if self.state != "training":
-            parts.pop("left", None)
-        step = tr("step {step:,} of {steps:,}", step=one.step, steps=one.steps) if one.steps else tr("starting")
+            numbers.pop("left", None)
+        step = tr("starting")
+        if progress.steps:
+            step = tr("step {step:,} of {steps:,}", step=progress.step, steps=progress.steps)
         rows = {
-            tr("run"): f"{self.run.path}: {self.told}",
-            tr("now"): " · ".join([step, display.live_line(parts)]),
-            tr("best"): tr("{loss:.3f} (step {step})", step=one.best[0], loss=one.best[1]) if one.best else "",
-            tr("cost"): self._cost(),
-            tr("saved"): self._checkpoints(),
+            tr("run"): f"{self.run.path}: {self.state_text()}",
+            tr("now"): f"{step} · {display.live_line(numbers)}",
         }
-        lines = [display.pad(name, 10) + text for name, text in rows.items() if text]
-        return list(map(printable, lines + one.notes))
+        if progress.best:
+            rows[tr("best")] = at_step(*progress.best)
+        if progress.cost:
+            rows[tr("cost")] = self._cost()
+        rows[tr("saved")] = self._checkpoints()
+        lines = [display.pad(name, 10) + text for name, text in rows.items()]
+        return [printable(line) for line in lines + progress.notes]
 
     def _cost(self) -> str:
-        one = self.progress
-        if not one.cost or self.state != "training":
-            return money(one.cost)
-        return tr("{cost} so far, about {forecast} in the end", cost=money(one.cost), forecast=money(one.forecast))
+        cost = money(self.progress.cost)
+        if self.state != "training":
+            return cost
+        return tr("{cost} so far, about {forecast} in the end", cost=cost, forecast=money(self.progress.forecast))
 
     def _checkpoints(self) -> str:
         """The kept checkpoints, checked by size and manifest."""
-        found = {one.step: checkpoints.defect(one, False) for one in checkpoints.look(self.run.checkpoints)[0]}
-        texts = (f"{step} ({problem})" if problem else str(step) for step, problem in found.items())
-        return tr("checkpoints of steps {steps}", steps=", ".join(texts)) if found else tr("no checkpoint yet")
+        kept, _ = checkpoints.look(self.run.checkpoints)
+        steps = []
+        for checkpoint in kept:
+            problem = checkpoints.defect(checkpoint, thorough=False)
+            steps.append(f"{checkpoint.step} ({problem})" if problem else str(checkpoint.step))
+        return tr("checkpoints of steps {steps}", steps=", ".join(steps)) if steps else tr("no checkpoint yet")
 
 
 def find(name: str) -> Watched:
     """The training of a run (its name or folder); without one that which trains now, or else the newest."""
-    folders, given = platforms.folders(platforms.detect()), Path(name).expanduser()
+    folders = platforms.folders(platforms.detect())
+    given = Path(name).expanduser()
     keep = given.parent if name and given.is_dir() else folders.keep
-    found = trainings(folders.scratch, keep, run=given.name or "*")  # copied to the run folder with each checkpoint
-    if not found:
+    newest = trainings(folders.scratch, keep, run=given.name or "*")  # copied to the run folder with each checkpoint
+    if not newest:
         raise CourseError(
             tr("No training of {run} has left its progress in {folder}.", run=name or tr("any run"), folder=keep),
             todo=tr(
@@ -98,30 +114,39 @@ def find(name: str) -> Watched:
                 "nbutils compare` shows finished runs."
             ),
         )
-    seen = [Watched(RunFolder(keep / run), progress) for run, progress in found.items()]
-    return max(seen, key=lambda one: (one.state == "training", one.progress.updated))
+    seen = [Watched(RunFolder(keep / run), progress) for run, progress in newest.items()]
+    return max(seen, key=lambda watched: (watched.state == "training", watched.progress.updated))
 
 
 def follow(name: str, once: bool = False) -> str:
     """Show a training until it ends, drawn over in a terminal, else a line per update; how it ended."""
-    drawn, shown = 0, 0.0
+    drawn_lines = 0
+    shown_update = 0.0
     while True:
-        one = find(name)
-        name = name or str(one.run.path)
-        over = one.state != "training" or once
+        watched = find(name)
+        name = name or str(watched.run.path)
+        is_last = watched.state != "training" or once
+        lines = watched.lines()
         if sys.stdout.isatty():
-            columns = shutil.get_terminal_size().columns
-            lines = [part for line in one.lines() for part in display.wrap(line, columns - 1)]
-            print((f"\x1b[{drawn}A\x1b[J" if drawn else "") + "\n".join(lines), flush=True)
-            drawn = len(lines)
-        elif over or not shown:
-            print(*one.lines(), sep="\n", flush=True)
-        elif one.progress.updated != shown:
-            print(one.lines()[1], flush=True)
-        shown = one.progress.updated
-        if over:
-            return one.state
+            drawn_lines = _draw_over(lines, drawn_lines)
+        elif is_last or not shown_update:
+            print("\n".join(lines), flush=True)
+        elif watched.progress.updated != shown_update:
+            print(lines[1], flush=True)
+        shown_update = watched.progress.updated
+        if is_last:
+            return watched.state
         try:
             time.sleep(PAUSE)
         except KeyboardInterrupt:  # the watching ends, not the training
-            return one.state
+            return watched.state
+
+
+def _draw_over(lines: list[str], drawn_lines: int) -> int:
+    """Draw lines over those drawn before; how many they are in this terminal."""
+    columns = shutil.get_terminal_size().columns - 1
+    wrapped = [part for line in lines for part in display.wrap(line, columns)]
+    if drawn_lines:
+        print(f"\x1b[{drawn_lines}A\x1b[J", end="")
+    print("\n".join(wrapped), flush=True)
+    return len(wrapped)

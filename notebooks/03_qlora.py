@@ -213,7 +213,7 @@ from trl import SFTConfig
 arguments = dict(profile.sft)  # learning_rate, num_train_epochs, per_device_train_batch_size, packing, optim, ...
 if not profile.sft.packing:
     arguments["max_length"] = None  # nothing has to be cut: rows that are too long were left out above
-arguments["report_to"] = tracking.report_to(lesson)
+arguments["report_to"] = tracking.report_to(profile.sft, lesson.scratch)
 settings = SFTConfig(
     **arguments,
     padding_free=True,
@@ -222,7 +222,7 @@ settings = SFTConfig(
     eval_strategy="steps" if dataset.eval else "no",
     eval_steps=profile.sft.save_steps,
     eval_on_start=bool(dataset.eval),
-    **training.bookkeeping(lesson, SEED),
+    **training.bookkeeping(lesson.scratch, SEED),
 )
 print(f"learning_rate {settings.learning_rate:g}, {settings.per_device_train_batch_size} x {settings.gradient_accumulation_steps} rows per step")
 
@@ -237,7 +237,10 @@ print(f"learning_rate {settings.learning_rate:g}, {settings.per_device_train_bat
 from transformers import EarlyStoppingCallback
 from trl import SFTTrainer
 
-callback = training.CourseCallback(lesson, dataset, max_hours=MAX_HOURS)
+callback = training.CourseCallback(
+    dataset, profile, run=lesson.run, folders=lesson.folders, started=lesson.started, max_hours=MAX_HOURS,
+    base_model=training.model_fingerprint(lesson.model, lesson.model_name),
+)
 callbacks = [callback]
 if profile.course.early_stopping_patience:
     callbacks.append(EarlyStoppingCallback(profile.course.early_stopping_patience))

@@ -44,7 +44,7 @@ if importlib.util.find_spec("nbutils") is None:
 
 # %% [markdown]
 # `DATA` names text files (`.txt`, `.md`), `.jsonl`, `.csv` or `.parquet` with a column `text` (all also as `.gz`), a folder of them, or a hub
-# dataset (`owner/name`). Empty, it is `TEXTS` texts of the course. `TOKENIZER` names a model whose tokenizer is used (`Qwen3-4B`, a
+# dataset (`owner/name`). Empty, it is the first `TEXTS` of the course's 20,000 texts. `TOKENIZER` names a model whose tokenizer is used (`Qwen3-4B`, a
 # hub name, a folder); empty, one of `VOCAB` tokens is trained on your text. `WIDTH` is a multiple of 128. A step is `BATCH` rows of
 # `LENGTH` tokens. `STEPS = 0` is one epoch of your text, or 300 steps of the course's. `SAVE_STEPS`, `MAX_HOURS`, `RESUME` and `SET` are
 # those of lesson 03.
@@ -104,14 +104,13 @@ for text in islice(texts, 4):
 # spaces, punctuation and digits. The trainer counts and merges. Of your text it reads a sample of up to 50 MB.
 
 # %%
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
 special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # their ids are 0, 1, 2 at every size
 bpe = Tokenizer(models.BPE())
 bpe.pre_tokenizer = pre_tokenizers.Sequence([
     *(pre_tokenizers.Split(token, "removed") for token in special),  # they are no text
-    pre_tokenizers.Split(Regex(texts.whole_words), "isolated"),  # the names of the course's text; none in yours
     Qwen2Tokenizer().backend_tokenizer.pre_tokenizer,  # words, numbers, punctuation; each as bytes
 ])
 alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -125,7 +124,6 @@ if not TOKENIZER:
 
 # %%
 import json
-from nbutils import corpus
 
 if TOKENIZER:
     tokenizer = pretraining.load_tokenizer(TOKENIZER)
@@ -137,7 +135,7 @@ else:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>"],
-        chat_template=corpus.CHAT_TEMPLATE,
+        chat_template=pretraining.CHAT_TEMPLATE,
         model_max_length=max(1024, LENGTH),
     )
 ids = tokenizer("Please send 3 boxes of apples to Hangzhou. 请周五送到杭州。")["input_ids"]
@@ -187,8 +185,7 @@ print(pretraining.shape_of(config))
 # words but not the language, and after many epochs it learns your text by heart.
 
 # %%
-lesson = pretraining.with_recipe(lesson, config, rows, STEPS, BATCH)
-profile = lesson.profile
+profile = pretraining.with_recipe(lesson.resolved, config, rows, steps=STEPS, batch=BATCH, save_steps=SAVE_STEPS)
 
 # %% [markdown]
 # The weights are random numbers, and a seed makes them the same random numbers each time. They stay float32 while they are
@@ -234,14 +231,14 @@ from nbutils import tracking, training
 from trl import SFTConfig
 
 settings = SFTConfig(
-    **dict(profile.sft) | {"max_length": None, "report_to": tracking.report_to(lesson)},
+    **dict(profile.sft) | {"max_length": None, "report_to": tracking.report_to(profile.sft, lesson.scratch)},
     adam_beta2=0.95,  # usual for pre-training; the default of 0.999 adapts more slowly
     bf16=profile.from_pretrained.dtype == "bfloat16",
     fp16=profile.from_pretrained.dtype == "float16",
     eval_strategy="steps",
     eval_steps=profile.sft.save_steps,
     eval_on_start=True,
-    **training.bookkeeping(lesson, SEED),
+    **training.bookkeeping(lesson.scratch, SEED),
 )
 
 # %% [markdown]
@@ -252,7 +249,9 @@ settings = SFTConfig(
 from transformers import EarlyStoppingCallback
 from trl import SFTTrainer
 
-callback = pretraining.PretrainingCallback(lesson, rows, max_hours=MAX_HOURS)
+callback = pretraining.PretrainingCallback(
+    rows, profile, run=lesson.run, folders=lesson.folders, started=lesson.started, max_hours=MAX_HOURS,
+)
 trainer = SFTTrainer(
     model=model,
     args=settings,
@@ -269,7 +268,9 @@ print(callback.prepare(trainer))
 
 # %%
 result = training.train(trainer, callback, resume=RESUME)
-print(pretraining.summary(result))
+print(result)
+losses = [loss for _, loss in result.history["validation"]]
+print(f"perplexity on held-out rows: {math.exp(losses[0]):,.0f} -> {math.exp(min(losses)):,.1f}")
 
 # %% [markdown]
 # The curve begins near log(vocabulary) and falls while the model learns words, then sentences, then copying. Where the training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -39,6 +40,15 @@ def python(*words: str | Path, home: Path, ok: bool | None = True, threads: int 
     ran = subprocess.run([sys.executable, *words], env=env, text=True, check=False, **(given | options))
     assert ok is None or (ran.returncode == 0) == ok, f"{(ran.stdout or '')[-2000:]}{(ran.stderr or '')[-4000:]}"
     return ran
+
+
+def ci_module(name: str) -> Any:
+    """A script of .ci as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
+    assert spec and spec.loader
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def steers(text: str) -> str:

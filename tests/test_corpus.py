@@ -1,16 +1,17 @@
 """The sample rows, the pre-training text and the bundled tiny model."""
 
+import gzip
 import hashlib
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ROOT
+from support import ROOT, ci_module, python
 
-from nbutils import corpus
 from nbutils.files import SAMPLES, TINY_MODEL
+
+corpus = ci_module("corpus")
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +22,18 @@ def bundled() -> Any:
 
 
 def test_the_bundled_files_are_what_the_generator_writes(tmp_path: Path) -> None:
-    runpy.run_path(str(ROOT / ".ci/samples.py"))["main"](tmp_path)
+    python(ROOT / ".ci/samples.py", tmp_path, home=tmp_path)
     tickets = []
     for name in ("train.jsonl", "eval.jsonl"):
         assert (SAMPLES / name).read_bytes() == (tmp_path / name).read_bytes(), f"{name}: run python .ci/samples.py"
         tickets += [json.loads(line)["messages"][1]["content"] for line in (tmp_path / name).read_text().splitlines()]
     assert len(tickets) == len(set(tickets)) == 920
     assert set(json.loads(tickets[0])) == {"intent", "item", "count", "city", "day"}
+
+    texts = "pretraining.jsonl.gz"
+    made, kept = ((folder / texts).read_bytes() for folder in (tmp_path, SAMPLES))
+    assert gzip.decompress(made) == gzip.decompress(kept), f"{texts}: run python .ci/samples.py"
+    assert kept[4:8] == bytes(4), "no time in it"
 
 
 def test_the_pretraining_text_never_changes_and_never_shows_a_ticket() -> None:
@@ -38,8 +44,10 @@ def test_the_pretraining_text_never_changes_and_never_shows_a_ticket() -> None:
 
 
 def test_the_chat_template_of_the_tiny_model_writes_the_dialogues_of_its_text(bundled: Any) -> None:
+    from nbutils.training import pretraining
+
     turns = [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "您好！"}]
-    assert bundled.chat_template == corpus.CHAT_TEMPLATE
+    assert bundled.chat_template == pretraining.CHAT_TEMPLATE
     assert bundled.apply_chat_template(turns, tokenize=False) == corpus.chat("你好", "您好！")
     prompt = bundled.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
     assert prompt == corpus.chat("你好") + "<|im_start|>assistant\n"

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support import ROOT, lesson_facts, python, refused, wait_for
+from support import ROOT, ci_module, lesson_facts, python, refused, wait_for
 
-from nbutils import chat, corpus, files, models
+from nbutils import chat, files, models
 from nbutils.models import Shape
 from nbutils.plan import gpus
 from nbutils.plan import pretraining as plan
@@ -65,7 +65,7 @@ def test_texts_come_from_files_rows_and_folders_in_several_encodings(tmp_path: P
     first, *pieces, third, fourth, fifth = texts
     assert first.startswith("第一篇") and (third, fourth, fifth) == ("the third", "fourth ?", "fifth")
     assert len(pieces) == 3 and "".join(pieces).count("paragraph") == 6000, "a long file is several documents"
-    assert texts.left_out.total() == 3 and any("title, body" in seen for seen in texts.left_out)
+    assert texts.left_out == 3 and "title, body" in texts.seen
     assert list(texts) == [first, *pieces, third, fourth, fifth], "a second loop reads it all again"
 
 
@@ -102,7 +102,7 @@ def test_rows_hold_every_token_in_order_and_are_made_once(tmp_path: Path, tokeni
     assert again.card == rows.card and (tmp_path / "work/tokens/tokens.arrow").stat().st_mtime_ns == made
     file.write_text("Other text. " * 200)
     other = token_rows(texts, tokenizer, 32, tmp_path / "work")
-    assert other.card["fingerprint"] != rows.card["fingerprint"]
+    assert other.card.fingerprint != rows.card.fingerprint
     with refused("The text fills"):
         token_rows(texts, tokenizer, 5000, tmp_path / "work")
 
@@ -131,21 +131,25 @@ def test_a_tokenizer_begins_with_the_special_tokens_loses_nothing_and_joins_no_l
 
 @pytest.mark.long
 def test_the_bundled_tokenizer_can_be_rebuilt(tokenizer: Any) -> None:
-    settings = files.read_json(files.TINY_MODEL / "training.json")["settings"]
-    texts = Texts("", settings["TEXTS"], settings["SEED"])
-    assert trained_tokenizer(texts, settings["VOCAB"]).get_vocab() == tokenizer.get_vocab()
+    from tokenizers import Regex, pre_tokenizers
+
+    corpus = ci_module("corpus")
+    names = run_cells("bpe = Tokenizer(", VOCAB=3072, TOKENIZER="trained below", LENGTH=128)
+    words = pre_tokenizers.Split(Regex("|".join(corpus.listed_words())), "isolated")
+    names["bpe"].pre_tokenizer = pre_tokenizers.Sequence([words, names["bpe"].pre_tokenizer])
+    names["bpe"].train_from_iterator(corpus.pretraining_texts(20_000, 0), names["bpe_trainer"])
+    rebuilt = run_cells("tokenizer = Qwen2Tokenizer(", **names | {"TOKENIZER": ""})["tokenizer"]
+    assert rebuilt.get_vocab() == tokenizer.get_vocab()
 
 
 def test_the_text_of_the_course_makes_the_same_rows_for_ever(tmp_path: Path, tokenizer: Any) -> None:
     rows = token_rows(Texts("", 300, 0), tokenizer, 64, tmp_path)
-    assert rows.card == {
-        "documents": 300,
-        "tokens": 12608,
-        "left_out": 0,
-        "seen": "",
-        "fingerprint": "a4aa29f08ca112bf",
-    }
-    assert rows.prompts[0] == corpus.chat(pretraining.QUESTIONS[0]) + "<|im_start|>assistant\n"
+    assert rows.card == pretraining.Card(
+        documents=300, tokens=12480, left_out=0, seen="", fingerprint="4faa693951bb1724"
+    )
+    turns = [{"role": "user", "content": pretraining.QUESTIONS[0]}]
+    assert rows.prompts[0] == tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert sum(1 for _ in Texts("", 0, 0)) == 20_000, "0 is all of them"
 
 
 def test_the_plan_counts_every_weight_and_the_micro_batch_fits(tokenizer: Any) -> None:

@@ -29,7 +29,6 @@ import wandb
 from datasets import Dataset, concatenate_datasets
 from filelock import FileLock, Timeout
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
 from support import ROOT, refused, wait_for
 from torch import nn
 from torch.nn import functional
@@ -68,16 +67,14 @@ def quick() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def lesson_in(folder: Path, platform: str = "local", gpu: Any = None, **attached: Any) -> Any:
-    """What training asks a lesson for; `attached` are `inputs` and `earlier` of its folders."""
+def lesson_in(folder: Path, **attached: Any) -> Any:
+    """The folders and the profile of a lesson; `attached` are `inputs` and `earlier` of its folders."""
     run = lesson.RunFolder(folder / "runs/demo")
     run.path.mkdir(parents=True, exist_ok=True)
     folders = platforms.Folders(folder, folder / "scratch", folder / "runs", **{"inputs": None} | attached)
-    machine = {"platform": platforms.Platform(platform, ""), "gpu": gpu, "started": 0.0}
     local = platforms.Platform("local", "")
     resolved = profiles.resolve("tiny", gpu=None, platform=local, online=lambda: False)
-    model = {"model": str(files.TINY_MODEL), "model_name": "tiny", "profile": resolved.profile}
-    return SimpleNamespace(run=run, folders=folders, scratch=folder / "scratch/demo", **machine, **model)
+    return SimpleNamespace(run=run, folders=folders, scratch=folder / "scratch/demo", profile=resolved.profile)
 
 
 SIZES: dict[str, Any] = {
@@ -278,7 +275,8 @@ def test_packed_rows_have_the_logits_of_single_rows(backend: str, monkeypatch: p
     assert model.config._attn_implementation == name
 
     def logits(**batch: Any) -> torch.Tensor:
-        dropped = lora.BOUNDARIES if "without" in backend else ()
+        added = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        dropped = added if "without" in backend else ()
         with torch.inference_mode():
             return model(**{key: batch[key] for key in batch if key not in dropped}, use_cache=False).logits[0]
 
@@ -321,10 +319,8 @@ def test_a_profile_names_any_tracker_of_transformers_and_its_files_go_to_the_run
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     def begun(chosen: Any) -> list[str]:
-        extra = {} if chosen is None else {"report_to": chosen}
-        profile = SimpleNamespace(sft=SimpleNamespace(model_extra=extra))
-        begun: Any = SimpleNamespace(profile=profile, scratch=tmp_path, run=lesson.RunFolder(tmp_path / "demo"))
-        return tracking.report_to(begun)
+        sft: Any = SimpleNamespace(model_extra={"report_to": chosen})
+        return tracking.report_to(sft, tmp_path)
 
     assert begun("none") == begun([]) == [] and capsys.readouterr().out == ""
     assert begun("tensorboard") == ["tensorboard"] and wandb.run is None
@@ -424,7 +420,7 @@ def keep_one(store: Path, step: int, content: str = "") -> None:
 
 
 def resumed_at(lesson: Any, how: str = "auto") -> int:
-    return checkpoints.step_of(resume.resume_point(lesson, FINGERPRINT, how))
+    return checkpoints.step_of(resume.resume_point(lesson.run, lesson.folders, FINGERPRINT, how))
 
 
 def test_the_newest_of_run_folder_and_earlier_folders_is_resumed(tmp_path: Path) -> None:
@@ -441,21 +437,22 @@ def test_the_newest_of_run_folder_and_earlier_folders_is_resumed(tmp_path: Path)
 
 
 def test_a_chosen_checkpoint_is_resumed_and_later_ones_are_set_aside(tmp_path: Path) -> None:
-    lesson = lesson_in(tmp_path, "kaggle", inputs=tmp_path / "input")
+    lesson = lesson_in(tmp_path, inputs=tmp_path / "input")
     keep_one(tmp_path / "input/qlora/runs/demo/checkpoints", 60)
     for step in (6, 8, 10):
         keep_one(lesson.run.checkpoints, step)
     with refused("step among: 6, 8, 10, 60"):
         resumed_at(lesson, "7")
     with refused("The checkpoints in this run are of another training"):
-        resume.resume_point(lesson, {"other": 1}, "8")
+        resume.resume_point(lesson.run, lesson.folders, {"other": 1}, "8")
     assert resumed_at(lesson, "8") == 8
     [aside] = lesson.run.checkpoints.glob("after-8-*")
     assert {path.name for path in aside.iterdir()} == {"checkpoint-10.tar", "checkpoint-10.json"}
     shutil.rmtree(lesson.scratch)  # a new machine
     assert resumed_at(lesson) == 8
     keep_one(lesson.run.checkpoints, 10, "of the new branch")
-    assert (resume.resume_point(lesson, FINGERPRINT, "auto") / "x").read_text() == "of the new branch"
+    newest = resume.resume_point(lesson.run, lesson.folders, FINGERPRINT, "auto")
+    assert newest and (newest / "x").read_text() == "of the new branch"
 
 
 def test_a_run_continues_from_the_attached_read_only_output_of_the_last(tmp_path: Path) -> None:
@@ -465,7 +462,7 @@ def test_a_run_continues_from_the_attached_read_only_output_of_the_last(tmp_path
     (attached / "checkpoint-40.tar").write_bytes(b"incomplete")
     for path in (*attached.iterdir(), attached):
         path.chmod(0o555)
-    lesson = lesson_in(tmp_path, "kaggle", inputs=tmp_path / "input")
+    lesson = lesson_in(tmp_path, inputs=tmp_path / "input")
     assert resumed_at(lesson) == 20
     assert (lesson.run.checkpoints / "checkpoint-20.json").exists()  # so that the chain can go on from here
     assert resumed_at(lesson, "never") == 0 and (attached / "checkpoint-20.tar").exists()
@@ -477,7 +474,7 @@ def test_a_second_training_in_the_same_run_is_refused(tmp_path: Path) -> None:
     other = FileLock(lesson.scratch / "training.lock", timeout=0)
     with pytest.raises(Timeout):
         other.acquire()
-    resume.unlock_run(lesson)
+    resume.unlock_run(lesson.scratch)
     with other, refused("training in demo right now."):
         resumed_at(lesson)
 
@@ -505,12 +502,12 @@ def test_the_fingerprint_of_a_model_is_its_content_and_not_its_place(tmp_path: P
         content[changed_at : changed_at + len(content) // 40] = bytes([1]) * (len(content) // 40)  # one matrix of many
         (place / "config.json").write_text("{}")
         (place / "model.safetensors").write_bytes(content)
-        return resume.model_fingerprint(SimpleNamespace(model=str(place), model_name=str(place)))  # type: ignore[arg-type]
+        return resume.model_fingerprint(str(place), str(place))
 
     assert fingerprint("one") == fingerprint("other") and fingerprint("one")["name"] == "m"
     assert len({fingerprint("one", at * files.CHUNK // 4)["content"] for at in range(11)}) == 11
     frozen = json.loads((Path(__file__).with_name("contracts.json")).read_text())["checkpoint"]["fingerprint"]["model"]
-    assert resume.model_fingerprint(SimpleNamespace(model=str(files.TINY_MODEL), model_name="tiny")) == frozen  # type: ignore[arg-type]
+    assert resume.model_fingerprint(str(files.TINY_MODEL), "tiny") == frozen
 
 
 @pytest.mark.parametrize(("step", "max_steps", "left"), [(20, 20, 0), (20, 25, 5), (20, 10, 0), (7, -1, 2)])
@@ -538,16 +535,17 @@ def test_checkpoints_that_do_not_fit_stop_the_training_before_it_begins(tmp_path
         ("colab", 0.0, (13, 600, 0, (100, 101))),  # a machine older than its limit has another one
     ],
 )
-def test_a_run_ends_in_time(tmp_path: Path, monkeypatch: Any, platform: str, max_hours: float, case: Any) -> None:
+def test_a_run_ends_in_time(monkeypatch: Any, platform: str, max_hours: float, case: Any) -> None:
     used, step, sync, (least, most) = case
     monkeypatch.setattr(platforms, "session_seconds", lambda platform: used * 3600.0)
-    state, control = SimpleNamespace(global_step=0, max_steps=10**6), SimpleNamespace(should_training_stop=False)
-    callback = run.TimeBudget(lesson_in(tmp_path, platform), max_hours, lambda: float(step * state.global_step))
-    callback.sync_seconds = sync
-    while not control.should_training_stop and step * state.global_step < 100 * 3600:
-        state.global_step += 1
-        callback.on_step_end(None, state, control)
-    assert least <= step * state.global_step / 3600 <= most and (least >= 100 or control.should_save)
+    monkeypatch.setenv("NBUTILS_PLATFORM", platform)
+    steps, reason = 0, ""
+    budget = run.TimeBudget(max_hours, 0.0, lambda: float(step * steps))
+    budget.sync_seconds = sync
+    while not reason and step * steps < 100 * 3600:
+        steps += 1
+        reason = budget.reason_to_end()
+    assert least <= step * steps / 3600 <= most and (least >= 100 or budget.limit in reason)
 
 
 @pytest.mark.parametrize(("number", "again"), processes.AT_ONCE.items())
@@ -555,11 +553,11 @@ def test_a_signal_saves_and_ends_a_training_and_a_second_one_acts_at_once(
     number: int, again: Any, tmp_path: Path
 ) -> None:
     before = signal.signal(number, signal.default_int_handler)  # SIGINT may be ignored here
-    callback = run.TimeBudget(lesson_in(tmp_path), 0.0)
+    callback = course_callback(tmp_path)
     state, control = SimpleNamespace(global_step=3, max_steps=9), SimpleNamespace(should_training_stop=False)
-    with pytest.raises(KeyboardInterrupt), processes.first_signals(callback.ask_to_end):
+    with pytest.raises(KeyboardInterrupt), processes.first_signals(callback.time.ask_to_end):
         os.kill(os.getpid(), number)
-        callback.on_step_end(None, state, control)
+        callback.end_in_time(state, control)
         assert control.should_save and control.should_training_stop
         assert signal.getsignal(number) == again
         raise KeyboardInterrupt
@@ -610,21 +608,19 @@ def test_a_training_without_any_output_goes_on(tmp_path: Path) -> None:
     assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
 
 
-def run_live(steps: int, seconds: float, platform: str = "local", gpu: Any = None) -> tuple[Any, Any]:
+def run_live(steps: int, seconds: float) -> tuple[Any, Any]:
     """Tells `LiveNumbers` what a real trainer would, one log a step; the callback and the trainer's state."""
     nowhere = Path("/nonexistent")  # nothing can be written there, and nothing ends because of it
-    there: Any = {"scratch": nowhere, "run": lesson.RunFolder(nowhere)}
-    begun = SimpleNamespace(gpu=gpu, platform=SimpleNamespace(name=platform), **there)
     state = SimpleNamespace(global_step=0, max_steps=steps, log_history=[{"step": 0, "eval_loss": 3.0}])
-    live: Any = tracking.LiveNumbers(begun, now=lambda: seconds * state.global_step)  # type: ignore[arg-type]
-    live.on_train_begin(None, state, None)
+    live = tracking.LiveNumbers(nowhere, nowhere, now=lambda: seconds * state.global_step)
+    live.on_train_begin(state)
     live.note("checkpoint 1 is kept")
     for step in range(1, steps + 1):
         state.global_step = step
-        live.on_step_end(None, state, None, optimizer=SimpleNamespace(step_was_skipped=step == 1))
+        live.on_step_end(state, SimpleNamespace(step_was_skipped=step == 1))
         state.log_history.append({"step": step, "loss": 2.0, "num_tokens": 100.0 * step})
-        live.on_log(None, state, None, logs=state.log_history[-1])
-    live.on_train_end(None, state, None)
+        live.on_log(state, state.log_history[-1])
+    live.on_train_end(state)
     return live, state
 
 
@@ -660,7 +656,9 @@ def result_of(trainer: Any, callback: Any, seconds: float = 1.0, first_step: int
 )  # fmt: skip
 def test_what_was_measured(tmp_path: Path, monkeypatch: Any, platform: str, gpu: Any, price: Any) -> None:
     monkeypatch.setattr(gpus, "hourly_price", lambda gpu: gpu and gpus.Price(2.0, 0.4))
-    live, state = run_live(2, 900, platform, gpu)
+    monkeypatch.setenv("NBUTILS_PLATFORM", platform)
+    monkeypatch.setattr(hardware, "gpu", lambda: gpu)
+    live, state = run_live(2, 900)
     args = SimpleNamespace(world_size=2, train_batch_size=3, gradient_accumulation_steps=4)
     trainer = SimpleNamespace(state=state, args=args)
     callback = course_callback(tmp_path, trainer=trainer)
@@ -740,7 +738,8 @@ def build(folder: Path, held_out: Any = None, **settings: Any) -> Any:
 
 def course_callback(folder: Path, sync: Any = None, trainer: Any = None, patience: int = 0) -> Any:
     """Lesson 03's callback as `prepare` leaves it."""
-    callback: Any = run.CourseCallback(lesson_in(folder), dataset=None)  # type: ignore[arg-type]
+    begun = lesson_in(folder)
+    callback: Any = run.CourseCallback(None, begun.profile, run=begun.run, folders=begun.folders)
     callback.sync = sync or SimpleNamespace(messages=list, take=lambda folder: None, seconds=1.0)
     callback.fingerprint, callback.kinds = {"data": "d"}, {}
     callback.trainer, callback.patience = trainer, patience
@@ -890,7 +889,7 @@ def start(lesson: Any, steps: int, every: int = 2, held_out: int = 3, **settings
     settings = {"save_steps": every, "max_steps": steps, "logging_steps": 1} | settings
     trainer = build(lesson.scratch, rows(count=held_out), **settings)
     dataset: Any = SimpleNamespace(report=SimpleNamespace(trained=5))
-    callback = run.CourseCallback(lesson, dataset)
+    callback = run.CourseCallback(dataset, lesson.profile, run=lesson.run, folders=lesson.folders)
     trainer.add_callback(callback)
     assert callback.prepare(trainer)
     return trainer, callback
@@ -898,14 +897,14 @@ def start(lesson: Any, steps: int, every: int = 2, held_out: int = 3, **settings
 
 def interrupt_at(callback: Any, step: int) -> None:
     """Press Ctrl-C during this step."""
-    on_step_end = callback.time.on_step_end
+    reason_to_end = callback.time.reason_to_end
 
-    def press_stop(args: Any, state: Any, control: Any) -> None:
-        if state.global_step == step:
+    def press_stop() -> Any:
+        if callback.trainer.state.global_step == step:
             signal.raise_signal(signal.SIGINT)
-        on_step_end(args, state, control)
+        return reason_to_end()
 
-    callback.time.on_step_end = press_stop
+    callback.time.reason_to_end = press_stop
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored here
     try:
         with refused(f"at step {step} of "):
@@ -991,7 +990,7 @@ DAMAGED = {
 def test_a_damaged_state_of_the_trainer_is_told_with_its_file(demo: Any) -> None:
     run.train(*start(demo, 4))
     trainer, callback = start(demo, 6)
-    newest = resume.resume_point(demo, callback.fingerprint, "auto")
+    newest = resume.resume_point(demo.run, demo.folders, callback.fingerprint, "auto")
     good = json.loads((newest / checkpoints.STATE).read_text())
     for text in DAMAGED.values():
         (newest / checkpoints.STATE).write_text(text)
@@ -1002,7 +1001,7 @@ def test_a_damaged_state_of_the_trainer_is_told_with_its_file(demo: Any) -> None
             run.train(trainer, callback)
     for step in ("x", float("nan"), [1], 99):
         (newest / checkpoints.STATE).write_text(json.dumps(good | {"global_step": step}))
-        resume.bring_best(newest, demo, callback.fingerprint, [])
+        resume.bring_best(newest, demo.run.checkpoints, callback.fingerprint, [])
         assert json.loads((newest / checkpoints.STATE).read_text())["global_step"] == 4, "its folder says so"
 
 
@@ -1029,47 +1028,21 @@ def test_stops_do_not_bring_the_early_end_nearer(tmp_path: Path, monkeypatch: py
     assert trainer.state.global_step == 6 and steps_of(trainer) == [*losses]
 
 
-def test_the_best_step_survives_the_machine_and_a_run_of_the_version_before_keeps_its_own(demo: Any) -> None:
+def test_the_best_step_survives_the_machine_or_is_told_to_be_gone(demo: Any, monkeypatch: Any, capsys: Any) -> None:
     trainer, callback = start(demo, 4)
-    first = run.train(trainer, callback)
+    losses = iter((5.0, 3.0, 4.0))
+    monkeypatch.setattr(validation, "token_mean_loss", lambda *_: next(losses))
+    run.train(trainer, callback)
     shutil.rmtree(demo.scratch)  # the machine is gone
-    best = first.trainer.state.best_global_step
-    trainer, callback = start(demo, 6)
-    assert resume.resume_point(demo, callback.fingerprint, "auto").name == "checkpoint-4"
-    assert (demo.scratch / f"trainer/checkpoint-{best}").is_dir() and resume.unlock_run(demo) is None
-    old = demo.scratch / "trainer/checkpoint-4"
-    state = json.loads((old / "trainer_state.json").read_text())
-    state |= dict.fromkeys(("best_global_step", "best_metric", "best_model_checkpoint"))
-    state["log_history"] = [{"step": 2, "eval_loss": 1.0}, {"step": 4, "eval_loss": 2.0}]
-    (old / "trainer_state.json").write_text(json.dumps(state))
-    shutil.rmtree(demo.scratch / "trainer/checkpoint-2", ignore_errors=True)
-    weights = {name: torch.ones_like(weight) for name, weight in full_weights(trainer.model).items()}
-    save_file(weights, old / resume.FORMER_BEST)
-    resume.bring_best(old, demo, callback.fingerprint, [])
-    state = json.loads((old / "trainer_state.json").read_text())
-    assert (state["best_global_step"], state["best_metric"]) == (2, 1.0)
-    lora.load_checkpoint(trainer.model, Path(state["best_model_checkpoint"]))
-    torch.testing.assert_close(full_weights(trainer.model), weights)
-    newer = demo.scratch / "trainer/checkpoint-6"
-    shutil.copytree(old, newer, ignore=shutil.ignore_patterns(resume.FORMER_BEST))
-    resume.carry_former_best(newer, state["best_model_checkpoint"])
-    shutil.rmtree(demo.scratch / "trainer/checkpoint-2")
-    resume.bring_best(newer, demo, callback.fingerprint, [])
-    assert (demo.scratch / "trainer/checkpoint-2" / resume.ADAPTER).exists(), "also after the next machine is gone"
-
-
-def test_the_newest_checkpoint_of_the_version_before_may_be_the_best(demo: Any) -> None:
-    run.train(*start(demo, 4))
     _, callback = start(demo, 6)
-    newest = resume.resume_point(demo, callback.fingerprint, "auto")
-    resume.unlock_run(demo)
+    newest = resume.resume_point(demo.run, demo.folders, callback.fingerprint, "auto")
+    resume.unlock_run(demo.scratch)
+    assert newest and newest.name == "checkpoint-4" and (newest.parent / "checkpoint-2").is_dir()
+    shutil.rmtree(newest.parent / "checkpoint-2")
+    resume.bring_best(newest, demo.run.checkpoints, callback.fingerprint, [])
     state = json.loads((newest / "trainer_state.json").read_text())
-    state |= dict.fromkeys(("best_global_step", "best_metric", "best_model_checkpoint"))
-    state["log_history"] = [{"step": 2, "eval_loss": 2.0}, {"step": 4, "eval_loss": 1.0}]
-    (newest / "trainer_state.json").write_text(json.dumps(state))
-    resume.bring_best(newest, demo, callback.fingerprint, [])
-    state = json.loads((newest / "trainer_state.json").read_text())
-    assert (state["best_global_step"], Path(state["best_model_checkpoint"])) == (4, newest)
+    assert state["best_global_step"] is state["best_metric"] is state["best_model_checkpoint"] is None
+    assert "the best so far, is gone" in capsys.readouterr().out
 
 
 def test_early_stopping_may_begin_with_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1112,10 +1085,10 @@ def test_a_training_goes_on_from_its_last_step(tmp_path: Path, whole: Any, calls
     sync: Any = SimpleNamespace(messages=list, take=lambda folder: taken.append(folder.name), seconds=1.0)
     trainer.add_callback(course_callback(tmp_path, sync, trainer))
     run_out(trainer, *calls)
-    oom.train(trainer, lesson, None)
+    oom.train(trainer, lesson.run.path, None)
     assert_same(trainer, whole)
     assert batch_of(trainer) == reached and trainer._train_batch_size == reached[0]
-    changes = [(one["step"], one["from"]["per_device_train_batch_size"]) for one in oom.oom_changes(lesson)]
+    changes = [(one["step"], one["from"]["per_device_train_batch_size"]) for one in oom.oom_changes(lesson.run.path)]
     assert changes == [*zip(steps, (4, 2), strict=False)]
     assert taken == ["checkpoint-3", "checkpoint-6", "checkpoint-7"]
     with refused("This trainer has trained before, and would mix two"):
@@ -1138,7 +1111,7 @@ def test_no_step_is_lost_wherever_memory_runs_out(tmp_path: Path, monkeypatch: A
     else:
         raised = raise_once(callback, "on_step_end", when=lambda: trainer.state.global_step == STEPS)
     trainer.add_callback(callback)
-    oom.train(trainer, lesson_in(tmp_path), checkpoint)
+    oom.train(trainer, tmp_path, checkpoint)
     assert raised and batch_of(trainer) == ((4, 2) if where == "last step" else (2, 4))
     assert (Path(trainer.args.output_dir) / f"checkpoint-{STEPS}").exists()
     assert_same(trainer, whole, since=6 if checkpoint else 0)
@@ -1147,13 +1120,13 @@ def test_no_step_is_lost_wherever_memory_runs_out(tmp_path: Path, monkeypatch: A
 def test_gradient_checkpointing_is_turned_on_and_then_nothing_is_left(tmp_path: Path, whole: Any) -> None:
     trainer = build(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8)
     run_out(trainer, 12)
-    oom.train(trainer, lesson_in(tmp_path), None)
+    oom.train(trainer, tmp_path, None)
     assert trainer.model.base_model.model.model.layers[0].gradient_checkpointing
     assert_same(trainer, whole)
     trainer = build(tmp_path / "again", per_device_train_batch_size=1)
     run_out(trainer, *range(6, 100))
     with refused("at step 3 (peak "):
-        oom.train(trainer, lesson_in(tmp_path), None)
+        oom.train(trainer, tmp_path, None)
 
 
 def test_what_cannot_go_on_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1161,17 +1134,17 @@ def test_what_cannot_go_on_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     raise_once(callback, "on_optimizer_step", when=lambda: trainer.state.global_step == 3)
     trainer.add_callback(callback)
     with refused("of step 4: some weights"):  # a later update broke off
-        oom.train(trainer, lesson, None)
+        oom.train(trainer, lesson.run.path, None)
     trainer, lesson = build(tmp_path), lesson_in(tmp_path)
     problem = ValueError("CUDA out of memory")
     trainer.compute_loss = lambda *_, **__: (_ for _ in ()).throw(problem)
     with pytest.raises(ValueError, match="CUDA"):
-        oom.train(trainer, lesson, None)
-    assert batch_of(trainer) == (4, 2) and oom.oom_changes(lesson) == []
+        oom.train(trainer, lesson.run.path, None)
+    assert batch_of(trainer) == (4, 2) and oom.oom_changes(lesson.run.path) == []
     raise_once(trainer, "train")
     monkeypatch.setenv("LOCAL_RANK", "0")  # one of several processes
     with refused("at step 1 in one"):
-        oom.train(trainer, lesson, None)
+        oom.train(trainer, lesson.run.path, None)
 
 
 def test_what_counts_as_out_of_memory() -> None:
@@ -1219,7 +1192,7 @@ def test_the_loss_scale_of_float16_goes_on(tmp_path: Path) -> None:
     undisturbed, trainer = trainers
     undisturbed.train()
     run_out(trainer, 6)
-    oom.train(trainer, lesson_in(tmp_path), None)
+    oom.train(trainer, tmp_path, None)
     scale = undisturbed.accelerator.scaler.state_dict()
     assert trainer.accelerator.scaler.state_dict() == scale and scale["scale"] == 1024 / 2 * 2**3
     assert batch_of(trainer) == (2, 4)

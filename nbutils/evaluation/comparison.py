@@ -347,7 +347,7 @@ def compare_models(lesson: LessonLike, folder: Path, placement: Placement, serve
     print(tr("{rows} held-out rows and {general} general ones; answers of at most {tokens} tokens", **asked) + thinking)
     results: tuple[list[Result], list[Result]] = ([], [])
     for name, path, fingerprint, answers_by in (
-        ("base", lesson.model, model_fingerprint(lesson), None),
+        ("base", lesson.model, model_fingerprint(lesson.model, lesson.model_name), None),
         ("merged", folder, files.stamp(folder), server),
     ):
         for one, found in zip((evaluator, general), results, strict=True):

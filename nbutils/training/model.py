@@ -14,6 +14,7 @@ import types
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,10 @@ from nbutils.language import tr
 from nbutils.training import sharding
 
 VARLEN = "varlen"  # attention for packed rows without a mask
-BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 KNOWN_MLPS = ("Qwen2MLP", "Qwen3MLP", "LlamaMLP", "MistralMLP")  # exactly down(silu(gate(x)) * up(x))
 # Layers that end with `residual + mlp(...)`: recomputing them does not need the last product.
 ENDS_WITH_MLP = ("Qwen2DecoderLayer", "Qwen3DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer")
+Checksums = dict[str, tuple[bool, int]]  # by name: whether a weight is trained, and its checksum
 _signature = cache(inspect.signature)
 
 
@@ -52,15 +53,18 @@ def require_unquantized(model: str) -> None:
 
 def repair_precision(model: nn.Module) -> int:
     """Cast trainable weights to float32 and count them: TRL casts QLoRA adapters to bfloat16 unasked."""
-    low = [weight for weight in model.parameters() if weight.requires_grad and weight.dtype != torch.float32]
-    for weight in low:
-        weight.data = weight.data.to(torch.float32)
-    return len(low)
+    cast = 0
+    for weight in model.parameters():
+        if weight.requires_grad and weight.dtype != torch.float32:
+            weight.data = weight.data.to(torch.float32)
+            cast += 1
+    return cast
 
 
 def load_checkpoint(model: Any, checkpoint: Path) -> None:
     """Load the weights of a checkpoint: the adapter, or all where all are trained."""
-    if (adapter := checkpoint / "adapter_model.safetensors").exists():
+    adapter = checkpoint / sharding.ADAPTER
+    if adapter.exists():
         sharding.load_weights(model, sharding.adapter_weights(model, adapter))
     else:
         load_model(model, checkpoint / "model.safetensors", strict=False)  # tied weights are stored once
@@ -69,21 +73,25 @@ def load_checkpoint(model: Any, checkpoint: Path) -> None:
 def weight_kinds(model: nn.Module) -> dict[str, int]:
     """How many weights of the base model have which dtype; quantized ones as `nf4, double`."""
     kinds: Counter[str] = Counter()
-    for weight in (one for one in model.parameters() if not one.requires_grad):
-        state = getattr(weight, "quant_state", None)
-        quantized = f"{state.quant_type}{', double' if state.nested else ''}" if state else ""
-        kinds[quantized or str(weight.dtype).removeprefix("torch.")] += 1
+    for weight in model.parameters():
+        if weight.requires_grad:
+            continue
+        kind = str(weight.dtype).removeprefix("torch.")
+        if state := getattr(weight, "quant_state", None):
+            kind = f"{state.quant_type}, double" if state.nested else state.quant_type
+        kinds[kind] += 1
     return dict(kinds)
 
 
-def weight_checksums(model: nn.Module) -> dict[str, tuple[bool, int]]:
+def weight_checksums(model: nn.Module) -> Checksums:
     """By name: whether a weight is trainable, and its checksum; of a sharded weight, that of this process's shard."""
     sharding.reshard(model)
-    found = {}
+    checksums = {}
     for name, weight in model.named_parameters():
-        content: Any = sharding.local_shard(weight).detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-        found[name] = weight.requires_grad, zlib.crc32(content)
-    return found
+        shard = sharding.local_shard(weight).detach().contiguous()
+        content = shard.reshape(-1).view(torch.uint8).cpu().numpy()
+        checksums[name] = (weight.requires_grad, zlib.crc32(content))
+    return checksums
 
 
 def attention(name: str) -> str:
@@ -101,8 +109,10 @@ def boundaries(position_ids: Tensor) -> tuple[Tensor, int]:
     starts = position_ids == 0
     starts[:, 0] = True
     first = torch.nonzero(starts.flatten()).flatten()
-    edges = torch.cat([first, first.new_tensor([starts.numel()])]).to(torch.int32)
-    return edges, int(edges.diff().max())
+    end = first.new_tensor([starts.numel()])
+    edges = torch.cat([first, end]).to(torch.int32)
+    longest = edges.diff().max()
+    return edges, int(longest)
 
 
 def with_boundaries(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -110,16 +120,24 @@ def with_boundaries(collate: Callable[..., dict[str, Any]]) -> Callable[..., dic
 
     def collate_with_boundaries(rows: Any) -> dict[str, Any]:
         batch = collate(rows)
-        if "position_ids" in batch and BOUNDARIES[0] not in batch:
+        if "position_ids" in batch and "cu_seq_lens_q" not in batch:
             edges, longest = boundaries(batch["position_ids"])
-            batch |= dict(zip(BOUNDARIES, (edges, edges, longest, longest), strict=True))
+            batch["cu_seq_lens_q"] = edges
+            batch["cu_seq_lens_k"] = edges
+            batch["max_length_q"] = longest
+            batch["max_length_k"] = longest
         return batch
 
     return collate_with_boundaries
 
 
 def _mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, attention_mask: Tensor | None = None, **rest: Any
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    attention_mask: Tensor | None = None,
+    **rest: Any,
 ) -> Tensor | None:
     """No mask for whole rows without padding, which is what packed rows are."""
     if attention_mask is None and q_length == kv_length:
@@ -128,51 +146,86 @@ def _mask(
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Attention with the shapes of transformers: heads before tokens in the input, after them in the output."""
     from torch.nn.attention.varlen import varlen_attn  # older versions of torch have none
 
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    unsupported = {"dropout": dropout or None, "s_aux": kwargs.get("s_aux"), "softcap": kwargs.get("softcap")}
-    if parts := [name for name, value in unsupported.items() if value is not None]:
+    _require_plain(dropout=dropout or None, s_aux=kwargs.get("s_aux"), softcap=kwargs.get("softcap"))
+    rows, heads, length, size = query.shape
+    edges, longest = _edges(query, kwargs)
+    window = -1 if sliding_window is None else sliding_window - 1
+    options: dict[str, Any] = {"scale": scaling, "window_size": (window, 0)}  # 0: no token sees a later one
+    if heads != key.shape[1] and "enable_gqa" in _signature(varlen_attn).parameters:  # torch 2.11 and later need it
+        options["enable_gqa"] = True
+    query = _end_to_end(query)
+    key = _end_to_end(key)
+    value = _end_to_end(value)
+    out: Any = varlen_attn(query, key, value, edges, edges, longest, longest, **options)
+    return out.view(rows, length, heads, size), None
+
+
+def _end_to_end(states: Tensor) -> Tensor:
+    """All tokens of all rows in one sequence, with their heads."""
+    return states.transpose(1, 2).flatten(0, 1)
+
+
+def _edges(query: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, int]:
+    """The boundaries of the examples: from the collator, by their positions, or one example per row."""
+    rows, _, length, _ = query.shape
+    edges = kwargs.get("cu_seq_lens_q")
+    if edges is not None:
+        return edges, int(kwargs["max_length_q"])
+    position_ids = kwargs.get("position_ids")
+    if position_ids is not None:
+        return boundaries(position_ids.expand(rows, length))
+    numbers = torch.arange(rows + 1, device=query.device, dtype=torch.int32)
+    return numbers * length, length
+
+
+def _require_plain(**parts: Any) -> None:
+    """Refuse parts of an attention that torch's kernel for packed rows does not have."""
+    present = [name for name, value in parts.items() if value is not None]
+    if present:
         raise CourseError(
             tr(
                 "This model's attention has {parts}, which torch's kernel for packed rows does not support.",
-                parts=", ".join(parts),
+                parts=", ".join(present),
             ),
             allowed=tr("attention without dropout, sinks (s_aux) and softcap, as in Qwen, GLM and Llama"),
             todo=tr("Set from_pretrained.attn_implementation to sdpa in a copy of the profile."),
         )
-    rows, heads, length, size = query.shape
-    if kwargs.get(BOUNDARIES[0]) is not None:  # from the collator
-        edges, longest = kwargs[BOUNDARIES[0]], int(kwargs[BOUNDARIES[2]])
-    elif (positions := kwargs.get("position_ids")) is not None:
-        edges, longest = boundaries(positions.expand(rows, length))
-    else:  # one example per row
-        edges, longest = torch.arange(rows + 1, device=query.device, dtype=torch.int32) * length, length
-    q, k, v = (states.transpose(1, 2).reshape(rows * length, -1, size) for states in (query, key, value))
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)  # 0: no token sees a later one
-    more: dict[str, Any] = {"scale": scaling, "window_size": window}
-    if heads != key.shape[1] and "enable_gqa" in _signature(varlen_attn).parameters:  # torch 2.11 and later need it
-        more["enable_gqa"] = True
-    out: Any = varlen_attn(q, k, v, edges, edges, longest, longest, **more)
-    return out.view(rows, length, heads, size), None
 
 
 def patch_lora_kernels(trainer: Any) -> str:
     """Cast adapters to float32, collate numpy rows with boundaries, fuse LoRA layers and add Liger's kernels."""
     fused = trainer.args.use_liger_kernel
     trainer.args.use_liger_kernel = False  # added here: the trainer would put them over the fused layers
-    sharded = distributed.engine() == "zero3"  # it gathers a weight when its own layer is called, and not before
-    cast, layers = (0, 0) if sharded else (repair_precision(trainer.model), patch_model(trainer.model, fused))
+    cast = 0
+    layers = 0
+    if distributed.engine() == "zero3":  # it gathers a weight when its own layer is called, and not before
+        fused = False
+    else:
+        cast = repair_precision(trainer.model)
+        layers = patch_model(trainer.model, fused)
     trainer.data_collator = with_boundaries(trainer.data_collator)
     trainer.train_dataset = trainer.train_dataset.with_format("numpy")  # four times as fast as lists
-    kernels = tr("Liger kernels") if fused and not sharded else tr("torch kernels")
-    done = {"cast": cast, "layers": layers, "kernels": kernels}
-    return tr("{cast} adapter weights cast to float32; {layers} fused LoRA layers, {kernels}", **done)
+    return tr(
+        "{cast} adapter weights cast to float32; {layers} fused LoRA layers, {kernels}",
+        cast=cast,
+        layers=layers,
+        kernels=tr("Liger kernels") if fused else tr("torch kernels"),
+    )
 
 
 def patch_model(model: nn.Module, fused: bool) -> int:
@@ -183,28 +236,35 @@ def patch_model(model: nn.Module, fused: bool) -> int:
 
         logging.getLogger("liger_kernel").setLevel(logging.ERROR)
         apply_liger_kernel(model, {"fused_linear_cross_entropy": False, "cross_entropy": False})  # TRL has its own loss
-    layers: list[Any] = [part for part in model.modules() if isinstance(part, LoraLayer) and _is_plain(part)]
+    layers = [part for part in model.modules() if isinstance(part, LoraLayer) and _is_plain(part)]
     for layer in layers:
-        if not hasattr(layer, "stock_forward"):  # else this cell ran before
-            layer.stock_forward = layer.forward
-            layer.forward = types.MethodType(_linear_forward, layer)
+        _replace_forward(layer, _linear_forward)
     patched = {id(layer) for layer in layers}
     for block in model.modules():
         mlp: Any = getattr(block, "mlp", None)
-        if id(getattr(mlp, "down_proj", None)) not in patched or hasattr(mlp, "stock_forward"):
+        if type(mlp).__name__ not in KNOWN_MLPS or mlp.config.hidden_act not in ("silu", "swish"):
             continue
-        if type(mlp).__name__ in KNOWN_MLPS and mlp.config.hidden_act in ("silu", "swish"):
-            mlp.skips_last, mlp.fused = type(block).__name__ in ENDS_WITH_MLP, fused
-            mlp.stock_forward = mlp.forward
-            mlp.forward = types.MethodType(_mlp_forward, mlp)
+        if id(mlp.down_proj) in patched:
+            mlp.fused = fused
+            mlp.skips_last = type(block).__name__ in ENDS_WITH_MLP
+            _replace_forward(mlp, _mlp_forward)
     return len(layers)
+
+
+def _replace_forward(part: Any, forward: Callable[..., Tensor]) -> None:
+    """Give a module another forward, unless it has it because this cell ran before."""
+    if not hasattr(part, "stock_forward"):
+        part.stock_forward = part.forward
+        part.forward = types.MethodType(forward, part)
 
 
 def _is_plain(layer: Any) -> bool:
     """One plain adapter over a frozen nn.Linear or bitsandbytes 4-bit layer: what the arithmetic below covers."""
-    base, names = layer.get_base_layer(), list(getattr(layer, "lora_A", {}))
-    four_bit = type(base).__name__ == "Linear4bit" and type(base).__module__.startswith("bitsandbytes")
-    if len(names) != 1 or not (type(base) is nn.Linear or four_bit):
+    base = layer.get_base_layer()
+    names = list(getattr(layer, "lora_A", {}))
+    kind = type(base)
+    four_bit = kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes")
+    if len(names) != 1 or not (kind is nn.Linear or four_bit):
         return False
     [name] = names
     return (
@@ -219,100 +279,140 @@ def _is_plain(layer: Any) -> bool:
 def _is_active(layer: Any) -> bool:
     """Whether its one adapter is to be added now; everything else is PEFT's forward."""
     names = list(getattr(layer, "lora_A", ()))
-    one = layer.training and len(names) == 1 and layer.active_adapters == names
-    return one and not (layer.disable_adapters or layer.merged)
+    if not layer.training or len(names) != 1 or layer.active_adapters != names:
+        return False
+    return not layer.disable_adapters and not layer.merged
 
 
 def _linear_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not _is_active(self) or args or kwargs:
         return self.stock_forward(x, *args, **kwargs)
-    return _Lora.apply(x, None, *_operands(self, x), False, False)
+    return _FusedLora.apply(x, None, *_operands(self, x))
 
 
 def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     if not _is_active(self.down_proj):
         return self.stock_forward(x)
-    gate, up, skips = self.gate_proj(x), self.up_proj(x), self.skips_last and not self._forward_hooks
-    return _Lora.apply(gate, up, *_operands(self.down_proj, x), self.fused, skips)
+    gate = self.gate_proj(x)
+    up = self.up_proj(x)
+    a, b, layer = _operands(self.down_proj, x)
+    layer.fused = self.fused
+    layer.skips_last = self.skips_last and not self._forward_hooks
+    return _FusedLora.apply(gate, up, a, b, layer)
 
 
-def _operands(layer: Any, x: Tensor) -> tuple[Any, ...]:
-    """Frozen weight and bias, A, B, scale and dropout of a LoRA layer, and the dtype of its products."""
-    [name], base, device = layer.lora_A, layer.get_base_layer(), x.device.type
+@dataclass
+class _FrozenLayer:
+    """What a fused layer computes with, besides its input and its adapter."""
+
+    weight: Any
+    quant_state: Any  # of a 4-bit weight
+    bias: Tensor | None
+    scale: float
+    dropout: float
+    dtype: torch.dtype  # of its products
+    fused: bool = False  # the MLP's activation is Liger's kernel
+    skips_last: bool = False  # nobody reads its output where it is recomputed
+
+    def dense(self) -> Tensor:
+        """The weight as a matrix (out, in), dequantized for the moment it is needed."""
+        if self.quant_state is None:
+            return self.weight.to(self.dtype)
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(self.weight.data.view(-1, 1), self.quant_state).to(self.dtype)
+
+
+def _operands(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, _FrozenLayer]:
+    """A and B of a LoRA layer, and its frozen part."""
+    [name] = layer.lora_A
+    base = layer.get_base_layer()
+    device = x.device.type
     dtype = getattr(base, "compute_dtype", None) or x.dtype  # of a quantized layer, else of the input
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    a, b, dropout = layer.lora_A[name].weight, layer.lora_B[name].weight, getattr(layer.lora_dropout[name], "p", 0.0)
-    state = getattr(base.weight, "quant_state", None) or getattr(base, "quant_state", None)  # FSDP leaves the second
-    return (base.weight, state), base.bias, a, b, layer.scaling[name], dropout, dtype
+    frozen = _FrozenLayer(
+        weight=base.weight,
+        quant_state=getattr(base.weight, "quant_state", None) or getattr(base, "quant_state", None),  # FSDP's
+        bias=base.bias,
+        scale=layer.scaling[name],
+        dropout=getattr(layer.lora_dropout[name], "p", 0.0),
+        dtype=dtype,
+    )
+    return layer.lora_A[name].weight, layer.lora_B[name].weight, frozen
 
 
-def _dense(weight_and_state: tuple[Any, Any], dtype: torch.dtype) -> Tensor:
-    """A weight as a matrix (out, in), dequantized for the moment it is needed."""
-    weight, state = weight_and_state
-    if state is None:
-        return weight.to(dtype)
-    from bitsandbytes.functional import dequantize_4bit
-
-    return dequantize_4bit(weight.data.view(-1, 1), state).to(dtype)
+def _flat(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """All tokens of all rows, one below the other."""
+    return states.reshape(-1, states.shape[-1]).to(dtype)
 
 
-def _product(x: Tensor, low: Tensor, weight: Any, bias: Tensor | None, b: Tensor, scale: float) -> Tensor:
+def _product(x: Tensor, low: Tensor, b: Tensor, layer: _FrozenLayer) -> Tensor:
     """x W^T + bias + scale (x A^T) B^T, the last sum made by the product itself; `low` is x A^T."""
-    dense = _dense(weight, x.dtype).t()
-    out = x @ dense if bias is None else torch.addmm(bias.to(x.dtype), x, dense)
-    return out.addmm_(low, b.to(x.dtype).t(), alpha=scale)
+    weight = layer.dense().t()
+    bias = layer.bias
+    if bias is not None:
+        bias = bias.to(x.dtype)
+    out = x @ weight if bias is None else torch.addmm(bias, x, weight)
+    b = b.to(x.dtype)
+    return out.addmm_(low, b.t(), alpha=layer.scale)
 
 
-class _Lora(torch.autograd.Function):
+class _FusedLora(torch.autograd.Function):
     """A linear layer with its adapter; given `up`, of silu(x) * up, which is computed again instead of stored."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Any, up: Any, weight: Any, bias: Any, a: Tensor, b: Tensor, scale: float, dropout: float,
-        dtype: Any, fused: bool, skips_last: bool,
-    ) -> Tensor:  # fmt: skip
-        shape, ctx.dtype = x.shape, x.dtype
-        x, up = (None if one is None else one.reshape(-1, shape[-1]).to(dtype) for one in (x, up))
-        hidden = x if up is None else _swiglu(x, up, fused)
-        dropped, mask = torch.native_dropout(hidden, dropout, True) if dropout else (hidden, None)
-        low = dropped @ a.to(dtype).t()
+    def forward(ctx: Any, x: Any, up: Any, a: Tensor, b: Tensor, layer: _FrozenLayer) -> Tensor:
+        ctx.layer = layer
+        ctx.shape = x.shape
+        ctx.dtype = x.dtype
+        x = _flat(x, layer.dtype)
+        hidden = x
+        if up is not None:
+            up = _flat(up, layer.dtype)
+            hidden = _swiglu(x, up, layer.fused)
+        dropped = hidden
+        mask = None
+        if layer.dropout:
+            dropped, mask = torch.native_dropout(hidden, layer.dropout, True)
+        low = dropped @ a.to(layer.dtype).t()
         ctx.save_for_backward(a, b, low, mask, x, up)
-        ctx.weight, ctx.scale, ctx.dropout, ctx.fused, ctx.shape = weight, scale, dropout, fused, shape
-        recomputing = torch._C._current_graph_task_id() != -1  # inside a backward pass: gradient checkpointing
-        if skips_last and recomputing:  # NaN, so that whoever reads it notices
-            return x.new_full((*shape[:-1], b.shape[0]), float("nan"))
-        out = _product(hidden, low, weight, bias, b, scale).view(*shape[:-1], -1)
+        out_shape = (*ctx.shape[:-1], b.shape[0])
+        is_recomputing = torch._C._current_graph_task_id() != -1  # inside a backward pass: gradient checkpointing
+        if layer.skips_last and is_recomputing:
+            return x.new_full(out_shape, float("nan"))  # so that whoever reads it notices
+        out = _product(hidden, low, b, layer).view(out_shape)
         return out.to(ctx.dtype) if up is None else out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         a, b, low, mask, x, up = ctx.saved_tensors
-        grad = grad.reshape(-1, grad.shape[-1]).to(x.dtype)
-        hidden = x if up is None else _swiglu(x, up, ctx.fused)
-        low_grad, through_dropout = grad @ b.to(grad.dtype), ctx.scale / (1 - ctx.dropout)
-        grad_b = (grad.t() @ low).to(b.dtype).mul_(ctx.scale)
-        grad_a = (low_grad.t() @ (hidden if mask is None else hidden * mask)).to(a.dtype).mul_(through_dropout)
+        layer = ctx.layer
+        scale = layer.scale / (1 - layer.dropout)
+        grad = _flat(grad, x.dtype)
+        low_grad = grad @ b.to(x.dtype)
+        hidden = x if up is None else _swiglu(x, up, layer.fused)
+        if mask is not None:
+            hidden = hidden * mask
+        grad_a = low_grad.t() @ hidden
+        grad_a = grad_a.to(a.dtype).mul_(scale)
         del hidden  # as large as its gradient, which comes next
-        grad_x = grad_up = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ _dense(ctx.weight, grad.dtype)
-            if mask is None:
-                grad_x.addmm_(low_grad, a.to(grad.dtype), alpha=ctx.scale)
-            else:
-                grad_x.add_((low_grad @ a.to(grad.dtype)).mul_(mask), alpha=through_dropout)
-            if up is None:
-                grad_x = grad_x.to(ctx.dtype)
-            elif ctx.fused:  # written over x and up, which nobody needs any more
-                from liger_kernel.ops.swiglu import swiglu_backward
-
-                grad_x, grad_up = swiglu_backward(x, up, grad_x)
-            else:
-                grad_up = functional.silu(x).mul_(grad_x)
-                grad_x = torch.ops.aten.silu_backward(grad_x.mul_(up), x)
-        grads = (None if one is None else one.view(ctx.shape) for one in (grad_x, grad_up))
-        return *grads, None, None, grad_a, grad_b, None, None, None, None, None
+        grad_b = grad.t() @ low
+        grad_b = grad_b.to(b.dtype).mul_(layer.scale)
+        if not ctx.needs_input_grad[0]:
+            return None, None, grad_a, grad_b, None
+        grad_x = grad @ layer.dense()
+        if mask is None:
+            grad_x.addmm_(low_grad, a.to(x.dtype), alpha=layer.scale)
+        else:
+            through_a = low_grad @ a.to(x.dtype)
+            grad_x.add_(through_a.mul_(mask), alpha=scale)
+        if up is None:
+            grad_x = grad_x.to(ctx.dtype)
+            return grad_x.view(ctx.shape), None, grad_a, grad_b, None
+        grad_gate, grad_up = _swiglu_backward(x, up, grad_x, layer.fused)
+        return grad_gate.view(ctx.shape), grad_up.view(ctx.shape), grad_a, grad_b, None
 
 
 def _swiglu(gate: Tensor, up: Tensor, fused: bool) -> Tensor:
@@ -321,3 +421,14 @@ def _swiglu(gate: Tensor, up: Tensor, fused: bool) -> Tensor:
 
         return swiglu_forward(gate, up)[2]
     return functional.silu(gate).mul_(up)
+
+
+def _swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up; written over what nobody needs any more."""
+    if fused:
+        from liger_kernel.ops.swiglu import swiglu_backward
+
+        return swiglu_backward(gate, up, grad)
+    grad_up = functional.silu(gate).mul_(grad)
+    grad_gate = torch.ops.aten.silu_backward(grad.mul_(up), gate)
+    return grad_gate, grad_up

@@ -18,7 +18,6 @@ from nbutils.checkpoints import step_of
 from nbutils.config import shown
 from nbutils.errors import CourseError
 from nbutils.language import tr
-from nbutils.record import LessonLike
 from nbutils.training import sharding
 from nbutils.training.resume import OOM_FILE
 
@@ -61,22 +60,16 @@ class UpdateWatch(TrainerCallback):
         self.updating = False
 
 
-def train(trainer: Any, lesson: LessonLike, resume_from: Path | None, note: Callable[[str], object] = print) -> None:
+def train(trainer: Any, run_folder: Path, resume_from: Path | None, note: Callable[[str], object] = print) -> None:
     """Train to the end; where memory runs out, go on from the last finished step with smaller settings."""
     settings = settings_of(trainer)
-    watch, alone = UpdateWatch(), distributed.engine() == ""
-    first_weights = sharding.full_weights(trainer.model) if alone else {}
+    first_weights = {} if distributed.engine() else sharding.full_weights(trainer.model)
+    watch = UpdateWatch()
     trainer.callback_handler.callbacks.insert(0, watch)  # before those that may run out of memory themselves
-    while True:
-        try:
-            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-            return
-        except Exception as error:  # gone after this block, with the tensors it holds
-            if not hardware.out_of_memory(error):
-                raise
-            problem = str(error).strip().partition("\n")[0] or "out of memory"
-        step, peak = max(trainer.state.global_step, step_of(resume_from)), hardware.peak_memory_gib()
-        if not alone:
+    while problem := _train_once(trainer, resume_from):
+        step = max(trainer.state.global_step, step_of(resume_from))
+        peak = hardware.peak_memory_gib()
+        if distributed.engine():
             raise CourseError(
                 tr(
                     "Out of memory at step {step} in one of several processes: {problem}",
@@ -88,37 +81,22 @@ def train(trainer: Any, lesson: LessonLike, resume_from: Path | None, note: Call
                     "all processes again: they resume."
                 ),
             )
-        trainer.model.zero_grad(set_to_none=True)  # free what the broken step holds
-        trainer.callback_handler.train_dataloader = None
-        hardware.free_memory()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()  # the reported peak is that of the settings that fit
+        _free_broken_step(trainer)
         if step > step_of(resume_from) and not watch.updating:
-            resume_from = Path(trainer.args.output_dir) / f"checkpoint-{step}"
-            shutil.rmtree(resume_from, ignore_errors=True)  # its files may be on their way to the run folder
-            trainer._save_checkpoint(trainer.model, trial=None)
+            resume_from = _save_finished_step(trainer)
             if step >= trainer.state.max_steps:  # only its checkpoint was missing
                 trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
                 return
-        smaller = settings.smaller(offload=lesson.gpu is not None)
-        if smaller is None:
-            raise CourseError(
-                tr(
-                    "Out of memory at step {step} (peak {peak:.1f} GiB) with {settings}; there are no smaller "
-                    "settings to try.",
-                    step=step + 1,
-                    peak=peak,
-                    settings=settings,
-                ),
-                todo=tr(
-                    "Close other programs on the GPU (other notebooks too), or choose a smaller model or "
-                    "sft.max_length, method qlora or a larger GPU."
-                ),
-            )
-        change = {"step": step + 1, "card": str(lesson.gpu or "none"), "used_gib": round(peak, 2)}
-        change |= {"from": asdict(settings), "to": asdict(smaller)}
+        smaller = _require_smaller(settings, trainer, step, peak)
+        change = {
+            "step": step + 1,
+            "card": str(hardware.gpu() or "none"),
+            "used_gib": round(peak, 2),
+            "from": asdict(settings),
+            "to": asdict(smaller),
+        }
         with suppress(OSError):  # a disk that is gone does not end the training
-            files.write_json(lesson.run.path / OOM_FILE, {"rungs": [*oom_changes(lesson), change]})
+            files.write_json(run_folder / OOM_FILE, {"rungs": [*oom_changes(run_folder), change]})
         if step > step_of(resume_from):
             raise CourseError(
                 tr(
@@ -134,9 +112,63 @@ def train(trainer: Any, lesson: LessonLike, resume_from: Path | None, note: Call
         if resume_from is None:  # the first update may have broken off
             sharding.load_weights(trainer.model, first_weights)
         apply(trainer, smaller)
-        about = {"step": step + 1, "peak": peak, "settings": smaller}
-        note(tr("[WARN] out of memory at step {step} (peak {peak:.1f} GiB): continuing with {settings}", **about))
+        note(
+            tr(
+                "[WARN] out of memory at step {step} (peak {peak:.1f} GiB): continuing with {settings}",
+                step=step + 1,
+                peak=peak,
+                settings=smaller,
+            )
+        )
         settings = smaller
+
+
+def _require_smaller(settings: StepSettings, trainer: Any, step: int, peak: float) -> StepSettings:
+    """The next settings that need less memory; an error that says what is left to do where there are none."""
+    smaller = settings.smaller(offload=trainer.args.device.type == "cuda")
+    if smaller is None:
+        raise CourseError(
+            tr(
+                "Out of memory at step {step} (peak {peak:.1f} GiB) with {settings}; there are no smaller "
+                "settings to try.",
+                step=step + 1,
+                peak=peak,
+                settings=settings,
+            ),
+            todo=tr(
+                "Close other programs on the GPU (other notebooks too), or choose a smaller model or "
+                "sft.max_length, method qlora or a larger GPU."
+            ),
+        )
+    return smaller
+
+
+def _train_once(trainer: Any, resume_from: Path | None) -> str:
+    """Train to the end; what was said if memory ran out, and nothing else, as an error holds the step's tensors."""
+    try:
+        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+    except Exception as error:
+        if not hardware.out_of_memory(error):
+            raise
+        return str(error).strip().partition("\n")[0] or "out of memory"
+    return ""
+
+
+def _free_broken_step(trainer: Any) -> None:
+    """Free what a step that broke off still holds."""
+    trainer.model.zero_grad(set_to_none=True)
+    trainer.callback_handler.train_dataloader = None
+    hardware.free_memory()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # the reported peak is that of the settings that fit
+
+
+def _save_finished_step(trainer: Any) -> Path:
+    """Write a checkpoint of the last finished step to resume from."""
+    folder = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
+    shutil.rmtree(folder, ignore_errors=True)  # its files may be on their way to the run folder
+    trainer._save_checkpoint(trainer.model, trial=None)
+    return folder
 
 
 def settings_of(trainer: Any) -> StepSettings:
@@ -164,6 +196,6 @@ def apply(trainer: Any, new: StepSettings) -> None:
         trainer.maybe_activation_offload_context = context
 
 
-def oom_changes(lesson: LessonLike) -> list[dict[str, Any]]:
+def oom_changes(run_folder: Path) -> list[dict[str, Any]]:
     """Every change this run made, in all its sessions, for facts.json."""
-    return files.read_object(lesson.run.path / OOM_FILE).get("rungs", [])
+    return files.read_object(run_folder / OOM_FILE).get("rungs", [])

@@ -8,41 +8,48 @@ import math
 import random
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
+from pydantic import BaseModel
 from transformers import AutoTokenizer, GenerationConfig, Qwen2Config
 from transformers.utils.logging import disable_progress_bar
 
-from nbutils import corpus, files, models, platforms
+from nbutils import files, models, platforms
 from nbutils.chat import find_stop_ids
-from nbutils.config import SFT
+from nbutils.config import SFT, Profile
 from nbutils.data import read
 from nbutils.data.rows import RowError, shown
 from nbutils.errors import CourseError
+from nbutils.hardware import GPU
 from nbutils.language import tr
 from nbutils.plan import gpus
 from nbutils.plan import pretraining as plan
 from nbutils.plan.forecast import rows_per_step
+from nbutils.profiles import Resolved
 from nbutils.training import resume as resuming
 from nbutils.training.run import CourseCallback, TrainingResult
 
+BUNDLED = files.SAMPLES / "pretraining.jsonl.gz"  # the course's text; `.ci/samples.py` writes it
+BUNDLED_STEPS = 300
+CHAT_TEMPLATE = (files.TINY_MODEL / "chat_template.jinja").read_text(encoding="utf-8")
 TEXT_FILES = (".txt", ".md")
 COLUMN = "text"
 PIECE = 1 << 16  # characters of a text file that make a document, with the rest of the paragraph
 NO_CHARACTER = re.compile("[\udc80-\udcff]")  # a byte that is neither UTF-8 nor GBK
 SAMPLE = 50_000_000  # bytes a tokenizer is trained on: more hardly change it
-BUNDLED_SAMPLE, BUNDLED_STEPS = 20_000, 300  # texts of the course: those of its tokenizer, and the steps they get
 SMALLEST_VOCABULARY = 512  # the 256 bytes, the special tokens, and as many merges
 WRITTEN = 1000  # rows written together
 MOST_HELD_OUT = 64  # rows
 CPU_TOKENS = 8192  # of a micro-batch without a GPU
-SAVES, MOST_BETWEEN = 10, 500  # checkpoints of a training, and the steps between two of them in a long one
+RENTED_OFTEN = ("RTX 3090", "RTX 4090")  # in the forecast, beside the GPU of this machine
+SAVES = 10  # checkpoints of a training
+MOST_BETWEEN = 500  # steps between two of them in a long one
 QUESTIONS = ("请周五给我送三箱苹果到杭州。", "Please send 3 boxes of apples to Hangzhou on Friday.", "三加四等于几？")
 PROMPT = 24  # tokens of a held-out text that the model continues
 HEAD = 64  # width of an attention head
@@ -50,25 +57,32 @@ BASE = "base"  # in the run folder: the finished model
 
 
 class Texts:
-    """The documents of files, a folder or a hub dataset, or `count` of the course's own; read anew by each loop."""
+    """The documents of files, a folder or a hub dataset, or the first `count` of the course; each loop reads anew.
+
+    Example:
+        for text in Texts("my_texts", count=0, seed=0): ...
+    """
 
     def __init__(self, source: str, count: int, seed: int) -> None:
-        self.source, self.count, self.seed = source, count, seed
+        self.bundled = not source
+        self.count = count
+        self.seed = seed
         self.read = 0  # documents of the last loop
-        self.left_out: Counter[str] = Counter()  # rows without text, by what was seen instead
-        self.files = read.find_files(source, (*TEXT_FILES, *read.FORMATS)) if source else []
+        self.left_out = 0  # rows without text
+        self.seen = tr("the files are empty")  # the first time, instead of a text
+        self.source = source or str(BUNDLED)
+        self.files = read.find_files(self.source, (*TEXT_FILES, *read.FORMATS))
 
     def __iter__(self) -> Iterator[str]:
         self.read = 0
-        self.left_out.clear()
-        found = self._documents() if self.source else corpus.pretraining_texts(self.count, self.seed + 1)
-        for text in found:
+        self.left_out = 0
+        limit = self.count if self.bundled and self.count else None
+        for text in islice(self._documents(), limit):
             self.read += 1
             yield text
         if not self.read:
-            seen = "; ".join(self.left_out) or tr("the files are empty")
             raise CourseError(
-                tr("No text was found in {source}: {seen}.", source=self.source or f"TEXTS = {self.count}", seen=seen),
+                tr("No text was found in {source}: {seen}.", source=self.source, seen=self.seen),
                 allowed=tr("text files, or rows with text in a column `text`"),
                 todo=tr("Rename the column that holds the text to `text`, or name other files with DATA."),
             )
@@ -80,54 +94,59 @@ class Texts:
 
     def sample(self) -> Iterator[str]:
         """Documents from everywhere in the text, as many as a tokenizer needs."""
-        if not self.source:
-            return corpus.pretraining_texts(min(self.count, BUNDLED_SAMPLE), self.seed)
-        share = SAMPLE / max(1, sum(file.stat().st_size for file in self.files))
+        size = sum(file.stat().st_size for file in self.files)
         rng = random.Random(self.seed)
-        return (text for text in self if rng.random() < share)
+        for text in self:
+            if rng.random() * size < SAMPLE:
+                yield text
 
-    @property
-    def whole_words(self) -> str:
-        """A pattern of the words that no token joins with others: the course's lists; nothing in another text."""
-        return "(?!)" if self.source else "|".join(corpus.listed_words())
-
-    @property
-    def about(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """What the text is: equal as long as no file changes."""
-        found = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
-        return {"files": found} if self.source else {"count": self.count, "seed": self.seed}
+        known = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
+        return {"files": known, "count": self.count}
 
     def _documents(self) -> Iterator[str]:
         for file in self.files:
             if read.format_of(file, TEXT_FILES):
                 yield from _pieces(file)
+            else:
+                yield from self._column(file)
+
+    def _column(self, file: Path) -> Iterator[str]:
+        """The texts in the column `text` of a file with rows; other rows are counted."""
+        for row in read.read_rows(file):
+            if isinstance(row, RowError):
+                self._leave_out(row.problems[0].seen)
                 continue
-            for row in read.read_rows(file):
-                if isinstance(row, RowError):
-                    self.left_out[row.problems[0].seen] += 1
-                elif isinstance(text := dict(row.raw).get(COLUMN) if isinstance(row.raw, dict) else None, str):
-                    if text.strip():
-                        yield text.encode("utf-8", "replace").decode()  # a lone surrogate of JSON is no character
-                else:
-                    columns = ", ".join(map(str, row.raw)) if isinstance(row.raw, dict) else type(row.raw).__name__
-                    self.left_out[tr("{file} has {columns}", file=row.file, columns=shown(columns[:200]))] += 1
+            columns = row.raw if isinstance(row.raw, dict) else {type(row.raw).__name__: None}
+            text = columns.get(COLUMN)
+            if not isinstance(text, str):
+                names = ", ".join(map(str, columns))[:200]
+                self._leave_out(tr("{file} has {columns}", file=row.file, columns=shown(names)))
+            elif text.strip():
+                yield text.encode("utf-8", "replace").decode()  # a lone surrogate of JSON is no character
+
+    def _leave_out(self, seen: str) -> None:
+        if not self.left_out:
+            self.seen = seen
+        self.left_out += 1
 
 
 def _pieces(file: Path) -> Iterator[str]:
     """A text file as documents of about `PIECE` characters, each ending with a paragraph if there are any."""
-    piece, size = list[str](), 0
+    piece = ""
     try:
         for number, line in enumerate(read.text_lines(file), start=1):
-            if not line.isascii() and NO_CHARACTER.search(line):
+            if NO_CHARACTER.search(line):
                 raise CourseError(
                     tr("{file}, line {line}: the bytes are neither UTF-8, UTF-16 nor GBK.", file=file, line=number),
                     todo=tr("Convert the file, for example with `iconv -f latin1 -t utf-8`, or take it out of DATA."),
                 )
-            piece.append(line)
-            size += len(line)
-            if size >= PIECE and (not line.strip() or size >= 2 * PIECE):
-                yield "".join(piece)
-                piece, size = [], 0
+            piece += line
+            ends_paragraph = not line.strip()
+            if len(piece) >= 2 * PIECE or (len(piece) >= PIECE and ends_paragraph):
+                yield piece
+                piece = ""
     except read.DAMAGED as problem:
         if getattr(problem, "errno", None):  # the disk, not the file
             raise
@@ -135,8 +154,8 @@ def _pieces(file: Path) -> Iterator[str]:
             tr("{file} is damaged or cut short: {problem}.", file=file, problem=problem),
             todo=tr("Copy or download the file again."),
         ) from problem
-    if "".join(piece).strip():
-        yield "".join(piece)
+    if piece.strip():
+        yield piece
 
 
 def require_sizes(width: int, depth: int, vocab_size: int) -> None:
@@ -157,13 +176,14 @@ def require_sizes(width: int, depth: int, vocab_size: int) -> None:
 
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of a model: its course name, hub id or folder."""
-    chosen = models.meant(name, platforms.folders(platforms.detect()).inputs).value
+    folders = platforms.folders(platforms.detect())
+    chosen = models.meant(name, folders.inputs).value
     try:
         return AutoTokenizer.from_pretrained(chosen, trust_remote_code=False)
     except (OSError, ValueError) as problem:
-        said = str(problem).partition("\n")[0]
+        reason = str(problem).partition("\n")[0]
         raise CourseError(
-            tr("The tokenizer of {name} cannot be loaded: {problem}", name=name, problem=said),
+            tr("The tokenizer of {name} cannot be loaded: {problem}", name=name, problem=reason),
             allowed=tr("a course model, a hub name, or a folder with a tokenizer; empty trains one"),
             todo=tr("Correct TOKENIZER, make the hub reachable, or leave it empty."),
         ) from problem
@@ -171,7 +191,19 @@ def load_tokenizer(name: str) -> Any:
 
 def separator_of(tokenizer: Any) -> int:
     """The token between documents: the padding token, as with Qwen's models, or else the end of a sequence."""
-    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+    if tokenizer.pad_token_id is None:
+        return int(tokenizer.eos_token_id)
+    return int(tokenizer.pad_token_id)
+
+
+class Card(BaseModel, frozen=True):
+    """What the rows hold."""
+
+    documents: int
+    tokens: int
+    left_out: int
+    seen: str  # the first time, instead of a text
+    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -183,30 +215,42 @@ class TokenRows:
     length: int
     prompts: list[str] = field(repr=False)
     bundled: bool
-    card: dict[str, Any]  # documents, tokens, left_out and fingerprint
+    card: Card
 
     def facts(self) -> dict[str, Any]:
         """What goes into facts.json."""
-        return {**self.card, "data_fingerprint": self.card["fingerprint"], "held_out_rows": len(self.eval)}
+        facts = self.card.model_dump()
+        return facts | {"data_fingerprint": self.card.fingerprint, "held_out_rows": len(self.eval)}
 
     def __str__(self) -> str:
-        values = {name: f"{self.card[name]:,}" for name in ("documents", "tokens")}
-        values |= {"rows": f"{len(self.train):,}", "held": f"{len(self.eval):,}", "length": str(self.length)}
-        text = tr("{documents} documents, {tokens} tokens: {rows} rows of {length}, and {held} held out", **values)
-        if count := self.card["left_out"]:
-            text += "\n" + tr("[WARN] {count} rows were left out: {seen}", count=f"{count:,}", seen=self.card["seen"])
+        text = tr(
+            "{documents} documents, {tokens} tokens: {rows} rows of {length}, and {held} held out",
+            documents=f"{self.card.documents:,}",
+            tokens=f"{self.card.tokens:,}",
+            rows=f"{len(self.train):,}",
+            length=self.length,
+            held=f"{len(self.eval):,}",
+        )
+        if self.card.left_out:
+            count = f"{self.card.left_out:,}"
+            text += "\n" + tr("[WARN] {count} rows were left out: {seen}", count=count, seen=self.card.seen)
         return text
 
 
 def write_rows(stream: IterableDataset, texts: Texts, tokenizer: Any, length: int, folder: Path) -> TokenRows:
-    """Write rows of `length` tokens into the working folder, unless they are there, and hold some out."""
+    """Write rows of `length` tokens into the working folder, unless they are there, and hold some out.
+
+    Example:
+        rows = write_rows(stream, texts, tokenizer, 128, lesson.scratch)
+    """
     code = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-    about = {"texts": texts.about, "tokenizer": code, "length": length}
+    stamp = {"texts": texts.identity(), "tokenizer": code, "length": length}
     folder = files.make_folder(folder, "tokens") / "tokens"
-    if files.stamp(folder) != about:
-        with files.complete_folder(folder, about) as place:
-            files.write_json(place / "card.json", _write_card(stream, texts, length, place / "tokens.arrow"))
-    card = files.read_json(folder / "card.json")
+    if files.stamp(folder) != stamp:
+        with files.complete_folder(folder, stamp) as place:
+            card = _write_stream(stream, texts, length, place / "tokens.arrow")
+            files.write_json(place / "card.json", card.model_dump())
+    card = Card(**files.read_json(folder / "card.json"))
     rows = Dataset.from_file(str(folder / "tokens.arrow"))
     count = min(MOST_HELD_OUT, len(rows) // 10 + 1)
     if len(rows) <= count:
@@ -215,21 +259,27 @@ def write_rows(stream: IterableDataset, texts: Texts, tokenizer: Any, length: in
                 "The text fills {rows} row(s) of {length} tokens ({tokens} tokens).",
                 rows=len(rows),
                 length=length,
-                tokens=card["tokens"],
+                tokens=card.tokens,
             ),
             allowed=tr("text for two rows or more: one is held out"),
             todo=tr("Add text (or raise TEXTS), or lower LENGTH."),
         )
     held_out = [number * len(rows) // count for number in range(count)]  # from everywhere in the text
     kept = sorted(set(range(len(rows))) - set(held_out))
-    train, held = (rows.select(chosen, keep_in_memory=True) for chosen in (kept, held_out))
-    prompts = [corpus.chat(one) + "<|im_start|>assistant\n" for one in QUESTIONS]
-    if texts.source:
-        prompts = [tokenizer.decode(held[at]["input_ids"][:PROMPT]) for at in range(min(3, count))]
-    return TokenRows(train.with_format("numpy"), held, length, prompts, not texts.source, card)
+    train = rows.select(kept, keep_in_memory=True).with_format("numpy")
+    held = rows.select(held_out, keep_in_memory=True)
+    prompts = _prompts(texts, tokenizer, held)
+    return TokenRows(train, held, length, prompts=prompts, bundled=texts.bundled, card=card)
 
 
-def _write_card(stream: IterableDataset, texts: Texts, length: int, file: Path) -> dict[str, Any]:
+def _prompts(texts: Texts, tokenizer: Any, held: Dataset) -> list[str]:
+    """Questions to the shop of the course's text, or beginnings of held-out rows."""
+    if texts.bundled:
+        return [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
+    return [tokenizer.decode(row["input_ids"][:PROMPT]) for row in islice(held, 3)]
+
+
+def _write_stream(stream: IterableDataset, texts: Texts, length: int, file: Path) -> Card:
     """Write the rows as `datasets` reads them from disk; what they hold."""
     import numpy
     import pyarrow
@@ -242,75 +292,134 @@ def _write_card(stream: IterableDataset, texts: Texts, length: int, file: Path) 
             writer.write_batch(pyarrow.record_batch(batch, schema=schema))
             digest.update(numpy.array(batch["input_ids"], numpy.int32).tobytes())
             rows += len(batch["input_ids"])
-    [(seen, _)] = texts.left_out.most_common(1) or [("", 0)]
-    return {
-        "documents": texts.read,
-        "tokens": rows * length,
-        "left_out": texts.left_out.total(),
-        "seen": seen,
-        "fingerprint": digest.hexdigest()[:16],
-    }
+    return Card(
+        documents=texts.read,
+        tokens=rows * length,
+        left_out=texts.left_out,
+        seen=texts.seen if texts.left_out else "",
+        fingerprint=digest.hexdigest()[:16],
+    )
 
 
 def make_config(width: int, depth: int, tokenizer: Any, length: int) -> Any:
     """Qwen2.5's architecture in another size: heads of 64, two query heads for each of keys and values."""
     return Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=width * 5 // 2, num_hidden_layers=depth,
-        num_attention_heads=width // HEAD, num_key_value_heads=width // HEAD // 2, tie_word_embeddings=True,
-        max_position_embeddings=max(1024, length), bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=width * 5 // 2,
+        num_hidden_layers=depth,
+        num_attention_heads=width // HEAD,
+        num_key_value_heads=width // HEAD // 2,
+        tie_word_embeddings=True,
+        max_position_embeddings=max(1024, length),
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    )
 
 
 def shape_of(config: Any) -> models.Shape:
     """The shape of a config, for the plan."""
     return models.Shape(
-        name="Qwen2", layers=config.num_hidden_layers, hidden=config.hidden_size, heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads, head_dim=HEAD, intermediate=config.intermediate_size,
-        vocab=config.vocab_size, tied=True,
-    )  # fmt: skip
+        name="Qwen2",
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=HEAD,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+        tied=True,
+    )
 
 
-def with_recipe(lesson: Any, config: Any, rows: TokenRows, steps: int, batch: int) -> Any:
-    """The lesson with the recipe for this model and text, and the micro-batch for this GPU; prints the forecast."""
-    given = {name: value for name, value in lesson.resolved.set_values.items() if value != "auto"}
-    batch = given.get("course.conversations_per_step", batch)
+def with_recipe(
+    resolved: Resolved, config: Any, rows: TokenRows, steps: int, batch: int, save_steps: int = 0
+) -> Profile:
+    """The profile with the recipe for this model and text, and the micro-batch for this GPU; prints the forecast.
+
+    Example:
+        profile = with_recipe(lesson.resolved, config, rows, steps=300, batch=16)
+    """
+    chosen = {name for name, value in resolved.set_values.items() if value != "auto"}
+    if "course.conversations_per_step" in chosen:
+        batch = int(resolved.set_values["course.conversations_per_step"])
     per_epoch = math.ceil(len(rows.train) / batch)
-    steps = steps or (BUNDLED_STEPS if rows.bundled else per_epoch)
-    shape, every = shape_of(config), [gpus.find("RTX 3090"), gpus.find("RTX 4090")]
-    if lesson.gpu:
-        here = gpus.of_machine(lesson.gpu)
-        every = [here, *(one for one in every if one.name != here.name)]
-    forecasts = [plan.pretraining(shape, gpu, rows.length, batch, steps) for gpu in every]
-    size, recomputes = forecasts[0].per_device_train_batch_size, forecasts[0].gradient_checkpointing
-    if not lesson.gpu:
-        most = max(CPU_TOKENS // rows.length, 1)
-        size = max(size for size in range(1, min(batch, most) + 1) if batch % size == 0)
+    if not steps:
+        steps = BUNDLED_STEPS if rows.bundled else per_epoch
+    shape = shape_of(config)
+    forecasts = [plan.pretraining(shape, gpu, rows.length, batch, steps) for gpu in _forecast_gpus(resolved.gpu)]
+    size = forecasts[0].per_device_train_batch_size
+    recomputes = forecasts[0].gradient_checkpointing
+    if not resolved.gpu:
+        size = _micro_batch_on_cpu(batch, rows.length)
         recomputes = False
     sft = SFT(
-        max_length=rows.length, per_device_train_batch_size=size, gradient_accumulation_steps=batch // size,
-        num_train_epochs=0.0, max_steps=steps, learning_rate=float(f"{0.5 / config.hidden_size:.1e}"),
-        lr_scheduler_type="cosine", warmup_steps=min(0.1, 100 / steps), weight_decay=0.1, max_grad_norm=1.0,
-        optim="adamw_torch_fused", packing=False, gradient_checkpointing=recomputes, activation_offloading=False,
-        use_liger_kernel=False, save_total_limit=2, logging_steps=max(1, min(10, steps // 100)),
-        save_steps=lesson.parameters.get("SAVE_STEPS") or max(1, min(MOST_BETWEEN, math.ceil(steps / SAVES))),
+        max_length=rows.length,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=batch // size,
+        num_train_epochs=0.0,
+        max_steps=steps,
+        learning_rate=float(f"{0.5 / config.hidden_size:.1e}"),
+        lr_scheduler_type="cosine",
+        warmup_steps=min(0.1, 100 / steps),
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        optim="adamw_torch_fused",
+        packing=False,
+        gradient_checkpointing=recomputes,
+        activation_offloading=False,
+        use_liger_kernel=False,
+        save_total_limit=2,
+        logging_steps=max(1, min(10, steps // 100)),
+        save_steps=save_steps or max(1, min(MOST_BETWEEN, math.ceil(steps / SAVES))),
         load_best_model_at_end=True,
-    )  # fmt: skip
-    named = [name.removeprefix("sft.") for name in given if name.startswith("sft.")]
-    sft = sft.model_copy(update={name: lesson.profile.sft[name] for name in named})
-    if "per_device_train_batch_size" in named and "gradient_accumulation_steps" not in named:
-        sft = sft.model_copy(update={"gradient_accumulation_steps": batch // int(sft.per_device_train_batch_size)})
+    )
+    sft = _with_chosen(sft, resolved.profile.sft, chosen, batch)
     in_step = rows_per_step(sft)
-    print(tr(
-        "{steps} steps of {batch} rows ({tokens} tokens), {epochs} epochs; learning rate {rate}, {precision}",
-        steps=f"{sft.max_steps:,}", batch=in_step, tokens=f"{in_step * rows.length:,}",
-        epochs=f"{sft.max_steps / per_epoch:.2g}", rate=f"{sft.learning_rate:g}",
-        precision=lesson.profile.from_pretrained.dtype,
-    ))  # fmt: skip
+    print(
+        tr(
+            "{steps} steps of {batch} rows ({tokens} tokens), {epochs} epochs; learning rate {rate}, {precision}",
+            steps=f"{sft.max_steps:,}",
+            batch=in_step,
+            tokens=f"{in_step * rows.length:,}",
+            epochs=f"{sft.max_steps / per_epoch:.2g}",
+            rate=f"{sft.learning_rate:g}",
+            precision=resolved.profile.from_pretrained.dtype,
+        )
+    )
     print(plan.describe(shape, forecasts))
-    course = lesson.profile.course.model_copy(update={"validation_rows": len(rows.eval), "early_stopping_patience": 3})
-    profile = lesson.profile.model_copy(update={"sft": sft, "course": course})
-    return replace(lesson, resolved=replace(lesson.resolved, profile=profile))
+    course = resolved.profile.course.model_copy(
+        update={"validation_rows": len(rows.eval), "early_stopping_patience": 3}
+    )
+    return resolved.profile.model_copy(update={"sft": sft, "course": course})
+
+
+def _with_chosen(sft: SFT, given: SFT, chosen: set[str], batch: int) -> SFT:
+    """The recipe with what SET names; a chosen micro-batch is repeated as often as the batch needs."""
+    values: dict[str, Any] = {}
+    for name in chosen:
+        block, _, argument = name.partition(".")
+        if block == "sft":
+            values[argument] = given[argument]
+    if "per_device_train_batch_size" in values:
+        values.setdefault("gradient_accumulation_steps", batch // values["per_device_train_batch_size"])
+    return sft.model_copy(update=values)
+
+
+def _forecast_gpus(gpu: GPU | None) -> list[gpus.GPUSpec]:
+    """The GPU of this machine, if it has one, and those that are rented often."""
+    rented = [gpus.find(name) for name in RENTED_OFTEN]
+    if gpu is None:
+        return rented
+    here = gpus.of_machine(gpu)
+    return [here, *(other for other in rented if other.name != here.name)]
+
+
+def _micro_batch_on_cpu(batch: int, length: int) -> int:
+    """The largest part of a batch that a CPU computes at a time."""
+    most = max(CPU_TOKENS // length, 1)
+    return max(size for size in range(1, min(batch, most) + 1) if batch % size == 0)
 
 
 class PretrainingCallback(CourseCallback):
@@ -318,75 +427,78 @@ class PretrainingCallback(CourseCallback):
 
     def prepare(self, trainer: Any) -> str:
         """Check the disk and the run; how much there is to train, in one line."""
-        if files.stamp(self.lesson.run.adapter) is not None:
+        if files.stamp(self.run.adapter) is not None:
             raise CourseError(
-                tr("The run {run} holds an adapter of lesson 03.", run=self.lesson.run.name),
+                tr("The run {run} holds an adapter of lesson 03.", run=self.run.name),
                 todo=tr("Choose another RUN_NAME."),
             )
         self.require_room(trainer)
         self.take_over(trainer)
         disable_progress_bar()  # of every saved checkpoint
         logging.getLogger("transformers.trainer").setLevel(logging.ERROR)  # tied weights are stored once, as meant
-        rows: Any = self.dataset  # TokenRows
-        sft = self.lesson.profile.sft
+        rows: TokenRows = self.dataset
         self.fingerprint = {
             "model": shape_of(trainer.model.config).model_dump(),
-            "data": rows.card["fingerprint"],
-            "sft": sft.model_dump(mode="json", exclude=resuming.MAY_CHANGE),
-            "rows_per_step": rows_per_step(sft),
+            "data": rows.card.fingerprint,
+            "sft": self.profile.sft.model_dump(mode="json", exclude=resuming.MAY_CHANGE),
+            "rows_per_step": rows_per_step(self.profile.sft),
             "seed": trainer.args.seed,
         }
-        parameters, tokens = trainer.model.num_parameters(), len(rows.train) * rows.length
         return tr(
             "{parameters} parameters to train on {tokens} tokens",
-            parameters=f"{parameters:,}", tokens=f"{tokens:,}",
-        )  # fmt: skip
+            parameters=f"{trainer.model.num_parameters():,}",
+            tokens=f"{len(rows.train) * rows.length:,}",
+        )
 
 
 def complete(model: Any, tokenizer: Any, prompts: list[str], max_new_tokens: int = 40) -> list[str]:
-    """How the model continues each prompt; greedy, so it is the same every time."""
-    stops, continued = sorted({*find_stop_ids(tokenizer), separator_of(tokenizer)}), []
+    """How the model continues each prompt; greedy, so it is the same every time.
+
+    Example:
+        complete(model, tokenizer, ["Once upon a time"])
+    """
+    stops = sorted({*find_stop_ids(tokenizer), separator_of(tokenizer)})
     model.eval()
+    texts = []
     for prompt in prompts:
-        given = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
+        inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
         with torch.inference_mode():
             output = model.generate(
-                **given, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stops, pad_token_id=stops[0]
+                **inputs,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=stops,
+                pad_token_id=stops[0],
             )
-        continued.append(tokenizer.decode(output[0, given["input_ids"].shape[1] :]))
-    return continued
+        texts.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
+    return texts
 
 
 def text_loss(model: Any, tokenizer: Any, text: str) -> float:
     """The mean loss of a text after a separator."""
-    ids = torch.tensor(
-        [[separator_of(tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]]], device=model.device
-    )
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = torch.tensor([[separator_of(tokenizer), *tokens]], device=model.device)
     model.eval()
     with torch.no_grad():
         return float(model(input_ids=ids, labels=ids, use_cache=False).loss)
 
 
-def summary(result: TrainingResult) -> str:
-    """What a training took and brought, in lines."""
-    losses = [loss for _, loss in result.history["validation"]]
-    first, best = losses[0], min(losses)
-    return result.described({
-        tr("held-out loss"): f"{first:.3f} -> {best:.3f}",
-        tr("perplexity"): f"{math.exp(first):,.0f} -> {math.exp(best):,.1f}",
-    })  # fmt: skip
-
-
 def save(result: TrainingResult, tokenizer: Any) -> Path:
     """Write model (bfloat16) and tokenizer to `base` of the run folder; one of this very training is left as it is."""
-    model, folder = result.trainer.model, result.callback.lesson.run.path / BASE
-    checksum = f"{zlib.crc32(repr(sorted(result.checksums.items())).encode()):08x}"
-    about = {"steps": result.kept_step, "weights": checksum, "fingerprint": result.callback.fingerprint}
-    if files.stamp(folder) != about:
-        stop, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-        with files.complete_folder(folder, about) as place:
-            weights = {name: one.to(torch.bfloat16) for name, one in model.state_dict().items()}
-            model.generation_config = GenerationConfig(do_sample=False, eos_token_id=stop, pad_token_id=pad)
+    model = result.trainer.model
+    folder = result.callback.run.path / BASE
+    checksum = zlib.crc32(repr(sorted(result.checksums.items())).encode())
+    stamp = {
+        "steps": result.kept_step,
+        "weights": f"{checksum:08x}",
+        "fingerprint": result.callback.fingerprint,
+    }
+    if files.stamp(folder) != stamp:
+        with files.complete_folder(folder, stamp) as place:
+            model.generation_config = GenerationConfig(
+                do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+            )
+            weights = {name: weight.to(torch.bfloat16) for name, weight in model.state_dict().items()}
             model.save_pretrained(place, state_dict=weights)
             tokenizer.save_pretrained(place)
     return folder

@@ -9,19 +9,20 @@ import shutil
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from filelock import BaseFileLock, Timeout
 
 from nbutils import checkpoints, distributed, files, platforms
+from nbutils.checkpoints import StoredCheckpoint
+from nbutils.config import Profile
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, GIB
 from nbutils.language import tr
 from nbutils.plan.forecast import STEP_ARGUMENTS, rows_per_step
-from nbutils.record import LessonLike
-from nbutils.tracking import best_of, read_history, validation_history
+from nbutils.record import RunFolder
+from nbutils.tracking import read_history
 
 MODEL_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt",
@@ -33,18 +34,47 @@ MAY_CHANGE = {
     "load_best_model_at_end", "use_liger_kernel", "optim", "report_to",
 }  # fmt: skip
 ANEW = "Started over, or at a chosen step: only what is here counts.\n"
-ADAPTER = "adapter_model.safetensors"
-FORMER_BEST = "best_adapter.safetensors"  # in a checkpoint of the version before whose own weights are not the best
 OOM_FILE = "memory.json"  # in the run folder: what `oom` changed
 _LOCKS: dict[Path, BaseFileLock] = {}
 
 
-def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -> Path | None:
+def resume_point(run: RunFolder, folders: platforms.Folders, fingerprint: dict[str, Any], resume: str) -> Path | None:
     """The checkpoint to continue from, unpacked in scratch; with RESUME="never" the old ones are removed first."""
-    step = int(resume) if resume.isdecimal() else None
-    scratch, stores = lesson.scratch, checkpoints.stores(lesson.folders, lesson.run.name)
-    files.make_folder(scratch, tr("working space"))
-    try:  # until this process ends: a second trainer would delete the files of this one
+    scratch = files.make_folder(folders.scratch / run.name, tr("working space"))
+    _lock_run(scratch)
+    checkpoints.end_earlier(scratch / "outbox")
+    for unproven in ("trainer", "outbox"):  # left by a killed run; only archives that verify count
+        shutil.rmtree(scratch / unproven, ignore_errors=True)
+    keep = files.make_folder(run.checkpoints, tr("checkpoints of this run"))
+    stores = checkpoints.stores(folders, run.name)
+    if resume == "never":
+        (run.path / OOM_FILE).unlink(missing_ok=True)
+        removed = sum(checkpoints.clear(store) for store in stores if not folders.is_attached(store))
+        print(tr('RESUME is "never": {count} earlier checkpoints removed.', count=removed))
+        _begin_anew(keep)
+        return None
+    chosen_step = int(resume) if resume.isdecimal() else None
+    newest = checkpoints.newest_verified(stores, fingerprint, chosen_step)
+    if newest is None:
+        return None
+    text = tr("continuing from step {step}, kept in {folder}", step=newest.step, folder=newest.archive.parent)
+    if folders.is_attached(newest.archive):
+        text += tr(", which is attached: go on only if it is yours")
+    print(text)
+    if newest.archive.parent != keep:
+        require_disk(keep, newest.size / GIB, tr("keeping the checkpoint this run continues from"))
+        newest = checkpoints.copy(newest, keep)
+    if chosen_step is not None:
+        _begin_anew(keep)
+        _set_later_aside(keep, chosen_step)
+    folder = checkpoints.unpack(newest, scratch / "trainer")
+    bring_best(folder, keep, fingerprint, stores)
+    return folder
+
+
+def _lock_run(scratch: Path) -> None:
+    """Keep the run for this process until it ends: a second trainer would delete the files of this one."""
+    try:
         _LOCKS[scratch] = _LOCKS.get(scratch) or files.lock(scratch / "training.lock", timeout=0)
         _LOCKS[scratch].acquire()
     except Timeout:
@@ -52,92 +82,64 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
             tr("Another process is training in {run} right now.", run=scratch.name),
             todo=tr("Wait for it, stop it (restart its kernel), or choose another RUN_NAME."),
         ) from None
-    checkpoints.end_earlier(scratch / "outbox")
-    for unproven in ("trainer", "outbox"):  # left by a killed run; only archives that verify count
-        shutil.rmtree(scratch / unproven, ignore_errors=True)
-    keep = files.make_folder(lesson.run.checkpoints, tr("checkpoints of this run"))
-    if resume == "never":
-        (lesson.run.path / OOM_FILE).unlink(missing_ok=True)
-        removed = sum(checkpoints.clear(store) for store in stores if not lesson.folders.is_attached(store))
-        files.write_text(keep / checkpoints.BEGAN_ANEW, ANEW)
-        print(tr('RESUME is "never": {count} earlier checkpoints removed.', count=removed))
-        print(tr('Set RESUME back to "auto" for the next start.'))
-        return None
-    best = checkpoints.newest_verified(stores, fingerprint, step)
-    if best is None:
-        return None
-    attached = tr(", which is attached: go on only if it is yours") if lesson.folders.is_attached(best.archive) else ""
-    print(tr("continuing from step {step}, kept in {folder}", step=best.step, folder=best.archive.parent) + attached)
-    if best.archive.parent != keep:
-        require_disk(keep, best.size / GIB, tr("keeping the checkpoint this run continues from"))
-        best = checkpoints.copy(best, keep)
-    if step is not None:  # it becomes the newest of its run; later ones go to a folder nothing looks into
-        files.write_text(keep / checkpoints.BEGAN_ANEW, ANEW)
-        aside = keep / time.strftime(f"after-{step}-%Y%m%d-%H%M%S")
-        for one in (one for one in checkpoints.look(keep)[0] if one.step > step):
-            aside.mkdir(exist_ok=True)
-            for path in (one.archive.with_suffix(".json"), one.archive):  # an archive without manifest does not count
-                if path.exists():
-                    shutil.move(path, aside)
-        if aside.exists():
-            print(tr("Later checkpoints are in {folder}.", folder=aside))
-        print(tr('Set RESUME back to "auto" for the next start.'))
-    folder = checkpoints.unpack(best, scratch / "trainer")
-    bring_best(folder, lesson, fingerprint, stores)
-    return folder
 
 
-def bring_best(newest: Path, lesson: LessonLike, fingerprint: dict[str, Any], stores: list[Path]) -> None:
+def unlock_run(scratch: Path) -> None:
+    """The training is over and its checkpoint is in the run folder."""
+    if lock := _LOCKS.pop(scratch, None):
+        lock.release(force=True)
+
+
+def _begin_anew(keep: Path) -> None:
+    """From now on only the checkpoints of the run folder count, not those of earlier or attached folders."""
+    files.write_text(keep / checkpoints.BEGAN_ANEW, ANEW)
+    print(tr('Set RESUME back to "auto" for the next start.'))
+
+
+def _set_later_aside(keep: Path, step: int) -> None:
+    """Move checkpoints after a step into a folder nothing looks into."""
+    aside = keep / time.strftime(f"after-{step}-%Y%m%d-%H%M%S")
+    kept, _ = checkpoints.look(keep)
+    for later in kept:
+        if later.step <= step:
+            continue
+        aside.mkdir(exist_ok=True)
+        shutil.move(later.archive.with_suffix(".json"), aside)  # first: an archive without manifest does not count
+        if later.archive.exists():
+            shutil.move(later.archive, aside)
+    if aside.exists():
+        print(tr("Later checkpoints are in {folder}.", folder=aside))
+
+
+def bring_best(newest: Path, keep: Path, fingerprint: dict[str, Any], stores: list[Path]) -> None:
     """Unpack the checkpoint of the best step beside the newest one, and let the trainer's state know where it is."""
     state = files.read_object(newest / checkpoints.STATE)
     if not state:  # `spent_until` will say so
         return
     state["log_history"] = read_history(newest / checkpoints.STATE, "log_history")
     state["global_step"] = checkpoints.step_of(newest)
-    if (newest / FORMER_BEST).exists() or state.get("best_global_step") is None:
-        _adopt_former_best(newest, state)
-    step = state["best_global_step"]
-    folder = newest.parent / f"checkpoint-{step}"
-    is_known = bool(checkpoints.NAME.fullmatch(folder.name))
-    if is_known and not folder.exists():
-        best = checkpoints.verified_at(stores, fingerprint, step)
-        if best is None:
-            print(
-                tr("the checkpoint of step {step}, the best so far, is gone: the best from here on counts", step=step)
-            )
-            state["best_global_step"] = state["best_metric"] = None
-            is_known = False
-        else:
-            if best.archive.parent != lesson.run.checkpoints:
-                best = checkpoints.copy(best, lesson.run.checkpoints)
-            checkpoints.unpack(best, newest.parent)
-    state["best_model_checkpoint"] = str(folder) if is_known else None
+    best = _unpack_best(newest, state.get("best_global_step"), keep, fingerprint, stores)
+    state["best_model_checkpoint"] = str(best) if best else None
+    if best is None:
+        state["best_global_step"] = None
+        state["best_metric"] = None
     (newest / checkpoints.STATE).write_text(json.dumps(state, indent=2), encoding="utf-8")
 
 
-def _adopt_former_best(newest: Path, state: dict[str, Any]) -> None:
-    """A checkpoint of the version before has the best weights within it: they become a folder of their own."""
-    from safetensors.torch import load_file, save_file
-
-    best = best_of(validation_history(state["log_history"]))
-    state["best_global_step"], state["best_metric"] = best or (None, None)
-    if best is None or best[0] == state["global_step"]:
-        return
-    if not (newest / FORMER_BEST).exists():
-        state["best_global_step"] = state["best_metric"] = None
-        return
-    weights = load_file(newest / FORMER_BEST)
-    name = ADAPTER if any(".lora_A." in key for key in weights) else "model.safetensors"
-    folder = newest.parent / f"checkpoint-{best[0]}"
-    folder.mkdir(exist_ok=True)
-    save_file({key.replace(".default.", "."): weight for key, weight in weights.items()}, folder / name)
-    shutil.copy(newest / FORMER_BEST, folder)
-
-
-def carry_former_best(checkpoint: Path, best: str | None) -> None:
-    """Best weights that have no checkpoint of their own in the run folder go on within the newest one."""
-    if best and (Path(best) / FORMER_BEST).exists():
-        shutil.copy(Path(best) / FORMER_BEST, checkpoint)
+def _unpack_best(newest: Path, step: Any, keep: Path, fingerprint: dict[str, Any], stores: list[Path]) -> Path | None:
+    """The folder of the best step's checkpoint, which is beside the newest one or comes from where it is kept."""
+    folder = newest.parent / f"checkpoint-{step}"
+    if not checkpoints.NAME.fullmatch(folder.name):
+        return None
+    if folder.exists():
+        return folder
+    best = checkpoints.verified_at(stores, fingerprint, step)
+    if best is None:
+        print(tr("the checkpoint of step {step}, the best so far, is gone: the best from here on counts", step=step))
+        return None
+    if best.archive.parent != keep:
+        best = checkpoints.copy(best, keep)
+    return checkpoints.unpack(best, newest.parent)
 
 
 def spent_until(checkpoint: Path | None) -> dict[str, Any]:
@@ -146,14 +148,35 @@ def spent_until(checkpoint: Path | None) -> dict[str, Any]:
     return dict(log[-1]) if log else {}
 
 
-def start_sync(lesson: LessonLike, fingerprint: dict[str, Any], keep_last: int, validation_rows: int = 0) -> Any:
+class NoSync:
+    """The sync of a process beside the main one: it copies nothing."""
+
+    seconds = 0.0
+
+    def messages(self) -> list[str]:
+        """Nothing to say."""
+        return []
+
+    def finish(self, patience: float = 0.0) -> StoredCheckpoint | None:
+        """Nothing to wait for."""
+        return None
+
+
+def start_sync(
+    run: RunFolder, scratch: Path, fingerprint: dict[str, Any], keep_last: int, validation_rows: int = 0
+) -> Any:
     """Start copying this run's checkpoints and logs to the run folder; a process beside the main one copies nothing."""
     if not distributed.is_main():
-        return SimpleNamespace(seconds=0.0, messages=list, finish=lambda patience=0.0: None)
-    logs = (lesson.scratch / lesson.run.logs.name, lesson.run.logs)
-    outbox, check = lesson.scratch / "outbox", partial(mount_check, platforms.mount_point_of(lesson.run.path))
-    keep = lesson.run.checkpoints
-    return checkpoints.CheckpointSync(outbox, keep, fingerprint, keep_last, check, logs, validation_rows)
+        return NoSync()
+    return checkpoints.CheckpointSync(
+        scratch / "outbox",
+        run.checkpoints,
+        fingerprint,
+        keep_last=keep_last,
+        check=partial(mount_check, platforms.mount_point_of(run.path)),
+        logs=(scratch / run.logs.name, run.logs),
+        validation_rows=validation_rows,
+    )
 
 
 def mount_check(mount: Path | None) -> None:
@@ -162,18 +185,11 @@ def mount_check(mount: Path | None) -> None:
         raise OSError(errno.ENOTCONN, tr("{mount} is not mounted any more", mount=mount))
 
 
-def unlock_run(lesson: LessonLike) -> None:
-    """The training is over and its checkpoint is in the run folder."""
-    if lock := _LOCKS.pop(lesson.scratch, None):
-        lock.release(force=True)
-
-
-def run_fingerprint(lesson: LessonLike, seed: int) -> dict[str, Any]:
+def run_fingerprint(profile: Profile, data: Path, base_model: dict[str, str], seed: int) -> dict[str, Any]:
     """What must be equal for a run to be resumed: the model, the data, the adapter, the way of training, the seed."""
-    profile = lesson.profile
     return {
-        "model": model_fingerprint(lesson),
-        "data": files.read_json(lesson.run.data / "data_card.json")["fingerprint"],
+        "model": base_model,
+        "data": files.read_json(data / "data_card.json")["fingerprint"],
         "method": profile.method,
         "quantization": profile.quantization.model_dump(mode="json") if profile.method == "qlora" else {},
         "lora": profile.lora.model_dump(mode="json"),
@@ -183,20 +199,28 @@ def run_fingerprint(lesson: LessonLike, seed: int) -> dict[str, Any]:
     }
 
 
-def model_fingerprint(lesson: LessonLike) -> dict[str, str]:
-    """What the base model is: its name, and a checksum of config, tokenizer and samples of the weights."""
+def model_fingerprint(model: str, name: str) -> dict[str, str]:
+    """What the base model is: its name, and a checksum of config, tokenizer and samples of the weights.
+
+    Example:
+        model_fingerprint(lesson.model, lesson.model_name)
+    """
     from transformers.utils import cached_file
 
-    folder = Path(str(cached_file(lesson.model, "config.json"))).parent
-    digest, local = hashlib.sha256(), Path(lesson.model).is_dir()
+    folder = Path(str(cached_file(model, "config.json"))).parent
+    digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.name in MODEL_FILES or path.suffix == ".safetensors":
-            digest.update(f"{path.name} {path.stat().st_size} ".encode())
-            with open(path, "rb") as file:
-                digest.update(file.read(CHUNK))
-                rest = path.stat().st_size - CHUNK
-                for part in range(SAMPLES + 1) if local and rest > 0 else ():  # Hub files never change under a name
-                    file.seek(CHUNK + max(rest - SAMPLE_BYTES, 0) * part // SAMPLES)
-                    digest.update(file.read(SAMPLE_BYTES))
-    name = lesson.model_name
-    return {"name": Path(name).name if Path(name).is_absolute() else name, "content": digest.hexdigest()[:16]}
+        if path.name not in MODEL_FILES and path.suffix != ".safetensors":
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(CHUNK))
+            if not Path(model).is_dir() or size <= CHUNK:  # Hub files never change under a name
+                continue
+            for part in range(SAMPLES + 1):
+                file.seek(CHUNK + max(size - CHUNK - SAMPLE_BYTES, 0) * part // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    if Path(name).is_absolute():
+        name = Path(name).name
+    return {"name": name, "content": digest.hexdigest()[:16]}

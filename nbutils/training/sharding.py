@@ -22,17 +22,19 @@ from nbutils.distributed import anyone, engine, local_rank, rank, world_size
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
-MOMENTS = {"exp_avg": "state1", "exp_avg_sq": "state2"}  # of torch's AdamW, and of bitsandbytes'
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
 GROUPS = 2  # of weights in the trainer's optimizer, with and without decay; DeepSpeed leaves out the empty one
-OPTIMIZER, SCHEDULER, ADAPTER = "optimizer.pt", "scheduler.pt", "adapter_model.safetensors"
+OPTIMIZER = "optimizer.pt"
+SCHEDULER = "scheduler.pt"
+ADAPTER = "adapter_model.safetensors"
 
 
 def use_engine(trainer: Any) -> None:
     """Let the trainer take the steps of one process and leave its checkpoints, and keep its adapter in float32."""
-    kind = {"": None, "ddp": SharedSteps}.get(engine(), WholeCheckpoints)
-    if kind is None or isinstance(trainer, SharedSteps):
+    if not engine() or isinstance(trainer, SharedSteps):
         return
-    if kind is WholeCheckpoints and not hasattr(trainer, "_prepare_for_training"):
+    mixin = SharedSteps if engine() == "ddp" else WholeCheckpoints
+    if mixin is WholeCheckpoints and not hasattr(trainer, "_prepare_for_training"):
         raise CourseError(
             tr(
                 "With transformers {version} there are no checkpoints that any engine continues.",
@@ -41,7 +43,8 @@ def use_engine(trainer: Any) -> None:
             allowed=tr("transformers 5.6 or newer for FSDP and DeepSpeed; DDP works with older ones"),
             todo=tr("Run `pip install -U transformers`, or use DDP (torchrun)."),
         )
-    trainer.__class__ = type(type(trainer).__name__, (kind, type(trainer)), {})
+    stock = type(trainer)
+    trainer.__class__ = type(stock.__name__, (mixin, stock), {})
     trainer.add_empty_rows()
     if engine() == "fsdp":
         from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -57,11 +60,15 @@ class SharedSteps:
     """
 
     def add_empty_rows(self: Any) -> None:
-        self.rows, rows = len(self.train_dataset), self.train_dataset
-        missing = -self.rows % (self.args.train_batch_size * self.args.world_size) if "labels" in rows.features else 0
-        empty = [rows[0] | {"labels": [-100] * len(rows[0]["input_ids"])}] * missing
-        if empty:
-            self.train_dataset = concatenate_datasets([rows, Dataset.from_list(empty, features=rows.features)])
+        rows = self.train_dataset
+        self.rows = len(rows)
+        args = self.args
+        missing = -self.rows % (args.train_batch_size * args.world_size)
+        if missing and "labels" in rows.features:
+            first = rows[0]
+            empty = first | {"labels": [-100] * len(first["input_ids"])}
+            filling = Dataset.from_list([empty] * missing, features=rows.features)
+            self.train_dataset = concatenate_datasets([rows, filling])
 
     def _get_train_sampler(self: Any, train_dataset: Any = None) -> Any:
         return RandomSampler(range(self.rows))  # its order is that of one process
@@ -77,7 +84,8 @@ class _WithEmptyRows:
     """A sampler, and after it the rows it does not know."""
 
     def __init__(self, sampler: Any, rows: int) -> None:
-        self.sampler, self.rows = sampler, rows
+        self.sampler = sampler
+        self.rows = rows
 
     def __iter__(self) -> Iterator[int]:
         yield from self.sampler
@@ -99,26 +107,34 @@ class WholeCheckpoints(SharedSteps):
             self._save(output_dir, state_dict=weights)
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
-        state = _optimizer_state(self)
+        folder = Path(output_dir)
+        state = _fsdp_state(self) if engine() == "fsdp" else _zero_state(self)
         if self.args.should_save:
-            torch.save(state, Path(output_dir) / OPTIMIZER)
-            torch.save(_of_groups(self.lr_scheduler.state_dict(), GROUPS), Path(output_dir) / SCHEDULER)
+            torch.save(state, folder / OPTIMIZER)
+            schedule = self.lr_scheduler.state_dict()
+            torch.save(_of_groups(schedule, GROUPS), folder / SCHEDULER)
 
     def _prepare_for_training(self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        made = super()._prepare_for_training(max_steps, train_dataloader, None)  # type: ignore[misc]
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)  # type: ignore[misc]
         if resume_from_checkpoint is not None:
             folder = Path(resume_from_checkpoint)
-            load_weights(self.model, adapter_weights(self.model, folder / ADAPTER))
-            _load_optimizer_state(self, torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu"))
+            weights = adapter_weights(self.model, folder / ADAPTER)
+            load_weights(self.model, weights)
+            states = torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu")
+            load_states = _load_fsdp_state if engine() == "fsdp" else _load_zero_state
+            load_states(self, states)
             schedule = torch.load(folder / SCHEDULER, weights_only=True)
-            self.lr_scheduler.load_state_dict(_of_groups(schedule, len(self.optimizer.param_groups)))
+            groups = len(self.optimizer.param_groups)
+            self.lr_scheduler.load_state_dict(_of_groups(schedule, groups))
             self._load_scaler(resume_from_checkpoint)
-        return made
+        return prepared
 
 
 def reshard(model: Any) -> None:
     """Let FSDP give back the weights it gathered for a forward pass, so that every process sees its shards alone."""
-    for part in model.modules() if engine() == "fsdp" else ():
+    if engine() != "fsdp":
+        return
+    for part in model.modules():
         if hasattr(part, "reshard"):
             part.reshard()
 
@@ -132,110 +148,155 @@ def local_shard(weight: Any) -> Any:
     if engine() != "fsdp":
         return weight
     shards = weight.chunk(world_size())
-    return shards[rank()] if rank() < len(shards) else weight[:0]
+    if rank() < len(shards):
+        return shards[rank()]
+    return weight[:0]
 
 
-def _trained(model: Any) -> list[tuple[str, Any]]:
-    return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+def _trained(model: Any) -> dict[str, Any]:
+    """The weights that are trained, by name."""
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def adapter_weights(model: Any, file: Path) -> dict[str, Any]:
     """The weights in PEFT's file, by the names they have in the model."""
     stored = load_file(file)
-    return {name: stored[name.replace(".default.", ".")] for name, _ in _trained(model)}
+    weights = {}
+    for name in _trained(model):
+        weights[name] = stored[name.replace(".default.", ".")]
+    return weights
+
+
+def _is_deepspeeds(weight: Any) -> bool:
+    """Whether DeepSpeed keeps this weight: its shards (ds_id), or its original in 32 bits."""
+    return hasattr(weight, "ds_id") or hasattr(weight, "_hp_mapping")
+
+
+def _has_original(weight: Any) -> bool:
+    """Whether DeepSpeed trains an original of this weight in 32 bits; ZeRO-3 has none before the training."""
+    return not hasattr(weight, "ds_id") or hasattr(weight, "_z3_optimizer")
 
 
 def full_weights(model: Any) -> dict[str, Any]:
     """CPU copies of the trained weights, put together from the shards of all processes; all must call it."""
-
-    def whole(weight: Any) -> Any:
-        if hasattr(weight, "full_tensor"):
-            return weight.full_tensor()
-        if not hasattr(weight, "ds_id") and not hasattr(weight, "_hp_mapping"):
-            return weight
-        import deepspeed
-
-        if hasattr(weight, "ds_id") and not hasattr(weight, "_z3_optimizer"):  # not trained yet
-            with deepspeed.zero.GatheredParameters([weight]):
-                return weight.data.clone()
-        return deepspeed.utils.safe_get_full_fp32_param(weight)  # 16 bits are trained, this is their original
-
     reshard(model)
-    return {name: whole(weight).detach().to("cpu", copy=True) for name, weight in _trained(model)}
+    weights = {}
+    for name, weight in _trained(model).items():
+        weights[name] = _whole(weight).detach().to("cpu", copy=True)
+    return weights
+
+
+def _whole(weight: Any) -> Any:
+    """A weight put together from its shards."""
+    if hasattr(weight, "full_tensor"):
+        return weight.full_tensor()
+    if not _is_deepspeeds(weight):
+        return weight
+    import deepspeed
+
+    if _has_original(weight):
+        return deepspeed.utils.safe_get_full_fp32_param(weight)
+    with deepspeed.zero.GatheredParameters([weight]):
+        return weight.data.clone()
 
 
 def load_weights(model: Any, weights: Mapping[str, Any]) -> None:
     """Load such copies."""
-    for name, weight in _trained(model):
-        if hasattr(weight, "ds_id") or hasattr(weight, "_hp_mapping"):
-            import deepspeed
-
-            if not hasattr(weight, "ds_id") or hasattr(weight, "_z3_optimizer"):
-                deepspeed.utils.safe_set_full_fp32_param(weight, weights[name].to(weight.device, torch.float32))
-            with deepspeed.zero.GatheredParameters([weight], modifier_rank=0, enabled=hasattr(weight, "ds_id")):
-                weight.data.copy_(weights[name])
-        else:
+    for name, weight in _trained(model).items():
+        if not _is_deepspeeds(weight):
             weight.data.copy_(shard(weights[name], weight))
+            continue
+        import deepspeed
+
+        if _has_original(weight):
+            original = weights[name].to(weight.device, torch.float32)
+            deepspeed.utils.safe_set_full_fp32_param(weight, original)
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0, enabled=hasattr(weight, "ds_id")):
+            weight.data.copy_(weights[name])
 
 
 def shard(value: Any, weight: Any) -> Any:
     """A whole tensor as this process holds the weight it belongs to."""
     if not hasattr(weight, "full_tensor") or value.shape != weight.shape:
         return value
-    return distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
+    value = value.to(weight.device)
+    return distribute_tensor(value, weight.device_mesh, weight.placements)
 
 
-def _optimizer_state(trainer: Any) -> dict[str, Any]:
+def _fsdp_state(trainer: Any) -> dict[str, Any]:
     """The optimizer's state dict, of whole weights."""
-    if engine() == "fsdp":
-        found = trainer.optimizer.state_dict()
-        states = {
-            number: {key: one.full_tensor().cpu() if hasattr(one, "full_tensor") else one for key, one in state.items()}
-            for number, state in found["state"].items()
-        }
-        return {"state": states, "param_groups": found["param_groups"]}
+    stored = trainer.optimizer.state_dict()
+    states = {}
+    for number, state in stored["state"].items():
+        whole = dict(state)  # a copy: the optimizer goes on with its own
+        for key, value in state.items():
+            if hasattr(value, "full_tensor"):
+                whole[key] = value.full_tensor().cpu()
+        states[number] = whole
+    return {"state": states, "param_groups": stored["param_groups"]}
+
+
+def _zero_state(trainer: Any) -> dict[str, Any]:
+    """The same of DeepSpeed's optimizer."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    weights = [weight for _, weight in _trained(trainer.model)]
     inner = trainer.model_wrapped.optimizer.optimizer
-    step = next((state["step"] for state in inner.state.values() if "step" in state), inner.param_groups[0].get("step"))
-    states = {
-        number: {key: safe_get_full_optimizer_state(weight, key).cpu() for key in MOMENTS} | {"step": _tensor(step)}
-        for number, weight in enumerate(weights)
-    }
-    members = [[*states], *[[]] * (GROUPS - 1)]
-    return {"state": states, "param_groups": [inner.param_groups[0] | {"params": numbers} for numbers in members]}
+    group = inner.param_groups[0]
+    step = group.get("step")
+    for moments in inner.state.values():
+        step = moments.get("step", step)
+    states = {}
+    for number, weight in enumerate(_trained(trainer.model).values()):
+        state = {"step": _tensor(step)}
+        for key in MOMENTS:
+            state[key] = safe_get_full_optimizer_state(weight, key).cpu()
+        states[number] = state
+    groups = [group | {"params": list(states)}]
+    while len(groups) < GROUPS:
+        groups.append(group | {"params": []})
+    return {"state": states, "param_groups": groups}
 
 
-def _load_optimizer_state(trainer: Any, stored: dict[str, Any]) -> None:
-    weights = [weight for _, weight in _trained(trainer.model)]
-    if engine() == "fsdp":
-        states = {
-            number: {key: shard(one, weights[number]) if key in MOMENTS else one for key, one in state.items()}
-            for number, state in stored["state"].items()
-        }
-        trainer.optimizer.load_state_dict(stored | {"state": states})
-        return
+def _load_fsdp_state(trainer: Any, stored: dict[str, Any]) -> None:
+    weights = list(_trained(trainer.model).values())
+    for number, state in stored["state"].items():
+        for key in MOMENTS:
+            if key in state:
+                state[key] = shard(state[key], weights[number])
+    trainer.optimizer.load_state_dict(stored)
+
+
+def _load_zero_state(trainer: Any, stored: dict[str, Any]) -> None:
     from deepspeed.utils import safe_set_full_optimizer_state
 
-    zero, step = trainer.model_wrapped.optimizer, next(iter(stored["state"].values()))["step"]
-    in_torch = type(zero.optimizer).__module__.startswith("torch")  # DeepSpeed's own counts with an int
+    zero = trainer.model_wrapped.optimizer
+    inner = zero.optimizer
+    step = stored["state"][0]["step"]
+    is_torchs = type(inner).__module__.startswith("torch")  # DeepSpeed's own counts with an int
     flat = zero.fp32_partitioned_groups_flat if engine() == "zero3" else zero.single_partition_of_fp32_groups
     for part in flat:  # else they would be made by the first step
-        zero.optimizer.state[part] = {key: torch.zeros_like(part) for key in MOMENTS}
-        zero.optimizer.state[part]["step"] = step.clone() if in_torch else int(step)
-    for group in zero.optimizer.param_groups:  # the learning rate of this step
-        group |= {key: value for key, value in stored["param_groups"][0].items() if key != "params"}
+        inner.state[part] = {key: torch.zeros_like(part) for key in MOMENTS}
+        inner.state[part]["step"] = step.clone() if is_torchs else int(step)
+    settings = dict(stored["param_groups"][0])
+    del settings["params"]
+    for group in inner.param_groups:  # the learning rate of this step
+        group.update(settings)
     if engine() != "zero3":
         zero._lazy_init_hp_params_optimizer_state()
-    for number, weight in enumerate(weights):
+    for number, weight in enumerate(_trained(trainer.model).values()):
+        state = stored["state"][number]
         for key in MOMENTS:
-            safe_set_full_optimizer_state(weight, stored["state"][number][key].to(weight.device), key)
+            moment = state[key].to(weight.device)
+            safe_set_full_optimizer_state(weight, moment, key)
 
 
 def _of_groups(schedule: dict[str, Any], count: int) -> dict[str, Any]:
     """A scheduler's state for so many groups of weights, which all have the same learning rate."""
-    return {key: (value * count)[:count] if isinstance(value, list) else value for key, value in schedule.items()}
+    changed = dict(schedule)
+    for key, value in schedule.items():
+        if isinstance(value, list):
+            changed[key] = (value * count)[:count]
+    return changed
 
 
 def _tensor(step: Any) -> Any:
@@ -244,28 +305,48 @@ def _tensor(step: Any) -> Any:
 
 def convert_optimizer_file(checkpoint: Path, optimizer: str) -> None:
     """Rewrite the optimizer's states of an unpacked checkpoint where another kind of AdamW is to continue it."""
-    path, ours = checkpoint / OPTIMIZER, "bnb" if "8bit" in optimizer or "paged" in optimizer else "torch"
+    path = checkpoint / OPTIMIZER
+    wants_bnb = "8bit" in optimizer or "paged" in optimizer
     stored = torch.load(path, weights_only=True, map_location="cpu", mmap=True)  # most often only looked at
-    first: dict[str, Any] = next(iter(stored["state"].values()), {})
-    if first and ("exp_avg" in first) == (ours == "bnb") and local_rank() == 0:
-        states = {number: _converted(state, ours) for number, state in stored["state"].items()}
-        torch.save(stored | {"state": states}, path.with_suffix(".converted"))
-        os.replace(path.with_suffix(".converted"), path)
+    states = stored["state"]
+    is_bnb = any("exp_avg" not in state for state in states.values())
+    if states and is_bnb != wants_bnb and local_rank() == 0:
+        convert = _as_bnb if wants_bnb else _as_torch
+        states = {number: convert(state) for number, state in states.items()}
+        converted = path.with_suffix(".converted")
+        torch.save(stored | {"state": states}, converted)
+        os.replace(converted, path)
     anyone(False)
 
 
-def _converted(state: dict[str, Any], kind: str) -> dict[str, Any]:
-    """One weight's moments in float32, under the names of this kind; bitsandbytes trains on with those, too."""
-    if kind == "bnb":
-        return {"step": int(state["step"])} | {ours: state[name] for name, ours in MOMENTS.items()}
+def _as_bnb(state: dict[str, Any]) -> dict[str, Any]:
+    """The moments of one weight under the names of bitsandbytes, which trains on with float32, too."""
+    return {
+        "step": int(state["step"]),
+        "state1": state["exp_avg"],
+        "state2": state["exp_avg_sq"],
+    }
+
+
+def _as_torch(state: dict[str, Any]) -> dict[str, Any]:
+    """The moments of one weight in float32, under torch's names."""
+    flat = dict(state)
+    for value in state.values():
+        if isinstance(value, dict):  # bitsandbytes keeps them one level deeper for FSDP
+            flat |= value
+    return {
+        "step": _tensor(flat["step"]),
+        "exp_avg": _in_32_bits(flat, "1"),
+        "exp_avg_sq": _in_32_bits(flat, "2"),
+    }
+
+
+def _in_32_bits(state: dict[str, Any], number: str) -> Any:
+    """The first or second moment of bitsandbytes; small ones it keeps in 32 bits."""
+    values = state[f"state{number}"]
+    if f"qmap{number}" not in state:
+        return values
     from bitsandbytes.functional import dequantize_blockwise
 
-    flat = {key: one for part in state.values() if isinstance(part, dict) for key, one in part.items()} | state
-    found = {"step": _tensor(flat["step"])}
-    for name, theirs in MOMENTS.items():
-        values, number = flat[theirs], theirs[-1]
-        if f"qmap{number}" in flat:  # in 8 bits
-            code, scales = flat[f"qmap{number}"], flat[f"absmax{number}"]
-            values = dequantize_blockwise(values, absmax=scales, code=code, blocksize=256)
-        found[name] = values
-    return found
+    scales = state[f"absmax{number}"]
+    return dequantize_blockwise(values, absmax=scales, code=state[f"qmap{number}"], blocksize=256)

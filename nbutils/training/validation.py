@@ -26,7 +26,8 @@ from nbutils.training import model, sharding
 def use_token_mean(trainer: Any) -> None:
     """Let a trainer evaluate with a mean over all tokens."""
     if not isinstance(trainer, TokenMean):
-        trainer.__class__ = type(type(trainer).__name__, (TokenMean, type(trainer)), {})
+        stock = type(trainer)
+        trainer.__class__ = type(stock.__name__, (TokenMean, stock), {})
 
 
 class TokenMean:
@@ -35,9 +36,13 @@ class TokenMean:
     def evaluate(self: Any, *_: Any, **__: Any) -> dict[str, float]:
         """The loss on the held-out rows, logged and passed to the callbacks as the trainer does."""
         began = time.perf_counter()
-        metrics = {"eval_loss": round(token_mean_loss(self, self.eval_dataset), 5)}
-        metrics["eval_runtime"] = round(time.perf_counter() - began, 3)
-        metrics |= {"eval_rows": len(self.eval_dataset), "eval_steps": self.state.eval_steps}
+        loss = token_mean_loss(self, self.eval_dataset)
+        metrics = {
+            "eval_loss": round(loss, 5),
+            "eval_runtime": round(time.perf_counter() - began, 3),
+            "eval_rows": len(self.eval_dataset),
+            "eval_steps": self.state.eval_steps,
+        }
         self.model.eval()  # so that TRL logs it as a validation
         self.log(dict(metrics))
         self.model.train()
@@ -52,27 +57,36 @@ class TokenMean:
 
 def token_mean_loss(trainer: Any, rows: Any) -> float:
     """The mean loss over all trained tokens of the rows; several processes share them."""
-    args, lengths = trainer.args, [len(ids) for ids in rows["input_ids"]]
-    row_tokens = args.max_length if args.packing else sum(lengths) / len(lengths)
-    batches = _batches(lengths, args.per_device_train_batch_size * row_tokens)
-    tokens = torch.tensor(int(sum((row != -100).sum() for row in rows.with_format("numpy")["labels"])))
+    args = trainer.args
+    batches = _batches(trainer, [len(ids) for ids in rows["input_ids"]])
+    tokens = 0
+    for labels in rows.with_format("numpy")["labels"]:
+        tokens += int((labels != -100).sum())
     total = torch.zeros((), device=args.device)
     was_training = trainer.model.training
     wrapped = trainer.model_wrapped if distributed.engine() == "zero3" else trainer.model
     trainer.model.eval()
     with torch.no_grad(), trainer.compute_loss_context_manager():
         for first in range(0, len(batches), args.world_size):
-            number = first + args.process_index  # past the end: repeated uncounted, because all processes gather
-            batch = [rows[row] for row in batches[number % len(batches)]]
-            inputs = trainer._prepare_inputs(trainer.data_collator(batch))
-            loss = trainer.compute_loss(wrapped, inputs, num_items_in_batch=tokens)
-            total += loss if number < len(batches) else 0.0
+            number = first + args.process_index
+            batch = batches[number % len(batches)]
+            collated = trainer.data_collator([rows[row] for row in batch])
+            inputs = trainer._prepare_inputs(collated)
+            loss = trainer.compute_loss(wrapped, inputs, num_items_in_batch=torch.tensor(tokens))
+            if number < len(batches):  # else repeated uncounted, because all processes gather
+                total += loss
     trainer.model.train(was_training)
-    return float(trainer.accelerator.reduce(total, "sum")) / args.world_size
+    total = trainer.accelerator.reduce(total, "sum")
+    return float(total) / args.world_size
 
 
-def _batches(lengths: Sequence[int], most_tokens: float) -> list[list[int]]:
+def _batches(trainer: Any, lengths: Sequence[int]) -> list[list[int]]:
     """Numbers of rows to be laid end to end: in order, with about the tokens of a micro-batch in the training."""
+    args = trainer.args
+    row_tokens = args.max_length
+    if not args.packing:
+        row_tokens = sum(lengths) / len(lengths)
+    most_tokens = args.per_device_train_batch_size * row_tokens
     batches: list[list[int]] = []
     tokens = math.inf
     for row, length in enumerate(lengths):
@@ -90,7 +104,8 @@ def load_best(trainer: Any) -> tuple[int, float] | None:
     if not trainer.args.load_best_model_at_end or state.best_global_step is None:
         return None
     if state.best_global_step != state.global_step:
-        folder = Path(trainer.args.output_dir) / f"checkpoint-{state.best_global_step}"
+        output = Path(trainer.args.output_dir)
+        folder = output / f"checkpoint-{state.best_global_step}"
         if not distributed.broadcast(folder.is_dir()):
             return None
         _load(trainer.model, folder)
@@ -102,41 +117,55 @@ def _load(trained: Any, checkpoint: Path) -> None:
     if not distributed.engine():
         model.load_checkpoint(trained, checkpoint)
         return
-    weights = sharding.adapter_weights(trained, checkpoint / sharding.ADAPTER) if distributed.is_main() else None
+    weights = None
+    if distributed.is_main():
+        weights = sharding.adapter_weights(trained, checkpoint / sharding.ADAPTER)
     sharding.load_weights(trained, distributed.broadcast(weights))
 
 
 def evaluations_since_best(log_history: Log, best_step: int | None) -> int:
     """How many evaluations of the training, after its best, brought no better one."""
-    return sum(step > best_step for step, _ in validation_history(log_history)) if best_step is not None else 0
+    if best_step is None:
+        return 0
+    return sum(step > best_step for step, _ in validation_history(log_history))
 
 
 def stopped_early(state: Mapping[str, Any], patience: int) -> bool:
     """Whether a training in this state, as trainer_state.json has it, was ended by early stopping."""
-    return bool(patience) and evaluations_since_best(state["log_history"], state.get("best_global_step")) >= patience
+    best_step = state.get("best_global_step")
+    since_best = evaluations_since_best(state["log_history"], best_step)
+    return 0 < patience <= since_best
 
 
 def go_on(trainer: Any) -> str:
     """Let a resumed training evaluate as it began to; a warning where that cannot be compared with what was before."""
-    args, state, warning = trainer.args, trainer.state, ""
-    rows = len(trainer.eval_dataset or ())
-    if not rows:
-        return warning
+    state = trainer.state
+    if not trainer.eval_dataset:
+        return ""
+    rows = len(trainer.eval_dataset)
     earlier = [entry for entry in state.log_history if "eval_loss" in entry]
     last = earlier[-1] if earlier else {}
-    changed = last.get("eval_rows", rows) != rows
-    if changed:  # neither the best step nor early stopping may look at both
-        state.best_metric = state.best_global_step = state.best_model_checkpoint = None
-        words = {"rows": rows, "earlier": last["eval_rows"]}
-        warning = tr("[WARN] validated on {rows} rows from here on: the losses on {earlier} do not compare", **words)
     # however often it saves today, it evaluates no more often than it began to, and only steps that it saves
     state.eval_steps = math.ceil(last.get("eval_steps", 1) / state.save_steps) * state.save_steps
-    is_due = state.global_step % state.eval_steps == 0 or state.global_step >= state.max_steps
-    args.eval_on_start = changed or (is_due and state.global_step not in dict(validation_history(earlier)))
+    step = state.global_step
+    is_due = step % state.eval_steps == 0 or step >= state.max_steps
+    is_done = step in dict(validation_history(earlier))
+    trainer.args.eval_on_start = is_due and not is_done
+    warning = ""
+    if last.get("eval_rows", rows) != rows:  # neither the best step nor early stopping may look at both
+        state.best_metric = None
+        state.best_global_step = None
+        state.best_model_checkpoint = None
+        trainer.args.eval_on_start = True
+        warning = tr(
+            "[WARN] validated on {rows} rows from here on: the losses on {earlier} do not compare",
+            rows=rows,
+            earlier=last["eval_rows"],
+        )
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, EarlyStoppingCallback):
-            since = evaluations_since_best(state.log_history, state.best_global_step)
-            callback.early_stopping_patience_counter = since
+            since_best = evaluations_since_best(state.log_history, state.best_global_step)
+            callback.early_stopping_patience_counter = since_best
             # a checkpoint without early stopping knows nothing of it, and the trainer would fail at its next save
             state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
     return warning
@@ -144,10 +173,14 @@ def go_on(trainer: Any) -> str:
 
 def steps_left(trainer: Any, checkpoint: Path, patience: int) -> int:
     """How many steps of the training remain after a checkpoint."""
-    args, done = trainer.args, files.read_json(checkpoint / "trainer_state.json")
-    if stopped_early(done, patience):
+    args = trainer.args
+    state = files.read_json(checkpoint / "trainer_state.json")
+    if stopped_early(state, patience):
         return 0
-    batches = math.ceil(len(trainer.train_dataset) / (args.train_batch_size * args.world_size))
-    per_epoch = max(math.ceil(batches / args.gradient_accumulation_steps), 1)
-    planned = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-    return max(planned - done["global_step"], 0)
+    planned = args.max_steps
+    if planned <= 0:
+        rows_at_a_time = args.train_batch_size * args.world_size
+        batches = math.ceil(len(trainer.train_dataset) / rows_at_a_time)
+        steps_per_epoch = max(math.ceil(batches / args.gradient_accumulation_steps), 1)
+        planned = math.ceil(args.num_train_epochs * steps_per_epoch)
+    return max(planned - state["global_step"], 0)

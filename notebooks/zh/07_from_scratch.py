@@ -45,7 +45,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `DATA` 可以是文本文件（`.txt`、`.md`），带 `text` 列的 `.jsonl`、`.csv` 或 `.parquet`（都可以压缩成 `.gz`），装着这些文件的目录，或 Hugging Face Hub 上的数据集（`owner/name`）。留空就用课程自带的文本，共 `TEXTS` 篇。`TOKENIZER` 填一个模型（`Qwen3-4B`、Hub 名称或目录），就用那个模型的 tokenizer；留空就在你的文本上训练一个，词表大小是 `VOCAB`。`WIDTH` 必须是 128 的倍数。每步训练 `BATCH` 行，每行 `LENGTH` 个 token。`STEPS = 0` 表示把你的文本训练一轮（epoch）；用课程自带的文本，则是 300 步。`SAVE_STEPS`、`MAX_HOURS`、`RESUME` 和 `SET` 与第 03 课相同。
+# `DATA` 可以是文本文件（`.txt`、`.md`），带 `text` 列的 `.jsonl`、`.csv` 或 `.parquet`（都可以压缩成 `.gz`），装着这些文件的目录，或 Hugging Face Hub 上的数据集（`owner/name`）。留空就用课程自带的 20,000 篇文本中的前 `TEXTS` 篇。`TOKENIZER` 填一个模型（`Qwen3-4B`、Hub 名称或目录），就用那个模型的 tokenizer；留空就在你的文本上训练一个，词表大小是 `VOCAB`。`WIDTH` 必须是 128 的倍数。每步训练 `BATCH` 行，每行 `LENGTH` 个 token。`STEPS = 0` 表示把你的文本训练一轮（epoch）；用课程自带的文本，则是 300 步。`SAVE_STEPS`、`MAX_HOURS`、`RESUME` 和 `SET` 与第 03 课相同。
 
 # %% tags=["parameters"]
 PROFILE: str = "tiny"
@@ -97,14 +97,13 @@ for text in islice(texts, 4):
 # 用的库是 `tokenizers`。pre-tokenizer 先把文本切成小段，只有同一段里的 token 才会合并：Qwen 的 pre-tokenizer 在空格、标点和数字处切开。trainer 负责统计和合并；你的文本最多抽 50 MB 来训练。
 
 # %%
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
 special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # id 总是 0、1、2
 bpe = Tokenizer(models.BPE())
 bpe.pre_tokenizer = pre_tokenizers.Sequence([
     *(pre_tokenizers.Split(token, "removed") for token in special),  # 不算文本
-    pre_tokenizers.Split(Regex(texts.whole_words), "isolated"),  # 课程文本里的名词；你的文本没有这一步
     Qwen2Tokenizer().backend_tokenizer.pre_tokenizer,  # 切成单词、数字和标点，再转成字节
 ])
 alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -117,7 +116,6 @@ if not TOKENIZER:
 
 # %%
 import json
-from nbutils import corpus
 
 if TOKENIZER:
     tokenizer = pretraining.load_tokenizer(TOKENIZER)
@@ -129,7 +127,7 @@ else:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>"],
-        chat_template=corpus.CHAT_TEMPLATE,
+        chat_template=pretraining.CHAT_TEMPLATE,
         model_max_length=max(1024, LENGTH),
     )
 ids = tokenizer("Please send 3 boxes of apples to Hangzhou. 请周五送到杭州。")["input_ids"]
@@ -173,8 +171,7 @@ print(pretraining.shape_of(config))
 # 模型越宽，学习率要越小，所以学习率由宽度算出。下表是 `plan` 的预估：有 GPU 就先列你的 GPU，再列两种常租的显卡。从零训练，每个参数大约要 20 个 token；少得太多，模型学到的只是词，学不会语言；同一份文本训练太多轮，又会背下来。
 
 # %%
-lesson = pretraining.with_recipe(lesson, config, rows, STEPS, BATCH)
-profile = lesson.profile
+profile = pretraining.with_recipe(lesson.resolved, config, rows, steps=STEPS, batch=BATCH, save_steps=SAVE_STEPS)
 
 # %% [markdown]
 # 权重一开始是随机数；种子固定，每次的随机数就一样。训练时权重保持 float32，在 GPU 上矩阵乘法用 16 bit 计算。
@@ -216,14 +213,14 @@ from nbutils import tracking, training
 from trl import SFTConfig
 
 settings = SFTConfig(
-    **dict(profile.sft) | {"max_length": None, "report_to": tracking.report_to(lesson)},
+    **dict(profile.sft) | {"max_length": None, "report_to": tracking.report_to(profile.sft, lesson.scratch)},
     adam_beta2=0.95,  # 预训练常用；默认的 0.999 适应得更慢
     bf16=profile.from_pretrained.dtype == "bfloat16",
     fp16=profile.from_pretrained.dtype == "float16",
     eval_strategy="steps",
     eval_steps=profile.sft.save_steps,
     eval_on_start=True,
-    **training.bookkeeping(lesson, SEED),
+    **training.bookkeeping(lesson.scratch, SEED),
 )
 
 # %% [markdown]
@@ -233,7 +230,9 @@ settings = SFTConfig(
 from transformers import EarlyStoppingCallback
 from trl import SFTTrainer
 
-callback = pretraining.PretrainingCallback(lesson, rows, max_hours=MAX_HOURS)
+callback = pretraining.PretrainingCallback(
+    rows, profile, run=lesson.run, folders=lesson.folders, started=lesson.started, max_hours=MAX_HOURS,
+)
 trainer = SFTTrainer(
     model=model,
     args=settings,
@@ -249,7 +248,9 @@ print(callback.prepare(trainer))
 
 # %%
 result = training.train(trainer, callback, resume=RESUME)
-print(pretraining.summary(result))
+print(result)
+losses = [loss for _, loss in result.history["validation"]]
+print(f"验证集上的困惑度：{math.exp(losses[0]):,.0f} -> {math.exp(min(losses)):,.1f}")
 
 # %% [markdown]
 # 曲线从 `log(词表大小)` 附近开始一路下降：模型先学会词，再学会句子，最后学会照抄前文。如果训练损失继续下降，验证损失却上升，说明文本太少，撑不起这么大的模型。

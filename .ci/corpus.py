@@ -1,13 +1,18 @@
-"""Text that this project writes: what lesson 07 pre-trains the tiny model on.
+"""Writes the pre-training text of lesson 07: the same text for the same count and seed, on every machine.
 
-The pre-training text has twelve kinds; words and sentence patterns are in corpus.yaml. A kind must draw in the same
-order for ever, or the text changes. `.ci/samples.py` writes the bundled train.jsonl and eval.jsonl by `draw_message`.
+python .ci/corpus.py FILE.jsonl.gz COUNT SEED
+
+The text has twelve kinds; words and sentence patterns are in corpus.yaml. A kind must draw in the same order for ever,
+or the text changes. `.ci/samples.py` writes the bundled files.
 """
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import json
 import random
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +27,6 @@ LANGUAGES = ("zh", "en")
 INTENTS = ("order", "refund", "delivery", "cancel")
 SAMPLE_SHARE = 5  # one combination of item, city and day in five is kept for the sample rows
 SPACE = {"zh": "", "en": " "}  # between sentences
-CHAT_TEMPLATE: str = PHRASES["chat_template"]
 ITEMS, CITIES = (  # items with their measure word and kind, cities with their region
     [{"zh": zh, "en": en, **group} for group in PHRASES[name] for zh, en in group["names"].items()]
     for name in ("items", "cities")
@@ -248,3 +252,15 @@ def listed_words() -> list[str]:
     words = {word["zh"] for word in (*DAYS, *PEOPLE, *ITEMS, *CITIES)} | {"两", *NUMBERS["zh"]}
     words |= {*PHRASES["measures"], *PHRASES["kinds"].values()}
     return sorted(words, key=lambda word: (-len(word), word))
+
+
+def write_texts(file: Path, count: int, seed: int) -> None:
+    """Write the documents as compressed rows with a `text`; without a time, so that the bytes are the same again."""
+    with open(file, "wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as compressed:
+        for text in pretraining_texts(count, seed):
+            row = json.dumps({"text": text}, ensure_ascii=False)
+            compressed.write(f"{row}\n".encode())
+
+
+if __name__ == "__main__":
+    write_texts(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
