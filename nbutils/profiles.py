@@ -17,19 +17,9 @@ from nbutils.hardware import GPU, Choice
 from nbutils.language import joined, tr
 from nbutils.models import Shape, course_model, is_tiny, known_models, model_folder
 from nbutils.plan import gpus
-from nbutils.plan.forecast import (
-    STEP_ARGUMENTS,
-    Recipe,
-    Rows,
-    apply,
-    choose,
-    fastest,
-    few_steps,
-    limit_gib,
-    peak_gib,
-    rows_per_step,
-    schedule,
-)  # fmt: skip
+from nbutils.plan.forecast import STEP_ARGUMENTS, fastest
+from nbutils.plan.memory import Recipe, limit_gib, peak_gib
+from nbutils.plan.recipe import Begun, Rows, apply, choose, few_steps, rows_per_step, schedule
 from nbutils.platforms import Platform, folders
 
 __all__ = ["Rows", "course_model", "few_steps", "is_tiny", "known_models", "load", "model_folder", "names", "schedule"]
@@ -57,7 +47,7 @@ class Resolved:
     reasons: Mapping[str, str] = field(repr=False)
     rows: Rows | None = None  # those it is settled for
     set_values: dict[str, Any] = field(default_factory=dict)
-    kept: Mapping[str, Any] = field(default_factory=dict)
+    kept: Begun = field(default_factory=Begun)
 
 
 def resolve(
@@ -151,10 +141,10 @@ def keep_begun(resolved: Resolved, fingerprint: Mapping[str, Any], validation_ro
 
     Its losses are comparable only on the same validation rows.
     """
-    kept: dict[str, Any] = {"validation_rows": validation_rows} if validation_rows else {}
+    kept = Begun(validation_rows=validation_rows or None)
     step = fingerprint.get("rows_per_step", 0)
     if step and step % distributed.world_size() == 0:
-        kept |= {"rows_per_step": step, "packing": fingerprint["sft"]["packing"]}
+        kept = replace(kept, rows_per_step=step, packing=fingerprint["sft"]["packing"])
     return replace(resolved, kept=kept)
 
 
@@ -220,7 +210,7 @@ def _by_plan(
     else:
         spec = gpus.of_machine(gpu).model_copy(update={"count": processes})
         engine = distributed.engine_name(str(profile.method))
-        values = fastest(profile, shape, spec, rows, given.sft, engine)
+        values = fastest(profile, given.sft, shape, spec, rows, engine)
         peak, limit = peak_gib(shape, values), limit_gib(spec)
         verdict = tr("the fastest that fits") if peak <= limit else tr("DOES NOT FIT")
         reason = tr(

@@ -28,7 +28,7 @@ from nbutils.errors import CourseError
 from nbutils.language import tr
 from nbutils.plan import gpus
 from nbutils.plan import pretraining as plan
-from nbutils.plan.forecast import rows_per_step
+from nbutils.plan.recipe import rows_per_step
 from nbutils.training import resume as resuming
 from nbutils.training.run import CourseCallback, TrainingResult
 

@@ -19,7 +19,8 @@ from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, GIB
 from nbutils.language import tr
-from nbutils.plan.forecast import STEP_ARGUMENTS, rows_per_step
+from nbutils.plan.forecast import STEP_ARGUMENTS
+from nbutils.plan.recipe import rows_per_step
 from nbutils.record import LessonLike
 from nbutils.tracking import best_of, read_history, validation_history
 
