@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from nbutils import display, distributed, hardware
@@ -24,9 +23,9 @@ from nbutils.plan.forecast import STEP_ARGUMENTS, Forecast, assumed_rows, candid
 from nbutils.plan.gpus import GPUSpec
 from nbutils.plan.memory import CONTEXT_GIB, MARGIN, STRATEGIES, Recipe, peak_gib
 from nbutils.plan.recipe import apply
-from nbutils.plan.strategies import engine_for, fits_alone, memory_formula, memory_table
+from nbutils.plan.strategies import engine_for, fits_alone
 
-__all__ = ["STRATEGIES", "Recipe", "candidates", "engine_for", "fits_alone", "memory_formula", "memory_table"]
+__all__ = ["STRATEGIES", "Recipe", "candidates", "engine_for", "fits_alone"]
 
 RENTED = "RTX 4090"  # the usual rented GPU
 OPTIONS = {  # of the command line, which are values of a profile
@@ -44,13 +43,12 @@ def example(resolved: Any, rows: int, mean_length: float) -> Forecast:
 
     Example: `plan.example(lesson.resolved, rows=10_000, mean_length=300)`
     """
-    made = of_options(gpu_table.find(RENTED), {"rows": rows, "mean_length": mean_length})
     if resolved.gpu:
         with suppress(CourseError):  # the model's shape is not known before its download
             shape = find_shape(resolved.model)
             data = assumed_rows(resolved.profile, rows, mean_length)
-            made = of_profile(resolved.profile, gpu_table.of_machine(resolved.gpu), shape, data)
-    return replace(made, parts={tr(part): size for part, size in made.parts.items()})
+            return of_profile(resolved.profile, gpu_table.of_machine(resolved.gpu), shape, data)
+    return of_options(gpu_table.find(RENTED), {"rows": rows, "mean_length": mean_length})
 
 
 def require(resolved: Any) -> Forecast | str:

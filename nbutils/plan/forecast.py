@@ -252,7 +252,7 @@ def fastest(profile: Profile, named: SFT, shape: Shape, gpu: GPUSpec, rows: Rows
         "from_pretrained.attn_implementation": "varlen" if recent else "sdpa",
         "sft.use_liger_kernel": recent,
     }
-    settings = flat(profile.model_dump())
+    settings = flat(profile.model_dump(warnings=False))
     open_ones = {name: value for name, value in usual.items() if settings[name] == "auto"}
     recipe = replace(_named_recipe(settings | open_ones), engine=engine, cards=gpu.count)
     if engine != "ddp":
@@ -276,7 +276,8 @@ def _trained_tokens(sft: SFT, recipe: Recipe, step: int, rows: Rows | None) -> f
         return sft.max_steps * step * recipe.length * real
     if rows is None:
         return None
-    return rows.examples * rows.mean * float(sft.num_train_epochs)
+    mean = min(rows.mean, sft.max_length)
+    return rows.examples * mean * float(sft.num_train_epochs)
 
 
 def _notes(shape: Shape, recipe: Recipe, gpu: GPUSpec, tokens: float | None) -> list[str]:

@@ -16,6 +16,7 @@ OLDEST = (7, 0)  # torch has no kernels for older ones any more
 ASSUMED = (8, 0)  # the capability of a GPU of which only memory is given
 BY_MEMORY = {"t4_16gb": 20, "ampere_24gb": 38, "ampere_40gb": 70, "hopper_80gb": 130}  # profiles, up to so many GiB
 LARGEST = "hopper_141gb"
+PROFILES = (*BY_MEMORY, LARGEST)
 Positive = Annotated[float, Field(gt=0)]
 PriceOrNull = Annotated[float, Field(ge=0)] | None
 Names = Annotated[tuple[Text, ...], Field(strict=False)]

@@ -130,7 +130,7 @@ def terms(shape: Shape, recipe: Recipe) -> dict[str, list[Term]]:
     """
     strategy = recipe.strategy
     wide = recipe.wide
-    weights = shape.params * wide
+    weights: float = shape.params * wide
     scales = 0.0
     if recipe.method == "qlora":
         scale = (NF4_DOUBLE if recipe.bnb_4bit_use_double_quant else NF4) - FOUR_BITS

@@ -7,7 +7,7 @@ from `benchmarks/recipes.py`, and for other model sizes from Schulman et al., "L
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, pstdev
 from typing import Any
@@ -36,6 +36,7 @@ LEAST_VALIDATED = 4
 SHARE = 0.05  # of the training time for validation
 FORWARD = 0.4  # the cost of a row without its backward pass
 SMALL = 1e9  # parameters: below, 4 bits cost a model much of what it knows, and 16 fit every GPU
+Choices = dict[str, Choice]  # by dotted name
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Begun:
     validation_rows: int | None = None
 
 
-def apply(profile: Profile, choices: Mapping[str, Choice]) -> Profile:
+def apply(profile: Profile, choices: Choices) -> Profile:
     """The profile with these values in it, by dotted name."""
     for name, choice in choices.items():
         block, _, key = name.rpartition(".")
@@ -108,7 +109,7 @@ def choose(
     shape: Shape | None,
     processes: int = 1,
     begun: Begun = Begun(),
-) -> dict[str, Choice]:
+) -> Choices:
     """The values a profile leaves to its model and its rows, by dotted name; without rows those of large data."""
     choices = _method(profile, shape)
     choices |= _step(profile, rows, processes, begun)
@@ -191,7 +192,7 @@ def _kept(value: Any) -> Choice:
     return Choice(value, tr("this run began with it"))
 
 
-def _method(profile: Profile, shape: Shape | None) -> dict[str, Choice]:
+def _method(profile: Profile, shape: Shape | None) -> Choices:
     """4 or 16 bits, where the profile leaves it open."""
     if profile.method != "auto":
         return {}
@@ -204,7 +205,7 @@ def _method(profile: Profile, shape: Shape | None) -> dict[str, Choice]:
     return {"method": Choice("lora", reason), "quantization.load_in_4bit": Choice(False, tr("method lora"))}
 
 
-def _step(profile: Profile, rows: Rows | None, processes: int, begun: Begun) -> dict[str, Choice]:
+def _step(profile: Profile, rows: Rows | None, processes: int, begun: Begun) -> Choices:
     """The rows of an optimizer step, whether they are packed, and how they are cut into micro-batches.
 
     Conversations are laid end to end, or, where a step holds many, packed into rows of `max_length` tokens. Where the
@@ -215,7 +216,7 @@ def _step(profile: Profile, rows: Rows | None, processes: int, begun: Begun) -> 
     if conversations == "auto":
         conversations = _conversations_per_step(rows, sft.max_length) if rows else FEWEST
     filled = conversations * rows.mean / sft.max_length if rows else LARGEST_STEP  # rows of max_length in a step
-    choices: dict[str, Choice] = {}
+    choices = Choices()
     if sft.packing == "auto":
         choices["sft.packing"] = _packing(sft, filled, begun)
     profile = apply(profile, choices)
@@ -264,9 +265,9 @@ def _wanted_rows(profile: Profile, rows: Rows | None, conversations: int, filled
     return math.ceil(max(1, step) / processes) * processes
 
 
-def _micro_batches(sft: SFT, step: int, processes: int) -> dict[str, Choice]:
+def _micro_batches(sft: SFT, step: int, processes: int) -> Choices:
     """The share of a process in a step of so many rows, as micro-batches of the size that is named, or of one row."""
-    choices: dict[str, Choice] = {}
+    choices = Choices()
     asked = sft.per_device_train_batch_size
     size = distributed.micro_batch_for(step, 1 if asked == "auto" else asked, processes)
     if size != asked:
@@ -327,9 +328,9 @@ def _save_steps(made: Schedule | None) -> Choice:
     return Choice(between, tr("recipe: {count} checkpoints, each with a validation loss", count=count))
 
 
-def _validation(profile: Profile, rows: Rows | None, made: Schedule | None, begun: Begun) -> dict[str, Choice]:
+def _validation(profile: Profile, rows: Rows | None, made: Schedule | None, begun: Begun) -> Choices:
     """How many held-out rows each validation takes; without any there is no best step."""
-    choices: dict[str, Choice] = {}
+    choices = Choices()
     count = profile.course.validation_rows
     if count == "auto":
         choice = _kept(begun.validation_rows)

@@ -32,7 +32,7 @@ def sent_bytes(shape: Shape, recipe: Recipe) -> float:
     """
     trained = shape.adapter_params(recipe.r)
     micro_steps = recipe.gradient_accumulation_steps
-    size = trained * GRADIENT
+    size: float = trained * GRADIENT
     if recipe.engine == "ddp":
         size *= 2
     if recipe.strategy.deepspeed:
@@ -96,7 +96,7 @@ def _moved_bytes(shape: Shape, recipe: Recipe) -> float:
     """Of a micro-step: weights brought to 16 bits, and work element by element."""
     width = sum(inner + outer for inner, outer in shape.linears)
     numbers = recipe.tokens * shape.layers * width
-    moved = numbers * recipe.wide
+    moved: float = numbers * recipe.wide
     moved *= ELEMENTWISE if recipe.uses_liger else PLAIN
     if recipe.method == "qlora":
         moved += shape.linear_params * (NF4_DOUBLE + recipe.wide)

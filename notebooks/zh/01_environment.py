@@ -131,12 +131,13 @@ display.show_choices(lesson.resolved, only=names)
 # %%
 import matplotlib.pyplot as plt
 from nbutils import plan
+from nbutils.language import tr
 
 forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
 figure, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
 left = 0
 for part, gib in forecast.parts.items():
-    axes.barh([forecast.gpu.name], gib, left=left, label=f"{part} {gib:.1f} GiB")
+    axes.barh([forecast.gpu.name], gib, left=left, label=f"{tr(part)} {gib:.1f} GiB")
     left += gib
 axes.axvline(forecast.limit_gib, color="black", linestyle="--", label=f"上限 {forecast.limit_gib:.1f} GiB")
 axes.set(title=f"训练 {forecast.shape.name}：需要 {left:.1f} GiB 显存", xlabel="GiB")

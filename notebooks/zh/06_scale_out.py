@@ -157,21 +157,42 @@ print("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600", shlex.join([*together, *lesson.argum
 # %% [markdown]
 # ## 几张卡放得下多大的模型
 #
-# 表里是每张卡要用的显存（GiB），括号里是最小要多大的卡（另留 8 % 和 0.5 GiB 余量）。`2 x 8` 指两台机器、每台八张卡。`ddp` 和 `fsdp_qlora` 的模型是 4 bit，`fsdp_lora` 是 16 bit；micro-batch 是一条 2,048 个 token 的样本，打开梯度检查点。这些都是预估。`plan.memory_table(strategies=["zero2", "zero3"])` 可以看其他并行策略。`python -m nbutils plan --engine fsdp_qlora --gpus 8 --model Qwen2.5-72B` 还会写明机器要多少内存：每个进程都要先在内存里加载一份 4 bit 模型，所以八张卡训练 72B，启动时要 307 GiB 内存。
+# 表里是每张卡要用的显存（GiB），括号里是最小要多大的卡（另留 8 % 和 0.5 GiB 余量）。`2 x 8` 指两台机器、每台八张卡。`ddp` 和 `fsdp_qlora` 的模型是 4 bit，`fsdp_lora` 是 16 bit；micro-batch 是一条 2,048 个 token 的样本，打开梯度检查点。这些都是预估。想看其他并行策略，就把名字写进单元格里。`python -m nbutils plan --engine fsdp_qlora --gpus 8 --model Qwen2.5-72B` 还会写明机器要多少内存：每个进程都要先在内存里加载一份 4 bit 模型，所以八张卡训练 72B，启动时要 307 GiB 内存。
 
 # %%
 from nbutils import display
-
-print(display.aligned(plan.memory_table()))
-
-# %% [markdown]
-# 这些数怎么来的？以四张 24 GB 的卡训练 72B 为例。写着 `/ 4` 的部分由四张卡平分。4 bit 权重的量化常数不分；计算某一层之前，每张卡要先用 all-gather 收齐这一层的权重。所以卡数翻倍，每张卡的显存也不会减半。
-
-# %%
 from nbutils.models import find_shape
+from nbutils.plan import gpus, memory
 from nbutils.plan.strategies import table_recipe
 
-print(display.aligned(plan.memory_formula(find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4))))
+cards = {141: "H200", 80: "A100-80GB", 48: "L40S", 24: "RTX 4090", 16: "T4"}
+limits = {size: memory.limit_gib(gpus.find(name)) for size, name in cards.items()}
+table = []
+for model in ("Qwen2.5-14B", "Qwen2.5-32B", "Qwen2.5-72B"):
+    for machines, each in [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8)]:
+        row = {"模型": model, "卡数": f"{machines} x {each}" if machines > 1 else each}
+        for name in ("ddp", "fsdp_qlora", "fsdp_lora"):
+            gib = memory.peak_gib(find_shape(model), table_recipe(name, machines * each))
+            row[name] = f"{gib:.1f} (没有)"
+            for size, limit in limits.items():
+                if gib <= limit:
+                    row[name] = f"{gib:.1f} ({size} GB)"
+        table.append(row)
+print(display.aligned(table))
+
+# %% [markdown]
+# 这些数怎么来的？以四张 24 GB 的卡训练 72B 为例。写着 `/ 4` 的部分由四张卡平分。4 bit 权重的量化常数不分；计算某一层之前，每张卡要先用 all-gather 收齐这一层的权重。激活值、logits 和工作区也不分：每张卡计算自己的样本。所以卡数翻倍，每张卡的显存也不会减半。
+
+# %%
+from nbutils.language import tr
+
+shape, recipe = find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4)
+terms = memory.terms(shape, recipe)
+for part, size in memory.parts(shape, recipe).items():
+    print(f"{size:6.2f} GiB  {tr(part)}")
+    for term in terms.get(part, []):
+        divided = f" / {term.shared_by}" if term.shared_by > 1 else ""
+        print(f"{'':12} {tr(term.name)} {term.size / 2**30:.2f}{divided}")
 
 # %% [markdown]
 # ## 先一起跑，再单独跑
