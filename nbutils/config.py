@@ -29,7 +29,10 @@ from nbutils.language import tr
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 ZeroOrMore = Annotated[int, Field(ge=0)]
+Length = Annotated[int, Field(ge=16)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 Auto = Literal["auto"]
 Overrides = Mapping[str, tuple[Any, str]]  # {dotted name: (value, reason)}
 CLASSES = {  # whose keyword arguments a block holds: any of them may be added to those every profile has
@@ -129,16 +132,16 @@ class FromPretrained(Strict):
 class SFT(Arguments):
     """The training: trl.SFTConfig."""
 
-    max_length: Annotated[int, Field(ge=16)]
+    max_length: Length
     per_device_train_batch_size: Auto | Count
     gradient_accumulation_steps: Auto | Count
-    num_train_epochs: Auto | Annotated[float, Field(ge=0)]
+    num_train_epochs: Auto | NotNegative
     max_steps: Annotated[int, Field(ge=-1)]
     learning_rate: Auto | Annotated[float, Field(gt=0, lt=1)]
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"]
-    warmup_steps: Annotated[float, Field(ge=0)]
-    weight_decay: Annotated[float, Field(ge=0)]
-    max_grad_norm: Annotated[float, Field(gt=0)]
+    warmup_steps: NotNegative
+    weight_decay: NotNegative
+    max_grad_norm: Positive
     optim: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
     packing: Auto | bool
     gradient_checkpointing: Auto | bool
@@ -153,7 +156,7 @@ class SFT(Arguments):
 class Vllm(Arguments):
     """The server of lesson 05: flags of `vllm serve`, with underscores."""
 
-    max_model_len: Annotated[int, Field(ge=16)]
+    max_model_len: Length
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
     max_num_seqs: Count
 

@@ -131,15 +131,14 @@ def _bundled_instead(chosen: Choice, model: str, named: bool) -> Choice:
 
 def _origin(source: str) -> str:
     """Where a model comes from, for its reason."""
-    if source == "cache":
-        return tr(", from the cache")
-    if source == "network":
-        return tr(", from the network")
-    if source == "modelscope":
-        return tr(", from ModelScope")
-    if source == "package":
-        return tr(", from the package, which rounded its weights to 4 bits")
-    return ""
+    origins = {
+        "folder": "",
+        "cache": tr(", from the cache"),
+        "network": tr(", from the network"),
+        "modelscope": tr(", from ModelScope"),
+        "package": tr(", from the package, which rounded its weights to 4 bits"),
+    }
+    return origins[source]
 
 
 def _choose_profile(profile: str, model: str, gpu: GPU | None, platform: Platform) -> Choice:

@@ -170,13 +170,12 @@ def time_text(hours: float) -> str:
     return tr("{hours:.1f} h", hours=hours)
 
 
-def fits_table(names: Sequence[str] = (), **options: Any) -> list[dict[str, Any]]:
-    """For these GPUs, or all: what PROFILE auto trains there, how, how fast, and for what price.
+def fits_table(names: Sequence[str], **options: Any) -> list[dict[str, Any]]:
+    """For these GPUs: what PROFILE auto trains there, how, how fast, and for what price.
 
     Example: `plan.fits_table(["T4", "RTX 4090"], rows=10_000, mean_length=300)`
     """
-    chosen = [gpu_table.find(name) for name in names] or gpu_table.usable()
-    return [_table_row(of_options(gpu, options)) for gpu in chosen]
+    return [_table_row(of_options(gpu_table.find(name), options)) for name in names]
 
 
 def command(rows: int, mean_length: float) -> str:
@@ -245,10 +244,8 @@ def _find_gpu(name: str, vram: float | None, tflops: float | None, capability: s
             todo=tr("Look it up at https://developer.nvidia.com/cuda-gpus."),
         )
     if name or vram or tflops:
-        numbers = None
-        if capability:
-            major, minor = capability.split(".")
-            numbers = (int(major), int(minor))
+        major, minor = (capability or "0.0").split(".")
+        numbers = (int(major), int(minor)) if capability else None
         return gpu_table.find(name or tr("a GPU of your own"), vram, tflops, numbers)
     if not importlib.util.find_spec("torch") or not hardware.driver_gpus():
         return None

@@ -5,8 +5,9 @@ What cannot be known stays None, and a note says what is missing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from typing import Any
 
 from nbutils import distributed
@@ -152,7 +153,7 @@ def of_profile(
         shape=shape,
         gpu=gpu,
         recipe=recipe,
-        smallest=smallest(shape, recipe, step, gpu, profile.sft),
+        smallest=smallest(shape, recipe, step, gpu, named_arguments(profile.sft)),
         batch=step,
         checkpoints=settled.sft.save_total_limit,
         schedule=schedule(settled.sft, rows, gpu.count) if rows else None,
@@ -196,31 +197,25 @@ def _named_recipe(settings: Mapping[str, Any]) -> Recipe:
     return Recipe(**values)
 
 
-def candidates(recipe: Recipe, step: int, gpu: GPUSpec, named: SFT | None = None) -> list[Recipe]:
+def candidates(recipe: Recipe, step: int, gpu: GPUSpec, named: Collection[str] = ()) -> list[Recipe]:
     """Every micro-batch that divides a GPU's share of the step, with every way to recompute; what is named stays."""
     distributed.require_shares(step, gpu.count)
     rows = step // gpu.count
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
-    ways = list(WAYS)
-    if named and named.per_device_train_batch_size != "auto":
-        sizes = [distributed.micro_batch_for(step, named.per_device_train_batch_size, gpu.count)]
-    if named and named.gradient_checkpointing != "auto":
-        ways = [way for way in ways if way[0] == named.gradient_checkpointing]
-    if named and named.activation_offloading != "auto":
-        ways = [way for way in ways if way[1] == named.activation_offloading]
-    elif recipe.engine != "ddp":
-        ways = [way for way in ways if not way[1]]
+    ways = WAYS
+    if recipe.engine != "ddp" and "activation_offloading" not in named:
+        ways = WAYS[:2]
     recipes = []
-    for size in sizes:
-        for recompute, offload in ways:
-            one = replace(
-                recipe,
-                per_device_train_batch_size=size,
-                gradient_accumulation_steps=rows // size,
-                gradient_checkpointing=recompute,
-                activation_offloading=offload,
-            )
-            recipes.append(one)
+    for size, (recompute, offload) in product(sizes, ways):
+        option = replace(
+            recipe,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=rows // size,
+            gradient_checkpointing=recompute,
+            activation_offloading=offload,
+        )
+        if all(getattr(option, name) == getattr(recipe, name) for name in named):
+            recipes.append(option)
     return recipes
 
 
@@ -231,7 +226,9 @@ def best_option(shape: Shape, recipes: Sequence[Recipe], gpu: GPUSpec) -> Recipe
     fitting = [recipe for recipe in recipes if peaks[recipe] <= limit]
     if fitting and gpu.tflops is None:  # speed unknown: no recomputing, large steps
         return min(fitting, key=_slowness)
-    rates = {recipe: tokens_per_second(shape, recipe, gpu) or 0.0 for recipe in fitting}
+    rates = {}
+    for recipe in fitting:
+        rates[recipe] = tokens_per_second(shape, recipe, gpu) or 0.0
     enough = NEARLY * max(rates.values(), default=0.0)
     fast = [recipe for recipe in fitting if rates[recipe] >= enough]
     return min(fast or recipes, key=peaks.__getitem__)
@@ -241,8 +238,13 @@ def _slowness(recipe: Recipe) -> tuple[bool, bool, int]:
     return recipe.gradient_checkpointing, recipe.activation_offloading, -recipe.per_device_train_batch_size
 
 
-def fastest(profile: Profile, named: SFT, shape: Shape, gpu: GPUSpec, rows: Rows | None, engine: str = "ddp") -> Recipe:
-    """The best micro-batch and checkpointing for a settled profile, as far as `named`, the profile's own, leaves open.
+def named_arguments(sft: SFT) -> list[str]:
+    """The arguments of a step that a profile does not leave open."""
+    return [name for name in STEP_ARGUMENTS if sft[name] != "auto"]
+
+
+def fastest(profile: Profile, given: SFT, shape: Shape, gpu: GPUSpec, rows: Rows | None, engine: str = "ddp") -> Recipe:
+    """The best micro-batch and checkpointing for a settled profile, as far as it left them open when it was given.
 
     The 8-bit optimizers of bitsandbytes do not take shards: strategies other than DDP train with AdamW in 32 bits.
     """
@@ -261,10 +263,10 @@ def fastest(profile: Profile, named: SFT, shape: Shape, gpu: GPUSpec, rows: Rows
     if rows and not recipe.packing:
         recipe = replace(recipe, length=round(rows.mean), spread=rows.spread)
     step = rows_per_step(profile.sft, gpu.count)
-    return best_option(shape, candidates(recipe, step, gpu, named), gpu)
+    return best_option(shape, candidates(recipe, step, gpu, named_arguments(given)), gpu)
 
 
-def smallest(shape: Shape, recipe: Recipe, step: int, gpu: GPUSpec, named: SFT | None = None) -> Recipe:
+def smallest(shape: Shape, recipe: Recipe, step: int, gpu: GPUSpec, named: Collection[str] = ()) -> Recipe:
     """The same training with the lowest peak, as far as micro-batch and checkpointing are not named."""
     return min(candidates(recipe, step, gpu, named), key=lambda option: peak_gib(shape, option))
 

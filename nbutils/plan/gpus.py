@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from nbutils.config import Strict, Text, read_table
+from nbutils.config import NotNegative, Positive, Strict, Text, read_table
 from nbutils.errors import CourseError
 from nbutils.hardware import BF16_FROM, GPU
 from nbutils.language import tr
@@ -17,8 +17,7 @@ ASSUMED = (8, 0)  # the capability of a GPU of which only memory is given
 BY_MEMORY = {"t4_16gb": 20, "ampere_24gb": 38, "ampere_40gb": 70, "hopper_80gb": 130}  # profiles, up to so many GiB
 LARGEST = "hopper_141gb"
 PROFILES = (*BY_MEMORY, LARGEST)
-Positive = Annotated[float, Field(gt=0)]
-PriceOrNull = Annotated[float, Field(ge=0)] | None
+PriceOrNull = NotNegative | None
 Names = Annotated[tuple[Text, ...], Field(strict=False)]
 
 

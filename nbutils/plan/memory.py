@@ -248,16 +248,16 @@ def limit_gib(gpu: GPUSpec) -> float:
     return gpu.memory_gib * (1 - MARGIN) - CONTEXT_GIB
 
 
-def ram_gib(shape: Shape, recipe: Recipe, machines: int = 1) -> float:
-    """RAM of one machine that the strategy takes: while loading, or for what it offloads; the rest is always the same.
+def ram_gib(shape: Shape, recipe: Recipe) -> float:
+    """RAM of a machine with all cards that the strategy takes: while loading, or for what it offloads.
 
     Of fsdp_qlora every process loads the 4-bit model for itself, of the 16-bit strategies one process of a machine.
     """
     size = 0.0
     if recipe.strategy.offload:
-        size = shape.adapter_params(recipe.r) * (ADAPTER + GRADIENT + OPTIMIZER) / machines
+        size = shape.adapter_params(recipe.r) * (ADAPTER + GRADIENT + OPTIMIZER)
     elif recipe.strategy.shards:
         size = sum(term.size for term in terms(shape, recipe)["weights"])
         if recipe.method == "qlora":
-            size *= recipe.cards / machines
+            size *= recipe.cards
     return size / GIB

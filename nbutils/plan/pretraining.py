@@ -124,10 +124,11 @@ def step_seconds(
     arithmetic = ARITHMETIC * gpu.tflops * 1e12
     bandwidth = BANDWIDTH * gpu.bandwidth * 1e9
     saved = SAVED_HIDDEN * shape.hidden + SAVED_MLP * shape.intermediate
-    moved = tokens * (shape.layers * saved + LOGIT * shape.vocab) * MOVED * again
+    written = shape.layers * saved + LOGIT * shape.vocab
+    moved = tokens * written * MOVED * again
     moved += shape.params * (WEIGHT + CAST + 2 * GRADIENT)  # cast for the products, gradients added up
-    seconds = tokens * flops_per_token(shape, length) * again / arithmetic
-    seconds += moved / bandwidth
+    flops = tokens * flops_per_token(shape, length) * again
+    seconds = flops / arithmetic + moved / bandwidth
     launching = LAUNCH * (again * shape.layers + OTHERS)
     updating = shape.params * UPDATE / bandwidth
     return times * max(seconds, launching) + updating

@@ -84,11 +84,13 @@ def _passes(recipe: Recipe) -> float:
 
 def _flops_per_token(shape: Shape, recipe: Recipe) -> float:
     passes = _passes(recipe)
-    head = 3 * 2 * shape.vocab * shape.hidden  # forward, again in the backward pass, and backward
-    seen = recipe.tokens if recipe.attn_implementation == "sdpa" else recipe.length / 2
-    attention = 4 * seen * shape.heads * shape.head_dim * shape.layers
-    attention *= passes + 1
     linears = 2 * shape.linear_params * passes
+    head = 3 * 2 * shape.vocab * shape.hidden  # forward, again in the backward pass, and backward
+    seen = recipe.length / 2
+    if recipe.attn_implementation == "sdpa":
+        seen = recipe.tokens
+    attention = 4 * seen * shape.heads * shape.head_dim
+    attention *= shape.layers * (passes + 1)
     return linears + head + attention
 
 
@@ -99,5 +101,6 @@ def _moved_bytes(shape: Shape, recipe: Recipe) -> float:
     moved: float = numbers * recipe.wide
     moved *= ELEMENTWISE if recipe.uses_liger else PLAIN
     if recipe.method == "qlora":
-        moved += shape.linear_params * (NF4_DOUBLE + recipe.wide)
+        weight = NF4_DOUBLE + recipe.wide
+        moved += shape.linear_params * weight
     return _passes(recipe) * moved
