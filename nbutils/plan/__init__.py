@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +27,7 @@ from nbutils.plan.strategies import engine_for, fits_alone
 
 __all__ = ["STRATEGIES", "Recipe", "candidates", "engine_for", "fits_alone"]
 
+Line = tuple[str, str, str]  # what, how much, why
 RENTED = "RTX 4090"  # the usual rented GPU
 OPTIONS = {  # of the command line, which are values of a profile
     "method": "method",
@@ -63,8 +64,8 @@ def require(resolved: Any) -> Forecast | str:
     except CourseError:
         return tr("No forecast: the size of {model} is not known before its download.", model=resolved.model)
     gpu = gpu_table.of_machine(resolved.gpu).model_copy(update={"count": distributed.world_size()})
-    engine = distributed.engine_name(str(resolved.profile.method))
-    made = of_profile(resolved.profile, gpu, shape, resolved.rows, engine)
+    strategy = distributed.engine_name(str(resolved.profile.method))
+    made = of_profile(resolved.profile, gpu, shape, resolved.rows, strategy)
     least = peak_gib(shape, smallest(shape, made.recipe, made.batch, gpu))
     if least > made.limit_gib:
         raise CourseError(
@@ -87,44 +88,53 @@ def describe(made: Forecast | str) -> str:
     """The forecast as aligned text: what, how much, why; the reason where there is none."""
     if isinstance(made, str):
         return made
-    rows: list[dict[str, str]] = []
-
-    def add(name: str, value: str, reason: str) -> None:
+    lines = [*_training_lines(made), *_memory_lines(made), *_time_lines(made)]
+    rows = []
+    for name, value, reason in lines:
         rows.append({tr("what"): name, tr("forecast"): value, tr("from"): reason})
+    for note in made.notes:
+        rows.append({tr("what"): tr("note"), tr("forecast"): "", tr("from"): note})
+    return display.aligned(rows)
 
+
+def _training_lines(made: Forecast) -> Iterator[Line]:
     row = _table_row(made)
-    gpu = made.gpu
-    add(tr("training"), tr("{model} on {gpu}", model=row["model"], gpu=row["GPU"]), _how(made))
+    training = tr("{model} on {gpu}", model=row["model"], gpu=row["GPU"])
+    yield tr("training"), training, _how(made)
     if made.schedule:
-        add(tr("recipe"), tr("{count:,} steps", count=made.schedule.steps), str(made.schedule))
-    add(tr("peak memory"), f"{made.peak_gib:.1f} GiB", _sizes(made.parts, 2))
-    allowed = tr("{limit:.1f} of {memory:.1f} GiB", limit=made.limit_gib, memory=gpu.memory_gib)
-    verdict = tr("fits") if made.fits else tr("DOES NOT FIT")
+        steps = tr("{count:,} steps", count=made.schedule.steps)
+        yield tr("recipe"), steps, str(made.schedule)
+
+
+def _memory_lines(made: Forecast) -> Iterator[Line]:
+    yield tr("peak memory"), f"{made.peak_gib:.1f} GiB", _sizes(made.parts, 2)
+    allowed = tr("{limit:.1f} of {memory:.1f} GiB", limit=made.limit_gib, memory=made.gpu.memory_gib)
     margin = tr(
         "{verdict}: {share:.0%} and {context:g} GiB for CUDA must stay free",
-        verdict=verdict,
+        verdict=tr("fits") if made.fits else tr("DOES NOT FIT"),
         share=MARGIN,
         context=CONTEXT_GIB,
     )
-    add(tr("the plan allows"), allowed, margin)
+    yield tr("the plan allows"), allowed, margin
     if made.smallest != made.recipe:
-        add(tr("smallest"), f"{made.smallest_gib:.1f} GiB", _smallest(made))
+        yield tr("smallest"), f"{made.smallest_gib:.1f} GiB", _smallest(made)
+
+
+def _time_lines(made: Forecast) -> Iterator[Line]:
+    row = _table_row(made)
     speed = row["tokens/s"]
     if made.tokens_per_second:
         speed += " tokens/s"
-    add(tr("speed"), speed, tr("without padding, on all GPUs together"))
-    add(tr("time"), tr("unknown") if made.hours is None else time_text(made.hours), "")
+    yield tr("speed"), speed, tr("without padding, on all GPUs together")
+    yield tr("time"), tr("unknown") if made.hours is None else time_text(made.hours), ""
     source = ""
-    if gpu.price_from != "unknown":
-        source = tr("{price} per hour and GPU: {source}", price=row["an hour"], source=tr(gpu.price_from))
-    add(tr("cost"), row["cost"], source)
+    if made.gpu.price_from != "unknown":
+        source = tr("{price} per hour and GPU: {source}", price=row["an hour"], source=tr(made.gpu.price_from))
+    yield tr("cost"), row["cost"], source
     disk = made.disk_gib
-    add(tr("disk"), f"{sum(disk.values()):.0f} GiB", _sizes(disk, 1))
+    yield tr("disk"), f"{sum(disk.values()):.0f} GiB", _sizes(disk, 1)
     served = tr("{size:.0f} GiB of the GPU", size=made.served_gib)
-    add(tr("serving"), served, tr("in 16 bits; the KV cache needs some more"))
-    for note in made.notes:
-        add(tr("note"), "", note)
-    return display.aligned(rows)
+    yield tr("serving"), served, tr("in 16 bits; the KV cache needs some more")
 
 
 def _sizes(parts: Mapping[str, float], digits: int) -> str:

@@ -134,13 +134,13 @@ def of_profile(
     gpu: GPUSpec,
     shape: Shape,
     rows: Rows | None = None,
-    engine: str = "ddp",
+    strategy: str = "ddp",
 ) -> Forecast:
     """A profile on a GPU; `auto` values become what the rows want and the fastest that fit, or the smallest."""
     chosen = choose(profile, rows, shape, gpu.count)
     settled = apply(profile, chosen)
     step = rows_per_step(settled.sft, gpu.count)
-    recipe = fastest(settled, profile.sft, shape, gpu, rows, engine)
+    recipe = fastest(settled, profile.sft, shape, gpu, rows, strategy)
     rate = tokens_per_second(shape, recipe, gpu)
     tokens = _trained_tokens(settled.sft, recipe, step, rows)
     notes = _notes(shape, recipe, gpu, tokens)
@@ -243,7 +243,7 @@ def named_arguments(sft: SFT) -> list[str]:
     return [name for name in STEP_ARGUMENTS if sft[name] != "auto"]
 
 
-def fastest(profile: Profile, given: SFT, shape: Shape, gpu: GPUSpec, rows: Rows | None, engine: str = "ddp") -> Recipe:
+def fastest(profile: Profile, given: SFT, shape: Shape, gpu: GPUSpec, rows: Rows | None, strategy: str) -> Recipe:
     """The best micro-batch and checkpointing for a settled profile, as far as it left them open when it was given.
 
     The 8-bit optimizers of bitsandbytes do not take shards: strategies other than DDP train with AdamW in 32 bits.
@@ -256,9 +256,9 @@ def fastest(profile: Profile, given: SFT, shape: Shape, gpu: GPUSpec, rows: Rows
     }
     settings = flat(profile.model_dump(warnings=False))
     open_ones = {name: value for name, value in usual.items() if settings[name] == "auto"}
-    recipe = replace(_named_recipe(settings | open_ones), engine=engine, cards=gpu.count)
-    if engine != "ddp":
-        method = distributed.ENGINES[engine] or recipe.method
+    recipe = replace(_named_recipe(settings | open_ones), engine=strategy, cards=gpu.count)
+    if strategy != "ddp":
+        method = distributed.ENGINES[strategy] or recipe.method
         recipe = replace(recipe, method=method, optim="adamw_torch_fused")
     if rows and not recipe.packing:
         recipe = replace(recipe, length=round(rows.mean), spread=rows.spread)

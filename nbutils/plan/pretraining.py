@@ -130,8 +130,9 @@ def step_seconds(
     flops = tokens * flops_per_token(shape, length) * again
     seconds = flops / arithmetic + moved / bandwidth
     launching = LAUNCH * (again * shape.layers + OTHERS)
+    seconds = times * max(seconds, launching)
     updating = shape.params * UPDATE / bandwidth
-    return times * max(seconds, launching) + updating
+    return seconds + updating
 
 
 def describe(shape: Shape, forecasts: Sequence[Pretraining]) -> str:
