@@ -207,12 +207,10 @@ print(display.aligned(table))
 from nbutils.language import tr
 
 shape, recipe = find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4)
-terms = memory.terms(shape, recipe)
 for part, size in memory.parts(shape, recipe).items():
     print(f"{size:6.2f} GiB  {tr(part)}")
-    for term in terms.get(part, []):
-        divided = f" / {term.shared_by}" if term.shared_by > 1 else ""
-        print(f"{'':12} {tr(term.name)} {term.size / 2**30:.2f}{divided}")
+    for term in memory.terms(shape, recipe).get(part, []):
+        print(f"{'':12} {tr(term.name)} {term.size / 2**30:.2f} / {term.shared_by}")
 
 # %% [markdown]
 # ## Once together, once alone
@@ -249,19 +247,22 @@ if compared:
 # ## The arithmetic
 #
 # A step is computing and sending. Computing is the speed of one card: yours from the comparison above, or, without a GPU, the
-# forecast for a 7B on a rented card. Sending is bytes divided by bandwidth. Of N cards in a ring each sends
+# forecast for a 7B on a rented card.
+
+# %%
+forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
+shape, recipe = forecast.shape, forecast.recipe
+rate = compared.numbers["tokens_per_second"][0] if compared and lesson.gpu else forecast.tokens_per_second
+rate = rate or 1000.0  # where nobody knows the speed of your GPU
+print(f"{shape.name}, {recipe.method}, {forecast.gpu.name}: one card trains {rate:,.0f} tokens/s")
+
+# %% [markdown]
+# Sending is bytes divided by bandwidth. Of N cards in a ring each sends
 #
 # - with DDP, the adapter's gradients: 2 (N - 1) / N x 4 bytes x adapter parameters, once in a step,
 # - with FSDP, the model: 2 (N - 1) / N x its bytes in each micro-step, and the adapter's gradients.
 
 # %%
-import math
-from nbutils.plan import speed
-
-forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
-shape, recipe = forecast.shape, forecast.recipe
-rate = compared.numbers["tokens_per_second"][0] if compared and lesson.gpu else forecast.tokens_per_second
-rate = rate or 1000.0  # where nobody knows the speed of your GPU
 bits = 4 if recipe.method == "qlora" else 16
 model_bytes = shape.linear_params * bits / 8 + (shape.params - shape.linear_params) * 2
 gradient_bytes = shape.adapter_params(recipe.r) * 4
@@ -272,7 +273,6 @@ def sent_bytes(strategy, cards, micro_steps=1):
         return 2 * others * gradient_bytes
     return others * (2 * model_bytes * micro_steps + gradient_bytes)
 
-print(f"{shape.name}, {recipe.method}, {forecast.gpu.name}: one card trains {rate:,.0f} tokens/s")
 for name in ("ddp", f"fsdp_{recipe.method}"):
     print(f"{name}: each of 8 cards sends {sent_bytes(name, 8) / 1e9:.2f} GB")
 
@@ -283,6 +283,9 @@ for name in ("ddp", f"fsdp_{recipe.method}"):
 # hide a part of it.
 
 # %%
+import math
+from nbutils.plan import speed
+
 micro_batch = recipe.per_device_train_batch_size
 row_tokens = recipe.length * (speed.PACKED if recipe.packing else 1)
 shortest = min(speed.launch_seconds(shape, recipe), micro_batch * row_tokens / rate)  # of a micro-step

@@ -396,7 +396,7 @@ def lesson_06(compared: object = None, **machine: object) -> dict:
     names = {"lesson": lesson, "compared": compared, "plan": plan, "display": display}
     source = (ROOT / "notebooks/06_scale_out.py").read_text(encoding="utf-8")
     for cell in source.split("# %%"):
-        if any(word in cell for word in ("table_recipe", "memory.terms", "sent_bytes", "seconds(")):
+        if any(word in cell for word in ("table_recipe", "plan.example", "sent_bytes", "seconds(")):
             exec(cell, names)
     return names
 
@@ -411,7 +411,7 @@ def test_the_arithmetic_of_lesson_06_is_that_of_the_plan(capsys: pytest.CaptureF
             assert cells["sent_bytes"](strategy, cards, times) == pytest.approx(speed.sent_bytes(shape, cut))
     text = capsys.readouterr().out
     assert "20.0 (24 GB)" in text and "(none)" in text, "a 72B on four cards, and in 16 bits on one"
-    assert re.search(r"\d GiB  weights\n +weights 37\.34 / 4\n +scales 1\.04\n", text)
+    assert re.search(r"\d GiB  weights\n +weights 37\.34 / 4\n +scales 1\.04 / 1\n", text)
     assert re.search(r"ddp\ncards .*\n1 .* 100% ", text) and re.search(r"25gbe +2\.5 +– +– +2 +2\b", text)
     computing, sending = cells["seconds"]("ddp", 64, 8 / 64, 360)
     assert computing == cells["shortest"] > sending, "starting kernels takes its time"

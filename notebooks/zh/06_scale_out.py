@@ -187,12 +187,10 @@ print(display.aligned(table))
 from nbutils.language import tr
 
 shape, recipe = find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4)
-terms = memory.terms(shape, recipe)
 for part, size in memory.parts(shape, recipe).items():
     print(f"{size:6.2f} GiB  {tr(part)}")
-    for term in terms.get(part, []):
-        divided = f" / {term.shared_by}" if term.shared_by > 1 else ""
-        print(f"{'':12} {tr(term.name)} {term.size / 2**30:.2f}{divided}")
+    for term in memory.terms(shape, recipe).get(part, []):
+        print(f"{'':12} {tr(term.name)} {term.size / 2**30:.2f} / {term.shared_by}")
 
 # %% [markdown]
 # ## 先一起跑，再单独跑
@@ -224,19 +222,22 @@ if compared:
 # %% [markdown]
 # ## 算一算
 #
-# 一步的时间是计算加通信。计算按单卡速度算：用上面比较时测到的速度；没有 GPU 时，用租来的卡训练 7B 的预估速度。通信时间是字节数除以带宽。N 张卡连成一个环，每张卡要传
+# 一步的时间是计算加通信。计算按单卡速度算：用上面比较时测到的速度；没有 GPU 时，用租来的卡训练 7B 的预估速度。
+
+# %%
+forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
+shape, recipe = forecast.shape, forecast.recipe
+rate = compared.numbers["tokens_per_second"][0] if compared and lesson.gpu else forecast.tokens_per_second
+rate = rate or 1000.0  # 不知道这块 GPU 的速度时
+print(f"{shape.name}, {recipe.method}, {forecast.gpu.name}：一张卡每秒训练 {rate:,.0f} 个 token")
+
+# %% [markdown]
+# 通信时间是字节数除以带宽。N 张卡连成一个环，每张卡要传
 #
 # - DDP：适配器的梯度，2 (N - 1) / N x 4 字节 x 适配器参数量，每步一次；
 # - FSDP：模型，每个 micro-step 传 2 (N - 1) / N x 模型的字节数，另加适配器的梯度。
 
 # %%
-import math
-from nbutils.plan import speed
-
-forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
-shape, recipe = forecast.shape, forecast.recipe
-rate = compared.numbers["tokens_per_second"][0] if compared and lesson.gpu else forecast.tokens_per_second
-rate = rate or 1000.0  # 不知道这块 GPU 的速度时
 bits = 4 if recipe.method == "qlora" else 16
 model_bytes = shape.linear_params * bits / 8 + (shape.params - shape.linear_params) * 2
 gradient_bytes = shape.adapter_params(recipe.r) * 4
@@ -247,7 +248,6 @@ def sent_bytes(strategy, cards, micro_steps=1):
         return 2 * others * gradient_bytes
     return others * (2 * model_bytes * micro_steps + gradient_bytes)
 
-print(f"{shape.name}, {recipe.method}, {forecast.gpu.name}：一张卡每秒训练 {rate:,.0f} 个 token")
 for name in ("ddp", f"fsdp_{recipe.method}"):
     print(f"{name}：8 张卡，每张传 {sent_bytes(name, 8) / 1e9:.2f} GB")
 
@@ -255,6 +255,9 @@ for name in ("ddp", f"fsdp_{recipe.method}"):
 # 表里每张卡每步 8 条样本。8 张卡以内在一台机器里，走 PCIe，12 GB/s；再多就分到几台机器，机器之间是 25 Gbit/s 以太网（2.5 GB/s）。两个带宽都是假设值。每张卡分几个 micro-batch 来算，再短也不会短于 Python 启动各层 kernel 的时间。这里按传输时不计算来算，实际上会有一部分通信藏在计算后面。
 
 # %%
+import math
+from nbutils.plan import speed
+
 micro_batch = recipe.per_device_train_batch_size
 row_tokens = recipe.length * (speed.PACKED if recipe.packing else 1)
 shortest = min(speed.launch_seconds(shape, recipe), micro_batch * row_tokens / rate)  # 一个 micro-step 至少要多久
