@@ -237,8 +237,8 @@ def badges(zh: bool) -> str:
 
 def choosing() -> dict[Path, str]:
     """The tables of docs/choosing.md, from configs/."""
-    sys.path.insert(0, str(ROOT))
-    from nbutils.plan.choosing import page
+    sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
+    from choosing import page
 
     texts, before = {}, os.environ.get("NBUTILS_LANG", "")
     for language, folder in (("en", "docs"), ("zh", "docs/zh")):

@@ -20,12 +20,13 @@ from typing import Any, BinaryIO, get_args
 
 import click
 from babel.messages import Catalog, Message
-from babel.messages.extract import extract_from_dir
+from babel.messages.extract import extract_from_dir, extract_from_file
 from babel.messages.mofile import read_mo, write_mo
 from babel.messages.pofile import read_po, write_po
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nbutils"
+CHOOSING = ROOT / ".ci/choosing.py"  # it writes a page in both languages
 PO = PACKAGE / "locale/zh/LC_MESSAGES/nbutils.po"
 MO = PO.with_suffix(".mo")
 KEYWORDS: dict[str, Any] = {"tr": None}  # its first argument
@@ -43,7 +44,9 @@ def texts_in_code() -> dict[str, str]:
     methods: Any = [("**.py", extract_python), ("templates/**", "jinja2.ext:babel_extract")]
     options = {"templates/**": {"encoding": "utf-8"}}
     found = extract_from_dir(PACKAGE, methods, options, KEYWORDS)
-    return {str(text): f"nbutils/{Path(file).as_posix()}" for file, _, text, _, _ in found}
+    texts = {str(text): f"nbutils/{Path(file).as_posix()}" for file, _, text, _, _ in found}
+    page = extract_from_file(extract_python, CHOOSING, KEYWORDS)
+    return {str(text): ".ci/choosing.py" for _, text, _, _ in page} | texts
 
 
 def help_texts(command: click.Command) -> Iterator[str]:
@@ -74,8 +77,8 @@ def texts_in_data() -> set[str]:
     from nbutils.files import read_json
     from nbutils.models import find_shape
     from nbutils.plan import gpus
-    from nbutils.plan.engines import table_recipe
-    from nbutils.plan.forecast import terms
+    from nbutils.plan.memory import terms
+    from nbutils.plan.strategies import table_recipe
     from nbutils.serving import engine, server
 
     symptoms = [entry for part in diagnose.symptoms().values() for entry in part.values()]
@@ -84,9 +87,9 @@ def texts_in_data() -> set[str]:
         texts |= {one.limits, one.gpu_todo, one.hub_todo, one.keep_todo, *one.keep.values()}
     texts |= {text for name in config.names() for text in config.read(name).reasons.values()}
     texts |= {text for gpu in gpus.every() for text in (gpu.note, gpu.price_from)}
-    made = plan.of_options(gpus.find("T4"), {})
-    texts |= {*made["parts"], *made["disk_gib"], *plan.fits_table(["T4"])[0]}
-    for name, model in product(plan.ENGINES, ("tiny", "Qwen2.5-72B")):
+    forecast = plan.of_options(gpus.find("T4"), {})
+    texts |= {*forecast.parts, *forecast.disk_gib, *plan.fits_table(["T4"])[0]}
+    for name, model in product(plan.STRATEGIES, ("tiny", "Qwen2.5-72B")):
         made = terms(find_shape(model), table_recipe(name, 2))
         texts |= {*made, *(one.name for summands in made.values() for one in summands)}
     texts -= {"", "GPU", "GiB", "tokens/s", "logits"}  # those are the same in Chinese

@@ -23,7 +23,8 @@ import click
 
 from nbutils import hardware
 from nbutils.plan import gpus
-from nbutils.plan.forecast import CONTEXT_GIB, STEP_ARGUMENTS
+from nbutils.plan.forecast import STEP_ARGUMENTS
+from nbutils.plan.memory import CONTEXT_GIB
 
 hardware.leave_no_gaps()  # as a lesson does, before torch
 import torch  # noqa: E402

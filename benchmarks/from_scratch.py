@@ -24,7 +24,7 @@ import torch
 from nbutils import files, record
 from nbutils.plan import gpus
 from nbutils.plan import pretraining as plan
-from nbutils.plan.forecast import rows_per_step
+from nbutils.plan.recipe import rows_per_step
 from nbutils.training import pretraining
 
 JOB = {"WIDTH": 768, "DEPTH": 6, "LENGTH": 512, "BATCH": 64, "VOCAB": 32000, "STEPS": 200, "SAVE_STEPS": 100}

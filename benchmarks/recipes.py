@@ -55,7 +55,7 @@ def grid(auto: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def automatic(rows: Rows, model_folder: Path) -> dict[str, Any]:
     """What `PROFILE=auto` chooses on this GPU for these rows."""
     from nbutils import models, profiles
-    from nbutils.plan.forecast import apply, choose, rows_per_step
+    from nbutils.plan.recipe import apply, choose, rows_per_step
 
     shape, profile = models.find_shape(str(model_folder)), profiles.load("hopper_141gb")
     found = choose(profile, profiles.Rows.of(rows.train.lengths), shape)

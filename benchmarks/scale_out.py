@@ -30,7 +30,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from nbutils import files
 from nbutils.models import find_shape
-from nbutils.plan.forecast import peak_gib, recipe_of
+from nbutils.plan.forecast import recipe_of
+from nbutils.plan.memory import peak_gib
 
 CONFIGS = files.CONFIGS / "accelerate"
 CASES = {  # name: engine, processes, method

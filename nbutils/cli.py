@@ -214,7 +214,9 @@ def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **options: Any
 @click.option("--length", type=click.IntRange(16), help="Tokens of a row; default: the profile's.")
 @click.option("--rank", type=click.IntRange(1), help="Rank of the adapter; default: the profile's.")
 @click.option("--gpus", type=click.IntRange(1), help="How many GPUs share the batch.")
-@click.option("--engine", type=click.Choice(list(plan.ENGINES)), help="What they share; default: ddp, the batch alone.")
+@click.option(
+    "--engine", type=click.Choice(list(plan.STRATEGIES)), help="What they share; default: ddp, the batch alone."
+)
 @click.option("--rows", type=click.IntRange(1), help="Rows of your data.")
 @click.option("--mean-length", type=amount, help="Mean tokens of a row.")
 @click.option("--epochs", type=amount, help="Default: the profile's.")

@@ -15,8 +15,8 @@ from nbutils.evaluation.comparison import PANELS, SHOWN
 from nbutils.evaluation.evaluator import Estimate
 from nbutils.language import joined, tr
 from nbutils.models import find_shape
-from nbutils.plan import scaling
 from nbutils.plan.forecast import recipe_of
+from nbutils.plan.speed import RAM_LINK, sent_bytes
 from nbutils.record import RunFolder
 from nbutils.tracking import loss_history, read_history
 
@@ -164,8 +164,8 @@ def speed_up(alone: Path, together: Path) -> SpeedUp:
     return SpeedUp(numbers, speeds[1] / speeds[0], furthest, same and furthest <= TOLERANCE)
 
 
-def against_arithmetic(alone: Path, together: Path, model: str, link: str | float = "pcie4") -> str:
-    """A step of two run folders, beside what `plan.scaling` says of processes with such a link."""
+def against_arithmetic(alone: Path, together: Path, model: str, gbps: float = RAM_LINK / 1e9) -> str:
+    """A step of two run folders, beside what the plan says of processes that send so many GB/s."""
     try:
         shape = find_shape(model)
     except CourseError:
@@ -173,12 +173,13 @@ def against_arithmetic(alone: Path, together: Path, model: str, link: str | floa
     one, several = (record.read(run / "facts.json")["lessons"]["03_qlora"] for run in (alone, together))
     recipe, share = recipe_of(several), several["batch"] / several["processes"] / one["batch"]  # of the rows one had
     first, second = (facts["train_seconds"] / facts["steps"] for facts in (one, several))
-    found = scaling.compare(shape, recipe, first * share, second, link)
-    words = {"alone": first, "processes": recipe.cards, "gbps": scaling.bandwidth(link) / 1e9}
+    computing = first * share
+    sending = sent_bytes(shape, recipe) / (gbps * 1e9)
     return tr(
         "a step of one process takes {alone:.3f} s; of {processes}, each computes {computing:.3f} s and sends "
         "{sending:.3f} s at {gbps:g} GB/s: {predicted:.3f} s predicted, {measured:.3f} s measured",
-        **words, **found,
+        alone=first, processes=recipe.cards, computing=computing, sending=sending, gbps=gbps,
+        predicted=computing + sending, measured=second,
     )  # fmt: skip
 
 

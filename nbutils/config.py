@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -29,7 +29,10 @@ from nbutils.language import tr
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 ZeroOrMore = Annotated[int, Field(ge=0)]
+Length = Annotated[int, Field(ge=16)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 Auto = Literal["auto"]
 Overrides = Mapping[str, tuple[Any, str]]  # {dotted name: (value, reason)}
 CLASSES = {  # whose keyword arguments a block holds: any of them may be added to those every profile has
@@ -70,7 +73,7 @@ DECIDES = {  # keyword arguments that the lessons give, by what decides them
     ),
 }  # fmt: skip
 SET_ELSEWHERE = {name: decider for decider, names in DECIDES.items() for name in names}
-BASE_KEEPING_INITS = ("gaussian", "eva", "orthogonal", "mica")  # PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA change the base
+BASE_KEEPING_INITS = ("true", "false", "gaussian", "eva", "orthogonal", "mica")  # PiSSA, OLoRA, LoftQ change the base
 # settings of an adapter that is more than W + scale * B @ A: lesson 04 could not merge it
 UNMERGEABLE = (
     "arrow_config", "use_bdlora", "alora_invocation_tokens", "velora_config", "monteclora_config", "kasa_config",
@@ -129,16 +132,16 @@ class FromPretrained(Strict):
 class SFT(Arguments):
     """The training: trl.SFTConfig."""
 
-    max_length: Annotated[int, Field(ge=16)]
+    max_length: Length
     per_device_train_batch_size: Auto | Count
     gradient_accumulation_steps: Auto | Count
-    num_train_epochs: Auto | Annotated[float, Field(ge=0)]
+    num_train_epochs: Auto | NotNegative
     max_steps: Annotated[int, Field(ge=-1)]
     learning_rate: Auto | Annotated[float, Field(gt=0, lt=1)]
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"]
-    warmup_steps: Annotated[float, Field(ge=0)]
-    weight_decay: Annotated[float, Field(ge=0)]
-    max_grad_norm: Annotated[float, Field(gt=0)]
+    warmup_steps: NotNegative
+    weight_decay: NotNegative
+    max_grad_norm: Positive
     optim: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
     packing: Auto | bool
     gradient_checkpointing: Auto | bool
@@ -153,7 +156,7 @@ class SFT(Arguments):
 class Vllm(Arguments):
     """The server of lesson 05: flags of `vllm serve`, with underscores."""
 
-    max_model_len: Annotated[int, Field(ge=16)]
+    max_model_len: Length
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
     max_num_seqs: Count
 
@@ -203,8 +206,8 @@ class Profile(Strict):
             yield tr("from_pretrained: FlashAttention needs 16 bits; for float32 choose sdpa as attn_implementation")
         if sft.activation_offloading is True and sft.gradient_checkpointing is False:
             yield tr("sft.activation_offloading: it needs gradient_checkpointing; set that to true as well")
-        sizes = sft.per_device_train_batch_size, sft.gradient_accumulation_steps
-        if sizes[0] == "auto" and sizes[1] != "auto":
+        sizes = (sft.per_device_train_batch_size, sft.gradient_accumulation_steps)
+        if sft.per_device_train_batch_size == "auto" and sft.gradient_accumulation_steps != "auto":
             yield tr(
                 "sft.gradient_accumulation_steps: set per_device_train_batch_size too, or leave both auto and set "
                 "course.conversations_per_step"
@@ -219,26 +222,25 @@ class Profile(Strict):
 def _problem_with(name: str, value: Any) -> str:
     """Why a keyword argument that not every profile has cannot be taken; empty if it can."""
     block, _, argument = name.partition(".")
-    known = arguments_of(CLASSES[block])
-    if block == "vllm" and argument not in known:
-        return tr("no flag of vllm serve that a profile takes") + _did_you_mean(name, known, block)
-    if known and argument not in known:
-        return tr("{owner} has no such argument", owner=CLASSES[block]) + _did_you_mean(name, known, block)
+    owner = CLASSES[block]
+    known = [f"{block}.{known}" for known in arguments_of(owner)]
     if name in SET_ELSEWHERE:
         return tr("the course sets it, by {other}", other=SET_ELSEWHERE[name])
     if block == "lora" and argument in UNMERGEABLE and value:
         return tr("lesson 04 could not merge such an adapter")
-    if name == "lora.init_lora_weights" and str(value).lower() not in ("true", "false", *BASE_KEEPING_INITS):
+    if name == "lora.init_lora_weights" and str(value).lower() not in BASE_KEEPING_INITS:
         return tr("lesson 04 could not merge such an adapter")
-    if name == "sft.report_to" and known:
-        return _unknown_tracker(value)
-    if block == "vllm" or not known:  # its class is not installed here
-        return ""
-    return _wrong_value(CLASSES[block], argument, value)
+    if not known or name in known:
+        return "" if block == "vllm" or not known else _wrong_value(owner, argument, value)
+    if block == "vllm":
+        return tr("no flag of vllm serve that a profile takes") + _did_you_mean(name, known)
+    return tr("{owner} has no such argument", owner=owner) + _did_you_mean(name, known)
 
 
 def _wrong_value(owner: str, argument: str, value: Any) -> str:
     """Why a value is none of those that a class declares for an argument; empty if it is one, or none are declared."""
+    if argument == "report_to":
+        return _unknown_tracker(value)
     declared = get_type_hints(_named(owner)).get(argument, Any)
     try:
         TypeAdapter(declared, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
@@ -275,11 +277,15 @@ def _named(owner: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def flat(tree: Any, above: str = "") -> dict[str, Any]:
-    """Nested mappings as {dotted name: value}; anything that is not a mapping is a value."""
+def flat(tree: Mapping[str, Any], depth: int = 9) -> dict[str, Any]:
+    """Nested mappings as {dotted name: value}, down to this depth; anything that is not a mapping is a value."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
+        if isinstance(value, dict) and depth > 1:
+            for name, leaf in flat(value, depth - 1).items():
+                leaves[f"{key}.{name}"] = leaf
+        else:
+            leaves[str(key)] = value
     return leaves
 
 
@@ -299,39 +305,42 @@ def shown(value: Any) -> str:
     """A value as the YAML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
-    if value == "":
-        return '""'
+    if isinstance(value, float):
+        return f"{value:g}"
     if isinstance(value, list):
         return ", ".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value) or '""'
 
 
-def keys(model: type[BaseModel] = Profile, above: str = "") -> list[str]:
-    """Every dotted name a profile must have, in the order of the YAML."""
-    listed: list[str] = []
-    required = {name: info for name, info in model.model_fields.items() if info.is_required()}
-    for name, info in required.items():
-        group: Any = info.annotation
-        is_block = isinstance(group, type) and issubclass(group, BaseModel)
-        listed += keys(group, f"{above}{name}.") if is_block else [f"{above}{name}"]
-    return listed
+def keys(model: type[BaseModel] | None = None) -> list[str]:
+    """Every dotted name of a profile, or of another model, in the order of the YAML."""
+    names = []
+    for name, field in (model or Profile).model_fields.items():
+        block = field.annotation
+        if inspect.isclass(block) and issubclass(block, BaseModel):
+            names += [f"{name}.{key}" for key in block.model_fields]
+        else:
+            names.append(name)
+    return names
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader without the surprises of YAML 1.1, and without aliases."""
+    """PyYAML's safe loader with the scalars of YAML 1.2, and without aliases."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def fetch_alias(self) -> None:  # a few lines of aliases unfold to gigabytes
         raise yaml.YAMLError(tr("it has an alias (*name): write the value itself"))
 
 
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in known if not tag.endswith((":bool", ":float", ":int"))]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+_SCALARS = {
+    "null": "~|null|",
+    "bool": "[tT]rue|TRUE|[fF]alse|FALSE",
+    "int": r"[-+]?(?:0|[1-9]\d{0,17})",
+    "float": r"[-+]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?|[-+]?\.inf|\.nan",
 }
-_NUMBER = re.compile(r"^(?:[-+]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?|[-+]?\.inf|\.nan)$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:[tT]rue|TRUE|[fF]alse|FALSE)$"), list("tTfF"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9]\d{0,17})$"), list("-+0123456789"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+for _kind, _pattern in _SCALARS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), None)
 _LINE = re.compile(r"^( *)(\w+):(?:.*?\s#\s*(.*\S))?", re.MULTILINE)  # indent, key, the comment beside its value
 
 
@@ -357,85 +366,92 @@ def load(name: str) -> Profile:
 def read(name: str) -> Document:
     """The profile of that name with its reasons; all mistakes in it are reported at once."""
     file = Path(name).expanduser()
-    if not (file.suffix in (".yaml", ".yml") and file.is_file()):
+    if file.suffix not in (".yaml", ".yml") or not file.is_file():
+        file = files.CONFIGS / f"{name}.yaml"
         if name not in names():
-            hint = _did_you_mean(file.stem.lower(), names()) or "."
             raise CourseError(
-                tr("There is no profile {name!r}{hint}", name=name, hint=hint),
+                tr(
+                    "There is no profile {name!r}{hint}",
+                    name=name,
+                    hint=_did_you_mean(Path(name).stem.lower(), names()) or ".",
+                ),
                 allowed=tr("auto, {names}, or the path of a .yaml file of your own", names=", ".join(names())),
                 todo=tr("Set PROFILE to one of these, or copy one of them and change it."),
             )
-        file = files.CONFIGS / f"{name}.yaml"
     tree, reasons = _read_yaml(file)
     if isinstance(tree, dict) and isinstance(tree.get("train"), dict):  # a file of the version before
         settings = flat(tree)
         former_names.say(settings, file.name)
         tree = nested(former_names.translated(settings))
-        reasons = {new: reasons[old] for old in reasons for new in former_names.translated({old: settings.get(old)})}
-    return Document(_valid({"": tree}, Profile, str(file))[""], reasons, file.absolute())
+        reasons = {former_names.TODAY.get(old, old): reason for old, reason in reasons.items()}
+    profile = _validate({"": tree}, Profile, str(file))[""]
+    return Document(profile, reasons, file.absolute())
 
 
 def with_overrides(document: Document, overrides: Overrides) -> Document:
     """The profile with some values replaced, checked again as a whole."""
-    instead = {"model": tr("is not set this way: use MODEL"), "about": tr("is not set, it describes the profile")}
     settings = flat(document.profile.model_dump())
-    wrong = []
+    problems = []
     for name, (value, _) in overrides.items():
-        if name in instead:
-            wrong.append(f"{name}: {instead[name]}")
-        elif name in settings or (name.count(".") == 1 and name.partition(".")[0] in CLASSES):
+        block, _, argument = name.partition(".")
+        if name == "model":
+            problems.append(tr("model: is not set this way: use MODEL"))
+        elif name == "about":
+            problems.append(tr("about: is not set, it describes the profile"))
+        elif name in settings or (block in CLASSES and argument.isidentifier()):
             settings[name] = value
         else:
-            wrong.append(f"{name}: {tr('unknown key')}{_did_you_mean(name, keys())}")
-    if settings["method"] == "auto" and overrides.get("quantization.load_in_4bit", (False,))[0] is True:
+            problems.append(f"{name}: {tr('unknown key')}{_did_you_mean(name, keys())}")
+    four_bits, _ = overrides.get("quantization.load_in_4bit", (False, ""))
+    if settings["method"] == "auto" and four_bits is True:
         settings["method"] = "qlora"  # whoever asks for 4 bits wants them
     steps = settings["sft.max_steps"]
     if "sft.num_train_epochs" in overrides and "sft.max_steps" not in overrides and steps > 0:
-        wrong.append(
-            tr(
-                "sft.num_train_epochs: sft.max_steps is {steps} and ends the run first; set sft.max_steps=-1 too",
-                steps=steps,
-            )
+        problem = tr(
+            "sft.num_train_epochs: sft.max_steps is {steps} and ends the run first; set sft.max_steps=-1 too",
+            steps=steps,
         )
+        problems.append(problem)
     reasons = {name: reason for name, (_, reason) in overrides.items()}
     given = ", ".join(dict.fromkeys(reasons.values()))
     where = tr("{profile} with {given}", profile=document.file.stem, given=given)
-    profile = _valid({"": nested(settings)}, Profile, where, wrong)[""]
+    profile = _validate({"": nested(settings)}, Profile, where, problems)[""]
     return Document(profile, document.reasons | reasons, document.file)
 
 
 def read_table(name: str, model: type[Entry]) -> dict[str, Entry]:
     """A file of `configs` with one block for each entry."""
-    return _valid(_read_yaml(files.CONFIGS / name)[0], model, str(files.CONFIGS / name))
+    file = files.CONFIGS / name
+    tree, _ = _read_yaml(file)
+    return _validate(tree, model, str(file))
 
 
 def settings_in(text: str) -> dict[str, Any]:
     """`sft.learning_rate=1e-4, lora.r=64` as {dotted name: value}, values read as a profile's; not yet checked."""
-    found: dict[str, Any] = {}
-    for part in filter(str.strip, re.split(r",(?![^\[]*\])(?![^{]*\})", text)):
-        name, _, value = (piece.strip() for piece in part.partition("="))
+    settings: dict[str, Any] = {}
+    today = set()
+    for part in re.split(r",(?![^\[]*\])(?![^{]*\})", text):
+        if not part.strip():
+            continue
+        name, _, value = map(str.strip, part.partition("="))
         if part.count("=") != 1:
             raise CourseError(
                 tr("SET has {part!r}.", part=part.strip()),
                 todo=tr('Write it like "sft.learning_rate=1e-4, lora.r=64".'),
             )
-        if name in found:
+        new = former_names.TODAY.get(name, name)
+        if new in today:
             raise CourseError(
-                tr("SET names {name} twice, perhaps once by its former name.", name=name),
+                tr("SET names {name} twice, perhaps once by its former name.", name=new),
                 todo=tr("Remove one of them."),
             )
+        today.add(new)
         try:
-            found[name] = yaml.load(value, _Loader)
+            settings[name] = yaml.load(value, _Loader)
         except Exception:  # as for a file below
-            found[name] = value  # no value of any key: the schema says so, by name and with all other mistakes
-    former_names.say(found, "SET")
-    former = {name: value for name, value in found.items() if name in former_names.NAMES}
-    if twice := former_names.translated(former).keys() & found.keys():
-        raise CourseError(
-            tr("SET names {name} twice, perhaps once by its former name.", name=min(twice)),
-            todo=tr("Remove one of them."),
-        )
-    return former_names.translated(found)
+            settings[name] = value  # no value of any key: the schema says so, by name and with all other mistakes
+    former_names.say(settings, "SET")
+    return former_names.translated(settings)
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
@@ -448,9 +464,8 @@ def _read_yaml(file: Path) -> tuple[Any, dict[str, str]]:
     try:
         return _parse(file.read_text(encoding="utf-8"))
     except Exception as problem:  # PyYAML has one of its own; impossible dates, endless digits and nesting have others
-        said = " ".join(str(problem).split())
         raise CourseError(
-            tr("{file}: {problem}.", file=file, problem=said),
+            tr("{file}: {problem}.", file=file, problem=" ".join(str(problem).split())),
             allowed=tr("YAML in UTF-8: `key: value`, groups indented by two spaces"),
             todo=tr("Correct {file}.", file=file),
         ) from None
@@ -458,65 +473,81 @@ def _read_yaml(file: Path) -> tuple[Any, dict[str, str]]:
 
 @lru_cache(maxsize=64)
 def _parse(text: str) -> tuple[Any, dict[str, str]]:
-    reasons, group = dict[str, str](), ""
-    for indent, name, comment in _LINE.findall(text):
-        group = group if indent else name
-        if comment:
-            reasons[f"{group}.{name}" if indent else name] = comment
     tree = yaml.load(text, _Loader)
-    blocks = [name for name, inner in tree.items() if isinstance(inner, dict)] if isinstance(tree, dict) else []
-    return tree, {name: comment for name, comment in reasons.items() if name not in blocks}
+    reasons: dict[str, str] = {}
+    block = ""
+    for indent, name, comment in _LINE.findall(text):
+        if not indent:
+            block = name
+        if comment:
+            reasons[f"{block}.{name}" if indent else name] = comment
+    if isinstance(tree, dict):
+        reasons = {name: comment for name, comment in reasons.items() if not isinstance(tree.get(name), dict)}
+    return tree, reasons
 
 
-def _valid(trees: Mapping[str, Any], model: type[Entry], where: str, wrong: Sequence[str] = ()) -> dict[str, Entry]:
+def _validate(
+    trees: Mapping[str, Any], model: type[Entry], where: str, problems: Sequence[str] = ()
+) -> dict[str, Entry]:
     """The trees as models, or all their mistakes at once by dotted name; pairs are checked once the rest is right."""
-    known, made, lines = keys(model), dict[str, Entry](), list(wrong)
+    entries: dict[str, Entry] = {}
+    problems = list(problems)
     for key, tree in trees.items():
-        found = dict[str, list[str]]()
         try:
-            made[str(key)] = model.model_validate(tree)
+            entries[str(key)] = model.model_validate(tree)
         except ValidationError as error:
-            for item in error.errors(include_url=False):
-                parts = [".".join(map(str, item["loc"][: depth + 1])) for depth in range(len(item["loc"]))]
-                name = next((part for part in parts if part in known), parts[-1] if parts else tr("the file"))
-                text = {"missing": tr("missing"), "extra_forbidden": tr("unknown key") + _did_you_mean(name, known)}
-                wanted = tr("{wanted}, not {seen}", wanted=item["msg"], seen=reprlib.repr(item["input"]))
-                said = text.get(item["type"]) or wanted
-                if item["type"] == "value_error":
-                    lines += map(str, item["ctx"]["error"].args)
-                else:
-                    found.setdefault(f"{key}.{name}".lstrip("."), []).append(said)
+            above = f"{key}." if key else ""
+            problems += [f"{above}{problem}" for problem in _problems(error, keys(model))]
         if model is Profile and isinstance(tree, dict):
-            lines += _strange_arguments(tree)
-        lines += [f"{name}: {tr(' or ').join(texts)}" for name, texts in found.items()]
-    if lines:
-        listed = "".join(f"\n    - {line}" for line in lines)
+            problems += _strange_arguments(tree)
+    if problems:
+        listed = "".join(f"\n    - {problem}" for problem in problems)
         raise CourseError(
-            tr("{where} has {count} problem(s):{problems}", where=where, count=len(lines), problems=listed),
+            tr("{where} has {count} problem(s):{problems}", where=where, count=len(problems), problems=listed),
             allowed=tr(
                 "keys and types as in the course's own files of this kind in configs/; in a profile also "
                 "other arguments of the class that a block is for"
             ),
             todo=tr("Correct what is listed above, then run this again."),
         )
-    return made
+    return entries
+
+
+def _problems(error: ValidationError, known: Sequence[str]) -> list[str]:
+    """What pydantic found, a line for each name."""
+    by_name: dict[str, list[str]] = {}
+    for item in error.errors(include_url=False):
+        if item["type"] == "value_error":  # of pairs, which are checked only where nothing else is wrong
+            return list(item["ctx"]["error"].args)
+        name = ".".join(map(str, item["loc"])) or tr("the file")
+        for key in known:
+            if name.startswith(f"{key}."):  # of a union, or in a list
+                name = key
+        seen = reprlib.repr(item["input"])
+        text = tr("{wanted}, not {seen}", wanted=item["msg"], seen=seen)
+        if item["type"] == "missing":
+            text = tr("missing")
+        elif item["type"] == "extra_forbidden":
+            text = tr("unknown key") + _did_you_mean(name, known)
+        by_name.setdefault(name, []).append(text)
+    return [f"{name}: {tr(' or ').join(texts)}" for name, texts in by_name.items()]
 
 
 def _strange_arguments(tree: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the arguments of a profile that not every one has."""
     in_every_profile = keys()
-    for block in CLASSES:
-        arguments = tree.get(block)
-        if not isinstance(arguments, dict):
+    for name, value in flat(tree, depth=2).items():
+        block = name.partition(".")[0]
+        if block not in CLASSES or name == block or name in in_every_profile:
             continue
-        for argument, value in arguments.items():
-            name = f"{block}.{argument}"
-            if name not in in_every_profile and (problem := _problem_with(name, value)):
-                yield f"{name}: {problem}"
+        if problem := _problem_with(name, value):
+            yield f"{name}: {problem}"
 
 
-def _did_you_mean(name: str, known: Sequence[str], block: str = "") -> str:
-    """A hint at the name that was probably meant: in whatever block, or in the one that is named."""
-    leaves = {key.rpartition(".")[2]: f"{block}.{key}" if block else key for key in known}
-    near = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1)
-    return tr(", did you mean {name}?", name=leaves[near[0]]) if near else ""
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    """A hint at the name that was probably meant, in whatever block."""
+    leaves = {key.rpartition(".")[2]: key for key in known}
+    leaf = name.rpartition(".")[2]
+    for near in difflib.get_close_matches(leaf, leaves, n=1):
+        return tr(", did you mean {name}?", name=leaves[near])
+    return ""

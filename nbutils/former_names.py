@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from nbutils.language import joined, tr
@@ -42,12 +43,17 @@ RENAMED = {  # values kept as they are
     "serve.gpu_memory": "vllm.gpu_memory_utilization",
     "serve.max_num_seqs": "vllm.max_num_seqs",
 }
-RECODED: dict[str, tuple[str, dict[Any, Any]]] = {  # some values are called otherwise too
-    "machine.precision": ("from_pretrained.dtype", {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}),
-    "machine.liger": ("sft.use_liger_kernel", {"on": True, "off": False}),
-    "train.max_steps": ("sft.max_steps", {0: -1}),
-}
-SPLIT: dict[str, tuple[str, dict[Any, dict[str, Any]]]] = {  # one value was what are several now
+CHANGED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {  # what some values are today
+    "machine.precision": ("from_pretrained.dtype", {
+        "bf16": {"from_pretrained.dtype": "bfloat16"},
+        "fp16": {"from_pretrained.dtype": "float16"},
+        "fp32": {"from_pretrained.dtype": "float32"},
+    }),
+    "machine.liger": ("sft.use_liger_kernel", {
+        "on": {"sft.use_liger_kernel": True},
+        "off": {"sft.use_liger_kernel": False},
+    }),
+    "train.max_steps": ("sft.max_steps", {"0": {"sft.max_steps": -1}}),
     "quantization.type": ("quantization.bnb_4bit_quant_type", {
         "none": {"quantization.load_in_4bit": False, "quantization.bnb_4bit_quant_type": "nf4"},
         "nf4": {"quantization.load_in_4bit": True, "quantization.bnb_4bit_quant_type": "nf4"},
@@ -60,52 +66,44 @@ SPLIT: dict[str, tuple[str, dict[Any, dict[str, Any]]]] = {  # one value was wha
         "offload": {"sft.gradient_checkpointing": True, "sft.activation_offloading": True},
     }),
 }  # fmt: skip
-BATCH, MICRO_BATCH = "train.batch", "train.micro_batch"
-DROPPED = ("train.shorten",)
+BATCH = "train.batch"
+MICRO_BATCH = "train.micro_batch"
+DROPPED = "train.shorten"
+TODAY = RENAMED | {old: new for old, (new, _) in CHANGED.items()} | {BATCH: "course.conversations_per_step"}
+NAMES = (*TODAY, DROPPED)
 MOST_TOLD = 6  # names in one line
-_SAID: set[tuple[str, ...]] = set()
-NAMES = (*RENAMED, *RECODED, *SPLIT, BATCH, *DROPPED)
 
 
 def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by dotted name, with the names and values of today."""
-    found: dict[str, Any] = {}
+    today: dict[str, Any] = {}
     for name, value in settings.items():
-        found |= _today(name, value)
+        if name in CHANGED:
+            new, values = CHANGED[name]
+            today |= values.get(str(value), {new: value})  # others were never allowed: the schema says so
+        elif name not in (BATCH, DROPPED):
+            today[RENAMED.get(name, name)] = value
     if BATCH in settings:
-        found |= _step(settings)
+        today |= _step(settings)
     elif MICRO_BATCH in settings:  # it cut a step of whatever size
-        found["sft.gradient_accumulation_steps"] = "auto"
-    return found
-
-
-def _today(name: str, value: Any) -> dict[str, Any]:
-    """What one setting is today."""
-    if name in RENAMED:
-        return {RENAMED[name]: value}
-    if name in RECODED:
-        new, values = RECODED[name]
-        return {new: values.get(value, value)} if isinstance(value, str | int) else {new: value}
-    if name in SPLIT:
-        new, meanings = SPLIT[name]
-        unknown = {new: value}  # never allowed: the schema says so under the new name
-        return meanings.get(value, unknown) if isinstance(value, str) else unknown
-    return {} if name in (BATCH, *DROPPED) else {name: value}
+        today["sft.gradient_accumulation_steps"] = "auto"
+    return today
 
 
 def _step(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The rows of an optimizer step, which was `train.batch`: packed rows where rows are packed, else conversations."""
-    size, packing = settings.get(MICRO_BATCH, "auto"), settings.get("train.packing", "auto")
     batch = settings[BATCH]
+    size = settings.get(MICRO_BATCH, "auto")
     conversations: Any = "auto"
     accumulation: Any = "auto"
-    if isinstance(batch, int) and isinstance(size, int) and size > 0 and batch % size == 0:
-        accumulation = batch // size
-    elif batch != "auto" and size != "auto":  # they never went together: the schema says so under the new names
-        conversations, accumulation = batch, size
-    elif batch != "auto" and packing is True:  # in packed rows, which cannot be counted in conversations
-        size, accumulation = 1, batch
-    elif batch != "auto":
+    if "auto" not in (batch, size):
+        accumulation = f"{batch} / {size}"  # no number: the schema says so
+        if isinstance(batch, int) and isinstance(size, int) and size > 0 and batch % size == 0:
+            accumulation = batch // size
+    elif batch != "auto" and settings.get("train.packing") is True:  # packed rows are no number of conversations
+        size = 1
+        accumulation = batch
+    else:
         conversations = batch
     return {
         "sft.per_device_train_batch_size": size,
@@ -114,38 +112,44 @@ def _step(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def fingerprint(found: dict[str, Any]) -> dict[str, Any]:
+def fingerprint(former: dict[str, Any]) -> dict[str, Any]:
     """The fingerprint of a training, as it would be written today."""
-    if "train" not in found:
-        return found
-    train = {f"train.{name}": value for name, value in found["train"].items() if name not in ("batch", "optimizer")}
-    made = {name: found[name] for name in ("model", "data", "seed")}
-    made |= {"sft": _block("sft", train), "rows_per_step": found["train"]["batch"]}
-    if "method" in found:
-        method, four_bit = found["method"]
-        kept = {f"quantization.{name}": value for name, value in four_bit.items()}
-        made |= {"method": method, "quantization": _block("quantization", kept) if method == "qlora" else {}}
-        made["lora"] = _block("lora", {f"lora.{name}": value for name, value in found["lora"].items()})
-    return made
+    if "train" not in former:
+        return former
+    train = dict(former["train"])
+    today = {name: former[name] for name in ("model", "data", "seed")}
+    today["rows_per_step"] = train.pop("batch")
+    train.pop("optimizer", None)
+    today["sft"] = _block("train", train)
+    if "method" in former:
+        method, four_bits = former["method"]
+        today["method"] = method
+        today["quantization"] = _block("quantization", four_bits) if method == "qlora" else {}
+        today["lora"] = _block("lora", former["lora"])
+    return today
 
 
-def _block(block: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.removeprefix(f"{block}."): value for name, value in translated(settings).items()}
+def _block(former: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    today = translated({f"{former}.{name}": value for name, value in values.items()})
+    return {name.rpartition(".")[2]: value for name, value in today.items()}
 
 
 def say(settings: Mapping[str, Any], where: str) -> None:
     """Say once, on stderr, what the former names among these settings are called now."""
-    former = [name for name in settings if name in NAMES]
-    if not former or (where, *former) in _SAID:
-        return
-    _SAID.add((where, *former))
-    told = []
+    former = tuple(name for name in settings if name in NAMES)
+    if former:
+        _say(former, where)
+
+
+@cache
+def _say(former: tuple[str, ...], where: str) -> None:
+    texts = []
     for name in former[:MOST_TOLD]:
-        if news := joined(translated({name: settings[name]})):
-            told.append(tr("{old} is now {new}", old=name, new=news))
+        if name in TODAY:
+            texts.append(tr("{old} is now {new}", old=name, new=TODAY[name]))
         else:
-            told.append(tr("{old} has no effect any more", old=name))
-    line = f"{where}: {joined(told, ';')}"
+            texts.append(tr("{old} has no effect any more", old=name))
+    line = f"{where}: {joined(texts, ';')}"
     if len(former) > MOST_TOLD:
         line += tr("; all new names: docs/reference.md")
     print(line, file=sys.stderr)

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,24 +18,15 @@ from nbutils.hardware import GPU, Choice
 from nbutils.language import joined, tr
 from nbutils.models import Shape, course_model, is_tiny, known_models, model_folder
 from nbutils.plan import gpus
-from nbutils.plan.forecast import (
-    STEP_ARGUMENTS,
-    Recipe,
-    Rows,
-    apply,
-    choose,
-    fastest,
-    few_steps,
-    limit_gib,
-    peak_gib,
-    rows_per_step,
-    schedule,
-)  # fmt: skip
+from nbutils.plan.forecast import STEP_ARGUMENTS, fastest
+from nbutils.plan.memory import Recipe, limit_gib, peak_gib
+from nbutils.plan.recipe import Begun, Choices, Rows, apply, choose, few_steps, rows_per_step, schedule
 from nbutils.platforms import Platform, folders
 
 __all__ = ["Rows", "course_model", "few_steps", "is_tiny", "known_models", "load", "model_folder", "names", "schedule"]
 
-CPU_ROWS, CPU_TOKENS = 2, 512  # at a time: packed rows, or tokens, as attention grows with their square on a CPU
+CPU_ROWS = 2  # packed rows at a time
+CPU_TOKENS = 512  # or tokens, as attention grows with their square on a CPU
 
 
 @dataclass(frozen=True)
@@ -51,99 +43,149 @@ class Resolved:
     profile: Profile
     model: str
     called: str
-    choices: dict[str, Choice]
+    choices: Choices
     gpu: GPU | None
     given: Profile = field(repr=False)  # the profile as it was written, `auto` values and all
     reasons: Mapping[str, str] = field(repr=False)
     rows: Rows | None = None  # those it is settled for
     set_values: dict[str, Any] = field(default_factory=dict)
-    kept: Mapping[str, Any] = field(default_factory=dict)
+    kept: Begun = field(default_factory=Begun)
 
 
 def resolve(
-    profile: str = "auto", model: str = "", *, gpu: GPU | None, platform: Platform, online: Callable[[], bool],
+    profile: str = "auto",
+    model: str = "",
+    *,
+    gpu: GPU | None,
+    platform: Platform,
+    online: Callable[[], bool],
     overrides: Callable[[str], Overrides] = lambda name: {},
-) -> Resolved:  # fmt: skip
-    """The profile and the model for this machine; `auto` falls back to the bundled model when no other can be had."""
+) -> Resolved:
+    """The profile and the model for this machine; `auto` falls back to the bundled model when no other can be had.
 
-    def read(name: str) -> Document:
-        document = config.read(name)
-        document = config.with_overrides(document, overrides(document.file.stem))
-        if wrong := joined(_impossible(document.profile, gpu)):
-            raise CourseError(
-                tr("This machine ({gpu}) does not support {problems}.", gpu=gpu or tr("no GPU"), problems=wrong),
-                allowed=tr("values this GPU supports, or auto (bfloat16 and FlashAttention need capability 8.0)"),
-                todo=tr("Change them in SET or in a copy of the profile, or use another machine."),
-            )
-        return document
-
-    chosen = Choice(profile, tr("parameter PROFILE"))
-    if profile == "auto" and is_tiny(model):
-        chosen = Choice("tiny", tr("auto: the bundled model has a profile of its own"))
-    elif profile == "auto" and gpu is None:
-        text = tr("auto: no GPU found ({platform}), so the bundled tiny model on the CPU", platform=platform.name)
-        chosen = Choice("tiny", text)
-    elif profile == "auto" and gpu:
-        text = tr("auto: {platform} with {gpu}", platform=platform.name, gpu=gpu)
-        text += tr("; torch may have no kernels for so old a GPU") if gpu.capability < (7, 0) else ""
-        chosen = Choice(gpus.profile_for(gpu.capability, gpu.memory_gib), text)
-    document = read(chosen.value)
+    Example: `resolve("auto", gpu=hardware.gpu(), platform=platforms.detect(), online=platforms.hub_online)`
+    """
+    chosen = _choose_profile(profile, model, gpu, platform)
+    document = _read(chosen.value, overrides, gpu)
     places = folders(platform)
     called = model or document.profile.model
-    found = models.meant(called, places.inputs)
-    source = models.reachable(found.value, online, places.work)
-    if not source and (profile != "auto" or model):
+    meant = models.meant(called, places.inputs)
+    source = models.reachable(meant.value, online, places.work)
+    if not source:
+        chosen = _bundled_instead(chosen, meant.value, named=profile != "auto" or model != "")
+        document = _read("tiny", overrides, gpu)
+        called = "tiny"
+        meant = models.meant(called)
+        source = "folder"
+    reasons = dict.fromkeys(keys(), tr("set in {file}", file=document.file.name))
+    reasons |= {key: tr(text) for key, text in document.reasons.items()}
+    why = tr("parameter MODEL") if model else reasons["model"]
+    reasons["model"] = joined([f"{meant.reason}{_origin(source)}", why], ";")
+    value = meant.value
+    if source == "package":  # what transformers cannot download itself is a folder
+        value = models.from_package(places.work)
+    elif source == "modelscope":
+        value = models.from_modelscope(value, places.work)
+    attached = Path(meant.value).is_absolute() and not Path(called).expanduser().is_dir()
+    if is_tiny(meant.value):
+        called = "tiny"
+    elif not attached:
+        called = meant.value
+    name = document.file.stem
+    given = document.profile.model_copy(update={"model": value})
+    resolved = Resolved(
+        name=name,
+        source=name if chosen.value == name else str(document.file),
+        profile=given,
+        model=value,
+        called=called,
+        choices={"profile": Choice(name, chosen.reason), "model": Choice(value, reasons["model"])},
+        gpu=gpu,
+        given=given,
+        reasons=reasons,
+    )
+    return fit(resolved, None)
+
+
+def _bundled_instead(chosen: Choice, model: str, named: bool) -> Choice:
+    """The tiny profile in place of one whose model cannot be had; what was named is never replaced."""
+    if named:
         raise CourseError(
             tr(
                 "{model} is not in the local cache (at least not completely), and the model hub does not answer.",
-                model=found.value,
+                model=model,
             ),
             todo=tr(
                 "Connect this machine (or set HF_ENDPOINT to a mirror it reaches), set MODEL to a folder, or "
                 'PROFILE="tiny".'
             ),
         )
-    if not source:
-        text = tr(
-            "{profile} would suit this machine, but {model} is not in the cache and the model hub does not answer: the "
-            "bundled model instead",
-            profile=chosen.value, model=found.value,
-        )  # fmt: skip
-        chosen = Choice("tiny", text)
-        document, source, called = read("tiny"), "folder", "tiny"
-        found = models.meant(called)
-    set_here = tr("set in {file}", file=document.file.name)
-    reasons = dict.fromkeys(keys(), set_here) | {key: tr(text) for key, text in document.reasons.items()}
+    text = tr(
+        "{profile} would suit this machine, but {model} is not in the cache and the model hub does not answer: the "
+        "bundled model instead",
+        profile=chosen.value,
+        model=model,
+    )
+    return Choice("tiny", text)
+
+
+def _origin(source: str) -> str:
+    """Where a model comes from, for its reason."""
     origins = {
-        "cache": tr(", from the cache"), "network": tr(", from the network"), "modelscope": tr(", from ModelScope"),
-        "package": tr(", from the package, which rounded its weights to 4 bits"), "folder": "",
-    }  # fmt: skip
-    why = tr("parameter MODEL") if model else reasons["model"]
-    reasons["model"] = joined([f"{found.reason}{origins[source]}", why], ";")
-    value = found.value  # or a folder, for what transformers cannot download itself
-    if source in ("package", "modelscope"):
-        package = source == "package"
-        value = models.from_package(places.work) if package else models.from_modelscope(value, places.work)
-    name, given = document.file.stem, document.profile.model_copy(update={"model": value})
-    first = {"profile": Choice(name, chosen.reason), "model": Choice(value, reasons["model"])}
-    path = chosen.value if chosen.value == name else str(document.file)
-    attached = Path(found.value).is_absolute() and not Path(called).expanduser().is_dir()
-    called = "tiny" if is_tiny(found.value) else called if attached else found.value
-    return fit(Resolved(name, path, given, value, called, first, gpu, given, reasons), None)
+        "folder": "",
+        "cache": tr(", from the cache"),
+        "network": tr(", from the network"),
+        "modelscope": tr(", from ModelScope"),
+        "package": tr(", from the package, which rounded its weights to 4 bits"),
+    }
+    return origins[source]
 
 
-def _impossible(profile: Profile, gpu: GPU | None) -> Iterator[str]:
+def _choose_profile(profile: str, model: str, gpu: GPU | None, platform: Platform) -> Choice:
+    """The profile that is named, or what `auto` takes here."""
+    if profile != "auto":
+        return Choice(profile, tr("parameter PROFILE"))
+    if is_tiny(model):
+        return Choice("tiny", tr("auto: the bundled model has a profile of its own"))
+    if gpu is None:
+        text = tr("auto: no GPU found ({platform}), so the bundled tiny model on the CPU", platform=platform.name)
+        return Choice("tiny", text)
+    text = tr("auto: {platform} with {gpu}", platform=platform.name, gpu=gpu)
+    if gpu.capability < gpus.OLDEST:
+        text += tr("; torch may have no kernels for so old a GPU")
+    return Choice(gpus.profile_for(gpu.capability, gpu.memory_gib), text)
+
+
+def _read(name: str, overrides: Callable[[str], Overrides], gpu: GPU | None) -> Document:
+    """The profile of that name with what replaces its values; refused where this machine does not support them."""
+    document = config.read(name)
+    document = config.with_overrides(document, overrides(document.file.stem))
+    if problems := _impossible(document.profile, gpu):
+        raise CourseError(
+            tr(
+                "This machine ({gpu}) does not support {problems}.",
+                gpu=gpu or tr("no GPU"),
+                problems=joined(problems),
+            ),
+            allowed=tr("values this GPU supports, or auto (bfloat16 and FlashAttention need capability 8.0)"),
+            todo=tr("Change them in SET or in a copy of the profile, or use another machine."),
+        )
+    return document
+
+
+def _impossible(profile: Profile, gpu: GPU | None) -> list[str]:
     """Values that this machine does not support, found before any download."""
-    sft, load = profile.sft, profile.from_pretrained
-    old = gpu is None or gpu.capability < hardware.BF16_FROM
-    if (load.dtype == "bfloat16" and old) or (load.dtype == "float16" and gpu is None):
-        yield f"from_pretrained.dtype={load.dtype}"
-    if old and load.attn_implementation in ("flash_attention_2", "varlen"):
-        yield f"from_pretrained.attn_implementation={load.attn_implementation}"
-    if gpu is None and sft.use_liger_kernel is True:
-        yield "sft.use_liger_kernel=true"
-    if gpu is None and sft.activation_offloading is True:
-        yield "sft.activation_offloading=true"
+    refused = []
+    if gpu is None:
+        refused += ["from_pretrained.dtype=float16", "sft.use_liger_kernel=True", "sft.activation_offloading=True"]
+    if gpu is None or gpu.capability < hardware.BF16_FROM:
+        refused += [
+            "from_pretrained.dtype=bfloat16",
+            "from_pretrained.attn_implementation=flash_attention_2",
+            "from_pretrained.attn_implementation=varlen",
+        ]
+    values = [f"{name}={value}" for name, value in flat(profile.model_dump()).items()]
+    return [value.replace("True", "true") for value in values if value in refused]
 
 
 def keep_begun(resolved: Resolved, fingerprint: Mapping[str, Any], validation_rows: int = 0) -> Resolved:
@@ -151,40 +193,45 @@ def keep_begun(resolved: Resolved, fingerprint: Mapping[str, Any], validation_ro
 
     Its losses are comparable only on the same validation rows.
     """
-    kept: dict[str, Any] = {"validation_rows": validation_rows} if validation_rows else {}
-    step = fingerprint.get("rows_per_step", 0)
+    kept = Begun(validation_rows=validation_rows or None)
+    step = fingerprint.get("rows_per_step")
     if step and step % distributed.world_size() == 0:
-        kept |= {"rows_per_step": step, "packing": fingerprint["sft"]["packing"]}
+        packing = fingerprint["sft"]["packing"]
+        kept = replace(kept, rows_per_step=step, packing=packing)
     return replace(resolved, kept=kept)
 
 
 def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
     """The same with every `auto` value decided by GPU, model and rows, and every value with its reason."""
-    given, gpu = resolved.given, resolved.gpu
-    try:
-        shape: Shape | None = models.find_shape(given.model)
-    except CourseError:
-        shape = None  # not known before its download
+    given = resolved.given
+    shape = None  # where it is not known before its download
+    with suppress(CourseError):
+        shape = models.find_shape(given.model)
     decided = choose(given, rows, shape, distributed.world_size(), resolved.kept)
-    decided |= _by_machine(given, gpu)
-    decided |= _by_plan(apply(given, decided), given, shape, gpu, rows)
+    decided |= _by_machine(given, resolved.gpu)
+    decided |= _by_plan(apply(given, decided), given, shape, resolved.gpu, rows)
     profile = apply(given, decided)
     choices = {"profile": resolved.choices["profile"], "model": resolved.choices["model"]}
     for key, value in flat(profile.model_dump()).items():
-        reason = decided[key].reason if key in decided else ""
-        choices[key] = Choice(value, reason or resolved.reasons.get(key, ""))
+        reason = resolved.reasons.get(key, "")
+        if key in decided:
+            reason = decided[key].reason or reason
+        choices[key] = Choice(value, reason)
     return replace(resolved, profile=profile, choices=choices, rows=rows)
 
 
-def _by_machine(given: Profile, gpu: GPU | None) -> dict[str, Choice]:
+def _by_machine(given: Profile, gpu: GPU | None) -> Choices:
     """What the GPU, or its absence, decides."""
-    load, optim = given.from_pretrained, given.sft.optim
-    decided: dict[str, Choice] = {}
+    load = given.from_pretrained
+    optim = given.sft.optim
+    decided = Choices()
     if load.dtype == "auto":
         decided["from_pretrained.dtype"] = hardware.dtype(gpu)
     if load.attn_implementation == "auto":
-        exact = Choice("sdpa", tr("FlashAttention needs 16 bits, and from_pretrained.dtype is float32"))
-        decided["from_pretrained.attn_implementation"] = exact if load.dtype == "float32" else hardware.attention(gpu)
+        choice = hardware.attention(gpu)
+        if load.dtype == "float32":
+            choice = Choice("sdpa", tr("FlashAttention needs 16 bits, and from_pretrained.dtype is float32"))
+        decided["from_pretrained.attn_implementation"] = choice
     if given.sft.use_liger_kernel == "auto":
         decided["sft.use_liger_kernel"] = hardware.liger(gpu)
     if gpu is None and optim.endswith(("8bit", "32bit")):  # a run of a GPU may go on, be merged or served here
@@ -196,36 +243,42 @@ def _by_machine(given: Profile, gpu: GPU | None) -> dict[str, Choice]:
     return decided
 
 
-def _by_plan(
-    profile: Profile, given: Profile, shape: Shape | None, gpu: GPU | None, rows: Rows | None
-) -> dict[str, Choice]:
+def _by_plan(profile: Profile, given: Profile, shape: Shape | None, gpu: GPU | None, rows: Rows | None) -> Choices:
     """The fastest micro-batches and checkpointing that fit, as far as the profile leaves them to the plan."""
-    left = [name for name in STEP_ARGUMENTS if given.sft[name] == "auto"]
-    if given.sft.per_device_train_batch_size != "auto" and "gradient_accumulation_steps" in left:
-        left.remove("gradient_accumulation_steps")  # it follows
-    if not left:
+    asked = given.sft.per_device_train_batch_size
+    names = [name for name in STEP_ARGUMENTS if given.sft[name] == "auto"]
+    if asked != "auto" and "gradient_accumulation_steps" in names:
+        names.remove("gradient_accumulation_steps")  # it follows
+    if not names:
         return {}
-    sft, processes = profile.sft, distributed.world_size()
+    sft = profile.sft
+    processes = distributed.world_size()
     step = rows_per_step(sft, processes)
     if gpu is None:
-        most = max(1, int(CPU_TOKENS / rows.mean)) if rows and not sft.packing else CPU_ROWS
-        if given.sft.per_device_train_batch_size != "auto":
-            most = int(given.sft.per_device_train_batch_size)
+        most = CPU_ROWS
+        if asked != "auto":
+            most = asked
+        elif rows and not sft.packing:
+            most = max(1, int(CPU_TOKENS / rows.mean))
         size = distributed.micro_batch_for(step, most, processes)
-        values = Recipe(per_device_train_batch_size=size, gradient_checkpointing=False)
+        recipe = Recipe(per_device_train_batch_size=size, gradient_checkpointing=False)
         reason = tr("plan: without a GPU, few tokens at a time and no recomputing")
     elif shape is None:
-        values = Recipe()
+        recipe = Recipe()
         reason = tr("plan: the size of this model is not known before its download, so the safest value")
     else:
         spec = gpus.of_machine(gpu).model_copy(update={"count": processes})
-        engine = distributed.engine_name(str(profile.method))
-        values = fastest(profile, shape, spec, rows, given.sft, engine)
-        peak, limit = peak_gib(shape, values), limit_gib(spec)
-        verdict = tr("the fastest that fits") if peak <= limit else tr("DOES NOT FIT")
+        strategy = distributed.engine_name(str(profile.method))
+        recipe = fastest(profile, given.sft, shape, spec, rows, strategy)
+        peak = peak_gib(shape, recipe)
+        limit = limit_gib(spec)
         reason = tr(
             "plan: {verdict}: {peak:.1f} GiB forecast, {limit:.1f} of {memory:.1f} GiB allowed",
-            verdict=verdict, peak=peak, limit=limit, memory=spec.memory_gib,
-        )  # fmt: skip
-    values = replace(values, gradient_accumulation_steps=step // processes // values.per_device_train_batch_size)
-    return {f"sft.{name}": Choice(getattr(values, name), reason) for name in left}
+            verdict=tr("the fastest that fits") if peak <= limit else tr("DOES NOT FIT"),
+            peak=peak,
+            limit=limit,
+            memory=spec.memory_gib,
+        )
+    accumulation = step // processes // recipe.per_device_train_batch_size
+    recipe = replace(recipe, gradient_accumulation_steps=accumulation)
+    return {f"sft.{name}": Choice(getattr(recipe, name), reason) for name in names}

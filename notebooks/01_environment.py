@@ -138,15 +138,16 @@ display.show_choices(lesson.resolved, only=names)
 # %%
 import matplotlib.pyplot as plt
 from nbutils import plan
+from nbutils.language import tr
 
 forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
 figure, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
 left = 0
-for part, gib in forecast["parts"].items():
-    axes.barh([forecast["gpu"]], gib, left=left, label=f"{part} {gib:.1f} GiB")
+for part, gib in forecast.parts.items():
+    axes.barh([forecast.gpu.name], gib, left=left, label=f"{tr(part)} {gib:.1f} GiB")
     left += gib
-axes.axvline(forecast["limit_gib"], color="black", linestyle="--", label=f"limit {forecast['limit_gib']:.1f} GiB")
-axes.set(title=f"Training {forecast['model']}: {left:.1f} GiB of GPU memory", xlabel="GiB")
+axes.axvline(forecast.limit_gib, color="black", linestyle="--", label=f"limit {forecast.limit_gib:.1f} GiB")
+axes.set(title=f"Training {forecast.shape.name}: {left:.1f} GiB of GPU memory", xlabel="GiB")
 figure.legend(ncols=4, loc="outside lower center")
 display.show_figure(figure)
 
@@ -191,5 +192,5 @@ else:
 # would you change first if the loss hardly fell?
 
 # %%
-planned = f"{forecast['model']} on {forecast['gpu']}: {forecast['peak_vram_gib']:.1f} GiB"
+planned = f"{forecast.shape.name} on {forecast.gpu.name}: {forecast.peak_gib:.1f} GiB"
 lesson.finish(report, planned=planned if lesson.gpu else "")  # without a GPU it was the forecast of a rented one

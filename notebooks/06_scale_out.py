@@ -173,24 +173,44 @@ print("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600", shlex.join([*together, *lesson.argum
 #
 # GiB of each card, and in brackets the smallest cards that have them and 8 % + 0.5 GiB to spare. `2 x 8` is two machines with
 # eight cards. `ddp` and `fsdp_qlora` have the model in 4 bits, `fsdp_lora` in 16; a micro-batch is one row of 2,048 tokens, with gradient
-# checkpointing. These are forecasts. `plan.engine_table()` has all engines, and the RAM they need: `fsdp_qlora` loads the 4-bit
-# model once for each process, so a 72B on eight cards needs 307 GiB of RAM while it starts.
+# checkpointing. These are forecasts. Put the other engines into the cell to see them. `python -m nbutils plan
+# --engine fsdp_qlora --gpus 8 --model Qwen2.5-72B` also says how much RAM a machine needs: each process loads the 4-bit model for
+# itself, so a 72B on eight cards takes 307 GiB of RAM while it starts.
 
 # %%
 from nbutils import display
+from nbutils.models import find_shape
+from nbutils.plan import gpus, memory
+from nbutils.plan.strategies import table_recipe
 
-print(display.aligned(plan.memory_table()))
+cards = {141: "H200", 80: "A100-80GB", 48: "L40S", 24: "RTX 4090", 16: "T4"}
+limits = {size: memory.limit_gib(gpus.find(name)) for size, name in cards.items()}
+table = []
+for model in ("Qwen2.5-14B", "Qwen2.5-32B", "Qwen2.5-72B"):
+    for machines, each in [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8)]:
+        row = {"model": model, "cards": f"{machines} x {each}" if machines > 1 else each}
+        for name in ("ddp", "fsdp_qlora", "fsdp_lora"):
+            gib = memory.peak_gib(find_shape(model), table_recipe(name, machines * each))
+            row[name] = f"{gib:.1f} (none)"
+            for size, limit in limits.items():
+                if gib <= limit:
+                    row[name] = f"{gib:.1f} ({size} GB)"
+        table.append(row)
+print(display.aligned(table))
 
 # %% [markdown]
 # Where the numbers come from, for a 72B on four cards of 24 GB. What stands before `/ 4` is divided by the cards. The scales of
-# the 4-bit weights are not, and every card puts together the layers that it is about to compute. That is why twice the cards
-# never halve the memory.
+# the 4-bit weights are not, and every card puts together the layers that it is about to compute. Activations, logits and workspace
+# are whole: each card computes its own rows. That is why twice the cards never halve the memory.
 
 # %%
-from nbutils.models import find_shape
-from nbutils.plan.engines import table_recipe
+from nbutils.language import tr
 
-print(display.aligned(plan.memory_formula(find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4))))
+shape, recipe = find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4)
+for part, size in memory.parts(shape, recipe).items():
+    print(f"{size:6.2f} GiB  {tr(part)}")
+    for term in memory.terms(shape, recipe).get(part, []):
+        print(f"{'':12} {tr(term.name)} {term.size / 2**30:.2f} / {term.shared_by}")
 
 # %% [markdown]
 # ## Once together, once alone
@@ -227,23 +247,63 @@ if compared:
 # ## The arithmetic
 #
 # A step is computing and sending. Computing is the speed of one card: yours from the comparison above, or, without a GPU, the
-# forecast for a 7B on a rented card. Sending is bytes divided by bandwidth. Of N cards in a ring each sends
+# forecast for a 7B on a rented card.
+
+# %%
+forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
+shape, recipe = forecast.shape, forecast.recipe
+rate = compared.numbers["tokens_per_second"][0] if compared and lesson.gpu else forecast.tokens_per_second
+rate = rate or 1000.0  # where nobody knows the speed of your GPU
+print(f"{shape.name}, {recipe.method}, {forecast.gpu.name}: one card trains {rate:,.0f} tokens/s")
+
+# %% [markdown]
+# Sending is bytes divided by bandwidth. Of N cards in a ring each sends
 #
 # - with DDP, the adapter's gradients: 2 (N - 1) / N x 4 bytes x adapter parameters, once in a step,
 # - with FSDP, the model: 2 (N - 1) / N x its bytes in each micro-step, and the adapter's gradients.
-#
+
+# %%
+bits = 4 if recipe.method == "qlora" else 16
+model_bytes = shape.linear_params * bits / 8 + (shape.params - shape.linear_params) * 2
+gradient_bytes = shape.adapter_params(recipe.r) * 4
+
+def sent_bytes(strategy, cards, micro_steps=1):
+    others = (cards - 1) / cards
+    if strategy == "ddp":
+        return 2 * others * gradient_bytes
+    return others * (2 * model_bytes * micro_steps + gradient_bytes)
+
+for name in ("ddp", f"fsdp_{recipe.method}"):
+    print(f"{name}: each of 8 cards sends {sent_bytes(name, 8) / 1e9:.2f} GB")
+
+# %% [markdown]
 # The table gives every card 8 rows in a step. Up to 8 cards are in one machine, on PCIe with 12 GB/s; more are in several, with
-# 25 Gbit/s Ethernet between them (2.5 GB/s). Both bandwidths are assumptions. Nothing is computed while something is sent: engines
+# 25 Gbit/s Ethernet between them (2.5 GB/s). Both bandwidths are assumptions. A card computes its rows in micro-batches; none is
+# shorter than the time Python needs to start the kernels of all layers. Nothing is computed while something is sent: engines
 # hide a part of it.
 
 # %%
-from nbutils.plan import scaling
+import math
+from nbutils.plan import speed
 
-case = scaling.case(lesson.resolved, compared.numbers["tokens_per_second"][0] if compared else None)
-print(case)
-engines = ("ddp", f"fsdp_{case.recipe.method}")
-for name in engines:
-    print(f"\n{name}\n{display.aligned(case.table(name))}")
+micro_batch = recipe.per_device_train_batch_size
+row_tokens = recipe.length * (speed.PACKED if recipe.packing else 1)
+shortest = min(speed.launch_seconds(shape, recipe), micro_batch * row_tokens / rate)  # of a micro-step
+
+def seconds(strategy, cards, rows, gbps):
+    micro_steps = math.ceil(rows / min(rows, micro_batch))
+    computing = max(rows * row_tokens / rate, micro_steps * shortest)
+    return computing, sent_bytes(strategy, cards, micro_steps) / gbps / 1e9
+
+for name in ("ddp", f"fsdp_{recipe.method}"):
+    table = []
+    for cards in (1, 2, 4, 8, 16, 32, 64):
+        computing, sending = seconds(name, cards, rows=8, gbps=12 if cards <= 8 else 2.5)
+        tokens = cards * 8 * row_tokens / (computing + sending)
+        price = forecast.gpu.price.times(cards * 1e6 / tokens / 3600)
+        table.append({"cards": cards, "computing": f"{computing:.2f} s", "sending": f"{sending:.2f} s", "tokens/s": f"{tokens:,.0f}",
+                      "efficiency": f"{tokens / cards / rate:.0%}", "a million tokens": str(price)})
+    print(f"\n{name}\n{display.aligned(table)}")
 
 # %% [markdown]
 # More cards finish sooner, but a token never gets cheaper. DDP keeps nearly all the speed of every card, also over a slow
@@ -255,7 +315,21 @@ for name in engines:
 # up to 4,096. `nvlink4` and `pcie4` are inside a machine, `ib400` (InfiniBand) and `25gbe` (Ethernet) between machines.
 
 # %%
-print(display.aligned(case.limits(engines)))
+def cards_until_sending_wins(strategy, gbps, shared):
+    for cards in range(2, 4097):
+        computing, sending = seconds(strategy, cards, 8 / cards if shared else 8, gbps)
+        if sending >= computing:
+            return cards
+    return "–"
+
+table = []
+for link, gbps in {"nvlink4": 360, "ib400": 40, "pcie4": 12, "25gbe": 2.5}.items():
+    row = {"link": link, "GB/s": gbps}
+    for name in ("ddp", f"fsdp_{recipe.method}"):
+        row |= {f"{name}, 8 rows a card": cards_until_sending_wins(name, gbps, shared=False),
+                f"{name}, 8 rows in all": cards_until_sending_wins(name, gbps, shared=True)}
+    table.append(row)
+print(display.aligned(table))
 
 # %% [markdown]
 # Does the arithmetic hold? Here is your own comparison: of N processes each computes an Nth of what one computed, then

@@ -46,7 +46,7 @@ def checked(folder: Path) -> str:
 
 
 def test_the_catalogue_is_checked_for_missing_unused_fuzzy_and_stale_entries(tmp_path: Path) -> None:
-    for name in (".ci/translations.py", "tests/contracts.json"):
+    for name in (".ci/translations.py", ".ci/choosing.py", "tests/contracts.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     for name in ("nbutils", "configs", "data_samples", "notebooks"):

@@ -2,20 +2,25 @@
 
 import json
 import re
+import runpy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 from support import ROOT, refused
 
-from nbutils import distributed, files, models, plan, platforms, profiles
+from nbutils import display, distributed, files, models, plan, platforms, profiles
 from nbutils.cli import app
 from nbutils.hardware import GPU
 from nbutils.models import find_shape
-from nbutils.plan import ENGINES, Recipe, candidates, choosing, forecast, gpus, peak_gib, scaling
-from nbutils.plan.engines import table_recipe
-from nbutils.plan.forecast import CONTEXT_GIB, MARGIN, NEARLY, PACKED, best_option, limit_gib, parts, tokens_per_second
+from nbutils.plan import STRATEGIES, Recipe, candidates, forecast, gpus, memory, recipe, speed
+from nbutils.plan.forecast import NEARLY, best_option
+from nbutils.plan.memory import CONTEXT_GIB, MARGIN, limit_gib, parts, peak_gib
+from nbutils.plan.recipe import PACKED
+from nbutils.plan.speed import tokens_per_second
+from nbutils.plan.strategies import table_recipe
 
 Patch = pytest.MonkeyPatch
 MEASURED = json.loads((ROOT / "benchmarks/results/plan_h200.json").read_text(encoding="utf-8"))["runs"]
@@ -166,9 +171,9 @@ def test_without_a_known_speed_recomputing_is_the_last_resort() -> None:
 def test_the_smallest_setting_needs_less_and_takes_longer_than_the_fastest(name: str) -> None:
     for model in models.known_models():
         made = plan.of_options(gpus.find(name), {"model": model, "rows": 10_000, "mean_length": 300})
-        least, same = made["smallest"], made["recipe"] == made["smallest"]["recipe"]
-        assert least["peak_vram_gib"] <= made["peak_vram_gib"] and least["times_as_long"] >= 1, model
-        assert made["fits"] or same, "what does not fit is the smallest"
+        same = made.recipe == made.smallest
+        assert made.smallest_gib <= made.peak_gib and made.times_as_long >= 1, model
+        assert made.fits or same, "what does not fit is the smallest"
         assert ("times as long" in plan.describe(made)) is not same
     fixed = asked("--gpu", name, "--micro-batch", "2", "--checkpointing", "on")["smallest"]["recipe"]
     assert (fixed["per_device_train_batch_size"], Recipe(**fixed).recompute) == (2, "on"), "what is given stays"
@@ -195,9 +200,10 @@ def test_the_page_follows_its_tables(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
         gpus, "every", lambda: [mine.model_copy(update={"price_from": "RunPod, 2026-01", "dollars": 9.0})]
     )
-    assert "| `runpod` | mine $9.00 |" in choosing._by_platform()
+    by_platform = runpy.run_path(str(ROOT / ".ci/choosing.py"))["_by_platform"]
+    assert "| `runpod` | mine $9.00 |" in by_platform()
     monkeypatch.setattr(gpus, "every", lambda: [mine])
-    assert "| `runpod` | mine |" in choosing._by_platform(), "a price that is not known is not shown"
+    assert "| `runpod` | mine |" in by_platform(), "a price that is not known is not shown"
 
 
 def resolved(profile: str, model: str, gpu: GPU | None, **replaced: int) -> profiles.Resolved:
@@ -209,18 +215,19 @@ def resolved(profile: str, model: str, gpu: GPU | None, **replaced: int) -> prof
 def test_lesson_03_is_stopped_where_memory_will_not_do_and_shows_what_adds_up() -> None:
     with refused("GiB, and T4 allows "):
         plan.require(resolved("hopper_141gb", "Qwen2.5-32B", T4))
-    made = plan.require(resolved("t4_16gb", "Qwen2.5-7B", T4), rows=1000, mean_length=300)
-    assert made["fits"] and made["hours"] is not None and "T4" in plan.describe(made)
+    rows = recipe.Rows(1000, 300, 300)
+    made = plan.require(profiles.fit(resolved("t4_16gb", "Qwen2.5-7B", T4), rows))
+    assert made.fits and made.hours is not None and "T4" in plan.describe(made)
     assert "no GPU" in plan.describe(plan.require(resolved("tiny", "", None)))
     assert "not known before its download" in plan.describe(plan.require(resolved("t4_16gb", "some/model", T4)))
     short = resolved("t4_16gb", "Qwen2.5-7B", T4, max_steps=100)  # the steps decide the hours
-    made, sft = plan.require(short, rows=10**6, mean_length=300), short.profile.sft
-    tokens = 100 * made["batch"] * sft.max_length * PACKED
-    assert made["hours"] * 3600 * made["tokens_per_second"] == pytest.approx(tokens)
+    made = plan.require(profiles.fit(short, recipe.Rows(10**6, 300, 300)))
+    tokens = 100 * made.batch * short.profile.sft.max_length * PACKED
+    assert made.hours * 3600 * made.tokens_per_second == pytest.approx(tokens)
     for gpu in (None, RTX):  # without one, that of a rented one
         made = plan.example(resolved("auto", "", gpu), rows=10_000, mean_length=300)
-        assert all(name in plan.describe(made) for name in (*made["parts"], "¥", "only the H200 was measured"))
-        assert sum(made["parts"].values()) == pytest.approx(made["peak_vram_gib"])
+        assert all(name in plan.describe(made) for name in (*made.parts, "¥", "only the H200 was measured"))
+        assert sum(made.parts.values()) == pytest.approx(made.peak_gib)
 
 
 def test_the_rows_decide_the_step_and_the_cost_follows() -> None:
@@ -236,11 +243,11 @@ def test_the_rows_decide_the_step_and_the_cost_follows() -> None:
 
 @pytest.mark.parametrize(("examples", "mean"), [(50, 100), (2000, 300), (1000, 700), (1000, 900), (50_000, 300)])
 def test_one_two_and_four_processes_take_the_same_batch_and_others_one_they_can_share(examples: int, mean: int) -> None:
-    given, rows = profiles.load("ampere_24gb"), forecast.Rows(examples, mean, mean)
+    given, rows = profiles.load("ampere_24gb"), recipe.Rows(examples, mean, mean)
     sizes = {}
     for count in (1, 2, 3, 4, 6, 8):
-        settled = forecast.apply(given, forecast.choose(given, rows, SEVEN, count))
-        sizes[count] = forecast.rows_per_step(settled.sft, count)
+        settled = recipe.apply(given, recipe.choose(given, rows, SEVEN, count))
+        sizes[count] = recipe.rows_per_step(settled.sft, count)
     assert sizes[1] == sizes[2] == sizes[4] and not any(size % count for count, size in sizes.items())
 
 
@@ -283,14 +290,9 @@ def test_without_a_gpu_the_table_of_all_is_shown(monkeypatch: Patch) -> None:
     hints = ["--rows 5000" in CliRunner().invoke(app, ["plan", *words]).output for words in ([], ROWS)]
     assert hints == [True, False], "how to learn the hours"
     names = [gpu.name for gpu in gpus.usable()]
-    assert names == [row["GPU"] for row in plan.fits_table()]
-    every = [row for row in asked()["fits"] if row["auto"]]
-    assert [row["card"] for row in every] == names and all(row["fits"] for row in every), "auto takes what fits"
-    assert set(every[0]) == {
-        "card", "memory_gib", "profile", "model", "fits", "auto", "peak_vram_gib",
-        "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "activation_offloading",
-        "length", "tokens_per_second", "yuan_per_hour", "dollars_per_hour",
-    }  # fmt: skip
+    assert names == [row["GPU"] for row in plan.fits_table(names)]
+    every = asked()["fits"]
+    assert [row["gpu"] for row in every] == names and all(row["fits"] for row in every), "auto takes what fits"
     assert [row["gpus"] for row in asked("--model", "Qwen3-8B", "--gpus", "2")["fits"]] == [2] * len(names)
     [row] = plan.fits_table(["4090"], rows=1000, mean_length=300)
     assert row["GPU"] == "RTX 4090" and float(row["hours"]) > 0
@@ -327,37 +329,26 @@ def test_ddp_divides_nothing_and_shards_are_divided_by_the_cards() -> None:
     assert made["weights"] == pytest.approx(whole["weights"]) and made["bucket"] * files.GIB == pytest.approx(5e8 * 2)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_more_cards_need_no_more_memory_each(engine: str) -> None:
-    sizes = [peak_gib(SEVENTY, table_recipe(engine, cards)) for cards in (2, 4, 8, 16)]
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_more_cards_need_no_more_memory_each(strategy: str) -> None:
+    sizes = [peak_gib(SEVENTY, table_recipe(strategy, cards)) for cards in (2, 4, 8, 16)]
     assert sizes == sorted(sizes, reverse=True)
-    assert ENGINES[engine].shards == (sizes[-1] < sizes[0] / 2)
+    assert STRATEGIES[strategy].shards == (sizes[-1] < sizes[0] / 2)
 
 
 def test_72b_in_4_bits_fits_four_cards_of_24_gb_and_not_two() -> None:
     limit = limit_gib(gpus.find("4090"))
     assert peak_gib(SEVENTY, table_recipe("fsdp_qlora", 2)) > limit > peak_gib(SEVENTY, table_recipe("fsdp_qlora", 4))
-    rows = plan.engine_table()
-    assert len(rows) == 3 * 5 * 6 and len({tuple(row.values())[:3] for row in rows}) == len(rows)
-    [row] = plan.engine_table(["Qwen2.5-72B"], ["fsdp_qlora"], [(1, 4)])
-    assert (row["fits from"], row["RAM of a machine"]) == ("24 GB", "154 GiB"), "each process loads 38.4 GiB"
-    lines = plan.memory_table()
-    assert len(lines) == 3 * 5 and lines[12]["fsdp_qlora"] == "20.0 (24 GB)"
-    [row] = plan.engine_table(["Qwen2.5-72B"], ["zero3"], [(1, 1)])
-    assert (row["fits from"], row["RAM of a machine"]) == ("none", "135 GiB")
-    both = [
-        forecast.ram_gib(SEVENTY, table_recipe(name, 16), 2)
-        for name in ("fsdp_qlora", "fsdp_lora", "ddp", "zero2_offload")
-    ]
-    assert both == pytest.approx([8 * 38.384, 135.416, 0, 16 * 210534400 / 2 / files.GIB], rel=1e-3)
+    alone = [memory.ram_gib(SEVENTY, table_recipe(name, cards)) for name, cards in (("fsdp_qlora", 4), ("zero3", 1))]
+    assert alone == pytest.approx([4 * 38.384, 135.416], rel=1e-3), "in 4 bits each process loads it all"
+    names = ("fsdp_qlora", "fsdp_lora", "ddp", "zero2_offload")
+    eight = [memory.ram_gib(SEVENTY, table_recipe(name, 8)) for name in names]
+    assert eight == pytest.approx([8 * 38.384, 135.416, 0, 16 * 210534400 / files.GIB], rel=1e-3)
     words = ("--model", "Qwen2.5-72B", "--gpu", "4090", "--gpus", "4", *ROWS)
     shared, ddp = asked(*words, "--engine", "fsdp_qlora"), asked(*words)
     assert (shared["fits"], ddp["fits"], shared["recipe"]["engine"]) == (True, False, "fsdp_qlora")
     assert shared["recipe"]["optim"] == "adamw_torch_fused" and shared["ram_gib"] == pytest.approx(153.5, abs=0.1)
     assert asked(*words, "--engine", "ddp") == ddp
-    formula = plan.memory_formula(SEVENTY, Recipe(**shared["recipe"]))
-    assert [row["part"] for row in formula] == list(shared["parts"])
-    assert formula[0]["formula"] == "weights 37.34 / 4 + scales 1.04"
 
 
 def test_the_engine_is_ddp_where_a_gpu_holds_the_model_and_else_shards_where_they_fit() -> None:
@@ -383,53 +374,51 @@ def test_the_engine_is_ddp_where_a_gpu_holds_the_model_and_else_shards_where_the
     assert "not known" in plan.engine_for(resolved("ampere_24gb", "some/model", RTX), 2).reason
 
 
-def test_what_is_sent_in_a_step_follows_from_engine_and_cards() -> None:
-    def seconds(engine: str, cards: int, accumulation: int = 1) -> float:
-        method = distributed.ENGINES[engine] or "qlora"
-        recipe = Recipe(method, gradient_accumulation_steps=accumulation, engine=engine, cards=cards)
-        return scaling.sending_seconds(SEVEN, recipe, 10.0)
+def test_what_is_sent_in_a_step_follows_from_strategy_and_cards() -> None:
+    def sent(strategy: str, cards: int, accumulation: int = 1) -> float:
+        method = distributed.ENGINES[strategy] or "qlora"
+        made = Recipe(method, gradient_accumulation_steps=accumulation, engine=strategy, cards=cards)
+        return speed.sent_bytes(SEVEN, made)
 
-    assert [seconds(engine, 1) for engine in ENGINES] == [0] * len(ENGINES)
-    assert seconds("ddp", 4, 8) == seconds("ddp", 4) == pytest.approx(2 * 3 / 4 * ADAPTERS * 4 / 1e10)
-    assert seconds("zero2", 4, 8) == pytest.approx(3 / 4 * (8 + 1) * ADAPTERS * 2 / 1e10)
-    for engine, size in (("fsdp_lora", 4), ("zero3", 8 * 2)):  # ZeRO reduces 16-bit gradients in every micro-step
-        sent = 8 * 2 * SEVEN.params * 2 + size * ADAPTERS
-        assert seconds(engine, 4, 8) == pytest.approx(3 / 4 * sent / 1e10), engine
-    assert seconds("fsdp_qlora", 2) < seconds("fsdp_lora", 2) / 2.5, "4 bits are sent as 4 bits"
-    with refused("There is no link", "nvlink4"):
-        scaling.bandwidth("wifi")
+    assert [sent(strategy, 1) for strategy in STRATEGIES] == [0] * len(STRATEGIES)
+    assert sent("ddp", 4, 8) == sent("ddp", 4) == pytest.approx(2 * 3 / 4 * ADAPTERS * 4)
+    assert sent("zero2", 4, 8) == pytest.approx(3 / 4 * (8 + 1) * ADAPTERS * 2)
+    for strategy, size in (("fsdp_lora", 4), ("zero3", 8 * 2)):  # ZeRO reduces 16-bit gradients in every micro-step
+        expected = 8 * 2 * SEVEN.params * 2 + size * ADAPTERS
+        assert sent(strategy, 4, 8) == pytest.approx(3 / 4 * expected), strategy
+    assert sent("fsdp_qlora", 2) < sent("fsdp_lora", 2) / 2.5, "4 bits are sent as 4 bits"
 
 
-def test_scaling_is_computing_and_sending() -> None:
-    recipe = Recipe(per_device_train_batch_size=8, length=1000, packing=False)
-    rate = 1000.0  # a card computes 8 rows in 8 seconds
-    slow = 1.45 * ADAPTERS * 4 / 8 / 1e9  # GB/s: 8 / 1.45 seconds for the gradients, times 2 (N - 1) / N
-    made = scaling.step(SEVEN, replace(recipe, cards=2), 8, slow, rate)
-    assert made == pytest.approx((8, 8 / 1.45, 16_000))
-    assert scaling.sending_wins(SEVEN, recipe, 8, slow, rate, fixed=False) == 4, "2 (N - 1) / N reaches 1.45"
-    assert scaling.sending_wins(SEVEN, recipe, 8, slow, rate, fixed=True) == 2
-    assert scaling.sending_wins(SEVEN, recipe, 8, "nvlink4", rate, fixed=True) is None
-    tiny_share = scaling.step(SEVEN, replace(recipe, cards=64), 8 / 64, "nvlink4", rate)
-    assert tiny_share.computing == pytest.approx(28 * (0.0073 + 0.005 + 0.0053)), "starting kernels takes its time"
-    weak, strong = (scaling.table(SEVEN, recipe, gpus.find("4090"), fixed=fixed, rate=rate) for fixed in (False, True))
-    assert [[row["cards"] for row in rows] for rows in (weak, strong)] == [[1, 2, 4, 8, 16, 32, 64], [1, 2, 4, 8]]
-    assert weak[0]["efficiency"] == strong[0]["efficiency"] == "100%" and "¥0.55" in weak[0]["a million tokens"]
-    with refused("is not known, so there is no speed of"):
-        scaling.table(SEVEN, recipe, gpus.find("mine", vram=24))
-    found = scaling.compare(SEVEN, replace(recipe, cards=2), 8.0, 16.0, slow)
-    assert found["ratio"] == pytest.approx(16 / (8 + 8 / 1.45)) and found["predicted"] == 8 + found["sending"]
+def lesson_06(compared: object = None, **machine: object) -> dict:
+    """What the cells of lesson 06 that reckon leave behind."""
+    lesson = SimpleNamespace(gpu=None, resolved=resolved("tiny", "", None))
+    lesson.__dict__.update(machine)
+    names = {"lesson": lesson, "compared": compared, "plan": plan, "display": display}
+    source = (ROOT / "notebooks/06_scale_out.py").read_text(encoding="utf-8")
+    for cell in source.split("# %%"):
+        if any(word in cell for word in ("table_recipe", "plan.example", "sent_bytes", "seconds(")):
+            exec(cell, names)
+    return names
 
 
-def test_one_reckons_with_the_own_machine_where_it_is_known_and_else_with_a_rented_one() -> None:
-    here = resolved("ampere_24gb", "Qwen2.5-14B", RTX)
-    assert str(scaling.case(here)).startswith("Qwen2.5-14B, qlora") and not scaling.case(here).measured
-    assert str(scaling.case(here, 500.0)).endswith("500 tokens/s of one card, measured")
-    for unknown in (resolved("tiny", "", None), resolved("ampere_24gb", "some/model", RTX)):
-        rented = scaling.case(unknown, 500.0)
-        assert str(rented).startswith("Qwen2.5-7B, qlora, RTX 4090") and not rented.measured
-    assert [row["cards"] for row in rented.table("fsdp_qlora")] == [1, 2, 4, 8, 16, 32, 64]
-    [row] = rented.limits(["ddp", "fsdp_qlora"], ["25gbe"])
-    assert list(row.values()) == ["25gbe", "2.5", "–", "–", 2, 2]
+def test_the_arithmetic_of_lesson_06_is_that_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = lesson_06()
+    shape, made = cells["shape"], cells["recipe"]
+    assert (shape.name, cells["forecast"].gpu.name) == ("Qwen2.5-7B", "RTX 4090"), "without a GPU a rented one"
+    for strategy in ("ddp", "fsdp_qlora"):
+        for cards, times in ((1, 1), (2, 1), (8, 4)):
+            cut = replace(made, engine=strategy, cards=cards, gradient_accumulation_steps=times)
+            assert cells["sent_bytes"](strategy, cards, times) == pytest.approx(speed.sent_bytes(shape, cut))
+    text = capsys.readouterr().out
+    assert "20.0 (24 GB)" in text and "(none)" in text, "a 72B on four cards, and in 16 bits on one"
+    assert re.search(r"\d GiB  weights\n +weights 37\.34 / 4\n +scales 1\.04 / 1\n", text)
+    assert re.search(r"ddp\ncards .*\n1 .* 100% ", text) and re.search(r"25gbe +2\.5 +– +– +2 +2\b", text)
+    computing, sending = cells["seconds"]("ddp", 64, 8 / 64, 360)
+    assert computing == cells["shortest"] > sending, "starting kernels takes its time"
+    compared = SimpleNamespace(numbers={"tokens_per_second": [500.0, 900.0]})
+    assert lesson_06(compared)["rate"] == cells["rate"], "a CPU says nothing of a rented GPU"
+    measured = lesson_06(compared, gpu=RTX, resolved=resolved("ampere_24gb", "Qwen2.5-14B", RTX))
+    assert (measured["rate"], measured["shape"].name) == (500.0, "Qwen2.5-14B")
 
 
 @pytest.mark.parametrize(

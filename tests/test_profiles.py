@@ -15,7 +15,7 @@ from support import ESCAPES, refused, steers
 
 from nbutils import config, display, files, former_names, hardware, install, models, profiles
 from nbutils.hardware import GPU
-from nbutils.plan import forecast
+from nbutils.plan import recipe
 from nbutils.platforms import Platform, network
 from nbutils.serving import engine
 
@@ -235,7 +235,7 @@ def test_former_names_in_set_are_understood(capsys: Any) -> None:
     began = {"rows_per_step": 2, "sft": {"packing": True}}  # of tiny, with a SET of the version before
     for text in ("train.micro_batch=1", "train.batch=2"):
         kept = profiles.fit(profiles.keep_begun(resolve("tiny", text=text), began), profiles.Rows.of([40] * 800))
-        assert forecast.rows_per_step(kept.profile.sft) == 2, "it goes on"
+        assert recipe.rows_per_step(kept.profile.sft) == 2, "it goes on"
 
 
 @pytest.mark.parametrize(
@@ -597,7 +597,7 @@ def test_launched_gpus_share_the_batch(monkeypatch: Patch) -> None:
     sft = resolve("ampere_24gb", gpu=H200).profile.sft
     assert (sft.per_device_train_batch_size, sft.gradient_accumulation_steps) == (1, 1)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert forecast.rows_per_step(resolve("ampere_24gb", gpu=H200).profile.sft, 3) == 9
+    assert recipe.rows_per_step(resolve("ampere_24gb", gpu=H200).profile.sft, 3) == 9
     with refused("batch of 2 rows cannot"):
         resolve("tiny", gpu=H200)
 
@@ -612,13 +612,13 @@ def test_a_begun_run_keeps_its_step_where_the_processes_can_share_it_and_its_val
         monkeypatch.setenv("WORLD_SIZE", str(processes))
         began = {"rows_per_step": step, "sft": {"packing": packing}}
         kept = profiles.fit(profiles.keep_begun(resolve("ampere_24gb", gpu=H200), began, 7), rows).profile
-        assert (forecast.rows_per_step(kept.sft, processes), kept.sft.packing) == (expected, packing)
+        assert (recipe.rows_per_step(kept.sft, processes), kept.sft.packing) == (expected, packing)
         assert kept.course.validation_rows == 7
     monkeypatch.setenv("WORLD_SIZE", "1")
     began = {"rows_per_step": 16, "sft": {"packing": True}}
     named = profiles.fit(profiles.keep_begun(resolve("lora_20k", gpu=H200), began), rows).profile
-    assert forecast.rows_per_step(named.sft) == 16, "also where its profile names another step today"
-    assert profiles.keep_begun(resolve("tiny"), {"strange": 1}).kept == {}
+    assert recipe.rows_per_step(named.sft) == 16, "also where its profile names another step today"
+    assert profiles.keep_begun(resolve("tiny"), {"strange": 1}).kept == recipe.Begun()
 
 
 @pytest.mark.parametrize("mean", [100, 345, 600, 700])
@@ -643,8 +643,8 @@ def test_everyday_data_gets_enough_steps_and_no_step_is_too_large(lengths: list[
     made = profiles.schedule(sft, found.rows)
     assert least <= made.steps <= most and made.tokens_per_step <= 8 * 2048 * 1.05
     times = -(-made.steps // sft.save_steps) + 1
-    validated = forecast.FORWARD * times * course.validation_rows
-    assert validated <= max(0.05 * made.steps * made.examples_per_step, forecast.FORWARD * times * 4)
+    validated = recipe.FORWARD * times * course.validation_rows
+    assert validated <= max(0.05 * made.steps * made.examples_per_step, recipe.FORWARD * times * 4)
     learned = ("packing", "num_train_epochs", "learning_rate", "save_steps")
     few = profiles.fit(resolve("ampere_24gb", "", RTX), profiles.Rows.of(lengths, held_out=3)).profile
     assert few.course.validation_rows == 3, "no more than are held out"
@@ -683,7 +683,7 @@ def test_only_a_model_that_can_afford_it_is_quantized(model: str, text: str, met
 def test_what_a_profile_names_is_kept_and_too_few_steps_are_told_with_the_number_to_set() -> None:
     text = "course.conversations_per_step=16, sft.packing=false, sft.learning_rate=1e-4, sft.num_train_epochs=1.0"
     named = fitted([200] * 885, text=text).profile
-    assert (forecast.rows_per_step(named.sft), named.sft.packing) == (16, False)
+    assert (recipe.rows_per_step(named.sft), named.sft.packing) == (16, False)
     assert (named.sft.learning_rate, named.sft.num_train_epochs) == (1e-4, 1.0)
     for text, told in (("course.conversations_per_step=80", True), ("course.conversations_per_step=16", False)):
         found = fitted([200] * 885, text=text)

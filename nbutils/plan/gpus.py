@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import re
-from collections import namedtuple
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from nbutils.config import Strict, Text, read_table
+from nbutils.config import NotNegative, Positive, Strict, Text, read_table
 from nbutils.errors import CourseError
 from nbutils.hardware import BF16_FROM, GPU
 from nbutils.language import tr
 
 OLDEST = (7, 0)  # torch has no kernels for older ones any more
 ASSUMED = (8, 0)  # the capability of a GPU of which only memory is given
-BY_MEMORY = ((20.0, "t4_16gb"), (38.0, "ampere_24gb"), (70.0, "ampere_40gb"), (130.0, "hopper_80gb"))
+BY_MEMORY = {"t4_16gb": 20, "ampere_24gb": 38, "ampere_40gb": 70, "hopper_80gb": 130}  # profiles, up to so many GiB
 LARGEST = "hopper_141gb"
-PROFILES = (*(name for _, name in BY_MEMORY), LARGEST)
-Positive = Annotated[float, Field(gt=0)]
-PriceOrNull = Annotated[float, Field(ge=0)] | None
+PROFILES = (*BY_MEMORY, LARGEST)
+PriceOrNull = NotNegative | None
 Names = Annotated[tuple[Text, ...], Field(strict=False)]
-Price = namedtuple("Price", ("yuan", "dollars"))  # of an hour of one machine; None where it is free or unknown
+
+
+class Price(NamedTuple):
+    """In both currencies; 0 is free, None unknown."""
+
+    yuan: float | None
+    dollars: float | None
+
+    def __str__(self) -> str:
+        known = []
+        if self.yuan:
+            known.append(f"¥{self.yuan:.2f}")
+        if self.dollars:
+            known.append(f"${self.dollars:.2f}")
+        if known:
+            return tr(" or ").join(known)
+        return tr("free") if 0 in self else tr("unknown")
+
+    def times(self, factor: float | None) -> Price:
+        """So many times this price; what is not free is unknown where the factor is."""
+        yuan, dollars = (price and factor and price * factor for price in self)
+        return Price(yuan, dollars)
 
 
 class GPUSpec(Strict):
@@ -41,6 +60,11 @@ class GPUSpec(Strict):
     also: Names = ()
     platforms: Names = ()
 
+    @property
+    def price(self) -> Price:
+        """Of an hour of one GPU."""
+        return Price(self.yuan, self.dollars)
+
 
 def every() -> list[GPUSpec]:
     """All GPUs of `configs/gpus.yaml`."""
@@ -49,57 +73,73 @@ def every() -> list[GPUSpec]:
 
 def usable() -> list[GPUSpec]:
     """Those that a torch of today computes on."""
-    return [one for one in every() if one.capability >= OLDEST]
+    return [gpu for gpu in every() if gpu.capability >= OLDEST]
 
 
 def find(
     name: str, vram: float | None = None, tflops: float | None = None, capability: tuple[int, int] | None = None
 ) -> GPUSpec:
     """A GPU by its name ("4090", "A100 80GB", "T4 x2"); what is given overrules the table, or stands in for it."""
-    several = re.fullmatch(r"(.+?)\s*[x×]\s*([1-9]\d?)", name.strip(), re.IGNORECASE)
-    name, count = (several[1], int(several[2])) if several else (name.strip(), 1)
-    found = next((one for one in every() if _plain(name) in map(_plain, (one.name, *one.also))), None)
-    if found is None and vram is None:
+    given: dict[str, object] = {"memory_gib": vram, "tflops": tflops, "capability": capability}
+    given = {key: value for key, value in given.items() if value}
+    if several := re.fullmatch(r"(.+?)\s*[x×]\s*([1-9]\d?)", name.strip(), re.IGNORECASE):
+        name = several[1]
+        given["count"] = int(several[2])
+    for gpu in every():
+        if _plain(name) in map(_plain, (gpu.name, *gpu.also)):
+            return gpu.model_copy(update=given)
+    if vram is None:
         raise CourseError(
             tr("{name!r} is not in configs/gpus.yaml, so its memory is not known.", name=name),
-            allowed=", ".join(one.name for one in every()),
+            allowed=", ".join(gpu.name for gpu in every()),
             todo=tr(
                 "Give its memory with --vram GIB (about 5 % less than advertised) and its dense 16-bit "
                 "TFLOP/s with --tflops T, or add it to that file."
             ),
         )
-    found = found or GPUSpec(name=name, memory_gib=vram or 0.0, capability=ASSUMED)
-    given = {"memory_gib": vram, "tflops": tflops, "capability": capability}
-    return found.model_copy(update={"count": count} | {key: value for key, value in given.items() if value})
+    return GPUSpec(name=name.strip(), memory_gib=vram, capability=ASSUMED).model_copy(update=given)
 
 
 def of_machine(gpu: GPU) -> GPUSpec:
     """The facts of one GPU torch has found: memory and capability from torch, the rest from the table."""
-    seen: dict[str, Any] = {"memory_gib": gpu.memory_gib, "capability": gpu.capability}
-    whole = r"(?<![A-Za-z0-9]){}(?![A-Za-z0-9])"
-    called = [(one, whole.format(re.escape(word))) for one in every() for word in one.called]
-    hits = [one for one, word in called if re.search(word, gpu.name, re.IGNORECASE)]
-    if not hits or "laptop" in gpu.name.lower():  # those of laptops are others
-        return GPUSpec(name=gpu.name, **seen)
-    # the longest name first: a 4090 D is called RTX 4090 as well
-    best = min(hits, key=lambda one: (-max(map(len, one.called)), abs(one.memory_gib - gpu.memory_gib)))
-    return best.model_copy(update=seen)
+    known = GPUSpec(name=gpu.name, memory_gib=gpu.memory_gib, capability=gpu.capability)
+    named = []
+    for spec in every():
+        if any(_is_in(word, gpu.name) for word in spec.called):
+            named.append(spec)
+    if not named or "laptop" in gpu.name.lower():  # those of laptops are others
+        return known
+
+    def distance(spec: GPUSpec) -> tuple[int, float]:  # the longest name first: a 4090 D is called RTX 4090 as well
+        longest = max(map(len, spec.called))
+        return -longest, abs(spec.memory_gib - gpu.memory_gib)
+
+    best = min(named, key=distance)
+    return best.model_copy(update={"memory_gib": gpu.memory_gib, "capability": gpu.capability})
 
 
 def hourly_price(gpu: GPU | None) -> Price | None:
     """What an hour of this machine's GPUs costs, by the table; None without a GPU, or where it is free or unknown."""
     if gpu is None:
         return None
-    facts = of_machine(gpu)
-    yuan, dollars = ((price or 0) * gpu.count or None for price in (facts.yuan, facts.dollars))
-    return Price(yuan, dollars) if yuan or dollars else None
+    price = of_machine(gpu).price
+    return price.times(gpu.count) if any(price) else None
 
 
 def profile_for(capability: tuple[int, int], memory_gib: float) -> str:
     """The profile made for GPUs like this one."""
     if capability < BF16_FROM:
-        return BY_MEMORY[0][1]
-    return next((name for below, name in BY_MEMORY if memory_gib < below), LARGEST)
+        return "t4_16gb"
+    for profile, below in BY_MEMORY.items():
+        if memory_gib < below:
+            return profile
+    return LARGEST
+
+
+def _is_in(word: str, name: str) -> bool:
+    """Whether a name has this word as a whole: an A10 is no A100."""
+    whole = rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])"
+    return re.search(whole, name, re.IGNORECASE) is not None
 
 
 def _plain(name: str) -> str:

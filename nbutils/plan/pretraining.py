@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from nbutils import display
 from nbutils.files import GIB
 from nbutils.language import tr
 from nbutils.models import Shape
-from nbutils.plan.forecast import ARITHMETIC, BANDWIDTH, LOSS_HIDDEN, LOSS_TILE, NEARLY, SLACK, limit_gib
+from nbutils.plan.forecast import NEARLY
 from nbutils.plan.gpus import GPUSpec
+from nbutils.plan.memory import LOSS_HIDDEN, SLACK, TILE_TOKENS, TILE_WORDS, limit_gib
+from nbutils.plan.speed import ARITHMETIC, BANDWIDTH
 
-WEIGHT, GRADIENT, ADAM, CAST = 4, 4, 8, 2  # bytes of a parameter; CAST: its copy in 16 bits
-SAVED_HIDDEN, SAVED_MLP = 32, 8  # bytes for each of tokens x width, and x the MLP's, that one layer keeps
+WEIGHT = 4  # bytes of a parameter
+CAST = 2  # its copy in 16 bits
+GRADIENT = 4
+ADAM = 8
+SAVED_HIDDEN = 32  # bytes for each of tokens x width that one layer keeps
+SAVED_MLP = 8  # and for each of tokens x the MLP's width
 LAYER_INPUT = 4  # bytes for each of tokens x width that it keeps with gradient checkpointing
 MOVED = 13  # times what a layer keeps is written or read in a step; this and the next two were fitted on an H200
 UPDATE = 36  # bytes of a parameter that clipping its gradient and AdamW read and write
@@ -57,36 +62,55 @@ class Pretraining:
 
 def pretraining(shape: Shape, gpu: GPUSpec, length: int, batch: int, steps: int) -> Pretraining:
     """The fastest micro-batch that fits, of those that divide the batch; without one the smallest."""
-    sizes = [size for size in range(1, batch + 1) if batch % size == 0]
-    made = []
-    for size, recomputes in product(sizes, (False, True)):
-        seconds = step_seconds(shape, gpu, length, size, batch // size, recomputes)
-        rate = batch * length / seconds if seconds else None
-        parts = memory(shape, size * length, recomputes)
-        made.append(Pretraining(gpu, size, recomputes, steps * batch * length, parts, rate))
-    fitting = [one for one in made if one.fits]
-    best = max((one.tokens_per_second or 0.0 for one in fitting), default=0.0)
-    near = [one for one in fitting if (one.tokens_per_second or 0.0) >= NEARLY * best]
-    return min(near or made, key=lambda one: one.peak_gib)
+    options = []
+    for size in range(1, batch + 1):
+        for recomputes in (False, True):
+            if batch % size == 0:
+                seconds = step_seconds(shape, gpu, length, size, times=batch // size, checkpointing=recomputes)
+                option = Pretraining(
+                    gpu=gpu,
+                    per_device_train_batch_size=size,
+                    gradient_checkpointing=recomputes,
+                    tokens=steps * batch * length,
+                    parts=memory(shape, size * length, recomputes),
+                    tokens_per_second=batch * length / seconds if seconds else None,
+                )
+                options.append(option)
+    fitting = [option for option in options if option.fits]
+    rates = [option.tokens_per_second or 0.0 for option in fitting]
+    enough = NEARLY * max(rates, default=0.0)
+    fast = [option for option in fitting if (option.tokens_per_second or 0.0) >= enough]
+    return min(fast or options, key=lambda option: option.peak_gib)
 
 
 def memory(shape: Shape, tokens: int, checkpointing: bool) -> dict[str, float]:
     """GiB by part, for micro-batches of so many tokens."""
-    saved = tokens * (SAVED_HIDDEN * shape.hidden + SAVED_MLP * shape.intermediate)
-    kept = shape.layers * tokens * shape.hidden * LAYER_INPUT + saved if checkpointing else shape.layers * saved
-    tile = min(LOSS_TILE[0], tokens) * min(LOSS_TILE[1], shape.vocab) * 4
-    parts = {
-        "weights": shape.params * WEIGHT + (shape.linear_params + shape.vocab * shape.hidden) * CAST,
-        "gradients": shape.params * GRADIENT, "optimizer": shape.params * ADAM, "activations": kept,
-        "logits": tokens * shape.hidden * LOSS_HIDDEN + tile, "workspace": SLACK,
-    }  # fmt: skip
-    return {name: size / GIB for name, size in parts.items()}
+    hidden = tokens * shape.hidden
+    saved = SAVED_HIDDEN * hidden + SAVED_MLP * tokens * shape.intermediate  # of a layer
+    activations = shape.layers * saved
+    if checkpointing:
+        activations = shape.layers * LAYER_INPUT * hidden + saved
+    tile = min(TILE_TOKENS, tokens) * min(TILE_WORDS, shape.vocab)
+    sizes = {
+        "weights": shape.params * WEIGHT + _product_weights(shape) * CAST,
+        "gradients": shape.params * GRADIENT,
+        "optimizer": shape.params * ADAM,
+        "activations": activations,
+        "logits": hidden * LOSS_HIDDEN + tile * WEIGHT,
+        "workspace": SLACK,
+    }
+    return {part: size / GIB for part, size in sizes.items()}
+
+
+def _product_weights(shape: Shape) -> int:
+    """Weights of matrix products, the output head among them."""
+    return shape.linear_params + shape.vocab * shape.hidden
 
 
 def flops_per_token(shape: Shape, length: int) -> float:
-    """6 for each weight of a matrix product, the output head among them, and causal attention over half the row."""
-    products = shape.linear_params + shape.vocab * shape.hidden
-    return 6 * (products + length * shape.heads * shape.head_dim * shape.layers)
+    """6 for each weight of a matrix product, and causal attention over half the row."""
+    attention = length * shape.heads * shape.head_dim * shape.layers
+    return 6 * (_product_weights(shape) + attention)
 
 
 def step_seconds(
@@ -95,37 +119,43 @@ def step_seconds(
     """One optimizer step of `times` micro-batches; None where the GPU's speed is not known."""
     if gpu.tflops is None or gpu.bandwidth is None:
         return None
-    tokens, again = micro_batch * length, 4 / 3 if checkpointing else 1.0  # the forward pass is a third
-    saved = SAVED_HIDDEN * shape.hidden + SAVED_MLP * shape.intermediate
-    moved = tokens * (shape.layers * saved + LOGIT * shape.vocab) * MOVED * again
-    moved += shape.params * (WEIGHT + CAST + 2 * GRADIENT)  # cast for the products, gradients added up
-    computing = tokens * flops_per_token(shape, length) * again / (ARITHMETIC * gpu.tflops * 1e12)
+    tokens = micro_batch * length
+    again = 4 / 3 if checkpointing else 1.0  # the forward pass is a third
+    arithmetic = ARITHMETIC * gpu.tflops * 1e12
     bandwidth = BANDWIDTH * gpu.bandwidth * 1e9
-    seconds = max(computing + moved / bandwidth, LAUNCH * (again * shape.layers + OTHERS))
-    return times * seconds + shape.params * UPDATE / bandwidth
+    saved = SAVED_HIDDEN * shape.hidden + SAVED_MLP * shape.intermediate
+    written = shape.layers * saved + LOGIT * shape.vocab
+    moved = tokens * written * MOVED * again
+    moved += shape.params * (WEIGHT + CAST + 2 * GRADIENT)  # cast for the products, gradients added up
+    flops = tokens * flops_per_token(shape, length) * again
+    seconds = flops / arithmetic + moved / bandwidth
+    launching = LAUNCH * (again * shape.layers + OTHERS)
+    seconds = times * max(seconds, launching)
+    updating = shape.params * UPDATE / bandwidth
+    return seconds + updating
 
 
-def describe(shape: Shape, made: Sequence[Pretraining]) -> str:
+def describe(shape: Shape, forecasts: Sequence[Pretraining]) -> str:
     """The model in a line, then a row for each GPU."""
-
-    def money(one: Pretraining) -> str:
-        prices = (("¥", one.gpu.yuan), ("$", one.gpu.dollars))
-        known = [f"{sign}{price * one.hours:.2f}" for sign, price in prices if price and one.hours]
-        return " / ".join(known) or (tr("free") if 0 in (one.gpu.yuan, one.gpu.dollars) else tr("unknown"))
-
-    rows = [
-        {
-            tr("GPU"): one.gpu.name, tr("rows at a time"): one.per_device_train_batch_size,
-            tr("recompute"): tr("yes") if one.gradient_checkpointing else tr("no"),
-            tr("peak GiB"): f"{one.peak_gib:.1f}", tr("fits"): tr("yes") if one.fits else tr("no"),
-            tr("tokens/s"): f"{one.tokens_per_second:,.0f}" if one.tokens_per_second else tr("unknown"),
-            tr("time"): display.clock(one.hours * 3600) if one.hours else tr("unknown"), tr("cost"): money(one),
-        }
-        for one in made
-    ]  # fmt: skip
+    tokens = forecasts[0].tokens
     head = tr(
         "{parameters} million parameters, {tokens} million tokens: {ratio} tokens per parameter (20 are usual)",
-        parameters=f"{shape.params / 1e6:,.1f}", tokens=f"{made[0].tokens / 1e6:,.1f}",
-        ratio=f"{made[0].tokens / shape.params:.2g}",
-    )  # fmt: skip
+        parameters=f"{shape.params / 1e6:,.1f}",
+        tokens=f"{tokens / 1e6:,.1f}",
+        ratio=f"{tokens / shape.params:.2g}",
+    )
+    rows = []
+    for made in forecasts:
+        rate = made.tokens_per_second
+        row = {
+            tr("GPU"): made.gpu.name,
+            tr("rows at a time"): made.per_device_train_batch_size,
+            tr("recompute"): tr("yes") if made.gradient_checkpointing else tr("no"),
+            tr("peak GiB"): f"{made.peak_gib:.1f}",
+            tr("fits"): tr("yes") if made.fits else tr("no"),
+            tr("tokens/s"): f"{rate:,.0f}" if rate else tr("unknown"),
+            tr("time"): display.clock(made.hours * 3600) if made.hours else tr("unknown"),
+            tr("cost"): str(made.gpu.price.times(made.hours)),
+        }
+        rows.append(row)
     return f"{head}\n{display.aligned(rows)}"

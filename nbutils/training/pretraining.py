@@ -30,7 +30,7 @@ from nbutils.hardware import GPU
 from nbutils.language import tr
 from nbutils.plan import gpus
 from nbutils.plan import pretraining as plan
-from nbutils.plan.forecast import rows_per_step
+from nbutils.plan.recipe import rows_per_step
 from nbutils.profiles import Resolved
 from nbutils.training import resume as resuming
 from nbutils.training.run import CourseCallback, TrainingResult

@@ -20,7 +20,8 @@ from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, GIB
 from nbutils.language import tr
-from nbutils.plan.forecast import STEP_ARGUMENTS, rows_per_step
+from nbutils.plan.forecast import STEP_ARGUMENTS
+from nbutils.plan.recipe import rows_per_step
 from nbutils.record import RunFolder
 from nbutils.tracking import read_history
 

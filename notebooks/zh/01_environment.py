@@ -131,15 +131,16 @@ display.show_choices(lesson.resolved, only=names)
 # %%
 import matplotlib.pyplot as plt
 from nbutils import plan
+from nbutils.language import tr
 
 forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
 figure, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
 left = 0
-for part, gib in forecast["parts"].items():
-    axes.barh([forecast["gpu"]], gib, left=left, label=f"{part} {gib:.1f} GiB")
+for part, gib in forecast.parts.items():
+    axes.barh([forecast.gpu.name], gib, left=left, label=f"{tr(part)} {gib:.1f} GiB")
     left += gib
-axes.axvline(forecast["limit_gib"], color="black", linestyle="--", label=f"上限 {forecast['limit_gib']:.1f} GiB")
-axes.set(title=f"训练 {forecast['model']}：需要 {left:.1f} GiB 显存", xlabel="GiB")
+axes.axvline(forecast.limit_gib, color="black", linestyle="--", label=f"上限 {forecast.limit_gib:.1f} GiB")
+axes.set(title=f"训练 {forecast.shape.name}：需要 {left:.1f} GiB 显存", xlabel="GiB")
 figure.legend(ncols=4, loc="outside lower center")
 display.show_figure(figure)
 
@@ -177,5 +178,5 @@ else:
 #
 # 留两个问题给你：样本长度减半，显存的哪一部分会变小？损失几乎不降，你会先改配置里的哪个值？
 # %%
-planned = f"{forecast['model']} on {forecast['gpu']}: {forecast['peak_vram_gib']:.1f} GiB"
+planned = f"{forecast.shape.name} on {forecast.gpu.name}: {forecast.peak_gib:.1f} GiB"
 lesson.finish(report, planned=planned if lesson.gpu else "")  # 没有显卡时，这是租来的显卡的预估，不记录

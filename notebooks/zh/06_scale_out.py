@@ -157,21 +157,40 @@ print("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600", shlex.join([*together, *lesson.argum
 # %% [markdown]
 # ## 几张卡放得下多大的模型
 #
-# 表里是每张卡要用的显存（GiB），括号里是最小要多大的卡（另留 8 % 和 0.5 GiB 余量）。`2 x 8` 指两台机器、每台八张卡。`ddp` 和 `fsdp_qlora` 的模型是 4 bit，`fsdp_lora` 是 16 bit；micro-batch 是一条 2,048 个 token 的样本，打开梯度检查点。这些都是预估。`plan.engine_table()` 列出所有并行策略和各自要的内存：`fsdp_qlora` 每个进程都要先在内存里加载一份 4 bit 模型，所以八张卡训练 72B，启动时要 307 GiB 内存。
+# 表里是每张卡要用的显存（GiB），括号里是最小要多大的卡（另留 8 % 和 0.5 GiB 余量）。`2 x 8` 指两台机器、每台八张卡。`ddp` 和 `fsdp_qlora` 的模型是 4 bit，`fsdp_lora` 是 16 bit；micro-batch 是一条 2,048 个 token 的样本，打开梯度检查点。这些都是预估。想看其他并行策略，就把名字写进单元格里。`python -m nbutils plan --engine fsdp_qlora --gpus 8 --model Qwen2.5-72B` 还会写明机器要多少内存：每个进程都要先在内存里加载一份 4 bit 模型，所以八张卡训练 72B，启动时要 307 GiB 内存。
 
 # %%
 from nbutils import display
+from nbutils.models import find_shape
+from nbutils.plan import gpus, memory
+from nbutils.plan.strategies import table_recipe
 
-print(display.aligned(plan.memory_table()))
+cards = {141: "H200", 80: "A100-80GB", 48: "L40S", 24: "RTX 4090", 16: "T4"}
+limits = {size: memory.limit_gib(gpus.find(name)) for size, name in cards.items()}
+table = []
+for model in ("Qwen2.5-14B", "Qwen2.5-32B", "Qwen2.5-72B"):
+    for machines, each in [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8)]:
+        row = {"模型": model, "卡数": f"{machines} x {each}" if machines > 1 else each}
+        for name in ("ddp", "fsdp_qlora", "fsdp_lora"):
+            gib = memory.peak_gib(find_shape(model), table_recipe(name, machines * each))
+            row[name] = f"{gib:.1f} (没有)"
+            for size, limit in limits.items():
+                if gib <= limit:
+                    row[name] = f"{gib:.1f} ({size} GB)"
+        table.append(row)
+print(display.aligned(table))
 
 # %% [markdown]
-# 这些数怎么来的？以四张 24 GB 的卡训练 72B 为例。写着 `/ 4` 的部分由四张卡平分。4 bit 权重的量化常数不分；计算某一层之前，每张卡要先用 all-gather 收齐这一层的权重。所以卡数翻倍，每张卡的显存也不会减半。
+# 这些数怎么来的？以四张 24 GB 的卡训练 72B 为例。写着 `/ 4` 的部分由四张卡平分。4 bit 权重的量化常数不分；计算某一层之前，每张卡要先用 all-gather 收齐这一层的权重。激活值、logits 和工作区也不分：每张卡计算自己的样本。所以卡数翻倍，每张卡的显存也不会减半。
 
 # %%
-from nbutils.models import find_shape
-from nbutils.plan.engines import table_recipe
+from nbutils.language import tr
 
-print(display.aligned(plan.memory_formula(find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4))))
+shape, recipe = find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4)
+for part, size in memory.parts(shape, recipe).items():
+    print(f"{size:6.2f} GiB  {tr(part)}")
+    for term in memory.terms(shape, recipe).get(part, []):
+        print(f"{'':12} {tr(term.name)} {term.size / 2**30:.2f} / {term.shared_by}")
 
 # %% [markdown]
 # ## 先一起跑，再单独跑
@@ -203,21 +222,60 @@ if compared:
 # %% [markdown]
 # ## 算一算
 #
-# 一步的时间是计算加通信。计算按单卡速度算：用上面比较时测到的速度；没有 GPU 时，用租来的卡训练 7B 的预估速度。通信时间是字节数除以带宽。N 张卡连成一个环，每张卡要传
+# 一步的时间是计算加通信。计算按单卡速度算：用上面比较时测到的速度；没有 GPU 时，用租来的卡训练 7B 的预估速度。
+
+# %%
+forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
+shape, recipe = forecast.shape, forecast.recipe
+rate = compared.numbers["tokens_per_second"][0] if compared and lesson.gpu else forecast.tokens_per_second
+rate = rate or 1000.0  # 不知道这块 GPU 的速度时
+print(f"{shape.name}, {recipe.method}, {forecast.gpu.name}：一张卡每秒训练 {rate:,.0f} 个 token")
+
+# %% [markdown]
+# 通信时间是字节数除以带宽。N 张卡连成一个环，每张卡要传
 #
 # - DDP：适配器的梯度，2 (N - 1) / N x 4 字节 x 适配器参数量，每步一次；
 # - FSDP：模型，每个 micro-step 传 2 (N - 1) / N x 模型的字节数，另加适配器的梯度。
-#
-# 表里每张卡每步 8 条样本。8 张卡以内在一台机器里，走 PCIe，12 GB/s；再多就分到几台机器，机器之间是 25 Gbit/s 以太网（2.5 GB/s）。两个带宽都是假设值。这里按传输时不计算来算，实际上会有一部分通信藏在计算后面。
 
 # %%
-from nbutils.plan import scaling
+bits = 4 if recipe.method == "qlora" else 16
+model_bytes = shape.linear_params * bits / 8 + (shape.params - shape.linear_params) * 2
+gradient_bytes = shape.adapter_params(recipe.r) * 4
 
-case = scaling.case(lesson.resolved, compared.numbers["tokens_per_second"][0] if compared else None)
-print(case)
-engines = ("ddp", f"fsdp_{case.recipe.method}")
-for name in engines:
-    print(f"\n{name}\n{display.aligned(case.table(name))}")
+def sent_bytes(strategy, cards, micro_steps=1):
+    others = (cards - 1) / cards
+    if strategy == "ddp":
+        return 2 * others * gradient_bytes
+    return others * (2 * model_bytes * micro_steps + gradient_bytes)
+
+for name in ("ddp", f"fsdp_{recipe.method}"):
+    print(f"{name}：8 张卡，每张传 {sent_bytes(name, 8) / 1e9:.2f} GB")
+
+# %% [markdown]
+# 表里每张卡每步 8 条样本。8 张卡以内在一台机器里，走 PCIe，12 GB/s；再多就分到几台机器，机器之间是 25 Gbit/s 以太网（2.5 GB/s）。两个带宽都是假设值。每张卡分几个 micro-batch 来算，再短也不会短于 Python 启动各层 kernel 的时间。这里按传输时不计算来算，实际上会有一部分通信藏在计算后面。
+
+# %%
+import math
+from nbutils.plan import speed
+
+micro_batch = recipe.per_device_train_batch_size
+row_tokens = recipe.length * (speed.PACKED if recipe.packing else 1)
+shortest = min(speed.launch_seconds(shape, recipe), micro_batch * row_tokens / rate)  # 一个 micro-step 至少要多久
+
+def seconds(strategy, cards, rows, gbps):
+    micro_steps = math.ceil(rows / min(rows, micro_batch))
+    computing = max(rows * row_tokens / rate, micro_steps * shortest)
+    return computing, sent_bytes(strategy, cards, micro_steps) / gbps / 1e9
+
+for name in ("ddp", f"fsdp_{recipe.method}"):
+    table = []
+    for cards in (1, 2, 4, 8, 16, 32, 64):
+        computing, sending = seconds(name, cards, rows=8, gbps=12 if cards <= 8 else 2.5)
+        tokens = cards * 8 * row_tokens / (computing + sending)
+        price = forecast.gpu.price.times(cards * 1e6 / tokens / 3600)
+        table.append({"卡数": cards, "计算": f"{computing:.2f} s", "通信": f"{sending:.2f} s", "tokens/s": f"{tokens:,.0f}",
+                      "效率": f"{tokens / cards / rate:.0%}", "每百万 token": str(price)})
+    print(f"\n{name}\n{display.aligned(table)}")
 
 # %% [markdown]
 # 卡越多，训练完得越早，但每个 token 不会更便宜。适配器很小，所以 DDP 即使走慢网络，每张卡的速度也几乎不打折。FSDP 要传整个模型：按 RTX 4090 训练 7B 的预估，8 张卡走 PCIe 剩三分之二的速度，走以太网只剩四分之一，两台机器 16 张卡反而不如一台机器 8 张卡快。
@@ -225,7 +283,21 @@ for name in engines:
 # 用到多少张卡时，通信和计算的时间一样长？“每卡 8 条”时，卡越多，一步的样本越多；“共 8 条”时，卡越多，每张卡要算的越少，但再少也要花启动 kernel 的时间。短横线表示直到 4,096 张卡都不会。`nvlink4` 和 `pcie4` 是机器内部的连接，`ib400`（InfiniBand）和 `25gbe`（以太网）是机器之间的。
 
 # %%
-print(display.aligned(case.limits(engines)))
+def cards_until_sending_wins(strategy, gbps, shared):
+    for cards in range(2, 4097):
+        computing, sending = seconds(strategy, cards, 8 / cards if shared else 8, gbps)
+        if sending >= computing:
+            return cards
+    return "–"
+
+table = []
+for link, gbps in {"nvlink4": 360, "ib400": 40, "pcie4": 12, "25gbe": 2.5}.items():
+    row = {"连接": link, "GB/s": gbps}
+    for name in ("ddp", f"fsdp_{recipe.method}"):
+        row |= {f"{name}，每卡 8 条": cards_until_sending_wins(name, gbps, shared=False),
+                f"{name}，共 8 条": cards_until_sending_wins(name, gbps, shared=True)}
+    table.append(row)
+print(display.aligned(table))
 
 # %% [markdown]
 # 算得准不准？拿自己的比较来检验：N 个进程各算单个进程的 N 分之一，再走 PCIe 通信。在两块 GPU 上，`TRIAL_STEPS` 够大时两个数应该接近：头几步会慢一些，验证的时间也算在里面。如果实测一直长得多，可能是卡之间到不了 12 GB/s。在 CPU 上对不上很正常：两个进程共用 CPU 核和内存带宽，而且模型这么小，一步里大部分时间不在计算。

@@ -9,9 +9,10 @@ from typing import Any
 from nbutils import platforms
 from nbutils.language import joined, tr
 from nbutils.models import known_models
-from nbutils.plan import gpus, money, of_options, time_text
-from nbutils.plan.forecast import Forecast, Recipe
-from nbutils.plan.gpus import GPUSpec
+from nbutils.plan import gpus, of_options, time_text
+from nbutils.plan.forecast import Forecast
+from nbutils.plan.gpus import GPUSpec, Price
+from nbutils.plan.memory import Recipe
 
 ROWS = {"rows": 10_000, "mean_length": 300}
 TASK_GPUS = ("T4", "RTX 4090", "A100-40GB", "A100-80GB")  # one for each profile that `auto` takes
@@ -63,29 +64,34 @@ def _by_task() -> str:
         for name in TASK_GPUS:
             made = of_options(gpus.find(name), options)
             first = task if name == TASK_GPUS[0] else ""
-            lines.append((first, made["gpu"], made["model"], _cell(made), _cell(made, smallest=True)))
+            lines.append((first, name, made.shape.name, _fastest(made), _smallest(made)))
     return _table((tr("task"), "GPU", tr("model"), tr("fastest"), tr("smallest")), lines)
 
 
 def _by_model() -> str:
-    def cell(model: str, gpu: str) -> str:
-        made = of_options(gpus.find(gpu), ROWS | {"model": model})
-        return _time_and_cost(made) if made["fits"] else NO
-
-    return _table((tr("model"), *COLUMNS), ((name, *(cell(name, gpu) for gpu in COLUMNS)) for name in known_models()))
+    lines = []
+    for model in known_models():
+        line = [model]
+        for gpu in COLUMNS:
+            made = of_options(gpus.find(gpu), ROWS | {"model": model})
+            line.append(_time_and_cost(made) if made.fits else NO)
+        lines.append(line)
+    return _table((tr("model"), *COLUMNS), lines)
 
 
 def _by_gpu(gpu: GPUSpec) -> str:
     """A GPU to be opened: its price, its note, every model on it."""
     lines = []
-    for name in known_models():
-        made = of_options(gpu, ROWS | {"model": name})
-        lines.append((name, _cell(made, setting=True), _cell(made, smallest=True, setting=True)))
+    for model in known_models():
+        made = of_options(gpu, ROWS | {"model": model})
+        fastest = _with_setting(made, made.recipe, _fastest(made))
+        smallest = _with_setting(made, made.smallest, _smallest(made))
+        lines.append((model, fastest, smallest))
     price = tr("price unknown") if gpu.price_from == "unknown" else tr(gpu.price_from)
-    if gpu.yuan or gpu.dollars:
-        price = tr("{price} an hour ({source})", price=money(gpu.yuan, gpu.dollars), source=tr(gpu.price_from))
-    about = joined([f"<b>{gpu.name}</b>", joined([f"{gpu.memory_gib:g} GiB", price])], ":")
-    head = f"<details><summary>{about}</summary>"
+    if any(gpu.price):
+        price = tr("{price} an hour ({source})", price=gpu.price, source=tr(gpu.price_from))
+    facts = joined([f"{gpu.memory_gib:g} GiB", price])
+    head = f"<details><summary>{joined([f'<b>{gpu.name}</b>', facts], ':')}</summary>"
     table = _table((tr("model"), tr("fastest"), tr("smallest")), lines)
     return "\n\n".join(filter(None, [head, tr(gpu.note), table, "</details>"]))
 
@@ -94,9 +100,10 @@ def _by_platform() -> str:
     lines = []
     for name, entry in platforms.table().items():
         offered = []
-        for gpu in (gpu for gpu in gpus.usable() if name in gpu.platforms):
-            price = money(gpu.yuan, None) if entry.china else money(None, gpu.dollars)
-            offered.append(f"{gpu.name} {price}" if name in gpu.price_from.lower() else gpu.name)
+        for gpu in gpus.usable():
+            if name in gpu.platforms:
+                price = Price(gpu.yuan, None) if entry.china else Price(None, gpu.dollars)
+                offered.append(f"{gpu.name} {price}" if name in gpu.price_from.lower() else gpu.name)
         hours = tr("{hours:.0f} h", hours=entry.hours) if entry.hours else NO
         kept = joined(f"`{path}`" for path in entry.keep) or NO
         if offered or entry.limits:
@@ -104,24 +111,41 @@ def _by_platform() -> str:
     return _table((tr("platform"), tr("GPUs"), tr("lives"), tr("keeps"), tr("limits")), lines)
 
 
-def _cell(made: Forecast, smallest: bool = False, setting: bool = False) -> str:
-    """Memory, time and cost of the fastest or the smallest setting of a forecast; with `setting` also the setting."""
-    found = made["smallest"] if smallest else made | {"times_as_long": 1}
-    if not made["fits"]:
-        return tr("needs {size:.1f} GiB", size=found["peak_vram_gib"])
-    recipe = Recipe(**found["recipe"])
-    how = [joined([str(recipe.per_device_train_batch_size), recipe.recompute])] if setting else []
-    takes = joined([f"{found['peak_vram_gib']:.1f} GiB", _time_and_cost(made, found["times_as_long"])])
-    return joined([*how, takes], ":")
+def _fastest(made: Forecast) -> str:
+    """Memory, time and cost of the fastest setting."""
+    if not made.fits:
+        return tr("needs {size:.1f} GiB", size=made.peak_gib)
+    return joined([f"{made.peak_gib:.1f} GiB", _time_and_cost(made)])
+
+
+def _smallest(made: Forecast) -> str:
+    """Memory, time and cost of the smallest setting."""
+    if not made.fits:
+        return tr("needs {size:.1f} GiB", size=made.smallest_gib)
+    return joined([f"{made.smallest_gib:.1f} GiB", _time_and_cost(made, made.times_as_long or 1.0)])
+
+
+def _with_setting(made: Forecast, recipe: Recipe, text: str) -> str:
+    """The same with the setting before it, where it fits."""
+    if not made.fits:
+        return text
+    setting = joined([str(recipe.per_device_train_batch_size), recipe.recompute])
+    return joined([setting, text], ":")
 
 
 def _time_and_cost(made: Forecast, times: float = 1.0) -> str:
     """The cost in yuan, in dollars where these alone are known, or none."""
-    yuan, dollars = (price if price is None else price * times for price in made["cost"].values())
-    cost = money(yuan, dollars if yuan is None else None)
-    return joined([time_text(made["hours"] * times), *([cost] if (yuan, dollars) != (None, None) else [])])
+    assert made.hours is not None, made.gpu.name  # rows and speeds are known here
+    takes = time_text(made.hours * times)
+    cost = made.cost.times(times)
+    if cost == (None, None):
+        return takes
+    if cost.yuan is not None:
+        cost = Price(cost.yuan, None)
+    return joined([takes, str(cost)])
 
 
 def _table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A table in Markdown."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *lines))
+    rows = [heads, ["---"] * len(heads), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -1,0 +1,263 @@
+"""The memory of a training: the peak of torch's allocator (`torch.cuda.max_memory_allocated`) on one GPU, by parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nbutils.files import GIB
+from nbutils.models import Shape
+from nbutils.plan.gpus import GPUSpec
+
+# weights: bytes of one weight of the linear layers
+FOUR_BITS = 0.5
+NF4 = FOUR_BITS + 4 / 64  # 4 bits, and a float32 scale for each 64 weights
+NF4_DOUBLE = FOUR_BITS + 1 / 64 + 4 / (64 * 256)  # the scales in 8 bits, and a float32 for each 256 of them
+# adapters and optimizer: bytes of one adapter weight
+ADAPTER = 4  # float32
+GRADIENT = 4  # they wait for the rest of the batch where micro-batches are accumulated
+OPTIMIZER_8BIT = 2  # Adam's two moments; a paged one may live in RAM, counted all the same
+OPTIMIZER = 8
+# strategies; BUCKET and LIVE are defaults of DeepSpeed (zero/config.py), which accelerate leaves as they are
+GATHERED = 2  # layers whose weights FSDP2 has gathered: the one at work, and the next one
+BUCKET = 5e8  # reduce_bucket_size: elements of the buffer in which gradients are reduced, however few there are
+LIVE = 1e9  # stage3_max_live_parameters: weights that ZeRO-3 has gathered and not yet released
+# activations: tensors of a micro-step's tokens that one layer keeps for its backward pass
+SAVED_HIDDEN = 4  # input and output of both norms
+PLAIN_HIDDEN = 8.5  # without Liger: float32 copies in the norms, q and k before and after their rotation (measured)
+SAVED_MLP = 2  # gate and up, whose product is made again when needed
+PLAIN_MLP = 3  # with PEFT's layers (measured)
+SAVED_HEADS = 2  # of the query heads' size: q and the result; of that of the key heads: k and v
+ADAPTERS = 7  # each keeps its narrow result, rank wide
+OFFLOAD_STASH = 5  # layer inputs that stay on the GPU while the others travel to RAM and back (TRL's own number)
+# logits: the loss is computed in tiles, so the table of tokens x vocabulary never exists
+LOSS_HIDDEN = 2 + 2 + 4  # bytes for each of tokens x hidden: the last state twice, and its gradient in float32
+TILE_TOKENS = 4096  # tokens x words of one tile (TRL's own numbers); gone before the layers go backwards
+TILE_WORDS = 32768
+# workspace
+MASK = 14  # bytes for each pair of tokens where packed rows are kept apart by a mask (measured)
+SLACK = 0.08 * GIB  # cuBLAS' own space, and small things that nobody names (measured)
+RARE = 4  # standard deviations: of some hundred micro-batches, hardly one is larger
+# limits
+MARGIN = 0.08  # of the GPU's memory stays free: the forecast may be that much off, and memory gets fragmented
+CONTEXT_GIB = 0.5  # CUDA's own, which torch's allocator does not count
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How cards share a training: `configs/accelerate/NAME.yaml`."""
+
+    shards: bool = False  # each card keeps its share of the base, and gathers the layer at work
+    deepspeed: bool = False
+    offload: bool = False  # float32 weights, gradients and Adam's moments are in RAM
+    fused_lora: bool = True  # with the course's LoRA layers, which read weights that ZeRO-3 would have to gather first
+
+
+STRATEGIES = {
+    "ddp": Strategy(),
+    "fsdp_qlora": Strategy(shards=True),
+    "fsdp_lora": Strategy(shards=True),
+    "zero2": Strategy(deepspeed=True),
+    "zero2_offload": Strategy(deepspeed=True, offload=True),
+    "zero3": Strategy(shards=True, deepspeed=True, fused_lora=False),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one trains, as far as memory and speed depend on it, in the words of a profile; a row has `length` tokens."""
+
+    method: str = "qlora"
+    r: int = 16
+    dtype: str = "bfloat16"
+    attn_implementation: str = "varlen"
+    use_liger_kernel: bool = True
+    optim: str = "paged_adamw_8bit"
+    length: int = 2048
+    per_device_train_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    gradient_checkpointing: bool = True
+    activation_offloading: bool = False
+    bnb_4bit_use_double_quant: bool = True
+    packing: bool = True
+    lora_dropout: float = 0.0
+    spread: float = 0.0  # standard deviation of the lengths, where rows are not packed
+    engine: str = "ddp"  # a strategy
+    cards: int = 1  # that train together, of all machines
+
+    @property
+    def strategy(self) -> Strategy:
+        """How its cards share the training."""
+        return STRATEGIES[self.engine]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-step, laid end to end: all alike where rows are packed, else of one that is rarely met."""
+        rows = self.per_device_train_batch_size
+        return round(rows * self.length + RARE * self.spread * rows**0.5)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number that is computed with."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def uses_liger(self) -> bool:
+        """Whether Liger's kernels are used."""
+        return self.use_liger_kernel and self.strategy.fused_lora
+
+    @property
+    def recompute(self) -> str:
+        """For people: whether layers are recomputed in the backward pass, and activations offloaded to RAM."""
+        if self.activation_offloading:
+            return "offload"
+        return "on" if self.gradient_checkpointing else "off"
+
+
+class Term(NamedTuple):
+    """A summand of a part, in bytes, and the cards that share it."""
+
+    name: str
+    size: float
+    shared_by: int = 1
+
+
+def terms(shape: Shape, recipe: Recipe) -> dict[str, list[Term]]:
+    """What the strategy decides of a card's memory; activations, logits and workspace are whole under each of them.
+
+    4-bit weights have scales, which are no parameters and are never shared. DeepSpeed computes with a 16-bit copy of
+    the adapters beside the float32 ones that cards share, and reduces gradients in a bucket.
+    """
+    strategy = recipe.strategy
+    wide = recipe.wide
+    weights: float = shape.params * wide
+    scales = 0.0
+    if recipe.method == "qlora":
+        scale = (NF4_DOUBLE if recipe.bnb_4bit_use_double_quant else NF4) - FOUR_BITS
+        scales = shape.linear_params * scale
+        weights -= shape.linear_params * (wide - FOUR_BITS)
+    shards = recipe.cards if strategy.shards else 1
+    memory = {"weights": [Term("weights", weights, shards), Term("scales", scales)]}
+    if strategy.shards:
+        memory["gathered"] = _gathered(shape, recipe)
+    memory |= _trained(shape, recipe)
+    if strategy.deepspeed:
+        adapters = shape.adapter_params(recipe.r) * wide
+        memory["adapters"].append(Term("16-bit copy", adapters, shards))
+        memory["bucket"] = [Term("bucket", BUCKET * wide)]
+    return memory
+
+
+def _gathered(shape: Shape, recipe: Recipe) -> list[Term]:
+    """Weights that a card has put together: FSDP2 has the layer at work and the next one.
+
+    The output head is a unit of its own (accelerate), gathered until its backward pass; the buffer it came in is there
+    until the forward pass ends, when layers are not. The embedding is gathered when the head is not. ZeRO-3 keeps up to
+    LIVE weights, beside the head, which it needs.
+    """
+    wide = recipe.wide
+    head = Term("output head", shape.vocab * shape.hidden * wide)
+    if recipe.strategy.deepspeed:
+        live = min(LIVE, shape.params)
+        return [head, Term("live weights", live * wide)]
+    weight = FOUR_BITS if recipe.method == "qlora" else wide
+    base = shape.linear_params * weight
+    adapters = shape.adapter_params(recipe.r) * wide
+    layer = (base + adapters) / shape.layers
+    layers = layer * min(GATHERED, recipe.cards)
+    if recipe.cards > 1 and head.size > layers:  # a single card copies, without a buffer
+        return [head, Term("its buffer", head.size)]
+    return [head, Term("layers", layers)]
+
+
+def _trained(shape: Shape, recipe: Recipe) -> dict[str, list[Term]]:
+    """Adapters, their gradients and Adam's moments; FSDP2 keeps gradients whole until the last micro-step.
+
+    transformers' Trainer asks it to (no_sync). The 8-bit optimizers of bitsandbytes do not take shards.
+    """
+    trained = shape.adapter_params(recipe.r)
+    if recipe.strategy.offload:
+        trained = 0
+    alone = recipe.engine == "ddp"
+    cards = 1 if alone else recipe.cards
+    moments = OPTIMIZER_8BIT if alone and recipe.optim.endswith("8bit") else OPTIMIZER
+    adapters = [Term("float32 weights", trained * ADAPTER, cards)]
+    if recipe.strategy.deepspeed:
+        adapters.append(Term("gradients", trained * GRADIENT, cards))
+    elif recipe.gradient_accumulation_steps > 1:
+        adapters.append(Term("gradients", trained * GRADIENT))
+    return {"adapters": adapters, "optimizer": [Term("AdamW's moments", trained * moments, cards)]}
+
+
+def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
+    """GiB by part; their sum is the forecast peak."""
+    sizes: dict[str, float] = {}
+    for part, summands in terms(shape, recipe).items():
+        sizes[part] = sum(term.size / term.shared_by for term in summands)
+    tokens = recipe.tokens
+    wide = recipe.wide
+    saved = _saved(shape, recipe)
+    layer_input = tokens * shape.hidden * wide
+    backward = _backward(shape, recipe)
+    kept = shape.layers * saved
+    if recipe.gradient_checkpointing:
+        backward += saved - layer_input  # computed again
+        kept = shape.layers * layer_input
+    if recipe.activation_offloading:
+        kept = min(OFFLOAD_STASH, shape.layers) * layer_input
+    sizes["activations"] = kept + backward
+    tile = min(TILE_TOKENS, tokens) * min(TILE_WORDS, shape.vocab)
+    logits = tokens * shape.hidden * LOSS_HIDDEN + tile * wide
+    sizes["logits"] = max(0.0, logits - backward)  # before a layer is at work
+    sizes["workspace"] = SLACK
+    if recipe.attn_implementation == "sdpa":  # rows are laid end to end: one long one
+        sizes["workspace"] += MASK * tokens**2
+    return {part: size / GIB for part, size in sizes.items()}
+
+
+def _saved(shape: Shape, recipe: Recipe) -> float:
+    """Bytes that one layer keeps for its backward pass."""
+    numbers = shape.hidden * (SAVED_HIDDEN if recipe.uses_liger else PLAIN_HIDDEN)
+    numbers += shape.intermediate * (SAVED_MLP if recipe.strategy.fused_lora else PLAIN_MLP)
+    heads = shape.heads + shape.kv_heads
+    numbers += shape.head_dim * SAVED_HEADS * heads
+    numbers += recipe.r * ADAPTERS
+    token = numbers * recipe.wide
+    if recipe.lora_dropout:
+        token += sum(inner for inner, _ in shape.linears)  # a byte for each input of an adapter
+    return recipe.tokens * token
+
+
+def _backward(shape: Shape, recipe: Recipe) -> float:
+    """Bytes that are alive only while one layer is computed backwards: its gradients, one weight in 16 bits."""
+    mlp = 2 if recipe.lora_dropout else 1  # with dropout also the thinned activation
+    width = shape.hidden + mlp * shape.intermediate
+    size = recipe.tokens * width
+    if recipe.method == "qlora":
+        size += max(inner * outer for inner, outer in shape.linears)
+    return size * recipe.wide
+
+
+def peak_gib(shape: Shape, recipe: Recipe) -> float:
+    """The forecast peak on one GPU."""
+    return sum(parts(shape, recipe).values())
+
+
+def limit_gib(gpu: GPUSpec) -> float:
+    """How much the plan lets torch use of one GPU."""
+    return gpu.memory_gib * (1 - MARGIN) - CONTEXT_GIB
+
+
+def ram_gib(shape: Shape, recipe: Recipe) -> float:
+    """RAM of a machine with all cards that the strategy takes: while loading, or for what it offloads.
+
+    Of fsdp_qlora every process loads the 4-bit model for itself, of the 16-bit strategies one process of a machine.
+    """
+    size = 0.0
+    if recipe.strategy.offload:
+        size = shape.adapter_params(recipe.r) * (ADAPTER + GRADIENT + OPTIMIZER)
+    elif recipe.strategy.shards:
+        size = sum(term.size for term in terms(shape, recipe)["weights"])
+        if recipe.method == "qlora":
+            size *= recipe.cards
+    return size / GIB

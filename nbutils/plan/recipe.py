@@ -1,0 +1,361 @@
+"""The recipe: the values a profile leaves to the rows of the data and the size of the model, each with its reason.
+
+The GPU decides nothing of it, only how a step is cut into micro-batches. What a profile names is kept. The numbers are
+from `benchmarks/recipes.py`, and for other model sizes from Schulman et al., "LoRA Without Regret".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, pstdev
+from typing import Any
+
+from nbutils import distributed
+from nbutils.config import SFT, Profile
+from nbutils.hardware import Choice
+from nbutils.language import tr
+from nbutils.models import Shape
+
+STEPS_PER_EPOCH = 50  # fewer, of more conversations each, learn less; more take longer and learn no more
+FEWEST = 8  # conversations per step: fewer follow single rows
+LARGEST_STEP = 8  # rows of max_length: where data is large, the step a GPU computes at its full speed
+PACK_FROM = 4  # rows of max_length in a step: below, packing could not meet the number of conversations
+PACKED = 0.97  # share of a packed row that is real tokens, with best-fit packing
+EPOCHS = ((100, 5.0), (10_000, 3.0), (50_000, 2.0), (math.inf, 1.0))  # up to so many rows
+USUAL_RATE = 2e-4  # for a model whose size is not known
+RATE = 4e-4  # of a model AT_HIDDEN wide: LoRA's best rate falls with the width of the model, by this power
+AT_HIDDEN = 2000
+POWER = 0.78
+FULL_RATE_FROM = 16  # conversations per step: noisier steps want a smaller rate, by the root of their size
+SAVES = 5  # checkpoints of a run
+MOST_BETWEEN = 50  # steps between two of them in a long one
+MOST_VALIDATED = 64  # rows
+LEAST_VALIDATED = 4
+SHARE = 0.05  # of the training time for validation
+FORWARD = 0.4  # the cost of a row without its backward pass
+SMALL = 1e9  # parameters: below, 4 bits cost a model much of what it knows, and 16 fit every GPU
+Choices = dict[str, Choice]  # by dotted name
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The data as far as the recipe depends on it: how many examples there are, and how long."""
+
+    examples: int
+    mean: float
+    spread: float  # standard deviation of the lengths
+    held_out: int | None = None  # rows for the validation; None: unknown
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], held_out: int | None = None) -> Rows:
+        """Those of examples with these lengths in tokens."""
+        return cls(len(lengths), fmean(lengths), pstdev(lengths), held_out)
+
+    def packed(self, max_length: int) -> int:
+        """Rows they fill when packed to this length: nearly full ones, unless all are long or of one length."""
+        mean = self.mean
+        fill = PACKED
+        if mean > max_length / 2 or self.spread < mean / 4:
+            in_a_row = max(1, max_length // math.ceil(mean))
+            full = in_a_row * mean / max_length
+            fill = min(PACKED, full)
+        tokens = self.examples * mean
+        return math.ceil(tokens / (fill * max_length))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps and their size."""
+
+    steps: int
+    examples_per_step: float
+    tokens_per_step: float
+    epochs: float
+    learning_rate: float
+
+    def __str__(self) -> str:
+        return tr(
+            "{steps:,} steps of {examples_per_step:,.0f} conversations ({tokens_per_step:,.0f} tokens), {epochs:.3g} "
+            "epochs, learning rate {learning_rate:g}",
+            **asdict(self),
+        )
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What a run that has begun keeps of its first session."""
+
+    rows_per_step: int | None = None
+    packing: bool | None = None
+    validation_rows: int | None = None
+
+
+def apply(profile: Profile, choices: Choices) -> Profile:
+    """The profile with these values in it, by dotted name."""
+    for name, choice in choices.items():
+        block, _, key = name.rpartition(".")
+        update: dict[str, Any] = {key: choice.value}
+        if block:
+            update = {block: getattr(profile, block).model_copy(update=update)}
+        profile = profile.model_copy(update=update)
+    return profile
+
+
+def choose(
+    profile: Profile,
+    rows: Rows | None,
+    shape: Shape | None,
+    processes: int = 1,
+    begun: Begun = Begun(),
+) -> Choices:
+    """The values a profile leaves to its model and its rows, by dotted name; without rows those of large data."""
+    choices = _method(profile, shape)
+    choices |= _step(profile, rows, processes, begun)
+    sft = apply(profile, choices).sft
+    if sft.learning_rate == "auto":
+        choices["sft.learning_rate"] = _learning_rate(sft, shape, rows, processes)
+    if sft.num_train_epochs == "auto":
+        choices["sft.num_train_epochs"] = _epochs(rows)
+    made = None
+    if rows:
+        made = schedule(apply(profile, choices).sft, rows, processes)
+    if sft.save_steps == "auto":
+        choices["sft.save_steps"] = _save_steps(made)
+    return choices | _validation(apply(profile, choices), rows, made, begun)
+
+
+def rows_per_step(sft: SFT, processes: int = 1) -> int:
+    """Rows of an optimizer step, which all processes share: packed rows where rows are packed, else conversations."""
+    return int(sft.per_device_train_batch_size) * int(sft.gradient_accumulation_steps) * processes
+
+
+def schedule(sft: SFT, rows: Rows, processes: int = 1) -> Schedule:
+    """Steps and their size, for a profile whose values are settled."""
+    per_epoch, each = _epoch(sft, rows, rows_per_step(sft, processes))
+    steps = sft.max_steps
+    if steps <= 0:
+        steps = math.ceil(per_epoch * float(sft.num_train_epochs))
+    return Schedule(
+        steps=steps,
+        examples_per_step=each,
+        tokens_per_step=each * rows.mean,
+        epochs=steps / per_epoch,
+        learning_rate=float(sft.learning_rate),
+    )
+
+
+def few_steps(profile: Profile, given: Profile, rows: Rows, processes: int = 1) -> str:
+    """What to set where the step a profile names leaves too few of them; empty where it does not."""
+    sizes = (given.sft.gradient_accumulation_steps, given.sft.per_device_train_batch_size)
+    chosen_by_course = given.course.conversations_per_step == "auto" and "auto" in sizes
+    if chosen_by_course or profile.sft.max_steps > 0:
+        return ""
+    made = schedule(profile.sft, rows, processes)
+    better = _conversations_per_step(rows, profile.sft.max_length)
+    if made.steps >= STEPS_PER_EPOCH or better >= made.examples_per_step:
+        return ""
+    return tr(
+        "a step of {each:,.0f} conversations leaves only {steps} steps, too few to learn much: set "
+        "course.conversations_per_step={better}",
+        each=made.examples_per_step,
+        steps=made.steps,
+        better=better,
+    )
+
+
+def _epoch(sft: SFT, rows: Rows, step: int) -> tuple[int, float]:
+    """Steps of an epoch, and the conversations in each, for steps of so many rows."""
+    whole = rows.examples
+    if sft.packing:
+        whole = rows.packed(sft.max_length)
+    each = rows.examples * min(step, whole) / whole
+    return math.ceil(whole / step), each
+
+
+def _conversations_per_step(rows: Rows, max_length: int) -> int:
+    """A power of two that leaves about 50 steps in an epoch, up to the largest step."""
+    wanted = max(FEWEST, rows.examples / STEPS_PER_EPOCH)
+    power = round(math.log2(wanted))
+    most = int(LARGEST_STEP * max_length / rows.mean)
+    most = max(1, most)
+    return min(2**power, most)
+
+
+def _unknown_rows(value: Any) -> Choice:
+    """A value that will follow from the rows."""
+    return Choice(value, tr("recipe: the value for large data, until lesson 03 knows your rows"))
+
+
+def _kept(value: Any) -> Choice:
+    return Choice(value, tr("this run began with it"))
+
+
+def _method(profile: Profile, shape: Shape | None) -> Choices:
+    """4 or 16 bits, where the profile leaves it open."""
+    if profile.method != "auto":
+        return {}
+    small = shape is not None and shape.params < SMALL
+    if profile.quantization.load_in_4bit and not small:
+        return {"method": Choice("qlora", "")}  # the comment in the profile says why
+    reason = tr("quantization.load_in_4bit is false")
+    if small:
+        reason = tr("recipe: a model below a billion parameters loses quality in 4 bits, and 16 bits fit")
+    return {"method": Choice("lora", reason), "quantization.load_in_4bit": Choice(False, tr("method lora"))}
+
+
+def _step(profile: Profile, rows: Rows | None, processes: int, begun: Begun) -> Choices:
+    """The rows of an optimizer step, whether they are packed, and how they are cut into micro-batches.
+
+    Conversations are laid end to end, or, where a step holds many, packed into rows of `max_length` tokens. Where the
+    profile leaves micro-batches to the plan, they are single rows for now.
+    """
+    sft = profile.sft
+    conversations = profile.course.conversations_per_step
+    if conversations == "auto":
+        conversations = _conversations_per_step(rows, sft.max_length) if rows else FEWEST
+    filled = conversations * rows.mean / sft.max_length if rows else LARGEST_STEP  # rows of max_length in a step
+    choices = Choices()
+    if sft.packing == "auto":
+        choices["sft.packing"] = _packing(sft, filled, begun)
+    profile = apply(profile, choices)
+    if "auto" not in (sft.per_device_train_batch_size, sft.gradient_accumulation_steps):
+        step = rows_per_step(sft)  # as on one GPU: several share it
+    elif begun.rows_per_step:  # whatever is asked for today: a begun run could not go on with another step
+        step = begun.rows_per_step
+    else:
+        step = _wanted_rows(profile, rows, conversations, filled, processes)
+    if rows:
+        steps, each = _epoch(profile.sft, rows, step)
+        reason = tr("recipe: {each:.0f} conversations per step, {steps} steps per epoch", each=each, steps=steps)
+        choice = Choice(max(1, round(each)), reason)
+        choices["course.conversations_per_step"] = _kept(choice.value) if begun.rows_per_step else choice
+    return choices | _micro_batches(sft, step, processes)
+
+
+def _packing(sft: SFT, filled: float, begun: Begun) -> Choice:
+    """Whether rows are packed; a step fills so many rows of `max_length` tokens."""
+    if begun.packing is not None:
+        return _kept(begun.packing)
+    if sft.gradient_accumulation_steps != "auto":
+        text = tr("recipe: the rows of a step that are set are conversations; with packing: true they are packed rows")
+        return Choice(False, text)
+    text = tr(
+        "recipe: a step fills {filled:.1f} rows of {length} tokens; from {least} on, rows are packed",
+        filled=filled,
+        length=sft.max_length,
+        least=PACK_FROM,
+    )
+    return Choice(filled >= PACK_FROM, text)
+
+
+def _wanted_rows(profile: Profile, rows: Rows | None, conversations: int, filled: float, processes: int) -> int:
+    """The rows of a step with so many conversations, which fill so many rows of `max_length`; processes share them."""
+    sft = profile.sft
+    asked = profile.course.conversations_per_step != "auto"
+    if asked and not sft.packing:
+        return conversations
+    if asked and rows:
+        step = round(conversations * rows.packed(sft.max_length) / rows.examples)
+    elif sft.packing:  # a power of two, so that one GPU's run can go on with 2 or 4
+        step = 2 ** round(math.log2(max(1, filled)))
+    else:
+        step = 2 ** int(math.log2(conversations))
+    return math.ceil(max(1, step) / processes) * processes
+
+
+def _micro_batches(sft: SFT, step: int, processes: int) -> Choices:
+    """The share of a process in a step of so many rows, as micro-batches of the size that is named, or of one row."""
+    choices = Choices()
+    asked = sft.per_device_train_batch_size
+    size = distributed.micro_batch_for(step, 1 if asked == "auto" else asked, processes)
+    if size != asked:
+        reason = tr(
+            "the largest up to {most} that divides each process's part of a step of {step} rows", most=asked, step=step
+        )
+        choices["sft.per_device_train_batch_size"] = Choice(size, "" if asked == "auto" else reason)
+    accumulation = step // processes // size
+    if accumulation != sft.gradient_accumulation_steps:
+        reason = tr("{step} rows in a step, {size} at a time", step=step, size=size)
+        if processes > 1:
+            reason = tr(
+                "{step} rows in a step of {processes} processes, {size} at a time in each",
+                step=step,
+                processes=processes,
+                size=size,
+            )
+        choices["sft.gradient_accumulation_steps"] = Choice(accumulation, reason)
+    return choices
+
+
+def _learning_rate(sft: SFT, shape: Shape | None, rows: Rows | None, processes: int) -> Choice:
+    """LoRA's best rate for the width of the model; smaller where few conversations make a step noisy."""
+    if shape is None:
+        text = tr("recipe: usual for LoRA; the size of this model is not known before its download")
+        return Choice(USUAL_RATE, text)
+    each = float(FULL_RATE_FROM)
+    if rows:
+        _, each = _epoch(sft, rows, rows_per_step(sft, processes))
+    noise = min(1.0, each / FULL_RATE_FROM) ** 0.5
+    rate = noise * RATE * (AT_HIDDEN / shape.hidden) ** POWER
+    text = tr("recipe: for a model of width {width}; halve it if the loss is unstable", width=shape.hidden)
+    if noise < 1:
+        text = tr(
+            "recipe: for a model of width {width} and {each:.0f} conversations per step; halve it if the loss is "
+            "unstable",
+            width=shape.hidden,
+            each=each,
+        )
+    return Choice(float(f"{rate:.1e}"), text)
+
+
+def _epochs(rows: Rows | None) -> Choice:
+    """The fewer rows, the more often they are read."""
+    if rows is None:
+        return _unknown_rows(1.0)
+    epochs = next(epochs for most, epochs in EPOCHS if rows.examples <= most)
+    text = tr("recipe: for {rows:,} rows; the step with the best validation loss is kept", rows=rows.examples)
+    return Choice(epochs, text)
+
+
+def _save_steps(made: Schedule | None) -> Choice:
+    """The steps between two checkpoints."""
+    if made is None:
+        return _unknown_rows(MOST_BETWEEN)
+    between = max(1, min(MOST_BETWEEN, math.ceil(made.steps / SAVES)))
+    count = math.ceil(made.steps / between)
+    return Choice(between, tr("recipe: {count} checkpoints, each with a validation loss", count=count))
+
+
+def _validation(profile: Profile, rows: Rows | None, made: Schedule | None, begun: Begun) -> Choices:
+    """How many held-out rows each validation takes; without any there is no best step."""
+    choices = Choices()
+    count = profile.course.validation_rows
+    if count == "auto":
+        choice = _kept(begun.validation_rows)
+        if not begun.validation_rows:
+            choice = _affordable_rows(profile.sft, rows, made)
+        choices["course.validation_rows"] = choice
+        count = choice.value
+    if count == 0 or (rows and rows.held_out == 0):
+        reason = tr("no rows are validated")
+        choices["course.validation_rows"] = Choice(0, reason)
+        choices["sft.load_best_model_at_end"] = Choice(False, reason)
+        choices["course.early_stopping_patience"] = Choice(0, reason)
+    return choices
+
+
+def _affordable_rows(sft: SFT, rows: Rows | None, made: Schedule | None) -> Choice:
+    """As many rows in each validation as cost a small share of the training."""
+    if rows is None or made is None:
+        return _unknown_rows(MOST_VALIDATED)
+    times = math.ceil(made.steps / int(sft.save_steps)) + 1
+    affordable = int(SHARE * made.steps * made.examples_per_step / (FORWARD * times))
+    count = max(LEAST_VALIDATED, min(MOST_VALIDATED, affordable))
+    if rows.held_out is not None:
+        count = min(count, rows.held_out)
+    text = tr(
+        "recipe: {times} validations, in about {share:.0%} of the training time or less", times=times, share=SHARE
+    )
+    return Choice(count, text)

@@ -1,0 +1,106 @@
+"""The speed of a training, from a GPU's published numbers; the shares of them it reaches were measured on one H200."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nbutils.models import Shape
+from nbutils.plan.gpus import GPUSpec
+from nbutils.plan.memory import GRADIENT, NF4_DOUBLE, Recipe, terms
+from nbutils.plan.recipe import PACKED
+
+ARITHMETIC = 0.58  # share of the published TFLOP/s that the matrix products reach (7B and 1.5B, 8,192 tokens and more)
+BANDWIDTH = 0.6  # share of the published GB/s that element by element work reaches
+ALONE = 0.48  # share of the published TFLOP/s the whole step reaches, for GPUs whose bandwidth nobody gave
+ELEMENTWISE = 2.5  # times a layer's inputs and outputs are read or written beside the products
+PLAIN = 6  # the same without Liger
+AGAIN = 0.71  # share of a layer's products that recomputation repeats: all but the last of its MLP
+LAUNCH = 0.0073  # seconds Python needs to start a layer's kernels, there and back
+LAUNCH_AGAIN = 0.0053  # and once more
+LAUNCH_QUANTIZED = 0.005  # and for a layer in 4 bits
+LAUNCH_OFFLOAD = 0.004  # and for one whose input travels
+RAM_LINK = 12e9  # bytes per second between GPU and RAM, over PCIe as rented machines have it: an assumption
+OFFLOAD = 1.03  # what parking the layer inputs in RAM costs beside the travel
+
+
+def sent_bytes(shape: Shape, recipe: Recipe) -> float:
+    """Bytes a card sends in an optimizer step, by ring: (N-1)/N of what is gathered or scattered, twice of a sum.
+
+    DDP sums float32 gradients once, FSDP2 scatters them once, DeepSpeed scatters 16-bit ones in every micro-step.
+    ZeRO-2 then gathers the new adapters. Sharded weights are gathered twice in a micro-step, forward and backward:
+    gradient checkpointing computes a layer again while its weights are there.
+    """
+    trained = shape.adapter_params(recipe.r)
+    micro_steps = recipe.gradient_accumulation_steps
+    size: float = trained * GRADIENT
+    if recipe.engine == "ddp":
+        size *= 2
+    if recipe.strategy.deepspeed:
+        size = trained * recipe.wide * micro_steps
+    if recipe.strategy.shards:
+        weights = terms(shape, recipe)["weights"][0].size
+        size += 2 * weights * micro_steps
+    elif recipe.strategy.deepspeed:
+        size += trained * recipe.wide
+    return size * (1 - 1 / recipe.cards)
+
+
+def launch_seconds(shape: Shape, recipe: Recipe) -> float:
+    """Time Python needs to start the kernels of a micro-step: no micro-step is shorter."""
+    seconds = LAUNCH
+    if recipe.method == "qlora":
+        seconds += LAUNCH_QUANTIZED
+    if recipe.gradient_checkpointing:
+        seconds += LAUNCH_AGAIN
+    if recipe.activation_offloading:
+        seconds += LAUNCH_OFFLOAD
+    return seconds * shape.layers
+
+
+def tokens_per_second(shape: Shape, recipe: Recipe, gpu: GPUSpec) -> float | None:
+    """Real tokens per second on all GPUs together; None where a GPU's arithmetic is not known."""
+    if gpu.tflops is None:
+        return None
+    recipe = replace(recipe, spread=0.0)  # the usual micro-batch, not the rare one
+    tokens = recipe.tokens
+    reached = ALONE if gpu.bandwidth is None else ARITHMETIC
+    seconds = tokens * _flops_per_token(shape, recipe) / (reached * gpu.tflops * 1e12)
+    if gpu.bandwidth is not None:
+        seconds += _moved_bytes(shape, recipe) / (BANDWIDTH * gpu.bandwidth * 1e9)
+    if recipe.activation_offloading:
+        travel = 2 * shape.layers * tokens * shape.hidden * recipe.wide
+        seconds = max(seconds * OFFLOAD, travel / RAM_LINK)
+    seconds = max(seconds, launch_seconds(shape, recipe))  # a small step on a fast GPU waits for Python
+    sent = sent_bytes(shape, recipe) / recipe.gradient_accumulation_steps
+    seconds += sent / RAM_LINK  # as if nothing were computed meanwhile
+    real = PACKED if recipe.packing else 1.0
+    return tokens * real / seconds * recipe.cards
+
+
+def _passes(recipe: Recipe) -> float:
+    """Times a layer's products are computed: frozen weights need no gradient."""
+    return 2 + AGAIN if recipe.gradient_checkpointing else 2.0
+
+
+def _flops_per_token(shape: Shape, recipe: Recipe) -> float:
+    passes = _passes(recipe)
+    linears = 2 * shape.linear_params * passes
+    head = 3 * 2 * shape.vocab * shape.hidden  # forward, again in the backward pass, and backward
+    seen = recipe.length / 2
+    if recipe.attn_implementation == "sdpa":
+        seen = recipe.tokens
+    attention = 4 * seen * shape.heads * shape.head_dim
+    attention *= shape.layers * (passes + 1)
+    return linears + head + attention
+
+
+def _moved_bytes(shape: Shape, recipe: Recipe) -> float:
+    """Of a micro-step: weights brought to 16 bits, and work element by element."""
+    width = sum(inner + outer for inner, outer in shape.linears)
+    numbers = recipe.tokens * shape.layers * width
+    moved: float = numbers * recipe.wide
+    moved *= ELEMENTWISE if recipe.uses_liger else PLAIN
+    if recipe.method == "qlora":
+        weight = NF4_DOUBLE + recipe.wide
+        moved += shape.linear_params * weight
+    return _passes(recipe) * moved
