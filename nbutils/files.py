@@ -177,6 +177,14 @@ def held(path: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
+def remove(path: Path) -> None:
+    """Remove a file, a link or a whole folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def remove_left(folder: Path, pattern: str) -> None:
     """Remove what killed processes left; one that lives holds its file or folder."""
     for left in folder.glob(pattern):
