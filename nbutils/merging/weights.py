@@ -47,7 +47,7 @@ class LoraUpdate:
         def apply(weight: torch.Tensor, base: torch.Tensor, rows: slice) -> torch.Tensor:
             delta = (b[rows] @ a).mul_(self.scale)
             if magnitude is None:
-                return weight + delta
+                return delta.add_(weight)
             norm = torch.linalg.norm(base + delta, dim=1)
             factor = magnitude[rows] / norm
             return factor.view(-1, 1) * (weight + delta)
