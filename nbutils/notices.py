@@ -302,7 +302,8 @@ def _newest_checkpoint(run: RunFolder) -> tuple[str, bool | None]:
     """What to tell of the newest checkpoint of a run, and whether it verifies; None if there is none."""
     folder = run.checkpoints
     try:
-        found, remarks = checkpoints.look(folder)
+        found = checkpoints.look(folder)
+        remarks = checkpoints.unusable(folder)
         if not found and not remarks:
             return tr("No checkpoint is kept yet."), None
         problem = checkpoints.defect(found[0]) if found else remarks[0]

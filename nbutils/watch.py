@@ -80,7 +80,7 @@ class Watched:
 
     def _checkpoints(self) -> str:
         """The kept checkpoints, checked by size and manifest."""
-        found = {one.step: checkpoints.defect(one, False) for one in checkpoints.look(self.run.checkpoints)[0]}
+        found = {one.step: checkpoints.defect(one, False) for one in checkpoints.look(self.run.checkpoints)}
         texts = (f"{step} ({problem})" if problem else str(step) for step, problem in found.items())
         return tr("checkpoints of steps {steps}", steps=", ".join(texts)) if found else tr("no checkpoint yet")
 

@@ -60,8 +60,8 @@ def flip_a_byte(path: Path) -> None:
 DAMAGE: dict[str, Callable[[Path], Any]] = {
     "bytes, 20,480 expected": lambda path: os.truncate(path, 1000),
     "sha256 differs": flip_a_byte,
-    "its manifest cannot be used": lambda path: os.truncate(path.with_suffix(".json"), 20),
-    "it has no manifest": lambda path: path.with_suffix(".json").unlink(),
+    "manifest is missing or cannot be used": lambda path: os.truncate(path.with_suffix(".json"), 20),
+    "its manifest is missing": lambda path: path.with_suffix(".json").unlink(),
     "the archive is missing": Path.unlink,
 }
 
@@ -164,7 +164,7 @@ def test_the_best_reaches_the_run_folder_also_where_the_newest_overtakes_it(make
         running.take(folder)
     away[0] = False
     running.finish(patience=10)
-    kept, _ = checkpoints.look(tmp_path / "run/checkpoints")
+    kept = checkpoints.look(tmp_path / "run/checkpoints")
     assert [one.step for one in kept] == [60, 40] and all(checkpoints.defect(one) is None for one in kept)
 
 
@@ -176,7 +176,8 @@ def test_checkpoints_and_logs_reach_the_run_folder(make_sync: Any, tmp_path: Pat
         (logs[0] / "deep/events").write_text("loss" * step)
         running.take(save(tmp_path / "trainer", step))
         running.finish(patience=5)
-    kept, remarks = checkpoints.look(tmp_path / "run/checkpoints")
+    kept = checkpoints.look(tmp_path / "run/checkpoints")
+    remarks = checkpoints.unusable(tmp_path / "run/checkpoints")
     assert [one.step for one in kept] == [30, 20] and not remarks
     assert all(checkpoints.defect(one) is None for one in kept)
     assert "checkpoint 30 is kept" in capsys.readouterr().out and (logs[1] / "deep/events").read_text() == "loss" * 30
@@ -213,7 +214,7 @@ def test_a_fault_costs_a_line_and_no_checkpoint(
     with refused("checkpoint is " + str(tmp_path / "outbox/checkpoint-20")):
         running.finish(patience=1.2 if fault == "hang" else 0.2)
     assert ("copying checkpoint 20 " in capsys.readouterr().out) == (fault == "hang")
-    assert running.kept is None and checkpoints.look(tmp_path / "run/checkpoints")[0] == []
+    assert running.kept is None and checkpoints.look(tmp_path / "run/checkpoints") == []
     assert [line[:6] for line in running.messages()] == ([] if fault == "hang" else ["[WARN]"])
     broken.clear()
     if fault == "run folder":
@@ -227,14 +228,14 @@ def test_a_fault_costs_a_line_and_no_checkpoint(
 def test_a_copy_that_met_a_full_disk_leaves_nothing_on_it(
     way: str, keep: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    [one, *_], _ = checkpoints.look(keep)
+    [one, *_] = checkpoints.look(keep)
     folder, store = checkpoints.unpack(one, tmp_path), tmp_path / "store"
     store.mkdir()
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "_with_manifest", full)  # the archive is written by then
+    monkeypatch.setattr(checkpoints, "_write_manifest", full)  # the archive is written by then
     with pytest.raises(OSError, match="No space"):
         checkpoints.pack(folder, store, {}) if way == "pack" else checkpoints.copy(one, store)
     assert not list(store.iterdir())

@@ -74,7 +74,7 @@ def resume_point(lesson: LessonLike, fingerprint: dict[str, Any], resume: str) -
     if step is not None:  # it becomes the newest of its run; later ones go to a folder nothing looks into
         files.write_text(keep / checkpoints.BEGAN_ANEW, ANEW)
         aside = keep / time.strftime(f"after-{step}-%Y%m%d-%H%M%S")
-        for one in (one for one in checkpoints.look(keep)[0] if one.step > step):
+        for one in (one for one in checkpoints.look(keep) if one.step > step):
             aside.mkdir(exist_ok=True)
             for path in (one.archive.with_suffix(".json"), one.archive):  # an archive without manifest does not count
                 if path.exists():

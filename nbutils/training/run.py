@@ -125,7 +125,7 @@ class CourseCallback(TrainerCallback):
         trainable = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
         gib = self.checkpoint_gib = (trainable * 12 + 64 * 2**20) / files.GIB  # weights, two optimizer states, the rest
         require_disk(Path(trainer.args.output_dir), (limit + 2) * gib, tr("writing checkpoints"))
-        missing = limit + 2 - len(checkpoints.look(keep)[0])  # the best one is kept beside the newest
+        missing = limit + 2 - len(checkpoints.look(keep))  # the best one is kept beside the newest
         require_disk(keep, max(missing, 1) * gib, tr("keeping checkpoints"))
 
     def take_over(self, trainer: Any) -> None:
