@@ -83,7 +83,7 @@ def step_of(path: Path | None) -> int:
     """The step in the name of a checkpoint folder; 0 without one."""
     if path is None:
         return 0
-    return int(path.name.rpartition("-")[2])
+    return int(path.name.removesuffix(".tar").rpartition("-")[2])
 
 
 def pack(
@@ -176,6 +176,8 @@ def read_manifest(path: Path) -> StoredCheckpoint:
 
 def defect(checkpoint: StoredCheckpoint, thorough: bool = True) -> str | None:
     """Why a checkpoint cannot be trusted, None if it can; `thorough` also reads it, with OSError if the disk fails."""
+    if not checkpoint.sha256:
+        return tr("its manifest is missing or cannot be used, so its copy was never finished")
     try:
         status = checkpoint.archive.stat()
     except FileNotFoundError:
@@ -250,39 +252,44 @@ def stores(folders: platforms.Folders, run: str) -> list[Path]:
 
 
 def look(store: Path) -> list[StoredCheckpoint]:
-    """The checkpoints of a store by their manifests, newest first; OSError if the disk fails."""
+    """The checkpoints of a store that have a manifest, newest first."""
+    return [checkpoint for checkpoint in candidates(store) if checkpoint.sha256]
+
+
+def candidates(store: Path) -> list[StoredCheckpoint]:
+    """The checkpoints of a store, also without a manifest, newest first; OSError if the disk fails."""
     kept = []
-    for path in _files_in(store):
-        if path.suffix == ".json" and path.name.startswith("checkpoint-"):
-            with suppress(ValueError):
-                kept.append(read_manifest(path))
+    for archive in _archives_in(store):
+        try:
+            kept.append(read_manifest(archive.with_suffix(".json")))
+        except (ValueError, FileNotFoundError):  # its copy was never finished; `defect` says so
+            kept.append(StoredCheckpoint(archive=archive, step=step_of(archive), size=0, sha256="", fingerprint={}))
     return sorted(kept, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
-def unusable(store: Path) -> list[str]:
-    """A line for each archive of a store that has no manifest which can be used."""
-    usable = [checkpoint.archive for checkpoint in look(store)]
-    archives = [path for path in _files_in(store) if path.suffix == ".tar" and path not in usable]
-    why = tr("its manifest is missing or cannot be used, so its copy was never finished")
-    return [tr("skipping {name} in {folder}: {why}", name=path.name, folder=store, why=why) for path in archives]
-
-
-def _files_in(store: Path) -> list[Path]:
+def _archives_in(store: Path) -> set[Path]:
+    """The archives of a store, also where only the manifest is left; files of other names are somebody else's."""
     try:
-        return sorted(store.iterdir())  # `glob` would hide that a disk fails
+        paths = list(store.iterdir())  # `glob` would hide that a disk fails
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        return set()
+    return {
+        path.with_suffix(".tar") for path in paths if path.suffix in (".tar", ".json") and NAME.fullmatch(path.stem)
+    }
 
 
 def newest_first(stores: Iterable[Path]) -> list[StoredCheckpoint]:
-    """The checkpoints of all stores, verified or not; equal steps stay in the order of the stores."""
-    kept = [checkpoint for store in stores for checkpoint in _with_retries(look, store, store)]
+    """The checkpoints of all stores, also without a manifest; equal steps stay in the order of the stores."""
+    kept = [checkpoint for store in stores for checkpoint in _with_retries(candidates, store, store)]
     return sorted(kept, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
 def newest(folders: platforms.Folders, run: str) -> StoredCheckpoint | None:
-    """The newest checkpoint of a run, verified or not."""
-    return next(iter(newest_first(stores(folders, run))), None)
+    """The newest checkpoint of a run that has a manifest, verified or not."""
+    for checkpoint in newest_first(stores(folders, run)):
+        if checkpoint.sha256:
+            return checkpoint
+    return None
 
 
 def newest_verified(
@@ -290,10 +297,7 @@ def newest_verified(
 ) -> StoredCheckpoint | None:
     """The newest checkpoint of this training that verifies, or that of `step`; an error if only other trainings' do."""
     kept = newest_first(stores)
-    for store in stores:
-        for line in unusable(store):
-            print(line)
-    own = [checkpoint for checkpoint in kept if checkpoint.fingerprint == fingerprint]
+    own = [checkpoint for checkpoint in kept if checkpoint.fingerprint in (fingerprint, {})]
     best = first_verified(own, step)
     if best is not None:
         return best
@@ -370,23 +374,17 @@ def prune(store: Path, newest: StoredCheckpoint, keep_last: int, best_step: int 
         whole += 1
         if whole <= keep_last or checkpoint.step == best_step:
             keep.add(checkpoint.archive)
-    for archive in _named_archives(store) - keep:
-        if step_of(archive.with_suffix("")) <= newest.step:
+    for archive in _archives_in(store) - keep:
+        if step_of(archive) <= newest.step:
             forget(archive)
 
 
 def clear(store: Path) -> int:
     """Remove every checkpoint of a store; how many there were."""
-    archives = _named_archives(store)
+    archives = _archives_in(store)
     for archive in archives:
         forget(archive)
     return len(archives)
-
-
-def _named_archives(store: Path) -> set[Path]:
-    """The archives of a store, also where only the manifest is left; files of other names are somebody else's."""
-    files = [*store.glob("checkpoint-*.json"), *store.glob("checkpoint-*.tar")]
-    return {path.with_suffix(".tar") for path in files if NAME.fullmatch(path.stem)}
 
 
 def require_step(folders: platforms.Folders, run: str, resume: str) -> None:
@@ -424,7 +422,8 @@ class Line:
     def row(self, thorough: bool) -> dict[str, Any]:
         """The row, for people."""
         archive = self.checkpoint.archive
-        written = datetime.fromtimestamp(archive.with_suffix(".json").stat().st_mtime)
+        files = [path for path in (archive, archive.with_suffix(".json")) if path.exists()]
+        written = datetime.fromtimestamp(max(path.stat().st_mtime for path in files))
         return {
             tr("step"): self.checkpoint.step,
             tr("size"): f"{self.checkpoint.size / 2**20:,.1f} MiB",
@@ -434,12 +433,9 @@ class Line:
         }
 
 
-def listing(run: str, thorough: bool) -> tuple[list[Line], list[str]]:
-    """Every checkpoint of a run (its name, or the path of its folder), newest first, and remarks on other files."""
-    places = _stores_of(run)
-    lines = [Line(checkpoint, defect(checkpoint, thorough)) for checkpoint in newest_first(places)]
-    remarks = [line for place in places for line in unusable(place)]
-    return lines, remarks
+def listing(run: str, thorough: bool) -> list[Line]:
+    """Every checkpoint of a run (its name, or the path of its folder), newest first."""
+    return [Line(checkpoint, defect(checkpoint, thorough)) for checkpoint in newest_first(_stores_of(run))]
 
 
 def _stores_of(run: str) -> list[Path]:

@@ -162,9 +162,9 @@ def of_a_run() -> None:
 @click.argument("run")
 def list_checkpoints(run: str, thorough: bool = False) -> bool:
     """List them with size and place, checked by size and manifest."""
-    lines, remarks = checkpoints.listing(run, thorough)
-    print(display.aligned([line.row(thorough) for line in lines]) or tr("no checkpoint yet"), *remarks, sep="\n")
-    return bool(lines) and not remarks and all(line.problem is None for line in lines)
+    lines = checkpoints.listing(run, thorough)
+    print(display.aligned([line.row(thorough) for line in lines]) or tr("no checkpoint yet"))
+    return bool(lines) and all(line.problem is None for line in lines)
 
 
 @of_a_run.command()

@@ -176,7 +176,13 @@ def open_base(base: str | Path) -> ModelFolder:
     """A model folder, or a Hub model that is downloaded if it is not cached; a quantized one is refused."""
     path = Path(base)
     if not path.is_dir():
-        path = _download_base(str(base))
+        try:
+            path = models.snapshot(str(base))
+        except Exception as problem:
+            raise CourseError(
+                tr("The base {base} cannot be downloaded: {problem}.", base=base, problem=type(problem).__name__),
+                todo=tr("Check the name and the network."),
+            ) from problem
     models.require_plain(path)
     config = models.read_config(path / "config.json")
     names = {SINGLE}
@@ -191,21 +197,6 @@ def open_base(base: str | Path) -> ModelFolder:
             todo=tr("Use {original}.", original=QUANTIZED_SUFFIX.sub("", model.name)),
         )
     return model
-
-
-def _download_base(hub_id: str) -> Path:
-    """The folder of a model in the Hub's cache."""
-    from huggingface_hub import snapshot_download
-
-    wanted = list(models.WANTED)
-    ignored = list(models.NOT_WANTED)
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=ignored))
-    except Exception as problem:
-        raise CourseError(
-            tr("The base {base} cannot be downloaded: {problem}.", base=hub_id, problem=type(problem).__name__),
-            todo=tr("Check the name and the network."),
-        ) from problem
 
 
 def open_adapter(path: Path) -> ModelFolder:
