@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -59,14 +59,14 @@ class StoredCheckpoint(BaseModel, frozen=True, extra="forbid", strict=True):
     validation_rows: int = 0  # of the run, which keeps them; 0 in manifests of versions that did not note it
 
 
+@dataclass
 class _HashingFile:
     """A file for writing that counts bytes and computes their sha256; writing ends once `stopped` says so."""
 
-    def __init__(self, file: IO[bytes], stopped: Callable[[], bool]) -> None:
-        self.file = file
-        self.stopped = stopped
-        self.size = 0
-        self.digest = hashlib.sha256()
+    file: IO[bytes]
+    stopped: Callable[[], bool]
+    size: int = 0
+    digest: Any = field(default_factory=hashlib.sha256)
 
     def tell(self) -> int:  # tarfile asks for it
         return self.size
@@ -297,7 +297,7 @@ def newest_verified(
 ) -> StoredCheckpoint | None:
     """The newest checkpoint of this training that verifies, or that of `step`; an error if only other trainings' do."""
     kept = newest_first(stores)
-    own = [checkpoint for checkpoint in kept if checkpoint.fingerprint in (fingerprint, {})]
+    own = [checkpoint for checkpoint in kept if checkpoint.fingerprint in (fingerprint, {})]  # or not known
     best = first_verified(own, step)
     if best is not None:
         return best
@@ -422,8 +422,9 @@ class Line:
     def row(self, thorough: bool) -> dict[str, Any]:
         """The row, for people."""
         archive = self.checkpoint.archive
-        files = [path for path in (archive, archive.with_suffix(".json")) if path.exists()]
-        written = datetime.fromtimestamp(max(path.stat().st_mtime for path in files))
+        manifest = archive.with_suffix(".json")
+        file = manifest if manifest.exists() else archive
+        written = datetime.fromtimestamp(file.stat().st_mtime)
         return {
             tr("step"): self.checkpoint.step,
             tr("size"): f"{self.checkpoint.size / 2**20:,.1f} MiB",
@@ -469,36 +470,29 @@ def restore(run: str, target: Path | None, step: int | None) -> Path:
     return target
 
 
+@dataclass(eq=False)
 class CheckpointSync:
     """Copies from `outbox` to `keep` in a thread; `check` raises OSError while that is gone; `logs` go from, to."""
 
-    def __init__(
-        self,
-        outbox: Path,
-        keep: Path,
-        fingerprint: Fingerprint,
-        keep_last: int = 3,
-        check: Callable[[], None] = lambda: None,
-        logs: tuple[Path, Path] | None = None,
-        validation_rows: int = 0,
-    ) -> None:
-        self.outbox = outbox
-        self.keep = keep
-        self.fingerprint = fingerprint
-        self.keep_last = keep_last
-        self.check = check
-        self.logs = logs
-        self.validation_rows = validation_rows
-        self.kept: StoredCheckpoint | None = None  # the newest that verified in the run folder
-        self.seconds = 0.0  # of the last whole sync
-        self.problem: str | None = None
+    outbox: Path
+    keep: Path
+    fingerprint: Fingerprint
+    keep_last: int = 3
+    check: Callable[[], None] = lambda: None
+    logs: tuple[Path, Path] | None = None
+    validation_rows: int = 0
+    kept: StoredCheckpoint | None = None  # the newest that verified in the run folder
+    seconds: float = 0.0  # of the last whole sync
+    problem: str | None = None
+
+    def __post_init__(self) -> None:
         self._messages: list[str] = []
         self._pause = FIRST_PAUSE
         self._wake = threading.Event()
         self._stopped = threading.Event()
-        outbox.mkdir(parents=True, exist_ok=True)
-        end_earlier(outbox)
-        _RUNNING[outbox] = self
+        self.outbox.mkdir(parents=True, exist_ok=True)
+        end_earlier(self.outbox)
+        _RUNNING[self.outbox] = self
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 

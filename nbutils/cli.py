@@ -298,9 +298,11 @@ def push(folder: Path, to: str, public: bool) -> None:
 @click.argument("base")
 @click.argument("adapter", nargs=-1, required=True, type=FILE)
 @click.argument("out", type=FILE)
-@click.option("--dtype", type=DTYPES, default="auto", help="auto: the base's own.", show_default=True)
-@click.option("--onto", type=ONTO, default="full", help="dequantized: the base as 4-bit training saw it.")
-@click.option("--device", type=DEVICES, default="cpu", help="cpu needs no more than some hundred MB of memory.")
+@click.option("--dtype", type=DTYPES, default="auto", help="float32, float16, bfloat16, or auto: the base's own.")
+@click.option("--onto", type=ONTO, default="full", help="full, or dequantized: the base as 4-bit training saw it.")
+@click.option(
+    "--device", type=DEVICES, default="cpu", help="cpu needs no more than some hundred MB; cuda computes on the GPU."
+)
 @click.option("--replace", "replace_other", is_flag=True, help="Replace another model of this course that is in OUT.")
 def merge(base: str, adapter: tuple[Path, ...], out: Path, **options: Any) -> None:
     """Merge ADAPTER (or several) into BASE, named as MODEL in the lessons, and write the result to OUT, in shards."""

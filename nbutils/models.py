@@ -318,7 +318,7 @@ def from_modelscope(hub_id: str, work: Path) -> str:
         return model_folder(folder)
     name = folder.relative_to(work / "modelscope").as_posix()
     url = f"{network.SOURCES['modelscope']}/api/v1/models/{name}/repo"
-    with _one_error(name, "ModelScope"):
+    with download_errors(name, "ModelScope"):
         opener = urllib.request.build_opener()
         with opener.open(f"{url}/files?Revision=master&Recursive=true", timeout=network.PATIENCE) as answer:
             entries = json.load(answer)["Data"]["Files"]
@@ -342,8 +342,9 @@ def from_hub(hub_id: str, source: str, endpoint: str) -> str:
 
     hub = install.import_package("huggingface_hub")
     token: str | None = None if source == "hf-mirror" else hub.get_token()
-    with _one_error(hub_id, source):
-        model = hub.HfApi(endpoint=endpoint, token=token or False).model_info(hub_id, files_metadata=True)
+    with download_errors(hub_id, source):
+        api = hub.HfApi(endpoint=endpoint, token=token or False)
+        model = api.model_info(hub_id, files_metadata=True)
         folder = Path(hub.constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
         listed = []
         for file in model.siblings:
@@ -370,7 +371,7 @@ def _wanted(name: str) -> bool:
 
 
 @contextmanager
-def _one_error(model: str, source: str) -> Iterator[None]:
+def download_errors(model: str, source: str) -> Iterator[None]:
     """A download that fails ends in one error, whatever the libraries raise: there are dozens of types."""
     try:
         yield

@@ -176,13 +176,8 @@ def open_base(base: str | Path) -> ModelFolder:
     """A model folder, or a Hub model that is downloaded if it is not cached; a quantized one is refused."""
     path = Path(base)
     if not path.is_dir():
-        try:
+        with models.download_errors(str(base), "hub"):
             path = models.snapshot(str(base))
-        except Exception as problem:
-            raise CourseError(
-                tr("The base {base} cannot be downloaded: {problem}.", base=base, problem=type(problem).__name__),
-                todo=tr("Check the name and the network."),
-            ) from problem
     models.require_plain(path)
     config = models.read_config(path / "config.json")
     names = {SINGLE}
@@ -202,9 +197,11 @@ def open_base(base: str | Path) -> ModelFolder:
 def open_adapter(path: Path) -> ModelFolder:
     """An adapter folder as PEFT saves it."""
     files.require_inside(path, path.rglob("*"))
-    tensors = read_header(path / ADAPTER_WEIGHTS)
-    if not tensors or any(tensor.dtype not in FLOATS for tensor in tensors.values()):
-        raise damaged(path / ADAPTER_WEIGHTS, tr("it holds no numbers in 16 or 32 bits"))
+    file = path / ADAPTER_WEIGHTS
+    tensors = read_header(file)
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if not dtypes or not dtypes <= FLOATS.keys():
+        raise damaged(file, tr("it holds no numbers in 16 or 32 bits"))
     config = models.read_config(path / ADAPTER_CONFIG)
     return ModelFolder(path, path.name, config, shards={ADAPTER_WEIGHTS: tensors})
 
@@ -241,12 +238,15 @@ def weights_fingerprint(model: ModelFolder) -> str:
         with open(model.path / shard, "rb", buffering=0) as file:
             for name, tensor in model.shards[shard].items():
                 digest.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())
-                length = min(SAMPLE, tensor.size)
-                last = tensor.size - length
-                for offset in sorted({0, last // 2, last}):
+                for offset in _sample_offsets(tensor.size):
                     file.seek(tensor.start + offset)
-                    digest.update(file.read(length))
+                    digest.update(file.read(min(SAMPLE, tensor.size)))
     return digest.hexdigest()[:16]
+
+
+def _sample_offsets(size: int) -> list[int]:
+    last = max(0, size - SAMPLE)
+    return sorted({0, last // 2, last})
 
 
 def copy_companions(out: Path, base: ModelFolder, adapter: Path, dtype: str, untied: bool) -> None:

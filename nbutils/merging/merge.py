@@ -115,7 +115,7 @@ def merge_adapter(
     paths = [Path(adapter)] if isinstance(adapter, str | Path) else list(adapter)
     model, adapters = _open_all(base, paths)
     out = Path(out)
-    _require_target(out, [model.path, *paths])
+    files.require_apart(out, model.path, *paths)
     plans = plan_weights(model, adapters)
     if onto == "dequantized":
         settings = FOUR_BIT | dict(quantization or {})
@@ -141,10 +141,11 @@ def merge_adapter(
     )
     if files.stamp(out) == about:
         return replace(report, reused=True)
-    if not replace_other and (out / files.STAMP).exists():
+    is_adapter = (out / model_folder.ADAPTER_CONFIG).exists()  # the last name on a command line, OUT was forgotten
+    if is_adapter or (not replace_other and (out / files.STAMP).exists()):
         raise CourseError(
-            tr("{folder} holds another model.", folder=out),
-            todo=tr("Name another folder, or add --replace to replace it."),
+            tr("{folder} holds another model, or an adapter.", folder=out),
+            todo=tr("Name another folder as the last argument; --replace replaces a model."),
         )
     return _write_model(model, plans, report, about, paths[-1])
 
@@ -169,16 +170,6 @@ def _bare_name(base: str | Path) -> str:
     """The name without owner and quantization."""
     name = Path(model_folder.model_name(base)).name
     return model_folder.QUANTIZED_SUFFIX.sub("", name).lower()
-
-
-def _require_target(out: Path, sources: Sequence[Path]) -> None:
-    """Refuse to write over what is merged, or over another adapter."""
-    files.require_apart(out, *sources)
-    if (out / model_folder.ADAPTER_CONFIG).exists():  # the last name on a command line may be an adapter
-        raise CourseError(
-            tr("{folder} is an adapter, and the merged model would replace it.", folder=out),
-            todo=tr("Give the output folder as the last argument, after the adapters."),
-        )
 
 
 def _source_of(model: ModelFolder, adapters: Sequence[Path]) -> dict[str, Any]:
@@ -260,12 +251,10 @@ def _write_model(
     files.make_folder(out.parent, tr("the merged model"))
     needed = report.bytes * SPARE / files.GIB - disk.folder_gib(files.partial_of(out))  # of an interrupted merge
     disk.require_disk(out.parent, max(0.0, needed) + 0.05, tr("writing the merged model"))
-    stats = [(model.path / name).stat() for name in model.shards]
-    source = [about, [[stat.st_size, stat.st_mtime_ns] for stat in stats]]
     bar = tqdm(total=report.bytes, unit="B", unit_scale=True, desc=tr("merging"))
     try:
         with bar, _one_thread(), files.complete_folder(out, about, resume=True) as folder:
-            finished = _finished_shards(folder, source)
+            finished = _finished_shards(folder, about)
             for shard in model.shards:
                 part = {name: plan for name, plan in plans.items() if plan.shard == shard}
                 if shard in finished:
@@ -299,19 +288,16 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _finished_shards(folder: Path, source: Any) -> list[str]:
-    """The shards an interrupted merge of the same source finished; everything else is removed."""
-    try:
-        same = files.read_json(folder / JOURNAL) == source
-    except (OSError, ValueError):
-        same = False
+def _finished_shards(folder: Path, about: dict[str, Any]) -> list[str]:
+    """The shards that an interrupted merge of the same weights finished; everything else is removed."""
+    resumes = files.read_object(folder / JOURNAL) == about
     finished = []
     for path in folder.iterdir():
-        if same and path.suffix == ".safetensors" and path.is_file() and not path.is_symlink():
+        if resumes and path.suffix == ".safetensors" and path.is_file() and not path.is_symlink():
             finished.append(path.name)
         else:
             files.remove(path)
-    files.write_json(folder / JOURNAL, source)
+    files.write_json(folder / JOURNAL, about)
     return finished
 
 

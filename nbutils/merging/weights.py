@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+EITHER = re.compile(r"\.(lm_head|embed_tokens)\.")
 # weight so far, weight of the base, rows of both -> weight with the update
 Apply = Callable[["torch.Tensor", "torch.Tensor", slice], "torch.Tensor"]
 
@@ -42,7 +43,9 @@ class LoraUpdate:
         b = self.b.tensor().to(device, torch.float32)
         a = self.a.tensor().to(device, torch.float32)
 
-        magnitude = self.magnitude and self.magnitude.tensor().to(device, torch.float32)
+        magnitude = None
+        if self.magnitude:
+            magnitude = self.magnitude.tensor().to(device, torch.float32)
 
         def apply(weight: torch.Tensor, base: torch.Tensor, rows: slice) -> torch.Tensor:
             delta = (b[rows] @ a).mul_(self.scale)
@@ -88,7 +91,7 @@ def unties_head(base: ModelFolder, adapters: Sequence[ModelFolder]) -> bool:
     if not tied or EMBEDDING not in base.weights:
         return False
     keys = [key for adapter in adapters for key in adapter.weights]
-    return any(".lm_head." in key or ".embed_tokens." in key for key in keys)
+    return any(EITHER.search(key) for key in keys)
 
 
 def _require_mergeable(adapter: ModelFolder) -> None:
