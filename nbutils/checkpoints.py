@@ -209,7 +209,8 @@ def unpack(checkpoint: StoredCheckpoint, folder: Path) -> Path:
     shutil.rmtree(target, ignore_errors=True)
     shutil.rmtree(partial, ignore_errors=True)
     with tarfile.open(checkpoint.archive, "r:") as tar:
-        tar.extractall(partial, members=_checked_members(tar, checkpoint), filter="data")
+        for member in _checked_members(tar, checkpoint):
+            tar.extract(member, partial, set_attrs=False)  # `filter` is not known to every Python 3.10
     os.replace(partial / name, target)
     partial.rmdir()
     return target

@@ -81,7 +81,7 @@ class StoredTensor:
     def blocks(self) -> Iterator[slice]:
         """Row ranges of about BLOCK elements."""
         row = math.prod(self.shape[1:])
-        return split_rows(self.rows, BLOCK // max(1, row))
+        return split_rows(self.rows, BLOCK // row)
 
     def read(self, rows: slice) -> memoryview:
         """The bytes of some rows."""
@@ -98,10 +98,7 @@ class StoredTensor:
         import torch
 
         dtype = getattr(torch, FLOATS[self.dtype])
-        numbers = torch.frombuffer(self.read(rows), dtype=dtype)
-        if not self.shape:
-            return numbers.reshape(())
-        return numbers.reshape(-1, *self.shape[1:])
+        return torch.frombuffer(self.read(rows), dtype=dtype).reshape(-1, *self.shape[1:])
 
 
 def split_rows(total: int, rows: int) -> Iterator[slice]:

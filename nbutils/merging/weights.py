@@ -42,7 +42,6 @@ class LoraUpdate:
 
         b = self.b.tensor().to(device, torch.float32)
         a = self.a.tensor().to(device, torch.float32)
-
         magnitude = None
         if self.magnitude:
             magnitude = self.magnitude.tensor().to(device, torch.float32)
@@ -132,9 +131,10 @@ def _add_adapter(plans: dict[str, WeightPlan], adapter: ModelFolder) -> None:
             plan = replace(plan, updates=(*plan.updates, update))
             del left[f"{module}.lora_A"], left[f"{module}.lora_B"]
         plans[name] = plan
-    for key, tensor in left.items():
+    if left:
+        key = min(left)
         raise CourseError(
-            tr("The adapter's {key}, of shape {shape}, fits no weight of the base.", key=key, shape=tensor.shape),
+            tr("The adapter's {key}, of shape {shape}, fits no weight of the base.", key=key, shape=left[key].shape),
             allowed=tr(
                 "for a module of the base lora_A and lora_B of rank r and of its shape, a DoRA magnitude, or the "
                 "whole module (modules_to_save)"
