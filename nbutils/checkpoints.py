@@ -302,7 +302,7 @@ def newest_verified(
     best = first_verified(own, step)
     if best is not None:
         return best
-    if step is not None and (own or not kept):
+    if step is not None and (not kept or any(checkpoint.sha256 for checkpoint in own)):
         raise _step_missing(step, own)
     other = first_verified([checkpoint for checkpoint in kept if checkpoint not in own])
     if other is not None:
@@ -395,14 +395,15 @@ def require_step(folders: platforms.Folders, run: str, resume: str) -> None:
     """
     if not resume.isdecimal():
         return
+    step = int(resume)
     kept = newest_first(stores(folders, run))
-    if all(checkpoint.step != int(resume) for checkpoint in kept):
-        raise _step_missing(int(resume), kept)
+    if not any(checkpoint.step == step and checkpoint.sha256 for checkpoint in kept):
+        raise _step_missing(step, kept)
 
 
 def _step_missing(step: int | None, kept: Iterable[StoredCheckpoint]) -> CourseError:
     requested = tr("any step") if step is None else tr("step {step}", step=step)
-    steps = sorted({checkpoint.step for checkpoint in kept if checkpoint.step != step})
+    steps = sorted({checkpoint.step for checkpoint in kept if checkpoint.step != step and checkpoint.sha256})
     return CourseError(
         tr("This run has no complete checkpoint of {requested}.", requested=requested),
         allowed=tr("a step among: {steps}", steps=", ".join(map(str, steps)) or tr("none")),
@@ -512,8 +513,9 @@ class CheckpointSync:
 
     def messages(self) -> list[str]:
         """Lines for the learner since the last call."""
-        lines = self._messages
-        self._messages = []
+        lines = []
+        while self._messages:  # the thread may append meanwhile
+            lines.append(self._messages.pop(0))
         return lines
 
     @property

@@ -119,6 +119,19 @@ def test_a_disk_that_cannot_be_read_stops_the_run_and_one_error_does_not(keep: P
         checkpoints.require_step(folders, "demo", "30")
 
 
+def test_a_step_without_a_manifest_cannot_be_resumed_and_hides_no_other_training(keep: Path, monkeypatch: Any) -> None:
+    (keep / "checkpoint-30.json").unlink()
+    monkeypatch.setattr(checkpoints, "stores", lambda *_: [keep])
+    folders = platforms.Folders(keep.parent, keep.parent, keep.parent, None)
+    with refused("no complete checkpoint of step 30", "10, 20"):
+        checkpoints.require_step(folders, "demo", "30")
+    checkpoints.require_step(folders, "demo", "20")
+    best = checkpoints.newest(folders, "demo")
+    assert best and best.step == 20
+    with refused("are of another training"):
+        checkpoints.newest_verified([keep], {"seed": 2}, step=20)
+
+
 def test_pruning_and_clearing_leave_later_steps_and_foreign_files(keep: Path, tmp_path: Path) -> None:
     foreign = ["checkpoint-007.tar", "checkpoint-30 (1).tar", "checkpoint-notes.json", "checkpoint-٣.tar", "notes.txt"]
     for name in foreign:

@@ -270,6 +270,16 @@ def test_a_killed_merge_continues_with_the_next_shard(home: Path, tmp_path: Path
         assert {one.name for one in out.iterdir()} == {one.name for one in fresh.iterdir()}
 
 
+def test_one_file_with_an_index_is_merged_into_one_with_an_index(tmp_path: Path) -> None:
+    base = models.make_base(tmp_path / "single/base")
+    (base / folders.SINGLE).rename(base / "model-00001-of-00001.safetensors")
+    names = dict.fromkeys(models.weights(base), "model-00001-of-00001.safetensors")
+    (base / folders.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    adapter = models.make_adapter(base, tmp_path / "single/adapter")
+    merge(base, adapter, tmp_path / "out")
+    models.load(tmp_path / "out")  # without an index transformers does not find the weights
+
+
 def test_a_full_disk_is_reported_and_another_merge_begins_anew(home: Path, tmp_path: Path, monkeypatch: Any) -> None:
     write, out = merge_module.write_shard, tmp_path / "out"
 
