@@ -230,14 +230,16 @@ def is_quantized(config: Mapping[str, Any]) -> bool:
 
 def weights_fingerprint(model: ModelFolder) -> str:
     """A checksum of the config, of every weight's name, dtype and shape, and of samples of every weight."""
-    digest = hashlib.sha256(json.dumps(model.config, sort_keys=True).encode())
-    for shard in sorted(model.shards):
+    config = json.dumps(model.config, sort_keys=True)
+    digest = hashlib.sha256(config.encode())
+    for shard, tensors in sorted(model.shards.items()):
         with open(model.path / shard, "rb", buffering=0) as file:
-            for name, tensor in model.shards[shard].items():
+            for name, tensor in tensors.items():
                 digest.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())
                 for offset in _sample_offsets(tensor.size):
                     file.seek(tensor.start + offset)
-                    digest.update(file.read(min(SAMPLE, tensor.size)))
+                    sample = file.read(min(SAMPLE, tensor.size))
+                    digest.update(sample)
     return digest.hexdigest()[:16]
 
 

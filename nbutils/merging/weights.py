@@ -47,7 +47,8 @@ class LoraUpdate:
             magnitude = self.magnitude.tensor().to(device, torch.float32)
 
         def apply(weight: torch.Tensor, base: torch.Tensor, rows: slice) -> torch.Tensor:
-            delta = (b[rows] @ a).mul_(self.scale)
+            delta = b[rows] @ a
+            delta.mul_(self.scale)
             if magnitude is None:
                 return delta.add_(weight)
             norm = torch.linalg.norm(base + delta, dim=1)
@@ -86,8 +87,9 @@ def plan_weights(base: ModelFolder, adapters: Sequence[ModelFolder]) -> dict[str
 
 def unties_head(base: ModelFolder, adapters: Sequence[ModelFolder]) -> bool:
     """Whether output layer and embedding, one matrix in the base, differ after the merge."""
-    tied = base.config.get("tie_word_embeddings", HEAD not in base.weights)
-    if not tied or EMBEDDING not in base.weights:
+    names = base.weights
+    tied = base.config.get("tie_word_embeddings", HEAD not in names)
+    if not tied or EMBEDDING not in names:
         return False
     keys = [key for adapter in adapters for key in adapter.weights]
     return any(EITHER.search(key) for key in keys)
