@@ -85,7 +85,7 @@ def child(way: str, base: Path, adapter: Path, out: Path) -> None:
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), adapter)
         model.merge_and_unload().save_pretrained(out, max_shard_size="4GB")
     else:
-        print(merging.merge_adapter(base, adapter, out, device=way, progress=False))
+        print(merging.merge_adapter(base, adapter, out, device=way))
     seconds = time.perf_counter() - began
     print(json.dumps({"seconds": round(seconds, 2), "peak_gib": round((_peak() - before) / files.GIB, 3)}))
 
@@ -114,8 +114,8 @@ def largest_difference(left: Path, right: Path) -> int:
     one, other = bases.open_base(left).weights, bases.open_base(right).weights
     assert set(one) == set(other)
 
-    def apart(name: str, block: tuple[int, int]) -> int:
-        bits = [side[name].tensor(*block).view(torch.int16) for side in (one, other)]
+    def apart(name: str, block: slice) -> int:
+        bits = [side[name].tensor(block).view(torch.int16) for side in (one, other)]
         if torch.equal(*bits):
             return 0
         ordered = [torch.where(each < 0, -32768 - each.int(), each.int()) for each in bits]

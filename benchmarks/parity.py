@@ -92,7 +92,7 @@ def measure(base: Path, adapter: Path, folder: Path, strength: float, dtype: str
     found: dict[str, Any] = {"dtype": dtype, "strength": strength, "tuning_nats": tuning.mean}
     for name, one in {"a part lost": broken, "right": right}.items():
         shutil.rmtree(folder / "merged", ignore_errors=True)
-        merging.merge_adapter(base, one, folder / "merged", dtype=dtype, device=DEVICE, progress=False)
+        merging.merge_adapter(base, one, folder / "merged", dtype=dtype, device=DEVICE)
         found[name] = judged(predictions, folder / "merged", dtype)
     if serve:
         found["in vLLM"] = served(predictions, folder / "merged", dtype, folder / "serve.log")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -17,10 +16,9 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -36,14 +34,18 @@ from nbutils.files import CHUNK, read_json, read_object, sha256
 from nbutils.language import joined, tr
 
 NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")  # as the trainer writes it
-MAX_MEMBERS, PLAIN_TYPES = 10_000, (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
+MAX_MEMBERS = 10_000
+PLAIN_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
 MEMBER = re.compile(rb"[^\0/]{1,255}(/[^\0/]{1,255}){0,7}")  # names and paths that every disk takes
 STATE = "trainer_state.json"  # in a checkpoint folder
-CHECKPOINTS, BEGAN_ANEW = "checkpoints", "began_anew.txt"
+CHECKPOINTS = "checkpoints"
+BEGAN_ANEW = "began_anew.txt"
 RETRY_SECONDS = 1.0  # before a disk that gave an error is read again; then three and nine times as long
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before the copy of a checkpoint is tried again
+FIRST_PAUSE = 1.0  # before the copy of a checkpoint is tried again
+LONGEST_PAUSE = 60.0
 THREAD_NAME = "checkpoint-sync"
 _RUNNING: dict[Path, CheckpointSync] = {}  # by outbox
+Fingerprint = dict[str, Any]
 
 
 class StoredCheckpoint(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -53,15 +55,18 @@ class StoredCheckpoint(BaseModel, frozen=True, extra="forbid", strict=True):
     step: int
     size: int
     sha256: str
-    fingerprint: dict[str, Any]
+    fingerprint: Fingerprint
     validation_rows: int = 0  # of the run, which keeps them; 0 in manifests of versions that did not note it
 
 
+@dataclass
 class _HashingFile:
     """A file for writing that counts bytes and computes their sha256; writing ends once `stopped` says so."""
 
-    def __init__(self, file: IO[bytes], stopped: Callable[[], bool]) -> None:
-        self.file, self.stopped, self.size, self.digest = file, stopped, 0, hashlib.sha256()
+    file: IO[bytes]
+    stopped: Callable[[], bool]
+    size: int = 0
+    digest: Any = field(default_factory=hashlib.sha256)
 
     def tell(self) -> int:  # tarfile asks for it
         return self.size
@@ -76,13 +81,18 @@ class _HashingFile:
 
 def step_of(path: Path | None) -> int:
     """The step in the name of a checkpoint folder; 0 without one."""
-    return int(path.name.rsplit("-", 1)[1]) if path else 0
+    if path is None:
+        return 0
+    return int(path.name.removesuffix(".tar").rpartition("-")[2])
 
 
 def pack(
-    folder: Path, store: Path, fingerprint: dict[str, Any], stopped: Callable[[], bool] = lambda: False,
+    folder: Path,
+    store: Path,
+    fingerprint: Fingerprint,
     validation_rows: int = 0,
-) -> StoredCheckpoint:  # fmt: skip
+    stopped: Callable[[], bool] = lambda: False,
+) -> StoredCheckpoint:
     """Write a checkpoint folder to `store` as an archive; its manifest is written once the archive verifies there."""
     archive = store / f"{folder.name}.tar"
     with _room_for(archive):
@@ -90,18 +100,26 @@ def pack(
             counted = _HashingFile(file, stopped)
             with tarfile.open(fileobj=counted, mode="w", copybufsize=CHUNK, dereference=True) as tar:  # type: ignore[call-overload]
                 tar.add(folder, arcname=folder.name)
-            flush(file)
-        found: dict[str, Any] = {"step": step_of(folder), "size": counted.size, "sha256": counted.digest.hexdigest()}
-        found["validation_rows"] = validation_rows
-        return _with_manifest(StoredCheckpoint(archive=archive, fingerprint=fingerprint, **found))
+            _flush(file)
+        checkpoint = StoredCheckpoint(
+            archive=archive,
+            step=step_of(folder),
+            size=counted.size,
+            sha256=counted.digest.hexdigest(),
+            fingerprint=fingerprint,
+            validation_rows=validation_rows,
+        )
+        _write_manifest(checkpoint)
+    return checkpoint
 
 
-def copy(one: StoredCheckpoint, store: Path) -> StoredCheckpoint:
+def copy(checkpoint: StoredCheckpoint, store: Path) -> StoredCheckpoint:
     """Copy a checkpoint to another store; the manifest is written once the copy verifies there."""
-    target = one.model_copy(update={"archive": store / one.archive.name})
+    target = checkpoint.model_copy(update={"archive": store / checkpoint.archive.name})
     with _room_for(target.archive):
-        shutil.copyfile(one.archive, target.archive)
-        return _with_manifest(target)
+        shutil.copyfile(checkpoint.archive, target.archive)
+        _write_manifest(target)
+    return target
 
 
 @contextmanager
@@ -116,21 +134,21 @@ def _room_for(archive: Path) -> Iterator[None]:
         raise
 
 
-def _with_manifest(one: StoredCheckpoint) -> StoredCheckpoint:
+def _write_manifest(checkpoint: StoredCheckpoint) -> None:
     """Write the manifest of an archive that verifies, and read it back."""
-    if problem := defect(one):
-        raise OSError(errno.EIO, tr("{name} does not verify: {problem}", name=one.archive.name, problem=problem))
-    text = json.dumps(one.model_dump(), indent=2, ensure_ascii=False) + "\n"
-    path = one.archive.with_suffix(".json")
+    name = checkpoint.archive.name
+    if problem := defect(checkpoint):
+        raise OSError(errno.EIO, tr("{name} does not verify: {problem}", name=name, problem=problem))
+    text = checkpoint.model_dump_json(indent=2) + "\n"
+    path = checkpoint.archive.with_suffix(".json")
     with open(path, "w", encoding="utf-8", newline="\n") as file:
         file.write(text)
-        flush(file)
+        _flush(file)
     if path.read_text(encoding="utf-8") != text:
         raise OSError(errno.EIO, tr("the manifest reads differently than it was written"))
-    return one
 
 
-def flush(file: IO[Any]) -> None:
+def _flush(file: IO[Any]) -> None:
     """Flush to disk; some network disks have no fsync."""
     file.flush()
     with suppress(OSError):  # what is written is read back before it counts
@@ -146,72 +164,75 @@ def forget(archive: Path) -> None:
 def read_manifest(path: Path) -> StoredCheckpoint:
     """The checkpoint of a manifest file; ValueError if it is no manifest or belongs to another file name."""
     content = read_json(path)
-    if not isinstance(content, dict) or "archive" in content:
-        raise ValueError("it is no manifest")
-    one = StoredCheckpoint.model_validate(content | {"archive": path.with_suffix(".tar")})
     try:
-        fingerprint = former_names.fingerprint(one.fingerprint)
+        content = {**content, "fingerprint": former_names.fingerprint(content["fingerprint"])}
     except (AttributeError, KeyError, TypeError) as problem:  # of no version of the course
-        raise ValueError("its fingerprint is none of this course") from problem
-    one = one.model_copy(update={"fingerprint": fingerprint})
-    if path.stem != f"checkpoint-{one.step}" or not NAME.fullmatch(path.stem):
-        raise ValueError(f"it belongs to step {one.step}")
-    return one
+        raise ValueError("it is no manifest of this course") from problem
+    checkpoint = StoredCheckpoint.model_validate(content | {"archive": path.with_suffix(".tar")})
+    if path.stem != f"checkpoint-{checkpoint.step}" or not NAME.fullmatch(path.stem):
+        raise ValueError(f"it belongs to step {checkpoint.step}")
+    return checkpoint
 
 
-def defect(one: StoredCheckpoint, thorough: bool = True) -> str | None:
+def defect(checkpoint: StoredCheckpoint, thorough: bool = True) -> str | None:
     """Why a checkpoint cannot be trusted, None if it can; `thorough` also reads it, with OSError if the disk fails."""
+    if not checkpoint.sha256:
+        return tr("its manifest is missing or cannot be used, so its copy was never finished")
     try:
-        found = one.archive.stat()
+        status = checkpoint.archive.stat()
     except FileNotFoundError:
         return tr("the archive is missing")
-    if not stat.S_ISREG(found.st_mode) or found.st_size != one.size:
-        sizes = {"found": found.st_size, "size": one.size}
-        return tr("{found:,} bytes, {size:,} expected: cut off or still uploading", **sizes)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != checkpoint.size:
+        return tr(
+            "{found:,} bytes, {size:,} expected: cut off or still uploading",
+            found=status.st_size,
+            size=checkpoint.size,
+        )
     if not thorough:
         return None
-    if sha256(one.archive) != one.sha256:
+    if sha256(checkpoint.archive) != checkpoint.sha256:
         return tr("its sha256 differs: damaged")
     try:
-        with tarfile.open(one.archive, "r:") as tar:
-            for _ in _checked_members(tar, one):
+        with tarfile.open(checkpoint.archive, "r:") as tar:
+            for _ in _checked_members(tar, checkpoint):
                 pass
     except (tarfile.TarError, ValueError, LookupError, OverflowError) as problem:  # tarfile raises all of them
         return tr("it is no checkpoint archive of this course ({problem})", problem=problem)
     return None
 
 
-def unpack(one: StoredCheckpoint, folder: Path) -> Path:
+def unpack(checkpoint: StoredCheckpoint, folder: Path) -> Path:
     """Unpack below `folder`; the checkpoint folder gets its name once it is complete."""
-    target, partial = folder / one.archive.stem, folder / f".{one.archive.stem}.partial"
-    for old in (target, partial):
-        shutil.rmtree(old, ignore_errors=True)
-    with tarfile.open(one.archive, "r:") as tar:
-        for member in _checked_members(tar, one):  # plain files and folders: no owners, modes or links to restore
-            if member.isdir():
-                (partial / member.name).mkdir(parents=True)
-            elif (content := tar.extractfile(member)) is not None:
-                with (partial / member.name).open("wb") as file:
-                    shutil.copyfileobj(content, file, CHUNK)
-    os.replace(partial / one.archive.stem, target)
+    name = checkpoint.archive.stem
+    target = folder / name
+    partial = folder / f".{name}.partial"
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)
+    with tarfile.open(checkpoint.archive, "r:") as tar:
+        for member in _checked_members(tar, checkpoint):
+            tar.extract(member, partial, set_attrs=False)  # `filter` is not known to every Python 3.10
+    os.replace(partial / name, target)
     partial.rmdir()
     return target
 
 
-def _checked_members(tar: tarfile.TarFile, one: StoredCheckpoint) -> Iterator[tarfile.TarInfo]:
+def _checked_members(tar: tarfile.TarFile, checkpoint: StoredCheckpoint) -> Iterator[tarfile.TarInfo]:
     """The members of an archive; TarError at the first that `pack` would not have written."""
-    top = PurePosixPath(one.archive.stem)
-    is_folder: dict[PurePosixPath, bool] = {}
+    top = PurePosixPath(checkpoint.archive.stem)
+    folders = {top.parent}
+    seen: set[PurePosixPath] = set()
     for member in tar:
         path = PurePosixPath(member.name)
         plain = member.type in PLAIN_TYPES and not member.issparse() and not tar.pax_headers
-        inside = is_folder.get(path.parent, False) and path.name != ".." if is_folder else path == top
-        fits = 0 <= member.size <= one.size and MEMBER.fullmatch(os.fsencode(member.name))
-        if not plain or not fits or not inside or path in is_folder or len(is_folder) > MAX_MEMBERS:
+        fits = 0 <= member.size <= checkpoint.size and MEMBER.fullmatch(os.fsencode(member.name))
+        inside = path.is_relative_to(top) and path.parent in folders and path.name != ".."
+        if not (plain and fits and inside) or path in seen or len(seen) > MAX_MEMBERS:
             raise tarfile.TarError(tr("{name!r} is not what a checkpoint holds", name=member.name[:80]))
-        is_folder[path] = member.isdir()
+        seen.add(path)
+        if member.isdir():
+            folders.add(path)
         yield member
-    if not is_folder.get(top):
+    if top not in folders:
         raise tarfile.TarError(tr("it holds no folder {name}", name=top))
     rest: Any = tar.fileobj
     rest.seek(tar.offset)
@@ -224,60 +245,72 @@ def stores(folders: platforms.Folders, run: str) -> list[Path]:
     own = folders.keep / run / CHECKPOINTS
     if (own / BEGAN_ANEW).exists():  # after RESUME="never" or a chosen step, other places no longer count
         return [own]
-    earlier = [place / run / CHECKPOINTS for place in folders.earlier]
-    attached = platforms.find_inputs(folders.inputs, f"{run}/{CHECKPOINTS}")
-    return list(dict.fromkeys([own, *earlier, *attached]))
+    places = [own]
+    for earlier in folders.earlier:
+        places.append(earlier / run / CHECKPOINTS)
+    places += platforms.find_inputs(folders.inputs, f"{run}/{CHECKPOINTS}")
+    return list(dict.fromkeys(places))
 
 
-def look(store: Path) -> tuple[list[StoredCheckpoint], list[str]]:
-    """The checkpoints of a store, newest first, and a line for each file that cannot be one."""
-    found, remarks, paths = [], [], []
-    with suppress(FileNotFoundError, NotADirectoryError):
-        paths = sorted(store.iterdir())
-    for path in paths:
-        if path.suffix == ".tar" and path.with_suffix(".json") not in paths:
-            why = tr("it has no manifest, so its copy was never finished")
-            remarks.append(tr("skipping {name}: {why}", name=path.name, why=why))
-        if path.suffix == ".json" and path.name.startswith("checkpoint-"):
-            try:
-                found.append(read_manifest(path))
-            except ValueError:
-                remarks.append(tr("skipping {name}: {why}", name=path.stem, why=tr("its manifest cannot be used")))
-    return sorted(found, key=lambda one: one.step, reverse=True), remarks
+def look(store: Path) -> list[StoredCheckpoint]:
+    """The checkpoints of a store that have a manifest, newest first."""
+    return [checkpoint for checkpoint in candidates(store) if checkpoint.sha256]
+
+
+def candidates(store: Path) -> list[StoredCheckpoint]:
+    """The checkpoints of a store, also without a manifest, newest first; OSError if the disk fails."""
+    kept = []
+    for archive in _archives_in(store):
+        try:
+            kept.append(read_manifest(archive.with_suffix(".json")))
+        except (ValueError, FileNotFoundError):  # its copy was never finished; `defect` says so
+            kept.append(StoredCheckpoint(archive=archive, step=step_of(archive), size=0, sha256="", fingerprint={}))
+    return sorted(kept, key=lambda checkpoint: checkpoint.step, reverse=True)
+
+
+def _archives_in(store: Path) -> set[Path]:
+    """The archives of a store, also where only the manifest is left; files of other names are somebody else's."""
+    try:
+        paths = list(store.iterdir())  # `glob` would hide that a disk fails
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+    return {
+        path.with_suffix(".tar") for path in paths if path.suffix in (".tar", ".json") and NAME.fullmatch(path.stem)
+    }
+
+
+def newest_first(stores: Iterable[Path]) -> list[StoredCheckpoint]:
+    """The checkpoints of all stores, also without a manifest; equal steps stay in the order of the stores."""
+    kept = [checkpoint for store in stores for checkpoint in _with_retries(candidates, store, store)]
+    return sorted(kept, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
 def newest(folders: platforms.Folders, run: str) -> StoredCheckpoint | None:
-    """The newest checkpoint of a run, verified or not."""
-    found, _ = _newest_first(stores(folders, run))
-    return found[0] if found else None
-
-
-def _newest_first(stores: Iterable[Path]) -> tuple[list[StoredCheckpoint], list[str]]:
-    """The checkpoints of all stores, and the lines about what is none; equal steps stay in the order of the stores."""
-    looked = [_with_retries(look, store, store) for store in stores]
-    found = sorted((one for kept, _ in looked for one in kept), key=lambda one: one.step, reverse=True)
-    return found, [line for _, remarks in looked for line in remarks]
+    """The newest checkpoint of a run that has a manifest, verified or not."""
+    for checkpoint in newest_first(stores(folders, run)):
+        if checkpoint.sha256:
+            return checkpoint
+    return None
 
 
 def newest_verified(
-    stores: Iterable[Path], fingerprint: dict[str, Any], step: int | None = None
+    stores: Sequence[Path], fingerprint: Fingerprint, step: int | None = None
 ) -> StoredCheckpoint | None:
     """The newest checkpoint of this training that verifies, or that of `step`; an error if only other trainings' do."""
-    found, remarks = _newest_first(stores)
-    print(*remarks, sep="\n", end="\n" if remarks else "")
-    own = [one for one in found if one.fingerprint == fingerprint]
-    if (best := _first_verified([one for one in own if step in (None, one.step)])) is not None:
+    kept = newest_first(stores)
+    own = [checkpoint for checkpoint in kept if checkpoint.fingerprint in (fingerprint, {})]  # or not known
+    best = first_verified(own, step)
+    if best is not None:
         return best
-    if step is not None and (own or not found):
-        raise _step_missing(step, {one.step for one in own} - {step})
-    other = _first_verified([one for one in found if one.fingerprint != fingerprint])
+    if step is not None and (not kept or any(checkpoint.sha256 for checkpoint in own)):
+        raise _step_missing(step, own)
+    other = first_verified([checkpoint for checkpoint in kept if checkpoint not in own])
     if other is not None:
-        there, here = flat(other.fingerprint), flat(fingerprint)
-        names = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
-        both = [{"name": name, "kept": there.get(name), "asked": here.get(name)} for name in names]
-        shown = (tr("{name}: kept {kept!r}, requested {asked!r}", **one) for one in both)
         raise CourseError(
-            tr("The checkpoints in this run are of another training ({differences}).", differences=joined(shown, ";")),
+            tr(
+                "The checkpoints in this run are of another training ({differences}).",
+                differences=_differences(flat(other.fingerprint), flat(fingerprint)),
+            ),
             todo=tr(
                 "Choose another RUN_NAME, set what differs back to what was kept (SET), or start this run "
                 'over with RESUME="never".'
@@ -286,18 +319,45 @@ def newest_verified(
     return None
 
 
-def verified_at(stores: Iterable[Path], fingerprint: dict[str, Any], step: int) -> StoredCheckpoint | None:
+def _differences(kept: dict[str, Any], requested: dict[str, Any]) -> str:
+    lines = []
+    for name in sorted(kept.keys() | requested.keys()):
+        before = kept.get(name)
+        now = requested.get(name)
+        if before != now:
+            lines.append(tr("{name}: kept {kept!r}, requested {asked!r}", name=name, kept=before, asked=now))
+    return joined(lines, ";")
+
+
+def verified_at(stores: Iterable[Path], fingerprint: Fingerprint, step: int) -> StoredCheckpoint | None:
     """The checkpoint of a step of this training, if one verifies."""
-    found, _ = _newest_first(stores)
-    return _first_verified([one for one in found if one.fingerprint == fingerprint and one.step == step])
+    kept = newest_first(stores)
+    return first_verified([checkpoint for checkpoint in kept if checkpoint.fingerprint == fingerprint], step)
 
 
-def _with_retries(read: Callable[[Any], Any], given: Any, path: Path) -> Any:
+def first_verified(checkpoints: Iterable[StoredCheckpoint], step: int | None = None) -> StoredCheckpoint | None:
+    """The first (of `step`) that verifies; a line for each that does not."""
+    for checkpoint in checkpoints:
+        if step not in (None, checkpoint.step):
+            continue
+        archive = checkpoint.archive
+        problem = _with_retries(defect, checkpoint, archive)
+        if problem is None:
+            return checkpoint
+        print(tr("skipping {name} in {folder}: {why}", name=archive.name, folder=archive.parent, why=problem))
+    return None
+
+
+def _with_retries(read: Callable[[Any], Any], source: Any, path: Path) -> Any:
     """What `read` returns; a disk that cannot be read stops the run, because starting at step 0 would overwrite it."""
-    wait = tenacity.wait_exponential(RETRY_SECONDS, exp_base=3)
-    again = tenacity.retry_if_exception_type(OSError)
+    attempts = tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(4),
+        wait=tenacity.wait_exponential(RETRY_SECONDS, exp_base=3),
+        retry=tenacity.retry_if_exception_type(OSError),
+        reraise=True,
+    )
     try:
-        return tenacity.Retrying(stop=tenacity.stop_after_attempt(4), wait=wait, retry=again, reraise=True)(read, given)
+        return attempts(read, source)
     except OSError as problem:
         raise CourseError(
             tr("{path} cannot be read ({why}), and it may hold trained checkpoints.", path=path, why=problem.strerror),
@@ -305,88 +365,104 @@ def _with_retries(read: Callable[[Any], Any], given: Any, path: Path) -> Any:
         ) from problem
 
 
-def _first_verified(candidates: Sequence[StoredCheckpoint]) -> StoredCheckpoint | None:
-    """The first that verifies; a line for each that does not."""
-    for one in candidates:
-        problem = _with_retries(defect, one, one.archive)
-        if problem is None:
-            return one
-        place = {"name": one.archive.name, "folder": one.archive.parent, "why": problem}
-        print(tr("skipping {name} in {folder}: {why}", **place))
-    return None
-
-
 def prune(store: Path, newest: StoredCheckpoint, keep_last: int, best_step: int | None = None) -> None:
     """Drop all but the `keep_last` newest up to `newest`, and the best; later steps are of a run that got further."""
-    found = [one for one in look(store)[0] if one.step <= newest.step and defect(one, thorough=False) is None]
-    keep = {newest.archive, *(one.archive for one in found[:keep_last])}
-    keep |= {one.archive for one in found if one.step == best_step}
-    for archive in store.glob("checkpoint-*.tar"):
-        name = NAME.fullmatch(archive.stem)
-        if name and int(name[1]) <= newest.step and archive not in keep:
+    keep = {newest.archive}
+    whole = 0
+    for checkpoint in look(store):
+        if checkpoint.step > newest.step or defect(checkpoint, thorough=False):
+            continue
+        whole += 1
+        if whole <= keep_last or checkpoint.step == best_step:
+            keep.add(checkpoint.archive)
+    for archive in _archives_in(store) - keep:
+        if step_of(archive) <= newest.step:
             forget(archive)
 
 
 def clear(store: Path) -> int:
     """Remove every checkpoint of a store; how many there were."""
-    files = [*store.glob("checkpoint-*.json"), *store.glob("checkpoint-*.tar")]
-    found = {path.with_suffix(".tar") for path in files if NAME.fullmatch(path.stem)}
-    for archive in found:
+    archives = _archives_in(store)
+    for archive in archives:
         forget(archive)
-    return len(found)
+    return len(archives)
 
 
 def require_step(folders: platforms.Folders, run: str, resume: str) -> None:
-    """Refuse a RESUME that names a step of which the run keeps no checkpoint."""
-    if resume.isdecimal():
-        steps = {one.step for store in stores(folders, run) for one in _with_retries(look, store, store)[0]}
-        if int(resume) not in steps:
-            raise _step_missing(int(resume), steps)
+    """Refuse a RESUME that names a step of which the run keeps no checkpoint.
+
+    Example: `checkpoints.require_step(lesson.folders, lesson.run.name, RESUME)`
+    """
+    if not resume.isdecimal():
+        return
+    step = int(resume)
+    kept = newest_first(stores(folders, run))
+    if not any(checkpoint.step == step and checkpoint.sha256 for checkpoint in kept):
+        raise _step_missing(step, kept)
+
+
+def _step_missing(step: int | None, kept: Iterable[StoredCheckpoint]) -> CourseError:
+    requested = tr("any step") if step is None else tr("step {step}", step=step)
+    steps = sorted({checkpoint.step for checkpoint in kept if checkpoint.step != step and checkpoint.sha256})
+    return CourseError(
+        tr("This run has no complete checkpoint of {requested}.", requested=requested),
+        allowed=tr("a step among: {steps}", steps=", ".join(map(str, steps)) or tr("none")),
+        todo=tr(
+            'Set RESUME (or --step) to one of these steps, or RESUME to "auto". `python -m nbutils '
+            "checkpoints verify RUN` checks them all."
+        ),
+    )
 
 
 @dataclass(frozen=True)
 class Line:
     """A row of `checkpoints list`."""
 
-    one: StoredCheckpoint
+    checkpoint: StoredCheckpoint
     problem: str | None
 
     def row(self, thorough: bool) -> dict[str, Any]:
         """The row, for people."""
-        when = datetime.fromtimestamp(self.one.archive.with_suffix(".json").stat().st_mtime)
+        archive = self.checkpoint.archive
+        manifest = archive.with_suffix(".json")
+        file = manifest if manifest.exists() else archive
+        written = datetime.fromtimestamp(file.stat().st_mtime)
         return {
-            tr("step"): self.one.step, tr("size"): f"{self.one.size / 2**20:,.1f} MiB",
-            tr("kept at"): f"{when:%Y-%m-%d %H:%M}",
+            tr("step"): self.checkpoint.step,
+            tr("size"): f"{self.checkpoint.size / 2**20:,.1f} MiB",
+            tr("kept at"): f"{written:%Y-%m-%d %H:%M}",
             tr("verified") if thorough else tr("size and manifest"): self.problem or tr("whole"),
-            tr("where"): self.one.archive.parent,
-        }  # fmt: skip
+            tr("where"): archive.parent,
+        }
 
 
-def listing(run: str, thorough: bool) -> tuple[list[Line], list[str]]:
-    """Every checkpoint of a run (its name, or the path of its folder), newest first, and remarks on other files."""
-    folders, given = platforms.folders(platforms.detect()), Path(run).expanduser() / CHECKPOINTS
-    found = [path for path in ([given] if given.is_dir() else stores(folders, Path(run).name)) if path.is_dir()]
-    if not found:
-        known = sorted(path.parent.name for path in folders.keep.glob(f"*/{CHECKPOINTS}"))
-        raise CourseError(
-            tr("There is no run {run!r} with checkpoints in {folder}.", run=run, folder=folders.keep),
-            allowed=", ".join(known) or tr("none yet"),
-            todo=tr(
-                "Name one of these, give the path of a run folder, or set NBUTILS_HOME to the folder of your runs."
-            ),
-        )
-    looked = [(path, *look(path)) for path in found]
-    lines = [Line(one, defect(one, thorough)) for _, kept, _ in looked for one in kept]
-    remarks = [f"{remark} ({path})" for path, _, skipped in looked for remark in skipped]
-    return sorted(lines, key=lambda line: line.one.step, reverse=True), remarks
+def listing(run: str, thorough: bool) -> list[Line]:
+    """Every checkpoint of a run (its name, or the path of its folder), newest first."""
+    return [Line(checkpoint, defect(checkpoint, thorough)) for checkpoint in newest_first(_stores_of(run))]
+
+
+def _stores_of(run: str) -> list[Path]:
+    """The stores of a run that exist."""
+    folders = platforms.folders(platforms.detect())
+    places = [Path(run).expanduser() / CHECKPOINTS]
+    if not places[0].is_dir():
+        places = [place for place in stores(folders, Path(run).name) if place.is_dir()]
+    if places:
+        return places
+    known = sorted(path.parent.name for path in folders.keep.glob(f"*/{CHECKPOINTS}"))
+    raise CourseError(
+        tr("There is no run {run!r} with checkpoints in {folder}.", run=run, folder=folders.keep),
+        allowed=", ".join(known) or tr("none yet"),
+        todo=tr("Name one of these, give the path of a run folder, or set NBUTILS_HOME to the folder of your runs."),
+    )
 
 
 def restore(run: str, target: Path | None, step: int | None) -> Path:
     """Unpack the newest checkpoint that verifies (or that of `step`) into a folder that did not exist."""
-    kept = [line.one for line in listing(run, thorough=False)[0]]
-    chosen = _first_verified([one for one in kept if step in (None, one.step)])
+    kept = newest_first(_stores_of(run))
+    chosen = first_verified(kept, step)
     if chosen is None:
-        raise _step_missing(step, {one.step for one in kept})
+        raise _step_missing(step, kept)
     target = target or Path.cwd() / chosen.archive.stem
     if target.exists():
         raise CourseError(tr("{path} exists already.", path=target), todo=tr("Name another folder with --to."))
@@ -396,37 +472,29 @@ def restore(run: str, target: Path | None, step: int | None) -> Path:
     return target
 
 
-def _step_missing(step: int | None, steps: set[int]) -> CourseError:
-    requested = tr("any step") if step is None else tr("step {step}", step=step)
-    known = ", ".join(map(str, sorted(steps))) or tr("none")
-    return CourseError(
-        tr("This run has no complete checkpoint of {requested}.", requested=requested),
-        allowed=tr("a step among: {steps}", steps=known),
-        todo=tr(
-            'Set RESUME (or --step) to one of these steps, or RESUME to "auto". `python -m nbutils '
-            "checkpoints verify RUN` checks them all."
-        ),
-    )
-
-
+@dataclass(eq=False)
 class CheckpointSync:
     """Copies from `outbox` to `keep` in a thread; `check` raises OSError while that is gone; `logs` go from, to."""
 
-    def __init__(
-        self, outbox: Path, keep: Path, fingerprint: dict[str, Any], keep_last: int = 3,
-        check: Callable[[], None] = lambda: None, logs: tuple[Path, Path] | None = None, validation_rows: int = 0,
-    ) -> None:  # fmt: skip
-        self.outbox, self.keep, self.fingerprint, self.keep_last = outbox, keep, fingerprint, keep_last
-        self.check, self.logs, self.validation_rows = check, logs, validation_rows
-        self.kept: StoredCheckpoint | None = None  # the newest that verified in the run folder
-        self.seconds = 0.0  # of the last whole sync
-        self.problem: str | None = None
-        self._messages: deque[str] = deque()
+    outbox: Path
+    keep: Path
+    fingerprint: Fingerprint
+    keep_last: int = 3
+    check: Callable[[], None] = lambda: None
+    logs: tuple[Path, Path] | None = None
+    validation_rows: int = 0
+    kept: StoredCheckpoint | None = None  # the newest that verified in the run folder
+    seconds: float = 0.0  # of the last whole sync
+    problem: str | None = None
+
+    def __post_init__(self) -> None:
+        self._messages: list[str] = []
         self._pause = FIRST_PAUSE
-        self._wake, self._stopped = threading.Event(), threading.Event()
-        outbox.mkdir(parents=True, exist_ok=True)
-        end_earlier(outbox)
-        _RUNNING[outbox] = self
+        self._wake = threading.Event()
+        self._stopped = threading.Event()
+        self.outbox.mkdir(parents=True, exist_ok=True)
+        end_earlier(self.outbox)
+        _RUNNING[self.outbox] = self
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
@@ -445,7 +513,10 @@ class CheckpointSync:
 
     def messages(self) -> list[str]:
         """Lines for the learner since the last call."""
-        return [self._messages.popleft() for _ in range(len(self._messages))]
+        lines = []
+        while self._messages:  # the thread may append meanwhile
+            lines.append(self._messages.pop(0))
+        return lines
 
     @property
     def waiting(self) -> Path | None:
@@ -456,27 +527,34 @@ class CheckpointSync:
         """Wait until the newest checkpoint is in the run folder, and show that; an error after `patience` seconds."""
         self._pause = FIRST_PAUSE
         self._wake.set()
-        output, started, shown = display.LiveOutput(most_lines=1), time.monotonic(), 0
-        while (path := self.waiting) is not None:
+        output = display.LiveOutput(most_lines=1)
+        started = time.monotonic()
+        shown = 0
+        while folder := self.waiting:
             waited = time.monotonic() - started
             if waited > patience:
-                problem = self.problem or tr("no answer")
                 raise CourseError(
                     tr(
                         "The last checkpoint could not be copied to {folder}: {problem}.",
                         folder=self.keep,
-                        problem=problem,
+                        problem=self.problem or tr("no answer"),
                     ),
                     todo=tr(
                         "Make it reachable or free some space, then run this cell again; until then the checkpoint "
                         "is {path}.",
-                        path=path,
+                        path=folder,
                     ),
                 )
             if int(waited) > shown:
                 shown = int(waited)
-                about = {"step": step_of(path), "folder": self.keep, "seconds": shown, "problem": self.problem or ""}
-                output.show(tr("copying checkpoint {step} to {folder}: {seconds} s. {problem}", **about))
+                text = tr(
+                    "copying checkpoint {step} to {folder}: {seconds} s. {problem}",
+                    step=step_of(folder),
+                    folder=self.keep,
+                    seconds=shown,
+                    problem=self.problem or "",
+                )
+                output.show(text)
             time.sleep(0.05)
         with suppress(OSError):  # the checkpoint is safe; logs are no reason for an error
             self._copy_logs()
@@ -490,26 +568,36 @@ class CheckpointSync:
             self._wake.clear()
             try:
                 self._sync()
-                self.problem, self._pause = None, FIRST_PAUSE
+                self._pause = FIRST_PAUSE
             except Exception as problem:  # whatever it is, training goes on
-                text = f"{getattr(problem, 'strerror', None) or problem} ({type(problem).__name__})"
+                reason = getattr(problem, "strerror", None) or problem
+                text = f"{reason} ({type(problem).__name__})"
                 if self.problem is None:
-                    about = {"folder": self.keep, "problem": text}
-                    warning = tr("[WARN] a checkpoint could not be copied to {folder}: {problem}.", **about)
-                    self._messages.append(f"{warning} {tr('Training goes on; the copy is retried.')}")
-                self.problem, self._pause = text, min(self._pause * 2, LONGEST_PAUSE)
+                    warning = tr(
+                        "[WARN] a checkpoint could not be copied to {folder}: {problem}. Training goes on; the copy is "
+                        "retried.",
+                        folder=self.keep,
+                        problem=text,
+                    )
+                    self._messages.append(warning)
+                self.problem = text
+                self._pause = min(self._pause * 2, LONGEST_PAUSE)
 
     def _sync(self) -> None:
         """Pack the newest folder into the run folder, prune there, copy the logs."""
-        while (folder := self.waiting) is not None:
-            started, best = time.monotonic(), read_object(folder / STATE).get("best_global_step")
+        while folder := self.waiting:
+            started = time.monotonic()
+            best = read_object(folder / STATE).get("best_global_step")
             kept = self._pack(folder)
             self.seconds = time.monotonic() - started
-            about = {"step": kept.step, "size": kept.size / 2**20}
-            self._messages.append(tr("checkpoint {step} is kept ({size:,.1f} MiB, verified)", **about))
+            size = kept.size / 2**20
+            self._messages.append(
+                tr("checkpoint {step} is kept ({size:,.1f} MiB, verified)", step=kept.step, size=size)
+            )
             if self.problem:
                 self._messages.append(tr("copying works again"))
-            self.kept, self.problem = kept, None
+            self.kept = kept
+            self.problem = None
             best_folder = self.outbox / f"checkpoint-{best}"
             if best != kept.step and best_folder.is_dir():  # it waited beside the newest, and nothing else keeps it
                 self._pack(best_folder)
@@ -527,23 +615,35 @@ class CheckpointSync:
             there = read_manifest(self.keep / f"{folder.name}.json")
             if there.fingerprint == self.fingerprint and defect(there) is None:
                 return there  # a whole one is never overwritten
-        if (free := free_gib(self.keep)) < (size := folder_gib(folder)):
+        free = free_gib(self.keep)
+        size = folder_gib(folder)
+        if free < size:
             raise OSError(errno.ENOSPC, tr("{size:.2f} GiB needed, {free:.2f} GiB free", size=size, free=free))
-        return pack(folder, self.keep, self.fingerprint, self._stopped.is_set, self.validation_rows)
+        return pack(folder, self.keep, self.fingerprint, self.validation_rows, self._stopped.is_set)
 
     def _copy_logs(self) -> None:
+        """Copy what is new, folders before what is in them: no parents are made where a mount was."""
         if self.logs is None:
             return
-        self.check()  # folders must not be made where a mount was
+        self.check()
         source, target = self.logs
-        for file in (path for path in source.rglob("*") if path.is_file() and not path.is_symlink()):
-            name = file.relative_to(source)
-            copy = target / name
-            there, here = copy.stat() if copy.exists() else None, file.stat()
-            if there is None or there.st_size != here.st_size or there.st_mtime < here.st_mtime:
-                for parent in reversed(name.parents):  # below the run folder only: its disk may go at any moment
-                    (target / parent).mkdir(exist_ok=True)
-                shutil.copyfile(file, copy)
+        target.mkdir(exist_ok=True)
+        for path in sorted(source.rglob("*")):
+            copied = target / path.relative_to(source)
+            if path.is_symlink():
+                continue
+            if path.is_dir():
+                copied.mkdir(exist_ok=True)
+            elif not _is_current(copied, path):
+                shutil.copyfile(path, copied)
+
+
+def _is_current(copied: Path, file: Path) -> bool:
+    if not copied.exists():
+        return False
+    there = copied.stat()
+    here = file.stat()
+    return there.st_size == here.st_size and there.st_mtime >= here.st_mtime
 
 
 def _link(source: str, target: str) -> None:

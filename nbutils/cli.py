@@ -19,6 +19,9 @@ from nbutils.language import print_whatever, printable, tr
 FILE = click.Path(path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
 MODEL_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+DTYPES = click.Choice(["auto", "float32", "float16", "bfloat16"])
+ONTO = click.Choice(["full", "dequantized"])
+DEVICES = click.Choice(["cpu", "cuda"])
 SET_HELP = 'Values of the profile: "sft.learning_rate=1e-4, lora.r=64".'
 json_option = click.option("--json", "as_json", is_flag=True, help="The result as JSON, for programs.")
 
@@ -159,9 +162,9 @@ def of_a_run() -> None:
 @click.argument("run")
 def list_checkpoints(run: str, thorough: bool = False) -> bool:
     """List them with size and place, checked by size and manifest."""
-    lines, remarks = checkpoints.listing(run, thorough)
-    print(display.aligned([line.row(thorough) for line in lines]) or tr("no checkpoint yet"), *remarks, sep="\n")
-    return bool(lines) and not remarks and all(line.problem is None for line in lines)
+    lines = checkpoints.listing(run, thorough)
+    print(display.aligned([line.row(thorough) for line in lines]) or tr("no checkpoint yet"))
+    return bool(lines) and all(line.problem is None for line in lines)
 
 
 @of_a_run.command()
@@ -297,9 +300,11 @@ def push(folder: Path, to: str, public: bool) -> None:
 @click.argument("base")
 @click.argument("adapter", nargs=-1, required=True, type=FILE)
 @click.argument("out", type=FILE)
-@click.option("--dtype", default="auto", help="float32, float16, bfloat16, or auto: the base's own.", show_default=True)
-@click.option("--onto", default="full", help="full, or dequantized: the base as 4-bit training saw it.")
-@click.option("--device", default="cpu", help="cpu needs no more than some hundred MB; cuda computes on the GPU.")
+@click.option("--dtype", type=DTYPES, default="auto", help="float32, float16, bfloat16, or auto: the base's own.")
+@click.option("--onto", type=ONTO, default="full", help="full, or dequantized: the base as 4-bit training saw it.")
+@click.option(
+    "--device", type=DEVICES, default="cpu", help="cpu needs no more than some hundred MB; cuda computes on the GPU."
+)
 @click.option("--replace", "replace_other", is_flag=True, help="Replace another model of this course that is in OUT.")
 def merge(base: str, adapter: tuple[Path, ...], out: Path, **options: Any) -> None:
     """Merge ADAPTER (or several) into BASE, named as MODEL in the lessons, and write the result to OUT, in shards."""

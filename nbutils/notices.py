@@ -302,10 +302,10 @@ def _newest_checkpoint(run: RunFolder) -> tuple[str, bool | None]:
     """What to tell of the newest checkpoint of a run, and whether it verifies; None if there is none."""
     folder = run.checkpoints
     try:
-        found, remarks = checkpoints.look(folder)
-        if not found and not remarks:
+        found = checkpoints.look(folder) or checkpoints.candidates(folder)
+        if not found:
             return tr("No checkpoint is kept yet."), None
-        problem = checkpoints.defect(found[0]) if found else remarks[0]
+        problem = checkpoints.defect(found[0])
     except OSError as failed:
         problem = failed.strerror or type(failed).__name__
     if problem:

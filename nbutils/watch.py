@@ -92,7 +92,7 @@ class Watched:
 
     def _checkpoints(self) -> str:
         """The kept checkpoints, checked by size and manifest."""
-        kept, _ = checkpoints.look(self.run.checkpoints)
+        kept = checkpoints.look(self.run.checkpoints)
         steps = []
         for checkpoint in kept:
             problem = checkpoints.defect(checkpoint, thorough=False)

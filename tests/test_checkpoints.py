@@ -60,8 +60,8 @@ def flip_a_byte(path: Path) -> None:
 DAMAGE: dict[str, Callable[[Path], Any]] = {
     "bytes, 20,480 expected": lambda path: os.truncate(path, 1000),
     "sha256 differs": flip_a_byte,
-    "its manifest cannot be used": lambda path: os.truncate(path.with_suffix(".json"), 20),
-    "it has no manifest": lambda path: path.with_suffix(".json").unlink(),
+    "manifest is missing or cannot be used": lambda path: os.truncate(path.with_suffix(".json"), 20),
+    "its manifest is missing": lambda path: path.with_suffix(".json").unlink(),
     "the archive is missing": Path.unlink,
 }
 
@@ -119,6 +119,19 @@ def test_a_disk_that_cannot_be_read_stops_the_run_and_one_error_does_not(keep: P
         checkpoints.require_step(folders, "demo", "30")
 
 
+def test_a_step_without_a_manifest_cannot_be_resumed_and_hides_no_other_training(keep: Path, monkeypatch: Any) -> None:
+    (keep / "checkpoint-30.json").unlink()
+    monkeypatch.setattr(checkpoints, "stores", lambda *_: [keep])
+    folders = platforms.Folders(keep.parent, keep.parent, keep.parent, None)
+    with refused("no complete checkpoint of step 30", "10, 20"):
+        checkpoints.require_step(folders, "demo", "30")
+    checkpoints.require_step(folders, "demo", "20")
+    best = checkpoints.newest(folders, "demo")
+    assert best and best.step == 20
+    with refused("are of another training"):
+        checkpoints.newest_verified([keep], {"seed": 2}, step=20)
+
+
 def test_pruning_and_clearing_leave_later_steps_and_foreign_files(keep: Path, tmp_path: Path) -> None:
     foreign = ["checkpoint-007.tar", "checkpoint-30 (1).tar", "checkpoint-notes.json", "checkpoint-٣.tar", "notes.txt"]
     for name in foreign:
@@ -164,7 +177,7 @@ def test_the_best_reaches_the_run_folder_also_where_the_newest_overtakes_it(make
         running.take(folder)
     away[0] = False
     running.finish(patience=10)
-    kept, _ = checkpoints.look(tmp_path / "run/checkpoints")
+    kept = checkpoints.look(tmp_path / "run/checkpoints")
     assert [one.step for one in kept] == [60, 40] and all(checkpoints.defect(one) is None for one in kept)
 
 
@@ -176,8 +189,8 @@ def test_checkpoints_and_logs_reach_the_run_folder(make_sync: Any, tmp_path: Pat
         (logs[0] / "deep/events").write_text("loss" * step)
         running.take(save(tmp_path / "trainer", step))
         running.finish(patience=5)
-    kept, remarks = checkpoints.look(tmp_path / "run/checkpoints")
-    assert [one.step for one in kept] == [30, 20] and not remarks
+    kept = checkpoints.look(tmp_path / "run/checkpoints")
+    assert [one.step for one in kept] == [30, 20]
     assert all(checkpoints.defect(one) is None for one in kept)
     assert "checkpoint 30 is kept" in capsys.readouterr().out and (logs[1] / "deep/events").read_text() == "loss" * 30
     assert not list((tmp_path / "outbox").iterdir())
@@ -213,7 +226,7 @@ def test_a_fault_costs_a_line_and_no_checkpoint(
     with refused("checkpoint is " + str(tmp_path / "outbox/checkpoint-20")):
         running.finish(patience=1.2 if fault == "hang" else 0.2)
     assert ("copying checkpoint 20 " in capsys.readouterr().out) == (fault == "hang")
-    assert running.kept is None and checkpoints.look(tmp_path / "run/checkpoints")[0] == []
+    assert running.kept is None and checkpoints.look(tmp_path / "run/checkpoints") == []
     assert [line[:6] for line in running.messages()] == ([] if fault == "hang" else ["[WARN]"])
     broken.clear()
     if fault == "run folder":
@@ -227,14 +240,14 @@ def test_a_fault_costs_a_line_and_no_checkpoint(
 def test_a_copy_that_met_a_full_disk_leaves_nothing_on_it(
     way: str, keep: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    [one, *_], _ = checkpoints.look(keep)
+    [one, *_] = checkpoints.look(keep)
     folder, store = checkpoints.unpack(one, tmp_path), tmp_path / "store"
     store.mkdir()
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "_with_manifest", full)  # the archive is written by then
+    monkeypatch.setattr(checkpoints, "_write_manifest", full)  # the archive is written by then
     with pytest.raises(OSError, match="No space"):
         checkpoints.pack(folder, store, {}) if way == "pack" else checkpoints.copy(one, store)
     assert not list(store.iterdir())

@@ -152,7 +152,7 @@ def test_no_more_is_written_than_was_announced(tmp_path: Path, monkeypatch: Patc
     endless, came = Site(status=206, body=bytes(8 << 20)), list[int]()
     monkeypatch.setattr(models, "tqdm", MagicMock(return_value=MagicMock(update=came.append)))
     listed = models.RemoteFile(f"{endless.url}/model.safetensors", tmp_path / "model.safetensors", 1000, "")
-    with refused(f"{REPO} could not"), models._one_error(REPO, "ModelScope"):
+    with refused(f"{REPO} could not"), models.download_errors(REPO, "ModelScope"):
         models._download(REPO, "ModelScope", tmp_path, [listed])
     assert 1000 < sum(came) <= 2 * network.PIECE and not list(tmp_path.glob("model*"))
 

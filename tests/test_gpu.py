@@ -138,7 +138,7 @@ def test_a_merge_on_the_card_is_that_of_the_cpu_within_one_rounding(tmp_path: Pa
         adapter = models.make_adapter(base, tmp_path / case, **wishes)
         for device in ("cpu", "cuda"):
             out = tmp_path / f"{case}-{device}"
-            merging.merge_adapter(base, adapter, out, dtype="bfloat16", device=device, progress=False)
+            merging.merge_adapter(base, adapter, out, dtype="bfloat16", device=device)
         ours, cards = models.weights(tmp_path / f"{case}-cpu"), models.weights(tmp_path / f"{case}-cuda")
         assert max(int((ordered(ours[name]) - ordered(cards[name])).abs().max()) for name in ours) <= 1
 

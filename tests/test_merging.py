@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import merge_models as models
@@ -20,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from support import refused
 
 from nbutils import cli, disk, files, merging, record
+from nbutils.config import UNMERGEABLE
 from nbutils.errors import CourseError
 from nbutils.merging import folder as folders
 from nbutils.merging import merge as merge_module
@@ -51,7 +51,11 @@ def pair(home: Path, tmp_path: Path) -> Pair:
 
 
 def merge(base: str | Path, adapter: Any, out: Path, **settings: Any) -> merge_module.MergeReport:
-    return merging.merge_adapter(base, adapter, out, progress=False, **settings)
+    return merging.merge_adapter(base, adapter, out, **settings)
+
+
+def check(base: str | Path, adapter: Path) -> None:
+    merging.check(base, adapter, onto="full", method="qlora")
 
 
 def change(file: Path, **values: Any) -> None:
@@ -167,29 +171,29 @@ def test_a_damaged_or_quantized_base_is_refused(name: str, damage: Any, problem:
     content = (base / name).read_bytes()
     (base / name).write_bytes(damage(content)) if damage else (base / name).unlink()
     with refused(problem):
-        merge_module.check_base(base, pair[1])
+        check(base, pair[1])
 
 
 def test_the_base_must_be_the_one_of_the_training(pair: Pair) -> None:
     base, adapter = pair
     with refused("base is Qwen/Qwen2.5-7B-Instruct."):
-        merge_module.check_base("Qwen/Qwen2.5-7B-Instruct", adapter)
+        check("Qwen/Qwen2.5-7B-Instruct", adapter)
     for name in ("somebody/base-bnb-4bit", None):  # a quantized twin; not written down: names and shapes decide
         change(adapter / "adapter_config.json", base_model_name_or_path=name)
-        merge_module.check_base(base, adapter)
+        check(base, adapter)
 
 
 @pytest.mark.parametrize(("broken", "words"), [
-    *(({key: ["x"]}, ["cannot be merged here", key]) for key in merge_module.UNMERGEABLE),
+    *(({key: ["x"]}, ["cannot be merged here", key]) for key in UNMERGEABLE),
     *(({"init_lora_weights": init}, ["cannot be merged here"]) for init in ("pissa_niter_4", "olora", None)),
-    ({"peft_type": "IA3"}, ["uses IA3"]), ({"r": 5}, ["gives another r"]),
-    (lambda name, one: None, ["The adapter has no"]),
-    (lambda name, one: one[..., :3].contiguous(), ["of shape"]),
-    (lambda name, one: one.to(torch.int8), ["as I8"]),
-    (lambda name, one: None if f"{LAYER}.lora_B" in name else one, [f"no lora_B for {LAYER}"]),
-    (["base_model.model.model.query.lora_A.weight", "model.query.lora_B.weight"], ["which the base does not have"]),
-    (["base_model.model.model.embed_tokens.lora_embedding_A"], ["cannot be merged here"]),
-    (["base_model.model.model.embed_tokens.lora_magnitude_vector"], ["The adapter has no"]),
+    ({"peft_type": "IA3"}, ["uses IA3"]), ({"r": 5}, ["fits no weight"]),
+    (lambda name, one: None, ["missing or damaged", ADAPTER]),
+    (lambda name, one: one[..., :3].contiguous(), ["3), fits no weight"]),
+    (lambda name, one: one.to(torch.int8), ["missing or damaged", ADAPTER]),
+    (lambda name, one: None if f"{LAYER}.lora_B" in name else one, [f"{LAYER}.lora_A, of shape"]),
+    (["base_model.model.model.query.lora_A.weight", "model.query.lora_B.weight"], ["model.query.lora_A, of shape"]),
+    (["base_model.model.model.embed_tokens.lora_embedding_A"], ["lora_embedding_A, of shape"]),
+    (["base_model.model.model.embed_tokens.lora_magnitude_vector"], ["lora_magnitude_vector, of shape"]),
 ])  # fmt: skip
 def test_an_adapter_that_cannot_be_merged_is_refused(broken: Any, words: list[str], pair: Pair) -> None:
     """Another config, every tensor changed, or tensors of other names: nothing is written."""
@@ -216,9 +220,9 @@ def test_nothing_is_written_over_base_adapter_or_foreign_files(pair: Pair, tmp_p
     for out in (base, adapter, tmp_path, other, tmp_path / "mine", tmp_path / "out"):
         with pytest.raises(CourseError):
             merge(base, adapter, out)
-    for wrong in ({"dtype": "int4"}, {"onto": "4bit"}, {"device": "gpu"}):
-        with refused(f"{next(iter(wrong))} is "):
-            merge(base, adapter, tmp_path / "new", **wrong)
+    for option, value in (("--dtype", "int4"), ("--onto", "4bit"), ("--device", "gpu")):
+        words = [str(base), str(adapter), str(tmp_path / "new"), option, value]
+        assert CliRunner().invoke(cli.app, ["merge", *words]).exit_code == 2
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -245,7 +249,7 @@ for place, name, step in ((os, "replace", killed_at_third), (folder, "copy_compa
     out = outs.pop(0)
     if not (child := os.fork()):
         setattr(place, name, step)
-        merging.merge_adapter(base, adapter, out, progress=False)
+        merging.merge_adapter(base, adapter, out)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 """
 
@@ -264,6 +268,16 @@ def test_a_killed_merge_continues_with_the_next_shard(home: Path, tmp_path: Path
         assert_same_bits(out, fresh)
         assert secret.read_text() == "mine"
         assert {one.name for one in out.iterdir()} == {one.name for one in fresh.iterdir()}
+
+
+def test_one_file_with_an_index_is_merged_into_one_with_an_index(tmp_path: Path) -> None:
+    base = models.make_base(tmp_path / "single/base")
+    (base / folders.SINGLE).rename(base / "model-00001-of-00001.safetensors")
+    names = dict.fromkeys(models.weights(base), "model-00001-of-00001.safetensors")
+    (base / folders.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    adapter = models.make_adapter(base, tmp_path / "single/adapter")
+    merge(base, adapter, tmp_path / "out")
+    models.load(tmp_path / "out")  # without an index transformers does not find the weights
 
 
 def test_a_full_disk_is_reported_and_another_merge_begins_anew(home: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -306,6 +320,7 @@ def test_the_folder_has_the_tokenizer_of_the_training_and_indices_as_they_are(tm
     save_file(models.weights(base) | indices, base / folders.SINGLE, {"format": "pt"})
     tokenizer = AutoTokenizer.from_pretrained(base)
     merge(base, adapter, tmp_path / "plain", dtype="float16")
+    merging.prove(base, adapter, tmp_path / "plain")
     made = models.weights(tmp_path / "plain")
     assert all(torch.equal(made[name], one) for name, one in indices.items())
     assert AutoTokenizer.from_pretrained(tmp_path / "plain").chat_template == tokenizer.chat_template
@@ -338,24 +353,23 @@ def test_a_hub_id_is_found_in_the_cache(home: Path, tmp_path: Path, monkeypatch:
     (repo / "refs/main").write_text(revision)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_OFFLINE", True)
-    merge_module.check_base("somebody/base", home / "adapter")
+    check("somebody/base", home / "adapter")
     assert merge("somebody/base", home / "adapter", tmp_path / "out").base == "somebody/base"
-    with refused("The base nobody/base cannot be"):
+    with refused("nobody/base could not be downloaded"):
         merging.open_base("nobody/base")
 
 
 def test_a_model_too_large_for_the_run_folder_goes_to_scratch(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     run = record.RunFolder(files.make_folder(tmp_path / "keep/run", "a test"))
-    started: Any = SimpleNamespace(run=run, model="m", scratch=tmp_path / "scratch/run")
+    scratch = tmp_path / "scratch/run"
     monkeypatch.setattr(disk, "free_gib", lambda folder: 10.0)
 
     def choose(gib: float) -> Path:
-        monkeypatch.setattr(merge_module, "size_gib", lambda *given: gib)
-        return merging.choose_folder(started)
+        return merging.choose_folder(run, scratch, gib)
 
     assert choose(8) == run.path / "merged" == run.merged
     place = choose(15)
-    assert place == started.scratch / "merged" == record.RunFolder(run.path).merged
+    assert place == scratch / "merged" == record.RunFolder(run.path).merged
     assert "[WARN]" in capsys.readouterr().out
     assert choose(8) == run.path / "merged" == run.merged  # there is room again
     choose(15)
@@ -366,12 +380,10 @@ def test_a_model_too_large_for_the_run_folder_goes_to_scratch(tmp_path: Path, mo
 
 
 def test_a_lesson_checks_base_adapter_and_what_is_merged_onto(home: Path) -> None:
-    run = SimpleNamespace(adapter=home / "adapter")
     for onto, method in (("full", "lora"), ("dequantized", "qlora"), ("dequantized", "lora"), ("half", "qlora")):
         allowed = (onto, method) in (("full", "lora"), ("dequantized", "qlora"))
-        started: Any = SimpleNamespace(run=run, model=home / "base", profile=SimpleNamespace(method=method))
         with nullcontext() if allowed else refused(f"MERGE_ONTO is {onto!r}, with method", f"with method {method}."):
-            merging.check(started, onto)
+            merging.check(home / "base", home / "adapter", onto, method)
 
 
 def test_the_command_replaces_another_model_only_on_request(home: Path, tmp_path: Path) -> None:
@@ -409,9 +421,9 @@ from pathlib import Path
 from nbutils import merging
 def peak(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 small, adapter, large, its_adapter, out = map(Path, sys.argv[1:])
-merging.merge_adapter(small, adapter, out / "small", dtype="float16", progress=False)  # all libraries are loaded
+merging.merge_adapter(small, adapter, out / "small", dtype="float16")  # all libraries are loaded
 before = peak()
-merging.merge_adapter(large, its_adapter, out / "large", dtype="float16", progress=False)
+merging.merge_adapter(large, its_adapter, out / "large", dtype="float16")
 print((peak() - before) // 1024)
 """
 

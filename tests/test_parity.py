@@ -230,7 +230,7 @@ def started(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def merged_onto(started: Any, onto: str) -> Path:
     folder, settings = started.run.path / "merged", {"bnb_4bit_quant_type": "nf4", "dtype": "float32"}
-    given: dict[str, Any] = {"dtype": "float32", "onto": onto, "quantization": settings, "progress": False}
+    given: dict[str, Any] = {"dtype": "float32", "onto": onto, "quantization": settings}
     merging.merge_adapter(started.model, started.run.adapter, folder, **given)
     return folder
 

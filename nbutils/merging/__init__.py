@@ -1,9 +1,18 @@
 """Merging an adapter into its base on a small machine, from disk to disk, and proving the result."""
 
 from nbutils.merging.folder import is_quantized, open_base, read_weight, weights_fingerprint
-from nbutils.merging.merge import check, choose_folder, init_changes_base, merge_adapter, prove, size_gib
+from nbutils.merging.merge import check, choose_folder, merge_adapter, prove, size_gib
+from nbutils.merging.weights import init_changes_base
 
 __all__ = [
-    "check", "choose_folder", "init_changes_base", "is_quantized", "merge_adapter", "open_base", "prove", "read_weight",
-    "size_gib", "weights_fingerprint",
-]  # fmt: skip
+    "check",
+    "choose_folder",
+    "init_changes_base",
+    "is_quantized",
+    "merge_adapter",
+    "open_base",
+    "prove",
+    "read_weight",
+    "size_gib",
+    "weights_fingerprint",
+]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -25,21 +24,30 @@ from nbutils.language import tr
 if TYPE_CHECKING:
     import torch
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 QUANTIZED_SUFFIX = re.compile(
     r"[-_](unsloth-)?(bnb-4bit|4bit|8bit|awq|gptq|fp8|gguf|w4a16|w8a8|int4|int8|mlx)\b.*$", re.I
 )
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.py")
 TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
-)  # fmt: skip
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
+)
 SAMPLE = 2**12  # bytes at the beginning, in the middle and at the end of each weight
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 CODES = {name: code for code, name in FLOATS.items()}
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 BLOCK = 2**18  # elements computed at a time: what fits in the CPU's cache is three times as fast
 MIN_ROWS = 32  # smaller products may be rounded differently
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -57,47 +65,63 @@ class StoredTensor:
         """Length of the first dimension; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
-    def written_as(self, dtype: str) -> tuple[str, int]:
-        """The safetensors dtype and the bytes it is written in, for this torch dtype; integers keep theirs."""
-        code = self.dtype if dtype == "auto" or self.dtype not in FLOATS else CODES[dtype]
-        return code, self.size if code == self.dtype else math.prod(self.shape) * FLOAT_BYTES[code]
+    def code_as(self, dtype: str) -> str:
+        """The safetensors code it is written in, for this torch dtype; integers keep theirs."""
+        if dtype == "auto" or self.dtype not in FLOATS:
+            return self.dtype
+        return CODES[dtype]
 
-    def blocks(self, whole: bool = False) -> Iterator[tuple[int, int]]:
-        """Row ranges of about BLOCK elements; all rows at once if `whole`."""
-        return split_rows(self.rows, self.rows if whole else BLOCK // (math.prod(self.shape[1:]) or 1))
+    def bytes_as(self, dtype: str) -> int:
+        """The bytes it takes when it is written in this torch dtype."""
+        code = self.code_as(dtype)
+        if code == self.dtype:
+            return self.size
+        return math.prod(self.shape) * FLOAT_BYTES[code]
 
-    def read(self, first: int, last: int) -> memoryview:
-        """The bytes of rows `first` to `last`."""
-        row_size = self.size // max(self.rows, 1)
+    def blocks(self) -> Iterator[slice]:
+        """Row ranges of about BLOCK elements."""
+        row = math.prod(self.shape[1:])
+        return split_rows(self.rows, BLOCK // row)
+
+    def read(self, rows: slice) -> memoryview:
+        """The bytes of some rows."""
+        first, last, _ = rows.indices(self.rows)
+        row_size = self.size // self.rows
         count = (last - first) * row_size
-        data = np.fromfile(self.file, np.uint8, count, offset=self.start + first * row_size)
-        if len(data) < count:
-            raise CourseError(
-                tr("{file} is missing or damaged: {reason}.", file=self.file, reason=tr("it ends too early")),
-                todo=tr(
-                    "Delete it and download or make it again; if it exists only as .bin, load it and save it "
-                    "with save_pretrained."
-                ),
-            )
-        return data.data
+        content = np.fromfile(self.file, np.uint8, count, offset=self.start + first * row_size)
+        if len(content) < count:
+            raise damaged(self.file, tr("it ends too early"))
+        return content.data
 
-    def tensor(self, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Rows `first` to `last` in the stored dtype."""
+    def tensor(self, rows: slice = ALL) -> torch.Tensor:
+        """Some rows in the stored dtype."""
         import torch
 
-        last = self.rows if last is None else last
-        data = self.read(first, last)
-        flat = torch.frombuffer(data, dtype=getattr(torch, FLOATS[self.dtype])) if len(data) else torch.empty(0)
-        return flat.reshape((last - first, *self.shape[1:]) if self.shape else ())
+        dtype = getattr(torch, FLOATS[self.dtype])
+        return torch.frombuffer(self.read(rows), dtype=dtype).reshape(-1, *self.shape[1:])
 
 
-def split_rows(total: int, rows: int) -> Iterator[tuple[int, int]]:
+def split_rows(total: int, rows: int) -> Iterator[slice]:
     """All rows in ranges of about `rows`, none of them shorter than MIN_ROWS unless the whole is."""
-    first, rows = 0, max(MIN_ROWS, rows)
+    rows = max(MIN_ROWS, rows)
+    first = 0
     while first < total:
-        end = total if total - first - rows < MIN_ROWS else first + rows
-        yield first, end
-        first = end
+        last = first + rows
+        if total - last < MIN_ROWS:
+            last = total
+        yield slice(first, last)
+        first = last
+
+
+def damaged(file: Path, reason: object) -> CourseError:
+    """The error for a file of weights that is not whole."""
+    return CourseError(
+        tr("{file} is missing or damaged: {reason}.", file=file, reason=reason),
+        todo=tr(
+            "Delete it and download or make it again; if it exists only as .bin, load it and save it "
+            "with save_pretrained."
+        ),
+    )
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -111,18 +135,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(opened.read(8), "little")
             entries: dict[str, Any] = json.loads(opened.read(length))
     except (OSError, ValueError, SafetensorError) as problem:
-        raise CourseError(
-            tr("{file} is missing or damaged: {reason}.", file=file, reason=problem),
-            todo=tr(
-                "Delete it and download or make it again; if it exists only as .bin, load it and save it "
-                "with save_pretrained."
-            ),
-        ) from problem
+        raise damaged(file, problem) from problem
     entries.pop("__metadata__", None)
     tensors = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         first, last = entry["data_offsets"]
-        tensors[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + first, last - first)
+        shape = tuple(entry["shape"])
+        tensors[name] = StoredTensor(file, entry["dtype"], shape, start=8 + length + first, size=last - first)
     return tensors
 
 
@@ -137,50 +156,37 @@ class ModelFolder:
 
     @property
     def weights(self) -> dict[str, StoredTensor]:
-        return {name: tensor for shard in self.shards.values() for name, tensor in shard.items()}
+        """The tensors of all files by name."""
+        weights: dict[str, StoredTensor] = {}
+        for tensors in self.shards.values():
+            weights |= tensors
+        return weights
 
     @property
     def dtype(self) -> str:
         """The torch name of the weights' dtype; "auto" if there are several."""
-        found = {FLOATS[tensor.dtype] for tensor in self.weights.values() if tensor.dtype in FLOATS}
-        return found.pop() if len(found) == 1 else "auto"
+        codes = {tensor.dtype for tensor in self.weights.values()} & FLOATS.keys()
+        return FLOATS[codes.pop()] if len(codes) == 1 else "auto"
 
 
 def open_base(base: str | Path) -> ModelFolder:
     """A model folder, or a Hub model that is downloaded if it is not cached; a quantized one is refused."""
-    path, name = Path(base), model_name(base)
+    path = Path(base)
     if not path.is_dir():
-        from huggingface_hub import snapshot_download
-
-        try:
-            wanted, ignored = list(models.WANTED), list(models.NOT_WANTED)
-            path = Path(snapshot_download(str(base), allow_patterns=wanted, ignore_patterns=ignored))
-        except Exception as problem:
-            raise CourseError(
-                tr("The base {base} cannot be downloaded: {problem}.", base=base, problem=type(problem).__name__),
-                todo=tr("Check the name and the network."),
-            ) from problem
+        with models.download_errors(str(base), "hub"):
+            path = models.snapshot(str(base))
     models.require_plain(path)
     config = models.read_config(path / "config.json")
-    index = models.read_config(path / INDEX)["weight_map"] if (path / INDEX).is_file() else {}
-    names = sorted({Path(file).name for file in index.values()}) or [SINGLE]
-    model = ModelFolder(path, name, config, {file: read_header(path / file) for file in names})
-    if missing := sorted(index.keys() - model.weights.keys()):
-        raise CourseError(
-            tr(
-                "{file} is missing or damaged: {reason}.",
-                file=path / INDEX,
-                reason=tr("no file has {name}", name=missing[0]),
-            ),
-            todo=tr(
-                "Delete it and download or make it again; if it exists only as .bin, load it and save it "
-                "with save_pretrained."
-            ),
-        )
+    names = {SINGLE}
+    if (path / INDEX).is_file():
+        index = models.read_config(path / INDEX)
+        names = {Path(file).name for file in index["weight_map"].values()}
+    shards = {name: read_header(path / name) for name in sorted(names)}
+    model = ModelFolder(path, model_name(base), config, shards)
     if is_quantized(config):
         raise CourseError(
-            tr("{name} is a quantized model.", name=name),
-            todo=tr("Use {original}.", original=QUANTIZED_SUFFIX.sub("", name)),
+            tr("{name} is a quantized model.", name=model.name),
+            todo=tr("Use {original}.", original=QUANTIZED_SUFFIX.sub("", model.name)),
         )
     return model
 
@@ -188,21 +194,33 @@ def open_base(base: str | Path) -> ModelFolder:
 def open_adapter(path: Path) -> ModelFolder:
     """An adapter folder as PEFT saves it."""
     files.require_inside(path, path.rglob("*"))
-    shards = {ADAPTER_WEIGHTS: read_header(path / ADAPTER_WEIGHTS)}
-    return ModelFolder(path, path.name, models.read_config(path / ADAPTER_CONFIG), shards)
+    file = path / ADAPTER_WEIGHTS
+    tensors = read_header(file)
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if not dtypes or not dtypes <= FLOATS.keys():
+        raise damaged(file, tr("it holds no numbers in 16 or 32 bits"))
+    config = models.read_config(path / ADAPTER_CONFIG)
+    return ModelFolder(path, path.name, config, shards={ADAPTER_WEIGHTS: tensors})
 
 
 def read_weight(folder: str | Path, name: str) -> torch.Tensor:
-    """One weight of a model folder in float32."""
-    return open_base(folder).weights[name].tensor().float()
+    """One weight of a model folder in float32.
+
+    Example: `merging.read_weight("runs/tiny/merged", "model.norm.weight")`
+    """
+    model = open_base(folder)
+    return model.weights[name].tensor().float()
 
 
 def model_name(base: str | Path) -> str:
     """The Hub id, also of a folder in the Hub's cache; of any other folder its own name."""
-    parts = Path(base).absolute().parts if Path(base).is_dir() else Path(base).parts
-    if "snapshots" in parts and (cache := parts[parts.index("snapshots") - 1]).startswith("models--"):
-        return cache.removeprefix("models--").replace("--", "/")
-    return parts[-1] if Path(base).is_dir() else str(base)
+    if not Path(base).is_dir():
+        return str(base)
+    path = Path(base).absolute()
+    for part in path.parts:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    return path.name
 
 
 def is_quantized(config: Mapping[str, Any]) -> bool:
@@ -212,27 +230,40 @@ def is_quantized(config: Mapping[str, Any]) -> bool:
 
 def weights_fingerprint(model: ModelFolder) -> str:
     """A checksum of the config, of every weight's name, dtype and shape, and of samples of every weight."""
-    digest = hashlib.sha256(json.dumps(model.config, sort_keys=True).encode())
-    for shard in sorted(model.shards):
+    config = json.dumps(model.config, sort_keys=True)
+    digest = hashlib.sha256(config.encode())
+    for shard, tensors in sorted(model.shards.items()):
         with open(model.path / shard, "rb", buffering=0) as file:
-            for name, tensor in model.shards[shard].items():
+            for name, tensor in tensors.items():
                 digest.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())
-                last = max(0, tensor.size - SAMPLE)
-                for offset in sorted({0, last // 2, last}):
-                    digest.update(os.pread(file.fileno(), min(SAMPLE, tensor.size), tensor.start + offset))
+                for offset in _sample_offsets(tensor.size):
+                    file.seek(tensor.start + offset)
+                    sample = file.read(min(SAMPLE, tensor.size))
+                    digest.update(sample)
     return digest.hexdigest()[:16]
+
+
+def _sample_offsets(size: int) -> list[int]:
+    last = max(0, size - SAMPLE)
+    return sorted({0, last // 2, last})
 
 
 def copy_companions(out: Path, base: ModelFolder, adapter: Path, dtype: str, untied: bool) -> None:
     """Config, tokenizer and other small files: the base's, but the tokenizer files of the adapter if it has any."""
-    small: dict[str, Path] = {}
-    for folder, patterns in ((base.path, (*SMALL_FILES, *TOKENIZER_FILES)), (adapter, TOKENIZER_FILES)):
-        small |= {file.name: file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
-    for name, file in small.items():
-        if name not in (INDEX, "config.json"):
-            shutil.copyfile(file, out / name)
-    config = {key: value for key, value in base.config.items() if key != "quantization_config"}
+    for pattern in (*SMALL_FILES, *TOKENIZER_FILES):
+        _copy_files(base.path, pattern, out)
+    for pattern in TOKENIZER_FILES:
+        _copy_files(adapter, pattern, out)
+    config = dict(base.config)
     if dtype != "auto":
         config.pop("torch_dtype", None)  # the former name of dtype
         config["dtype"] = dtype
-    files.write_json(out / "config.json", config | ({"tie_word_embeddings": False} if untied else {}))
+    if untied:
+        config["tie_word_embeddings"] = False
+    files.write_json(out / "config.json", config)
+
+
+def _copy_files(folder: Path, pattern: str, out: Path) -> None:
+    for file in folder.glob(pattern):
+        if file.is_file():
+            shutil.copyfile(file, out / file.name)

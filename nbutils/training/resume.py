@@ -100,14 +100,14 @@ def _begin_anew(keep: Path) -> None:
 def _set_later_aside(keep: Path, step: int) -> None:
     """Move checkpoints after a step into a folder nothing looks into."""
     aside = keep / time.strftime(f"after-{step}-%Y%m%d-%H%M%S")
-    kept, _ = checkpoints.look(keep)
+    kept = checkpoints.look(keep)
     for later in kept:
         if later.step <= step:
             continue
         aside.mkdir(exist_ok=True)
-        shutil.move(later.archive.with_suffix(".json"), aside)  # first: an archive without manifest does not count
-        if later.archive.exists():
-            shutil.move(later.archive, aside)
+        for path in (later.archive.with_suffix(".json"), later.archive):  # an archive without manifest does not count
+            if path.exists():
+                shutil.move(path, aside)
     if aside.exists():
         print(tr("Later checkpoints are in {folder}.", folder=aside))
 

@@ -161,7 +161,7 @@ class CourseCallback(TrainerCallback):
         output = Path(trainer.args.output_dir)
         count = trainer.args.save_total_limit + 2  # the best one is kept beside the newest
         require_disk(output, count * self.checkpoint_gib, tr("writing checkpoints"))
-        kept, _ = checkpoints.look(self.run.checkpoints)
+        kept = checkpoints.look(self.run.checkpoints)
         missing = max(count - len(kept), 1)
         require_disk(self.run.checkpoints, missing * self.checkpoint_gib, tr("keeping checkpoints"))
 

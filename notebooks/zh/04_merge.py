@@ -62,7 +62,7 @@ from nbutils import merging
 
 lesson = nbutils.start("04_merge", globals())
 lesson.require("03_qlora")
-merging.check(lesson, MERGE_ONTO)
+merging.check(lesson.model, lesson.run.adapter, MERGE_ONTO, method=lesson.profile.method)
 
 # %% [markdown]
 # ## 适配器和基座模型
@@ -117,7 +117,8 @@ print(f"和 PEFT 的乘积最多相差 {(delta - scale * (B @ A)).abs().max():.2
 # %%
 dtype = lesson.profile.from_pretrained.dtype
 four_bit = dict(lesson.profile.quantization) | {"dtype": dtype}
-folder = merging.choose_folder(lesson, dtype)
+gib = merging.size_gib(lesson.model, lesson.run.adapter, dtype)
+folder = merging.choose_folder(lesson.run, lesson.scratch, gib)
 merge = merging.merge_adapter(lesson.model, lesson.run.adapter, folder, dtype=dtype, onto=MERGE_ONTO, quantization=four_bit)
 print(merge)
 

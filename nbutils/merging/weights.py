@@ -1,0 +1,205 @@
+"""What becomes of each weight: copied, replaced by the adapter's own, or W + scale * B @ A, computed in float32.
+
+What cannot be merged exactly is refused here, before anything is written.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbutils.config import BASE_KEEPING_INITS, UNMERGEABLE
+from nbutils.errors import CourseError
+from nbutils.language import tr
+from nbutils.merging.folder import ModelFolder, StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+EITHER = re.compile(r"\.(lm_head|embed_tokens)\.")
+# weight so far, weight of the base, rows of both -> weight with the update
+Apply = Callable[["torch.Tensor", "torch.Tensor", slice], "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class LoraUpdate:
+    """scale * B @ A is added; with a magnitude it is DoRA."""
+
+    b: StoredTensor
+    a: StoredTensor
+    scale: float
+    magnitude: StoredTensor | None = None
+
+    def load(self, device: str) -> Apply:
+        """Read the factors; the function that applies them to a range of rows."""
+        import torch
+
+        b = self.b.tensor().to(device, torch.float32)
+        a = self.a.tensor().to(device, torch.float32)
+        magnitude = None
+        if self.magnitude:
+            magnitude = self.magnitude.tensor().to(device, torch.float32)
+
+        def apply(weight: torch.Tensor, base: torch.Tensor, rows: slice) -> torch.Tensor:
+            delta = b[rows] @ a
+            delta.mul_(self.scale)
+            if magnitude is None:
+                return delta.add_(weight)
+            norm = torch.linalg.norm(base + delta, dim=1)
+            factor = magnitude[rows] / norm
+            return factor.view(-1, 1) * (weight + delta)
+
+        return apply
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """How one weight of the merged model is made: read from `source`, through 4 bits (settings), then updated."""
+
+    source: StoredTensor
+    shard: str  # the file it is written to
+    updates: tuple[LoraUpdate, ...] = ()
+    dequantized: Mapping[str, Any] | None = None
+    replaced: bool = False  # by a weight of the adapter (modules_to_save)
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether an adapter changes it."""
+        return self.replaced or bool(self.updates)
+
+
+def plan_weights(base: ModelFolder, adapters: Sequence[ModelFolder]) -> dict[str, WeightPlan]:
+    """The plan of every weight of the merged model, by name."""
+    plans = {name: WeightPlan(tensor, shard=tensor.file.name) for name, tensor in base.weights.items()}
+    if unties_head(base, adapters):
+        plans.setdefault(HEAD, plans[EMBEDDING])
+    for adapter in adapters:
+        _require_mergeable(adapter)
+        _add_adapter(plans, adapter)
+    return plans
+
+
+def unties_head(base: ModelFolder, adapters: Sequence[ModelFolder]) -> bool:
+    """Whether output layer and embedding, one matrix in the base, differ after the merge."""
+    names = base.weights
+    tied = base.config.get("tie_word_embeddings", HEAD not in names)
+    if not tied or EMBEDDING not in names:
+        return False
+    keys = [key for adapter in adapters for key in adapter.weights]
+    return any(EITHER.search(key) for key in keys)
+
+
+def _require_mergeable(adapter: ModelFolder) -> None:
+    """Refuse what is not LoRA, rsLoRA or DoRA."""
+    config = adapter.config
+    problems = [key for key in UNMERGEABLE if config.get(key)]
+    if config.get("peft_type") != "LORA":
+        problems.append(str(config.get("peft_type")))
+    if init_changes_base(config):
+        problems.append(tr("init_lora_weights={init}, which changed the base", init=config["init_lora_weights"]))
+    if problems:
+        raise CourseError(
+            tr("{folder} uses {kind}, which cannot be merged here.", folder=adapter.path, kind=problems[0]),
+            allowed=tr("LoRA, rsLoRA and DoRA, with modules_to_save"),
+            todo=tr("Merge it with PEFT's merge_and_unload on a machine with enough memory, or serve it unmerged."),
+        )
+
+
+def init_changes_base(config: Mapping[str, Any]) -> bool:
+    """Whether an adapter's init changed its base: such an adapter means nothing without that changed base."""
+    init = config.get("init_lora_weights", True)
+    return not isinstance(init, bool) and str(init).lower() not in BASE_KEEPING_INITS
+
+
+def _add_adapter(plans: dict[str, WeightPlan], adapter: ModelFolder) -> None:
+    """Give each weight what the adapter has for it; a tensor that fits no weight is refused."""
+    left = {_bare_key(key): tensor for key, tensor in adapter.weights.items()}
+    for name, plan in plans.items():
+        shape = plan.source.shape
+        if name in left and left[name].shape == shape:
+            plan = replace(plan, source=left.pop(name), replaced=True)
+        module = name.removesuffix(".weight")
+        a = left.get(f"{module}.lora_A")
+        b = left.get(f"{module}.lora_B")
+        if a and b and a.rows == adapter.config["r"] and (b.rows, a.shape[-1]) == shape:
+            magnitude = left.pop(f"{module}.lora_magnitude_vector", None)
+            update = LoraUpdate(b, a, _scale_of(adapter.config), magnitude)
+            plan = replace(plan, updates=(*plan.updates, update))
+            del left[f"{module}.lora_A"], left[f"{module}.lora_B"]
+        plans[name] = plan
+    if left:
+        key = min(left)
+        raise CourseError(
+            tr("The adapter's {key}, of shape {shape}, fits no weight of the base.", key=key, shape=left[key].shape),
+            allowed=tr(
+                "for a module of the base lora_A and lora_B of rank r and of its shape, a DoRA magnitude, or the "
+                "whole module (modules_to_save)"
+            ),
+            todo=tr(
+                "Use the base that adapter_config.json names, with its embeddings resized as before training; save "
+                "the adapter again if a part is missing; merge a LoRA on an embedding with PEFT's merge_and_unload."
+            ),
+        )
+
+
+def _bare_key(key: str) -> str:
+    """The module and the part of it, without what PEFT writes around them."""
+    key = key.removeprefix("base_model.model.").replace(".base_layer.", ".")  # untouched, beside a LoRA on it
+    return re.sub(r"\.(lora_A|lora_B|lora_magnitude_vector)\.weight$", r".\1", key)
+
+
+def _scale_of(config: Mapping[str, Any]) -> float:
+    """What B @ A is multiplied with."""
+    rank = math.sqrt(config["r"]) if config.get("use_rslora") else config["r"]
+    return float(config["lora_alpha"] / rank)
+
+
+def quantized_weights(folder: Path) -> set[str]:
+    """The weights that transformers loads in 4 bits: linear layers, but not the output layer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    with torch.device("meta"):  # no memory for weights
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    skipped = get_keys_to_not_convert(model)
+    linear = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+    return {f"{name}.weight" for name in linear if should_convert_module(name, skipped)}
+
+
+def compute_rows(
+    plan: WeightPlan, updates: Sequence[Apply], dtype: str, rows: slice, device: str = "cpu"
+) -> torch.Tensor:
+    """Some rows of a merged weight: every update added in float32, rounded once to the torch `dtype`."""
+    import torch
+
+    base = plan.source.tensor(rows).to(device)
+    if plan.dequantized:
+        base = _through_4_bits(base, plan.dequantized)
+    base = base.float()
+    weight = base
+    for apply in updates:
+        weight = apply(weight, base, rows)
+    return weight.to("cpu", getattr(torch, dtype))
+
+
+def _through_4_bits(weight: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+    """A weight of the base as 4-bit training saw it."""
+    import torch
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    if settings["dtype"]:
+        weight = weight.to(getattr(torch, settings["dtype"]))
+    packed, state = quantize_4bit(
+        weight.contiguous(),
+        quant_type=settings["bnb_4bit_quant_type"],
+        compress_statistics=settings["bnb_4bit_use_double_quant"],
+    )
+    return dequantize_4bit(packed, state)
