@@ -67,66 +67,44 @@ class Settings:
 
     def prompts(self, tokenizer: Any, concurrency: int) -> list[list[int]]:
         """The prompts of one level: random words of one token each, so that none gains from a prefix cache."""
-        vocabulary = tokenizer.get_vocab()
-        words = sorted(vocabulary[token] for token in vocabulary if WORD.fullmatch(token))
+        words = []
+        for token, number in tokenizer.get_vocab().items():
+            if WORD.fullmatch(token):
+                words.append(number)
+        words.sort()
         rng = random.Random(concurrency)
-        requests = range(self.requests_at(concurrency))
-        return [rng.choices(words, k=self.prompt_tokens) for _ in requests]
+        return [rng.choices(words, k=self.prompt_tokens) for _ in range(self.requests_at(concurrency))]
 
 
 @dataclass(frozen=True)
 class Level:
-    """One engine at one concurrency; its times are None if nothing was answered, or nothing streamed."""
+    """One engine at one concurrency; times are None where nothing was answered, or answers came as a whole."""
 
     engine: str
     concurrency: int
     requests: int
-    errors: int
-    first_error: str
-    seconds: float
-    tokens_per_second: float
-    ttft_ms: Percentiles | None
-    tpot_ms: Percentiles | None
-    latency_ms: Percentiles | None
+    errors: int = 0
+    first_error: str = ""
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    ttft_ms: Percentiles | None = None
+    tpot_ms: Percentiles | None = None
+    latency_ms: Percentiles | None = None
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds from a request to its first token (None if it was not streamed), and to its last."""
+def summarize(engine: str, concurrency: int, latencies: Sequence[float], *, tokens: int, seconds: float) -> Level:
+    """A level of which all answers have so many tokens, and came as a whole after these seconds."""
+    import numpy as np
 
-    first: float | None
-    last: float
-
-
-def summarize(engine: str, concurrency: int, timings: Sequence[Timing], *, tokens: int, seconds: float) -> Level:
-    """The numbers of a level whose answers all have so many tokens."""
-    waits: list[float] = []
-    paces: list[float] = []
-    for timing in timings:
-        if timing.first is not None:
-            waits.append(timing.first)
-            paces.append((timing.last - timing.first) / (tokens - 1))
+    latency_ms = {f"p{share}": round(1000 * float(np.percentile(latencies, share)), 2) for share in PERCENTILES}
     return Level(
         engine,
         concurrency,
-        requests=len(timings),
-        errors=0,
-        first_error="",
+        requests=len(latencies),
         seconds=round(seconds, 3),
-        tokens_per_second=round(tokens * len(timings) / seconds, 1),
-        ttft_ms=percentiles(waits),
-        tpot_ms=percentiles(paces),
-        latency_ms=percentiles([timing.last for timing in timings]),
+        tokens_per_second=round(tokens * len(latencies) / seconds, 1),
+        latency_ms=latency_ms,
     )
-
-
-def percentiles(seconds: Sequence[float]) -> Percentiles | None:
-    """What 50, 90 and 99 % of some times stay below; None without any."""
-    import numpy as np
-
-    if not seconds:
-        return None
-    return {f"p{share}": round(1000 * float(np.percentile(seconds, share)), 2) for share in PERCENTILES}
 
 
 @dataclass(frozen=True)
@@ -262,46 +240,41 @@ def measure_by_client(server: MeasuredServer, engine: str, settings: Settings, c
     """Measure one level with the `openai` client in threads, which is fast enough for `transformers serve`."""
     from openai import OpenAI
 
-    client = OpenAI(base_url=server.url, api_key=server.api_key or NO_KEY, timeout=300.0, max_retries=0)
+    client = OpenAI(
+        base_url=server.url,
+        api_key=server.api_key or NO_KEY,
+        timeout=300.0,
+        max_retries=0,
+    )
     tokenizer = load_tokenizer(server.model)
     prompts = [tokenizer.decode(ids) for ids in settings.prompts(tokenizer, concurrency)]
     tokens = settings.answer_tokens
-
-    def send_all(prompts: list[str], tokens: int) -> list[Timing]:
-        request = partial(time_request, client, server.model_name, tokens)
-        return list(serving.send_concurrently(request, prompts, server.url, concurrency))
-
-    send_all(prompts[:concurrency], WARM_UP_TOKENS)
+    request = partial(time_request, client, server.model_name, tokens)
+    list(serving.send_concurrently(request, prompts[:1], server.url))  # the first one is slow
     started = time.perf_counter()
-    timings = send_all(prompts, tokens)
+    latencies = list(serving.send_concurrently(request, prompts, server.url, at_once=concurrency))
     seconds = time.perf_counter() - started
-    return summarize(engine, concurrency, timings, tokens=tokens, seconds=seconds)
+    return summarize(engine, concurrency, latencies, tokens=tokens, seconds=seconds)
 
 
-def time_request(client: Any, model_name: str, tokens: int, prompt: str) -> Timing:
-    """Ask for an answer of so many tokens, and read it as it comes."""
-    first = None
-    count = 0
-    sent = time.perf_counter()
-    stream = client.completions.create(
+def time_request(client: Any, model_name: str, tokens: int, prompt: str) -> float:
+    """The seconds until an answer of so many tokens is here."""
+    started = time.perf_counter()
+    answer = client.completions.create(
         model=model_name,
         prompt=prompt,
         max_tokens=tokens,
         temperature=0.0,
-        stream=True,
         extra_body={"generation_config": ENDLESS},
     )
-    for piece in stream:
-        if first is None and piece.choices and piece.choices[0].text:
-            first = time.perf_counter() - sent
-        if piece.usage:
-            count = piece.usage.completion_tokens
+    seconds = time.perf_counter() - started
+    count = answer.usage.completion_tokens
     if count != tokens:
         raise CourseError(
             tr("{count} tokens returned, {tokens} requested", count=count, tokens=tokens),
             todo=tr("Read the server's log: it ended an answer too early."),
         )
-    return Timing(first, time.perf_counter() - sent)
+    return seconds
 
 
 def time_generate(model: Any, prompts: Any, tokens: int) -> float:
@@ -459,6 +432,7 @@ class Benchmark:
         from transformers import AutoModelForCausalLM
 
         settings = self.settings.for_slow_engine(32)
+        tokens = settings.answer_tokens
         print(settings, flush=True)
         tokenizer = load_tokenizer(folder)
         dtype = hardware.dtype(self.gpu).value
@@ -469,9 +443,8 @@ class Benchmark:
         for size in settings.concurrency:
             batches = torch.tensor(settings.prompts(tokenizer, size), device=device).split(size)
             time_generate(model, batches[0], WARM_UP_TOKENS)
-            seconds = [time_generate(model, batch, settings.answer_tokens) for batch in batches]
-            timings = [Timing(None, each) for each in seconds] * size
-            self.add(summarize("generate", size, timings, tokens=settings.answer_tokens, seconds=sum(seconds)))
+            seconds = [time_generate(model, batch, tokens) for batch in batches]
+            self.add(summarize("generate", size, seconds * size, tokens=tokens, seconds=sum(seconds)))
 
     def vllm(self, folder: Path, name: str = "vllm") -> None:
         """vLLM with its defaults; only what this GPU wants and the prompts need is set."""

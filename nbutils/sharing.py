@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from nbutils import disk, files, masking, platforms
 from nbutils.errors import CourseError
@@ -63,9 +62,8 @@ def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
             tr("Pushing to {to} needs {secret}, which was not found.", to=to, secret=host.secret),
             todo=tr("Create one at {get_token} and store it under that name.", get_token=host.get_token),
         )
-    variables = patch.dict(os.environ, {host.secret: token})  # kagglehub looks nowhere else
     try:
-        with variables, tempfile.TemporaryDirectory(prefix="nbutils-push-") as stage:
+        with _variable(host.secret, token), tempfile.TemporaryDirectory(prefix="nbutils-push-") as stage:
             _fill(Path(stage), parts)
             Path(stage, "README.md").write_text(model_card(Path(folder), name), encoding="utf-8")
             yield Upload(stage, name, f"{host.page}{name}", gib, token)
@@ -82,6 +80,20 @@ def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
             ),
         )
         raise error from None  # the original may hold the token in its request
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for a while: kagglehub looks for its token nowhere else."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _model_files(folder: Path) -> tuple[list[Path], float]:
@@ -162,7 +174,8 @@ def push(folder: str | Path, to: str, *, private: bool = True) -> str:
     kind, _ = parse(to)
     with prepared(folder, to) as upload:
         is_private = HOSTS[kind].upload(upload, private)
-    return f"{upload.page} ({upload.gib:.2f} GiB, {tr('private') if is_private else tr('PUBLIC')})"
+    visibility = tr("private") if is_private else tr("PUBLIC")
+    return f"{upload.page} ({upload.gib:.2f} GiB, {visibility})"
 
 
 def parse(to: str) -> tuple[str, str]:

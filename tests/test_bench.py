@@ -34,7 +34,6 @@ class Engine:
 
     def __init__(self) -> None:
         self.running, self.most, self.bodies, self.url = 0, 0, list[dict[str, Any]](), ""
-        self.pings = False  # `vllm bench serve` takes a comment that comes alone for the start of the next piece
         self.faults: Iterator[str] = iter(())
         self.listing: Any = {
             "data": [{"id": "tuned", "owned_by": "vllm", "root": str(files.TINY_MODEL)}, {"id": "base"}]
@@ -46,20 +45,27 @@ class Engine:
         fault = next(self.faults, "") if body["max_tokens"] == 5 else ""
         if fault == "refuses":
             return web.json_response({"error": {"message": "too long"}}, status=400)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
         self.running += 1
         self.most = max(self.most, self.running)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:
+            if "stream" not in body:
+                return await self.whole(body["max_tokens"], request, fault)
+            await response.prepare(request)
             async for piece in self.pieces(body["max_tokens"], request, fault):
                 await response.write(piece)
         finally:
             self.running -= 1
         return response
 
+    async def whole(self, tokens: int, request: web.Request, fault: str) -> web.Response:
+        await asyncio.sleep(FIRST + (tokens - 1) * EACH)
+        if fault == "hangs up" and request.transport:
+            request.transport.abort()
+        told = tokens - 1 if fault in ("short", "breaks") else tokens
+        return web.json_response({"choices": [{"index": 0, "text": "word"}], "usage": {"completion_tokens": told}})
+
     async def pieces(self, tokens: int, request: web.Request, fault: str) -> AsyncIterator[bytes]:
-        if self.pings:
-            yield b": ping\n\n"
         for place in range(tokens):
             await asyncio.sleep(EACH if place else FIRST)
             yield b'data: {"choices":[{"index":0,"text":" word"}]}\n\n'
@@ -93,10 +99,9 @@ def engine() -> Iterator[Engine]:
 
 def assert_pace(level: dict[str, Any], requests: int, tokens: int, many: int) -> None:
     """The numbers of a level are those of the server."""
-    whole, first, latency = FIRST + (tokens - 1) * EACH, level["ttft_ms"], level["latency_ms"]
+    whole, latency = FIRST + (tokens - 1) * EACH, level["latency_ms"]
     assert (level["errors"], level["requests"], level["concurrency"]) == (0, requests, many)
-    assert FIRST * 1000 <= first["p50"] < latency["p50"] <= latency["p90"] and whole * 1000 <= latency["p50"]
-    assert level["tpot_ms"]["p50"] >= EACH * 1000 and level["seconds"] >= requests / many * whole
+    assert whole * 1000 <= latency["p50"] <= latency["p90"] and level["seconds"] >= requests / many * whole
     assert level["tokens_per_second"] == pytest.approx(requests * tokens / level["seconds"], rel=0.01)
 
 
@@ -120,8 +125,11 @@ def test_the_command_measures_a_running_server_by_vllm_bench_serve(
     assert ran.exit_code == 0, ran.output
     told = json.loads(ran.stdout)
     assert ran.stderr.index("32 requests, 640 tokens") < ran.stderr.index("tokens/s\n"), "how much it is, beforehand"
-    assert_pace(told["levels"][0], 32, 20, 8)
-    assert told["levels"][0]["engine"] == "vllm" and engine.most == 8, "eight at a time, not one by one"
+    level = told["levels"][0]
+    assert_pace(level, 32, 20, 8)
+    assert FIRST * 1000 <= level["ttft_ms"]["p50"] < level["latency_ms"]["p50"]
+    assert level["tpot_ms"]["p50"] >= EACH * 1000
+    assert level["engine"] == "vllm" and engine.most == 8, "eight at a time, not one by one"
     assert json.loads((tmp_path / "bench.json").read_text()) == told and KEY not in ran.output
     assert (tmp_path / "bench.png").exists()
     body = engine.bodies[-1]
@@ -157,7 +165,6 @@ def of_transformers(engine: Engine) -> bench.OtherServer:
 
 
 def test_transformers_serve_is_measured_by_a_client_of_ours(engine: Engine) -> None:
-    engine.pings = True
     assert KEY not in repr(of_transformers(engine))
     board = bench.Benchmark(None, bench.Settings((8,), 16, 20, 2), {})
     board.measure(of_transformers(engine), "transformers serve")
@@ -169,8 +176,13 @@ def test_transformers_serve_is_measured_by_a_client_of_ours(engine: Engine) -> N
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_no_whole_answer_ends_the_measurement(engine: Engine, fault: str) -> None:
-    words = {"refuses": "too long", "breaks": "engine died", "short": "4 tokens returned, 5", "hangs up": "failed"}
-    engine.faults = iter(["", "", fault])
+    words = {
+        "refuses": "too long",
+        "breaks": "4 tokens returned",
+        "short": "4 tokens returned, 5",
+        "hangs up": "failed",
+    }
+    engine.faults = iter(["", fault])
     board = bench.Benchmark(None, bench.Settings((2,), 16, 5, 4), {})
     with refused(words[fault]):
         board.measure(of_transformers(engine), "transformers serve")
@@ -178,11 +190,9 @@ def test_what_is_no_whole_answer_ends_the_measurement(engine: Engine, fault: str
 
 
 def test_a_level_is_summarized() -> None:
-    timings = [bench.Timing(number / 1000, 1.0) for number in range(1, 101)]
-    level = bench.summarize("vllm", 1, timings, tokens=2, seconds=1.0)
-    assert level.ttft_ms == {"p50": 50.5, "p90": 90.1, "p99": 99.01} and level.tokens_per_second == 200.0
-    level = bench.summarize("vllm", 1, [bench.Timing(1.0, 4.0)], tokens=4, seconds=4.0)
-    assert level.tpot_ms and level.tpot_ms["p50"] == 1000.0, "3 tokens in 3 seconds"
+    level = bench.summarize("generate", 1, [number / 1000 for number in range(1, 101)], tokens=2, seconds=1.0)
+    assert level.latency_ms == {"p50": 50.5, "p90": 90.1, "p99": 99.01} and level.tokens_per_second == 200.0
+    assert (level.requests, level.errors, level.ttft_ms, level.tpot_ms) == (100, 0, None, None)
 
 
 @pytest.mark.serve
@@ -227,7 +237,7 @@ def test_prompts_have_their_length_read_back_and_differ() -> None:
 
 
 def a_level(engine: str, many: int, speed: float) -> bench.Level:
-    return bench.summarize(engine, many, [bench.Timing(0.1, 1.0)] * 8, tokens=100, seconds=800 / speed)
+    return bench.summarize(engine, many, [1.0] * 8, tokens=100, seconds=800 / speed)
 
 
 def test_all_is_on_disk_after_every_step_and_the_table_says_what_it_means(tmp_path: Path, capsys: Any) -> None:

@@ -187,7 +187,7 @@ def test_the_command_line(merged: Path, jobs: Jobs, tmp_path: Path, monkeypatch:
     made = ran(merged, "fp8", "gguf-f16", "--no-check", "--out", tmp_path)
     announced, _, results = made.output.partition("fp8: ")
     assert made.exit_code == 0 and results
-    for word in ("fp8 (about", "gguf-f16 (about", " s", str(tmp_path)):
+    for word in ("fp8", "gguf-f16", "about", "MB", " s", str(tmp_path)):
         assert word in announced, "size, time and place, before it begins"
     assert (tmp_path / "gguf-f16/model-f16.gguf").exists() and files.stamp(tmp_path / "fp8")
     assert ran(merged, "int8", "fp9").exit_code == 1 and not (merged.parent / "exports/int8").exists()

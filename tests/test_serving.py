@@ -292,7 +292,7 @@ def test_a_server_that_fails_or_is_slow_is_stopped_and_explained(stub: StubServe
     assert not stub.running and alive(members) == []
     for text, word in STARTS.items():
         stub.mode = f"broken{text}"
-        with refused("The server ended while it was starting, exit status", word) as caught:
+        with refused("is gone (exit status 1)", word) as caught:
             stub.start().wait(20)
         assert "input=A" not in str(caught.value) and "root cause" not in str(caught.value)
     for name in (environments.OWNER, environments.MARKER):

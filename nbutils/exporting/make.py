@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from nbutils.data import stored_rows
 from nbutils.errors import CourseError
 from nbutils.evaluation.comparison import fit
 from nbutils.exporting.worker import ExportJob, ReadJob
-from nbutils.language import joined, tr
+from nbutils.language import tr
 from nbutils.masking import mask_secrets
 from nbutils.merging.folder import TOKENIZER_FILES, ModelFolder, open_base, weights_fingerprint
 
@@ -40,6 +40,7 @@ STEPS = (
 )
 GIB = 3.0
 GIB_WITH_GPU = 9.0  # torch for a GPU comes with CUDA
+Json = dict[str, Any]
 EMBEDDING = re.compile("embed|lm_head")
 KEEPING = ("compress", "calibrate", "int8")  # work that leaves embeddings and output layer as they are
 RECIPES = files.CONFIGS / "llmcompressor"
@@ -81,11 +82,14 @@ class Format:
 
     def expected_bytes(self, model: ModelFolder) -> float:
         """About what it will take on disk; what is quantized for vLLM or torchao keeps its embeddings as they are."""
-        kept_bits = 32 if self.work == "int8" and model.dtype == "float32" else 16
+        kept_bits = 16.0
+        if self.work not in KEEPING:
+            kept_bits = self.bits
+        elif self.work == "int8" and model.dtype == "float32":
+            kept_bits = 32.0
         bits = 0.0
         for name, tensor in model.weights.items():
-            is_kept = self.work in KEEPING and EMBEDDING.search(name)
-            bits += math.prod(tensor.shape) * (kept_bits if is_kept else self.bits)
+            bits += math.prod(tensor.shape) * (kept_bits if EMBEDDING.search(name) else self.bits)
         return bits / 8
 
 
@@ -128,19 +132,20 @@ def chosen(text: str) -> list[str]:
     return [find_format(name).name for name in dict.fromkeys(names)]
 
 
-def offer(folder: Path, gpu: hardware.GPU | None = None) -> list[dict[str, str]]:
-    """For display: every format, its size for this model, what it is for and where it runs (`gpu`: on this one too).
+def offer(folder: Path, gpu: hardware.GPU | None = None, names: Iterable[str] = FORMATS) -> list[Json]:
+    """For display: formats with their size for this model, what they are for, where they run (`gpu`: on this one too).
 
     Example: display.show_table(offer(Path("runs/tiny/merged")))
     """
     model = open_base(folder)
     rows = []
-    for form in FORMATS.values():
+    for name in names:
+        form = FORMATS[name]
         runs = tr(form.runs)
         if gpu and gpu.capability < form.capability:
             runs += tr("; not on this {name}", name=gpu.name)
         row = {
-            tr("format"): form.name,
+            tr("format"): name,
             tr("size"): tr("about {mb:,.0f} MB", mb=form.expected_bytes(model) / 1e6),
             tr("for"): tr(form.purpose),
             tr("runs on"): runs,
@@ -193,10 +198,16 @@ class Export:
 
     def __str__(self) -> str:
         size = tr("{mb:,.1f} MB, {ratio:.2f} of the merged model", mb=self.bytes / 1e6, ratio=self.ratio)
-        duration = tr("made before") if self.reused else f"{self.seconds:.0f} s"
+        duration = f"{self.seconds:.0f} s"
+        if self.reused:
+            duration = tr("made before")
         path = next(self.folder.glob("*.gguf"), self.folder)
-        command = FORMATS[self.name].load.format(path=path)
-        return f"{self.name}: {size} ({self.method}; {duration})\n  {path}\n  {command}"
+        lines = [
+            f"{self.name}: {size} ({self.method}; {duration})",
+            str(path),
+            FORMATS[self.name].load.format(path=path),
+        ]
+        return "\n  ".join(lines)
 
 
 def export(
@@ -237,9 +248,7 @@ def export(
 
 def plan_job(form: Format, model: ModelFolder, calibration: Sequence[Any], recipe: str) -> ExportJob:
     """What the worker does; vLLM wants 16 bits, so a float32 model is cast first."""
-    job = ExportJob(form.work, form.setting, source=str(model.path.absolute()))
-    if model.dtype == "float32" and form.load.startswith("vllm"):
-        job = replace(job, dtype="bfloat16")
+    rows: list[Json] = []
     if form.work == "calibrate":
         if not calibration:
             raise CourseError(
@@ -247,11 +256,19 @@ def plan_job(form: Format, model: ModelFolder, calibration: Sequence[Any], recip
                 todo=tr("Give them as calibration (--data train.jsonl on the command line), or take w4a16."),
             )
         stride = max(1, len(calibration) // MAX_ROWS)
-        job = replace(job, rows=list(calibration[::stride][:MAX_ROWS]))
-    return replace(job, recipe=recipe or recipe_for(model.path, form.name))
+        rows = list(calibration[::stride][:MAX_ROWS])
+    needs_cast = model.dtype == "float32" and form.load.startswith("vllm")
+    return ExportJob(
+        form.work,
+        form.setting,
+        source=str(model.path.absolute()),
+        dtype="bfloat16" if needs_cast else "auto",
+        recipe=recipe or recipe_for(model.path, form.name),
+        rows=rows,
+    )
 
 
-def describe_job(form: Format, model: ModelFolder, job: ExportJob) -> dict[str, Any]:
+def describe_job(form: Format, model: ModelFolder, job: ExportJob) -> Json:
     """The stamp of an export: what it is made from, and how."""
     method = f"GGUF {form.setting}" if form.work == "gguf" else form.setting
     if job.rows:
@@ -316,7 +333,7 @@ def ensure_environment() -> Path:
     return environments.ensure(recipe, environments.place(PREFIX, "export").absolute())
 
 
-def run_job(job: ExportJob | ReadJob, title: str) -> dict[str, Any]:
+def run_job(job: ExportJob | ReadJob, title: str) -> Json:
     """Do a job in the export environment, in a process that ends with this kernel; its answer."""
     python = ensure_environment()
     with tempfile.TemporaryDirectory(prefix="nbutils-export-") as folder:
@@ -364,7 +381,7 @@ class ParityLine:
         return "BROKEN"
 
     @property
-    def row(self) -> dict[str, str]:
+    def row(self) -> Json:
         """For the table that shows it."""
         export = self.export
         row = {
@@ -377,7 +394,7 @@ class ParityLine:
         return row | {tr("verdict"): tr(self.verdict), tr("made by"): export.method}
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """For facts.json."""
         export = self.export
         facts = {
@@ -432,7 +449,7 @@ def read_predictions(name: str, folder: Path, fixed: parity.Fixed) -> parity.Pre
         return parity.Predictions(load_file(job.logs)["logs"], answers=answer["answers"])
 
 
-def quick_set(folder: Path, rows: Sequence[dict[str, Any]]) -> parity.Fixed:
+def quick_set(folder: Path, rows: Sequence[Json]) -> parity.Fixed:
     """A fixed set for a model without a run: the prompts of a few rows, and the first tokens of their answers."""
     from transformers import AutoTokenizer
 
@@ -450,7 +467,15 @@ def export_formats(folder: Path, names: Sequence[str], out: Path | None, data: P
     rows = read_rows(data) if data else []
     formats = chosen(",".join(names))
     place = out or folder.parent / "exports"
-    announce(folder, formats, place)
+    display.show_table(offer(folder, hardware.gpu(), formats))
+    print(
+        tr(
+            "They go to {folder}. Measured: about 20 s a format with the tiny model on 2 idle cores, comparing"
+            " included; 36 s for fp8 of a 7B on an H200. awq takes minutes.",
+            folder=place,
+        ),
+        flush=True,
+    )
     exports = [export(folder, name, place / name, calibration=rows) for name in formats]
     print(*exports, sep="\n")
     if check:
@@ -468,24 +493,7 @@ def export_formats(folder: Path, names: Sequence[str], out: Path | None, data: P
         display.show_table([line.row for line in compare_exports(exports, fixed)])
 
 
-def announce(folder: Path, names: Sequence[str], out: Path) -> None:
-    """Print what will be written and where, and how long it may take."""
-    model = open_base(folder)
-    sizes = []
-    for name in names:
-        megabytes = FORMATS[name].expected_bytes(model) / 1e6
-        sizes.append(tr("{name} (about {mb:,.0f} MB)", name=name, mb=megabytes))
-    print(tr("To be written to {folder}: {sizes}.", folder=out, sizes=joined(sizes)))
-    print(
-        tr(
-            "Measured: about 20 s a format with the tiny model on 2 idle cores, comparing included; 36 s for fp8 of a"
-            " 7B on an H200. awq takes minutes."
-        ),
-        flush=True,
-    )
-
-
-def read_rows(file: Path) -> list[dict[str, Any]]:
+def read_rows(file: Path) -> list[Json]:
     """The chat rows of a file that lesson 02 wrote."""
     try:
         return [row for row in stored_rows(file) if row["messages"][-1]["content"]]

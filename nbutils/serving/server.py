@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from nbutils import environments, platforms, processes
 from nbutils.errors import CourseError
@@ -184,18 +184,18 @@ class Server:
         variables = dict(self.environment.env_vars)
         if Path(self.model).is_dir():
             variables["HF_HUB_OFFLINE"] = "1"
-        if self.api_key:  # the guard that checks it is found there
-            given = os.environ.get(f"{engines.PREFIX}_PYTHONPATH")
-            variables["PYTHONPATH"] = f"{INSIDE}{os.pathsep}{given}" if given else str(INSIDE)
+        if self.api_key:
+            variables["PYTHONPATH"] = str(INSIDE)  # where the guard is that checks it
         return variables
 
     def shell_line(self) -> str:
         """The same start for a terminal, a flag in each line; the key is a variable of your own there."""
-        parts = [f'{KEY_VARIABLE}="${KEY_VARIABLE}"'] if self.api_key else []
-        for name, value in self.variables().items():
-            parts.append(f"{name}={shlex.quote(value)}")
-        command = shlex.join(self.command()).replace(" --", " \\\n    --")
-        return " ".join([*parts, f"\\\n{command}"])
+        words = [f"{name}={shlex.quote(value)}" for name, value in self.variables().items()]
+        if self.api_key:
+            words.insert(0, f'{KEY_VARIABLE}="${KEY_VARIABLE}"')
+        command = shlex.join(self.command())
+        words.append("\\\n" + command.replace(" --", " \\\n    --"))
+        return " ".join(words)
 
     def start(self) -> Server:
         """Check port and GPU, start the process in a group of its own and return at once."""
@@ -228,7 +228,7 @@ class Server:
             seconds = time.monotonic() - started
             log = read_log(self.log)
             if not self.running:
-                self._explain_end(log)
+                self.require()
             if seconds > timeout:
                 self.stop()
                 raise CourseError(
@@ -253,25 +253,6 @@ class Server:
             return False
         return processes.listens(self.process.pid, self.port)
 
-    def _explain_end(self, log: Log) -> NoReturn:
-        """Raise why the server ended while it was starting."""
-        status = self.process.returncode if self.process else None
-        self.stop()
-        environments.require_imports(self.environment.python, log.errors)
-        raise CourseError(
-            tr(
-                "The server ended while it was starting, exit status {status}:\n{error}",
-                status=status,
-                error=log.errors or log.tail(12),
-            ),
-            todo=tr(
-                "Correct what it names in the cell with the flags, or read {log}; if memory is short (exit "
-                "status 137 is one sign), free the GPU (serving.free_gpu_memory() shows who holds it) or "
-                "lower max-model-len or gpu-memory-utilization.",
-                log=self.log,
-            ),
-        )
-
     def stop(self) -> None:
         """End the server and every process it started; harmless when there is none."""
         process = self.process
@@ -291,16 +272,18 @@ class Server:
             return
         self.stop()
         log = read_log(self.log)
+        environments.require_imports(self.environment.python, log.errors)
         raise CourseError(
             tr(
                 "The server at {url} is gone (exit status {status}):\n{errors}",
                 url=self.url,
                 status=status,
-                errors=log.errors or log.tail(3) or tr("its log is empty"),
+                errors=log.errors or log.tail(12) or tr("its log is empty"),
             ),
             todo=tr(
-                "Run the cell that starts it again; memory is the usual reason (lower max-num-seqs, "
-                "max-model-len or gpu-memory-utilization); the log is {log}.",
+                "Correct what it names, and run the cell that starts the server again. If memory is short (exit status "
+                "137 is one sign), free the GPU (serving.free_gpu_memory() shows who holds it) or lower max-num-seqs, "
+                "max-model-len or gpu-memory-utilization. The log is {log}.",
                 log=self.log,
             ),
         )
