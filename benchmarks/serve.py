@@ -3,7 +3,8 @@
     python benchmarks/serve.py MODEL_FOLDER --where h200 \
         --variants fp8=FOLDER,w4a16=FOLDER       results: benchmarks/results/serve_<where>.json, after each step
 
-Steps come in this order: generate, vLLM, `transformers serve`, the variants. With a GPU the copy bandwidth is measured too, and what share of its limit one stream gets.
+Steps come in this order: generate, vLLM, `transformers serve`, the variants. With a GPU the copy bandwidth is measured
+too, and what share of its limit one stream gets.
 """
 
 from __future__ import annotations

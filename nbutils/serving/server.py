@@ -193,9 +193,8 @@ class Server:
         words = [f"{name}={shlex.quote(value)}" for name, value in self.variables().items()]
         if self.api_key:
             words.insert(0, f'{KEY_VARIABLE}="${KEY_VARIABLE}"')
-        command = shlex.join(self.command())
-        words.append("\\\n" + command.replace(" --", " \\\n    --"))
-        return " ".join(words)
+        command = re.sub(r" ('?--)", r" \\\n    \1", shlex.join(self.command()))
+        return " ".join([*words, f"\\\n{command}"])
 
     def start(self) -> Server:
         """Check port and GPU, start the process in a group of its own and return at once."""
