@@ -190,11 +190,15 @@ class Server:
 
     def shell_line(self) -> str:
         """The same start for a terminal, a flag in each line; the key is a variable of your own there."""
-        words = [f"{name}={shlex.quote(value)}" for name, value in self.variables().items()]
+        words = []
         if self.api_key:
-            words.insert(0, f'{KEY_VARIABLE}="${KEY_VARIABLE}"')
-        command = re.sub(r" ('?--)", r" \\\n    \1", shlex.join(self.command()))
-        return " ".join([*words, f"\\\n{command}"])
+            words.append(f'{KEY_VARIABLE}="${KEY_VARIABLE}"')
+        for name, value in self.variables().items():
+            words.append(f"{name}={shlex.quote(value)}")
+        command = shlex.join(self.command())
+        flags_in_lines = re.sub(r" ('?--)", r" \\\n    \1", command)
+        words.append(f"\\\n{flags_in_lines}")
+        return " ".join(words)
 
     def start(self) -> Server:
         """Check port and GPU, start the process in a group of its own and return at once."""
