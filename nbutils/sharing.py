@@ -150,15 +150,15 @@ def model_card(folder: Path, name: str) -> str:
     """A README.md for this model: what it was made from, no local path."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    about = files.stamp(folder) or {}
-    base = str(about.get("base", tr("unknown")))
+    stamp = files.stamp(folder) or {}
+    base = str(stamp.get("base", tr("unknown")))
     on_hub = base if HUB_ID.fullmatch(base) else None
     card = ModelCard.from_template(
         ModelCardData(base_model=on_hub, pipeline_tag="text-generation", tags=["lora", "merged"]),
         template_path=str(MODEL_CARD),
         name=name,
         base=on_hub or Path(base).name,
-        format=about.get("format") or about.get("dtype", ""),
+        format=stamp.get("format") or stamp.get("dtype", ""),
         tr=tr,
     )
     return masking.mask_secrets(card.content)

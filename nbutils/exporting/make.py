@@ -230,8 +230,8 @@ def export(
     out = out or merged.parent / "exports" / name
     files.require_apart(out, model.path)
     job = plan_job(form, model, calibration, recipe)
-    about = describe_job(form, model, job)
-    if files.stamp(out) == about:
+    stamp = describe_job(form, model, job)
+    if files.stamp(out) == stamp:
         return open_export(out, merged)
     size = form.expected_bytes(model)
     if job.dtype != "auto":  # a copy in 16 bits comes first
@@ -239,7 +239,7 @@ def export(
     title = tr("the export {name}", name=name)
     disk.require_disk(out.parent, 1.1 * size / files.GIB + 0.02, title)
     files.make_folder(out.parent, tr("the exported models"))
-    with files.complete_folder(out, about) as folder:
+    with files.complete_folder(out, stamp) as folder:
         run_job(replace(job, out=str(folder)), title)
         if form.work != "gguf":
             add_tokenizer(folder, model.path)
@@ -276,7 +276,7 @@ def describe_job(form: Format, model: ModelFolder, job: ExportJob) -> Json:
     for size in re.findall(r"group_size: (\d+)", job.recipe):
         method += f" group_size={size}"
     rows = json.dumps(job.rows, ensure_ascii=False, sort_keys=True, default=str)
-    about = {
+    stamp = {
         "format": form.name,
         "base": (files.stamp(model.path) or {}).get("base", ""),
         "method": method,
@@ -284,9 +284,9 @@ def describe_job(form: Format, model: ModelFolder, job: ExportJob) -> Json:
         "rows": hashlib.sha256(rows.encode()).hexdigest()[:16],
     }
     if job.recipe != recipe_for(model.path, form.name):
-        about["recipe"] = job.recipe
-        about["method"] += ", changed recipe"
-    return about
+        stamp["recipe"] = job.recipe
+        stamp["method"] += ", changed recipe"
+    return stamp
 
 
 def add_tokenizer(folder: Path, source: Path) -> None:
@@ -299,9 +299,9 @@ def add_tokenizer(folder: Path, source: Path) -> None:
 
 def open_export(folder: Path, merged: Path) -> Export:
     """An export that was made earlier from this merged model."""
-    about = files.stamp(folder) or {}
-    is_ours = "of" in about and (merged / "config.json").is_file()
-    if not is_ours or about["of"] != weights_fingerprint(open_base(merged)):
+    stamp = files.stamp(folder) or {}
+    is_ours = "of" in stamp and (merged / "config.json").is_file()
+    if not is_ours or stamp["of"] != weights_fingerprint(open_base(merged)):
         raise CourseError(
             tr("{folder} is quantized, but it is not a complete export of {merged}.", folder=folder, merged=merged),
             todo=tr(
@@ -311,12 +311,12 @@ def open_export(folder: Path, merged: Path) -> Export:
             ),
         )
     return Export(
-        about["format"],
+        stamp["format"],
         folder,
         merged,
         bytes=weights_bytes(folder),
         merged_bytes=weights_bytes(merged),
-        method=about["method"],
+        method=stamp["method"],
     )
 
 

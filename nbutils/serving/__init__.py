@@ -18,7 +18,7 @@ from nbutils import processes
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer, Message
 from nbutils.language import tr
-from nbutils.serving import server as one_server
+from nbutils.serving import server as server_module
 from nbutils.serving.engine import ServingEnvironment, ensure_environment, flags_for, free_gpu_memory, to_words
 from nbutils.serving.server import SERVERS, Server, preferred_port, public_address
 
@@ -232,4 +232,4 @@ def stop_leftover_servers(run: Path, stop_others: bool = False) -> None:
         for server in SERVERS.values():
             if server.process and server.process.pid == pid:
                 server.stop()
-        processes.end(pid, one_server.GRACE_SECONDS)
+        processes.end(pid, server_module.GRACE_SECONDS)
