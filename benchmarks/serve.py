@@ -46,7 +46,7 @@ def main(
     board = Benchmark(out or RESULTS / f"serve_{where}.json", settings, {"where": where})
     bench.bench_model(model, board, bench.parse_rivals(rivals))
     for name, folder in read_variants(variants).items():
-        board.attempt(f"vllm {name}", partial(board.vllm, folder, f"vllm {name}"))
+        board.attempt(f"vllm {name}", partial(board.vllm, name=f"vllm {name}"), folder)
     board.show()
 
 

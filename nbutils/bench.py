@@ -407,18 +407,20 @@ class Benchmark:
 
     def run(self, folder: Path, engines: Sequence[str]) -> None:
         """Measure a model in the named engines, one after the other."""
-        if "generate" in engines:
-            self.attempt("generate", partial(self.generate, folder))
-        if "vllm" in engines:
-            self.attempt("vllm", partial(self.vllm, folder))
-        if "transformers-serve" in engines:
-            self.attempt("transformers-serve", partial(self.transformers_serve, folder))
+        steps: dict[str, Callable[[Path], None]] = {
+            "generate": self.generate,
+            "vllm": self.vllm,
+            "transformers-serve": self.transformers_serve,
+        }
+        for name, measure in steps.items():
+            if name in engines:
+                self.attempt(name, measure, folder)
 
-    def attempt(self, name: str, measure: Callable[[], None]) -> None:
+    def attempt(self, name: str, measure: Callable[[Path], None], folder: Path) -> None:
         """Measure one engine; if it fails, the reason is kept and the others go on."""
         print(f"{name}:", flush=True)
         try:
-            measure()
+            measure(folder)
         except Exception as problem:  # an engine may fail in any way; what was measured before it counts
             reason = str(problem) if isinstance(problem, CourseError) else repr(problem)
             self.left_out[name] = reason
