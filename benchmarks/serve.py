@@ -3,12 +3,13 @@
     python benchmarks/serve.py MODEL_FOLDER --where h200 \
         --variants fp8=FOLDER,w4a16=FOLDER       results: benchmarks/results/serve_<where>.json, after each step
 
-Steps come in the order of their worth: generate, vLLM, the variants, `transformers serve`. With a GPU the copy
-bandwidth is measured too, and what share of its limit one stream gets.
+Steps come in this order: generate, vLLM, `transformers serve`, the variants. With a GPU the copy bandwidth is measured
+too, and what share of its limit one stream gets.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -41,9 +42,11 @@ def main(
     out: Path | None,
 ) -> None:  # fmt: skip
     """Measure MODEL, and its variants."""
-    settings = Settings(bench.levels_in(concurrency), prompt_tokens, answer_tokens)
+    settings = Settings(bench.parse_concurrency(concurrency), prompt_tokens, answer_tokens)
     board = Benchmark(out or RESULTS / f"serve_{where}.json", settings, {"where": where})
-    bench.bench_model(model, board, rivals=bench.parse_rivals(rivals), variants=read_variants(variants))
+    bench.bench_model(model, board, bench.parse_rivals(rivals))
+    for name, folder in read_variants(variants).items():
+        board.attempt(f"vllm {name}", partial(board.vllm, name=f"vllm {name}"), folder)
     board.show()
 
 

@@ -257,10 +257,10 @@ def bench_serve(as_json: bool, concurrency: str, prompt_tokens: int, answer_toke
     """Measure how fast a model is served: throughput, first token, time per token, latency, errors."""
     from nbutils import bench
 
-    settings = bench.Settings(bench.levels_in(concurrency), prompt_tokens, answer_tokens)
+    settings = bench.Settings(bench.parse_concurrency(concurrency), prompt_tokens, answer_tokens)
     options["rivals"] = bench.parse_rivals(options["rivals"])
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # progress
-        results = bench.answer(settings=settings, **options)
+        results = bench.measure_speed(settings=settings, **options)
     _print_json(results.as_dict()) if as_json else results.show()
 
 
@@ -275,7 +275,7 @@ def export(folder: Path, formats: tuple[str, ...], out: Path | None, data: Path 
     """Write the merged model FOLDER in other FORMATS, each with its size and its loss; without any: show them all."""
     from nbutils import exporting
 
-    exporting.answer(folder, formats, out, data, check)
+    exporting.export_formats(folder, formats, out, data, check)
 
 
 @app.command("export-env")

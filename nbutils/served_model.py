@@ -10,7 +10,7 @@ from nbutils import display, evaluation, files, hardware, merging, parity, profi
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
 from nbutils.evaluation.comparison import fit
-from nbutils.exporting.make import Export, ParityLine, find, open_export, weights_bytes
+from nbutils.exporting.make import Export, ParityLine, find_format, open_export, weights_bytes
 from nbutils.language import tr
 from nbutils.models import read_config
 from nbutils.serving.engine import require_engine, tensor_parallel
@@ -137,7 +137,7 @@ def serving_dtype(folder: Path, lesson: record.LessonLike, engine: str = "auto")
     require_engine(engine)
     if merging.is_quantized(config := read_config(folder / "config.json")):
         export = open_export(folder, lesson.run.merged)
-        form = find(export.name)
+        form = find_format(export.name)
         old = (gpu.capability if gpu else (0, 0)) < form.capability  # vLLM's CPU build has none of these kernels
         if old or engine == "transformers" or not form.load.startswith("vllm"):
             place = (gpu.name if gpu else tr("a CPU")) if old else engine

@@ -201,13 +201,10 @@ print(proof)
 #
 # Base and merged model answer the same held-out questions with temperature 0. None of them was trained on; lesson 03 only used some of them
 # to choose its best step. A second, small set asks for
-# general knowledge. Answers are saved as they come, so an interrupted run continues. If lesson 05 left a server of this very model running,
-# the server answers, and faster.
+# general knowledge. Answers are saved as they come, so an interrupted run continues.
 
 # %%
-from nbutils import serving
-
-comparison = evaluation.compare_models(lesson, folder, placement, server=serving.running(lesson.run.path, folder))
+comparison = evaluation.compare_models(lesson, folder, placement)
 
 # %% [markdown]
 # Read six of them before you believe a number. A tick means that the answer matches the reference exactly.

@@ -264,12 +264,10 @@ box = chat_widget.chat([talk], [last["content"]], live=KEEP_RUNNING)
 # %% [markdown]
 # ## Stop
 #
-# Stop the server to free its memory. If it stays up, the run folder records it, and lesson 04 can use it to answer.
+# Stop the server to free its memory. With `KEEP_RUNNING` it stays up until you close this notebook.
 
 # %%
-if KEEP_RUNNING:
-    serving.write_server_note(server, lesson.run.path)
-else:
+if not KEEP_RUNNING:
     server.stop()
 print("The server is", f"running at {server.url}." if server.running else "stopped.", f"Its log: {server.log}")
 

@@ -144,7 +144,7 @@ print(*exports, sep="\n")
 # of each position. *Same answers* counts short answers that stayed the same, token by token.
 
 # %%
-compared = exporting.check_exports(lesson, exports)
+compared = exporting.check_exports(exports, lesson.run.path)
 display.show_table([one.row for one in compared], "Size and price")
 
 # %% [markdown]

@@ -34,7 +34,6 @@ class Engine:
 
     def __init__(self) -> None:
         self.running, self.most, self.bodies, self.url = 0, 0, list[dict[str, Any]](), ""
-        self.pings = False  # `vllm bench serve` takes a comment that comes alone for the start of the next piece
         self.faults: Iterator[str] = iter(())
         self.listing: Any = {
             "data": [{"id": "tuned", "owned_by": "vllm", "root": str(files.TINY_MODEL)}, {"id": "base"}]
@@ -46,20 +45,27 @@ class Engine:
         fault = next(self.faults, "") if body["max_tokens"] == 5 else ""
         if fault == "refuses":
             return web.json_response({"error": {"message": "too long"}}, status=400)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
         self.running += 1
         self.most = max(self.most, self.running)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:
+            if "stream" not in body:
+                return await self.whole(body["max_tokens"], request, fault)
+            await response.prepare(request)
             async for piece in self.pieces(body["max_tokens"], request, fault):
                 await response.write(piece)
         finally:
             self.running -= 1
         return response
 
+    async def whole(self, tokens: int, request: web.Request, fault: str) -> web.Response:
+        await asyncio.sleep(FIRST + (tokens - 1) * EACH)
+        if fault == "hangs up" and request.transport:
+            request.transport.abort()
+        told = tokens - 1 if fault in ("short", "breaks") else tokens
+        return web.json_response({"choices": [{"index": 0, "text": "word"}], "usage": {"completion_tokens": told}})
+
     async def pieces(self, tokens: int, request: web.Request, fault: str) -> AsyncIterator[bytes]:
-        if self.pings:
-            yield b": ping\n\n"
         for place in range(tokens):
             await asyncio.sleep(EACH if place else FIRST)
             yield b'data: {"choices":[{"index":0,"text":" word"}]}\n\n'
@@ -91,12 +97,11 @@ def engine() -> Iterator[Engine]:
     thread.join(5)
 
 
-def assert_pace(level: bench.Level, requests: int, tokens: int, many: int) -> None:
+def assert_pace(level: dict[str, Any], requests: int, tokens: int, many: int) -> None:
     """The numbers of a level are those of the server."""
-    whole, first, latency = FIRST + (tokens - 1) * EACH, level["ttft_ms"], level["latency_ms"]
+    whole, latency = FIRST + (tokens - 1) * EACH, level["latency_ms"]
     assert (level["errors"], level["requests"], level["concurrency"]) == (0, requests, many)
-    assert FIRST * 1000 <= first["p50"] < latency["p50"] <= latency["p90"] and whole * 1000 <= latency["p50"]
-    assert level["tpot_ms"]["p50"] >= EACH * 1000 and level["seconds"] >= requests / many * whole
+    assert whole * 1000 <= latency["p50"] <= latency["p90"] and level["seconds"] >= requests / many * whole
     assert level["tokens_per_second"] == pytest.approx(requests * tokens / level["seconds"], rel=0.01)
 
 
@@ -120,8 +125,11 @@ def test_the_command_measures_a_running_server_by_vllm_bench_serve(
     assert ran.exit_code == 0, ran.output
     told = json.loads(ran.stdout)
     assert ran.stderr.index("32 requests, 640 tokens") < ran.stderr.index("tokens/s\n"), "how much it is, beforehand"
-    assert_pace(told["levels"][0], 32, 20, 8)
-    assert told["levels"][0]["engine"] == "vllm" and engine.most == 8, "eight at a time, not one by one"
+    level = told["levels"][0]
+    assert_pace(level, 32, 20, 8)
+    assert FIRST * 1000 <= level["ttft_ms"]["p50"] < level["latency_ms"]["p50"]
+    assert level["tpot_ms"]["p50"] >= EACH * 1000
+    assert level["engine"] == "vllm" and engine.most == 8, "eight at a time, not one by one"
     assert json.loads((tmp_path / "bench.json").read_text()) == told and KEY not in ran.output
     assert (tmp_path / "bench.png").exists()
     body = engine.bodies[-1]
@@ -144,52 +152,58 @@ def result(errors: list[str], lengths: list[int]) -> dict[str, Any]:
 
 
 def test_a_short_answer_is_an_error_and_a_level_without_answers_has_no_times() -> None:
-    level = bench.level_of("vllm", result(["", "", "Traceback\nOSError: gone\n"], [5, 4, 0]), 5)
-    assert (level["requests"], level["errors"], level["ttft_ms"]["p50"]) == (3, 2, 16.67)
-    assert level["first_error"].startswith("4 tokens returned, 5") and level["tokens_per_second"] == 4.5
-    level = bench.level_of("vllm", result(["Bad Request\n"], [0]), 5)
-    assert level["first_error"] == "Bad Request" and level["ttft_ms"] is level["latency_ms"] is None
+    level = bench.read_level("vllm", result(["", "", "Traceback\nOSError: gone\n"], [5, 4, 0]), 5)
+    assert level.requests == 3 and level.errors == 2 and level.ttft_ms and level.ttft_ms["p50"] == 16.67
+    assert level.first_error.startswith("4 tokens returned, 5") and level.tokens_per_second == 4.5
+    level = bench.read_level("vllm", result(["Bad Request\n"], [0]), 5)
+    assert level.first_error == "Bad Request" and level.ttft_ms is level.latency_ms is None
 
 
-def of_transformers(engine: Engine) -> bench.Target:
+def of_transformers(engine: Engine) -> bench.OtherServer:
     environment = ServingEnvironment(Path(sys.executable), "transformers")
-    return bench.Target(engine.url, "tuned", str(files.TINY_MODEL), environment, KEY)
+    return bench.OtherServer(engine.url, "tuned", str(files.TINY_MODEL), environment, KEY)
 
 
 def test_transformers_serve_is_measured_by_a_client_of_ours(engine: Engine) -> None:
-    engine.pings = True
     assert KEY not in repr(of_transformers(engine))
-    [level] = bench.measure(of_transformers(engine), "transformers serve", bench.Settings((8,), 16, 20, 2))
-    assert_pace(level, 16, 20, 8)
+    board = bench.Benchmark(None, bench.Settings((8,), 16, 20, 2), {})
+    board.measure(of_transformers(engine), "transformers serve")
+    assert_pace(dataclasses.asdict(board.levels[0]), 16, 20, 8)
     body = engine.bodies[-1]
     assert json.loads(body["generation_config"])["eos_token_id"] == -1 and body["key"] == f"Bearer {KEY}"
     assert isinstance(body["prompt"], str) and not {"ignore_eos", "repetition_penalty"} & set(body), "it takes neither"
 
 
-def test_what_is_no_whole_answer_is_an_error(engine: Engine, capsys: Any) -> None:
-    engine.faults = iter(FAULTS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_no_whole_answer_ends_the_measurement(engine: Engine, fault: str) -> None:
+    words = {
+        "refuses": "too long",
+        "breaks": "4 tokens returned",
+        "short": "4 tokens returned, 5",
+        "hangs up": "failed",
+    }
+    engine.faults = iter(["", fault])
     board = bench.Benchmark(None, bench.Settings((2,), 16, 5, 4), {})
-    board.add(bench.measure(of_transformers(engine), "transformers serve", board.settings))
-    assert board.levels[0]["errors"] == 4 and "4 ERRORS" in capsys.readouterr().out
-    engine.faults = iter(["refuses"] * 99)
-    with refused("was answered", "too long"):
-        list(bench.measure(of_transformers(engine), "transformers serve", board.settings))
-    hundred = bench.summarize("vllm", 1, [(one / 1000, 1.0, "") for one in range(1, 101)], 1, 1.0)
-    assert hundred["ttft_ms"] == {"p50": 50.5, "p90": 90.1, "p99": 99.01} and hundred["tpot_ms"] is None
-    assert bench.summarize("vllm", 1, [(1.0, 4.0, "")], 4, 4.0)["tpot_ms"]["p50"] == 1000.0  # 3 tokens in 3 seconds
+    with refused(words[fault]):
+        board.measure(of_transformers(engine), "transformers serve")
+    assert not board.levels
+
+
+def test_a_level_is_summarized() -> None:
+    level = bench.summarize("generate", 1, [number / 1000 for number in range(1, 101)], tokens=2, seconds=1.0)
+    assert level.latency_ms == {"p50": 50.5, "p90": 90.1, "p99": 99.01} and level.tokens_per_second == 200.0
+    assert (level.requests, level.errors, level.ttft_ms, level.tpot_ms) == (100, 0, None, None)
 
 
 @pytest.mark.serve
 def test_a_running_server_is_found_with_its_names(engine: Engine) -> None:
-    found, name = bench.find_target(engine.url.removesuffix("/v1"))
-    assert (found.url, found.name, found.tokenizer, name) == (engine.url, "tuned", str(files.TINY_MODEL), "vllm")
-    other, _ = bench.find_target(engine.url, "base", Path("my"))
-    assert (other.name, other.tokenizer) == ("base", "my")
-    engine.listing["data"][0]["root"] = "/elsewhere/model"
-    with refused("is in /elsewhere/model, and that"):
-        bench.find_target(engine.url)
+    server = bench.find_server(engine.url.removesuffix("/v1"))
+    assert (server.url, server.model_name, server.engine) == (engine.url, "tuned", "vllm")
+    assert server.model == str(files.TINY_MODEL)
+    other = bench.find_server(engine.url, "base", Path("my"))
+    assert (other.model_name, other.model) == ("base", "my")
     without_vllm = ServingEnvironment(Path(sys.executable), "vllm")
-    with refused("`vllm bench serve` stopped", "No module named 'vllm'"):
+    with refused("`vllm bench serve` stopped", "No module named 'vllm'", "--model"):
         bench.bench_serve(without_vllm, {"tokenizer": "."})
 
 
@@ -197,13 +211,13 @@ def test_what_is_no_such_server_is_refused(engine: Engine) -> None:
     for listing in ("401", {"data": None}, {"data": []}):
         engine.listing = listing
         with refused("did not answer like an OpenAI-compatible server"):
-            bench.find_target(engine.url)
+            bench.find_server(engine.url)
 
 
 def test_the_command_line_of_lesson_09_is_the_one_of_the_command() -> None:
     lesson_09 = (ROOT / "notebooks/09_benchmark.py").read_text(encoding="utf-8")
-    target = bench.Target("http://127.0.0.1:1/v1", "m", "t", ServingEnvironment(Path("python"), "vllm"))
-    flags = bench.bench_serve_flags(target, bench.Settings(), 1)
+    server = bench.OtherServer("http://127.0.0.1:1/v1", "m", "t", ServingEnvironment(Path("python"), "vllm"))
+    flags = bench.bench_serve_flags(server, bench.Settings(), 1)
     assert [name for name in flags if f'"{name}":' not in lesson_09] == []
 
 
@@ -211,31 +225,32 @@ def test_prompts_have_their_length_read_back_and_differ() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL)
-    found = bench.make_prompts(tokenizer, 48, 12, seed=3)
-    assert {len(prompt) for prompt in found} == {48}
-    assert all(tokenizer(tokenizer.decode(prompt))["input_ids"] == prompt for prompt in found)
-    assert len({tuple(prompt[:4]) for prompt in found}) == 12  # no shared beginning, no prefix cache
-    assert found == bench.make_prompts(tokenizer, 48, 12, seed=3) != bench.make_prompts(tokenizer, 48, 12, seed=4)
-    full = bench.Settings((1, 8, 32, 128), 16, 16)
-    few = full.few(8)  # a slow server gets the first prompts of the same levels
-    assert few.concurrency == (1, 8) and bench.Settings((64,)).few(8).concurrency == (1,)
-    assert few.prompts(tokenizer, 8) == full.prompts(tokenizer, 8)[:8]
+    settings = bench.Settings((1, 8, 32, 128), 48, 16, 2)
+    prompts = settings.prompts(tokenizer, 8)
+    assert len(prompts) == 16 and {len(prompt) for prompt in prompts} == {48}
+    assert all(tokenizer(tokenizer.decode(prompt))["input_ids"] == prompt for prompt in prompts)
+    assert len({tuple(prompt[:4]) for prompt in prompts}) == 16  # no shared beginning, no prefix cache
+    assert prompts == settings.prompts(tokenizer, 8) != settings.prompts(tokenizer, 32)[:16]
+    few = settings.for_slow_engine(8)  # a slow server gets the first prompts of the same levels
+    assert few.concurrency == (1, 8) and bench.Settings((64,)).for_slow_engine(8).concurrency == (1,)
+    assert few.prompts(tokenizer, 8) == prompts[:8]
 
 
 def a_level(engine: str, many: int, speed: float) -> bench.Level:
-    return bench.summarize(engine, many, [(0.1, 1.0, "")] * 8, 100, 800 / speed)
+    return bench.summarize(engine, many, [1.0] * 8, tokens=100, seconds=800 / speed)
 
 
 def test_all_is_on_disk_after_every_step_and_the_table_says_what_it_means(tmp_path: Path, capsys: Any) -> None:
     board = bench.Benchmark(tmp_path / "bench.json", bench.Settings((1, 32)), {"where": "here"})
-    board.add([a_level("generate", 32, 100.0)])
+    board.add(a_level("generate", 32, 100.0))
     assert len(json.loads((tmp_path / "bench.json").read_text())["levels"]) == 1
     board.add_limit("vllm", files.TINY_MODEL, "cpu", 2**22)
     most, tensors = board.bandwidth_limit["vllm"], load_file(files.TINY_MODEL / "model.safetensors")
     size = sum(tensor.nbytes for tensor in tensors.values())  # the embedding is the output layer too
     assert most["tokens_per_second"] == pytest.approx(most["copy_gb_per_second"] * 1e9 / size, abs=0.06)
     assert most["weights_gb"] == size / 1e9 and most["copy_gb_per_second"] > 1e-3
-    board.add([a_level("vllm", 1, 200.0), a_level("vllm", 32, 1500.0)])
+    board.add(a_level("vllm", 1, 200.0))
+    board.add(a_level("vllm", 32, 1500.0))
     assert board.speeds() == {"generate": {"32": 100.0}, "vllm": {"1": 200.0, "32": 1500.0}}
     kept = json.loads((tmp_path / "bench.json").read_text())
     assert kept == json.loads(json.dumps(board.as_dict())) and kept["about"] == {"where": "here"}
@@ -256,19 +271,20 @@ def invoke(*words: str) -> Any:
 
 def test_a_step_that_fails_stops_no_other_and_ends_the_command_with_an_error(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(bench.Benchmark, "generate", lambda self, folder: 1 / 0)
-    monkeypatch.setattr(bench.Benchmark, "vllm", lambda self, name, folder: self.add([a_level(name, 1, 5.0)]))
+    monkeypatch.setattr(bench.Benchmark, "vllm", lambda self, folder: self.add(a_level("vllm", 1, 5.0)))
     monkeypatch.setattr(bench.hardware, "gpu", lambda: None)
     ran = invoke("bench-serve", "--model", str(files.TINY_MODEL), "--rivals", " generate ,", "--out", str(tmp_path))
-    assert ran.exit_code == 1 and "ZeroDivisionError" in ran.stderr and "vllm" in ran.stdout
+    assert ran.exit_code == 1 and "generate" in ran.stderr and "ZeroDivisionError" in ran.stdout
     assert list(json.loads((tmp_path / "bench.json").read_text())["left_out"]) == ["generate"]
 
 
 def test_plain_generate_is_measured_in_this_process() -> None:
     board = bench.Benchmark(None, bench.Settings((1, 32, 128), 8, 4), {})
     board.run(files.TINY_MODEL, ["generate"])
-    found = [tuple(level[name] for name in ("engine", "concurrency", "requests", "errors")) for level in board.levels]
-    assert found == [("generate", 1, 2, 0), ("generate", 32, 32, 0)], "not 128: memory"
-    assert (batch := board.levels[1])["tokens_per_second"] == pytest.approx(32 * 4 / batch["seconds"], rel=0.05)
+    levels = [(level.engine, level.concurrency, level.requests, level.errors) for level in board.levels]
+    assert levels == [("generate", 1, 2, 0), ("generate", 32, 32, 0)], "not 128: memory"
+    batch = board.levels[1]
+    assert batch.tokens_per_second == pytest.approx(32 * 4 / batch.seconds, rel=0.05)
 
 
 @pytest.mark.notebook

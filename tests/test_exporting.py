@@ -4,7 +4,6 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from test_contracts import FROZEN, missing
 from nbutils import cli, disk, exporting, files, hardware, parity, platforms, record, served_model
 from nbutils.errors import CourseError
 from nbutils.exporting import export, make
+from nbutils.exporting.worker import ExportJob
 from nbutils.parity import Fixed, Gap, Predictions
 
 T4 = hardware.GPU("Tesla T4", (7, 5), 14.6, 1)
@@ -30,7 +30,8 @@ NEEDS_BF16 = pytest.mark.skipif(
 )
 ROWS = [json.loads(line) for line in (files.SAMPLES / "train.jsonl").read_text(encoding="utf-8").splitlines()[:24]]
 LONG = pytest.mark.long
-Jobs = list[dict[str, Any]]
+JOB = ExportJob("cast", "bfloat16", "here")
+Jobs = list[ExportJob]
 
 
 @pytest.fixture(autouse=True)
@@ -56,15 +57,15 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
     """The jobs that were run; instead of the real work each copies the model it starts from."""
     done: Jobs = []
 
-    def copy(job: Mapping[str, Any], title: str) -> dict[str, Any]:
-        done.append(dict(job))
-        if job["do"] == "gguf":
-            Path(job["out"], f"model-{job['setting']}.gguf").write_bytes(b"GGUF")
+    def copy(job: ExportJob, title: str) -> dict[str, Any]:
+        done.append(job)
+        if job.work == "gguf":
+            Path(job.out, f"model-{job.setting}.gguf").write_bytes(b"GGUF")
         else:
-            shutil.copytree(job["source"], job["out"], dirs_exist_ok=True)
-        if job["do"] in ("compress", "calibrate"):
-            config = json.loads(Path(job["source"], "config.json").read_text(encoding="utf-8"))
-            files.write_json(Path(job["out"], "config.json"), config | {"quantization_config": {"bits": 8}})
+            shutil.copytree(job.source, job.out, dirs_exist_ok=True)
+        if job.work in ("compress", "calibrate"):
+            config = json.loads(Path(job.source, "config.json").read_text(encoding="utf-8"))
+            files.write_json(Path(job.out, "config.json"), config | {"quantization_config": {"bits": 8}})
         return {}
 
     monkeypatch.setattr(make, "run_job", copy)
@@ -101,8 +102,8 @@ def test_an_export_is_complete_reused_and_made_again_for_another_model(merged: P
 
 
 def test_a_failed_export_leaves_nothing_that_looks_finished(merged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(job: Mapping[str, Any], *rest: Any) -> dict[str, Any]:
-        (Path(job["out"]) / "model.safetensors").write_bytes(b"half")
+    def fails(job: ExportJob, title: str) -> dict[str, Any]:
+        (Path(job.out) / "model.safetensors").write_bytes(b"half")
         raise CourseError("no rows were given")
 
     monkeypatch.setattr(make, "run_job", fails)
@@ -125,13 +126,13 @@ def test_an_export_never_replaces_the_model_or_foreign_files(merged: Path, jobs:
 
 def test_awq_needs_rows_and_a_float32_model_is_cast_for_vllm(merged: Path, jobs: Jobs) -> None:
     made = export(merged, "awq", calibration=ROWS)
-    assert made.method == "AWQ rows=24 group_size=128" and jobs[0]["rows"] == ROWS
+    assert made.method == "AWQ rows=24 group_size=128" and jobs[0].rows == ROWS
     with refused("The format awq calibrates on data, and no rows"):
         export(merged, "awq")
     edit(merged, lambda name, one: one.float())
     export(merged, "fp8", calibration=ROWS)
     export(merged, "gguf-f16")
-    assert [(job["dtype"], len(job["rows"])) for job in jobs] == [("auto", 24), ("bfloat16", 0), ("auto", 0)]
+    assert [(job.dtype, len(job.rows)) for job in jobs] == [("auto", 24), ("bfloat16", 0), ("auto", 0)]
     for width, group in ((640, 128), (704, 64), (672, 32)):  # groups divide every width
         wide = torch.zeros(256, width, dtype=torch.bfloat16)
         edit(merged, lambda name, one, wide=wide: wide if name == "model.layers.0.mlp.down_proj.weight" else one)
@@ -146,7 +147,7 @@ def test_a_changed_recipe_makes_another_export(merged: Path, jobs: Jobs) -> None
     mine = ours.replace("re:.*lm_head", "re:.*down_proj")
     for _ in range(2):
         made = export(merged, "fp8", recipe=mine)
-    assert made.reused and "changed recipe" in made.method and [job["recipe"] for job in jobs] == [ours, mine]
+    assert made.reused and "changed recipe" in made.method and [job.recipe for job in jobs] == [ours, mine]
     assert not export(merged, "fp8").reused
 
 
@@ -155,16 +156,16 @@ def test_a_job_gets_no_secrets_and_a_failed_one_is_reported_with_its_last_lines(
     for code, status, word in (("import os; os.kill(os.getpid(), 9)", 137, "137"), ("{}['dance']", 1, "KeyError")):
         monkeypatch.setattr(make, "START", code)
         with refused(f"exit status {status}", word):
-            make.run_job({}, "the dance")
+            make.run_job(JOB, "the dance")
     monkeypatch.setenv("HF_TOKEN", "hf_correcthorsebatterystaple0123456")
-    code = "import json, os, sys; answer = json.load(open(sys.argv[2]))['answer']; "
-    monkeypatch.setattr(make, "START", f"{code} json.dump(dict(os.environ), open(answer, 'w'))")
-    answer = make.run_job({}, "a job")  # and none of this kernel's packages
+    code = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[3], 'w'))"
+    monkeypatch.setattr(make, "START", code)
+    answer = make.run_job(JOB, "a job")  # and none of this kernel's packages
     assert "HF_TOKEN" not in answer and "PYTHONPATH" not in answer and answer["HF_HUB_OFFLINE"] == "1"
 
 
 def test_the_verdict_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = make.Export("fp8", Path("x"), Path("y"), 60, 100, 3.0, "rounded")
+    made = make.Export("fp8", Path("x"), Path("y"), 60, 100, "rounded")
     values = (0.0005, 0.01, 0.1, 0.9, 3.0, float("nan"))
     lines = [make.ParityLine(made, Gap(mean, 2 * mean, 9, 10, 3, 4)) for mean in values]
     words = ["next to the same", "hardly differs", "differs a little", "clearly differs", "BROKEN", "BROKEN"]
@@ -173,7 +174,7 @@ def test_the_verdict_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row["of merged"], row["same next token"], row["same answers"]) == ("0.60", "9 of 10", "3 of 4")
     monkeypatch.setattr(platforms, "free_memory_gib", lambda: platforms.Limit(12.0, "a test"))
     monkeypatch.setattr(hardware, "gpu", lambda: None)
-    [line] = make.check([replace(made, bytes=5 * 2**30, merged_bytes=14 * 2**30)], FIXED)
+    [line] = make.compare_exports([replace(made, bytes=5 * 2**30, merged_bytes=14 * 2**30)], FIXED)
     assert line.gap is None and line.facts["ratio"] == 5 / 14 and "not compared" in line.row["verdict"]
 
 
@@ -186,14 +187,15 @@ def test_the_command_line(merged: Path, jobs: Jobs, tmp_path: Path, monkeypatch:
     made = ran(merged, "fp8", "gguf-f16", "--no-check", "--out", tmp_path)
     announced, _, results = made.output.partition("fp8: ")
     assert made.exit_code == 0 and results
-    for word in ("fp8 (about", "gguf-f16 (about", " s", str(tmp_path)):
+    for word in ("fp8", "gguf-f16", "about", "MB", " s", str(tmp_path)):
         assert word in announced, "size, time and place, before it begins"
     assert (tmp_path / "gguf-f16/model-f16.gguf").exists() and files.stamp(tmp_path / "fp8")
     assert ran(merged, "int8", "fp9").exit_code == 1 and not (merged.parent / "exports/int8").exists()
     (tmp_path / "own.jsonl").write_text('{"question": "?"}\n', encoding="utf-8")
     assert ran(merged, "awq", "--data", tmp_path / "own.jsonl").exit_code == 1
     checked: list[Fixed] = []
-    monkeypatch.setattr(make, "read", lambda *given: checked.append(given[-1]) or Predictions(torch.zeros(1, 2)))
+    same = Predictions(torch.zeros(1, 2))
+    monkeypatch.setattr(make, "read_predictions", lambda *given: checked.append(given[-1]) or same)
     (merged.parent / "data").mkdir()
     shutil.copy(files.SAMPLES / "train.jsonl", merged.parent / "data/eval.jsonl")  # the rows that the run held out
     assert "next to the same" in (shown := ran(merged, "fp8", "--data", files.SAMPLES / "general.jsonl").output), shown
@@ -235,12 +237,12 @@ def test_a_model_is_served_where_it_fits_and_an_export_in_16_bits_where_its_form
 def test_exports_are_compared_with_what_lesson_04_stored(merged: Path, jobs: Jobs, monkeypatch: Any) -> None:
     run, made = merged.parent, export(merged, "fp8")
     with refused("No predictions are stored in"):
-        exporting.check_exports(lesson_of(run), [made])
+        exporting.check_exports([made], run)
     stored = parity.PredictionStore(run, FIXED, about=files.stamp(merged))
     stored["merged"] = Predictions(torch.tensor([[0.7, 0.3]]).log(), answers=[[1]])
     changed = Predictions(torch.tensor([[0.6, 0.4]]).log(), answers=[[1]])
-    monkeypatch.setattr(make, "read", lambda *given: changed)
-    [line] = exporting.check_exports(lesson_of(run), [made])
+    monkeypatch.setattr(make, "read_predictions", lambda *given: changed)
+    [line] = exporting.check_exports([made], run)
     assert line.verdict == "differs a little" and line.facts["coarse"] and line.facts["same_answers"] == 1
     served = served_model.ServedModel.__new__(served_model.ServedModel)
     served.export = made  # a price is shown, not refused
@@ -256,7 +258,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Fixed, Predict
     """A merged model, a fixed set, and what the model predicts."""
     merged = Path(shutil.copytree(files.TINY_MODEL, tmp_path_factory.mktemp("run") / "merged"))
     fixed = make.quick_set(merged, ROWS[-8:])
-    return merged, fixed, make.read("merged", merged, make.weights_bytes(merged), fixed)
+    return merged, fixed, make.read_predictions("merged", merged, fixed)
 
 
 @pytest.mark.install
@@ -273,7 +275,7 @@ def test_a_real_export_is_smaller_and_nearly_the_same_model(
     """Half a minute each: made by the real libraries, and read back as its users would load it."""
     merged, fixed, known = real
     made = export(merged, name, calibration=ROWS[:rows])
-    [line] = make.check([made], fixed, known)
+    [line] = make.compare_exports([made], fixed, known)
     assert line.gap and made.ratio < largest and line.gap.mean < apart, line
     if "gguf" not in name:
         assert name == "bf16" or "quantization_config" in (made.folder / "config.json").read_text(encoding="utf-8")

@@ -1,5 +1,21 @@
 """The merged model in other formats: smaller ones for vLLM, for llama.cpp, for a CPU; each compared with it."""
 
-from nbutils.exporting.make import answer, check_exports, chosen, ensure_environment, export, offer, recipe_for
+from nbutils.exporting.make import (
+    check_exports,
+    chosen,
+    ensure_environment,
+    export,
+    export_formats,
+    offer,
+    recipe_for,
+)
 
-__all__ = ["answer", "check_exports", "chosen", "ensure_environment", "export", "offer", "recipe_for"]
+__all__ = [
+    "check_exports",
+    "chosen",
+    "ensure_environment",
+    "export",
+    "export_formats",
+    "offer",
+    "recipe_for",
+]

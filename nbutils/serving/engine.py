@@ -33,6 +33,7 @@ TABLE: dict[str, Any] = yaml.safe_load((files.CONFIGS / "serving.yaml").read_tex
 ENGINES = ("vllm", "vllm-cpu", "transformers")
 NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
+PLAIN_LORA = {"peft_type": "LORA", "bias": "none"}
 NOT_SERVED = ("use_dora", "modules_to_save", "trainable_token_indices", "rank_pattern", "alpha_pattern", "lora_bias")
 
 
@@ -45,16 +46,52 @@ class ServingEnvironment:
     env_vars: dict[str, str] = field(default_factory=dict)
 
 
-def build_for(engine: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Build:
+    """A build of an engine, as configs/serving.yaml has it."""
+
+    engine: str
+    version: str
+    torch: str
+    cuda: str
+    driver_from: int
+    python: str
+    steps: list[list[str]]
+    needs_gib: float
+    reason: str
+    remove: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def needs(self) -> str:
+        """What it needs of a machine."""
+        return tr(
+            "{version}: driver from {driver_from}, Python {python}",
+            version=self.version,
+            driver_from=self.driver_from,
+            python=self.python,
+        )
+
+    @property
+    def recipe(self) -> environments.Recipe:
+        """How its environment is made."""
+        steps = tuple(tuple(step) for step in self.steps)
+        return environments.Recipe(self.engine, steps, tuple(self.remove), PROBE, self.needs_gib, PREFIX)
+
+
+def build_for(engine: str) -> Build:
     """The first build of an engine that fits this machine's driver and Python; without a driver, the newest."""
+    builds = [Build(**row) for row in TABLE["builds"] if row["engine"] == engine]
+    if os.environ.get(f"{PREFIX}_PYTHON"):  # an interpreter of the learner's has what it has
+        return builds[0]
     reported = re.match(r"\d+", hardware.ask_driver("--query-gpu=driver_version", "--format=csv,noheader"))
-    driver, python = int(reported[0]) if reported and engine == "vllm" else None, platform.python_version()
-    builds: list[dict[str, Any]] = [build for build in TABLE["builds"] if build["engine"] == engine]
+    driver = int(reported[0]) if reported else None
+    python = platform.python_version()
     for build in builds:
-        fits = (driver is None or driver >= build["driver_from"]) and python in SpecifierSet(build["python"])
-        if fits or os.environ.get(f"{PREFIX}_PYTHON"):  # an interpreter of the learner's has what it has
+        has_driver = driver is None or driver >= build.driver_from
+        if has_driver and python in SpecifierSet(build.python):
             return build
-    needs = joined((tr("{version}: driver from {driver_from}, Python {python}", **build) for build in builds), ";")
+    needs = [build.needs for build in builds]
     raise CourseError(
         tr(
             "No build of {engine} fits driver {driver} and Python {python}.",
@@ -62,7 +99,7 @@ def build_for(engine: str) -> dict[str, Any]:
             driver=driver or tr("none"),
             python=python,
         ),
-        allowed=needs,
+        allowed=joined(needs, ";"),
         todo=tr(
             "Take an image with a newer driver or Python, set ENGINE to transformers, or set NBUTILS_SERVE_PYTHON."
         ),
@@ -80,44 +117,53 @@ def require_engine(engine: str) -> None:
 
 
 def ensure_environment(engine: str = "auto") -> ServingEnvironment:
-    """The serving environment of an engine, which is built if it is missing, incomplete or outdated."""
+    """The serving environment of an engine, which is built if it is missing, incomplete or outdated.
+
+    Example: ensure_environment().engine
+    """
     if engine == "auto":
         choice = hardware.engine(hardware.gpu())
         engine = str(choice.value)
         print(tr("engine    {engine} ({reason})", engine=engine, reason=choice.reason), flush=True)
     require_engine(engine)
+    variables = NO_TELEMETRY | row_for(hardware.gpu()).get("variables", {})
+    if engine == "transformers":
+        return ServingEnvironment(Path(sys.executable), engine, variables)
+    build = build_for(engine)
+    variables |= build.variables
     if engine == "vllm-cpu":  # one core is left to the process that takes requests
-        threads = str(max(1, round(platforms.processors().value) - 1))
-        variables = build_for(engine)["variables"] | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
-    else:
-        variables = row_for(hardware.gpu()).get("variables", {})
-    python = Path(sys.executable)
-    if engine != "transformers":
-        build, folder = build_for(engine), environments.place(PREFIX, "serve")
-        steps, remove = tuple(map(tuple, build["steps"])), tuple(build.get("remove", ()))
-        recipe = environments.Recipe(engine, steps, remove, PROBE, build["needs_gib"], PREFIX)
-        if not environments.is_ready(folder, recipe):
-            print(joined([f"{engine} {build['version']}", tr(build["reason"])], ":"), flush=True)
-        python = environments.ensure(recipe, folder)
-    return ServingEnvironment(python, engine, NO_TELEMETRY | variables)
+        threads = max(1, round(platforms.processors().value) - 1)
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
+    folder = environments.place(PREFIX, "serve")
+    if not environments.is_ready(folder, build.recipe):
+        print(joined([f"{engine} {build.version}", tr(build.reason)], ":"), flush=True)
+    return ServingEnvironment(environments.ensure(build.recipe, folder), engine, variables)
 
 
 def row_for(gpu: hardware.GPU | None) -> dict[str, Any]:
-    """The row of a GPU's generation; that of the CPU for None."""
-    rows: list[dict[str, Any]] = TABLE["gpus"]
-    if gpu is None:
-        return next(row for row in rows if row["capability_from"] is None)
-    return next(row for row in rows if gpu.capability >= tuple(row["capability_from"]))
+    """The row of a GPU's generation; that of the CPU, the last one, for None."""
+    rows = TABLE["gpus"]
+    if gpu:
+        rows = [row for row in rows[:-1] if gpu.capability >= tuple(row["capability_from"])]
+        return dict(rows[0])
+    return dict(rows[-1])
 
 
 def flags_for(gpu: hardware.GPU | None, folder: Path) -> dict[str, hardware.Choice]:
-    """The flags this machine needs beyond what the lesson chooses, each with its reason."""
+    """The flags this machine needs beyond what the lesson chooses, each with its reason.
+
+    Example: flags_for(lesson.gpu, Path("runs/tiny/merged"))["dtype"].reason
+    """
     row = row_for(gpu)
     reason = joined([tr(row["name"]), tr(row["reason"])], ":")
-    chosen = {name: hardware.Choice(value, reason) for name, value in row["flags"].items()}
-    if gpu and gpu.count > 1 and row["engine"] == "vllm":
-        chosen["tensor-parallel-size"] = tensor_parallel(folder, gpu.count)
-    return chosen
+    flags = {}
+    for name, value in row["flags"].items():
+        flags[name] = hardware.Choice(value, reason)
+    if gpu is None or row["engine"] != "vllm":
+        return flags
+    if gpu.count > 1:
+        flags["tensor-parallel-size"] = tensor_parallel(folder, gpu.count)
+    return flags
 
 
 def tensor_parallel(folder: Path, gpus: int) -> hardware.Choice:
@@ -126,37 +172,58 @@ def tensor_parallel(folder: Path, gpus: int) -> hardware.Choice:
     config = config.get("text_config") or config
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
-    sizes = [n for n in range(1, gpus + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    found = {"gpus": gpus, "heads": heads, "kv_heads": kv_heads, "size": sizes[-1]}
-    reason = tr("{gpus} visible GPUs; {heads} heads ({kv_heads} for keys and values) divide evenly by {size}", **found)
-    return hardware.Choice(sizes[-1], reason)
+    size = gpus
+    while heads % size or (kv_heads % size and size % kv_heads):
+        size -= 1
+    reason = tr(
+        "{gpus} visible GPUs; {heads} heads ({kv_heads} for keys and values) divide evenly by {size}",
+        gpus=gpus,
+        heads=heads,
+        kv_heads=kv_heads,
+        size=size,
+    )
+    return hardware.Choice(size, reason)
 
 
 def normalize(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Flags by name as vLLM spells them, without those left at None; what Server decides itself is refused."""
-    found = {name.lstrip("-").replace("_", "-"): value for name, value in flags.items() if value is not None}
-    for name in found:
-        bare = re.split(r"[=.]", name)[0]
-        for reserved, instead in TABLE["reserved_flags"].items():
-            if reserved.startswith(bare) or fnmatch(bare, reserved):  # argparse reads --hos as --host
-                raise CourseError(
-                    tr("The flags contain {name}, which Server sets itself.", name=bare),
-                    allowed=tr("in its place, {instead}", instead=tr(instead)),
-                    todo=tr("Remove {name} from the flags.", name=bare),
-                )
-    return found
+    normalized = {}
+    for name, value in flags.items():
+        if value is not None:
+            name = name.lstrip("-").replace("_", "-")
+            require_free(name)
+            normalized[name] = value
+    return normalized
+
+
+def require_free(flag: str) -> None:
+    """Refuse a flag that Server decides itself."""
+    name = re.split(r"[=.]", flag)[0]
+    for reserved, instead in TABLE["reserved_flags"].items():
+        if reserved.startswith(name) or fnmatch(name, reserved):  # argparse reads --hos as --host
+            raise CourseError(
+                tr("The flags contain {name}, which Server sets itself.", name=name),
+                allowed=tr("in its place, {instead}", instead=tr(instead)),
+                todo=tr("Remove {name} from the flags.", name=name),
+            )
 
 
 def to_words(flags: Mapping[str, Any]) -> list[str]:
-    """Flags as words: True is a bare flag, False its `--no-` form, a mapping is written as JSON."""
+    """Flags as words: True is a bare flag, False its `--no-` form, a mapping is written as JSON.
+
+    Example: to_words({"dtype": "half", "enforce-eager": True}) == ["--dtype=half", "--enforce-eager"]
+    """
     words: list[str] = []
     for name, value in flags.items():
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, list | tuple):
+        if value is True:
+            words.append(f"--{name}")
+        elif value is False:
+            words.append(f"--no-{name}")
+        elif isinstance(value, list):
             words += [f"--{name}", *map(str, value)]
         else:  # one word: a value that looks like a flag stays a value
-            words.append(f"--{name}={json.dumps(value) if isinstance(value, Mapping) else value}")
+            text = json.dumps(value) if isinstance(value, Mapping) else value
+            words.append(f"--{name}={text}")
     return words
 
 
@@ -166,27 +233,36 @@ def lora_flags(adapters: Mapping[str, Path], engine: str) -> dict[str, Any]:
     On a CPU one slot stays empty: when requests for base and adapter share a step, vLLM 0.32 computes those for the
     base with the weights of the last slot.
     """
-    ranks = []
-    for folder in adapters.values():
-        config = files.read_json(folder / "adapter_config.json")
-        problems = [name for name in NOT_SERVED if config.get(name)]
-        problems += ["peft_type"] if config.get("peft_type") != "LORA" else []
-        problems += ["bias"] if config.get("bias", "none") != "none" else []
-        problems += ["init_lora_weights"] if merging.init_changes_base(config) else []
-        problems += ["r"] if config.get("r", 0) > LORA_RANKS[-1] else []
-        if problems:
-            reason = ", ".join(f"{name}={config.get(name)}" for name in problems)
-            raise CourseError(
-                tr("vLLM cannot serve {folder} unmerged: {reason}.", folder=folder, reason=reason),
-                allowed=tr("a LoRA adapter of linear layers, without DoRA"),
-                todo=tr("Merge it (lesson 04) and serve the merged folder."),
-            )
-        ranks.append(config["r"])
-    modules = [f"{name}={folder.absolute()}" for name, folder in adapters.items()]
-    rank = min(size for size in LORA_RANKS if size >= max(ranks, default=0))
-    slots = len(adapters) + (engine == "vllm-cpu")
-    found = {"enable-lora": True, "max-loras": slots, "max-lora-rank": rank, "lora-modules": modules}
-    return found if adapters else {}
+    if not adapters:
+        return {}
+    largest = max(adapter_rank(folder) for folder in adapters.values())
+    return {
+        "enable-lora": True,
+        "max-loras": len(adapters) + 1 if engine == "vllm-cpu" else len(adapters),
+        "max-lora-rank": min(rank for rank in LORA_RANKS if rank >= largest),
+        "lora-modules": [f"{name}={folder.absolute()}" for name, folder in adapters.items()],
+    }
+
+
+def adapter_rank(folder: Path) -> int:
+    """The rank of a LoRA adapter that vLLM can serve; any other is refused."""
+    config = files.read_json(folder / "adapter_config.json")
+    problems = [name for name in NOT_SERVED if config.get(name)]
+    for name, value in PLAIN_LORA.items():
+        if config.get(name, value) != value:
+            problems.append(name)
+    if merging.init_changes_base(config):
+        problems.append("init_lora_weights")
+    if config.get("r", 0) > LORA_RANKS[-1]:
+        problems.append("r")
+    if problems:
+        reason = ", ".join(f"{name}={config.get(name)}" for name in problems)
+        raise CourseError(
+            tr("vLLM cannot serve {folder} unmerged: {reason}.", folder=folder, reason=reason),
+            allowed=tr("a LoRA adapter of linear layers, without DoRA"),
+            todo=tr("Merge it (lesson 04) and serve the merged folder."),
+        )
+    return int(config["r"])
 
 
 @dataclass(frozen=True, repr=False)
@@ -198,18 +274,31 @@ class GpuMemory:
     holders: list[Any]
 
     def __repr__(self) -> str:
-        parts = [tr("{free_gib:.1f} of {total_gib:.1f} GiB of GPU memory are free", **vars(self))]
-        for one in self.holders:
-            outside = tr("a process outside this container")
-            name = psutil.Process(one.pid).name() if psutil.pid_exists(one.pid) else outside
-            name = tr("this kernel") if one.pid == os.getpid() else name
-            held = f"{one.usedGpuMemory / files.GIB:.1f} GiB" if one.usedGpuMemory else tr("an unknown part")
-            parts.append(tr("{name} (process {pid}) holds {held}", name=name, pid=one.pid, held=held))
-        return joined(parts, ";")
+        free = tr(
+            "{free_gib:.1f} of {total_gib:.1f} GiB of GPU memory are free",
+            free_gib=self.free_gib,
+            total_gib=self.total_gib,
+        )
+        return joined([free, *map(describe_holder, self.holders)], ";")
+
+
+def describe_holder(holder: Any) -> str:
+    """A process that holds GPU memory, in words."""
+    held = f"{holder.usedGpuMemory / files.GIB:.1f} GiB" if holder.usedGpuMemory else tr("an unknown part")
+    if holder.pid == os.getpid():
+        name = tr("this kernel")
+    elif psutil.pid_exists(holder.pid):
+        name = psutil.Process(holder.pid).name()
+    else:
+        name = tr("a process outside this container")
+    return tr("{name} (process {pid}) holds {held}", name=name, pid=holder.pid, held=held)
 
 
 def free_gpu_memory() -> GpuMemory | None:
-    """Free the GPU memory this kernel no longer uses; what is free now and who holds the rest, None without a GPU."""
+    """Free the GPU memory this kernel no longer uses; what is free now and who holds the rest, None without a GPU.
+
+    Example: print(free_gpu_memory())
+    """
     if "torch" in sys.modules:
         hardware.free_memory()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
@@ -219,10 +308,10 @@ def free_gpu_memory() -> GpuMemory | None:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(int(visible) if visible.isdigit() else 0)
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        holders = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except Exception:  # no pynvml, no driver, no GPU, no permission: nothing is known then
         return None
-    return GpuMemory(memory.free / files.GIB, memory.total / files.GIB, running)
+    return GpuMemory(memory.free / files.GIB, memory.total / files.GIB, holders)
 
 
 def require_gpu_memory(share: float) -> None:

@@ -187,12 +187,10 @@ print(proof)
 # %% [markdown]
 # ## 微调前后
 #
-# 基座模型和合并后的模型回答验证集里同样的问题，temperature 为 0。这些问题都没有参与训练，第 03 课只用其中一部分来挑最好的一步。另有一小组通用问题，看通用能力。回答一边生成一边保存，中断后可以接着做。如果第 05 课启动的服务还在运行，而且正是这个模型，就由服务回答，速度更快。
+# 基座模型和合并后的模型回答验证集里同样的问题，temperature 为 0。这些问题都没有参与训练，第 03 课只用其中一部分来挑最好的一步。另有一小组通用问题，看通用能力。回答一边生成一边保存，中断后可以接着做。
 
 # %%
-from nbutils import serving
-
-comparison = evaluation.compare_models(lesson, folder, placement, server=serving.running(lesson.run.path, folder))
+comparison = evaluation.compare_models(lesson, folder, placement)
 
 # %% [markdown]
 # 先读六个回答，再相信数字。打勾表示和参考答案完全一致。

@@ -134,7 +134,7 @@ print(*exports, sep="\n")
 # 把每个导出的模型都加载一遍，读第 04 课做证明用的那些文本。*KL* 是导出的模型和合并后的模型在预测上的距离，单位是 nats/token：0.001 以下没人看得出来，0.15 以上就能看出来。写着“至少”，是因为第 04 课在每个位置只存了概率最高的一些 token。*相同的回答*是逐个 token 都没变的短回答的个数。
 
 # %%
-compared = exporting.check_exports(lesson, exports)
+compared = exporting.check_exports(exports, lesson.run.path)
 display.show_table([one.row for one in compared], "大小和代价")
 
 # %% [markdown]

@@ -12,28 +12,36 @@ from collections.abc import Mapping
 from typing import Any
 
 OPEN = ("/health", "/version", "/docs", "/redoc", "/openapi.json")  # GET only: they reveal neither model nor use
+REFUSAL = b'{"error": {"message": "the API key is missing or wrong"}}'
+REFUSAL_HEADERS = [
+    (b"content-type", b"application/json"),
+    (b"www-authenticate", b"Bearer"),
+]
 
 
 class Guard:
     """Answers 401 to a request without the key, which comes through the environment."""
 
     def __init__(self, app: Any) -> None:
-        self.app, self.expected = app, f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+        key = os.environ["VLLM_API_KEY"]
+        self.app = app
+        self.expected = f"Bearer {key}".encode()
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         """Pass an allowed request on, refuse any other."""
-        if scope["type"] not in ("http", "websocket") or self.allows(scope):
+        kind = scope["type"]
+        if kind not in ("http", "websocket") or self.allows(scope):
             await self.app(scope, receive, send)
-        elif scope["type"] == "websocket":
+        elif kind == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-            body = b'{"error": {"message": "the API key is missing or wrong"}}'
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            await send({"type": "http.response.start", "status": 401, "headers": REFUSAL_HEADERS})
+            await send({"type": "http.response.body", "body": REFUSAL})
 
     def allows(self, scope: Mapping[str, Any]) -> bool:
         """Whether a request carries the key, or asks for nothing that needs one."""
-        if scope.get("method") in ("GET", "HEAD") and scope["path"] in OPEN:
+        only_reads = scope.get("method") in ("GET", "HEAD")
+        if only_reads and scope["path"] in OPEN:
             return True
-        return hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self.expected)
+        headers = dict(scope["headers"])
+        return hmac.compare_digest(headers.get(b"authorization", b""), self.expected)
