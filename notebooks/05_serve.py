@@ -99,7 +99,7 @@ print(f"{environment.engine}, with the Python {environment.python}")
 import shlex
 from nbutils.served_model import ServedModel
 
-model = ServedModel(lesson, FOLDER, environment.engine, QUESTIONS)
+model = ServedModel(lesson.run, lesson.profile, FOLDER, engine=environment.engine, rows=QUESTIONS)
 flags = {
     **model.flags,  # dtype: the precision of weights and computation; enforce-eager: no compilation, starts sooner
     **lesson.profile.vllm,
@@ -264,12 +264,10 @@ box = chat_widget.chat([talk], [last["content"]], live=KEEP_RUNNING)
 # %% [markdown]
 # ## Stop
 #
-# Stop the server to free its memory. If it stays up, the run folder records it, and lesson 04 can use it to answer.
+# Stop the server to free its memory.
 
 # %%
-if KEEP_RUNNING:
-    serving.write_server_note(server, lesson.run.path)
-else:
+if not KEEP_RUNNING:
     server.stop()
 print("The server is", f"running at {server.url}." if server.running else "stopped.", f"Its log: {server.log}")
 

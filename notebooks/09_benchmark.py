@@ -110,7 +110,7 @@ benchmark.run(lesson.run.merged, rivals)
 from nbutils.served_model import ServedModel
 
 environment = serving.ensure_environment(ENGINE)
-model = ServedModel(lesson, engine=environment.engine, rows=0 if lesson.gpu else 32)  # held-out questions; 0: all
+model = ServedModel(lesson.run, lesson.profile, engine=environment.engine, rows=0 if lesson.gpu else 32)  # held-out questions; 0: all
 vllm = lesson.profile.vllm
 flags = {**model.flags, "served-model-name": "course", "max-model-len": vllm.max_model_len, "max-num-seqs": vllm.max_num_seqs}
 flags |= {"gpu-memory-utilization": vllm.gpu_memory_utilization} if lesson.gpu else {}

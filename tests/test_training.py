@@ -505,12 +505,12 @@ def test_the_fingerprint_of_a_model_is_its_content_and_not_its_place(tmp_path: P
         content[changed_at : changed_at + len(content) // 40] = bytes([1]) * (len(content) // 40)  # one matrix of many
         (place / "config.json").write_text("{}")
         (place / "model.safetensors").write_bytes(content)
-        return resume.model_fingerprint(SimpleNamespace(model=str(place), model_name=str(place)))  # type: ignore[arg-type]
+        return resume.model_fingerprint(str(place), str(place))
 
     assert fingerprint("one") == fingerprint("other") and fingerprint("one")["name"] == "m"
     assert len({fingerprint("one", at * files.CHUNK // 4)["content"] for at in range(11)}) == 11
     frozen = json.loads((Path(__file__).with_name("contracts.json")).read_text())["checkpoint"]["fingerprint"]["model"]
-    assert resume.model_fingerprint(SimpleNamespace(model=str(files.TINY_MODEL), model_name="tiny")) == frozen  # type: ignore[arg-type]
+    assert resume.model_fingerprint(str(files.TINY_MODEL), "tiny") == frozen
 
 
 @pytest.mark.parametrize(("step", "max_steps", "left"), [(20, 20, 0), (20, 25, 5), (20, 10, 0), (7, -1, 2)])

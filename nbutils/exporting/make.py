@@ -19,7 +19,7 @@ import yaml
 from nbutils import disk, display, environments, evaluation, files, hardware, parity, processes, record
 from nbutils.data import stored_rows
 from nbutils.errors import CourseError
-from nbutils.evaluation.comparison import fit
+from nbutils.evaluation.placement import fit
 from nbutils.language import joined, tr
 from nbutils.masking import mask_secrets
 from nbutils.merging.folder import TOKENIZER_FILES, ModelFolder, open_base, weights_fingerprint
@@ -315,8 +315,8 @@ class ParityLine:
 
 def check_exports(lesson: record.LessonLike, exports: Sequence[Export]) -> list[ParityLine]:
     """Compare the exports of a lesson's merged model with the predictions that lesson 04 stored of it."""
-    stored = parity.PredictionStore(lesson.run.path, about=files.stamp(lesson.run.merged))
-    return check(exports, stored.fixed, stored.get("merged"))
+    stored = parity.load_predictions(lesson.run.path, lesson.run.merged)
+    return check(exports, stored.fixed, stored["merged"])
 
 
 def check(exports: Sequence[Export], fixed: parity.Fixed, merged: parity.Predictions | None = None) -> list[ParityLine]:

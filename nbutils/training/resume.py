@@ -172,7 +172,7 @@ def run_fingerprint(lesson: LessonLike, seed: int) -> dict[str, Any]:
     """What must be equal for a run to be resumed: the model, the data, the adapter, the way of training, the seed."""
     profile = lesson.profile
     return {
-        "model": model_fingerprint(lesson),
+        "model": model_fingerprint(lesson.model, lesson.model_name),
         "data": files.read_json(lesson.run.data / "data_card.json")["fingerprint"],
         "method": profile.method,
         "quantization": profile.quantization.model_dump(mode="json") if profile.method == "qlora" else {},
@@ -183,12 +183,12 @@ def run_fingerprint(lesson: LessonLike, seed: int) -> dict[str, Any]:
     }
 
 
-def model_fingerprint(lesson: LessonLike) -> dict[str, str]:
+def model_fingerprint(model: str, name: str) -> dict[str, str]:
     """What the base model is: its name, and a checksum of config, tokenizer and samples of the weights."""
     from transformers.utils import cached_file
 
-    folder = Path(str(cached_file(lesson.model, "config.json"))).parent
-    digest, local = hashlib.sha256(), Path(lesson.model).is_dir()
+    folder = Path(str(cached_file(model, "config.json"))).parent
+    digest, local = hashlib.sha256(), Path(model).is_dir()
     for path in sorted(folder.iterdir()):
         if path.name in MODEL_FILES or path.suffix == ".safetensors":
             digest.update(f"{path.name} {path.stat().st_size} ".encode())
@@ -198,5 +198,4 @@ def model_fingerprint(lesson: LessonLike) -> dict[str, str]:
                 for part in range(SAMPLES + 1) if local and rest > 0 else ():  # Hub files never change under a name
                     file.seek(CHUNK + max(rest - SAMPLE_BYTES, 0) * part // SAMPLES)
                     digest.update(file.read(SAMPLE_BYTES))
-    name = lesson.model_name
     return {"name": Path(name).name if Path(name).is_absolute() else name, "content": digest.hexdigest()[:16]}

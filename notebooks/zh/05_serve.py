@@ -93,7 +93,7 @@ print(f"{environment.engine}，用的 Python 是 {environment.python}")
 import shlex
 from nbutils.served_model import ServedModel
 
-model = ServedModel(lesson, FOLDER, environment.engine, QUESTIONS)
+model = ServedModel(lesson.run, lesson.profile, FOLDER, engine=environment.engine, rows=QUESTIONS)
 flags = {
     **model.flags,  # dtype：权重和计算的精度；enforce-eager：不编译，启动更快
     **lesson.profile.vllm,
@@ -243,12 +243,10 @@ box = chat_widget.chat([talk], [last["content"]], live=KEEP_RUNNING)
 # %% [markdown]
 # ## 停止
 #
-# 停掉服务，释放显存或内存。要是让服务继续运行，运行目录里会有记录，第 04 课可以用这个服务来回答。
+# 停掉服务，释放显存或内存。
 
 # %%
-if KEEP_RUNNING:
-    serving.write_server_note(server, lesson.run.path)
-else:
+if not KEEP_RUNNING:
     server.stop()
 print("服务", f"正在运行：{server.url}。" if server.running else "已停止。", f"日志：{server.log}")
 
