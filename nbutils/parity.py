@@ -5,8 +5,6 @@ Stored in `evaluation/parity.json` by lessons 04 (models), 05 (server). Reading 
 
 from __future__ import annotations
 
-import json
-import math
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Sequence
@@ -20,8 +18,8 @@ from nbutils import evaluation, files
 from nbutils.chat import common_length, find_stop_ids
 from nbutils.config import Profile
 from nbutils.errors import CourseError
-from nbutils.evaluation.evaluator import FOLDER, Evaluator, digest
-from nbutils.evaluation.inference import Row, generate_ids, in_batches, padded
+from nbutils.evaluation.evaluator import FOLDER, Evaluator, Facts, Table, digest
+from nbutils.evaluation.inference import Row, Tokens, generate_ids, in_batches, padded
 from nbutils.evaluation.placement import Placement
 from nbutils.language import tr
 from nbutils.record import RunFolder
@@ -63,10 +61,10 @@ Translate = Callable[..., str]
 class Fixed:
     """Texts whose last `measured` tokens are to be predicted, prompts to be answered, and where an answer ends."""
 
-    texts: list[list[int]]
+    texts: list[Tokens]
     measured: list[int]
-    prompts: list[list[int]]
-    stops: list[int]
+    prompts: list[Tokens]
+    stops: Tokens
     pad: int
     answer_tokens: int = ANSWER_TOKENS
 
@@ -90,16 +88,26 @@ def fixed_set(evaluator: Evaluator, general: Evaluator | None = None, *, model: 
 
 def _add_texts(fixed: Fixed, evaluator: Evaluator, count: int, longest: int) -> None:
     """Add `count` rows; where none is short enough, what is too long loses its beginning."""
-    pairs = list(zip(evaluator.rows, evaluator.prompts, strict=True))
-    fitting = [pair for pair in pairs if len(pair[1]) + max(MEASURED, ANSWER_TOKENS) <= longest]
-    pairs = fitting or pairs
-    for row, prompt in pairs[:: max(1, len(pairs) // count)][:count]:
+    most = longest - max(MEASURED, ANSWER_TOKENS)
+    numbers = range(len(evaluator.rows))
+    fitting = [number for number in numbers if len(evaluator.prompts[number]) <= most]
+    pool = fitting or numbers
+    stride = max(1, len(pool) // count)
+    for number in pool[::stride][:count]:
+        row = evaluator.rows[number]
+        prompt = evaluator.prompts[number]
         ids, _ = evaluator.view.encode(row["messages"], row.get("tools"))
         begin = max(1, common_length(prompt, ids))
-        text = ids[: begin + MEASURED][-(longest - 1) :]  # a server adds at least one token
+        text = ids[: begin + MEASURED]
+        text = text[1 - longest :]  # a server adds at least one token
+        measured = min(
+            MEASURED,
+            len(ids) - begin,
+            len(text) - 1,
+        )
         fixed.texts.append(text)
-        fixed.measured.append(min(len(ids) - begin, MEASURED, len(text) - 1))
-        fixed.prompts.append(prompt[-(longest - ANSWER_TOKENS) :])
+        fixed.measured.append(measured)
+        fixed.prompts.append(prompt[ANSWER_TOKENS - longest :])
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ class Predictions:
 
     logs: torch.Tensor
     tokens: torch.Tensor | None = None
-    answers: list[list[int]] | None = None
+    answers: list[Tokens] | None = None
 
     @property
     def likeliest(self) -> torch.Tensor:
@@ -145,10 +153,6 @@ def measure(model: Any, fixed: Fixed, *, answers: bool = True, batch_size: int =
             ).logits
             return [logits[row, -count:].float().log_softmax(-1).cpu() for row, count in enumerate(counts)]
 
-    def generate(batch: Sequence[int]) -> list[list[int]]:
-        prompts = [fixed.prompts[row] for row in batch]
-        return generate_ids(model, prompts, fixed.answer_tokens, fixed.stops, fixed.pad)
-
     logs = torch.cat([predicted for _, predicted in in_batches(rows, batch_size or len(rows), predict)])
     if torch.isnan(logs).any() or not torch.isfinite(logs).any(dim=-1).all():
         raise CourseError(
@@ -157,7 +161,8 @@ def measure(model: Any, fixed: Fixed, *, answers: bool = True, batch_size: int =
         )
     if not answers:
         return Predictions(logs)
-    return Predictions(logs, answers=[ids for _, ids in in_batches(rows, len(rows), generate)])
+    generated = generate_ids(model, fixed.prompts, fixed.answer_tokens, fixed.stops, fixed.pad)
+    return Predictions(logs, answers=generated)
 
 
 def measure_server(client: OpenAI, model_name: str, fixed: Fixed) -> Predictions:
@@ -165,7 +170,7 @@ def measure_server(client: OpenAI, model_name: str, fixed: Fixed) -> Predictions
     import torch
     from openai import OpenAIError
 
-    def complete(prompt: list[int], max_tokens: int, **more: Any) -> Any:
+    def complete(prompt: Tokens, max_tokens: int, **more: Any) -> Any:
         completion = client.completions.create(
             model=model_name,
             prompt=prompt,
@@ -175,15 +180,17 @@ def measure_server(client: OpenAI, model_name: str, fixed: Fixed) -> Predictions
         )
         return completion.choices[0]
 
-    def predict(text: list[int], measured: int) -> list[list[tuple[float, int]]]:
+    def predict(text: Tokens, measured: int) -> list[Any]:
         """The likeliest tokens of each position (vLLM adds the text's own token where it is not among them)."""
+        completion = complete(text, 1, prompt_logprobs=SERVER_TOKENS)
         positions = []
-        for told in complete(text, 1, prompt_logprobs=SERVER_TOKENS).prompt_logprobs[-measured:]:
+        for told in completion.prompt_logprobs[-measured:]:
             logs = [(value["logprob"], int(token)) for token, value in told.items()]
-            positions.append(sorted(logs, reverse=True)[:SERVER_TOKENS])
+            logs.sort(reverse=True)
+            positions.append(logs[:SERVER_TOKENS])
         return positions
 
-    def generate(prompt: list[int]) -> list[int]:
+    def generate(prompt: Tokens) -> Tokens:
         return list(complete(prompt, fixed.answer_tokens, stop_token_ids=fixed.stops).token_ids)
 
     try:
@@ -192,7 +199,11 @@ def measure_server(client: OpenAI, model_name: str, fixed: Fixed) -> Predictions
             answers = list(pool.map(generate, fixed.prompts))
     except (OpenAIError, AttributeError, TypeError) as problem:  # not up, or no vLLM
         raise CourseError(
-            tr("The server at {url} did not answer: {problem}.", url=client.base_url, problem=problem),
+            tr(
+                "The server at {url} did not answer: {problem}.",
+                url=client.base_url,
+                problem=problem,
+            ),
             todo=tr("Read its log; a text that is too long for it needs a larger vllm.max_model_len."),
         ) from problem
     likeliest = torch.tensor([position for text in texts for position in text], dtype=torch.float64)
@@ -233,11 +244,12 @@ def gap(reference: Predictions, other: Predictions) -> Gap:
     """How much is lost if `other` predicts in place of `reference`."""
     coarse = reference.tokens is not None or other.tokens is not None
     divergences = _coarse_divergences(reference, other) if coarse else _divergences(reference, other)
-    divergences = divergences.clamp(min=0.0)
+    divergences = divergences.float().clamp(min=0.0)
     same_answers = None
     answers = 0
     if reference.answers is not None and other.answers is not None:
-        same_answers = sum(mine == theirs for mine, theirs in zip(reference.answers, other.answers, strict=True))
+        pairs = zip(reference.answers, other.answers, strict=True)
+        same_answers = sum(mine == theirs for mine, theirs in pairs)
         answers = len(reference.answers)
     return Gap(
         mean=float(divergences.mean()),
@@ -256,11 +268,13 @@ def _divergences(reference: Predictions, other: Predictions) -> torch.Tensor:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parts = []
-    for left, right in zip(reference.logs.split(POSITIONS), other.logs.split(POSITIONS), strict=True):
+    pairs = zip(reference.logs.split(POSITIONS), other.logs.split(POSITIONS), strict=True)
+    for left, right in pairs:
         log_p = left.to(device).double()
         log_q = right.to(device).double()
-        terms = torch.where(log_p == -torch.inf, 0.0, log_p.exp() * (log_p - log_q))  # impossible: nothing is lost
-        parts.append(terms.sum(dim=-1).float().cpu())
+        terms = log_p.exp() * (log_p - log_q)
+        possible = torch.where(log_p == -torch.inf, 0.0, terms)  # where it is impossible, nothing is lost
+        parts.append(possible.sum(dim=-1).cpu())
     return torch.cat(parts)
 
 
@@ -268,22 +282,22 @@ def _coarse_divergences(reference: Predictions, other: Predictions) -> torch.Ten
     """Over the tokens that both sides know, and all the rest as one: it never exceeds the true value."""
     import torch
 
-    divergences = []
-    for log_p, log_q in zip(_by_token(reference), _by_token(other), strict=True):
-        shared = log_p.keys() & log_q.keys()
-        rest_p = max(RESOLUTION, 1 - sum(math.exp(log_p[token]) for token in shared))
-        rest_q = max(RESOLUTION, 1 - sum(math.exp(log_q[token]) for token in shared))
-        known = sum(math.exp(log_p[token]) * (log_p[token] - log_q[token]) for token in shared)
-        divergences.append(known + rest_p * math.log(rest_p / rest_q))
-    return torch.tensor(divergences)
-
-
-def _by_token(predictions: Predictions) -> list[dict[int, float]]:
-    """The log-probabilities of each position by token, those of the likeliest."""
-    short = predictions.shortened()
-    assert short.tokens is not None
-    pairs = zip(short.tokens.tolist(), short.logs.tolist(), strict=True)
-    return [dict(zip(tokens, logs, strict=True)) for tokens, logs in pairs]
+    left = reference.shortened()
+    right = other.shortened()
+    assert left.tokens is not None and right.tokens is not None
+    same = left.tokens.unsqueeze(2) == right.tokens.unsqueeze(1)  # at each position: our tokens by theirs
+    theirs = right.logs.double().unsqueeze(1)
+    log_q = torch.where(same, theirs, -torch.inf)
+    log_q = log_q.amax(2)  # of our tokens; -inf where the other side does not know it
+    log_p = left.logs.double()
+    log_p = torch.where(log_q == -torch.inf, log_q, log_p)
+    p = log_p.exp()
+    q = log_q.exp()
+    terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
+    rest_p = (1 - p.sum(1)).clamp(min=RESOLUTION)
+    rest_q = (1 - q.sum(1)).clamp(min=RESOLUTION)
+    rest = rest_p * (rest_p / rest_q).log()
+    return terms.sum(1) + rest
 
 
 class PredictionStore(UserDict[str, Predictions]):
@@ -292,12 +306,12 @@ class PredictionStore(UserDict[str, Predictions]):
     `about` is the stamp of the merged model: it says which one it is, and what it was merged into.
     """
 
-    def __init__(self, run: Path, fixed: Fixed, about: dict[str, Any]) -> None:
+    def __init__(self, run: Path, fixed: Fixed, about: Facts) -> None:
         super().__init__()
         self.file = run / FOLDER / "parity.json"
         self.folder = run / FOLDER / "parity"
         self.fixed = fixed
-        self.about = json.loads(json.dumps(about, default=str))
+        self.about = about
         self.fingerprint = digest([digest(asdict(fixed)), self.about])
         self.gaps: dict[str, Gap] = {}
 
@@ -313,7 +327,10 @@ class PredictionStore(UserDict[str, Predictions]):
         self.folder.mkdir(parents=True, exist_ok=True)
         short = predictions.shortened()
         assert short.tokens is not None
-        tensors = {"tokens": short.tokens.int().contiguous(), "logs": short.logs.float().contiguous()}
+        tensors = {
+            "tokens": short.tokens.int().contiguous(),
+            "logs": short.logs.float().contiguous(),
+        }
         save_file(tensors, self.folder / f"{name}.safetensors", metadata={"mark": self.fingerprint})
         stored = {
             "mark": self.fingerprint,
@@ -402,18 +419,23 @@ class Report:
         again = predictions.gap("merged", "again")
         self.noise = max(RESOLUTION, again.mean if again else 0.0)  # the same model, in other batches
         self.lines: list[Line] = []
-        prices = [("full", "base"), ("4bit", "full")]
+        self._add("full", "base")
+        self._add("4bit", "full")
         if self.target != "full":
-            prices.append(("full", "merged"))
-        for reference, other in prices:
-            if found := predictions.gap(reference, other):
-                self.lines.append(Line(reference, other, found))
-        for reference, other in ((self.target, "merged"), ("merged", "vllm")):
-            if found := predictions.gap(reference, other):
-                self.lines.append(Line(reference, other, found, judged=True, failure=self._failure(other, found)))
-        failed = any(line.failure for line in self.lines)
-        self.holds = any(line.judged for line in self.lines) and not failed
+            self._add("full", "merged")
+        self._add(self.target, "merged", judged=True)
+        self._add("merged", "vllm", judged=True)
+        judged = [line for line in self.lines if line.judged]
+        self.holds = bool(judged) and not any(line.failure for line in judged)
         self.verdict = "\n".join(line.sentence(tr) for line in self.lines)
+
+    def _add(self, reference: str, other: str, *, judged: bool = False) -> None:
+        """Add a comparison, if both were measured."""
+        found = self.predictions.gap(reference, other)
+        if found:
+            failure = self._failure(other, found) if judged else ""
+            line = Line(reference, other, found, judged, failure)
+            self.lines.append(line)
 
     def _failure(self, other: str, found: Gap) -> str:
         """Why this form of the model is another one than it should be; empty if it is the same."""
@@ -421,10 +443,13 @@ class Report:
         if base and found.mean > base.mean + self.noise:
             nats = f"{max(base.mean, RESOLUTION):.2g}"
             return tr("it is nearer to {base} ({nats})", base=tr(NAMES["base"]), nats=nats)
+        rounding = self.noise
         merged = self.predictions.gap(self.target, "merged")
-        rounding = max(self.noise, merged.mean if merged else 0.0)  # the merge, proven by weight, is rounding too
+        if merged:  # the merge, proven by weight, is rounding too
+            rounding = max(rounding, merged.mean)
         if other == "vllm" and found.mean > FAR * rounding:
-            return tr("that is {times} times the noise of this run", times=f"{found.mean / rounding:.0f}")
+            times = f"{found.mean / rounding:.0f}"
+            return tr("that is {times} times the noise of this run", times=times)
         return ""
 
     def __str__(self) -> str:
@@ -441,17 +466,21 @@ class Report:
             text += tr("; leaving the 4-bit base costs {nats} nats per token", nats=price.nats(price.mean))
         return text
 
-    def table(self) -> list[dict[str, str]]:
+    def table(self) -> Table:
         """For display: a row for each comparison."""
         table = []
         for line in self.lines:
-            row = {tr("model"): tr(NAMES[line.other]), tr("compared with"): tr(NAMES[line.reference])}
-            row |= line.gap.columns
-            row |= {tr("times noise"): f"{line.gap.mean / self.noise:.2g}", tr("verdict"): tr(line.verdict)}
+            row = {
+                tr("model"): tr(NAMES[line.other]),
+                tr("compared with"): tr(NAMES[line.reference]),
+                **line.gap.columns,
+                tr("times noise"): f"{line.gap.mean / self.noise:.2g}",
+                tr("verdict"): tr(line.verdict),
+            }
             table.append(row)
         return table
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """For facts.json; the verdict in English, the summary in the language of the course."""
         numbers = {
             "holds": self.holds,
@@ -489,11 +518,8 @@ def prove(run: RunFolder, profile: Profile, placement: Placement, folder: Path) 
         proof = prove(lesson.run, lesson.profile, placement, folder)
         print(proof)
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(run.adapter, trust_remote_code=False)
-    evaluator = evaluation.open_evaluator(run, profile, placement.model, tokenizer, in_4_bits=not placement.fits)
-    require_same_tokens(tokenizer, folder, evaluator.rows[:TOKENIZED_ROWS])
+    evaluator = evaluation.open_evaluator(run, profile, folder)
+    require_same_tokens(run.adapter, folder, evaluator.rows[:TOKENIZED_ROWS])
     limit = profile.vllm.max_model_len
     fixed = fixed_set(evaluator, evaluator.general(), model=placement.model, limit=limit)
     predictions = PredictionStore(run.path, fixed, files.stamp(folder) or {})
@@ -517,14 +543,15 @@ def prove(run: RunFolder, profile: Profile, placement: Placement, folder: Path) 
     return report
 
 
-def require_same_tokens(tokenizer: Any, folder: Path, rows: Sequence[Row]) -> None:
+def require_same_tokens(adapter: Path, folder: Path, rows: Sequence[Row]) -> None:
     """Stop unless the tokenizer in `folder`, which a server will use, tokenizes these rows as the training's does."""
     from transformers import AutoTokenizer
 
-    own = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    trained = AutoTokenizer.from_pretrained(adapter, trust_remote_code=False)
+    served = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     for row in rows:
-        expected = tokenizer.apply_chat_template(row["messages"], return_dict=False)
-        if own.apply_chat_template(row["messages"], return_dict=False) != expected:
+        expected = trained.apply_chat_template(row["messages"], return_dict=False)
+        if served.apply_chat_template(row["messages"], return_dict=False) != expected:
             raise CourseError(
                 tr("The tokenizer in {folder} tokenizes differently from the one used in training.", folder=folder),
                 todo=tr(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from nbutils import display, evaluation, files, hardware, merging, parity, profiles, serving
 from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
+from nbutils.evaluation.evaluator import Facts, Table
 from nbutils.evaluation.placement import fit
 from nbutils.exporting.make import Export, ParityLine, find, open_export, weights_bytes
 from nbutils.language import tr
 from nbutils.models import read_config
 from nbutils.record import RunFolder
-from nbutils.serving.engine import require_engine, tensor_parallel
+from nbutils.serving.engine import tensor_parallel
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MIN_KV_CACHE_GIB = 0.5  # what a server needs at least beside the weights
@@ -28,8 +28,8 @@ class ServerComparison:
     """What came of a comparison in a sentence, the numbers for facts.json, and the rows of a table."""
 
     text: str
-    numbers: dict[str, Any]
-    table: list[dict[str, str]] = field(default_factory=list)
+    numbers: Facts
+    table: Table = field(default_factory=list)
 
     def __str__(self) -> str:
         return self.text
@@ -38,7 +38,7 @@ class ServerComparison:
         """The first rows of the table."""
         display.show_table(self.table[:rows], tr("The server's answers"))
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """For facts.json."""
         return self.numbers
 
@@ -47,13 +47,11 @@ class ServedModel:
     """A model folder (the merged model, an export of it, or any other) and the held-out questions for it.
 
     Example:
-        model = ServedModel(lesson.run, lesson.profile, rows=32)
+        model = ServedModel(lesson.run, lesson.profile, engine=environment.engine, rows=32)
         server = serving.Server(model.folder, environment, flags=model.flags)
     """
 
-    def __init__(
-        self, run: RunFolder, profile: Profile, folder: str = "", *, engine: str = "auto", rows: int = 0
-    ) -> None:
+    def __init__(self, run: RunFolder, profile: Profile, folder: str = "", *, engine: str, rows: int = 0) -> None:
         self.run = run
         self.gpu = hardware.gpu()
         self.at_once = profile.vllm.max_num_seqs
@@ -71,12 +69,14 @@ class ServedModel:
         self.questions = self.evaluator.questions
 
     @property
-    def flags(self) -> dict[str, Any]:
+    def flags(self) -> Facts:
         """The flags this GPU and this model need; the lesson chooses the others."""
-        flags = {name: choice.value for name, choice in serving.flags_for(self.gpu, self.folder).items()}
+        choices = serving.flags_for(self.gpu, self.folder)
+        flags = {name: choice.value for name, choice in choices.items()}
+        flags["dtype"] = self.dtype
         if self.evaluator.thinking is not None:
             flags["default-chat-template-kwargs"] = {"enable_thinking": self.evaluator.thinking}
-        return flags | {"dtype": self.dtype}
+        return flags
 
     def ask(self, server: serving.Server, name: str = "") -> list[Answer]:
         """The server's greedy answers to all questions."""
@@ -138,7 +138,7 @@ class ServedModel:
                 verdict=tr(line.verdict),
                 mean=gap.mean,
             )
-            facts: dict[str, Any] = {"parity": {"price": line.facts, "verdict": verdict}}
+            facts: Facts = {"parity": {"price": line.facts, "verdict": verdict}}
             table = [line.row]
         else:
             store["vllm"] = served
@@ -152,12 +152,10 @@ class ServedModel:
 
 
 def serving_dtype(
-    folder: Path, merged: Path, profile: Profile, *, gpu: hardware.GPU | None, engine: str = "auto"
+    folder: Path, merged: Path, profile: Profile, *, gpu: hardware.GPU | None, engine: str
 ) -> tuple[str, Export | None]:
     """The dtype a folder is served in on this machine, and the export if it is one; stops if it cannot be served."""
     dtype = profile.from_pretrained.dtype
-    engine = hardware.engine(gpu).value if engine == "auto" else engine
-    require_engine(engine)
     config = read_config(folder / "config.json")
     if merging.is_quantized(config):
         export = open_export(folder, merged)
@@ -165,7 +163,13 @@ def serving_dtype(
         return "bfloat16" if dtype == "float32" else dtype, export  # its kernels compute in 16 bits only
     stored = str(config.get("dtype") or config.get("torch_dtype"))
     gib = weights_bytes(folder) * BYTES[dtype] / BYTES.get(stored, BYTES[dtype]) / files.GIB
-    if not fit(gib, gpu).fits and gib > _vllm_gib(folder, profile, gpu, engine):
+    if gpu and engine != "transformers":
+        gpus = tensor_parallel(folder, gpu.count).value
+        share = profile.vllm.gpu_memory_utilization * gpu.memory_gib
+        fits = gib <= gpus * (share - MIN_KV_CACHE_GIB)
+    else:
+        fits = fit(gib, gpu).fits
+    if not fits:
         raise CourseError(
             tr("{folder} has {gib:.1f} GiB of weights, too much for this machine.", folder=folder, gib=gib),
             todo=tr(
@@ -197,11 +201,3 @@ def _require_kernels(export: Export, gpu: hardware.GPU | None, engine: str) -> N
             allowed=tr("{name} runs in: {runs}", name=form.name, runs=tr(form.runs)),
             todo=tr("Serve the merged model (leave FOLDER empty), or set EXPORTS to another format in lesson 08."),
         )
-
-
-def _vllm_gib(folder: Path, profile: Profile, gpu: hardware.GPU | None, engine: str) -> float:
-    """The weights that vLLM can hold on all GPUs together."""
-    if gpu is None or engine == "transformers":
-        return 0.0
-    gpus = tensor_parallel(folder, gpu.count).value
-    return gpus * (profile.vllm.gpu_memory_utilization * gpu.memory_gib - MIN_KV_CACHE_GIB)

@@ -439,7 +439,9 @@ def test_thinking_that_the_prompt_opened_is_no_part_of_an_answer(tiny: Tiny, tmp
 
 
 @pytest.mark.parametrize("in_4_bits", [False, True])
-def test_later_lessons_read_the_stored_answers_of_the_merged_model(tiny: Tiny, tmp_path: Path, in_4_bits: bool) -> None:
+def test_later_lessons_read_the_stored_answers_of_the_merged_model(
+    tiny: Tiny, tmp_path: Path, in_4_bits: bool, monkeypatch: Any
+) -> None:
     run = record.RunFolder(tmp_path / "run")
     data.prepare(str(files.SAMPLES / "train.jsonl"), run.data, rows=60)
     with files.complete_folder(run.path / "merged", {"base": "tiny"}) as folder:
@@ -448,10 +450,9 @@ def test_later_lessons_read_the_stored_answers_of_the_merged_model(tiny: Tiny, t
     load = profile.from_pretrained.model_copy(update={"dtype": "float32"})
     profile = profile.model_copy(update={"from_pretrained": load})
     assert not evaluation.stored_answers(run, profile, run.merged).answers
-    asked = evaluation.open_evaluator(run, profile, run.merged, tiny[1], in_4_bits=in_4_bits)
-    asked._ask = lambda model, prompts: [  # type: ignore[method-assign]
-        (number, Answer(prompt, [number], str(number))) for number, prompt in prompts.items()
-    ]
+    asked = evaluation.open_evaluator(run, profile, run.merged, in_4_bits=in_4_bits)
+    answers = lambda model, tokenizer, prompts, *size: [(n, Answer(one, [n], str(n))) for n, one in prompts.items()]  # noqa: E731
+    monkeypatch.setattr(inference, "answer_prompts", answers)
     asked.evaluate("merged", tiny[0], files.stamp(run.merged))
     content = (asked.folder / "answers-merged.jsonl").read_bytes()
     found = evaluation.stored_answers(run, profile, run.merged, rows=3)
@@ -485,24 +486,22 @@ numbers = {"alias": "shop", "acc,none": 0.75, "acc_stderr,none": 0.1, "sample_le
 
 
 def test_public_benchmarks_run_once_in_a_process_without_secrets(tmp_path: Path, monkeypatch: Any) -> None:
-    nothing = evaluation.Harness("", tmp_path, "float32")
-    nothing.run("base", "nowhere", [])
-    assert nothing.results == {} and "LM_EVAL_TASKS" in str(nothing) and list(tmp_path.iterdir()) == []
+    assert evaluation.parse_tasks("") == []
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
     with refused("LM_EVAL_TASKS is 'hellaswag', and lm-eval"):
-        evaluation.Harness("hellaswag", tmp_path, "float32")
+        evaluation.parse_tasks("hellaswag")
+    monkeypatch.setattr(harness, "find_spec", lambda name: name)
+    assert evaluation.parse_tasks("shop, mine.yaml,") == ["shop", "mine.yaml"]
     (tmp_path / "lm_eval.py").write_text(FAKE_LM_EVAL, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("WANDB_API_KEY", "wandb-secret")
-    monkeypatch.setattr(harness, "find_spec", lambda name: name)
-    bench = evaluation.Harness("shop", tmp_path / "run", "float32")
-    bench.run("base", files.TINY_MODEL, ["--tasks", "shop"])
+    file = tmp_path / "run/lm_eval/base.json"
+    measured = evaluation.run_tasks(["--tasks", "shop"], files.TINY_MODEL, file)
     with refused("lm-eval could not run", "Tasks not found: missing None"):
-        evaluation.Harness("shop, missing", tmp_path / "run", "float32").run("base", "m", ["--tasks", "shop,missing"])
+        evaluation.run_tasks(["--tasks", "shop,missing"], files.TINY_MODEL, file)
     (tmp_path / "lm_eval.py").unlink()  # a second time it is read
-    again = evaluation.Harness("shop", tmp_path / "run", "float32")
-    again.run("base", files.TINY_MODEL, ["--tasks", "shop"])
-    assert again.results == bench.results == {"base": {"shop": {"acc": 0.75, "acc_stderr": 0.1}}}
+    again = evaluation.run_tasks(["--tasks", "shop"], files.TINY_MODEL, file)
+    assert again == measured == {"shop": {"acc": 0.75, "acc_stderr": 0.1}}
 
 
 def test_true_answers_help_and_shuffled_ones_do_not() -> None:

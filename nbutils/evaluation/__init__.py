@@ -2,19 +2,20 @@
 
 from nbutils.evaluation.comparison import compare_models, open_evaluator, score_table, stored_answers
 from nbutils.evaluation.evaluator import Evaluator, Size
-from nbutils.evaluation.harness import Harness
+from nbutils.evaluation.harness import parse_tasks, run_tasks
 from nbutils.evaluation.inference import Answer, Message
 from nbutils.evaluation.placement import place_model
 
 __all__ = [
     "Answer",
     "Evaluator",
-    "Harness",
     "Message",
     "Size",
     "compare_models",
     "open_evaluator",
+    "parse_tasks",
     "place_model",
+    "run_tasks",
     "score_table",
     "stored_answers",
 ]

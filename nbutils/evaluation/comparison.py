@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from nbutils.config import Profile
 from nbutils.data.evidence import ALPHA, DECIDING, FEW_ROWS, LEAST_ROWS
 from nbutils.data.rows import shown
 from nbutils.evaluation import scores
-from nbutils.evaluation.evaluator import Evaluator, Result, Size
+from nbutils.evaluation.evaluator import Evaluator, Facts, Result, Size, Table
 from nbutils.evaluation.inference import Answer
 from nbutils.evaluation.placement import Placement
 from nbutils.evaluation.scores import Difference, Estimate
@@ -146,15 +146,25 @@ class Comparison:
         return "helped" if rose else "harmed"
 
     def _flags(self) -> list[str]:
+        """What looks wrong: few rows, and answers that were cut off."""
         rows = len(self.base.answers)
         flags = []
         if rows < FEW_ROWS:
             flags.append(tr(TEXTS["few_rows"], rows=rows))
-        wordy = max(map(len, self.evaluator.references))  # a base may be, before it is cut off
-        for result, enough in ((self.base, wordy), (self.tuned, math.inf)):
-            count = sum(not answer.stopped and len(answer.text) < enough for answer in result.answers)
-            if count > rows / 10:
-                flags.append(tr(TEXTS["cut_off"], name=tr(result.name), count=count, rows=rows))
+        longest = max(map(len, self.evaluator.references))
+        for result in self.results:
+            cut = [answer.text for answer in result.answers if not answer.stopped]
+            if result is self.base:  # it may be wordy
+                cut = [text for text in cut if len(text) < longest]
+            if len(cut) > rows / 10:
+                flags.append(
+                    tr(
+                        TEXTS["cut_off"],
+                        name=tr(result.name),
+                        count=len(cut),
+                        rows=rows,
+                    )
+                )
         return flags
 
     @cached_property
@@ -184,13 +194,16 @@ class Comparison:
         """The HTML report."""
         return self.evaluator.folder / "report.html"
 
-    def table(self, *names: str) -> list[dict[str, str]]:
+    def table(self, *names: str) -> Table:
         """For display: one row for each score, or for those named."""
         table = []
         for score in names or SHOWN:
             change = self.changes[score]
             form = "+" + SHOWN[score].form.lstrip("+")
-            table.append(_table_row(score, self.means) | {tr("difference"): change.text(form), "p": change.p_text})
+            row = _table_row(score, self.means)
+            row[tr("difference")] = change.text(form)
+            row["p"] = change.p_text
+            table.append(row)
         return table
 
     def show_scores(self, *names: str) -> None:
@@ -211,11 +224,19 @@ class Comparison:
     def _figure(self, names: Sequence[str]) -> Any:
         """Small panels, three in a line, the models from left to right: a dot with its interval each."""
         lines = math.ceil(len(names) / 3)
-        figure, axes = display.pyplot().subplots(lines, 3, figsize=(8.4, 2.2 * lines), squeeze=False)
+        size = (8.4, 2.2 * lines)
+        figure, axes = display.pyplot().subplots(lines, 3, figsize=size, squeeze=False)
         for panel, score in zip(axes.flat, names, strict=False):
             for name, mean in self.means[score].items():
-                interval = [[mean.mean - mean.low], [mean.high - mean.mean]]
-                panel.errorbar([tr(name)], [mean.mean], interval, fmt="o", lw=4)
+                below = mean.mean - mean.low
+                above = mean.high - mean.mean
+                panel.errorbar(
+                    [tr(name)],
+                    [mean.mean],
+                    [[below], [above]],
+                    fmt="o",
+                    lw=4,
+                )
             panel.set_title(tr(SHOWN[score].label), loc="left")
             panel.margins(x=0.4)
             panel.grid(axis="y", alpha=0.25)
@@ -251,20 +272,22 @@ class Comparison:
 
     def _worst(self) -> list[int]:
         """The rows that are wrong after the tuning: first those that were right before it."""
-        before = self.base.scores["exact_match"]
-        after = self.tuned.scores
-        wrong = [row for row, right in enumerate(after["exact_match"]) if not right]
-        return sorted(wrong, key=lambda row: (-before[row], after["rouge_l"][row]))
+        was_right = self.base.scores["exact_match"]
+        is_right = self.tuned.scores["exact_match"]
+        similar = self.tuned.scores["rouge_l"]
+        wrong = [row for row, right in enumerate(is_right) if not right]
+        wrong.sort(key=lambda row: (-was_right[row], similar[row]))
+        return wrong
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """All numbers for facts.json."""
         rows = len(self.base.answers)
         left_out = self.evaluator.left_out
         verdict = self.verdict
         measured = {}
         for score, means in self.means.items():
-            measured[score] = {name: mean.facts() for name, mean in means.items()}
-            measured[score]["difference"] = self.changes[score].facts()
+            measured[score] = {name: asdict(mean) for name, mean in means.items()}
+            measured[score]["difference"] = asdict(self.changes[score])
         evaluation = {
             "verdict": verdict.word,
             "rows": rows,
@@ -277,10 +300,10 @@ class Comparison:
             "answers_by": dict.fromkeys(("base", "merged"), "generate"),
             "general": {
                 "verdict": self.forgetting.word,
-                "perplexity_ratio": self.forgetting.ratio.facts(),
+                "perplexity_ratio": asdict(self.forgetting.ratio),
                 "loss": {result.name: result.loss for result in (self.general_base, self.general_tuned)},
                 "rows": len(self.general_base.answers),
-                "character_f1_difference": self.forgetting.f1.facts(),
+                "character_f1_difference": asdict(self.forgetting.f1),
             },
             "thinking": self.evaluator.mode,
             "rows_left_out": left_out,
@@ -298,10 +321,14 @@ class Comparison:
         """The lines of the run's report."""
         lines = [self.verdict.outcome]
         for score in ("exact_match", "content"):
-            means = [f"{tr(name)} {mean.text(SHOWN[score].form)}" for name, mean in self.means[score].items()]
-            lines.append(joined([tr(SHOWN[score].label), joined(means)], ":"))
+            label, form, _ = SHOWN[score]
+            means = []
+            for name, mean in self.means[score].items():
+                means.append(f"{tr(name)} {mean.text(form)}")
+            lines.append(joined([tr(label), joined(means)], ":"))
         lines += [f"[WARN] {flag}" for flag in self.verdict.flags]
-        return [*lines, tr("all of it: [evaluation/report.html](evaluation/report.html)")]
+        lines.append(tr("all of it: [evaluation/report.html](evaluation/report.html)"))
+        return lines
 
 
 def mean_scores(results: Sequence[Result], names: Iterable[str]) -> Means:
@@ -310,13 +337,14 @@ def mean_scores(results: Sequence[Result], names: Iterable[str]) -> Means:
 
 
 def _table_row(score: str, means: Means) -> dict[str, str]:
-    row = {tr("score"): tr(SHOWN[score].label)}
+    label, form, _ = SHOWN[score]
+    row = {tr("score"): tr(label)}
     for name, mean in means[score].items():
-        row[tr(name)] = mean.text(SHOWN[score].form)
+        row[tr(name)] = mean.text(form)
     return row
 
 
-def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -> list[dict[str, str]]:
+def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -> Table:
     """The means of several sets of answers to one evaluator, for display."""
     results = [evaluator.result(name, given) for name, given in answers.items()]
     means = mean_scores(results, ("exact_match", "character_f1", "rouge_l", "stopped"))
@@ -334,17 +362,17 @@ def _for_others(value: Any) -> str:
 def open_evaluator(
     run: RunFolder,
     profile: Profile,
-    folder: str | Path,
-    tokenizer: Any,
+    folder: Path,
     *,
     in_4_bits: bool = False,
     rows: int = 0,
     limit: int = 0,
 ) -> Evaluator:
     """The held-out rows for the model in `folder`; rows that do not fit its context, or `limit`, are left out."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoTokenizer
 
     _, held_out = data.load(run.data)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     limits = (getattr(config, "max_position_embeddings", 0), limit)
     course = profile.course
@@ -374,12 +402,9 @@ def compare_models(
         comparison = compare_models(lesson.run, lesson.profile, placement, folder, model_name=lesson.model_name)
         print(comparison.verdict)
     """
-    from transformers import AutoTokenizer
-
     from nbutils.training import model_fingerprint
 
-    tokenizer = AutoTokenizer.from_pretrained(run.adapter, trust_remote_code=False)
-    evaluator = open_evaluator(run, profile, placement.model, tokenizer, in_4_bits=not placement.fits)
+    evaluator = open_evaluator(run, profile, folder, in_4_bits=not placement.fits)
     general = evaluator.general()
     plan = tr(
         "{rows} held-out rows and {general} general ones; answers of at most {tokens} tokens",
@@ -420,19 +445,21 @@ def stored_answers(run: RunFolder, profile: Profile, folder: Path, rows: int = 0
     `rows`: the first ones only. `evaluator.dtype` says how the model computed ("float32", "bfloat16, weights in 4
     bits", ...), `evaluator.thinking` how it was asked.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-    def open_as(in_4_bits: bool, **size: int) -> Evaluator:
-        return open_evaluator(run, profile, folder, tokenizer, in_4_bits=in_4_bits, **size)
-
     limit = profile.vllm.max_model_len
     for in_4_bits in (False, True):
-        stored = open_as(in_4_bits).stored_answers("merged", files.stamp(folder), folder)
+        asked = open_evaluator(run, profile, folder, in_4_bits=in_4_bits)
+        stored = asked.stored_answers("merged", files.stamp(folder), folder)
         known = {tuple(answer.prompt_ids): answer for answer in stored}
-        evaluator = open_as(in_4_bits, rows=rows, limit=limit)
+        evaluator = open_evaluator(
+            run,
+            profile,
+            folder,
+            in_4_bits=in_4_bits,
+            rows=rows,
+            limit=limit,
+        )
         prompts = [tuple(prompt) for prompt in evaluator.prompts]
         if known.keys() >= set(prompts):
-            return StoredAnswers(evaluator, [known[prompt] for prompt in prompts])
-    return StoredAnswers(open_as(False, rows=rows, limit=limit), [])
+            answers = [known[prompt] for prompt in prompts]
+            return StoredAnswers(evaluator, answers)
+    return StoredAnswers(open_evaluator(run, profile, folder, rows=rows, limit=limit), [])

@@ -20,7 +20,7 @@ from nbutils.data import stored_rows
 from nbutils.data.rows import mask
 from nbutils.errors import CourseError
 from nbutils.evaluation import inference, scores
-from nbutils.evaluation.inference import Answer, Row, RowLoss
+from nbutils.evaluation.inference import Answer, Row, RowLoss, Tokens
 from nbutils.evaluation.scores import Difference, Estimate
 from nbutils.files import SAMPLES, read_json, write_json, write_text
 from nbutils.language import tr
@@ -30,7 +30,9 @@ LEAST_TOKENS = 32  # of an answer
 LONGER = 1.5  # times the longest reference
 THINKING_MODES = {None: "the template's default", False: "off (enable_thinking=False)", True: "on"}
 SHARES = ("exact_match", "stopped")  # scores that are 0 or 1 for each row
-Ask = Callable[[dict[int, list[int]]], Iterable[tuple[int, Answer]]]
+Ask = Callable[[dict[int, Tokens]], Iterable[tuple[int, Answer]]]
+Table = list[dict[str, str]]  # for display
+Facts = dict[str, Any]  # for JSON
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Size:
     max_new_tokens: int
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Rows with known answers, and how they are asked; those that do not fit `limit` tokens are left out.
 
@@ -100,34 +103,28 @@ class Evaluator:
         result = evaluator.evaluate("base", model, "the base of my run")
     """
 
-    def __init__(
-        self,
-        run: Path,
-        tokenizer: Any,
-        rows: Sequence[Row],
-        size: Size,
-        dtype: str,
-        *,
-        subject: str = "",
-        thinking: bool | None = None,
-        limit: int = 0,
-    ) -> None:
-        chosen = rows[: size.rows or None]
+    run: Path
+    tokenizer: Any
+    rows: Sequence[Row]
+    size: Size
+    dtype: str
+    subject: str = ""  # in the names of its files
+    thinking: bool | None = None
+    limit: int = 0  # 0: none
+
+    def __post_init__(self) -> None:
+        held_out = self.rows
+        chosen = held_out[: self.size.rows or None]
         if not chosen:
             raise CourseError(
-                tr("There are no evaluation rows."), todo=tr("Run lesson 02 again, with more rows or with EVAL_DATA.")
+                tr("There are no evaluation rows."),
+                todo=tr("Run lesson 02 again, with more rows or with EVAL_DATA."),
             )
-        self.run = run
-        self.folder = run / FOLDER
-        self.tokenizer = tokenizer
-        self.size = size
-        self.dtype = dtype
-        self.subject = f"-{subject}" if subject else ""
-        self.thinking = thinking
-        self.limit = limit
-        self.mode = THINKING_MODES[thinking]
-        self.view = View(tokenizer, training_format(tokenizer, chosen, thinking).value, thinking)
-        self.max_new_tokens = self._answer_tokens(rows)
+        self.folder = self.run / FOLDER
+        self.mode = THINKING_MODES[self.thinking]
+        form = training_format(self.tokenizer, chosen, self.thinking).value
+        self.view = View(self.tokenizer, form, self.thinking)
+        self.max_new_tokens = self._answer_tokens(held_out)
         self.rows = self._fitting(chosen)
         self.left_out = len(chosen) - len(self.rows)
         self.questions = [row["messages"][:-1] for row in self.rows]
@@ -142,24 +139,27 @@ class Evaluator:
         if rows_think(rows) or (template_thinks and self.thinking is not False):
             return most
         texts = [reference_of(self.view, row) for row in rows]
-        longest = max(map(len, self.tokenizer(texts, add_special_tokens=False)["input_ids"]))
-        return min(most, max(LEAST_TOKENS, int(LONGER * longest)))
+        tokenized = self.tokenizer(texts, add_special_tokens=False)
+        longest = max(map(len, tokenized["input_ids"]))
+        needed = max(LEAST_TOKENS, int(LONGER * longest))
+        return min(most, needed)
 
     def _fitting(self, rows: Sequence[Row]) -> list[Row]:
         """The rows that leave room for the longest answer; all of them without a limit."""
         if not self.limit:
             return list(rows)
-        needed = []
+        lengths = []
         for row in rows:
             prompt = self.view.prompt(row["messages"][:-1], row.get("tools"))
-            needed.append(len(prompt) + self.size.max_new_tokens)
-        fitting = [row for row, tokens in zip(rows, needed, strict=True) if tokens <= self.limit]
+            lengths.append(len(prompt))
+        room = self.limit - self.size.max_new_tokens
+        fitting = [row for row, length in zip(rows, lengths, strict=True) if length <= room]
         if not fitting:
             raise CourseError(
                 tr(
                     "None of the {rows} evaluation rows fits: question and answer need {least:,} tokens or more.",
                     rows=len(rows),
-                    least=min(needed),
+                    least=min(lengths) + self.size.max_new_tokens,
                 ),
                 allowed=tr("at most {limit:,} tokens", limit=self.limit),
                 todo=tr(
@@ -169,26 +169,22 @@ class Evaluator:
                 ),
             )
         if len(fitting) < len(rows):
-            print(
-                tr(
-                    "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
-                    count=len(rows) - len(fitting),
-                    limit=self.limit,
-                )
+            warning = tr(
+                "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
+                count=len(rows) - len(fitting),
+                limit=self.limit,
             )
+            print(warning)
         return fitting
 
     def general(self) -> Evaluator:
         """The rows of general knowledge, asked in the same way; always all of them."""
-        return Evaluator(
-            self.run,
-            self.tokenizer,
-            stored_rows(SAMPLES / "general.jsonl"),
-            replace(self.size, rows=0),
-            self.dtype,
-            subject="general",
-            thinking=self.thinking,
-            limit=self.limit,
+        rows = stored_rows(SAMPLES / "general.jsonl")
+        return replace(
+            self,
+            rows=rows,
+            size=replace(self.size, rows=0),
+            subject="-general",
         )
 
     def evaluate(self, name: str, model: Any, fingerprint: Any) -> Result:
@@ -205,23 +201,39 @@ class Evaluator:
             self._answers_file(name),
             self._decided_by(fingerprint, stops=self._stops(model.generation_config)),
             self.prompts,
-            lambda prompts: self._ask(model, prompts),
+            lambda prompts: inference.answer_prompts(
+                model,
+                self.tokenizer,
+                prompts,
+                self.max_new_tokens,
+                self.size.batch_size,
+            ),
         )
         return self.result(name, answers, losses)
 
     def result(self, name: str, answers: Sequence[Answer], losses: Sequence[RowLoss] = ()) -> Result:
         """The scores of answers to these rows, whoever gave them."""
         tagged = self.with_think_tag(answers)
-        return Result(self, name, tagged, score_answers(tagged, self.references), losses)
+        scored = score_answers(tagged, self.references)
+        return Result(self, name, tagged, scored, losses)
 
     def stored_answers(self, name: str, fingerprint: Any, folder: Path) -> list[Answer]:
         """The stored answers of a folder's model to these very rows, without loading it; [] unless all are there."""
-        decided_by = self._decided_by(fingerprint, stops=self._stops(folder))
-        stored = read_answers(self._answers_file(name), decided_by, self.prompts)
-        return list(stored.values()) if len(stored) == len(self.prompts) else []
+        stored = read_answers(
+            self._answers_file(name),
+            self._decided_by(fingerprint, stops=self._stops(folder)),
+            self.prompts,
+        )
+        complete = len(stored) == len(self.prompts)
+        return list(stored.values()) if complete else []
 
-    def _decided_by(self, fingerprint: Any, **more: Any) -> dict[str, Any]:
-        return {"dtype": self.dtype, "max_new_tokens": self.max_new_tokens, "model": fingerprint, **more}
+    def _decided_by(self, fingerprint: Any, **more: Any) -> Facts:
+        return {
+            "dtype": self.dtype,
+            "max_new_tokens": self.max_new_tokens,
+            "model": fingerprint,
+            **more,
+        }
 
     def _stops(self, generation: Any) -> list[int]:
         return sorted(find_stop_ids(self.tokenizer, generation))
@@ -229,27 +241,29 @@ class Evaluator:
     def _answers_file(self, name: str) -> Path:
         return self.folder / f"answers{self.subject}-{name}.jsonl"
 
-    def _ask(self, model: Any, prompts: dict[int, list[int]]) -> Iterable[tuple[int, Answer]]:
-        return inference.answer_prompts(model, self.tokenizer, prompts, self.max_new_tokens, self.size.batch_size)
-
     def with_think_tag(self, answers: Sequence[Answer]) -> list[Answer]:
         """The answers with the `<think>` that a prompt may have opened for them, so that thinking is seen as such."""
         tagged = []
         for answer, prompt in zip(answers, self.prompts, strict=True):
-            if self.tokenizer.decode(prompt[-12:]).rstrip().endswith("<think>"):
+            ending = self.tokenizer.decode(prompt[-12:])
+            if ending.rstrip().endswith("<think>"):
                 answer = replace(answer, text=f"<think>{answer.text}")
             tagged.append(answer)
         return tagged
 
-    def table(self, columns: Mapping[str, Sequence[str]], rows: int = 6) -> list[dict[str, str]]:
+    def table(self, columns: Mapping[str, Sequence[str]], rows: int = 6) -> Table:
         """For display: question, reference, and each model's answer with a tick or a cross; private data masked."""
         table = []
         for number, reference in enumerate(self.references[:rows]):
             question = self.questions[number][-1]["content"]
-            row = {tr("question"): mask(str(question)), tr("reference"): mask(reference)}
+            row = {
+                tr("question"): mask(str(question)),
+                tr("reference"): mask(reference),
+            }
             for name, answers in columns.items():
-                tick = "✓" if scores.exact(answers[number], reference) else "✗"
-                row[name] = f"{tick} {mask(answers[number].strip())}"
+                answer = answers[number]
+                tick = "✓" if scores.exact(answer, reference) else "✗"
+                row[name] = f"{tick} {mask(answer.strip())}"
             table.append(row)
         return table
 
@@ -263,10 +277,10 @@ def score_answers(answers: Sequence[Answer], references: Sequence[str]) -> dict[
         "character_f1": list(map(scores.character_f1, texts, references)),
         "exact_content": scores.content(scores.exact, texts, references),
         "content": scores.content(scores.rouge_l, texts, references),
-        "characters": [float(len(scores.normalized(text))) for text in texts],
+        "characters": list(map(scores.characters, texts)),
         "tokens": [float(len(answer.token_ids)) for answer in answers],
         "stopped": [float(answer.stopped) for answer in answers],
-        "unfinished": [float(text.lstrip().startswith("<think>") and "</think>" not in text) for text in texts],
+        "unfinished": list(map(scores.unfinished, texts)),
     }
 
 
@@ -276,17 +290,19 @@ def reference_of(view: View, row: Row) -> str:
     if not last.get("tool_calls"):
         return last["content"] or ""
     tools = row.get("tools")
+    prompt = view.prompt(question, tools)
     ids, _ = view.encode(row["messages"], tools)
-    begin = common_length(view.prompt(question, tools), ids)
-    return str(view.tokenizer.decode(ids[begin:], skip_special_tokens=True)).strip()
+    answer = ids[common_length(prompt, ids) :]
+    return str(view.tokenizer.decode(answer, skip_special_tokens=True)).strip()
 
 
 def digest(value: Any) -> str:
     """A short fingerprint of any JSON value."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def stored_once(file: Path, decided_by: dict[str, Any], make: Callable[[], Any]) -> Any:
+def stored_once(file: Path, decided_by: Facts, make: Callable[[], Any]) -> Any:
     """A JSON value that is made once and then read from its file, as long as what decides it stays the same."""
     fingerprint = digest(decided_by)
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -294,49 +310,69 @@ def stored_once(file: Path, decided_by: dict[str, Any], make: Callable[[], Any])
         if stored["fingerprint"] == fingerprint and stored["check"] == digest(stored["value"]):
             return stored["value"]
     value = make()
-    write_json(file, {"fingerprint": fingerprint, "decided_by": decided_by, "check": digest(value), "value": value})
+    stored = {
+        "fingerprint": fingerprint,
+        "decided_by": decided_by,
+        "check": digest(value),
+        "value": value,
+    }
+    write_json(file, stored)
     return value
 
 
-def read_answers(file: Path, decided_by: dict[str, Any], prompts: list[list[int]]) -> dict[int, Answer]:
+def read_answers(file: Path, decided_by: Facts, prompts: list[Tokens]) -> dict[int, Answer]:
     """The answers in a file by row; none from a file of another fingerprint, nor from a line torn or changed."""
-    first, *lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.exists() else [""]
     answers: dict[int, Answer] = {}
-    if _header(decided_by, prompts) != first:
+    if not file.exists():
+        return answers
+    header, *lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    if header != _header(decided_by, prompts):
         return answers
     for line in lines:
         with suppress(ValueError, KeyError, TypeError, IndexError):
             stored = json.loads(line)
             row = int(stored["row"])
-            answer = Answer(prompts[row], stored["token_ids"], stored["text"], stored["stopped"])
+            answer = Answer(
+                prompts[row],
+                stored["token_ids"],
+                stored["text"],
+                stored["stopped"],
+            )
             if line == _line(row, answer):
                 answers[row] = answer
     return dict(sorted(answers.items()))
 
 
-def complete_answers(file: Path, decided_by: dict[str, Any], prompts: list[list[int]], ask: Ask) -> list[Answer]:
+def complete_answers(file: Path, decided_by: Facts, prompts: list[Tokens], ask: Ask) -> list[Answer]:
     """The answers in order: those the file has already, and the missing ones from `ask`, written as they come."""
     answers = read_answers(file, decided_by, prompts)
     missing = {row: prompt for row, prompt in enumerate(prompts) if row not in answers}
     if missing:
-        lines = [_header(decided_by, prompts), *(_line(row, answer) for row, answer in answers.items())]
-        write_text(file, "\n".join(lines) + "\n")  # whole, so that a line torn by a kill is gone
+        lines = [_header(decided_by, prompts)]
+        lines += [_line(row, answer) for row, answer in answers.items()]
+        whole = "\n".join(lines)
+        write_text(file, f"{whole}\n")  # so that a line torn by a kill is gone
         with open(file, "a", encoding="utf-8", newline="\n") as out:
             for row, answer in ask(missing):
                 answers[row] = answer
-                out.write(_line(row, answer) + "\n")
+                out.write(f"{_line(row, answer)}\n")
                 out.flush()
             os.fsync(out.fileno())
     return [answers[row] for row in range(len(prompts))]
 
 
-def _header(decided_by: dict[str, Any], prompts: list[list[int]]) -> str:
+def _header(decided_by: Facts, prompts: list[Tokens]) -> str:
     fingerprint = digest(decided_by | {"prompts": prompts})
     return json.dumps({"fingerprint": fingerprint, "decided_by": decided_by}, ensure_ascii=False, default=str)
 
 
 def _line(row: int, answer: Answer) -> str:
     """One stored answer, with a checksum over its prompt too."""
-    stored = {"row": row, "token_ids": answer.token_ids, "text": answer.text, "stopped": answer.stopped}
-    check = digest([answer.prompt_ids, answer.token_ids, answer.text, answer.stopped])
-    return json.dumps(stored | {"check": check}, ensure_ascii=False)
+    stored = {
+        "row": row,
+        "token_ids": answer.token_ids,
+        "text": answer.text,
+        "stopped": answer.stopped,
+        "check": digest([answer.prompt_ids, answer.token_ids, answer.text, answer.stopped]),
+    }
+    return json.dumps(stored, ensure_ascii=False)

@@ -7,12 +7,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from nbutils.errors import CourseError
-from nbutils.evaluation.evaluator import FOLDER, stored_once
+from nbutils.evaluation.evaluator import stored_once
 from nbutils.files import read_json, stamp
 from nbutils.language import tr
 from nbutils.masking import without_secrets
@@ -20,37 +19,31 @@ from nbutils.masking import without_secrets
 Metrics = dict[str, dict[str, float]]  # by task and by name
 
 
-class Harness:
-    """Named lm-eval tasks (or YAML files of your own) on several models; with no task, nothing happens at all.
+def parse_tasks(text: str) -> list[str]:
+    """The lm-eval tasks (names, or YAML files of your own) in a parameter such as "hellaswag, arc_easy"."""
+    tasks = [name.strip() for name in text.split(",") if name.strip()]
+    if tasks and find_spec("lm_eval") is None:
+        raise CourseError(
+            tr("LM_EVAL_TASKS is {tasks!r}, and lm-eval is not installed here.", tasks=text),
+            todo=tr('Run `pip install "lm-eval>=0.4.9"`, then run this lesson again.'),
+        )
+    return tasks
+
+
+def run_tasks(words: Sequence[str], model: Path | str, file: Path) -> Metrics:
+    """What lm-eval measures with these words of its command; once for a model, then it is read from `file`.
 
     Example:
-        harness = Harness("hellaswag,arc_easy", run, "bfloat16")
-        harness.run("base", folder, ["--model", "hf", "--model_args", f"pretrained={folder}", "--tasks", "hellaswag"])
+        words = ["--model", "hf", "--model_args", f"pretrained={folder}", "--tasks", "hellaswag"]
+        print(run_tasks(words, folder, run / "evaluation/lm_eval/base.json"))
     """
-
-    def __init__(self, tasks: str, run: Path, dtype: str) -> None:
-        self.tasks = [name.strip() for name in tasks.split(",") if name.strip()]
-        self.folder = run / FOLDER / "lm_eval"
-        self.dtype = dtype
-        self.results: dict[str, Metrics] = {}
-        if self.tasks and find_spec("lm_eval") is None:
-            raise CourseError(
-                tr("LM_EVAL_TASKS is {tasks!r}, and lm-eval is not installed here.", tasks=tasks),
-                todo=tr('Run `pip install "lm-eval>=0.4.9"`, then run this lesson again.'),
-            )
-
-    def run(self, name: str, model: Path | str, words: Sequence[str]) -> None:
-        """Measure one model with these words of lm-eval's command; a result that is there already is read."""
-        if self.tasks:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            decided_by = {"model": stamp(Path(model)) or name, "dtype": self.dtype, "tasks": self.tasks}
-            self.results[name] = stored_once(self.folder / f"{name}.json", decided_by, partial(_measure, words))
-
-    def __str__(self) -> str:
-        lines = []
-        for name, metrics in self.results.items():
-            lines += [f"{name}, {task}: {values}" for task, values in metrics.items()]
-        return "\n".join(lines) or tr("no public benchmark was asked for (LM_EVAL_TASKS)")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    decided_by = {
+        "words": words,
+        "model": stamp(Path(model)),
+    }
+    metrics: Metrics = stored_once(file, decided_by, lambda: _measure(words))
+    return metrics
 
 
 def _measure(words: Sequence[str]) -> Metrics:

@@ -15,6 +15,7 @@ from nbutils.language import tr
 STOP_CHECK = 16  # decoding steps between two checks whether all answers have ended: a check makes the GPU wait
 MEMORY_SHARE = 0.5  # of the free GPU memory is planned for; the rest is for copies while the KV cache grows
 MAX_LOGITS = 2**28  # of one batch of losses: half a GiB in 16 bits, whatever the vocabulary
+Tokens = list[int]
 Message = dict[str, Any]
 Row = dict[str, Any]
 RowLoss = tuple[float, int]  # the summed loss of a row's assistant tokens, in nats, and the number of these tokens
@@ -24,8 +25,8 @@ RowLoss = tuple[float, int]  # the summed loss of a row's assistant tokens, in n
 class Answer:
     """One greedy answer: prompt, generated tokens (with the stop token, if it was reached) and their text."""
 
-    prompt_ids: list[int]
-    token_ids: list[int]
+    prompt_ids: Tokens
+    token_ids: Tokens
     text: str
     stopped: bool = True
 
@@ -34,12 +35,14 @@ class Encoded(NamedTuple):
     """A row as token ids, and the positions whose prediction counts (one before each trained token)."""
 
     row: int
-    ids: list[int]
+    ids: Tokens
     places: list[int]
 
 
 def in_batches(
-    order: Sequence[int], batch_size: int, work: Callable[[Sequence[int]], list[Any]]
+    order: Sequence[int],
+    batch_size: int,
+    work: Callable[[Sequence[int]], list[Any]],
 ) -> Iterator[tuple[int, Any]]:
     """Results of `work` row by row; where GPU memory runs out, the batch is halved and the work goes on."""
     done = 0
@@ -53,16 +56,29 @@ def in_batches(
                 raise
         if not results:
             batch_size = len(batch) // 2
-            print(
-                tr(
-                    "out of memory with {count} rows at a time: going on with {half}",
-                    count=len(batch),
-                    half=batch_size,
-                )
+            text = tr(
+                "out of memory with {count} rows at a time: going on with {half}",
+                count=len(batch),
+                half=batch_size,
             )
+            print(text)
             hardware.free_memory()  # out here, where the failed call's tensors are no longer held by its error
         yield from zip(batch, results, strict=False)
         done += len(results)
+
+
+def longest_first(
+    model: Any,
+    lengths: Sequence[int],
+    batch_size: int,
+    work: Callable[[Sequence[int]], list[Any]],
+    title: str,
+) -> Iterator[tuple[int, Any]]:
+    """Results for texts of these lengths, in batches of similar ones: if memory is short, that shows at once."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    batch_size = fitting_batch(model, lengths[order[0]], batch_size)
+    results = in_batches(order, batch_size, work)
+    yield from tqdm(results, total=len(order), desc=title, unit=tr("row"))
 
 
 def fitting_batch(model: Any, tokens: int, most: int) -> int:
@@ -80,43 +96,53 @@ def fitting_batch(model: Any, tokens: int, most: int) -> int:
     activations = 4 * getattr(config, "intermediate_size", 4 * config.hidden_size)
     row_bytes = tokens * (kv_cache + activations) * model.dtype.itemsize
     free_bytes, _ = torch.cuda.mem_get_info(model.device)
-    return max(1, min(most, int(MEMORY_SHARE * free_bytes / row_bytes)))
+    fitting = int(MEMORY_SHARE * free_bytes / row_bytes)
+    return max(1, min(most, fitting))
 
 
-def padded(texts: Sequence[list[int]], pad: int, device: Any, *, left: bool) -> tuple[Any, Any]:
+def padded(texts: Sequence[Tokens], pad: int, device: Any, *, left: bool) -> tuple[Any, Any]:
     """Token ids and attention mask of a batch, padded on one side."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
     side = "left" if left else "right"
     rows = [torch.tensor(text) for text in texts]
+    ones = [torch.ones_like(row) for row in rows]
     ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side=side)
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
+    mask = pad_sequence(ones, batch_first=True, padding_side=side)
     return ids.to(device), mask.to(device)
 
 
 def answer_prompts(
-    model: Any, tokenizer: Any, prompts: Mapping[int, list[int]], max_new_tokens: int, batch_size: int
+    model: Any,
+    tokenizer: Any,
+    prompts: Mapping[int, Tokens],
+    max_new_tokens: int,
+    batch_size: int,
 ) -> Iterator[tuple[int, Answer]]:
-    """Answers to numbered prompts, batch by batch, the longest first: if memory is short, that shows at once."""
-    order = sorted(prompts, key=lambda number: len(prompts[number]), reverse=True)
-    batch_size = fitting_batch(model, len(prompts[order[0]]) + max_new_tokens, batch_size)
+    """Answers to numbered prompts as they come."""
+    numbers = list(prompts)
+    asked = list(prompts.values())
     stops = sorted(find_stop_ids(tokenizer, model.generation_config))
     pad = stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
-    def generate(batch: Sequence[int]) -> list[list[int]]:
-        return generate_ids(model, [prompts[number] for number in batch], max_new_tokens, stops, pad)
+    def generate(batch: Sequence[int]) -> list[Tokens]:
+        return generate_ids(model, [asked[at] for at in batch], max_new_tokens, stops, pad)
 
-    generated = in_batches(order, batch_size, generate)
-    for number, ids in tqdm(generated, total=len(order), desc=tr("answers"), unit=tr("row")):
+    lengths = [len(prompt) + max_new_tokens for prompt in asked]
+    for at, ids in longest_first(model, lengths, batch_size, generate, tr("answers")):
         text = tokenizer.decode(ids, skip_special_tokens=True)
         stopped = bool(ids) and ids[-1] in stops
-        yield number, Answer(prompts[number], ids, text, stopped)
+        yield numbers[at], Answer(asked[at], ids, text, stopped)
 
 
 def generate_ids(
-    model: Any, prompts: Sequence[list[int]], max_new_tokens: int, stops: list[int], pad: int
-) -> list[list[int]]:
+    model: Any,
+    prompts: Sequence[Tokens],
+    max_new_tokens: int,
+    stops: Tokens,
+    pad: int,
+) -> list[Tokens]:
     """The generated tokens of one batch; each output ends at its first stop token."""
     import torch
 
@@ -140,7 +166,7 @@ def generate_ids(
     return rows
 
 
-def decode_on_gpu(model: Any, ids: Any, mask: Any, max_new_tokens: int, stops: list[int]) -> list[list[int]]:
+def decode_on_gpu(model: Any, ids: Any, mask: Any, max_new_tokens: int, stops: Tokens) -> list[Tokens]:
     """`decode` where it is faster than transformers' own loop, on a GPU with SDPA; [] where it cannot be used."""
     if model.device.type != "cuda" or model.config.get_text_config()._attn_implementation != "sdpa":
         return []
@@ -154,7 +180,7 @@ def decode_on_gpu(model: Any, ids: Any, mask: Any, max_new_tokens: int, stops: l
         return []
 
 
-def decode(model: Any, ids: Any, mask: Any, max_new_tokens: int, stops: list[int]) -> list[list[int]]:
+def decode(model: Any, ids: Any, mask: Any, max_new_tokens: int, stops: Tokens) -> list[Tokens]:
     """Greedy decoding with a static cache. On a GPU a step is recorded once as a CUDA graph and then replayed: a small
     model spends most of a step starting its kernels."""
     import torch
@@ -209,29 +235,38 @@ def encode_rows(view: View, rows: Sequence[Row]) -> list[Encoded]:
     """Rows as training sees them."""
     encoded = []
     for example in view.encode_all(rows):
-        places = [at - 1 for at, counts in enumerate(example.trained) if counts and at]
+        places = []
+        for at, counts in enumerate(example.trained):
+            if counts and at:
+                places.append(at - 1)
         encoded.append(Encoded(example.row - 1, list(example.ids), places))
     return encoded
 
 
 def row_losses(model: Any, texts: Sequence[Encoded], batch_size: int) -> list[RowLoss]:
-    """The loss of every row, in order; batches of similar length, the longest first."""
-    order = sorted(range(len(texts)), key=lambda number: len(texts[number].ids), reverse=True)
-    most_places = max(text.places[-1] + 1 - text.places[0] for text in texts)
-    logits = model.config.get_text_config().vocab_size * most_places
-    batch_size = max(1, min(batch_size, MAX_LOGITS // logits))
-    batch_size = fitting_batch(model, len(texts[order[0]].ids), batch_size)
+    """The loss of every row, in order."""
+    config = model.config.get_text_config()
+    spans = [text.places[-1] - text.places[0] + 1 for text in texts]
+    logits = config.vocab_size * max(spans)
+    most = max(1, MAX_LOGITS // logits)
 
     def losses(batch: Sequence[int]) -> list[float]:
         return summed_losses(model, [texts[number] for number in batch])
 
-    found = [(0.0, 0)] * (1 + max(text.row for text in texts))
-    measured = in_batches(order, batch_size, losses)
-    for number, loss in tqdm(measured, total=len(order), desc=tr("losses"), unit=tr("row")):
+    lengths = [len(text.ids) for text in texts]
+    rows = [(0.0, 0)] * (1 + texts[-1].row)
+    measured = longest_first(
+        model,
+        lengths,
+        min(batch_size, most),
+        losses,
+        tr("losses"),
+    )
+    for number, loss in measured:
         text = texts[number]
-        total, tokens = found[text.row]
-        found[text.row] = (total + loss, tokens + len(text.places))
-    return found
+        total, tokens = rows[text.row]
+        rows[text.row] = (total + loss, tokens + len(text.places))
+    return rows
 
 
 def summed_losses(model: Any, texts: Sequence[Encoded]) -> list[float]:
@@ -244,10 +279,16 @@ def summed_losses(model: Any, texts: Sequence[Encoded]) -> list[float]:
     needed = torch.arange(first, last + 1, device=model.device)
     losses = []
     with torch.inference_mode():
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=needed).logits
+        logits = model(
+            input_ids=ids,
+            attention_mask=mask,
+            use_cache=False,
+            logits_to_keep=needed,
+        ).logits
         for row, text in enumerate(texts):
             places = torch.tensor(text.places, device=model.device)
-            chosen = logits[row, places - first].float()  # by row: a whole batch of float32 would double the memory
-            loss = torch.nn.functional.cross_entropy(chosen, ids[row, places + 1], reduction="sum")
+            predicted = logits[row, places - first].float()  # by row: a batch of float32 would double the memory
+            expected = ids[row, places + 1]
+            loss = torch.nn.functional.cross_entropy(predicted, expected, reduction="sum")
             losses.append(float(loss))
     return losses

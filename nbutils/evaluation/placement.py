@@ -92,16 +92,20 @@ class Fit(NamedTuple):
 
 def fit(gib: float, gpu: hardware.GPU | None) -> Fit:
     """Whether weights of this size fit into what is free now."""
-    ram = platforms.free_memory_gib().value
-    shares: dict[int | str, str] = {"cpu": _mebibytes((ram - SPARE_RAM_GIB) / 2)}
-    if gpu is None:
-        return Fit(gib * LOADED <= ram - SPARE_RAM_GIB, shares, tr("RAM ({gib:.1f} GiB free)", gib=ram))
     import torch
 
+    needed = gib * LOADED
+    ram = platforms.free_memory_gib().value
+    spare = ram - SPARE_RAM_GIB
+    shares: dict[int | str, str] = {"cpu": _mebibytes(spare / 2)}
+    if gpu is None:
+        place = tr("RAM ({gib:.1f} GiB free)", gib=ram)
+        return Fit(needed <= spare, shares, place)
     hardware.free_memory()
     free = torch.cuda.mem_get_info()[0] / files.GIB
     shares[0] = _mebibytes(free - 2 * WORK_GIB)
-    return Fit(gib * LOADED <= free - WORK_GIB, shares, tr("the GPU ({gib:.1f} GiB free)", gib=free))
+    place = tr("the GPU ({gib:.1f} GiB free)", gib=free)
+    return Fit(needed <= free - WORK_GIB, shares, place)
 
 
 def _mebibytes(gib: float) -> str:

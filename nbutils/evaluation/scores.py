@@ -13,8 +13,7 @@ import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -67,6 +66,16 @@ def _harmonic_mean(shared: int, left: str, right: str) -> float:
     return 2 * shared / characters if characters else 1.0
 
 
+def characters(answer: str) -> float:
+    """How many characters are counted."""
+    return float(len(normalized(answer)))
+
+
+def unfinished(answer: str) -> float:
+    """1 if the answer was cut off while the model was thinking, else 0."""
+    return float(answer.lstrip().startswith("<think>") and "</think>" not in answer)
+
+
 def content(score: Score, answers: Sequence[str], references: Sequence[str]) -> list[float]:
     """Score against the own reference minus the mean against other rows' references; 0 where there is no other row.
 
@@ -76,14 +85,18 @@ def content(score: Score, answers: Sequence[str], references: Sequence[str]) -> 
     random.Random(OTHERS_SEED).shuffle(circle)
     circle.sort(key=lambda row: CJK.search(references[row]) is not None)  # stable: within a language the shuffle stays
     others = min(OTHERS, len(references) - 1)
+    found = [0.0] * len(references)
     if not others:
-        return [0.0] * len(answers)
-    scores = [0.0] * len(answers)
+        return found
     for place, row in enumerate(circle):
-        lenders = (circle + circle)[place + 1 : place + 1 + others]
-        against = [score(answers[row], references[lender]) for lender in lenders]
-        scores[row] = score(answers[row], references[row]) - sum(against) / others
-    return scores
+        answer = answers[row]
+        own = score(answer, references[row])
+        next_rows = [*circle[place + 1 :], *circle]
+        against = 0.0
+        for lender in next_rows[:others]:
+            against += score(answer, references[lender])
+        found[row] = own - against / others
+    return found
 
 
 @dataclass(frozen=True)
@@ -99,10 +112,6 @@ class Estimate:
         if not math.isfinite(self.mean):
             return tr("not a number")
         return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
-
-    def facts(self) -> dict[str, Any]:
-        """For facts.json."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -124,9 +133,10 @@ def estimate_share(values: Sequence[float]) -> Estimate:
     """The mean of values that are 0 or 1, with Wilson's interval: right near 0 and 1 too."""
     from scipy.stats import binomtest
 
+    rows = len(values)
     right = round(sum(values))
-    interval = binomtest(right, len(values)).proportion_ci(LEVEL, method="wilson")
-    return Estimate(right / len(values), float(interval.low), float(interval.high))
+    interval = binomtest(right, rows).proportion_ci(LEVEL, method="wilson")
+    return Estimate(right / rows, float(interval.low), float(interval.high))
 
 
 def estimate(values: Sequence[float], weights: Sequence[float] | None = None) -> Estimate:
@@ -184,13 +194,22 @@ def paired_share_difference(before: Sequence[float], after: Sequence[float]) -> 
         correlation = np.corrcoef(before, after)[0, 1]
 
     def width(left: float, right: float) -> float:
-        return math.sqrt(max(0.0, left**2 - 2 * correlation * left * right + right**2))
+        squared = left**2 - 2 * correlation * left * right + right**2
+        return math.sqrt(max(0.0, squared))
 
     mean = second.mean - first.mean
-    low = mean - width(second.mean - second.low, first.high - first.mean)
-    high = mean + width(second.high - second.mean, first.mean - first.low)
+    low = mean - width(
+        second.mean - second.low,
+        first.high - first.mean,
+    )
+    high = mean + width(
+        second.high - second.mean,
+        first.mean - first.low,
+    )
     change = np.subtract(after, before)
     changed = int(np.count_nonzero(change))
-    risen = int(np.count_nonzero(change > 0))
-    p = float(binomtest(risen, changed).pvalue) if changed else 1.0
+    p = 1.0
+    if changed:
+        risen = int(np.count_nonzero(change > 0))
+        p = float(binomtest(risen, changed).pvalue)
     return Difference(mean, low, high, p, "exact McNemar")
