@@ -85,7 +85,7 @@ def measure(base: Path, adapter: Path, folder: Path, strength: float, dtype: str
     """One strength in one precision: the right merge, the one that lost a part, and the server."""
     right = changed(adapter, folder / "right", strength, lost=False)
     broken = changed(adapter, folder / "broken", strength, lost=True)
-    predictions = parity.PredictionStore(folder, texts(), about={"onto": "full"})
+    predictions = parity.PredictionStore(folder, texts(), {"onto": "full"})
     predictions.read_tuned("full", PeftModel.from_pretrained(load(base, dtype), right))
     tuning = predictions.gap("full", "base")
     assert tuning is not None

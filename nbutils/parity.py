@@ -184,8 +184,8 @@ def measure_server(client: OpenAI, model_name: str, fixed: Fixed) -> Predictions
         """The likeliest tokens of each position (vLLM adds the text's own token where it is not among them)."""
         completion = complete(text, 1, prompt_logprobs=SERVER_TOKENS)
         positions = []
-        for told in completion.prompt_logprobs[-measured:]:
-            logs = [(value["logprob"], int(token)) for token, value in told.items()]
+        for tokens in completion.prompt_logprobs[-measured:]:
+            logs = [(value["logprob"], int(token)) for token, value in tokens.items()]
             logs.sort(reverse=True)
             positions.append(logs[:SERVER_TOKENS])
         return positions
@@ -303,16 +303,16 @@ def _coarse_divergences(reference: Predictions, other: Predictions) -> torch.Ten
 class PredictionStore(UserDict[str, Predictions]):
     """Predictions on a fixed set by the name of the form, kept in the run, and the gaps between them.
 
-    `about` is the stamp of the merged model: it says which one it is, and what it was merged into.
+    `stamp` is that of the merged model: it says which one it is, and what it was merged into.
     """
 
-    def __init__(self, run: Path, fixed: Fixed, about: Facts) -> None:
+    def __init__(self, run: Path, fixed: Fixed, stamp: Facts) -> None:
         super().__init__()
         self.file = run / FOLDER / "parity.json"
         self.folder = run / FOLDER / "parity"
         self.fixed = fixed
-        self.about = about
-        self.fingerprint = digest([digest(asdict(fixed)), self.about])
+        self.stamp = stamp
+        self.fingerprint = digest([digest(asdict(fixed)), stamp])
         self.gaps: dict[str, Gap] = {}
 
     def __setitem__(self, name: str, predictions: Predictions) -> None:
@@ -334,9 +334,9 @@ class PredictionStore(UserDict[str, Predictions]):
         save_file(tensors, self.folder / f"{name}.safetensors", metadata={"mark": self.fingerprint})
         stored = {
             "mark": self.fingerprint,
-            "about": self.about,
+            "about": self.stamp,
             "positions": self.fixed.positions,
-            "gaps": {key: asdict(found) for key, found in self.gaps.items()},
+            "gaps": {key: asdict(numbers) for key, numbers in self.gaps.items()},
             "readings": {key: {"answers": known.answers} for key, known in self.data.items()},
             "fixed": asdict(self.fixed),
         }
@@ -364,11 +364,10 @@ def load_predictions(run: Path, merged: Path) -> PredictionStore:
     """What lesson 04 stored of this merged model, and lesson 05 of its server."""
     from safetensors import SafetensorError, safe_open
 
-    about = files.stamp(merged) or {}
     file = run / FOLDER / "parity.json"
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError):
         stored = files.read_json(file)
-        store = PredictionStore(run, Fixed(**stored["fixed"]), about)
+        store = PredictionStore(run, Fixed(**stored["fixed"]), files.stamp(merged) or {})
         store.gaps = {key: Gap(**numbers) for key, numbers in stored["gaps"].items()}
         for name, reading in stored["readings"].items():
             with safe_open(store.folder / f"{name}.safetensors", "pt") as tensors:
@@ -415,7 +414,7 @@ class Report:
 
     def __init__(self, predictions: PredictionStore) -> None:
         self.predictions = predictions
-        self.target = ONTO.get(predictions.about.get("onto", "full"), "full")
+        self.target = ONTO.get(predictions.stamp.get("onto", "full"), "full")
         again = predictions.gap("merged", "again")
         self.noise = max(RESOLUTION, again.mean if again else 0.0)  # the same model, in other batches
         self.lines: list[Line] = []
@@ -431,24 +430,24 @@ class Report:
 
     def _add(self, reference: str, other: str, *, judged: bool = False) -> None:
         """Add a comparison, if both were measured."""
-        found = self.predictions.gap(reference, other)
-        if found:
-            failure = self._failure(other, found) if judged else ""
-            line = Line(reference, other, found, judged, failure)
+        distance = self.predictions.gap(reference, other)
+        if distance:
+            failure = self._failure(other, distance) if judged else ""
+            line = Line(reference, other, distance, judged, failure)
             self.lines.append(line)
 
-    def _failure(self, other: str, found: Gap) -> str:
+    def _failure(self, other: str, distance: Gap) -> str:
         """Why this form of the model is another one than it should be; empty if it is the same."""
         base = self.predictions.gap("base", other)
-        if base and found.mean > base.mean + self.noise:
+        if base and distance.mean > base.mean + self.noise:
             nats = f"{max(base.mean, RESOLUTION):.2g}"
             return tr("it is nearer to {base} ({nats})", base=tr(NAMES["base"]), nats=nats)
         rounding = self.noise
         merged = self.predictions.gap(self.target, "merged")
         if merged:  # the merge, proven by weight, is rounding too
             rounding = max(rounding, merged.mean)
-        if other == "vllm" and found.mean > FAR * rounding:
-            times = f"{found.mean / rounding:.0f}"
+        if other == "vllm" and distance.mean > FAR * rounding:
+            times = f"{distance.mean / rounding:.0f}"
             return tr("that is {times} times the noise of this run", times=times)
         return ""
 

@@ -94,21 +94,23 @@ class ServedModel:
         """Ask the server, and stop if the merged model does not answer as in lesson 04; an export is only reported."""
         evaluator = self.evaluator
         served = self.ask(server)
-        found = serving.compare(served if self.stored else [], self.stored)
+        agreement = serving.compare(served if self.stored else [], self.stored)
         text = tr(NOTHING_STORED)
         columns = {tr("server"): [answer.text for answer in served]}
         if self.stored:
             if self.is_merged:
-                found.require(evaluator.dtype)
-            text = tr("Server and lesson 04 (transformers, {dtype}): {found}", dtype=tr(evaluator.dtype), found=found)
-            if found.differences and evaluator.dtype != "float32":
+                agreement.require(evaluator.dtype)
+            text = tr(
+                "Server and lesson 04 (transformers, {dtype}): {found}", dtype=tr(evaluator.dtype), found=agreement
+            )
+            if agreement.differences and evaluator.dtype != "float32":
                 text += f"\n{tr(ROUNDING)}"
             columns = {tr("lesson 04"): [answer.text for answer in self.stored]} | columns
         numbers = {
             "folder": str(self.folder),
             "rows_left_out": evaluator.left_out,
-            "identical_answers": {"count": found.identical, "total": found.total},
-            "identical_prompts": {"count": found.same_prompts, "total": found.total},
+            "identical_answers": {"count": agreement.identical, "total": agreement.total},
+            "identical_prompts": {"count": agreement.same_prompts, "total": agreement.total},
             "exact_match": evaluator.result("server", served).mean("exact_match"),
         }
         return ServerComparison(text, numbers, evaluator.table(columns, rows=len(served)))

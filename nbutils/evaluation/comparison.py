@@ -257,7 +257,7 @@ class Comparison:
             date=f"{datetime.now():%Y-%m-%d %H:%M}",
             comparison=self,
             evaluator=self.evaluator,
-            about=measured_with,
+            measured_with=measured_with,
             first=range(min(SAMPLES, len(self.tuned.answers))),
             worst=self._worst()[:SAMPLES],
             alpha=f"{ALPHA:g}",
@@ -345,7 +345,11 @@ def _table_row(score: str, means: Means) -> dict[str, str]:
 
 
 def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -> Table:
-    """The means of several sets of answers to one evaluator, for display."""
+    """The means of several sets of answers to one evaluator, for display.
+
+    Example:
+        display.show_table(score_table(model.evaluator, {"tuned": model.ask(server)}))
+    """
     results = [evaluator.result(name, given) for name, given in answers.items()]
     means = mean_scores(results, ("exact_match", "character_f1", "rouge_l", "stopped"))
     return [_table_row(score, means) for score in means]

@@ -85,9 +85,9 @@ def content(score: Score, answers: Sequence[str], references: Sequence[str]) -> 
     random.Random(OTHERS_SEED).shuffle(circle)
     circle.sort(key=lambda row: CJK.search(references[row]) is not None)  # stable: within a language the shuffle stays
     others = min(OTHERS, len(references) - 1)
-    found = [0.0] * len(references)
+    contents = [0.0] * len(references)
     if not others:
-        return found
+        return contents
     for place, row in enumerate(circle):
         answer = answers[row]
         own = score(answer, references[row])
@@ -95,8 +95,8 @@ def content(score: Score, answers: Sequence[str], references: Sequence[str]) -> 
         against = 0.0
         for lender in next_rows[:others]:
             against += score(answer, references[lender])
-        found[row] = own - against / others
-    return found
+        contents[row] = own - against / others
+    return contents
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,8 @@ def paired_difference(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same change in every row is certain, not imprecise
             p = float(ttest_1samp(change if weights is None else change * weights, 0.0).pvalue)
-    found = estimate(change.tolist(), weights)
-    return Difference(found.mean, found.low, found.high, p, "paired t")
+    mean = estimate(change.tolist(), weights)
+    return Difference(mean.mean, mean.low, mean.high, p, "paired t")
 
 
 def paired_share_difference(before: Sequence[float], after: Sequence[float]) -> Difference:
