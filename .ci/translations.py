@@ -70,7 +70,7 @@ def fact_names(facts: dict[str, Any]) -> Iterator[str]:
 
 def texts_in_data() -> set[str]:
     """English texts that reach `tr` from elsewhere: from YAML files, or because facts.json has them in English."""
-    from nbutils import cli, compare, config, diagnose, display, hardware, plan, platforms, served_model
+    from nbutils import cli, compare, config, diagnose, display, hardware, parity, plan, platforms, served_model
     from nbutils.data import build, read, rows
     from nbutils.evaluation import comparison, evaluator
     from nbutils.exporting import make
@@ -103,6 +103,8 @@ def texts_in_data() -> set[str]:
     texts |= {text for label, _, about in judged["scores"].values() for text in (label, about)} - {"ROUGE-L"}
     texts |= {*evaluator.THINKING_MODES.values(), "base", "merged", "tuned", "merged (lesson 04)"}
     texts |= {f"{dtype}, {comparison.IN_4_BITS}" for dtype in hardware.DTYPES}
+    texts |= {*parity.NAMES.values(), parity.SENTENCE, parity.FAILURE}
+    texts |= {parity.CHANGED, parity.PRICE, parity.SAME, parity.FAILS}
     texts |= {text for form in make.FORMATS.values() for text in (form.purpose, form.runs)}
     texts |= {words for _, words in make.VERDICTS} | {"BROKEN", make.NOT_COMPARED, *compare.MEASURES}
     texts |= {*server.PHASES.values(), server.IMPORTING, served_model.NOTHING_STORED, served_model.ROUNDING}

@@ -66,7 +66,7 @@ def verdict(predictions: parity.PredictionStore, name: str) -> dict[str, Any]:
     """The line of the report that judges this reading."""
     report = parity.Report(predictions)
     line = next(one for one in report.lines if one.other == name and one.judged)
-    return {**asdict(line.gap), "noise": report.noise, "holds": not line.why}
+    return {**asdict(line.gap), "noise": report.noise, "holds": not line.failure}
 
 
 def served(predictions: parity.PredictionStore, merged: Path, dtype: str, log: Path) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def served(predictions: parity.PredictionStore, merged: Path, dtype: str, log: P
     flags |= {"served-model-name": "course", "dtype": dtype, "max-model-len": 1024}
     environment = serving.ensure_environment(str(hardware.engine(gpu).value))
     with serving.Server(merged, environment, flags=flags, log=log) as server:
-        predictions["vllm"] = parity.measure_server(server.url, server.model_name, predictions.fixed, server.api_key)
+        predictions["vllm"] = parity.measure_server(server.client(), server.model_name, predictions.fixed)
     return verdict(predictions, "vllm")
 
 
@@ -85,8 +85,8 @@ def measure(base: Path, adapter: Path, folder: Path, strength: float, dtype: str
     """One strength in one precision: the right merge, the one that lost a part, and the server."""
     right = changed(adapter, folder / "right", strength, lost=False)
     broken = changed(adapter, folder / "broken", strength, lost=True)
-    predictions = parity.PredictionStore(folder, texts(), about={"onto": "full"})
-    predictions.read("full", lambda: PeftModel.from_pretrained(load(base, dtype), right))
+    predictions = parity.PredictionStore(folder, texts(), {"onto": "full"})
+    predictions.read_tuned("full", PeftModel.from_pretrained(load(base, dtype), right))
     tuning = predictions.gap("full", "base")
     assert tuning is not None
     found: dict[str, Any] = {"dtype": dtype, "strength": strength, "tuning_nats": tuning.mean}

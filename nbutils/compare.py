@@ -12,7 +12,7 @@ from nbutils import display, platforms, record
 from nbutils.config import shown
 from nbutils.errors import CourseError
 from nbutils.evaluation.comparison import PANELS, SHOWN
-from nbutils.evaluation.evaluator import Estimate
+from nbutils.evaluation.scores import Estimate
 from nbutils.language import joined, tr
 from nbutils.models import find_shape
 from nbutils.plan.forecast import recipe_of

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from nbutils import display, evaluation, files, hardware, merging, parity, profiles, record, serving
+from nbutils import display, evaluation, files, hardware, merging, parity, profiles, serving
+from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
-from nbutils.evaluation.comparison import fit
+from nbutils.evaluation.evaluator import Facts, Table
+from nbutils.evaluation.placement import fit
 from nbutils.exporting.make import Export, ParityLine, find_format, open_export, weights_bytes
 from nbutils.language import tr
 from nbutils.models import read_config
-from nbutils.serving.engine import require_engine, tensor_parallel
+from nbutils.record import RunFolder
+from nbutils.serving.engine import tensor_parallel
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MIN_KV_CACHE_GIB = 0.5  # what a server needs at least beside the weights
@@ -26,8 +28,8 @@ class ServerComparison:
     """What came of a comparison in a sentence, the numbers for facts.json, and the rows of a table."""
 
     text: str
-    numbers: dict[str, Any]
-    table: list[dict[str, str]] = field(default_factory=list)
+    numbers: Facts
+    table: Table = field(default_factory=list)
 
     def __str__(self) -> str:
         return self.text
@@ -36,127 +38,140 @@ class ServerComparison:
         """The first rows of the table."""
         display.show_table(self.table[:rows], tr("The server's answers"))
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """For facts.json."""
         return self.numbers
 
 
 class ServedModel:
-    """A model folder (the merged model, an export of it, or any other) and the held-out questions for it."""
+    """A model folder (the merged model, an export of it, or any other) and the held-out questions for it.
 
-    def __init__(self, lesson: record.LessonLike, folder: str = "", engine: str = "auto", rows: int = 0) -> None:
-        from transformers import AutoTokenizer
+    Example:
+        model = ServedModel(lesson.run, lesson.profile, engine=environment.engine, rows=32)
+        server = serving.Server(model.folder, environment, flags=model.flags)
+    """
 
-        self.lesson, self.merged = lesson, lesson.run.merged
-        given = Path(folder).expanduser() if folder else self.merged
+    def __init__(self, run: RunFolder, profile: Profile, folder: str = "", *, engine: str, rows: int = 0) -> None:
+        self.run = run
+        self.gpu = hardware.gpu()
+        self.at_once = profile.vllm.max_num_seqs
+        given = Path(folder).expanduser() if folder else run.merged
         if any(given.glob("*.gguf")):
             raise CourseError(
                 tr("{folder} has GGUF weights: they are for llama.cpp, Ollama and LM Studio.", folder=given),
                 todo=tr("Serve the merged model (leave FOLDER empty), or set EXPORTS to another format in lesson 08."),
             )
         self.folder = Path(profiles.model_folder(given))
-        self.is_merged = self.folder.resolve() == self.merged.resolve()
-        self.dtype, self.export = serving_dtype(self.folder, lesson, engine)  # stops if it cannot be served here
-        size: Any = {"rows": rows, "limit": lesson.profile.vllm.max_model_len}
-        if found := evaluation.stored_answers(lesson, self.folder, **size):
-            self.evaluator = found.evaluator
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
-            self.evaluator = evaluation.open_evaluator(lesson, self.folder, tokenizer, **size)
-        self.stored, self.questions = found.answers if found else None, self.evaluator.questions
+        self.is_merged = self.folder.resolve() == run.merged.resolve()
+        self.dtype, self.export = serving_dtype(self.folder, run.merged, profile, gpu=self.gpu, engine=engine)
+        asked = run.merged if self.export else self.folder
+        self.evaluator, self.stored = evaluation.stored_answers(run, profile, asked, rows)
+        self.questions = self.evaluator.questions
 
     @property
-    def flags(self) -> dict[str, Any]:
+    def flags(self) -> Facts:
         """The flags this GPU and this model need; the lesson chooses the others."""
-        own = {name: choice.value for name, choice in serving.flags_for(self.lesson.gpu, self.folder).items()}
+        choices = serving.flags_for(self.gpu, self.folder)
+        flags = {name: choice.value for name, choice in choices.items()}
+        flags["dtype"] = self.dtype
         if self.evaluator.thinking is not None:
-            own["default-chat-template-kwargs"] = {"enable_thinking": self.evaluator.thinking}
-        return own | {"dtype": self.dtype}
+            flags["default-chat-template-kwargs"] = {"enable_thinking": self.evaluator.thinking}
+        return flags
 
     def ask(self, server: serving.Server, name: str = "") -> list[Answer]:
         """The server's greedy answers to all questions."""
         return serving.ask(
-            server.client(), name or server.model_name, self.questions, self.evaluator.max_new_tokens,
-            tools=self.evaluator.tools, token_ids=server.environment.engine != "transformers",
-            at_once=self.lesson.profile.vllm.max_num_seqs,
-        )  # fmt: skip
+            server.client(),
+            name or server.model_name,
+            self.questions,
+            self.evaluator.max_new_tokens,
+            tools=self.evaluator.tools,
+            token_ids=server.environment.engine != "transformers",
+            at_once=self.at_once,
+        )
 
     def compare_answers(self, server: serving.Server) -> ServerComparison:
         """Ask the server, and stop if the merged model does not answer as in lesson 04; an export is only reported."""
-        served, evaluator = self.ask(server), self.evaluator
-        text, identical, prompts, total = tr(NOTHING_STORED), 0, 0, 0
+        evaluator = self.evaluator
+        served = self.ask(server)
+        agreement = serving.compare(served if self.stored else [], self.stored)
+        text = tr(NOTHING_STORED)
+        columns = {tr("server"): [answer.text for answer in served]}
         if self.stored:
-            found = serving.compare(served, self.stored)
             if self.is_merged:
-                found.require(evaluator.dtype)
-            values = {"dtype": tr(evaluator.dtype), "found": found}
-            text = tr("Server and lesson 04 (transformers, {dtype}): {found}", **values)
-            text += f"\n{tr(ROUNDING)}" if found.differences and evaluator.dtype != "float32" else ""
-            identical, prompts, total = found.identical, found.same_prompts, found.total
-        said, before = ([answer.text for answer in answers] for answers in (served, self.stored or []))
-        columns = ({tr("lesson 04"): before} if before else {}) | {tr("server"): said}
+                agreement.require(evaluator.dtype)
+            text = tr(
+                "Server and lesson 04 (transformers, {dtype}): {found}", dtype=tr(evaluator.dtype), found=agreement
+            )
+            if agreement.differences and evaluator.dtype != "float32":
+                text += f"\n{tr(ROUNDING)}"
+            columns = {tr("lesson 04"): [answer.text for answer in self.stored]} | columns
         numbers = {
-            "folder": str(self.folder), "rows_left_out": evaluator.left_out,
-            "identical_answers": {"count": identical, "total": total},
-            "identical_prompts": {"count": prompts, "total": total},
-            "exact_match": evaluation.exact_match(said, evaluator.references),
-        }  # fmt: skip
-        table = evaluation.before_after_table(self.questions, evaluator.references, columns, rows=len(served))
-        return ServerComparison(text, numbers, table)
+            "folder": str(self.folder),
+            "rows_left_out": evaluator.left_out,
+            "identical_answers": {"count": agreement.identical, "total": agreement.total},
+            "identical_prompts": {"count": agreement.same_prompts, "total": agreement.total},
+            "exact_match": evaluator.result("server", served).mean("exact_match"),
+        }
+        return ServerComparison(text, numbers, evaluator.table(columns, rows=len(served)))
 
     def compare_predictions(self, server: serving.Server) -> ServerComparison:
         """The server's predictions on lesson 04's fixed set beside the merged model's; stops if it is another model."""
         if server.environment.engine == "transformers":
             return ServerComparison(tr("`transformers serve` does not return predictions."), {"parity": {}})
-        stored = (self.is_merged or self.export) and (self.evaluator.folder / "parity.json").is_file()
-        about = files.stamp(self.merged)
-        if not stored or "merged" not in (store := parity.PredictionStore(self.lesson.run.path, about=about)):
-            return ServerComparison(tr(NOTHING_STORED), {"parity": {}})
-        return self.judge(store, parity.measure_server(server.url, server.model_name, store.fixed, server.api_key))
+        nothing = ServerComparison(tr(NOTHING_STORED), {"parity": {}})
+        if not self.is_merged and not self.export:
+            return nothing
+        try:
+            store = parity.load_predictions(self.run.path, self.run.merged)
+        except CourseError:
+            return nothing
+        served = parity.measure_server(server.client(), server.model_name, store.fixed)
+        return self.judge(store, served)
 
     def judge(self, store: parity.PredictionStore, served: parity.Predictions) -> ServerComparison:
         """The server's predictions beside the merged model's; those of an export have a price, and cannot fail."""
         if self.export:
-            line = ParityLine(self.export, found := parity.gap(store["merged"], served))
-            values = {"name": self.export.name, "verdict": tr(line.verdict), "mean": found.mean}
-            verdict = tr("The price of {name}, in vLLM: {verdict}, {mean:.2g} nats per token.", **values)
-            facts, table = {"price": line.facts, "verdict": verdict}, [line.row]
+            gap = parity.gap(store["merged"], served)
+            line = ParityLine(self.export, gap)
+            verdict = tr(
+                "The price of {name}, in vLLM: {verdict}, {mean:.2g} nats per token.",
+                name=self.export.name,
+                verdict=tr(line.verdict),
+                mean=gap.mean,
+            )
+            facts: Facts = {"parity": {"price": line.facts, "verdict": verdict}}
+            table = [line.row]
         else:
             store["vllm"] = served
             report = parity.Report(store)
             report.require()
-            verdict, facts, table = report.verdict.splitlines()[-1], report.facts(), report.table()
+            verdict = report.lines[-1].sentence(tr)
+            facts = report.facts()
+            table = report.table()
         text = tr("At {count} positions: {verdict}", count=store.fixed.positions, verdict=verdict)
-        return ServerComparison(text, {"parity": facts}, table)
+        return ServerComparison(text, facts, table)
 
 
-def serving_dtype(folder: Path, lesson: record.LessonLike, engine: str = "auto") -> tuple[str, Export | None]:
+def serving_dtype(
+    folder: Path, merged: Path, profile: Profile, *, gpu: hardware.GPU | None, engine: str
+) -> tuple[str, Export | None]:
     """The dtype a folder is served in on this machine, and the export if it is one; stops if it cannot be served."""
-    gpu, dtype = lesson.gpu, lesson.profile.from_pretrained.dtype
-    engine = hardware.engine(gpu).value if engine == "auto" else engine
-    require_engine(engine)
-    if merging.is_quantized(config := read_config(folder / "config.json")):
-        export = open_export(folder, lesson.run.merged)
-        form = find_format(export.name)
-        old = (gpu.capability if gpu else (0, 0)) < form.capability  # vLLM's CPU build has none of these kernels
-        if old or engine == "transformers" or not form.load.startswith("vllm"):
-            place = (gpu.name if gpu else tr("a CPU")) if old else engine
-            raise CourseError(
-                tr(
-                    "{folder} has {name} weights, and {place} cannot compute with them.",
-                    folder=folder,
-                    name=form.name,
-                    place=place,
-                ),
-                allowed=tr("{name} runs in: {runs}", name=form.name, runs=tr(form.runs)),
-                todo=tr("Serve the merged model (leave FOLDER empty), or set EXPORTS to another format in lesson 08."),
-            )
+    dtype = profile.from_pretrained.dtype
+    config = read_config(folder / "config.json")
+    if merging.is_quantized(config):
+        export = open_export(folder, merged)
+        _require_kernels(export, gpu, engine)
         return "bfloat16" if dtype == "float32" else dtype, export  # its kernels compute in 16 bits only
     stored = str(config.get("dtype") or config.get("torch_dtype"))
     gib = weights_bytes(folder) * BYTES[dtype] / BYTES.get(stored, BYTES[dtype]) / files.GIB
-    parts = int(tensor_parallel(folder, gpu.count).value) if gpu and engine != "transformers" else 1
-    most = parts * (lesson.profile.vllm.gpu_memory_utilization * gpu.memory_gib - MIN_KV_CACHE_GIB) if gpu else 0.0
-    if not fit(gib, gpu)[0] and (gib > most or engine == "transformers"):
+    if gpu and engine != "transformers":
+        gpus = tensor_parallel(folder, gpu.count).value
+        share = profile.vllm.gpu_memory_utilization * gpu.memory_gib
+        fits = gib <= gpus * (share - MIN_KV_CACHE_GIB)
+    else:
+        fits = fit(gib, gpu).fits
+    if not fits:
         raise CourseError(
             tr("{folder} has {gib:.1f} GiB of weights, too much for this machine.", folder=folder, gib=gib),
             todo=tr(
@@ -166,3 +181,25 @@ def serving_dtype(folder: Path, lesson: record.LessonLike, engine: str = "auto")
             ),
         )
     return dtype, None
+
+
+def _require_kernels(export: Export, gpu: hardware.GPU | None, engine: str) -> None:
+    """Stop unless this GPU and this engine can compute with the weights of an export."""
+    form = find_format(export.name)
+    capability = gpu.capability if gpu else (0, 0)  # vLLM's CPU build has none of these kernels
+    place = ""
+    if capability < form.capability:
+        place = gpu.name if gpu else tr("a CPU")
+    elif engine == "transformers" or not form.load.startswith("vllm"):
+        place = engine
+    if place:
+        raise CourseError(
+            tr(
+                "{folder} has {name} weights, and {place} cannot compute with them.",
+                folder=export.folder,
+                name=form.name,
+                place=place,
+            ),
+            allowed=tr("{name} runs in: {runs}", name=form.name, runs=tr(form.runs)),
+            todo=tr("Serve the merged model (leave FOLDER empty), or set EXPORTS to another format in lesson 08."),
+        )

@@ -73,7 +73,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from nbutils import evaluation
 
-placement = evaluation.place_model(lesson)
+placement = evaluation.place_model(lesson.model, lesson.run.adapter, lesson.profile, lesson.scratch)
 print(placement.reason)
 tokenizer = AutoTokenizer.from_pretrained(lesson.run.adapter, trust_remote_code=False)
 base = AutoModelForCausalLM.from_pretrained(lesson.model, **placement.loading, trust_remote_code=False)
@@ -193,7 +193,8 @@ print("merged ", from_merged)
 # %%
 from nbutils import parity
 
-proof = parity.prove(lesson, folder, placement)
+print(merging.prove(lesson.model, lesson.run.adapter, folder, onto=MERGE_ONTO))
+proof = parity.prove(lesson.run, lesson.profile, placement, folder)
 print(proof)
 
 # %% [markdown]
@@ -204,7 +205,7 @@ print(proof)
 # general knowledge. Answers are saved as they come, so an interrupted run continues.
 
 # %%
-comparison = evaluation.compare_models(lesson, folder, placement)
+comparison = evaluation.compare_models(lesson.run, lesson.profile, placement, folder, model_name=lesson.model_name)
 
 # %% [markdown]
 # Read six of them before you believe a number. A tick means that the answer matches the reference exactly.
@@ -220,7 +221,7 @@ comparison.show_answers(6)
 
 # %%
 my_guess = None
-share = comparison.results[-1].mean("exact_match")
+share = comparison.tuned.mean("exact_match")
 if my_guess is None:
     print("[todo] exercise: count the ticks above, then set my_guess to a number from 0 to 1")
 elif abs(my_guess - share) > 0.1:

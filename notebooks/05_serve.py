@@ -99,7 +99,7 @@ print(f"{environment.engine}, with the Python {environment.python}")
 import shlex
 from nbutils.served_model import ServedModel
 
-model = ServedModel(lesson, FOLDER, environment.engine, QUESTIONS)
+model = ServedModel(lesson.run, lesson.profile, FOLDER, engine=environment.engine, rows=QUESTIONS)
 flags = {
     **model.flags,  # dtype: the precision of weights and computation; enforce-eager: no compilation, starts sooner
     **lesson.profile.vllm,

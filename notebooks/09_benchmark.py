@@ -63,7 +63,7 @@ lesson = nbutils.start("09_benchmark", globals())
 lesson.require("04_merge")
 serving.stop_leftover_servers(lesson.run.path)
 rivals = bench.parse_rivals(RIVALS)
-harness = evaluation.Harness(LM_EVAL_TASKS, lesson.run.path, lesson.profile.from_pretrained.dtype)
+tasks = evaluation.parse_tasks(LM_EVAL_TASKS)
 
 # %% [markdown]
 # ## The load
@@ -110,7 +110,7 @@ benchmark.run(lesson.run.merged, rivals)
 from nbutils.served_model import ServedModel
 
 environment = serving.ensure_environment(ENGINE)
-model = ServedModel(lesson, engine=environment.engine, rows=0 if lesson.gpu else 32)  # held-out questions; 0: all
+model = ServedModel(lesson.run, lesson.profile, engine=environment.engine, rows=0 if lesson.gpu else 32)  # held-out questions; 0: all
 vllm = lesson.profile.vllm
 flags = {**model.flags, "served-model-name": "course", "max-model-len": vllm.max_model_len, "max-num-seqs": vllm.max_num_seqs}
 flags |= {"gpu-memory-utilization": vllm.gpu_memory_utilization} if lesson.gpu else {}
@@ -208,11 +208,12 @@ display.show_table(scores, "Scores", display.aligned(scores))
 
 # %%
 dtype = lesson.profile.from_pretrained.dtype
-for name, folder in {"base": lesson.model, "merged": lesson.run.merged}.items():
-    line = ["--model", "hf", "--model_args", f"pretrained={folder},dtype={dtype}", "--tasks", ",".join(harness.tasks)]
+metrics = {}
+for name, folder in {"base": lesson.model, "merged": lesson.run.merged}.items() if tasks else ():
+    line = ["--model", "hf", "--model_args", f"pretrained={folder},dtype={dtype}", "--tasks", ",".join(tasks)]
     line += ["--batch_size", "auto", "--device", "cuda:0" if lesson.gpu else "cpu"]
-    harness.run(name, folder, line)
-print(harness)
+    metrics[name] = evaluation.run_tasks(line, folder, lesson.run.path / f"evaluation/lm_eval/{name}.json")
+print(metrics or "no public benchmark was asked for (LM_EVAL_TASKS)")
 
 # %% [markdown]
 # ## Exercise
@@ -235,4 +236,4 @@ print(f"[{' OK ' if right else 'todo'}] exercise: saw {my_answer or 'no answer y
 
 # %%
 same_as_merged = {name: serving.compare(said, model.stored).identical for name, said in answers.items() if model.stored}
-lesson.finish(same_model, tokens_per_second=benchmark.speeds(), side_by_side=same_as_merged, lm_eval=harness.results)
+lesson.finish(same_model, tokens_per_second=benchmark.speeds(), side_by_side=same_as_merged, lm_eval=metrics)

@@ -309,9 +309,9 @@ def test_a_served_model_is_compared_with_lesson_04(course_run: Path, tmp_path: P
     server: Any = SimpleNamespace(environment=SimpleNamespace(engine="vllm-cpu"))
 
     def compared(folder: str = "", change: str = "") -> Any:
-        model = served_model.ServedModel(started, folder, rows=5)
+        model = served_model.ServedModel(started.run, started.profile, folder, engine="vllm-cpu", rows=5)
         other = {"token_ids": [1], "text": change} if change else {}
-        answers = [dataclasses.replace(one, **other) for one in model.stored or []]
+        answers = [dataclasses.replace(one, **other) for one in model.stored]
         monkeypatch.setattr(model, "ask", lambda _: answers or [Answer([1], [1], "x")] * 5)
         return model.compare_answers(server)
 
@@ -325,7 +325,9 @@ def test_a_served_model_is_compared_with_lesson_04(course_run: Path, tmp_path: P
         compared(str(tmp_path / "gguf"))
     shutil.rmtree(tmp_path / "tiny/evaluation")
     assert compared().facts()["identical_answers"] == {"count": 0, "total": 0}
-    assert served_model.ServedModel(started, rows=5).compare_predictions(server).facts() == {"parity": {}}
+    assert served_model.ServedModel(started.run, started.profile, engine="vllm-cpu", rows=5).compare_predictions(
+        server
+    ).facts() == {"parity": {}}
 
 
 @pytest.mark.parametrize("words", ["", "--url x --concurrency 1,no", "--model . --rivals fast"])

@@ -26,7 +26,7 @@ from nbutils.cli import app
 from nbutils.data import build, dedupe, evidence, read
 from nbutils.data.dedupe import TEMPLATE, find_repeated, row_text
 from nbutils.data.rows import find_private, mask
-from nbutils.evaluation.evaluator import paired_difference
+from nbutils.evaluation.scores import paired_share_difference
 from nbutils.files import SAMPLES
 
 _M = "messages"
@@ -1028,7 +1028,7 @@ def test_too_few_held_out_rows_are_told_before_anything_is_trained(tmp_path: Pat
 
 def test_what_held_out_rows_can_prove_follows_from_the_test_of_lesson_04() -> None:
     def p(turned: int) -> float:  # of answers that all turned right
-        return paired_difference([0] * turned, [1] * turned, shares=True).p
+        return paired_share_difference([0] * turned, [1] * turned).p
 
     assert p(evidence.LEAST_TURNED) < evidence.ALPHA < p(evidence.LEAST_TURNED - 1)
     assert evidence.LEAST_ROWS == evidence.LEAST_TURNED + 1, "one answer may stay as it was"

@@ -5,6 +5,7 @@ import random
 import shutil
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,10 @@ import pytest
 import torch
 from support import python, refused
 
-from nbutils import chat, data, display, evaluation, files, merging, profiles, record
-from nbutils.evaluation import evaluator as scoring
-from nbutils.evaluation import inference
+from nbutils import chat, data, display, evaluation, files, profiles, record
+from nbutils.data.build import CJK
+from nbutils.evaluation import evaluator as evaluating
+from nbutils.evaluation import harness, inference, scores
 from nbutils.evaluation.comparison import Comparison
 from nbutils.evaluation.inference import Answer
 
@@ -54,11 +56,16 @@ def evaluator_of(tokenizer: Any, run: Path, rows: Any = 6, new_tokens: int = 8, 
 def test_an_answer_is_the_same_alone_in_a_batch_and_with_a_static_cache(tiny: Tiny) -> None:
     model, tokenizer = tiny
     questions = [row["messages"][:-1] for row in rows_of("eval.jsonl", 5)]
-    alone = evaluation.generate(model, tokenizer, questions, max_new_tokens=40, batch_size=1)
-    together = evaluation.generate(model, tokenizer, questions, max_new_tokens=40, batch_size=5)
+    prompts = dict(enumerate(map(chat.View(tokenizer, "messages").prompt, questions)))
+
+    def answers(prompts: Any, max_new_tokens: int, batch_size: int) -> list[Answer]:
+        found = dict(inference.answer_prompts(model, tokenizer, prompts, max_new_tokens, batch_size))
+        return [found[number] for number in prompts]
+
+    alone, together = answers(prompts, 40, batch_size=1), answers(prompts, 40, batch_size=5)
     stops = sorted(chat.find_stop_ids(tokenizer, model.generation_config))
     assert alone == together and all(answer.stopped and answer.token_ids[-1] in stops for answer in alone)
-    [cut] = evaluation.generate(model, tokenizer, questions[:1], max_new_tokens=3, batch_size=1)
+    [cut] = answers({0: prompts[0]}, 3, batch_size=1)
     assert not cut.stopped and cut.token_ids == alone[0].token_ids[:3]
     ids, mask = inference.padded([answer.prompt_ids for answer in alone], 0, "cpu", left=True)
     with torch.inference_mode():
@@ -111,9 +118,9 @@ def test_an_answer_gets_the_tokens_the_references_need(tiny: Tiny, tmp_path: Pat
 
 def test_rows_that_do_not_fit_are_left_out(tiny: Tiny, tmp_path: Path) -> None:
     rows, long = rows_of("eval.jsonl", 3), "苹果" * 300
-    given = [rows[0], row_of(long, "好"), row_of("还有吗", long), *rows[1:]]  # wordy, and endless
+    given = [rows[0], row_of(long, "好"), *rows[1:]]
     evaluator = evaluator_of(tiny[1], tmp_path, given, limit=200)
-    assert evaluator.rows == rows and len(evaluator.references) == 3 and evaluator.left_out == 2
+    assert evaluator.rows == rows and len(evaluator.references) == 3 and evaluator.left_out == 1
     with refused(
         "of the 3 evaluation rows", "at most 200 tokens", "course.max_new_tokens (now 190), raise vllm.max_model_len"
     ):
@@ -130,14 +137,14 @@ def test_a_wanted_tool_call_is_written_as_the_template_writes_it(tiny: Tiny) -> 
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     row = row_of("q", "", tool_calls=[{"type": "function", "function": {"name": "find", "arguments": {"q": "x"}}}])
-    assert scoring.reference_of(chat.View(tokenizer, "prompt_completion"), row) == "<tool_call>find</tool_call>"
+    assert evaluating.reference_of(chat.View(tokenizer, "prompt_completion"), row) == "<tool_call>find</tool_call>"
 
 
 PROMPTS = [[1], [1, 2], [1, 2, 3]]
 CHANGES = [("答案 1", "答案 2"), ("[7, 1]", "[7, 2]"), ("false", "true"), ('"row": 1', '"row": 0')]
 
 
-def ask_into(asked: list[int]) -> scoring.Ask:
+def ask_into(asked: list[int]) -> evaluating.Ask:
     def ask(prompts: dict[int, list[int]]) -> Any:
         for number, prompt in prompts.items():
             asked.append(number)
@@ -149,17 +156,17 @@ def ask_into(asked: list[int]) -> scoring.Ask:
 @pytest.mark.parametrize(("change", "missing"), [(None, []), ("torn", [2]), *((change, [1]) for change in CHANGES)])
 def test_answers_are_asked_once_and_what_was_torn_or_changed_again(tmp_path: Path, change: Any, missing: Any) -> None:
     file, asked = tmp_path / "a.jsonl", list[int]()
-    whole = scoring.resume_answers(file, {"model": "m"}, PROMPTS, ask_into([]))
+    whole = evaluating.complete_answers(file, {"model": "m"}, PROMPTS, ask_into([]))
     if change == "torn":
         file.write_bytes(file.read_bytes()[:-20])
     elif change:
         file.write_text(file.read_text(encoding="utf-8").replace(*change), encoding="utf-8")
     for _ in range(2):
-        assert scoring.resume_answers(file, {"model": "m"}, PROMPTS, ask_into(asked)) == whole
+        assert evaluating.complete_answers(file, {"model": "m"}, PROMPTS, ask_into(asked)) == whole
     assert asked == missing and [one.stopped for one in whole] == [True, False, True]
     for decided_by, prompts in (({"model": "x"}, PROMPTS), ({"model": "x"}, [*PROMPTS[:2], [9]])):
         asked.clear()
-        scoring.resume_answers(file, decided_by, prompts, ask_into(asked))
+        evaluating.complete_answers(file, decided_by, prompts, ask_into(asked))
         assert asked == [0, 1, 2], "another model, or another prompt, starts a new file"
 
 
@@ -172,24 +179,24 @@ def ask(prompts):
     for number, prompt in prompts.items():
         os.kill(os.getpid(), signal.SIGKILL) if number == 9 else None
         yield number, Answer(prompt, [number], str(number))
-evaluator.resume_answers(Path(sys.argv[1]), {}, [[n] for n in range(200)], ask)
+evaluator.complete_answers(Path(sys.argv[1]), {}, [[n] for n in range(200)], ask)
 """
 
 
 def test_after_a_kill_only_the_missing_answers_are_asked(tmp_path: Path) -> None:
     file, asked, prompts = tmp_path / "a.jsonl", list[int](), [[number] for number in range(200)]
     assert python("-c", KILLED, file, home=tmp_path, ok=False).returncode == -9
-    assert [one.prompt_ids for one in scoring.resume_answers(file, {}, prompts, None)] == prompts[:9]
-    scoring.resume_answers(file, {}, prompts, ask_into(asked))
+    assert [one.prompt_ids for one in evaluating.read_answers(file, {}, prompts).values()] == prompts[:9]
+    evaluating.complete_answers(file, {}, prompts, ask_into(asked))
     assert asked == list(range(9, 200))
 
 
 def test_losses_that_were_changed_on_disk_are_measured_again(tmp_path: Path) -> None:
     file = tmp_path / "losses.json"
-    scoring.stored_once(file, {"model": "m"}, lambda: [[8.5, 4]])
-    assert scoring.stored_once(file, {"model": "m"}, lambda: []) == [[8.5, 4]]
+    evaluating.stored_once(file, {"model": "m"}, lambda: [[8.5, 4]])
+    assert evaluating.stored_once(file, {"model": "m"}, lambda: []) == [[8.5, 4]]
     file.write_text(file.read_text(encoding="utf-8").replace("8.5", "0.5"), encoding="utf-8")
-    assert scoring.stored_once(file, {"model": "m"}, lambda: [[8.5, 4]]) == [[8.5, 4]]
+    assert evaluating.stored_once(file, {"model": "m"}, lambda: [[8.5, 4]]) == [[8.5, 4]]
 
 
 def test_the_loss_is_that_of_the_assistants_tokens_whatever_the_batch(tiny: Tiny, monkeypatch: Any) -> None:
@@ -226,29 +233,29 @@ def test_answers_of_one_row_are_added_up_where_each_is_a_text_of_its_own(tiny: T
     ("hm, 5?</think>\n\n4", "4", 1.0, 1.0),  # the prompt opened the thinking
 ])  # fmt: skip
 def test_scores_count_characters(answer: str, reference: str, f1: float, rouge: float) -> None:
-    assert scoring.character_f1(answer, reference) == pytest.approx(f1)
-    assert scoring.rouge_l(answer, reference) == pytest.approx(rouge)
+    assert scores.character_f1(answer, reference) == pytest.approx(f1)
+    assert scores.rouge_l(answer, reference) == pytest.approx(rouge)
 
 
 def test_content_is_what_an_answer_scores_beyond_other_rows_of_its_language() -> None:
     mixed = [f"答案 {number}" if number % 2 else f"answer {number}" for number in range(40)]
-    against = scoring.content(lambda answer, other: float((answer[0] == "答") == (other[0] == "答")), mixed, mixed)
+    against = scores.content(lambda answer, other: float((answer[0] == "答") == (other[0] == "答")), mixed, mixed)
     assert sum(against) / 40 <= 0.15  # others are mostly of the same language, and never the row itself
-    assert scoring.content(scoring.exact, mixed, mixed) == [1.0] * 40
+    assert scores.content(scores.exact, mixed, mixed) == [1.0] * 40
     labels = ["yes" if number % 2 else "no" for number in range(60)]
-    constant, right = (scoring.content(scoring.exact, answers, labels) for answers in (["yes"] * 60, labels))
+    constant, right = (scores.content(scores.exact, answers, labels) for answers in (["yes"] * 60, labels))
     assert abs(sum(constant)) / 60 < 0.1 and sum(right) / 60 > 0.4
-    assert scoring.content(scoring.exact, ["a"], ["a"]) == [0.0]
-    assert evaluation.exact_match([" a ", "b", "x"], ["a", "b", "c"]) == pytest.approx(2 / 3)
+    assert scores.content(scores.exact, ["a"], ["a"]) == [0.0]
+    assert [scores.exact(*pair) for pair in ((" a ", "a"), ("b", "b"), ("x", "c"))] == [1.0, 1.0, 0.0]
 
 
 def test_intervals_are_wilsons_or_a_seeded_bootstrap() -> None:
     for right, rows, low, high in ((0, 120, 0.0, 0.031), (120, 120, 0.969, 1.0), (1, 2, 0.0945, 0.9055)):
-        found = scoring.estimate([1.0] * right + [0.0] * (rows - right), shares=True)
+        found = scores.estimate_share([1.0] * right + [0.0] * (rows - right))
         assert (found.mean, found.low, found.high) == pytest.approx((right / rows, low, high), abs=1e-4)
-    assert vars(scoring.estimate([1.0, 3.0], weights=[3, 1])) == {"mean": 1.5, "low": 1.0, "high": 3.0}
+    assert vars(scores.estimate([1.0, 3.0], weights=[3, 1])) == {"mean": 1.5, "low": 1.0, "high": 3.0}
     drawn = np.random.default_rng(0).random(60) < 0.3
-    assert scoring.estimate(drawn) == scoring.estimate(drawn)
+    assert scores.estimate(drawn) == scores.estimate(drawn)
 
 
 @pytest.mark.parametrize(("better", "worse", "same", "p", "interval"), [
@@ -258,7 +265,7 @@ def test_intervals_are_wilsons_or_a_seeded_bootstrap() -> None:
 ])  # fmt: skip
 def test_shares_compare_by_mcnemar_and_newcombe(better: int, worse: int, same: int, p: float, interval: Any) -> None:
     before, after = [0.0] * better + [1.0] * (worse + same), [1.0] * better + [0.0] * worse + [1.0] * same
-    found = scoring.paired_difference(before, after, shares=True)
+    found = scores.paired_share_difference(before, after)
     assert found.p == pytest.approx(p, abs=1e-6) and found.mean == pytest.approx((better - worse) / len(before))
     assert (found.low, found.high) == pytest.approx(interval, abs=1e-3)
 
@@ -266,18 +273,23 @@ def test_shares_compare_by_mcnemar_and_newcombe(better: int, worse: int, same: i
 def test_a_difference_is_tested_in_pairs() -> None:
     rng = np.random.default_rng(1)
     before = rng.normal(0.0, 10.0, size=40)
-    assert scoring.paired_difference(before, before + rng.normal(1.0, 1.0, size=40)).p < 0.001
-    assert scoring.paired_difference(before, before).p == 1.0
-    nothing = scoring.paired_difference([1.0] * 20, [float("nan")] * 20)
-    assert nothing.text() == "not a number" and nothing.p_text == "-" and nothing.facts()["p"] is None
+    assert scores.paired_difference(before, before + rng.normal(1.0, 1.0, size=40)).p < 0.001
+    assert scores.paired_difference(before, before).p == 1.0
+    nothing = scores.paired_difference([1.0] * 20, [float("nan")] * 20)
+    assert nothing.text() == "not a number" and nothing.p_text == "-"
 
 
 def result(name: str, texts: Sequence[str], references: Sequence[str], loss: float = 1.0, stopped: bool = True) -> Any:
     """What an evaluator would make of these texts."""
     given = [Answer([1], [1, 2], text, stopped) for text in texts]
-    evaluator = evaluation.Evaluator.__new__(evaluation.Evaluator)
-    evaluator.references = list(references)
-    return scoring.Result(name, given, evaluator.references, [(loss * 4, 4) for _ in texts], evaluator.score(given))
+    about = {"references": references, "left_out": 0, "mode": "", "folder": Path("evaluation")}
+    scored, losses = evaluating.score_answers(given, references), [(loss * 4, 4) for _ in texts]
+    return evaluating.Result(SimpleNamespace(**about), name, given, scored, losses)  # type: ignore[arg-type]
+
+
+def compared(base: Any, tuned: Any, general_base: Any = None, general_tuned: Any = None) -> Comparison:
+    """Where no general rows matter, the held-out ones take their place."""
+    return Comparison(base, tuned, general_base or base, general_tuned or base)
 
 
 NO_PROOF = "no proof that it helped"
@@ -302,7 +314,7 @@ SHUFFLED = random.Random(2).sample(WANTED, 60)  # the form of every answer, the 
     (NO_PROOF, [one.replace("item", "thing") for one in WANTED], WANTED[:10] + [""] * 50, WANTED),  # mixed
 ])  # fmt: skip
 def test_the_verdict(word: str, base: list[str], tuned: list[str], wanted: list[str]) -> None:
-    found = Comparison([result("base", base, wanted), result("merged", tuned, wanted)]).verdict
+    found = compared(result("base", base, wanted), result("merged", tuned, wanted)).verdict
     assert found.word == word and word in str(found) and max(map(len, str(found).splitlines())) <= display.WRAPPED_WIDTH
 
 
@@ -310,22 +322,22 @@ def test_chance_seldom_helps_or_harms() -> None:
     rng, words = random.Random(8), list[str]()
     for _ in range(40):
         base, tuned = ([rng.choice(WANTED) for _ in range(60)] for _ in range(2))
-        words.append(Comparison([result("base", base, WANTED), result("merged", tuned, WANTED)]).verdict.word)
+        words.append(compared(result("base", base, WANTED), result("merged", tuned, WANTED)).verdict.word)
     assert words.count("harmed") <= 3 and words.count("helped") <= 3
 
 
 def test_table_facts_and_verdict_show_one_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(3)
     after = [one if rng.random() < 0.2 else prose for one, prose in zip(WANTED, PROSE, strict=True)]
-    found = Comparison([result("base", PROSE, WANTED), result("merged", after, WANTED)])
+    found = compared(result("base", PROSE, WANTED), result("merged", after, WANTED))
     shown = next(row for row in found.table() if row["score"] == "content (exact)")
     assert shown["difference"] in found.verdict.why and shown["p"] in found.verdict.why
     facts = found.facts()["evaluation"]["scores"]["exact_content"]["difference"]
     assert facts["low"] == found.changes["exact_content"].low
     for p, word in ((0.03, NO_PROOF), (0.02, "helped")):  # two scores were tried: 0.05 is shared
-        change = scoring.Difference(0.1, 0.01, 0.2, p, "")
-        monkeypatch.setattr(scoring.Result, "change", lambda *_, change=change: change)
-        assert Comparison(found.results).verdict.word == word
+        change = scores.Difference(0.1, 0.01, 0.2, p, "")
+        monkeypatch.setattr(evaluating.Result, "change", lambda *_, change=change: change)
+        assert compared(found.base, found.tuned).verdict.word == word
 
 
 def test_what_looks_wrong_is_flagged() -> None:
@@ -335,7 +347,7 @@ def test_what_looks_wrong_is_flagged() -> None:
     few = [result(name, texts[:12], WANTED[:12]) for name, texts in (("base", PROSE), ("merged", WANTED))]
     cases = [((base, endless), "60 of 60 of merged's"), ((cut, tuned), "60 of 60 of base's"), (few, "only 12")]
     for pair, words in [*cases, ((wordy, tuned), "")]:
-        flags = Comparison(pair).verdict.flags
+        flags = compared(*pair).verdict.flags
         assert len(flags) == bool(words) and words in "".join(flags)
 
 
@@ -354,57 +366,60 @@ def general(loss: float | list[float], texts: Sequence[str] = PROSE, rows: int =
     (general(1.0), general(1e9), "forgot"), (general(1.0), general(float("nan")), "unclear"),
 ])  # fmt: skip
 def test_forgetting(base: Any, tuned: Any, word: str) -> None:
-    found = Comparison([base, tuned], [base, tuned])
+    found = compared(base, tuned, base, tuned)
     assert word in str(found.forgetting)
-    assert json.loads(json.dumps(found.facts(), allow_nan=False))["evaluation"]["general"]["verdict"] == word
+    assert found.facts()["evaluation"]["general"]["verdict"] == word
 
 
 def test_the_verdict_names_what_was_forgotten() -> None:
     pair = [result("base", PROSE, WANTED), result("merged", WANTED, WANTED)]
-    found = Comparison(pair, [general(1.0), general(1.5)])
+    found = compared(*pair, general(1.0), general(1.5))
     title = str(found.verdict).splitlines()[0]
     assert "helped" in title and "forgot" in title
-    assert "forgot" not in str(Comparison(pair).verdict), "where it was not asked"
 
 
 def test_answers_that_surely_got_a_little_worse_are_not_called_as_good_as_before() -> None:
     base, tuned = general(1.0, WANTED), general(1.0, [f"{text}~" for text in WANTED])
-    assert "kept" in (told := str(Comparison([base, tuned], [base, tuned]).forgetting))
+    assert "kept" in (told := str(compared(base, tuned, base, tuned).forgetting))
     assert "slightly worse" in told and "no worse" not in told
 
 
 def test_the_general_rows_are_sound_and_none_resembles_another(tmp_path: Path) -> None:
     questions = [row["messages"][0]["content"] for row in rows_of("general.jsonl")]
-    chinese = sum(scoring.CJK.search(question) is not None for question in questions)
+    chinese = sum(CJK.search(question) is not None for question in questions)
     assert 50 <= len(questions) <= 80 and 20 <= chinese <= len(questions) - 20
     assert not data.prepare(str(files.SAMPLES / "general.jsonl"), tmp_path / "data").rejected
 
 
-def test_answers_become_a_table_facts_a_page_and_a_figure(tiny: Tiny, tmp_path: Path, capsys: Any) -> None:
+def test_answers_become_a_table_facts_a_page_and_a_figure(
+    tiny: Tiny, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
     evaluator = evaluator_of(tiny[1], tmp_path, new_tokens=16)
-    server = SimpleNamespace(engine="vllm", url="u", answers=lambda prompts, max_tokens: [
-        (number, Answer(prompt, [1], "served")) for number, prompt in prompts.items()])  # fmt: skip
-    base, merged = evaluator.evaluate("base", tiny[0], "base"), evaluator.evaluate("merged", tiny[0], "merged", server)
-    assert merged.texts == ["served"] * 6 and (evaluator.folder / "answers-merged-served.jsonl").exists()
-    assert evaluator.kept("base", "base", files.TINY_MODEL) == base.answers == evaluator.generate(tiny[0])
-    found = Comparison([base, merged], [base, merged], evaluator)
+    base = evaluator.evaluate("base", tiny[0], "base")
+    assert evaluator.stored_answers("base", "base", files.TINY_MODEL) == base.answers
+    merged = evaluator.result("merged", [replace(one, text="merged") for one in base.answers], base.losses)
+    found = compared(base, merged)
     assert [row["score"] for row in found.table()][:2] == ["loss", "exact match"]
     assert [row["score"] for row in found.table("stopped")] == ["stopped"]
     facts = json.loads(json.dumps(found.facts()))["evaluation"]
     assert facts["verdict"] == NO_PROOF and facts["rows"] == 6
-    assert facts["answers_by"] == {"base": "generate", "merged": "vllm server"}
+    assert facts["answers_by"] == {"base": "generate", "merged": "generate"}
     found.write_page("demo", {"card": "none"})
     text = found.page.read_text(encoding="utf-8")
     assert found.verdict.word in text and "<svg" in text and evaluator.questions[0][-1]["content"] in text
     for host in ("http://www.w3.org", "http://purl.org", "http://creativecommons.org", "https://matplotlib.org"):
         text = text.replace(host, "")  # names of the SVG format, nothing that is loaded
     assert "http://" not in text and "https://" not in text and "<script" not in text
+    monkeypatch.setenv("NBUTILS_LANG", "zh")
+    found.write_page("demo", {})
+    assert "微调有用吗" in found.page.read_text(encoding="utf-8")
+    monkeypatch.undo()
     found.plot("loss", "exact_match")
     assert (tmp_path / "evaluation/scores.png").stat().st_size > 5000
     found.show_answers(1)
     found.show_scores("loss")
     shown = capsys.readouterr().out
-    assert evaluator.questions[0][-1]["content"] in shown and "served" in shown and "\nloss " in shown
+    assert evaluator.questions[0][-1]["content"] in shown and "merged" in shown and "\nloss " in shown
     scores = evaluation.score_table(evaluator, {"one": base.answers, "two": merged.answers})
     assert [row["score"] for row in scores] == ["exact match", "character F1", "ROUGE-L", "stopped"]
     assert len(evaluator.general().rows) > 50
@@ -417,47 +432,45 @@ def test_thinking_that_the_prompt_opened_is_no_part_of_an_answer(tiny: Tiny, tmp
     raw = [Answer([1], [1], f"hm</think>{evaluator.references[0]}"), Answer([1], [1], "still at it")]
     tagged = evaluator.with_think_tag(raw)
     assert [one.text.startswith("<think>") for one in tagged] == [True, True]
-    assert evaluator.score(tagged)["exact_match"] == [1.0, 0.0] and evaluator.score(tagged)["unfinished"] == [0.0, 1.0]
+    scored = evaluator.result("server", raw).scores
+    assert scored["exact_match"] == [1.0, 0.0] and scored["unfinished"] == [0.0, 1.0]
     assert evaluation.score_table(evaluator, {"server": raw})[1]["server"].startswith("0.500")
     assert evaluator_of(tiny[1], tmp_path, 2).with_think_tag(raw) == raw
 
 
 @pytest.mark.parametrize("in_4_bits", [False, True])
-def test_later_lessons_read_the_stored_answers_of_the_merged_model(tiny: Tiny, tmp_path: Path, in_4_bits: bool) -> None:
+def test_later_lessons_read_the_stored_answers_of_the_merged_model(
+    tiny: Tiny, tmp_path: Path, in_4_bits: bool, monkeypatch: Any
+) -> None:
     run = record.RunFolder(tmp_path / "run")
     data.prepare(str(files.SAMPLES / "train.jsonl"), run.data, rows=60)
     with files.complete_folder(run.path / "merged", {"base": "tiny"}) as folder:
         shutil.copytree(files.TINY_MODEL, folder, dirs_exist_ok=True)
     profile = profiles.load("tiny")
     load = profile.from_pretrained.model_copy(update={"dtype": "float32"})
-    lesson: Any = SimpleNamespace(run=run, profile=profile.model_copy(update={"from_pretrained": load}))
-    assert evaluation.stored_answers(lesson, run.merged) is None
-    asked = evaluation.open_evaluator(lesson, run.merged, tiny[1], in_4_bits=in_4_bits)
-    ask = lambda prompts, *size: [(n, Answer(one, [n], str(n))) for n, one in prompts.items()]  # noqa: E731
-    asked._ask = lambda model: ask  # type: ignore[method-assign]
+    profile = profile.model_copy(update={"from_pretrained": load})
+    assert not evaluation.stored_answers(run, profile, run.merged).answers
+    asked = evaluation.open_evaluator(run, profile, run.merged, in_4_bits=in_4_bits)
+    answers = lambda model, tokenizer, prompts, *size: [(n, Answer(one, [n], str(n))) for n, one in prompts.items()]  # noqa: E731
+    monkeypatch.setattr(inference, "answer_prompts", answers)
     asked.evaluate("merged", tiny[0], files.stamp(run.merged))
     content = (asked.folder / "answers-merged.jsonl").read_bytes()
-    found = evaluation.stored_answers(lesson, run.merged, rows=3)
-    assert found and [one.text for one in found.answers] == ["0", "1", "2"] and len(found.evaluator.questions) == 3
+    found = evaluation.stored_answers(run, profile, run.merged, rows=3)
+    assert [one.text for one in found.answers] == ["0", "1", "2"] and len(found.evaluator.questions) == 3
     assert found.evaluator.dtype == asked.dtype and (asked.folder / "answers-merged.jsonl").read_bytes() == content
-    exported = tmp_path / "export"
-    for of, known in ((merging.weights_fingerprint(merging.open_base(run.merged)), True), ("another", False)):
-        shutil.rmtree(exported, ignore_errors=True)
-        with files.complete_folder(exported, {"of": of}) as folder:
-            shutil.copytree(files.TINY_MODEL, folder, dirs_exist_ok=True)
-        assert (evaluation.stored_answers(lesson, exported) is not None) is known
 
 
 def test_what_people_wrote_is_escaped_and_masked(tiny: Tiny, tmp_path: Path) -> None:
     evaluator = evaluator_of(tiny[1], tmp_path, [row_of("<script>alert(1)</script> 13812345678", "<b>&")] * 2, 4)
-    base = result("base", ["<img src=x>\x00", "half a character \ud83d\u202e"], evaluator.references)
+    texts = ["<img src=x>\x00", "half a character \ud83d\u202e"]
+    base = evaluator.result("base", [Answer([1], [1, 2], text) for text in texts], [(4.0, 4)] * 2)
     evaluator.folder.mkdir()
-    (found := Comparison([base, base], (), evaluator)).write_page("<i>", {"<u>": "<u>"})
+    (found := compared(base, base)).write_page("<i>", {"<u>": "<u>"})
     text = found.page.read_text(encoding="utf-8")
     assert not [bad for bad in ("<script>", "<img", "<u>", "<i>alert", "\x00", "\u202e", "13812345678") if bad in text]
     assert "&lt;script&gt;" in text and "&gt;\\x00" in text and "\\ud83d\\u202e" in text and "138****5678" in text
-    questions = [[{"role": "user", "content": "打 13812345678"}]]
-    [shown] = evaluation.before_after_table(questions, ["a@b.cn"], {"base": ["13812345678"], "merged": ["a@b.cn"]})
+    evaluator = evaluator_of(tiny[1], tmp_path, [row_of("打 13812345678", "a@b.cn")])
+    [shown] = evaluator.table({"base": ["13812345678"], "merged": ["a@b.cn"]})
     assert list(shown.values()) == ["打 138****5678", "a***@b.cn", "✗ 138****5678", "✓ a***@b.cn"]
 
 
@@ -473,26 +486,22 @@ numbers = {"alias": "shop", "acc,none": 0.75, "acc_stderr,none": 0.1, "sample_le
 
 
 def test_public_benchmarks_run_once_in_a_process_without_secrets(tmp_path: Path, monkeypatch: Any) -> None:
-    nothing = evaluation.Harness("", tmp_path, "float32")
-    nothing.run("base", "nowhere", [])
-    assert nothing.results == {} and "LM_EVAL_TASKS" in str(nothing) and list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(scoring, "find_spec", lambda name: None)
+    assert evaluation.parse_tasks("") == []
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
     with refused("LM_EVAL_TASKS is 'hellaswag', and lm-eval"):
-        evaluation.Harness("hellaswag", tmp_path, "float32")
+        evaluation.parse_tasks("hellaswag")
+    monkeypatch.setattr(harness, "find_spec", lambda name: name)
+    assert evaluation.parse_tasks("shop, mine.yaml,") == ["shop", "mine.yaml"]
     (tmp_path / "lm_eval.py").write_text(FAKE_LM_EVAL, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("WANDB_API_KEY", "wandb-secret")
-    monkeypatch.setattr(scoring, "find_spec", lambda name: name)
-    bench = evaluation.Harness("shop", tmp_path / "run", "float32")
-    bench.run("base", files.TINY_MODEL, ["--tasks", "shop"])
+    file = tmp_path / "run/lm_eval/base.json"
+    measured = evaluation.run_tasks(["--tasks", "shop"], files.TINY_MODEL, file)
     with refused("lm-eval could not run", "Tasks not found: missing None"):
-        evaluation.Harness("shop, missing", tmp_path / "run", "float32").run("base", "m", ["--tasks", "shop,missing"])
+        evaluation.run_tasks(["--tasks", "shop,missing"], files.TINY_MODEL, file)
     (tmp_path / "lm_eval.py").unlink()  # a second time it is read
-    again = evaluation.Harness("shop", tmp_path / "run", "float32")
-    again.run("base", files.TINY_MODEL, ["--tasks", "shop"])
-    assert again.results == bench.results == {"base": {"shop": {"acc": 0.75, "acc_stderr": 0.1}}}
-    with refused("contains a comma, which lm-eval cannot parse"):
-        again.run("base", "a,b", [])
+    again = evaluation.run_tasks(["--tasks", "shop"], files.TINY_MODEL, file)
+    assert again == measured == {"shop": {"acc": 0.75, "acc_stderr": 0.1}}
 
 
 def test_true_answers_help_and_shuffled_ones_do_not() -> None:
@@ -502,7 +511,7 @@ def test_true_answers_help_and_shuffled_ones_do_not() -> None:
     found = {name: result(name, one["texts"], references) for name, one in stored.items()}
     for name, one in found.items():
         one.losses[:] = [tuple(pair) for pair in stored[name]["losses"]]
-    helped, not_helped = (Comparison([found["base"], found[name]]) for name in ("true", "shuffled"))
+    helped, not_helped = (compared(found["base"], found[name]) for name in ("true", "shuffled"))
     assert found["true"].mean("exact_match") > 0.3 and helped.verdict.word == "helped" and helped.verdict.flags == []
     for score in ("character_f1", "rouge_l"):  # what a naive report would call a success
         assert not_helped.changes[score].low > 0.2 and not_helped.changes[score].p < 0.001

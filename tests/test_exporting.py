@@ -18,6 +18,7 @@ from test_contracts import FROZEN, missing
 
 from nbutils import cli, disk, exporting, files, hardware, parity, platforms, record, served_model
 from nbutils.errors import CourseError
+from nbutils.evaluation.placement import Fit
 from nbutils.exporting import export, make
 from nbutils.exporting.worker import ExportJob
 from nbutils.parity import Fixed, Gap, Predictions
@@ -202,43 +203,42 @@ def test_the_command_line(merged: Path, jobs: Jobs, tmp_path: Path, monkeypatch:
     assert "data/eval.jsonl" in shown.replace("\n", "") and len(checked) == 2 and checked[0] == checked[1]
 
 
-def lesson_of(run: Path, gpu: hardware.GPU | None = None, dtype: str = "float32") -> Any:
+def serving_dtype(folder: Path, run: Path, gpu: hardware.GPU | None = None, dtype: str = "float32", **more: Any) -> Any:
     flags = SimpleNamespace(gpu_memory_utilization=0.85)
-    profile = SimpleNamespace(from_pretrained=SimpleNamespace(dtype=dtype), vllm=flags)
-    return SimpleNamespace(gpu=gpu, profile=profile, run=record.RunFolder(run))
+    profile: Any = SimpleNamespace(from_pretrained=SimpleNamespace(dtype=dtype), vllm=flags)
+    more = {"engine": "vllm" if gpu else "vllm-cpu"} | more
+    return served_model.serving_dtype(folder, record.RunFolder(run).merged, profile, gpu=gpu, **more)
 
 
 def test_a_model_is_served_where_it_fits_and_an_export_in_16_bits_where_its_format_runs(
     merged: Path, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serving_dtype, run, folder = served_model.serving_dtype, merged.parent, export(merged, "fp8").folder
-    dtype, found = serving_dtype(folder, lesson_of(run, ADA, "bfloat16"))
+    run, folder = merged.parent, export(merged, "fp8").folder
+    dtype, found = serving_dtype(folder, run, ADA, "bfloat16")
     assert dtype == "bfloat16" and found and found.merged == merged and found.folder == folder
-    for gpu, engine, place in ((T4, "auto", "Tesla T4"), (None, "auto", "a CPU"), (ADA, *["transformers"] * 2)):
+    for gpu, engine, place in ((T4, "vllm", "Tesla T4"), (None, "vllm-cpu", "a CPU"), (ADA, *["transformers"] * 2)):
         with refused(f"weights, and {place} cannot compute"):
-            serving_dtype(folder, lesson_of(run, gpu, "float16"), engine)
-    assert serving_dtype(export(merged, "w4a16").folder, lesson_of(run, T4, "float16"))[0] == "float16"
+            serving_dtype(folder, run, gpu, "float16", engine=engine)
+    assert serving_dtype(export(merged, "w4a16").folder, run, T4, "float16")[0] == "float16"
     with refused("is quantized, but it is not a complete export"):
-        serving_dtype(folder, lesson_of(tmp_path / "no run"))
+        serving_dtype(folder, tmp_path / "no run")
     (folder / files.STAMP).unlink()
     with refused("is quantized, but it is not a complete export"):
-        serving_dtype(folder, lesson_of(run))
-    assert serving_dtype(merged, lesson_of(run)) == ("float32", None)
-    with pytest.raises(CourseError, match="vlm"):
-        serving_dtype(merged, lesson_of(run), "vlm")
-    monkeypatch.setattr(served_model, "fit", lambda *sizes: (False, {}, ""))
+        serving_dtype(folder, run)
+    assert serving_dtype(merged, run) == ("float32", None)
+    monkeypatch.setattr(served_model, "fit", lambda *sizes: Fit(False, {}, ""))
     monkeypatch.setattr(served_model, "weights_bytes", lambda folder: int(14.2 * 2**30))
     for gpu in (T4, None):
         with refused('FOLDER = "' + str(run / "exports/w4a16")):
-            serving_dtype(merged, lesson_of(run, gpu, "float16"))
-    assert serving_dtype(merged, lesson_of(run, replace(T4, count=2), "float16")) == ("float16", None)
+            serving_dtype(merged, run, gpu, "float16")
+    assert serving_dtype(merged, run, replace(T4, count=2), "float16") == ("float16", None)
 
 
 def test_exports_are_compared_with_what_lesson_04_stored(merged: Path, jobs: Jobs, monkeypatch: Any) -> None:
     run, made = merged.parent, export(merged, "fp8")
-    with refused("No predictions are stored in"):
+    with refused("No predictions of"):
         exporting.check_exports([made], run)
-    stored = parity.PredictionStore(run, FIXED, about=files.stamp(merged))
+    stored = parity.PredictionStore(run, FIXED, files.stamp(merged) or {})
     stored["merged"] = Predictions(torch.tensor([[0.7, 0.3]]).log(), answers=[[1]])
     changed = Predictions(torch.tensor([[0.6, 0.4]]).log(), answers=[[1]])
     monkeypatch.setattr(make, "read_predictions", lambda *given: changed)

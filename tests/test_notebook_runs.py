@@ -42,8 +42,8 @@ def test_lesson_04_alone_makes_what_it_needs_with_the_learners_own_profile(tmp_p
     text = (files.CONFIGS / "tiny.yaml").read_text(encoding="utf-8")
     text = text.replace("max_steps: 150", "max_steps: 3").replace("  rows: 0             #", "  rows: 4             #")
     (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
-    tight = "import runpy, sys; from nbutils.evaluation import comparison; sys.argv = sys.argv[1:]; "
-    tight += "comparison.fit = lambda gib, gpu: (False, {'cpu': '8MiB'}, 'RAM'); "
+    tight = "import runpy, sys; from nbutils.evaluation import placement; sys.argv = sys.argv[1:]; "
+    tight += "placement.fit = lambda gib, gpu: placement.Fit(False, {'cpu': '8MiB'}, 'RAM'); "
     tight += "runpy.run_path(sys.argv[0], run_name='__main__')"
     words = [str(ROOT / "notebooks/04_merge.py"), "--PROFILE", str(tmp_path / "mine.yaml")]
     ran = python("-c", tight, *words, "--MERGE_ONTO", "dequantized", home=tmp_path / "runs")

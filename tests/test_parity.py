@@ -13,8 +13,9 @@ import pytest
 import torch
 from support import refused
 
-from nbutils import data, evaluation, files, merging, parity, platforms, profiles, record
-from nbutils.evaluation import Size, comparison
+from nbutils import data, evaluation, files, hardware, merging, parity, platforms, profiles, record
+from nbutils.evaluation import Size
+from nbutils.evaluation import placement as placing
 from nbutils.parity import Fixed, Predictions
 
 URL, KEY = "http://127.0.0.1:8000/v1", "not-a-secret-only-a-test"
@@ -66,8 +67,8 @@ def store(base: Any, adapter: Path, texts: Fixed) -> Found:
     return found | {"merged": parity.measure(tuned.merge_and_unload(), texts)}
 
 
-def kept(folder: Path, texts: Fixed, given: Found, about: Any = None) -> parity.PredictionStore:
-    found = parity.PredictionStore(folder, texts, about=about)
+def kept(folder: Path, texts: Fixed, given: Found, about: Any = ()) -> parity.PredictionStore:
+    found = parity.PredictionStore(folder, texts, dict(about))
     found.update(given)
     return found
 
@@ -118,18 +119,28 @@ def test_the_gap_is_the_divergence_of_the_book_and_a_coarse_one_a_lower_bound(st
         assert 0 < coarse.mean <= exact.mean and coarse.same_choices == exact.same_choices
 
 
-def test_merging_keeps_the_model_and_the_server_is_added_later(tmp_path: Path, texts: Fixed, store: Found) -> None:
+@pytest.fixture
+def merged(tmp_path: Path) -> Path:
+    """A complete folder."""
+    with files.complete_folder(tmp_path / "merged", {"adapter": 1}):
+        pass
+    return tmp_path / "merged"
+
+
+def test_merging_keeps_the_model_and_the_server_is_added_later(
+    tmp_path: Path, merged: Path, texts: Fixed, store: Found
+) -> None:
     found = parity.Report(kept(tmp_path, texts, store, {"adapter": 1}))
     found.require()
-    assert found.holds and found.facts()["holds"] and found.noise == 1e-6
+    assert found.holds and found.facts()["parity"]["holds"] and found.noise == 1e-6
     assert found.predictions.gap("full", "merged").mean < 1e-7 < 1e-2 < found.predictions.gap("full", "base").mean
     assert [line.verdict for line in found.lines] == ["what the tuning changed", "the same model"]
     assert found.table()[-1]["same answers"] == "16 of 16"
-    later = parity.PredictionStore(tmp_path, about={"adapter": 1})  # what was kept
+    later = parity.load_predictions(tmp_path, merged)
     assert set(later) == {"base", "full", "merged"} and later.fixed == texts
     assert parity.Report(later).table() == found.table()
     later["vllm"] = store["merged"].shortened(20)
-    table = parity.Report(parity.PredictionStore(tmp_path)).table()
+    table = parity.Report(parity.load_predictions(tmp_path, merged)).table()
     assert [row["verdict"] for row in table] == ["what the tuning changed", "the same model", "the same model"]
     assert table[-1]["KL mean"].startswith("at least")
 
@@ -174,33 +185,33 @@ def test_the_noise_is_what_smaller_batches_change(tmp_path: Path, base: Any, tex
     sizes, forward = list[int](), type(base).forward
     watched = lambda self, **given: sizes.append(len(given["input_ids"])) or forward(self, **given)  # noqa: E731
     monkeypatch.setattr(type(base), "forward", watched)
-    found = parity.PredictionStore(tmp_path, texts)
-    tokens = torch.arange(3).repeat(texts.positions, 1)
-    found["vllm"] = Predictions(torch.zeros(texts.positions, 3).log_softmax(-1), tokens)
+    found = parity.PredictionStore(tmp_path, texts, {})
     found.read_merged(base, answers=False)  # lies partly on disk: few runs
-    stored = set(parity.PredictionStore(tmp_path, texts))
-    assert stored == {"merged", "again"}  # an earlier server cannot refuse this merge
     assert sizes == [16, 8, 8] and found.gap("merged", "again").mean < 1e-6 == parity.Report(found).noise
     monkeypatch.setattr(parity, "generate_ids", lambda _, prompts, *rest: [[2]] * len(prompts))
     found.read_merged(base)
     assert sizes[3:] == [16] + [1] * 16
 
 
-def test_other_or_damaged_predictions_are_dropped(tmp_path: Path, texts: Fixed, evaluator: Any, store: Found) -> None:
-    kept(tmp_path, texts, store, {"adapter": 1})
-    assert not set(parity.PredictionStore(tmp_path, about={"adapter": 2}))
-    assert not set(parity.PredictionStore(tmp_path, parity.fixed_set(evaluator, limit=100), about={"adapter": 1}))
-    file, tensors = tmp_path / "evaluation/parity.json", tmp_path / "evaluation/parity/merged.safetensors"
+def test_other_or_damaged_predictions_are_refused(tmp_path: Path, merged: Path, texts: Fixed, store: Found) -> None:
+    def kept_again() -> Path:
+        kept(tmp_path, texts, store, {"adapter": 1})
+        parity.load_predictions(tmp_path, merged)
+        return tmp_path / "evaluation"
+
     kept(tmp_path / "other", texts, {"merged": store["base"]}, {"adapter": 2})
     for damaged in (b"short", (tmp_path / "other/evaluation/parity/merged.safetensors").read_bytes()):
-        tensors.write_bytes(damaged)
-        assert set(parity.PredictionStore(tmp_path, texts, about={"adapter": 1})) == {"base", "full"}
-    good = json.loads(file.read_text())
+        (kept_again() / "parity/merged.safetensors").write_bytes(damaged)
+        with refused("No predictions of"):
+            parity.load_predictions(tmp_path, merged)
+    good = json.loads((kept_again() / "parity.json").read_text())
     for wrong in ({"gaps": {"x": {"kl": 1.0}}}, {"readings": ["full"]}, None):
-        file.write_text(json.dumps(good | wrong) if wrong else "{")
-        assert not set(parity.PredictionStore(tmp_path, texts, about={"adapter": 1})), wrong
-        with refused("No predictions are stored in"):
-            parity.PredictionStore(tmp_path)
+        (kept_again() / "parity.json").write_text(json.dumps(good | wrong) if wrong else "{")
+        with refused("No predictions of"):
+            parity.load_predictions(tmp_path, merged)
+    for run, folder in ((tmp_path / "other", merged), (tmp_path / "none", merged), (tmp_path, tmp_path)):
+        with refused("No predictions of"):
+            parity.load_predictions(run, folder)
 
 
 @pytest.fixture(scope="module")
@@ -224,8 +235,12 @@ def started(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> 
     profile = profiles.load("tiny")
     load = profile.from_pretrained.model_copy(update={"dtype": "float32"})
     profile = profile.model_copy(update={"from_pretrained": load, "method": "qlora"})
-    given = {"run": record.RunFolder(tmp_path / "run"), "profile": profile, "model": str(files.TINY_MODEL), "gpu": None}
+    given = {"run": record.RunFolder(tmp_path / "run"), "profile": profile, "model": str(files.TINY_MODEL)}
     return SimpleNamespace(**given, scratch=tmp_path / "scratch")
+
+
+def place(started: Any) -> placing.Placement:
+    return evaluation.place_model(started.model, started.run.adapter, started.profile, started.scratch)
 
 
 def merged_onto(started: Any, onto: str) -> Path:
@@ -241,16 +256,16 @@ def test_the_proof_holds_with_one_model_at_a_time_and_a_changed_model_stops_it(s
 
     loads, load, folder = list[str](), Auto.from_pretrained, merged_onto(started, "full")
     monkeypatch.setattr(Auto, "from_pretrained", lambda *a, **b: loads.append(str(a[0])) or load(*a, **b))
-    placement = evaluation.place_model(started)
+    placement = place(started)
     assert placement.load(folder) is placement.load(folder)
-    proof = parity.prove(started, folder, placement)
+    proof = parity.prove(started.run, started.profile, placement, folder)
     facts = proof.facts()["parity"]
-    assert facts["holds"] and str(proof).count("\n") == 1 and "4-bit" in str(proof)
+    assert facts["holds"] and "4-bit" in str(proof)
     assert facts["gaps"]["merged against full"]["mean"] < 1e-6 < facts["gaps"]["full against 4bit"]["mean"]
     base = placement.load(started.model)  # it stayed, and the adapter is gone
-    assert loads == [str(folder), started.model, started.model] and placement.loaded[1] is base
+    assert loads == [str(folder), started.model, started.model] and placement.loaded is base
     assert not any("lora" in name for name, _ in base.named_modules())
-    read = parity.PredictionStore(started.run.path)
+    read = parity.load_predictions(started.run.path, folder)
     assert parity.gap(read["base"], parity.measure(base, read.fixed, answers=False)).mean < 1e-9
     words = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = words["model"]["vocab"]
@@ -259,23 +274,18 @@ def test_the_proof_holds_with_one_model_at_a_time_and_a_changed_model_stops_it(s
     vocabulary[one], vocabulary[other] = second, first
     (folder / "tokenizer.json").write_text(json.dumps(words), encoding="utf-8")
     with refused("tokenizes differently from the one used in training"):
-        parity.prove(started, folder, placement)
-    with open(folder / "model.safetensors", "r+b") as file:
-        file.seek(-4, 2)
-        file.write(b"\0\0\0\x40")
-    with refused("is not base + adapter"):
-        parity.prove(started, folder, placement)
+        parity.prove(started.run, started.profile, placement, folder)
 
 
 @pytest.mark.slow
 def test_a_model_that_does_not_fit_is_read_from_disk_and_leaves_nothing_there(started: Any, monkeypatch: Any) -> None:
     """A merge into the dequantized base is then what the 4-bit model computes."""
-    monkeypatch.setattr(comparison, "fit", lambda *sizes: (False, {"cpu": "8MiB"}, "RAM"))
-    folder, placement = merged_onto(started, "dequantized"), evaluation.place_model(started)
-    proof = parity.prove(started, folder, placement)
+    monkeypatch.setattr(placing, "fit", lambda *sizes: placing.Fit(False, {"cpu": "8MiB"}, "RAM"))
+    folder, placement = merged_onto(started, "dequantized"), place(started)
+    proof = parity.prove(started.run, started.profile, placement, folder)
     gaps = proof.facts()["parity"]["gaps"]
     assert gaps["merged against 4bit"]["mean"] < 1e-6 < gaps["full against 4bit"]["mean"] and "4-bit" not in str(proof)
-    assert not (started.scratch / "offload").exists() and placement.loaded[0][::2] == (started.model, True)
+    assert not (started.scratch / "offload").exists() and placement.loaded_from[::2] == (started.model, True)
 
 
 def on_disk(folder: Path, adapter: Path, memory: dict[int | str, str]) -> Any:
@@ -290,14 +300,12 @@ def test_a_model_that_lies_on_disk_reads_the_same(
     """PEFT's own way left a copy of the whole base in the current folder."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    found = parity.PredictionStore(tmp_path, texts)
-    found.read("full", lambda: on_disk(tmp_path / "offload", adapter, {"cpu": "8MiB"}), answers=False)
+    found = parity.PredictionStore(tmp_path, texts, {})
+    found.read_tuned("full", on_disk(tmp_path / "offload", adapter, {"cpu": "8MiB"}), answers=False)
     assert found["full"].answers is None and parity.gap(store["full"], found["full"]).mean < 1e-9
     assert parity.gap(store["base"], found["base"]).mean < 1e-9 and found.gap("full", "base").same_answers is None
-    later = parity.PredictionStore(tmp_path, texts)
-    later.read("full", lambda: pytest.fail("read"))  # nothing is measured again
-    later["merged"] = store["merged"]
-    assert parity.Report(later).holds and not list((tmp_path / "here").iterdir())
+    found["merged"] = store["merged"]
+    assert parity.Report(found).holds and not list((tmp_path / "here").iterdir())
 
 
 @pytest.mark.gpu
@@ -320,18 +328,19 @@ def test_what_fits_is_decided_by_free_memory(gib: float, gpu: Any, fits: bool, m
     ram = 11.0
     monkeypatch.setattr(platforms, "free_memory_gib", lambda: SimpleNamespace(value=ram))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int((gpu or 0) * 2**30), 0))
-    decided, memory, _ = comparison.fit(gib, gpu)
+    decided, memory, _ = placing.fit(gib, gpu)
     sizes = {place: int(size.removesuffix("MiB")) / 1024 for place, size in memory.items()}
     assert decided is fits and sizes["cpu"] < ram / 2 and (gpu is None or sizes[0] < gpu - 2)
 
 
 def test_how_models_are_loaded_on_this_machine(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = evaluation.place_model(started)
+    small = place(started)
     assert small.fits and small.loading == small.unquantized == {"dtype": "float32", "device_map": {"": "cpu"}}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(14.7 * 2**30), 0))
     monkeypatch.setattr(merging, "size_gib", lambda *given: 14.2)
-    started.gpu, folder = object(), started.scratch / "offload"
-    tight = evaluation.place_model(started)
+    monkeypatch.setattr(hardware, "gpu", object)
+    folder = started.scratch / "offload"
+    tight = place(started)
     assert not tight.fits and "14.7 GiB free" in tight.reason and tight.unquantized["device_map"] == "auto"
     assert tight.loading == tight.in_4_bits and tight.loading["quantization_config"].load_in_4bit
     folder.mkdir(parents=True)
@@ -342,7 +351,7 @@ def test_how_models_are_loaded_on_this_machine(started: Any, monkeypatch: pytest
 
 
 @pytest.fixture
-def server(texts: Fixed, store: Found, monkeypatch: pytest.MonkeyPatch) -> Any:
+def server(texts: Fixed, store: Found) -> Any:
     """Speaks /v1/completions as vLLM does, out of `reading`, if it `tells`; asks for a key."""
     serves = SimpleNamespace(reading=store["merged"], tells=True)
 
@@ -365,18 +374,19 @@ def server(texts: Fixed, store: Found, monkeypatch: pytest.MonkeyPatch) -> Any:
         about = {"id": "1", "object": "text_completion", "created": 0, "model": asked["model"]}
         return httpx.Response(200, json=about | {"choices": choices})
 
-    client = httpx.Client(transport=httpx.MockTransport(respond))
-    monkeypatch.setattr(openai, "OpenAI", partial(openai.OpenAI, http_client=client))
+    serves.client = partial(
+        openai.OpenAI, base_url=URL, http_client=httpx.Client(transport=httpx.MockTransport(respond))
+    )
     return serves
 
 
 def test_a_server_is_read_token_by_token(server: Any, texts: Fixed, store: Found) -> None:
-    same = parity.gap(store["merged"], parity.measure_server(URL, "course", texts, api_key=KEY))
+    same = parity.gap(store["merged"], parity.measure_server(server.client(api_key=KEY), "course", texts))
     assert same.mean < 1e-6 and same.coarse and (same.same_answers, same.answers) == (16, 16)
     assert same.same_choices == same.positions == texts.positions
     server.reading = store["base"]
-    other = parity.gap(store["merged"], parity.measure_server(URL, "course", texts, api_key=KEY))
+    other = parity.gap(store["merged"], parity.measure_server(server.client(api_key=KEY), "course", texts))
     assert other.mean > 0.01 and (other.same_answers or 0) < 16
     for key, server.tells in (("wrong", True), (KEY, False)):
-        with refused(f"server at {URL} did not"):
-            parity.measure_server(URL, "course", texts, api_key=key)
+        with refused(f"server at {URL}/ did not"):
+            parity.measure_server(server.client(api_key=key), "course", texts)

@@ -497,7 +497,7 @@ def test_a_real_server_says_what_generate_says(server: Any, local: tuple[Any, An
     size, (model, tokenizer) = Size(rows=0, batch_size=4, max_new_tokens=32), local
     evaluator = evaluation.Evaluator(tmp_path, tokenizer, [*map(json.loads, lines), WITH_TOOLS], size, "float32")
     with model.disable_adapter():
-        expected = evaluator.generate(model)
+        expected = evaluator.evaluate("base", model, "base").answers
     served = serving.ask(server.client(), server.model_name, evaluator.questions, 32, tools=evaluator.tools)
     parity = serving.compare(served, expected)
     assert parity.identical == 12 and not parity.differences, str(parity)

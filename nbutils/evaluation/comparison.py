@@ -1,4 +1,4 @@
-"""Did the tuning help? How base and merged model are loaded, what they answer, the verdict, and one HTML page.
+"""Did the tuning help? What base and merged model answer, the verdict, and one HTML page.
 
 Form is cheap: loss and character F1 improve on any answers, right or wrong. So only content decides, and it must rise
 further than chance explains. Its texts are in texts.yaml; in the page they are escaped and masked.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import io
 import math
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -18,27 +17,40 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from nbutils import data, disk, display, files, hardware, merging, platforms, record
+from nbutils import data, display, files, hardware, platforms, record
 from nbutils.chat import may_skip_thinking
+from nbutils.config import Profile
 from nbutils.data.evidence import ALPHA, DECIDING, FEW_ROWS, LEAST_ROWS
 from nbutils.data.rows import shown
-from nbutils.evaluation import evaluator as scoring
-from nbutils.evaluation.evaluator import Difference, Estimate, Evaluator, Result, Size
+from nbutils.evaluation import scores
+from nbutils.evaluation.evaluator import Evaluator, Facts, Result, Size, Table
 from nbutils.evaluation.inference import Answer
+from nbutils.evaluation.placement import Placement
+from nbutils.evaluation.scores import Difference, Estimate
 from nbutils.language import joined, language, tr
-from nbutils.record import LessonLike
+from nbutils.record import RunFolder
 
 PANELS = ("exact_match", "character_f1", "rouge_l", "content", "loss", "stopped")
 LEAST_GENERAL = 10  # rows; below: no word on forgetting
 CUT_OFF = 0.2  # share of unfinished thinking that makes a comparison worthless
-FORGOT_PERPLEXITY, FORGOT_F1 = 1.10, -0.05  # ratio above, change below
-SAMPLES, LONGEST = 6, 1200  # rows of each list in the page, characters of a text
-WORK_GIB = 1.5  # beside the weights: CUDA itself, activations and logits
-SPARE_RAM_GIB = 2.0  # for this program and its neighbors
-LOADED = 1.1  # weights as loaded, with what torch leaves between them
+FORGOT_PERPLEXITY = 1.10  # ratio above
+FORGOT_F1 = -0.05  # change below
+SAMPLES = 6  # rows of each list in the page
+LONGEST = 1200  # characters of a text in the page
 IN_4_BITS = "weights in 4 bits"  # how models that do not fit are asked
+
+
+class Shown(NamedTuple):
+    """What is shown of a score: its name, its format, and in a few words what it is."""
+
+    label: str
+    form: str
+    description: str
+
+
 TEXTS = yaml.safe_load(Path(__file__).with_name("texts.yaml").read_text(encoding="utf-8"))
-SHOWN = TEXTS["scores"]
+SHOWN = {score: Shown(*texts) for score, texts in TEXTS["scores"].items()}
+Means = dict[str, dict[str, Estimate]]  # by score and name of the model
 
 
 @dataclass(frozen=True)
@@ -52,9 +64,10 @@ class Verdict:
     outcome: str  # the word, with that on general knowledge
 
     def __str__(self) -> str:
-        todo = [tr("To do: {todo}", todo=self.todo)] if self.todo else []
-        warnings = [f"[WARN] {flag}" for flag in self.flags]
-        lines = [tr("VERDICT: {word}", word=self.outcome), self.why, *todo, *warnings]
+        lines = [tr("VERDICT: {word}", word=self.outcome), self.why]
+        if self.todo:
+            lines.append(tr("To do: {todo}", todo=self.todo))
+        lines += [f"[WARN] {flag}" for flag in self.flags]
         return "\n".join(part for line in lines for part in display.wrap(line))
 
 
@@ -74,290 +87,352 @@ class Forgetting:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The results of one evaluator: the first is the one before the tuning, the last the one after."""
+    """What two models answered, before and after the tuning, to the held-out and to the general rows."""
 
-    results: Sequence[Result]
-    general: Sequence[Result] = ()
-    evaluator: Evaluator | None = None
+    base: Result
+    tuned: Result
+    general_base: Result
+    general_tuned: Result
 
-    @cached_property
-    def verdict(self) -> Verdict:
-        """Whether it helped: only content decides, if its interval is above 0 and p below ALPHA."""
-        base, tuned = self.results[0], self.results[-1]
-        rows, changes = len(base.answers), {score: tuned.change(base, score) for score in DECIDING}
-        moved = {(one.low > 0) - (one.high < 0) for one in changes.values() if one.p < ALPHA}
-        if rows < LEAST_ROWS:
-            case = "too_few_rows"
-        elif max(base.mean("unfinished"), tuned.mean("unfinished")) > CUT_OFF:
-            case = "cut_in_thinking"
-        else:
-            case = {1: "helped", -1: "harmed", 0: "no_proof"}[sum(moved)]  # one up and one down: no proof
-        before, after = (round(sum(one.scores["exact_match"])) for one in (base, tuned))
-        gained = [f"{tr(SHOWN[score][0])} {one.text('+.3f')}, p {one.p_text}" for score, one in changes.items()]
-        values = {"rows": rows, "before": before, "after": after, "content": joined(gained, ";")}
-        flags = [tr(TEXTS["few_rows"], rows=rows)] if rows < FEW_ROWS else []
-        for one, enough in ((base, max(map(len, base.references))), (tuned, math.inf)):  # a base may be wordy
-            count = sum(not answer.stopped and len(answer.text) < enough for answer in one.answers)
-            flags += [tr(TEXTS["cut_off"], name=tr(one.name), count=count, rows=rows)] if count > rows / 10 else []
-        texts = TEXTS["cases"][case]
-        words: dict[str, Any] = {"verdict": texts["word"]}
-        if self.forgetting:
-            words["general"] = {"verdict": self.forgetting.word}
-        return Verdict(texts["word"], tr(texts["why"], **values), tr(texts["todo"]), flags, record.outcome(words))
+    @property
+    def evaluator(self) -> Evaluator:
+        """That of the held-out rows."""
+        return self.tuned.evaluator
+
+    @property
+    def results(self) -> tuple[Result, Result]:
+        """Of the held-out rows."""
+        return self.base, self.tuned
 
     @cached_property
-    def forgetting(self) -> Forgetting | None:
-        """Whether perplexity on the general rows surely rose by more than a tenth, or F1 fell by more than 0.05."""
-        if not self.general:
-            return None
-        loss, f1 = (self.general[-1].change(self.general[0], score) for score in ("loss", "character_f1"))
-        ratio = Estimate(*(math.exp(min(one, 50.0)) for one in (loss.mean, loss.low, loss.high)))
-        answers_lost = f1.mean < FORGOT_F1 and f1.high < 0 and f1.p < 0.05
-        word = "kept" if ratio.high <= FORGOT_PERPLEXITY else "unclear"
-        word = "forgot" if ratio.low > FORGOT_PERPLEXITY or answers_lost else word
-        word = word if len(self.general[0].answers) >= LEAST_GENERAL else "unclear"
-        means = TEXTS["slightly_worse"] if word == "kept" and f1.high < 0 else TEXTS["forgetting"][word]
-        values = {"ratio": ratio.text(".3g"), "f1": f1.text("+.3f"), "means": tr(means)}
-        return Forgetting(word, ratio, f1, tr("Perplexity x {ratio}, character F1 {f1}: {means}.", **values))
-
-    @cached_property
-    def means(self) -> dict[str, dict[str, Estimate]]:
+    def means(self) -> Means:
         """Each score of each model with its interval."""
-        return {score: {one.name: one.estimate(score) for one in self.results} for score in SHOWN}
+        return mean_scores(self.results, SHOWN)
 
     @cached_property
     def changes(self) -> dict[str, Difference]:
         """Each score, after minus before, on the same rows."""
-        return {score: self.results[-1].change(self.results[0], score) for score in SHOWN}
+        return {score: self.tuned.change(self.base, score) for score in SHOWN}
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """Whether it helped: only content decides, if its interval is above 0 and p below ALPHA."""
+        gained = []
+        for score in DECIDING:
+            change = self.changes[score]
+            gained.append(f"{tr(SHOWN[score].label)} {change.text('+.3f')}, p {change.p_text}")
+        texts = TEXTS["cases"][self._case()]
+        why = tr(
+            texts["why"],
+            rows=len(self.base.answers),
+            before=round(sum(self.base.scores["exact_match"])),
+            after=round(sum(self.tuned.scores["exact_match"])),
+            content=joined(gained, ";"),
+        )
+        outcome = record.outcome({"verdict": texts["word"], "general": {"verdict": self.forgetting.word}})
+        return Verdict(texts["word"], why, tr(texts["todo"]), self._flags(), outcome)
+
+    def _case(self) -> str:
+        """Which of the cases of texts.yaml this is."""
+        if len(self.base.answers) < LEAST_ROWS:
+            return "too_few_rows"
+        if max(result.mean("unfinished") for result in self.results) > CUT_OFF:
+            return "cut_in_thinking"
+        changes = [self.changes[score] for score in DECIDING if self.changes[score].p < ALPHA]
+        rose = any(change.low > 0 for change in changes)
+        fell = any(change.high < 0 for change in changes)
+        if rose == fell:  # neither, or one up and one down
+            return "no_proof"
+        return "helped" if rose else "harmed"
+
+    def _flags(self) -> list[str]:
+        """What looks wrong: few rows, and answers that were cut off."""
+        rows = len(self.base.answers)
+        flags = []
+        if rows < FEW_ROWS:
+            flags.append(tr(TEXTS["few_rows"], rows=rows))
+        longest = max(map(len, self.evaluator.references))
+        for result in self.results:
+            cut = [answer.text for answer in result.answers if not answer.stopped]
+            if result is self.base:  # it may be wordy
+                cut = [text for text in cut if len(text) < longest]
+            if len(cut) > rows / 10:
+                flags.append(
+                    tr(
+                        TEXTS["cut_off"],
+                        name=tr(result.name),
+                        count=len(cut),
+                        rows=rows,
+                    )
+                )
+        return flags
+
+    @cached_property
+    def forgetting(self) -> Forgetting:
+        """Whether perplexity on the general rows surely rose by more than a tenth, or F1 fell by more than 0.05."""
+        loss = self.general_tuned.change(self.general_base, "loss")
+        f1 = self.general_tuned.change(self.general_base, "character_f1")
+        ratio = Estimate(*(math.exp(min(value, 50.0)) for value in (loss.mean, loss.low, loss.high)))
+        answers_lost = f1.mean < FORGOT_F1 and f1.high < 0 and f1.p < 0.05
+        if len(self.general_base.answers) < LEAST_GENERAL:
+            word = "unclear"
+        elif ratio.low > FORGOT_PERPLEXITY or answers_lost:
+            word = "forgot"
+        else:
+            word = "kept" if ratio.high <= FORGOT_PERPLEXITY else "unclear"
+        meaning = TEXTS["slightly_worse"] if word == "kept" and f1.high < 0 else TEXTS["forgetting"][word]
+        text = tr(
+            "Perplexity x {ratio}, character F1 {f1}: {means}.",
+            ratio=ratio.text(".3g"),
+            f1=f1.text("+.3f"),
+            means=tr(meaning),
+        )
+        return Forgetting(word, ratio, f1, text)
 
     @property
     def page(self) -> Path:
         """The HTML report."""
-        assert self.evaluator
         return self.evaluator.folder / "report.html"
 
-    def table(self, *scores: str) -> list[dict[str, str]]:
+    def table(self, *names: str) -> Table:
         """For display: one row for each score, or for those named."""
-        rows = []
-        for score in scores or SHOWN:
-            label, form, _ = SHOWN[score]
-            means = {tr(name): one.text(form) for name, one in self.means[score].items()}
-            difference, p = self.changes[score].text(f"+{form.lstrip('+')}"), self.changes[score].p_text
-            rows.append({tr("score"): tr(label)} | means | {tr("difference"): difference, "p": p})
-        return rows
+        table = []
+        for score in names or SHOWN:
+            change = self.changes[score]
+            form = "+" + SHOWN[score].form.lstrip("+")
+            row = _table_row(score, self.means)
+            row[tr("difference")] = change.text(form)
+            row["p"] = change.p_text
+            table.append(row)
+        return table
 
-    def show_scores(self, *scores: str) -> None:
+    def show_scores(self, *names: str) -> None:
         """The table in a notebook, or as text."""
-        display.show_table(table := self.table(*scores), text=display.aligned(table))
+        table = self.table(*names)
+        display.show_table(table, text=display.aligned(table))
 
     def show_answers(self, rows: int = 6, *, general: bool = False) -> None:
         """The first answers of each model beside the reference; a tick if they are equal."""
-        results = self.general if general else self.results
-        columns = {tr(one.name): one.texts for one in results}
-        display.show_table(scoring.before_after_table(results[0].questions, results[0].references, columns, rows))
+        results = (self.general_base, self.general_tuned) if general else self.results
+        columns = {tr(result.name): result.texts for result in results}
+        display.show_table(results[0].evaluator.table(columns, rows))
 
-    def plot(self, *scores: str) -> None:
+    def plot(self, *names: str) -> None:
         """The scores as a figure, also in evaluation/scores.png."""
-        display.show_figure(_figure(self, scores), self.page.with_name("scores.png"))
+        display.show_figure(self._figure(names), self.page.with_name("scores.png"))
 
-    def write_page(self, run: str, about: Mapping[str, Any]) -> None:
-        """Write the HTML report; `about` says how it was measured (GPU, versions, dtype)."""
-        import jinja2
+    def _figure(self, names: Sequence[str]) -> Any:
+        """Small panels, three in a line, the models from left to right: a dot with its interval each."""
+        lines = math.ceil(len(names) / 3)
+        size = (8.4, 2.2 * lines)
+        figure, axes = display.pyplot().subplots(lines, 3, figsize=size, squeeze=False)
+        for panel, score in zip(axes.flat, names, strict=False):
+            for name, mean in self.means[score].items():
+                below = mean.mean - mean.low
+                above = mean.high - mean.mean
+                panel.errorbar(
+                    [tr(name)],
+                    [mean.mean],
+                    [[below], [above]],
+                    fmt="o",
+                    lw=4,
+                )
+            panel.set_title(tr(SHOWN[score].label), loc="left")
+            panel.margins(x=0.4)
+            panel.grid(axis="y", alpha=0.25)
+        figure.tight_layout()
+        return figure
+
+    def write_page(self, run: str, measured_with: Mapping[str, str]) -> None:
+        """Write the HTML report; `measured_with` says how it was measured (GPU, versions, dtype)."""
         import matplotlib.pyplot as plt
 
-        def for_others(value: Any) -> str:
-            """Private data masked, control characters visible, cut if it is very long."""
-            text = "\n".join(map(shown, str(value or "").split("\n")))
-            cut = {"text": text[:LONGEST], "count": len(text)}
-            return text if len(text) <= LONGEST else tr("{text} … ({count} characters)", **cut)
-
-        template, svg, figure = Path(__file__).with_name("report.html"), io.StringIO(), _figure(self, PANELS)
+        figure = self._figure(PANELS)
+        svg = io.StringIO()
         figure.savefig(svg, format="svg")
         plt.close(figure)  # a notebook shows every figure that is left open
-        tuned, before = self.results[-1].scores, self.results[0].scores["exact_match"]
-        wrong = [row for row, right in enumerate(tuned["exact_match"]) if not right]
-        worst = sorted(wrong, key=lambda row: (-before[row], tuned["rouge_l"][row]))  # first those right before
-        page = jinja2.Environment(autoescape=True).from_string(template.read_text(encoding="utf-8")).render(
-            run=run, date=f"{datetime.now():%Y-%m-%d %H:%M}", evaluator=self.evaluator, comparison=self, about=about,
-            first=range(min(SAMPLES, len(tuned["exact_match"]))), worst=worst[:SAMPLES], alpha=f"{ALPHA:g}",
-            level=f"{scoring.LEVEL:.0%}", descriptions=[text for _, _, text in SHOWN.values()], shown=for_others,
-            answer=scoring.without_thinking, svg=svg.getvalue().partition("<svg")[2], tr=tr, language=language(),
-        )  # fmt: skip
+        page = display.render_html(
+            "report.html",
+            run=run,
+            date=f"{datetime.now():%Y-%m-%d %H:%M}",
+            comparison=self,
+            evaluator=self.evaluator,
+            measured_with=measured_with,
+            first=range(min(SAMPLES, len(self.tuned.answers))),
+            worst=self._worst()[:SAMPLES],
+            alpha=f"{ALPHA:g}",
+            level=f"{scores.LEVEL:.0%}",
+            descriptions=[score.description for score in SHOWN.values()],
+            shown=_for_others,
+            answer=scores.without_thinking,
+            svg=svg.getvalue().partition("<svg")[2],
+            language=language(),
+        )
         files.write_text(self.page, page.encode("utf-8", "replace").decode("utf-8") + "\n")
 
-    def facts(self) -> dict[str, Any]:
+    def _worst(self) -> list[int]:
+        """The rows that are wrong after the tuning: first those that were right before it."""
+        was_right = self.base.scores["exact_match"]
+        is_right = self.tuned.scores["exact_match"]
+        similar = self.tuned.scores["rouge_l"]
+        wrong = [row for row, right in enumerate(is_right) if not right]
+        wrong.sort(key=lambda row: (-was_right[row], similar[row]))
+        return wrong
+
+    def facts(self) -> Facts:
         """All numbers for facts.json."""
-        first, verdict, summary = self.results[0], self.verdict, [self.verdict.outcome]
+        rows = len(self.base.answers)
+        left_out = self.evaluator.left_out
+        verdict = self.verdict
+        measured = {}
+        for score, means in self.means.items():
+            measured[score] = {name: asdict(mean) for name, mean in means.items()}
+            measured[score]["difference"] = asdict(self.changes[score])
+        evaluation = {
+            "verdict": verdict.word,
+            "rows": rows,
+            "why": verdict.why,
+            "todo": verdict.todo,
+            "flags": verdict.flags,
+            "scores": measured,
+            "summary": self._summary(),
+            "perplexity": {result.name: result.perplexity for result in self.results},
+            "answers_by": dict.fromkeys(("base", "merged"), "generate"),
+            "general": {
+                "verdict": self.forgetting.word,
+                "perplexity_ratio": asdict(self.forgetting.ratio),
+                "loss": {result.name: result.loss for result in (self.general_base, self.general_tuned)},
+                "rows": len(self.general_base.answers),
+                "character_f1_difference": asdict(self.forgetting.f1),
+            },
+            "thinking": self.evaluator.mode,
+            "rows_left_out": left_out,
+            "report": str(self.page),
+        }
+        return {
+            "exact_match": {result.name: result.mean("exact_match") for result in self.results},
+            "rows": rows,
+            "rows_left_out": left_out,
+            "verdict": verdict.word,
+            "evaluation": evaluation,
+        }
+
+    def _summary(self) -> list[str]:
+        """The lines of the run's report."""
+        lines = [self.verdict.outcome]
         for score in ("exact_match", "content"):
             label, form, _ = SHOWN[score]
-            means = [f"{tr(name)} {one.text(form)}" for name, one in self.means[score].items()]
-            summary += [joined([tr(label), joined(means)], ":")]
-        summary += [f"[WARN] {flag}" for flag in verdict.flags]
-        evaluation = {
-            "verdict": verdict.word, "rows": len(first.answers),
-            "why": verdict.why, "todo": verdict.todo, "flags": verdict.flags,
-            "scores": {
-                score: {name: one.facts() for name, one in means.items()} | {"difference": self.changes[score].facts()}
-                for score, means in self.means.items()
-            },
-            "summary": [*summary, tr("all of it: [evaluation/report.html](evaluation/report.html)")],
-            "perplexity": {one.name: math.exp(one.loss) if one.loss < 50 else None for one in self.results},
-            "answers_by": {one.name: one.by for one in self.results},
-        }  # fmt: skip
-        if self.forgetting:
-            evaluation["general"] = {
-                "verdict": self.forgetting.word, "perplexity_ratio": self.forgetting.ratio.facts(),
-                "loss": {one.name: one.loss if math.isfinite(one.loss) else None for one in self.general},
-                "rows": len(self.general[0].answers), "character_f1_difference": self.forgetting.f1.facts(),
-            }  # fmt: skip
-        if self.evaluator:
-            asked = {"thinking": self.evaluator.mode, "rows_left_out": self.evaluator.left_out}
-            evaluation |= asked | {"report": str(self.page)}
-        return {
-            "exact_match": {one.name: one.mean("exact_match") for one in self.results}, "rows": len(first.answers),
-            "rows_left_out": evaluation.get("rows_left_out", 0), "verdict": self.verdict.word, "evaluation": evaluation,
-        }  # fmt: skip
+            means = []
+            for name, mean in self.means[score].items():
+                means.append(f"{tr(name)} {mean.text(form)}")
+            lines.append(joined([tr(label), joined(means)], ":"))
+        lines += [f"[WARN] {flag}" for flag in self.verdict.flags]
+        lines.append(tr("all of it: [evaluation/report.html](evaluation/report.html)"))
+        return lines
 
 
-def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -> list[dict[str, str]]:
-    """The means of several sets of answers to one evaluator, for display."""
-    table, scored = [], {name: evaluator.score(evaluator.with_think_tag(given)) for name, given in answers.items()}
-    for score in ("exact_match", "character_f1", "rouge_l", "stopped"):
-        means = {name: scoring.estimate(one[score], shares=score in scoring.SHARES) for name, one in scored.items()}
-        label, form, _ = SHOWN[score]
-        table.append({tr("score"): tr(label)} | {tr(name): one.text(form) for name, one in means.items()})
-    return table
+def mean_scores(results: Sequence[Result], names: Iterable[str]) -> Means:
+    """These scores of these models with their intervals."""
+    return {score: {result.name: result.estimate(score) for result in results} for score in names}
 
 
-def _figure(comparison: Comparison, scores: Sequence[str]) -> Any:
-    """Small panels, three in a line, the models from left to right: a dot with its interval each."""
-    lines = -(-len(scores) // 3)
-    figure, axes = display.pyplot().subplots(lines, 3, figsize=(8.4, 2.2 * lines), squeeze=False)
-    for panel, score in zip(axes.flat, scores, strict=False):
-        for name, one in comparison.means[score].items():
-            panel.errorbar([tr(name)], [one.mean], [[one.mean - one.low], [one.high - one.mean]], fmt="o", lw=4)
-        panel.set_title(tr(SHOWN[score][0]), loc="left")
-        panel.margins(x=0.4)
-        panel.grid(axis="y", alpha=0.25)
-    figure.tight_layout()
-    return figure
+def _table_row(score: str, means: Means) -> dict[str, str]:
+    label, form, _ = SHOWN[score]
+    row = {tr("score"): tr(label)}
+    for name, mean in means[score].items():
+        row[tr(name)] = mean.text(form)
+    return row
 
 
-@dataclass
-class Placement:
-    """Whether the unquantized model fits, why, and what `from_pretrained` is given to load it unquantized or not."""
+def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -> Table:
+    """The means of several sets of answers to one evaluator, for display.
 
-    fits: bool
-    reason: str
-    unquantized: dict[str, Any]  # spread over GPU, RAM and disk if it does not fit
-    in_4_bits: dict[str, Any]
-    loading: dict[str, Any]  # the one of both for models that answer questions
-    loaded: tuple[Any, Any] = (None, None)  # the model that `load` keeps, after what identifies it
-
-    def load(self, folder: str | Path, loading: dict[str, Any] | None = None) -> Any:
-        """The model in `folder`; it is kept for the next call, and the one before leaves the memory first."""
-        from transformers import AutoModelForCausalLM
-
-        loading = loading or self.loading
-        wanted = (str(folder), files.stamp(Path(folder)), "quantization_config" in loading)
-        if self.loaded[0] != wanted:
-            self.free()
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, **loading, trust_remote_code=False)
-            hardware.keep_4bit_layout(model)  # as in training
-            self.loaded = (wanted, model)
-        return self.loaded[1]
-
-    def free(self) -> None:
-        """Let the loaded model leave the memory, and delete what of it was put on disk."""
-        self.loaded = (None, None)
-        hardware.free_memory()
-        if "offload_folder" in self.unquantized:
-            shutil.rmtree(self.unquantized["offload_folder"], ignore_errors=True)
+    Example:
+        display.show_table(score_table(model.evaluator, {"tuned": model.ask(server)}))
+    """
+    results = [evaluator.result(name, given) for name, given in answers.items()]
+    means = mean_scores(results, ("exact_match", "character_f1", "rouge_l", "stopped"))
+    return [_table_row(score, means) for score in means]
 
 
-def place_model(lesson: LessonLike) -> Placement:
-    """Whether the lesson's model fits into free memory, and how to load it."""
-    from transformers import BitsAndBytesConfig
-
-    dtype = lesson.profile.from_pretrained.dtype
-    gib = merging.size_gib(lesson.model, lesson.run.adapter, dtype)
-    fits, memory, place = fit(gib, lesson.gpu)
-    whole: dict[str, Any] = {"dtype": dtype, "device_map": {"": 0 if lesson.gpu else "cpu"}}
-    kind = dict(lesson.profile.quantization) | {"load_in_4bit": True, "bnb_4bit_compute_dtype": dtype}
-    in_4_bits = whole | {"quantization_config": BitsAndBytesConfig(**kind)}
-    if fits:
-        reason = tr("{gib:.1f} GiB of weights fit into {place}", gib=gib, place=place)
-        return Placement(True, reason, whole, in_4_bits, whole)
-    scratch = lesson.scratch / "offload"
-    disk.require_disk(scratch, gib, tr("what GPU and RAM cannot hold of the model"))
-    shown = {"gib": gib, "place": place}
-    reason = tr("{gib:.1f} GiB of weights do NOT fit into {place}: questions are asked in 4 bits", **shown)
-    spread = {"dtype": dtype, "device_map": "auto", "max_memory": memory, "offload_folder": str(scratch)}
-    return Placement(False, reason, spread, in_4_bits, in_4_bits)
-
-
-def fit(gib: float, gpu: hardware.GPU | None) -> tuple[bool, dict[int | str, str], str]:
-    """Whether weights of this size fit; if not, what they may take of GPU and RAM; and where they would lie."""
-    ram = platforms.free_memory_gib().value
-    free, place, shares = ram - SPARE_RAM_GIB, tr("RAM ({gib:.1f} GiB free)", gib=ram), dict[int | str, float]()
-    if gpu:
-        import torch
-
-        hardware.free_memory()
-        on_gpu = float(torch.cuda.mem_get_info()[0]) / files.GIB
-        place = tr("the GPU ({gib:.1f} GiB free)", gib=on_gpu)
-        free, shares[0] = on_gpu - WORK_GIB, on_gpu - 2 * WORK_GIB
-    shares["cpu"] = (ram - SPARE_RAM_GIB) / 2
-    return gib * LOADED <= free, {part: f"{max(0, int(share * 1024))}MiB" for part, share in shares.items()}, place
+def _for_others(value: Any) -> str:
+    """A text for the page: private data masked, control characters visible, cut if it is very long."""
+    text = "\n".join(map(shown, str(value or "").split("\n")))
+    if len(text) <= LONGEST:
+        return text
+    return tr("{text} … ({count} characters)", text=text[:LONGEST], count=len(text))
 
 
 def open_evaluator(
-    lesson: LessonLike, folder: str | Path, tokenizer: Any, *, in_4_bits: bool = False, rows: int = 0, limit: int = 0
+    run: RunFolder,
+    profile: Profile,
+    folder: Path,
+    *,
+    in_4_bits: bool = False,
+    rows: int = 0,
+    limit: int = 0,
 ) -> Evaluator:
     """The held-out rows for the model in `folder`; rows that do not fit its context, or `limit`, are left out."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoTokenizer
 
-    _, held_out = data.load(lesson.run.data)
-    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
-    context = getattr(config, "max_position_embeddings", 0) or 0
-    course, dtype = lesson.profile.course, lesson.profile.from_pretrained.dtype
-    size = Size(rows or course.evaluation_rows, course.evaluation_batch_size, course.max_new_tokens)
+    _, held_out = data.load(run.data)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
+    limits = (getattr(config, "max_position_embeddings", 0), limit)
+    course = profile.course
+    dtype = profile.from_pretrained.dtype
     return Evaluator(
-        lesson.run.path, tokenizer, held_out, size,
+        run.path,
+        tokenizer,
+        held_out,
+        Size(rows or course.evaluation_rows, course.evaluation_batch_size, course.max_new_tokens),
         f"{dtype}, {IN_4_BITS}" if in_4_bits else dtype,
         thinking=False if may_skip_thinking(tokenizer, held_out) else None,
-        limit=min(filter(None, (int(context), limit)), default=0),
-    )  # fmt: skip
+        limit=min(filter(None, limits), default=0),
+    )
 
 
-def compare_models(lesson: LessonLike, folder: Path, placement: Placement, server: Any = None) -> Comparison:
-    """Base and merged model on the held-out and the general rows, and the HTML report.
+def compare_models(
+    run: RunFolder,
+    profile: Profile,
+    placement: Placement,
+    folder: Path,
+    *,
+    model_name: str,
+) -> Comparison:
+    """Base and merged model on the held-out and the general rows, and the HTML report; answers are stored as they come.
 
-    Answers are stored as they come. A `server` (serving.running) that serves this folder gives the merged model's.
+    Example:
+        comparison = compare_models(lesson.run, lesson.profile, placement, folder, model_name=lesson.model_name)
+        print(comparison.verdict)
     """
-    from transformers import AutoTokenizer
-
     from nbutils.training import model_fingerprint
 
-    tokenizer = AutoTokenizer.from_pretrained(lesson.run.adapter, trust_remote_code=False)
-    evaluator = open_evaluator(lesson, lesson.model, tokenizer, in_4_bits=not placement.fits)
+    evaluator = open_evaluator(run, profile, folder, in_4_bits=not placement.fits)
     general = evaluator.general()
-    thinking = tr(", asked without thinking") if evaluator.thinking is False else ""
-    asked = {"rows": len(evaluator.rows), "general": len(general.rows), "tokens": evaluator.max_new_tokens}
-    print(tr("{rows} held-out rows and {general} general ones; answers of at most {tokens} tokens", **asked) + thinking)
-    results: tuple[list[Result], list[Result]] = ([], [])
-    for name, path, fingerprint, answers_by in (
-        ("base", lesson.model, model_fingerprint(lesson.model, lesson.model_name), None),
-        ("merged", folder, files.stamp(folder), server),
-    ):
-        for one, found in zip((evaluator, general), results, strict=True):
-            found.append(one.evaluate(name, placement.load(path), fingerprint, answers_by))
+    plan = tr(
+        "{rows} held-out rows and {general} general ones; answers of at most {tokens} tokens",
+        rows=len(evaluator.rows),
+        general=len(general.rows),
+        tokens=evaluator.max_new_tokens,
+    )
+    if evaluator.thinking is False:
+        plan += tr(", asked without thinking")
+    print(plan)
+
+    def ask(name: str, path: str | Path, fingerprint: Any) -> list[Result]:
+        return [asked.evaluate(name, placement.load(path), fingerprint) for asked in (evaluator, general)]
+
+    base, general_base = ask("base", placement.model, model_fingerprint(placement.model, model_name))
+    tuned, general_tuned = ask("merged", folder, files.stamp(folder))
     placement.free()
-    comparison = Comparison(*results, evaluator)
-    versions = ", ".join(f"{name} {number}" for name, number in record.versions().items())
-    machine = f"{lesson.platform.name}, {lesson.gpu or 'CPU'}"
-    about = {tr("model"): lesson.model_name, tr("machine"): machine, tr("versions"): versions}
-    comparison.write_page(lesson.run.name, about)
+    comparison = Comparison(base, tuned, general_base, general_tuned)
+    measured_with = {
+        tr("model"): model_name,
+        tr("machine"): f"{platforms.detect().name}, {hardware.gpu() or 'CPU'}",
+        tr("versions"): ", ".join(f"{name} {version}" for name, version in record.versions().items()),
+    }
+    comparison.write_page(run.name, measured_with)
     return comparison
 
 
@@ -368,26 +443,27 @@ class StoredAnswers(NamedTuple):
     answers: list[Answer]
 
 
-def stored_answers(lesson: LessonLike, folder: Path, *, rows: int = 0, limit: int = 0) -> StoredAnswers | None:
-    """Lesson 04's answers of the merged model in `folder`, or of the one an export was made from; None if it left none.
+def stored_answers(run: RunFolder, profile: Profile, folder: Path, rows: int = 0) -> StoredAnswers:
+    """The held-out questions for a server of the model in `folder`, and lesson 04's answers to them, if it left some.
 
-    `rows`: the first ones only. `limit`: those that fit a context of so many tokens. `evaluator.dtype` says how the
-    model computed ("float32", "bfloat16, weights in 4 bits", ...), `evaluator.thinking` how it was asked.
+    `rows`: the first ones only. `evaluator.dtype` says how the model computed ("float32", "bfloat16, weights in 4
+    bits", ...), `evaluator.thinking` how it was asked.
     """
-    from transformers import AutoTokenizer
-
-    about, merged = files.stamp(folder) or {}, folder
-    if "of" in about:  # an export
-        merged = lesson.run.merged
-        there = (merged / "config.json").is_file()
-        if not there or merging.weights_fingerprint(merging.open_base(merged)) != about["of"]:
-            return None
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    limit = profile.vllm.max_model_len
     for in_4_bits in (False, True):
-        asked = open_evaluator(lesson, merged, tokenizer, in_4_bits=in_4_bits)
-        known = {tuple(one.prompt_ids): one for one in asked.kept("merged", files.stamp(merged), merged)}
-        if known:
-            chosen = open_evaluator(lesson, merged, tokenizer, in_4_bits=in_4_bits, rows=rows, limit=limit)
-            if all(tuple(prompt) in known for prompt in chosen.prompts):
-                return StoredAnswers(chosen, [known[tuple(prompt)] for prompt in chosen.prompts])
-    return None
+        asked = open_evaluator(run, profile, folder, in_4_bits=in_4_bits)
+        stored = asked.stored_answers("merged", files.stamp(folder), folder)
+        known = {tuple(answer.prompt_ids): answer for answer in stored}
+        evaluator = open_evaluator(
+            run,
+            profile,
+            folder,
+            in_4_bits=in_4_bits,
+            rows=rows,
+            limit=limit,
+        )
+        prompts = [tuple(prompt) for prompt in evaluator.prompts]
+        if known.keys() >= set(prompts):
+            answers = [known[prompt] for prompt in prompts]
+            return StoredAnswers(evaluator, answers)
+    return StoredAnswers(open_evaluator(run, profile, folder, rows=rows, limit=limit), [])

@@ -19,7 +19,7 @@ import yaml
 from nbutils import disk, display, environments, evaluation, files, hardware, parity, processes
 from nbutils.data import stored_rows
 from nbutils.errors import CourseError
-from nbutils.evaluation.comparison import fit
+from nbutils.evaluation.placement import fit
 from nbutils.exporting.worker import ExportJob, ReadJob
 from nbutils.language import tr
 from nbutils.masking import mask_secrets
@@ -413,8 +413,8 @@ def check_exports(exports: Sequence[Export], run: Path) -> list[ParityLine]:
 
     Example: check_exports([export(Path("runs/tiny/merged"), "fp8")], Path("runs/tiny"))
     """
-    stored = parity.PredictionStore(run, about=files.stamp(exports[0].merged))
-    return compare_exports(exports, stored.fixed, stored.get("merged"))
+    stored = parity.load_predictions(run, exports[0].merged)
+    return compare_exports(exports, stored.fixed, stored["merged"])
 
 
 def compare_exports(
@@ -424,7 +424,7 @@ def compare_exports(
     lines = []
     for export in exports:
         gap = None
-        if fit(export.merged_bytes / files.GIB, hardware.gpu())[0]:  # transformers dequantizes before it computes
+        if fit(export.merged_bytes / files.GIB, hardware.gpu()).fits:  # transformers dequantizes before it computes
             merged = merged or read_predictions("merged", export.merged, fixed)
             gap = parity.gap(merged, read_predictions(export.name, export.folder, fixed))
         lines.append(ParityLine(export, gap))

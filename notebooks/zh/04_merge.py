@@ -74,7 +74,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from nbutils import evaluation
 
-placement = evaluation.place_model(lesson)
+placement = evaluation.place_model(lesson.model, lesson.run.adapter, lesson.profile, lesson.scratch)
 print(placement.reason)
 tokenizer = AutoTokenizer.from_pretrained(lesson.run.adapter, trust_remote_code=False)
 base = AutoModelForCausalLM.from_pretrained(lesson.model, **placement.loading, trust_remote_code=False)
@@ -181,7 +181,8 @@ print("合并后", from_merged)
 # %%
 from nbutils import parity
 
-proof = parity.prove(lesson, folder, placement)
+print(merging.prove(lesson.model, lesson.run.adapter, folder, onto=MERGE_ONTO))
+proof = parity.prove(lesson.run, lesson.profile, placement, folder)
 print(proof)
 
 # %% [markdown]
@@ -190,7 +191,7 @@ print(proof)
 # 基座模型和合并后的模型回答验证集里同样的问题，temperature 为 0。这些问题都没有参与训练，第 03 课只用其中一部分来挑最好的一步。另有一小组通用问题，看通用能力。回答一边生成一边保存，中断后可以接着做。
 
 # %%
-comparison = evaluation.compare_models(lesson, folder, placement)
+comparison = evaluation.compare_models(lesson.run, lesson.profile, placement, folder, model_name=lesson.model_name)
 
 # %% [markdown]
 # 先读六个回答，再相信数字。打勾表示和参考答案完全一致。
@@ -205,7 +206,7 @@ comparison.show_answers(6)
 
 # %%
 my_guess = None
-share = comparison.results[-1].mean("exact_match")
+share = comparison.tuned.mean("exact_match")
 if my_guess is None:
     print("[待做] 数一数上面的勾，再把 0 到 1 之间的数填进 my_guess")
 elif abs(my_guess - share) > 0.1:

@@ -93,7 +93,7 @@ print(f"{environment.engine}，用的 Python 是 {environment.python}")
 import shlex
 from nbutils.served_model import ServedModel
 
-model = ServedModel(lesson, FOLDER, environment.engine, QUESTIONS)
+model = ServedModel(lesson.run, lesson.profile, FOLDER, engine=environment.engine, rows=QUESTIONS)
 flags = {
     **model.flags,  # dtype：权重和计算的精度；enforce-eager：不编译，启动更快
     **lesson.profile.vllm,
