@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -79,7 +80,11 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     from nbutils import compare
 
     found = compare.of_names(runs)
-    _print_json({"differing": compare.differing(found), "runs": found}) if as_json else compare.show(found)
+    if as_json:
+        by_name = {name: asdict(run) for name, run in found.items()}
+        _print_json({"differing": compare.differing(found), "runs": by_name})
+    else:
+        compare.show(found)
     if out:
         compare.plot(found, out / "compare.png")
         click.echo(tr("The loss curves: {file}", file=out / "compare.png"), err=as_json)
