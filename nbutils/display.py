@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ ALARM = "var(--jp-warn-color1, #e07b00)"
 WIDTH = 760  # of the live curve
 HEIGHT = 96
 POINTS = 160
+CHOICE_WIDTHS = (40, 26, 50)  # of a table of choices: what, value, why
 WRAPPED_WIDTH = 110  # of a line of prose
 LIVE_LINE = re.compile(r"\[WARN\]|[^:]* · ")  # of a training, in any language
 FONT = "fonts/NotoSansSC-Regular.ttf"  # in the package zhplot: matplotlib's own font has no Chinese
@@ -30,6 +32,7 @@ CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curve
 PIECE = re.compile(r"(?:[\u2e80-\uffef]|[^\s\u2e80-\uffef]+)[，。：；、）》”]*|\s+")  # lines break between two of them
 Losses = Sequence[tuple[int, float]]  # step and loss
 Row = Mapping[str, Any]  # of a table: its cells by heading
+Cells = Sequence[str]
 
 
 def width(text: str) -> int:
@@ -99,12 +102,16 @@ def show_choices(resolved: Any, only: Sequence[str] = ("",)) -> None:
     """
     wanted = (*only, *resolved.set_values)
     rows = []
-    lines = []
+    lines: list[Cells] = []
     for name, choice in resolved.choices.items():
         if name.startswith(wanted) and name != "about":
-            value = shown(choice.value)
-            rows.append({tr("what"): name, tr("value"): value, tr("why"): choice.reason})
-            lines.append([name, value, choice.reason])
+            row = {
+                tr("what"): name,
+                tr("value"): shown(choice.value),
+                tr("why"): choice.reason,
+            }
+            rows.append(row)
+            lines += zip_longest(*map(wrap, row.values(), CHOICE_WIDTHS), fillvalue="")
     title = tr("The values of the profile {name}, each with its reason.", name=resolved.name)
     show_table(rows, text=f"{title}\n{columns_of(lines)}")
 
@@ -138,7 +145,7 @@ def aligned(rows: Sequence[Row]) -> str:
     return columns_of(lines)
 
 
-def columns_of(lines: Sequence[Sequence[str]]) -> str:
+def columns_of(lines: Sequence[Cells]) -> str:
     """Lines of cells as text, each column as wide as its widest cell."""
     widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
     padded = ["  ".join(map(pad, cells, widths)).rstrip() for cells in lines]

@@ -36,7 +36,9 @@ def signals_to_kernel(besides: subprocess.Popen[str] | None = None) -> Iterator[
 
     def forward(number: int) -> None:
         received.append(number)
-        kernels = [child for child in psutil.Process().children() if not besides or child.pid != besides.pid]
+        kernels = psutil.Process().children()
+        if besides:
+            kernels = [kernel for kernel in kernels if kernel.pid != besides.pid]
         for kernel in kernels:
             kernel.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         if not kernels:
@@ -48,15 +50,20 @@ def signals_to_kernel(besides: subprocess.Popen[str] | None = None) -> Iterator[
 
 def output_for(arguments: Sequence[str]) -> Path | None:
     """The output to add for a lesson given alone; None where papermill knows what to do."""
-    words = [word for word in arguments if word.endswith(".ipynb") or word == "-"]
-    lesson = Path(words[0]) if len(words) == 1 and "--help-notebook" not in arguments else Path()
-    following = arguments[arguments.index(words[0]) + 1 :][:1] if words else []
-    has_output = any(word[:1] != "-" for word in following) or os.path.realpath("/proc/self/fd/1").endswith(".ipynb")
+    notebooks = [word for word in arguments if word.endswith(".ipynb") or word == "-"]
+    to_a_notebook = os.path.realpath("/proc/self/fd/1").endswith(".ipynb")
+    if len(notebooks) != 1 or "--help-notebook" in arguments or to_a_notebook:
+        return None
+    lesson = Path(notebooks[0])
+    following = arguments[arguments.index(notebooks[0]) + 1 :]
+    has_output = following and not following[0].startswith("-")
     if has_output or not LESSON.fullmatch(lesson.name) or not lesson.is_file():
         return None
-    folder = platforms.folders(platforms.detect()).keep / "notebooks"
-    output = make_folder(folder, tr("executed notebooks")) / lesson.name
-    return output.with_stem(f"{lesson.stem}-{time.strftime('%Y%m%d-%H%M%S')}") if output.exists() else output
+    folder = make_folder(platforms.folders(platforms.detect()).keep / "notebooks", tr("executed notebooks"))
+    output = folder / lesson.name
+    if output.exists():
+        return output.with_stem(f"{lesson.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return output
 
 
 if Path(sys.argv[0]).stem == "papermill" or sys.orig_argv[1:3] == ["-m", "papermill"]:  # not a program that uses it
