@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,7 @@ from nbutils.language import printable, tr
 if TYPE_CHECKING:
     from openai import OpenAI
 
-POLL_SECONDS = 0.05  # how often a growing answer is looked at; servers of notebooks drop what comes faster
-CLOSE_SECONDS = 0.5  # for a stream to close; after that it closes when the server sends something
+DRAW_SECONDS = 0.05  # between two drawings of a growing answer; servers of notebooks drop what comes faster
 
 
 class Talk:
@@ -28,39 +28,19 @@ class Talk:
         self.said: list[dict[str, str]] = []
 
     def stream(self, text: str, stop: threading.Event | None = None) -> Iterator[str]:
-        """The answer so far, again and again while it grows; `stop` ends it at once, even if the server is silent."""
-        stop = stop or threading.Event()
+        """The answer so far, again and again while it grows; `stop` ends it with the next piece."""
         question = {"role": "user", "content": text}
-        pieces: list[str] = []
-        problems: list[Exception] = []
-        reader = threading.Thread(target=self._read, args=(question, stop, pieces, problems), daemon=True)
-        reader.start()  # nothing else can leave a read that waits for a silent server
+        messages: Any = [*self.opening, *self.said, question]
         answer = ""
-        ended = False
-        while not ended:
-            reader.join(POLL_SECONDS)
-            ended = stop.is_set() or not reader.is_alive()
-            grown = "".join(pieces)
-            if grown != answer:
-                yield grown
-            answer = grown
-        reader.join(CLOSE_SECONDS)
-        if problems:
-            raise problems[0]
+        with self.client.chat.completions.create(messages=messages, **self.settings) as stream:
+            for chunk in stream:
+                if stop and stop.is_set():
+                    break  # the stream is closed, and the server stops too
+                for choice in chunk.choices:  # the last chunk has only the usage
+                    answer += choice.delta.content or ""
+                yield answer
         if answer:  # a question without an answer would confuse the next one
             self.said += [question, {"role": "assistant", "content": answer}]
-
-    def _read(self, question: Any, stop: threading.Event, pieces: list[str], problems: list[Exception]) -> None:
-        """Ask the server, and take what it sends until the end or `stop`."""
-        messages: Any = [*self.opening, *self.said, question]
-        try:
-            with self.client.chat.completions.create(messages=messages, **self.settings) as stream:
-                for chunk in stream:
-                    if stop.is_set():
-                        break  # closed here, the server stops too
-                    pieces.extend(choice.delta.content or "" for choice in chunk.choices)
-        except Exception as problem:  # raised where the answer is read
-            problems.append(problem)
 
 
 def chat(talk: Talk, examples: Sequence[str], live: bool = True) -> Box | None:
@@ -127,7 +107,8 @@ class Box:
         try:
             for answer in self.talk.stream(text, self.stopped):
                 self.lines[-1] = (name, answer)
-                self._draw()
+                if time.monotonic() - self.drawn > DRAW_SECONDS:
+                    self._draw()
             if self.stopped.is_set():
                 answer += tr(" [stopped]")
             self.lines[-1] = (name, answer)
@@ -138,4 +119,5 @@ class Box:
         self.answering = False
 
     def _draw(self) -> None:
-        self.dialogue.value = display.render_html("chat.html", name=self.talk.name, lines=self.lines)
+        self.drawn = time.monotonic()
+        self.dialogue.value = display.render("chat.html", name=self.talk.name, lines=self.lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +63,7 @@ def of_names(names: Sequence[str]) -> Runs:
     return runs
 
 
-def load(folder: Path, measured: Mapping[str, Any] | None = None) -> Run:
+def load(folder: Path, measured: Facts | None = None) -> Run:
     """Read a run folder; `measured`, what lesson 03 is about to record, takes the place of what is there."""
     run = RunFolder(folder)
     facts = record.load(run.facts)
@@ -163,7 +163,7 @@ def _scores(run: Run) -> dict[str, str]:
     return texts
 
 
-def beside(run: RunFolder, trained: Mapping[str, Any] | None = None) -> Runs:
+def beside(run: RunFolder, trained: Facts | None = None) -> Runs:
     """Show this run, with the facts it is about to record, and the newest finished ones of its model and data.
 
     Example: compare.beside(lesson.run, trained=result.facts())
@@ -171,12 +171,7 @@ def beside(run: RunFolder, trained: Mapping[str, Any] | None = None) -> Runs:
     mine = load(run.path, trained)
     runs = {run.name: mine}
     data = mine.trained.get("data_fingerprint")
-    newest_first = sorted(
-        record.runs(run.path.parent).values(),
-        key=lambda folder: folder.facts.stat().st_mtime,
-        reverse=True,
-    )
-    for folder in newest_first:
+    for folder in record.runs(run.path.parent).values():
         with suppress(CourseError):  # a damaged record is reported where its own run is opened
             other = load(folder.path)
             finished = other.trained and record.complete(other.trained)
@@ -271,7 +266,7 @@ def against_arithmetic(alone: Path, together: Path, model: str, link: str | floa
     )
 
 
-def speed_up_facts(compared: SpeedUp | None) -> dict[str, Any]:
+def speed_up_facts(compared: SpeedUp | None) -> Facts:
     """A comparison for facts.json; None keeps what an earlier run measured."""
     if compared is None:
         return {"speedup": None, "tokens_per_second": None, "loss_difference": None}

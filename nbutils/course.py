@@ -147,26 +147,15 @@ def execute(stem: str, output: Path, values: Facts) -> None:
 
 
 def summary(folder: RunFolder) -> str:
-    """Where everything is, and the main results."""
-    facts = record.read(folder.facts)["lessons"]
+    """Where everything is, and whether the tuning helped."""
     lines = [
         f"{display.pad(tr('notebooks'), 10)} {folder.notebooks}",
         f"{display.pad(tr('report'), 10)} {folder.report}",
         f"{display.pad(tr('facts'), 10)} {folder.facts}",
     ]
-    merged = facts.get("04_merge", {})
-    match = merged.get("exact_match", {})
-    if max(match.values(), default=0) > 0.5:  # where answers are sentences, hardly any equals its reference
-        lines.append(
-            tr("exact match  base {base:.1%}  ->  merged {merged:.1%}", base=match["base"], merged=match["merged"])
-        )
+    merged = record.read(folder.facts)["lessons"].get("04_merge", {})
     evaluation = merged.get("evaluation", {})
     if "verdict" in evaluation:
-        verdict = record.outcome(evaluation)
         page = folder.path / "evaluation" / "report.html"
-        lines.append(tr("the tuning   {verdict}; why: {page}", verdict=verdict, page=page))
-    if same := facts.get("05_serve", {}).get("identical_answers"):
-        lines.append(
-            tr("served answers identical to generate: {count} of {total}", count=same["count"], total=same["total"])
-        )
+        lines.append(tr("the tuning   {verdict}; why: {page}", verdict=record.outcome(evaluation), page=page))
     return "\n".join(lines)

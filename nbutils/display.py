@@ -61,7 +61,7 @@ def wrap(text: str, columns: int = WRAPPED_WIDTH) -> list[str]:
     return [line.rstrip() for line in lines if line]
 
 
-def render_html(template: str, **values: Any) -> str:
+def render(template: str, **values: Any) -> str:
     """A page of templates/, with every value escaped."""
     import jinja2
 
@@ -78,7 +78,7 @@ def show(template: str, text: str, **values: Any) -> None:
         return
     from IPython.display import display
 
-    display({"text/html": render_html(template, **values), "text/plain": text}, raw=True)
+    display({"text/html": render(template, **values), "text/plain": text}, raw=True)
 
 
 def show_table(rows: Sequence[Row], title: str = "", text: str = "") -> None:
@@ -308,7 +308,7 @@ def live_page(
             y = 16 + HEIGHT * (high - loss) / ((high - low) or 1.0)
             points.append(f"{x:.1f},{y:.1f}")
         lines.append(" ".join(points))
-    return render_html(
+    return render(
         "live.html",
         parts=parts,
         notes=notes,

@@ -6,13 +6,13 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 from nbutils import disk, display, hardware, install, platforms, record
 from nbutils.errors import CourseError
 from nbutils.language import joined, tr
 from nbutils.platforms import Folders, Platform, network
+from nbutils.record import Facts
 
 ROOMS = ("work", "scratch", "keep")
 LABELS = (
@@ -55,7 +55,7 @@ class Report:
     """Everything the doctor saw: the checks, and the same as values for programs."""
 
     checks: list[Check]
-    values: dict[str, Any]
+    values: Facts
 
     @property
     def failures(self) -> list[str]:
@@ -85,7 +85,7 @@ class Report:
                 todo=tr("Follow the FAIL lines above, then run the cell again."),
             )
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """What goes into the facts.json of a lesson."""
         return {
             "precision": self.values["precision"],
@@ -96,7 +96,7 @@ class Report:
             "warnings": "; ".join(check.name for check in self.checks if check.todo) or "none",
         }
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Facts:
         """The report for programs."""
         return {"checks": [asdict(check) for check in self.checks], **self.values}
 
@@ -121,7 +121,7 @@ def examine() -> Report:
     return Report(checks, _values(platform, folders))
 
 
-def _values(platform: Platform, folders: Folders) -> dict[str, Any]:
+def _values(platform: Platform, folders: Folders) -> Facts:
     """What the doctor saw, for programs."""
     try:
         gpu = hardware.gpu()

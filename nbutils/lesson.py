@@ -247,7 +247,7 @@ def require_trained(run: RunFolder) -> None:
         )
 
 
-def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
+def begin(stem: str, namespace: Facts) -> Lesson:
     """Start a lesson and print the platform, the profile, the model and where the run is kept."""
     started = time.monotonic()
     work = notices.begin(stem)
@@ -284,7 +284,7 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     return Lesson(stem, values, **vars(machine), resolved=resolved, run=run, started=started, work=work)
 
 
-def collect(stem: str, namespace: dict[str, Any]) -> Facts:
+def collect(stem: str, namespace: Facts) -> Facts:
     """The checked parameters of a lesson; in a plain script the command line is applied to `namespace` first."""
     types = declared_in(NOTEBOOKS / f"{stem}.py")
     if platforms.in_kernel():
@@ -312,13 +312,8 @@ def _command_line(types: Types) -> Facts:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="Parameters of this lesson.")
     for name, kind in types.items():
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=kind.__name__)
-    given, others = parser.parse_known_args()
-    for word in others:
-        if word.startswith("--"):
-            refuse_unknown([word[2:].partition("=")[0]], types)
-        parser.error(tr("write --NAME VALUE; what is {word}?", word=word))
-    values = {}
-    for name, text in vars(given).items():
+    values = vars(parser.parse_args())
+    for name, text in values.items():
         values[name] = parse(name, text, types[name])
     return values
 
@@ -464,24 +459,20 @@ def _require_valid(parameters: RunParameters) -> None:
 
 def unfinished_run(keep: Path) -> str:
     """The newest run that `auto` began here for a GPU and did not finish, whatever GPU is here today; "" if none."""
-    newest = 0.0
-    name = ""
     for run in record.runs(keep).values():
         with suppress(CourseError):  # an invalid facts.json
-            facts = record.read(run.facts)
-            trained = facts.get("lessons", {}).get("03_qlora")
-            if not facts.get("by_auto") or facts.get("profile") == "tiny" or (trained and record.complete(trained)):
-                continue
-            for file in run.checkpoints.glob("checkpoint-*.json"):
-                if file.stat().st_mtime > newest:
-                    newest = file.stat().st_mtime
-                    name = run.name
-    if name:
-        text = tr(
-            "run {run} was begun here and is not finished: it goes on. PROFILE or RUN_NAME begins another.", run=name
-        )
-        print(text)
-    return name
+            facts = record.load(run.facts)
+            trained = facts.lessons.trained
+            finished = 0 < trained.planned_steps <= trained.steps
+            has_checkpoint = any(run.checkpoints.glob("checkpoint-*.json"))
+            if facts.by_auto and facts.profile != "tiny" and has_checkpoint and not finished:
+                text = tr(
+                    "run {run} was begun here and is not finished: it goes on. PROFILE or RUN_NAME begins another.",
+                    run=run.name,
+                )
+                print(text)
+                return run.name
+    return ""
 
 
 def _run_name(parameters: RunParameters, profile: str) -> str:

@@ -51,14 +51,16 @@ def signals_to_kernel(besides: subprocess.Popen[str] | None = None) -> Iterator[
 def output_for(arguments: Sequence[str]) -> Path | None:
     """The output to add for a lesson given alone; None where papermill knows what to do."""
     notebooks = [word for word in arguments if word.endswith(".ipynb") or word == "-"]
-    to_a_notebook = os.path.realpath("/proc/self/fd/1").endswith(".ipynb")
-    if len(notebooks) != 1 or "--help-notebook" in arguments or to_a_notebook:
+    redirected = os.path.realpath("/proc/self/fd/1").endswith(".ipynb")
+    if len(notebooks) != 1 or "--help-notebook" in arguments or redirected:
         return None
     lesson = Path(notebooks[0])
-    following = arguments[arguments.index(notebooks[0]) + 1 :]
-    has_output = following and not following[0].startswith("-")
-    if has_output or not LESSON.fullmatch(lesson.name) or not lesson.is_file():
+    if not LESSON.fullmatch(lesson.name) or not lesson.is_file():
         return None
+    place = arguments.index(notebooks[0])
+    for following in arguments[place + 1 : place + 2]:
+        if not following.startswith("-"):
+            return None  # an output is named
     folder = make_folder(platforms.folders(platforms.detect()).keep / "notebooks", tr("executed notebooks"))
     output = folder / lesson.name
     if output.exists():

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, Field, ValidationError
 
-from nbutils import former_names
+from nbutils import display, former_names
 from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.files import DISTRIBUTION, read_json, read_object, stamp, write_json, write_text
@@ -118,10 +118,11 @@ class RunFacts(Recorded):
     model: str = ""
     profile: str = ""
     profile_source: str = ""
+    by_auto: bool = False
     set: Facts = {}
     platform: Facts = {}
     versions: Facts = {}
-    lessons: Lessons = Lessons()
+    lessons: Lessons = Lessons.model_validate({})
 
 
 class RunFolder:
@@ -165,11 +166,9 @@ class RunFolder:
 
 
 def runs(keep: Path) -> dict[str, RunFolder]:
-    """The runs in a folder by name."""
-    found = {}
-    for facts in sorted(keep.glob("*/facts.json")):
-        found[facts.parent.name] = RunFolder(facts.parent)
-    return found
+    """The runs in a folder by name, the newest first."""
+    newest_first = sorted(keep.glob("*/facts.json"), key=lambda facts: facts.stat().st_mtime, reverse=True)
+    return {facts.parent.name: RunFolder(facts.parent) for facts in newest_first}
 
 
 def find(name: str) -> RunFolder:
@@ -180,7 +179,7 @@ def find(name: str) -> RunFolder:
     if not run.facts.is_file():
         raise CourseError(
             tr("There is no run {run!r} in {folder}.", run=name, folder=keep),
-            allowed=tr("{known}; or the path of a run folder", known=", ".join(known) or tr("none yet")),
+            allowed=tr("{known}; or the path of a run folder", known=", ".join(sorted(known)) or tr("none yet")),
             todo=tr("Name one of these, or set NBUTILS_HOME to the folder of your runs."),
         )
     return run
@@ -323,24 +322,8 @@ def readable(entry: Facts) -> dict[str, str]:
 
 def write_report(path: Path, run: str, facts: Facts) -> None:
     """Write report.md, the facts of a run for people."""
-    gpu = facts.get("card")
-    lines = [
-        tr("# Run {name}", name=run),
-        "",
-        tr(
-            "- machine: {name}, {gpu}",
-            name=facts.get("platform", {}).get("name"),
-            gpu=gpu["name"] if gpu else tr("CPU only"),
-        ),
-        tr("- profile: {profile}, model: {model}", profile=facts.get("profile"), model=facts.get("model")),
-        tr("- versions: {versions}", versions=_line(facts.get("versions", {}))),
-        "",
-        tr("What each lesson measured. All numbers, for programs: [facts.json](facts.json)."),
-    ]
-    for stem, entry in sorted(facts["lessons"].items()):
-        lines += ["", tr("## Lesson {lesson}", lesson=stem), "", tr("| what | measured |"), "|---|---|"]
-        lines += [f"| {name} | {text} |" for name, text in readable(entry).items()]
-    write_text(path, "\n".join(lines) + "\n")
+    page = display.render("report.md", run=run, facts=facts, readable=readable, line=_line)
+    write_text(path, page)
 
 
 def _line(value: Any) -> str:

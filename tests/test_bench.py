@@ -442,7 +442,7 @@ def test_what_a_run_lacks_is_a_dash_and_said(home: Path, capsys: Any) -> None:
     runs = [a_run(home, name) for name in ("slow", "fast")] + [a_run(home, str(n), data="other") for n in range(4)]
     for age, one in enumerate((*runs, mine)):
         os.utime(one.facts, (age, age))
-    assert list(compare.beside(mine)) == ["one", "fast", "slow"], "the newest first; losses on other data do not compare"
+    assert list(compare.beside(mine)) == ["one", "fast", "slow"], "the newest of the same data"
 
 
 def run_folder(folder: Path, processes: int, losses: dict[int, float], speed: float) -> Path:
