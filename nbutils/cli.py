@@ -44,7 +44,7 @@ class CourseGroup(click.Group):
         except BrokenPipeError:  # whoever read it, as `head` or a pager, has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
         except (CourseError, OSError) as error:
-            failure = error if isinstance(error, CourseError) else CourseError(str(error))
+            failure = error if isinstance(error, CourseError) else CourseError(str(error), todo="")
             if as_json:
                 _print_json({"error": {"seen": failure.seen, "allowed": failure.allowed, "todo": failure.todo}})
             print(f"\n[FAIL] {failure}", file=sys.stderr)

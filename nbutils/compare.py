@@ -256,13 +256,17 @@ def against_arithmetic(alone: Path, together: Path, model: str, link: str | floa
     share = several["batch"] / several["processes"] / one["batch"]  # of the rows that one process had
     step = one["train_seconds"] / one["steps"]
     measured = several["train_seconds"] / several["steps"]
+    parts = scaling.compare(shape, recipe, step * share, measured, link)
     return tr(
         "a step of one process takes {alone:.3f} s; of {processes}, each computes {computing:.3f} s and sends "
         "{sending:.3f} s at {gbps:g} GB/s: {predicted:.3f} s predicted, {measured:.3f} s measured",
         alone=step,
         processes=recipe.cards,
         gbps=scaling.bandwidth(link) / 1e9,
-        **scaling.compare(shape, recipe, step * share, measured, link),
+        computing=parts["computing"],
+        sending=parts["sending"],
+        predicted=parts["predicted"],
+        measured=measured,
     )
 
 

@@ -15,18 +15,9 @@ from nbutils.platforms import Folders, Platform, network
 from nbutils.record import Facts
 
 ROOMS = ("work", "scratch", "keep")
-LABELS = (
-    *ROOMS,
-    "platform",
-    "system",
-    "processors",
-    "memory",
-    "time",
-    "keep lasts",
-    "precision",
-    "packages",
-    "model hub",
-)
+KEEP_LASTS = "keep lasts"
+MODEL_HUB = "model hub"
+LABELS = (*ROOMS, KEEP_LASTS, MODEL_HUB, "platform", "system", "processors", "memory", "time", "precision", "packages")
 
 
 @dataclass
@@ -215,9 +206,9 @@ def check_folders(platform: Platform, folders: Folders) -> Iterator[Check]:
     if platform.name == "kaggle" and not platform.batch:
         seen = tr("only if you save a version: this is an interactive session")
         todo = tr("choose Save Version > Save & Run All, or set Persistence to Files in the notebook's settings")
-        yield Check("keep lasts", seen, todo)
+        yield Check(KEEP_LASTS, seen, todo)
     else:
-        yield Check("keep lasts", folders.remark, "" if folders.lasting else tr(platform.entry.keep_todo))
+        yield Check(KEEP_LASTS, folders.remark, "" if folders.lasting else tr(platform.entry.keep_todo))
 
 
 def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
@@ -290,7 +281,7 @@ def check_packages(platform: Platform, folders: Folders) -> Iterator[Check]:
 def check_hub(platform: Platform, folders: Folders) -> Iterator[Check]:
     """Whether models can be downloaded: the hub, in China also its mirrors, or whatever HF_ENDPOINT names."""
     if network.offline():
-        yield Check("model hub", tr("not asked: HF_HUB_OFFLINE is set, so only models on this machine are used"))
+        yield Check(MODEL_HUB, tr("not asked: HF_HUB_OFFLINE is set, so only models on this machine are used"))
         return
     urls = list(network.SOURCES.values()) if platform.entry.china else [network.HUB]
     if own := os.environ.get("HF_ENDPOINT"):
@@ -301,7 +292,7 @@ def check_hub(platform: Platform, folders: Folders) -> Iterator[Check]:
     for host in hosts:
         time = f"{seconds[host]:.1f} s" if host in seconds else tr("does not answer")
         answers.append(f"{host} {time}")
-    yield Check("model hub", joined(answers), "" if seconds else tr(platform.entry.hub_todo))
+    yield Check(MODEL_HUB, joined(answers), "" if seconds else tr(platform.entry.hub_todo))
 
 
 CHECKS = (check_machine, check_time, check_folders, check_torch, check_packages, check_hub)

@@ -195,12 +195,11 @@ class Lesson(record.LessonLike):
                 outdated = OF_AN_ADAPTER
         whole = record.update(self.run.facts, top, self.stem, entry, outdated)
         record.write_report(self.run.report, self.run.name, whole)
-        seconds = entry["seconds"]
         print(
             tr(
                 "Lesson {lesson} done in {seconds:.0f} s. Facts: {facts}",
                 lesson=self.stem,
-                seconds=seconds,
+                seconds=entry["seconds"],
                 facts=self.run.facts,
             )
         )
@@ -555,8 +554,8 @@ def _adopt_earlier(run: RunFolder, folders: platforms.Folders, parameters: RunPa
         if attached and any(part.is_symlink() for part in parts):
             print(tr("[WARN] {run} is not used: a part of it is a link, which could lead anywhere", run=former.path))
             continue
-        facts = record.read(former.facts)
-        if facts and not run.facts.exists():
+        facts = {} if run.facts.exists() else record.read(former.facts)
+        if facts:
             settings = facts.setdefault("set", {})
             if attached:
                 _require_trusted(former, parameters)
