@@ -25,12 +25,12 @@ class Talk:
         self.client = client
         self.opening = opening
         self.settings = {"model": model, "stream": True, **settings}
-        self.said: list[dict[str, str]] = []
+        self.history: list[dict[str, str]] = []
 
     def stream(self, text: str, stop: threading.Event | None = None) -> Iterator[str]:
         """The answer so far, again and again while it grows; `stop` ends it with the next piece."""
         question = {"role": "user", "content": text}
-        messages: Any = [*self.opening, *self.said, question]
+        messages: Any = [*self.opening, *self.history, question]
         answer = ""
         with self.client.chat.completions.create(messages=messages, **self.settings) as stream:
             for chunk in stream:
@@ -40,7 +40,7 @@ class Talk:
                     answer += choice.delta.content or ""
                 yield answer
         if answer:  # a question without an answer would confuse the next one
-            self.said += [question, {"role": "assistant", "content": answer}]
+            self.history += [question, {"role": "assistant", "content": answer}]
 
 
 def chat(talk: Talk, examples: Sequence[str], live: bool = True) -> Box | None:
@@ -53,7 +53,7 @@ def chat(talk: Talk, examples: Sequence[str], live: bool = True) -> Box | None:
         answers = list(talk.stream(question)) or [""]
         print(f"{display.pad(tr('you'), width)}  {question}")
         print(f"{display.pad(talk.name, width)}  {printable(answers[-1])}")
-    talk.said.clear()
+    talk.history.clear()
     if not live or not display.watched():
         return None
     from IPython import display as ipython

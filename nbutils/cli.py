@@ -272,8 +272,8 @@ def serve_env() -> None:
     """Make the environment that lesson 05 serves from, or check that it is there."""
     from nbutils import serving
 
-    made = serving.ensure_environment(hardware.engine(hardware.gpu()).value)
-    print(tr("serving environment: {engine}, {python}", engine=made.engine, python=made.python))
+    environment = serving.ensure_environment(hardware.engine(hardware.gpu()).value)
+    print(tr("serving environment: {engine}, {python}", engine=environment.engine, python=environment.python))
 
 
 @app.command("bench-serve")

@@ -199,8 +199,8 @@ class SpeedUp:
             "tokens_per_second": tr("tokens per second"),
         }
         lines = []
-        for name, (one, several) in self.numbers.items():
-            lines.append(f"{display.pad(names.get(name, name), 18)} {one:>10,.6g} {several:>10,.6g}\n")
+        for name, (single, several) in self.numbers.items():
+            lines.append(f"{display.pad(names.get(name, name), 18)} {single:>10,.6g} {several:>10,.6g}\n")
         speed = tr("{times:.2f} times the tokens per second", times=self.times)
         furthest = tr("losses differ by at most {most:.1e} of the loss", most=self.furthest)
         return "".join(lines) + joined([speed, furthest], ";")
@@ -217,11 +217,11 @@ def speed_up(alone: Path, together: Path) -> SpeedUp:
 
     Example: compare.speed_up(trials / "alone", trials / "together")
     """
-    one = _trained(alone)
+    single = _trained(alone)
     several = _trained(together)
     losses = dict(loss_history(read_history(alone / "logs/history.json")))
     others = dict(loss_history(read_history(together / "logs/history.json")))
-    numbers = {name: (one[name], several[name]) for name in ("processes", "steps", "batch", "tokens_per_second")}
+    numbers = {name: (single[name], several[name]) for name in ("processes", "steps", "batch", "tokens_per_second")}
     differences = []
     for step in sorted(losses.keys() & others.keys()):
         numbers[tr("loss at step {step}", step=step)] = (losses[step], others[step])
@@ -232,12 +232,12 @@ def speed_up(alone: Path, together: Path) -> SpeedUp:
             todo=tr("Run the comparison again with a larger TRIAL_STEPS."),
         )
     furthest = max(differences)
-    same_steps = one["steps"] == several["steps"] and losses.keys() == others.keys()
+    same_steps = single["steps"] == several["steps"] and losses.keys() == others.keys()
     return SpeedUp(
         numbers,
-        times=several["tokens_per_second"] / one["tokens_per_second"],
+        times=several["tokens_per_second"] / single["tokens_per_second"],
         furthest=furthest,
-        same_work=same_steps and one["batch"] == several["batch"] and furthest <= TOLERANCE,
+        same_work=same_steps and single["batch"] == several["batch"] and furthest <= TOLERANCE,
     )
 
 
@@ -250,11 +250,11 @@ def against_arithmetic(alone: Path, together: Path, model: str, link: str | floa
         shape = find_shape(model)
     except CourseError:
         return tr("No prediction: the shape of {model} is not known.", model=model)
-    one = _trained(alone)
+    single = _trained(alone)
     several = _trained(together)
     recipe = recipe_of(several)
-    share = several["batch"] / several["processes"] / one["batch"]  # of the rows that one process had
-    step = one["train_seconds"] / one["steps"]
+    share = several["batch"] / several["processes"] / single["batch"]  # of the rows that one process had
+    step = single["train_seconds"] / single["steps"]
     measured = several["train_seconds"] / several["steps"]
     parts = scaling.compare(shape, recipe, step * share, measured, link)
     return tr(

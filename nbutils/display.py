@@ -170,13 +170,13 @@ def plot_loss_examples(path: Path | None = None) -> None:
     panels = {}
     for name, example in read_json(CURVES).items():
         settings = example["settings"]
-        about = tr(
+        caption = tr(
             "rate {learning_rate:g}, {row_count} rows, {steps} steps",
             learning_rate=settings["learning_rate"],
             row_count=settings["row_count"],
             steps=settings["steps"],
         )
-        panels[f"{tr(name.replace('_', ' '))}\n{about}"] = example
+        panels[f"{tr(name.replace('_', ' '))}\n{caption}"] = example
     _plot_panels(panels, path)
 
 

@@ -205,11 +205,11 @@ class LessonLike(Protocol):
 
 def versions() -> dict[str, str]:
     """Installed versions of the packages that a result depends on."""
-    found = {}
+    installed = {}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed
 
 
 @contextmanager

@@ -187,7 +187,7 @@ def test_where_nobody_can_type_the_dialogue_is_printed(capsys: Any) -> None:
 
 def test_a_box_is_shown_where_somebody_watches(notebook: list[Any]) -> None:
     box = chat_widget.chat(talk(Client()), ["hello"])
-    assert box and notebook == [box.whole] and not box.talk.said
+    assert box and notebook == [box.whole] and not box.talk.history
     assert chat_widget.chat(talk(Client()), ["hello"], live=False) is None
 
 
@@ -207,7 +207,7 @@ def test_stop_closes_the_stream_and_keeps_what_was_said() -> None:
     wait_for(lambda: client.sent >= 3, 5)
     box.ask("me too")  # not while it answers
     box.stop.click()
-    assert "[stopped]" in finished(box) and box.talk.said[-1]["content"].startswith("word word")
+    assert "[stopped]" in finished(box) and box.talk.history[-1]["content"].startswith("word word")
     assert client.closed == 1 and client.sent < 100 and len(client.requests) == 1
 
 
