@@ -28,7 +28,10 @@ from nbutils import checkpoints, display, distributed, hardware, install, notice
 from nbutils.config import Overrides, flat, settings_in, settings_text
 from nbutils.errors import CourseError
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
+from nbutils.hardware import GPU
 from nbutils.language import joined, language, print_whatever, tr
+from nbutils.platforms import Folders, Platform
+from nbutils.profiles import Resolved
 from nbutils.record import Facts, RunFolder
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
@@ -57,9 +60,9 @@ class RunParameters(BaseModel, alias_generator=str.upper):
 class Machine:
     """Where a lesson runs."""
 
-    platform: platforms.Platform
-    folders: platforms.Folders
-    gpu: hardware.GPU | None
+    platform: Platform
+    folders: Folders
+    gpu: GPU | None
 
 
 @dataclass
@@ -68,10 +71,10 @@ class Lesson(record.LessonLike):
 
     stem: str
     parameters: Facts
-    platform: platforms.Platform
-    folders: platforms.Folders
-    gpu: hardware.GPU | None
-    resolved: profiles.Resolved
+    platform: Platform
+    folders: Folders
+    gpu: GPU | None
+    resolved: Resolved
     run: RunFolder
     started: float
     work: notices.Work
@@ -104,7 +107,7 @@ class Lesson(record.LessonLike):
             print(f"[WARN] {warning}")
         return fitted
 
-    def fitted(self, rows: profiles.Rows) -> profiles.Resolved:
+    def fitted(self, rows: profiles.Rows) -> Resolved:
         """The profile for these rows; a run that has begun keeps the rows of its steps and of its validation."""
         newest = None
         if distributed.is_main() and self.parameters.get("RESUME") != "never":
@@ -390,7 +393,7 @@ def _is_bundled(parameters: RunParameters) -> bool:
     return profiles.is_tiny(profiles.load(parameters.profile).model)
 
 
-def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, profiles.Resolved]:
+def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Resolved]:
     """The run folder and the resolved profile; an existing run keeps the profile and SET it started with."""
     _require_valid(parameters)
     folders = machine.folders
@@ -526,9 +529,9 @@ def _overrides(parameters: RunParameters, run: RunFolder) -> Overrides:
 
 def _record_beginning(
     run: RunFolder,
-    resolved: profiles.Resolved,
+    resolved: Resolved,
     parameters: RunParameters,
-    folders: platforms.Folders,
+    folders: Folders,
     by_auto: bool,
 ) -> None:
     """Note what a run began with; an invalid facts.json is an error now, not after the training."""
@@ -545,7 +548,7 @@ def _record_beginning(
     record.begin(run.facts, top, by_auto)
 
 
-def _adopt_earlier(run: RunFolder, folders: platforms.Folders, parameters: RunParameters) -> None:
+def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) -> None:
     """Copy data and facts of this run from where an earlier session left them: an attached output, a former keep."""
     for store in checkpoints.stores(folders, run.name)[1:]:  # after that of keep
         former = RunFolder(store.parent)
