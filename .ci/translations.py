@@ -70,7 +70,7 @@ def fact_names(facts: dict[str, Any]) -> Iterator[str]:
 
 def texts_in_data() -> set[str]:
     """English texts that reach `tr` from elsewhere: from YAML files, or because facts.json has them in English."""
-    from nbutils import cli, compare, config, diagnose, display, hardware, parity, plan, platforms, served_model
+    from nbutils import cli, compare, config, diagnose, display, doctor, hardware, parity, plan, platforms, served_model
     from nbutils.data import build, read, rows
     from nbutils.evaluation import comparison, evaluator
     from nbutils.exporting import make
@@ -113,7 +113,7 @@ def texts_in_data() -> set[str]:
         text for text in engine.TABLE["reserved_flags"].values() if not text.startswith("Server(")
     }
     texts |= set(help_texts(cli.app)) | set(fact_names(read_json(ROOT / "tests/contracts.json")["facts"]["lessons"]))
-    texts |= {name.replace("_", " ") for name in read_json(display.CURVES)} | {"Loss"}
+    texts |= {name.replace("_", " ") for name in read_json(display.CURVES)} | {"Loss", *doctor.LABELS}
     return texts | {"NBUTILS_PLATFORM is set", "nothing of a known platform is here"}
 
 

@@ -6,10 +6,12 @@ import json
 import os
 import sys
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 import click
+from click import argument, option
 
 # the other rooms load numpy
 from nbutils import checkpoints, course, display, doctor, hardware, install, plan, record, sharing
@@ -17,13 +19,22 @@ from nbutils.errors import CourseError
 from nbutils.language import print_whatever, printable, tr
 
 FILE = click.Path(path_type=Path)
+ROWS = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
 MODEL_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 DTYPES = click.Choice(["auto", "float32", "float16", "bfloat16"])
 ONTO = click.Choice(["full", "dequantized"])
 DEVICES = click.Choice(["cpu", "cuda"])
-SET_HELP = 'Values of the profile: "sft.learning_rate=1e-4, lora.r=64".'
-json_option = click.option("--json", "as_json", is_flag=True, help="The result as JSON, for programs.")
+COUNT = click.IntRange(1)
+Words = tuple[str, ...]
+set_option = option(
+    "--set",
+    "given",
+    multiple=True,
+    metavar="TEXT",
+    help='Values of the profile: "sft.learning_rate=1e-4, lora.r=64".',
+)
+json_option = option("--json", "as_json", is_flag=True, help="The result as JSON, for programs.")
 
 
 class CourseGroup(click.Group):
@@ -35,13 +46,12 @@ class CourseGroup(click.Group):
             return super().invoke(context)
         except BrokenPipeError:  # whoever read it, as `head` or a pager, has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
-            sys.exit(1)
         except (CourseError, OSError) as error:
+            failure = error if isinstance(error, CourseError) else CourseError(str(error), todo="")
             if as_json:
-                seen = {"seen": getattr(error, "seen", str(error))}
-                _print_json({"error": seen | {name: getattr(error, name, "") for name in ("allowed", "todo")}})
-            print(f"\n[FAIL] {printable(str(error))}", file=sys.stderr)
-            sys.exit(1)
+                _print_json({"error": {"seen": failure.seen, "allowed": failure.allowed, "todo": failure.todo}})
+            print(f"\n[FAIL] {failure}", file=sys.stderr)
+        sys.exit(1)
 
 
 def amount(text: str) -> float:
@@ -55,6 +65,13 @@ def _print_json(value: Any) -> None:
     print(printable(json.dumps(value, indent=2, ensure_ascii=False)))  # JSON spells them the same way
 
 
+def _print_result(as_json: bool, value: Any, text: str) -> None:
+    if as_json:
+        _print_json(value)
+    else:
+        print(text)
+
+
 @click.group(cls=CourseGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def app() -> None:
     """The course from the command line."""
@@ -62,36 +79,44 @@ def app() -> None:
 
 
 @app.command()
-@click.option("--profile", default="", help="A profile of configs/ or the path of one; default: auto.")
-@click.option("--only", multiple=True, help="A lesson, as 03 or 03_qlora; may be given several times.")
-@click.option("-p", "--parameter", multiple=True, nargs=2, metavar="NAME VALUE", help="A parameter of the lessons.")
-@click.option("--set", "given", multiple=True, metavar="TEXT", help=SET_HELP)
-def run(profile: str, only: tuple[str, ...], parameter: tuple[tuple[str, str], ...], given: tuple[str, ...]) -> None:
+@option("--profile", default="", help="A profile of configs/ or the path of one; default: auto.")
+@option("--only", multiple=True, help="A lesson, as 03 or 03_qlora; may be given several times.")
+@option("-p", "--parameter", multiple=True, nargs=2, metavar="NAME VALUE", help="A parameter of the lessons.")
+@set_option
+def run(profile: str, only: Words, parameter: tuple[tuple[str, str], ...], given: Words) -> None:
     """Run lessons 01-05 (or those named) headless and print where the results are."""
-    options = {name: value for name, value in (("PROFILE", profile), ("SET", ", ".join(given))) if value}
-    folder = course.run(course.select(only), dict(parameter) | options)
+    options = {"PROFILE": profile, "SET": ", ".join(given)}
+    folder = course.run(course.select(only), dict(parameter) | {name: text for name, text in options.items() if text})
     print(f"\n{course.summary(folder)}")
 
 
 @app.command()
-@click.argument("runs", nargs=-1)
-@click.option("--out", type=FOLDER, help="A folder for compare.png, the curves.")
+@argument("runs", nargs=-1)
+@option("--out", type=FOLDER, help="A folder for compare.png, the curves.")
 @json_option
-def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
+def compare(runs: Words, out: Path | None, as_json: bool) -> None:
     """Show RUNS (names, or paths of run folders) side by side: settings that differ, losses, scores, verdict."""
+    _compare(runs, out, as_json)
+
+
+def _compare(names: Words, out: Path | None, as_json: bool) -> None:
     from nbutils import compare
 
-    found = compare.of_names(runs)
-    _print_json({"differing": compare.differing(found), "runs": found}) if as_json else compare.show(found)
+    runs = compare.of_names(names)
+    if as_json:
+        by_name = {name: asdict(run) for name, run in runs.items()}
+        _print_json({"differing": compare.differing(runs), "runs": by_name})
+    else:
+        compare.show(runs)
     if out:
-        compare.plot(found, out / "compare.png")
+        compare.plot(runs, out / "compare.png")
         click.echo(tr("The loss curves: {file}", file=out / "compare.png"), err=as_json)
 
 
 @app.command("fetch")
-@click.argument("model", default="")
-@click.argument("data", default="")
-@click.option("--profile", default="", help="A profile of configs/ or the path of one; default: the one for the GPU.")
+@argument("model", default="")
+@argument("data", default="")
+@option("--profile", default="", help="A profile of configs/ or the path of one; default: the one for the GPU.")
 def fetch_files(model: str, data: str, profile: str) -> None:
     """Download MODEL and DATA, named as in the lessons, before a training; by default the profile's. Needs no GPU."""
     from nbutils import fetch
@@ -112,8 +137,8 @@ def send_test_notice() -> None:
 @app.command("install")
 def install_packages() -> None:
     """Install what the lessons need and this Python lacks; its torch and CUDA stay as they are."""
-    for extra in ("train", "serve"):
-        install.ensure(extra)
+    install.ensure("train")
+    install.ensure("serve")
     print(tr("Everything the lessons need is installed."))
 
 
@@ -122,24 +147,24 @@ def install_packages() -> None:
 def show_checks(as_json: bool) -> None:
     """Check this machine: platform, folders, limits, GPU, packages, network. Exit status 1 on any FAIL."""
     report = doctor.examine()
-    _print_json(report.as_dict()) if as_json else print(report.text())
-    sys.exit(int(report.failed))
+    _print_result(as_json, report.as_dict(), report.text())
+    sys.exit(bool(report.failures))
 
 
 @app.command()
-@click.argument("run", default="")
-@click.option("--once", is_flag=True, help="Show it once instead of following it until it ends.")
+@argument("run", default="")
+@option("--once", is_flag=True, help="Show it once instead of following it until it ends.")
 def watch(run: str, once: bool) -> None:
     """Show the training of RUN (default: the one that runs now) from another terminal. Exit status 1 if it failed."""
     from nbutils import watch
 
-    sys.exit(int(watch.follow(run, once) in ("failed", "died")))
+    sys.exit(watch.follow(run, once) in ("failed", "died"))
 
 
 @app.command("diagnose")
-@click.argument("run", required=False)
-@click.option("--error", type=click.File("rb"), help="A file with an error message, or - for a paste.")
-def find_causes(run: str | None, error: IO[bytes] | None) -> None:
+@argument("run", default="")
+@option("--error", type=click.File("rb"), help="A file with an error message, or - for a paste.")
+def find_causes(run: str, error: IO[bytes] | None) -> None:
     """Say what is wrong with RUN (its name, or the path of its folder), or what an error message means."""
     from nbutils import diagnose
 
@@ -148,9 +173,9 @@ def find_causes(run: str | None, error: IO[bytes] | None) -> None:
     if error:
         diagnose.show_causes(diagnose.read_log(error))
     if run:
-        found = record.find(run)
-        print(tr("run {folder}:", folder=found.path))
-        diagnose.show(diagnose.examine(diagnose.Trained.of(found)))
+        folder = record.find(run)
+        print(tr("run {folder}:", folder=folder.path))
+        diagnose.show(diagnose.examine(diagnose.Trained.of(folder)))
 
 
 @app.group("checkpoints")
@@ -158,26 +183,32 @@ def of_a_run() -> None:
     """The checkpoints of a run: RUN is its name, or the path of its folder."""
 
 
-@of_a_run.command("list")
-@click.argument("run")
-def list_checkpoints(run: str, thorough: bool = False) -> bool:
-    """List them with size and place, checked by size and manifest."""
+def _list_checkpoints(run: str, thorough: bool) -> bool:
+    """Print them; whether there are some, and all are sound."""
     lines = checkpoints.listing(run, thorough)
-    print(display.aligned([line.row(thorough) for line in lines]) or tr("no checkpoint yet"))
+    rows = [line.row(thorough) for line in lines]
+    print(display.aligned(rows) or tr("no checkpoint yet"))
     return bool(lines) and all(line.problem is None for line in lines)
 
 
+@of_a_run.command("list")
+@argument("run")
+def list_checkpoints(run: str) -> None:
+    """List them with size and place, checked by size and manifest."""
+    _list_checkpoints(run, thorough=False)
+
+
 @of_a_run.command()
-@click.argument("run")
+@argument("run")
 def verify(run: str) -> None:
     """Read every archive and compare its sha256; exit status 1 if one is damaged or there is none."""
-    sys.exit(int(not click.get_current_context().invoke(list_checkpoints, run=run, thorough=True)))
+    sys.exit(not _list_checkpoints(run, thorough=True))
 
 
 @of_a_run.command()
-@click.argument("run")
-@click.option("--to", type=FILE, help="A folder that does not exist yet; default: ./checkpoint-N.")
-@click.option("--step", type=int, help="Of this step, instead of the newest that verifies.")
+@argument("run")
+@option("--to", type=FILE, help="A folder that does not exist yet; default: ./checkpoint-N.")
+@option("--step", type=int, help="Of this step, instead of the newest that verifies.")
 def restore(run: str, to: Path | None, step: int | None) -> None:
     """Unpack the newest checkpoint that verifies."""
     print(tr("restored: {folder}", folder=checkpoints.restore(run, to, step)))
@@ -189,49 +220,51 @@ def data() -> None:
 
 
 @data.command()
-@click.argument("files", nargs=-1, required=True)
-@click.option("--columns", default="", metavar="TEXT", help='Which column is what: "user=title+body, assistant=reply".')
-@click.option("--near", type=float, help="Overlap from which rows are near duplicates; 0: do not look; default 0.8.")
-@click.option("--no-repair", is_flag=True, help="Reject text read in the wrong encoding instead of fixing it.")
-@click.option("--model", default="", help="Measure tokens with the tokenizer of this model, named as in the lessons.")
-@click.option("--max-length", type=click.IntRange(0), default=0, help="Report rows with more tokens than this.")
-@click.option("--out", type=FILE, help="Write train, eval, rejected rows and the data card here.")
-@click.option("--rejected", type=FILE, help="Write the rejected rows with their reasons here.")
+@argument("files", nargs=-1, required=True)
+@option("--columns", default="", metavar="TEXT", help='Which column is what: "user=title+body, assistant=reply".')
+@option("--near", type=float, help="Overlap from which rows are near duplicates; 0: do not look; default 0.8.")
+@option("--no-repair", is_flag=True, help="Reject text read in the wrong encoding instead of fixing it.")
+@option("--model", default="", help="Measure tokens with the tokenizer of this model, named as in the lessons.")
+@option("--max-length", type=click.IntRange(0), default=0, help="Report rows with more tokens than this.")
+@option("--out", type=FILE, help="Write train, eval, rejected rows and the data card here.")
+@option("--rejected", type=FILE, help="Write the rejected rows with their reasons here.")
 @json_option
-def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **options: Any) -> None:
+def check(**options: Any) -> None:
     """Read, check and deduplicate FILES (files, folders, hub datasets). Exit status 1 only if no row can be used."""
+    _check(**options)
+
+
+def _check(as_json: bool, files: Words, no_repair: bool, **options: Any) -> None:
     from nbutils.data import build
 
-    found = build.check(files, repair=not no_repair, **options)
-    _print_json(found) if as_json else print(build.report_text(found))
-    sys.exit(int(not found["accepted"]))
+    result = build.check(files, repair=not no_repair, **options)
+    _print_result(as_json, result, build.report_text(result))
+    sys.exit(not result["accepted"])
 
 
 @app.command("plan")
-@click.option("--profile", help="A profile of configs/ or the path of one; default: the one for the GPU.")
-@click.option("--model", help="A course model, a hub id in the cache, or a folder; default: the profile's.")
-@click.option("--gpu", default="", help='A GPU of configs/gpus.yaml, "T4 x2" for two; default: this machine\'s.')
-@click.option("--method", type=click.Choice(["qlora", "lora"]), help="Default: by profile and model size.")
-@click.option("--micro-batch", type=click.IntRange(1), help="Rows at a time; default: the fastest that fits.")
-@click.option("--checkpointing", type=click.Choice(["off", "on", "offload"]), help="Default: the fastest that fits.")
-@click.option("--length", type=click.IntRange(16), help="Tokens of a row; default: the profile's.")
-@click.option("--rank", type=click.IntRange(1), help="Rank of the adapter; default: the profile's.")
-@click.option("--gpus", type=click.IntRange(1), help="How many GPUs share the batch.")
-@click.option(
-    "--engine", type=click.Choice(list(plan.STRATEGIES)), help="What they share; default: ddp, the batch alone."
-)
-@click.option("--rows", type=click.IntRange(1), help="Rows of your data.")
-@click.option("--mean-length", type=amount, help="Mean tokens of a row.")
-@click.option("--epochs", type=amount, help="Default: the profile's.")
-@click.option("--set", "given", multiple=True, metavar="TEXT", help=SET_HELP)
-@click.option("--vram", type=amount, help="Memory of the GPU in GiB, as torch reports it.")
-@click.option("--tflops", type=amount, help="The GPU's dense 16-bit tensor TFLOP/s.")
-@click.option("--capability", help="The GPU's CUDA capability, as 7.5.")
+@option("--profile", help="A profile of configs/ or the path of one; default: the one for the GPU.")
+@option("--model", help="A course model, a hub id in the cache, or a folder; default: the profile's.")
+@option("--gpu", default="", help='A GPU of configs/gpus.yaml, "T4 x2" for two; default: this machine\'s.')
+@option("--method", type=click.Choice(["qlora", "lora"]), help="Default: by profile and model size.")
+@option("--micro-batch", type=COUNT, help="Rows at a time; default: the fastest that fits.")
+@option("--checkpointing", type=click.Choice(["off", "on", "offload"]), help="Default: the fastest that fits.")
+@option("--length", type=click.IntRange(16), help="Tokens of a row; default: the profile's.")
+@option("--rank", type=COUNT, help="Rank of the adapter; default: the profile's.")
+@option("--gpus", type=COUNT, help="How many GPUs share the batch.")
+@option("--engine", type=click.Choice(list(plan.STRATEGIES)), help="What they share; default: ddp, the batch alone.")
+@option("--rows", type=COUNT, help="Rows of your data.")
+@option("--mean-length", type=amount, help="Mean tokens of a row.")
+@option("--epochs", type=amount, help="Default: the profile's.")
+@set_option
+@option("--vram", type=amount, help="Memory of the GPU in GiB, as torch reports it.")
+@option("--tflops", type=amount, help="The GPU's dense 16-bit tensor TFLOP/s.")
+@option("--capability", help="The GPU's CUDA capability, as 7.5.")
 @json_option
-def forecast(as_json: bool, given: tuple[str, ...], **options: Any) -> None:
+def forecast(as_json: bool, given: Words, **options: Any) -> None:
     """Forecast memory, speed, time and cost of a training before anything is downloaded."""
     data, text = plan.answer(given=", ".join(given) or None, **options)
-    _print_json(data) if as_json else print(text)
+    _print_result(as_json, data, text)
 
 
 @app.command("serve-env")
@@ -239,39 +272,47 @@ def serve_env() -> None:
     """Make the environment that lesson 05 serves from, or check that it is there."""
     from nbutils import serving
 
-    made = serving.ensure_environment(hardware.engine(hardware.gpu()).value)
-    print(tr("serving environment: {engine}, {python}", engine=made.engine, python=made.python))
+    environment = serving.ensure_environment(hardware.engine(hardware.gpu()).value)
+    print(tr("serving environment: {engine}, {python}", engine=environment.engine, python=environment.python))
 
 
 @app.command("bench-serve")
-@click.option("--model", type=FOLDER, help="A model folder; it is served here.")
-@click.option("--url", default="", help="A server that is running; its key, if it has one, in VLLM_API_KEY.")
-@click.option("--name", default="", help="The model's name on that server; default: the first it has.")
-@click.option("--concurrency", default="1,8,32,128", help="Concurrent requests, separated by commas.")
-@click.option("--prompt-tokens", type=click.IntRange(1), default=128)
-@click.option("--answer-tokens", type=click.IntRange(2), default=128)
-@click.option("--rivals", default="generate,transformers-serve", help="What --model is measured against; '' for none.")
-@click.option("--out", type=FILE, help="A folder for bench.json and bench.png.")
+@option("--model", type=FOLDER, help="A model folder; it is served here.")
+@option("--url", default="", help="A server that is running; its key, if it has one, in VLLM_API_KEY.")
+@option("--name", default="", help="The model's name on that server; default: the first it has.")
+@option("--concurrency", default="1,8,32,128", help="Concurrent requests, separated by commas.")
+@option("--prompt-tokens", type=COUNT, default=128)
+@option("--answer-tokens", type=click.IntRange(2), default=128)
+@option("--rivals", default="generate,transformers-serve", help="What --model is measured against; '' for none.")
+@option("--out", type=FILE, help="A folder for bench.json and bench.png.")
 @json_option
-def bench_serve(as_json: bool, concurrency: str, prompt_tokens: int, answer_tokens: int, **options: Any) -> None:
+def bench_serve(**options: Any) -> None:
     """Measure how fast a model is served: throughput, first token, time per token, latency, errors."""
+    _bench_serve(**options)
+
+
+def _bench_serve(
+    as_json: bool, concurrency: str, prompt_tokens: int, answer_tokens: int, rivals: str, **options: Any
+) -> None:
     from nbutils import bench
 
     settings = bench.Settings(bench.parse_concurrency(concurrency), prompt_tokens, answer_tokens)
-    options["rivals"] = bench.parse_rivals(options["rivals"])
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # progress
-        results = bench.measure_speed(settings=settings, **options)
-    _print_json(results.as_dict()) if as_json else results.show()
+    progress = redirect_stdout(sys.stderr) if as_json else nullcontext()
+    with progress:
+        results = bench.measure_speed(settings=settings, rivals=bench.parse_rivals(rivals), **options)
+    if as_json:
+        _print_json(results.as_dict())
+    else:
+        results.show()
 
 
 @app.command()
-@click.argument("folder", type=MODEL_FOLDER)
-@click.argument("formats", nargs=-1)
-@click.option("--out", type=FILE, help="Where the exports go; default: exports/ beside FOLDER.")
-@click.option("--data", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="Train rows (.jsonl) that awq is calibrated on; other formats need none.")  # fmt: skip
-@click.option("--check/--no-check", default=True, help="Compare each export with FOLDER.")
-def export(folder: Path, formats: tuple[str, ...], out: Path | None, data: Path | None, check: bool) -> None:
+@argument("folder", type=MODEL_FOLDER)
+@argument("formats", nargs=-1)
+@option("--out", type=FILE, help="Where the exports go; default: exports/ beside FOLDER.")
+@option("--data", type=ROWS, help="Train rows (.jsonl) that awq is calibrated on; other formats need none.")
+@option("--check/--no-check", default=True, help="Compare each export with FOLDER.")
+def export(folder: Path, formats: Words, out: Path | None, data: Path | None, check: bool) -> None:
     """Write the merged model FOLDER in other FORMATS, each with its size and its loss; without any: show them all."""
     from nbutils import exporting
 
@@ -287,9 +328,9 @@ def export_env() -> None:
 
 
 @app.command()
-@click.argument("folder", type=MODEL_FOLDER)
-@click.argument("to")
-@click.option("--public", is_flag=True, help="Let everyone see it; without this it is private.")
+@argument("folder", type=MODEL_FOLDER)
+@argument("to")
+@option("--public", is_flag=True, help="Let everyone see it; without this it is private.")
 def push(folder: Path, to: str, public: bool) -> None:
     """Upload the model FOLDER: TO is hub:owner/name, modelscope:owner/name, kaggle:owner/name, or a file.tar."""
     is_file = to.endswith(".tar")
@@ -297,15 +338,15 @@ def push(folder: Path, to: str, public: bool) -> None:
 
 
 @app.command()
-@click.argument("base")
-@click.argument("adapter", nargs=-1, required=True, type=FILE)
-@click.argument("out", type=FILE)
-@click.option("--dtype", type=DTYPES, default="auto", help="float32, float16, bfloat16, or auto: the base's own.")
-@click.option("--onto", type=ONTO, default="full", help="full, or dequantized: the base as 4-bit training saw it.")
-@click.option(
+@argument("base")
+@argument("adapter", nargs=-1, required=True, type=FILE)
+@argument("out", type=FILE)
+@option("--dtype", type=DTYPES, default="auto", help="float32, float16, bfloat16, or auto: the base's own.")
+@option("--onto", type=ONTO, default="full", help="full, or dequantized: the base as 4-bit training saw it.")
+@option(
     "--device", type=DEVICES, default="cpu", help="cpu needs no more than some hundred MB; cuda computes on the GPU."
 )
-@click.option("--replace", "replace_other", is_flag=True, help="Replace another model of this course that is in OUT.")
+@option("--replace", "replace_other", is_flag=True, help="Replace another model of this course that is in OUT.")
 def merge(base: str, adapter: tuple[Path, ...], out: Path, **options: Any) -> None:
     """Merge ADAPTER (or several) into BASE, named as MODEL in the lessons, and write the result to OUT, in shards."""
     from nbutils import fetch, merging
@@ -317,11 +358,12 @@ def _translate(command: click.Command) -> None:
     """Help texts in the language of the course."""
     command.help = tr(command.help or "")
     command.short_help = command.help  # click would cut a summary that it made itself
-    for option in command.params:
-        if isinstance(option, click.Option) and option.help:
-            option.help = tr(option.help)
-    for below in command.commands.values() if isinstance(command, click.Group) else ():
-        _translate(below)
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            parameter.help = tr(parameter.help or "")
+    if isinstance(command, click.Group):
+        for below in command.commands.values():
+            _translate(below)
 
 
 _translate(app)

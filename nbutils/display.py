@@ -19,15 +19,20 @@ from nbutils.files import read_json
 from nbutils.language import joined, language, printable, tr
 from nbutils.platforms import detect, in_kernel
 
-ACCENT, ALARM = "var(--jp-brand-color1, #2979c9)", "var(--jp-warn-color1, #e07b00)"
-WIDTH, HEIGHT, POINTS = 760, 96, 160  # of the live curve
-TEXT_WIDTH, VALUE_WIDTH = 120, 34  # of a table of choices
+ACCENT = "var(--jp-brand-color1, #2979c9)"
+ALARM = "var(--jp-warn-color1, #e07b00)"
+WIDTH = 760  # of the live curve
+HEIGHT = 96
+POINTS = 160
+CHOICE_WIDTHS = (40, 26, 50)  # of a table of choices: what, value, why
 WRAPPED_WIDTH = 110  # of a line of prose
 LIVE_LINE = re.compile(r"\[WARN\]|[^:]* · ")  # of a training, in any language
 FONT = "fonts/NotoSansSC-Regular.ttf"  # in the package zhplot: matplotlib's own font has no Chinese
 CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curves.py
 PIECE = re.compile(r"(?:[\u2e80-\uffef]|[^\s\u2e80-\uffef]+)[，。：；、）》”]*|\s+")  # lines break between two of them
 Losses = Sequence[tuple[int, float]]  # step and loss
+Row = Mapping[str, Any]  # of a table: its cells by heading
+Cells = Sequence[str]
 
 
 def width(text: str) -> int:
@@ -47,19 +52,22 @@ def wrap(text: str, columns: int = WRAPPED_WIDTH) -> list[str]:
     """A text in lines of so many columns, broken at spaces and between Chinese characters."""
     lines = [""]
     for piece in PIECE.findall(text):
-        for part in [piece] if width(piece) <= columns else piece:
+        parts = piece if width(piece) > columns else [piece]  # a word longer than a line is broken anywhere
+        for part in parts:
             if width(lines[-1] + part) > columns:
                 lines.append("")
-            lines[-1] += part if lines[-1] else part.lstrip()
+            if lines[-1] or not part.isspace():
+                lines[-1] += part
     return [line.rstrip() for line in lines if line]
 
 
-def render_html(template: str, **values: Any) -> str:
+def render(template: str, **values: Any) -> str:
     """A page of templates/, with every value escaped."""
     import jinja2
 
     pages = jinja2.Environment(loader=jinja2.PackageLoader("nbutils"), autoescape=True, trim_blocks=True)
-    return str(pages.get_template(template).render(accent=ACCENT, alarm=ALARM, tr=tr, **values))
+    page = pages.get_template(template)
+    return page.render(accent=ACCENT, alarm=ALARM, tr=tr, **values)
 
 
 def show(template: str, text: str, **values: Any) -> None:
@@ -70,47 +78,78 @@ def show(template: str, text: str, **values: Any) -> None:
         return
     from IPython.display import display
 
-    display({"text/html": render_html(template, **values), "text/plain": text}, raw=True)
+    display({"text/html": render(template, **values), "text/plain": text}, raw=True)
 
 
-def show_table(rows: Sequence[dict[str, Any]], title: str = "", text: str = "") -> None:
-    """A table: HTML in a notebook; in a script `text`, or else one line per entry."""
-    entries = ["".join(f"  {joined([tr(name), str(value)], ':')}\n" for name, value in row.items()) for row in rows]
-    show("table.html", text or "\n".join([title, *entries]), rows=rows, title=title)
+def show_table(rows: Sequence[Row], title: str = "", text: str = "") -> None:
+    """A table: HTML in a notebook; in a script `text`, or else one line per entry.
+
+    Example: display.show_table([{"question": "2 + 2?", "answer": "4"}], "Answers")
+    """
+    lines = [title]
+    for row in rows:
+        for name, value in row.items():
+            entry = joined([tr(name), str(value)], ":")
+            lines.append(f"  {entry}")
+        lines.append("")
+    show("table.html", text or "\n".join(lines), rows=rows, title=title)
 
 
 def show_choices(resolved: Any, only: Sequence[str] = ("",)) -> None:
-    """The values of a resolved profile whose names begin with one of `only`, and those of SET; 120 columns wide."""
+    """The values of a resolved profile whose names begin with one of `only`, and those of SET; each with its reason.
+
+    Example: display.show_choices(lesson.resolved, only=["lora", "sft.learning_rate"])
+    """
     wanted = (*only, *resolved.set_values)
-    choices = {name: one for name, one in resolved.choices.items() if name.startswith(wanted) and name != "about"}
-    first, second = (max(map(width, column)) for column in (choices, [shown(one.value) for one in choices.values()]))
-    second = min(second, VALUE_WIDTH)
-    lines = [tr("The values of the profile {name}, each with its reason.", name=resolved.name)]
-    for name, one in choices.items():
-        columns = [name], wrap(shown(one.value), second), wrap(one.reason, TEXT_WIDTH - first - second - 4)
-        for head, middle, tail in zip_longest(*columns, fillvalue=""):
-            lines.append(f"{pad(head, first)}  {pad(middle, second)}  {tail}".rstrip())
-    heads = (tr("what"), tr("value"), tr("why"))
-    rows = [dict(zip(heads, (name, shown(one.value), one.reason), strict=True)) for name, one in choices.items()]
-    show_table(rows, text="\n".join(lines))
+    rows = []
+    lines: list[Cells] = []
+    for name, choice in resolved.choices.items():
+        if name.startswith(wanted) and name != "about":
+            row = {
+                tr("what"): name,
+                tr("value"): shown(choice.value),
+                tr("why"): choice.reason,
+            }
+            rows.append(row)
+            lines += zip_longest(*map(wrap, row.values(), CHOICE_WIDTHS), fillvalue="")
+    title = tr("The values of the profile {name}, each with its reason.", name=resolved.name)
+    show_table(rows, text=f"{title}\n{columns_of(lines)}")
 
 
-def show_answers(rows: Sequence[Mapping[str, Any]], **answers: Sequence[str]) -> None:
-    """The last question of each row, the answer it holds, and a column for each list of `answers` to them."""
-    table, named = [], {"before": tr("before"), "after": tr("after")}
-    for row, *given in zip(rows, *answers.values(), strict=True):
-        *_, question, expected = (message["content"] for message in row["messages"])
-        heads = (tr("question"), tr("expected"), *(named.get(name, name) for name in answers))
-        table.append(dict(zip(heads, (question, expected, *given), strict=True)))
+def show_answers(rows: Sequence[Row], **answers: Sequence[str]) -> None:
+    """The last question of each row, the answer it holds, and a column for each list of `answers` to them.
+
+    Example: display.show_answers(eval_rows[:3], before=before, after=after)
+    """
+    names = {"before": tr("before"), "after": tr("after")}
+    table = []
+    for number, row in enumerate(rows):
+        *_, question, expected = row["messages"]
+        cells = {tr("question"): question["content"], tr("expected"): expected["content"]}
+        for name, texts in answers.items():
+            cells[names.get(name, name)] = texts[number]
+        table.append(cells)
     show_table(table)
 
 
-def aligned(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of a table as columns of text."""
-    lines = [[tr(name) for name in rows[0]], *([str(value) for value in row.values()] for row in rows)] if rows else []
+def aligned(rows: Sequence[Row]) -> str:
+    """Rows of a table as columns of text.
+
+    Example: print(display.aligned([{"GPU": "T4", "GiB": 15}, {"GPU": "A100", "GiB": 40}]))
+    """
+    if not rows:
+        return ""
+    lines = [[tr(name) for name in rows[0]]]
+    for row in rows:
+        lines.append([str(value) for value in row.values()])
+    return columns_of(lines)
+
+
+def columns_of(lines: Sequence[Cells]) -> str:
+    """Lines of cells as text, each column as wide as its widest cell."""
     widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
-    padded = (map(pad, line, widths) for line in lines)
-    return printable("\n".join("  ".join(cells).rstrip() for cells in padded))
+    padded = ["  ".join(map(pad, cells, widths)).rstrip() for cells in lines]
+    return printable("\n".join(padded))
 
 
 def pyplot() -> Any:
@@ -128,26 +167,44 @@ def pyplot() -> Any:
 
 def plot_loss_examples(path: Path | None = None) -> None:
     """Four measured trainings side by side: healthy, too slow, diverging and overfitting."""
-    titles = {}
+    panels = {}
     for name, example in read_json(CURVES).items():
-        settings = {key: example["settings"][key] for key in ("learning_rate", "row_count", "steps")}
-        about = tr("rate {learning_rate:g}, {row_count} rows, {steps} steps", **settings)
-        titles[f"{tr(name.replace('_', ' '))}\n{about}"] = example
-    plot_losses({}, path, panels=titles)
+        settings = example["settings"]
+        caption = tr(
+            "rate {learning_rate:g}, {row_count} rows, {steps} steps",
+            learning_rate=settings["learning_rate"],
+            row_count=settings["row_count"],
+            steps=settings["steps"],
+        )
+        panels[f"{tr(name.replace('_', ' '))}\n{caption}"] = example
+    _plot_panels(panels, path)
 
 
-def plot_losses(history: Mapping[str, Any], path: Path | None = None, title: str = "Loss", panels: Any = None) -> None:
-    """The curves `train` and `validation` of a history, or of several in `panels`; saved to `path` if one is given."""
-    shown = panels or {tr(title): history}
-    figure, [axes_of] = pyplot().subplots(1, len(shown), figsize=(max(7, 3.4 * len(shown)), 3), squeeze=False)
-    for axes, (title, curves) in zip(axes_of, shown.items(), strict=True):
+def plot_losses(history: Row, path: Path | None = None, title: str = "Loss") -> None:
+    """The curves `train` and `validation` of a history; saved to `path` if one is given.
+
+    Example: display.plot_losses({"train": [(1, 2.0), (2, 1.5)], "validation": [(2, 1.6)]})
+    """
+    _plot_panels({tr(title): history}, path)
+
+
+def _plot_panels(panels: Mapping[str, Row], path: Path | None) -> None:
+    size = (max(7, 3.4 * len(panels)), 3)
+    figure = pyplot().figure(figsize=size)
+    for number, (title, curves) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(1, len(panels), number, xlabel=tr("step"), ylabel=tr("loss"))
+        axes.set_title(title, fontsize=10)
         axes.plot(*zip(*curves["train"], strict=True), label=tr("training"))
         if validation := curves.get("validation"):
             step, loss = min(validation, key=lambda point: point[1])
             label = tr("validation, best: {loss:.3f} at step {step}", loss=loss, step=step)
-            axes.plot(*zip(*validation, strict=True), "o-", ms=4, label=label)
-        axes.set(xlabel=tr("step"), ylabel=tr("loss"), ylim=(0, None))
-        axes.set_title(title, fontsize=10)
+            axes.plot(
+                *zip(*validation, strict=True),
+                "o-",
+                ms=4,
+                label=label,
+            )
+        axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()
     show_figure(figure, path)
@@ -172,8 +229,10 @@ def show_figure(figure: Any, path: Path | None = None) -> None:
 
 def watched() -> bool:
     """Whether someone may be looking: a kernel whose frontend can also type; papermill's and Kaggle's batch cannot."""
-    kernel = sys.modules["IPython"].get_ipython().kernel if in_kernel() and not detect().batch else None
-    return kernel is not None and bool(getattr(kernel, "_allow_stdin", True))
+    if not in_kernel() or detect().batch:
+        return False
+    kernel = sys.modules["IPython"].get_ipython().kernel
+    return bool(getattr(kernel, "_allow_stdin", True))
 
 
 def calm_bars() -> None:
@@ -199,7 +258,9 @@ class LiveOutput:
 
     def show(self, text: str, html: str = "") -> None:
         """Show this instead of what was there."""
-        page = {"text/plain": text} | ({"text/html": html} if html else {})
+        page = {"text/plain": text}
+        if html:
+            page["text/html"] = html
         if self.handle is not None:
             self.handle.update(page, raw=True)
         elif watched():
@@ -213,36 +274,62 @@ class LiveOutput:
 
 def live_line(parts: Mapping[str, str]) -> str:
     """The numbers in one line."""
-
-    def named(name: str, value: str) -> str:
-        texts = {
-            "loss": tr("loss {value}", value=value), "validation": tr("validation {value}", value=value),
-            "tokens/s": f"{value} tokens/s", "GPU": f"GPU {value}", "left": tr("{value} left", value=value),
-        }  # fmt: skip
-        return texts.get(name, value)
-
-    return " · ".join(map(named, parts, parts.values()))
+    texts = []
+    for name, value in parts.items():
+        if name == "loss":
+            value = tr("loss {value}", value=value)
+        elif name == "validation":
+            value = tr("validation {value}", value=value)
+        elif name == "left":
+            value = tr("{value} left", value=value)
+        elif name == "tokens/s":
+            value = f"{value} tokens/s"
+        elif name == "GPU":
+            value = f"GPU {value}"
+        texts.append(value)
+    return " · ".join(texts)
 
 
 def live_page(
     parts: Mapping[str, str], step: int, last: int, losses: Losses, validation: Losses = (), notes: Iterable[str] = ()
 ) -> str:
     """Numbers by name, how far the training is, its curves and notes, as HTML."""
-    thinned = dict([*losses[:: -(-len(losses) // POINTS) or 1], *losses[-1:]])
-    curves = [[point for point in curve if math.isfinite(point[1])] for curve in (thinned.items(), validation)]
-    low, high = (limit([loss for curve in curves for _, loss in curve], default=0.0) for limit in (min, max))
-    x, y = WIDTH / max(last, 1), HEIGHT / ((high - low) or 1.0)
-    lines = [" ".join(f"{at * x:.1f},{16 + (high - loss) * y:.1f}" for at, loss in curve) for curve in curves]
-    sizes = {"low": low, "high": high, "width": WIDTH, "height": HEIGHT, "percent": 100 * step / max(last, 1)}
-    labels = {"loss": tr("loss"), "validation": tr("validation"), "memory": tr("in use"), "cost": tr("cost")}
-    labels["left"] = tr("time left")
-    return render_html("live.html", parts=parts, labels=labels, notes=notes, lines=lines, **sizes)
+    stride = max(1, math.ceil(len(losses) / POINTS))
+    thinned = dict(losses[::stride]) | dict(losses[-1:])
+    drawn = [_finite(thinned.items()), _finite(validation)]
+    values = [loss for curve in drawn for _, loss in curve]
+    low = min(values, default=0.0)
+    high = max(values, default=0.0)
+    lines = []
+    for curve in drawn:
+        points = []
+        for at, loss in curve:
+            x = WIDTH * at / max(last, 1)
+            y = 16 + HEIGHT * (high - loss) / ((high - low) or 1.0)
+            points.append(f"{x:.1f},{y:.1f}")
+        lines.append(" ".join(points))
+    return render(
+        "live.html",
+        parts=parts,
+        notes=notes,
+        lines=lines,
+        low=low,
+        high=high,
+        width=WIDTH,
+        height=HEIGHT,
+        percent=100 * step / max(last, 1),
+    )
+
+
+def _finite(curve: Iterable[tuple[int, float]]) -> Losses:
+    return [(step, loss) for step, loss in curve if math.isfinite(loss)]
 
 
 def clock(seconds: float) -> str:
     """Seconds as a person reads them: 0:07, 12:34, 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class LiveLines(io.TextIOBase):
@@ -255,6 +342,7 @@ class LiveLines(io.TextIOBase):
         import tqdm
 
         *lines, self.rest = (self.rest + text).split("\n")
-        for line in filter(LIVE_LINE.match, lines):
-            tqdm.tqdm.write(f"  {line}")
+        for line in lines:
+            if LIVE_LINE.match(line):
+                tqdm.tqdm.write(f"  {line}")
         return len(text)

@@ -15,29 +15,54 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from nbutils import checkpoints, display, distributed, hardware, install, notices, platforms, profiles, record
-from nbutils.config import flat, settings_in, settings_text
+from nbutils.config import Overrides, flat, settings_in, settings_text
 from nbutils.errors import CourseError
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
+from nbutils.hardware import GPU
 from nbutils.language import joined, language, print_whatever, tr
-from nbutils.record import RunFolder
+from nbutils.platforms import Folders, Platform
+from nbutils.profiles import Resolved
+from nbutils.record import Facts, RunFolder
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
 OF_AN_ADAPTER = ("04_merge", "05_serve", "08_export", "09_benchmark")  # what they measure is of one adapter
 LAUNCHERS = ("05_serve", "06_scale_out", "09_benchmark")  # their processes may use every GPU
 TRY_NO_GPU = ("06_scale_out", "99_when_it_breaks")  # its processes try their own; a broken one is what it is for
-OVERRIDES = {"MAX_STEPS": "sft.max_steps", "SAVE_STEPS": "sft.save_steps"}  # 0 leaves them to the profile
 LARGEST_ON_CPU = 1  # billions of parameters that a profile without a GPU begins to train
 RUN_NAME = re.compile(r"\w[\w.-]{0,79}")
 TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
+Types = Mapping[str, type]  # of parameters, by name
+
+
+class RunParameters(BaseModel, alias_generator=str.upper):
+    """The parameters that choose a run; each lesson has some of them."""
+
+    profile: str = "auto"
+    model: str = ""
+    run_name: str = ""
+    set: str = ""
+    resume: str = "auto"
+    max_steps: int = 0  # 0 leaves it to the profile
+    save_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a lesson runs."""
+
+    platform: Platform
+    folders: Folders
+    gpu: GPU | None
 
 
 @dataclass
@@ -45,11 +70,11 @@ class Lesson(record.LessonLike):
     """A lesson that was started by `begin`."""
 
     stem: str
-    parameters: dict[str, Any]
-    platform: platforms.Platform
-    folders: platforms.Folders
-    gpu: hardware.GPU | None
-    resolved: profiles.Resolved
+    parameters: Facts
+    platform: Platform
+    folders: Folders
+    gpu: GPU | None
+    resolved: Resolved
     run: RunFolder
     started: float
     work: notices.Work
@@ -63,11 +88,14 @@ class Lesson(record.LessonLike):
 
     @property
     def device_map(self) -> dict[str, int | str] | None:
-        """Where `from_pretrained` puts the weights, as the engine of this training wants it."""
+        """Where `from_pretrained` puts the weights, as the strategy of this training wants it."""
         return distributed.device_map(self.device, str(self.profile.from_pretrained.dtype), str(self.profile.method))
 
     def with_recipe(self, lengths: Sequence[int], held_out: int | None = None) -> Lesson:
-        """The same lesson with the recipe for examples of these lengths (in tokens), `held_out` rows beside them."""
+        """The same lesson with the recipe for examples of these lengths (in tokens), `held_out` rows beside them.
+
+        Example: lesson = lesson.with_recipe(dataset.lengths, dataset.validation_rows)
+        """
         from transformers.utils import cached_file
 
         cached_file(self.model, "config.json")  # of a hub model: its size decides learning rate and method
@@ -79,107 +107,149 @@ class Lesson(record.LessonLike):
             print(f"[WARN] {warning}")
         return fitted
 
-    def fitted(self, rows: profiles.Rows) -> profiles.Resolved:
+    def fitted(self, rows: profiles.Rows) -> Resolved:
         """The profile for these rows; a run that has begun keeps the rows of its steps and of its validation."""
-        goes_on = distributed.is_main() and self.parameters.get("RESUME") != "never"
-        began = distributed.broadcast(checkpoints.newest(self.folders, self.run.name) if goes_on else None)
-        resolved = self.resolved
-        if began:
-            resolved = profiles.keep_begun(resolved, began.fingerprint, began.validation_rows)
-        return profiles.fit(resolved, rows)
+        newest = None
+        if distributed.is_main() and self.parameters.get("RESUME") != "never":
+            newest = checkpoints.newest(self.folders, self.run.name)
+        newest = distributed.broadcast(newest)
+        if newest is None:
+            return profiles.fit(self.resolved, rows)
+        return profiles.fit(profiles.keep_begun(self.resolved, newest.fingerprint, newest.validation_rows), rows)
 
     def require(self, stem: str) -> None:
-        """Make sure that an earlier lesson's result is in the run folder; if it is not, run that lesson now."""
+        """Make sure that an earlier lesson's result is in the run folder; if it is not, run that lesson now.
+
+        Example: lesson.require("03_qlora")
+        """
         if not self.run.has(stem):
-            others = ", ".join(name for name, run in record.runs(self.folders.keep).items() if run.has(stem))
-            if others and stem != "02_data_prep" and not self.parameters.get("RUN_NAME"):  # hours that nobody asked for
-                raise CourseError(
-                    tr(
-                        "RUN_NAME is empty, and {run}, the run of this profile, has no result of lesson {lesson}. "
-                        "These runs have one: {others}.",
-                        run=self.run.name,
-                        lesson=stem,
-                        others=others,
-                    ),
-                    todo=tr(
-                        'Set RUN_NAME to the run you mean. RUN_NAME = "{run}" runs {lesson} now.',
-                        run=self.run.name,
-                        lesson=stem,
-                    ),
-                )
-            text = tr("Lesson {lesson} has not run in {run} yet: running it now.", lesson=stem, run=self.run.path)
-            print(text, flush=True)
+            if stem != "02_data_prep" and not self.parameters.get("RUN_NAME"):
+                self._refuse_if_elsewhere(stem)
+            print(
+                tr("Lesson {lesson} has not run in {run} yet: running it now.", lesson=stem, run=self.run.path),
+                flush=True,
+            )
             self.launch([sys.executable, str(NOTEBOOKS / f"{stem}.py"), *self.arguments(stem)])
         if stem == "03_qlora":
-            trained = record.read(self.run.facts).get("lessons", {}).get(stem, {})
-            if not record.complete(trained):
-                raise CourseError(
-                    tr(
-                        "The training of this run has ended at step {step} of {steps}.",
-                        step=trained["steps"],
-                        steps=trained["planned_steps"],
-                    ),
-                    todo=tr(
-                        "Run lesson 03 again, unchanged, which continues it. To use the adapter as it is, run lesson "
-                        "03 with MAX_STEPS = {step}.",
-                        step=trained["steps"],
-                    ),
-                )
-            made, rows = stamp(self.run.adapter) or {}, read_object(self.run.data / "data_card.json").get("fingerprint")
-            if rows and made.get("fingerprint", {}).get("data", rows) != rows:
-                raise CourseError(
-                    tr("The adapter of this run was trained on other rows than {data} holds now.", data=self.run.data),
-                    todo=tr("Train on these rows with another RUN_NAME, or put the former data folder back."),
-                )
+            require_trained(self.run)
+
+    def _refuse_if_elsewhere(self, stem: str) -> None:
+        """Hours that nobody asked for: the learner may mean a run that has this result."""
+        others = [name for name, run in record.runs(self.folders.keep).items() if run.has(stem)]
+        if others:
+            raise CourseError(
+                tr(
+                    "RUN_NAME is empty, and {run}, the run of this profile, has no result of lesson {lesson}. "
+                    "These runs have one: {others}.",
+                    run=self.run.name,
+                    lesson=stem,
+                    others=", ".join(others),
+                ),
+                todo=tr(
+                    'Set RUN_NAME to the run you mean. RUN_NAME = "{run}" runs {lesson} now.',
+                    run=self.run.name,
+                    lesson=stem,
+                ),
+            )
 
     def arguments(self, stem: str, **values: Any) -> list[str]:
         """The words after a lesson's name on its command line: this profile, model and run, and what is given here."""
-        given = {"PROFILE": self.resolved.source, "MODEL": self.parameters.get("MODEL", ""), "RUN_NAME": self.run.name}
-        given["SET"] = settings_text(self.resolved.set_values)
-        types = declared_in(NOTEBOOKS / f"{stem}.py")
+        given = {
+            "PROFILE": self.resolved.source,
+            "MODEL": self.parameters.get("MODEL"),
+            "RUN_NAME": self.run.name,
+            "SET": settings_text(self.resolved.set_values),
+            **values,
+        }
         words = []
-        for name, value in (given | values).items():
-            if value and name in types:
-                words += [f"--{name}", str(value)]
+        for name in declared_in(NOTEBOOKS / f"{stem}.py"):
+            if given.get(name):
+                words += [f"--{name}", str(given[name])]
         return words
 
     def launch(self, command: list[str], processes: int = 1, threads: int = 0, keep: Path | None = None) -> None:
         """Run the command line of a lesson, which ends with this kernel; its runs are kept here or elsewhere."""
+        calm = self.stem == "06_scale_out"  # it compares three runs of lesson 03, and shows what it compares
         with notices.deferred():
-            calm = self.stem == "06_scale_out"  # it compares three runs of lesson 03, and shows what it compares
             distributed.launch(command, keep or self.folders.keep, processes, threads, calm)
 
     def finish(self, *measured: Any, **facts: Any) -> None:
-        """Write what was measured to facts.json and print where that is."""
-        facts = {name: value for one in measured for name, value in one.facts().items()} | facts
+        """Write what was measured to facts.json and print where that is.
+
+        Example: lesson.finish(dataset, result, note="first try")
+        """
+        entry: Facts = {"seconds": round(time.monotonic() - self.started, 1)}
+        for result in measured:
+            entry |= result.facts()
+        entry |= facts
         top = {
-            "platform": asdict(self.platform), "profile": self.resolved.name, "profile_source": self.resolved.source,
-            "model": self.model_name, "card": asdict(self.gpu) if self.gpu else None, "versions": record.versions(),
-        }  # fmt: skip
-        entry = {"seconds": round(time.monotonic() - self.started, 1), **facts}
+            "platform": asdict(self.platform),
+            "profile": self.resolved.name,
+            "profile_source": self.resolved.source,
+            "model": self.model_name,
+            "card": asdict(self.gpu) if self.gpu else None,
+            "versions": record.versions(),
+        }
+        outdated: Sequence[str] = ()
         if self.stem == "03_qlora":  # what the adapter was made with
-            top["set"], entry["settings"] = self.resolved.set_values, flat(self.profile.model_dump())
-        changed = self.stem == "03_qlora" and (entry.get("train_seconds") or self.run.merge_is_outdated)
-        whole = record.update(self.run.facts, top, self.stem, entry, OF_AN_ADAPTER if changed else ())
+            top["set"] = self.resolved.set_values
+            entry["settings"] = flat(self.profile.model_dump())
+            if entry.get("train_seconds") or self.run.merge_is_outdated:
+                outdated = OF_AN_ADAPTER
+        whole = record.update(self.run.facts, top, self.stem, entry, outdated)
         record.write_report(self.run.report, self.run.name, whole)
-        about = {"lesson": self.stem, "seconds": entry["seconds"], "facts": self.run.facts}
-        print(tr("Lesson {lesson} done in {seconds:.0f} s. Facts: {facts}", **about))
+        print(
+            tr(
+                "Lesson {lesson} done in {seconds:.0f} s. Facts: {facts}",
+                lesson=self.stem,
+                seconds=entry["seconds"],
+                facts=self.run.facts,
+            )
+        )
         self.work.ended("finished" if record.complete(entry) else "unfinished", f"{self.stem}: {_summary(entry)}")
 
 
-def _summary(entry: Mapping[str, Any]) -> str:
+def _summary(entry: Facts) -> str:
     """What a lesson came to, in the few words of a notice."""
     parts = []
     if "planned_steps" in entry:
         parts.append(tr("step {steps} of {planned}", steps=entry["steps"], planned=entry["planned_steps"]))
-    if best := (entry.get("validation_loss") or {}).get("best"):
+    losses = entry.get("validation_loss") or {}
+    if best := losses.get("best"):
         parts.append(tr("validation loss {loss:.3g}", loss=best))
-    if "verdict" in entry.get("evaluation", {}):
-        parts.append(record.outcome(entry["evaluation"]))
+    evaluation = entry.get("evaluation", {})
+    if "verdict" in evaluation:
+        parts.append(record.outcome(evaluation))
     return joined(parts) or display.clock(entry["seconds"])
 
 
-def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
+def require_trained(run: RunFolder) -> None:
+    """Refuse the adapter of a training that has not ended, or of other rows than those of the run."""
+    trained = record.load(run.facts).lessons.trained
+    if trained.steps < trained.planned_steps:
+        raise CourseError(
+            tr(
+                "The training of this run has ended at step {step} of {steps}.",
+                step=trained.steps,
+                steps=trained.planned_steps,
+            ),
+            todo=tr(
+                "Run lesson 03 again, unchanged, which continues it. To use the adapter as it is, run lesson "
+                "03 with MAX_STEPS = {step}.",
+                step=trained.steps,
+            ),
+        )
+    adapter = stamp(run.adapter) or {}
+    rows = read_object(run.data / "data_card.json").get("fingerprint")
+    trained_on = adapter.get("fingerprint", {}).get("data")
+    if rows and trained_on and rows != trained_on:
+        raise CourseError(
+            tr("The adapter of this run was trained on other rows than {data} holds now.", data=run.data),
+            todo=tr("Train on these rows with another RUN_NAME, or put the former data folder back."),
+        )
+
+
+def begin(stem: str, namespace: Facts) -> Lesson:
     """Start a lesson and print the platform, the profile, the model and where the run is kept."""
     started = time.monotonic()
     work = notices.begin(stem)
@@ -192,6 +262,7 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
         hardware.leave_no_gaps()
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # asks for a kernel no lesson needs
     values = collect(stem, namespace)
+    parameters = RunParameters.model_validate(values)
     distributed.join()
     notices.require_settings()
     work.watch()
@@ -199,47 +270,65 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
         install.ensure("train")
         if language() == "zh":
             display.pyplot()  # the figures that a lesson draws by itself are in Chinese too
-        platform, folders, gpu = find_machine(values, try_gpu=stem not in TRY_NO_GPU)
-        run, resolved = open_run(values, platform, folders, gpu)
+        machine = find_machine(parameters, try_gpu=stem not in TRY_NO_GPU)
+        run, resolved = open_run(parameters, machine)
         work.opened(run)
-    if stem == "03_qlora" and (line := distributed.hint(gpu.count if gpu else 0)):
+    if stem == "03_qlora" and (line := distributed.hint(machine.gpu.count if machine.gpu else 0)):
         print(line)
     print(tr("profile   {name}: {reason}", name=resolved.name, reason=resolved.choices["profile"].reason))
-    print(tr("model     {model}", model=resolved.model), tr("run       {folder}", folder=run.path), sep="\n")
-    if values.get("DATA") and stem in ("02_data_prep", "03_qlora") and profiles.is_tiny(resolved.model):
+    print(tr("model     {model}", model=resolved.model))
+    print(tr("run       {folder}", folder=run.path))
+    if values.get("DATA") and profiles.is_tiny(resolved.model):
         print(tr('[WARN] the tiny model learns only its sample task: PROFILE "laptop" is for rows of your own'))
     if distributed.engine():
-        words = {"engine": distributed.engine_name(str(resolved.profile.method)), "count": distributed.world_size()}
-        print(tr("engine    {engine}, processes: {count}", **words))
-    return Lesson(stem, values, platform, folders, gpu, resolved, run, started, work)
+        strategy = distributed.engine_name(str(resolved.profile.method))
+        print(tr("engine    {engine}, processes: {count}", engine=strategy, count=distributed.world_size()))
+    return Lesson(stem, values, **vars(machine), resolved=resolved, run=run, started=started, work=work)
 
 
-def collect(stem: str, namespace: dict[str, Any]) -> dict[str, Any]:
+def collect(stem: str, namespace: Facts) -> Facts:
     """The checked parameters of a lesson; in a plain script the command line is applied to `namespace` first."""
     types = declared_in(NOTEBOOKS / f"{stem}.py")
-    if platforms.in_kernel():  # the cell that papermill adds
-        cells = [ast.parse(cell) for cell in namespace.get("In", []) if cell.lstrip().startswith("# Parameters")]
-        names = [ast.unparse(node.targets[0]) for cell in cells for node in cell.body if isinstance(node, ast.Assign)]
-        refuse_unknown([name for name in names if not name.startswith("PAPERMILL_")], types)
+    if platforms.in_kernel():
+        refuse_unknown(_set_by_papermill(namespace.get("In", [])), types)
     elif namespace.get("__name__") == "__main__":
-        parser = argparse.ArgumentParser(allow_abbrev=False, description="Parameters of this lesson.")
-        for name, kind in types.items():
-            parser.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=kind.__name__)
-        given, others = parser.parse_known_args()
-        refuse_unknown([word[2:].partition("=")[0] for word in others if word.startswith("--")], types)
-        if others:
-            parser.error(tr("write --NAME VALUE; what is {word}?", word=others[0]))
-        namespace.update({name: parse(name, text, types[name]) for name, text in vars(given).items()})
-    values = {name: parse(name, namespace[name], types[name], strict=True) for name in types if name in namespace}
+        namespace.update(_command_line(types))
+    values = {}
+    for name, kind in types.items():
+        if name in namespace:
+            values[name] = parse(name, namespace[name], kind, strict=True)
     namespace.update(values)
+    return values
+
+
+def _set_by_papermill(cells: Iterable[str]) -> Iterator[str]:
+    """The names in the cell that papermill adds."""
+    for cell in cells:
+        if cell.lstrip().startswith("# Parameters"):
+            names = re.findall(r"^(\w+) =", cell, re.MULTILINE)
+            yield from (name for name in names if not name.startswith("PAPERMILL_"))
+
+
+def _command_line(types: Types) -> Facts:
+    """The parameters on the command line of a lesson."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Parameters of this lesson.")
+    for name, kind in types.items():
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=kind.__name__)
+    values = vars(parser.parse_args())
+    for name, text in values.items():
+        values[name] = parse(name, text, types[name])
     return values
 
 
 def declared_in(source: Path) -> dict[str, type]:
     """The parameters of a lesson and their types, read from its `.py` without running it."""
-    body = ast.parse(source.read_text(encoding="utf-8")).body
-    declared = {ast.unparse(node.target): ast.unparse(node.annotation) for node in body if type(node) is ast.AnnAssign}
-    return {name: TYPES[kind] for name, kind in declared.items() if name.isupper()}
+    types = {}
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.AnnAssign):
+            name = ast.unparse(node.target)
+            if name.isupper():
+                types[name] = TYPES[ast.unparse(node.annotation)]
+    return types
 
 
 def parse(name: str, value: Any, kind: type, strict: bool = False) -> Any:
@@ -257,49 +346,102 @@ def parse(name: str, value: Any, kind: type, strict: bool = False) -> Any:
         ) from problem
 
 
-def refuse_unknown(names: Iterable[str], types: dict[str, type]) -> None:
+def refuse_unknown(names: Iterable[str], types: Types) -> None:
     """Stop if any name is not a parameter of this lesson."""
-    if unknown := [name for name in names if name not in types]:
-        near = difflib.get_close_matches(unknown[0].upper(), types, n=1)
-        elsewhere = [file.stem for file in sorted(NOTEBOOKS.glob("*.py")) if unknown[0] in declared_in(file)]
-        hint = tr("Remove it; it is for {lessons}.", lessons=", ".join(elsewhere) or tr("no lesson"))
-        hint = tr("Did you mean {name}?", name=near[0]) if near else hint
-        listed = ", ".join(f"{name} ({kind.__name__})" for name, kind in types.items())
-        raise CourseError(tr("Unknown parameter {names}.", names=", ".join(unknown)), allowed=listed, todo=hint)
+    for name in names:
+        if name not in types:
+            near = difflib.get_close_matches(name.upper(), types, n=1)
+            raise CourseError(
+                tr("Unknown parameter {name}.", name=name),
+                allowed=", ".join(f"{known} ({kind.__name__})" for known, kind in types.items()),
+                todo=tr("Did you mean {name}?", name=near[0]) if near else "",
+            )
 
 
-def find_machine(
-    values: Mapping[str, Any], try_gpu: bool = True
-) -> tuple[platforms.Platform, platforms.Folders, hardware.GPU | None]:
+def find_machine(parameters: RunParameters, try_gpu: bool = True) -> Machine:
     """The platform with its network and Drive ready, its folders, and a GPU that was tried."""
-    profile, model = values.get("PROFILE", "auto"), values.get("MODEL", "")
-    is_tiny = profiles.is_tiny(model or ("tiny" if profile == "auto" else profiles.load(profile).model))
-    platform, gpu = platforms.detect(), hardware.gpu()
+    platform = platforms.detect()
+    gpu = hardware.gpu()
     if gpu is None:  # nothing is compiled for a CPU, and bitsandbytes would import torch's compiler: two seconds
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     print(tr("platform  {name} ({evidence})", name=platform.name, evidence=tr(platform.evidence)))
-    for line in platforms.prepare_network(platform, probe=gpu is not None or not is_tiny):
+    for line in platforms.prepare_network(platform, probe=gpu is not None or not _is_bundled(parameters)):
         print(line)
     if platform.name == "colab":
         print(tr("drive     {told}", told=platforms.mount_drive(platform)))
     folders = platforms.folders(platform)
     if not folders.lasting:
-        told = {"folder": folders.keep, "remark": folders.remark}
-        print(tr("[WARN] {folder} may go away with this machine: download what you want to keep ({remark})", **told))
+        print(
+            tr(
+                "[WARN] {folder} may go away with this machine: download what you want to keep ({remark})",
+                folder=folders.keep,
+                remark=folders.remark,
+            )
+        )
     if moved := platforms.use_model_cache(platform, folders):
         print(tr("cache     {told}", told=moved))
     print(tr("gpu       {gpu}", gpu=gpu or tr("none: this machine trains on its CPU")))
     if try_gpu:
         hardware.require_working(gpu)
-    return platform, folders, gpu
+    return Machine(platform, folders, gpu)
 
 
-def open_run(
-    values: dict[str, Any], platform: platforms.Platform, folders: platforms.Folders, gpu: hardware.GPU | None
-) -> tuple[RunFolder, profiles.Resolved]:
+def _is_bundled(parameters: RunParameters) -> bool:
+    """Whether the model comes with the course; `auto` takes that one where there is no GPU."""
+    if parameters.model or parameters.profile == "auto":
+        return profiles.is_tiny(parameters.model or "tiny")
+    return profiles.is_tiny(profiles.load(parameters.profile).model)
+
+
+def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Resolved]:
     """The run folder and the resolved profile; an existing run keeps the profile and SET it started with."""
-    profile, model, name = values.get("PROFILE", "auto"), values.get("MODEL", ""), values.get("RUN_NAME", "")
-    resume = values.get("RESUME", "auto")
+    _require_valid(parameters)
+    folders = machine.folders
+    make_folder(folders.keep, tr("runs"))
+    make_folder(folders.scratch, tr("scratch files"))
+    profile = parameters.profile
+    model = parameters.model
+    by_auto = profile == "auto" and not model and not parameters.run_name
+    if by_auto and machine.gpu:
+        parameters = parameters.model_copy(update={"run_name": unfinished_run(folders.keep)})
+
+    @cache
+    def folder_of(profile: str) -> RunFolder:
+        run = RunFolder(folders.keep / _run_name(parameters, profile))
+        _adopt_earlier(run, folders, parameters)
+        return run
+
+    if profile != "auto" and not model and machine.gpu is None:
+        _require_small(profile, folder_of(Path(profile).stem))
+    continued = False
+    if profile == "auto" and not model and parameters.run_name:
+        begun = record.load(folder_of("").facts)
+        continued = bool(begun.profile_source and begun.model)
+        if continued:
+            profile = begun.profile_source
+            model = begun.model
+    resolved = profiles.resolve(
+        profile,
+        model,
+        gpu=machine.gpu,
+        platform=machine.platform,
+        online=platforms.hub_online,
+        overrides=lambda name: _overrides(parameters, folder_of(name)),
+    )
+    if continued:
+        for choice in ("profile", "model"):
+            resolved.choices[choice] = replace(resolved.choices[choice], reason=tr("this run began with it"))
+    run = folder_of(resolved.name)
+    resolved = replace(resolved, set_values=_kept_settings(parameters, run))
+    make_folder(run.path, tr("this run"))
+    if distributed.is_main():
+        _record_beginning(run, resolved, parameters, folders, by_auto)
+    return run, resolved
+
+
+def _require_valid(parameters: RunParameters) -> None:
+    """Refuse a RESUME or a RUN_NAME that cannot be meant."""
+    resume = parameters.resume
     if resume not in ("auto", "never") and not resume.isdecimal():
         raise CourseError(
             tr("RESUME is {value!r}.", value=resume),
@@ -308,129 +450,159 @@ def open_run(
             ),
             todo=tr("Set RESUME to one of them."),
         )
+    name = parameters.run_name
     if name and not RUN_NAME.fullmatch(name):
         raise CourseError(
             tr("RUN_NAME is {value!r}.", value=name),
             allowed=tr("up to 80 letters, digits, '.', '_' and '-', the first a letter or digit"),
             todo=tr("Choose such a name, or leave it empty to name the run after its profile."),
         )
-    make_folder(folders.keep, tr("runs"))
-    make_folder(folders.scratch, tr("scratch files"))
-    unnamed = profile == "auto" and not model and not name
-    name = unfinished_run(folders.keep, gpu) if unnamed else name
-
-    def folder_of(chosen: str) -> RunFolder:  # without a name it is called after its profile, and its model if named
-        given = (re.sub(r"[^\w.-]+", "-", Path(text).name).strip("-._") for text in (chosen, values.get("MODEL", "")))
-        run = RunFolder(folders.keep / (name or "-".join(dict.fromkeys(filter(None, given))) or "run"))
-        _copy_earlier(run, folders, values)
-        return run
-
-    def set_of(run: RunFolder) -> dict[str, Any]:
-        """SET; if it is empty, the one this run started with, unless another profile is named or it starts over."""
-        if text := values.get("SET"):
-            return settings_in(text)
-        began = record.read(run.facts)
-        same = values.get("PROFILE", "auto") in ("auto", began.get("profile"), began.get("profile_source"))
-        return began.get("set", {}) if same and resume != "never" else {}
-
-    def overrides(chosen: str) -> dict[str, tuple[Any, str]]:  # MAX_STEPS and SAVE_STEPS win over SET
-        kept = {field: (value, tr("SET of this run")) for field, value in set_of(folder_of(chosen)).items()}
-        wanted = {name: field for name, field in OVERRIDES.items() if values.get(name)}
-        return kept | {field: (values[name], tr("parameter {name}", name=name)) for name, field in wanted.items()}
-
-    if profile != "auto" and not model and gpu is None:
-        known = profiles.known_models().get(profiles.load(profile).model)
-        begun = record.read(folder_of(Path(profile).stem).facts)  # a run of a GPU may be merged and served here
-        if known and known.billions > LARGEST_ON_CPU and not begun:
-            raise CourseError(
-                tr(
-                    "The profile {profile} trains {model}, which needs a GPU, and there is none here.",
-                    profile=profile,
-                    model=known.name,
-                ),
-                allowed=tr("without a GPU: auto, tiny or laptop"),
-                todo=tr(
-                    "Set PROFILE to one of these, or use a machine with a GPU (Colab: Runtime > Change runtime "
-                    "type). `python -m nbutils plan` lists GPUs to rent."
-                ),
-            )
-    earlier = record.read(folder_of("").facts) if name else {}
-    continued = profile == "auto" and not model and {"profile_source", "model"} <= set(earlier)
-    if continued:
-        profile, model = earlier["profile_source"], earlier["model"]
-    resolved = profiles.resolve(
-        profile, model, gpu=gpu, platform=platform, online=platforms.hub_online, overrides=overrides
-    )
-    if continued:
-        began = {key: earlier.get("reasons", {}).get(key, tr("this run began with it")) for key in ("profile", "model")}
-        first = {key: replace(resolved.choices[key], reason=str(reason)) for key, reason in began.items()}
-        resolved = replace(resolved, choices=resolved.choices | first)
-    run = folder_of(resolved.name)
-    resolved = replace(resolved, set_values=set_of(run))
-    make_folder(run.path, tr("this run"))
-    trained = any(any(store.glob("checkpoint-*.json")) for store in checkpoints.stores(folders, run.name))
-    top: dict[str, Any] = {}
-    if not trained or resume == "never" or not run.facts.exists():  # else lesson 03 may refuse to continue with these
-        top = {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.called}
-        reasons = {key: resolved.choices[key].reason for key in ("profile", "model")}
-        top |= {"set": resolved.set_values, "reasons": reasons}
-    if distributed.is_main():
-        record.begin(run.facts, top, unnamed)  # an invalid facts.json is an error now, not after the training
-    return run, resolved
 
 
-def _copy_earlier(run: RunFolder, folders: platforms.Folders, values: Mapping[str, Any]) -> None:
+def unfinished_run(keep: Path) -> str:
+    """The newest run that `auto` began here for a GPU and did not finish, whatever GPU is here today; "" if none."""
+    for run in record.runs(keep).values():
+        with suppress(CourseError):  # an invalid facts.json
+            facts = record.load(run.facts)
+            trained = facts.lessons.trained
+            finished = 0 < trained.planned_steps <= trained.steps
+            has_checkpoint = any(run.checkpoints.glob("checkpoint-*.json"))
+            if facts.by_auto and facts.profile != "tiny" and has_checkpoint and not finished:
+                text = tr(
+                    "run {run} was begun here and is not finished: it goes on. PROFILE or RUN_NAME begins another.",
+                    run=run.name,
+                )
+                print(text)
+                return run.name
+    return ""
+
+
+def _run_name(parameters: RunParameters, profile: str) -> str:
+    """RUN_NAME; if it is empty, the profile, and the model if one is named."""
+    if parameters.run_name:
+        return parameters.run_name
+    parts: list[str] = []
+    for text in (profile, parameters.model):
+        part = re.sub(r"[^\w.-]+", "-", Path(text).name).strip("-._")
+        if part and part not in parts:
+            parts.append(part)
+    return "-".join(parts) or "run"
+
+
+def _require_small(profile: str, run: RunFolder) -> None:
+    """Refuse to begin a training on a CPU that would take days; a run of a GPU may be merged and served here."""
+    known = profiles.known_models().get(profiles.load(profile).model)
+    if known and known.billions > LARGEST_ON_CPU and not run.facts.exists():
+        raise CourseError(
+            tr(
+                "The profile {profile} trains {model}, which needs a GPU, and there is none here.",
+                profile=profile,
+                model=known.name,
+            ),
+            allowed=tr("without a GPU: auto, tiny or laptop"),
+            todo=tr(
+                "Set PROFILE to one of these, or use a machine with a GPU (Colab: Runtime > Change runtime "
+                "type). `python -m nbutils plan` lists GPUs to rent."
+            ),
+        )
+
+
+def _kept_settings(parameters: RunParameters, run: RunFolder) -> Facts:
+    """SET; if it is empty, the one this run started with, unless another profile is named or it starts over."""
+    if parameters.set:
+        return settings_in(parameters.set)
+    begun = record.load(run.facts)
+    if parameters.resume == "never" or parameters.profile not in ("auto", begun.profile, begun.profile_source):
+        return {}
+    return begun.set
+
+
+def _overrides(parameters: RunParameters, run: RunFolder) -> Overrides:
+    """What replaces values of the profile, and why; MAX_STEPS and SAVE_STEPS win over SET."""
+    values = {field: (value, tr("SET of this run")) for field, value in _kept_settings(parameters, run).items()}
+    if parameters.max_steps:
+        values["sft.max_steps"] = (parameters.max_steps, tr("parameter {name}", name="MAX_STEPS"))
+    if parameters.save_steps:
+        values["sft.save_steps"] = (parameters.save_steps, tr("parameter {name}", name="SAVE_STEPS"))
+    return values
+
+
+def _record_beginning(
+    run: RunFolder,
+    resolved: Resolved,
+    parameters: RunParameters,
+    folders: Folders,
+    by_auto: bool,
+) -> None:
+    """Note what a run began with; an invalid facts.json is an error now, not after the training."""
+    stores = checkpoints.stores(folders, run.name)
+    trained = any(list(store.glob("checkpoint-*.json")) for store in stores)
+    top: Facts = {}
+    if not trained or parameters.resume == "never" or not run.facts.exists():  # else lesson 03 may refuse these
+        top = {
+            "profile": resolved.name,
+            "profile_source": resolved.source,
+            "model": resolved.called,
+            "set": resolved.set_values,
+        }
+    record.begin(run.facts, top, by_auto)
+
+
+def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) -> None:
     """Copy data and facts of this run from where an earlier session left them: an attached output, a former keep."""
     for store in checkpoints.stores(folders, run.name)[1:]:  # after that of keep
-        former, attached = RunFolder(store.parent), folders.is_attached(store)
-        if attached and any(place.is_symlink() for place in (store, former.path, former.data, former.facts)):
+        former = RunFolder(store.parent)
+        attached = folders.is_attached(store)
+        parts = (store, former.path, former.data, former.facts)
+        if attached and any(part.is_symlink() for part in parts):
             print(tr("[WARN] {run} is not used: a part of it is a link, which could lead anywhere", run=former.path))
             continue
         facts = {} if run.facts.exists() else record.read(former.facts)
-        if attached and facts:  # it may choose no model or profile but the course's own and what the learner names
-            model, profile = str(facts.get("model", "")), str(facts.get("profile_source", ""))
-            ours = not model or profiles.is_tiny(model) or profiles.course_model(model)
-            foreign = {} if ours else {"MODEL": model}
-            foreign |= {"PROFILE": profile} if profile and profile not in profiles.names() else {}
-            if unnamed := [f"{name} = {text!r}" for name, text in foreign.items() if text != values.get(name)]:
-                raise CourseError(
-                    tr(
-                        "The attached run in {folder} was started with {settings}, which is not part of the course.",
-                        folder=former.path,
-                        settings=", ".join(unnamed),
-                    ),
-                    todo=tr(
-                        "If you trust that run, set {settings} in the parameters cell; otherwise detach it or choose "
-                        "another RUN_NAME.",
-                        settings=", ".join(unnamed),
-                    ),
-                )
-            facts.get("set", {}).pop("course.data", None)
-        if former.has("02_data_prep") and not any(run.data.glob("*")):
-            print(tr("data      copied from {folder}", folder=former.data))
-            make_folder(run.data, tr("this run"))
-            plain = [file for file in former.data.iterdir() if file.is_file() and not file.is_symlink()]
-            for file in sorted(plain, key=lambda file: file.name == "data_card.json"):  # it says that all is there
-                shutil.copyfile(file, run.data / file.name)
         if facts:
-            told = {"file": former.facts, "settings": settings_text(facts.get("set", {})) or '""'}
-            print(tr("facts     copied from {file}; SET = {settings}", **told))
+            settings = facts.setdefault("set", {})
+            if attached:
+                _require_trusted(former, parameters)
+                settings.pop("course.data", None)
+            text = settings_text(settings) or '""'
+            print(tr("facts     copied from {file}; SET = {settings}", file=former.facts, settings=text))
             make_folder(run.path, tr("this run"))
             record.begin(run.facts, facts, by_auto=False)
+        if former.has("02_data_prep") and not any(run.data.glob("*")):
+            _copy_data(former.data, run.data)
 
 
-def unfinished_run(keep: Path, gpu: hardware.GPU | None) -> str:
-    """The newest run that `auto` began here for a GPU and did not finish, whatever GPU is here today; "" if none."""
-    found: list[tuple[float, str]] = []
-    for run in map(RunFolder, keep.iterdir()):
-        with suppress(CourseError):  # an invalid facts.json
-            facts = record.read(run.facts)
-            trained = facts.get("lessons", {}).get("03_qlora")
-            finished = trained and record.complete(trained)
-            if facts.get("by_auto") and facts.get("profile") != "tiny" and not finished:
-                found += [(file.stat().st_mtime, run.name) for file in run.checkpoints.glob("checkpoint-*.json")]
-    if not found or gpu is None:
-        return ""
-    _, name = max(found)
-    print(tr("run {run} was begun here and is not finished: it goes on. PROFILE or RUN_NAME begins another.", run=name))
-    return name
+def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
+    """An attached run may choose no model or profile but the course's own and what the learner names."""
+    facts = record.load(run.facts)
+    foreign = []
+    model = facts.model
+    ours = not model or profiles.is_tiny(model) or profiles.course_model(model)
+    if not ours and model != parameters.model:
+        foreign.append(f"MODEL = {model!r}")
+    profile = facts.profile_source
+    if profile and profile not in (*profiles.names(), parameters.profile):
+        foreign.append(f"PROFILE = {profile!r}")
+    if foreign:
+        settings = ", ".join(foreign)
+        raise CourseError(
+            tr(
+                "The attached run in {folder} was started with {settings}, which is not part of the course.",
+                folder=run.path,
+                settings=settings,
+            ),
+            todo=tr(
+                "If you trust that run, set {settings} in the parameters cell; otherwise detach it or choose "
+                "another RUN_NAME.",
+                settings=settings,
+            ),
+        )
+
+
+def _copy_data(former: Path, data: Path) -> None:
+    """Copy the plain files of a data folder; the card, which says that all is there, comes last."""
+    print(tr("data      copied from {folder}", folder=former))
+    make_folder(data, tr("this run"))
+    card_last = sorted(former.iterdir(), key=lambda file: file.name == "data_card.json")
+    for file in card_last:
+        if file.is_file() and not file.is_symlink():
+            shutil.copyfile(file, data / file.name)

@@ -36,7 +36,9 @@ def signals_to_kernel(besides: subprocess.Popen[str] | None = None) -> Iterator[
 
     def forward(number: int) -> None:
         received.append(number)
-        kernels = [child for child in psutil.Process().children() if not besides or child.pid != besides.pid]
+        kernels = psutil.Process().children()
+        if besides:
+            kernels = [kernel for kernel in kernels if kernel.pid != besides.pid]
         for kernel in kernels:
             kernel.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         if not kernels:
@@ -48,15 +50,22 @@ def signals_to_kernel(besides: subprocess.Popen[str] | None = None) -> Iterator[
 
 def output_for(arguments: Sequence[str]) -> Path | None:
     """The output to add for a lesson given alone; None where papermill knows what to do."""
-    words = [word for word in arguments if word.endswith(".ipynb") or word == "-"]
-    lesson = Path(words[0]) if len(words) == 1 and "--help-notebook" not in arguments else Path()
-    following = arguments[arguments.index(words[0]) + 1 :][:1] if words else []
-    has_output = any(word[:1] != "-" for word in following) or os.path.realpath("/proc/self/fd/1").endswith(".ipynb")
-    if has_output or not LESSON.fullmatch(lesson.name) or not lesson.is_file():
+    notebooks = [word for word in arguments if word.endswith(".ipynb") or word == "-"]
+    redirected = os.path.realpath("/proc/self/fd/1").endswith(".ipynb")
+    if len(notebooks) != 1 or "--help-notebook" in arguments or redirected:
         return None
-    folder = platforms.folders(platforms.detect()).keep / "notebooks"
-    output = make_folder(folder, tr("executed notebooks")) / lesson.name
-    return output.with_stem(f"{lesson.stem}-{time.strftime('%Y%m%d-%H%M%S')}") if output.exists() else output
+    lesson = Path(notebooks[0])
+    if not LESSON.fullmatch(lesson.name) or not lesson.is_file():
+        return None
+    place = arguments.index(notebooks[0])
+    for following in arguments[place + 1 : place + 2]:
+        if not following.startswith("-"):
+            return None  # an output is named
+    folder = make_folder(platforms.folders(platforms.detect()).keep / "notebooks", tr("executed notebooks"))
+    output = folder / lesson.name
+    if output.exists():
+        return output.with_stem(f"{lesson.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return output
 
 
 if Path(sys.argv[0]).stem == "papermill" or sys.orig_argv[1:3] == ["-m", "papermill"]:  # not a program that uses it

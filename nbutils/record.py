@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from nbutils import former_names
+from pydantic import BaseModel, Field, ValidationError
+
+from nbutils import display, former_names
 from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.files import DISTRIBUTION, read_json, read_object, stamp, write_json, write_text
@@ -22,9 +24,19 @@ from nbutils.masking import KEY, MASK, mask_secrets
 from nbutils.platforms import Folders, Platform, detect, folders
 
 PACKAGES = (
-    DISTRIBUTION, "torch", "transformers", "peft", "trl", "bitsandbytes", "datasets", "accelerate", "liger-kernel",
-    "safetensors", "papermill", "wandb",
-)  # fmt: skip
+    DISTRIBUTION,
+    "torch",
+    "transformers",
+    "peft",
+    "trl",
+    "bitsandbytes",
+    "datasets",
+    "accelerate",
+    "liger-kernel",
+    "safetensors",
+    "papermill",
+    "wandb",
+)
 UNREAD = ("settings", "fingerprint", "data_fingerprint", "form", "merge")  # facts for programs, not for the report
 LABELS = {  # of facts whose names say too little
     "adapter_moved": "weight matrices changed in the adapter",
@@ -32,17 +44,97 @@ LABELS = {  # of facts whose names say too little
     "weights": "weight matrices of each precision",
 }
 Facts = dict[str, Any]
-TYPES = {"model": str, "profile": str} | dict.fromkeys(("lessons", "set", "platform", "versions", "reasons"), dict)
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Recorded(BaseModel, strict=True, extra="allow"):
+    """A part of facts.json: the fields are those that are read again, with their types."""
+
+
+class TrainingFacts(Recorded):
+    """What lesson 03 measured; None: not measured."""
+
+    steps: Count = 0
+    planned_steps: Count = 0
+    examples: Count = 0
+    rows_left_out: Count = 0
+    skipped_steps: Count | None = None
+    trained_tokens: Count | None = None
+    train_seconds: float | None = None
+    final_loss: float | None = None
+    validation_loss: dict[str, float | None] | None = None
+    best_step: Count | None = None
+    cost: dict[str, float] | None = None
+    oom_rungs: list[Any] | None = None
+    data_fingerprint: str | None = None
+    settings: Facts = {}
+
+
+class Interval(Recorded, extra="ignore"):
+    """A mean and its bounds; a mean that is not a number is None."""
+
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+class Score(Recorded):
+    """A score of the merged model, beside those of others."""
+
+    merged: Interval = Interval()
+
+
+class Forgetting(Recorded):
+    """What became of general knowledge, in a word."""
+
+    verdict: str = ""
+
+
+class Evaluation(Recorded):
+    """What lesson 04 found."""
+
+    verdict: str = ""
+    scores: dict[str, Score] = {}
+    general: Forgetting = Forgetting()
+
+
+class MergeFacts(Recorded):
+    """The facts of lesson 04."""
+
+    evaluation: Evaluation = Evaluation()
+
+
+class Lessons(Recorded):
+    """The facts of each lesson."""
+
+    __pydantic_extra__: dict[str, Facts]
+    trained: TrainingFacts = Field(TrainingFacts(), alias="03_qlora")
+    merged: MergeFacts = Field(MergeFacts(), alias="04_merge")
+
+
+class RunFacts(Recorded):
+    """The whole of facts.json."""
+
+    model: str = ""
+    profile: str = ""
+    profile_source: str = ""
+    by_auto: bool = False
+    set: Facts = {}
+    platform: Facts = {}
+    versions: Facts = {}
+    lessons: Lessons = Lessons.model_validate({})
 
 
 class RunFolder:
     """The folder of one run, which its lessons share."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.name = path, path.name
+        self.path = path
+        self.name = path.name
         self.data = path / "data"  # train.jsonl, eval.jsonl, data_card.json
         self.checkpoints = path / "checkpoints"  # verified archives
-        self.adapter, self.former_adapter = path / "adapter", path / "adapter.former"
+        self.adapter = path / "adapter"
+        self.former_adapter = path / "adapter.former"
         self.elsewhere = path / "merged.json"  # where the merged model is, if it did not fit here
         self.logs = path / "logs"  # TensorBoard and W&B
         self.notebooks = path / "notebooks"  # executed copies of headless runs
@@ -53,7 +145,9 @@ class RunFolder:
     def merged(self) -> Path:
         """The merged model: here, or where lesson 04 found room for it on this machine."""
         place = read_object(self.elsewhere).get("folder")
-        return Path(place) if place and Path(place).parent.is_dir() else self.path / "merged"
+        if place and Path(place).parent.is_dir():
+            return Path(place)
+        return self.path / "merged"
 
     @property
     def merge_is_outdated(self) -> bool:
@@ -64,25 +158,28 @@ class RunFolder:
         """Whether that lesson's result is here and complete; a merge of an earlier adapter does not count."""
         if stem == "02_data_prep":
             return (self.data / "data_card.json").exists()
-        adapter, merged = stamp(self.adapter), stamp(self.merged)
+        adapter = stamp(self.adapter)
         if stem == "03_qlora":
             return adapter is not None
+        merged = stamp(self.merged)
         return merged is not None and merged.get("adapter") == adapter
 
 
 def runs(keep: Path) -> dict[str, RunFolder]:
-    """The runs in a folder by name."""
-    return {facts.parent.name: RunFolder(facts.parent) for facts in sorted(keep.glob("*/facts.json"))}
+    """The runs in a folder by name, the newest first."""
+    newest_first = sorted(keep.glob("*/facts.json"), key=lambda facts: facts.stat().st_mtime, reverse=True)
+    return {facts.parent.name: RunFolder(facts.parent) for facts in newest_first}
 
 
 def find(name: str) -> RunFolder:
     """A run by its name, or by the path of its folder."""
-    known = runs(keep := folders(detect()).keep)
+    keep = folders(detect()).keep
+    known = runs(keep)
     run = known.get(name) or RunFolder(Path(name).expanduser())
     if not run.facts.is_file():
         raise CourseError(
             tr("There is no run {run!r} in {folder}.", run=name, folder=keep),
-            allowed=tr("{known}; or the path of a run folder", known=", ".join(known) or tr("none yet")),
+            allowed=tr("{known}; or the path of a run folder", known=", ".join(sorted(known)) or tr("none yet")),
             todo=tr("Name one of these, or set NBUTILS_HOME to the folder of your runs."),
         )
     return run
@@ -108,11 +205,11 @@ class LessonLike(Protocol):
 
 def versions() -> dict[str, str]:
     """Installed versions of the packages that a result depends on."""
-    found = {}
+    installed = {}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed
 
 
 @contextmanager
@@ -121,8 +218,13 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as problem:
+        seen = str(problem)
+        if isinstance(problem, ValidationError):
+            first = problem.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            seen = f"{place}: {first['msg']}".lstrip(": ")
         raise CourseError(
-            tr("{file} cannot be read: {problem}.", file=path, problem=problem),
+            tr("{file} cannot be read: {problem}.", file=path, problem=seen),
             todo=tr(
                 "Move {file} out of the run folder, then run the lesson again. If it is of a checkpoint, set "
                 "RESUME to the step of an earlier one.",
@@ -136,23 +238,18 @@ def read(path: Path) -> Facts:
     if not path.exists():
         return {}
     with reading(path):
-        facts = read_json(path)
-        fits = [type(facts.get(key, kind())) is kind for key, kind in TYPES.items()]
-        fits += [isinstance(entry, dict) for entry in facts.get("lessons", {}).values()]
-        if not all(fits):
-            raise ValueError(tr("it does not hold the facts of lessons"))
-        facts = _with_names_of_today(facts)
+        facts: Facts = read_json(path)
+        RunFacts.model_validate(facts)
+        trained = facts.get("lessons", {}).get("03_qlora", {})
+        for place, name in ((facts, "set"), (trained, "settings")):
+            if name in place:
+                place[name] = former_names.translated(place[name])
     return facts
 
 
-def _with_names_of_today(facts: Facts) -> Facts:
-    trained = facts.get("lessons", {}).get("03_qlora", {})
-    complete(trained)  # its steps are numbers
-    if "set" in facts:
-        facts["set"] = former_names.translated(facts["set"])
-    if trained.get("settings"):
-        trained["settings"] = former_names.translated(trained["settings"])
-    return dict(facts)
+def load(path: Path) -> RunFacts:
+    """The same with the types of what is read again."""
+    return RunFacts.model_validate(read(path))
 
 
 def begin(path: Path, top: Facts, by_auto: bool) -> None:
@@ -176,10 +273,13 @@ def outcome(evaluation: Facts) -> str:
 def update(path: Path, top: Facts, lesson: str, facts: Facts, outdated: Sequence[str] = ()) -> Facts:
     """Merge `top` and one lesson's facts into the record, without `outdated` lessons; None keeps what was measured."""
     record = read(path) | top
-    earlier = record.get("lessons", {}).get(lesson, {})
-    entry = {name: earlier.get(name) if value is None else value for name, value in facts.items()}
-    kept = {name: one for name, one in record.get("lessons", {}).items() if name not in outdated}
-    record["lessons"] = kept | {lesson: entry}
+    lessons = record.setdefault("lessons", {})
+    earlier = lessons.pop(lesson, {})
+    for stem in outdated:
+        lessons.pop(stem, None)
+    lessons[lesson] = {}
+    for name, value in facts.items():
+        lessons[lesson][name] = earlier.get(name) if value is None else value
     return _write(path, record)
 
 
@@ -192,12 +292,17 @@ def _write(path: Path, record: Facts) -> Facts:
 
 def _masked(value: Any) -> Any:
     """A JSON value with all its texts masked; in the text of the JSON, escaped secrets would be missed."""
-    if isinstance(value, dict):
-        secret = {name for name, inner in value.items() if isinstance(inner, str) and KEY.fullmatch(f"{name}: {inner}")}
-        return {mask_secrets(name): MASK if name in secret else _masked(inner) for name, inner in value.items()}
+    if isinstance(value, str):
+        return mask_secrets(value)
     if isinstance(value, list):
-        return [_masked(inner) for inner in value]
-    return mask_secrets(value) if isinstance(value, str) else value
+        return list(map(_masked, value))
+    if not isinstance(value, dict):
+        return value
+    masked = {}
+    for name, inner in value.items():
+        is_secret = isinstance(inner, str) and KEY.fullmatch(f"{name}: {inner}")
+        masked[mask_secrets(name)] = MASK if is_secret else _masked(inner)
+    return masked
 
 
 def label(name: str) -> str:
@@ -207,38 +312,35 @@ def label(name: str) -> str:
 
 def readable(entry: Facts) -> dict[str, str]:
     """Facts for people, each in a line; what is empty or for programs alone is left out."""
-    texts = {name: _line(value) for name, value in entry.items() if name not in UNREAD}
-    return {tr(label(name)): text for name, text in texts.items() if text}
+    texts = {}
+    for name, value in entry.items():
+        text = _line(value)
+        if text and name not in UNREAD:
+            texts[tr(label(name))] = text
+    return texts
 
 
 def write_report(path: Path, run: str, facts: Facts) -> None:
     """Write report.md, the facts of a run for people."""
-    platform, gpu = facts.get("platform", {}), facts.get("card")
-    lines = [
-        tr("# Run {name}", name=run), "",
-        tr("- machine: {name}, {gpu}", name=platform.get("name"), gpu=gpu["name"] if gpu else tr("CPU only")),
-        tr("- profile: {profile}, model: {model}", profile=facts.get("profile"), model=facts.get("model")),
-        tr("- versions: {versions}", versions=_line(facts.get("versions", {}))),
-        "", tr("What each lesson measured. All numbers, for programs: [facts.json](facts.json)."),
-    ]  # fmt: skip
-    for stem, entry in sorted(facts.get("lessons", {}).items()):
-        lines += ["", tr("## Lesson {lesson}", lesson=stem), "", tr("| what | measured |"), "|---|---|"]
-        lines += [f"| {name} | {text} |" for name, text in readable(entry).items()]
-    write_text(path, "\n".join(lines) + "\n")
+    page = display.render("report.md", run=run, facts=facts, readable=readable, line=_line)
+    write_text(path, page)
 
 
 def _line(value: Any) -> str:
     """A fact in one line: its own summary or verdict if it has one."""
-    if isinstance(value, dict) and ("summary" in value or "verdict" in value):
-        return f"{value.get('format', '')} {_line(value.get('summary') or value['verdict'])}".strip()
-    if isinstance(value, dict):
-        return joined(f"{name} {text}" for name, text in readable(value).items())
-    if isinstance(value, list):
-        return joined(map(_line, value), ";")
-    if isinstance(value, bool) or value is None:
-        return "" if value is None else tr("yes") if value else tr("no")
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return tr("yes") if value else tr("no")
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return tr(str(value)).replace("|", "\\|").replace("\n", " ")
+    if isinstance(value, list):
+        return joined(map(_line, value), ";")
+    if not isinstance(value, dict):
+        return tr(str(value)).replace("|", "\\|").replace("\n", " ")
+    outcome = value.get("summary") or value.get("verdict")
+    if outcome:
+        return f"{value.get('format', '')} {_line(outcome)}".strip()
+    return joined(f"{name} {text}" for name, text in readable(value).items())

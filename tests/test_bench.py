@@ -451,7 +451,7 @@ def test_what_a_run_lacks_is_a_dash_and_said(home: Path, capsys: Any) -> None:
     text = invoke("compare", "one", "older", "begun").output
     assert cells(text, "validation loss, best") == ["0.3000", "-", "-"] and cells(text, "steps") == ["200", "200", "-"]
     assert "lora.r" not in text and "do not compare" not in text, "one run alone differs from nothing"
-    assert compare.load(older.path)["history"] == []
+    assert compare.load(older.path).history == []
     compare.beside(mine)  # finished runs only
     assert "begun" not in (said := capsys.readouterr().out) and cells(said, "verdict") == ["helped"] * 2
     older.facts.write_text("{")
@@ -460,7 +460,7 @@ def test_what_a_run_lacks_is_a_dash_and_said(home: Path, capsys: Any) -> None:
     runs = [a_run(home, name) for name in ("slow", "fast")] + [a_run(home, str(n), data="other") for n in range(4)]
     for age, one in enumerate((*runs, mine)):
         os.utime(one.facts, (age, age))
-    assert list(compare.beside(mine)) == ["one", "fast", "slow", "3"], "first those of the same data, then the newest"
+    assert list(compare.beside(mine)) == ["one", "fast", "slow"], "the newest of the same data"
 
 
 def run_folder(folder: Path, processes: int, losses: dict[int, float], speed: float) -> Path:

@@ -15,13 +15,14 @@ import pytest
 from support import ESCAPES, python, refused, steers
 
 from nbutils import cli, diagnose, display, record
-from nbutils.diagnose import Trained
+from nbutils.diagnose import DataCard, Trained
 from nbutils.files import TINY_MODEL, read_json
-from nbutils.record import RunFolder
+from nbutils.record import Evaluation, Interval, RunFolder, Score, TrainingFacts
 from nbutils.tracking import Progress
 
 CURVES = read_json(display.CURVES)
-GOOD = {"steps": 100, "planned_steps": 100, "examples": 800, "settings": {"sft.logging_steps": 1}}
+GOOD: dict[str, Any] = {"steps": 100, "planned_steps": 100, "examples": 800, "settings": {"sft.logging_steps": 1}}
+FACTS = TrainingFacts(**GOOD)
 
 
 def out_of_memory(folder: Path) -> Any:
@@ -161,7 +162,7 @@ def test_an_ordinary_log_is_not_explained() -> None:
 )
 def test_measured_curves_are_told_apart(name: str, found: list[str]) -> None:
     curves = CURVES[name]
-    assert list(diagnose.examine(Trained(curves["train"], curves["validation"], GOOD))) == found
+    assert list(diagnose.examine(Trained(curves["train"], curves["validation"], FACTS))) == found
 
 
 @pytest.mark.parametrize(
@@ -169,22 +170,25 @@ def test_measured_curves_are_told_apart(name: str, found: list[str]) -> None:
     [
         ("failed", {"failure": "died at step 5"}),
         ("not_a_number", {"train": [(1, 2.0), (2, math.nan)]}),
-        ("not_a_number", {"facts": GOOD | {"skipped_steps": 30}}),
-        ("not_a_number", {"facts": GOOD | {"steps": 140}}),  # NaN is not written: the log ends at step 100
+        ("not_a_number", {"facts": FACTS.model_copy(update={"skipped_steps": 30})}),
+        (
+            "not_a_number",
+            {"facts": FACTS.model_copy(update={"steps": 140})},
+        ),  # NaN is not written: the log ends at step 100
         ("never_better", {"validation": [(0, 0.5), (50, 0.52), (100, 0.51)]}),
-        ("few_steps", {"facts": GOOD | {"steps": 12, "planned_steps": 12}}),
-        ("unfinished", {"facts": GOOD | {"steps": 60}}),
-        ("rows_lost", {"card": {"rows": 100, "rejected": 40}}),
-        ("rows_lost", {"facts": GOOD | {"rows_left_out": 300}}),
-        ("out_of_memory", {"facts": GOOD | {"oom_rungs": ["micro-batch 1"]}}),
+        ("few_steps", {"facts": FACTS.model_copy(update={"steps": 12, "planned_steps": 12})}),
+        ("unfinished", {"facts": FACTS.model_copy(update={"steps": 60})}),
+        ("rows_lost", {"card": DataCard(rows=100, rejected=40)}),
+        ("rows_lost", {"facts": FACTS.model_copy(update={"rows_left_out": 300})}),
+        ("out_of_memory", {"facts": FACTS.model_copy(update={"oom_rungs": ["micro-batch 1"]})}),
         ("merge_outdated", {"merge_is_outdated": True}),
-        ("did_not_help", {"evaluation": {"verdict": "harmed"}}),
-        ("endless_answers", {"evaluation": {"scores": {"stopped": {"merged": {"mean": 0.4}}}}}),
+        ("did_not_help", {"evaluation": Evaluation(verdict="harmed")}),
+        ("endless_answers", {"evaluation": Evaluation(scores={"stopped": Score(merged=Interval(mean=0.4))})}),
     ],
 )
 def test_each_check_finds_its_own_fault(name: str, faults: dict[str, Any]) -> None:
-    good: dict[str, Any] = CURVES["healthy"] | {"facts": GOOD}
-    del good["settings"]
+    curves = CURVES["healthy"]
+    good: dict[str, Any] = {"train": curves["train"], "validation": curves["validation"], "facts": FACTS}
     assert diagnose.examine(Trained(**good)) == {}
     assert list(diagnose.examine(Trained(**good | faults))) == [name]
 
@@ -276,6 +280,7 @@ def test_no_pattern_follows_a_word_to_the_end_of_a_line() -> None:
         ({"03_qlora": GOOD}, [{"eval_loss": 1.0}]),
         ({"03_qlora": GOOD}, [{"step": 10**400, "loss": 1.5}]),
         ({"03_qlora": GOOD | {"rows_left_out": 10**400}}, []),
+        ({"03_qlora": GOOD | {"oom_rungs": 7}}, []),
     ],
 )
 def test_a_damaged_run_is_told_with_its_file(facts: Any, history: Any, tmp_path: Path) -> None:

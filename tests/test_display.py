@@ -164,9 +164,9 @@ def talk(client: Any, name: str = "tuned", **settings: Any) -> chat_widget.Talk:
 
 
 def finished(box: chat_widget.Box) -> str:
-    """The first column, once all answers are there."""
+    """What the box shows, once the answer is there."""
     wait_for(lambda: not box.answering and box.stop.disabled, 5)
-    return str(box.columns[0].value)
+    return str(box.dialogue.value)
 
 
 def test_the_next_question_knows_the_last_answer() -> None:
@@ -179,43 +179,42 @@ def test_the_next_question_knows_the_last_answer() -> None:
 
 
 def test_where_nobody_can_type_the_dialogue_is_printed(capsys: Any) -> None:
-    talks = [talk(Client("old words"), "base"), talk(Client("new words"), "tuned")]
-    assert chat_widget.chat(talks, ["您好"]) is None
-    assert capsys.readouterr().out == "you    您好\nbase   old words\ntuned  new words\n"
-    chat_widget.chat([talk(Client(f"words{ESCAPES}"))], ["hello"])
+    assert chat_widget.chat(talk(Client("new words")), ["您好"]) is None
+    assert capsys.readouterr().out == "you    您好\ntuned  new words\n"
+    chat_widget.chat(talk(Client(f"words{ESCAPES}")), ["hello"])
     assert not steers(capsys.readouterr().out), "a model may have learned anything"
 
 
 def test_a_box_is_shown_where_somebody_watches(notebook: list[Any]) -> None:
-    box = chat_widget.chat([talk(Client())], ["hello"])
-    assert box and notebook == [box.whole] and not box.talks[0].said
-    assert chat_widget.chat([talk(Client())], ["hello"], live=False) is None
+    box = chat_widget.chat(talk(Client()), ["hello"])
+    assert box and notebook == [box.whole] and not box.talk.history
+    assert chat_widget.chat(talk(Client()), ["hello"], live=False) is None
 
 
-def test_a_box_asks_all_models_the_same_and_escapes_what_it_shows() -> None:
-    clients = [Client("old <b> words"), Client("新 的 话")]
-    box = chat_widget.Box([talk(clients[0], "base"), talk(clients[1], "tuned")])
+def test_a_box_asks_and_escapes_what_it_shows() -> None:
+    client = Client("old <b> 话")
+    box = chat_widget.Box(talk(client))
     box.question.value = " 订单 "
     box.question._handle_string_msg(box.question, {"event": "submit"}, [])  # what the browser sends on Enter
-    assert "old &lt;b&gt; words" in finished(box) and "新 的 话" in box.columns[1].value and box.question.value == ""
-    assert [client.requests[0]["messages"][-1]["content"] for client in clients] == ["订单", "订单"]
+    assert "old &lt;b&gt; 话" in finished(box) and box.question.value == ""
+    assert client.requests[0]["messages"][-1]["content"] == "订单"
 
 
 def test_stop_closes_the_stream_and_keeps_what_was_said() -> None:
     client = Client(" ".join(["word"] * 500), pace=0.02)
-    box = chat_widget.Box([talk(client)])
+    box = chat_widget.Box(talk(client))
     box.ask("tell me")
     wait_for(lambda: client.sent >= 3, 5)
     box.ask("me too")  # not while it answers
     box.stop.click()
-    assert "[stopped]" in finished(box) and box.talks[0].said[-1]["content"].startswith("word word")
+    assert "[stopped]" in finished(box) and box.talk.history[-1]["content"].startswith("word word")
     assert client.closed == 1 and client.sent < 100 and len(client.requests) == 1
 
 
 def test_a_problem_is_shown_in_the_column_and_the_box_lives() -> None:
     client = Client()
     client.fails = True
-    box = chat_widget.Box([talk(client)])
+    box = chat_widget.Box(talk(client))
     box.ask("hello")
     assert "ConnectionError: refused" in finished(box)
     client.fails = False

@@ -136,11 +136,11 @@ def test_a_silent_hub_is_a_warning_without_a_password(monkeypatch: Patch) -> Non
 
 def test_a_folder_that_is_nearly_full_or_cannot_be_written(monkeypatch: Patch) -> None:
     monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.4)
-    assert checks(doctor.check_machine)["scratch"].status == "WARN"
+    assert checks(doctor.check_folders)["scratch"].status == "WARN"
     monkeypatch.setattr("nbutils.disk.free_inodes", lambda folder: 7)
-    assert "room for 7 files" in checks(doctor.check_machine)["keep"].seen
+    assert "room for 7 files" in checks(doctor.check_folders)["keep"].seen
     monkeypatch.setattr("nbutils.platforms.cannot_write", lambda folder: "Read-only file system")
-    found = checks(doctor.check_machine)
+    found = checks(doctor.check_folders)
     assert [found[name].status for name in ("work", "scratch", "keep")] == ["WARN", "FAIL", "FAIL"]
 
 

@@ -12,16 +12,16 @@ import simulate
 from support import refused
 from transformers import AutoTokenizer
 
-from nbutils import chat, checkpoints, distributed, files, hardware, lesson, platforms, record
+from nbutils import chat, checkpoints, distributed, files, lesson, platforms, record
 from nbutils import config as reading
 
 LOCAL = platforms.Platform("local", "test")
-CARD = hardware.GPU("A card", (8, 0), 24.0, 1)
 SCRIPT = "STEPS: int = 3\nHOURS: float = 1\nRUN: str = ''\nSHOW: bool = True\nlower: int = 1\nraise SystemExit\n"
 
 
 def opened(values: dict[str, Any], folders: platforms.Folders | None = None) -> tuple[lesson.RunFolder, Any]:
-    return lesson.open_run(values, LOCAL, folders or platforms.folders(LOCAL), None)
+    machine = lesson.Machine(LOCAL, folders or platforms.folders(LOCAL), None)
+    return lesson.open_run(lesson.RunParameters.model_validate(values), machine)
 
 
 @pytest.fixture
@@ -53,18 +53,16 @@ def test_values_that_cannot_be_meant_are_refused(words: str, cell: dict[str, Any
         collected(words, **cell)
 
 
-def test_names_that_are_no_parameters_are_refused(collected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with refused("Unknown parameter STEP.", "Did you mean STEPS?"):
-        collected("--STEP 3")
-    with pytest.raises(SystemExit):
-        collected("STEPS 3")
-    shutil.copy(files.NOTEBOOKS / "06_scale_out.py", lesson.NOTEBOOKS)
-    with refused("Unknown parameter PROCESSES.", "06_scale_out"):
-        collected("--PROCESSES 3")
+def test_names_that_are_no_parameters_are_refused(collected: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for words in ("--STEP 3", "STEPS 3"):
+        with pytest.raises(SystemExit):
+            collected(words)
+        told = capsys.readouterr().err
+        assert "--STEPS int" in told and f"unrecognized arguments: {words}" in told
     monkeypatch.setattr(platforms, "in_kernel", lambda: True)
     cell = '# Parameters\nSTEPS = 5\nPAPERMILL_OUTPUT_PATH = "o"\n'
     assert collected("", In=["", "x = 1", cell, "Y = 2"])["STEPS"] == 3
-    with refused("Unknown parameter STEPZ."):
+    with refused("Unknown parameter STEPZ.", "Did you mean STEPS?", "Allowed: STEPS (int)"):
         collected("", In=[cell + "STEPZ = 5\n"])
 
 
@@ -120,7 +118,8 @@ def test_a_run_keeps_its_profile_model_and_set_for_every_later_lesson(home: Path
     other = {"SET": "lora.r=4", "MODEL": str(shutil.copytree(files.TINY_MODEL, home / "other"))}
     assert opened(other | {"RUN_NAME": "tiny"})[1].profile.lora.r == 4  # and lesson 03 refuses it
     resolved = opened({"RUN_NAME": run.name})[1]
-    assert (resolved.profile.lora.r, resolved.called) == (8, "tiny") and "GPU" in resolved.choices["profile"].reason
+    assert (resolved.profile.lora.r, resolved.called) == (8, "tiny")
+    assert resolved.choices["profile"].reason == "this run began with it"
 
 
 def test_a_begun_run_keeps_the_rows_it_is_validated_on_unless_others_are_named(home: Path, tmp_path: Path) -> None:
@@ -217,9 +216,9 @@ def test_an_unnamed_run_that_was_cut_off_goes_on_with_whatever_gpu_comes_next(ho
     begun(home, "done", "t4_16gb", steps=9, planned_steps=9)
     begun(home, "named", "t4_16gb", by_auto=False)
     begun(home, "toy", "tiny")
-    assert lesson.unfinished_run(home, CARD) == ""
+    assert lesson.unfinished_run(home) == ""
     begun(home, "t4_16gb", "t4_16gb", steps=4, planned_steps=9)
-    assert lesson.unfinished_run(home, None) == "" and lesson.unfinished_run(home, CARD) == "t4_16gb"
+    assert lesson.unfinished_run(home) == "t4_16gb"
 
 
 @pytest.fixture
@@ -275,5 +274,5 @@ def test_an_attached_run_overwrites_no_data(attached: Any) -> None:
 def test_a_gpu_torch_has_no_kernels_for_stops_every_lesson_at_its_start(tmp_path: Path) -> None:
     machine = simulate.kaggle(tmp_path)
     machine.packages += ("torch_p100",)
-    ran = machine.python("-c", "from nbutils import lesson; lesson.find_machine({})")
+    ran = machine.python("-c", "from nbutils import lesson; lesson.find_machine(lesson.RunParameters())")
     assert ran.returncode == 1 and "GPU T4 x2" in ran.stderr and "cu126" in ran.stderr

@@ -30,15 +30,28 @@ def test_lessons_are_merged_and_none_keeps_what_was_measured(tmp_path: Path) -> 
 
 WRONG_STEPS = '{"lessons": {"03_qlora": {"steps": "x", "planned_steps": [1]}}}'
 WRONG_SETTINGS = '{"lessons": {"03_qlora": {"settings": "x"}}}'
+WRONG_SCORES = '{"lessons": {"04_merge": {"evaluation": {"scores": {"stopped": {"merged": "x"}}}}}}'
 
 
 @pytest.mark.parametrize(
-    "text", ['{"half":', "[]", '{"lessons": {"x": 1}}', '{"lessons": []}', '{"set": []}', WRONG_STEPS, WRONG_SETTINGS]
+    ("text", "place"),
+    [
+        ('{"half":', ""),
+        ("[]", ""),
+        ('{"lessons": {"x": 1}}', "lessons.x"),
+        ('{"lessons": []}', "lessons"),
+        ('{"set": []}', "set"),
+        ('{"by_auto": "x"}', "by_auto"),
+        (WRONG_STEPS, "lessons.03_qlora.steps"),
+        (WRONG_SETTINGS, "lessons.03_qlora.settings"),
+        (WRONG_SCORES, "lessons.04_merge.evaluation.scores.stopped.merged"),
+    ],
 )
-def test_an_invalid_record_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_record_is_refused_in_one_sentence(tmp_path: Path, text: str, place: str) -> None:
     (tmp_path / "facts.json").write_text(text)
-    with refused(str(tmp_path / "facts.json")):
+    with refused(str(tmp_path / "facts.json"), f"cannot be read: {place}") as caught:
         record.read(tmp_path / "facts.json")
+    assert "\n" not in caught.value.seen
 
 
 def test_the_report_is_for_people(tmp_path: Path) -> None:

@@ -17,14 +17,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import httpx
 import psutil
 import pytest
 from support import refused, wait_for
 
-from nbutils import chat_widget, environments, evaluation, files, hardware, platforms, processes, serving
+from nbutils import environments, evaluation, files, hardware, platforms, processes, serving
 from nbutils.evaluation import Answer
 from nbutils.evaluation.evaluator import Size
 from nbutils.serving import Server, engine
@@ -321,22 +320,6 @@ def test_a_failing_cell_stops_the_server_and_the_next_cell_reports_one_that_died
         assert "exit status 137" in capsys.readouterr().out and stub.process is None
     finally:
         InteractiveShell.clear_instance()
-
-
-def test_stop_in_a_chat_is_heard_while_the_server_is_silent() -> None:
-    stop, silence = threading.Event(), threading.Event()
-
-    def pieces() -> Iterator[Any]:
-        yield SimpleNamespace(choices=[SimpleNamespace(delta=SimpleNamespace(content="one"))])
-        silence.wait(60)
-
-    client = MagicMock()
-    client.chat.completions.create.return_value = nullcontext(pieces())
-    answer = chat_widget.Talk("model", client, "m").stream("tell me", stop)
-    assert next(answer) == "one"
-    stop.set()
-    assert list(answer) == [], "it does not wait for the next piece"
-    silence.set()
 
 
 PARENT = """
