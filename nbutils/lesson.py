@@ -208,8 +208,8 @@ def begin(stem: str, namespace: dict[str, Any]) -> Lesson:
     print(tr("model     {model}", model=resolved.model), tr("run       {folder}", folder=run.path), sep="\n")
     if values.get("DATA") and stem in ("02_data_prep", "03_qlora") and profiles.is_tiny(resolved.model):
         print(tr('[WARN] the tiny model learns only its sample task: PROFILE "laptop" is for rows of your own'))
-    if distributed.engine():
-        words = {"engine": distributed.engine_name(str(resolved.profile.method)), "count": distributed.world_size()}
+    if distributed.strategy():
+        words = {"engine": distributed.strategy_name(str(resolved.profile.method)), "count": distributed.world_size()}
         print(tr("engine    {engine}, processes: {count}", **words))
     return Lesson(stem, values, platform, folders, gpu, resolved, run, started, work)
 

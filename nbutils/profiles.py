@@ -190,7 +190,7 @@ def _by_machine(given: Profile, gpu: GPU | None) -> dict[str, Choice]:
     if gpu is None and optim.endswith(("8bit", "32bit")):  # a run of a GPU may go on, be merged or served here
         reason = tr("{optimizer} needs a GPU: AdamW in 32 bits instead", optimizer=optim)
         decided["sft.optim"] = Choice("adamw_torch_fused", reason)
-    elif distributed.engine() not in distributed.WHOLE and optim != "adamw_torch":
+    elif distributed.strategy() not in distributed.WHOLE and optim != "adamw_torch":
         reason = tr("shards of weights need torch's own AdamW, whose states are divided among the processes")
         decided["sft.optim"] = Choice("adamw_torch", reason)
     return decided
@@ -219,7 +219,7 @@ def _by_plan(
         reason = tr("plan: the size of this model is not known before its download, so the safest value")
     else:
         spec = gpus.of_machine(gpu).model_copy(update={"count": processes})
-        engine = distributed.engine_name(str(profile.method))
+        engine = distributed.strategy_name(str(profile.method))
         values = fastest(profile, shape, spec, rows, given.sft, engine)
         peak, limit = peak_gib(shape, values), limit_gib(spec)
         verdict = tr("the fastest that fits") if peak <= limit else tr("DOES NOT FIT")

@@ -385,7 +385,7 @@ def test_the_engine_is_ddp_where_a_gpu_holds_the_model_and_else_shards_where_the
 
 def test_what_is_sent_in_a_step_follows_from_engine_and_cards() -> None:
     def seconds(engine: str, cards: int, accumulation: int = 1) -> float:
-        method = distributed.ENGINES[engine] or "qlora"
+        method = distributed.STRATEGIES[engine] or "qlora"
         recipe = Recipe(method, gradient_accumulation_steps=accumulation, engine=engine, cards=cards)
         return scaling.sending_seconds(SEVEN, recipe, 10.0)
 

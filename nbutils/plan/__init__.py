@@ -67,7 +67,7 @@ def require(
     except CourseError:
         return tr("No forecast: the size of {model} is not known before its download.", model=resolved.model)
     gpu = gpu_table.of_machine(resolved.gpu).model_copy(update={"count": distributed.world_size()})
-    engine = engine or distributed.engine_name(str(resolved.profile.method))
+    engine = engine or distributed.strategy_name(str(resolved.profile.method))
     made = of_profile(resolved.profile, gpu, shape, rows, mean_length, resolved.rows, engine)
     recipe, limit = Recipe(**made["recipe"]), made["limit_gib"]
     least = min(peak_gib(shape, one) for one in candidates(recipe, made["batch"], gpu))

@@ -59,7 +59,7 @@ def memory_table(engines: Sequence[str] = COMMON, **options: Any) -> list[dict[s
 
 def table_recipe(engine: str, cards: int, length: int = 2048) -> Recipe:
     """The recipe of the table: where an engine takes any base, one in 4 bits."""
-    method, accumulation = distributed.ENGINES[engine] or "qlora", max(1, forecast.LARGEST_STEP // cards)
+    method, accumulation = distributed.STRATEGIES[engine] or "qlora", max(1, forecast.LARGEST_STEP // cards)
     return Recipe(method, length=length, gradient_accumulation_steps=accumulation, engine=engine, cards=cards)
 
 
@@ -82,7 +82,7 @@ def engine_for(resolved: Any, processes: int, asked: str = "auto") -> Choice:
     DDP where each GPU holds the model, with the smallest setting; else FSDP, where its share fits.
     """
     if asked != "auto":
-        distributed.require_known(asked)
+        distributed.require_known_strategy(asked)
         distributed.require_method(asked, resolved.profile.method)
         return Choice(asked, tr("parameter {name}", name="ENGINE"))
     if resolved.gpu is None:

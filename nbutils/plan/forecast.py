@@ -650,7 +650,7 @@ def fastest(
     dtype, attention = ("bfloat16", "varlen") if new else ("float16", "sdpa")
     single = rows if rows and not sft.packing else None
     recipe = Recipe(
-        method=distributed.ENGINES[engine] or str(profile.method), r=profile.lora.r,
+        method=distributed.STRATEGIES[engine] or str(profile.method), r=profile.lora.r,
         lora_dropout=profile.lora.lora_dropout,
         bnb_4bit_use_double_quant=profile.quantization.bnb_4bit_use_double_quant,
         optim=sft.optim if engine == "ddp" else "adamw_torch_fused", engine=engine, cards=gpu.count,

@@ -166,7 +166,7 @@ def patch_lora_kernels(trainer: Any) -> str:
     """Cast adapters to float32, collate numpy rows with boundaries, fuse LoRA layers and add Liger's kernels."""
     fused = trainer.args.use_liger_kernel
     trainer.args.use_liger_kernel = False  # added here: the trainer would put them over the fused layers
-    sharded = distributed.engine() == "zero3"  # it gathers a weight when its own layer is called, and not before
+    sharded = distributed.strategy() == "zero3"  # it gathers a weight when its own layer is called, and not before
     cast, layers = (0, 0) if sharded else (repair_precision(trainer.model), patch_model(trainer.model, fused))
     trainer.data_collator = with_boundaries(trainer.data_collator)
     trainer.train_dataset = trainer.train_dataset.with_format("numpy")  # four times as fast as lists

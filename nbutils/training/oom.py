@@ -64,7 +64,7 @@ class UpdateWatch(TrainerCallback):
 def train(trainer: Any, lesson: LessonLike, resume_from: Path | None, note: Callable[[str], object] = print) -> None:
     """Train to the end; where memory runs out, go on from the last finished step with smaller settings."""
     settings = settings_of(trainer)
-    watch, alone = UpdateWatch(), distributed.engine() == ""
+    watch, alone = UpdateWatch(), distributed.strategy() == ""
     first_weights = sharding.full_weights(trainer.model) if alone else {}
     trainer.callback_handler.callbacks.insert(0, watch)  # before those that may run out of memory themselves
     while True:

@@ -138,7 +138,7 @@ class CourseCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         state.compute_steps(args, state.max_steps)  # else SAVE_STEPS of the checkpoint would count, not that of today
-        if distributed.engine() in distributed.SHARDED:  # now it is known which shard is here
+        if distributed.strategy() in distributed.SHARDED:  # now it is known which shard is here
             self.checksums = model.weight_checksums(self.trainer.model)
         if warning := validation.go_on(self.trainer):
             self.live.note(warning)
@@ -242,7 +242,7 @@ class TrainingResult:
             "tokens_per_second": round(log[-1]["num_tokens"] / self.seconds, 1) if log else None,
             "peak_memory_gib": round(self.peak_gib, 3), "skipped_steps": callback.live.skipped,
             "processes": args.world_size,
-            "engine": distributed.engine() and distributed.engine_name(str(callback.lesson.profile.method)),
+            "engine": distributed.strategy() and distributed.strategy_name(str(callback.lesson.profile.method)),
             "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         }  # fmt: skip
         measured |= callback.spent(self.seconds)
@@ -314,7 +314,7 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         before, after = callback.checksums, model.weight_checksums(trainer.model)
         moved = {name for name in before if before[name] != after[name]}
         moved = set().union(*distributed.gather(moved))
-        weights = {} if distributed.engine() in distributed.WHOLE else sharding.full_weights(trainer.model)
+        weights = {} if distributed.strategy() in distributed.WHOLE else sharding.full_weights(trainer.model)
         distributed.leave_it_to_main()  # only the main process continues from here
         tracking.end(lesson.run.logs)
         kept = callback.sync.finish()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.data import RandomSampler
 
-from nbutils.distributed import anyone, engine, local_rank, rank, world_size
+from nbutils.distributed import barrier, local_rank, rank, strategy, world_size
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
@@ -29,7 +29,7 @@ OPTIMIZER, SCHEDULER, ADAPTER = "optimizer.pt", "scheduler.pt", "adapter_model.s
 
 def use_engine(trainer: Any) -> None:
     """Let the trainer take the steps of one process and leave its checkpoints, and keep its adapter in float32."""
-    kind = {"": None, "ddp": SharedSteps}.get(engine(), WholeCheckpoints)
+    kind = {"": None, "ddp": SharedSteps}.get(strategy(), WholeCheckpoints)
     if kind is None or isinstance(trainer, SharedSteps):
         return
     if kind is WholeCheckpoints and not hasattr(trainer, "_prepare_for_training"):
@@ -43,7 +43,7 @@ def use_engine(trainer: Any) -> None:
         )
     trainer.__class__ = type(type(trainer).__name__, (kind, type(trainer)), {})
     trainer.add_empty_rows()
-    if engine() == "fsdp":
+    if strategy() == "fsdp":
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         # accelerate's would gather and add up float32 adapters in 16 bits; autocast chooses as it does without FSDP
@@ -118,7 +118,7 @@ class WholeCheckpoints(SharedSteps):
 
 def reshard(model: Any) -> None:
     """Let FSDP give back the weights it gathered for a forward pass, so that every process sees its shards alone."""
-    for part in model.modules() if engine() == "fsdp" else ():
+    for part in model.modules() if strategy() == "fsdp" else ():
         if hasattr(part, "reshard"):
             part.reshard()
 
@@ -129,7 +129,7 @@ def local_shard(weight: Any) -> Any:
         return weight.ds_tensor
     if hasattr(weight, "to_local"):
         return weight.to_local()
-    if engine() != "fsdp":
+    if strategy() != "fsdp":
         return weight
     shards = weight.chunk(world_size())
     return shards[rank()] if rank() < len(shards) else weight[:0]
@@ -187,7 +187,7 @@ def shard(value: Any, weight: Any) -> Any:
 
 def _optimizer_state(trainer: Any) -> dict[str, Any]:
     """The optimizer's state dict, of whole weights."""
-    if engine() == "fsdp":
+    if strategy() == "fsdp":
         found = trainer.optimizer.state_dict()
         states = {
             number: {key: one.full_tensor().cpu() if hasattr(one, "full_tensor") else one for key, one in state.items()}
@@ -209,7 +209,7 @@ def _optimizer_state(trainer: Any) -> dict[str, Any]:
 
 def _load_optimizer_state(trainer: Any, stored: dict[str, Any]) -> None:
     weights = [weight for _, weight in _trained(trainer.model)]
-    if engine() == "fsdp":
+    if strategy() == "fsdp":
         states = {
             number: {key: shard(one, weights[number]) if key in MOMENTS else one for key, one in state.items()}
             for number, state in stored["state"].items()
@@ -220,13 +220,13 @@ def _load_optimizer_state(trainer: Any, stored: dict[str, Any]) -> None:
 
     zero, step = trainer.model_wrapped.optimizer, next(iter(stored["state"].values()))["step"]
     in_torch = type(zero.optimizer).__module__.startswith("torch")  # DeepSpeed's own counts with an int
-    flat = zero.fp32_partitioned_groups_flat if engine() == "zero3" else zero.single_partition_of_fp32_groups
+    flat = zero.fp32_partitioned_groups_flat if strategy() == "zero3" else zero.single_partition_of_fp32_groups
     for part in flat:  # else they would be made by the first step
         zero.optimizer.state[part] = {key: torch.zeros_like(part) for key in MOMENTS}
         zero.optimizer.state[part]["step"] = step.clone() if in_torch else int(step)
     for group in zero.optimizer.param_groups:  # the learning rate of this step
         group |= {key: value for key, value in stored["param_groups"][0].items() if key != "params"}
-    if engine() != "zero3":
+    if strategy() != "zero3":
         zero._lazy_init_hp_params_optimizer_state()
     for number, weight in enumerate(weights):
         for key in MOMENTS:
@@ -251,7 +251,7 @@ def convert_optimizer_file(checkpoint: Path, optimizer: str) -> None:
         states = {number: _converted(state, ours) for number, state in stored["state"].items()}
         torch.save(stored | {"state": states}, path.with_suffix(".converted"))
         os.replace(path.with_suffix(".converted"), path)
-    anyone(False)
+    barrier()
 
 
 def _converted(state: dict[str, Any], kind: str) -> dict[str, Any]:
