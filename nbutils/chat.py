@@ -570,13 +570,13 @@ def _check_mask(view: View, example: Example, expected: bytearray) -> None:
     for position, token in enumerate(example.ids):
         if example.trained[position] == expected[position] or view.is_blank(token):
             continue
-        what = tr("is part of an answer, and is not trained")
+        problem = tr("is part of an answer, and is not trained")
         if example.trained[position]:
-            what = tr("is no part of an answer, and is trained")
+            problem = tr("is no part of an answer, and is trained")
         text = repr(view.tokenizer.decode([token]))
         named = tr("token {number}, {text}", number=position + 1, text=text)
         raise CourseError(
-            tr("Row {row}: {token} {what}.", row=example.row, token=named, what=what),
+            tr("Row {row}: {token} {what}.", row=example.row, token=named, what=problem),
             allowed=tr("each answer trained up to and with its stop token, and nothing else"),
             todo=tr(
                 "Put {{% generation %}} around each answer and its stop token in the chat template, or pass "
@@ -588,9 +588,11 @@ def _check_mask(view: View, example: Example, expected: bytearray) -> None:
 def _missing_part(tokenizer: Any, answer: Message, text: str) -> str:
     """The first thought, words or called function that an answer has and its text has not; white space aside."""
     content = answer.get("content")
-    said = re.split("</?think>", content) if isinstance(content, str) else []  # tags are the template's
+    parts = [answer.get("reasoning_content") or ""]
+    if isinstance(content, str):
+        parts += re.split("</?think>", content)  # tags are the template's
     rest = _without_space(text)
-    for part in [answer.get("reasoning_content") or "", *said]:
+    for part in parts:
         short = _without_space(part)
         if short not in rest:  # some tokenizers normalize characters, which no template can help
             ids = tokenizer(part, add_special_tokens=False)["input_ids"]

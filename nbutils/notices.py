@@ -45,7 +45,7 @@ AUTODL_URL = "https://www.autodl.com/api/v1/wechat/message/send"
 SECONDS = 40.0  # for both attempts together
 PAUSE = 2.0  # between them
 MOST_BYTES = 1900  # WeCom takes 2048 with the title
-MOST_SAID = 600  # characters of an error or a result
+MOST_CHARACTERS = 600  # characters of an error or a result
 LONG_CELL = 300.0  # seconds after which nobody is expected to sit and wait
 GRACE = 180.0  # seconds in which a power-off can be cancelled
 KEEP_ON = "keep_on"  # the file that cancels it
@@ -175,13 +175,13 @@ class Work:
             line = f"{self.lesson}: {line}"
         self.ended("unfinished" if isinstance(problem, Unfinished) else "failed", line)
 
-    def ended(self, status: Status, said: str) -> None:
+    def ended(self, status: Status, message: str) -> None:
         """Where the environment asks for it, have a notice sent and the machine powered off, and print what is done."""
         if not self.watcher:
             self.watch()
         if not self.watcher:
             return
-        self._write(status=status, said=said)
+        self._write(status=status, message=message)
         try:
             for line in self.watcher.stdout or ():
                 print(line, end="", flush=True)
@@ -278,15 +278,17 @@ def watch() -> None:
     with suppress(CourseError):  # its own business is a notice
         platforms.prepare_network(platforms.detect(), probe=False)
     if "status" in work:
-        tell(work["lesson"], run, work["status"], work["said"])  # type: ignore[arg-type]
+        tell(work["lesson"], run, work["status"], work["message"])  # type: ignore[arg-type]
     else:
-        said = tr("{lesson}: its process was killed. Often the machine's memory (RAM) was full.", lesson=work["lesson"])
-        tell(work["lesson"], run, "failed", said, killed=True)
+        message = tr(
+            "{lesson}: its process was killed. Often the machine's memory (RAM) was full.", lesson=work["lesson"]
+        )
+        tell(work["lesson"], run, "failed", message, killed=True)
     sys.stdout.flush()
     os._exit(0)  # a server that does not end its answer is not waited for
 
 
-def tell(lesson: str, run: RunFolder | None, status: Status, said: str, killed: bool = False) -> None:
+def tell(lesson: str, run: RunFolder | None, status: Status, message: str, killed: bool = False) -> None:
     """Where the environment asks for it, send a notice, then power off."""
     when = os.environ.get(POWER_OFF, "")
     off = when == "always" or (when == "1" and status != "failed")
@@ -303,13 +305,13 @@ def tell(lesson: str, run: RunFolder | None, status: Status, said: str, killed: 
     if _wants_notice():
         name = run.name if run else lesson
         title, todo = _title_and_todo(status, name)
-        text = _lines(said[:MOST_SAID], kept, todo, power)
+        text = _lines(message[:MOST_CHARACTERS], kept, todo, power)
         try:
             print(tr("Notice sent to {service}.", service=send(title, text, status, name)), flush=True)
         except CourseError as problem:
             print(f"[WARN] {problem.seen}", flush=True)
     if off:
-        print(_lines(said, kept, power), flush=True)
+        print(_lines(message, kept, power), flush=True)
         if not stays:
             print(power_off(keep_on), flush=True)
 
@@ -400,8 +402,8 @@ def power_off(keep_on: Path) -> str:
         # without arguments: it would not be AutoDL's power-off
         subprocess.check_output([fs_root() / "usr/bin/shutdown"], stdin=subprocess.DEVNULL, timeout=30)
     except (OSError, subprocess.SubprocessError) as failed:
-        said = mask_secrets(f"{type(failed).__name__}: {failed}")
-        return tr("Not powered off ({said}). Switch the machine off on AutoDL's page, it costs money.", said=said)
+        problem = mask_secrets(f"{type(failed).__name__}: {failed}")
+        return tr("Not powered off ({said}). Switch the machine off on AutoDL's page, it costs money.", said=problem)
     return tr("Powered off. What is on the data disk stays for 15 days; start the same again to go on.")
 
 

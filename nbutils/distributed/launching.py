@@ -12,6 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from nbutils.display import LIVE_LINE
+from nbutils.distributed.processes import require_gpus
 from nbutils.distributed.strategies import require_known_strategy, strategy
 from nbutils.errors import CourseError, StoppedByHand, Unfinished
 from nbutils.files import CONFIGS, NOTEBOOKS
@@ -54,15 +55,7 @@ def processes_for(gpus: int, processes: int = 0) -> Choice:
     Example:
         print(distributed.processes_for(gpus=2).value)
     """
-    if gpus and processes > gpus:
-        raise CourseError(
-            tr(
-                "{processes} processes should train together, and this machine has {gpus} GPU(s).",
-                processes=processes,
-                gpus=gpus,
-            ),
-            todo=tr("Set PROCESSES (or --nproc_per_node of torchrun) to {gpus} or less.", gpus=gpus),
-        )
+    require_gpus(gpus, processes)
     if processes:
         return Choice(processes, tr("parameter {name}", name="PROCESSES"))
     if gpus:

@@ -90,17 +90,7 @@ def join() -> None:
         os.environ |= SILENT
     import torch
 
-    local = _number("LOCAL_WORLD_SIZE", world_size())
-    gpus = torch.cuda.device_count()
-    if 0 < gpus < local:
-        raise CourseError(
-            tr(
-                "{processes} processes should train together, and this machine has {gpus} GPU(s).",
-                processes=local,
-                gpus=gpus,
-            ),
-            todo=tr("Set PROCESSES (or --nproc_per_node of torchrun) to {gpus} or less.", gpus=gpus),
-        )
+    require_gpus(torch.cuda.device_count(), _number("LOCAL_WORLD_SIZE", world_size()))
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
     _keep_to_this_machine()
@@ -112,6 +102,19 @@ def join() -> None:
     if world_size() > 1 and "MASTER_ADDR" in os.environ:
         name = broadcast(uuid.uuid4().hex)  # a restarted job finds the keys of the former one
         threading.Thread(target=_watch, args=(name, _job.over), daemon=True).start()
+
+
+def require_gpus(gpus: int, processes: int) -> None:
+    """Refuse more processes on a machine than it has GPUs; without any, each takes a core."""
+    if 0 < gpus < processes:
+        raise CourseError(
+            tr(
+                "{processes} processes should train together, and this machine has {gpus} GPU(s).",
+                processes=processes,
+                gpus=gpus,
+            ),
+            todo=tr("Set PROCESSES (or --nproc_per_node of torchrun) to {gpus} or less.", gpus=gpus),
+        )
 
 
 def _keep_to_this_machine() -> None:

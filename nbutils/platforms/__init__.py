@@ -106,8 +106,8 @@ def _is_present(proof: str) -> bool:
     if proof.startswith("/"):
         return os.path.exists(fs_root() / proof[1:])  # `Path.exists` raises where this user may not look
     name, _, value = proof.partition("=")
-    found = os.environ.get(name, "")
-    return found == value if value else bool(found)
+    given = os.environ.get(name, "")
+    return given == value if value else bool(given)
 
 
 def in_kernel() -> bool:
