@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -49,8 +47,8 @@ ATTEMPTS = 5  # in a row that bring nothing
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 THIS_MACHINE = ("127.0.0.1", "localhost")
 NEARBY = (  # faster without AutoDL's proxy: ModelScope with its large files, the usual mirrors of pip, chat robots
-    "hf-mirror.com", "modelscope.cn", "aliyuncs.com", "autodl.com", "aliyun.com", "tuna.tsinghua.edu.cn",
-    "ustc.edu.cn", "huaweicloud.com", "tencent.com", "tencentyun.com", "feishu.cn", "dingtalk.com", "weixin.qq.com",
+    "hf-mirror.com", "modelscope.cn", "aliyuncs.com", "autodl.com", "aliyun.com", "edu.cn", "huaweicloud.com",
+    "tencent.com", "tencentyun.com", "feishu.cn", "dingtalk.com", "weixin.qq.com",
 )  # fmt: skip
 
 
@@ -269,7 +267,7 @@ def _use_turbo() -> list[str]:
         os.environ |= variables
         lines.append(tr("proxies of {script} for GitHub and the hub (NBUTILS_TURBO=off leaves them)", script=script))
     if script.is_file():  # the proxies in the environment are these, set by the learner or here
-        direct += [*NEARBY, *_package_hosts()]
+        direct += NEARBY
     for name in ("no_proxy", "NO_PROXY"):  # to this machine for the server of lesson 05, to what is near for its speed
         hosts = [*os.environ.get(name, "").split(","), *direct]
         stripped = [host.strip() for host in hosts if host.strip()]
@@ -290,12 +288,3 @@ def _variables_of(script: Path) -> dict[str, str]:
     for url in map(urlsplit, proxies):
         socket.create_connection((url.hostname, url.port or 80), TURBO_SECONDS).close()
     return variables
-
-
-def _package_hosts() -> list[str]:
-    """The hosts that pip and uv are set to: in China a mirror, which AutoDL's proxy does not serve."""
-    command = [sys.executable, "-m", "pip", "config", "list"]
-    settings = subprocess.run(command, capture_output=True, text=True).stdout
-    for name in ("UV_DEFAULT_INDEX", "UV_INDEX"):
-        settings += " " + os.environ.get(name, "")
-    return re.findall(r"https?://(?:[^/@\s]*@)?([\w.-]+)", settings)
