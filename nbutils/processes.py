@@ -139,7 +139,8 @@ def listens(group: int, port: int) -> bool:
 
     family = members(group)
     for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid in family:
+        at_port = connection.laddr[1:] == (port,)  # the local address: nothing, or host and port
+        if at_port and connection.status == psutil.CONN_LISTEN and connection.pid in family:
             return True
     return False
 

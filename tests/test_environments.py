@@ -90,11 +90,11 @@ def test_one_that_cannot_import_is_refused_and_built_anew_the_next_time(venv: Pa
 
 def test_a_build_that_fails_leaves_nothing_trusted(venv: Path) -> None:
     outdated = replace(RECIPE, steps=(("thing==2.0",),))
-    with refused("Building the thing environment failed", "failed at `thing==2.0`: ", "NBUTILS_THING_PYTHON"):
+    with refused("Building the thing environment failed", "failed at `thing==2.0`:", "NBUTILS_THING_PYTHON"):
         environments.ensure(outdated, venv)
     assert not environments.is_ready(venv, RECIPE)
     broken = replace(RECIPE, probe="raise ImportError('libcudart.so.13')")
-    with refused("failed at `first import`: ", "libcudart.so.13"):
+    with refused("failed at `first import`:", "libcudart.so.13"):
         environments.ensure(broken, venv)
     assert not environments.is_ready(venv, broken)
     environments.ensure(replace(RECIPE, remove=("thing",), probe="print('{}')"), venv)
