@@ -162,8 +162,9 @@ def _build_variables(folder: Path) -> dict[str, str]:
     """The variables of a build; uv's cache goes into the folder where its own is on another disk."""
     env = variables() | installer.uv_variables()
     cache = os.environ.get("UV_CACHE_DIR") or os.path.expanduser("~/.cache/uv")
-    device = disk.nearest(Path(cache)).stat().st_dev
-    if device != folder.stat().st_dev:  # it would double what is written
+    cache_disk = disk.nearest(Path(cache)).stat().st_dev
+    own_disk = folder.stat().st_dev
+    if cache_disk != own_disk:  # it would double what is written
         env["UV_CACHE_DIR"] = str(folder / UV_CACHE)
     return env
 
