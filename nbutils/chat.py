@@ -86,7 +86,11 @@ def common_length(one: list[int], other: list[int]) -> int:
 
 
 def find_stop_ids(tokenizer: Any, generation: Any = None) -> set[int]:
-    """The tokens generation ends at: of a generation config, of the one in a model's folder, or the tokenizer's own."""
+    """The tokens generation ends at: of a generation config, of the one in a model's folder, or the tokenizer's own.
+
+    Example:
+        stop_ids = chat.find_stop_ids(tokenizer, "models/Qwen3-4B")
+    """
     if isinstance(generation, str | PathLike):
         from transformers import GenerationConfig
 

@@ -104,7 +104,8 @@ print(dataset)
 # moves. `conversations_per_step` is the size of a step. The GPU only decides how it is computed: `per_device_train_batch_size` rows
 # at a time, `gradient_accumulation_steps` times. With packing, several conversations share one row, so that a step of 2 rows may
 # hold 8 of them. Here are the values that matter most, with their reasons (leave out `only` to see all), and what the training
-# will need of this machine. Each name is the keyword argument of the library that takes it.
+# will need of this machine. Each name is the keyword argument of the library that takes it. The recipe also says on how many
+# held-out rows the validation loss is measured (`validation`); they are rendered as the others are.
 
 # %%
 from nbutils import display, plan

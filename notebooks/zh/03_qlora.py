@@ -99,7 +99,7 @@ print(dataset)
 # %% [markdown]
 # ## 训练配方
 #
-# 批大小、轮数（epoch）和学习率取决于你的样本：样本总数不变时，批越大，更新次数越少；更新太少，损失就降不下来。`conversations_per_step` 是一步的大小；GPU 只决定怎么算：一次算 `per_device_train_batch_size` 条，累积 `gradient_accumulation_steps` 次。开启 packing 后，几段对话会拼成一条序列，所以 2 条序列的一步里可能有 8 段对话。接下来是最要紧的几个值和理由（去掉 `only` 可以看全部），最后是这次训练要占用多少机器资源。每个名称就是对应的库里的参数名。
+# 批大小、轮数（epoch）和学习率取决于你的样本：样本总数不变时，批越大，更新次数越少；更新太少，损失就降不下来。`conversations_per_step` 是一步的大小；GPU 只决定怎么算：一次算 `per_device_train_batch_size` 条，累积 `gradient_accumulation_steps` 次。开启 packing 后，几段对话会拼成一条序列，所以 2 条序列的一步里可能有 8 段对话。接下来是最要紧的几个值和理由（去掉 `only` 可以看全部），最后是这次训练要占用多少机器资源。每个名称就是对应的库里的参数名。验证损失用验证集里的多少条来算，也由配方决定（`validation`），渲染方式和训练样本一样。
 
 # %%
 from nbutils import display, plan
