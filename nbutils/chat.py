@@ -14,16 +14,17 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from os import PathLike
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nbutils import display, distributed, profiles
+from nbutils import display, distributed
 from nbutils.errors import CourseError
 from nbutils.files import write_text
 from nbutils.hardware import Choice, keep_4bit_layout
 from nbutils.language import tr
-from nbutils.record import LessonLike
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -32,7 +33,6 @@ Message = dict[str, Any]
 Messages = list[Message]
 Tools = list[dict[str, Any]] | None
 Row = dict[str, Any]  # {"messages": [...]}, and "tools" where the row has some
-Conversation = tuple[int, Messages, tuple[int, ...]]  # row, messages, and the positions of the answers to train
 BATCH = 256  # conversations tokenized together
 TOO_LONG = "too_long.jsonl"
 IGNORED = -100  # the label of a token without loss
@@ -40,6 +40,15 @@ COLLATED_ROWS = 8  # a collator treats all rows alike
 QUESTION: Message = {"role": "user", "content": "a question"}  # a plain conversation to try templates with
 ANSWER: Message = {"role": "assistant", "content": "an answer"}
 THOUGHT: Message = {"role": "assistant", "content": "<think>\na thought\n</think>\n\nan answer"}
+
+
+class Conversation(NamedTuple):
+    """A row, or what it says up to one of its answers."""
+
+    row: int  # from 1
+    messages: Messages
+    tools: Tools
+    turns: tuple[int, ...]  # the answers to train, as indices of the messages
 
 
 class Example(NamedTuple):
@@ -53,25 +62,35 @@ class Example(NamedTuple):
     prompts: tuple[int, ...]  # for each answer: the tokens of the server's prompt
 
 
+def answer_turns(row: Row) -> tuple[int, ...]:
+    """The positions of a row's answers among its messages."""
+    return tuple(turn for turn, message in enumerate(row["messages"]) if message["role"] == "assistant")
+
+
 def rows_think(rows: Sequence[Row]) -> bool:
     """Whether any answer has a thought that is not empty; servers often write the opening <think> themselves."""
-    for answer in (message for row in rows for message in row["messages"] if message["role"] == "assistant"):
-        thought, closed, _ = str(answer.get("content") or "").partition("</think>")
-        if answer.get("reasoning_content") or (closed and thought.replace("<think>", "").strip()):
-            return True
+    for row in rows:
+        for turn in answer_turns(row):
+            message = row["messages"][turn]
+            thought, closed, _ = str(message.get("content") or "").partition("</think>")
+            if message.get("reasoning_content"):
+                return True
+            if closed and thought.replace("<think>", "").strip():
+                return True
     return False
 
 
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+def common_length(one: list[int], other: list[int]) -> int:
     """How many tokens two sequences share from the start."""
-    if one == other[: len(one)]:
-        return len(one)
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    return len(commonprefix([one, other]))  # noqa: RUF071
 
 
 def find_stop_ids(tokenizer: Any, generation: Any = None) -> set[int]:
-    """The tokens generation ends at: of a generation config, of the one in a model's folder, or the tokenizer's own."""
+    """The tokens generation ends at: of a generation config, of the one in a model's folder, or the tokenizer's own.
+
+    Example:
+        stop_ids = chat.find_stop_ids(tokenizer, "models/Qwen3-4B")
+    """
     if isinstance(generation, str | PathLike):
         from transformers import GenerationConfig
 
@@ -80,8 +99,11 @@ def find_stop_ids(tokenizer: Any, generation: Any = None) -> set[int]:
         except OSError:  # many base models have none
             generation = None
     stops = getattr(generation, "eos_token_id", None)
-    stops = stops if isinstance(stops, list) else [tokenizer.eos_token_id if stops is None else stops]
-    return {stop for stop in stops if stop is not None}
+    if stops is None:
+        stops = tokenizer.eos_token_id
+    if isinstance(stops, list):
+        return set(stops)
+    return set() if stops is None else {stops}
 
 
 def _training_template(tokenizer: Any) -> str | None:
@@ -89,11 +111,9 @@ def _training_template(tokenizer: Any) -> str | None:
     from trl import chat_template_utils as trl
 
     if not tokenizer.chat_template:
+        name = tokenizer.name_or_path or tr("this model")
         raise CourseError(
-            tr(
-                "The tokenizer of {tokenizer} has no chat template.",
-                tokenizer=tokenizer.name_or_path or tr("this model"),
-            ),
+            tr("The tokenizer of {tokenizer} has no chat template.", tokenizer=name),
             todo=tr("Use the instruct version of the model, or set tokenizer.chat_template."),
         )
     own: str = tokenizer.get_chat_template()
@@ -109,11 +129,17 @@ class View:
     """How a tokenizer renders rows: for training, up to `stop_ids`, and as a server in a thinking mode would."""
 
     def __init__(
-        self, tokenizer: Any, form: str, thinking: bool | None = None, stop_ids: Iterable[int] | None = None
+        self,
+        tokenizer: Any,
+        form: str,
+        thinking: bool | None = None,
+        stop_ids: Iterable[int] | None = None,
     ) -> None:
-        self.tokenizer, self.form, self.thinking = tokenizer, form, thinking
+        self.tokenizer = tokenizer
+        self.form = form
         self.template = _training_template(tokenizer) if form == "messages" else None
         self.stops = find_stop_ids(tokenizer) if stop_ids is None else set(stop_ids)
+        self._mode = {} if thinking is None else {"enable_thinking": thinking}
         self._special = set(tokenizer.get_added_vocab().values())
         self._blank: dict[int, bool] = {}
 
@@ -121,11 +147,12 @@ class View:
         """All examples of all rows, each rendered once."""
         from tqdm.auto import tqdm
 
-        conversations = self._conversations(tqdm(rows, desc=tr("rendering"), unit=tr("row"), disable=len(rows) < 3000))
-        examples = []
-        for tools, group in itertools.groupby(conversations, key=lambda one: one[0]):
-            while batch := [conversation for _, conversation in itertools.islice(group, BATCH)]:
-                examples += self._encode(batch, tools)
+        shown = tqdm(rows, desc=tr("rendering"), unit=tr("row"), disable=len(rows) < 3000)
+        conversations = self._conversations(shown)
+        examples: list[Example] = []
+        for _, group in itertools.groupby(conversations, key=attrgetter("tools")):
+            while batch := list(itertools.islice(group, BATCH)):
+                examples += self._encode(batch)
         return examples
 
     def encode(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[bool]]:
@@ -137,54 +164,69 @@ class View:
         """What a server tokenizes before it answers."""
         return self._prompts([messages], tools)[0]
 
-    def blank(self, token: int) -> bool:
+    def is_blank(self, token: int) -> bool:
         """Whether a token is white space only."""
         if token not in self._blank:
             self._blank[token] = not self.tokenizer.decode([token]).strip()
         return self._blank[token]
 
+    def stop_position(self, ids: Sequence[int], start: int, end: int) -> int:
+        """Where the first stop token is between two positions; `end` if there is none."""
+        for position in range(start, end):
+            if ids[position] in self.stops:
+                return position
+        return end
+
     @cached_property
     def _added_stop(self) -> list[int]:
         """The stop token to add where the template leaves the last answer open (GLM-4), else nothing."""
-        if self.form == "messages" or self.tokenizer.eos_token is None:
+        tokenizer = self.tokenizer
+        if self.form == "messages" or tokenizer.eos_token is None:
             return []
-        closing = self.tokenizer.apply_chat_template([QUESTION, ANSWER], tokenize=False).rpartition("an answer")[2]
-        closed = any(token in closing for token in self.tokenizer.get_added_vocab())
-        return [] if closed else [self.tokenizer.eos_token_id]
+        text = tokenizer.apply_chat_template([QUESTION, ANSWER], tokenize=False)
+        closing = text.rpartition("an answer")[2]
+        if any(token in closing for token in tokenizer.get_added_vocab()):
+            return []
+        return [tokenizer.eos_token_id]
 
-    def _conversations(self, rows: Iterable[Row]) -> Iterator[tuple[Tools, Conversation]]:
-        """The tools of a row with the whole row, or with each of its answers and what comes before it."""
+    def _conversations(self, rows: Iterable[Row]) -> Iterator[Conversation]:
+        """Every whole row, or each of its answers with what comes before it."""
         for number, row in enumerate(rows, start=1):
-            messages, tools = row["messages"], row.get("tools") or None
-            turns = tuple(at for at, message in enumerate(messages) if message["role"] == "assistant")
-            if not turns or not turns[0]:
+            messages = row["messages"]
+            tools = row.get("tools") or None
+            turns = answer_turns(row)
+            if not turns or turns[0] == 0:
                 raise CourseError(
                     tr("Row {row}: it has no answer to a question.", row=number),
                     todo=tr("Prepare the rows with lesson 02."),
                 )
             if self.form == "messages":
-                yield tools, (number, messages, turns)
-            else:
-                yield from ((tools, (number, messages[: turn + 1], (turn,))) for turn in turns)
+                yield Conversation(number, messages, tools, turns)
+                continue
+            for turn in turns:
+                yield Conversation(number, messages[: turn + 1], tools, (turn,))
 
-    def _encode(self, conversations: list[Conversation], tools: Tools) -> list[Example]:
-        """The examples of a batch; the first row that the template refuses is named."""
-        marked, examples = self.form == "messages", []
+    def _encode(self, batch: list[Conversation]) -> list[Example]:
+        """The examples of conversations with the same tools; the first row that the template refuses is named."""
+        tools = batch[0].tools
         try:
-            encoded = self.tokenizer.apply_chat_template(
-                [messages for _, messages, _ in conversations], chat_template=self.template, tools=tools,
-                return_dict=True, return_assistant_tokens_mask=marked,
-            )  # fmt: skip
-            before = [messages[:turn] for _, messages, turns in conversations for turn in turns]
+            rendered = self.tokenizer.apply_chat_template(
+                [conversation.messages for conversation in batch],
+                chat_template=self.template,
+                tools=tools,
+                return_dict=True,
+                return_assistant_tokens_mask=self.form == "messages",
+            )
+            before = [conversation.messages[:turn] for conversation in batch for turn in conversation.turns]
             prompts = iter(self._prompts(before, tools))
             added = self._added_stop
         except Exception as problem:  # a template can raise anything
-            if len(conversations) > 1:
-                return [example for one in conversations for example in self._encode([one], tools)]
+            if len(batch) > 1:
+                return [example for conversation in batch for example in self._encode([conversation])]
             raise CourseError(
                 tr(
                     "Row {row}: the chat template of this model refuses it: {problem}.",
-                    row=conversations[0][0],
+                    row=batch[0].row,
                     problem=problem,
                 ),
                 todo=tr(
@@ -192,61 +234,86 @@ class View:
                     "with its own template."
                 ),
             ) from problem
-        for at, (row, _, turns) in enumerate(conversations):
-            ids = encoded["input_ids"][at] + added
-            own = [next(prompts) for _ in turns]
-            shared = tuple(common_length(prompt, ids) for prompt in own)
-            mask = bytearray(encoded["assistant_masks"][at] if marked else bytes(shared[0]).ljust(len(ids), b"\1"))
-            self._trim(ids, mask, shared)
-            examples.append(Example(row, turns, array("i", ids), bytes(mask), shared, tuple(map(len, own))))
+        masks = rendered.get("assistant_masks") or itertools.repeat(None)
+        examples = []
+        for conversation, ids, mask in zip(batch, rendered["input_ids"], masks, strict=False):
+            own_prompts = list(itertools.islice(prompts, len(conversation.turns)))
+            examples.append(self._example(conversation, ids + added, mask, own_prompts))
         return examples
+
+    def _example(
+        self, conversation: Conversation, ids: list[int], marked: list[int] | None, prompts: list[list[int]]
+    ) -> Example:
+        """One example; without the template's marks, all that follows the prompt is trained."""
+        shared = tuple(common_length(prompt, ids) for prompt in prompts)
+        trained = bytearray(marked or bytes(shared[0]).ljust(len(ids), b"\1"))
+        self._trim(ids, trained, shared)
+        lengths = tuple(len(prompt) for prompt in prompts)
+        return Example(
+            conversation.row,
+            conversation.turns,
+            array("i", ids),
+            trained=bytes(trained),
+            shared=shared,
+            prompts=lengths,
+        )
 
     def _prompts(self, before: list[Messages], tools: Tools) -> list[list[int]]:
         """What a server tokenizes before it answers: always by the tokenizer's own template."""
-        mode = {} if self.thinking is None else {"enable_thinking": self.thinking}
-        render = self.tokenizer.apply_chat_template
-        return list(render(before, tools=tools, add_generation_prompt=True, return_dict=False, **mode))
+        return list(
+            self.tokenizer.apply_chat_template(
+                before, tools=tools, add_generation_prompt=True, return_dict=False, **self._mode
+            )
+        )
 
-    def _trim(self, ids: list[int], mask: bytearray, starts: tuple[int, ...]) -> None:
+    def _trim(self, ids: list[int], trained: bytearray, starts: tuple[int, ...]) -> None:
         """No loss on white space before an answer, which the server writes, nor on what follows its stop token."""
-        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
-            while start and mask[start - 1] and self.blank(ids[start - 1]):
+        ends = [*starts[1:], len(ids)]
+        for start, end in zip(starts, ends, strict=True):
+            while start and trained[start - 1] and self.is_blank(ids[start - 1]):
                 start -= 1
-                mask[start] = 0
-            stop = next((at for at in range(start, end) if ids[at] in self.stops), end)
-            for at in range(stop + 1, end):
-                if ids[at] not in self._special and not self.blank(ids[at]):
+                trained[start] = 0
+            stop = self.stop_position(ids, start, end)
+            for position in range(stop + 1, end):
+                token = ids[position]
+                if token not in self._special and not self.is_blank(token):
                     break
-                mask[at] = 0
+                trained[position] = 0
 
 
 def training_format(tokenizer: Any, rows: Sequence[Row] = (), thinking: bool | None = None) -> Choice:
     """`messages`, the whole conversation, where servers see the same text; else `prompt_completion`, per answer."""
-    from trl.chat_template_utils import is_chat_template_stop_token_trained
-
-    problem, tries = "", [ANSWER, THOUGHT] if rows_think(rows) else [ANSWER]
-    several = any(sum(message["role"] == "assistant" for message in row["messages"]) > 1 for row in rows)
+    several = any(len(answer_turns(row)) > 1 for row in rows)
     if _training_template(tokenizer) is None:
         problem = tr("its template cannot mark answers and TRL has no training template for it")
-        tries = []
-    for answer in tries:
+    else:
         view = View(tokenizer, "messages", thinking)
-        [example] = view.encode_all([{"messages": [QUESTION, answer]}])
-        prompt = zip(example.ids[: example.shared[0]], example.trained, strict=False)
-        if any(mask and not view.blank(token) for token, mask in prompt):  # Qwen3.5's prompt begins the thinking
-            problem = tr("its training template marks what a server already writes")
-        elif not is_chat_template_stop_token_trained(tokenizer, chat_template=view.template):
-            problem = tr("its template marks the answers without their stop token")
-        elif several:
-            [example] = view.encode_all([{"messages": [QUESTION, answer] * 2}])
-            trained = tokenizer.decode(list(itertools.compress(example.ids, example.trained)))
-            if example.shared[-1] != example.prompts[-1] or trained.count("a thought") != 2 * (answer is THOUGHT):
-                problem = tr("its template rewrites earlier answers")  # Qwen3 drops earlier thoughts
-        if problem:
-            break
-    if not problem:
-        return Choice("messages", tr("the training template marks the answers"))
-    return Choice("prompt_completion", tr("{problem}, so each answer is an example of its own", problem=problem))
+        problem = _marking_problem(view, ANSWER, several)
+        if not problem and rows_think(rows):
+            problem = _marking_problem(view, THOUGHT, several)
+    if problem:
+        return Choice("prompt_completion", tr("{problem}, so each answer is an example of its own", problem=problem))
+    return Choice("messages", tr("the training template marks the answers"))
+
+
+def _marking_problem(view: View, answer: Message, several: bool) -> str:
+    """Why whole conversations with such an answer cannot be trained; `several` rows have more than one answer."""
+    from trl.chat_template_utils import is_chat_template_stop_token_trained
+
+    tokenizer = view.tokenizer
+    [example] = view.encode_all([{"messages": [QUESTION, answer]}])
+    for token, mask in zip(example.ids[: example.shared[0]], example.trained, strict=False):
+        if mask and not view.is_blank(token):  # Qwen3.5's prompt begins the thinking
+            return tr("its training template marks what a server already writes")
+    if not is_chat_template_stop_token_trained(tokenizer, chat_template=view.template):
+        return tr("its template marks the answers without their stop token")
+    if several:
+        [example] = view.encode_all([{"messages": [QUESTION, answer] * 2}])
+        trained = tokenizer.decode(list(itertools.compress(example.ids, example.trained)))
+        thoughts = 2 if answer is THOUGHT else 0
+        if example.shared[-1] != example.prompts[-1] or trained.count("a thought") != thoughts:
+            return tr("its template rewrites earlier answers")  # Qwen3 drops earlier thoughts
+    return ""
 
 
 def may_skip_thinking(tokenizer: Any, rows: Sequence[Row]) -> bool:
@@ -254,10 +321,11 @@ def may_skip_thinking(tokenizer: Any, rows: Sequence[Row]) -> bool:
     if rows_think(rows):
         return False
     form = training_format(tokenizer, rows).value
-    thinks, skips = (View(tokenizer, form, thinking) for thinking in (True, False))
-    if thinks.prompt([QUESTION]) == skips.prompt([QUESTION]):
+    thinking = View(tokenizer, form, thinking=True)
+    skipping = View(tokenizer, form, thinking=False)
+    if thinking.prompt([QUESTION]) == skipping.prompt([QUESTION]):
         return False
-    return all(example.shared == example.prompts for example in skips.encode_all(rows))
+    return all(example.shared == example.prompts for example in skipping.encode_all(rows))
 
 
 @dataclass(frozen=True)
@@ -273,11 +341,6 @@ class FilteredRows:
     examples: list[Example] = field(repr=False)
 
     @property
-    def left_out(self) -> list[Row]:
-        """The rows that are too long."""
-        return [self.rows[number - 1] for number in self.too_long]
-
-    @property
     def lengths(self) -> list[int]:
         """Tokens of each example that is trained."""
         return [len(example.ids) for example in self.examples]
@@ -287,34 +350,46 @@ class FilteredRows:
         return {"longest_row_tokens": self.longest, "rows_too_long": len(self.too_long)}
 
     def __str__(self) -> str:
-        values = {"rows": len(self.rows), "longest": self.longest}
-        if not self.max_length:
-            return tr("all {rows} rows fit: the longest has {longest} tokens, there is no limit", **values)
-        values["limit"] = self.max_length
         if not self.too_long:
-            return tr("all {rows} rows fit: the longest has {longest} tokens, max_length is {limit}", **values)
-        values["count"] = len(self.too_long)
+            return tr(
+                "all {rows} rows fit: the longest has {longest} tokens, max_length is {limit}",
+                rows=len(self.rows),
+                longest=self.longest,
+                limit=self.max_length,
+            )
         return tr(
             "{count} of {rows} rows are LEFT OUT (see too_long.jsonl): "
             "max_length {limit} would cut off their stop token\n"
             "  to train them raise sft.max_length to {longest} (memory grows with it), or shorten them",
-            **values,
+            count=len(self.too_long),
+            rows=len(self.rows),
+            longest=self.longest,
+            limit=self.max_length,
         )
 
-    def write(self, folder: Path) -> None:
+    def write_too_long(self, folder: Path) -> None:
         """Write the rows that are left out, with their numbers, to too_long.jsonl; empty without any."""
         lines = []
         for number, tokens in self.too_long.items():
-            entry = {"row": number, "tokens": tokens, "cut": tokens - self.max_length, **self.rows[number - 1]}
+            entry = {"row": number, "tokens": tokens, "cut": tokens - self.max_length}
+            entry |= self.rows[number - 1]
             lines.append(json.dumps(entry, ensure_ascii=False) + "\n")
         write_text(folder / TOO_LONG, "".join(lines))
 
 
 def filter_by_length(
-    tokenizer: Any, rows: Sequence[Row], max_length: int, form: str = "", thinking: bool | None = None,
+    tokenizer: Any,
+    rows: Sequence[Row],
+    max_length: int,
+    form: str = "",
+    thinking: bool | None = None,
     stop_ids: Iterable[int] | None = None,
-) -> FilteredRows:  # fmt: skip
-    """Render all rows, and leave out those whose stop token (see find_stop_ids) lies beyond `max_length` (0: none)."""
+) -> FilteredRows:
+    """Render all rows, and leave out those whose stop token lies beyond `max_length` (0: no limit).
+
+    Example:
+        filtered = chat.filter_by_length(tokenizer, rows, 1024, stop_ids=chat.find_stop_ids(tokenizer, model_folder))
+    """
     if not rows:
         raise CourseError(tr("There are no rows to render."), todo=tr("Run lesson 02 first."))
     choice = Choice(form, tr("chosen by the caller")) if form else training_format(tokenizer, rows, thinking)
@@ -323,7 +398,8 @@ def filter_by_length(
     longest = max(len(example.ids) for example in examples)
     too_long: dict[int, int] = {}
     for example in examples:
-        if 0 < max_length <= example.trained.rfind(1):  # the stop token, in a valid example
+        last_trained = example.trained.rfind(1)  # the stop token, in a valid example
+        if 0 < max_length <= last_trained:
             too_long[example.row] = max(len(example.ids), too_long.get(example.row, 0))
     if len(too_long) == len(rows):
         raise CourseError(
@@ -339,8 +415,8 @@ def filter_by_length(
                 fits=min(longest, tokenizer.model_max_length),
             ),
         )
-    examples = [example for example in examples if example.row not in too_long]
-    return FilteredRows(choice, max_length, rows, too_long, longest, view, examples)
+    kept = [example for example in examples if example.row not in too_long]
+    return FilteredRows(choice, max_length, rows, too_long=too_long, longest=longest, view=view, examples=kept)
 
 
 @dataclass(frozen=True)
@@ -350,174 +426,234 @@ class ContractReport:
     form: Choice
     examples: int
     answers: int
+    tokens: int
     trained: int  # tokens
     stop_ids: tuple[int, ...]  # those the answers end with
-    text: str
+    stops: str  # their text
 
     def __str__(self) -> str:
-        return self.text
+        trained = tr(
+            "trained  {trained} of {tokens} tokens ({share}), in {answers} answers",
+            trained=self.trained,
+            tokens=self.tokens,
+            share=f"{self.trained / self.tokens:.0%}",
+            answers=self.answers,
+        )
+        lines = [
+            tr("format   {form}: {reason}", form=self.form.value, reason=self.form.reason),
+            trained,
+            tr("stop     every answer ends with {stops}, and generation stops there", stops=self.stops),
+        ]
+        return "\n".join(lines)
 
 
 def check_contract(filtered: FilteredRows) -> ContractReport:
-    """Check every row that is kept; the stop tokens are those that `filter_by_length` was given."""
-    view, form, examples, found = filtered.view, filtered.form, filtered.examples, set[int]()
-    rows = [filtered.rows[example.row - 1] for example in examples]
-    for example, row in zip(examples, rows, strict=True):
-        if tools := row.get("tools"):  # one row tells whether the template shows them to the model
-            question = row["messages"][: example.turns[0]]
-            if view.prompt(question, tools) == view.prompt(question):
-                raise CourseError(
-                    tr("Row {row}: the chat template of this model leaves out its tools.", row=example.row),
-                    todo=tr("Use a model that can call tools, or write the tools into the system message."),
-                )
-            break
-    for example, row in zip(examples, rows, strict=True):
-        found |= _check_example(view, example, row)
-    answers = sum(len(example.turns) for example in examples)
-    trained, tokens = sum(example.trained.count(1) for example in examples), sum(filtered.lengths)
-    stops = tr(" or ").join(view.tokenizer.decode([stop]) for stop in sorted(found))
-    lines = (
-        tr("format   {form}: {reason}", form=form.value, reason=form.reason),
-        tr(
-            "trained  {trained} of {tokens} tokens ({share}), in {answers} answers",
-            trained=trained, tokens=tokens, share=f"{trained / tokens:.0%}", answers=answers,
-        ),
-        tr("stop     every answer ends with {stops}, and generation stops there", stops=stops),
-    )  # fmt: skip
-    text = "\n".join(lines)
-    return ContractReport(form, len(examples), answers, trained, tuple(sorted(found)), text)
+    """Check every row that is kept; the stop tokens are those that `filter_by_length` was given.
+
+    Example:
+        print(chat.check_contract(chat.filter_by_length(tokenizer, rows, 1024)))
+    """
+    _require_tools_shown(filtered)
+    decode = filtered.view.tokenizer.decode
+    stop_ids: set[int] = set()
+    for example in filtered.examples:
+        stop_ids |= _check_example(filtered.view, example, filtered.rows[example.row - 1])
+    return ContractReport(
+        form=filtered.form,
+        examples=len(filtered.examples),
+        answers=sum(len(example.turns) for example in filtered.examples),
+        tokens=sum(filtered.lengths),
+        trained=sum(example.trained.count(1) for example in filtered.examples),
+        stop_ids=tuple(sorted(stop_ids)),
+        stops=tr(" or ").join(decode([stop]) for stop in sorted(stop_ids)),
+    )
+
+
+def _require_tools_shown(filtered: FilteredRows) -> None:
+    """Refuse a template that does not show tools to the model; the first row with tools tells."""
+    for example in filtered.examples:
+        row = filtered.rows[example.row - 1]
+        if not row.get("tools"):
+            continue
+        question = row["messages"][: example.turns[0]]
+        if filtered.view.prompt(question, row["tools"]) == filtered.view.prompt(question):
+            raise CourseError(
+                tr("Row {row}: the chat template of this model leaves out its tools.", row=example.row),
+                todo=tr("Use a model that can call tools, or write the tools into the system message."),
+            )
+        return
 
 
 def _check_example(view: View, example: Example, row: Row) -> set[int]:
     """The stop tokens of the answers; raises at the first token that breaks the contract."""
-    ids, messages, decode = example.ids, row["messages"], view.tokenizer.decode
-    expected, found = bytearray(len(ids)), set[int]()
-    for turn, start, length in zip(example.turns, example.shared, example.prompts, strict=True):
-        if start != length:  # all that comes before an answer must be what a server would be sent
-            prompt = view.prompt(messages[:turn], row.get("tools"))
-            raise CourseError(
-                tr(
-                    "Row {row}: from token {token} on, a server would send {server!r} where training saw {training!r}.",
-                    row=example.row,
-                    token=start + 1,
-                    server=decode(prompt[start : start + 8]),
-                    training=decode(list(ids[start : start + 8])),
-                ),
-                todo=tr(
-                    "Use the chat template that came with the model, and start answers without a line break. If "
-                    "the model has a thinking mode, pass the other one (thinking=True or False) to "
-                    "chat.filter_by_length, and ask servers with it."
-                ),
-            )
-    for turn, start, end in zip(example.turns, example.shared, [*example.shared[1:], len(ids)], strict=True):
-        stop = next((at for at in range(start, end) if ids[at] in view.stops), end)
+    _check_prompts(view, example, row)
+    expected = bytearray(len(example.ids))
+    stop_ids = set()
+    ends = [*example.shared[1:], len(example.ids)]
+    for turn, start, end in zip(example.turns, example.shared, ends, strict=True):
+        stop = view.stop_position(example.ids, start, end)
         if stop == end:
-            names = ", ".join(repr(decode([stop])) for stop in sorted(view.stops)) or tr("nothing")
-            last = decode([ids[max(example.trained.rfind(1), 0)]])
-            raise CourseError(
-                tr(
-                    "Row {row}: the last trained token of an answer is {last!r}, and generation stops only at {stops}.",
-                    row=example.row,
-                    last=last,
-                    stops=names,
-                ),
-                todo=tr(
-                    "Make the token that closes an answer in the chat template the eos_token of the tokenizer "
-                    "and of the generation config; instruct versions of a model come that way."
-                ),
-            )
-        if missing := _missing_part(view.tokenizer, messages[turn], decode(list(ids[start:stop]))):
-            if (text := decode([ids[stop]])) in str(messages[turn].get("content")):
-                raise CourseError(
-                    tr(
-                        "Row {row}: an answer contains {stop!r}, the text of a stop token: generation ends there.",
-                        row=example.row,
-                        stop=text,
-                    ),
-                    todo=tr("Take it out of the answer, or write it in another way."),
-                )
-            raise CourseError(
-                tr("Row {row}: the chat template leaves out or changes {part}.", row=example.row, part=missing),
-                todo=tr(
-                    "Use the chat template that came with the model. A model whose template drops thoughts or "
-                    "tool calls cannot learn them: take them out of the rows, or use another model."
-                ),
-            )
+            raise _no_stop_token(view, example)
+        _check_answer(view, example, row["messages"][turn], start=start, stop=stop)
         expected[start : stop + 1] = b"\1" * (stop + 1 - start)
-        found.add(ids[stop])
-    for at, mask in enumerate(example.trained if expected != example.trained else ()):
-        if mask != expected[at] and not view.blank(ids[at]):
-            what = tr("is part of an answer, and is not trained")
-            if mask:
-                what = tr("is no part of an answer, and is trained")
-            token = tr("token {number}, {text}", number=at + 1, text=repr(decode([ids[at]])))
-            raise CourseError(
-                tr("Row {row}: {token} {what}.", row=example.row, token=token, what=what),
-                allowed=tr("each answer trained up to and with its stop token, and nothing else"),
-                todo=tr(
-                    "Put {{% generation %}} around each answer and its stop token in the chat template, or pass "
-                    'form="prompt_completion" to chat.filter_by_length.'
-                ),
-            )
-    return found
+        stop_ids.add(example.ids[stop])
+    if example.trained != expected:
+        _check_mask(view, example, expected)
+    return stop_ids
+
+
+def _check_prompts(view: View, example: Example, row: Row) -> None:
+    """All that comes before an answer must be what a server would be sent."""
+    decode = view.tokenizer.decode
+    for turn, start, length in zip(example.turns, example.shared, example.prompts, strict=True):
+        if start == length:
+            continue
+        prompt = view.prompt(row["messages"][:turn], row.get("tools"))
+        raise CourseError(
+            tr(
+                "Row {row}: from token {token} on, a server would send {server!r} where training saw {training!r}.",
+                row=example.row,
+                token=start + 1,
+                server=decode(prompt[start : start + 8]),
+                training=decode(list(example.ids[start : start + 8])),
+            ),
+            todo=tr(
+                "Use the chat template that came with the model, and start answers without a line break. If "
+                "the model has a thinking mode, pass the other one (thinking=True or False) to "
+                "chat.filter_by_length, and ask servers with it."
+            ),
+        )
+
+
+def _no_stop_token(view: View, example: Example) -> CourseError:
+    """An answer at whose end generation would not stop."""
+    decode = view.tokenizer.decode
+    stops = ", ".join(repr(decode([stop])) for stop in sorted(view.stops))
+    last_trained = max(example.trained.rfind(1), 0)
+    return CourseError(
+        tr(
+            "Row {row}: the last trained token of an answer is {last!r}, and generation stops only at {stops}.",
+            row=example.row,
+            last=decode([example.ids[last_trained]]),
+            stops=stops or tr("nothing"),
+        ),
+        todo=tr(
+            "Make the token that closes an answer in the chat template the eos_token of the tokenizer "
+            "and of the generation config; instruct versions of a model come that way."
+        ),
+    )
+
+
+def _check_answer(view: View, example: Example, message: Message, start: int, stop: int) -> None:
+    """The text up to the stop token must say all that the answer says."""
+    decode = view.tokenizer.decode
+    missing = _missing_part(view.tokenizer, message, decode(list(example.ids[start:stop])))
+    if not missing:
+        return
+    stop_text = decode([example.ids[stop]])
+    if stop_text in str(message.get("content")):
+        raise CourseError(
+            tr(
+                "Row {row}: an answer contains {stop!r}, the text of a stop token: generation ends there.",
+                row=example.row,
+                stop=stop_text,
+            ),
+            todo=tr("Take it out of the answer, or write it in another way."),
+        )
+    raise CourseError(
+        tr("Row {row}: the chat template leaves out or changes {part}.", row=example.row, part=missing),
+        todo=tr(
+            "Use the chat template that came with the model. A model whose template drops thoughts or "
+            "tool calls cannot learn them: take them out of the rows, or use another model."
+        ),
+    )
+
+
+def _check_mask(view: View, example: Example, expected: bytearray) -> None:
+    """Each answer must be trained with its stop token, and nothing else; white space may be either."""
+    for position, token in enumerate(example.ids):
+        if example.trained[position] == expected[position] or view.is_blank(token):
+            continue
+        problem = tr("is part of an answer, and is not trained")
+        if example.trained[position]:
+            problem = tr("is no part of an answer, and is trained")
+        text = repr(view.tokenizer.decode([token]))
+        named = tr("token {number}, {text}", number=position + 1, text=text)
+        raise CourseError(
+            tr("Row {row}: {token} {what}.", row=example.row, token=named, what=problem),
+            allowed=tr("each answer trained up to and with its stop token, and nothing else"),
+            todo=tr(
+                "Put {{% generation %}} around each answer and its stop token in the chat template, or pass "
+                'form="prompt_completion" to chat.filter_by_length.'
+            ),
+        )
 
 
 def _missing_part(tokenizer: Any, answer: Message, text: str) -> str:
     """The first thought, words or called function that an answer has and its text has not; white space aside."""
-    content, rest = answer.get("content"), "".join(text.split())
-    *thoughts, words = re.split("</?think>", content if isinstance(content, str) else "")  # tags are the template's
-    for part in (answer.get("reasoning_content") or "", *thoughts, words):
-        short = "".join(part.split())
+    content = answer.get("content")
+    parts = [answer.get("reasoning_content") or ""]
+    if isinstance(content, str):
+        parts += re.split("</?think>", content)  # tags are the template's
+    rest = _without_space(text)
+    for part in parts:
+        short = _without_space(part)
         if short not in rest:  # some tokenizers normalize characters, which no template can help
-            short = "".join(tokenizer.decode(tokenizer(part, add_special_tokens=False)["input_ids"]).split())
+            ids = tokenizer(part, add_special_tokens=False)["input_ids"]
+            short = _without_space(tokenizer.decode(ids))
         if short not in rest:
             return repr(part.strip()[:40])
         rest = rest[rest.index(short) + len(short) :]
     for call in answer.get("tool_calls") or ():
-        if (name := (call.get("function") or call).get("name", "")) not in text:
+        function = call.get("function") or call
+        name = function.get("name", "")
+        if name not in text:
             return tr("a call of {name}", name=repr(name))
     return ""
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())
 
 
 @dataclass(frozen=True)
 class ChatDataset:
     """Rows as tokens and labels for SFTTrainer, and what was checked of them."""
 
-    train: Dataset = field(repr=False)
-    eval: Dataset | None = field(repr=False)  # None: no held-out row can be validated on
-    lengths: list[int] = field(repr=False)  # tokens of each example that is trained
-    left_out: list[Row] = field(repr=False)  # too long
+    filtered: FilteredRows
     report: ContractReport
-    text: str
+    train: Dataset = field(repr=False)
 
     @property
-    def validation_rows(self) -> int:
-        """How many held-out rows can be validated on."""
-        return len(self.eval) if self.eval else 0
+    def lengths(self) -> list[int]:
+        """Tokens of each example that is trained."""
+        return self.filtered.lengths
 
     def facts(self) -> dict[str, Any]:
         """What goes into facts.json."""
-        counts = {"examples": self.report.examples, "trained_tokens": self.report.trained}
-        return {"form": self.report.form.value, **counts, "rows_left_out": len(self.left_out)}
+        return {
+            "form": self.report.form.value,
+            "examples": self.report.examples,
+            "trained_tokens": self.report.trained,
+            "rows_left_out": len(self.filtered.too_long),
+        }
 
     def __str__(self) -> str:
-        return self.text
+        return f"{self.filtered}\n{self.report}"
 
 
 def build_dataset(
-    tokenizer: Any, train_rows: Sequence[Row], eval_rows: Sequence[Row], lesson: LessonLike
+    tokenizer: Any, rows: Sequence[Row], max_length: int, stop_ids: Iterable[int] | None = None
 ) -> ChatDataset:
-    """Render the rows, leave out those that are too long (too_long.jsonl lists them), and check the contract."""
-    stop_ids = find_stop_ids(tokenizer, lesson.model)
-    filtered = filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids=stop_ids)
-    filtered.write(lesson.run.data)
+    """Render the rows, leave out those that are too long, and check the contract.
+
+    Example:
+        dataset = chat.build_dataset(tokenizer, rows, max_length=1024)
+        trainer = SFTTrainer(model, SFTConfig(max_length=1024), train_dataset=dataset.train)
+    """
+    filtered = filter_by_length(tokenizer, rows, max_length, stop_ids=stop_ids)
     report = check_contract(filtered)
-    recipe = lesson.fitted(profiles.Rows.of(filtered.lengths, len(eval_rows))).profile.course
-    validation = validation_dataset(filtered, eval_rows, int(recipe.validation_rows))
-    return ChatDataset(
-        training_dataset(filtered), validation if len(validation) else None, filtered.lengths, filtered.left_out,
-        report, f"{filtered}\n{report}",
-    )  # fmt: skip
+    return ChatDataset(filtered, report, training_dataset(filtered))
 
 
 def training_dataset(filtered: FilteredRows) -> Dataset:
@@ -526,91 +662,140 @@ def training_dataset(filtered: FilteredRows) -> Dataset:
     import pyarrow
     from datasets import Dataset
 
-    offsets = list(itertools.accumulate(filtered.lengths, initial=0))
-    ids, trained = array("i"), bytearray()
+    ids = array("i")
+    trained = bytearray()
     for example in filtered.examples:
         ids += example.ids
         trained += example.trained
     tokens = numpy.frombuffer(ids, dtype=numpy.int32)
-    labels = numpy.where(numpy.frombuffer(trained, dtype=bool), tokens, IGNORED).astype(numpy.int64)
+    has_loss = numpy.frombuffer(trained, dtype=bool)
+    labels = numpy.where(has_loss, tokens, IGNORED).astype(numpy.int64)
+    offsets = list(itertools.accumulate(filtered.lengths, initial=0))
     # offsets of 64 bits: those of a plain list end at 2**31 tokens
     columns = [pyarrow.LargeListArray.from_arrays(offsets, pyarrow.array(values)) for values in (tokens, labels)]
     return Dataset(pyarrow.table(columns, names=["input_ids", "labels"]))
 
 
-def validation_dataset(filtered: FilteredRows, held_out: Sequence[Row], count: int) -> Dataset:
-    """`count` of the held-out rows, evenly spread, rendered as the training rows are; long ones are left out."""
+def validation_dataset(filtered: FilteredRows, held_out: Sequence[Row], count: int) -> Dataset | None:
+    """`count` of the held-out rows, evenly spread, rendered as the training rows are; None if that is none.
+
+    Rows that are too long are left out.
+
+    Example:
+        validation = chat.validation_dataset(dataset.filtered, eval_rows, 100)
+    """
+    if not count or not held_out:
+        return None
     if count < len(held_out):
         held_out = [held_out[number * len(held_out) // count] for number in range(count)]
-    examples = filtered.view.encode_all(held_out) if count and held_out else []
-    usable = [one for one in examples if len(one.ids) <= (filtered.max_length or len(one.ids)) and any(one.trained)]
-    if count and not usable:
-        print(tr("No held-out row can be used for validation: training goes without it, and the last step is kept."))
+    usable = []
+    for example in filtered.view.encode_all(held_out):
+        fits = not filtered.max_length or len(example.ids) <= filtered.max_length
+        if fits and any(example.trained):
+            usable.append(example)
+    if not usable:
+        raise CourseError(
+            tr(
+                "No held-out row can be used for validation: all are longer than max_length {limit}.",
+                limit=filtered.max_length,
+            ),
+            todo=tr('Raise sft.max_length, shorten these rows, or set SET = "course.validation_rows=0".'),
+        )
     return training_dataset(replace(filtered, examples=usable))
 
 
 def check_trainer(trainer: Any, report: ContractReport) -> None:
     """Stop unless, after packing, truncation and collation, exactly the tokens of the contract carry the loss."""
-    import numpy
-
-    dataset, trained, stops = trainer.train_dataset, 0, 0
-    for batch in dataset.with_format("arrow").iter(1000):
+    trained = 0
+    for batch in trainer.train_dataset.with_format("arrow").iter(1000):
         labels = batch["labels"].combine_chunks().flatten().to_numpy()
         trained += int((labels != IGNORED).sum())
-        stops += int(numpy.isin(labels, report.stop_ids).sum())
-    rows = [dataset[at] for at in range(min(len(dataset), COLLATED_ROWS))]
-    hidden = sum(label != IGNORED for row in rows for label in row["labels"])
-    hidden -= int((trainer.data_collator(rows)["labels"] != IGNORED).sum())
-    if (trained, stops, hidden) != (report.trained, report.answers, 0):
-        found = tr(
-            "{tokens} tokens with {stops} stop tokens, and its collator hides {hidden}",
-            tokens=trained, stops=stops, hidden=hidden,
-        )  # fmt: skip
-        expected = tr("{tokens} tokens with {stops} stop tokens", tokens=report.trained, stops=report.answers)
-        raise CourseError(
-            tr(
-                "The trainer would train on {found}; the contract check counted {expected}.",
-                found=found,
-                expected=expected,
-            ),
-            todo=tr(
-                "Pass the datasets of chat.build_dataset(...) to the trainer, with the profile's max_length, "
-                "packing_strategy bfd and no data collator of your own."
-            ),
-        )
+    hidden = _hidden_by_collator(trainer)
+    if trained == report.trained and not hidden:
+        return
+    raise CourseError(
+        tr(
+            "The trainer would train on {trained} tokens, and its collator hides {hidden}; the contract check counted "
+            "{tokens}.",
+            trained=trained,
+            hidden=hidden,
+            tokens=report.trained,
+        ),
+        todo=tr(
+            "Pass the datasets of chat.build_dataset(...) to the trainer, with the profile's max_length, "
+            "packing_strategy bfd and no data collator of your own."
+        ),
+    )
+
+
+def _hidden_by_collator(trainer: Any) -> int:
+    """How many tokens with loss of the first rows the collator leaves without it."""
+    rows = list(itertools.islice(trainer.train_dataset, COLLATED_ROWS))
+    before = 0
+    for row in rows:
+        before += sum(label != IGNORED for label in row["labels"])
+    collated = trainer.data_collator(rows)["labels"]
+    hidden = before - (collated != IGNORED).sum()
+    return int(hidden)
 
 
 def answer(model: Any, tokenizer: Any, rows: Sequence[Row], max_new_tokens: int = 128) -> list[str]:
-    """The model's own answer to the last question of each row, as text; greedy, so it is the same every time."""
+    """The model's own answer to the last question of each row, as text; greedy, so it is the same every time.
+
+    Example:
+        [text] = chat.answer(model, tokenizer, [{"messages": [question, expected_answer]}])
+    """
     import torch
 
-    if distributed.engine() in distributed.SHARDED:
+    if distributed.strategy() in distributed.SHARDED:
         return [tr("(not asked: no process has the whole model; lesson 04 asks)")] * len(rows)
-    view = View(tokenizer, "prompt_completion", False if may_skip_thinking(tokenizer, rows) else None)
-    stops, training, answers = sorted(find_stop_ids(tokenizer, model.generation_config)), model.training, []
-    settings = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "use_cache": True}
+    thinking = False if may_skip_thinking(tokenizer, rows) else None
+    view = View(tokenizer, "prompt_completion", thinking)
+    stops = sorted(find_stop_ids(tokenizer, model.generation_config))
+    training = model.training
     keep_4bit_layout(model)
     model.eval()
+    answers = []
     for row in rows:
         ids = torch.tensor([view.prompt(row["messages"][:-1], row.get("tools"))], device=model.device)
         with torch.inference_mode():
             output = model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
-                eos_token_id=stops, pad_token_id=stops[0], **settings,
-            )  # fmt: skip
-        answers.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip())
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                eos_token_id=stops,
+                pad_token_id=stops[0],
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                use_cache=True,
+            )
+        completion = output[0, ids.shape[1] :]
+        answers.append(tokenizer.decode(completion, skip_special_tokens=True).strip())
     model.train(training)
     return answers
 
 
 def show_row(tokenizer: Any, row: Row) -> None:
-    """Show one conversation with its trained tokens in color; in [brackets] outside a notebook."""
+    """Show one conversation with its trained tokens in color; in [brackets] outside a notebook.
+
+    Example:
+        chat.show_row(tokenizer, rows[0])
+    """
     form = training_format(tokenizer, [row]).value
     ids, trained = View(tokenizer, form).encode(row["messages"], row.get("tools"))
-    groups = itertools.groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1])
-    runs = [(tokenizer.decode([token for token, _ in pairs]), mask) for mask, pairs in groups]
-    answers = sum(message["role"] == "assistant" for message in row["messages"])
+    runs = []
+    plain = ""
+    position = 0
+    for mask, group in itertools.groupby(trained):
+        length = len(list(group))
+        text = tokenizer.decode(ids[position : position + length])
+        position += length
+        runs.append((text, mask))
+        plain += f"[{text}]" if mask else text
+    answers = len(answer_turns(row))
     if form == "prompt_completion" and answers > 1:
         print(tr("This row has {answers} answers, each an example of its own; here is the last one.", answers=answers))
     print(tr("{trained} of {tokens} tokens are trained. They are marked:", trained=sum(trained), tokens=len(ids)))
-    display.show("tokens.html", "".join(f"[{text}]" if mask else text for text, mask in runs), runs=runs)
+    display.show("tokens.html", plain, runs=runs)

@@ -4,11 +4,17 @@ from nbutils.language import printable, tr
 from nbutils.masking import mask_secrets
 
 
+def _safe(text: str) -> str:
+    return mask_secrets(printable(text))
+
+
 class CourseError(Exception):
     """What was seen and what to do next; `allowed` where the two leave open what would be accepted."""
 
     def __init__(self, seen: str, todo: str = "", allowed: str = "") -> None:
-        self.seen, self.todo, self.allowed = (mask_secrets(printable(text)) for text in (seen, todo, allowed))
+        self.seen = _safe(seen)
+        self.todo = _safe(todo)
+        self.allowed = _safe(allowed)
         super().__init__(self.seen, self.todo, self.allowed)
 
     def __str__(self) -> str:

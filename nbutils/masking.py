@@ -25,23 +25,29 @@ SECRET_NAME = re.compile(
     r"KEY(?!BOARD|RING)|(?<!IMPLICIT_)TOKEN(?!S|IZER)|SECRET|PASS(?:W|PHRASE|$)|_PWD$|CREDENTIAL|COOKIE"
     r"|(?:^|_)(?:PAT|AUTH)(?:_\d+)?$|NOTICE_URL$", re.I,
 )  # fmt: skip
-MASK, SHORTEST = "[masked]", 8
+MASK = "[masked]"
+SHORTEST = 8  # characters of a secret; fewer would mask words by accident
 _found: set[str] = set()  # secrets from outside the environment
 
 
 def remember_secret(value: str) -> None:
-    """From now on this value is masked wherever the course writes; a shorter one would mask words by accident."""
+    """From now on this value is masked wherever the course writes."""
     if len(value) >= SHORTEST:
         _found.add(value)
 
 
 def mask_secrets(text: str) -> str:
     """The text without what looks like a key, the value of a variable named like one, or a secret found elsewhere."""
-    named = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST}
-    paths = {value for value in named if value.startswith(("/", "~"))}  # HF_TOKEN_PATH: where one lies is no secret
-    for value in sorted(named - paths | _found, key=len, reverse=True):
+    secrets = set(_found)
+    for name, value in os.environ.items():
+        is_path = value.startswith(("/", "~"))  # HF_TOKEN_PATH: where one lies is no secret
+        if len(value) >= SHORTEST and not is_path and SECRET_NAME.search(name):
+            secrets.add(value)
+    for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, MASK)
-    return BARE.sub(MASK, KEY.sub(MASK, IN_ADDRESS.sub(MASK, text)))
+    for pattern in (IN_ADDRESS, KEY, BARE):
+        text = pattern.sub(MASK, text)
+    return text
 
 
 def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:

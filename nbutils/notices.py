@@ -36,13 +36,19 @@ from nbutils.processes import LastingStream
 from nbutils.record import RunFolder
 from nbutils.tracking import trainings
 
-NOTICE, POWER_OFF = "NBUTILS_NOTICE", "NBUTILS_POWER_OFF"
+NOTICE = "NBUTILS_NOTICE"
+POWER_OFF = "NBUTILS_POWER_OFF"
 ALLOWED = {NOTICE: ("0", "1"), POWER_OFF: ("0", "1", "always")}
-URL, TOKEN, AUTODL_URL = "NBUTILS_NOTICE_URL", "AUTODL_TOKEN", "https://www.autodl.com/api/v1/wechat/message/send"
-SECONDS, PAUSE = 40.0, 2.0  # for both attempts together, and between them
-MOST_BYTES, MOST_SAID = 1900, 600  # WeCom takes 2048 bytes with the title; characters of an error or a result
+URL = "NBUTILS_NOTICE_URL"
+TOKEN = "AUTODL_TOKEN"
+AUTODL_URL = "https://www.autodl.com/api/v1/wechat/message/send"
+SECONDS = 40.0  # for both attempts together
+PAUSE = 2.0  # between them
+MOST_BYTES = 1900  # WeCom takes 2048 with the title
+MOST_CHARACTERS = 600  # characters of an error or a result
 LONG_CELL = 300.0  # seconds after which nobody is expected to sit and wait
-GRACE, KEEP_ON = 180.0, "keep_on"  # seconds in which a power-off can be cancelled; the file that cancels it
+GRACE = 180.0  # seconds in which a power-off can be cancelled
+KEEP_ON = "keep_on"  # the file that cancels it
 WATCH = "from nbutils import notices; notices.watch()"  # the program of the watcher
 Status = Literal["finished", "unfinished", "failed"]
 
@@ -70,13 +76,14 @@ class Service(NamedTuple):
 def require_settings() -> None:
     """Refuse other values of the variables; say where a notice will go."""
     for name, allowed in ALLOWED.items():
-        if (value := os.environ.get(name) or "0") not in allowed:
+        value = os.environ.get(name) or "0"
+        if value not in allowed:
             raise CourseError(
                 tr("{name} is {value!r}.", name=name, value=value),
                 allowed=", ".join(allowed),
                 todo=tr("Set one of these, or unset it."),
             )
-    if os.environ.get(NOTICE) != "1":
+    if not _wants_notice():
         return
     try:
         print(tr("notice    goes to {service}, however this ends", service=_service("", "").name))
@@ -112,11 +119,15 @@ class Work:
             secret = next((name for name in (URL, TOKEN) if platforms.secret(name)), URL)
             env[secret] = platforms.secret(secret) or ""
             env[platforms.SECRETS_STATE] = platforms.detect().name
-        streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.watcher = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", WATCH], env=env, **streams, encoding="utf-8",
+            [sys.executable, "-W", "ignore", "-c", WATCH],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
             start_new_session=True,  # a kernel is killed with its whole group, and Ctrl-C goes to one
-        )  # fmt: skip
+        )
         atexit.register(self.dismiss)
         self._write()
 
@@ -129,11 +140,12 @@ class Work:
 
     def _write(self, **end: str) -> None:
         """Tell the watcher how things are."""
-        if self.watcher and self.watcher.stdin:
-            now = {"lesson": self.lesson, "run": str(self.run.path) if self.run else ""}
-            with suppress(BrokenPipeError):  # somebody killed it
-                self.watcher.stdin.write(json.dumps(now | end) + "\n")
-                self.watcher.stdin.flush()
+        if not self.watcher or not self.watcher.stdin:
+            return
+        now = {"lesson": self.lesson, "run": str(self.run.path) if self.run else ""}
+        with suppress(BrokenPipeError):  # somebody killed it
+            self.watcher.stdin.write(json.dumps(now | end) + "\n")
+            self.watcher.stdin.flush()
 
     def goes_on(self, lesson: str) -> None:
         """The next lesson of a run begins."""
@@ -142,8 +154,9 @@ class Work:
 
     def opened(self, run: RunFolder) -> None:
         """Its run is known now. A file of an earlier night that keeps the machine on is told while someone is there."""
-        self.run, keep_on = run, run.path / KEEP_ON
+        self.run = run
         self._write()
+        keep_on = run.path / KEEP_ON
         if _wants_power_off() and keep_on.exists():
             print(tr("[WARN] {file} is there: the machine will not be powered off. Delete it.", file=keep_on))
 
@@ -152,24 +165,23 @@ class Work:
         by_hand = isinstance(problem, StoppedByHand) or not isinstance(problem, Exception)
         if by_hand or not distributed.is_main():
             return
+        text = f"{type(problem).__name__}: {problem}"
         if isinstance(problem, LessonFailed):
-            said = problem.problem
+            text = problem.problem
         elif isinstance(problem, CourseError):
-            said = str(problem)
-        else:
-            said = f"{type(problem).__name__}: {problem}"
-        first = mask_secrets(said).strip().partition("\n")[0]
-        if self.lesson not in first:
-            first = f"{self.lesson}: {first}"
-        self.ended("unfinished" if isinstance(problem, Unfinished) else "failed", first)
+            text = str(problem)
+        line = mask_secrets(text).strip().partition("\n")[0]
+        if self.lesson not in line:
+            line = f"{self.lesson}: {line}"
+        self.ended("unfinished" if isinstance(problem, Unfinished) else "failed", line)
 
-    def ended(self, status: Status, said: str) -> None:
+    def ended(self, status: Status, message: str) -> None:
         """Where the environment asks for it, have a notice sent and the machine powered off, and print what is done."""
         if not self.watcher:
             self.watch()
         if not self.watcher:
             return
-        self._write(status=status, said=said)
+        self._write(status=status, message=message)
         try:
             for line in self.watcher.stdout or ():
                 print(line, end="", flush=True)
@@ -227,7 +239,8 @@ def _before_cell(info: object) -> None:
 def _after_cell(result: Any) -> None:
     """Tell the error of a cell, if nobody watches or it came after minutes."""
     problem = result and (result.error_in_exec or result.error_before_exec)
-    if problem and not (display.watched() and time.monotonic() - _underway.cell_began < LONG_CELL):
+    seconds = time.monotonic() - _underway.cell_began
+    if problem and not (display.watched() and seconds < LONG_CELL):
         _underway.failed(problem)
 
 
@@ -265,53 +278,62 @@ def watch() -> None:
     with suppress(CourseError):  # its own business is a notice
         platforms.prepare_network(platforms.detect(), probe=False)
     if "status" in work:
-        tell(work["lesson"], run, work["status"], work["said"])  # type: ignore[arg-type]
+        tell(work["lesson"], run, work["status"], work["message"])  # type: ignore[arg-type]
     else:
-        said = tr("{lesson}: its process was killed. Often the machine's memory (RAM) was full.", lesson=work["lesson"])
-        tell(work["lesson"], run, "failed", said, killed=True)
+        message = tr(
+            "{lesson}: its process was killed. Often the machine's memory (RAM) was full.", lesson=work["lesson"]
+        )
+        tell(work["lesson"], run, "failed", message, killed=True)
     sys.stdout.flush()
     os._exit(0)  # a server that does not end its answer is not waited for
 
 
-def tell(lesson: str, run: RunFolder | None, status: Status, said: str, killed: bool = False) -> None:
+def tell(lesson: str, run: RunFolder | None, status: Status, message: str, killed: bool = False) -> None:
     """Where the environment asks for it, send a notice, then power off."""
     when = os.environ.get(POWER_OFF, "")
     off = when == "always" or (when == "1" and status != "failed")
-    platform, name = platforms.detect(), run.name if run else lesson
+    platform = platforms.detect()
     kept, verified = _newest_checkpoint(run) if run else ("", None)
-    safe = bool(verified) if status == "finished" else verified is not False  # failed before the first: no loss
-    keep_on = (run.path if run else platforms.folders(platform).keep) / KEEP_ON
-    stays, power = "", _billed(platform)
+    folder = run.path if run else platforms.folders(platform).keep
+    keep_on = folder / KEEP_ON
+    stays = ""
+    power = _billed(platform)
     if off:
+        safe = verified or (verified is None and status != "finished")  # failed before the first: no loss
         stays = _stays_on(platform, safe, keep_on)
         power = stays or _off_soon(keep_on, killed)
     if _wants_notice():
+        name = run.name if run else lesson
         title, todo = _title_and_todo(status, name)
-        text = "\n".join(filter(None, (said[:MOST_SAID], kept, todo, power)))
+        text = _lines(message[:MOST_CHARACTERS], kept, todo, power)
         try:
             print(tr("Notice sent to {service}.", service=send(title, text, status, name)), flush=True)
         except CourseError as problem:
             print(f"[WARN] {problem.seen}", flush=True)
     if off:
-        print(*filter(None, (said, kept, power)), sep="\n", flush=True)
+        print(_lines(message, kept, power), flush=True)
         if not stays:
             print(power_off(keep_on), flush=True)
+
+
+def _lines(*texts: str) -> str:
+    return "\n".join(text for text in texts if text)
 
 
 def _newest_checkpoint(run: RunFolder) -> tuple[str, bool | None]:
     """What to tell of the newest checkpoint of a run, and whether it verifies; None if there is none."""
     folder = run.checkpoints
     try:
-        found = checkpoints.look(folder) or checkpoints.candidates(folder)
-        if not found:
+        entries = checkpoints.look(folder) or checkpoints.candidates(folder)
+        if not entries:
             return tr("No checkpoint is kept yet."), None
-        problem = checkpoints.defect(found[0])
+        problem = checkpoints.defect(entries[0])
     except OSError as failed:
         problem = failed.strerror or type(failed).__name__
     if problem:
-        told = {"folder": folder, "problem": problem}
-        return tr("The newest checkpoint in {folder} does not verify: {problem}.", **told), False
-    return tr("Checkpoint {step} verifies, in {folder}.", step=found[0].step, folder=folder), True
+        text = tr("The newest checkpoint in {folder} does not verify: {problem}.", folder=folder, problem=problem)
+        return text, False
+    return tr("Checkpoint {step} verifies, in {folder}.", step=entries[0].step, folder=folder), True
 
 
 def _title_and_todo(status: Status, name: str) -> tuple[str, str]:
@@ -327,8 +349,11 @@ def _title_and_todo(status: Status, name: str) -> tuple[str, str]:
 
 def _stays_on(platform: platforms.Platform, safe: bool, keep_on: Path) -> str:
     """Why a machine is not switched off; empty if it is."""
-    if (name := platform.name) != "autodl":
-        return tr("Not powered off: this is {name}, and only AutoDL's machines are switched off this way.", name=name)
+    if platform.name != "autodl":
+        return tr(
+            "Not powered off: this is {name}, and only AutoDL's machines are switched off this way.",
+            name=platform.name,
+        )
     if not safe:
         return tr("Not powered off, because the run is not safe yet. Look at it, then switch off by hand.")
     return _kept_on(keep_on)
@@ -336,13 +361,18 @@ def _stays_on(platform: platforms.Platform, safe: bool, keep_on: Path) -> str:
 
 def _off_soon(keep_on: Path, killed: bool) -> str:
     """What to tell of a machine that is about to be switched off; of a killed process nothing can be interrupted."""
-    when = {"seconds": GRACE, "file": keep_on}
     if killed:
-        return tr("This machine is powered off in {seconds:.0f} s. To keep it on, create the file {file}.", **when)
+        return tr(
+            "This machine is powered off in {seconds:.0f} s. To keep it on, create the file {file}.",
+            seconds=GRACE,
+            file=keep_on,
+        )
     return tr(
         "This machine is powered off in {seconds:.0f} s. To keep it on, interrupt this (Ctrl-C, the stop"
-        " button) or create the file {file}.", **when,
-    )  # fmt: skip
+        " button) or create the file {file}.",
+        seconds=GRACE,
+        file=keep_on,
+    )
 
 
 def _kept_on(keep_on: Path) -> str:
@@ -365,15 +395,15 @@ def power_off(keep_on: Path) -> str:
     """Switch an AutoDL machine off after a while, unless that is cancelled; says what was done."""
     try:
         end = time.monotonic() + GRACE
-        while (left := end - time.monotonic()) > 0 and not keep_on.exists():
-            time.sleep(min(left, 1.0))
+        while time.monotonic() < end and not keep_on.exists():
+            time.sleep(0.5)
         if kept := _kept_on(keep_on):
             return kept
         # without arguments: it would not be AutoDL's power-off
         subprocess.check_output([fs_root() / "usr/bin/shutdown"], stdin=subprocess.DEVNULL, timeout=30)
     except (OSError, subprocess.SubprocessError) as failed:
-        said = mask_secrets(f"{type(failed).__name__}: {failed}")
-        return tr("Not powered off ({said}). Switch the machine off on AutoDL's page, it costs money.", said=said)
+        problem = mask_secrets(f"{type(failed).__name__}: {failed}")
+        return tr("Not powered off ({said}). Switch the machine off on AutoDL's page, it costs money.", said=problem)
     return tr("Powered off. What is on the data disk stays for 15 days; start the same again to go on.")
 
 
@@ -383,22 +413,24 @@ def _service(run: str, status: str) -> Service:
 
     logging.getLogger("apprise").propagate = False  # it names addresses
     asset = AppriseAsset(
-        http_redirects=False, default_service_retry=1, default_service_wait=PAUSE,
+        http_redirects=False,
+        default_service_retry=1,
+        default_service_wait=PAUSE,
         service_timeout=0,  # its thread would be waited for when Python ends, as long as a server drips its answer
-    )  # fmt: skip
+    )
     url = platforms.secret(URL) or ""
     token = "" if url else platforms.secret(TOKEN)
     if token:
-        about = _json_post(AUTODL_URL, message="content", name="finetune-course")
-        about["headers"] = {"Authorization": token}
-        return Service("AutoDL", Apprise.instantiate(about, asset), r'(?i)"success"')
+        settings = _json_post(AUTODL_URL, message="content", name="finetune-course")
+        settings["headers"] = {"Authorization": token}
+        return Service("AutoDL", Apprise.instantiate(settings, asset), r'(?i)"success"')
     for part in re.split(r"[/?&=@:]", url):  # what an answer may repeat of it
         if len(part) >= 16:
             remember_secret(part)
     plugin: Any = Apprise.instantiate(_known_address(url), asset)
     if plugin is None and re.match(WEB_ADDRESS, url):
-        about = _json_post(url, message="text", run=run, status=status)
-        return Service(about["host"], Apprise.instantiate(about, asset), "")
+        settings = _json_post(url, message="text", run=run, status=status)
+        return Service(settings["host"], Apprise.instantiate(settings, asset), "")
     if plugin is None:
         state = tr("no address of a service") if url else tr("not set")
         raise CourseError(
@@ -432,9 +464,13 @@ def _json_post(url: str, **fields: str) -> dict[str, Any]:
     """What apprise needs to post JSON to a web address: the title, and these fields."""
     parts = urlsplit(url)
     return {
-        "schema": "jsons" if parts.scheme == "https" else "json", "host": parts.hostname, "port": parts.port,
-        "fullpath": parts.path or "/", "params": dict(parse_qsl(parts.query)), "payload": ONLY_OURS | fields,
-    }  # fmt: skip
+        "schema": "jsons" if parts.scheme == "https" else "json",
+        "host": parts.hostname,
+        "port": parts.port,
+        "fullpath": parts.path or "/",
+        "params": dict(parse_qsl(parts.query)),
+        "payload": ONLY_OURS | fields,
+    }
 
 
 def send(title: str, text: str, status: str, run: str) -> str:
@@ -444,22 +480,19 @@ def send(title: str, text: str, status: str, run: str) -> str:
     service = _service(run, status)
     kind = NotifyType.FAILURE if status == "failed" else NotifyType.INFO
     text = mask_secrets(text).encode()[:MOST_BYTES].decode(errors="ignore")
-    sender, results = Apprise(), list[Any]()
+    sender = Apprise()
     sender.add(service.plugin)
-    delivery = threading.Thread(
-        target=lambda: results.append(sender.notify(text, mask_secrets(title), kind, NotifyFormat.TEXT)), daemon=True
-    )
+    results: list[Any] = []
+
+    def deliver() -> None:
+        results.append(sender.notify(text, mask_secrets(title), kind, body_format=NotifyFormat.TEXT))
+
+    delivery = threading.Thread(target=deliver, daemon=True)
     with _answers() as answers:
         delivery.start()
         delivery.join(SECONDS)
-    if not results:
-        problem = tr("no answer")
-    elif not (result := results[0]):
-        problems = [entry.message for entry in result.logs()]
-        problem = problems[-1] if problems else result.status.name
-    elif not re.search(service.taken, answers[-1] if answers else ""):
-        problem = tr("its answer: {answer}", answer=repr(mask_secrets(answers[-1])[:200]))
-    else:
+    problem = _problem_of(service, results, answers)
+    if not problem:
         return service.name
     raise CourseError(
         tr("No notice sent to {service} ({problem}).", service=service.name, problem=mask_secrets(problem)),
@@ -473,15 +506,30 @@ def send(title: str, text: str, status: str, run: str) -> str:
     )
 
 
+def _problem_of(service: Service, results: list[Any], answers: list[str]) -> str:
+    """Why a service did not take a notice; empty if it did."""
+    if not results:
+        return tr("no answer")
+    result = results[0]
+    if not result:
+        problems = [entry.message for entry in result.logs()]
+        return str(problems[-1] if problems else result.status.name)
+    last = answers[-1] if answers else ""
+    if re.search(service.taken, last):
+        return ""
+    return tr("its answer: {answer}", answer=repr(mask_secrets(last)[:200]))
+
+
 @contextmanager
 def _answers() -> Iterator[list[str]]:
     """What servers answer within this block."""
     from requests import Response, Session
 
-    answers, post = list[str](), Session.send
+    answers: list[str] = []
+    send_request = Session.send
 
     def noting(session: Session, request: Any, **options: Any) -> Response:
-        answer = post(session, request, **options)
+        answer = send_request(session, request, **options)
         answers.append(answer.text)
         return answer
 
@@ -489,4 +537,4 @@ def _answers() -> Iterator[list[str]]:
     try:
         yield answers
     finally:
-        Session.send = post  # type: ignore[method-assign]
+        Session.send = send_request  # type: ignore[method-assign]

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +21,8 @@ SUPERVISOR = Path(__file__)
 PR_SET_PDEATHSIG = 1  # Linux: a signal when the parent ends
 HANGUP = getattr(signal, "SIGHUP", None)  # the terminal was closed; Windows has no such signal
 AT_ONCE: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
-AT_ONCE |= {HANGUP: signal.SIG_IGN} if HANGUP else {}  # a shell repeats what its terminal sent
+if HANGUP:
+    AT_ONCE[HANGUP] = signal.SIG_IGN  # a shell repeats what its terminal sent
 
 
 @contextmanager
@@ -32,7 +34,8 @@ def first_signals(handle: Callable[[int], object]) -> Iterator[None]:
         handle(number)
 
     if sys.stdout and sys.stderr and sys.stdout is sys.__stdout__:  # a plain script: in a terminal that may be closed
-        sys.stdout, sys.stderr = LastingStream(sys.stdout), LastingStream(sys.stderr)
+        sys.stdout = LastingStream(sys.stdout)
+        sys.stderr = LastingStream(sys.stderr)
     before = {number: signal.getsignal(number) for number in AT_ONCE}
     for number, handler in before.items():
         signal.signal(number, handler if handler == signal.SIG_IGN else first)
@@ -76,8 +79,15 @@ def supervised(
 ) -> subprocess.Popen[bytes]:
     """Start a command in a process group of its own, which ends when this process does."""
     supervisor = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(grace)]
-    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-    return subprocess.Popen([*supervisor, *command], env=env, cwd=cwd, start_new_session=True, **streams)
+    return subprocess.Popen(
+        [*supervisor, *command],
+        env=env,
+        cwd=cwd,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def run(command: list[str], env: Mapping[str, str], log: Path, report: Callable[[float], object]) -> int:
@@ -115,12 +125,12 @@ def members(group: int) -> list[int]:
     """The living processes of a group; a zombie has ended."""
     import psutil
 
-    found = []
+    pids = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError, PermissionError):
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids
 
 
 def listens(group: int, port: int) -> bool:
@@ -138,8 +148,11 @@ def listens(group: int, port: int) -> bool:
 def _supervise(parent: int, grace: float, command: list[str]) -> int:
     """Run the command until it or the parent ends; its exit status, 128 + N if signal N ended it."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # the whole group gets it; this process leaves last
-    prctl = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None  # looked up before the fork
-    child = subprocess.Popen(command, preexec_fn=(lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM)) if prctl else None)
+    end_with_parent = None
+    if sys.platform.startswith("linux"):
+        prctl = ctypes.CDLL(None).prctl  # looked up before the fork
+        end_with_parent = partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+    child = subprocess.Popen(command, preexec_fn=end_with_parent)
     while child.poll() is None:
         if os.getppid() != parent:
             os.killpg(os.getpgrp(), signal.SIGTERM)
@@ -147,7 +160,8 @@ def _supervise(parent: int, grace: float, command: list[str]) -> int:
                 child.wait(grace)
             os.killpg(os.getpgrp(), signal.SIGKILL)
         time.sleep(0.2)
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+    status = child.returncode
+    return status if status >= 0 else 128 - status
 
 
 if __name__ == "__main__":

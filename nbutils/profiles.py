@@ -237,7 +237,7 @@ def _by_machine(given: Profile, gpu: GPU | None) -> Choices:
     if gpu is None and optim.endswith(("8bit", "32bit")):  # a run of a GPU may go on, be merged or served here
         reason = tr("{optimizer} needs a GPU: AdamW in 32 bits instead", optimizer=optim)
         decided["sft.optim"] = Choice("adamw_torch_fused", reason)
-    elif distributed.engine() not in distributed.WHOLE and optim != "adamw_torch":
+    elif distributed.strategy() not in distributed.WHOLE and optim != "adamw_torch":
         reason = tr("shards of weights need torch's own AdamW, whose states are divided among the processes")
         decided["sft.optim"] = Choice("adamw_torch", reason)
     return decided
@@ -268,7 +268,7 @@ def _by_plan(profile: Profile, given: Profile, shape: Shape | None, gpu: GPU | N
         reason = tr("plan: the size of this model is not known before its download, so the safest value")
     else:
         spec = gpus.of_machine(gpu).model_copy(update={"count": processes})
-        strategy = distributed.engine_name(str(profile.method))
+        strategy = distributed.strategy_name(str(profile.method))
         recipe = fastest(profile, given.sft, shape, spec, rows, strategy)
         peak = peak_gib(shape, recipe)
         limit = limit_gib(spec)

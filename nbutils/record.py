@@ -199,9 +199,6 @@ class LessonLike(Protocol):
     scratch: Path
     started: float
 
-    def fitted(self, rows: Any) -> Any:
-        """The profile settled for these rows, a `profiles.Resolved` for `profiles.Rows`."""
-
 
 def versions() -> dict[str, str]:
     """Installed versions of the packages that a result depends on."""

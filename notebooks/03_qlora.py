@@ -92,7 +92,9 @@ from transformers import AutoTokenizer
 from nbutils import chat
 
 tokenizer = AutoTokenizer.from_pretrained(lesson.model, trust_remote_code=False)
-dataset = chat.build_dataset(tokenizer, train_rows, eval_rows, lesson)
+stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
+dataset = chat.build_dataset(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids)
+dataset.filtered.write_too_long(lesson.run.data)
 print(dataset)
 
 # %% [markdown]
@@ -102,13 +104,15 @@ print(dataset)
 # moves. `conversations_per_step` is the size of a step. The GPU only decides how it is computed: `per_device_train_batch_size` rows
 # at a time, `gradient_accumulation_steps` times. With packing, several conversations share one row, so that a step of 2 rows may
 # hold 8 of them. Here are the values that matter most, with their reasons (leave out `only` to see all), and what the training
-# will need of this machine. Each name is the keyword argument of the library that takes it.
+# will need of this machine. Each name is the keyword argument of the library that takes it. The recipe also says on how many
+# held-out rows the validation loss is measured (`validation`); they are rendered as the others are.
 
 # %%
 from nbutils import display, plan
 
-lesson = lesson.with_recipe(dataset.lengths, dataset.validation_rows)
+lesson = lesson.with_recipe(dataset.lengths, len(eval_rows))
 profile = lesson.profile
+validation = chat.validation_dataset(dataset.filtered, eval_rows, profile.course.validation_rows)
 most = ("method", "from_pretrained", "lora.r", "sft.max_length", "sft.per_device_train_batch_size",
         "sft.gradient_accumulation_steps", "sft.num_train_epochs", "sft.max_steps", "sft.learning_rate", "sft.packing",
         "course.conversations_per_step")
@@ -219,9 +223,9 @@ settings = SFTConfig(
     padding_free=True,
     bf16=dtype == torch.bfloat16,
     fp16=dtype == torch.float16,
-    eval_strategy="steps" if dataset.eval else "no",
+    eval_strategy="steps" if validation else "no",
     eval_steps=profile.sft.save_steps,
-    eval_on_start=bool(dataset.eval),
+    eval_on_start=bool(validation),
     **training.bookkeeping(lesson.scratch, SEED),
 )
 print(f"learning_rate {settings.learning_rate:g}, {settings.per_device_train_batch_size} x {settings.gradient_accumulation_steps} rows per step")
@@ -248,7 +252,7 @@ trainer = SFTTrainer(
     model=model,
     args=settings,
     train_dataset=dataset.train,
-    eval_dataset=dataset.eval,
+    eval_dataset=validation,
     processing_class=tokenizer,
     peft_config=lora,
     callbacks=callbacks,

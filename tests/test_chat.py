@@ -134,10 +134,10 @@ def test_rows_that_would_lose_their_stop_token_are_left_out(bare: Any, tokenizer
     rows = [{"messages": one} for one in (SHORT, LONG, MIDDLE)]
     sizes = [len(chat.View(tokenizer, "messages").encode(row["messages"])[0]) for row in rows]
     fitted = chat.filter_by_length(tokenizer, rows, sizes[2] - 1)  # the last row loses a line break at its end, no more
-    assert fitted.too_long == {2: sizes[1]} and fitted.left_out == [rows[1]] and fitted.lengths == sizes[::2]
+    assert fitted.too_long == {2: sizes[1]} and fitted.lengths == sizes[::2]
     assert fitted.facts() == {"longest_row_tokens": sizes[1], "rows_too_long": 1}
     assert "1 of 3 rows are LEFT OUT" in str(fitted) and f"raise sft.max_length to {sizes[1]}" in str(fitted)
-    fitted.write(tmp_path)
+    fitted.write_too_long(tmp_path)
     assert data.stored_rows(tmp_path / "too_long.jsonl") == [
         {"row": 2, "tokens": sizes[1], "cut": sizes[1] - sizes[2] + 1, "messages": LONG}
     ]
@@ -247,7 +247,7 @@ def test_packing_truncation_and_collator_keep_every_trained_token(tiny: Any, tmp
     rows = [*SAMPLE, *TOOL_ROWS, {"messages": LONG * 20}]  # tools of one row are not those of another
     limit = sorted(chat.filter_by_length(tiny, rows, 0).lengths)[-2] - 1
     fitted = chat.filter_by_length(tiny, rows, limit)  # one row too long, and one of which a line break is cut
-    assert fitted.left_out == rows[-1:] and max(fitted.lengths) == limit + 1
+    assert list(fitted.too_long) == [len(rows)] and max(fitted.lengths) == limit + 1
     report = chat.check_contract(fitted)
     settings = {"packing": True, "report_to": "none", "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
     model, dataset = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL), chat.training_dataset(fitted)
@@ -275,30 +275,25 @@ def test_a_collator_that_masks_padding_by_its_id_is_refused(tiny: Any) -> None:
         chat.check_trainer(trainer, report)
 
 
-def test_validation_rows_are_spread_and_long_ones_left_out(tokenizer: Any, capsys: Any) -> None:
+def test_validation_rows_are_spread_and_long_ones_left_out(tokenizer: Any) -> None:
     fitted = chat.filter_by_length(tokenizer, [{"messages": SHORT}, {"messages": MIDDLE}], 40)
     rows = [{"messages": one} for one in (SHORT, LONG, MIDDLE, SHORT)]
     ids = [chat.View(tokenizer, "messages").encode(one)[0] for one in (SHORT, MIDDLE)]
-    assert chat.validation_dataset(fitted, rows, 2)["input_ids"][:] == ids
-    assert len(chat.validation_dataset(fitted, rows, 9)) == 3 and capsys.readouterr().out == ""
-    assert len(chat.validation_dataset(fitted, rows[1:2], 1)) == 0 and "validat" in capsys.readouterr().out
+    two, all_rows = (chat.validation_dataset(fitted, rows, count) for count in (2, 9))
+    assert two and two["input_ids"][:] == ids and all_rows and len(all_rows) == 3
+    assert chat.validation_dataset(fitted, rows, 0) is chat.validation_dataset(fitted, [], 9) is None
+    with refused("No held-out row can be used for validation", "max_length 40", "course.validation_rows=0"):
+        chat.validation_dataset(fitted, rows[1:2], 1)
 
 
-def test_build_dataset_filters_checks_and_counts(tiny: Any, tmp_path: Path) -> None:
-    from nbutils import platforms, profiles
-
-    rows = [*SAMPLE, {"messages": LONG * 40}]
-    resolved = profiles.resolve("tiny", "", gpu=None, platform=platforms.detect(), online=lambda: False)
-    lesson: Any = SimpleNamespace(resolved=resolved, profile=resolved.profile, model=str(files.TINY_MODEL))
-    lesson.run, lesson.fitted = SimpleNamespace(data=tmp_path), lambda rows: profiles.fit(resolved, rows)
-    dataset = chat.build_dataset(tiny, rows, rows[:40], lesson)
-    assert len(dataset.train) == len(dataset.lengths) == 60 and dataset.left_out == rows[60:]
-    assert dataset.eval and dataset.train["input_ids"][:1] == dataset.eval["input_ids"][:1]
-    assert len(data.stored_rows(tmp_path / "too_long.jsonl")) == 1
+def test_build_dataset_filters_checks_and_counts(tiny: Any) -> None:
+    dataset = chat.build_dataset(tiny, [*SAMPLE, {"messages": LONG * 40}], 512)
+    assert len(dataset.train) == len(dataset.lengths) == 60 and list(dataset.filtered.too_long) == [61]
     trained = sum(label != -100 for labels in dataset.train["labels"] for label in labels)
     assert dataset.facts() == {"form": "messages", "examples": 60, "trained_tokens": trained, "rows_left_out": 1}
     assert "1 of 61 rows" in str(dataset) and f"{trained} of" in str(dataset)
-    assert chat.build_dataset(tiny, rows, [], lesson).eval is None
+    validation = chat.validation_dataset(dataset.filtered, SAMPLE[:40], 20)
+    assert validation and len(validation) == 20 and validation["input_ids"][:1] == dataset.train["input_ids"][:1]
 
 
 def test_answers_are_greedy_and_leave_the_model_as_it_was(tiny: Any) -> None:

@@ -34,7 +34,7 @@ def test_without_torchrun_there_is_one_process_whatever_a_container_sets(monkeyp
     distributed.join()
     with distributed.main_first():
         assert distributed.broadcast(3) == 3
-    assert distributed.anyone(True) and not distributed.anyone(False)
+    assert distributed.anyone(True) and not distributed.barrier()
     distributed.leave_it_to_main()
 
 
@@ -71,7 +71,7 @@ def test_processes_with_other_settings_are_refused_by_name(monkeypatch: pytest.M
 
 
 def test_zero3_refuses_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbutils.distributed.engines.engine", lambda: "zero3")
+    monkeypatch.setattr("nbutils.distributed.strategies.strategy", lambda: "zero3")
     with refused("zero3 is for", "has method qlora."):
         distributed.device_map("cpu", "fp32", "qlora")
 
@@ -79,7 +79,7 @@ def test_zero3_refuses_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_accelerate_reads_the_file_of_every_engine() -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
-    for name in distributed.ENGINES:
+    for name in distributed.STRATEGIES:
         config = load_config_from_file(str(files.CONFIGS / "accelerate" / f"{name}.yaml"))
         kind = "MULTI_GPU" if name == "ddp" else "FSDP" if name.startswith("fsdp") else "DEEPSPEED"
         assert config.distributed_type.value == kind and config.mixed_precision == "no"
@@ -135,7 +135,7 @@ def test_there_is_a_process_for_each_gpu_and_they_share_the_batch_of_a_step() ->
 def test_a_lesson_that_sees_one_of_two_gpus_says_how_to_use_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "driver_gpus", lambda: ["T4", "T4"])
     assert "--nproc_per_node=2" in distributed.hint(1) and distributed.hint(2) == distributed.hint(0) == ""
-    monkeypatch.setattr(launching, "this_engine", lambda: "ddp")
+    monkeypatch.setattr(launching, "strategy", lambda: "ddp")
     assert distributed.hint(1) == ""
 
 
@@ -292,7 +292,7 @@ def test_a_process_that_is_silent_ends_the_job(script: Path) -> None:
         "import time\nfrom nbutils.distributed import processes\n"
         "processes.BEAT, processes.LOST = 0.2, 2.0\nprocesses.join()\n"
         "processes.before_end(lambda: print('kept', flush=True))\ntime.sleep(2)\n"
-        "processes.rank() and (processes._state['over'].set(), time.sleep(60))\n"  # it says nothing more
+        "processes.rank() and (processes._job.over.set(), time.sleep(60))\n"  # it says nothing more
         "processes.anyone(True)\n"
     )
     env = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1", "PYTHONPATH": str(files.PACKAGE.parent)}

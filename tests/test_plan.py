@@ -376,7 +376,7 @@ def test_the_engine_is_ddp_where_a_gpu_holds_the_model_and_else_shards_where_the
 
 def test_what_is_sent_in_a_step_follows_from_strategy_and_cards() -> None:
     def sent(strategy: str, cards: int, accumulation: int = 1) -> float:
-        method = distributed.ENGINES[strategy] or "qlora"
+        method = distributed.STRATEGIES[strategy] or "qlora"
         made = Recipe(method, gradient_accumulation_steps=accumulation, engine=strategy, cards=cards)
         return speed.sent_bytes(SEVEN, made)
 

@@ -12,8 +12,8 @@ from itertools import takewhile
 from pathlib import Path
 
 from nbutils.display import LIVE_LINE
-from nbutils.distributed.engines import engine as this_engine
-from nbutils.distributed.engines import require_known
+from nbutils.distributed.processes import require_gpus
+from nbutils.distributed.strategies import require_known_strategy, strategy
 from nbutils.errors import CourseError, StoppedByHand, Unfinished
 from nbutils.files import CONFIGS, NOTEBOOKS
 from nbutils.hardware import Choice, driver_gpus
@@ -50,16 +50,12 @@ def micro_batch_for(batch: int, micro_batch: int, processes: int) -> int:
 
 
 def processes_for(gpus: int, processes: int = 0) -> Choice:
-    """How many processes train together: `processes`, or one for each GPU, or two on the CPU."""
-    if gpus and processes > gpus:
-        raise CourseError(
-            tr(
-                "{processes} processes should train together, and this machine has {gpus} GPU(s).",
-                processes=processes,
-                gpus=gpus,
-            ),
-            todo=tr("Set PROCESSES (or --nproc_per_node of torchrun) to {gpus} or less.", gpus=gpus),
-        )
+    """How many processes train together: `processes`, or one for each GPU, or two on the CPU.
+
+    Example:
+        print(distributed.processes_for(gpus=2).value)
+    """
+    require_gpus(gpus, processes)
     if processes:
         return Choice(processes, tr("parameter {name}", name="PROCESSES"))
     if gpus:
@@ -69,31 +65,52 @@ def processes_for(gpus: int, processes: int = 0) -> Choice:
 
 def hint(seen: int) -> str:
     """What a lesson that trains with one process says on a machine with several GPUs; empty elsewhere."""
-    if not seen or this_engine() or (count := len(driver_gpus())) <= seen:
+    if not seen or strategy():
+        return ""
+    count = len(driver_gpus())
+    if count <= seen:
         return ""
     command = f"torchrun --nproc_per_node={count} --master-port=29500 {NOTEBOOKS / '03_qlora.py'}"
-    words = {"count": count, "command": command}
-    return tr("GPUs      this lesson uses one of {count}; lesson 06 trains on all, as does {command}", **words)
+    return tr(
+        "GPUs      this lesson uses one of {count}; lesson 06 trains on all, as does {command}",
+        count=count,
+        command=command,
+    )
 
 
-def config_file(engine: str) -> Path:
-    """The file that tells accelerate how the processes of this engine share the model."""
-    require_known(engine)
-    if engine.startswith("zero") and not importlib.util.find_spec("deepspeed"):
+def config_file(name: str) -> Path:
+    """The file that tells accelerate how the processes share the model.
+
+    Example:
+        command = ["accelerate", "launch", "--config_file", str(distributed.config_file("fsdp_qlora")), "03_qlora.py"]
+    """
+    require_known_strategy(name)
+    if name.startswith("zero") and not importlib.util.find_spec("deepspeed"):
         raise CourseError(
-            tr("{engine} is DeepSpeed's, and DeepSpeed is not installed here.", engine=engine),
+            tr("{engine} is DeepSpeed's, and DeepSpeed is not installed here.", engine=name),
             todo=tr("Run `pip install deepspeed`, or take FSDP."),
         )
-    return CONFIGS / "accelerate" / f"{engine}.yaml"
+    return CONFIGS / "accelerate" / f"{name}.yaml"
 
 
 def launch(command: list[str], keep: Path, processes: int = 1, threads: int = 0, calm: bool = False) -> None:
-    """Run the command line of a lesson, show its output without what the launcher adds; with `calm` only progress."""
+    """Run the command line of a lesson, show its output without what the launcher adds; with `calm` only progress.
+
+    Example:
+        distributed.launch([sys.executable, "notebooks/03_qlora.py", "--PROFILE", "tiny"], keep=Path("runs"))
+    """
     lesson = next(Path(word).stem for word in command if word.endswith(".py"))
-    env = os.environ | {"NBUTILS_HOME": str(keep), "MPLBACKEND": "agg", "PYTHONUNBUFFERED": "1"}
-    env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", "TQDM_MININTERVAL": "15"}  # time to save; a bar fills lines here
-    threads = threads or (max((os.cpu_count() or 1) // processes, 1) if processes > 1 else 0)
-    env |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    env = os.environ | {
+        "NBUTILS_HOME": str(keep),
+        "MPLBACKEND": "agg",
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # time to save
+        "TQDM_MININTERVAL": "15",  # a bar fills lines here
+    }
+    if processes > 1 and not threads:
+        threads = max((os.cpu_count() or 1) // processes, 1)
+    if threads:
+        env["OMP_NUM_THREADS"] = str(threads)
     child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = (line.rstrip() for line in child.stdout or () if line.strip())
     tail: deque[str] = deque(maxlen=15)  # for the error, if it fails

@@ -12,6 +12,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,28 @@ from nbutils.files import CHUNK
 from nbutils.language import tr
 
 TIMEOUT = timedelta(hours=2)  # for a main process that prepares data; the heartbeat notices a lost one sooner
-BEAT, LOST = 5.0, 35.0  # seconds: between two beats, and until a process that is silent is lost
+BEAT = 5.0  # seconds between two beats
+LOST = 35.0  # seconds until a process that is silent is lost
+SILENT = {  # bars and warnings of the libraries
+    "TQDM_DISABLE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+}
 PEER_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-_state: dict[str, Any] = {"before_end": lambda: None}  # group: for the CPU; over: the training is
+
+
+@dataclass
+class _Job:
+    """What this process knows of the training it has joined."""
+
+    group: Any = None  # for what is told over the CPU
+    over: threading.Event = field(default_factory=threading.Event)
+    before_end: Callable[[], object] = lambda: None
+
+
+_job = _Job()
 
 
 def _launched() -> bool:
@@ -67,31 +87,34 @@ def join() -> None:
     if not is_main():  # the main process prints it already; errors still go to stderr
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         warnings.simplefilter("ignore")
-        os.environ |= {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "DATASETS_VERBOSITY": "error"}
-        os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+        os.environ |= SILENT
     import torch
 
-    local, gpus = _number("LOCAL_WORLD_SIZE", world_size()), torch.cuda.device_count()
-    if 0 < gpus < local:
-        raise CourseError(
-            tr(
-                "{processes} processes should train together, and this machine has {gpus} GPU(s).",
-                processes=local,
-                gpus=gpus,
-            ),
-            todo=tr("Set PROCESSES (or --nproc_per_node of torchrun) to {gpus} or less.", gpus=gpus),
-        )
+    require_gpus(torch.cuda.device_count(), _number("LOCAL_WORLD_SIZE", world_size()))
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
     _keep_to_this_machine()
     if not torch.distributed.is_initialized():  # Ray has done it
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         torch.distributed.init_process_group(backend, timeout=TIMEOUT)
-    _state["group"] = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT)
-    _state["over"] = threading.Event()
+    _job.group = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT)
+    _job.over = threading.Event()
     if world_size() > 1 and "MASTER_ADDR" in os.environ:
-        watched = (broadcast(uuid.uuid4().hex), _state["over"])  # a restarted job finds the keys of the former one
-        threading.Thread(target=_watch, args=watched, daemon=True).start()
+        name = broadcast(uuid.uuid4().hex)  # a restarted job finds the keys of the former one
+        threading.Thread(target=_watch, args=(name, _job.over), daemon=True).start()
+
+
+def require_gpus(gpus: int, processes: int) -> None:
+    """Refuse more processes on a machine than it has GPUs; without any, each takes a core."""
+    if 0 < gpus < processes:
+        raise CourseError(
+            tr(
+                "{processes} processes should train together, and this machine has {gpus} GPU(s).",
+                processes=processes,
+                gpus=gpus,
+            ),
+            todo=tr("Set PROCESSES (or --nproc_per_node of torchrun) to {gpus} or less.", gpus=gpus),
+        )
 
 
 def _keep_to_this_machine() -> None:
@@ -110,58 +133,83 @@ def _keep_to_this_machine() -> None:
         )
 
 
-def _talk(job: str, heard: dict[int, tuple[str, float]], lost: list[str], over: threading.Event) -> None:
+@dataclass
+class _Peer:
+    """Another process, as far as it was heard of."""
+
+    name: str  # its rank, and its machine once it has told
+    beat: bytes = b""
+    heard: float = field(default_factory=time.monotonic)
+
+
+def _talk(job: str, peers: dict[int, _Peer], lost: list[str], over: threading.Event) -> None:
     """Say in the job's store that this process lives, and hear it of others; without a network this waits for ever."""
     from torch.distributed import PrefixStore, TCPStore
 
-    store, count = None, 0
+    store = None
+    count = 0
     while not over.wait(BEAT):
         count += 1
         with suppress(Exception):  # a network that is gone says many things; nothing is heard then
             if store is None:
-                store = PrefixStore(job, TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+                server = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+                store = PrefixStore(job, server)
             store.set(str(rank()), f"{rank()} ({socket.gethostname()}) {count}")
-            for other, (before, _) in heard.items():
-                if store.check([str(other)]) and (beat := store.get(str(other)).decode()) != before:
-                    heard[other] = beat, time.monotonic()
+            for number, peer in peers.items():
+                if store.check([str(number)]):
+                    _hear(peer, store.get(str(number)))
             if lost:
                 store.set("lost", lost[0])
             elif store.check(["lost"]):
                 lost.append(store.get("lost").decode())
 
 
+def _hear(peer: _Peer, beat: bytes) -> None:
+    if beat != peer.beat:
+        peer.beat = beat
+        peer.name = beat.decode().rpartition(" ")[0]
+        peer.heard = time.monotonic()
+
+
 def _watch(job: str, over: threading.Event) -> None:
     """End this process where the main one is silent, or says that another is; the main process watches all."""
-    heard = {other: ("", time.monotonic()) for other in (range(1, world_size()) if is_main() else range(1))}
+    numbers = range(1, world_size()) if is_main() else range(1)
+    peers = {number: _Peer(str(number)) for number in numbers}
     lost: list[str] = []
-    threading.Thread(target=_talk, args=(job, heard, lost, over), daemon=True).start()
+    threading.Thread(target=_talk, args=(job, peers, lost, over), daemon=True).start()
     while not lost and not over.wait(BEAT):
-        silent = [(other, said) for other, (said, when) in heard.items() if time.monotonic() - when > LOST]
-        lost.extend(said.rpartition(" ")[0] or str(other) for other, said in silent[:1])
+        silent = [peer.name for peer in peers.values() if time.monotonic() - peer.heard > LOST]
+        lost += silent[:1]
         if lost and over.wait(BEAT + 1):  # time to tell the others
             return
     if not over.is_set():
-        _state["before_end"]()
-        if local_rank() == 0 and sys.__stderr__:
-            error = CourseError(
-                tr(
-                    "Process {process} of this training has not been heard of for {seconds:.0f} seconds.",
-                    process=lost[0],
-                    seconds=LOST,
-                ),
-                todo=tr(
-                    "See what became of it, then start the same command again, also with fewer processes: it "
-                    "continues from the newest checkpoint."
-                ),
-            )
-            sys.__stderr__.write(f"[FAIL] {error}\n")
-            sys.__stderr__.flush()
+        _job.before_end()
+        _say_lost(lost[0])
         os._exit(1)  # the main thread may wait for the lost one for hours
+
+
+def _say_lost(process: str) -> None:
+    """One process of each machine says who was lost."""
+    if local_rank() != 0 or not sys.__stderr__:
+        return
+    error = CourseError(
+        tr(
+            "Process {process} of this training has not been heard of for {seconds:.0f} seconds.",
+            process=process,
+            seconds=LOST,
+        ),
+        todo=tr(
+            "See what became of it, then start the same command again, also with fewer processes: it "
+            "continues from the newest checkpoint."
+        ),
+    )
+    sys.__stderr__.write(f"[FAIL] {error}\n")
+    sys.__stderr__.flush()
 
 
 def before_end(do: Callable[[], object]) -> None:
     """What this process does before it ends because another one is lost."""
-    _state["before_end"] = do
+    _job.before_end = do
 
 
 def peer_error(problem: BaseException) -> CourseError | SystemExit | None:
@@ -169,16 +217,14 @@ def peer_error(problem: BaseException) -> CourseError | SystemExit | None:
     theirs = isinstance(problem, RuntimeError) and any(text in str(problem) for text in PEER_ERRORS)
     if not _launched() or not theirs:
         return None
-    return (
-        CourseError(
-            tr("Another process of this training has ended; what it said stands above, or on its own machine."),
-            todo=tr(
-                "Mend what it says, then start the same command again, also with fewer processes: it "
-                "continues from the newest checkpoint."
-            ),
-        )
-        if is_main()
-        else SystemExit(1)
+    if not is_main():
+        return SystemExit(1)
+    return CourseError(
+        tr("Another process of this training has ended; what it said stands above, or on its own machine."),
+        todo=tr(
+            "Mend what it says, then start the same command again, also with fewer processes: it "
+            "continues from the newest checkpoint."
+        ),
     )
 
 
@@ -197,12 +243,16 @@ def main_first() -> Iterator[None]:
     Who comes later finds the work done, on a disk that the machines share as on one of its own.
     """
     turns = 2 if _several_machines() else 1
-    mine = 0 if is_main() else min(1 + (local_rank() > 0), turns)
+    mine = turns
+    if is_main():
+        mine = 0
+    elif local_rank() == 0:
+        mine = 1
     for _ in range(mine):
-        anyone(False)
+        barrier()
     yield
     for _ in range(mine, turns):
-        anyone(False)
+        barrier()
 
 
 def broadcast(value: Any) -> Any:
@@ -213,7 +263,7 @@ def broadcast(value: Any) -> Any:
 
     values = [value]
     with _quiet_peers():
-        torch.distributed.broadcast_object_list(values, src=0, group=_state["group"], device=torch.device("cpu"))
+        torch.distributed.broadcast_object_list(values, src=0, group=_job.group, device=torch.device("cpu"))
     return values[0]
 
 
@@ -225,27 +275,34 @@ def gather(value: Any) -> list[Any]:
 
     values = [None] * world_size()
     with _quiet_peers():
-        torch.distributed.all_gather_object(values, value, group=_state["group"])
+        torch.distributed.all_gather_object(values, value, group=_job.group)
     return values
 
 
 def require_same(fingerprint: Mapping[str, Any]) -> None:
     """Refuse to train together on other rows, another model or other settings, as on machines prepared apart."""
-    if others := [flat(one) for one in gather(fingerprint) if one != fingerprint]:
-        different = ", ".join(name for name, value in flat(fingerprint).items() if value != others[0].get(name))
-        raise CourseError(
-            tr("The processes of this training do not agree on: {different}.", different=different),
-            todo=tr(
-                "Give every machine the same parameters, SET too (only the main one remembers it), and the "
-                "same files. Rows that were prepared apart: delete the run's data folder there. Different "
-                "GPUs: name sft.per_device_train_batch_size and sft.gradient_checkpointing in SET."
-            ),
-        )
+    others = [flat(other) for other in gather(fingerprint) if other != fingerprint]
+    if not others:
+        return
+    different = ", ".join(name for name, value in flat(fingerprint).items() if value != others[0].get(name))
+    raise CourseError(
+        tr("The processes of this training do not agree on: {different}.", different=different),
+        todo=tr(
+            "Give every machine the same parameters, SET too (only the main one remembers it), and the "
+            "same files. Rows that were prepared apart: delete the run's data folder there. Different "
+            "GPUs: name sft.per_device_train_batch_size and sft.gradient_checkpointing in SET."
+        ),
+    )
 
 
 def anyone(yes: bool) -> bool:
     """Whether any process says yes: all must stop at the same step, or the rest would wait for ever."""
     return any(gather(yes))
+
+
+def barrier() -> None:
+    """Wait until every process has come here."""
+    gather(None)
 
 
 def send_folder(root: Path, name: str) -> Path:
@@ -257,19 +314,29 @@ def send_folder(root: Path, name: str) -> Path:
     token = broadcast(uuid.uuid4().hex)
     if is_main():
         mark.write_text(token)
-    anyone(False)
-    receives = local_rank() == 0 and not (mark.exists() and mark.read_text() == token)
+    barrier()
+    shares_disk = mark.exists() and mark.read_text() == token
+    receives = local_rank() == 0 and not shares_disk
     if receives:
         shutil.rmtree(root, ignore_errors=True)  # of an earlier run
     for file in broadcast([str(path.relative_to(root)) for path in folder.rglob("*") if path.is_file()]):
-        (root / file).parent.mkdir(parents=True, exist_ok=True)
-        with open(root / file, "rb") if is_main() else open(root / file if receives else os.devnull, "wb") as stream:
-            while part := broadcast(stream.read(CHUNK) if is_main() else None):
-                if not is_main():
-                    stream.write(part)
-    anyone(False)
+        _send_file(root / file, receives)
+    barrier()
     mark.unlink(missing_ok=True)
     return folder
+
+
+def _send_file(file: Path, receives: bool) -> None:
+    """The main process reads a file, and those that receive write it; the others only listen."""
+    if is_main():
+        with open(file, "rb") as source:
+            while broadcast(source.read(CHUNK)):
+                pass
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file if receives else os.devnull, "wb") as copy:
+        while part := broadcast(None):
+            copy.write(part)
 
 
 def leave_it_to_main() -> None:
@@ -278,8 +345,8 @@ def leave_it_to_main() -> None:
         return
     import torch.distributed
 
-    anyone(False)
-    _state["over"].set()
+    barrier()
+    _job.over.set()
     torch.distributed.destroy_process_group()
     if not is_main():
         raise SystemExit(0)

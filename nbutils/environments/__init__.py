@@ -52,7 +52,11 @@ class Recipe:
 
 
 def ensure(recipe: Recipe, folder: Path) -> Path:
-    """The interpreter of an environment, which is built if it is missing, incomplete or outdated."""
+    """The interpreter of an environment, which is built if it is missing, incomplete or outdated.
+
+    Example:
+        python = environments.ensure(recipe, environments.place("NBUTILS_SERVE", "serve"))
+    """
     if given := os.environ.get(f"{recipe.prefix}_PYTHON"):
         return Path(given).expanduser()  # an interpreter of the learner's, used as it is
     folder = folder.absolute()
@@ -73,7 +77,8 @@ def is_ready(folder: Path, recipe: Recipe) -> bool:
 
 def require_imports(python: Path, output: str) -> None:
     """Refuse an environment of ours whose process could not import a library; the next `ensure` rebuilds it."""
-    folder, failed = python.parent.parent, IMPORT_FAILED.search(output)
+    folder = python.parent.parent
+    failed = IMPORT_FAILED.search(output)
     if failed and (folder / OWNER).exists():
         (folder / MARKER).unlink(missing_ok=True)
         raise CourseError(
@@ -93,33 +98,29 @@ def place(prefix: str, name: str) -> Path:
 
 def variables(prefix: str = "", extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The variables of a process in such an environment: no secret, nothing of this kernel but <prefix>_PYTHONPATH."""
-    kept = {name: value for name, value in without_secrets(os.environ).items() if name not in KERNEL_ONLY}
-    search = os.environ.get(f"{prefix}_PYTHONPATH") if prefix else None
-    return kept | ({"PYTHONPATH": search} if search else {}) | dict(extra or {})
+    kept = without_secrets(os.environ)
+    for name in KERNEL_ONLY:
+        kept.pop(name, None)
+    search = os.environ.get(f"{prefix}_PYTHONPATH")
+    if prefix and search:
+        kept["PYTHONPATH"] = search
+    kept.update(extra or {})
+    return kept
 
 
 def _build(recipe: Recipe, folder: Path) -> None:
     """Empty a folder that this course made for this recipe, any other is refused; the marker is written last."""
     title = tr("the {name} environment", name=recipe.name)
     if folder.exists() and any(folder.iterdir()):
-        if (owner := files.read_object(folder / OWNER).get("name")) != recipe.name:
-            owner = owner or tr("another program")
-            raise CourseError(
-                tr("{folder} is not empty and belongs to {owner}.", folder=folder, owner=owner),
-                todo=tr(
-                    "Set {prefix}_ENV to another folder, or remove this one yourself if you need nothing in it.",
-                    prefix=recipe.prefix,
-                ),
-            )
-        (folder / MARKER).unlink(missing_ok=True)
-        for entry in folder.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            elif entry.name != OWNER:
-                entry.unlink()
+        _empty(recipe, folder)
     disk.require_disk(folder, recipe.needs_gib, title)
-    about = {"title": title, "folder": folder, "gib": recipe.needs_gib}
-    print(tr("Building {title} in {folder} (once): some minutes, up to {gib:.0f} GiB of disk.", **about), flush=True)
+    text = tr(
+        "Building {title} in {folder} (once): some minutes, up to {gib:.0f} GiB of disk.",
+        title=title,
+        folder=folder,
+        gib=recipe.needs_gib,
+    )
+    print(text, flush=True)
     files.make_folder(folder, title)
     files.write_json(folder / OWNER, {"name": recipe.name})
     versions = _install(recipe, folder)
@@ -128,36 +129,79 @@ def _build(recipe: Recipe, folder: Path) -> None:
     print(tr("It is ready: {versions}", versions=held), flush=True)
 
 
+def _empty(recipe: Recipe, folder: Path) -> None:
+    """Remove what an earlier build of this recipe left; its marker goes first, its owner stays."""
+    owner = files.read_object(folder / OWNER).get("name")
+    if owner != recipe.name:
+        raise CourseError(
+            tr("{folder} is not empty and belongs to {owner}.", folder=folder, owner=owner or tr("another program")),
+            todo=tr(
+                "Set {prefix}_ENV to another folder, or remove this one yourself if you need nothing in it.",
+                prefix=recipe.prefix,
+            ),
+        )
+    (folder / MARKER).unlink(missing_ok=True)
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != OWNER:
+            entry.unlink()
+
+
 def _install(recipe: Recipe, folder: Path) -> dict[str, str]:
     """Make the environment, install every step, and import what matters; the versions that the probe prints."""
-    python, log, env = folder / "bin" / "python", folder / "build.log", variables() | installer.uv_variables()
-    cache = disk.nearest(Path(os.environ.get("UV_CACHE_DIR", os.path.expanduser("~/.cache/uv"))))
-    if cache.stat().st_dev != folder.stat().st_dev:  # on another disk it would double what is written
+    env = _build_variables(folder)
+    lines = []
+    for title, command in _build_commands(recipe, folder).items():
+        lines = _run_step(recipe, folder, title, command=command, env=env)
+    shutil.rmtree(folder / UV_CACHE, ignore_errors=True)
+    return dict(json.loads(lines[-1]))
+
+
+def _build_variables(folder: Path) -> dict[str, str]:
+    """The variables of a build; uv's cache goes into the folder where its own is on another disk."""
+    env = variables() | installer.uv_variables()
+    cache = os.environ.get("UV_CACHE_DIR") or os.path.expanduser("~/.cache/uv")
+    cache_disk = disk.nearest(Path(cache)).stat().st_dev
+    own_disk = folder.stat().st_dev
+    if cache_disk != own_disk:  # it would double what is written
         env["UV_CACHE_DIR"] = str(folder / UV_CACHE)
+    return env
+
+
+def _build_commands(recipe: Recipe, folder: Path) -> dict[str, list[str]]:
+    """The commands of a build with their titles, in order."""
+    python = folder / "bin" / "python"
     commands = {tr("new environment"): installer.new_environment(folder)}
-    commands |= {" ".join(step): installer.change(python, "install", *step) for step in recipe.steps}
+    for step in recipe.steps:
+        commands[" ".join(step)] = installer.change(python, "install", *step)
     if recipe.remove:
         title = tr("without {names}", names=", ".join(recipe.remove))
         commands[title] = installer.change(python, "uninstall", *recipe.remove)
-    commands[tr("first import")] = [str(python), "-c", recipe.probe]
-    for title, command in commands.items():
-        print(f"  {title}", flush=True)
-        status = processes.run(command, env, log, lambda seconds: print(f"    {seconds:.0f} s", flush=True))
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        if status != 0:
-            raise CourseError(
-                tr(
-                    "Building the {name} environment failed at `{title}`:\n{tail}",
-                    name=recipe.name,
-                    title=title,
-                    tail="\n".join(lines[-12:]),
-                ),
-                todo=tr(
-                    "Read {log} and run this again; without a network, set {prefix}_PYTHON to an interpreter "
-                    "that has the packages.",
-                    log=log,
-                    prefix=recipe.prefix,
-                ),
-            )
-    shutil.rmtree(folder / UV_CACHE, ignore_errors=True)
-    return dict(json.loads(lines[-1]))
+    title = tr("first import")
+    commands[title] = [str(python), "-c", recipe.probe]
+    return commands
+
+
+def _run_step(recipe: Recipe, folder: Path, title: str, command: list[str], env: dict[str, str]) -> list[str]:
+    """Run one command of a build; the lines of the log so far."""
+    print(f"  {title}", flush=True)
+    log = folder / "build.log"
+    status = processes.run(command, env, log, lambda seconds: print(f"    {seconds:.0f} s", flush=True))
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    if status == 0:
+        return lines
+    raise CourseError(
+        tr(
+            "Building the {name} environment failed at `{title}`:\n{tail}",
+            name=recipe.name,
+            title=title,
+            tail="\n".join(lines[-12:]),
+        ),
+        todo=tr(
+            "Read {log} and run this again; without a network, set {prefix}_PYTHON to an interpreter "
+            "that has the packages.",
+            log=log,
+            prefix=recipe.prefix,
+        ),
+    )

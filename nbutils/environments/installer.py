@@ -17,9 +17,13 @@ from functools import lru_cache
 from pathlib import Path
 
 UV_NAMES = {  # pip's settings -> the variables uv reads; uv itself ignores pip's files and variables
-    "index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS",
-    "trusted-host": "UV_INSECURE_HOST", "no-index": "UV_OFFLINE", "cert": "SSL_CERT_FILE",
-}  # fmt: skip
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "trusted-host": "UV_INSECURE_HOST",
+    "no-index": "UV_OFFLINE",
+    "cert": "SSL_CERT_FILE",
+}
 
 
 @lru_cache(maxsize=1)
@@ -29,7 +33,9 @@ def find_uv() -> str | None:
     if not beside.exists() and not shutil.which("uv"):
         command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "uv"]
         subprocess.run(command, capture_output=True)
-    return str(beside) if beside.exists() else shutil.which("uv")
+    if beside.exists():
+        return str(beside)
+    return shutil.which("uv")
 
 
 def new_environment(folder: Path) -> list[str]:
@@ -43,8 +49,10 @@ def change(python: Path | str, action: str, *words: str) -> list[str]:
     """The command that installs packages for an interpreter (`action` "install"), or uninstalls them."""
     if uv := find_uv():
         return [uv, "pip", action, "--python", str(python), *words]
-    confirmed = ["-y"] if action == "uninstall" else []
-    return [sys.executable, "-m", "pip", "--python", str(python), action, *confirmed, *words]
+    command = [sys.executable, "-m", "pip", "--python", str(python), action]
+    if action == "uninstall":
+        command.append("-y")
+    return [*command, *words]
 
 
 def uv_variables() -> dict[str, str]:
@@ -52,16 +60,21 @@ def uv_variables() -> dict[str, str]:
 
     Without a GPU driver, and with no other source configured, torch comes from its CPU index.
     """
-    found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # all indexes are equal, as for pip
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # all indexes are equal, as for pip
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True).stdout
     for place in ("global", "install", ":env:"):  # the last one wins
-        for name, value in re.findall(rf"^{place}\.([\w-]+)=('.*'|\".*\")$", listed, re.MULTILINE):
-            if name in UV_NAMES:
+        settings = re.findall(rf"^{place}\.([\w-]+)=('.*'|\".*\")$", listed, re.MULTILINE)
+        for name, value in settings:
+            if name in UV_NAMES:  # a setting of several lines is a list
                 words = str(ast.literal_eval(value)).split()
-                found[UV_NAMES[name]] = ("," if name == "find-links" else " ").join(words)
-    if not {"UV_FIND_LINKS", "UV_INDEX"} & {*found, *os.environ} and not shutil.which("nvidia-smi"):
-        found["UV_TORCH_BACKEND"] = "cpu"
-    return {name: os.environ.get(name, value) for name, value in found.items()}
+                separator = "," if name == "find-links" else " "
+                variables[UV_NAMES[name]] = separator.join(words)
+    known = {*variables, *os.environ}
+    own_source = "UV_FIND_LINKS" in known or "UV_INDEX" in known
+    if not own_source and not shutil.which("nvidia-smi"):
+        variables["UV_TORCH_BACKEND"] = "cpu"
+    return {name: os.environ.get(name, value) for name, value in variables.items()}
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def require(resolved: Any) -> Forecast | str:
     except CourseError:
         return tr("No forecast: the size of {model} is not known before its download.", model=resolved.model)
     gpu = gpu_table.of_machine(resolved.gpu).model_copy(update={"count": distributed.world_size()})
-    strategy = distributed.engine_name(str(resolved.profile.method))
+    strategy = distributed.strategy_name(str(resolved.profile.method))
     made = of_profile(resolved.profile, gpu, shape, resolved.rows, strategy)
     least = peak_gib(shape, smallest(shape, made.recipe, made.batch, gpu))
     if least > made.limit_gib:

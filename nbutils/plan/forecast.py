@@ -258,7 +258,7 @@ def fastest(profile: Profile, given: SFT, shape: Shape, gpu: GPUSpec, rows: Rows
     open_ones = {name: value for name, value in usual.items() if settings[name] == "auto"}
     recipe = replace(_named_recipe(settings | open_ones), engine=strategy, cards=gpu.count)
     if strategy != "ddp":
-        method = distributed.ENGINES[strategy] or recipe.method
+        method = distributed.STRATEGIES[strategy] or recipe.method
         recipe = replace(recipe, method=method, optim="adamw_torch_fused")
     if rows and not recipe.packing:
         recipe = replace(recipe, length=round(rows.mean), spread=rows.spread)

@@ -23,7 +23,7 @@ def table_recipe(strategy: str, cards: int) -> Recipe:
     Example: `memory.peak_gib(find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4))`
     """
     return Recipe(
-        method=distributed.ENGINES[strategy] or "qlora",
+        method=distributed.STRATEGIES[strategy] or "qlora",
         gradient_accumulation_steps=max(1, LARGEST_STEP // cards),
         engine=strategy,
         cards=cards,

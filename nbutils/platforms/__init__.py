@@ -77,14 +77,11 @@ class Platform:
 
 
 def detect() -> Platform:
-    """The platform and its evidence; `NBUTILS_PLATFORM` overrides."""
+    """The platform and its evidence; `NBUTILS_PLATFORM` overrides.
 
-    def present(proof: str) -> bool:
-        name, _, value = proof.partition("=")
-        if proof.startswith("/"):
-            return os.path.exists(fs_root() / proof[1:])  # `Path.exists` raises where this user may not look
-        return os.environ.get(name) == value if value else bool(os.environ.get(name))
-
+    Example:
+        print(platforms.detect().name)
+    """
     if name := os.environ.get("NBUTILS_PLATFORM"):
         if name not in table():
             raise CourseError(
@@ -92,12 +89,25 @@ def detect() -> Platform:
                 allowed=", ".join(table()),
                 todo=tr("Set one of these, or unset it and let the course detect the platform."),
             )
-        evidence = "NBUTILS_PLATFORM is set"
-    else:
-        found = {name: list(filter(present, entry.proof)) for name, entry in table().items()}
-        name = next((name for name, proofs in found.items() if proofs), "local")
-        evidence = ", ".join(found[name]) or "nothing of a known platform is here"
-    return Platform(name, evidence, name == "kaggle" and os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch")
+        return _platform(name, "NBUTILS_PLATFORM is set")
+    for name, entry in table().items():
+        if proofs := [proof for proof in entry.proof if _is_present(proof)]:
+            return _platform(name, ", ".join(proofs))
+    return _platform("local", "nothing of a known platform is here")
+
+
+def _platform(name: str, evidence: str) -> Platform:
+    batch = name == "kaggle" and os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
+    return Platform(name, evidence, batch)
+
+
+def _is_present(proof: str) -> bool:
+    """Whether a path is here, or a variable is set, to this value where the proof has one."""
+    if proof.startswith("/"):
+        return os.path.exists(fs_root() / proof[1:])  # `Path.exists` raises where this user may not look
+    name, _, value = proof.partition("=")
+    given = os.environ.get(name, "")
+    return given == value if value else bool(given)
 
 
 def in_kernel() -> bool:
@@ -115,42 +125,68 @@ class Limit(NamedTuple):
 
 def session_seconds(platform: Platform) -> float:
     """How long this machine has been up on a platform that counts the hours; 0 elsewhere."""
-    try:  # a simulated machine has it as the date of its /proc/1
-        started = psutil.Process(1).create_time() if fs_root() == Path("/") else (fs_root() / "proc/1").stat().st_mtime
+    if not platform.entry.hours:
+        return 0.0
+    try:
+        return max(0.0, time.time() - _start_time())
     except (OSError, psutil.Error):
         return 0.0
-    return max(0.0, time.time() - started) if platform.entry.hours else 0.0
+
+
+def _start_time() -> float:
+    """When this machine was started; a simulated one has it as the date of its /proc/1."""
+    if fs_root() == Path("/"):
+        return psutil.Process(1).create_time()
+    return (fs_root() / "proc/1").stat().st_mtime
 
 
 def processors() -> Limit:
     """How many processors this process may use; a container may have half a one."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # Linux has it
+    count = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # Linux has it
+        count = len(os.sched_getaffinity(0))
     allowed = Limit(count, tr("the processors this process may run on"))
-    quota = _cgroup("cpu.max") or _cgroup("cpu/cpu.cfs_quota_us") + _cgroup("cpu/cpu.cfs_period_us")
-    if len(quota) < 2 or quota[0] == "max" or int(quota[0]) <= 0:
+    quota = _cgroup("cpu.max")
+    if not quota:  # cgroups v1
+        quota = _cgroup("cpu/cpu.cfs_quota_us") + _cgroup("cpu/cpu.cfs_period_us")
+    if len(quota) < 2 or quota[0] in ("max", "-1"):
         return allowed
-    return min(allowed, Limit(int(quota[0]) / int(quota[1]), f"/{CGROUP}"))
+    share = int(quota[0]) / int(quota[1])
+    return min(allowed, Limit(share, f"/{CGROUP}"))
 
 
 def memory_gib() -> Limit:
     """How much memory this process may use."""
-    return _memory_gib(psutil.virtual_memory().total, tr("the machine's memory"), "0")
+    machine = Limit(psutil.virtual_memory().total / GIB, tr("the machine's memory"))
+    return min(machine, _container_gib(used=0))
 
 
 def free_memory_gib() -> Limit:
-    """How much memory this process can still take: what a container has used is not free, whatever the machine says."""
-    used = _cgroup("memory.current", "memory/memory.usage_in_bytes") or ["0"]
-    return _memory_gib(psutil.virtual_memory().available, tr("the machine's free memory"), used[0])
+    """How much memory this process can still take: what a container has used is not free, whatever the machine says.
 
-
-def _memory_gib(machine: int, source: str, used: str) -> Limit:
-    """The smaller of the machine's and the container's; cached files that can be dropped at once are not in use."""
-    limit = _cgroup("memory.max", "memory/memory.limit_in_bytes") or ["max"]
+    Example:
+        if platforms.free_memory_gib().value < 8:
+            print("close other notebooks first")
+    """
+    machine = Limit(psutil.virtual_memory().available / GIB, tr("the machine's free memory"))
+    usage = _cgroup("memory.current", "memory/memory.usage_in_bytes")
+    if not usage:
+        return min(machine, _container_gib(used=0))
     words = _cgroup("memory.stat", "memory/memory.stat")
     stat = dict(zip(words[::2], words[1::2], strict=True))
-    dropped = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
-    container = math.inf if limit[0] == "max" else max(0, int(limit[0]) - max(0, int(used) - dropped))
-    return min(Limit(machine / GIB, source), Limit(container / GIB, f"/{CGROUP}"))
+    # cached files that can be dropped at once are not in use
+    dropped = stat.get("total_inactive_file") or stat.get("inactive_file") or "0"
+    used = max(0, int(usage[0]) - int(dropped))
+    return min(machine, _container_gib(used))
+
+
+def _container_gib(used: int) -> Limit:
+    """What a container has besides what is used; without a limit, infinitely much."""
+    limit = _cgroup("memory.max", "memory/memory.limit_in_bytes")
+    left = math.inf
+    if limit not in ([], ["max"]):
+        left = max(0, int(limit[0]) - used)
+    return Limit(left / GIB, f"/{CGROUP}")
 
 
 def _cgroup(*names: str) -> list[str]:
@@ -163,31 +199,42 @@ def _cgroup(*names: str) -> list[str]:
 
 def secret(name: str) -> str | None:
     """A secret from the environment, Colab's userdata or Kaggle's secrets, never printed; None if nobody has it."""
+    value = os.environ.get(name, "").strip() or _stored_secret(name).strip()
+    if not value:
+        return None
+    remember_secret(value)
+    return value
+
+
+def _stored_secret(name: str) -> str:
+    """A secret of the platform's own store; empty where it has none, or does not answer."""
     store = detect().name
-    value = os.environ.get(name, "").strip()
+    if store not in ("colab", "kaggle") or os.environ.get(SECRETS_STATE) == store:
+        return ""
     try:
-        if not value and store in ("colab", "kaggle") and os.environ.get(SECRETS_STATE) != store:
-            if store == "colab":
-                from google.colab import userdata
+        if store == "colab":
+            from google.colab import userdata
 
-                value = str(userdata.get(name) or "").strip()
-            else:
-                from kaggle_secrets import UserSecretsClient
+            return str(userdata.get(name) or "")
+        from kaggle_secrets import UserSecretsClient
 
-                value = str(UserSecretsClient().get_secret(name) or "").strip()
+        return str(UserSecretsClient().get_secret(name) or "")
     except Exception as problem:  # seven documented types, of which none may cost the learner the lesson
         kind = type(problem).__name__  # its text is not shown, it may hold what it must not
         if kind == "SecretNotFoundError" or "No user secrets exist" in str(problem) or isinstance(problem, ImportError):
-            return None
+            return ""
         if kind not in ("NotebookAccessError", "BackendError"):  # after these two the next secret may be answered
             os.environ[SECRETS_STATE] = store
-        print(tr(
-            "secret    {store} did not return {name} ({kind}): give this notebook access to it in the Secrets panel, or"
-            " set the environment variable {name}.", store=store, name=name, kind=kind,
-        ))  # fmt: skip
-    if value:
-        remember_secret(value)
-    return value or None
+        print(
+            tr(
+                "secret    {store} did not return {name} ({kind}): give this notebook access to it in the Secrets "
+                "panel, or set the environment variable {name}.",
+                store=store,
+                name=name,
+                kind=kind,
+            )
+        )
+        return ""
 
 
 @dataclass(frozen=True)
@@ -212,30 +259,57 @@ class Folders:
 
 
 def folders(platform: Platform) -> Folders:
-    """The folders of a platform; `NBUTILS_HOME` moves the one in which runs are kept."""
-    root, entry, given = fs_root(), platform.entry, os.environ.get("NBUTILS_HOME")
-    home = Path(os.path.expanduser(given)).absolute() if given else None
+    """The folders of a platform; `NBUTILS_HOME` moves the one in which runs are kept.
+
+    Example:
+        runs = platforms.folders(platforms.detect()).keep
+    """
+    home = _chosen_home(platform)
     if platform.name == "local":
         work = CHECKOUT or Path.cwd()
         keep = home or work / "runs"
-        return Folders(work, keep / ".scratch", keep, None, remark=tr("a folder of this computer"))
-    work, scratch = root / entry.work[1:], root / entry.scratch[1:]
-    lasting = {root / place[1:] / "runs": tr(remark) for place, remark in entry.keep.items()}
-    lasting = {place: remark for place, remark in lasting.items() if os.path.isdir(place.parent)}
-    known = [*lasting, work / "runs"]
-    lasting = {place: remark for place, remark in lasting.items() if not cannot_write(place.parent)}
+        return Folders(work, keep / ".scratch", keep, inputs=None, remark=tr("a folder of this computer"))
+    root = fs_root()
+    entry = platform.entry
+    work = root / entry.work[1:]
+    scratch = root / entry.scratch[1:]
+    places = {root / place[1:] / "runs": tr(remark) for place, remark in entry.keep.items()}
+    known = [place for place in places if os.path.isdir(place.parent)]
+    lasting = {place: places[place] for place in known if not cannot_write(place.parent)}
     if platform.name == "colab" and drive_mounted():
         lasting = {root / RUNS: tr("it is on your Drive")}
-    elif platform.name == "colab" and home and home.is_relative_to(root / MOUNT_POINT):
-        home = None  # a folder made there now would keep Drive from being mounted
     keep = home or next(iter(lasting), work / "runs")
-    remark = next((remark for place, remark in lasting.items() if keep.is_relative_to(place.parent)), "")
-    if home and (mounted := mount_point_of(home)) and not home.is_relative_to(scratch):
+    remark = _why_it_lasts(keep, lasting)
+    if home and not home.is_relative_to(scratch) and (mounted := mount_point_of(home)):
         remark = tr("NBUTILS_HOME is on the disk mounted at {place}", place=mounted)
-    earlier = tuple(place for place in dict.fromkeys(known) if place != keep)
-    inputs = root / entry.inputs[1:] if entry.inputs else None
-    text = remark or tr("nothing that lasts can be written here")
-    return Folders(work, scratch, keep, inputs, earlier, bool(remark), text)
+    earlier = [place for place in dict.fromkeys([*known, work / "runs"]) if place != keep]
+    return Folders(
+        work,
+        scratch,
+        keep,
+        inputs=root / entry.inputs[1:] if entry.inputs else None,
+        earlier=tuple(earlier),
+        lasting=bool(remark),
+        remark=remark or tr("nothing that lasts can be written here"),
+    )
+
+
+def _chosen_home(platform: Platform) -> Path | None:
+    """The folder in NBUTILS_HOME; not one on Drive that is not mounted: made there, it would keep Drive from it."""
+    given = os.environ.get("NBUTILS_HOME")
+    if not given:
+        return None
+    home = Path(os.path.expanduser(given)).absolute()
+    on_drive = platform.name == "colab" and home.is_relative_to(fs_root() / MOUNT_POINT)
+    return None if on_drive and not drive_mounted() else home
+
+
+def _why_it_lasts(keep: Path, lasting: dict[Path, str]) -> str:
+    """The remark of the lasting place a folder is in; empty if it is in none."""
+    for place, remark in lasting.items():
+        if keep.is_relative_to(place.parent):
+            return remark
+    return ""
 
 
 def cannot_write(folder: Path) -> str:
@@ -254,11 +328,14 @@ def use_model_cache(platform: Platform, places: Folders) -> str:
             tr("This user has no home folder; HOME is not set."),
             todo=tr("Set HOME, as in `export HOME=/tmp/me`, then run this again."),
         )
-    chosen = any(os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"))
-    filled = any(Path.home().glob(".cache/huggingface/hub/models--*"))
-    if not platform.entry.cache or chosen or filled:
+    if not platform.entry.cache:
         return ""
-    os.environ["HF_HUB_CACHE"] = str(getattr(places, platform.entry.cache) / "huggingface")
+    if any(os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")):
+        return ""
+    if any(Path.home().glob(".cache/huggingface/hub/models--*")):
+        return ""
+    disk = places.work if platform.entry.cache == "work" else places.scratch
+    os.environ["HF_HUB_CACHE"] = str(disk / "huggingface")
     return tr("downloaded models go to {folder}", folder=os.environ["HF_HUB_CACHE"])
 
 
@@ -272,28 +349,37 @@ def find_input(inputs: Path | None, name: str) -> Path | None:
     parts = Path(name).parts
     if not parts or Path(name).is_absolute() or ".." in parts:
         return None
-    found = find_inputs(inputs, glob.escape("/".join(parts)))
-    if len(found) > 1:
-        places = ", ".join(map(str, found))
+    paths = find_inputs(inputs, glob.escape("/".join(parts)))
+    if len(paths) > 1:
+        places = ", ".join(map(str, paths))
         raise CourseError(
-            tr("{name!r} was found {count} times: {places}.", name=name, count=len(found), places=places),
+            tr("{name!r} was found {count} times: {places}.", name=name, count=len(paths), places=places),
             todo=tr("Write more of the path in front of it, or the whole path."),
         )
-    return found[0] if found else None
+    return paths[0] if paths else None
 
 
 def is_mount(path: Path) -> bool:
     """Whether something is mounted at exactly this path, even if it no longer answers."""
-    file = fs_root() / "proc/mounts"
-    lines = file.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if file.exists() else []
-    return os.path.ismount(path) or str(path) in (line.split()[1] for line in lines)
+    if os.path.ismount(path):
+        return True
+    table = fs_root() / "proc/mounts"
+    if not table.exists():
+        return False
+    lines = table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    return any(line.split()[1] == str(path) for line in lines)
 
 
 def mount_point_of(path: Path) -> Path | None:
     """The mount a path lies on; None if that is the root disk. `is_mount` tells later whether it is still there."""
-    path, root = path.absolute(), fs_root()
-    below = [place for place in (path, *path.parents) if place not in (root, *root.parents)]
-    return next(filter(is_mount, below), None)
+    path = path.absolute()
+    root = fs_root()
+    for place in (path, *path.parents):
+        if place in (root, *root.parents):
+            return None
+        if is_mount(place):
+            return place
+    return None
 
 
 def drive_mounted() -> bool:
@@ -304,22 +390,28 @@ def drive_mounted() -> bool:
 
 def mount_drive(platform: Platform) -> str:
     """Mount Google Drive on Colab if it is not there yet; says what happened and never stops the lesson."""
-    state, problem = os.environ.get(STATE, ""), tr("nothing is mounted at /content/drive")
-    fallback = tr("Runs stay on this machine's disk and are deleted with it.")
     if platform.name != "colab":
         return tr("No Drive on {name}: runs are kept on its own disk, or where NBUTILS_HOME says.", name=platform.name)
-    if not drive_mounted():
-        if state in ("off", "failed"):
-            return tr("Drive is not used ({setting}). {fallback}", setting=f"{STATE}={state}", fallback=fallback)
-        try:
-            from google.colab import drive
-
-            drive.mount(str(fs_root() / MOUNT_POINT))  # it gives up after 120 s
-        except Exception as failed:  # Colab raises eight unrelated types here, and none may cost the learner the lesson
-            problem = mask_secrets(f"{type(failed).__name__}: {failed}")
-        if not drive_mounted():
-            os.environ[STATE] = "failed"
-            todo = tr("To do: in an open Colab page, run {code}", code=MANUALLY)
-            return " ".join([tr("Drive could not be mounted ({problem}).", problem=problem), fallback, todo])
+    fallback = tr("Runs stay on this machine's disk and are deleted with it.")
+    state = os.environ.get(STATE, "")
+    if not drive_mounted() and state in ("off", "failed"):
+        return tr("Drive is not used ({setting}). {fallback}", setting=f"{STATE}={state}", fallback=fallback)
+    problem = "" if drive_mounted() else _ask_for_drive()
+    if problem:
+        os.environ[STATE] = "failed"
+        todo = tr("To do: in an open Colab page, run {code}", code=MANUALLY)
+        return " ".join([tr("Drive could not be mounted ({problem}).", problem=problem), fallback, todo])
     os.environ.pop(STATE, None)
     return tr("Drive is mounted: runs are kept in {folder}.", folder=fs_root() / RUNS)
+
+
+def _ask_for_drive() -> str:
+    """Have Colab mount Drive, which asks the learner; why it did not, or nothing."""
+    problem = tr("nothing is mounted at /content/drive")
+    try:
+        from google.colab import drive
+
+        drive.mount(str(fs_root() / MOUNT_POINT))  # it gives up after 120 s
+    except Exception as failed:  # Colab raises eight unrelated types here, and none may cost the learner the lesson
+        problem = mask_secrets(f"{type(failed).__name__}: {failed}")
+    return "" if drive_mounted() else problem

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -49,8 +47,8 @@ ATTEMPTS = 5  # in a row that bring nothing
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 THIS_MACHINE = ("127.0.0.1", "localhost")
 NEARBY = (  # faster without AutoDL's proxy: ModelScope with its large files, the usual mirrors of pip, chat robots
-    "hf-mirror.com", "modelscope.cn", "aliyuncs.com", "autodl.com", "aliyun.com", "tuna.tsinghua.edu.cn",
-    "ustc.edu.cn", "huaweicloud.com", "tencent.com", "tencentyun.com", "feishu.cn", "dingtalk.com", "weixin.qq.com",
+    "hf-mirror.com", "modelscope.cn", "aliyuncs.com", "autodl.com", "aliyun.com", "edu.cn", "huaweicloud.com",
+    "tencent.com", "tencentyun.com", "feishu.cn", "dingtalk.com", "weixin.qq.com",
 )  # fmt: skip
 
 
@@ -78,27 +76,30 @@ def prepare_network(platform: Platform, probe: bool = True) -> list[str]:
     elif mirror:
         _use(mirror)
         lines.append(tr("models come from {source}, as NBUTILS_MIRROR says", source=mirror) + _no_token(mirror))
-    elif (found := chosen()) not in ("", NOTHING):
-        lines += [tr("models come from {source}, as found before", source=found)] if found != "hub" else []
-    elif probe:
+    elif chosen() in ("hf-mirror", "modelscope"):
+        lines.append(tr("models come from {source}, as found before", source=chosen()))
+    elif probe and chosen() != "hub":
         lines += _choose(platform)
     return [mask_secrets(tr("network   {line}", line=line)) for line in lines]
 
 
 def _no_token(source: str) -> str:
     """What a learner with a token must know about a mirror."""
-    told = tr("; no token is sent there: gated models come from the hub (NBUTILS_MIRROR=hub) or a folder")
-    return told if source == "hf-mirror" else ""
+    if source != "hf-mirror":
+        return ""
+    return tr("; no token is sent there: gated models come from the hub (NBUTILS_MIRROR=hub) or a folder")
 
 
 def sources() -> dict[str, str]:
     """The addresses to download models from, by name, in the order to try; one alone if the learner named it."""
-    named, found = os.environ.get("NBUTILS_MIRROR", ""), chosen()
-    if offline() or found == NOTHING:
+    if offline() or chosen() == NOTHING:
         return {}
-    if not found and (own := os.environ.get("HF_ENDPOINT")):
+    if not chosen() and (own := os.environ.get("HF_ENDPOINT")):
         return {"HF_ENDPOINT": own}
-    return {name: SOURCES[name] for name in ([named] if named else dict.fromkeys([found or "hub", *SOURCES]))}
+    if named := os.environ.get("NBUTILS_MIRROR"):
+        return {named: SOURCES[named]}
+    first = chosen() or "hub"
+    return {first: SOURCES[first]} | SOURCES
 
 
 def download(
@@ -109,9 +110,10 @@ def download(
     Without a `checksum` the size decides. `advance` is told the bytes as they come, a negative number if what was here
     comes again.
     """
-    partial, failed = file.with_name(f"{file.name}{PARTIAL}"), 0
+    partial = file.with_name(f"{file.name}{PARTIAL}")
     file.parent.mkdir(parents=True, exist_ok=True)
     partial.touch()
+    failed = 0
     while (have := partial.stat().st_size) < size:
         advance(0)  # it ends a download that was given up, also where no bytes come
         request = urllib.request.Request(url, headers={"User-Agent": "nbutils", "Range": f"bytes={have}-"})
@@ -119,20 +121,11 @@ def download(
             request.add_unredirected_header("Authorization", f"Bearer {token}")
         problem: Exception = HTTPException("the connection ended early")  # urllib itself is silent about it
         try:
-            with urllib.request.build_opener().open(request, timeout=PATIENCE) as answer, open(partial, "ab") as out:
-                if answer.status != 206:  # the whole file comes, or a page of a proxy
-                    if answer.length not in (None, size):
-                        raise OSError(f"{answer.length} bytes came instead of {size}")
-                    advance(-have)
-                    out.truncate(0)
-                while partial.stat().st_size <= size and (piece := answer.read(PIECE)):  # no more than was announced
-                    out.write(piece)
-                    advance(len(piece))
+            _append(request, partial, size, advance)
         except (OSError, HTTPException) as raised:
             problem = raised
         failed = 0 if partial.stat().st_size > have else failed + 1
-        refused = 400 <= getattr(problem, "code", 0) < 500 and problem.code != 429  # type: ignore[attr-defined]
-        if refused or failed == ATTEMPTS or getattr(problem, "errno", None) == errno.ENOSPC:
+        if failed == ATTEMPTS or _is_final(problem):
             raise problem
         time.sleep(failed)
     if partial.stat().st_size != size or (checksum and sha256(partial) != checksum):
@@ -143,21 +136,49 @@ def download(
     os.replace(partial, file)
 
 
+def _append(request: urllib.request.Request, partial: Path, size: int, advance: Callable[[int], object]) -> None:
+    """Write what one request brings behind what is here, no more than was announced."""
+    opener = urllib.request.build_opener()
+    with opener.open(request, timeout=PATIENCE) as answer, open(partial, "ab") as out:
+        if answer.status != 206:  # the whole file comes, or a page of a proxy
+            if answer.length not in (None, size):
+                raise OSError(f"{answer.length} bytes came instead of {size}")
+            advance(-partial.stat().st_size)
+            out.truncate(0)
+        while piece := answer.read(PIECE):
+            out.write(piece)
+            advance(len(piece))
+            if partial.stat().st_size > size:
+                break
+
+
+def _is_final(problem: Exception) -> bool:
+    """Whether another attempt would fail as well: the server refuses, or the disk is full."""
+    if isinstance(problem, urllib.error.HTTPError):
+        return 400 <= problem.code < 500 and problem.code != 429
+    return getattr(problem, "errno", None) == errno.ENOSPC
+
+
 def offline() -> bool:
     """Whether the learner forbade the network."""
-    values = [os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")]
-    return any(value in ("1", "TRUE", "YES", "ON") for value in values)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON"):
+            return True
+    return False
 
 
 def chosen() -> str:
     """Where models come from ("hub", "hf-mirror", "modelscope", "nothing" if none answered); "" if not known yet."""
-    own = FOUND not in os.environ and os.environ.get("HF_ENDPOINT")  # set by the learner, not by this module
-    return "" if own else os.environ.get("NBUTILS_MIRROR") or os.environ.get(FOUND, "")
+    if FOUND not in os.environ and os.environ.get("HF_ENDPOINT"):  # set by the learner, not by this module
+        return ""
+    return os.environ.get("NBUTILS_MIRROR") or os.environ.get(FOUND, "")
 
 
 def hub_online() -> bool:
     """Whether the model hub (or the mirror in HF_ENDPOINT) answers, asked briefly; not at all if none did just now."""
-    return not offline() and chosen() != NOTHING and answers(os.environ.get("HF_ENDPOINT", HUB), SECONDS)
+    if offline() or chosen() == NOTHING:
+        return False
+    return answers(os.environ.get("HF_ENDPOINT", HUB), SECONDS)
 
 
 def answers(url: str, seconds: float) -> bool:
@@ -173,7 +194,8 @@ def measure(urls: Mapping[str, str], seconds: float, refused: Iterable[int] = RE
     def ask(name: str, url: str) -> None:
         opener = urllib.request.build_opener()  # urlopen would keep the proxies of its first call
         try:
-            with opener.open(urllib.request.Request(url, headers={"User-Agent": "nbutils"}), timeout=seconds) as answer:
+            request = urllib.request.Request(url, headers={"User-Agent": "nbutils"})
+            with opener.open(request, timeout=seconds) as answer:
                 status = int(answer.status)
         except urllib.error.HTTPError as problem:
             status = problem.code
@@ -198,18 +220,23 @@ def _choose(platform: Platform) -> list[str]:
         times = measure(urls, SECONDS)
     else:  # elsewhere the mirrors are far: asked only if the hub is silent
         times = measure({"hub": urls.pop("hub")}, SECONDS / 2) or measure(urls, SECONDS / 2)
-    name = min(times, key=times.__getitem__, default=NOTHING)
+    if not times:
+        _use(NOTHING)
+        return [tr("neither the hub nor a mirror answers: models come from folders and the cache")]
+    name = min(times, key=times.__getitem__)
     if "hub" in times and times["hub"] <= 2 * times[name]:
         name = "hub"
-    only_mirrors = name == "modelscope" and "hf-mirror" in times and "hub" not in times
+    only_mirrors = "hf-mirror" in times and "hub" not in times
     _use("hf-mirror" if only_mirrors else name)  # for what ModelScope does not have
     os.environ[FOUND] = name
-    if name == NOTHING:
-        return [tr("neither the hub nor a mirror answers: models come from folders and the cache")]
-    silent = tr("silent")
-    seen = joined(f"{one} {f'{times[one]:.2f} s' if one in times else silent}" for one in SOURCES)
-    line = tr("models come from {source} ({seen}; NBUTILS_MIRROR overrides)", source=name, seen=seen)
-    return [line + _no_token(name)] if name != "hub" or platform.entry.china else []
+    if name == "hub" and not platform.entry.china:
+        return []
+    seen = []
+    for source in SOURCES:
+        seconds = f"{times[source]:.2f} s" if source in times else tr("silent")
+        seen.append(f"{source} {seconds}")
+    line = tr("models come from {source} ({seen}; NBUTILS_MIRROR overrides)", source=name, seen=joined(seen))
+    return [line + _no_token(name)]
 
 
 def _use(name: str) -> None:
@@ -225,34 +252,39 @@ def _use(name: str) -> None:
 
 def _use_turbo() -> list[str]:
     """AutoDL's proxies for GitHub and the hub, as its script sets them; a learner's own proxies stay."""
-    script, lines, direct = fs_root() / "etc/network_turbo", list[str](), [*THIS_MACHINE]
+    script = fs_root() / "etc/network_turbo"
+    direct = list(THIS_MACHINE)
+    lines = []
     if not any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
         unwanted = os.environ.get("NBUTILS_TURBO", "").lower() in ("off", "0", "no")
         if unwanted or offline() or not script.is_file():
             return []
-        command = ["bash", "-c", 'source "$0" >/dev/null 2>&1 </dev/null; env -0', str(script)]
         try:
-            found = subprocess.check_output(command, timeout=TURBO_SECONDS, stdin=subprocess.DEVNULL)
-            variables = dict(one.split("=", 1) for one in found.decode("utf-8", "replace").split("\0") if "=" in one)
-            proxies = {name: value for name, value in variables.items() if name.lower() in PROXIES}
-            for url in map(urlsplit, set(proxies.values())):
-                socket.create_connection((url.hostname, url.port or 80), TURBO_SECONDS).close()
+            variables = _variables_of(script)
         except (OSError, ValueError, subprocess.SubprocessError):
             return [tr("{script} failed: GitHub and the hub are reached directly", script=script)]
-        os.environ |= proxies
-        direct = [*variables.get("no_proxy", "").split(","), *THIS_MACHINE]
-        lines = [tr("proxies of {script} for GitHub and the hub (NBUTILS_TURBO=off leaves them)", script=script)]
+        direct += variables.pop("no_proxy", "").split(",")
+        os.environ |= variables
+        lines.append(tr("proxies of {script} for GitHub and the hub (NBUTILS_TURBO=off leaves them)", script=script))
     if script.is_file():  # the proxies in the environment are these, set by the learner or here
-        direct += [*NEARBY, *_package_hosts()]
+        direct += NEARBY
     for name in ("no_proxy", "NO_PROXY"):  # to this machine for the server of lesson 05, to what is near for its speed
-        known = [part.strip() for part in [*os.environ.get(name, "").split(","), *direct]]
-        os.environ[name] = ",".join(dict.fromkeys(filter(None, known)))
+        hosts = [*os.environ.get(name, "").split(","), *direct]
+        stripped = [host.strip() for host in hosts if host.strip()]
+        os.environ[name] = ",".join(dict.fromkeys(stripped))
     return lines
 
 
-def _package_hosts() -> list[str]:
-    """The hosts that pip and uv are set to: in China a mirror, which AutoDL's proxy does not serve."""
-    command = [sys.executable, "-m", "pip", "config", "list"]
-    listed = subprocess.run(command, capture_output=True, text=True).stdout
-    indexes = [listed, *(value for name, value in os.environ.items() if name in ("UV_DEFAULT_INDEX", "UV_INDEX"))]
-    return re.findall(r"https?://(?:[^/@\s]*@)?([\w.-]+)", " ".join(indexes))
+def _variables_of(script: Path) -> dict[str, str]:
+    """The proxies that a script sets, each of which answers, and its no_proxy."""
+    command = ["bash", "-c", 'source "$0" >/dev/null 2>&1 </dev/null; env -0', str(script)]
+    output = subprocess.check_output(command, timeout=TURBO_SECONDS, stdin=subprocess.DEVNULL)
+    variables = {}
+    for entry in output.decode("utf-8", "replace").split("\0"):
+        name, _, value = entry.partition("=")
+        if name == "no_proxy" or name.lower() in PROXIES:
+            variables[name] = value
+    proxies = {value for name, value in variables.items() if name != "no_proxy"}
+    for url in map(urlsplit, proxies):
+        socket.create_connection((url.hostname, url.port or 80), TURBO_SECONDS).close()
+    return variables

@@ -213,7 +213,7 @@ def patch_lora_kernels(trainer: Any) -> str:
     trainer.args.use_liger_kernel = False  # added here: the trainer would put them over the fused layers
     cast = 0
     layers = 0
-    if distributed.engine() == "zero3":  # it gathers a weight when its own layer is called, and not before
+    if distributed.strategy() == "zero3":  # it gathers a weight when its own layer is called, and not before
         fused = False
     else:
         cast = repair_precision(trainer.model)

@@ -63,13 +63,13 @@ class UpdateWatch(TrainerCallback):
 def train(trainer: Any, run_folder: Path, resume_from: Path | None, note: Callable[[str], object] = print) -> None:
     """Train to the end; where memory runs out, go on from the last finished step with smaller settings."""
     settings = settings_of(trainer)
-    first_weights = {} if distributed.engine() else sharding.full_weights(trainer.model)
+    first_weights = {} if distributed.strategy() else sharding.full_weights(trainer.model)
     watch = UpdateWatch()
     trainer.callback_handler.callbacks.insert(0, watch)  # before those that may run out of memory themselves
     while problem := _train_once(trainer, resume_from):
         step = max(trainer.state.global_step, step_of(resume_from))
         peak = hardware.peak_memory_gib()
-        if distributed.engine():
+        if distributed.strategy():
             raise CourseError(
                 tr(
                     "Out of memory at step {step} in one of several processes: {problem}",

@@ -176,7 +176,7 @@ class CourseCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         state.compute_steps(args, state.max_steps)  # else SAVE_STEPS of the checkpoint would count, not that of today
-        if distributed.engine() in distributed.SHARDED:  # now it is known which shard is here
+        if distributed.strategy() in distributed.SHARDED:  # now it is known which shard is here
             self.checksums = model.weight_checksums(self.trainer.model)
         if warning := validation.go_on(self.trainer):
             self.live.note(warning)
@@ -329,7 +329,7 @@ class TrainingResult:
             "peak_memory_gib": round(self.peak_gib, 3),
             "skipped_steps": self.callback.live.skipped,
             "processes": args.world_size,
-            "engine": distributed.engine() and distributed.engine_name(str(self.callback.profile.method)),
+            "engine": distributed.strategy() and distributed.strategy_name(str(self.callback.profile.method)),
             "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         }
         measured |= self.callback.spent(self.seconds)
@@ -382,7 +382,7 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
             best = validation.load_best(trainer)
         checksums = model.weight_checksums(trainer.model)
         changed = _count_changed(callback.checksums, checksums)
-        weights = {} if distributed.engine() in distributed.WHOLE else sharding.full_weights(trainer.model)
+        weights = {} if distributed.strategy() in distributed.WHOLE else sharding.full_weights(trainer.model)
         distributed.leave_it_to_main()  # only the main process continues from here
         tracking.end(callback.run.logs)
         kept = callback.sync.finish()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.data import RandomSampler
 
-from nbutils.distributed import anyone, engine, local_rank, rank, world_size
+from nbutils.distributed import barrier, local_rank, rank, strategy, world_size
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
@@ -31,9 +31,9 @@ ADAPTER = "adapter_model.safetensors"
 
 def use_engine(trainer: Any) -> None:
     """Let the trainer take the steps of one process and leave its checkpoints, and keep its adapter in float32."""
-    if not engine() or isinstance(trainer, SharedSteps):
+    if not strategy() or isinstance(trainer, SharedSteps):
         return
-    mixin = SharedSteps if engine() == "ddp" else WholeCheckpoints
+    mixin = SharedSteps if strategy() == "ddp" else WholeCheckpoints
     if mixin is WholeCheckpoints and not hasattr(trainer, "_prepare_for_training"):
         raise CourseError(
             tr(
@@ -46,7 +46,7 @@ def use_engine(trainer: Any) -> None:
     stock = type(trainer)
     trainer.__class__ = type(stock.__name__, (mixin, stock), {})
     trainer.add_empty_rows()
-    if engine() == "fsdp":
+    if strategy() == "fsdp":
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         # accelerate's would gather and add up float32 adapters in 16 bits; autocast chooses as it does without FSDP
@@ -108,7 +108,7 @@ class WholeCheckpoints(SharedSteps):
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         folder = Path(output_dir)
-        state = _fsdp_state(self) if engine() == "fsdp" else _zero_state(self)
+        state = _fsdp_state(self) if strategy() == "fsdp" else _zero_state(self)
         if self.args.should_save:
             torch.save(state, folder / OPTIMIZER)
             schedule = self.lr_scheduler.state_dict()
@@ -121,7 +121,7 @@ class WholeCheckpoints(SharedSteps):
             weights = adapter_weights(self.model, folder / ADAPTER)
             load_weights(self.model, weights)
             states = torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu")
-            load_states = _load_fsdp_state if engine() == "fsdp" else _load_zero_state
+            load_states = _load_fsdp_state if strategy() == "fsdp" else _load_zero_state
             load_states(self, states)
             schedule = torch.load(folder / SCHEDULER, weights_only=True)
             groups = len(self.optimizer.param_groups)
@@ -132,7 +132,7 @@ class WholeCheckpoints(SharedSteps):
 
 def reshard(model: Any) -> None:
     """Let FSDP give back the weights it gathered for a forward pass, so that every process sees its shards alone."""
-    if engine() != "fsdp":
+    if strategy() != "fsdp":
         return
     for part in model.modules():
         if hasattr(part, "reshard"):
@@ -145,7 +145,7 @@ def local_shard(weight: Any) -> Any:
         return weight.ds_tensor
     if hasattr(weight, "to_local"):
         return weight.to_local()
-    if engine() != "fsdp":
+    if strategy() != "fsdp":
         return weight
     shards = weight.chunk(world_size())
     if rank() < len(shards):
@@ -273,7 +273,7 @@ def _load_zero_state(trainer: Any, stored: dict[str, Any]) -> None:
     inner = zero.optimizer
     step = stored["state"][0]["step"]
     is_torchs = type(inner).__module__.startswith("torch")  # DeepSpeed's own counts with an int
-    flat = zero.fp32_partitioned_groups_flat if engine() == "zero3" else zero.single_partition_of_fp32_groups
+    flat = zero.fp32_partitioned_groups_flat if strategy() == "zero3" else zero.single_partition_of_fp32_groups
     for part in flat:  # else they would be made by the first step
         inner.state[part] = {key: torch.zeros_like(part) for key in MOMENTS}
         inner.state[part]["step"] = step.clone() if is_torchs else int(step)
@@ -281,7 +281,7 @@ def _load_zero_state(trainer: Any, stored: dict[str, Any]) -> None:
     del settings["params"]
     for group in inner.param_groups:  # the learning rate of this step
         group.update(settings)
-    if engine() != "zero3":
+    if strategy() != "zero3":
         zero._lazy_init_hp_params_optimizer_state()
     for number, weight in enumerate(_trained(trainer.model).values()):
         state = stored["state"][number]
@@ -316,7 +316,7 @@ def convert_optimizer_file(checkpoint: Path, optimizer: str) -> None:
         converted = path.with_suffix(".converted")
         torch.save(stored | {"state": states}, converted)
         os.replace(converted, path)
-    anyone(False)
+    barrier()
 
 
 def _as_bnb(state: dict[str, Any]) -> dict[str, Any]:

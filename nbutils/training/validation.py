@@ -64,7 +64,7 @@ def token_mean_loss(trainer: Any, rows: Any) -> float:
         tokens += int((labels != -100).sum())
     total = torch.zeros((), device=args.device)
     was_training = trainer.model.training
-    wrapped = trainer.model_wrapped if distributed.engine() == "zero3" else trainer.model
+    wrapped = trainer.model_wrapped if distributed.strategy() == "zero3" else trainer.model
     trainer.model.eval()
     with torch.no_grad(), trainer.compute_loss_context_manager():
         for first in range(0, len(batches), args.world_size):
@@ -114,7 +114,7 @@ def load_best(trainer: Any) -> tuple[int, float] | None:
 
 def _load(trained: Any, checkpoint: Path) -> None:
     """Load a checkpoint that perhaps only the main process can see."""
-    if not distributed.engine():
+    if not distributed.strategy():
         model.load_checkpoint(trained, checkpoint)
         return
     weights = None

@@ -193,7 +193,7 @@ from nbutils import plan
 
 stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
 examples = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids=stop_ids)
-examples.write(lesson.run.data)
+examples.write_too_long(lesson.run.data)
 figure, axes = plt.subplots(figsize=(7, 2.5), layout="constrained")
 axes.hist(examples.lengths, bins=30)
 axes.axvline(examples.max_length, color="tab:red", linestyle="--", label=f"max_length {examples.max_length}")

@@ -91,19 +91,22 @@ from transformers import AutoTokenizer
 from nbutils import chat
 
 tokenizer = AutoTokenizer.from_pretrained(lesson.model, trust_remote_code=False)
-dataset = chat.build_dataset(tokenizer, train_rows, eval_rows, lesson)
+stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
+dataset = chat.build_dataset(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids)
+dataset.filtered.write_too_long(lesson.run.data)
 print(dataset)
 
 # %% [markdown]
 # ## 训练配方
 #
-# 批大小、轮数（epoch）和学习率取决于你的样本：样本总数不变时，批越大，更新次数越少；更新太少，损失就降不下来。`conversations_per_step` 是一步的大小；GPU 只决定怎么算：一次算 `per_device_train_batch_size` 条，累积 `gradient_accumulation_steps` 次。开启 packing 后，几段对话会拼成一条序列，所以 2 条序列的一步里可能有 8 段对话。接下来是最要紧的几个值和理由（去掉 `only` 可以看全部），最后是这次训练要占用多少机器资源。每个名称就是对应的库里的参数名。
+# 批大小、轮数（epoch）和学习率取决于你的样本：样本总数不变时，批越大，更新次数越少；更新太少，损失就降不下来。`conversations_per_step` 是一步的大小；GPU 只决定怎么算：一次算 `per_device_train_batch_size` 条，累积 `gradient_accumulation_steps` 次。开启 packing 后，几段对话会拼成一条序列，所以 2 条序列的一步里可能有 8 段对话。接下来是最要紧的几个值和理由（去掉 `only` 可以看全部），最后是这次训练要占用多少机器资源。每个名称就是对应的库里的参数名。验证损失用验证集里的多少条来算，也由配方决定（`validation`），渲染方式和训练样本一样。
 
 # %%
 from nbutils import display, plan
 
-lesson = lesson.with_recipe(dataset.lengths, dataset.validation_rows)
+lesson = lesson.with_recipe(dataset.lengths, len(eval_rows))
 profile = lesson.profile
+validation = chat.validation_dataset(dataset.filtered, eval_rows, profile.course.validation_rows)
 most = ("method", "from_pretrained", "lora.r", "sft.max_length", "sft.per_device_train_batch_size",
         "sft.gradient_accumulation_steps", "sft.num_train_epochs", "sft.max_steps", "sft.learning_rate", "sft.packing",
         "course.conversations_per_step")
@@ -203,9 +206,9 @@ settings = SFTConfig(
     padding_free=True,
     bf16=dtype == torch.bfloat16,
     fp16=dtype == torch.float16,
-    eval_strategy="steps" if dataset.eval else "no",
+    eval_strategy="steps" if validation else "no",
     eval_steps=profile.sft.save_steps,
-    eval_on_start=bool(dataset.eval),
+    eval_on_start=bool(validation),
     **training.bookkeeping(lesson.scratch, SEED),
 )
 print(f"learning_rate {settings.learning_rate:g}，每步 {settings.per_device_train_batch_size} x {settings.gradient_accumulation_steps} 条")
@@ -228,7 +231,7 @@ trainer = SFTTrainer(
     model=model,
     args=settings,
     train_dataset=dataset.train,
-    eval_dataset=dataset.eval,
+    eval_dataset=validation,
     processing_class=tokenizer,
     peft_config=lora,
     callbacks=callbacks,

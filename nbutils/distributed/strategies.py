@@ -9,14 +9,14 @@ from typing import Any
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
-ENGINES = {  # files in configs/accelerate, and the `method` in a profile that each is for; empty: any
+STRATEGIES = {  # files in configs/accelerate, and the `method` in a profile that each is for; empty: any
     "ddp": "", "fsdp_qlora": "qlora", "fsdp_lora": "lora", "zero2": "", "zero2_offload": "", "zero3": "lora",
 }  # fmt: skip
 WHOLE = ("", "ddp")  # every process has the whole model and its optimizer, as one process alone
 SHARDED = ("fsdp", "zero3")  # no process has a whole model
 
 
-def engine() -> str:
+def strategy() -> str:
     """What accelerate's launcher asked for: fsdp, zero1 to zero3; ddp for torchrun; empty for one plain process."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         return f"zero{_deepspeed_plugin().zero_stage}"
@@ -35,49 +35,52 @@ def _deepspeed_plugin() -> Any:
     return DeepSpeedPlugin()  # from the launcher's environment
 
 
-def require_known(name: str) -> None:
-    """Refuse an engine that has no file in configs/accelerate."""
-    if name not in ENGINES:
+def require_known_strategy(name: str) -> None:
+    """Refuse a strategy that has no file in configs/accelerate."""
+    if name not in STRATEGIES:
         raise CourseError(
             tr("ENGINE is {engine!r}.", engine=name),
-            allowed="auto, " + ", ".join(ENGINES),
+            allowed="auto, " + ", ".join(STRATEGIES),
             todo=tr("Choose one of them; auto takes the simplest that fits."),
         )
 
 
 def require_method(name: str, method: str) -> None:
-    """Refuse an engine, called as its file, that is not for this method."""
-    if (wanted := ENGINES[name] or method) != method:
-        four_bits = "true" if wanted == "qlora" else "false"
-        raise CourseError(
-            tr(
-                "{engine} is for method {wanted}, and this profile has method {method}.",
-                engine=name,
-                wanted=wanted,
-                method=method,
-            ),
-            allowed=tr("fsdp_qlora for qlora, fsdp_lora and zero3 for lora; the other engines take both"),
-            todo=tr(
-                'Take another engine, or set SET = "method={wanted}, quantization.load_in_4bit={four_bits}".',
-                wanted=wanted,
-                four_bits=four_bits,
-            ),
-        )
+    """Refuse a strategy, called as its file, that is not for this method."""
+    wanted = STRATEGIES[name]
+    if wanted in ("", method):
+        return
+    raise CourseError(
+        tr(
+            "{engine} is for method {wanted}, and this profile has method {method}.",
+            engine=name,
+            wanted=wanted,
+            method=method,
+        ),
+        allowed=tr("fsdp_qlora for qlora, fsdp_lora and zero3 for lora; the other engines take both"),
+        todo=tr(
+            'Take another engine, or set SET = "method={wanted}, quantization.load_in_4bit={four_bits}".',
+            wanted=wanted,
+            four_bits="true" if wanted == "qlora" else "false",
+        ),
+    )
 
 
 def device_map(device: int | str, dtype: str, method: str) -> dict[str, int | str] | None:
     """For `from_pretrained`: where the weights go. FSDP takes its shards from RAM, ZeRO-3 makes them while loading."""
-    require_method(engine_name(method), method)
-    if device == "cpu" and engine() not in WHOLE:
+    require_method(strategy_name(method), method)
+    if device == "cpu" and strategy() not in WHOLE:
         _allow_cpu()
-    if engine() == "zero3":
+    if strategy() == "zero3":
         plugin = _deepspeed_plugin()  # transformers sees a weak reference to it
         plugin.set_mixed_precision({"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "no"))
         plugin.set_deepspeed_weakref()
         return None
-    if engine() == "fsdp" and device != "cpu":
+    if strategy() != "fsdp":
+        return {"": device}
+    if device != "cpu":
         _quantize_on(device)
-    return {"": "cpu" if engine() == "fsdp" else device}
+    return {"": "cpu"}
 
 
 def _quantize_on(device: int | str) -> None:
@@ -95,11 +98,14 @@ def _quantize_on(device: int | str) -> None:
     Params4bit._quantize = quantize  # type: ignore[method-assign]
 
 
-def engine_name(method: str) -> str:
-    """The engine as its file in configs/accelerate is called; one process counts as DDP."""
-    if engine() == "zero2" and _deepspeed_plugin().offload_optimizer_device == "cpu":
+def strategy_name(method: str) -> str:
+    """The strategy as its file in configs/accelerate is called; one process counts as DDP."""
+    name = strategy() or "ddp"
+    if name == "fsdp":
+        return f"fsdp_{method}"
+    if name == "zero2" and _deepspeed_plugin().offload_optimizer_device == "cpu":
         return "zero2_offload"
-    return {"": "ddp", "fsdp": f"fsdp_{method}"}.get(engine(), engine())
+    return name
 
 
 def _allow_cpu() -> None:
@@ -111,10 +117,13 @@ def _allow_cpu() -> None:
 
     def init(self: Any, *args: Any, fsdp_plugin: Any = None, deepspeed_plugin: Any = None, **more: Any) -> None:
         stock(self, *args, fsdp_plugin=fsdp_plugin, deepspeed_plugin=deepspeed_plugin, **more)
-        if self.distributed_type == DistributedType.MULTI_CPU and fsdp_plugin is not None:
-            self.fsdp_plugin, self.distributed_type = fsdp_plugin, DistributedType.FSDP
-        elif self.distributed_type == DistributedType.MULTI_CPU and deepspeed_plugin is not None:
-            self.deepspeed_plugins, self.distributed_type = deepspeed_plugin, DistributedType.DEEPSPEED
+        on_cpus = self.distributed_type == DistributedType.MULTI_CPU
+        if on_cpus and fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = DistributedType.FSDP
+        elif on_cpus and deepspeed_plugin is not None:
+            self.deepspeed_plugins = deepspeed_plugin
+            self.distributed_type = DistributedType.DEEPSPEED
             deepspeed_plugin.set_mixed_precision(self._mixed_precision)
             deepspeed_plugin.select(_from_accelerator_state=True)
         PartialState._shared_state["distributed_type"] = self.distributed_type
