@@ -185,23 +185,25 @@ def data() -> None:
     """Your own data, before a lesson uses it."""
 
 
-@data.command()
+@data.command("check")
 @click.argument("files", nargs=-1, required=True)
 @click.option("--columns", default="", metavar="TEXT", help='Which column is what: "user=title+body, assistant=reply".')
-@click.option("--near", type=float, help="Overlap from which rows are near duplicates; 0: do not look; default 0.8.")
+@click.option(
+    "--near", type=float, default=0.8, help="Overlap from which rows are near duplicates; 0: do not look; default 0.8."
+)
 @click.option("--no-repair", is_flag=True, help="Reject text read in the wrong encoding instead of fixing it.")
 @click.option("--model", default="", help="Measure tokens with the tokenizer of this model, named as in the lessons.")
 @click.option("--max-length", type=click.IntRange(0), default=0, help="Report rows with more tokens than this.")
 @click.option("--out", type=FILE, help="Write train, eval, rejected rows and the data card here.")
 @click.option("--rejected", type=FILE, help="Write the rejected rows with their reasons here.")
 @json_option
-def check(as_json: bool, files: tuple[str, ...], no_repair: bool, **options: Any) -> None:
+def check_data(as_json: bool, files: tuple[str, ...], no_repair: bool, **options: Any) -> None:
     """Read, check and deduplicate FILES (files, folders, hub datasets). Exit status 1 only if no row can be used."""
-    from nbutils.data import build
+    from nbutils.data.check import check
 
-    found = build.check(files, repair=not no_repair, **options)
-    _print_json(found) if as_json else print(build.report_text(found))
-    sys.exit(int(not found["accepted"]))
+    report = check(files, repair=not no_repair, **options)
+    _print_json(report.as_json()) if as_json else print(report)
+    sys.exit(int(not report.card.accepted))
 
 
 @app.command("plan")

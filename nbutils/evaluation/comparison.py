@@ -21,7 +21,7 @@ import yaml
 from nbutils import data, disk, display, files, hardware, merging, platforms, record
 from nbutils.chat import may_skip_thinking
 from nbutils.data.evidence import ALPHA, DECIDING, FEW_ROWS, LEAST_ROWS
-from nbutils.data.rows import shown
+from nbutils.data.texts import shown
 from nbutils.evaluation import evaluator as scoring
 from nbutils.evaluation.evaluator import Difference, Estimate, Evaluator, Result, Size
 from nbutils.evaluation.inference import Answer

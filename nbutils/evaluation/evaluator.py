@@ -32,7 +32,7 @@ import numpy as np
 from nbutils.chat import View, common_length, find_stop_ids, rows_think, training_format
 from nbutils.data import stored_rows
 from nbutils.data.build import CJK
-from nbutils.data.rows import mask
+from nbutils.data.texts import mask
 from nbutils.errors import CourseError
 from nbutils.evaluation import inference
 from nbutils.evaluation.inference import Answer, Message, Row, RowLoss

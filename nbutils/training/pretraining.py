@@ -23,7 +23,8 @@ from nbutils import corpus, files, models, platforms
 from nbutils.chat import find_stop_ids
 from nbutils.config import SFT
 from nbutils.data import read
-from nbutils.data.rows import RowError, shown
+from nbutils.data.rows import RowError
+from nbutils.data.texts import shown
 from nbutils.errors import CourseError
 from nbutils.language import tr
 from nbutils.plan import gpus
