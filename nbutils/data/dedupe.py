@@ -30,7 +30,12 @@ BATCH_CHARACTERS = 1 << 15  # of rows hashed at once; one takes 25 bytes
 BATCH_ROWS = 100_000  # whose signatures are compared at once
 TEMPLATE = 8  # more rows than this that are similar to one row are a template filled in, not copies
 _NUMBER = re.compile(f"[{NUMERALS}]+")
-_json = functools.partial(json.dumps, sort_keys=True, ensure_ascii=False, default=str)
+_json = functools.partial(
+    json.dumps,
+    sort_keys=True,
+    ensure_ascii=False,
+    default=str,
+)
 
 
 class RowText(NamedTuple):
@@ -74,7 +79,8 @@ def _field(message: dict[str, Any]) -> str:
 
 
 def _hash(text: str) -> int:
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    content = text.encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(content, digest_size=16).digest()
     return int.from_bytes(digest[:8], "big")
 
 
@@ -148,19 +154,22 @@ def _spoken_text(message: dict[str, Any]) -> str:
 
 def _numbers_and_symbols(codes: np.ndarray) -> list[str]:
     """The numbers and symbols of each text between separators."""
-    kept = np.where(_tables().exact.take(codes), codes, ord(" "))
-    texts = _decoded(kept).split(SEPARATOR)[1:-1]
-    return [" ".join(text.split()) for text in texts]
-
-
-def _counting(codes: np.ndarray) -> np.ndarray:
-    return codes[codes != 0].astype(np.uint64)
+    exact = _tables().exact.take(codes)
+    kept = np.where(exact, codes, ord(" "))
+    texts = _decoded(kept).split(SEPARATOR)
+    numbers = []
+    for text in texts[1:-1]:
+        numbers.append(" ".join(text.split()))
+    return numbers
 
 
 def _trigrams(codes: np.ndarray) -> np.ndarray:
-    first = codes[:-2] << np.uint64(32)
-    second = codes[1:-1] << np.uint64(16)
-    third = codes[2:]
+    """Each three codes that count and follow each other, as one number."""
+    counting = codes[codes != 0]
+    units = counting.astype(np.uint64)
+    first = units[:-2] << np.uint64(32)
+    second = units[1:-1] << np.uint64(16)
+    third = units[2:]
     return first | second | third
 
 
@@ -168,25 +177,23 @@ def similarity(row: RowText, other: RowText) -> float:
     """The smaller overlap of questions and of answers; 0 where something differs that has to be equal."""
     if row.exact != other.exact:
         return 0.0
-    return min(_overlap(row.question, other.question), _overlap(row.answer, other.answer))
+    questions = _overlap(row.question, other.question)
+    answers = _overlap(row.answer, other.answer)
+    return min(questions, answers)
 
 
 def _overlap(text: str, other: str) -> float:
     """The share of 3-grams that two texts have in common; 0 if their numbers or symbols differ."""
     codes = normalized(f"{SEPARATOR}{text}{SEPARATOR}")
     other_codes = normalized(f"{SEPARATOR}{other}{SEPARATOR}")
-    if _numbers_and_symbols(codes) != _numbers_and_symbols(other_codes):
+    exact = _numbers_and_symbols(codes)
+    if exact != _numbers_and_symbols(other_codes):
         return 0.0
-    grams = _unique_trigrams(codes)
-    other_grams = _unique_trigrams(other_codes)
+    grams = np.unique(_trigrams(codes))
+    other_grams = np.unique(_trigrams(other_codes))
     shared = len(np.intersect1d(grams, other_grams, assume_unique=True))
     either = len(grams) + len(other_grams) - shared
     return shared / either if either else 1.0
-
-
-def _unique_trigrams(codes: np.ndarray) -> np.ndarray:
-    counting = _counting(codes)
-    return np.unique(_trigrams(counting))
 
 
 def find_repeated(
@@ -257,12 +264,11 @@ def _tokens(rows: list[RowText]) -> tuple[np.ndarray, np.ndarray]:
     for row in rows:
         key = f"{row.exact}\x1d{next(exact)}\x1d{next(exact)}"
         keys.append(_hash(key))
-    codes = _counting(codes)
-    separators = np.flatnonzero(codes == ord(SEPARATOR))
+    tokens = _trigrams(codes)
+    separators = np.flatnonzero(codes[codes != 0] == ord(SEPARATOR))
     starts = separators[::2]  # of each row, and the end of the last
     lengths = np.diff(starts)
     mixed_in = np.repeat(np.array(keys, np.uint64), lengths)
-    tokens = _trigrams(codes)
     tokens ^= mixed_in[: len(tokens)]
     across_rows = starts[1:-1] - 1
     tokens = np.delete(tokens, across_rows)
@@ -280,11 +286,15 @@ def _batch(stream: Iterator[RowText]) -> Iterator[RowText]:
             return
 
 
-def _candidates(signatures: np.ndarray, near: float, order: np.ndarray) -> np.ndarray:
+def _candidates(
+    signatures: np.ndarray,
+    near: float,
+    order: np.ndarray,
+) -> np.ndarray:
     """For each row the most similar of the rows that come first in its LSH buckets; -1 where there is none."""
     best = np.full(len(order), -1, np.int64)
     least = int((near - 0.15) * PERMUTATIONS)  # less is no candidate
-    score = np.full(len(order), least, np.uint8)
+    score = np.full(len(order), least, np.uint8)  # of the best so far
     for band in _bands(signatures):
         _, first, bucket = np.unique(
             band[order],
@@ -300,9 +310,9 @@ def _candidates(signatures: np.ndarray, near: float, order: np.ndarray) -> np.nd
             equal = signatures[rows] == signatures[others]
             same = equal.sum(axis=1, dtype=np.uint8)
             better = same > score[rows]
-            rows = rows[better]
-            best[rows] = others[better]
-            score[rows] = same[better]
+            improved = rows[better]
+            best[improved] = others[better]
+            score[improved] = same[better]
     return best
 
 
