@@ -259,7 +259,7 @@ class Build:
             self._reject(row.line, stored, Problem("duplicate", tr("the row"), seen))
             return
         number = len(self.keys)
-        if side == IN_EVAL:
+        if self.eval_files and side == IN_EVAL:  # otherwise the question alone decides about the side
             self.eval_prompts[prompt] = number
         self.seen[key] = number
         self.file.append(len(self.names) - 1)
