@@ -71,7 +71,8 @@ def fact_names(facts: dict[str, Any]) -> Iterator[str]:
 def texts_in_data() -> set[str]:
     """English texts that reach `tr` from elsewhere: from YAML files, or because facts.json has them in English."""
     from nbutils import cli, compare, config, diagnose, display, doctor, hardware, parity, plan, platforms, served_model
-    from nbutils.data import build, read, rows
+    from nbutils.data import build
+    from nbutils.data import texts as data_texts
     from nbutils.evaluation import comparison, evaluator
     from nbutils.exporting import make
     from nbutils.files import read_json
@@ -93,9 +94,9 @@ def texts_in_data() -> set[str]:
         made = terms(find_shape(model), table_recipe(name, 2))
         texts |= {*made, *(one.name for summands in made.values() for one in summands)}
     texts -= {"", "GPU", "GiB", "tokens/s", "logits"}  # those are the same in Chinese
-    texts |= {*get_args(rows.Kind), rows.NAME_COLUMNS, rows.AS_TEXT, rows.ORDER, read.CSV_TODO, *build.LANGUAGES}
-    texts |= {build.BUNDLED, build.OWN_LICENCE, build.UNSTATED, "files", "reasons", "lengths"}
-    texts |= {"mean", "longest", "over", "tokens_cut", "stop_lost"}
+    texts |= {*get_args(data_texts.Kind), *data_texts.TODOS.values(), *build.LANGUAGES}
+    texts |= {build.BUNDLED, build.OWN_LICENCE, build.UNSTATED, "rows"}
+    texts |= {"mean", "longest", "over"}
     judged = comparison.TEXTS
     texts |= {text for case in judged["cases"].values() for text in case.values() if text}
     texts |= {judged["few_rows"], judged["cut_off"], judged["slightly_worse"]}

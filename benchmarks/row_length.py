@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from nbutils.data import build
+from nbutils.data.check import check
 
 
 @click.command()
@@ -21,8 +21,8 @@ from nbutils.data import build
 def main(tokenizer: str, files: tuple[Path, ...]) -> None:
     """Print both lengths of each file, and their ratio."""
     for file in files:
-        estimate = mean_length(build.check([str(file)])["next"])
-        counted = mean_length(build.check([str(file)], model=tokenizer)["next"])
+        estimate = mean_length(check([str(file)]).next)
+        counted = mean_length(check([str(file)], model=tokenizer).next)
         print(f"{file}: {estimate} estimated, {counted} counted, {estimate / counted:.2f}")
 
 

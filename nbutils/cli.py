@@ -219,27 +219,25 @@ def data() -> None:
     """Your own data, before a lesson uses it."""
 
 
-@data.command()
+@data.command("check")
 @argument("files", nargs=-1, required=True)
 @option("--columns", default="", metavar="TEXT", help='Which column is what: "user=title+body, assistant=reply".')
-@option("--near", type=float, help="Overlap from which rows are near duplicates; 0: do not look; default 0.8.")
+@option(
+    "--near", type=float, default=0.8, help="Overlap from which rows are near duplicates; 0: do not look; default 0.8."
+)
 @option("--no-repair", is_flag=True, help="Reject text read in the wrong encoding instead of fixing it.")
 @option("--model", default="", help="Measure tokens with the tokenizer of this model, named as in the lessons.")
 @option("--max-length", type=click.IntRange(0), default=0, help="Report rows with more tokens than this.")
 @option("--out", type=FILE, help="Write train, eval, rejected rows and the data card here.")
 @option("--rejected", type=FILE, help="Write the rejected rows with their reasons here.")
 @json_option
-def check(**options: Any) -> None:
+def check_data(as_json: bool, files: Words, no_repair: bool, **options: Any) -> None:
     """Read, check and deduplicate FILES (files, folders, hub datasets). Exit status 1 only if no row can be used."""
-    _check(**options)
+    from nbutils.data.check import check
 
-
-def _check(as_json: bool, files: Words, no_repair: bool, **options: Any) -> None:
-    from nbutils.data import build
-
-    result = build.check(files, repair=not no_repair, **options)
-    _print_result(as_json, result, build.report_text(result))
-    sys.exit(not result["accepted"])
+    report = check(files, repair=not no_repair, **options)
+    _print_result(as_json, report.as_json(), str(report))
+    sys.exit(not report.card.accepted)
 
 
 @app.command("plan")

@@ -45,7 +45,7 @@ if importlib.util.find_spec("nbutils") is None:
 # or a hub dataset (`owner/name`); empty means the bundled sample. `EVAL_DATA` names a separate evaluation set; if it is empty,
 # about a tenth of `DATA` is held out, and at least one row (of a small file that is more than a tenth), unless `DATA` has an eval,
 # test or valid file or folder of its own, as the bundled sample has (120 rows). `COLUMNS` is for your own column names,
-# `"user=title+body, assistant=reply"`; rows that have none of these and are in a known format are read as they are. Use another `RUN_NAME` for other data.
+# `"user=title+body, assistant=reply"`; every row must have them then. Use another `RUN_NAME` for other data.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"

@@ -131,9 +131,9 @@ diagnose.show(findings)
 # file, line, field and reason. `python -m nbutils data check FILE` does the same with yours.
 
 # %%
-from nbutils.data import build
+from nbutils.data.check import check
 
-print(build.report_text(build.check([str(files.SAMPLES / "broken_rows.jsonl")])))
+print(check([str(files.SAMPLES / "broken_rows.jsonl")]))
 
 # %% [markdown]
 # ## All symptoms

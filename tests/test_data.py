@@ -23,9 +23,9 @@ from transformers import AutoTokenizer
 from nbutils import data, files
 from nbutils.chat import filter_by_length
 from nbutils.cli import app
-from nbutils.data import build, dedupe, evidence, read
+from nbutils.data import build, check, dedupe, evidence, read
 from nbutils.data.dedupe import TEMPLATE, find_repeated, row_text
-from nbutils.data.rows import find_private, mask
+from nbutils.data.texts import find_private, mask
 from nbutils.evaluation.scores import paired_share_difference
 from nbutils.files import SAMPLES
 
@@ -39,8 +39,9 @@ BROKEN = {  # line of broken_rows.jsonl -> (kind, field)
     16: ("role_order", f"{_M}[2]"), 17: ("template_marker", "prompt"), 18: ("template_marker", "answer"),
     19: ("control_character", "answer"), 20: ("mojibake", "答案"),
     21: ("ambiguous_columns", "instruction, output, question, answer"), 22: ("unknown_columns", "the columns"),
-    23: ("mojibake", "answer"), 24: ("role_order", f"{_M}[1]"), 25: ("wrong_type", f"{_M}[1].tool_calls[0]"),
-    26: ("malformed_json", f"{_M}[1].tool_calls[0].arguments"), 27: ("unsupported_field", "images"),
+    23: ("mojibake", "answer"), 24: ("role_order", f"{_M}[1]"),
+    25: ("missing_field", f"{_M}[1].tool_calls[0].function.name"),
+    26: ("malformed_json", f"{_M}[1].tool_calls[0].function.arguments"), 27: ("unsupported_field", "images"),
 }  # fmt: skip
 
 
@@ -101,7 +102,7 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [SEARCH]}
 RESULT = {"role": "tool", "content": "晴", "name": "search", "tool_call_id": "1"}
 SAID = {"role": "assistant", "content": "今天晴。"}
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
-CALL = {"name": "search", "arguments": json.dumps({"q": "天气"})}
+IN_TEXT = {"type": "function", "function": {"name": "search", "arguments": json.dumps({"q": "天气"})}}
 CHINESE = [
     {"问题": "我的订单到哪里了？", "答案": "您好，正在路上，预计明天下午送达。"}, {"问题": "玫瑰", "答案": "鹦鹉"},
     {"问题": "退款要多久", "答案": "一般三个工作日内到账。"}, {"问题": "ok", "答案": "ok"},
@@ -122,10 +123,10 @@ QUESTION = "Hello, I ordered a kettle for my mother last week and nobody told me
 
 @pytest.mark.parametrize("raw", [
     {"messages": PAIR}, {"messages": json.dumps(PAIR)}, {"prompt": PAIR[:1], "completion": PAIR[1:]},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "你好"}]}, PAIR[1]], "system": " "},
+    {"messages": PAIR, "system": " ", "tools": ""},
     {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "您好"}]},
     {"prompt": "你好", "prompt_id": "7", "messages": PAIR}, {"q": "你好", "a": "您好"},
-    {"instruction": "你好", "input": "", "output": "您好", "history": None, "text": "whole", "prompt": "whole"},
+    {"instruction": "你好", "input": "", "output": "您好", "history": [], "text": "whole", "prompt": "whole"},
     {"指令": "你好", "输入": None, "输出": "您好"}, {"问题": "你好", "答案": "您好"}, {"用户": "你好", "助手": "您好"},
     {"\ufeffQuestion ": "你好", " ANSWER": "您好", "": 7, "Reasoning Content": ""},
     {"question": "\n \n你好 \r\n", "answer": "您好\n"},
@@ -134,12 +135,10 @@ def test_every_known_shape_becomes_the_same_messages(raw: dict[str, Any]) -> Non
     assert chat(raw).messages == PAIR
 
 
-@pytest.mark.parametrize("history", [[["a", "b"]], json.dumps([["a", "b"]]), chat_row("a", "b")["messages"]])
-def test_columns_beside_question_and_answer_are_taken(history: Any) -> None:
-    raw = {"system": "短", "instruction": "c", "input": "    x", "output": "\n    d\n", "history": history}
-    row = chat(raw)
-    assert texts(row) == ["短", "a", "b", "c\n    x", "    d"]
-    assert [message["role"] for message in row.messages] == ["system", *("user", "assistant") * 2]
+def test_columns_beside_question_and_answer_are_taken() -> None:
+    row = chat({"system": "短", "instruction": "c", "input": "    x", "output": "\n    d\n", "history": None})
+    assert texts(row) == ["短", "c\n    x", "    d"]
+    assert [message["role"] for message in row.messages] == ["system", "user", "assistant"]
     whole = "<think>\n想\n</think>\n\n今天晴。"  # reasoning stands before the answer
     apart = {"messages": [ASKED, {**SAID, "reasoning_content": "想\n"}]}
     column = {"question": "天气?", "Complex_CoT": "想", "response": "今天晴。"}
@@ -149,15 +148,11 @@ def test_columns_beside_question_and_answer_are_taken(history: Any) -> None:
 
 @pytest.mark.parametrize("raw", [
     {"messages": [ASKED, CALLED, RESULT, SAID], "tools": [TOOL]},
-    {"messages": json.dumps([ASKED, CALLED, RESULT, SAID]), "tools": json.dumps(TOOL["function"])},
-    {"messages": [ASKED, {"role": "assistant", "tool_calls": [CALL]}, RESULT, SAID], "tools": [TOOL["function"]]},
-    {"messages": [ASKED, {"role": "assistant", "function_call": CALL}, {**RESULT, "role": "function"}, SAID],
-     "tools": [TOOL]},
-    {"conversations": [{"from": "human", "value": "天气?"}, {"from": "function_call", "value": json.dumps(CALL)},
-                       {"from": "observation", "value": "晴", "name": "search", "tool_call_id": "1"},
-                       {"from": "gpt", "value": "今天晴。"}], "tools": json.dumps([TOOL["function"]])},
+    {"messages": json.dumps([ASKED, CALLED, RESULT, SAID]), "tools": json.dumps([TOOL])},
+    {"messages": [ASKED, {**CALLED, "tool_calls": [IN_TEXT]}, {**RESULT, "role": "function"}, SAID], "tools": [TOOL]},
+    {"messages": [ASKED, {**CALLED, "tool_calls": json.dumps([SEARCH])}, RESULT, SAID], "tools": [TOOL]},
 ])  # fmt: skip
-def test_every_way_to_write_a_tool_call_becomes_the_same(raw: Any) -> None:
+def test_calls_and_tools_as_openai_writes_them_are_taken(raw: Any) -> None:
     row = chat(raw)
     assert row.messages == [ASKED, {**CALLED, "content": ""}, RESULT, SAID] and row.tools == [TOOL] and not row.trimmed
 
@@ -175,9 +170,10 @@ def said(answer: Any) -> dict[str, Any]:
     ({"messages": []}, "empty", "messages"), ({"messages": ["hello"]}, "wrong_type", "messages[0]"),
     ({"messages": [{"content": "hello"}]}, "missing_field", "messages[0].role"),
     ({"instruction": "a", "input": 0, "output": "b"}, "wrong_type", "input"),
-    (said("b") | {"history": [["c", "d", "e"]]}, "wrong_type", "history[0]"),
-    (said("b") | {"system": 0}, "wrong_type", "system"), (said("b") | {"tools": False}, "wrong_type", "tools[0]"),
-    (said("b") | {"tools": [{"type": "x"}]}, "wrong_type", "tools[0]"),
+    (said("b") | {"history": [["c", "d"]]}, "unsupported_field", "history"),
+    (said("b") | {"system": 0}, "wrong_type", "system"), (said("b") | {"tools": [5]}, "wrong_type", "tools[0]"),
+    (said("b") | {"tools": [{"name": "a"}]}, "missing_field", "tools[0].function"),
+    ({"conversations": [{"from": "function_call", "value": "{}"}]}, "unknown_role", "conversations[0].from"),
     (said("b") | {"tools": "[{"}, "malformed_json", "tools"), ({"messages": "[{"}, "malformed_json", "messages"),
     (said("b") | {"reasoning_content": 5}, "wrong_type", "reasoning_content"),
     ({"messages": [{"role": "system", "content": "a"}, *PAIR], "system": "b"}, "role_order", "messages[0]"),
@@ -191,8 +187,9 @@ def said(answer: Any) -> dict[str, Any]:
     ({"messages": [ASKED, CALLED, ASKED, SAID]}, "role_order", "messages[2]"),
     ({"messages": [ASKED, CALLED, RESULT]}, "role_order", "messages[2]"),
     ({"messages": [ASKED, {"role": "system", "content": "a"}, SAID]}, "role_order", "messages[1]"),
-    ({"messages": [ASKED, {**CALLED, "tool_calls": [{"name": " "}]}]}, "wrong_type", "messages[1].tool_calls[0]"),
-    (called_with([1]), "wrong_type", "messages[1].tool_calls[0].arguments"),
+    ({"messages": [ASKED, {**CALLED, "tool_calls": [{"name": "a"}]}]}, "missing_field",
+     "messages[1].tool_calls[0].function"),
+    (called_with([1]), "wrong_type", "messages[1].tool_calls[0].function.arguments"),
     ({"messages": [{**ASKED, "content": [{"type": "image_url"}]}, SAID]}, "wrong_type", "messages[0].content"),
     ({"messages": [ASKED, {**SAID, "content": "", "reasoning_content": "hm"}]}, "empty", "messages[1].content"),
 ])  # fmt: skip
@@ -207,27 +204,15 @@ def test_a_mapping_joins_columns_and_ignores_the_rest() -> None:
     assert texts(row) == ["客服", "订单\n到哪里了？", "在路上。"]
     assert texts(chat({**raw, "标题": None}, "user＝标题+正文，assistant=回复")) == ["到哪里了？", "在路上。"]
     assert chat({"Chat": [ASKED, SAID]}, "messages=chat").messages == [ASKED, SAID]
-    assert texts(chat(qa(1) | {"who": "c"}, "system=who"))[0] == "c"
     [problem] = data.problems_of(qa(1), "user=question, assistant=reply")
     assert (problem.kind, problem.field) == ("missing_field", "reply") and "question, answer" in problem.seen
     assert "--columns" in problem.todo
-    no_sense = ["question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b"]
+    [problem] = data.problems_of({"messages": PAIR}, "user=标题+正文, assistant=回复")
+    assert (problem.kind, problem.field) == ("missing_field", "标题, 正文, 回复") and "messages" in problem.seen
+    no_sense = ["question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b", "system=who"]
     for text in (*no_sense, "messages=a, user=b, assistant=c"):
         with refused(f"The columns {text!r} are not"):
             data.parse_mapping(text)
-
-
-def test_a_mapping_leaves_rows_in_a_known_format_alone_and_says_so() -> None:
-    mapping = "user=标题+正文, assistant=回复"
-    for raw in ({"messages": PAIR}, {"messages": PAIR, "标题": "x"}, {"问题": "你好", "答案": "您好"}):
-        row = chat(raw, mapping)
-        assert row.messages == PAIR and [warning.kind for warning in row.warnings] == ["unmapped"]
-        assert "回复" in row.warnings[0].field
-    assert texts(chat(qa(1), "system=who")) == list(qa(1).values())
-    [problem] = data.problems_of({"标题": "订单", "answer": "b"}, mapping)
-    assert (problem.kind, problem.field) == ("missing_field", "正文, 回复") and "标题, answer" in problem.seen
-    [problem] = data.problems_of({"text": "whole"}, mapping)
-    assert problem.kind == "missing_field" and "text" in problem.seen
 
 
 @pytest.mark.parametrize("language", SOUND)
@@ -269,9 +254,9 @@ def test_characters_that_are_lost_and_template_markers_are_refused() -> None:
     ("id_number", "身份证 11010519491231002X", "110****2X"),
     ("email", "write to anna.b+c@mail.example.cn, please", "a***@mail.example.cn"),
     ("key", "sk-proj-" + "a1B2" * 8, "sk-****"), ("key", "token hf_" + "aB" * 17, "hf_****"),
-    ("key", "WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567", "WANDB****"),
-    ("key", "https://a.cn/x?token=abcdefgh", "?tok****"), ("key", "-----BEGIN RSA PRIVATE KEY-----", "-----BEGIN****"),
-    ("key", "Bearer eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdefghijklmnop", "eyJh****"),
+    ("key", "WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567", "WAN****"),
+    ("key", "https://a.cn/x?token=abcdefgh", "?to****"), ("key", "-----BEGIN RSA PRIVATE KEY-----", "---****"),
+    ("key", "Bearer eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdefghijklmnop", "eyJ****"),
 ])  # fmt: skip
 def test_private_data_is_a_warning_with_the_span_masked(kind: str, text: str, shown: str) -> None:
     row = chat(said(text))
@@ -365,7 +350,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     ("a.csv", "question,answer,answer\na,b,c\n", {1: "malformed_csv"}),
     ("a.csv", 'question,answer\na,b\nc,"d\ne,f\n', {2: "", 3: "malformed_csv"}),
     ("a.csv", "question,answer,,,\na,b,,,\n,,,,\nc,d, ,\ne,f,x,,\n,,\n", {2: "", 4: "", 5: "malformed_csv"}),
-    ("a.csv", ",question,,,answer\n0,a,,,b\n,c,,,d\n2,e,1,,f\n", {2: "", 3: "", 4: "malformed_csv"}),  # 0, 2: pandas
+    ("a.csv", ",question,answer\n0,a,b\n,c,d\n", {2: "", 3: ""}),  # 0: the index of pandas
     ("a.csv", 'question,"answer\na,b\n', {1: "malformed_csv"}),
     ("a.jsonl.gz", file_of("lines.jsonl.gz", [qa(1)]) * 2 + bytes(99), {1: "", 2: ""}),
     ("a.jsonl.gz", file_of("lines.jsonl.gz", [qa(1)]) * 2 + b"more", {1: "", 2: "", 3: "damaged_file"}),
@@ -409,6 +394,7 @@ def test_a_damaged_file_gives_its_first_rows_and_then_says_so(tmp_path: Path, na
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "CHUNK", 1 << 16)
     monkeypatch.setattr(build, "CHUNK", 1 << 16)
+    monkeypatch.setattr("nbutils.data.card.CHUNK", 1 << 16)
     chance, peaks = random.Random(1), {}
     letters = "".join(chance.choices("abcdefghijklmnopqrst ", k=50_000))
     for name, count in (("warm", 9), ("lines.jsonl.gz", 1500), ("a.csv", 1500), ("few", 200), ("many", 700)):
@@ -508,7 +494,7 @@ def test_no_row_of_any_format_is_longer_than_a_line(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(build, "LONGEST_LINE", 5000, raising=False)
     (tmp_path / name).write_bytes(file_of(name, [qa(1), qa(2, "word " * 2000), qa(3)]))
     card = data.prepare(str(tmp_path / name), tmp_path / "out")
-    assert card.accepted == 2 and card.reasons == {"long_line": 1} and card.problems[0]["line"] == 2 + ("csv" in name)
+    assert card.accepted == 2 and card.reasons == {"long_line": 1} and card.problems[0].line == 2 + ("csv" in name)
 
 
 def test_rejected_rows_do_not_stay_in_memory(tmp_path: Path) -> None:
@@ -516,8 +502,8 @@ def test_rejected_rows_do_not_stay_in_memory(tmp_path: Path) -> None:
     rows = [qa(n) | one | {"note": "x" * (1 << 20)} for n in range(3) for one in wrong]
     peaks = []
     for count in (1, 6, 18):  # the first run imports what is needed
-        found, peak = peak_memory(build.check, [write(tmp_path / f"{count}.jsonl", [*rows[:count], qa(9)])])
-        assert found["rejected"] == count and len(found["reasons"]) == min(count, 6)
+        found, peak = peak_memory(check.check, [write(tmp_path / f"{count}.jsonl", [*rows[:count], qa(9)])])
+        assert found.card.rejected == count and len(found.card.reasons) == min(count, 6)
         peaks.append(peak)
     assert peaks[2] - peaks[1] < 4 << 20, "12 rows more, of 1 MiB each"
 
@@ -559,12 +545,12 @@ def test_sources_that_cannot_be_read_say_so(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"PK")
     os.mkfifo(tmp_path / "pipe.jsonl")
     write(tmp_path / "folder/.hidden.jsonl", [qa(1)])
-    reasons = {"missing.jsonl": "does not exist", "folder": "holds readme.txt"}
-    for name, reason in {**reasons, **dict.fromkeys(("rows.xlsx", "pipe.jsonl"), "is no regular file, or")}.items():
+    reasons = dict.fromkeys(("folder", "rows.xlsx", "pipe.jsonl"), "is no data file, and holds none")
+    for name, reason in {"missing.jsonl": "does not exist", **reasons}.items():
         with refused("Correct the path", f"{tmp_path / name} {reason}", ".csv"):
             data.prepare(str(tmp_path / name), tmp_path / "out")
     (tmp_path / "renamed.csv").write_bytes(b"PK\3\4\r\rrows")
-    with refused("are left for training,", "begins with PK: it looks like an Excel workbook", "save it as CSV UTF-8"):
+    with refused("begins with PK: it looks like an Excel workbook", "save it as CSV UTF-8"):
         data.prepare(str(tmp_path / "renamed.csv"), tmp_path / "out")
 
 
@@ -687,10 +673,10 @@ def test_rows_to_hold_back_are_not_those_to_train_on(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     with refused("is the same data as DATA", "EVAL_DATA './a.jsonl'"):
         data.prepare(path, tmp_path / "out", eval_source="./a.jsonl")
-    with refused("usable row(s)", f"DATA ({path}) has only 0", "asks what b.jsonl line 1 asks"):
+    with refused(f"DATA ({path}) has 18 rows", "0 are left for training, 9 for", "asks what b.jsonl line 1 asks"):
         data.prepare(path, tmp_path / "out", eval_source=copy)
     for rows in ([], [{"text": "no columns"}] * 20):
-        with refused(") has no usable rows", f"EVAL_DATA ({copy}) has no usable rows"):
+        with refused(f"DATA ({path}) has", "training, 0 for evaluation", "other files with DATA and EVAL_DATA"):
             data.prepare(path, tmp_path / "out", eval_source=write(Path(copy), rows))
 
 
@@ -752,7 +738,7 @@ def test_what_is_nearly_the_same_is_found_among_others() -> None:
 def test_long_rows_are_compared_a_few_at_a_time_with_the_same_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = "rows = (('', str(n), 'abcd' * (1 << 20)) for n in range(16))\ndedupe._signatures(rows)"
+    code = "rows = (dedupe.RowText('', str(n), 'abcd' * (1 << 20)) for n in range(16))\ndedupe._signatures(rows)"
     assert peak_mib(code, tmp_path) < 700, "16 rows of 4 MiB"
     pair = [chat_row(question, ENGLISH) for question in (QUESTION, QUESTION.upper())]
     rows = [*unrelated(100), pair[0], chat_row("-", "-a-b 1-2"), pair[1]]
@@ -798,13 +784,13 @@ def test_of_two_alike_the_held_out_row_stays(tmp_path: Path, asked: str, trained
 
 
 def test_a_source_that_is_mostly_broken_is_refused_and_its_rows_are_written(tmp_path: Path) -> None:
-    with refused("27 of ", " of 28 rows of", "line 4, the row: wrong_type"):
+    with refused("has 28 rows, and 27 of them cannot be used", "line 4, the row: wrong_type"):
         data.prepare(str(SAMPLES / "broken_rows.jsonl"), tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["rejected.jsonl"]
     assert len(data.stored_rows(tmp_path / "out" / "rejected.jsonl")) == 27
     assert prepared(tmp_path / "copies", [qa(n) for n in range(20)] * 5).accepted == 20
     for rows in ([], [qa(1)]):
-        with refused(f"has only {len(rows)} usable row(s).", "at least 2"):
+        with refused(f"has {len(rows)} rows, and 0 of them", "at least one row to train on and one to hold out"):
             prepared(tmp_path / "few", rows)
     assert not (tmp_path / "few/out/data_card.json").exists()
 
@@ -970,7 +956,7 @@ def test_a_check_counts_everything_and_writes_what_is_asked_for(tmp_path: Path, 
 def test_every_rejected_row_can_be_found(tmp_path: Path) -> None:
     rows: list[Any] = [qa(n, f"yes, on day {n}") for n in range(20)]
     rows[2], rows[5], rows[8], rows[11] = (qa(n, "") for n in range(30, 34))
-    rows[14] = {"messages": [{"role": "user", "content": ""}, {"role": "boss", "content": ""}]}  # several reasons
+    rows[14] = {"messages": [{"role": "boss", "content": ""}, {"role": "user", "content": ""}]}  # several reasons
     path = write(tmp_path / "a.jsonl", rows)
     shown = run(path).stdout
     assert all(f"a.jsonl line {line}," in shown for line in (3, 6, 9, 15)) and "and 1 more: empty" in shown
@@ -988,16 +974,6 @@ def test_a_lesson_names_the_rejected_rows_too(tmp_path: Path, capsys: pytest.Cap
     assert str(tmp_path / "out" / "rejected.jsonl") in shown
     data.show_rejected(data.prepare("", tmp_path / "sample"), tmp_path / "sample")
     assert "rejected.jsonl" not in capsys.readouterr().out
-
-
-def test_columns_for_one_file_reject_no_chat_rows_of_another(tmp_path: Path) -> None:
-    mine = write(tmp_path / "my_rows.jsonl", [chat_row(f"Where is order {n}?", f"On day {n}.") for n in range(20)])
-    content = "标题,正文,回复\n" + "".join(f"订单 {n},到哪里了？,第 {n} 天到。\n" for n in range(20))
-    (tmp_path / "more.csv.gz").write_bytes(gzip.compress(content.encode()))
-    words = (mine, tmp_path / "more.csv.gz", "--near", "0", "--columns", "user=标题+正文, assistant=回复")
-    found = report(*words)
-    assert (found["accepted"], found["reasons"], found["warnings"]) == (40, {}, {"unmapped": 20})
-    assert any("my_rows.jsonl line 1" in text for text in found["examples"])
 
 
 @pytest.mark.parametrize("name", ["assistant_en", "assistant_zh"])
@@ -1040,7 +1016,7 @@ def test_what_held_out_rows_can_prove_follows_from_the_test_of_lesson_04() -> No
 def test_no_repair_and_only_json_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [qa(n) for n in range(5)] + [qa(9, "订单已经发货了，请放心。".encode().decode("latin-1"))]
     path = write(tmp_path / "latin.jsonl", rows)
-    monkeypatch.setattr(build, "find_sources", lambda *_: (print("downloading"), ([Path(path)], []))[1])
+    monkeypatch.setattr(check, "find_sources", lambda *_: (print("downloading"), ([Path(path)], []))[1])
     assert report(path)["warnings"] == {"mojibake": 1} and "downloading" in run(path, "--json").stderr
     assert report(path, "--no-repair")["reasons"] == {"mojibake": 1}
 
@@ -1080,14 +1056,13 @@ def test_files_of_mine_are_refused_and_left_alone(tmp_path: Path, mixed: str, mi
     assert mine == "link" or (out / mine).read_text() == "years of work"
 
 
-def test_tokens_over_the_limit_are_counted_with_the_stop_tokens_they_cost(tmp_path: Path) -> None:
+def test_rows_over_the_limit_are_counted(tmp_path: Path) -> None:
     rows = [chat_row(f"Is order {n} on its way?", "yes " * (400 if n == 7 else 1)) for n in range(20)]
     path = write(tmp_path / "a.jsonl", rows)
     lengths = report(path, "--model", "tiny", "--max-length", "128")["lengths"]
-    assert (lengths["rows"], lengths["over"], lengths["stop_lost"], lengths["max_length"]) == (20, 1, 1, 128)
-    assert lengths["longest"] - 128 == lengths["tokens_cut"] > 200
+    assert (lengths["rows"], lengths["over"], lengths["max_length"]) == (20, 1, 128) and lengths["longest"] > 328
     assert report(path, "--model", SAMPLES / "tiny_base", "--max-length", "128")["lengths"] == lengths
-    shown = f"lengths    rows 20, mean {lengths['mean']}, longest {lengths['longest']}\n"
+    shown = f"lengths      rows 20, mean {lengths['mean']}, longest {lengths['longest']}\n"
     assert shown in run(path, "--model", "tiny").stdout, "no limit"
     tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
     with refused(f"up to {tokenizer.model_max_length} tokens (SET", 'SET = "sft.max_length=1024"'):

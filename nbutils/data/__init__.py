@@ -1,18 +1,10 @@
 """Data: read, normalize, check, deduplicate, split and fingerprint chat rows."""
 
-from nbutils.data.build import (
-    DataCard,
-    load,
-    prepare,
-    row_to_show,
-    show,
-    show_problems,
-    show_rejected,
-    stored_rows,
-    verify,
-)
+from nbutils.data.build import prepare
+from nbutils.data.card import DataCard, load, row_to_show, show, show_problems, show_rejected, stored_rows, verify
 from nbutils.data.read import read_rows
-from nbutils.data.rows import ChatRow, Problem, Row, RowError, check_row, parse_mapping, problems_of
+from nbutils.data.rows import ChatRow, Row, RowError, check_row, parse_mapping, problems_of
+from nbutils.data.texts import Problem
 
 __all__ = [
     "ChatRow", "DataCard", "Problem", "Row", "RowError", "check_row", "load", "parse_mapping", "prepare",

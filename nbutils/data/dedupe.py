@@ -13,8 +13,8 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,136 +23,257 @@ from nbutils.data.rows import ChatRow
 SEPARATOR = "\x1e"  # a control character, which no checked row holds: it stands between texts
 NUMERALS = "0123456789〇零一二两三四五六七八九十百千万亿"
 SYMBOLS = "-*/%#&\\^"  # Unicode takes them for punctuation; mathematical signs and currencies count as well
-PERMUTATIONS, SEED = 64, 42  # four to a band: a pair that overlaps by 0.8 shares a band in 99.9 of 100 cases
+UNITS = 1 << 16  # of UTF-16
+PERMUTATIONS = 64  # four to a band: a pair that overlaps by 0.8 shares a band in 99.9 of 100 cases
+SEED = 42
 BATCH_CHARACTERS = 1 << 15  # of rows hashed at once; one takes 25 bytes
-RowText = tuple[str, str, str]  # see row_text
-_json = functools.partial(json.dumps, sort_keys=True, ensure_ascii=False, default=str)
+BATCH_ROWS = 100_000  # whose signatures are compared at once
 TEMPLATE = 8  # more rows than this that are similar to one row are a template filled in, not copies
+_NUMBER = re.compile(f"[{NUMERALS}]+")
+_json = functools.partial(
+    json.dumps,
+    sort_keys=True,
+    ensure_ascii=False,
+    default=str,
+)
+
+
+class RowText(NamedTuple):
+    """What is compared of a row: what has to be equal, the question with all earlier turns, the answer."""
+
+    exact: str
+    question: str
+    answer: str
+
+
+class Tables(NamedTuple):
+    """For each UTF-16 unit: what it is compared as, whether it is a letter, and whether it is a numeral or symbol."""
+
+    compared: np.ndarray
+    letters: np.ndarray
+    exact: np.ndarray
 
 
 def digests(row: ChatRow, numbers: bool = False) -> tuple[int, int]:
     """Of the whole row as it is, and of its question as questions are compared; with `numbers` 3.5 is not 35."""
-    fields = []
-    for message in row.messages:
-        fields.append(f"{message['role']}\x1f{message['content']}")
-        if len(message) > 2:
-            extras = {name: value for name, value in message.items() if name not in ("role", "content")}
-            fields[-1] += f"\x1f{_json(extras)}"
-    prompt = SEPARATOR.join(fields[:-1]) + (f"\x1d{_json(row.tools)}" if row.tools else "")
-    compared = normalized(prompt).tobytes().decode("utf-16-le", "surrogatepass")
-    question = compared.replace("\0", "").encode("utf-8", "surrogatepass")
-    if not question or question[-1] <= 0x1F:  # punctuation alone: it is compared as it is
-        question = prompt.encode()
+    fields = [_field(message) for message in row.messages]
+    prompt = SEPARATOR.join(fields[:-1])
+    if row.tools:
+        prompt += f"\x1d{_json(row.tools)}"
+    compared = _decoded(normalized(prompt))
+    question = compared.replace("\0", "")
+    if not question or question[-1] <= "\x1f":  # punctuation alone: it is compared as it is
+        question = prompt
     if numbers:
-        question += SEPARATOR.join(re.findall(f"[{NUMERALS}]+", compared)).encode()
-    return _hash(f"{prompt}{SEPARATOR}{fields[-1]}".encode()), _hash(question)
+        question += SEPARATOR.join(_NUMBER.findall(compared))
+    whole = f"{prompt}{SEPARATOR}{fields[-1]}"
+    return _hash(whole), _hash(question)
 
 
-def _hash(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=16).digest()[:8], "big")
+def _field(message: dict[str, Any]) -> str:
+    text = f"{message['role']}\x1f{message['content']}"
+    if len(message) == 2:
+        return text
+    extras = {name: value for name, value in message.items() if name not in ("role", "content")}
+    return f"{text}\x1f{_json(extras)}"
+
+
+def _hash(text: str) -> int:
+    content = text.encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(content, digest_size=16).digest()
+    return int.from_bytes(digest[:8], "big")
 
 
 def normalized(text: str) -> np.ndarray:
     """Each UTF-16 unit of a text as it is compared, 0 where it does not count."""
-    table, letters, _ = _tables()
-    codes = table.take(np.frombuffer(text.encode("utf-16-le"), np.uint16))
+    tables = _tables()
+    units = np.frombuffer(text.encode("utf-16-le"), np.uint16)
+    codes = tables.compared.take(units)
     if "-" in text or "\uff0d" in text:  # the hyphen of `well-known` does not count, the minus of `x - y` does
-        places = np.flatnonzero(codes[2:-2] == ord("-")) + 2
+        hyphens = np.flatnonzero(codes[2:-2] == ord("-")) + 2
         for step in (-2, -1, 1, 2):
-            places = places[letters.take(codes[places + step])]
-        codes[places] = 0
+            neighbours = codes[hyphens + step]
+            hyphens = hyphens[tables.letters.take(neighbours)]
+        codes[hyphens] = 0
     return codes
 
 
+def _decoded(codes: np.ndarray) -> str:
+    return codes.tobytes().decode("utf-16-le", "surrogatepass")
+
+
 @functools.cache
-def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each UTF-16 unit: what it is compared as, whether it is a letter, and whether it is a numeral or symbol."""
-    codes, (letters, exact) = np.arange(1 << 16, dtype=np.uint16), np.zeros((2, 1 << 16), np.bool_)
-    for code, character in enumerate(map(chr, range(1 << 16))):
-        category, simple = unicodedata.category(character), unicodedata.normalize("NFKC", character).lower()
-        letters[code] = category[0] == "L"
-        exact[code] = character in NUMERALS + SYMBOLS + SEPARATOR or category in ("Sm", "Sc")
-        simple = simple if len(simple) == 1 and simple <= "\uffff" else character
-        kind = unicodedata.category(simple)  # Cs: half of a character beyond the table, such as an emoji
-        ignored = kind[0] in "PZC" and kind != "Cs" and simple not in SYMBOLS and not 0x1D <= code < 0x20
-        codes[code] = 0 if ignored else ord(simple)
-    return codes, letters, exact
+def _tables() -> Tables:
+    characters = [chr(code) for code in range(UNITS)]
+    return Tables(
+        compared=np.array([_compared_as(character) for character in characters], np.uint16),
+        letters=np.array([character.isalpha() for character in characters]),
+        exact=np.array([_is_exact(character) for character in characters]),
+    )
 
 
-def row_text(messages: Sequence[dict[str, Any]], tools: Any = None) -> RowText:
-    """What is compared of a row: what has to be equal, the question with all earlier turns, the answer."""
-    system = messages[0]["content"] if messages[0]["role"] == "system" else ""
-    texts = [f"{m['content'] or ''}\n{m['tool_calls']}" if "tool_calls" in m else m["content"] for m in messages]
-    return f"{system}{SEPARATOR}{tools or ''}", "\n".join(texts[bool(system) : -1]), texts[-1]
+def _is_exact(character: str) -> bool:
+    if character in NUMERALS + SYMBOLS + SEPARATOR:
+        return True
+    return unicodedata.category(character) in ("Sm", "Sc")
+
+
+def _compared_as(character: str) -> int:
+    """The code that a character is compared as; 0 if it does not count."""
+    simple = unicodedata.normalize("NFKC", character).lower()
+    if len(simple) != 1 or ord(simple) >= UNITS:
+        simple = character
+    category = unicodedata.category(simple)
+    if simple in SYMBOLS or "\x1d" <= character < " ":
+        return ord(simple)
+    if category[0] in "PZC" and category != "Cs":  # Cs: half of a character beyond the table, such as an emoji
+        return 0
+    return ord(simple)
+
+
+def row_text(messages: list[dict[str, Any]], tools: Any = None) -> RowText:
+    """What is compared of a row."""
+    texts = [_spoken_text(message) for message in messages]
+    system = ""
+    if messages[0]["role"] == "system":
+        system = texts.pop(0)
+    answer = texts.pop()
+    return RowText(
+        exact=f"{system}{SEPARATOR}{tools or ''}",
+        question="\n".join(texts),
+        answer=answer,
+    )
+
+
+def _spoken_text(message: dict[str, Any]) -> str:
+    content: str = message["content"]
+    if "tool_calls" not in message:
+        return content
+    return f"{content}\n{message['tool_calls']}"
 
 
 def _numbers_and_symbols(codes: np.ndarray) -> list[str]:
-    kept = np.where(_tables()[2].take(codes), codes, ord(" ")).tobytes().decode("utf-16-le", "surrogatepass")
-    return [" ".join(text.split()) for text in kept.split(SEPARATOR)[1:-1]]
+    """The numbers and symbols of each text between separators."""
+    exact = _tables().exact.take(codes)
+    kept = np.where(exact, codes, ord(" "))
+    texts = _decoded(kept).split(SEPARATOR)
+    numbers = []
+    for text in texts[1:-1]:
+        numbers.append(" ".join(text.split()))
+    return numbers
 
 
 def _trigrams(codes: np.ndarray) -> np.ndarray:
-    return codes[:-2] << np.uint64(32) | codes[1:-1] << np.uint64(16) | codes[2:]
+    """Each three codes that count and follow each other, as one number."""
+    counting = codes[codes != 0]
+    units = counting.astype(np.uint64)
+    first = units[:-2] << np.uint64(32)
+    second = units[1:-1] << np.uint64(16)
+    third = units[2:]
+    return first | second | third
 
 
-def similarity(one: RowText, other: RowText) -> float:
+def similarity(row: RowText, other: RowText) -> float:
     """The smaller overlap of questions and of answers; 0 where something differs that has to be equal."""
-    found = float(one[0] == other[0])
-    for texts in zip(one[1:], other[1:], strict=True):
-        first, second = (normalized(f"{SEPARATOR}{text}{SEPARATOR}") for text in texts)
-        if not found or _numbers_and_symbols(first) != _numbers_and_symbols(second):
-            return 0.0
-        one_set, other_set = (np.unique(_trigrams(codes[codes != 0].astype(np.uint64))) for codes in (first, second))
-        shared = len(np.intersect1d(one_set, other_set, assume_unique=True))
-        either = len(one_set) + len(other_set) - shared
-        found = min(found, shared / either) if either else found
-    return found
+    if row.exact != other.exact:
+        return 0.0
+    questions = _overlap(row.question, other.question)
+    answers = _overlap(row.answer, other.answer)
+    return min(questions, answers)
+
+
+def _overlap(text: str, other: str) -> float:
+    """The share of 3-grams that two texts have in common; 0 if their numbers or symbols differ."""
+    codes = normalized(f"{SEPARATOR}{text}{SEPARATOR}")
+    other_codes = normalized(f"{SEPARATOR}{other}{SEPARATOR}")
+    exact = _numbers_and_symbols(codes)
+    if exact != _numbers_and_symbols(other_codes):
+        return 0.0
+    grams = np.unique(_trigrams(codes))
+    other_grams = np.unique(_trigrams(other_codes))
+    shared = len(np.intersect1d(grams, other_grams, assume_unique=True))
+    either = len(grams) + len(other_grams) - shared
+    return shared / either if either else 1.0
 
 
 def find_repeated(
-    near: float, texts: Iterable[RowText], order: np.ndarray, read: Callable[[int], RowText]
+    near: float,
+    texts: Iterable[RowText],
+    order: np.ndarray,
+    read: Callable[[int], RowText],
 ) -> tuple[dict[int, int], int]:
     """The rows to leave out, each with the row that is kept for it: of two the one that is earlier in `order`.
 
     And how many rows are similar to others only because they fill in the same template; they stay.
     """
-    candidates = _candidates(_signatures(texts), near, order)
+    signatures = _signatures(texts)
+    candidates = _candidates(signatures, near, order)
     same: dict[int, int] = {}
     similar: dict[int, int] = {}
-    for row in order[candidates[order] >= 0].tolist():
-        kept = same.get(int(candidates[row]), int(candidates[row]))
-        found = similarity(read(row), read(kept))
-        if found == 1:
+    for row in order.tolist():
+        kept = int(candidates[row])
+        if kept < 0:
+            continue
+        kept = same.get(kept, kept)
+        overlap = similarity(read(row), read(kept))
+        if overlap == 1:
             same[row] = kept
             continue
         if kept in similar:
             kept = similar[kept]
-            found = similarity(read(row), read(kept))
-        if found >= near:
+            overlap = similarity(read(row), read(kept))
+        if overlap >= near:
             similar[row] = kept
-    templates = {kept for kept, count in Counter(similar.values()).items() if count > TEMPLATE}
-    copies = {row: kept for row, kept in similar.items() if kept not in templates}
-    return copies | {row: copies.get(kept, kept) for row, kept in same.items()}, len(similar) - len(copies)
+    rows_like = Counter(similar.values())
+    repeated = {row: kept for row, kept in similar.items() if rows_like[kept] <= TEMPLATE}
+    templated = len(similar) - len(repeated)
+    for row, kept in same.items():
+        repeated[row] = repeated.get(kept, kept)
+    return repeated, templated
 
 
 def _signatures(texts: Iterable[RowText]) -> np.ndarray:
-    """The MinHash signature of every row, 128 bytes each; what has to be equal is mixed into every 3-gram."""
+    """The MinHash signature of every row, 128 bytes each."""
     from rensa import RMinHash
 
-    signatures, stream = bytearray(), iter(texts)
+    signatures = bytearray()
+    stream = iter(texts)
     while rows := list(_batch(stream)):
-        codes = normalized(SEPARATOR + SEPARATOR.join([text for row in rows for text in row[1:]]) + SEPARATOR)
-        exact = _numbers_and_symbols(codes)
-        keys = (f"{row[0]}\x1d{exact[2 * n]}\x1d{exact[2 * n + 1]}" for n, row in enumerate(rows))
-        codes = codes[codes != 0].astype(np.uint64)
-        starts = np.flatnonzero(codes == ord(SEPARATOR))[::2]
-        tokens = _trigrams(codes)
-        tokens ^= np.repeat(np.array([_hash(key.encode()) for key in keys], np.uint64), np.diff(starts))[: len(tokens)]
-        tokens = np.delete(tokens, starts[1:-1] - 1)  # those across two rows
-        offsets = starts - np.arange(len(starts))
-        matrix = RMinHash.digest_matrix_from_flat_token_hashes(tokens, offsets.astype(np.uint64), PERMUTATIONS, SEED)
-        signatures += np.array(matrix.to_rows(), np.uint32).astype(np.uint16).tobytes()
+        tokens, offsets = _tokens(rows)
+        matrix = RMinHash.digest_matrix_from_flat_token_hashes(
+            tokens,
+            offsets,
+            PERMUTATIONS,
+            SEED,
+        )
+        hashes = np.array(matrix.to_rows(), np.uint32)
+        signatures += hashes.astype(np.uint16).tobytes()
     return np.frombuffer(signatures, np.uint16).reshape(-1, PERMUTATIONS)
+
+
+def _tokens(rows: list[RowText]) -> tuple[np.ndarray, np.ndarray]:
+    """The 3-grams of all rows, with what has to be equal mixed in, and where each row begins among them."""
+    texts = [""]
+    for row in rows:
+        texts.append(row.question)
+        texts.append(row.answer)
+    texts.append("")
+    codes = normalized(SEPARATOR.join(texts))
+    exact = iter(_numbers_and_symbols(codes))
+    keys = []
+    for row in rows:
+        key = f"{row.exact}\x1d{next(exact)}\x1d{next(exact)}"
+        keys.append(_hash(key))
+    tokens = _trigrams(codes)
+    separators = np.flatnonzero(codes[codes != 0] == ord(SEPARATOR))
+    starts = separators[::2]  # of each row, and the end of the last
+    lengths = np.diff(starts)
+    mixed_in = np.repeat(np.array(keys, np.uint64), lengths)
+    tokens ^= mixed_in[: len(tokens)]
+    across_rows = starts[1:-1] - 1
+    tokens = np.delete(tokens, across_rows)
+    offsets = starts - np.arange(len(starts))
+    return tokens, offsets.astype(np.uint64)
 
 
 def _batch(stream: Iterator[RowText]) -> Iterator[RowText]:
@@ -165,22 +286,41 @@ def _batch(stream: Iterator[RowText]) -> Iterator[RowText]:
             return
 
 
-def _candidates(signatures: np.ndarray, near: float, order: np.ndarray) -> np.ndarray:
+def _candidates(
+    signatures: np.ndarray,
+    near: float,
+    order: np.ndarray,
+) -> np.ndarray:
     """For each row the most similar of the rows that come first in its LSH buckets; -1 where there is none."""
     best = np.full(len(order), -1, np.int64)
-    score = np.full(len(order), int((near - 0.15) * PERMUTATIONS), np.uint8)  # less is no candidate
-    bands = signatures.view(np.uint64).T
-    whole = np.zeros(len(order), np.uint64)  # copies in a crowd of similar rows share the whole signature
-    for band in bands:
-        whole = whole * np.uint64(0x9E3779B97F4A7C15) + band
-    for band in (*bands, whole):
-        places = np.argsort(band[order], kind="stable")
-        keys = band[order][places]
-        begins = np.concatenate([[True], keys[1:] != keys[:-1]])
-        first = places[np.maximum.accumulate(np.where(begins, np.arange(len(places)), 0))]
-        for part in np.array_split(np.flatnonzero(~begins), 1 + len(order) // 100_000):
-            rows, others = order[places[part]], order[first[part]]
-            same = (signatures[rows] == signatures[others]).sum(axis=1, dtype=np.uint8)
+    least = int((near - 0.15) * PERMUTATIONS)  # less is no candidate
+    score = np.full(len(order), least, np.uint8)  # of the best so far
+    for band in _bands(signatures):
+        _, first, bucket = np.unique(
+            band[order],
+            return_index=True,
+            return_inverse=True,
+        )
+        earliest = order[first[bucket]]
+        later = np.flatnonzero(earliest != order)
+        parts = 1 + len(later) // BATCH_ROWS
+        for part in np.array_split(later, parts):
+            rows = order[part]
+            others = earliest[part]
+            equal = signatures[rows] == signatures[others]
+            same = equal.sum(axis=1, dtype=np.uint8)
             better = same > score[rows]
-            best[rows[better]], score[rows[better]] = others[better], same[better]
+            improved = rows[better]
+            best[improved] = others[better]
+            score[improved] = same[better]
     return best
+
+
+def _bands(signatures: np.ndarray) -> Iterator[np.ndarray]:
+    """Each band of the signatures; then all in one, as copies in a crowd of similar rows share the whole signature."""
+    bands = signatures.view(np.uint64).T
+    whole = np.zeros(len(signatures), np.uint64)
+    for band in bands:
+        yield band
+        whole = whole * np.uint64(0x9E3779B97F4A7C15) + band
+    yield whole

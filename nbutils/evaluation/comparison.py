@@ -21,7 +21,7 @@ from nbutils import data, display, files, hardware, platforms, record
 from nbutils.chat import may_skip_thinking
 from nbutils.config import Profile
 from nbutils.data.evidence import ALPHA, DECIDING, FEW_ROWS, LEAST_ROWS
-from nbutils.data.rows import shown
+from nbutils.data.texts import shown
 from nbutils.evaluation import scores
 from nbutils.evaluation.evaluator import Evaluator, Facts, Result, Size, Table
 from nbutils.evaluation.inference import Answer

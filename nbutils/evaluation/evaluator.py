@@ -17,7 +17,7 @@ from typing import Any
 
 from nbutils.chat import View, common_length, find_stop_ids, rows_think, training_format
 from nbutils.data import stored_rows
-from nbutils.data.rows import mask
+from nbutils.data.texts import mask
 from nbutils.errors import CourseError
 from nbutils.evaluation import inference, scores
 from nbutils.evaluation.inference import Answer, Row, RowLoss, Tokens

@@ -24,7 +24,8 @@ from nbutils import files, models, platforms
 from nbutils.chat import find_stop_ids
 from nbutils.config import SFT, Profile
 from nbutils.data import read
-from nbutils.data.rows import RowError, shown
+from nbutils.data.rows import RowError
+from nbutils.data.texts import shown
 from nbutils.errors import CourseError
 from nbutils.hardware import GPU
 from nbutils.language import tr

@@ -127,9 +127,9 @@ diagnose.show(findings)
 # 回答不好，常常是样本不好。拿一个故意写坏的文件，用第 02 课的检查跑一遍，看看会报告什么：文件、行号、字段和原因。检查你自己的文件用 `python -m nbutils data check FILE`。
 
 # %%
-from nbutils.data import build
+from nbutils.data.check import check
 
-print(build.report_text(build.check([str(files.SAMPLES / "broken_rows.jsonl")])))
+print(check([str(files.SAMPLES / "broken_rows.jsonl")]))
 
 # %% [markdown]
 # ## 所有症状

@@ -1,0 +1,246 @@
+"""The data card of a run: what became of every row, the files it describes, and how both are shown."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from nbutils import display
+from nbutils.data import evidence
+from nbutils.data.rows import Row, RowError, check_row
+from nbutils.data.texts import find_private, shown
+from nbutils.errors import CourseError
+from nbutils.files import CHUNK
+from nbutils.language import joined, tr
+
+CARD = "data_card.json"
+TRAIN = "train.jsonl"
+EVAL = "eval.jsonl"
+REJECTED = "rejected.jsonl"
+
+
+class Rejection(BaseModel):
+    """A problem of a row that was left out, with its place."""
+
+    file: str
+    line: int
+    kind: str
+    field: str
+    seen: str
+    todo: str
+
+    def __str__(self) -> str:
+        return tr(
+            "{file} line {line}, {field}: {kind}, saw {seen}\n      -> {todo}",
+            file=self.file,
+            line=self.line,
+            field=self.field,
+            kind=tr(self.kind),
+            seen=self.seen,
+            todo=self.todo,
+        )
+
+
+def rejections(error: RowError) -> list[Rejection]:
+    """The problems of a row, each with its place."""
+    return [Rejection(file=error.file, line=error.line, **vars(problem)) for problem in error.problems]
+
+
+class DataCard(BaseModel):
+    """rows = accepted + rejected, accepted = train + eval + unused; each rejected row counts under its first reason."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: str
+    eval_source: str
+    source_sha256: str
+    eval_fraction: float
+    limit: int
+    licence: str
+    columns: str = ""
+    near: float | None = None  # None: written before near duplicates were looked for, and text was repaired
+    repair: bool | None = None
+    files: dict[str, int] = {}  # rows of each
+    rows: int
+    accepted: int
+    rejected: int
+    train: int
+    eval: int
+    unused: int
+    lent: int = 0
+    duplicates: int
+    trimmed: int
+    reasons: dict[str, int]
+    warnings: dict[str, int] = {}
+    examples: list[str] = []  # of warnings
+    problems: list[Rejection] = []  # the first of each reason
+    languages: dict[str, int]
+    characters: dict[str, int]
+    fingerprint: str
+
+    def __str__(self) -> str:
+        rows = tr(
+            "{rows} = {accepted} accepted + {rejected} rejected",
+            rows=self.rows,
+            accepted=self.accepted,
+            rejected=self.rejected,
+        )
+        splits = tr("{train} train, {eval} eval, {unused} unused", train=self.train, eval=self.eval, unused=self.unused)
+        if self.lent:
+            splits += tr(" (one training row was moved to eval, which would be empty otherwise)")
+        lines = {
+            tr("source"): tr(self.source),
+            tr("licence"): tr(self.licence),
+            tr("rows"): rows,
+            tr("splits"): splits,
+            tr("rejected"): counts_text(self.reasons),
+            tr("warnings"): counts_text(self.warnings),
+            tr("languages"): counts_text(self.languages),
+            tr("characters"): counts_text(self.characters),
+            tr("fingerprint"): self.fingerprint,
+        }
+        table = [f"{display.pad(name, 12)} {text}" for name, text in lines.items()]
+        remarks = [line for remark in evidence.remarks(self.eval) for line in display.wrap(remark)]
+        return "\n".join(table + remarks)
+
+    def facts(self) -> dict[str, Any]:
+        """What goes into the facts.json of a lesson."""
+        return self.model_dump(include={"rows", "accepted", "rejected", "train", "eval", "fingerprint", "warnings"})
+
+    def rejected_text(self, place: str) -> str:
+        """The first rejected rows of each reason, how many more there are, and where all of them are."""
+        if not self.rejected:
+            return tr("no row was rejected")
+        lines = []
+        for kind, count in self.reasons.items():
+            problems = [problem for problem in self.problems if problem.kind == kind]
+            lines += [f"  {problem}" for problem in problems]
+            more = count - len(problems)
+            if more:
+                lines.append("  " + tr("and {count} more: {kind}", count=more, kind=tr(kind)))
+        lines.append(
+            tr("All {count} rejected rows, each with every problem: {place}", count=self.rejected, place=place)
+        )
+        return "\n".join(lines)
+
+
+def counts_text(counts: dict[str, int]) -> str:
+    """Counts on one line."""
+    return joined(f"{tr(name)} {count}" for name, count in counts.items()) or tr("none")
+
+
+def hash_files(*groups: Sequence[Path], end: bytes = b"") -> str:
+    """sha256 over the content of files as they are on disk, in order; names do not count."""
+    digest = hashlib.sha256()
+    for group in groups:
+        for path in group:
+            with open(path, "rb") as file:
+                while piece := file.read(CHUNK):
+                    digest.update(piece)
+            digest.update(b"\0")
+        digest.update(end)
+    return digest.hexdigest()
+
+
+def verify(out: Path) -> DataCard:
+    """The card, once the files beside it are found to be the ones it describes.
+
+    Example:
+        `verify(lesson.run.data).fingerprint`
+    """
+    if not (out / CARD).exists():
+        raise CourseError(
+            tr("There is no {path}: the data is not prepared.", path=out / CARD),
+            todo=tr("Run lesson 02."),
+        )
+    try:
+        card = DataCard.model_validate_json((out / CARD).read_bytes())
+        found = hash_files([out / TRAIN, out / EVAL])
+    except (ValidationError, FileNotFoundError) as problem:
+        raise other_data(out, str(problem).partition("\n")[0]) from problem
+    if found != card.fingerprint:
+        raise other_data(out, f"sha256 {found[:12]}")
+    return card
+
+
+def other_data(out: Path, reason: str) -> CourseError:
+    """The error of a folder that does not hold the data that is asked for."""
+    return CourseError(
+        tr("The files in {out} are not the ones its card describes: {reason}.", out=out, reason=reason),
+        todo=new_run_todo(out),
+    )
+
+
+def new_run_todo(out: Path) -> str:
+    """What to do where a folder holds other data than the lesson needs."""
+    return tr(
+        "Run lesson 02 with a new RUN_NAME. If nothing was trained in this run yet, you can also "
+        "remove the folder {out} and run lesson 02 again.",
+        out=out,
+    )
+
+
+def load(out: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The verified train and eval rows.
+
+    Example:
+        `train_rows, eval_rows = load(lesson.run.data)`
+    """
+    verify(out)
+    return stored_rows(out / TRAIN), stored_rows(out / EVAL)
+
+
+def stored_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file the course wrote."""
+    with open(path, "rb") as file:
+        return [json.loads(line) for line in file]
+
+
+def row_to_show(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A row without private data, if there is one among the first hundred; else the first."""
+    for row in rows[:100]:
+        if not any(find_private(str(row))):
+            return row
+    return rows[0]
+
+
+def show(row: Row | RowError, columns: str = "") -> None:
+    """Print a row turn by turn, private data masked; what is wrong with it, if it cannot be used.
+
+    Example:
+        `show(next(read_rows("my_rows.csv")), "user=title, assistant=reply")`
+    """
+    checked = check_row(row, columns)
+    if isinstance(checked, RowError):
+        print(*rejections(checked), sep="\n")
+        return
+    for message in checked.messages:
+        print(f"{message['role']:>9}: {shown(message['content'])[:300]}")
+    print()
+
+
+def show_problems(errors: Iterable[RowError]) -> None:
+    """A table of problems: where, which field, what is wrong, what was seen, what to do."""
+    problems = [problem for error in errors for problem in rejections(error)]
+    rows = []
+    for problem in problems:
+        row = {
+            tr("line"): problem.line,
+            tr("field"): problem.field,
+            tr("problem"): tr(problem.kind),
+            tr("seen"): problem.seen,
+            tr("to do"): problem.todo,
+        }
+        rows.append(row)
+    text = "\n".join(map(str, problems))
+    display.show_table(rows, text=text)
+
+
+def show_rejected(card: DataCard, folder: Path) -> None:
+    """Print the first rejected rows of each reason, and where all of them are."""
+    print(card.rejected_text(str(folder / REJECTED)))

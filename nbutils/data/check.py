@@ -1,0 +1,173 @@
+"""`data check`: the pass that prepares data, over the learner's files, with a report instead of a training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbutils import display, models, plan, platforms
+from nbutils.data.build import NEAR, Build, Settings, building, canonical, find_sources
+from nbutils.data.card import CARD, EVAL, REJECTED, TRAIN, DataCard, counts_text, stored_rows
+from nbutils.errors import CourseError
+from nbutils.language import tr
+from nbutils.platforms.network import hub_online
+
+# Tokens of a row without a tokenizer, from its bytes as JSON: 0.94 to 1.02 times Qwen2.5's for the bundled rows, 1.11
+# to 1.19 times for three sets people train on (benchmarks/row_length.py).
+BYTES_PER_TOKEN = 4
+TEMPLATE_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Report:
+    """The card that these files would get, and what to do next."""
+
+    card: DataCard
+    lengths: dict[str, int] | None  # in tokens
+    columns: list[str]  # of the first row whose columns are not known
+    rejected_file: str
+    next: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """The report for programs."""
+        own = {"lengths": self.lengths, "columns": self.columns, "next": self.next}
+        return self.card.model_dump() | own
+
+    def __str__(self) -> str:
+        lines = [str(self.card)]
+        if self.lengths:
+            title = display.pad(tr("lengths"), 12)
+            lines.append(f"{title} {counts_text(self.lengths)}")
+        place = self.rejected_file or tr("--rejected FILE writes them")
+        lines.append(self.card.rejected_text(place))
+        for example in self.card.examples:
+            lines.append(f"  {example}")
+        lines.append("")
+        lines += self.next
+        return "\n".join(lines)
+
+
+def check(
+    sources: Sequence[str], *, columns: str = "", near: float = NEAR, repair: bool = True, model: str = "",
+    max_length: int = 0, out: Path | None = None, rejected: Path | None = None,
+) -> Report:  # fmt: skip
+    """`data check`: the same pass; bad rows never stop it, and only `out` and `rejected` are written.
+
+    Example:
+        `print(check(["my_rows.jsonl"], columns="user=title, assistant=reply"))`
+    """
+    if max_length and not model:
+        raise CourseError(
+            tr("--max-length counts tokens, and no model is named."),
+            todo=tr("Add --model NAME, for example --model tiny."),
+        )
+    if near and not 0.5 <= near <= 1:
+        raise CourseError(
+            tr("--near is {near}.", near=near),
+            todo=tr("Leave --near out (0.8), set it between 0.5 and 1, or to 0 to turn the search off."),
+        )
+    _require_new(out, rejected)
+    settings = Settings(", ".join(sources), columns=canonical(columns), near=near, repair=repair)
+    with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as scratch:  # no part of the report
+        tokenizer = _load_tokenizer(model) if model else None
+        with building(out or Path(scratch), settings, *find_sources(sources, "")) as build:
+            card = build.card()
+            lengths = None
+            if tokenizer and card.accepted:
+                lengths = _token_lengths(build.folder, tokenizer, max_length)
+            mean = lengths["mean"] if lengths else _estimated_length(build)
+            if rejected:
+                rejected.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(build.folder / REJECTED, rejected)
+            if out:
+                build.publish_file(REJECTED, out)
+            if out and card.train and card.eval:
+                build.publish(card, out)
+    written = rejected or (out / REJECTED if out else "")
+    unknown = [problem.seen for problem in card.problems if problem.kind == "unknown_columns"]
+    return Report(
+        card=card,
+        lengths=lengths,
+        columns=unknown[0].split(", ") if unknown else [],
+        rejected_file=str(written),
+        next=_next_steps(card, mean, out, estimated=not model),
+    )
+
+
+def _require_new(out: Path | None, rejected: Path | None) -> None:
+    """Refuse to write over anything."""
+    empty = out and out.is_dir() and not any(out.iterdir())
+    for path in (rejected, None if empty else out):
+        if path and os.path.lexists(path):
+            raise CourseError(
+                tr("{path} is there already.", path=path),
+                allowed=tr("a new or empty folder for --out, a new file for --rejected"),
+                todo=tr("Choose another name; nothing was written."),
+            )
+
+
+def _load_tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    name = models.meant(model, platforms.folders(platforms.detect()).inputs).value
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=not hub_online(), trust_remote_code=False)
+    except (OSError, ValueError) as problem:
+        raise CourseError(
+            tr(
+                "There is no tokenizer for --model {model}: {reason}",
+                model=name,
+                reason=str(problem).partition("\n")[0],
+            ),
+            allowed=tr("tiny, a model of the course, a folder with a model, or a hub id"),
+            todo=tr("Correct --model, or connect this machine to the hub."),
+        ) from problem
+
+
+def _token_lengths(folder: Path, tokenizer: Any, max_length: int) -> dict[str, int]:
+    """Tokens of the accepted rows, and how many rows are over the limit."""
+    from nbutils.chat import filter_by_length
+
+    rows = stored_rows(folder / TRAIN) + stored_rows(folder / EVAL)
+    filtered = filter_by_length(tokenizer, rows, 0)
+    lengths = {
+        "rows": len(rows),
+        "mean": round(sum(filtered.lengths) / len(rows)),
+        "longest": filtered.longest,
+    }
+    if max_length:
+        over = {example.row for example in filtered.examples if len(example.ids) > max_length}
+        lengths |= {"max_length": max_length, "over": len(over)}
+    return lengths
+
+
+def _estimated_length(build: Build) -> float:
+    """Mean tokens of a row, without a tokenizer."""
+    size = sum((build.folder / name).stat().st_size for name in (TRAIN, EVAL))
+    return size / max(build.train + build.eval, 1) / BYTES_PER_TOKEN + TEMPLATE_TOKENS
+
+
+def _next_steps(card: DataCard, mean_length: float, out: Path | None, estimated: bool) -> list[str]:
+    steps = []
+    if out:
+        few = "" if (out / CARD).exists() else tr(" (too few rows can be used)")
+        names = ", ".join(sorted(os.listdir(out)))
+        steps.append(tr("Written to {out}: {names}{few}.", out=out, names=names, few=few))
+    elif card.accepted:
+        steps.append(tr("To train on the accepted rows: this file as DATA (-p DATA FILE)."))
+    else:
+        steps.append(tr("No row can be used."))
+    if card.accepted:
+        command = plan.command(max(card.train, 1), mean_length)
+        step = tr("Memory, time and cost of a training on them: {command}", command=command)
+        if estimated:
+            step += tr("  # the length is an estimate; --model NAME counts the tokens")
+        steps.append(step)
+    return steps

@@ -1,0 +1,221 @@
+"""Texts: their encoding, what no text of a row may hold, private data, and how a text may be shown."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from nbutils.language import tr
+from nbutils.masking import KEY
+
+Kind = Literal[  # of a problem or a warning
+    "ambiguous_columns", "control_character", "damaged_file", "duplicate", "email", "empty", "encoding", "id_number",
+    "key", "leak", "long_line", "malformed_csv", "malformed_json", "missing_field", "mojibake", "near_duplicate",
+    "near_leak", "no_assistant", "phone", "role_order", "template_marker", "templated", "unknown_columns",
+    "unknown_role", "unsupported_field", "wrong_type",
+]  # fmt: skip
+NAME_COLUMNS = 'name the columns: COLUMNS = "user=first+second, assistant=third" in lesson 02, or --columns "..."'
+TODOS: dict[Kind, str] = {  # for rows that are rejected
+    "ambiguous_columns": NAME_COLUMNS,
+    "control_character": "remove the invisible character",
+    "damaged_file": "copy or download the file again",
+    "duplicate": "nothing: one copy is kept",
+    "empty": "write the text, or remove the row",
+    "encoding": "not UTF-8 and not GBK: save the file again as UTF-8",
+    "leak": "train on questions eval does not ask",
+    "long_line": "split it",
+    "malformed_csv": (
+        'as many values as the header has names; quote values that hold a comma or a line break ("" for a quote)'
+    ),
+    "malformed_json": "fix it, or write it with json.dumps",
+    "missing_field": f"add it, or {NAME_COLUMNS}",
+    "mojibake": "text was read in the wrong encoding: save the source again as UTF-8",
+    "near_duplicate": "nothing: one copy is kept",
+    "near_leak": "train on questions eval does not ask",
+    "no_assistant": "add the answer to learn",
+    "role_order": (
+        "system first if at all, then user and assistant in turn; tool turns only after an assistant that calls tools"
+    ),
+    "template_marker": "remove it: the chat template adds these markers itself",
+    "unknown_columns": NAME_COLUMNS,
+    "unknown_role": "use one of: system, user, assistant, tool (or human, gpt); calls and tools as OpenAI writes them",
+    "unsupported_field": "this course trains plain text: leave it empty",
+    "wrong_type": 'texts stand in quotes, a row is {"messages": [{"role": "user", "content": "..."}, ...]}',
+}
+
+GBK = "GB18030"
+_PAIR = re.compile(rb"[\x81-\xfe][\x40-\xfe]")
+_COMMON_PAIR = re.compile(rb"[\xa1-\xa3\xb0-\xd7][\xa1-\xfe]")  # punctuation and the 3,755 most frequent characters
+# what no repair brings back: replaced characters, and the Chinese comma and full stop of UTF-8 read as GBK
+LOST = re.compile("\ufffd|锟斤拷|锛[屼屽屾岀岃岄]|銆[備傚傛傜傝傞]")
+_LATIN = re.compile("[\xc2-\xf4][^\x00-\x7f]")  # every character of UTF-8 that was read as Latin-1 begins like this
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+MARKERS = re.compile(
+    r"<[|｜][A-Za-z][\w▁ ]{1,40}[|｜]>|\[/?INST\]|<</?SYS>>|\[gMASK\]|<(?:[se]op|unk|pad)>"
+    r"|<(?:start|end)_of_turn>|\[/?AVAILABLE_TOOLS\]|^\s*<(?:s|bos)>|</s>\s*$|<eos>\s*$"
+)
+INVISIBLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+_GAP = r"[ .\-\xa0\u2002-\u200a\u2010-\u2015\u202f\u3000]"  # between groups of digits
+PHONE = re.compile(
+    rf"(?<![0-9])(?<![0-9]\.)(?:(?:(?:\+|00)?86{_GAP}?)?1[3-9][0-9]({_GAP}?)[0-9]{{4}}\1[0-9]{{4}}"
+    rf"|(?:0(?:10|2[0-9]){_GAP}[2-8][0-9]{{7}}|0[3-9][0-9]{{2}}{_GAP}[2-8][0-9]{{6,7}}))(?![0-9])"
+)
+_END_OF_PHONE = re.compile(rf"{_GAP}?\d{{3,4}}{_GAP}?(\d{{4}})$")
+ID_NUMBER = re.compile(  # district, day of birth, serial; a mistyped one is as private, so the checksum does not count
+    rf"(?<![0-9])[1-8][0-9]{{5}}{_GAP}?(?:19|20)[0-9]{{2}}{_GAP}?(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01]){_GAP}?"
+    r"[0-9]{3}[0-9Xx](?![0-9])"
+)
+EMAIL = re.compile(r"(?<![\w.+-])[\w.%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}(?![\w-])", re.ASCII)
+_WIDE = str.maketrans("０１２３４５６７８９Ｘ＠－", "0123456789X@-")
+
+# Cheap tests on the UTF-8 bytes of a text: few texts have as many digits in all, or as long a word, as private data.
+_NOT_DIGITS = bytes(set(range(256)) - set(b"0123456789"))
+_DIGITS_OF_PHONE = 10
+_IN_KEYS = f"{string.ascii_letters}{string.digits}_=.~+/:?&-".encode()
+_AS_X = bytes.maketrans(_IN_KEYS, b"x" * len(_IN_KEYS))
+_KEY_LENGTH = b"x" * 15
+
+
+@dataclass
+class Problem:
+    """One thing wrong with a row, or worth a warning: its kind, a code; for people where, what was seen, what to do."""
+
+    kind: Kind
+    field: str
+    seen: str
+    todo: str = ""
+
+    def __post_init__(self) -> None:
+        self.field = shown(self.field)
+        self.seen = shown(self.seen)
+        self.todo = tr(TODOS.get(self.kind, ""))
+
+
+class Private(NamedTuple):
+    """Where private data stands in a text."""
+
+    start: int
+    stop: int
+    kind: Kind
+
+
+def is_gbk(head: bytes) -> bool:
+    """Whether a text that begins like this is Chinese in GBK: no UTF-8, and most pairs of bytes frequent characters."""
+    whole_lines = head[: head.rfind(b"\n") + 1] or head
+    try:
+        whole_lines.decode()
+    except UnicodeDecodeError:
+        pairs = _PAIR.findall(head)
+        common = [pair for pair in pairs if _COMMON_PAIR.match(pair)]
+        return bool(pairs) and len(common) >= 0.6 * len(pairs)
+    return False
+
+
+def decode(line: bytes, gbk: bool) -> tuple[str, str]:
+    """The text, and the encoding it was converted from; bytes that fit none become U+DCxx, which no row may hold."""
+    try:
+        return line.decode(), ""
+    except UnicodeDecodeError:
+        if gbk:
+            return line.decode(GBK, "surrogateescape"), GBK
+        return line.decode("utf-8", "surrogateescape"), ""
+
+
+def fix_encoding(text: str) -> str:
+    """The text; UTF-8 that was read as Latin-1 or Windows-1252 is put right."""
+    if text.isascii() or not _LATIN.search(text):
+        return text
+    import ftfy
+
+    # runs inside of otherwise correct text are left alone: « café » looks broken byte by byte
+    config = ftfy.TextFixerConfig(fix_c1_controls=False, decode_inconsistent_utf8=False)
+    return ftfy.fix_encoding(text, config)
+
+
+def find_problems(field: str, text: str) -> Iterator[Problem]:
+    """What a model must not learn: lost characters, markers of chat templates, control characters."""
+    lost = None if text.isascii() else LOST.search(text)
+    if lost:
+        yield Problem("mojibake", field, _seen_at(lost))
+    marker = MARKERS.search(text) if "<" in text or "[" in text else None
+    if marker:
+        yield Problem("template_marker", field, _seen_at(marker))
+    control = CONTROL.search(text)
+    if control:
+        unread = "\udc80" <= control[0] <= "\udcff"  # a byte that `decode` could not read
+        yield Problem("encoding" if unread else "control_character", field, _seen_at(control))
+
+
+def _seen_at(match: re.Match[str]) -> str:
+    return tr("{what} at {place}", what=shown(match[0]), place=match.start() + 1)
+
+
+def find_private(text: str) -> Iterator[Private]:
+    """Each phone or identity number, e-mail address and key, in the order of the text."""
+    if not text.isascii() and ("０" in text or "１" in text or "＠" in text):
+        text = text.translate(_WIDE)  # the digits of Chinese keyboards; no place changes
+    raw = text.encode("utf-8", "surrogatepass")
+    patterns: dict[Kind, re.Pattern[str]] = {}
+    if _KEY_LENGTH in raw.translate(_AS_X) or b"-----BEGIN" in raw:
+        patterns["key"] = KEY
+    if b"@" in raw:
+        patterns["email"] = EMAIL
+    if len(raw.translate(None, _NOT_DIGITS)) >= _DIGITS_OF_PHONE:
+        patterns |= {"id_number": ID_NUMBER, "phone": PHONE}
+    spans = []
+    for kind, pattern in patterns.items():
+        spans += [Private(match.start(), match.end(), kind) for match in pattern.finditer(text)]
+    end = 0
+    for span in sorted(spans):
+        if span.start >= end:
+            yield span
+            end = span.stop
+
+
+def warn_of_private(field: str, text: str) -> Iterator[Problem]:
+    """A warning for each piece of private data, which it shows masked."""
+    for span in find_private(text):
+        yield Problem(span.kind, field, _masked(span.kind, text[span.start : span.stop]))
+
+
+def _masked(kind: Kind, private: str) -> str:
+    if kind == "phone":
+        return _END_OF_PHONE.sub(r"****\1", private)
+    if kind == "id_number":
+        return f"{private[:3]}****{private[-2:]}"
+    if kind == "email":
+        host = private.translate(_WIDE).partition("@")[2]
+        return f"{private[0]}***@{host}"
+    return f"{private[:3]}****"
+
+
+def mask(text: str) -> str:
+    """The text with private data made unreadable: 138****5678, a***@b.cn, sk-****."""
+    masked = ""
+    end = 0
+    for span in find_private(text):
+        masked += text[end : span.start] + _masked(span.kind, text[span.start : span.stop])
+        end = span.stop
+    return masked + text[end:]
+
+
+def shown(text: str) -> str:
+    """The text as it may stand on a screen: private data masked, control characters spelled out."""
+    return mask(INVISIBLE.sub(lambda match: ascii(match[0])[1:-1], text))
+
+
+def short(value: Any) -> str:
+    """What was seen, with its type, on one short line, private data masked."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (ValueError, RecursionError):
+        text = tr("nested too deeply, or a number of too many digits")
+    text = mask(text[:400])
+    if len(text) > 40:
+        text = f"{text[:37]}..."
+    return f"{text} ({type(value).__name__})"
