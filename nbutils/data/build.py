@@ -250,13 +250,9 @@ class Build:
         key, prompt = digests(row, numbers=bool(self.eval_files))
         if not self.eval_files:
             side = IN_EVAL if prompt / 2**64 < EVAL_FRACTION else IN_TRAIN
-        if side == IN_TRAIN and prompt in self.eval_prompts:
-            seen = tr("asks what {place} asks", place=self._place(self.eval_prompts[prompt]))
-            self._reject(row.line, stored, Problem("leak", tr("the row"), seen))
-            return
-        if key in self.seen:
-            seen = tr("the same as {place}", place=self._place(self.seen[key]))
-            self._reject(row.line, stored, Problem("duplicate", tr("the row"), seen))
+        problem = self._repetition(key, prompt, side)
+        if problem:
+            self._reject(row.line, stored, problem)
             return
         number = len(self.keys)
         if self.eval_files and side == IN_EVAL:  # otherwise the question alone decides about the side
@@ -269,6 +265,15 @@ class Build:
         self.offsets.append(self.offsets[-1] + len(line))
         self.accepted.write(line)
         self._note_warnings(number, row)
+
+    def _repetition(self, key: int, prompt: int, side: int) -> Problem | None:
+        if side == IN_TRAIN and prompt in self.eval_prompts:
+            place = self._place(self.eval_prompts[prompt])
+            return Problem("leak", tr("the row"), tr("asks what {place} asks", place=place))
+        if key in self.seen:
+            place = self._place(self.seen[key])
+            return Problem("duplicate", tr("the row"), tr("the same as {place}", place=place))
+        return None
 
     def _note_warnings(self, number: int, row: ChatRow) -> None:
         kinds: set[str] = {"trimmed"} if row.trimmed else set()

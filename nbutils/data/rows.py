@@ -284,11 +284,12 @@ def check_row(row: Row | RowError, mapping: str = "", repair: bool = True) -> Ch
         turns = _turns(row.raw, parts)
         messages = check.messages(turns)
         tools = check.tools(row.raw, parts)
+        if not check.problems:
+            _require_order(turns, messages)
     except InvalidRow as invalid:
-        return RowError(row.file, row.line, row.raw, (*check.problems, *invalid.problems))
-    problems = check.problems or _order_problems(turns, messages)
-    if problems:
-        return RowError(row.file, row.line, row.raw, tuple(problems))
+        check.problems += invalid.problems
+    if check.problems:
+        return RowError(row.file, row.line, row.raw, tuple(check.problems))
     if row.encoding:
         seen = tr("written in {encoding}", encoding=row.encoding)
         check.warnings.append(Problem("encoding", tr("the row"), seen))
@@ -449,19 +450,20 @@ def _stored_text(place: str, value: Any) -> str:
     return text.decode()
 
 
-def _order_problems(turns: list[Turn], messages: list[Json]) -> list[Problem]:
+def _require_order(turns: list[Turn], messages: list[Json]) -> None:
     """system once and first, then user and assistant in turn, tools where they were called, the assistant last."""
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
-        return [Problem("no_assistant", turns[-1].place, ", ".join(roles))]
+        raise InvalidRow(Problem("no_assistant", turns[-1].place, ", ".join(roles)))
     expected: tuple[str, ...] = ("system", "user")
     for turn, message in zip(turns, messages, strict=True):
         role = message["role"]
         if role not in expected:
             seen = tr("{role}, expected {roles}", role=role, roles=" / ".join(expected))
-            return [Problem("role_order", turn.place, seen)]
-        expected = ("tool",) if "tool_calls" in message else FOLLOWS[role]
-    if roles[-1] != "assistant":
-        seen = tr("{role} at the end", role=roles[-1])
-        return [Problem("role_order", turns[-1].place, seen)]
-    return []
+            raise InvalidRow(Problem("role_order", turn.place, seen))
+        expected = FOLLOWS[role]
+        if "tool_calls" in message:
+            expected = ("tool",)
+    if role != "assistant":
+        seen = tr("{role} at the end", role=role)
+        raise InvalidRow(Problem("role_order", turn.place, seen))
