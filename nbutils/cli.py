@@ -187,8 +187,10 @@ def _list_checkpoints(run: str, thorough: bool) -> bool:
     """Print them; whether there are some, and all are sound."""
     lines = checkpoints.listing(run, thorough)
     rows = [line.row(thorough) for line in lines]
-    print(display.aligned(rows) or tr("no checkpoint yet"))
-    return bool(lines) and all(line.problem is None for line in lines)
+    table = display.aligned(rows)
+    print(table or tr("no checkpoint yet"))
+    damaged = [line for line in lines if line.problem is not None]
+    return bool(lines) and not damaged
 
 
 @of_a_run.command("list")
@@ -231,8 +233,12 @@ def data() -> None:
 @option("--out", type=FILE, help="Write train, eval, rejected rows and the data card here.")
 @option("--rejected", type=FILE, help="Write the rejected rows with their reasons here.")
 @json_option
-def check_data(as_json: bool, files: Words, no_repair: bool, **options: Any) -> None:
+def check_data(**options: Any) -> None:
     """Read, check and deduplicate FILES (files, folders, hub datasets). Exit status 1 only if no row can be used."""
+    _check_data(**options)
+
+
+def _check_data(as_json: bool, files: Words, no_repair: bool, **options: Any) -> None:
     from nbutils.data.check import check
 
     report = check(files, repair=not no_repair, **options)

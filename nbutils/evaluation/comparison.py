@@ -251,7 +251,7 @@ class Comparison:
         svg = io.StringIO()
         figure.savefig(svg, format="svg")
         plt.close(figure)  # a notebook shows every figure that is left open
-        page = display.render_html(
+        page = display.render(
             "report.html",
             run=run,
             date=f"{datetime.now():%Y-%m-%d %H:%M}",
