@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -327,8 +327,6 @@ def keys(model: type[BaseModel] | None = None) -> list[str]:
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with the scalars of YAML 1.2, and without aliases."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-
     def fetch_alias(self) -> None:  # a few lines of aliases unfold to gigabytes
         raise yaml.YAMLError(tr("it has an alias (*name): write the value itself"))
 
@@ -339,6 +337,7 @@ _SCALARS = {
     "int": r"[-+]?(?:0|[1-9]\d{0,17})",
     "float": r"[-+]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?|[-+]?\.inf|\.nan",
 }
+_Loader.yaml_implicit_resolvers = {}
 for _kind, _pattern in _SCALARS.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), None)
 _LINE = re.compile(r"^( *)(\w+):(?:.*?\s#\s*(.*\S))?", re.MULTILINE)  # indent, key, the comment beside its value

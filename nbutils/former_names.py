@@ -84,9 +84,9 @@ def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
         elif name not in (BATCH, DROPPED):
             today[RENAMED.get(name, name)] = value
     if BATCH in settings:
-        today |= _step(settings)
+        today |= {name: value for name, value in _step(settings).items() if name not in settings}
     elif MICRO_BATCH in settings:  # it cut a step of whatever size
-        today["sft.gradient_accumulation_steps"] = "auto"
+        today.setdefault("sft.gradient_accumulation_steps", "auto")
     return today
 
 

@@ -226,6 +226,12 @@ def test_former_names_in_set_are_understood(capsys: Any) -> None:
     assert said.count("\n") == 1 and "train.learning_rate is now sft.learning_rate" in said
     batch = {"sft.per_device_train_batch_size": "auto", "sft.gradient_accumulation_steps": "auto"}
     assert config.settings_in("train.batch=16") == batch | {"course.conversations_per_step": 16}
+    mixed = config.settings_in("train.batch=16, sft.per_device_train_batch_size=2")
+    assert mixed == batch | {"course.conversations_per_step": 16, "sft.per_device_train_batch_size": 2}
+    packed = config.settings_in("train.batch=8, train.micro_batch=auto, train.packing=true")
+    assert (packed["sft.per_device_train_batch_size"], packed["sft.gradient_accumulation_steps"]) == (1, 8)
+    mixed = config.settings_in("train.micro_batch=4, sft.gradient_accumulation_steps=2")
+    assert mixed == {"sft.per_device_train_batch_size": 4, "sft.gradient_accumulation_steps": 2}
     assert set(former_names.RENAMED.values()) <= set(config.keys()), "every new name is one of today's"
     with refused(" has 1 problem(s):", "sft.gradient_checkpointing: "):
         resolve("tiny", text="train.gradient_checkpointing=sometimes")

@@ -254,8 +254,10 @@ def _find_gpu(name: str, vram: float | None, tflops: float | None, capability: s
             todo=tr("Look it up at https://developer.nvidia.com/cuda-gpus."),
         )
     if name or vram or tflops:
-        major, minor = (capability or "0.0").split(".")
-        numbers = (int(major), int(minor)) if capability else None
+        numbers = None
+        if capability:
+            major, minor = capability.split(".")
+            numbers = (int(major), int(minor))
         return gpu_table.find(name or tr("a GPU of your own"), vram, tflops, numbers)
     if not importlib.util.find_spec("torch") or not hardware.driver_gpus():
         return None

@@ -202,9 +202,9 @@ def candidates(recipe: Recipe, step: int, gpu: GPUSpec, named: Collection[str] =
     distributed.require_shares(step, gpu.count)
     rows = step // gpu.count
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
-    ways = WAYS
+    ways = list(WAYS)
     if recipe.engine != "ddp" and "activation_offloading" not in named:
-        ways = WAYS[:2]
+        ways = ways[:2]
     recipes = []
     for size, (recompute, offload) in product(sizes, ways):
         option = replace(
