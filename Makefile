@@ -42,6 +42,7 @@ lint: $(VENV)/ready
 	$(PY) -m mypy
 	$(PY) .ci/sync.py --check
 	$(PY) .ci/translations.py --check
+	$(PY) .ci/density.py --check
 	$(VENV)/bin/lint-imports --no-cache
 
 graph: $(VENV)/ready  ## docs/imports.svg: which room imports which
