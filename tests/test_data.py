@@ -465,6 +465,14 @@ def test_a_row_of_parquet_or_arrow_may_be_as_long_as_a_line(
     assert len(rows) == 40 and all("z" * (1 << 19) in str(row.raw) for row in rows)
 
 
+def test_an_empty_batch_of_an_arrow_file_hides_no_row(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_pylist([qa(1)])
+    with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as stream:
+        stream.write_batch(pyarrow.RecordBatch.from_pylist([], schema=table.schema))
+        stream.write_table(table)
+    assert [row.raw for row in data.read_rows(tmp_path / "a.arrow")] == [qa(1)]
+
+
 PEAK = """
 import re
 from nbutils.data import dedupe, read

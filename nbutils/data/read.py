@@ -248,7 +248,7 @@ def _malformed(file: Path, line: int, text: str, problem: Exception) -> RowError
 
 
 def _table_rows(file: Path) -> Iterator[Row | RowError]:
-    """The rows under the names of the first line; columns without a name are left out."""
+    """The rows under the names of the first line."""
     csv.field_size_limit(LARGEST_VALUE)
     with _open(file) as raw:
         gbk = is_gbk(raw.peek(HEAD)[:HEAD])
@@ -287,7 +287,7 @@ def _without_blanks(values: list[str], width: int) -> list[str]:
     if not any(map(str.strip, values)):
         return []
     while len(values) > width and not values[-1].strip():
-        values = values[:-1]
+        values.pop()
     return values
 
 
@@ -308,7 +308,7 @@ def _arrow_rows(file: Path) -> Iterator[Row | RowError]:
             batches = pyarrow.parquet.ParquetFile(raw).iter_batches(PARQUET_ROWS, use_threads=False)
         for batch in batches:
             together = batch.nbytes * PARQUET_ROWS <= LONGEST_LINE  # otherwise one by one: all may share one value
-            size = batch.num_rows if together else 1
+            size = max(batch.num_rows, 1) if together else 1  # a batch may be empty
             for start in range(0, batch.num_rows, size):
                 rows = batch.slice(start, size)
                 if rows.nbytes > LONGEST_LINE:
