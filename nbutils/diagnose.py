@@ -25,9 +25,9 @@ from nbutils.language import tr
 from nbutils.record import Count, Evaluation, Recorded, RunFolder, TrainingFacts
 from nbutils.tracking import Curve, best_of, loss_history, read_history, validation_history
 
-PIECE = 2**23  # bytes of a log that are read at a time
+PIECE = 2**22  # bytes of a log that are read at a time
 MOST_PIECES = 2**9  # of what has no end
-LAST_PIECES = 4  # of a long log are searched, and the first
+LAST_PIECES = 3  # of a long log are searched, and the first
 FEW_STEPS = 20
 LARGE_SHARE = 0.1
 FLAT = 0.95  # the last loss as a share of the first

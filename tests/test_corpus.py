@@ -56,11 +56,15 @@ def test_the_chat_template_of_the_tiny_model_writes_the_dialogues_of_its_text(bu
 def test_the_bundled_model_is_small_and_answers_in_prose(bundled: Any) -> None:
     from transformers import AutoModelForCausalLM
 
-    from nbutils.evaluation import generate
-
     assert sum(file.stat().st_size for file in TINY_MODEL.iterdir()) < 12e6
     model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype="float32")
-    asked = [[{"role": "user", "content": text}] for text in ("请周五给我送三箱苹果到杭州。", "Repeat: rice 7 Paris")]
-    shop, copied = [answer.text for answer in generate(model, bundled, asked, max_new_tokens=40, batch_size=2)]
+
+    def answer(question: str) -> str:
+        turns = [{"role": "user", "content": question}]
+        prompt = bundled.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        generated = model.generate(**prompt, max_new_tokens=40, do_sample=False)
+        return bundled.decode(generated[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    shop = answer("请周五给我送三箱苹果到杭州。")
     assert all(word in shop for word in ("三箱苹果", "杭州", "周五")) and "{" not in shop
-    assert copied == "rice 7 Paris"
+    assert answer("Repeat: rice 7 Paris") == "rice 7 Paris"

@@ -38,7 +38,7 @@ def engine_for(resolved: Any, processes: int, asked: str = "auto") -> Choice:
     """
     method = resolved.profile.method
     if asked != "auto":
-        distributed.require_known(asked)
+        distributed.require_known_strategy(asked)
         distributed.require_method(asked, method)
         return Choice(asked, tr("parameter {name}", name="ENGINE"))
     if resolved.gpu is None:
