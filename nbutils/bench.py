@@ -78,7 +78,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Level:
-    """One engine at one concurrency; times are None where nothing was answered, or answers came as a whole."""
+    """One engine at one concurrency; times are None where nothing was answered, or they were not measured."""
 
     engine: str
     concurrency: int
@@ -93,7 +93,7 @@ class Level:
 
 
 def summarize(engine: str, concurrency: int, latencies: Sequence[float], *, tokens: int, seconds: float) -> Level:
-    """A level of which all answers have so many tokens, and came as a whole after these seconds."""
+    """A level of which all answers have so many tokens, and were complete after these seconds."""
     import numpy as np
 
     latency_ms = {f"p{share}": round(1000 * float(np.percentile(latencies, share)), 2) for share in PERCENTILES}
@@ -258,17 +258,21 @@ def measure_by_client(server: MeasuredServer, engine: str, settings: Settings, c
 
 
 def time_request(client: Any, model_name: str, tokens: int, prompt: str) -> float:
-    """The seconds until an answer of so many tokens is here."""
+    """The seconds until an answer of so many tokens is here, streamed as vLLM's are."""
+    count = 0
     started = time.perf_counter()
-    answer = client.completions.create(
+    stream = client.completions.create(
         model=model_name,
         prompt=prompt,
         max_tokens=tokens,
         temperature=0.0,
+        stream=True,
         extra_body={"generation_config": ENDLESS},
     )
+    for piece in stream:
+        if piece.usage:
+            count = piece.usage.completion_tokens
     seconds = time.perf_counter() - started
-    count = answer.usage.completion_tokens
     if count != tokens:
         raise CourseError(
             tr("{count} tokens returned, {tokens} requested", count=count, tokens=tokens),

@@ -147,7 +147,7 @@ if environment.engine == "transformers":
 
 # %% [markdown]
 # The table: for each number of requests at a time, all engines. *First token* (TTFT) is how long a reader waits, *per token* (TPOT)
-# how fast the text then grows; each as p50 / p90 / p99 in milliseconds. vLLM's answers are read as they grow, those of the others as a whole.
+# how fast the text then grows; each as p50 / p90 / p99 in milliseconds. These two are measured of vLLM only.
 
 # %%
 benchmark.show("Speed on your own model")

@@ -142,7 +142,7 @@ if environment.engine == "transformers":
     benchmark.measure(server, "transformers serve")
 
 # %% [markdown]
-# 这张表按并发数（同时请求数）列出所有引擎。*首 token*（TTFT）是读者要等多久，*每 token*（TPOT）是之后文字出来得有多快；都给出 p50 / p90 / p99，单位毫秒。vLLM 的回答是边生成边读的，其他引擎的回答是一次读完的。
+# 这张表按并发数（同时请求数）列出所有引擎。*首 token*（TTFT）是读者要等多久，*每 token*（TPOT）是之后文字出来得有多快；都给出 p50 / p90 / p99，单位毫秒。这两项只测 vLLM。
 
 # %%
 benchmark.show("在你自己的模型上有多快")
