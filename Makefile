@@ -19,14 +19,14 @@ LESSONS = $(shell git ls-files 'notebooks/*.py')
 course: $(VENV)/ready .venv-serve/ready.json  ## lessons 01-05, headless
 	$(PY) -m nbutils run $(ARGS)
 
-test: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## the gate: lessons, servers, environments; 16 minutes
+test: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## the gate: lessons, servers, environments
 	$(PYTEST) -m "not gpu and not long" $(ARGS)
 
 test-long: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## before a release: kills, all exports, all installs, DeepSpeed
 	$(INSTALL) --no-build-isolation setuptools deepspeed
 	$(PYTEST) -m long $(ARGS)
 
-test-fast: $(VENV)/ready  ## 2 minutes: no lesson, no server, no installation, no kill
+test-fast: $(VENV)/ready  ## a minute and a half: no lesson, no server, no installation, no kill
 	$(PYTEST) -m "not gpu and not notebook and not serve and not install and not slow and not long" $(ARGS)
 
 test-gpu: $(VENV)/ready  ## needs a CUDA GPU

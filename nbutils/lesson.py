@@ -66,7 +66,7 @@ class Machine:
 
 
 @dataclass
-class Lesson(record.LessonLike):
+class Lesson:
     """A lesson that was started by `begin`."""
 
     stem: str
@@ -94,7 +94,7 @@ class Lesson(record.LessonLike):
     def with_recipe(self, lengths: Sequence[int], held_out: int | None = None) -> Lesson:
         """The same lesson with the recipe for examples of these lengths (in tokens), `held_out` rows beside them.
 
-        Example: lesson = lesson.with_recipe(dataset.lengths, dataset.validation_rows)
+        Example: lesson = lesson.with_recipe(dataset.lengths, len(eval_rows))
         """
         from transformers.utils import cached_file
 

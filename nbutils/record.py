@@ -10,18 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
 from nbutils import display, former_names
-from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.files import DISTRIBUTION, read_json, read_object, stamp, write_json, write_text
-from nbutils.hardware import GPU
 from nbutils.language import joined, tr
 from nbutils.masking import KEY, MASK, mask_secrets
-from nbutils.platforms import Folders, Platform, detect, folders
+from nbutils.platforms import detect, folders
 
 PACKAGES = (
     DISTRIBUTION,
@@ -183,21 +181,6 @@ def find(name: str) -> RunFolder:
             todo=tr("Name one of these, or set NBUTILS_HOME to the folder of your runs."),
         )
     return run
-
-
-class LessonLike(Protocol):
-    """What the rooms use of a started lesson (`nbutils.lesson.Lesson`), so that none of them imports lessons."""
-
-    stem: str
-    platform: Platform
-    folders: Folders
-    gpu: GPU | None
-    profile: Profile
-    model: str
-    model_name: str
-    run: RunFolder
-    scratch: Path
-    started: float
 
 
 def versions() -> dict[str, str]:

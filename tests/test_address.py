@@ -202,6 +202,7 @@ def test_an_answer_without_a_page_is_left_alone(answer: bytes, set_up: SetUp, se
     assert time.monotonic() - began < 4
 
 
+@pytest.mark.slow
 def test_a_slow_server_and_none_hold_nobody_up(set_up: SetUp, sessions: Sessions) -> None:
     sessions.wait = 5
     began = time.monotonic()
@@ -272,6 +273,7 @@ def sync(clone: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         ("git@gitee.com:me/course.git", "git+https://gitee.com/me/course"),
     ],
 )
+@pytest.mark.slow
 def test_make_sync_takes_the_address_from_origin_and_a_check_does_not(
     clone: Path, sync: Callable[..., int], origin: str, address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

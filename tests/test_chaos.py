@@ -187,6 +187,7 @@ class Lesson03:
 
 
 @pytest.mark.notebook
+@pytest.mark.long
 def test_a_run_that_was_ended_killed_and_damaged_is_the_run_nobody_interrupted(tmp_path: Path) -> None:
     whole, run = Lesson03(tmp_path / "whole"), Lesson03(tmp_path / "runs")
     whole.complete()

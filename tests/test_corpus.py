@@ -53,6 +53,7 @@ def test_the_chat_template_of_the_tiny_model_writes_the_dialogues_of_its_text(bu
     assert prompt == corpus.chat("你好") + "<|im_start|>assistant\n"
 
 
+@pytest.mark.slow
 def test_the_bundled_model_is_small_and_answers_in_prose(bundled: Any) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -487,6 +487,7 @@ def peak_mib(code: str, home: Path) -> int:
     return int(python("-c", PEAK.format(code=code), home=home).stdout)
 
 
+@pytest.mark.slow
 def test_long_values_of_a_small_arrow_file_take_bounded_memory(tmp_path: Path) -> None:
     one, same = pyarrow.array(["ab" * (100 << 19)]), shared(100, "ab" * (30 << 19))
     files = {  # a value of 100 MiB, a hundred of 30 MiB
@@ -505,6 +506,7 @@ def test_no_row_of_any_format_is_longer_than_a_line(tmp_path: Path, monkeypatch:
     assert card.accepted == 2 and card.reasons == {"long_line": 1} and card.problems[0].line == 2 + ("csv" in name)
 
 
+@pytest.mark.slow
 def test_rejected_rows_do_not_stay_in_memory(tmp_path: Path) -> None:
     wrong = [*({"answer": answer} for answer in ("", 5, "a\0", "a</s>", "\ufffd")), {"images": ["a.png"]}]
     rows = [qa(n) | one | {"note": "x" * (1 << 20)} for n in range(3) for one in wrong]
@@ -743,6 +745,7 @@ def test_what_is_nearly_the_same_is_found_among_others() -> None:
     assert len(near_duplicates(others + copies)[0]) >= 0.98 * len(others), "nearly all pairs are found"
 
 
+@pytest.mark.slow
 def test_long_rows_are_compared_a_few_at_a_time_with_the_same_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

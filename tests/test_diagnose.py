@@ -238,6 +238,7 @@ def test_what_a_log_says_does_not_steer_the_terminal(capsys: Any) -> None:
     assert "out of memory" in shown and not steers(shown)
 
 
+@pytest.mark.slow
 def test_a_log_of_any_size_is_searched_at_both_ends_within_seconds(tmp_path: Path) -> None:
     line = tmp_path / "line.log"
     line.write_text("CUDA NCCL DataLoader worker " * 100_000 + "OSError: No space left on device")
@@ -256,6 +257,7 @@ def test_a_log_of_any_size_is_searched_at_both_ends_within_seconds(tmp_path: Pat
     assert diagnose.symptoms()["messages"]["disk_full"]["cause"] in ran.stdout
 
 
+@pytest.mark.slow
 def test_what_has_no_end_is_not_waited_for(tmp_path: Path) -> None:
     python("-m", "nbutils", "diagnose", "--error", "/dev/zero", home=tmp_path, timeout=60)
 

@@ -302,6 +302,7 @@ def test_a_process_that_is_silent_ends_the_job(script: Path) -> None:
 
 
 @pytest.mark.notebook
+@pytest.mark.long
 def test_a_weight_that_fsdp_keeps_gathered_has_the_checksum_of_its_shard(script: Path) -> None:
     script.write_text(
         "import os, sys, torch\nos.environ['ACCELERATE_USE_FSDP'] = 'true'\n"
@@ -368,6 +369,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.notebook
 @pytest.mark.parametrize("engine", ["ddp", "fsdp_qlora"])
+@pytest.mark.long
 def test_two_processes_train_what_one_trains_and_each_continues_the_other(
     alone: Path, tmp_path: Path, engine: str
 ) -> None:
@@ -405,6 +407,7 @@ def test_every_engine_trains_what_one_process_trains(tmp_path: Path, engine: str
 
 
 @pytest.mark.notebook
+@pytest.mark.long
 def test_a_killed_process_ends_the_job_and_one_process_goes_on(tmp_path: Path) -> None:
     words = [files.NOTEBOOKS / "03_qlora.py", "--PROFILE", "tiny", "--RUN_NAME", "r", "--SAVE_STEPS", "2"]
     env = os.environ | {"NBUTILS_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

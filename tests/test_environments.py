@@ -121,6 +121,7 @@ def test_a_build_ends_with_its_kernel_and_the_next_one_succeeds(tmp_path: Path) 
     assert environments.is_ready(tmp_path / "venv", RECIPE)
 
 
+@pytest.mark.long
 def test_without_uv_pip_builds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installer, "find_uv", lambda: None)
     environments.ensure(RECIPE, tmp_path / "venv")

@@ -90,6 +90,7 @@ def test_out_of_memory_halves_the_batch_and_other_errors_are_not_hidden() -> Non
             list(inference.in_batches([1, 2], 2, fails))
 
 
+@pytest.mark.slow
 def test_a_gpu_takes_as_many_rows_as_its_free_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Qwen2.5-7B on an H200, on a T4 in 4 bits, and on a CPU, where nothing is planned."""
     sizes = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 28,
@@ -318,6 +319,7 @@ def test_the_verdict(word: str, base: list[str], tuned: list[str], wanted: list[
     assert found.word == word and word in str(found) and max(map(len, str(found).splitlines())) <= display.WRAPPED_WIDTH
 
 
+@pytest.mark.slow
 def test_chance_seldom_helps_or_harms() -> None:
     rng, words = random.Random(8), list[str]()
     for _ in range(40):
@@ -391,6 +393,7 @@ def test_the_general_rows_are_sound_and_none_resembles_another(tmp_path: Path) -
     assert not data.prepare(str(files.SAMPLES / "general.jsonl"), tmp_path / "data").rejected
 
 
+@pytest.mark.slow
 def test_answers_become_a_table_facts_a_page_and_a_figure(
     tiny: Tiny, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
@@ -439,6 +442,7 @@ def test_thinking_that_the_prompt_opened_is_no_part_of_an_answer(tiny: Tiny, tmp
 
 
 @pytest.mark.parametrize("in_4_bits", [False, True])
+@pytest.mark.slow
 def test_later_lessons_read_the_stored_answers_of_the_merged_model(
     tiny: Tiny, tmp_path: Path, in_4_bits: bool, monkeypatch: Any
 ) -> None:

@@ -269,6 +269,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Fixed, Predict
      pytest.param("int8", 0, 0.6, 0.01, marks=LONG), pytest.param("gguf-f16", 0, 1.05, 1e-4, marks=LONG),
      pytest.param("awq", 8, 0.4, 0.4, marks=[LONG, NEEDS_BF16])],
 )  # fmt: skip
+@pytest.mark.long
 def test_a_real_export_is_smaller_and_nearly_the_same_model(
     name: str, rows: int, largest: float, apart: float, real: tuple[Path, Fixed, Predictions]
 ) -> None:
@@ -312,6 +313,7 @@ def test_lesson_08_exports_compares_and_packs_the_merged_model(course_run: Path,
 
 
 @pytest.mark.install
+@pytest.mark.long
 def test_llama_cpps_converter_runs_no_code_of_a_model(tmp_path: Path) -> None:
     """For GLM and some others it asks transformers to trust whatever code lies beside the tokenizer."""
     from transformers import GlmConfig, GlmForCausalLM

@@ -157,6 +157,7 @@ def test_ray_accepts_the_trainer_and_a_worker_starts_the_lesson(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_vllm_has_the_options_that_the_page_and_profiles_name() -> None:
     python = environments.place(engine.PREFIX, "serve") / "bin/python"
     if not python.exists():

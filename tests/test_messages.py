@@ -45,6 +45,7 @@ def checked(folder: Path) -> str:
     return str(python(folder / ".ci/translations.py", "--check", home=folder, ok=None, cwd=folder).stdout)
 
 
+@pytest.mark.slow
 def test_the_catalogue_is_checked_for_missing_unused_fuzzy_and_stale_entries(tmp_path: Path) -> None:
     for name in (".ci/translations.py", ".ci/choosing.py", "tests/contracts.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

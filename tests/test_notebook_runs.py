@@ -115,6 +115,7 @@ def test_a_kaggle_run_that_was_stopped_is_continued_by_the_next_version(tmp_path
     assert (again / f"checkpoints/checkpoint-{steps}.json").exists()  # the chain can go on from this version alone
 
 
+@pytest.mark.long
 def test_a_drive_that_vanishes_does_not_stop_the_training_and_is_not_written_into(tmp_path: Path) -> None:
     machine, log = simulate.mounted(simulate.colab(tmp_path, gpu=False)), tmp_path / "log"
     drive, mounts = machine.root / "content/drive", machine.root / "proc/mounts"

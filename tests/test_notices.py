@@ -130,6 +130,7 @@ def test_every_address_of_apprise_is_understood(
     assert notices._service("demo", "test").name == name
 
 
+@pytest.mark.slow
 def test_another_server_gets_all_fields_and_whatever_it_does_costs_one_line(
     machine: simulate.Machine, monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,6 +185,7 @@ def dripping() -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_server_that_never_ends_its_answer_holds_neither_the_command_nor_the_power_off(
     machine: simulate.Machine, run: RunFolder, dripping: str, monkeypatch: Patch
 ) -> None:
@@ -457,6 +459,7 @@ WAIT = "import os, time\nopen({!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_kernel_that_is_killed_under_papermill_is_told(tmp_path: Path) -> None:
     site, machine, started = Site(), simulate.autodl(tmp_path), tmp_path / "started"
     machine.env |= {"NBUTILS_NOTICE": "1", "NBUTILS_POWER_OFF": "always", "NBUTILS_NOTICE_URL": site.url}
@@ -473,6 +476,7 @@ def test_a_kernel_that_is_killed_under_papermill_is_told(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_kernel_that_is_shut_down_by_its_user_is_not_told(tmp_path: Path) -> None:
     site, machine = Site(), simulate.autodl(tmp_path)
     machine.env |= {"NBUTILS_NOTICE": "1", "NBUTILS_POWER_OFF": "always", "NBUTILS_NOTICE_URL": site.url}

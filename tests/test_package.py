@@ -110,6 +110,7 @@ def test_the_chinese_readme_has_the_sections_commands_parameters_and_variables_o
     assert "(README.md)" in CHINESE_README
 
 
+@pytest.mark.long
 def test_files_a_user_leaves_in_the_checkout_turn_nothing_red(tmp_path: Path) -> None:
     for name in tracked():
         if not name.startswith("benchmarks/results"):

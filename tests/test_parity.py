@@ -89,6 +89,7 @@ def test_the_fixed_set_is_small_and_ends_within_the_references(evaluator: evalua
     assert max(map(len, short.texts)) == 39 and max(map(len, short.prompts)) <= 40 - parity.ANSWER_TOKENS
 
 
+@pytest.mark.slow
 def test_predictions_are_what_the_model_says_without_padding(base: Any, texts: Fixed, store: Found) -> None:
     at = 0
     for text, count in zip(texts.texts[:3], texts.measured[:3], strict=True):

@@ -334,6 +334,7 @@ def test_a_profile_names_any_tracker_of_transformers_and_its_files_go_to_the_run
 
 
 @pytest.mark.usefixtures("no_trackers")
+@pytest.mark.slow
 def test_wandb_is_offline_in_the_run_folder_or_online_with_a_key(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     assert tracking.begin(tmp_path / "logs", "demo") == ["tensorboard", "wandb"]
     tracking.end(tmp_path / "kept")  # the logs are copied there
@@ -814,6 +815,7 @@ def test_a_validation_takes_as_many_forward_passes_as_micro_batches_of_its_token
     assert passes == [240, 60, 60, 60, 60, 60]
 
 
+@pytest.mark.slow
 def test_validation_at_start_saves_and_end_changes_nothing(tmp_path: Path, whole: Any) -> None:
     trainer, _ = validated(tmp_path, load_best_model_at_end=False)
     trainer.train()
@@ -824,6 +826,7 @@ def test_validation_at_start_saves_and_end_changes_nothing(tmp_path: Path, whole
     assert len(json.loads((tmp_path / "history.json").read_text())) == len(losses) + 5
 
 
+@pytest.mark.slow
 def test_the_best_step_is_restored_also_by_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = validated(tmp_path, (5.0, 3.0, 4.0), monkeypatch, max_steps=4)
     first.train()
@@ -840,6 +843,7 @@ def test_the_best_step_is_restored_also_by_a_resumed_run(tmp_path: Path, monkeyp
     assert (numbers["validation_loss"], numbers["best_step"]) == ({"first": 5.0, "best": 3.0, "last": 4.6}, 2)
 
 
+@pytest.mark.slow
 def test_it_ends_early_when_the_loss_rises_and_at_once_when_it_is_not_finite(tmp_path: Path, monkeypatch: Any) -> None:
     trainer, callback = validated(tmp_path / "a", (5.0, 3.0, 3.1, 3.2), monkeypatch, patience=2, max_steps=20)
     trainer.train()
@@ -913,6 +917,7 @@ def interrupt_at(callback: Any, step: int) -> None:
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(demo: Any, monkeypatch: Any) -> None:
     saved: list[Any] = []
     progress = [place / "logs/progress.json" for place in (demo.scratch, demo.run.path)]
@@ -947,6 +952,7 @@ def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(de
         run.save_adapter(longer, None)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_saves_and_logs_as_the_arguments_of_today_say(demo: Any, caplog: Any) -> None:
     run.train(*start(demo, 4, every=4, logging_steps=4))
     transformers = logging.getLogger("transformers")
@@ -959,6 +965,7 @@ def test_a_resumed_run_saves_and_logs_as_the_arguments_of_today_say(demo: Any, c
     assert "trainer_state.json" not in caplog.text, "it would say that the old ones count"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_validates_as_it_began_to_and_counts_the_time_of_all_sessions(demo: Any) -> None:
     trainer, callback = start(demo, 9, every=4)
     callback.live.price = {"¥": 3600.0}
@@ -1005,6 +1012,7 @@ def test_a_damaged_state_of_the_trainer_is_told_with_its_file(demo: Any) -> None
         assert json.loads((newest / checkpoints.STATE).read_text())["global_step"] == 4, "its folder says so"
 
 
+@pytest.mark.slow
 def test_losses_on_other_rows_are_no_part_of_the_measure(demo: Any, capsys: Any) -> None:
     run.train(*start(demo, 4, held_out=5))
     trainer, callback = start(demo, 7, held_out=3)
@@ -1016,6 +1024,7 @@ def test_losses_on_other_rows_are_no_part_of_the_measure(demo: Any, capsys: Any)
     assert [one["step"] for one in kept if "eval_loss" in one] == [4, 6, 7]
 
 
+@pytest.mark.slow
 def test_stops_do_not_bring_the_early_end_nearer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses, checkpoint = {0: 5.0, 2: 3.0, 4: 3.2, 6: 3.4}, None
     for stop, ended in ((3, False), (5, False), (99, True)):
@@ -1079,6 +1088,7 @@ def batch_of(trainer: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("calls", "steps"), [((1,), [1]), ((7, 8), [4, 4]), ((6, 15), [3, 5])])
+@pytest.mark.slow
 def test_a_training_goes_on_from_its_last_step(tmp_path: Path, whole: Any, calls: Any, steps: Any) -> None:
     reached = (1, 8) if len(calls) > 1 else (2, 4)
     trainer, lesson, taken = build(tmp_path, save_steps=3), lesson_in(tmp_path), []
@@ -1117,6 +1127,7 @@ def test_no_step_is_lost_wherever_memory_runs_out(tmp_path: Path, monkeypatch: A
     assert_same(trainer, whole, since=6 if checkpoint else 0)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_is_turned_on_and_then_nothing_is_left(tmp_path: Path, whole: Any) -> None:
     trainer = build(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8)
     run_out(trainer, 12)
@@ -1175,6 +1186,7 @@ def test_settings_get_smaller_in_order_and_the_batch_stays(start: Any, offload: 
     assert seen == expected
 
 
+@pytest.mark.slow
 def test_the_loss_scale_of_float16_goes_on(tmp_path: Path) -> None:
     class Overflow(TrainerCallback):
         """The gradients of the first step are too large for the loss scale."""

@@ -117,6 +117,8 @@ def merge_adapter(
     out = Path(out)
     files.require_apart(out, model.path, *paths)
     plans = plan_weights(model, adapters)
+    if onto not in ONTO:
+        raise ValueError(f"onto is {onto!r}; it may be full or dequantized")
     if onto == "dequantized":
         settings = FOUR_BIT | dict(quantization or {})
         for name in plans.keys() & quantized_weights(model.path):
