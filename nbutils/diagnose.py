@@ -25,7 +25,7 @@ from nbutils.language import tr
 from nbutils.record import Count, Evaluation, Recorded, RunFolder, TrainingFacts
 from nbutils.tracking import Curve, best_of, loss_history, read_history, validation_history
 
-PIECE = 2**22  # bytes of a log that are read at a time
+PIECE = 2**21  # bytes of a log that are read at a time
 MOST_PIECES = 2**9  # of what has no end
 LAST_PIECES = 3  # of a long log are searched, and the first
 FEW_STEPS = 20

@@ -127,7 +127,11 @@ def test_the_command_measures_a_running_server_by_vllm_bench_serve(
     assert (body["max_tokens"], body["ignore_eos"], body["temperature"], body["model"]) == (20, True, 0, "tuned")
     assert {body["key"] for body in engine.bodies} == {f"Bearer {KEY}"}
 
+
+@pytest.mark.long
+def test_requests_that_fail_are_counted_and_the_others_kept(engine: Engine, tmp_path: Path) -> None:
     engine.faults = iter(["", *FAULTS, *[""] * 4])  # the first answers the warm-up
+    words = ["bench-serve", "--url", engine.url, "--prompt-tokens", "16", "--out", str(tmp_path)]
     ran = invoke(*words, "--concurrency", "1", "--answer-tokens", "5")
     assert "Bad Request" in ran.output and "Traceback" not in ran.output
     [level] = json.loads((tmp_path / "bench.json").read_text())["levels"]
@@ -281,13 +285,16 @@ def test_plain_generate_is_measured_in_this_process() -> None:
 @pytest.mark.notebook
 @pytest.mark.serve
 @pytest.mark.timeout(600)
-def test_lesson_09_measures_all_engines_and_serves_base_and_adapter(course_run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rivals", ["generate", pytest.param("generate,transformers-serve", marks=pytest.mark.long)])
+def test_lesson_09_measures_all_engines_and_serves_base_and_adapter(
+    course_run: Path, tmp_path: Path, rivals: str
+) -> None:
     shutil.copytree(course_run, tmp_path / "tiny")
-    python(ROOT / "notebooks/09_benchmark.py", "--PROFILE", "tiny", home=tmp_path)
+    python(ROOT / "notebooks/09_benchmark.py", "--PROFILE", "tiny", "--RIVALS", rivals, home=tmp_path)
     entry = lesson_facts(tmp_path / "tiny", "09_benchmark")
     assert entry["side_by_side"]["tuned"] == 32 and entry["side_by_side"]["base"] < 16 and entry["parity"]["holds"]
     levels = json.loads((tmp_path / "tiny/bench.json").read_text(encoding="utf-8"))["levels"]
-    assert {level["engine"] for level in levels} == {"generate", "vllm", "transformers serve"}
+    assert {level["engine"] for level in levels} == {"vllm", *rivals.replace("-", " ").split(",")}
     assert {level["errors"] for level in levels} == {0} and (tmp_path / "tiny/bench.png").exists()
 
 

@@ -72,25 +72,30 @@ def test_the_course_serves_what_generate_says(course_run: Path) -> None:
     assert "/docs" in executed
 
 
-def test_papermill_without_an_output_path_keeps_the_executed_copy_and_repeats_nothing(trained_home: Path) -> None:
-    before = lesson_facts(trained_home / "tiny")
-    python("-m", "papermill", LESSON_03, home=trained_home, stdin=None, input="")  # a pipe, as in a cron job
+def test_papermill_without_an_output_path_continues_a_run_and_keeps_the_executed_copy(trained_home: Path) -> None:
+    steps = lesson_facts(trained_home / "tiny")["steps"]
+    words = ["-m", "papermill", LESSON_03, "-p", "PROFILE", "tiny", "-p", "MAX_STEPS", str(steps + 2)]
+    python(*words, home=trained_home, stdin=None, input="")  # a pipe, as in a cron job
     parent, terminal = pty.openpty()
     python("-m", "papermill", LESSON_01, home=trained_home, stdin=terminal, stdout=terminal)
     os.close(parent)
-    after = lesson_facts(trained_home / "tiny")
-    assert after["resumed_from_step"] == after["steps"] == before["steps"]
+    entry = lesson_facts(trained_home / "tiny")
+    assert (entry["resumed_from_step"], entry["steps"]) == (steps, steps + 2)
     assert all((trained_home / "notebooks" / lesson.name).exists() for lesson in (LESSON_01, LESSON_03))
     changed = subprocess.run(["git", "status", "--porcelain", "notebooks"], cwd=ROOT, capture_output=True, text=True)
     assert " M notebooks/03_qlora.ipynb" not in changed.stdout
 
 
-def test_a_plain_script_continues_a_run_and_refuses_another_training_in_its_place(trained_home: Path) -> None:
-    steps = lesson_facts(trained_home / "tiny")["steps"]
-    words = [ROOT / "notebooks/03_qlora.py", "--PROFILE", "tiny", "--MAX_STEPS", str(steps + 2)]
-    refused = python(*words, "--SEED", "7", "--SET", "sft.learning_rate=1e-4", home=trained_home, ok=False)
+def test_a_plain_script_refuses_another_training_in_the_place_of_a_run(trained_home: Path) -> None:
+    words = [ROOT / "notebooks/03_qlora.py", "--PROFILE", "tiny", "--SEED", "7", "--SET", "sft.learning_rate=1e-4"]
+    refused = python(*words, home=trained_home, ok=False)
     assert all(word in refused.stderr for word in ("seed: kept 42", "learning_rate: kept 0.002", "RUN_NAME"))
     assert "Traceback" not in refused.stderr
-    python(*words, home=trained_home)
-    entry = lesson_facts(trained_home / "tiny")
-    assert (entry["resumed_from_step"], entry["steps"]) == (steps, steps + 2)
+
+
+@pytest.mark.long
+def test_a_plain_script_repeats_nothing(trained_home: Path) -> None:
+    before = lesson_facts(trained_home / "tiny")
+    python(ROOT / "notebooks/03_qlora.py", "--PROFILE", "tiny", home=trained_home)
+    after = lesson_facts(trained_home / "tiny")
+    assert after["resumed_from_step"] == after["steps"] == before["steps"]

@@ -135,10 +135,11 @@ def test_every_known_shape_becomes_the_same_messages(raw: dict[str, Any]) -> Non
     assert chat(raw).messages == PAIR
 
 
-def test_columns_beside_question_and_answer_are_taken() -> None:
-    row = chat({"system": "短", "instruction": "c", "input": "    x", "output": "\n    d\n", "history": None})
-    assert texts(row) == ["短", "c\n    x", "    d"]
-    assert [message["role"] for message in row.messages] == ["system", "user", "assistant"]
+@pytest.mark.parametrize("history", [[["a", "b"]], json.dumps([["a", "b"]])])
+def test_columns_beside_question_and_answer_are_taken(history: Any) -> None:
+    row = chat({"system": "短", "instruction": "c", "input": "    x", "output": "\n    d\n", "history": history})
+    assert texts(row) == ["短", "a", "b", "c\n    x", "    d"]
+    assert [message["role"] for message in row.messages] == ["system", "user", "assistant", "user", "assistant"]
     whole = "<think>\n想\n</think>\n\n今天晴。"  # reasoning stands before the answer
     apart = {"messages": [ASKED, {**SAID, "reasoning_content": "想\n"}]}
     column = {"question": "天气?", "Complex_CoT": "想", "response": "今天晴。"}
@@ -170,7 +171,7 @@ def said(answer: Any) -> dict[str, Any]:
     ({"messages": []}, "empty", "messages"), ({"messages": ["hello"]}, "wrong_type", "messages[0]"),
     ({"messages": [{"content": "hello"}]}, "missing_field", "messages[0].role"),
     ({"instruction": "a", "input": 0, "output": "b"}, "wrong_type", "input"),
-    (said("b") | {"history": [["c", "d"]]}, "unsupported_field", "history"),
+    (said("b") | {"history": [["c", "d", "e"]]}, "wrong_type", "history[0]"),
     (said("b") | {"system": 0}, "wrong_type", "system"), (said("b") | {"tools": [5]}, "wrong_type", "tools[0]"),
     (said("b") | {"tools": [{"name": "a"}]}, "missing_field", "tools[0].function"),
     ({"conversations": [{"from": "function_call", "value": "{}"}]}, "unknown_role", "conversations[0].from"),

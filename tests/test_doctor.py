@@ -193,6 +193,7 @@ for words in ("doctor", plan, f"data check assistant_en --out {out}"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "told"), [("darwin", "bitsandbytes"), ("win32", "wsl --install")])
+@pytest.mark.long
 def test_a_mac_and_windows_have_what_they_need_for_doctor_plan_and_data_check(
     kind: str, told: str, tmp_path: Path
 ) -> None:

@@ -40,7 +40,8 @@ OPTIONAL = {  # parts that a row may have beside these, by the names of their co
     "system": ("system", "system_prompt", "系统", "系统提示"),
     "tools": ("tools", "工具"),
     "reasoning": ("reasoning_content", "complex_cot", "思考过程"),
-    "unsupported": ("images", "image", "videos", "video", "audios", "audio", "history", "历史"),
+    "history": ("history", "历史"),
+    "unsupported": ("images", "image", "videos", "video", "audios", "audio"),
 }
 WIDE_SIGNS = str.maketrans("，；＝＋\n;", ",,=+,,")
 ALIASES = {
@@ -164,6 +165,7 @@ class Message(TypedDict):
 
 MESSAGE: TypeAdapter[Message] = TypeAdapter(Message)
 MESSAGES: TypeAdapter[list[Any]] = TypeAdapter(Annotated[list[Any], Field(min_length=1), BeforeValidator(_from_json)])
+PAIRS: TypeAdapter[list[tuple[str, str]]] = TypeAdapter(Annotated[list[tuple[str, str]], BeforeValidator(_from_json)])
 TOOLS: TypeAdapter[list[Tool]] = TypeAdapter(Annotated[list[Tool], BeforeValidator(_from_json)])
 
 
@@ -331,6 +333,8 @@ def _turns(raw: Json, parts: Parts) -> list[Turn]:
         turns += _from_list(raw, question)
         turns += _from_list(raw, answer)
     else:
+        if "history" in parts:
+            turns += _from_history(raw, parts["history"][0])
         turns.append(_from_columns("user", raw, parts))
         turns.append(_from_columns("assistant", raw, parts))
     return turns
@@ -344,6 +348,16 @@ def _from_list(raw: Json, column: str) -> list[Turn]:
         if isinstance(message, dict) and "value" in message:
             field = f"{place}.value"
         turns.append(Turn(place, field, message))
+    return turns
+
+
+def _from_history(raw: Json, column: str) -> list[Turn]:
+    """Earlier rounds of an alpaca row: [[question, answer], ...]."""
+    turns = []
+    for index, (question, answer) in enumerate(_validated(PAIRS, raw[column] or [], column)):
+        place = f"{column}[{index}]"
+        turns.append(Turn(place, place, {"role": "user", "content": question}))
+        turns.append(Turn(place, place, {"role": "assistant", "content": answer}))
     return turns
 
 
