@@ -354,10 +354,13 @@ def _from_list(raw: Json, column: str) -> list[Turn]:
 def _from_history(raw: Json, column: str) -> list[Turn]:
     """Earlier rounds of an alpaca row: [[question, answer], ...]."""
     turns = []
-    for index, (question, answer) in enumerate(_validated(PAIRS, raw[column] or [], column)):
+    pairs = _validated(PAIRS, raw[column] or [], column)
+    for index, (question, answer) in enumerate(pairs):
         place = f"{column}[{index}]"
-        turns.append(Turn(place, place, {"role": "user", "content": question}))
-        turns.append(Turn(place, place, {"role": "assistant", "content": answer}))
+        asked = {"role": "user", "content": question}
+        answered = {"role": "assistant", "content": answer}
+        turns.append(Turn(place, place, asked))
+        turns.append(Turn(place, place, answered))
     return turns
 
 
