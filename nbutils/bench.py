@@ -239,6 +239,7 @@ def read_level(engine: str, result: Mapping[str, Any], tokens: int) -> Level:
 def measure_by_client(server: MeasuredServer, engine: str, settings: Settings, concurrency: int) -> Level:
     """Measure one level with the `openai` client in threads, which is fast enough for `transformers serve`."""
     from openai import OpenAI
+    from transformers import AutoTokenizer
 
     client = OpenAI(
         base_url=server.url,
@@ -246,7 +247,7 @@ def measure_by_client(server: MeasuredServer, engine: str, settings: Settings, c
         timeout=300.0,
         max_retries=0,
     )
-    tokenizer = load_tokenizer(server.model)
+    tokenizer = AutoTokenizer.from_pretrained(server.model, trust_remote_code=False)
     prompts = [tokenizer.decode(ids) for ids in settings.prompts(tokenizer, concurrency)]
     tokens = settings.answer_tokens
     request = partial(time_request, client, server.model_name, tokens)
@@ -297,13 +298,6 @@ def time_generate(model: Any, prompts: Any, tokens: int) -> float:
         )
     answers.tolist()  # waits for the GPU
     return time.perf_counter() - started
-
-
-def load_tokenizer(folder: Path | str) -> Any:
-    """The tokenizer of a model."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 @dataclass
@@ -435,12 +429,12 @@ class Benchmark:
     def generate(self, folder: Path) -> None:
         """Plain `generate` in batches, on the first prompts that servers get."""
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         settings = self.settings.for_slow_engine(32)
         tokens = settings.answer_tokens
         print(settings, flush=True)
-        tokenizer = load_tokenizer(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         dtype = hardware.dtype(self.gpu).value
         device = "cuda:0" if self.gpu else "cpu"
         model: Any = AutoModelForCausalLM.from_pretrained(

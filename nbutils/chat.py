@@ -80,9 +80,9 @@ def rows_think(rows: Sequence[Row]) -> bool:
     return False
 
 
-def common_length(one: list[int], other: list[int]) -> int:
+def common_length(left: list[int], right: list[int]) -> int:
     """How many tokens two sequences share from the start."""
-    return len(commonprefix([one, other]))  # noqa: RUF071
+    return len(commonprefix([left, right]))  # noqa: RUF071
 
 
 def find_stop_ids(tokenizer: Any, generation: Any = None) -> set[int]:

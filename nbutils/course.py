@@ -92,7 +92,7 @@ def _stopped(stem: str, received: signal.Signals) -> CourseError:
 def _require_complete(folder: RunFolder) -> None:
     """End a run whose training has not reached its last step."""
     trained = record.load(folder.facts).lessons.trained
-    if trained.steps < trained.planned_steps:
+    if not trained.ended:
         raise Unfinished(
             tr(
                 "The training has ended at step {step} of {steps}, so the next lessons wait.",

@@ -213,7 +213,7 @@ def few_steps(run: Trained) -> str:
 def unfinished(run: Trained) -> str:
     """The training did not reach its planned steps."""
     facts = run.facts
-    if facts.steps < facts.planned_steps:
+    if not facts.ended:
         return tr("step {steps} of {planned}", steps=facts.steps, planned=facts.planned_steps)
     return ""
 

@@ -281,11 +281,11 @@ def _require_ours(target: Path) -> None:
 
 def sizes(folder: Path) -> dict[str, int]:
     """The size of every file below a folder but the stamp, also of those a link leads to."""
-    found = {}
+    by_name = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file() and file.name != STAMP:
-            found[file.relative_to(folder).as_posix()] = file.stat().st_size
-    return found
+            by_name[file.relative_to(folder).as_posix()] = file.stat().st_size
+    return by_name
 
 
 def require_own(folder: Path) -> None:

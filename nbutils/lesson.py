@@ -226,7 +226,7 @@ def _summary(entry: Facts) -> str:
 def require_trained(run: RunFolder) -> None:
     """Refuse the adapter of a training that has not ended, or of other rows than those of the run."""
     trained = record.load(run.facts).lessons.trained
-    if trained.steps < trained.planned_steps:
+    if not trained.ended:
         raise CourseError(
             tr(
                 "The training of this run has ended at step {step} of {steps}.",

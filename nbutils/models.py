@@ -26,7 +26,7 @@ from urllib.parse import quote
 from pydantic import Field
 from tqdm import tqdm
 
-from nbutils import disk, files
+from nbutils import disk, files, platforms
 from nbutils.config import Strict, Text, flat, read_table
 from nbutils.errors import CourseError, DownloadFailed
 from nbutils.hardware import Choice
@@ -502,3 +502,27 @@ def _convert_gguf(file: Path, out: Path) -> None:
     model.tie_weights()
     model.to(torch.bfloat16).save_pretrained(out)
     AutoTokenizer.from_pretrained(file.parent, **known, trust_remote_code=False).save_pretrained(out)
+
+
+def load_tokenizer(name: str, parameter: str) -> Any:
+    """The tokenizer of a model: its course name, hub id or folder, as `parameter` has it.
+
+    Example: `models.load_tokenizer("Qwen3-4B-Instruct-2507", "TOKENIZER")`
+    """
+    from transformers import AutoTokenizer
+
+    folders = platforms.folders(platforms.detect())
+    model = meant(name, folders.inputs).value
+    try:
+        return AutoTokenizer.from_pretrained(model, local_files_only=not network.hub_online(), trust_remote_code=False)
+    except (OSError, ValueError) as problem:
+        raise CourseError(
+            tr(
+                "There is no tokenizer for {parameter} {model}: {reason}",
+                parameter=parameter,
+                model=name,
+                reason=str(problem).partition("\n")[0],
+            ),
+            allowed=tr("tiny, a model of the course, a folder with a model, or a hub id"),
+            todo=tr("Correct {parameter}, or connect this machine to the hub.", parameter=parameter),
+        ) from problem

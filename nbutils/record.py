@@ -67,6 +67,11 @@ class TrainingFacts(Recorded):
     data_fingerprint: str | None = None
     settings: Facts = {}
 
+    @property
+    def ended(self) -> bool:
+        """Whether the training reached its last step; also if there was none."""
+        return self.steps >= self.planned_steps
+
 
 class Interval(Recorded, extra="ignore"):
     """A mean and its bounds; a mean that is not a number is None."""

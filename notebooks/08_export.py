@@ -62,7 +62,7 @@ import nbutils
 from nbutils import exporting, sharing
 
 lesson = nbutils.start("08_export", globals())
-formats = exporting.chosen(EXPORTS or "gguf-q8_0")
+formats = exporting.parse_formats(EXPORTS or "gguf-q8_0")
 if PUSH_TO not in ("", "file"):
     sharing.parse(PUSH_TO)
 lesson.require("04_merge")

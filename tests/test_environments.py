@@ -15,11 +15,11 @@ import pytest
 from support import refused, wait_for
 
 from nbutils import environments, files, processes
-from nbutils.environments import Recipe, installer
+from nbutils.environments import EnvironmentSpec, installer
 
 PROBE = 'import json, importlib.metadata as m\nprint(json.dumps({"thing": m.version("thing")}))'
 UV_VARIABLES = installer.uv_variables
-RECIPE = Recipe("thing", (("thing==1.0",),), (), PROBE, 0.001, "NBUTILS_THING")
+SPEC = EnvironmentSpec("thing", (("thing==1.0",),), (), PROBE, 0.001, "NBUTILS_THING")
 pytestmark = pytest.mark.install
 
 
@@ -45,19 +45,19 @@ def installed(venv: Path) -> bool:
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
     """A finished environment of a test's own."""
-    environments.ensure(RECIPE, tmp_path / "venv")
+    environments.ensure(SPEC, tmp_path / "venv")
     return tmp_path / "venv"
 
 
 def test_it_is_built_once_and_then_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "venv"
     with ThreadPoolExecutor(2) as both:
-        python, same = both.map(environments.ensure, [RECIPE] * 2, [folder] * 2)
+        python, same = both.map(environments.ensure, [SPEC] * 2, [folder] * 2)
     assert python == same and capsys.readouterr().out.count("is ready") == 1
     marker = json.loads((folder / "ready.json").read_text(encoding="utf-8"))
-    assert marker == RECIPE.described | {"versions": {"thing": "1.0"}}
+    assert marker == SPEC.described | {"versions": {"thing": "1.0"}}
     files.write_json(folder / "ready.json", marker | {"installed": {}, "built": 1.0})  # as former versions wrote it
-    assert environments.ensure(RECIPE, folder) == python and capsys.readouterr().out == ""
+    assert environments.ensure(SPEC, folder) == python and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_an_incomplete_one_is_built_anew_and_a_link_stays_a_link(venv: Path, dam
     (link := venv.with_name("link")).symlink_to(venv)
     damage(venv)
     (venv / "leftover").touch()
-    environments.ensure(RECIPE, link)
-    assert link.is_symlink() and installed(venv) and environments.is_ready(venv, RECIPE)
+    environments.ensure(SPEC, link)
+    assert link.is_symlink() and installed(venv) and environments.is_ready(venv, SPEC)
     assert not (venv / "leftover").exists()
 
 
@@ -81,23 +81,23 @@ def test_one_that_cannot_import_is_refused_and_built_anew_the_next_time(venv: Pa
     environments.require_imports(python, "ImportError: This modeling file requires einops. Run `pip install einops`")
     for line in ("ModuleNotFoundError: No module named 'thing'", "x/_C.abi3.so: undefined symbol: _ZN3c10",
                  "OSError: libtorch.so: cannot open shared object file"):  # fmt: skip
-        files.write_json(venv / "ready.json", RECIPE.described)
+        files.write_json(venv / "ready.json", SPEC.described)
         with refused(f"The environment {venv} is broken:", f"is broken: {line}"):
             environments.require_imports(python, f"Traceback\n{line}\nmore")
-        assert not environments.is_ready(venv, RECIPE)
+        assert not environments.is_ready(venv, SPEC)
     environments.require_imports(Path(sys.executable), line)  # not ours to rebuild
 
 
 def test_a_build_that_fails_leaves_nothing_trusted(venv: Path) -> None:
-    outdated = replace(RECIPE, steps=(("thing==2.0",),))
+    outdated = replace(SPEC, steps=(("thing==2.0",),))
     with refused("Building the thing environment failed", "failed at `thing==2.0`:", "NBUTILS_THING_PYTHON"):
         environments.ensure(outdated, venv)
-    assert not environments.is_ready(venv, RECIPE)
-    broken = replace(RECIPE, probe="raise ImportError('libcudart.so.13')")
+    assert not environments.is_ready(venv, SPEC)
+    broken = replace(SPEC, probe="raise ImportError('libcudart.so.13')")
     with refused("failed at `first import`:", "libcudart.so.13"):
         environments.ensure(broken, venv)
     assert not environments.is_ready(venv, broken)
-    environments.ensure(replace(RECIPE, remove=("thing",), probe="print('{}')"), venv)
+    environments.ensure(replace(SPEC, remove=("thing",), probe="print('{}')"), venv)
     assert not installed(venv), "what must not stay is removed"
 
 
@@ -106,7 +106,8 @@ import pathlib, sys
 from nbutils import environments
 slow = "import os, sys, time; open(sys.argv[-1], 'w').write(str(os.getpgrp())); time.sleep(60)"
 environments.installer.new_environment = lambda folder: [sys.executable, "-c", slow, sys.argv[2]]
-environments.ensure(environments.Recipe("thing", (), (), "", 0.001, "NBUTILS_THING"), pathlib.Path(sys.argv[1]))
+spec = environments.EnvironmentSpec("thing", (), (), "", 0.001, "NBUTILS_THING")
+environments.ensure(spec, pathlib.Path(sys.argv[1]))
 """
 
 
@@ -117,31 +118,31 @@ def test_a_build_ends_with_its_kernel_and_the_next_one_succeeds(tmp_path: Path) 
     kernel.kill()
     kernel.wait(10)
     wait_for(lambda: not processes.members(int(group.read_text())), 20)
-    environments.ensure(RECIPE, tmp_path / "venv")
-    assert environments.is_ready(tmp_path / "venv", RECIPE)
+    environments.ensure(SPEC, tmp_path / "venv")
+    assert environments.is_ready(tmp_path / "venv", SPEC)
 
 
 @pytest.mark.long
 def test_without_uv_pip_builds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installer, "find_uv", lambda: None)
-    environments.ensure(RECIPE, tmp_path / "venv")
-    assert installed(tmp_path / "venv") and environments.is_ready(tmp_path / "venv", RECIPE)
+    environments.ensure(SPEC, tmp_path / "venv")
+    assert installed(tmp_path / "venv") and environments.is_ready(tmp_path / "venv", SPEC)
     subprocess.run(installer.change(tmp_path / "venv/bin/python", "uninstall", "thing"), check=True)
     assert not installed(tmp_path / "venv")
 
 
 def test_a_folder_of_somebody_else_is_never_emptied(venv: Path, tmp_path: Path) -> None:
     with refused("belongs to thing.", "NBUTILS_THING_ENV"):
-        environments.ensure(replace(RECIPE, name="other"), venv)
-    assert environments.is_ready(venv, RECIPE)
+        environments.ensure(replace(SPEC, name="other"), venv)
+    assert environments.is_ready(venv, SPEC)
     (folder := tmp_path / "theirs").mkdir()
     for like_ours in ("thesis.txt", "build.log", "pyvenv.cfg", "ready.json", "begun.json"):
         (folder / like_ours).touch()
         with refused(f"{folder} is not"):
-            environments.ensure(RECIPE, folder)
+            environments.ensure(SPEC, folder)
     assert (folder / "thesis.txt").exists()
     with refused("Not enough disk space in"):
-        environments.ensure(replace(RECIPE, needs_gib=1e9), tmp_path / "new")
+        environments.ensure(replace(SPEC, needs_gib=1e9), tmp_path / "new")
 
 
 def test_where_an_environment_is_kept(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +155,7 @@ def test_where_an_environment_is_kept(tmp_path: Path, home: Path, monkeypatch: p
     assert environments.place("NBUTILS_THING", "serve") == tmp_path / "else"
     monkeypatch.setenv("NBUTILS_THING_PYTHON", "/their/python")
     monkeypatch.setenv("NBUTILS_THING_PYTHONPATH", "/packages")
-    assert environments.ensure(RECIPE, tmp_path / "else") == Path("/their/python")
+    assert environments.ensure(SPEC, tmp_path / "else") == Path("/their/python")
     assert environments.variables("NBUTILS_THING")["PYTHONPATH"] == "/packages"
 
 

@@ -79,10 +79,10 @@ def edit(merged: Path, how: Any) -> None:
 
 
 def test_formats_are_checked_and_offered() -> None:
-    assert exporting.chosen(" fp8, GGUF-q8_0,fp8,") == ["fp8", "gguf-q8_0"] and exporting.chosen("") == []
+    assert exporting.parse_formats(" fp8, GGUF-q8_0,fp8,") == ["fp8", "gguf-q8_0"] and exporting.chosen("") == []
     for name, words in (("w4a6", "fp16"), ("gguf-q4_k_m", "llama-quantize")):
         with refused(name, words):
-            exporting.chosen(f"fp8,{name}")
+            exporting.parse_formats(f"fp8,{name}")
     offers = {row["format"]: row for row in exporting.offer(files.TINY_MODEL, T4)}
     assert list(offers) == list(make.FORMATS)
     assert [name for name, row in offers.items() if "Tesla T4" in row["runs on"]] == ["bf16", "fp8"]

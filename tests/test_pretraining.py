@@ -48,7 +48,7 @@ def token_rows(texts: Texts, tokenizer: Any, length: int, folder: Path) -> Token
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return pretraining.load_tokenizer("tiny")
+    return models.load_tokenizer("tiny", "TOKENIZER")
 
 
 def test_texts_come_from_files_rows_and_folders_in_several_encodings(tmp_path: Path) -> None:
@@ -114,8 +114,8 @@ def test_a_tokenizer_is_trained_on_the_text_or_named(tmp_path: Path, tokenizer: 
     assert own.model_max_length == 4096 and own.chat_template == tokenizer.chat_template
     assert len(tokenizer) == 3072
     (tmp_path / "config.json").write_text("{}")
-    with refused("cannot be loaded"):
-        pretraining.load_tokenizer(str(tmp_path))
+    with refused("no tokenizer for TOKENIZER"):
+        models.load_tokenizer(str(tmp_path), "TOKENIZER")
 
 
 def test_a_tokenizer_begins_with_the_special_tokens_loses_nothing_and_joins_no_listed_words(tokenizer: Any) -> None:

@@ -160,11 +160,11 @@ def verify(out: Path) -> DataCard:
         )
     try:
         card = DataCard.model_validate_json((out / CARD).read_bytes())
-        found = hash_files([out / TRAIN, out / EVAL])
+        digest = hash_files([out / TRAIN, out / EVAL])
     except (ValidationError, FileNotFoundError) as problem:
         raise other_data(out, str(problem).partition("\n")[0]) from problem
-    if found != card.fingerprint:
-        raise other_data(out, f"sha256 {found[:12]}")
+    if digest != card.fingerprint:
+        raise other_data(out, f"sha256 {digest[:12]}")
     return card
 
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbutils import display, models, plan, platforms
+from nbutils import display, models, plan
 from nbutils.data.build import NEAR, Build, Settings, building, canonical, find_sources
 from nbutils.data.card import CARD, EVAL, REJECTED, TRAIN, DataCard, counts_text, stored_rows
 from nbutils.errors import CourseError
 from nbutils.language import tr
-from nbutils.platforms.network import hub_online
 
 # Tokens of a row without a tokenizer, from its bytes as JSON: 0.94 to 1.02 times Qwen2.5's for the bundled rows, 1.11
 # to 1.19 times for three sets people train on (benchmarks/row_length.py).
@@ -55,9 +54,16 @@ class Report:
 
 
 def check(
-    sources: Sequence[str], *, columns: str = "", near: float = NEAR, repair: bool = True, model: str = "",
-    max_length: int = 0, out: Path | None = None, rejected: Path | None = None,
-) -> Report:  # fmt: skip
+    sources: Sequence[str],
+    *,
+    columns: str = "",
+    near: float = NEAR,
+    repair: bool = True,
+    model: str = "",
+    max_length: int = 0,
+    out: Path | None = None,
+    rejected: Path | None = None,
+) -> Report:
     """`data check`: the same pass; bad rows never stop it, and only `out` and `rejected` are written.
 
     Example:
@@ -76,7 +82,7 @@ def check(
     _require_new(out, rejected)
     settings = Settings(", ".join(sources), columns=canonical(columns), near=near, repair=repair)
     with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as scratch:  # no part of the report
-        tokenizer = _load_tokenizer(model) if model else None
+        tokenizer = models.load_tokenizer(model, "--model") if model else None
         with building(out or Path(scratch), settings, *find_sources(sources, "")) as build:
             card = build.card()
             lengths = None
@@ -111,24 +117,6 @@ def _require_new(out: Path | None, rejected: Path | None) -> None:
                 allowed=tr("a new or empty folder for --out, a new file for --rejected"),
                 todo=tr("Choose another name; nothing was written."),
             )
-
-
-def _load_tokenizer(model: str) -> Any:
-    from transformers import AutoTokenizer
-
-    name = models.meant(model, platforms.folders(platforms.detect()).inputs).value
-    try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=not hub_online(), trust_remote_code=False)
-    except (OSError, ValueError) as problem:
-        raise CourseError(
-            tr(
-                "There is no tokenizer for --model {model}: {reason}",
-                model=name,
-                reason=str(problem).partition("\n")[0],
-            ),
-            allowed=tr("tiny, a model of the course, a folder with a model, or a hub id"),
-            todo=tr("Correct --model, or connect this machine to the hub."),
-        ) from problem
 
 
 def _token_lengths(folder: Path, tokenizer: Any, max_length: int) -> dict[str, int]:

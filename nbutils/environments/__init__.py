@@ -1,6 +1,6 @@
 """Virtual environments for libraries that must not share one with training: built once, trusted by a marker.
 
-The marker is written last. An environment without one, or with another recipe's, is rebuilt.
+The marker is written last. An environment without one, or with another spec's, is rebuilt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IMPORT_FAILED = re.compile(  # a model that needs more packages says `pip instal
 
 
 @dataclass(frozen=True)
-class Recipe:
+class EnvironmentSpec:
     """What an environment holds; `prefix` begins the variables that override it: _PYTHON, _PYTHONPATH, _ENV."""
 
     name: str
@@ -47,32 +47,32 @@ class Recipe:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The recipe as the marker keeps it."""
+        """The spec as the marker keeps it."""
         return {"name": self.name, "steps": [list(step) for step in self.steps], "remove": list(self.remove)}
 
 
-def ensure(recipe: Recipe, folder: Path) -> Path:
+def ensure(spec: EnvironmentSpec, folder: Path) -> Path:
     """The interpreter of an environment, which is built if it is missing, incomplete or outdated.
 
     Example:
-        python = environments.ensure(recipe, environments.place("NBUTILS_SERVE", "serve"))
+        python = environments.ensure(spec, environments.place("NBUTILS_SERVE", "serve"))
     """
-    if given := os.environ.get(f"{recipe.prefix}_PYTHON"):
+    if given := os.environ.get(f"{spec.prefix}_PYTHON"):
         return Path(given).expanduser()  # an interpreter of the learner's, used as it is
     folder = folder.absolute()
     files.require_own(folder)
-    if not is_ready(folder, recipe):
+    if not is_ready(folder, spec):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with files.lock(folder.with_name(f"{folder.name}.lock")):
-            if not is_ready(folder, recipe):  # no other process has built it meanwhile
-                _build(recipe, folder)
+            if not is_ready(folder, spec):  # no other process has built it meanwhile
+                _build(spec, folder)
     return folder / "bin" / "python"
 
 
-def is_ready(folder: Path, recipe: Recipe) -> bool:
-    """Whether a complete environment of exactly this recipe is there."""
+def is_ready(folder: Path, spec: EnvironmentSpec) -> bool:
+    """Whether a complete environment of exactly this spec is there."""
     written = files.read_object(folder / MARKER)
-    return written.items() >= recipe.described.items() and (folder / "bin" / "python").exists()
+    return written.items() >= spec.described.items() and (folder / "bin" / "python").exists()
 
 
 def require_imports(python: Path, output: str) -> None:
@@ -108,36 +108,36 @@ def variables(prefix: str = "", extra: Mapping[str, str] | None = None) -> dict[
     return kept
 
 
-def _build(recipe: Recipe, folder: Path) -> None:
-    """Empty a folder that this course made for this recipe, any other is refused; the marker is written last."""
-    title = tr("the {name} environment", name=recipe.name)
+def _build(spec: EnvironmentSpec, folder: Path) -> None:
+    """Empty a folder that this course made for this spec, any other is refused; the marker is written last."""
+    title = tr("the {name} environment", name=spec.name)
     if folder.exists() and any(folder.iterdir()):
-        _empty(recipe, folder)
-    disk.require_disk(folder, recipe.needs_gib, title)
+        _empty(spec, folder)
+    disk.require_disk(folder, spec.needs_gib, title)
     text = tr(
         "Building {title} in {folder} (once): some minutes, up to {gib:.0f} GiB of disk.",
         title=title,
         folder=folder,
-        gib=recipe.needs_gib,
+        gib=spec.needs_gib,
     )
     print(text, flush=True)
     files.make_folder(folder, title)
-    files.write_json(folder / OWNER, {"name": recipe.name})
-    versions = _install(recipe, folder)
-    files.write_json(folder / MARKER, recipe.described | {"versions": versions})
+    files.write_json(folder / OWNER, {"name": spec.name})
+    versions = _install(spec, folder)
+    files.write_json(folder / MARKER, spec.described | {"versions": versions})
     held = ", ".join(f"{name} {version}" for name, version in versions.items())
     print(tr("It is ready: {versions}", versions=held), flush=True)
 
 
-def _empty(recipe: Recipe, folder: Path) -> None:
-    """Remove what an earlier build of this recipe left; its marker goes first, its owner stays."""
+def _empty(spec: EnvironmentSpec, folder: Path) -> None:
+    """Remove what an earlier build of this spec left; its marker goes first, its owner stays."""
     owner = files.read_object(folder / OWNER).get("name")
-    if owner != recipe.name:
+    if owner != spec.name:
         raise CourseError(
             tr("{folder} is not empty and belongs to {owner}.", folder=folder, owner=owner or tr("another program")),
             todo=tr(
                 "Set {prefix}_ENV to another folder, or remove this one yourself if you need nothing in it.",
-                prefix=recipe.prefix,
+                prefix=spec.prefix,
             ),
         )
     (folder / MARKER).unlink(missing_ok=True)
@@ -148,12 +148,12 @@ def _empty(recipe: Recipe, folder: Path) -> None:
             entry.unlink()
 
 
-def _install(recipe: Recipe, folder: Path) -> dict[str, str]:
+def _install(spec: EnvironmentSpec, folder: Path) -> dict[str, str]:
     """Make the environment, install every step, and import what matters; the versions that the probe prints."""
     env = _build_variables(folder)
     lines = []
-    for title, command in _build_commands(recipe, folder).items():
-        lines = _run_step(recipe, folder, title, command=command, env=env)
+    for title, command in _build_commands(spec, folder).items():
+        lines = _run_step(spec, folder, title, command=command, env=env)
     shutil.rmtree(folder / UV_CACHE, ignore_errors=True)
     return dict(json.loads(lines[-1]))
 
@@ -169,21 +169,21 @@ def _build_variables(folder: Path) -> dict[str, str]:
     return env
 
 
-def _build_commands(recipe: Recipe, folder: Path) -> dict[str, list[str]]:
+def _build_commands(spec: EnvironmentSpec, folder: Path) -> dict[str, list[str]]:
     """The commands of a build with their titles, in order."""
     python = folder / "bin" / "python"
     commands = {tr("new environment"): installer.new_environment(folder)}
-    for step in recipe.steps:
+    for step in spec.steps:
         commands[" ".join(step)] = installer.change(python, "install", *step)
-    if recipe.remove:
-        title = tr("without {names}", names=", ".join(recipe.remove))
-        commands[title] = installer.change(python, "uninstall", *recipe.remove)
+    if spec.remove:
+        title = tr("without {names}", names=", ".join(spec.remove))
+        commands[title] = installer.change(python, "uninstall", *spec.remove)
     title = tr("first import")
-    commands[title] = [str(python), "-c", recipe.probe]
+    commands[title] = [str(python), "-c", spec.probe]
     return commands
 
 
-def _run_step(recipe: Recipe, folder: Path, title: str, command: list[str], env: dict[str, str]) -> list[str]:
+def _run_step(spec: EnvironmentSpec, folder: Path, title: str, command: list[str], env: dict[str, str]) -> list[str]:
     """Run one command of a build; the lines of the log so far."""
     print(f"  {title}", flush=True)
     log = folder / "build.log"
@@ -194,7 +194,7 @@ def _run_step(recipe: Recipe, folder: Path, title: str, command: list[str], env:
     raise CourseError(
         tr(
             "Building the {name} environment failed at `{title}`:\n{tail}",
-            name=recipe.name,
+            name=spec.name,
             title=title,
             tail="\n".join(lines[-12:]),
         ),
@@ -202,6 +202,6 @@ def _run_step(recipe: Recipe, folder: Path, title: str, command: list[str], env:
             "Read {log} and run this again; without a network, set {prefix}_PYTHON to an interpreter "
             "that has the packages.",
             log=log,
-            prefix=recipe.prefix,
+            prefix=spec.prefix,
         ),
     )

@@ -2,20 +2,20 @@
 
 from nbutils.exporting.make import (
     check_exports,
-    chosen,
     ensure_environment,
     export,
     export_formats,
     offer,
+    parse_formats,
     recipe_for,
 )
 
 __all__ = [
     "check_exports",
-    "chosen",
     "ensure_environment",
     "export",
     "export_formats",
     "offer",
+    "parse_formats",
     "recipe_for",
 ]

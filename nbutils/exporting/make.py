@@ -123,10 +123,10 @@ def find_format(name: str) -> Format:
     return form
 
 
-def chosen(text: str) -> list[str]:
+def parse_formats(text: str) -> list[str]:
     """The formats of a parameter, each once and checked.
 
-    Example: chosen("fp8, gguf-q8_0")
+    Example: parse_formats("fp8, gguf-q8_0")
     """
     names = [word.strip().lower() for word in text.split(",") if word.strip()]
     return [find_format(name).name for name in dict.fromkeys(names)]
@@ -329,8 +329,8 @@ def weights_bytes(folder: Path) -> int:
 def ensure_environment() -> Path:
     """The interpreter that exports; its environment is built if it is missing or broken."""
     needs_gib = GIB_WITH_GPU if hardware.gpu() else GIB
-    recipe = environments.Recipe("export", STEPS, (), PROBE, needs_gib, PREFIX)
-    return environments.ensure(recipe, environments.place(PREFIX, "export").absolute())
+    spec = environments.EnvironmentSpec("export", STEPS, (), PROBE, needs_gib, PREFIX)
+    return environments.ensure(spec, environments.place(PREFIX, "export").absolute())
 
 
 def run_job(job: ExportJob | ReadJob, title: str) -> Json:
@@ -465,7 +465,7 @@ def export_formats(folder: Path, names: Sequence[str], out: Path | None, data: P
         display.show_table(offer(folder, hardware.gpu()))
         return
     rows = read_rows(data) if data else []
-    formats = chosen(",".join(names))
+    formats = parse_formats(",".join(names))
     place = out or folder.parent / "exports"
     display.show_table(offer(folder, hardware.gpu(), formats))
     print(

@@ -73,10 +73,10 @@ class Build:
         )
 
     @property
-    def recipe(self) -> environments.Recipe:
+    def environment(self) -> environments.EnvironmentSpec:
         """How its environment is made."""
         steps = tuple(tuple(step) for step in self.steps)
-        return environments.Recipe(self.engine, steps, tuple(self.remove), PROBE, self.needs_gib, PREFIX)
+        return environments.EnvironmentSpec(self.engine, steps, tuple(self.remove), PROBE, self.needs_gib, PREFIX)
 
 
 def build_for(engine: str) -> Build:
@@ -135,9 +135,9 @@ def ensure_environment(engine: str = "auto") -> ServingEnvironment:
         threads = max(1, round(platforms.processors().value) - 1)
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
     folder = environments.place(PREFIX, "serve")
-    if not environments.is_ready(folder, build.recipe):
+    if not environments.is_ready(folder, build.environment):
         print(joined([f"{engine} {build.version}", tr(build.reason)], ":"), flush=True)
-    return ServingEnvironment(environments.ensure(build.recipe, folder), engine, variables)
+    return ServingEnvironment(environments.ensure(build.environment, folder), engine, variables)
 
 
 def row_for(gpu: hardware.GPU | None) -> dict[str, Any]:

@@ -213,7 +213,8 @@ class Server:
         extra = self.variables() | {"VLLM_RPC_BASE_PATH": self.sockets.name}
         if self.api_key:
             extra[KEY_VARIABLE] = self.api_key
-        variables = environments.variables(extra=extra)  # no secrets, nothing of this kernel
+        prefix = "" if self.environment.engine == "transformers" else engines.PREFIX  # that one is this Python
+        variables = environments.variables(prefix, extra)  # no secrets, nothing of this kernel
         with open(self.log, "wb") as output:
             self.process = processes.supervised(self.command(), variables, self.log.parent, output, GRACE_SECONDS)
         SERVERS[self.url] = self

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from pydantic import BaseModel
-from transformers import AutoTokenizer, GenerationConfig, Qwen2Config
+from transformers import GenerationConfig, Qwen2Config
 from transformers.utils.logging import disable_progress_bar
 
-from nbutils import files, models, platforms
+from nbutils import files, models
 from nbutils.chat import find_stop_ids
 from nbutils.config import SFT, Profile
 from nbutils.data import read
@@ -173,21 +173,6 @@ def require_sizes(width: int, depth: int, vocab_size: int) -> None:
             allowed=tr("{smallest} or more: the 256 bytes come first", smallest=SMALLEST_VOCABULARY),
             todo=tr("Raise VOCAB; the bundled model has 3072."),
         )
-
-
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model: its course name, hub id or folder."""
-    folders = platforms.folders(platforms.detect())
-    chosen = models.meant(name, folders.inputs).value
-    try:
-        return AutoTokenizer.from_pretrained(chosen, trust_remote_code=False)
-    except (OSError, ValueError) as problem:
-        reason = str(problem).partition("\n")[0]
-        raise CourseError(
-            tr("The tokenizer of {name} cannot be loaded: {problem}", name=name, problem=reason),
-            allowed=tr("a course model, a hub name, or a folder with a tokenizer; empty trains one"),
-            todo=tr("Correct TOKENIZER, make the hub reachable, or leave it empty."),
-        ) from problem
 
 
 def separator_of(tokenizer: Any) -> int:

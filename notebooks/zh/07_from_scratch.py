@@ -116,9 +116,10 @@ if not TOKENIZER:
 
 # %%
 import json
+from nbutils.models import load_tokenizer
 
 if TOKENIZER:
-    tokenizer = pretraining.load_tokenizer(TOKENIZER)
+    tokenizer = load_tokenizer(TOKENIZER, "TOKENIZER")
 else:
     learned = json.loads(bpe.to_str())["model"]
     tokenizer = Qwen2Tokenizer(
