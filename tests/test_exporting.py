@@ -79,7 +79,7 @@ def edit(merged: Path, how: Any) -> None:
 
 
 def test_formats_are_checked_and_offered() -> None:
-    assert exporting.parse_formats(" fp8, GGUF-q8_0,fp8,") == ["fp8", "gguf-q8_0"] and exporting.chosen("") == []
+    assert exporting.parse_formats(" fp8, GGUF-q8_0,fp8,") == ["fp8", "gguf-q8_0"] and exporting.parse_formats("") == []
     for name, words in (("w4a6", "fp16"), ("gguf-q4_k_m", "llama-quantize")):
         with refused(name, words):
             exporting.parse_formats(f"fp8,{name}")
