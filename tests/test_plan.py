@@ -68,7 +68,7 @@ def test_what_costs_memory_is_counted(costly: dict[str, object]) -> None:
     assert peak(**costly) > peak() > peak(activation_offloading=True)
     sizes = {"per_device_train_batch_size": (1, 2, 4, 8), "length": (512, 1024, 2048), "r": (8, 16, 64, 320)}
     for name, values in sizes.items():
-        for recompute, offload in forecast.WAYS:
+        for recompute, offload in forecast.WAYS.values():
             way = {"gradient_checkpointing": recompute, "activation_offloading": offload}
             peaks = [peak(**costly | way | {name: value}) for value in values]
             assert peaks == sorted(set(peaks)), name
@@ -258,6 +258,8 @@ def test_every_option_is_heard_and_wins_over_set_and_a_profile_can_be_named() ->
     assert answer["recipe"]["method"] == "lora"
     assert expected.items() <= answer["recipe"].items() and (answer["gpus"], answer["batch"] % 8) == (2, 0)
     words = ("--gpu", "A6000", *ROWS)
+    three = asked("--gpu", "4090", "--micro-batch", "3")["recipe"]
+    assert three["per_device_train_batch_size"] == 2, "the largest that divides a step of 8 rows, as in a training"
     two = asked(*words, "--set", "lora.r=64, sft.per_device_train_batch_size=2")["recipe"]
     assert two["per_device_train_batch_size"] == 2
     assert asked(*words, "--set", "lora.r=64", "--rank", "8")["recipe"]["r"] == 8
@@ -287,15 +289,14 @@ def test_what_is_not_known_is_none_and_what_is_free_costs_nothing() -> None:
 
 def test_without_a_gpu_the_table_of_all_is_shown(monkeypatch: Patch) -> None:
     monkeypatch.setattr("nbutils.hardware.driver_gpus", list)
-    hints = ["--rows 5000" in CliRunner().invoke(app, ["plan", *words]).output for words in ([], ROWS)]
-    assert hints == [True, False], "how to learn the hours"
+    assert "--rows 5000" in CliRunner().invoke(app, ["plan"]).output, "how to learn the hours"
     names = [gpu.name for gpu in gpus.usable()]
     assert names == [row["GPU"] for row in plan.fits_table(names)]
     every = asked()["fits"]
     assert [row["gpu"] for row in every] == names and all(row["fits"] for row in every), "auto takes what fits"
     assert [row["gpus"] for row in asked("--model", "Qwen3-8B", "--gpus", "2")["fits"]] == [2] * len(names)
     [row] = plan.fits_table(["4090"], rows=1000, mean_length=300)
-    assert row["GPU"] == "RTX 4090" and float(row["hours"]) > 0
+    assert row["GPU"] == "RTX 4090" and row["time"].endswith(" min")
     monkeypatch.setattr("nbutils.hardware.driver_gpus", lambda: ["Tesla T4"])
     monkeypatch.setattr("nbutils.hardware.gpu", lambda: replace(T4, count=2))
     answer = asked("--model", "Qwen2.5-3B")
@@ -359,7 +360,7 @@ def test_the_engine_is_ddp_where_a_gpu_holds_the_model_and_else_shards_where_the
 
     assert [chosen("Qwen2.5-7B", 2), chosen("Qwen2.5-72B", 4)] == ["ddp", "fsdp_qlora"]
     assert [chosen("Qwen2.5-7B", 2, "lora"), chosen("Qwen2.5-14B", 2, "lora")] == ["ddp", "fsdp_lora"]
-    with refused("GiB on one GPU and", "fsdp_qlora", "RTX 4090"):
+    with refused("GiB on one RTX 4090, which allows", "fsdp_qlora on 2 does not"):
         chosen("Qwen2.5-72B", 2)
     fitting = [plan.fits_alone(resolved("ampere_24gb", model, RTX)) for model in ("Qwen2.5-7B", "Qwen2.5-72B")]
     assert fitting == [True, False]
@@ -423,8 +424,8 @@ def test_the_arithmetic_of_lesson_06_is_that_of_the_plan(capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     ("words", "status"),
-    [("--gpu 4090 --micro-batch 3", 1), ("--tflops 100", 1), ("--model no/such --gpu T4", 1),
-     ("--vram 11 --capability new", 1), ("--gpu T4x3 --profile paper_r64", 1), ("--gpu T4 --vram inf", 2)],
+    [("--tflops 100", 1), ("--model no/such --gpu T4", 1), ("--vram 11 --capability new", 2),
+     ("--gpu T4x3 --profile paper_r64", 1), ("--gpu T4 --vram inf", 2)],
 )  # fmt: skip
 def test_mistakes_end_with_a_plain_message(words: str, status: int) -> None:
     ran = CliRunner().invoke(app, ["plan", *words.split()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -76,18 +76,21 @@ def usable() -> list[GPUSpec]:
     return [gpu for gpu in every() if gpu.capability >= OLDEST]
 
 
-def find(
-    name: str, vram: float | None = None, tflops: float | None = None, capability: tuple[int, int] | None = None
-) -> GPUSpec:
+def find(name: str, vram: float | None = None, tflops: float | None = None, capability: float | None = None) -> GPUSpec:
     """A GPU by its name ("4090", "A100 80GB", "T4 x2"); what is given overrules the table, or stands in for it."""
-    given: dict[str, object] = {"memory_gib": vram, "tflops": tflops, "capability": capability}
-    given = {key: value for key, value in given.items() if value}
+    changes: dict[str, object] = {}
+    if vram:
+        changes["memory_gib"] = vram
+    if tflops:
+        changes["tflops"] = tflops
+    if capability:
+        changes["capability"] = divmod(round(10 * capability), 10)  # 7.5 is (7, 5)
     if several := re.fullmatch(r"(.+?)\s*[x×]\s*([1-9]\d?)", name.strip(), re.IGNORECASE):
         name = several[1]
-        given["count"] = int(several[2])
+        changes["count"] = int(several[2])
     for gpu in every():
         if _plain(name) in map(_plain, (gpu.name, *gpu.also)):
-            return gpu.model_copy(update=given)
+            return gpu.model_copy(update=changes)
     if vram is None:
         raise CourseError(
             tr("{name!r} is not in configs/gpus.yaml, so its memory is not known.", name=name),
@@ -97,25 +100,21 @@ def find(
                 "TFLOP/s with --tflops T, or add it to that file."
             ),
         )
-    return GPUSpec(name=name.strip(), memory_gib=vram, capability=ASSUMED).model_copy(update=given)
+    return GPUSpec(name=name.strip(), memory_gib=vram, capability=ASSUMED).model_copy(update=changes)
 
 
-def of_machine(gpu: GPU) -> GPUSpec:
-    """The facts of one GPU torch has found: memory and capability from torch, the rest from the table."""
-    known = GPUSpec(name=gpu.name, memory_gib=gpu.memory_gib, capability=gpu.capability)
-    named = []
-    for spec in every():
-        if any(_is_in(word, gpu.name) for word in spec.called):
-            named.append(spec)
+def of_machine(gpu: GPU, count: int = 1) -> GPUSpec:
+    """The facts of so many GPUs torch has found: memory and capability from torch, the rest from the table."""
+    own: dict[str, Any] = {"memory_gib": gpu.memory_gib, "capability": gpu.capability, "count": count}
+    named = [spec for spec in every() if any(_is_in(word, gpu.name) for word in spec.called)]
     if not named or "laptop" in gpu.name.lower():  # those of laptops are others
-        return known
+        return GPUSpec(name=gpu.name, **own)
 
     def distance(spec: GPUSpec) -> tuple[int, float]:  # the longest name first: a 4090 D is called RTX 4090 as well
         longest = max(map(len, spec.called))
         return -longest, abs(spec.memory_gib - gpu.memory_gib)
 
-    best = min(named, key=distance)
-    return best.model_copy(update={"memory_gib": gpu.memory_gib, "capability": gpu.capability})
+    return min(named, key=distance).model_copy(update=own)
 
 
 def hourly_price(gpu: GPU | None) -> Price | None:

@@ -229,8 +229,7 @@ def _step(profile: Profile, rows: Rows | None, processes: int, begun: Begun) -> 
     if rows:
         steps, each = _epoch(profile.sft, rows, step)
         reason = tr("recipe: {each:.0f} conversations per step, {steps} steps per epoch", each=each, steps=steps)
-        choice = Choice(max(1, round(each)), reason)
-        choices["course.conversations_per_step"] = _kept(choice.value) if begun.rows_per_step else choice
+        choices["course.conversations_per_step"] = Choice(max(1, round(each)), reason)
     return choices | _micro_batches(sft, step, processes)
 
 
@@ -238,16 +237,12 @@ def _packing(sft: SFT, filled: float, begun: Begun) -> Choice:
     """Whether rows are packed; a step fills so many rows of `max_length` tokens."""
     if begun.packing is not None:
         return _kept(begun.packing)
-    if sft.gradient_accumulation_steps != "auto":
-        text = tr("recipe: the rows of a step that are set are conversations; with packing: true they are packed rows")
-        return Choice(False, text)
     text = tr(
-        "recipe: a step fills {filled:.1f} rows of {length} tokens; from {least} on, rows are packed",
+        "recipe: a step fills {filled:.1f} rows of max_length; from {least} on rows are packed, unless a step is set",
         filled=filled,
-        length=sft.max_length,
         least=PACK_FROM,
     )
-    return Choice(filled >= PACK_FROM, text)
+    return Choice(filled >= PACK_FROM and sft.gradient_accumulation_steps == "auto", text)
 
 
 def _wanted_rows(profile: Profile, rows: Rows | None, conversations: int, filled: float, processes: int) -> int:
@@ -267,26 +262,19 @@ def _wanted_rows(profile: Profile, rows: Rows | None, conversations: int, filled
 
 def _micro_batches(sft: SFT, step: int, processes: int) -> Choices:
     """The share of a process in a step of so many rows, as micro-batches of the size that is named, or of one row."""
-    choices = Choices()
-    asked = sft.per_device_train_batch_size
-    size = distributed.micro_batch_for(step, 1 if asked == "auto" else asked, processes)
-    if size != asked:
-        reason = tr(
-            "the largest up to {most} that divides each process's part of a step of {step} rows", most=asked, step=step
-        )
-        choices["sft.per_device_train_batch_size"] = Choice(size, "" if asked == "auto" else reason)
-    accumulation = step // processes // size
-    if accumulation != sft.gradient_accumulation_steps:
-        reason = tr("{step} rows in a step, {size} at a time", step=step, size=size)
-        if processes > 1:
-            reason = tr(
-                "{step} rows in a step of {processes} processes, {size} at a time in each",
-                step=step,
-                processes=processes,
-                size=size,
-            )
-        choices["sft.gradient_accumulation_steps"] = Choice(accumulation, reason)
-    return choices
+    named = sft.per_device_train_batch_size
+    size = distributed.micro_batch_for(step, 1 if named == "auto" else named, processes)
+    sizes = {
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": step // processes // size,
+    }
+    reason = tr(
+        "{step} rows in a step, shared by {processes} process(es), {size} at a time",
+        step=step,
+        processes=processes,
+        size=size,
+    )
+    return {f"sft.{name}": Choice(value, reason) for name, value in sizes.items() if value != sft[name]}
 
 
 def _learning_rate(sft: SFT, shape: Shape | None, rows: Rows | None, processes: int) -> Choice:
@@ -294,19 +282,15 @@ def _learning_rate(sft: SFT, shape: Shape | None, rows: Rows | None, processes: 
     if shape is None:
         text = tr("recipe: usual for LoRA; the size of this model is not known before its download")
         return Choice(USUAL_RATE, text)
-    each = float(FULL_RATE_FROM)
+    noise = 1.0
     if rows:
         _, each = _epoch(sft, rows, rows_per_step(sft, processes))
-    noise = min(1.0, each / FULL_RATE_FROM) ** 0.5
+        noise = min(1.0, each / FULL_RATE_FROM) ** 0.5
     rate = noise * RATE * (AT_HIDDEN / shape.hidden) ** POWER
-    text = tr("recipe: for a model of width {width}; halve it if the loss is unstable", width=shape.hidden)
-    if noise < 1:
-        text = tr(
-            "recipe: for a model of width {width} and {each:.0f} conversations per step; halve it if the loss is "
-            "unstable",
-            width=shape.hidden,
-            each=each,
-        )
+    text = tr(
+        "recipe: for a model of width {width}, and less for small steps; halve it if the loss is unstable",
+        width=shape.hidden,
+    )
     return Choice(float(f"{rate:.1e}"), text)
 
 
