@@ -14,10 +14,9 @@ import json
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -195,7 +194,8 @@ class Profile(Strict):
         return self
 
     def _contradictions(self) -> Iterator[str]:
-        sft, load = self.sft, self.from_pretrained
+        sft = self.sft
+        load = self.from_pretrained
         if self.method != "auto" and self.quantization.load_in_4bit != (self.method == "qlora"):
             yield tr("method, quantization.load_in_4bit: qlora takes true, lora takes false; change both")
         if sft.num_train_epochs == 0 and sft.max_steps <= 0:
@@ -206,13 +206,13 @@ class Profile(Strict):
             yield tr("from_pretrained: FlashAttention needs 16 bits; for float32 choose sdpa as attn_implementation")
         if sft.activation_offloading is True and sft.gradient_checkpointing is False:
             yield tr("sft.activation_offloading: it needs gradient_checkpointing; set that to true as well")
-        sizes = (sft.per_device_train_batch_size, sft.gradient_accumulation_steps)
         if sft.per_device_train_batch_size == "auto" and sft.gradient_accumulation_steps != "auto":
             yield tr(
                 "sft.gradient_accumulation_steps: set per_device_train_batch_size too, or leave both auto and set "
                 "course.conversations_per_step"
             )
-        if "auto" not in (*sizes, self.course.conversations_per_step):
+        step = self.course.conversations_per_step
+        if "auto" not in (step, sft.per_device_train_batch_size, sft.gradient_accumulation_steps):
             yield tr(
                 "course.conversations_per_step: per_device_train_batch_size and gradient_accumulation_steps decide "
                 "how large a step is; leave it, or one of them, auto"
@@ -324,8 +324,7 @@ for _kind, _pattern in _SCALARS.items():
 _LINE = re.compile(r"^( *)(\w+):(?: *[^\s#].*?\s#\s*(.*\S))?", re.MULTILINE)  # indent, key, the comment beside a value
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A valid profile with the reason written beside each of its values."""
 
     profile: Profile
@@ -382,11 +381,12 @@ def with_overrides(document: Document, overrides: Overrides) -> Document:
         tree["method"] = "qlora"  # whoever asks for 4 bits wants them
     steps = tree["sft"]["max_steps"]
     if "sft.num_train_epochs" in overrides and "sft.max_steps" not in overrides and steps > 0:
-        problem = tr(
-            "sft.num_train_epochs: sft.max_steps is {steps} and ends the run first; set sft.max_steps=-1 too",
-            steps=steps,
+        problems.append(
+            tr(
+                "sft.num_train_epochs: sft.max_steps is {steps} and ends the run first; set sft.max_steps=-1 too",
+                steps=steps,
+            )
         )
-        problems.append(problem)
     reasons = {name: reason for name, (_, reason) in overrides.items()}
     given = ", ".join(dict.fromkeys(reasons.values()))
     where = tr("{profile} with {given}", profile=document.file.stem, given=given)
@@ -432,8 +432,7 @@ def _read_yaml(file: Path) -> tuple[Any, dict[str, str]]:
     except Exception as problem:  # PyYAML has one of its own; impossible dates, endless digits and nesting have others
         raise CourseError(
             tr("{file}: {problem}.", file=file, problem=" ".join(str(problem).split())),
-            allowed=tr("YAML in UTF-8: `key: value`, groups indented by two spaces"),
-            todo=tr("Correct {file}.", file=file),
+            todo=tr("Correct {file}: YAML in UTF-8, groups indented by two spaces.", file=file),
         ) from None
 
 
@@ -474,11 +473,14 @@ def _problems(error: ValidationError, known: Sequence[str]) -> list[str]:
         if item["type"] == "value_error":  # of pairs, which are checked only where nothing else is wrong
             return list(item["ctx"]["error"].args)
         name = ".".join(map(str, item["loc"][:2])) or tr("the file")  # deeper are the types of a union
-        text = tr("{wanted}, not {seen}", wanted=item["msg"], seen=reprlib.repr(item["input"]))
-        if item["type"] == "missing":
+        kind = item["type"]
+        if kind == "missing":
             text = tr("missing")
-        elif item["type"] == "extra_forbidden":
+        elif kind == "extra_forbidden":
             text = tr("unknown key") + _did_you_mean(name, known)
+        else:
+            seen = reprlib.repr(item["input"])
+            text = tr("{wanted}, not {seen}", wanted=item["msg"], seen=seen)
         by_name.setdefault(name, []).append(text)
     return [f"{name}: {tr(' or ').join(texts)}" for name, texts in by_name.items()]
 

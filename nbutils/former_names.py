@@ -72,12 +72,15 @@ def translated(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
         if name not in (*CHANGED, BATCH, DROPPED):
             today[RENAMED.get(name, name)] = value
     if BATCH in settings:
-        today |= {name: value for name, value in _step(settings).items() if name not in settings}
+        for name, value in _step(settings).items():
+            if name not in settings:
+                today[name] = value
     elif MICRO_BATCH in settings:  # it cut a step of whatever size
         today.setdefault("sft.gradient_accumulation_steps", "auto")
-    former = [tr("{old} is now {new}", old=name, new=TODAY[name]) for name in settings if name in TODAY]
+    former = [name for name in settings if name in TODAY]
     if where and former:
-        _say_once(where, joined(former[:MOST_TOLD], ";"))
+        texts = [tr("{old} is now {new}", old=name, new=TODAY[name]) for name in former[:MOST_TOLD]]
+        _say_once(where, joined(texts, ";"))
     return today
 
 
@@ -92,15 +95,13 @@ def _step(settings: Mapping[str, Any]) -> dict[str, Any]:
     size = settings.get(MICRO_BATCH, "auto")
     conversations: Any = "auto"
     accumulation: Any = "auto"
-    if "auto" not in (batch, size):
-        accumulation = f"{batch} / {size}"  # no number: the schema says so
-        if isinstance(batch, int) and isinstance(size, int) and size > 0 and batch % size == 0:
-            accumulation = batch // size
-    elif batch != "auto" and settings.get("train.packing") is True:  # packed rows are no number of conversations
-        size = 1
-        accumulation = batch
-    else:
+    if batch == "auto" or (size == "auto" and settings.get("train.packing") is not True):
         conversations = batch
+    else:
+        size = 1 if size == "auto" else size  # packed rows are no number of conversations
+        accumulation = f"{batch} / {size}"  # no number: the schema says so
+        if type(batch) is type(size) is int and size and batch % size == 0:
+            accumulation = batch // size
     return {
         "sft.per_device_train_batch_size": size,
         "sft.gradient_accumulation_steps": accumulation,

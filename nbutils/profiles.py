@@ -26,11 +26,16 @@ __all__ = ["Rows", "course_model", "few_steps", "is_tiny", "known_models", "load
 
 CPU_ROWS = 2  # packed rows at a time
 CPU_TOKENS = 512  # or tokens, as attention grows with their square on a CPU
-NEED_GPU = {"from_pretrained.dtype=float16", "sft.use_liger_kernel=true", "sft.activation_offloading=true"}
 NEED_BFLOAT16 = {
     "from_pretrained.dtype=bfloat16",
     "from_pretrained.attn_implementation=flash_attention_2",
     "from_pretrained.attn_implementation=varlen",
+}
+NEED_GPU = {
+    *NEED_BFLOAT16,
+    "from_pretrained.dtype=float16",
+    "sft.use_liger_kernel=true",
+    "sft.activation_offloading=true",
 }
 
 
@@ -92,9 +97,7 @@ def resolve(
     elif source == "modelscope":
         value = models.from_modelscope(value, places.work)
     attached = Path(meant.value).is_absolute() and not Path(called).expanduser().is_dir()
-    if is_tiny(meant.value):
-        called = "tiny"
-    elif not attached:
+    if not attached:
         called = meant.value
     name = document.file.stem
     given = document.profile.model_copy(update={"model": value})
@@ -150,27 +153,24 @@ def _choose_profile(profile: str, model: str, gpu: GPU | None, platform: Platfor
     """The profile that is named, or what `auto` takes here."""
     if profile != "auto":
         return Choice(profile, tr("parameter PROFILE"))
-    if is_tiny(model):
-        return Choice("tiny", tr("auto: the bundled model has a profile of its own"))
-    if gpu is None:
-        text = tr("auto: no GPU found ({platform}), so the bundled tiny model on the CPU", platform=platform.name)
+    if gpu is None or is_tiny(model):
+        text = tr(
+            "auto: the bundled tiny model, as it is named or there is no GPU ({platform})", platform=platform.name
+        )
         return Choice("tiny", text)
     text = tr("auto: {platform} with {gpu}", platform=platform.name, gpu=gpu)
-    return Choice(gpus.profile_for(gpu.capability, gpu.memory_gib), text)
+    return Choice(gpus.profile_for(gpu), text)
 
 
 def _read(name: str, overrides: Callable[[str], Overrides], gpu: GPU | None) -> Document:
     """The profile of that name with what replaces its values; refused where this machine does not support them."""
     document = config.read(name)
     document = config.with_overrides(document, overrides(document.file.stem))
+    if gpu and gpu.capability >= hardware.BF16_FROM:
+        return document
     settings = flat(document.profile.model_dump())
     values = {f"{name}={shown(value)}" for name, value in settings.items()}
-    impossible: set[str] = set()
-    if gpu is None:
-        impossible |= NEED_GPU
-    if gpu is None or gpu.capability < hardware.BF16_FROM:
-        impossible |= NEED_BFLOAT16
-    if problems := sorted(values & impossible):
+    if problems := sorted(values & (NEED_BFLOAT16 if gpu else NEED_GPU)):
         raise CourseError(
             tr(
                 "This machine ({gpu}) does not support {problems}.",
@@ -187,7 +187,7 @@ def keep_begun(resolved: Resolved, fingerprint: Mapping[str, Any], validation_ro
 
     Its losses are comparable only on the same validation rows.
     """
-    kept = Begun(validation_rows=validation_rows or None)
+    kept = Begun(validation_rows=validation_rows)
     step = fingerprint.get("rows_per_step")
     if step and step % distributed.world_size() == 0:
         packing = fingerprint["sft"]["packing"]
@@ -203,13 +203,18 @@ def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
     decided |= _by_machine(given, resolved.gpu)
     decided |= _by_plan(apply(given, decided), given, shape, resolved.gpu, rows)
     profile = apply(given, decided)
-    reasons = {**resolved.reasons}
-    for name, choice in decided.items():
-        reasons[name] = choice.reason or reasons[name]
-    choices = {name: resolved.choices[name] for name in ("profile", "model")}
-    for name, value in flat(profile.model_dump()).items():
+    reasons = dict(resolved.reasons)
+    reasons |= {name: choice.reason for name, choice in decided.items() if choice.reason}
+    choices = {"profile": resolved.choices["profile"], "model": resolved.choices["model"]}
+    settings = flat(profile.model_dump())
+    for name, value in settings.items():
         choices[name] = Choice(value, reasons.get(name, ""))
-    return replace(resolved, profile=profile, choices=choices, rows=rows)
+    return replace(
+        resolved,
+        profile=profile,
+        choices=choices,
+        rows=rows,
+    )
 
 
 def _by_machine(given: Profile, gpu: GPU | None) -> Choices:

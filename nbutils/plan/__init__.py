@@ -19,7 +19,7 @@ from nbutils.plan import gpus as gpu_table
 from nbutils.plan.forecast import WAYS, Forecast, assumed_rows, candidates, known_shape, of_profile
 from nbutils.plan.gpus import GPUSpec
 from nbutils.plan.memory import STRATEGIES, Recipe
-from nbutils.plan.recipe import apply
+from nbutils.plan.recipe import Choices, apply
 from nbutils.plan.strategies import engine_for, fits_alone
 
 __all__ = ["STRATEGIES", "Recipe", "candidates", "engine_for", "fits_alone"]
@@ -41,8 +41,9 @@ def example(resolved: Any, rows: int, mean_length: float) -> Forecast:
     """
     shape = known_shape(resolved.model)
     if resolved.gpu and shape:
-        data = assumed_rows(resolved.profile, rows, mean_length)
-        return of_profile(resolved.profile, gpu_table.of_machine(resolved.gpu), shape, data)
+        profile = resolved.profile
+        gpu = gpu_table.of_machine(resolved.gpu)
+        return of_profile(profile, gpu, shape, assumed_rows(profile, rows, mean_length))
     return of_options(gpu_table.find(RENTED), {"rows": rows, "mean_length": mean_length})
 
 
@@ -57,14 +58,12 @@ def require(resolved: Any) -> Forecast | str:
     gpu = gpu_table.of_machine(resolved.gpu, distributed.world_size())
     strategy = distributed.strategy_name(str(resolved.profile.method))
     forecast = of_profile(resolved.profile, gpu, shape, resolved.rows, strategy)
-    least = forecast.least_gib
-    if least > forecast.limit_gib:
+    if forecast.least_gib > forecast.limit_gib:
         raise CourseError(
             tr(
-                "{model} with rows of {length} tokens needs at least {needed:.1f} GiB, and {gpu} allows {limit:.1f}.",
+                "{model} needs at least {needed:.1f} GiB, and {gpu} allows {limit:.1f}.",
                 model=shape.name,
-                length=forecast.recipe.length,
-                needed=least,
+                needed=forecast.least_gib,
                 gpu=gpu.name,
                 limit=forecast.limit_gib,
             ),
@@ -78,30 +77,15 @@ def describe(forecast: Forecast | str) -> str:
     if isinstance(forecast, str):
         return forecast
     lines = [(tr(name), str(value)) for name, value in _table_row(forecast).items()]
-    gpu = forecast.gpu
     lines += [
-        (tr("an hour"), joined([str(gpu.price), tr(gpu.price_from)], ";")),
+        (tr("an hour"), joined([str(forecast.gpu.price), tr(forecast.gpu.price_from)], ";")),
         (tr("recipe"), str(forecast.schedule or tr("unknown"))),
-        (tr("method"), joined([forecast.recipe.method, forecast.recipe.engine])),
         (tr("peak memory"), _sizes(forecast.parts)),
         (tr("disk"), _sizes(forecast.disk_gib)),
     ]
-    if forecast.times_as_long and forecast.smallest != forecast.recipe:
-        lines.append((tr("smallest"), _smallest(forecast, forecast.times_as_long)))
     for note in forecast.notes:
         lines.append((tr("note"), note))
     return display.columns_of(lines)
-
-
-def _smallest(forecast: Forecast, times_as_long: float) -> str:
-    """How the smallest setting trains."""
-    return tr(
-        "{size:.1f} GiB: micro-batch {rows}, checkpointing {way}, {times:.1f} times as long",
-        size=forecast.smallest_gib,
-        rows=forecast.smallest.per_device_train_batch_size,
-        way=forecast.smallest.recompute,
-        times=times_as_long,
-    )
 
 
 def _sizes(parts: Mapping[str, float]) -> str:
@@ -140,6 +124,7 @@ def _table_row(forecast: Forecast) -> dict[str, Any]:
         "peak GiB": round(forecast.peak_gib, 1),
         "fits": tr("yes") if forecast.fits else tr("no"),
         "model": forecast.shape.name,
+        "method": joined([recipe.method, recipe.engine]),
         "length": recipe.length,
         "rows": f"{recipe.per_device_train_batch_size} x {recipe.gradient_accumulation_steps}",
         "recompute": recipe.recompute,
@@ -162,13 +147,14 @@ def answer(
     Example: `facts, text = plan.answer(gpu="RTX 4090", model="Qwen2.5-14B", length=1024)`
     """
     if gpu or vram or tflops:
-        spec: GPUSpec | None = gpu_table.find(gpu or tr("a GPU of your own"), vram, tflops, capability)
+        cards = [gpu_table.find(gpu or tr("a GPU of your own"), vram, tflops, capability)]
     else:
-        spec = _gpu_here()
+        cards = _gpus_here()
     forecasts = []
-    for card in [spec] if spec else gpu_table.usable():
-        forecasts.append(of_options(card.model_copy(update={"count": gpus or card.count}), options))
-    if spec:
+    for card in cards or gpu_table.usable():
+        card = card.model_copy(update={"count": gpus or card.count})
+        forecasts.append(of_options(card, options))
+    if cards:
         return forecasts[0].facts(), describe(forecasts[0])
     lines = [
         tr("No GPU here, and none named with --gpu: these are GPUs you can rent."),
@@ -183,25 +169,32 @@ def answer(
     return {"fits": [forecast.facts() for forecast in forecasts]}, "\n".join(lines)
 
 
-def _gpu_here() -> GPUSpec | None:
+def _gpus_here() -> list[GPUSpec]:
+    """The GPU of this machine, if it has one."""
     if not importlib.util.find_spec("torch") or not hardware.driver_gpus():
-        return None
+        return []
     gpu = hardware.gpu()  # loads torch
-    return gpu_table.of_machine(gpu) if gpu else None
+    return [gpu_table.of_machine(gpu)] if gpu else []
 
 
 def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
     """A GPU with all options; micro-batch and checkpointing, where nobody gives them, are the fastest that fit."""
-    document = read(options.get("profile") or gpu_table.profile_for(gpu.capability, gpu.memory_gib))
+    document = read(options.get("profile") or gpu_table.profile_for(gpu))
     settings = settings_in(options.get("given") or "")
-    profile = with_overrides(document, {key: (value, "--set") for key, value in settings.items()}).profile
-    values = {key: options.get(option) for option, key in OPTIONS.items()}
+    overrides = {key: (value, "--set") for key, value in settings.items()}
+    profile = with_overrides(document, overrides).profile
+    choices = Choices()
+    for option, key in OPTIONS.items():
+        if options.get(option):
+            choices[key] = Choice(options[option], "")
     if options.get("epochs"):
-        values["sft.max_steps"] = -1
+        choices["sft.max_steps"] = Choice(-1, "")
     if way := options.get("checkpointing"):
         recompute, offload = WAYS[way]
-        values |= {"sft.gradient_checkpointing": recompute, "sft.activation_offloading": offload}
-    profile = apply(profile, {key: Choice(value, "") for key, value in values.items() if value is not None})
+        choices["sft.gradient_checkpointing"] = Choice(recompute, "")
+        choices["sft.activation_offloading"] = Choice(offload, "")
+    profile = apply(profile, choices)
     shape = find_shape(options.get("model") or profile.model)
     rows = assumed_rows(profile, options.get("rows"), options.get("mean_length"))
-    return of_profile(profile, gpu, shape, rows, options.get("engine") or "ddp")
+    strategy = options.get("engine") or "ddp"
+    return of_profile(profile, gpu, shape, rows, strategy)

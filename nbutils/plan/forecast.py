@@ -5,11 +5,11 @@ What cannot be known stays None, and a note says what is missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from nbutils import distributed
 from nbutils.config import SFT, Profile, flat
@@ -19,8 +19,8 @@ from nbutils.hardware import BF16_FROM
 from nbutils.language import tr
 from nbutils.models import Shape, find_shape
 from nbutils.plan.gpus import GPUSpec, Price
-from nbutils.plan.memory import ADAPTER, OPTIMIZER, Recipe, limit_gib, parts, peak_gib, ram_gib
-from nbutils.plan.recipe import PACKED, Rows, Schedule, apply, choose, few_steps, rows_per_step, schedule
+from nbutils.plan.memory import ADAPTER, Recipe, limit_gib, parts, peak_gib, ram_gib
+from nbutils.plan.recipe import PACKED, Rows, Schedule, apply, choose, rows_per_step, schedule
 from nbutils.plan.speed import tokens_per_second
 
 NEARLY = 0.98  # settings this close to the fastest count as equal; the one with the lowest peak is taken
@@ -33,10 +33,17 @@ WAYS = {  # gradient_checkpointing and activation_offloading, by the name of bot
     "offload": (True, True),
 }
 SCHEDULED = ("steps", "examples_per_step", "epochs", "learning_rate")
+GUESSED_SPEED = {"off": 1e6, "on": 1e3, "offload": 1.0}  # where it is not known: recomputing is the last resort
 SPARE = 1.1  # merging needs a tenth more disk than the model has
 MERGE_RAM_GIB = 2.0  # Python, torch and the blocks of a merge, which never holds a whole weight
 
-Option = TypeVar("Option")
+
+class Setting(NamedTuple):
+    """A way to train, with its peak in GiB and its speed."""
+
+    value: Any
+    peak: float
+    speed: float
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class Forecast:
     parts: dict[str, float]  # GiB of a GPU; their sum is the peak
     tokens_per_second: float | None
     hours: float | None
-    remarks: list[str]  # of the profile, the rows and the GPU
+    remarks: list[str]  # on the GPU and the method
 
     @property
     def peak_gib(self) -> float:
@@ -71,36 +78,21 @@ class Forecast:
         return self.peak_gib <= self.limit_gib
 
     @property
-    def smallest_gib(self) -> float:
-        """The peak of the smallest setting."""
-        return peak_gib(self.shape, self.smallest)
-
-    @property
     def least_gib(self) -> float:
         """The lowest peak of all micro-batches and ways to recompute, also where the profile names one."""
         return min(peak_gib(self.shape, option) for option in candidates(self.recipe, self.batch, self.gpu))
 
     @property
-    def times_as_long(self) -> float | None:
-        """How much longer the smallest setting takes."""
-        slow = tokens_per_second(self.shape, self.smallest, self.gpu)
-        return self.tokens_per_second / slow if self.tokens_per_second and slow else None
-
-    @property
     def cost(self) -> Price:
         """Of the whole training."""
-        price = self.gpu.price.times(self.gpu.count)
-        return price.times(self.hours)
+        return self.gpu.price.times(self.gpu.count).times(self.hours)
 
     @property
     def disk_gib(self) -> dict[str, float]:
         """What it writes to the disk."""
         whole = self.shape.params * 2 / GIB
         trained = self.shape.adapter_params(self.recipe.r) / GIB
-        moments = trained * OPTIMIZER
-        if self.recipe.engine == "ddp":
-            moments = self.parts["optimizer"]
-        checkpoint = trained * ADAPTER + moments
+        checkpoint = trained * (ADAPTER + self.recipe.moment_bytes)
         return {
             "download": whole,
             "merged": whole * SPARE,
@@ -110,17 +102,17 @@ class Forecast:
     @property
     def notes(self) -> list[str]:
         """What a learner should know of it."""
-        notes = []
+        notes = [tr("the speed follows from published numbers: only the H200 was measured"), *self.remarks]
         if self.hours is None:
             notes.append(tr("hours need --rows and --mean-length, and --tflops for a GPU that is not in the table"))
-        if self.gpu.name != "H200" or self.gpu.count > 1:
-            notes.append(tr("the speed follows from published numbers: only the H200 was measured"))
         if ram := ram_gib(self.shape, self.recipe):
-            engine = self.recipe.engine
-            notes.append(
-                tr("{engine} needs {size:.0f} GiB of RAM where all GPUs are in one machine", engine=engine, size=ram)
+            text = tr(
+                "{engine} needs {size:.0f} GiB of RAM where all GPUs are in one machine",
+                engine=self.recipe.engine,
+                size=ram,
             )
-        return [*notes, *filter(None, self.remarks)]
+            notes.append(text)
+        return [note for note in notes if note]
 
     def facts(self) -> dict[str, Any]:
         """All of it, as `plan --json` prints it."""
@@ -136,11 +128,6 @@ class Forecast:
             "limit_gib": self.limit_gib,
             "fits": self.fits,
             "parts": self.parts,
-            "smallest": {
-                "recipe": asdict(self.smallest),
-                "peak_vram_gib": self.smallest_gib,
-                "times_as_long": self.times_as_long,
-            },
             "tokens_per_second": self.tokens_per_second,
             "hours": self.hours,
             "cost": self.cost._asdict(),
@@ -176,8 +163,6 @@ def of_profile(
     remarks = [tr(gpu.note)]
     if "method" in chosen:
         remarks.append(chosen["method"].reason)
-    if rows:
-        remarks.append(few_steps(settled, profile, rows, gpu.count))
     return Forecast(
         shape=shape,
         gpu=gpu,
@@ -248,30 +233,27 @@ def divisors(number: int) -> list[int]:
 
 def best_option(shape: Shape, recipes: Sequence[Recipe], gpu: GPUSpec) -> Recipe:
     """The fastest that fits, among nearly equals the one with the lowest peak; the smallest where nothing fits."""
-    limit = limit_gib(gpu)
-    fitting = [recipe for recipe in recipes if peak_gib(shape, recipe) <= limit]
-    if fitting and gpu.tflops is None:  # speed unknown: no recomputing, large steps
-        return max(fitting, key=_likely_speed)
-    return fastest_fitting(
-        recipes,
-        limit,
-        peak=lambda recipe: peak_gib(shape, recipe),
-        speed=lambda recipe: tokens_per_second(shape, recipe, gpu) or 0.0,
+    settings = []
+    for recipe in recipes:
+        speed = tokens_per_second(shape, recipe, gpu)
+        if speed is None:
+            speed = recipe.per_device_train_batch_size * GUESSED_SPEED[recipe.recompute]
+        settings.append(Setting(recipe, peak_gib(shape, recipe), speed))
+    best: Recipe = fastest_fitting(settings, limit_gib(gpu))
+    return best
+
+
+def fastest_fitting(settings: Sequence[Setting], limit: float) -> Any:
+    """The same of any settings, with a limit in GiB."""
+    fitting = [setting for setting in settings if setting.peak <= limit]
+    speeds = [setting.speed for setting in fitting]
+    enough = NEARLY * max(speeds, default=0.0)
+    fast = [setting for setting in fitting if setting.speed >= enough]
+    best = min(
+        fast or settings,
+        key=lambda setting: setting.peak,
     )
-
-
-def _likely_speed(recipe: Recipe) -> tuple[int, int]:
-    return -list(WAYS).index(recipe.recompute), recipe.per_device_train_batch_size
-
-
-def fastest_fitting(
-    options: Sequence[Option], limit: float, peak: Callable[[Option], float], speed: Callable[[Option], float]
-) -> Option:
-    """The same for anything that has a peak in GiB and a speed."""
-    fitting = [option for option in options if peak(option) <= limit]
-    enough = NEARLY * max(map(speed, fitting), default=0.0)
-    fast = [option for option in fitting if speed(option) >= enough]
-    return min(fast or options, key=peak)
+    return best.value
 
 
 def open_recipes(profile: Profile, given: SFT, gpu: GPUSpec, rows: Rows | None, strategy: str) -> list[Recipe]:
@@ -294,7 +276,8 @@ def open_recipes(profile: Profile, given: SFT, gpu: GPUSpec, rows: Rows | None, 
     if rows and not recipe.packing:
         recipe = replace(recipe, length=round(rows.mean), spread=rows.spread)
     named = [name for name in STEP_ARGUMENTS if given[name] != "auto"]
-    return candidates(recipe, rows_per_step(profile.sft, gpu.count), gpu, named)
+    step = rows_per_step(profile.sft, gpu.count)
+    return candidates(recipe, step, gpu, named)
 
 
 def _trained_tokens(sft: SFT, recipe: Recipe, step: int, rows: Rows | None) -> float | None:

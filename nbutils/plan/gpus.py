@@ -29,10 +29,9 @@ class Price(NamedTuple):
 
     def __str__(self) -> str:
         known = []
-        if self.yuan:
-            known.append(f"¥{self.yuan:.2f}")
-        if self.dollars:
-            known.append(f"${self.dollars:.2f}")
+        for sign, price in zip("¥$", self, strict=True):
+            if price:
+                known.append(f"{sign}{price:.2f}")
         if known:
             return tr(" or ").join(known)
         return tr("free") if 0 in self else tr("unknown")
@@ -105,8 +104,15 @@ def find(name: str, vram: float | None = None, tflops: float | None = None, capa
 
 def of_machine(gpu: GPU, count: int = 1) -> GPUSpec:
     """The facts of so many GPUs torch has found: memory and capability from torch, the rest from the table."""
-    own: dict[str, Any] = {"memory_gib": gpu.memory_gib, "capability": gpu.capability, "count": count}
-    named = [spec for spec in every() if any(_is_in(word, gpu.name) for word in spec.called)]
+    own: dict[str, Any] = {
+        "memory_gib": gpu.memory_gib,
+        "capability": gpu.capability,
+        "count": count,
+    }
+    named = []
+    for spec in every():
+        if any(_is_in(word, gpu.name) for word in spec.called):
+            named.append(spec)
     if not named or "laptop" in gpu.name.lower():  # those of laptops are others
         return GPUSpec(name=gpu.name, **own)
 
@@ -114,23 +120,21 @@ def of_machine(gpu: GPU, count: int = 1) -> GPUSpec:
         longest = max(map(len, spec.called))
         return -longest, abs(spec.memory_gib - gpu.memory_gib)
 
-    return min(named, key=distance).model_copy(update=own)
+    best = min(named, key=distance)
+    return best.model_copy(update=own)
 
 
-def hourly_price(gpu: GPU | None) -> Price | None:
-    """What an hour of this machine's GPUs costs, by the table; None without a GPU, or where it is free or unknown."""
-    if gpu is None:
-        return None
-    price = of_machine(gpu).price
-    return price.times(gpu.count) if any(price) else None
+def hourly_price(gpu: GPU | None) -> Price:
+    """What an hour of this machine's GPUs costs, by the table."""
+    return of_machine(gpu).price.times(gpu.count) if gpu else Price(None, None)
 
 
-def profile_for(capability: tuple[int, int], memory_gib: float) -> str:
+def profile_for(gpu: GPU | GPUSpec) -> str:
     """The profile made for GPUs like this one."""
-    if capability < BF16_FROM:
+    if gpu.capability < BF16_FROM:
         return "t4_16gb"
     for profile, below in BY_MEMORY.items():
-        if memory_gib < below:
+        if gpu.memory_gib < below:
             return profile
     return LARGEST
 

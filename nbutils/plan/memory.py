@@ -43,8 +43,7 @@ MARGIN = 0.08  # of the GPU's memory stays free: the forecast may be that much o
 CONTEXT_GIB = 0.5  # CUDA's own, which torch's allocator does not count
 
 
-@dataclass(frozen=True)
-class Strategy:
+class Strategy(NamedTuple):
     """How cards share a training: `configs/accelerate/NAME.yaml`."""
 
     shards: bool = False  # each card keeps its share of the base, and gathers the layer at work
@@ -105,6 +104,11 @@ class Recipe:
     def uses_liger(self) -> bool:
         """Whether Liger's kernels are used."""
         return self.use_liger_kernel and self.strategy.fused_lora
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of AdamW's moments for one trained weight; the 8-bit optimizers of bitsandbytes do not take shards."""
+        return OPTIMIZER_8BIT if self.engine == "ddp" and self.optim.endswith("8bit") else OPTIMIZER
 
     @property
     def recompute(self) -> str:
@@ -173,20 +177,18 @@ def _gathered(shape: Shape, recipe: Recipe) -> list[Term]:
 def _trained(shape: Shape, recipe: Recipe) -> dict[str, list[Term]]:
     """Adapters, their gradients and Adam's moments; FSDP2 keeps gradients whole until the last micro-step.
 
-    transformers' Trainer asks it to (no_sync). The 8-bit optimizers of bitsandbytes do not take shards.
+    transformers' Trainer asks it to (no_sync).
     """
     trained = shape.adapter_params(recipe.r)
     if recipe.strategy.offload:
         trained = 0
-    alone = recipe.engine == "ddp"
-    cards = 1 if alone else recipe.cards
-    moments = OPTIMIZER_8BIT if alone and recipe.optim.endswith("8bit") else OPTIMIZER
+    cards = 1 if recipe.engine == "ddp" else recipe.cards
     adapters = [Term("float32 weights", trained * ADAPTER, cards)]
     if recipe.strategy.deepspeed:
         adapters.append(Term("gradients", trained * GRADIENT, cards))
     elif recipe.gradient_accumulation_steps > 1:
         adapters.append(Term("gradients", trained * GRADIENT))
-    return {"adapters": adapters, "optimizer": [Term("AdamW's moments", trained * moments, cards)]}
+    return {"adapters": adapters, "optimizer": [Term("AdamW's moments", trained * recipe.moment_bytes, cards)]}
 
 
 def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:

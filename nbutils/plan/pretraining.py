@@ -15,7 +15,7 @@ from nbutils import display
 from nbutils.files import GIB
 from nbutils.language import tr
 from nbutils.models import Shape
-from nbutils.plan.forecast import divisors, fastest_fitting
+from nbutils.plan.forecast import Setting, divisors, fastest_fitting
 from nbutils.plan.gpus import GPUSpec
 from nbutils.plan.memory import LOSS_HIDDEN, SLACK, TILE_TOKENS, TILE_WORDS, limit_gib
 from nbutils.plan.speed import ARITHMETIC, BANDWIDTH
@@ -63,24 +63,21 @@ class Pretraining:
 
 def pretraining(shape: Shape, gpu: GPUSpec, length: int, batch: int, steps: int) -> Pretraining:
     """The fastest micro-batch that fits, of those that divide the batch; without one the smallest."""
-    options = []
+    settings = []
     for size, recomputes in product(divisors(batch), (False, True)):
         seconds = step_seconds(shape, gpu, length, size, times=batch // size, checkpointing=recomputes)
+        rate = batch * length / seconds if seconds else None
         option = Pretraining(
             gpu=gpu,
             per_device_train_batch_size=size,
             gradient_checkpointing=recomputes,
             tokens=steps * batch * length,
             parts=memory(shape, size * length, recomputes),
-            tokens_per_second=batch * length / seconds if seconds else None,
+            tokens_per_second=rate,
         )
-        options.append(option)
-    return fastest_fitting(
-        options,
-        limit_gib(gpu),
-        peak=lambda option: option.peak_gib,
-        speed=lambda option: option.tokens_per_second or 0.0,
-    )
+        settings.append(Setting(option, option.peak_gib, rate or 0.0))
+    best: Pretraining = fastest_fitting(settings, limit_gib(gpu))
+    return best
 
 
 def memory(shape: Shape, tokens: int, checkpointing: bool) -> dict[str, float]:
