@@ -63,8 +63,8 @@ def find_model(name: str) -> str:
 
 
 def profile_here() -> str:
-    """What PROFILE auto chooses for the GPU of this machine."""
-    if gpu := hardware.gpu():
+    """What PROFILE auto chooses for the GPU that the driver lists."""
+    if gpu := hardware.driver_gpu():
         return gpus.profile_for(gpu)
     profiles = [f"{name} ({config.load(name).model})" for name in ("laptop", *gpus.PROFILES)]
     raise CourseError(

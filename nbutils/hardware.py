@@ -96,6 +96,16 @@ def driver_gpus() -> list[str]:
     return [line.split(": ")[1].removesuffix(" (UUID") for line in lines if line.startswith("GPU ")]
 
 
+def driver_gpu() -> GPU | None:
+    """The first GPU as the driver tells it, without torch; None where there is none."""
+    output = ask_driver("--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits")
+    gpus = re.findall(r"^(.+), (\d+)\.(\d+), (\d+)$", output, re.MULTILINE)
+    if not gpus:
+        return None
+    name, major, minor, mebibytes = gpus[0]
+    return GPU(name, (int(major), int(minor)), int(mebibytes) / 1024, count=len(gpus))
+
+
 def ask_driver(*words: str) -> str:
     """What nvidia-smi says; empty where there is none, or where it does not answer."""
     try:
@@ -146,7 +156,9 @@ def attention(gpu: GPU | None) -> Choice:
     recent = Version(importlib.metadata.version("torch")) >= Version("2.10.dev0")
     if gpu and gpu.capability >= BF16_FROM and recent:
         return Choice("varlen", tr("FlashAttention from torch for packed rows: fast, and nothing to install"))
-    return Choice("sdpa", tr("torch's standard attention: FlashAttention needs torch 2.10 and a GPU of capability 8.0"))
+    return Choice(
+        "sdpa", tr("torch's standard attention: FlashAttention needs 16 bits, torch 2.10 and a GPU of capability 8.0")
+    )
 
 
 def liger(gpu: GPU | None) -> Choice:

@@ -190,8 +190,11 @@ def keep_begun(resolved: Resolved, fingerprint: Mapping[str, Any], validation_ro
     kept = Begun(validation_rows=validation_rows)
     step = fingerprint.get("rows_per_step")
     if step and step % distributed.world_size() == 0:
-        packing = fingerprint["sft"]["packing"]
-        kept = replace(kept, rows_per_step=step, packing=packing)
+        kept = Begun(
+            rows_per_step=step,
+            packing=fingerprint["sft"]["packing"],
+            validation_rows=validation_rows,
+        )
     return replace(resolved, kept=kept)
 
 
@@ -219,14 +222,12 @@ def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
 
 def _by_machine(given: Profile, gpu: GPU | None) -> Choices:
     """What the GPU, or its absence, decides."""
+    exact = given.from_pretrained.dtype == "float32"  # FlashAttention needs 16 bits
     by_gpu = {
         "from_pretrained.dtype": hardware.dtype(gpu),
-        "from_pretrained.attn_implementation": hardware.attention(gpu),
+        "from_pretrained.attn_implementation": hardware.attention(None if exact else gpu),
         "sft.use_liger_kernel": hardware.liger(gpu),
     }
-    if given.from_pretrained.dtype == "float32":
-        reason = tr("FlashAttention needs 16 bits, and from_pretrained.dtype is float32")
-        by_gpu["from_pretrained.attn_implementation"] = Choice("sdpa", reason)
     settings = flat(given.model_dump())
     decided = {name: choice for name, choice in by_gpu.items() if settings[name] == "auto"}
     optim = given.sft.optim
@@ -266,11 +267,10 @@ def _by_plan(profile: Profile, given: Profile, shape: Shape | None, gpu: GPU | N
         peak = peak_gib(shape, recipe)
         limit = limit_gib(spec)
         reason = tr(
-            "plan: {verdict}: {peak:.1f} GiB forecast, {limit:.1f} of {memory:.1f} GiB allowed",
+            "plan: {verdict}: {peak:.1f} GiB forecast, {limit:.1f} allowed",
             verdict=tr("the fastest that fits") if peak <= limit else tr("DOES NOT FIT"),
             peak=peak,
             limit=limit,
-            memory=spec.memory_gib,
         )
     accumulation = step // processes // recipe.per_device_train_batch_size
     recipe = replace(recipe, gradient_accumulation_steps=accumulation)

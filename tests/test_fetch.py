@@ -181,8 +181,12 @@ def test_without_a_gpu_the_learner_names_what_to_download_and_with_one_the_drive
         fetch.run("tiny", "no_such_rows.jsonl", "")
     with refused("is not in the local cache (at least not"):
         fetch.run("", "", "ampere_24gb")
-    monkeypatch.setattr(hardware, "gpu", lambda: hardware.GPU("NVIDIA GeForce RTX 4090", (8, 9), 23.6, 2))
+    smi = "NVIDIA GeForce RTX 4090, 8.9, 24564\nNVIDIA GeForce RTX 4090, 8.9, 24564"
+    monkeypatch.setattr(hardware, "ask_driver", lambda *words: smi)
+    assert hardware.driver_gpu() == hardware.GPU("NVIDIA GeForce RTX 4090", (8, 9), 24564 / 1024, 2)
     assert fetch.profile_here() == "ampere_24gb"
+    monkeypatch.setattr(hardware, "ask_driver", lambda *words: "No devices were found")
+    assert hardware.driver_gpu() is None
 
 
 def test_the_room_for_a_hub_dataset_is_checked_first(tmp_path: Path, monkeypatch: Patch) -> None:

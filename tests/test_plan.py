@@ -15,9 +15,9 @@ from nbutils import display, distributed, files, models, plan, platforms, profil
 from nbutils.cli import app
 from nbutils.hardware import GPU
 from nbutils.models import find_shape
-from nbutils.plan import STRATEGIES, Recipe, candidates, forecast, gpus, memory, recipe, speed
-from nbutils.plan.forecast import NEARLY, best_option
-from nbutils.plan.memory import CONTEXT_GIB, MARGIN, limit_gib, parts, peak_gib
+from nbutils.plan import STRATEGIES, forecast, gpus, memory, recipe, speed
+from nbutils.plan.forecast import NEARLY, best_option, candidates
+from nbutils.plan.memory import CONTEXT_GIB, MARGIN, Recipe, limit_gib, parts, peak_gib
 from nbutils.plan.recipe import PACKED
 from nbutils.plan.speed import tokens_per_second
 from nbutils.plan.strategies import table_recipe
@@ -359,7 +359,7 @@ def test_the_engine_is_ddp_where_a_gpu_holds_the_model_and_else_shards_where_the
 
     assert [chosen("Qwen2.5-7B", 2), chosen("Qwen2.5-72B", 4)] == ["ddp", "fsdp_qlora"]
     assert [chosen("Qwen2.5-7B", 2, "lora"), chosen("Qwen2.5-14B", 2, "lora")] == ["ddp", "fsdp_lora"]
-    with refused("GiB on one RTX 4090, which allows", "fsdp_qlora on 2 does not"):
+    with refused("Qwen2.5-72B with fsdp_qlora needs", "GiB on each RTX 4090, which allows"):
         chosen("Qwen2.5-72B", 2)
     fitting = [plan.fits_alone(resolved("ampere_24gb", model, RTX)) for model in ("Qwen2.5-7B", "Qwen2.5-72B")]
     assert fitting == [True, False]

@@ -16,13 +16,13 @@ from nbutils.hardware import Choice
 from nbutils.language import joined, tr
 from nbutils.models import find_shape
 from nbutils.plan import gpus as gpu_table
-from nbutils.plan.forecast import WAYS, Forecast, assumed_rows, candidates, known_shape, of_profile
+from nbutils.plan.forecast import WAYS, Forecast, assumed_rows, known_shape, of_profile
 from nbutils.plan.gpus import GPUSpec
-from nbutils.plan.memory import STRATEGIES, Recipe
+from nbutils.plan.memory import STRATEGIES
 from nbutils.plan.recipe import Choices, apply
 from nbutils.plan.strategies import engine_for, fits_alone
 
-__all__ = ["STRATEGIES", "Recipe", "candidates", "engine_for", "fits_alone"]
+__all__ = ["STRATEGIES", "engine_for", "fits_alone"]
 
 RENTED = "RTX 4090"  # the usual rented GPU
 OPTIONS = {  # of the command line, which are values of a profile

@@ -17,7 +17,6 @@ ASSUMED = (8, 0)  # the capability of a GPU of which only memory is given
 BY_MEMORY = {"t4_16gb": 20, "ampere_24gb": 38, "ampere_40gb": 70, "hopper_80gb": 130}  # profiles, up to so many GiB
 LARGEST = "hopper_141gb"
 PROFILES = (*BY_MEMORY, LARGEST)
-PriceOrNull = NotNegative | None
 Names = Annotated[tuple[Text, ...], Field(strict=False)]
 
 
@@ -38,8 +37,7 @@ class Price(NamedTuple):
 
     def times(self, factor: float | None) -> Price:
         """So many times this price; what is not free is unknown where the factor is."""
-        yuan, dollars = (price and factor and price * factor for price in self)
-        return Price(yuan, dollars)
+        return Price(*(price and factor and price * factor for price in self))
 
 
 class GPUSpec(Strict):
@@ -50,8 +48,8 @@ class GPUSpec(Strict):
     tflops: Positive | None = None
     bandwidth: Positive | None = None
     capability: Annotated[tuple[int, int], Field(strict=False)]
-    yuan: PriceOrNull = None
-    dollars: PriceOrNull = None
+    yuan: NotNegative | None = None
+    dollars: NotNegative | None = None
     price_from: Text = "unknown"
     count: int = 1
     note: str = ""

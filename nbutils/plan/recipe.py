@@ -96,7 +96,7 @@ def apply(profile: Profile, choices: Choices) -> Profile:
     """The profile with these values in it, by dotted name."""
     for name, choice in choices.items():
         block, _, key = name.rpartition(".")
-        update: dict[str, Any] = {key: choice.value}
+        update = {key: choice.value}
         if block:
             update = {block: getattr(profile, block).model_copy(update=update)}
         profile = profile.model_copy(update=update)
@@ -146,8 +146,8 @@ def schedule(sft: SFT, rows: Rows, processes: int = 1) -> Schedule:
 
 def few_steps(profile: Profile, given: Profile, rows: Rows, processes: int = 1) -> str:
     """What to set where the step a profile names leaves too few of them; empty where it does not."""
-    sizes = (given.sft.gradient_accumulation_steps, given.sft.per_device_train_batch_size)
-    chosen_by_course = given.course.conversations_per_step == "auto" and "auto" in sizes
+    named = "auto" not in (given.sft.gradient_accumulation_steps, given.sft.per_device_train_batch_size)
+    chosen_by_course = given.course.conversations_per_step == "auto" and not named
     if chosen_by_course or profile.sft.max_steps > 0:
         return ""
     planned = schedule(profile.sft, rows, processes)

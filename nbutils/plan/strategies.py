@@ -44,21 +44,20 @@ def engine_for(resolved: Any, processes: int, asked: str = "auto") -> Choice:
         return Choice("ddp", tr("there is no GPU, or the size of the model is not known: each process holds it whole"))
     gpu = gpus.of_machine(resolved.gpu, processes)
     limit = limit_gib(gpu)
-    alone = of_profile(resolved.given, gpu, shape, resolved.rows).least_gib
-    reason = tr(
-        "{model} needs at least {alone:.1f} GiB on one {gpu}, which allows {limit:.1f}",
-        model=shape.name,
-        alone=alone,
-        gpu=gpu.name,
-        limit=limit,
-    )
-    if alone <= limit:
-        return Choice("ddp", reason)
-    sharded = f"fsdp_{method}"
-    if of_profile(resolved.given, gpu, shape, resolved.rows, sharded).least_gib <= limit:
-        return Choice(sharded, reason)
+    for strategy in ("ddp", f"fsdp_{method}"):
+        least = of_profile(resolved.given, gpu, shape, resolved.rows, strategy).least_gib
+        reason = tr(
+            "{model} with {strategy} needs at least {least:.1f} GiB on each {gpu}, which allows {limit:.1f}",
+            model=shape.name,
+            strategy=strategy,
+            least=least,
+            gpu=gpu.name,
+            limit=limit,
+        )
+        if least <= limit:
+            return Choice(strategy, reason)
     raise CourseError(
-        tr("{reason}; {engine} on {count} does not fit either.", reason=reason, engine=sharded, count=processes),
+        f"{reason}.",
         todo=tr(
             "Take more or larger GPUs, a smaller MODEL, a shorter sft.max_length, or qlora instead of "
             "lora; `python -m nbutils plan --gpus N --engine NAME` forecasts it."
