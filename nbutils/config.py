@@ -388,8 +388,8 @@ def with_overrides(document: Document, overrides: Overrides) -> Document:
             )
         )
     reasons = {name: reason for name, (_, reason) in overrides.items()}
-    given = ", ".join(dict.fromkeys(reasons.values()))
-    where = tr("{profile} with {given}", profile=document.file.stem, given=given)
+    setters = ", ".join(dict.fromkeys(reasons.values()))
+    where = tr("{profile} with {given}", profile=document.file.stem, given=setters)
     profile = _validate(tree, Profile, where, problems)
     return Document(profile, document.reasons | reasons, document.file)
 

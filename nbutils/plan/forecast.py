@@ -204,7 +204,7 @@ def _named_recipe(settings: Mapping[str, Any]) -> Recipe:
     """What settings, by dotted name, say of a recipe."""
     arguments = {name.rpartition(".")[2]: value for name, value in settings.items()}
     known = {field.name: arguments[field.name] for field in fields(Recipe) if field.name in arguments}
-    return Recipe(length=arguments["max_length"], **known)
+    return Recipe(length=settings["sft.max_length"], **known)
 
 
 def candidates(recipe: Recipe, step: int, gpu: GPUSpec, named: Collection[str] = ()) -> list[Recipe]:
