@@ -12,7 +12,8 @@ from nbutils.models import known_models
 from nbutils.plan import gpus, of_options, time_text
 from nbutils.plan.forecast import Forecast
 from nbutils.plan.gpus import GPUSpec, Price
-from nbutils.plan.memory import Recipe
+from nbutils.plan.memory import Recipe, peak_gib
+from nbutils.plan.speed import tokens_per_second
 
 ROWS = {"rows": 10_000, "mean_length": 300}
 TASK_GPUS = ("T4", "RTX 4090", "A100-40GB", "A100-80GB")  # one for each profile that `auto` takes
@@ -120,9 +121,12 @@ def _fastest(made: Forecast) -> str:
 
 def _smallest(made: Forecast) -> str:
     """Memory, time and cost of the smallest setting."""
+    size = peak_gib(made.shape, made.smallest)
     if not made.fits:
-        return tr("needs {size:.1f} GiB", size=made.smallest_gib)
-    return joined([f"{made.smallest_gib:.1f} GiB", _time_and_cost(made, made.times_as_long or 1.0)])
+        return tr("needs {size:.1f} GiB", size=size)
+    fast, slow = made.tokens_per_second, tokens_per_second(made.shape, made.smallest, made.gpu)
+    assert fast and slow, made.gpu.name  # speeds are known here
+    return joined([f"{size:.1f} GiB", _time_and_cost(made, fast / slow)])
 
 
 def _with_setting(made: Forecast, recipe: Recipe, text: str) -> str:

@@ -263,7 +263,7 @@ def _check_data(as_json: bool, files: Words, no_repair: bool, **options: Any) ->
 @set_option
 @option("--vram", type=amount, help="Memory of the GPU in GiB, as torch reports it.")
 @option("--tflops", type=amount, help="The GPU's dense 16-bit tensor TFLOP/s.")
-@option("--capability", help="The GPU's CUDA capability, as 7.5.")
+@option("--capability", type=amount, help="The GPU's CUDA capability, as 7.5.")
 @json_option
 def forecast(as_json: bool, given: Words, **options: Any) -> None:
     """Forecast memory, speed, time and cost of a training before anything is downloaded."""

@@ -14,10 +14,9 @@ import json
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -195,7 +194,8 @@ class Profile(Strict):
         return self
 
     def _contradictions(self) -> Iterator[str]:
-        sft, load = self.sft, self.from_pretrained
+        sft = self.sft
+        load = self.from_pretrained
         if self.method != "auto" and self.quantization.load_in_4bit != (self.method == "qlora"):
             yield tr("method, quantization.load_in_4bit: qlora takes true, lora takes false; change both")
         if sft.num_train_epochs == 0 and sft.max_steps <= 0:
@@ -206,13 +206,13 @@ class Profile(Strict):
             yield tr("from_pretrained: FlashAttention needs 16 bits; for float32 choose sdpa as attn_implementation")
         if sft.activation_offloading is True and sft.gradient_checkpointing is False:
             yield tr("sft.activation_offloading: it needs gradient_checkpointing; set that to true as well")
-        sizes = (sft.per_device_train_batch_size, sft.gradient_accumulation_steps)
         if sft.per_device_train_batch_size == "auto" and sft.gradient_accumulation_steps != "auto":
             yield tr(
                 "sft.gradient_accumulation_steps: set per_device_train_batch_size too, or leave both auto and set "
                 "course.conversations_per_step"
             )
-        if "auto" not in (*sizes, self.course.conversations_per_step):
+        step = self.course.conversations_per_step
+        if "auto" not in (step, sft.per_device_train_batch_size, sft.gradient_accumulation_steps):
             yield tr(
                 "course.conversations_per_step: per_device_train_batch_size and gradient_accumulation_steps decide "
                 "how large a step is; leave it, or one of them, auto"
@@ -223,41 +223,25 @@ def _problem_with(name: str, value: Any) -> str:
     """Why a keyword argument that not every profile has cannot be taken; empty if it can."""
     block, _, argument = name.partition(".")
     owner = CLASSES[block]
-    known = [f"{block}.{known}" for known in arguments_of(owner)]
     if name in SET_ELSEWHERE:
         return tr("the course sets it, by {other}", other=SET_ELSEWHERE[name])
-    if block == "lora" and argument in UNMERGEABLE and value:
+    changes_base = argument == "init_lora_weights" and str(value).lower() not in BASE_KEEPING_INITS
+    if changes_base or (argument in UNMERGEABLE and value):
         return tr("lesson 04 could not merge such an adapter")
-    if name == "lora.init_lora_weights" and str(value).lower() not in BASE_KEEPING_INITS:
-        return tr("lesson 04 could not merge such an adapter")
-    if not known or name in known:
-        return "" if block == "vllm" or not known else _wrong_value(owner, argument, value)
-    if block == "vllm":
-        return tr("no flag of vllm serve that a profile takes") + _did_you_mean(name, known)
-    return tr("{owner} has no such argument", owner=owner) + _did_you_mean(name, known)
+    known = arguments_of(owner)
+    if known and argument not in known:
+        hint = _did_you_mean(name, [f"{block}.{other}" for other in known])
+        return tr("no argument of {owner} that a profile takes", owner=owner) + hint
+    return _wrong_value(owner, argument, value) if known and block != "vllm" else ""
 
 
 def _wrong_value(owner: str, argument: str, value: Any) -> str:
     """Why a value is none of those that a class declares for an argument; empty if it is one, or none are declared."""
-    if argument == "report_to":
-        return _unknown_tracker(value)
     declared = get_type_hints(_named(owner)).get(argument, Any)
     try:
         TypeAdapter(declared, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
     except ValidationError as problem:
-        wanted = tr(" or ").join(error["msg"] for error in problem.errors())
-        return tr("{wanted}, not {seen}", wanted=wanted, seen=reprlib.repr(value))
-    return ""
-
-
-def _unknown_tracker(value: Any) -> str:
-    """Which tracker of `report_to` transformers does not know; empty if it knows all."""
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    known = ["none", *INTEGRATION_TO_CALLBACK]
-    for name in value if isinstance(value, list) else [value]:
-        if name not in known:
-            return tr("{name} is none of {known}", name=name, known=", ".join(known))
+        return tr("{wanted}, not {seen}", wanted=problem.errors()[0]["msg"], seen=reprlib.repr(value))
     return ""
 
 
@@ -277,13 +261,12 @@ def _named(owner: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def flat(tree: Mapping[str, Any], depth: int = 9) -> dict[str, Any]:
-    """Nested mappings as {dotted name: value}, down to this depth; anything that is not a mapping is a value."""
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings as {dotted name: value}; anything that is not a mapping is a value."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, dict) and depth > 1:
-            for name, leaf in flat(value, depth - 1).items():
-                leaves[f"{key}.{name}"] = leaf
+        if isinstance(value, dict):
+            leaves |= {f"{key}.{name}": leaf for name, leaf in flat(value).items()}
         else:
             leaves[str(key)] = value
     return leaves
@@ -293,11 +276,9 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     """{dotted name: value} as blocks again."""
     tree: dict[str, Any] = {}
     for name, value in settings.items():
-        *blocks, leaf = name.split(".")
-        inside = tree
-        for block in blocks:
-            inside = inside.setdefault(block, {})
-        inside[leaf] = value
+        block, _, key = name.rpartition(".")
+        place = tree.setdefault(block, {}) if block else tree
+        place[key] = value
     return tree
 
 
@@ -312,10 +293,10 @@ def shown(value: Any) -> str:
     return str(value) or '""'
 
 
-def keys(model: type[BaseModel] | None = None) -> list[str]:
+def keys(model: type[BaseModel] = Profile) -> list[str]:
     """Every dotted name of a profile, or of another model, in the order of the YAML."""
     names = []
-    for name, field in (model or Profile).model_fields.items():
+    for name, field in model.model_fields.items():
         block = field.annotation
         if inspect.isclass(block) and issubclass(block, BaseModel):
             names += [f"{name}.{key}" for key in block.model_fields]
@@ -340,11 +321,10 @@ _SCALARS = {
 _Loader.yaml_implicit_resolvers = {}
 for _kind, _pattern in _SCALARS.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), None)
-_LINE = re.compile(r"^( *)(\w+):(?:.*?\s#\s*(.*\S))?", re.MULTILINE)  # indent, key, the comment beside its value
+_LINE = re.compile(r"^( *)(\w+):(?: *[^\s#].*?\s#\s*(.*\S))?", re.MULTILINE)  # indent, key, the comment beside a value
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A valid profile with the reason written beside each of its values."""
 
     profile: Profile
@@ -378,43 +358,39 @@ def read(name: str) -> Document:
                 todo=tr("Set PROFILE to one of these, or copy one of them and change it."),
             )
     tree, reasons = _read_yaml(file)
-    if isinstance(tree, dict) and isinstance(tree.get("train"), dict):  # a file of the version before
-        settings = flat(tree)
-        former_names.say(settings, file.name)
-        tree = nested(former_names.translated(settings))
+    if isinstance(tree, dict) and "train" in tree:  # a file of the version before
+        tree = nested(former_names.translated(flat(tree), file.name))
         reasons = {former_names.TODAY.get(old, old): reason for old, reason in reasons.items()}
-    profile = _validate({"": tree}, Profile, str(file))[""]
-    return Document(profile, reasons, file.absolute())
+    return Document(_validate(tree, Profile, str(file)), reasons, file.absolute())
 
 
 def with_overrides(document: Document, overrides: Overrides) -> Document:
     """The profile with some values replaced, checked again as a whole."""
-    settings = flat(document.profile.model_dump())
+    tree = document.profile.model_dump()
     problems = []
     for name, (value, _) in overrides.items():
-        block, _, argument = name.partition(".")
-        if name == "model":
-            problems.append(tr("model: is not set this way: use MODEL"))
-        elif name == "about":
-            problems.append(tr("about: is not set, it describes the profile"))
-        elif name in settings or (block in CLASSES and argument.isidentifier()):
-            settings[name] = value
+        block, _, argument = name.rpartition(".")
+        if name in ("model", "about"):
+            problems.append(tr("{name}: is not set this way; MODEL names the model", name=name))
+        elif block in CLASSES or name in keys():
+            place = tree[block] if block else tree
+            place[argument] = value
         else:
             problems.append(f"{name}: {tr('unknown key')}{_did_you_mean(name, keys())}")
-    four_bits, _ = overrides.get("quantization.load_in_4bit", (False, ""))
-    if settings["method"] == "auto" and four_bits is True:
-        settings["method"] = "qlora"  # whoever asks for 4 bits wants them
-    steps = settings["sft.max_steps"]
+    if "quantization.load_in_4bit" in overrides and tree["quantization"]["load_in_4bit"] and tree["method"] == "auto":
+        tree["method"] = "qlora"  # whoever asks for 4 bits wants them
+    steps = tree["sft"]["max_steps"]
     if "sft.num_train_epochs" in overrides and "sft.max_steps" not in overrides and steps > 0:
-        problem = tr(
-            "sft.num_train_epochs: sft.max_steps is {steps} and ends the run first; set sft.max_steps=-1 too",
-            steps=steps,
+        problems.append(
+            tr(
+                "sft.num_train_epochs: sft.max_steps is {steps} and ends the run first; set sft.max_steps=-1 too",
+                steps=steps,
+            )
         )
-        problems.append(problem)
     reasons = {name: reason for name, (_, reason) in overrides.items()}
-    given = ", ".join(dict.fromkeys(reasons.values()))
-    where = tr("{profile} with {given}", profile=document.file.stem, given=given)
-    profile = _validate({"": nested(settings)}, Profile, where, problems)[""]
+    setters = ", ".join(dict.fromkeys(reasons.values()))
+    where = tr("{profile} with {given}", profile=document.file.stem, given=setters)
+    profile = _validate(tree, Profile, where, problems)
     return Document(profile, document.reasons | reasons, document.file)
 
 
@@ -422,35 +398,26 @@ def read_table(name: str, model: type[Entry]) -> dict[str, Entry]:
     """A file of `configs` with one block for each entry."""
     file = files.CONFIGS / name
     tree, _ = _read_yaml(file)
-    return _validate(tree, model, str(file))
+    return {entry: _validate(block, model, f"{file}: {entry}") for entry, block in tree.items()}
 
 
 def settings_in(text: str) -> dict[str, Any]:
     """`sft.learning_rate=1e-4, lora.r=64` as {dotted name: value}, values read as a profile's; not yet checked."""
     settings: dict[str, Any] = {}
-    today = set()
     for part in re.split(r",(?![^\[]*\])(?![^{]*\})", text):
         if not part.strip():
             continue
-        name, _, value = map(str.strip, part.partition("="))
         if part.count("=") != 1:
             raise CourseError(
                 tr("SET has {part!r}.", part=part.strip()),
                 todo=tr('Write it like "sft.learning_rate=1e-4, lora.r=64".'),
             )
-        new = former_names.TODAY.get(name, name)
-        if new in today:
-            raise CourseError(
-                tr("SET names {name} twice, perhaps once by its former name.", name=new),
-                todo=tr("Remove one of them."),
-            )
-        today.add(new)
+        name, value = map(str.strip, part.split("="))
         try:
             settings[name] = yaml.load(value, _Loader)
         except Exception:  # as for a file below
             settings[name] = value  # no value of any key: the schema says so, by name and with all other mistakes
-    former_names.say(settings, "SET")
-    return former_names.translated(settings)
+    return former_names.translated(settings, "SET")
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
@@ -465,14 +432,12 @@ def _read_yaml(file: Path) -> tuple[Any, dict[str, str]]:
     except Exception as problem:  # PyYAML has one of its own; impossible dates, endless digits and nesting have others
         raise CourseError(
             tr("{file}: {problem}.", file=file, problem=" ".join(str(problem).split())),
-            allowed=tr("YAML in UTF-8: `key: value`, groups indented by two spaces"),
-            todo=tr("Correct {file}.", file=file),
+            todo=tr("Correct {file}: YAML in UTF-8, groups indented by two spaces.", file=file),
         ) from None
 
 
 @lru_cache(maxsize=64)
 def _parse(text: str) -> tuple[Any, dict[str, str]]:
-    tree = yaml.load(text, _Loader)
     reasons: dict[str, str] = {}
     block = ""
     for indent, name, comment in _LINE.findall(text):
@@ -480,36 +445,25 @@ def _parse(text: str) -> tuple[Any, dict[str, str]]:
             block = name
         if comment:
             reasons[f"{block}.{name}" if indent else name] = comment
-    if isinstance(tree, dict):
-        reasons = {name: comment for name, comment in reasons.items() if not isinstance(tree.get(name), dict)}
-    return tree, reasons
+    return yaml.load(text, _Loader), reasons
 
 
-def _validate(
-    trees: Mapping[str, Any], model: type[Entry], where: str, problems: Sequence[str] = ()
-) -> dict[str, Entry]:
-    """The trees as models, or all their mistakes at once by dotted name; pairs are checked once the rest is right."""
-    entries: dict[str, Entry] = {}
+def _validate(tree: Any, model: type[Entry], where: str, problems: Sequence[str] = ()) -> Entry:
+    """The tree as a model, or all its mistakes at once by dotted name; pairs are checked once the rest is right."""
     problems = list(problems)
-    for key, tree in trees.items():
-        try:
-            entries[str(key)] = model.model_validate(tree)
-        except ValidationError as error:
-            above = f"{key}." if key else ""
-            problems += [f"{above}{problem}" for problem in _problems(error, keys(model))]
-        if model is Profile and isinstance(tree, dict):
-            problems += _strange_arguments(tree)
+    try:
+        entry = model.model_validate(tree)
+    except ValidationError as error:
+        problems += _problems(error, keys(model))
+    if model is Profile and isinstance(tree, dict):
+        problems += _strange_arguments(tree)
     if problems:
         listed = "".join(f"\n    - {problem}" for problem in problems)
         raise CourseError(
             tr("{where} has {count} problem(s):{problems}", where=where, count=len(problems), problems=listed),
-            allowed=tr(
-                "keys and types as in the course's own files of this kind in configs/; in a profile also "
-                "other arguments of the class that a block is for"
-            ),
             todo=tr("Correct what is listed above, then run this again."),
         )
-    return entries
+    return entry
 
 
 def _problems(error: ValidationError, known: Sequence[str]) -> list[str]:
@@ -518,16 +472,15 @@ def _problems(error: ValidationError, known: Sequence[str]) -> list[str]:
     for item in error.errors(include_url=False):
         if item["type"] == "value_error":  # of pairs, which are checked only where nothing else is wrong
             return list(item["ctx"]["error"].args)
-        name = ".".join(map(str, item["loc"])) or tr("the file")
-        for key in known:
-            if name.startswith(f"{key}."):  # of a union, or in a list
-                name = key
-        seen = reprlib.repr(item["input"])
-        text = tr("{wanted}, not {seen}", wanted=item["msg"], seen=seen)
-        if item["type"] == "missing":
+        name = ".".join(map(str, item["loc"][:2])) or tr("the file")  # deeper are the types of a union
+        kind = item["type"]
+        if kind == "missing":
             text = tr("missing")
-        elif item["type"] == "extra_forbidden":
+        elif kind == "extra_forbidden":
             text = tr("unknown key") + _did_you_mean(name, known)
+        else:
+            seen = reprlib.repr(item["input"])
+            text = tr("{wanted}, not {seen}", wanted=item["msg"], seen=seen)
         by_name.setdefault(name, []).append(text)
     return [f"{name}: {tr(' or ').join(texts)}" for name, texts in by_name.items()]
 
@@ -535,12 +488,15 @@ def _problems(error: ValidationError, known: Sequence[str]) -> list[str]:
 def _strange_arguments(tree: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the arguments of a profile that not every one has."""
     in_every_profile = keys()
-    for name, value in flat(tree, depth=2).items():
-        block = name.partition(".")[0]
-        if block not in CLASSES or name == block or name in in_every_profile:
+    for block in CLASSES:
+        arguments = tree.get(block)
+        if not isinstance(arguments, dict):
             continue
-        if problem := _problem_with(name, value):
-            yield f"{name}: {problem}"
+        for argument, value in arguments.items():
+            name = f"{block}.{argument}"
+            problem = "" if name in in_every_profile else _problem_with(name, value)
+            if problem:
+                yield f"{name}: {problem}"
 
 
 def _did_you_mean(name: str, known: Sequence[str]) -> str:

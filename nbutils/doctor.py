@@ -228,7 +228,7 @@ def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
     gpu = hardware.gpu()
     operation = hardware.working_operation(gpu)
     if not operation.value:
-        yield Check("GPU", operation.reason, hardware.cure(gpu, operation.reason), "FAIL")
+        yield Check("GPU", operation.reason, hardware.cure(), "FAIL")
     elif gpu:
         yield Check("GPU", operation.reason)
     else:

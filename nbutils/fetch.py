@@ -65,7 +65,7 @@ def find_model(name: str) -> str:
 def profile_here() -> str:
     """What PROFILE auto chooses for the GPU that the driver lists."""
     if gpu := hardware.driver_gpu():
-        return gpus.profile_for(gpu.capability, gpu.memory_gib)
+        return gpus.profile_for(gpu)
     profiles = [f"{name} ({config.load(name).model})" for name in ("laptop", *gpus.PROFILES)]
     raise CourseError(
         tr("There is no GPU here, so PROFILE auto cannot say what you will train."),

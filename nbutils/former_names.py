@@ -43,51 +43,50 @@ RENAMED = {  # values kept as they are
     "serve.gpu_memory": "vllm.gpu_memory_utilization",
     "serve.max_num_seqs": "vllm.max_num_seqs",
 }
-CHANGED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {  # what some values are today
-    "machine.precision": ("from_pretrained.dtype", {
-        "bf16": {"from_pretrained.dtype": "bfloat16"},
-        "fp16": {"from_pretrained.dtype": "float16"},
-        "fp32": {"from_pretrained.dtype": "float32"},
-    }),
-    "machine.liger": ("sft.use_liger_kernel", {
-        "on": {"sft.use_liger_kernel": True},
-        "off": {"sft.use_liger_kernel": False},
-    }),
-    "train.max_steps": ("sft.max_steps", {"0": {"sft.max_steps": -1}}),
-    "quantization.type": ("quantization.bnb_4bit_quant_type", {
-        "none": {"quantization.load_in_4bit": False, "quantization.bnb_4bit_quant_type": "nf4"},
-        "nf4": {"quantization.load_in_4bit": True, "quantization.bnb_4bit_quant_type": "nf4"},
-        "fp4": {"quantization.load_in_4bit": True, "quantization.bnb_4bit_quant_type": "fp4"},
-    }),
-    "train.gradient_checkpointing": ("sft.gradient_checkpointing", {
-        "auto": {"sft.gradient_checkpointing": "auto", "sft.activation_offloading": "auto"},
-        "off": {"sft.gradient_checkpointing": False, "sft.activation_offloading": False},
-        "on": {"sft.gradient_checkpointing": True, "sft.activation_offloading": False},
-        "offload": {"sft.gradient_checkpointing": True, "sft.activation_offloading": True},
-    }),
-}  # fmt: skip
+CHANGED: dict[str, dict[str, dict[str, Any]]] = {  # what some values are today; the others are kept
+    "machine.precision": {"from_pretrained.dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}},
+    "machine.liger": {"sft.use_liger_kernel": {"on": True, "off": False}},
+    "train.max_steps": {"sft.max_steps": {"0": -1}},
+    "quantization.type": {
+        "quantization.bnb_4bit_quant_type": {"none": "nf4"},
+        "quantization.load_in_4bit": {"none": False, "nf4": True, "fp4": True},
+    },
+    "train.gradient_checkpointing": {
+        "sft.gradient_checkpointing": {"off": False, "on": True, "offload": True},
+        "sft.activation_offloading": {"off": False, "on": False, "offload": True},
+    },
+}
 BATCH = "train.batch"
 MICRO_BATCH = "train.micro_batch"
-DROPPED = "train.shorten"
-TODAY = RENAMED | {old: new for old, (new, _) in CHANGED.items()} | {BATCH: "course.conversations_per_step"}
-NAMES = (*TODAY, DROPPED)
+DROPPED = "train.shorten"  # without effect any more
+TODAY = RENAMED | {old: next(iter(names)) for old, names in CHANGED.items()} | {BATCH: "course.conversations_per_step"}
 MOST_TOLD = 6  # names in one line
 
 
-def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted name, with the names and values of today."""
+def translated(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Settings by dotted name, with the names and values of today; said on stderr if it is named where they stand."""
     today: dict[str, Any] = {}
     for name, value in settings.items():
-        if name in CHANGED:
-            new, values = CHANGED[name]
-            today |= values.get(str(value), {new: value})  # others were never allowed: the schema says so
-        elif name not in (BATCH, DROPPED):
+        for new, values in CHANGED.get(name, {}).items():
+            today[new] = values.get(str(value), value)
+        if name not in (*CHANGED, BATCH, DROPPED):
             today[RENAMED.get(name, name)] = value
     if BATCH in settings:
-        today |= {name: value for name, value in _step(settings).items() if name not in settings}
+        for name, value in _step(settings).items():
+            if name not in settings:
+                today[name] = value
     elif MICRO_BATCH in settings:  # it cut a step of whatever size
         today.setdefault("sft.gradient_accumulation_steps", "auto")
+    former = [name for name in settings if name in TODAY]
+    if where and former:
+        texts = [tr("{old} is now {new}", old=name, new=TODAY[name]) for name in former[:MOST_TOLD]]
+        _say_once(where, joined(texts, ";"))
     return today
+
+
+@cache
+def _say_once(where: str, names: str) -> None:
+    print(tr("{where}: {names}; all new names: docs/reference.md", where=where, names=names), file=sys.stderr)
 
 
 def _step(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,15 +95,13 @@ def _step(settings: Mapping[str, Any]) -> dict[str, Any]:
     size = settings.get(MICRO_BATCH, "auto")
     conversations: Any = "auto"
     accumulation: Any = "auto"
-    if "auto" not in (batch, size):
-        accumulation = f"{batch} / {size}"  # no number: the schema says so
-        if isinstance(batch, int) and isinstance(size, int) and size > 0 and batch % size == 0:
-            accumulation = batch // size
-    elif batch != "auto" and settings.get("train.packing") is True:  # packed rows are no number of conversations
-        size = 1
-        accumulation = batch
-    else:
+    if batch == "auto" or (size == "auto" and settings.get("train.packing") is not True):
         conversations = batch
+    else:
+        size = 1 if size == "auto" else size  # packed rows are no number of conversations
+        accumulation = f"{batch} / {size}"  # no number: the schema says so
+        if type(batch) is type(size) is int and size and batch % size == 0:
+            accumulation = batch // size
     return {
         "sft.per_device_train_batch_size": size,
         "sft.gradient_accumulation_steps": accumulation,
@@ -132,24 +129,3 @@ def fingerprint(former: dict[str, Any]) -> dict[str, Any]:
 def _block(former: str, values: Mapping[str, Any]) -> dict[str, Any]:
     today = translated({f"{former}.{name}": value for name, value in values.items()})
     return {name.rpartition(".")[2]: value for name, value in today.items()}
-
-
-def say(settings: Mapping[str, Any], where: str) -> None:
-    """Say once, on stderr, what the former names among these settings are called now."""
-    former = tuple(name for name in settings if name in NAMES)
-    if former:
-        _say(former, where)
-
-
-@cache
-def _say(former: tuple[str, ...], where: str) -> None:
-    texts = []
-    for name in former[:MOST_TOLD]:
-        if name in TODAY:
-            texts.append(tr("{old} is now {new}", old=name, new=TODAY[name]))
-        else:
-            texts.append(tr("{old} has no effect any more", old=name))
-    line = f"{where}: {joined(texts, ';')}"
-    if len(former) > MOST_TOLD:
-        line += tr("; all new names: docs/reference.md")
-    print(line, file=sys.stderr)

@@ -44,13 +44,13 @@ class GPU:
 
     def __str__(self) -> str:
         name = f"{self.count} x {self.name}" if self.count > 1 else self.name
-        facts = tr("(capability {capability}, {memory:.1f} GiB)", capability=self.level, memory=self.memory_gib)
-        return f"{name} {facts}"
-
-    @property
-    def level(self) -> str:
-        """Its capability as NVIDIA writes it, 7.5."""
-        return "{}.{}".format(*self.capability)
+        capability = "{}.{}".format(*self.capability)
+        return tr(
+            "{name} (capability {capability}, {memory:.1f} GiB)",
+            name=name,
+            capability=capability,
+            memory=self.memory_gib,
+        )
 
 
 def share_processors() -> None:
@@ -107,14 +107,11 @@ def driver_gpu() -> GPU | None:
 
 
 def ask_driver(*words: str) -> str:
-    """What nvidia-smi says, or how it failed; empty where there is none."""
+    """What nvidia-smi says; empty where there is none, or where it does not answer."""
     try:
-        ran = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=5, input="")
-    except FileNotFoundError:
+        return subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=5, input="").stdout
+    except (OSError, subprocess.TimeoutExpired):
         return ""
-    except (OSError, subprocess.TimeoutExpired) as problem:
-        return type(problem).__name__
-    return (ran.stdout + ran.stderr).strip() or f"exit status {ran.returncode}"
 
 
 def working_operation(gpu: GPU | None) -> Choice:
@@ -123,36 +120,25 @@ def working_operation(gpu: GPU | None) -> Choice:
 
     try:
         ones = torch.ones(64, 64, device="cuda" if gpu else "cpu")
-        correct = bool((ones @ ones)[0, 0].item() == 64)
+        (ones @ ones)[0, 0].item()  # waits for the GPU
     except RuntimeError as problem:  # torch.AcceleratorError is one too
         return Choice(False, f"torch {torch.__version__}: {str(problem).strip().splitlines()[0]}")
-    device = str(gpu) if gpu else tr("the CPU")
-    if correct:
-        return Choice(True, tr("a matrix product on {device} is correct", device=device))
-    return Choice(False, tr("a matrix product on {device} is WRONG", device=device))
+    return Choice(True, tr("a matrix product on {device} works", device=gpu or tr("the CPU")))
 
 
-def cure(gpu: GPU | None, reason: str) -> str:
-    """What to do about a device on which `working_operation` failed, and why it did."""
-    if not gpu or "no kernel" not in reason:
-        return tr("restart the machine; if it fails again, take another GPU or reinstall torch")
-    arch = "sm_{}{}".format(*gpu.capability)
-    fix = tr("choose another GPU (Kaggle: GPU T4 x2), or install a build of torch that has {arch}", arch=arch)
-    if gpu.capability < VLLM_FROM:
-        fix += tr(" (those for CUDA 12.6, `cu126`, still have it)")
-    return fix
+def cure() -> str:
+    """What to do about a device on which `working_operation` failed."""
+    return tr(
+        "choose another GPU (Kaggle: GPU T4 x2), or install a build of torch that has kernels for this one (those for "
+        "CUDA 12.6, `cu126`, still have old ones); if it has, restart the machine"
+    )
 
 
 def require_working(gpu: GPU | None) -> None:
     """Stop before a lesson on a GPU that is there but does not compute."""
-    done = working_operation(gpu)
-    if done.value:
-        return
-    fix = cure(gpu, done.reason)
-    raise CourseError(
-        tr("Computing on this device failed: {reason}.", reason=done.reason),
-        todo=tr("{cure}.", cure=fix[0].upper() + fix[1:]),
-    )
+    operation = working_operation(gpu)
+    if not operation.value:
+        raise CourseError(tr("Computing on this device failed: {reason}.", reason=operation.reason), todo=cure())
 
 
 def dtype(gpu: GPU | None) -> Choice:
@@ -160,33 +146,25 @@ def dtype(gpu: GPU | None) -> Choice:
     if gpu is None:
         return Choice("float32", tr("no GPU: CPUs train fastest in float32"))
     if gpu.capability >= BF16_FROM:
-        reason = tr("{gpu} has bfloat16 (capability {capability})", gpu=gpu.name, capability=gpu.level)
-        return Choice("bfloat16", reason)
+        return Choice("bfloat16", tr("{gpu} has bfloat16 (capability 8.0 or more)", gpu=gpu.name))
     reason = tr("{gpu} has no bfloat16 (capability below 8.0): float16 with loss scaling", gpu=gpu.name)
     return Choice("float16", reason)
 
 
 def attention(gpu: GPU | None) -> Choice:
     """The attention implementation transformers is asked for; `varlen` is torch's kernel for packed rows."""
-    if gpu is None:
-        return Choice("sdpa", tr("no GPU: torch's standard attention"))
-    if gpu.capability < BF16_FROM:
-        return Choice("sdpa", tr("{gpu} has no FlashAttention: torch's standard attention", gpu=gpu.name))
-    if Version(importlib.metadata.version("torch")) >= Version("2.10.dev0"):
+    recent = Version(importlib.metadata.version("torch")) >= Version("2.10.dev0")
+    if gpu and gpu.capability >= BF16_FROM and recent:
         return Choice("varlen", tr("FlashAttention from torch for packed rows: fast, and nothing to install"))
-    if importlib.util.find_spec("flash_attn"):
-        return Choice("flash_attention_2", tr("flash-attn is installed"))
-    return Choice("sdpa", tr("torch is older than 2.10 and flash-attn is not installed: torch's standard attention"))
+    return Choice(
+        "sdpa", tr("torch's standard attention: FlashAttention needs 16 bits, torch 2.10 and a GPU of capability 8.0")
+    )
 
 
 def liger(gpu: GPU | None) -> Choice:
     """Whether Liger's fused kernels are used."""
-    if gpu is None:
-        return Choice(False, tr("no GPU: Liger's kernels need one"))
-    if not importlib.util.find_spec("liger_kernel"):
-        return Choice(False, tr("liger-kernel is not installed"))
-    if gpu.capability < BF16_FROM:
-        return Choice(False, tr("Triton supports GPUs from capability 8.0, {gpu} is older", gpu=gpu.name))
+    if gpu is None or gpu.capability < BF16_FROM or not importlib.util.find_spec("liger_kernel"):
+        return Choice(False, tr("Liger's kernels need the package liger-kernel and a GPU of capability 8.0 or more"))
     return Choice(True, tr("fused kernels: less memory and faster, with the same results"))
 
 

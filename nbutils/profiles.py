@@ -6,19 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nbutils import config, distributed, hardware, models
-from nbutils.config import Document, Overrides, Profile, flat, keys, load, names
+from nbutils.config import Document, Overrides, Profile, flat, keys, load, names, shown
 from nbutils.errors import CourseError
 from nbutils.hardware import GPU, Choice
 from nbutils.language import joined, tr
 from nbutils.models import Shape, course_model, is_tiny, known_models, model_folder
 from nbutils.plan import gpus
-from nbutils.plan.forecast import STEP_ARGUMENTS, fastest
+from nbutils.plan.forecast import STEP_ARGUMENTS, best_option, known_shape, open_recipes
 from nbutils.plan.memory import Recipe, limit_gib, peak_gib
 from nbutils.plan.recipe import Begun, Choices, Rows, apply, choose, few_steps, rows_per_step, schedule
 from nbutils.platforms import Platform, folders
@@ -27,6 +26,17 @@ __all__ = ["Rows", "course_model", "few_steps", "is_tiny", "known_models", "load
 
 CPU_ROWS = 2  # packed rows at a time
 CPU_TOKENS = 512  # or tokens, as attention grows with their square on a CPU
+NEED_BFLOAT16 = {
+    "from_pretrained.dtype=bfloat16",
+    "from_pretrained.attn_implementation=flash_attention_2",
+    "from_pretrained.attn_implementation=varlen",
+}
+NEED_GPU = {
+    *NEED_BFLOAT16,
+    "from_pretrained.dtype=float16",
+    "sft.use_liger_kernel=true",
+    "sft.activation_offloading=true",
+}
 
 
 @dataclass(frozen=True)
@@ -87,9 +97,7 @@ def resolve(
     elif source == "modelscope":
         value = models.from_modelscope(value, places.work)
     attached = Path(meant.value).is_absolute() and not Path(called).expanduser().is_dir()
-    if is_tiny(meant.value):
-        called = "tiny"
-    elif not attached:
+    if not attached:
         called = meant.value
     name = document.file.stem
     given = document.profile.model_copy(update={"model": value})
@@ -145,47 +153,33 @@ def _choose_profile(profile: str, model: str, gpu: GPU | None, platform: Platfor
     """The profile that is named, or what `auto` takes here."""
     if profile != "auto":
         return Choice(profile, tr("parameter PROFILE"))
-    if is_tiny(model):
-        return Choice("tiny", tr("auto: the bundled model has a profile of its own"))
-    if gpu is None:
-        text = tr("auto: no GPU found ({platform}), so the bundled tiny model on the CPU", platform=platform.name)
+    if gpu is None or is_tiny(model):
+        text = tr(
+            "auto: the bundled tiny model, as it is named or there is no GPU ({platform})", platform=platform.name
+        )
         return Choice("tiny", text)
     text = tr("auto: {platform} with {gpu}", platform=platform.name, gpu=gpu)
-    if gpu.capability < gpus.OLDEST:
-        text += tr("; torch may have no kernels for so old a GPU")
-    return Choice(gpus.profile_for(gpu.capability, gpu.memory_gib), text)
+    return Choice(gpus.profile_for(gpu), text)
 
 
 def _read(name: str, overrides: Callable[[str], Overrides], gpu: GPU | None) -> Document:
     """The profile of that name with what replaces its values; refused where this machine does not support them."""
     document = config.read(name)
     document = config.with_overrides(document, overrides(document.file.stem))
-    if problems := _impossible(document.profile, gpu):
+    if gpu and gpu.capability >= hardware.BF16_FROM:
+        return document
+    settings = flat(document.profile.model_dump())
+    values = {f"{name}={shown(value)}" for name, value in settings.items()}
+    if problems := sorted(values & (NEED_BFLOAT16 if gpu else NEED_GPU)):
         raise CourseError(
             tr(
                 "This machine ({gpu}) does not support {problems}.",
                 gpu=gpu or tr("no GPU"),
                 problems=joined(problems),
             ),
-            allowed=tr("values this GPU supports, or auto (bfloat16 and FlashAttention need capability 8.0)"),
-            todo=tr("Change them in SET or in a copy of the profile, or use another machine."),
+            todo=tr("Set them to auto, in SET or in a copy of the profile, or use another machine."),
         )
     return document
-
-
-def _impossible(profile: Profile, gpu: GPU | None) -> list[str]:
-    """Values that this machine does not support, found before any download."""
-    refused = []
-    if gpu is None:
-        refused += ["from_pretrained.dtype=float16", "sft.use_liger_kernel=True", "sft.activation_offloading=True"]
-    if gpu is None or gpu.capability < hardware.BF16_FROM:
-        refused += [
-            "from_pretrained.dtype=bfloat16",
-            "from_pretrained.attn_implementation=flash_attention_2",
-            "from_pretrained.attn_implementation=varlen",
-        ]
-    values = [f"{name}={value}" for name, value in flat(profile.model_dump()).items()]
-    return [value.replace("True", "true") for value in values if value in refused]
 
 
 def keep_begun(resolved: Resolved, fingerprint: Mapping[str, Any], validation_rows: int = 0) -> Resolved:
@@ -193,47 +187,50 @@ def keep_begun(resolved: Resolved, fingerprint: Mapping[str, Any], validation_ro
 
     Its losses are comparable only on the same validation rows.
     """
-    kept = Begun(validation_rows=validation_rows or None)
+    kept = Begun(validation_rows=validation_rows)
     step = fingerprint.get("rows_per_step")
     if step and step % distributed.world_size() == 0:
-        packing = fingerprint["sft"]["packing"]
-        kept = replace(kept, rows_per_step=step, packing=packing)
+        kept = Begun(
+            rows_per_step=step,
+            packing=fingerprint["sft"]["packing"],
+            validation_rows=validation_rows,
+        )
     return replace(resolved, kept=kept)
 
 
 def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
     """The same with every `auto` value decided by GPU, model and rows, and every value with its reason."""
     given = resolved.given
-    shape = None  # where it is not known before its download
-    with suppress(CourseError):
-        shape = models.find_shape(given.model)
+    shape = known_shape(given.model)
     decided = choose(given, rows, shape, distributed.world_size(), resolved.kept)
     decided |= _by_machine(given, resolved.gpu)
     decided |= _by_plan(apply(given, decided), given, shape, resolved.gpu, rows)
     profile = apply(given, decided)
+    reasons = dict(resolved.reasons)
+    reasons |= {name: choice.reason for name, choice in decided.items() if choice.reason}
     choices = {"profile": resolved.choices["profile"], "model": resolved.choices["model"]}
-    for key, value in flat(profile.model_dump()).items():
-        reason = resolved.reasons.get(key, "")
-        if key in decided:
-            reason = decided[key].reason or reason
-        choices[key] = Choice(value, reason)
-    return replace(resolved, profile=profile, choices=choices, rows=rows)
+    settings = flat(profile.model_dump())
+    for name, value in settings.items():
+        choices[name] = Choice(value, reasons.get(name, ""))
+    return replace(
+        resolved,
+        profile=profile,
+        choices=choices,
+        rows=rows,
+    )
 
 
 def _by_machine(given: Profile, gpu: GPU | None) -> Choices:
     """What the GPU, or its absence, decides."""
-    load = given.from_pretrained
+    exact = given.from_pretrained.dtype == "float32"  # FlashAttention needs 16 bits
+    by_gpu = {
+        "from_pretrained.dtype": hardware.dtype(gpu),
+        "from_pretrained.attn_implementation": hardware.attention(None if exact else gpu),
+        "sft.use_liger_kernel": hardware.liger(gpu),
+    }
+    settings = flat(given.model_dump())
+    decided = {name: choice for name, choice in by_gpu.items() if settings[name] == "auto"}
     optim = given.sft.optim
-    decided = Choices()
-    if load.dtype == "auto":
-        decided["from_pretrained.dtype"] = hardware.dtype(gpu)
-    if load.attn_implementation == "auto":
-        choice = hardware.attention(gpu)
-        if load.dtype == "float32":
-            choice = Choice("sdpa", tr("FlashAttention needs 16 bits, and from_pretrained.dtype is float32"))
-        decided["from_pretrained.attn_implementation"] = choice
-    if given.sft.use_liger_kernel == "auto":
-        decided["sft.use_liger_kernel"] = hardware.liger(gpu)
     if gpu is None and optim.endswith(("8bit", "32bit")):  # a run of a GPU may go on, be merged or served here
         reason = tr("{optimizer} needs a GPU: AdamW in 32 bits instead", optimizer=optim)
         decided["sft.optim"] = Choice("adamw_torch_fused", reason)
@@ -245,39 +242,35 @@ def _by_machine(given: Profile, gpu: GPU | None) -> Choices:
 
 def _by_plan(profile: Profile, given: Profile, shape: Shape | None, gpu: GPU | None, rows: Rows | None) -> Choices:
     """The fastest micro-batches and checkpointing that fit, as far as the profile leaves them to the plan."""
-    asked = given.sft.per_device_train_batch_size
     names = [name for name in STEP_ARGUMENTS if given.sft[name] == "auto"]
-    if asked != "auto" and "gradient_accumulation_steps" in names:
-        names.remove("gradient_accumulation_steps")  # it follows
     if not names:
         return {}
     sft = profile.sft
     processes = distributed.world_size()
     step = rows_per_step(sft, processes)
+    size = int(sft.per_device_train_batch_size)  # one row, unless the profile names it
     if gpu is None:
-        most = CPU_ROWS
-        if asked != "auto":
-            most = asked
-        elif rows and not sft.packing:
-            most = max(1, int(CPU_TOKENS / rows.mean))
-        size = distributed.micro_batch_for(step, most, processes)
+        if "per_device_train_batch_size" in names:
+            most = CPU_ROWS
+            if rows and not sft.packing:
+                most = max(1, int(CPU_TOKENS / rows.mean))
+            size = distributed.micro_batch_for(step, most, processes)
         recipe = Recipe(per_device_train_batch_size=size, gradient_checkpointing=False)
         reason = tr("plan: without a GPU, few tokens at a time and no recomputing")
     elif shape is None:
-        recipe = Recipe()
+        recipe = Recipe(per_device_train_batch_size=size)
         reason = tr("plan: the size of this model is not known before its download, so the safest value")
     else:
-        spec = gpus.of_machine(gpu).model_copy(update={"count": processes})
+        spec = gpus.of_machine(gpu, processes)
         strategy = distributed.strategy_name(str(profile.method))
-        recipe = fastest(profile, given.sft, shape, spec, rows, strategy)
+        recipe = best_option(shape, open_recipes(profile, given.sft, spec, rows, strategy), spec)
         peak = peak_gib(shape, recipe)
         limit = limit_gib(spec)
         reason = tr(
-            "plan: {verdict}: {peak:.1f} GiB forecast, {limit:.1f} of {memory:.1f} GiB allowed",
+            "plan: {verdict}: {peak:.1f} GiB forecast, {limit:.1f} allowed",
             verdict=tr("the fastest that fits") if peak <= limit else tr("DOES NOT FIT"),
             peak=peak,
             limit=limit,
-            memory=spec.memory_gib,
         )
     accumulation = step // processes // recipe.per_device_train_batch_size
     recipe = replace(recipe, gradient_accumulation_steps=accumulation)

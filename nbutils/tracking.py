@@ -352,7 +352,7 @@ def rent(gpu: hardware.GPU | None, platform: str) -> dict[str, float]:
     """The price of an hour by currency; empty where it is free or not known."""
     price = gpus.hourly_price(gpu)
     rent: dict[str, float] = {}
-    if not price or platform in NO_RENT:
+    if platform in NO_RENT:
         return rent
     if price.yuan and platform in (*YUAN, "local"):
         rent["¥"] = price.yuan

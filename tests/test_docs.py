@@ -30,6 +30,7 @@ PATH = re.compile(
 )
 FILES = (".jsonl", ".log", ".py", ".yaml")
 GROUPS = "lora|quantization|from_pretrained|sft|vllm|course|train|machine|evaluation|serve"
+FORMER = (*former_names.TODAY, former_names.DROPPED)
 
 
 def named(path: Path) -> str:
@@ -144,7 +145,7 @@ def test_names_in_backticks_exist(page: Path) -> None:
     variables = set(re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", text))
     unknown = [one for one in variables if one not in sources()]
     dotted = set(re.findall(rf"(?<![\w/])(?:{GROUPS})\.[a-z_]+(?![\w/(])", text))
-    former = former_names.NAMES if page.name == "reference.md" else ()
+    former = FORMER if page.name == "reference.md" else ()
     wrong = [one for one in dotted if one not in (*settings(), *former) and not one.endswith(FILES)]
     wrong = [one for one in wrong if one.partition(".")[2] not in arguments(one.partition(".")[0])]
     assert not lost + unknown + wrong
@@ -153,7 +154,7 @@ def test_names_in_backticks_exist(page: Path) -> None:
 def test_every_former_name_is_in_the_reference() -> None:
     for page in ("docs/reference.md", "docs/zh/reference.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
-        for name in former_names.NAMES:
+        for name in FORMER:
             [row] = re.findall(rf"(?m)^\| `{re.escape(name)}` \| (.*) \|$", text)
             if new := former_names.RENAMED.get(name):
                 assert row == f"`{new}`"

@@ -15,9 +15,9 @@ from nbutils import display, distributed, files, models, plan, platforms, profil
 from nbutils.cli import app
 from nbutils.hardware import GPU
 from nbutils.models import find_shape
-from nbutils.plan import STRATEGIES, Recipe, candidates, forecast, gpus, memory, recipe, speed
-from nbutils.plan.forecast import NEARLY, best_option
-from nbutils.plan.memory import CONTEXT_GIB, MARGIN, limit_gib, parts, peak_gib
+from nbutils.plan import STRATEGIES, forecast, gpus, memory, recipe, speed
+from nbutils.plan.forecast import NEARLY, best_option, candidates
+from nbutils.plan.memory import CONTEXT_GIB, MARGIN, Recipe, limit_gib, parts, peak_gib
 from nbutils.plan.recipe import PACKED
 from nbutils.plan.speed import tokens_per_second
 from nbutils.plan.strategies import table_recipe
@@ -68,7 +68,7 @@ def test_what_costs_memory_is_counted(costly: dict[str, object]) -> None:
     assert peak(**costly) > peak() > peak(activation_offloading=True)
     sizes = {"per_device_train_batch_size": (1, 2, 4, 8), "length": (512, 1024, 2048), "r": (8, 16, 64, 320)}
     for name, values in sizes.items():
-        for recompute, offload in forecast.WAYS:
+        for recompute, offload in forecast.WAYS.values():
             way = {"gradient_checkpointing": recompute, "activation_offloading": offload}
             peaks = [peak(**costly | way | {name: value}) for value in values]
             assert peaks == sorted(set(peaks)), name
@@ -110,7 +110,7 @@ def test_torchs_names_are_understood_and_torchs_memory_is_kept(name: str, found:
 
 def test_prices_are_per_hour_and_for_all_gpus() -> None:
     for gpu in (None, T4, GPU("NVIDIA L4", (8, 9), 22.0, 1)):
-        assert gpus.hourly_price(gpu) is None
+        assert not any(gpus.hourly_price(gpu))
     assert gpus.hourly_price(replace(RTX, count=2)).yuan == pytest.approx(2 * gpus.find("4090").yuan)
     for gpu in gpus.every():
         assert (gpu.yuan is not None or gpu.dollars is not None) == (gpu.price_from != "unknown"), gpu.name
@@ -171,12 +171,11 @@ def test_without_a_known_speed_recomputing_is_the_last_resort() -> None:
 def test_the_smallest_setting_needs_less_and_takes_longer_than_the_fastest(name: str) -> None:
     for model in models.known_models():
         made = plan.of_options(gpus.find(name), {"model": model, "rows": 10_000, "mean_length": 300})
-        same = made.recipe == made.smallest
-        assert made.smallest_gib <= made.peak_gib and made.times_as_long >= 1, model
-        assert made.fits or same, "what does not fit is the smallest"
-        assert ("times as long" in plan.describe(made)) is not same
-    fixed = asked("--gpu", name, "--micro-batch", "2", "--checkpointing", "on")["smallest"]["recipe"]
-    assert (fixed["per_device_train_batch_size"], Recipe(**fixed).recompute) == (2, "on"), "what is given stays"
+        assert peak_gib(made.shape, made.smallest) <= made.peak_gib, model
+        assert tokens_per_second(made.shape, made.smallest, made.gpu) <= made.tokens_per_second, model
+        assert made.fits or made.recipe == made.smallest, "what does not fit is the smallest"
+    fixed = plan.of_options(gpus.find(name), {"micro_batch": 2, "checkpointing": "on"}).smallest
+    assert (fixed.per_device_train_batch_size, fixed.recompute) == (2, "on"), "what is given stays"
 
 
 @pytest.mark.parametrize(("folder", "unknown"), [("docs", "price unknown"), ("docs/zh", "价格未知")])
@@ -258,6 +257,8 @@ def test_every_option_is_heard_and_wins_over_set_and_a_profile_can_be_named() ->
     assert answer["recipe"]["method"] == "lora"
     assert expected.items() <= answer["recipe"].items() and (answer["gpus"], answer["batch"] % 8) == (2, 0)
     words = ("--gpu", "A6000", *ROWS)
+    three = asked("--gpu", "4090", "--micro-batch", "3")["recipe"]
+    assert three["per_device_train_batch_size"] == 2, "the largest that divides a step of 8 rows, as in a training"
     two = asked(*words, "--set", "lora.r=64, sft.per_device_train_batch_size=2")["recipe"]
     assert two["per_device_train_batch_size"] == 2
     assert asked(*words, "--set", "lora.r=64", "--rank", "8")["recipe"]["r"] == 8
@@ -287,15 +288,14 @@ def test_what_is_not_known_is_none_and_what_is_free_costs_nothing() -> None:
 
 def test_without_a_gpu_the_table_of_all_is_shown(monkeypatch: Patch) -> None:
     monkeypatch.setattr("nbutils.hardware.driver_gpus", list)
-    hints = ["--rows 5000" in CliRunner().invoke(app, ["plan", *words]).output for words in ([], ROWS)]
-    assert hints == [True, False], "how to learn the hours"
+    assert "--rows 5000" in CliRunner().invoke(app, ["plan"]).output, "how to learn the hours"
     names = [gpu.name for gpu in gpus.usable()]
     assert names == [row["GPU"] for row in plan.fits_table(names)]
     every = asked()["fits"]
     assert [row["gpu"] for row in every] == names and all(row["fits"] for row in every), "auto takes what fits"
     assert [row["gpus"] for row in asked("--model", "Qwen3-8B", "--gpus", "2")["fits"]] == [2] * len(names)
     [row] = plan.fits_table(["4090"], rows=1000, mean_length=300)
-    assert row["GPU"] == "RTX 4090" and float(row["hours"]) > 0
+    assert row["GPU"] == "RTX 4090" and row["time"].endswith(" min")
     monkeypatch.setattr("nbutils.hardware.driver_gpus", lambda: ["Tesla T4"])
     monkeypatch.setattr("nbutils.hardware.gpu", lambda: replace(T4, count=2))
     answer = asked("--model", "Qwen2.5-3B")
@@ -359,7 +359,7 @@ def test_the_engine_is_ddp_where_a_gpu_holds_the_model_and_else_shards_where_the
 
     assert [chosen("Qwen2.5-7B", 2), chosen("Qwen2.5-72B", 4)] == ["ddp", "fsdp_qlora"]
     assert [chosen("Qwen2.5-7B", 2, "lora"), chosen("Qwen2.5-14B", 2, "lora")] == ["ddp", "fsdp_lora"]
-    with refused("GiB on one GPU and", "fsdp_qlora", "RTX 4090"):
+    with refused("Qwen2.5-72B with fsdp_qlora needs", "GiB on each RTX 4090, which allows"):
         chosen("Qwen2.5-72B", 2)
     fitting = [plan.fits_alone(resolved("ampere_24gb", model, RTX)) for model in ("Qwen2.5-7B", "Qwen2.5-72B")]
     assert fitting == [True, False]
@@ -423,8 +423,8 @@ def test_the_arithmetic_of_lesson_06_is_that_of_the_plan(capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     ("words", "status"),
-    [("--gpu 4090 --micro-batch 3", 1), ("--tflops 100", 1), ("--model no/such --gpu T4", 1),
-     ("--vram 11 --capability new", 1), ("--gpu T4x3 --profile paper_r64", 1), ("--gpu T4 --vram inf", 2)],
+    [("--tflops 100", 1), ("--model no/such --gpu T4", 1), ("--vram 11 --capability new", 2),
+     ("--gpu T4x3 --profile paper_r64", 1), ("--gpu T4 --vram inf", 2)],
 )  # fmt: skip
 def test_mistakes_end_with_a_plain_message(words: str, status: int) -> None:
     ran = CliRunner().invoke(app, ["plan", *words.split()])

@@ -124,13 +124,12 @@ def test_the_arguments_of_the_libraries_may_be_added_and_others_get_the_nearest(
     assert engine.to_words(engine.normalize(dict(flags)))[-1] == "--max-num-batched-tokens=4096"
     assert found.profile.sft["adam_beta2"] == 0.95 and found.choices["sft.adam_beta2"].reason == "parameter SET"
     wrong = {
-        "sft.learning_rates=1": "trl.SFTConfig has no such argument, did you mean sft.learning_rate?",
+        "sft.learning_rates=1": "no argument of trl.SFTConfig that a profile takes, did you mean sft.learning_rate?",
         "lora.lora_alphas=1": "did you mean lora.lora_alpha?", "sft.bf16=true": "from_pretrained.dtype",
         "lora.rank_pattern={a: 8}": "could not merge", "quantization.bnb_4bit_quant_typ=nf4": "bnb_4bit_quant_type?",
         "vllm.max_model_length=9": "did you mean vllm.max_model_len?", "vllm.dtype=half": "from_pretrained.dtype",
         "lora.init_lora_weights=pissa": "could not merge", "lora.r.x=3": "unknown key",
         "vllm.enforce_eagre=true": "did you mean vllm.enforce_eager?", "vllm.port=6006": "PORT",
-        "sft.report_to=[tensorboard, mlfow]": "mlfow is none of",
     }  # fmt: skip
     for text, told in wrong.items():
         with refused(" has 1 problem(s):", told):
@@ -210,10 +209,9 @@ def test_a_profile_of_the_version_before_is_understood_and_one_line_says_so(tmp_
     assert document.reasons["sft.per_device_train_batch_size"] == "as much as fits"
 
 
-@pytest.mark.parametrize("text", ["lora.r=8, lora.r=16", "lora.r=16, lora.rank=32", "lora.rank=32, lora.r=16"])
-def test_a_name_that_set_has_twice_is_refused(text: str) -> None:
-    with refused("SET names lora.r twice, perhaps"):
-        config.settings_in(text)
+def test_of_a_name_that_set_has_twice_the_last_counts() -> None:
+    for text in ("lora.r=8, lora.r=16", "lora.r=8, lora.rank=16", "lora.rank=8, lora.r=16"):
+        assert config.settings_in(text) == {"lora.r": 16}
 
 
 def test_former_names_in_set_are_understood(capsys: Any) -> None:
@@ -233,7 +231,7 @@ def test_former_names_in_set_are_understood(capsys: Any) -> None:
     mixed = config.settings_in("train.micro_batch=4, sft.gradient_accumulation_steps=2")
     assert mixed == {"sft.per_device_train_batch_size": 4, "sft.gradient_accumulation_steps": 2}
     assert set(former_names.RENAMED.values()) <= set(config.keys()), "every new name is one of today's"
-    with refused(" has 1 problem(s):", "sft.gradient_checkpointing: "):
+    with refused(" has 2 problem(s):", "sft.gradient_checkpointing: ", "sft.activation_offloading: "):
         resolve("tiny", text="train.gradient_checkpointing=sometimes")
     for text in ("train.batch=6, train.micro_batch=4", "train.batch=2, train.micro_batch=0", "train.batch=two"):
         with refused("problem(s)"):
@@ -560,7 +558,8 @@ def test_overrides_replace_value_and_reason_and_nothing_else() -> None:
 def test_overrides_are_checked_all_at_once() -> None:
     lines = (
         "train.max_stps: unknown key, did you mean sft.max_steps?", "sft.per_device_train_batch_size: ", "lora.r: ",
-        "model: is not set this way: use MODEL", "about: is not set", "lora.target_modules: ", "train: unknown key",
+        "model: is not set this way; MODEL names", "about: is not set this way", "lora.target_modules: ",
+        "train: unknown key",
     )  # fmt: skip
     text = "train.max_stps=3, sft.per_device_train_batch_size='8', model=x, about=y, train=2, lora.r=, "
     text += "lora.target_modules=[a"
@@ -572,7 +571,7 @@ def test_overrides_are_checked_all_at_once() -> None:
 
 def test_the_plan_says_how_much_of_the_gpu_it_uses() -> None:
     tight = resolve("t4_16gb", "Qwen2.5-14B", T4)
-    assert re.search(r"plan: the fastest that fits: [\d.]+ GiB .* of 14\.7", tight.choices[AUTO[0]].reason)
+    assert re.search(r"plan: the fastest that fits: [\d.]+ GiB forecast, 13\.0 allowed", tight.choices[AUTO[0]].reason)
     assert resolve("ampere_24gb", "Qwen2.5-0.5B", H200).profile.sft.gradient_checkpointing is False
     large = resolve("hopper_141gb", gpu=T4)
     assert all("DOES NOT FIT" in large.choices[key].reason for key in AUTO), "said, and not hidden"

@@ -656,7 +656,7 @@ def result_of(trainer: Any, callback: Any, seconds: float = 1.0, first_step: int
      ("kaggle", RTX_4090, {}), ("local", None, {})],
 )  # fmt: skip
 def test_what_was_measured(tmp_path: Path, monkeypatch: Any, platform: str, gpu: Any, price: Any) -> None:
-    monkeypatch.setattr(gpus, "hourly_price", lambda gpu: gpu and gpus.Price(2.0, 0.4))
+    monkeypatch.setattr(gpus, "hourly_price", lambda gpu: gpus.Price(2.0, 0.4) if gpu else gpus.Price(None, None))
     monkeypatch.setenv("NBUTILS_PLATFORM", platform)
     monkeypatch.setattr(hardware, "gpu", lambda: gpu)
     live, state = run_live(2, 900)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -17,7 +17,6 @@ ASSUMED = (8, 0)  # the capability of a GPU of which only memory is given
 BY_MEMORY = {"t4_16gb": 20, "ampere_24gb": 38, "ampere_40gb": 70, "hopper_80gb": 130}  # profiles, up to so many GiB
 LARGEST = "hopper_141gb"
 PROFILES = (*BY_MEMORY, LARGEST)
-PriceOrNull = NotNegative | None
 Names = Annotated[tuple[Text, ...], Field(strict=False)]
 
 
@@ -29,18 +28,16 @@ class Price(NamedTuple):
 
     def __str__(self) -> str:
         known = []
-        if self.yuan:
-            known.append(f"¥{self.yuan:.2f}")
-        if self.dollars:
-            known.append(f"${self.dollars:.2f}")
+        for sign, price in zip("¥$", self, strict=True):
+            if price:
+                known.append(f"{sign}{price:.2f}")
         if known:
             return tr(" or ").join(known)
         return tr("free") if 0 in self else tr("unknown")
 
     def times(self, factor: float | None) -> Price:
         """So many times this price; what is not free is unknown where the factor is."""
-        yuan, dollars = (price and factor and price * factor for price in self)
-        return Price(yuan, dollars)
+        return Price(*(price and factor and price * factor for price in self))
 
 
 class GPUSpec(Strict):
@@ -51,8 +48,8 @@ class GPUSpec(Strict):
     tflops: Positive | None = None
     bandwidth: Positive | None = None
     capability: Annotated[tuple[int, int], Field(strict=False)]
-    yuan: PriceOrNull = None
-    dollars: PriceOrNull = None
+    yuan: NotNegative | None = None
+    dollars: NotNegative | None = None
     price_from: Text = "unknown"
     count: int = 1
     note: str = ""
@@ -76,18 +73,21 @@ def usable() -> list[GPUSpec]:
     return [gpu for gpu in every() if gpu.capability >= OLDEST]
 
 
-def find(
-    name: str, vram: float | None = None, tflops: float | None = None, capability: tuple[int, int] | None = None
-) -> GPUSpec:
+def find(name: str, vram: float | None = None, tflops: float | None = None, capability: float | None = None) -> GPUSpec:
     """A GPU by its name ("4090", "A100 80GB", "T4 x2"); what is given overrules the table, or stands in for it."""
-    given: dict[str, object] = {"memory_gib": vram, "tflops": tflops, "capability": capability}
-    given = {key: value for key, value in given.items() if value}
+    changes: dict[str, object] = {}
+    if vram:
+        changes["memory_gib"] = vram
+    if tflops:
+        changes["tflops"] = tflops
+    if capability:
+        changes["capability"] = divmod(round(10 * capability), 10)  # 7.5 is (7, 5)
     if several := re.fullmatch(r"(.+?)\s*[x×]\s*([1-9]\d?)", name.strip(), re.IGNORECASE):
         name = several[1]
-        given["count"] = int(several[2])
+        changes["count"] = int(several[2])
     for gpu in every():
         if _plain(name) in map(_plain, (gpu.name, *gpu.also)):
-            return gpu.model_copy(update=given)
+            return gpu.model_copy(update=changes)
     if vram is None:
         raise CourseError(
             tr("{name!r} is not in configs/gpus.yaml, so its memory is not known.", name=name),
@@ -97,41 +97,42 @@ def find(
                 "TFLOP/s with --tflops T, or add it to that file."
             ),
         )
-    return GPUSpec(name=name.strip(), memory_gib=vram, capability=ASSUMED).model_copy(update=given)
+    return GPUSpec(name=name.strip(), memory_gib=vram, capability=ASSUMED).model_copy(update=changes)
 
 
-def of_machine(gpu: GPU) -> GPUSpec:
-    """The facts of one GPU torch has found: memory and capability from torch, the rest from the table."""
-    known = GPUSpec(name=gpu.name, memory_gib=gpu.memory_gib, capability=gpu.capability)
+def of_machine(gpu: GPU, count: int = 1) -> GPUSpec:
+    """The facts of so many GPUs torch has found: memory and capability from torch, the rest from the table."""
+    own: dict[str, Any] = {
+        "memory_gib": gpu.memory_gib,
+        "capability": gpu.capability,
+        "count": count,
+    }
     named = []
     for spec in every():
         if any(_is_in(word, gpu.name) for word in spec.called):
             named.append(spec)
     if not named or "laptop" in gpu.name.lower():  # those of laptops are others
-        return known
+        return GPUSpec(name=gpu.name, **own)
 
     def distance(spec: GPUSpec) -> tuple[int, float]:  # the longest name first: a 4090 D is called RTX 4090 as well
         longest = max(map(len, spec.called))
         return -longest, abs(spec.memory_gib - gpu.memory_gib)
 
     best = min(named, key=distance)
-    return best.model_copy(update={"memory_gib": gpu.memory_gib, "capability": gpu.capability})
+    return best.model_copy(update=own)
 
 
-def hourly_price(gpu: GPU | None) -> Price | None:
-    """What an hour of this machine's GPUs costs, by the table; None without a GPU, or where it is free or unknown."""
-    if gpu is None:
-        return None
-    price = of_machine(gpu).price
-    return price.times(gpu.count) if any(price) else None
+def hourly_price(gpu: GPU | None) -> Price:
+    """What an hour of this machine's GPUs costs, by the table."""
+    return of_machine(gpu).price.times(gpu.count) if gpu else Price(None, None)
 
 
-def profile_for(capability: tuple[int, int], memory_gib: float) -> str:
+def profile_for(gpu: GPU | GPUSpec) -> str:
     """The profile made for GPUs like this one."""
-    if capability < BF16_FROM:
+    if gpu.capability < BF16_FROM:
         return "t4_16gb"
     for profile, below in BY_MEMORY.items():
-        if memory_gib < below:
+        if gpu.memory_gib < below:
             return profile
     return LARGEST
 

@@ -43,8 +43,7 @@ MARGIN = 0.08  # of the GPU's memory stays free: the forecast may be that much o
 CONTEXT_GIB = 0.5  # CUDA's own, which torch's allocator does not count
 
 
-@dataclass(frozen=True)
-class Strategy:
+class Strategy(NamedTuple):
     """How cards share a training: `configs/accelerate/NAME.yaml`."""
 
     shards: bool = False  # each card keeps its share of the base, and gathers the layer at work
@@ -97,7 +96,7 @@ class Recipe:
         return round(rows * self.length + RARE * self.spread * rows**0.5)
 
     @property
-    def wide(self) -> int:
+    def number_bytes(self) -> int:
         """Bytes of a number that is computed with."""
         return 4 if self.dtype == "float32" else 2
 
@@ -105,6 +104,11 @@ class Recipe:
     def uses_liger(self) -> bool:
         """Whether Liger's kernels are used."""
         return self.use_liger_kernel and self.strategy.fused_lora
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of AdamW's moments for one trained weight; the 8-bit optimizers of bitsandbytes do not take shards."""
+        return OPTIMIZER_8BIT if self.engine == "ddp" and self.optim.endswith("8bit") else OPTIMIZER
 
     @property
     def recompute(self) -> str:
@@ -129,22 +133,22 @@ def terms(shape: Shape, recipe: Recipe) -> dict[str, list[Term]]:
     the adapters beside the float32 ones that cards share, and reduces gradients in a bucket.
     """
     strategy = recipe.strategy
-    wide = recipe.wide
-    weights: float = shape.params * wide
+    number_bytes = recipe.number_bytes
+    weights: float = shape.params * number_bytes
     scales = 0.0
     if recipe.method == "qlora":
         scale = (NF4_DOUBLE if recipe.bnb_4bit_use_double_quant else NF4) - FOUR_BITS
         scales = shape.linear_params * scale
-        weights -= shape.linear_params * (wide - FOUR_BITS)
+        weights -= shape.linear_params * (number_bytes - FOUR_BITS)
     shards = recipe.cards if strategy.shards else 1
     memory = {"weights": [Term("weights", weights, shards), Term("scales", scales)]}
     if strategy.shards:
         memory["gathered"] = _gathered(shape, recipe)
     memory |= _trained(shape, recipe)
     if strategy.deepspeed:
-        adapters = shape.adapter_params(recipe.r) * wide
+        adapters = shape.adapter_params(recipe.r) * number_bytes
         memory["adapters"].append(Term("16-bit copy", adapters, shards))
-        memory["bucket"] = [Term("bucket", BUCKET * wide)]
+        memory["bucket"] = [Term("bucket", BUCKET * number_bytes)]
     return memory
 
 
@@ -155,14 +159,14 @@ def _gathered(shape: Shape, recipe: Recipe) -> list[Term]:
     until the forward pass ends, when layers are not. The embedding is gathered when the head is not. ZeRO-3 keeps up to
     LIVE weights, beside the head, which it needs.
     """
-    wide = recipe.wide
-    head = Term("output head", shape.vocab * shape.hidden * wide)
+    number_bytes = recipe.number_bytes
+    head = Term("output head", shape.vocab * shape.hidden * number_bytes)
     if recipe.strategy.deepspeed:
         live = min(LIVE, shape.params)
-        return [head, Term("live weights", live * wide)]
-    weight = FOUR_BITS if recipe.method == "qlora" else wide
+        return [head, Term("live weights", live * number_bytes)]
+    weight = FOUR_BITS if recipe.method == "qlora" else number_bytes
     base = shape.linear_params * weight
-    adapters = shape.adapter_params(recipe.r) * wide
+    adapters = shape.adapter_params(recipe.r) * number_bytes
     layer = (base + adapters) / shape.layers
     layers = layer * min(GATHERED, recipe.cards)
     if recipe.cards > 1 and head.size > layers:  # a single card copies, without a buffer
@@ -173,20 +177,18 @@ def _gathered(shape: Shape, recipe: Recipe) -> list[Term]:
 def _trained(shape: Shape, recipe: Recipe) -> dict[str, list[Term]]:
     """Adapters, their gradients and Adam's moments; FSDP2 keeps gradients whole until the last micro-step.
 
-    transformers' Trainer asks it to (no_sync). The 8-bit optimizers of bitsandbytes do not take shards.
+    transformers' Trainer asks it to (no_sync).
     """
     trained = shape.adapter_params(recipe.r)
     if recipe.strategy.offload:
         trained = 0
-    alone = recipe.engine == "ddp"
-    cards = 1 if alone else recipe.cards
-    moments = OPTIMIZER_8BIT if alone and recipe.optim.endswith("8bit") else OPTIMIZER
+    cards = 1 if recipe.engine == "ddp" else recipe.cards
     adapters = [Term("float32 weights", trained * ADAPTER, cards)]
     if recipe.strategy.deepspeed:
         adapters.append(Term("gradients", trained * GRADIENT, cards))
     elif recipe.gradient_accumulation_steps > 1:
         adapters.append(Term("gradients", trained * GRADIENT))
-    return {"adapters": adapters, "optimizer": [Term("AdamW's moments", trained * moments, cards)]}
+    return {"adapters": adapters, "optimizer": [Term("AdamW's moments", trained * recipe.moment_bytes, cards)]}
 
 
 def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
@@ -195,9 +197,9 @@ def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
     for part, summands in terms(shape, recipe).items():
         sizes[part] = sum(term.size / term.shared_by for term in summands)
     tokens = recipe.tokens
-    wide = recipe.wide
+    number_bytes = recipe.number_bytes
     saved = _saved(shape, recipe)
-    layer_input = tokens * shape.hidden * wide
+    layer_input = tokens * shape.hidden * number_bytes
     backward = _backward(shape, recipe)
     kept = shape.layers * saved
     if recipe.gradient_checkpointing:
@@ -207,7 +209,7 @@ def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
         kept = min(OFFLOAD_STASH, shape.layers) * layer_input
     sizes["activations"] = kept + backward
     tile = min(TILE_TOKENS, tokens) * min(TILE_WORDS, shape.vocab)
-    logits = tokens * shape.hidden * LOSS_HIDDEN + tile * wide
+    logits = tokens * shape.hidden * LOSS_HIDDEN + tile * number_bytes
     sizes["logits"] = max(0.0, logits - backward)  # before a layer is at work
     sizes["workspace"] = SLACK
     if recipe.attn_implementation == "sdpa":  # rows are laid end to end: one long one
@@ -222,7 +224,7 @@ def _saved(shape: Shape, recipe: Recipe) -> float:
     heads = shape.heads + shape.kv_heads
     numbers += shape.head_dim * SAVED_HEADS * heads
     numbers += recipe.r * ADAPTERS
-    token = numbers * recipe.wide
+    token = numbers * recipe.number_bytes
     if recipe.lora_dropout:
         token += sum(inner for inner, _ in shape.linears)  # a byte for each input of an adapter
     return recipe.tokens * token
@@ -235,7 +237,7 @@ def _backward(shape: Shape, recipe: Recipe) -> float:
     size = recipe.tokens * width
     if recipe.method == "qlora":
         size += max(inner * outer for inner, outer in shape.linears)
-    return size * recipe.wide
+    return size * recipe.number_bytes
 
 
 def peak_gib(shape: Shape, recipe: Recipe) -> float:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from nbutils import display
 from nbutils.files import GIB
 from nbutils.language import tr
 from nbutils.models import Shape
-from nbutils.plan.forecast import NEARLY
+from nbutils.plan.forecast import Setting, divisors, fastest_fitting
 from nbutils.plan.gpus import GPUSpec
 from nbutils.plan.memory import LOSS_HIDDEN, SLACK, TILE_TOKENS, TILE_WORDS, limit_gib
 from nbutils.plan.speed import ARITHMETIC, BANDWIDTH
@@ -62,25 +63,21 @@ class Pretraining:
 
 def pretraining(shape: Shape, gpu: GPUSpec, length: int, batch: int, steps: int) -> Pretraining:
     """The fastest micro-batch that fits, of those that divide the batch; without one the smallest."""
-    options = []
-    for size in range(1, batch + 1):
-        for recomputes in (False, True):
-            if batch % size == 0:
-                seconds = step_seconds(shape, gpu, length, size, times=batch // size, checkpointing=recomputes)
-                option = Pretraining(
-                    gpu=gpu,
-                    per_device_train_batch_size=size,
-                    gradient_checkpointing=recomputes,
-                    tokens=steps * batch * length,
-                    parts=memory(shape, size * length, recomputes),
-                    tokens_per_second=batch * length / seconds if seconds else None,
-                )
-                options.append(option)
-    fitting = [option for option in options if option.fits]
-    rates = [option.tokens_per_second or 0.0 for option in fitting]
-    enough = NEARLY * max(rates, default=0.0)
-    fast = [option for option in fitting if (option.tokens_per_second or 0.0) >= enough]
-    return min(fast or options, key=lambda option: option.peak_gib)
+    settings = []
+    for size, recomputes in product(divisors(batch), (False, True)):
+        seconds = step_seconds(shape, gpu, length, size, times=batch // size, checkpointing=recomputes)
+        rate = batch * length / seconds if seconds else None
+        option = Pretraining(
+            gpu=gpu,
+            per_device_train_batch_size=size,
+            gradient_checkpointing=recomputes,
+            tokens=steps * batch * length,
+            parts=memory(shape, size * length, recomputes),
+            tokens_per_second=rate,
+        )
+        settings.append(Setting(option, option.peak_gib, rate or 0.0))
+    best: Pretraining = fastest_fitting(settings, limit_gib(gpu))
+    return best
 
 
 def memory(shape: Shape, tokens: int, checkpointing: bool) -> dict[str, float]:
@@ -139,23 +136,23 @@ def describe(shape: Shape, forecasts: Sequence[Pretraining]) -> str:
     """The model in a line, then a row for each GPU."""
     tokens = forecasts[0].tokens
     head = tr(
-        "{parameters} million parameters, {tokens} million tokens: {ratio} tokens per parameter (20 are usual)",
-        parameters=f"{shape.params / 1e6:,.1f}",
-        tokens=f"{tokens / 1e6:,.1f}",
-        ratio=f"{tokens / shape.params:.2g}",
+        "{parameters:,.1f} million parameters, {tokens:,.1f} million tokens: {ratio:.2g} tokens per parameter (20 are "
+        "usual)",
+        parameters=shape.params / 1e6,
+        tokens=tokens / 1e6,
+        ratio=tokens / shape.params,
     )
     rows = []
-    for made in forecasts:
-        rate = made.tokens_per_second
+    for forecast in forecasts:
+        rate = forecast.tokens_per_second
         row = {
-            tr("GPU"): made.gpu.name,
-            tr("rows at a time"): made.per_device_train_batch_size,
-            tr("recompute"): tr("yes") if made.gradient_checkpointing else tr("no"),
-            tr("peak GiB"): f"{made.peak_gib:.1f}",
-            tr("fits"): tr("yes") if made.fits else tr("no"),
-            tr("tokens/s"): f"{rate:,.0f}" if rate else tr("unknown"),
-            tr("time"): display.clock(made.hours * 3600) if made.hours else tr("unknown"),
-            tr("cost"): str(made.gpu.price.times(made.hours)),
+            "GPU": forecast.gpu.name,
+            "rows": forecast.per_device_train_batch_size,
+            "peak GiB": f"{forecast.peak_gib:.1f}",
+            "fits": tr("yes") if forecast.fits else tr("no"),
+            "tokens/s": f"{rate:,.0f}" if rate else tr("unknown"),
+            "time": display.clock(forecast.hours * 3600) if forecast.hours else tr("unknown"),
+            "cost": str(forecast.gpu.price.times(forecast.hours)),
         }
         rows.append(row)
     return f"{head}\n{display.aligned(rows)}"

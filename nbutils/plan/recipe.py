@@ -89,14 +89,14 @@ class Begun:
 
     rows_per_step: int | None = None
     packing: bool | None = None
-    validation_rows: int | None = None
+    validation_rows: int = 0
 
 
 def apply(profile: Profile, choices: Choices) -> Profile:
     """The profile with these values in it, by dotted name."""
     for name, choice in choices.items():
         block, _, key = name.rpartition(".")
-        update: dict[str, Any] = {key: choice.value}
+        update = {key: choice.value}
         if block:
             update = {block: getattr(profile, block).model_copy(update=update)}
         profile = profile.model_copy(update=update)
@@ -118,12 +118,10 @@ def choose(
         choices["sft.learning_rate"] = _learning_rate(sft, shape, rows, processes)
     if sft.num_train_epochs == "auto":
         choices["sft.num_train_epochs"] = _epochs(rows)
-    made = None
-    if rows:
-        made = schedule(apply(profile, choices).sft, rows, processes)
+    planned = schedule(apply(profile, choices).sft, rows, processes) if rows else None
     if sft.save_steps == "auto":
-        choices["sft.save_steps"] = _save_steps(made)
-    return choices | _validation(apply(profile, choices), rows, made, begun)
+        choices["sft.save_steps"] = _save_steps(planned)
+    return choices | _validation(apply(profile, choices), rows, planned, begun)
 
 
 def rows_per_step(sft: SFT, processes: int = 1) -> int:
@@ -148,28 +146,26 @@ def schedule(sft: SFT, rows: Rows, processes: int = 1) -> Schedule:
 
 def few_steps(profile: Profile, given: Profile, rows: Rows, processes: int = 1) -> str:
     """What to set where the step a profile names leaves too few of them; empty where it does not."""
-    sizes = (given.sft.gradient_accumulation_steps, given.sft.per_device_train_batch_size)
-    chosen_by_course = given.course.conversations_per_step == "auto" and "auto" in sizes
+    named = "auto" not in (given.sft.gradient_accumulation_steps, given.sft.per_device_train_batch_size)
+    chosen_by_course = given.course.conversations_per_step == "auto" and not named
     if chosen_by_course or profile.sft.max_steps > 0:
         return ""
-    made = schedule(profile.sft, rows, processes)
+    planned = schedule(profile.sft, rows, processes)
     better = _conversations_per_step(rows, profile.sft.max_length)
-    if made.steps >= STEPS_PER_EPOCH or better >= made.examples_per_step:
+    if planned.steps >= STEPS_PER_EPOCH or better >= planned.examples_per_step:
         return ""
     return tr(
         "a step of {each:,.0f} conversations leaves only {steps} steps, too few to learn much: set "
         "course.conversations_per_step={better}",
-        each=made.examples_per_step,
-        steps=made.steps,
+        each=planned.examples_per_step,
+        steps=planned.steps,
         better=better,
     )
 
 
 def _epoch(sft: SFT, rows: Rows, step: int) -> tuple[int, float]:
     """Steps of an epoch, and the conversations in each, for steps of so many rows."""
-    whole = rows.examples
-    if sft.packing:
-        whole = rows.packed(sft.max_length)
+    whole = rows.packed(sft.max_length) if sft.packing else rows.examples
     each = rows.examples * min(step, whole) / whole
     return math.ceil(whole / step), each
 
@@ -199,9 +195,7 @@ def _method(profile: Profile, shape: Shape | None) -> Choices:
     small = shape is not None and shape.params < SMALL
     if profile.quantization.load_in_4bit and not small:
         return {"method": Choice("qlora", "")}  # the comment in the profile says why
-    reason = tr("quantization.load_in_4bit is false")
-    if small:
-        reason = tr("recipe: a model below a billion parameters loses quality in 4 bits, and 16 bits fit")
+    reason = tr("recipe: quantization.load_in_4bit is false, or below a billion parameters 4 bits lose quality")
     return {"method": Choice("lora", reason), "quantization.load_in_4bit": Choice(False, tr("method lora"))}
 
 
@@ -229,8 +223,7 @@ def _step(profile: Profile, rows: Rows | None, processes: int, begun: Begun) -> 
     if rows:
         steps, each = _epoch(profile.sft, rows, step)
         reason = tr("recipe: {each:.0f} conversations per step, {steps} steps per epoch", each=each, steps=steps)
-        choice = Choice(max(1, round(each)), reason)
-        choices["course.conversations_per_step"] = _kept(choice.value) if begun.rows_per_step else choice
+        choices["course.conversations_per_step"] = Choice(max(1, round(each)), reason)
     return choices | _micro_batches(sft, step, processes)
 
 
@@ -238,16 +231,12 @@ def _packing(sft: SFT, filled: float, begun: Begun) -> Choice:
     """Whether rows are packed; a step fills so many rows of `max_length` tokens."""
     if begun.packing is not None:
         return _kept(begun.packing)
-    if sft.gradient_accumulation_steps != "auto":
-        text = tr("recipe: the rows of a step that are set are conversations; with packing: true they are packed rows")
-        return Choice(False, text)
     text = tr(
-        "recipe: a step fills {filled:.1f} rows of {length} tokens; from {least} on, rows are packed",
+        "recipe: a step fills {filled:.1f} rows of max_length; from {least} on rows are packed, unless a step is set",
         filled=filled,
-        length=sft.max_length,
         least=PACK_FROM,
     )
-    return Choice(filled >= PACK_FROM, text)
+    return Choice(filled >= PACK_FROM and sft.gradient_accumulation_steps == "auto", text)
 
 
 def _wanted_rows(profile: Profile, rows: Rows | None, conversations: int, filled: float, processes: int) -> int:
@@ -267,26 +256,19 @@ def _wanted_rows(profile: Profile, rows: Rows | None, conversations: int, filled
 
 def _micro_batches(sft: SFT, step: int, processes: int) -> Choices:
     """The share of a process in a step of so many rows, as micro-batches of the size that is named, or of one row."""
-    choices = Choices()
-    asked = sft.per_device_train_batch_size
-    size = distributed.micro_batch_for(step, 1 if asked == "auto" else asked, processes)
-    if size != asked:
-        reason = tr(
-            "the largest up to {most} that divides each process's part of a step of {step} rows", most=asked, step=step
-        )
-        choices["sft.per_device_train_batch_size"] = Choice(size, "" if asked == "auto" else reason)
-    accumulation = step // processes // size
-    if accumulation != sft.gradient_accumulation_steps:
-        reason = tr("{step} rows in a step, {size} at a time", step=step, size=size)
-        if processes > 1:
-            reason = tr(
-                "{step} rows in a step of {processes} processes, {size} at a time in each",
-                step=step,
-                processes=processes,
-                size=size,
-            )
-        choices["sft.gradient_accumulation_steps"] = Choice(accumulation, reason)
-    return choices
+    named = sft.per_device_train_batch_size
+    size = distributed.micro_batch_for(step, 1 if named == "auto" else named, processes)
+    sizes = {
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": step // processes // size,
+    }
+    reason = tr(
+        "{step} rows in a step, shared by {processes} process(es), {size} at a time",
+        step=step,
+        processes=processes,
+        size=size,
+    )
+    return {f"sft.{name}": Choice(value, reason) for name, value in sizes.items() if value != sft[name]}
 
 
 def _learning_rate(sft: SFT, shape: Shape | None, rows: Rows | None, processes: int) -> Choice:
@@ -294,19 +276,15 @@ def _learning_rate(sft: SFT, shape: Shape | None, rows: Rows | None, processes: 
     if shape is None:
         text = tr("recipe: usual for LoRA; the size of this model is not known before its download")
         return Choice(USUAL_RATE, text)
-    each = float(FULL_RATE_FROM)
+    noise = 1.0
     if rows:
         _, each = _epoch(sft, rows, rows_per_step(sft, processes))
-    noise = min(1.0, each / FULL_RATE_FROM) ** 0.5
+        noise = min(1.0, each / FULL_RATE_FROM) ** 0.5
     rate = noise * RATE * (AT_HIDDEN / shape.hidden) ** POWER
-    text = tr("recipe: for a model of width {width}; halve it if the loss is unstable", width=shape.hidden)
-    if noise < 1:
-        text = tr(
-            "recipe: for a model of width {width} and {each:.0f} conversations per step; halve it if the loss is "
-            "unstable",
-            width=shape.hidden,
-            each=each,
-        )
+    text = tr(
+        "recipe: for a model of width {width}, and less for small steps; halve it if the loss is unstable",
+        width=shape.hidden,
+    )
     return Choice(float(f"{rate:.1e}"), text)
 
 
@@ -319,23 +297,21 @@ def _epochs(rows: Rows | None) -> Choice:
     return Choice(epochs, text)
 
 
-def _save_steps(made: Schedule | None) -> Choice:
+def _save_steps(planned: Schedule | None) -> Choice:
     """The steps between two checkpoints."""
-    if made is None:
+    if planned is None:
         return _unknown_rows(MOST_BETWEEN)
-    between = max(1, min(MOST_BETWEEN, math.ceil(made.steps / SAVES)))
-    count = math.ceil(made.steps / between)
-    return Choice(between, tr("recipe: {count} checkpoints, each with a validation loss", count=count))
+    between = max(1, min(MOST_BETWEEN, math.ceil(planned.steps / SAVES)))
+    return Choice(between, tr("recipe: a handful of checkpoints, each with a validation loss"))
 
 
-def _validation(profile: Profile, rows: Rows | None, made: Schedule | None, begun: Begun) -> Choices:
+def _validation(profile: Profile, rows: Rows | None, planned: Schedule | None, begun: Begun) -> Choices:
     """How many held-out rows each validation takes; without any there is no best step."""
     choices = Choices()
     count = profile.course.validation_rows
     if count == "auto":
-        choice = _kept(begun.validation_rows)
-        if not begun.validation_rows:
-            choice = _affordable_rows(profile.sft, rows, made)
+        known = begun.validation_rows
+        choice = _kept(known) if known else _affordable_rows(profile.sft, rows, planned)
         choices["course.validation_rows"] = choice
         count = choice.value
     if count == 0 or (rows and rows.held_out == 0):
@@ -346,16 +322,15 @@ def _validation(profile: Profile, rows: Rows | None, made: Schedule | None, begu
     return choices
 
 
-def _affordable_rows(sft: SFT, rows: Rows | None, made: Schedule | None) -> Choice:
+def _affordable_rows(sft: SFT, rows: Rows | None, planned: Schedule | None) -> Choice:
     """As many rows in each validation as cost a small share of the training."""
-    if rows is None or made is None:
+    if rows is None or planned is None:
         return _unknown_rows(MOST_VALIDATED)
-    times = math.ceil(made.steps / int(sft.save_steps)) + 1
-    affordable = int(SHARE * made.steps * made.examples_per_step / (FORWARD * times))
-    count = max(LEAST_VALIDATED, min(MOST_VALIDATED, affordable))
+    validations = math.ceil(planned.steps / int(sft.save_steps)) + 1
+    budget = SHARE * planned.steps * planned.examples_per_step
+    affordable = int(budget / (FORWARD * validations))
+    count = min(MOST_VALIDATED, affordable)
+    count = max(LEAST_VALIDATED, count)
     if rows.held_out is not None:
         count = min(count, rows.held_out)
-    text = tr(
-        "recipe: {times} validations, in about {share:.0%} of the training time or less", times=times, share=SHARE
-    )
-    return Choice(count, text)
+    return Choice(count, tr("recipe: validation takes about {share:.0%} of the training time or less", share=SHARE))

@@ -36,12 +36,12 @@ def sent_bytes(shape: Shape, recipe: Recipe) -> float:
     if recipe.engine == "ddp":
         size *= 2
     if recipe.strategy.deepspeed:
-        size = trained * recipe.wide * micro_steps
+        size = trained * recipe.number_bytes * micro_steps
     if recipe.strategy.shards:
         weights = terms(shape, recipe)["weights"][0].size
         size += 2 * weights * micro_steps
     elif recipe.strategy.deepspeed:
-        size += trained * recipe.wide
+        size += trained * recipe.number_bytes
     return size * (1 - 1 / recipe.cards)
 
 
@@ -68,7 +68,7 @@ def tokens_per_second(shape: Shape, recipe: Recipe, gpu: GPUSpec) -> float | Non
     if gpu.bandwidth is not None:
         seconds += _moved_bytes(shape, recipe) / (BANDWIDTH * gpu.bandwidth * 1e9)
     if recipe.activation_offloading:
-        travel = 2 * shape.layers * tokens * shape.hidden * recipe.wide
+        travel = 2 * shape.layers * tokens * shape.hidden * recipe.number_bytes
         seconds = max(seconds * OFFLOAD, travel / RAM_LINK)
     seconds = max(seconds, launch_seconds(shape, recipe))  # a small step on a fast GPU waits for Python
     sent = sent_bytes(shape, recipe) / recipe.gradient_accumulation_steps
@@ -98,9 +98,9 @@ def _moved_bytes(shape: Shape, recipe: Recipe) -> float:
     """Of a micro-step: weights brought to 16 bits, and work element by element."""
     width = sum(inner + outer for inner, outer in shape.linears)
     numbers = recipe.tokens * shape.layers * width
-    moved: float = numbers * recipe.wide
+    moved: float = numbers * recipe.number_bytes
     moved *= ELEMENTWISE if recipe.uses_liger else PLAIN
     if recipe.method == "qlora":
-        weight = NF4_DOUBLE + recipe.wide
+        weight = NF4_DOUBLE + recipe.number_bytes
         moved += shape.linear_params * weight
     return _passes(recipe) * moved

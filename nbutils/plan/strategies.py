@@ -9,11 +9,9 @@ from nbutils import distributed
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
 from nbutils.language import tr
-from nbutils.models import Shape, find_shape
 from nbutils.plan import gpus
-from nbutils.plan.forecast import of_profile, smallest
-from nbutils.plan.gpus import GPUSpec
-from nbutils.plan.memory import Recipe, limit_gib, peak_gib
+from nbutils.plan.forecast import known_shape, of_profile
+from nbutils.plan.memory import Recipe, limit_gib
 from nbutils.plan.recipe import LARGEST_STEP
 
 
@@ -41,44 +39,25 @@ def engine_for(resolved: Any, processes: int, asked: str = "auto") -> Choice:
         distributed.require_known_strategy(asked)
         distributed.require_method(asked, method)
         return Choice(asked, tr("parameter {name}", name="ENGINE"))
-    if resolved.gpu is None:
-        return Choice("ddp", tr("no GPU here: each process holds the whole model"))
-    try:
-        shape = find_shape(resolved.model)
-    except CourseError:
-        return Choice("ddp", tr("the size of {model} is not known before its download", model=resolved.model))
-    gpu = gpus.of_machine(resolved.gpu).model_copy(update={"count": processes})
+    shape = known_shape(resolved.model)
+    if resolved.gpu is None or shape is None:
+        return Choice("ddp", tr("there is no GPU, or the size of the model is not known: each process holds it whole"))
+    gpu = gpus.of_machine(resolved.gpu, processes)
     limit = limit_gib(gpu)
-    alone = _smallest_gib(resolved, shape, gpu, "ddp")
-    if alone <= limit:
-        text = tr(
-            "{model} needs {alone:.1f} GiB, and a GPU allows {limit:.1f}", model=shape.name, alone=alone, limit=limit
-        )
-        return Choice("ddp", text)
-    share = _smallest_gib(resolved, shape, gpu, f"fsdp_{method}")
-    if share <= limit:
-        text = tr(
-            "{model} needs {alone:.1f} GiB on one GPU, which allows {limit:.1f}; shared by {count}, {share:.1f} each",
+    for strategy in ("ddp", f"fsdp_{method}"):
+        least = of_profile(resolved.given, gpu, shape, resolved.rows, strategy).least_gib
+        reason = tr(
+            "{model} with {strategy} needs at least {least:.1f} GiB on each {gpu}, which allows {limit:.1f}",
             model=shape.name,
-            alone=alone,
-            limit=limit,
-            count=processes,
-            share=share,
-        )
-        return Choice(f"fsdp_{method}", text)
-    raise CourseError(
-        tr(
-            "{model} with {method} needs at least {alone:.1f} GiB on one GPU and {share:.1f} on each of "
-            "{processes} with {engine}; {gpu} allows {limit:.1f}.",
-            model=shape.name,
-            method=method,
-            alone=alone,
-            share=share,
-            processes=processes,
-            engine=f"fsdp_{method}",
+            strategy=strategy,
+            least=least,
             gpu=gpu.name,
             limit=limit,
-        ),
+        )
+        if least <= limit:
+            return Choice(strategy, reason)
+    raise CourseError(
+        f"{reason}.",
         todo=tr(
             "Take more or larger GPUs, a smaller MODEL, a shorter sft.max_length, or qlora instead of "
             "lora; `python -m nbutils plan --gpus N --engine NAME` forecasts it."
@@ -91,8 +70,3 @@ def fits_alone(resolved: Any) -> bool:
     with suppress(CourseError):
         return bool(engine_for(resolved, 1).value == "ddp")
     return False
-
-
-def _smallest_gib(resolved: Any, shape: Shape, gpu: GPUSpec, strategy: str) -> float:
-    made = of_profile(resolved.given, gpu, shape, resolved.rows, strategy)
-    return peak_gib(shape, smallest(shape, made.recipe, made.batch, gpu))
