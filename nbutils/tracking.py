@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
@@ -33,122 +33,80 @@ from nbutils.plan import gpus
 from nbutils.record import reading
 
 YUAN = ("autodl", "pai_dsw", "modelscope", "featurize", "gpushare", "matpool")
-NO_RENT = ("colab", "kaggle", "studio_lab")  # free, or paid in units without a price per hour
+NO_RENT = ("colab", "kaggle", "studio_lab", "local")  # free, paid in units without a price per hour, or one's own
 LINES = 50  # per training
 SHORTEST, LONGEST = 5.0, 300.0  # seconds between two of them
 PROGRESS = "progress.json"  # in the logs, written every SHORTEST seconds
 PANEL = "root/tf-logs"  # the folder that AutoDL's TensorBoard shows
 PROJECT = "finetune-course"
-USUAL = {"tensorboard": "TensorBoard", "wandb": "W&B", "swanlab": "SwanLab"}  # unless a profile names others
+USUAL = ("tensorboard", "wandb", "swanlab")  # unless a profile names others
 SWANLAB = "swanlab>=0.10"  # earlier ones have other names for the settings
 Clock = Callable[[], float]
 Curve = list[tuple[int, float]]  # (step, loss)
 POINTS = TypeAdapter(list[tuple[float, float]])
 Log = Sequence[dict[str, Any]]  # of a trainer
-State = Literal["training", "finished", "stopped", "failed"]
+State = Literal["training", "finished", "stopped", "failed", "died"]  # the last one is what `watch` finds
 
 
 def report_to(sft: SFT, scratch: Path) -> list[str]:
     """Prepare the trackers that the profile names (`sft.report_to`), or the usual ones; the value for `report_to`.
 
+    transformers starts them when the training begins. Only W&B and SwanLab are started here: with a refused key or a
+    dead network theirs would end the training, and both replace the excepthook, with a traceback before a CourseError.
+
     Example:
         SFTConfig(report_to=report_to(profile.sft, lesson.scratch))
     """
-    names = (sft.model_extra or {}).get("report_to")
+    chosen = (sft.model_extra or {}).get("report_to")
+    names = USUAL if chosen is None else chosen
     if isinstance(names, str):
         names = [names]
-    return begin(scratch / "logs", scratch.name, names)
-
-
-def begin(logs: Path, run: str, names: Sequence[str] | None = None) -> list[str]:
-    """Have the trackers of these names log into `logs`; those that the trainer will report to.
-
-    transformers starts them when the training begins. Only W&B and SwanLab are started here: with a refused key or a
-    dead network theirs would end the training, and both replace the excepthook, with a traceback before a CourseError.
-    """
     if not distributed.is_main() or names in ([], ["none"]):
         return []
-    modes = dict.fromkeys(USUAL if names is None else names, "")
-    _require_installed(modes)
-    make_folder(logs, tr("logs"))
-    _log_into(logs)
+    logs = make_folder(scratch / "logs", tr("logs"))
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
+    os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{logs / 'mlflow.db'}")
+    modes = dict.fromkeys(names, "")
     excepthook = sys.excepthook
     if "wandb" in modes:
-        modes["wandb"] = _begin_wandb(logs, run)
+        modes["wandb"] = _begin_wandb(logs, scratch.name)
     if "swanlab" in modes:
-        modes["swanlab"] = _begin_swanlab(logs, run, chosen=names is not None)
+        modes["swanlab"] = _begin_swanlab(logs, scratch.name, chosen is not None)
         if not modes["swanlab"]:
             del modes["swanlab"]
     sys.excepthook = excepthook
-    texts = [f"{USUAL.get(name, name)} {mode}".strip() for name, mode in modes.items()]
+    texts = [f"{name} {mode}".strip() for name, mode in modes.items()]
     print(display.pad(tr("logs"), 10) + joined(texts, ";"))
     if "tensorboard" in modes:
-        print(" " * 10 + how_to_open(logs / "tensorboard", run, platforms.detect().name))
+        print(" " * 10 + how_to_open(logs / "tensorboard", scratch.name, platforms.detect().name))
     return list(modes)
 
 
-def _log_into(logs: Path) -> None:
-    """Where the trackers that transformers starts keep their files; a learner's own server or folder is left alone."""
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
-    places = {
-        "MLFLOW_TRACKING_URI": f"sqlite:///{logs / 'mlflow.db'}",
-        "TRACKIO_DIR": str(logs / "trackio"),
-        "COMET_OFFLINE_DIRECTORY": str(logs / "comet"),
-    }
-    if not os.environ.get("COMET_API_KEY"):
-        places["COMET_START_ONLINE"] = "0"  # it would ask for a key
-    for name, place in places.items():
-        os.environ.setdefault(name, place)
-
-
-def _require_installed(names: Iterable[str]) -> None:
-    """Refuse a tracker whose package is not here; SwanLab's is installed when it is needed."""
-    from transformers.integrations.integration_utils import get_available_reporting_integrations
-
-    here = ["swanlab", *get_available_reporting_integrations()]
-    for name in names:
-        if name not in here:
-            raise CourseError(
-                tr("The package of {name}, which sft.report_to names, is not installed here.", name=name),
-                allowed=", ".join(here),
-                todo=tr(
-                    "Install it (pip install {package}), restart the kernel, then run again; or name another one.",
-                    package=name.replace("_", "-"),
-                ),
-            )
-
-
 def _begin_wandb(logs: Path, run: str) -> str:
-    """Start a W&B run; how."""
+    """Start a W&B run, online with a key; how."""
     import wandb
 
     os.environ |= {"WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
     with redirect_stderr(io.StringIO()):  # it is silent only once it has looked for the name of this notebook
         wandb.setup()
     wandb.finish()  # of an earlier run of this cell
-    key = platforms.secret("WANDB_API_KEY")
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     online = False
-    reason = tr("offline: no WANDB_API_KEY")
-    if key:
+    if key := platforms.secret("WANDB_API_KEY"):
         os.environ["WANDB_API_KEY"] = key
-        online = os.environ.get("WANDB_MODE", "online") == "online" and platforms.answers(host, seconds=5)
-        reason = tr("offline: WANDB_MODE says so, or no network")
-    start = partial(
+        online = os.environ.get("WANDB_MODE", "online") == "online"
+    init = partial(
         wandb.init,
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         name=run,
         dir=logs,
         settings=wandb.Settings(init_timeout=30),
     )
-    mode = _start(start, online, reason)
-    if mode != tr("online"):
-        os.environ["WANDB_MODE"] = "offline"  # for whatever else starts a run
-    return mode
+    return _start_tracker(init, online)
 
 
-def _start(init: Callable[..., object], online: bool, reason: str) -> str:
-    """Start a run of a tracker, online or for this reason offline; how."""
+def _start_tracker(init: Callable[..., object], online: bool) -> str:
+    """Start a run of a tracker, offline where it cannot be online; how."""
+    reason = tr("offline: there is no key, or its mode is offline")
     if online:
         try:
             init(mode="online")
@@ -160,14 +118,12 @@ def _start(init: Callable[..., object], online: bool, reason: str) -> str:
     return reason
 
 
-def _begin_swanlab(logs: Path, run: str, chosen: bool = False) -> str:
+def _begin_swanlab(logs: Path, run: str, chosen: bool) -> str:
     """Start a SwanLab run if it is chosen, there is a SWANLAB_API_KEY, or SWANLAB_MODE is offline; how, or empty."""
     key = platforms.secret("SWANLAB_API_KEY")
     mode = os.environ.get("SWANLAB_MODE", "online")
-    if chosen and not key and mode != "disabled":
-        mode = "offline"
-    online = bool(key) and mode in ("online", "cloud")
-    if not online and mode != "offline":
+    is_wanted = key or chosen or mode == "offline"
+    if mode == "disabled" or not is_wanted:
         return ""
     os.environ |= {"SWANLAB_INTERACTIVE": "false", "SWANLAB_TERMINAL_PROXY_TYPE": "none"}
     if install.unsatisfied([SWANLAB]):
@@ -182,11 +138,11 @@ def _begin_swanlab(logs: Path, run: str, chosen: bool = False) -> str:
 
     if swanlab.has_run():  # of an earlier run of this cell
         swanlab.finish()
+    if key:
+        os.environ["SWANLAB_API_KEY"] = key
     project = os.environ.get("SWANLAB_PROJ_NAME", PROJECT)
-    start = partial(swanlab.init, project=project, name=run, log_dir=str(logs / "swanlab"))
-    if online:
-        os.environ["SWANLAB_API_KEY"] = str(key)
-    return _start(start, online, tr("offline: SWANLAB_MODE says so, or no SWANLAB_API_KEY"))
+    init = partial(swanlab.init, project=project, name=run, log_dir=str(logs / "swanlab"))
+    return _start_tracker(init, online=bool(key) and mode != "offline")
 
 
 def how_to_open(logs: Path, run: str, platform: str) -> str:
@@ -210,7 +166,7 @@ def how_to_open(logs: Path, run: str, platform: str) -> str:
     )
 
 
-def end(logs: Path) -> None:
+def end_trackers(logs: Path) -> None:
     """Finish offline runs and say how they are uploaded from `logs`, where they are kept; online ones finish alone."""
     import wandb
 
@@ -233,12 +189,8 @@ def loss_history(log_history: Log) -> Curve:
 
 
 def validation_history(log_history: Log) -> Curve:
-    """(step, loss) pairs of the validation log, the last of each step; of losses on other rows only the newest."""
-    entries = [entry for entry in log_history if "eval_loss" in entry]
-    if not entries:
-        return []
-    rows = entries[-1].get("eval_rows")
-    losses = {entry["step"]: entry["eval_loss"] for entry in entries if entry.get("eval_rows", rows) == rows}
+    """(step, loss) pairs of the validation log, the last of each step."""
+    losses = {entry["step"]: entry["eval_loss"] for entry in log_history if "eval_loss" in entry}
     return sorted(losses.items())
 
 
@@ -283,7 +235,6 @@ class Progress(BaseModel, frozen=True):
     memory_gib: tuple[float, float | None] = (0.0, None)  # peak, and what there is
     gpu_percent: int | None = None
     cost: dict[str, float] = {}  # by currency
-    forecast: dict[str, float] = {}  # of the cost in the end
     notes: list[str] = []  # the newest lines
     host: str = socket.gethostname()
     pid: int = 0
@@ -351,14 +302,10 @@ def gpu_percent() -> int | None:
 def rent(gpu: hardware.GPU | None, platform: str) -> dict[str, float]:
     """The price of an hour by currency; empty where it is free or not known."""
     price = gpus.hourly_price(gpu)
-    rent: dict[str, float] = {}
     if not price or platform in NO_RENT:
-        return rent
-    if price.yuan and platform in (*YUAN, "local"):
-        rent["¥"] = price.yuan
-    if price.dollars and platform not in YUAN:
-        rent["$"] = price.dollars
-    return rent
+        return {}
+    sign, hourly = ("¥", price.yuan) if platform in YUAN else ("$", price.dollars)
+    return {sign: hourly} if hourly else {}
 
 
 class LiveNumbers:
@@ -461,7 +408,6 @@ class LiveNumbers:
             memory_gib=(hardware.peak_memory_gib(), self.gpu.memory_gib if self.gpu else None),
             gpu_percent=gpu_percent() if self.gpu else None,
             cost=self.cost(self.seconds),
-            forecast=self.cost(self.seconds + (left or 0.0)),
             notes=list(self.notes),
             updated=time.time(),
             pid=os.getpid(),

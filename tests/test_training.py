@@ -302,8 +302,8 @@ def test_padded_batches_use_torchs_ordinary_attention_and_what_the_kernel_lacks_
             lora._attend(nn.Module(), query, query, query, None, **{part: value})
 
 
-TRACKERS = ("WANDB_MODE", "WANDB_SILENT", "WANDB_CONSOLE", "WANDB_API_KEY", "TENSORBOARD_LOGGING_DIR", "TRACKIO_DIR")
-TRACKERS += ("MLFLOW_TRACKING_URI", "COMET_OFFLINE_DIRECTORY", "COMET_START_ONLINE")
+TRACKERS = ("WANDB_MODE", "WANDB_SILENT", "WANDB_CONSOLE", "WANDB_API_KEY", "TENSORBOARD_LOGGING_DIR")
+TRACKERS += ("MLFLOW_TRACKING_URI",)
 
 
 @pytest.fixture
@@ -314,30 +314,30 @@ def no_trackers(monkeypatch: Any) -> None:
         monkeypatch.delenv(name)
 
 
+def report_to(scratch: Path, chosen: Any = None) -> list[str]:
+    """The trackers of a profile that names these."""
+    sft: Any = SimpleNamespace(model_extra={"report_to": chosen})
+    return tracking.report_to(sft, scratch)
+
+
 @pytest.mark.usefixtures("no_trackers")
 def test_a_profile_names_any_tracker_of_transformers_and_its_files_go_to_the_run_folder(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    def begun(chosen: Any) -> list[str]:
-        sft: Any = SimpleNamespace(model_extra={"report_to": chosen})
-        return tracking.report_to(sft, tmp_path)
-
-    assert begun("none") == begun([]) == [] and capsys.readouterr().out == ""
-    assert begun("tensorboard") == ["tensorboard"] and wandb.run is None
-    assert "W&B" not in capsys.readouterr().out
-    assert all(str(tmp_path / "logs") in os.environ[name] for name in ("MLFLOW_TRACKING_URI", "TRACKIO_DIR"))
-    assert os.environ["COMET_START_ONLINE"] == "0", "it would ask for a key"
+    assert report_to(tmp_path, "none") == report_to(tmp_path, []) == [] and capsys.readouterr().out == ""
+    assert report_to(tmp_path, "tensorboard") == ["tensorboard"] and wandb.run is None
+    assert "wandb" not in capsys.readouterr().out
+    assert str(tmp_path / "logs") in os.environ["MLFLOW_TRACKING_URI"]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mine")
-    with refused("package of comet_ml, which sft.report_to", "pip install comet-ml"):
-        begun(["tensorboard", "comet_ml"])
+    assert report_to(tmp_path, ["tensorboard", "comet_ml"]) == ["tensorboard", "comet_ml"]
     assert os.environ["MLFLOW_TRACKING_URI"] == "https://mine"
 
 
 @pytest.mark.usefixtures("no_trackers")
 @pytest.mark.slow
 def test_wandb_is_offline_in_the_run_folder_or_online_with_a_key(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    assert tracking.begin(tmp_path / "logs", "demo") == ["tensorboard", "wandb"]
-    tracking.end(tmp_path / "kept")  # the logs are copied there
+    assert report_to(tmp_path) == ["tensorboard", "wandb"]
+    tracking.end_trackers(tmp_path / "kept")  # the logs are copied there
     [offline_run] = (tmp_path / "logs").rglob("offline-run-*")
     assert f"wandb sync {tmp_path / 'kept/wandb' / offline_run.name}\n" in capsys.readouterr().out
     assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(tmp_path / "logs/tensorboard")
@@ -350,12 +350,11 @@ def test_wandb_is_offline_in_the_run_folder_or_online_with_a_key(tmp_path: Path,
 
     monkeypatch.setattr(wandb, "init", init)
     online, offline = ["online"], ["offline"]
-    for network, key, modes in ((False, good, offline), (True, wrong, online + offline), (True, good, online)):
-        monkeypatch.delenv("WANDB_MODE")
+    for mode, key, modes in (("offline", good, offline), ("online", wrong, online + offline), ("online", good, online)):
+        monkeypatch.setenv("WANDB_MODE", mode)
         monkeypatch.setenv("WANDB_API_KEY", key)
-        monkeypatch.setattr("nbutils.platforms.answers", lambda url, seconds, network=network: network)
         seen.clear()
-        tracking.begin(tmp_path, "demo")
+        report_to(tmp_path)
         assert seen == modes and key not in capsys.readouterr().out
 
 
@@ -388,23 +387,27 @@ def test_swanlab_is_used_where_it_is_chosen_and_never_costs_the_training(tmp_pat
     for name in ("API_KEY", "MODE", "INTERACTIVE", "TERMINAL_PROXY_TYPE"):
         monkeypatch.setenv(f"SWANLAB_{name}", "x")  # so that what the code sets is undone afterwards
         monkeypatch.delenv(f"SWANLAB_{name}")
-    assert tracking._begin_swanlab(tmp_path, "demo") == "" and not modes, "nobody chose it"
-    assert "offline" in tracking._begin_swanlab(tmp_path, "demo", chosen=True) and modes == ["offline"]
+
+    def started(chosen: bool = False) -> str:
+        return tracking._begin_swanlab(tmp_path, "demo", chosen)
+
+    assert started() == "" and not modes, "nobody chose it"
+    assert "offline" in started(chosen=True) and modes == ["offline"]
     modes.clear()
     monkeypatch.setenv("SWANLAB_MODE", "offline")
-    assert "offline" in tracking._begin_swanlab(tmp_path, "demo") and modes == ["offline"]
+    assert "offline" in started() and modes == ["offline"]
     monkeypatch.delenv("SWANLAB_MODE")
     monkeypatch.setenv("SWANLAB_API_KEY", secret)
-    said = tracking._begin_swanlab(tmp_path, "demo")
+    said = started()
     assert modes[1:] == ["online", "offline"] and "RuntimeError" in said and secret not in said
     fails = False
-    assert tracking._begin_swanlab(tmp_path, "demo") == "online"
+    assert started() == "online"
     monkeypatch.setenv("SWANLAB_MODE", "disabled")
-    assert tracking._begin_swanlab(tmp_path, "demo") == ""
+    assert started() == ""
     monkeypatch.delenv("SWANLAB_MODE")
     monkeypatch.setattr(tracking.install, "unsatisfied", list)
     monkeypatch.setattr(tracking.install, "pip_install", lambda names: refuse())
-    assert tracking._begin_swanlab(tmp_path, "demo") == "", "it cannot be installed"
+    assert started() == "", "it cannot be installed"
 
 
 def refuse() -> None:
@@ -546,7 +549,7 @@ def test_a_run_ends_in_time(monkeypatch: Any, platform: str, max_hours: float, c
     while not reason and step * steps < 100 * 3600:
         steps += 1
         reason = budget.reason_to_end()
-    assert least <= step * steps / 3600 <= most and (least >= 100 or budget.limit in reason)
+    assert least <= step * steps / 3600 <= most and (least >= 100 or "MAX_HOURS" in reason)
 
 
 @pytest.mark.parametrize(("number", "again"), processes.AT_ONCE.items())
@@ -652,7 +655,7 @@ def result_of(trainer: Any, callback: Any, seconds: float = 1.0, first_step: int
 
 @pytest.mark.parametrize(
     ("platform", "gpu", "price"),
-    [("autodl", RTX_4090, {"¥": 2.0}), ("runpod", RTX_4090, {"$": 0.4}), ("local", RTX_4090, {"¥": 2.0, "$": 0.4}),
+    [("autodl", RTX_4090, {"¥": 2.0}), ("runpod", RTX_4090, {"$": 0.4}), ("local", RTX_4090, {}),
      ("kaggle", RTX_4090, {}), ("local", None, {})],
 )  # fmt: skip
 def test_what_was_measured(tmp_path: Path, monkeypatch: Any, platform: str, gpu: Any, price: Any) -> None:
@@ -854,7 +857,7 @@ def test_it_ends_early_when_the_loss_rises_and_at_once_when_it_is_not_finite(tmp
     trainer.train()
     assert trainer.state.global_step == 4 and not (tmp_path / "b/trainer/checkpoint-4").exists()
     assert validation.load_best(trainer) == (2, 4.0)
-    assert result_of(trainer, callback).facts()["validation_loss"]["last"] is None
+    assert math.isnan(result_of(trainer, callback).facts()["validation_loss"]["last"])
 
 
 class Stop(TrainerCallback):
@@ -884,7 +887,7 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     lesson = lesson_in(tmp_path)
     files.write_json(lesson.run.data / "data_card.json", {"fingerprint": "d"})
     monkeypatch.setattr(run.chat, "check_trainer", lambda *_: "")
-    monkeypatch.setattr(run.tracking, "end", lambda logs: None)
+    monkeypatch.setattr(run.tracking, "end_trackers", lambda logs: None)
     return lesson
 
 
@@ -966,22 +969,20 @@ def test_a_resumed_run_saves_and_logs_as_the_arguments_of_today_say(demo: Any, c
 
 
 @pytest.mark.slow
-def test_a_resumed_run_validates_as_it_began_to_and_counts_the_time_of_all_sessions(demo: Any) -> None:
+def test_a_resumed_run_counts_the_time_of_all_sessions(demo: Any) -> None:
     trainer, callback = start(demo, 9, every=4)
-    callback.live.price = {"¥": 3600.0}
     interrupt_at(callback, 3)
     [entry] = [one for one in trainer.state.log_history if one.get("step") == 3 and "loss" in one]
-    assert entry["train_seconds"] > 0 and entry["cost"]["¥"] > 0
-    trainer, callback = start(demo, 9, every=2)  # a smaller SAVE_STEPS
-    callback.live.price = {"$": 3600.0}
+    assert entry["train_seconds"] > 0
+    trainer, callback = start(demo, 9, every=4)
+    callback.live.price = {"¥": 3600.0}
     resumed = run.train(trainer, callback)
-    assert trainer.diary.saved == [4, 6, 8, 9]
     began = checkpoints.newest(demo.folders, demo.run.name)
     assert began.validation_rows == demo.profile.course.validation_rows > 0
     assert [step for step, _ in resumed.history["validation"]] == [0, 4, 8, 9], "as if it had not been stopped"
     facts = resumed.facts()
     assert facts["train_seconds"] == pytest.approx(entry["train_seconds"] + resumed.seconds, abs=0.11)
-    assert facts["cost"]["¥"] == entry["cost"]["¥"] and facts["cost"]["$"] == pytest.approx(resumed.seconds, abs=0.01)
+    assert facts["cost"] == {"¥": pytest.approx(facts["train_seconds"], abs=0.01)}
     tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry][-1]
     assert facts["tokens_per_second"] == pytest.approx(tokens / resumed.seconds, abs=0.1), "both of this session"
 
@@ -1013,15 +1014,10 @@ def test_a_damaged_state_of_the_trainer_is_told_with_its_file(demo: Any) -> None
 
 
 @pytest.mark.slow
-def test_losses_on_other_rows_are_no_part_of_the_measure(demo: Any, capsys: Any) -> None:
+def test_losses_on_other_rows_do_not_compare_and_are_refused(demo: Any) -> None:
     run.train(*start(demo, 4, held_out=5))
-    trainer, callback = start(demo, 7, held_out=3)
-    resumed = run.train(trainer, callback)
-    assert [step for step, _ in resumed.history["validation"]] == [4, 6, 7]
-    assert resumed.facts()["best_step"] in (4, 6, 7) and resumed.facts()["validation_loss"]["first"]
-    assert capsys.readouterr().out.count("do not compare") == 1
-    kept = json.loads((demo.run.logs / "history.json").read_text())
-    assert [one["step"] for one in kept if "eval_loss" in one] == [4, 6, 7]
+    with refused("validated on 5 rows, and would be on 3", "course.validation_rows=5"):
+        run.train(*start(demo, 7, held_out=3))
 
 
 @pytest.mark.slow
@@ -1136,7 +1132,7 @@ def test_gradient_checkpointing_is_turned_on_and_then_nothing_is_left(tmp_path: 
     assert_same(trainer, whole)
     trainer = build(tmp_path / "again", per_device_train_batch_size=1)
     run_out(trainer, *range(6, 100))
-    with refused("at step 3 (peak "):
+    with refused("at step 3: there are no smaller settings"):
         oom.train(trainer, tmp_path, None)
 
 
@@ -1144,7 +1140,7 @@ def test_what_cannot_go_on_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     trainer, callback, lesson = build(tmp_path / "a"), TrainerCallback(), lesson_in(tmp_path / "a")
     raise_once(callback, "on_optimizer_step", when=lambda: trainer.state.global_step == 3)
     trainer.add_callback(callback)
-    with refused("of step 4: some weights"):  # a later update broke off
+    with refused("at step 4: inside the optimizer"):  # a later update broke off
         oom.train(trainer, lesson.run.path, None)
     trainer, lesson = build(tmp_path), lesson_in(tmp_path)
     problem = ValueError("CUDA out of memory")
@@ -1154,7 +1150,7 @@ def test_what_cannot_go_on_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert batch_of(trainer) == (4, 2) and oom.oom_changes(lesson.run.path) == []
     raise_once(trainer, "train")
     monkeypatch.setenv("LOCAL_RANK", "0")  # one of several processes
-    with refused("at step 1 in one"):
+    with refused("at step 1: CUDA out of memory"):
         oom.train(trainer, lesson.run.path, None)
 
 

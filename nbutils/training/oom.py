@@ -69,25 +69,17 @@ def train(trainer: Any, run_folder: Path, resume_from: Path | None, note: Callab
     while problem := _train_once(trainer, resume_from):
         step = max(trainer.state.global_step, step_of(resume_from))
         peak = hardware.peak_memory_gib()
+        smaller = settings.smaller(offload=trainer.args.device.type == "cuda")
         if distributed.strategy():
-            raise CourseError(
-                tr(
-                    "Out of memory at step {step} in one of several processes: {problem}",
-                    step=step + 1,
-                    problem=problem,
-                ),
-                todo=tr(
-                    "Halve sft.per_device_train_batch_size in the profile (the batch stays the same) and start "
-                    "all processes again: they resume."
-                ),
-            )
+            raise _cannot_go_on(step, problem)
         _free_broken_step(trainer)
         if step > step_of(resume_from) and not watch.updating:
             resume_from = _save_finished_step(trainer)
             if step >= trainer.state.max_steps:  # only its checkpoint was missing
                 trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
                 return
-        smaller = _require_smaller(settings, trainer, step, peak)
+        if smaller is None:
+            raise _cannot_go_on(step, tr("there are no smaller settings than {settings}", settings=settings))
         change = {
             "step": step + 1,
             "card": str(hardware.gpu() or "none"),
@@ -98,20 +90,10 @@ def train(trainer: Any, run_folder: Path, resume_from: Path | None, note: Callab
         with suppress(OSError):  # a disk that is gone does not end the training
             files.write_json(run_folder / OOM_FILE, {"rungs": [*oom_changes(run_folder), change]})
         if step > step_of(resume_from):
-            raise CourseError(
-                tr(
-                    "Out of memory inside the optimizer update of step {step}: some weights have changed, others "
-                    "have not.",
-                    step=step + 1,
-                ),
-                todo=tr(
-                    "Run all cells again: training resumes from its newest checkpoint. Halve "
-                    "sft.per_device_train_batch_size if it happens again."
-                ),
-            )
+            raise _cannot_go_on(step, tr("inside the optimizer's update, some weights have changed and others not"))
         if resume_from is None:  # the first update may have broken off
             sharding.load_weights(trainer.model, first_weights)
-        apply(trainer, smaller)
+        apply_settings(trainer, smaller)
         note(
             tr(
                 "[WARN] out of memory at step {step} (peak {peak:.1f} GiB): continuing with {settings}",
@@ -123,24 +105,16 @@ def train(trainer: Any, run_folder: Path, resume_from: Path | None, note: Callab
         settings = smaller
 
 
-def _require_smaller(settings: StepSettings, trainer: Any, step: int, peak: float) -> StepSettings:
-    """The next settings that need less memory; an error that says what is left to do where there are none."""
-    smaller = settings.smaller(offload=trainer.args.device.type == "cuda")
-    if smaller is None:
-        raise CourseError(
-            tr(
-                "Out of memory at step {step} (peak {peak:.1f} GiB) with {settings}; there are no smaller "
-                "settings to try.",
-                step=step + 1,
-                peak=peak,
-                settings=settings,
-            ),
-            todo=tr(
-                "Close other programs on the GPU (other notebooks too), or choose a smaller model or "
-                "sft.max_length, method qlora or a larger GPU."
-            ),
-        )
-    return smaller
+def _cannot_go_on(step: int, problem: str) -> CourseError:
+    """The error of a training that cannot continue in this process."""
+    return CourseError(
+        tr("Out of memory at step {step}: {problem}.", step=step + 1, problem=problem),
+        todo=tr(
+            "Close other programs on the GPU (other notebooks too) and start again: it resumes from its newest "
+            "checkpoint. If it happens again, halve sft.per_device_train_batch_size (the batch stays the same), choose a "
+            "smaller model or sft.max_length, method qlora or a larger GPU."
+        ),
+    )
 
 
 def _train_once(trainer: Any, resume_from: Path | None) -> str:
@@ -176,7 +150,7 @@ def settings_of(trainer: Any) -> StepSettings:
     return StepSettings(**{field.name: getattr(trainer.args, field.name) for field in fields(StepSettings)})
 
 
-def apply(trainer: Any, new: StepSettings) -> None:
+def apply_settings(trainer: Any, new: StepSettings) -> None:
     """Give a trainer whose training broke off new settings; its next `train` builds all that depends on them."""
     trainer.optimizer = trainer.lr_scheduler = None  # made again and loaded from the checkpoint
     trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None

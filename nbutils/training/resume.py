@@ -16,9 +16,8 @@ from filelock import BaseFileLock, Timeout
 from nbutils import checkpoints, distributed, files, platforms
 from nbutils.checkpoints import StoredCheckpoint
 from nbutils.config import Profile
-from nbutils.disk import require_disk
 from nbutils.errors import CourseError
-from nbutils.files import CHUNK, GIB
+from nbutils.files import CHUNK
 from nbutils.language import tr
 from nbutils.plan.forecast import STEP_ARGUMENTS
 from nbutils.plan.recipe import rows_per_step
@@ -62,15 +61,19 @@ def resume_point(run: RunFolder, folders: platforms.Folders, fingerprint: dict[s
     if folders.is_attached(newest.archive):
         text += tr(", which is attached: go on only if it is yours")
     print(text)
-    if newest.archive.parent != keep:
-        require_disk(keep, newest.size / GIB, tr("keeping the checkpoint this run continues from"))
-        newest = checkpoints.copy(newest, keep)
+    folder = _unpack(newest, keep, scratch / "trainer")
     if chosen_step is not None:
         _begin_anew(keep)
         _set_later_aside(keep, chosen_step)
-    folder = checkpoints.unpack(newest, scratch / "trainer")
     bring_best(folder, keep, fingerprint, stores)
     return folder
+
+
+def _unpack(checkpoint: StoredCheckpoint, keep: Path, folder: Path) -> Path:
+    """Unpack a checkpoint; one of an earlier or attached folder is copied first, as the next start may not see it."""
+    if checkpoint.archive.parent != keep:
+        checkpoint = checkpoints.copy(checkpoint, keep)
+    return checkpoints.unpack(checkpoint, folder)
 
 
 def _lock_run(scratch: Path) -> None:
@@ -100,13 +103,10 @@ def _begin_anew(keep: Path) -> None:
 def _set_later_aside(keep: Path, step: int) -> None:
     """Move checkpoints after a step into a folder nothing looks into."""
     aside = keep / time.strftime(f"after-{step}-%Y%m%d-%H%M%S")
-    kept = checkpoints.look(keep)
-    for later in kept:
-        if later.step <= step:
-            continue
-        aside.mkdir(exist_ok=True)
-        for path in (later.archive.with_suffix(".json"), later.archive):  # an archive without manifest does not count
-            if path.exists():
+    for later in checkpoints.look(keep):
+        if later.step > step:
+            aside.mkdir(exist_ok=True)
+            for path in keep.glob(f"{later.archive.stem}.*"):  # archive and manifest
                 shutil.move(path, aside)
     if aside.exists():
         print(tr("Later checkpoints are in {folder}.", folder=aside))
@@ -114,10 +114,9 @@ def _set_later_aside(keep: Path, step: int) -> None:
 
 def bring_best(newest: Path, keep: Path, fingerprint: dict[str, Any], stores: list[Path]) -> None:
     """Unpack the checkpoint of the best step beside the newest one, and let the trainer's state know where it is."""
+    log = read_history(newest / checkpoints.STATE, "log_history")
     state = files.read_object(newest / checkpoints.STATE)
-    if not state:  # `spent_until` will say so
-        return
-    state["log_history"] = read_history(newest / checkpoints.STATE, "log_history")
+    state["log_history"] = log
     state["global_step"] = checkpoints.step_of(newest)
     best = _unpack_best(newest, state.get("best_global_step"), keep, fingerprint, stores)
     state["best_model_checkpoint"] = str(best) if best else None
@@ -138,15 +137,13 @@ def _unpack_best(newest: Path, step: Any, keep: Path, fingerprint: dict[str, Any
     if best is None:
         print(tr("the checkpoint of step {step}, the best so far, is gone: the best from here on counts", step=step))
         return None
-    if best.archive.parent != keep:
-        best = checkpoints.copy(best, keep)
-    return checkpoints.unpack(best, newest.parent)
+    return _unpack(best, keep, newest.parent)
 
 
-def spent_until(checkpoint: Path | None) -> dict[str, Any]:
-    """What was logged last before a checkpoint, with the time and cost until then; empty without one."""
+def seconds_until(checkpoint: Path | None) -> float:
+    """How long the sessions before a checkpoint trained."""
     log = read_history(checkpoint / checkpoints.STATE, "log_history") if checkpoint else []
-    return dict(log[-1]) if log else {}
+    return float(log[-1].get("train_seconds", 0.0)) if log else 0.0
 
 
 class NoSync:

@@ -23,7 +23,7 @@ from nbutils import chat, checkpoints, display, distributed, files, hardware, pl
 from nbutils.config import Profile, flat
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError, StoppedByHand
-from nbutils.language import joined, tr
+from nbutils.language import tr
 from nbutils.processes import first_signals
 from nbutils.record import RunFolder
 from nbutils.tracking import Clock, Curve, LiveNumbers, best_of, loss_history, validation_history
@@ -33,6 +33,10 @@ from nbutils.training import resume as resuming
 PEER_PATIENCE = 15.0  # seconds for a checkpoint under way to reach the run folder, when another process has ended
 RESERVE_SECONDS = 300.0  # for what follows the training: adapter, plots, record
 UNKNOWN_SYNC = 60.0  # seconds that a sync is taken to need before one was measured
+SHOWN = (  # of the facts, when the training has ended
+    "steps", "planned_steps", "resumed_from_step", "kept_step", "validation_loss", "adapter_moved", "base_moved",
+    "train_seconds", "tokens_per_second", "peak_memory_gib", "cost",
+)  # fmt: skip
 
 
 def bookkeeping(scratch: Path, seed: int) -> dict[str, Any]:
@@ -65,15 +69,11 @@ class TimeBudget:
     def __init__(self, max_hours: float, started: float, now: Clock = monotonic) -> None:
         platform = platforms.detect()
         hours = max_hours or platform.entry.hours
-        self.now = now
-        if max_hours:
-            self.limit = "MAX_HOURS"
-            self.end = started + max_hours * 3600
-        else:
-            self.limit = tr("the {hours:g} h of {platform}", hours=hours, platform=platform.name)
-            self.end = now() - platforms.session_seconds(platform) + hours * 3600
+        began = started if max_hours else now() - platforms.session_seconds(platform)
+        self.end = began + hours * 3600
         if not hours or self.end < started:  # a machine older than its limit has another one (Colab Pro)
             self.end = math.inf
+        self.now = now
         self.reserve = min(RESERVE_SECONDS, hours * 180)
         self.steps: deque[float] = deque(maxlen=20)  # seconds of the recent ones, saving included
         self.last = now()
@@ -96,9 +96,9 @@ class TimeBudget:
             return tr("This run was asked to end ({signal}).", signal=self.ended_by.name)
         if left < needed:
             return tr(
-                "{left:.1f} minutes of {limit} are left, {needed:.1f} are needed to save and end.",
+                "{left:.1f} minutes are left of MAX_HOURS or the platform's hours, {needed:.1f} are needed to save and "
+                "end.",
                 left=max(left, 0.0) / 60,
-                limit=self.limit,
                 needed=needed / 60,
             )
         return ""
@@ -135,7 +135,7 @@ class CourseCallback(TrainerCallback):
         self.sync: Any = None  # started by `train`
         self.fingerprint: dict[str, Any] = {}
         self.started = monotonic()
-        self.earlier: dict[str, Any] = {}  # what sessions before this one `spent`
+        self.earlier_seconds = 0.0  # of the sessions before this one
         self.trained: tuple[float, int] | None = None  # seconds, and the step it started from
 
     def prepare(self, trainer: Any) -> str:
@@ -178,8 +178,7 @@ class CourseCallback(TrainerCallback):
         state.compute_steps(args, state.max_steps)  # else SAVE_STEPS of the checkpoint would count, not that of today
         if distributed.strategy() in distributed.SHARDED:  # now it is known which shard is here
             self.checksums = model.weight_checksums(self.trainer.model)
-        if warning := validation.go_on(self.trainer):
-            self.live.note(warning)
+        validation.continue_validation(self.trainer)
         self.time.last = self.time.now()
         self.live.on_train_begin(state)
 
@@ -211,7 +210,8 @@ class CourseCallback(TrainerCallback):
         control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        state.log_history[-1] |= self.spent(monotonic() - self.started)  # a checkpoint keeps it for the next session
+        # a checkpoint keeps it for the next session
+        state.log_history[-1]["train_seconds"] = self.all_seconds(monotonic() - self.started)
         self.live.on_log(state, logs)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
@@ -232,16 +232,9 @@ class CourseCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.live.on_train_end(state)
 
-    def spent(self, seconds: float) -> dict[str, Any]:
-        """Time and cost of the training, if this session took so many seconds; earlier sessions are counted in."""
-        cost = self.live.cost(seconds)
-        seconds += self.earlier.get("train_seconds", 0.0)
-        total: dict[str, Any] = {"train_seconds": round(seconds, 1)}
-        for sign, amount in self.earlier.get("cost", {}).items():
-            cost[sign] = round(cost.get(sign, 0.0) + amount, 2)
-        if cost:
-            total["cost"] = cost
-        return total
+    def all_seconds(self, seconds: float) -> float:
+        """How long the training took in all sessions, if this one took so many seconds."""
+        return round(self.earlier_seconds + seconds, 1)
 
     def stopped_early(self) -> bool:
         """Whether the training was ended by early stopping."""
@@ -254,10 +247,12 @@ class CourseCallback(TrainerCallback):
         state.max_steps = state.global_step  # MAX_STEPS may be less than what was planned then
         self.trainer.state = state
         print(tr("trained before · nothing is left to train: this run has {steps} steps", steps=state.global_step))
-        if self.stopped_early():
-            print(tr('SET = "course.early_stopping_patience=0" continues it, RESUME = "never" starts over.'))
-        else:
-            print(tr('A larger MAX_STEPS continues it, RESUME = "never" starts over.'))
+        print(
+            tr(
+                'A larger MAX_STEPS continues it (after early stopping SET = "course.early_stopping_patience=0"), '
+                'RESUME = "never" starts over.'
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -290,7 +285,8 @@ class TrainingResult:
         state = self.trainer.state
         callback = self.callback
         losses = self.history["train"]
-        best = best_of(self.history["validation"])
+        validated = self.history["validation"]
+        best = best_of(validated)
         facts = {
             "steps": state.global_step,
             "planned_steps": state.global_step if callback.stopped_early() else state.max_steps,
@@ -298,7 +294,7 @@ class TrainingResult:
             "kept_step": self.kept_step,
             "final_loss": round(losses[-1][1], 5) if losses else None,
             "best_step": best[0] if best else None,
-            "validation_loss": self._validation_losses(),
+            "validation_loss": {"first": validated[0][1], "best": best[1], "last": validated[-1][1]} if best else None,
             "weights": callback.kinds,
             "adapter_moved": self.changed[0],
             "base_moved": self.changed[1],
@@ -308,15 +304,6 @@ class TrainingResult:
         }
         return self._measured() | facts
 
-    def _validation_losses(self) -> dict[str, float | None] | None:
-        """The first, the best and the last; None without a finite one."""
-        losses = self.history["validation"]
-        best = best_of(losses)
-        if best is None:
-            return None
-        last = losses[-1][1]
-        return {"first": losses[0][1], "best": best[1], "last": last if math.isfinite(last) else None}
-
     def _measured(self) -> dict[str, Any]:
         """What this session took."""
         args = self.trainer.args
@@ -324,6 +311,7 @@ class TrainingResult:
         for entry in self.trainer.state.log_history:
             if "num_tokens" in entry and entry["step"] > self.first_step:
                 tokens = entry["num_tokens"]
+        seconds = self.callback.all_seconds(self.seconds)
         measured = {
             "tokens_per_second": round(tokens / self.seconds, 1),
             "peak_memory_gib": round(self.peak_gib, 3),
@@ -331,36 +319,25 @@ class TrainingResult:
             "processes": args.world_size,
             "engine": distributed.strategy() and distributed.strategy_name(str(self.callback.profile.method)),
             "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            "train_seconds": seconds,
+            "cost": self.callback.live.cost(seconds) or None,
         }
-        measured |= self.callback.spent(self.seconds)
-        return measured if tokens else dict.fromkeys([*measured, "cost"])
+        return measured if tokens else dict.fromkeys(measured)
+
+    def stamp(self) -> dict[str, Any]:
+        """What the saved weights are, so that those of one training are written once."""
+        trained = sorted(item for item in self.checksums.items() if item[1][0])
+        checksum = zlib.crc32(repr(trained).encode())
+        return {
+            "steps": self.kept_step,
+            "weights": f"{checksum:08x}",
+            "fingerprint": self.callback.fingerprint,
+        }
 
     def __str__(self) -> str:
         facts = self.facts()
-        planned = self.trainer.state.max_steps
-        steps = tr(
-            "{steps} of {planned}, from step {first}", steps=facts["steps"], planned=planned, first=self.first_step
-        )
-        if facts["planned_steps"] < planned:
-            steps += tr(" (early stopping)")
-        rows = {tr("steps"): steps, tr("saved"): tr("the weights of step {step}", step=self.kept_step)}
-        if losses := facts["validation_loss"]:
-            rows[tr("validation loss")] = tr(
-                "{first:.4f} -> {best:.4f} at step {best_step}",
-                first=losses["first"],
-                best=losses["best"],
-                best_step=facts["best_step"],
-            )
-        trained, frozen = self.changed
-        rows[tr("changed weights")] = tr("{trained} trained, {frozen} frozen", trained=trained, frozen=frozen)
-        if speed := facts["tokens_per_second"]:
-            took = [display.clock(facts["train_seconds"])]
-            if self.first_step:
-                took.append(display.clock(self.seconds) + tr(" since step {step}", step=self.first_step))
-            took.append(f"{speed:,.0f} tokens/s")
-            rows[tr("took")] = joined(took)
-            rows[tr("peak")] = f"{self.peak_gib:.2f} GiB"
-        return "\n".join(display.pad(name, 17) + text for name, text in rows.items())
+        shown = record.readable({name: facts[name] for name in SHOWN})
+        return display.columns_of(list(shown.items()))
 
 
 def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> TrainingResult:
@@ -384,7 +361,7 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         changed = _count_changed(callback.checksums, checksums)
         weights = {} if distributed.strategy() in distributed.WHOLE else sharding.full_weights(trainer.model)
         distributed.leave_it_to_main()  # only the main process continues from here
-        tracking.end(callback.run.logs)
+        tracking.end_trackers(callback.run.logs)
         kept = callback.sync.finish()
     resuming.unlock_run(callback.scratch)
     _report_end(callback, kept)
@@ -438,7 +415,7 @@ def _train_session(trainer: Any, callback: CourseCallback, resume: str) -> tuple
         validation_rows=int(callback.profile.course.validation_rows),
     )
     distributed.before_end(partial(callback.sync.finish, patience=PEER_PATIENCE))
-    callback.earlier = resuming.spent_until(checkpoint)
+    callback.earlier_seconds = resuming.seconds_until(checkpoint)
     callback.started = monotonic()
     with callback.live.reported(trainer):
         if checkpoint is None or validation.steps_left(trainer, checkpoint, callback.patience):
@@ -469,13 +446,9 @@ def _train_steps(trainer: Any, callback: CourseCallback, checkpoint: Path | None
 
 def _count_changed(before: model.Checksums, after: model.Checksums) -> tuple[int, int]:
     """How many weights of the adapter, and of the base, are others in any process."""
-    names = set[str]()
-    for changed in distributed.gather([name for name in before if before[name] != after[name]]):
-        names.update(changed)
-    trained = 0
-    for name in names:
-        is_trained, _ = before[name]
-        trained += is_trained
+    changed = [name for name in before if before[name] != after[name]]
+    names = set[str]().union(*distributed.gather(changed))
+    trained = sum(before[name][0] for name in names)
     return trained, len(names) - trained
 
 
@@ -486,8 +459,6 @@ def _report_end(callback: CourseCallback, kept: checkpoints.StoredCheckpoint | N
     callback.live.write(callback.live.progress(state, "finished" if done else "stopped"), kept=True)
     if kept:
         print(tr("safe: checkpoint {step} in {folder}", step=kept.step, folder=kept.archive.parent))
-    else:
-        print(tr("nothing new had to be kept"))
 
 
 def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
@@ -506,13 +477,7 @@ def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
                 "checkpoint, not repeated."
             ),
         )
-    trainable = sorted(item for item in result.checksums.items() if item[1][0])
-    checksum = zlib.crc32(repr(trainable).encode())
-    stamp = {
-        "steps": result.kept_step,
-        "weights": f"{checksum:08x}",
-        "fingerprint": result.callback.fingerprint,
-    }
+    stamp = result.stamp()
     if files.stamp(run.adapter) != stamp:
         with files.complete_folder(run.adapter, stamp) as folder:
             if result.weights:
