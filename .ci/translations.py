@@ -82,7 +82,7 @@ def texts_in_data() -> set[str]:
         plan,
         platforms,
         served_model,
-        tracking,
+        watch,
     )
     from nbutils.data import build
     from nbutils.data import texts as data_texts
@@ -109,7 +109,7 @@ def texts_in_data() -> set[str]:
     texts -= {"", "GPU", "GiB", "tokens/s", "logits"}  # those are the same in Chinese
     texts |= {*get_args(data_texts.Kind), *data_texts.TODOS.values(), *build.LANGUAGES}
     texts |= {build.BUNDLED, build.OWN_LICENCE, build.UNSTATED, "rows"}
-    texts |= {"mean", "longest", "over", *get_args(tracking.State)}
+    texts |= {"mean", "longest", "over", *watch.STATES.values()}
     judged = comparison.TEXTS
     texts |= {text for case in judged["cases"].values() for text in case.values() if text}
     texts |= {judged["few_rows"], judged["cut_off"], judged["slightly_worse"]}

@@ -32,10 +32,8 @@ from nbutils.masking import mask_secrets
 from nbutils.plan import gpus
 from nbutils.record import reading
 
-YUAN = ("autodl", "pai_dsw", "modelscope", "featurize", "gpushare", "matpool")
-NO_RENT = ("colab", "kaggle", "studio_lab", "local")  # free, paid in units without a price per hour, or one's own
-LINES = 50  # per training
-SHORTEST, LONGEST = 5.0, 300.0  # seconds between two of them
+NO_RENT = ("colab", "kaggle", "studio_lab")  # free, or paid in units without a price per hour
+SHORTEST, LONGEST = 5.0, 300.0  # seconds between two lines, which become rarer
 PROGRESS = "progress.json"  # in the logs, written every SHORTEST seconds
 PANEL = "root/tf-logs"  # the folder that AutoDL's TensorBoard shows
 PROJECT = "finetune-course"
@@ -71,7 +69,7 @@ def report_to(sft: SFT, scratch: Path) -> list[str]:
     if "wandb" in modes:
         modes["wandb"] = _begin_wandb(logs, scratch.name)
     if "swanlab" in modes:
-        modes["swanlab"] = _begin_swanlab(logs, scratch.name, chosen is not None)
+        modes["swanlab"] = _begin_swanlab(logs, scratch.name)
         if not modes["swanlab"]:
             del modes["swanlab"]
     sys.excepthook = excepthook
@@ -112,18 +110,16 @@ def _start_tracker(init: Callable[..., object], online: bool) -> str:
             init(mode="online")
             return tr("online")
         except Exception as problem:  # a refused key, a dead network: neither may cost the training
-            text = tr("offline: {problem}", problem=f"{type(problem).__name__}: {problem}")
-            reason = mask_secrets(text)[:130]
+            reason = mask_secrets(tr("offline: {problem}", problem=repr(problem)))[:130]
     init(mode="offline")
     return reason
 
 
-def _begin_swanlab(logs: Path, run: str, chosen: bool) -> str:
-    """Start a SwanLab run if it is chosen, there is a SWANLAB_API_KEY, or SWANLAB_MODE is offline; how, or empty."""
+def _begin_swanlab(logs: Path, run: str) -> str:
+    """Start a SwanLab run if there is a SWANLAB_API_KEY, or SWANLAB_MODE is offline; how, or empty."""
     key = platforms.secret("SWANLAB_API_KEY")
     mode = os.environ.get("SWANLAB_MODE", "online")
-    is_wanted = key or chosen or mode == "offline"
-    if mode == "disabled" or not is_wanted:
+    if mode != "offline" and (not key or mode == "disabled"):
         return ""
     os.environ |= {"SWANLAB_INTERACTIVE": "false", "SWANLAB_TERMINAL_PROXY_TYPE": "none"}
     if install.unsatisfied([SWANLAB]):
@@ -157,8 +153,6 @@ def how_to_open(logs: Path, run: str, platform: str) -> str:
     if platform == "colab":
         magic = f"%load_ext tensorboard\n          %tensorboard --logdir {logs}"
         return tr("TensorBoard: run this in a cell before the training\n          {magic}", magic=magic)
-    if platform == "kaggle":
-        return tr("TensorBoard: not on Kaggle while it trains; later download logs/tensorboard of the run")
     return tr(
         "TensorBoard: {command}\n          then http://127.0.0.1:6006; on a remote machine first {ssh}",
         command=f"tensorboard --logdir {logs} --port 6006",
@@ -171,16 +165,14 @@ def end_trackers(logs: Path) -> None:
     import wandb
 
     if wandb.run is not None and wandb.run.offline:
-        folder = Path(wandb.run.dir).parent.name
         wandb.finish()
-        print(tr("W&B offline; upload it later: {command}", command=f"wandb sync {logs / 'wandb' / folder}"))
+        print(tr("W&B offline; upload it later: {command}", command=f"wandb sync {logs}/wandb/offline-*"))
     swanlab = sys.modules.get("swanlab")
     if swanlab and swanlab.has_run():
-        run = swanlab.get_run()
+        is_offline = swanlab.get_run().mode == "offline"
         swanlab.finish()
-        if run.mode == "offline":
-            command = f"swanlab sync {logs / 'swanlab' / Path(run.dir).name}"
-            print(tr("SwanLab offline; upload it later: {command}", command=command))
+        if is_offline:
+            print(tr("SwanLab offline; upload it later: {command}", command=f"swanlab sync {logs}/swanlab/run-*"))
 
 
 def loss_history(log_history: Log) -> Curve:
@@ -213,10 +205,12 @@ def best_of(validation: Sequence[tuple[int, float]]) -> tuple[int, float] | None
 
 def write_history(log_history: Log, path: Path) -> None:
     """Write the curves as [{step, loss}, ..., {step, eval_loss}, ...]; values that are not finite are left out."""
-    points = [{"step": step, "loss": loss} for step, loss in loss_history(log_history) if math.isfinite(loss)]
-    for step, loss in validation_history(log_history):
-        if math.isfinite(loss):
-            points.append({"step": step, "eval_loss": loss})
+    curves = {"loss": loss_history(log_history), "eval_loss": validation_history(log_history)}
+    points = []
+    for name, curve in curves.items():
+        for step, loss in curve:
+            if math.isfinite(loss):
+                points.append({"step": step, name: loss})
     write_json(path, points)
 
 
@@ -226,13 +220,11 @@ class Progress(BaseModel, frozen=True):
     state: State
     step: int
     steps: int  # 0 before the first
-    seconds: FiniteFloat = 0.0  # of this session
     left: FiniteFloat | None = None
     loss: tuple[int, float] | None = None
     validation: tuple[int, float] | None = None
-    best: tuple[int, float] | None = None  # of the validations
     tokens_per_second: float = 0.0
-    memory_gib: tuple[float, float | None] = (0.0, None)  # peak, and what there is
+    peak_gib: float = 0.0  # of memory
     gpu_percent: int | None = None
     cost: dict[str, float] = {}  # by currency
     notes: list[str] = []  # the newest lines
@@ -260,13 +252,11 @@ class Progress(BaseModel, frozen=True):
         if self.loss:
             parts["loss"] = f"{self.loss[1]:.3f}"
         if self.validation:
-            parts["validation"] = at_step(*self.validation)
+            step, loss = self.validation
+            parts["validation"] = tr("{loss:.3f} (step {step})", loss=loss, step=step)
         if self.tokens_per_second:
             parts["tokens/s"] = f"{self.tokens_per_second:,.0f}"
-        peak, total = self.memory_gib
-        parts["memory"] = tr("peak {peak:.2f} GiB", peak=peak)
-        if total:
-            parts["memory"] = tr("peak {peak:.2f} of {total:.1f} GiB", peak=peak, total=total)
+        parts["memory"] = tr("peak {peak:.2f} GiB", peak=self.peak_gib)
         if self.gpu_percent is not None:
             parts["GPU"] = f"{self.gpu_percent} %"
         if self.cost:
@@ -274,11 +264,6 @@ class Progress(BaseModel, frozen=True):
         if self.left is not None:
             parts["left"] = display.clock(self.left)
         return parts
-
-
-def at_step(step: int, loss: float) -> str:
-    """A loss, and when it was measured."""
-    return tr("{loss:.3f} (step {step})", loss=loss, step=step)
 
 
 def money(amounts: dict[str, float]) -> str:
@@ -290,26 +275,25 @@ def gpu_percent() -> int | None:
     """How busy this process's GPU was in the last second; None where the driver does not tell, as for a MIG slice."""
     import torch
 
-    with suppress(Exception):  # by UUID: CUDA and the driver may count GPUs differently
-        import pynvml
-
-        pynvml.nvmlInit()
-        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-        return int(pynvml.nvmlDeviceGetUtilizationRates(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).gpu)
+    with suppress(Exception):  # the driver says many things
+        return torch.cuda.utilization()
     return None
 
 
 def rent(gpu: hardware.GPU | None, platform: str) -> dict[str, float]:
-    """The price of an hour by currency; empty where it is free or not known."""
+    """The price of an hour by currency, as `plan` knows it; empty where it is free or not known."""
     price = gpus.hourly_price(gpu)
     if not price or platform in NO_RENT:
         return {}
-    sign, hourly = ("¥", price.yuan) if platform in YUAN else ("$", price.dollars)
-    return {sign: hourly} if hourly else {}
+    known = {}
+    for sign, hourly in zip("¥$", price, strict=True):
+        if hourly:
+            known[sign] = hourly
+    return known
 
 
 class LiveNumbers:
-    """Step, losses, speed, memory, time left and cost: a panel in a notebook, about fifty lines elsewhere.
+    """Step, losses, speed, memory, time left and cost: a panel in a notebook, now and then a line elsewhere.
 
     Its methods are called by the trainer's callback. The numbers go to `logs`, and in the end to `kept_logs` too.
     """
@@ -318,8 +302,7 @@ class LiveNumbers:
         self.file = logs / PROGRESS
         self.kept_file = kept_logs / PROGRESS
         self.now = now
-        self.gpu = hardware.gpu()
-        self.price = rent(self.gpu, platforms.detect().name)
+        self.price = rent(hardware.gpu(), platforms.detect().name)
         self.output = display.LiveOutput()
         self.watched = display.watched()
         self.notes: deque[str] = deque(maxlen=3)  # the newest lines below the numbers of the panel
@@ -351,7 +334,6 @@ class LiveNumbers:
         self._show(
             state, tr("training · steps {first:,} to {last:,} · the first is slow", first=first, last=state.max_steps)
         )
-        self.write(self.progress(state))
 
     def on_step_end(self, state: Any, optimizer: Any) -> None:
         """A step is done."""
@@ -367,22 +349,20 @@ class LiveNumbers:
         is_first = not self.speed
         if self.seconds:
             self.speed = logs.get("num_tokens", 0.0) / self.seconds
-        pause = 1.0
-        if not self.watched:
-            pause = min(max((self.seconds + self._left(state)) / LINES, SHORTEST), LONGEST)
+        pause = 1.0 if self.watched else min(max(self.seconds / 10, SHORTEST), LONGEST)
         if is_first or self.now() - self.shown_at >= pause:
             text = tr("step {step:,} of {steps:,}", step=state.global_step, steps=state.max_steps)
-            self._show(state, text, self.progress(state))
+            self._show(state, text)
 
-    def on_train_end(self, state: Any) -> None:
-        """The last step is done."""
+    def on_train_end(self, state: Any, kind: State) -> None:
+        """The training has ended, and how."""
         text = tr(
             "trained {step:,} of {steps:,} steps in {time}",
             step=state.global_step,
             steps=state.max_steps,
             time=display.clock(self.seconds),
         )
-        self._show(state, text, self.progress(state, "finished"))
+        self._show(state, text, kind)
 
     def cost(self, seconds: float) -> dict[str, float]:
         """What so many seconds cost by currency, where a price is known."""
@@ -393,20 +373,19 @@ class LiveNumbers:
         losses = loss_history(state.log_history)
         validation = validation_history(state.log_history)
         left = None
-        if kind == "training" and self.start_step < state.global_step < state.max_steps:
-            left = self._left(state)
+        done = state.global_step - self.start_step
+        if kind == "training" and done:
+            left = self.seconds / done * (state.max_steps - state.global_step)
         return Progress(
             state=kind,
             step=state.global_step,
             steps=max(state.max_steps, 0),
-            seconds=self.seconds,
             left=left,
             loss=losses[-1] if losses else None,
             validation=validation[-1] if validation else None,
-            best=best_of(validation),
             tokens_per_second=self.speed,
-            memory_gib=(hardware.peak_memory_gib(), self.gpu.memory_gib if self.gpu else None),
-            gpu_percent=gpu_percent() if self.gpu else None,
+            peak_gib=hardware.peak_memory_gib(),
+            gpu_percent=gpu_percent(),
             cost=self.cost(self.seconds),
             notes=list(self.notes),
             updated=time.time(),
@@ -414,12 +393,13 @@ class LiveNumbers:
             began=self.process_began,
         )
 
-    def write(self, progress: Progress, kept: bool = False) -> None:
-        """Write it for `nbutils watch`, with `kept` into the run folder too; a full disk does not end the training."""
+    def write(self, progress: Progress) -> None:
+        """Write it for `nbutils watch`, in the end into the run folder too; a full disk does not end the training."""
         self.written_at = self.now()
         if not distributed.is_main():
             return
-        for file in [self.file, self.kept_file] if kept else [self.file]:
+        has_ended = progress.state != "training"
+        for file in [self.file, self.kept_file] if has_ended else [self.file]:
             with suppress(OSError):
                 write_json(file, progress.model_dump())
 
@@ -432,18 +412,15 @@ class LiveNumbers:
         except BaseException as problem:
             reason = str(problem).strip().partition("\n")[0] or type(problem).__name__
             self.notes.append(mask_secrets(f"[FAIL] {reason}"))
-            self.write(self.progress(trainer.state, "failed"), kept=True)
+            self.write(self.progress(trainer.state, "failed"))
             raise
 
-    def _left(self, state: Any) -> float:
-        """The seconds that the steps left will take, at the mean speed so far."""
-        done = max(state.global_step - self.start_step, 1)
-        return self.seconds / done * (state.max_steps - state.global_step)
-
-    def _show(self, state: Any, text: str, progress: Progress | None = None) -> None:
-        """Draw the panel, or print a line."""
+    def _show(self, state: Any, text: str, kind: State = "training") -> None:
+        """Draw the panel, or print a line; written for `nbutils watch` too."""
         self.shown_at = self.now()
-        numbers = progress.parts() if progress else {}
+        progress = self.progress(state, kind)
+        self.write(progress)
+        numbers = progress.parts()
         page = ""
         if self.watched:
             page = display.live_page(
@@ -454,8 +431,7 @@ class LiveNumbers:
                 validation=validation_history(state.log_history),
                 notes=self.notes,
             )
-        line = display.live_line(numbers)
-        self.output.show(f"{text} · {line}" if line else text, page)
+        self.output.show(f"{text} · {display.live_line(numbers)}", page)
 
 
 def trainings(*places: Path, run: str = "*") -> dict[str, Progress]:

@@ -13,10 +13,18 @@ from nbutils import checkpoints, display, platforms
 from nbutils.errors import CourseError
 from nbutils.language import printable, tr
 from nbutils.record import RunFolder
-from nbutils.tracking import Progress, State, at_step, trainings
+from nbutils.tracking import Progress, State, trainings
 
 PAUSE = 2.0  # seconds between two looks
 SILENT = 600.0  # seconds without an update after which a training on another machine is taken for dead
+
+STATES = {
+    "training": "the training goes on",
+    "finished": "the training has finished",
+    "stopped": "the training has stopped; the same lesson continues it",
+    "failed": "the training failed",
+    "died": "the training died: its process is gone",
+}
 
 
 @dataclass(frozen=True)
@@ -43,8 +51,8 @@ class Watched:
     def state_text(self) -> str:
         """The state, for people."""
         return tr(
-            "{state} at step {step:,} of {steps:,}, updated {ago} ago",
-            state=tr(self.state),
+            "{state} (step {step:,} of {steps:,}, updated {ago} ago)",
+            state=tr(STATES[self.state]),
             step=self.progress.step,
             steps=self.progress.steps,
             ago=display.clock(self.age),
@@ -59,8 +67,6 @@ class Watched:
             tr("run"): f"{self.run.path}: {self.state_text()}",
             tr("now"): display.live_line(numbers),
         }
-        if self.progress.best:
-            rows[tr("best")] = at_step(*self.progress.best)
         kept = checkpoints.look(self.run.checkpoints)
         if kept:
             steps = ", ".join(str(checkpoint.step) for checkpoint in kept)

@@ -230,7 +230,8 @@ def test_dtypes_are_counted_and_adapters_cast_to_float32(tmp_path: Path) -> None
     assert lora.weight_kinds(model.requires_grad_(False))["nf4, double"] == 7 * model.config.num_hidden_layers
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16)
     layers[0].requires_grad_(False)
-    assert lora.repair_precision(layers) == 2 and lora.weight_kinds(layers) == {"bfloat16": 2}
+    lora.repair_precision(layers)
+    assert lora.weight_kinds(layers) == {"bfloat16": 2}
     assert {weight.dtype for weight in layers[1].parameters()} == {torch.float32}
     lora.require_unquantized(str(files.TINY_MODEL))
     config = json.loads((files.TINY_MODEL / "config.json").read_text())
@@ -298,7 +299,7 @@ def test_padded_batches_use_torchs_ordinary_attention_and_what_the_kernel_lacks_
     assert torch.equal(*said)
     query, parts = torch.zeros(1, 4, 3, 8), {"dropout": 0.1, "s_aux": torch.zeros(4), "softcap": 50.0}
     for part, value in parts.items():
-        with refused(f"attention has {part}, which torch's"):
+        with refused("attention has dropout, sinks or softcap"):
             lora._attend(nn.Module(), query, query, query, None, **{part: value})
 
 
@@ -338,8 +339,8 @@ def test_a_profile_names_any_tracker_of_transformers_and_its_files_go_to_the_run
 def test_wandb_is_offline_in_the_run_folder_or_online_with_a_key(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     assert report_to(tmp_path) == ["tensorboard", "wandb"]
     tracking.end_trackers(tmp_path / "kept")  # the logs are copied there
-    [offline_run] = (tmp_path / "logs").rglob("offline-run-*")
-    assert f"wandb sync {tmp_path / 'kept/wandb' / offline_run.name}\n" in capsys.readouterr().out
+    assert list((tmp_path / "logs/wandb").glob("offline-*"))
+    assert f"wandb sync {tmp_path}/kept/wandb/offline-*\n" in capsys.readouterr().out
     assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(tmp_path / "logs/tensorboard")
     good, wrong, seen = "k" * 40, "w" * 40, list[str]()
 
@@ -369,7 +370,6 @@ def test_tensorboard_is_opened_as_the_platform_allows(tmp_path: Path, monkeypatc
     (panel / "mine").mkdir()
     assert "--logdir" in tracking.how_to_open(logs, "mine", "autodl") and not (panel / "mine").is_symlink()
     assert f"%tensorboard --logdir {logs}" in tracking.how_to_open(logs, "demo", "colab")
-    assert str(logs) not in tracking.how_to_open(logs, "demo", "kaggle")
     assert "ssh -L 6006:127.0.0.1:6006" in tracking.how_to_open(logs, "demo", "runpod")
 
 
@@ -388,12 +388,10 @@ def test_swanlab_is_used_where_it_is_chosen_and_never_costs_the_training(tmp_pat
         monkeypatch.setenv(f"SWANLAB_{name}", "x")  # so that what the code sets is undone afterwards
         monkeypatch.delenv(f"SWANLAB_{name}")
 
-    def started(chosen: bool = False) -> str:
-        return tracking._begin_swanlab(tmp_path, "demo", chosen)
+    def started() -> str:
+        return tracking._begin_swanlab(tmp_path, "demo")
 
     assert started() == "" and not modes, "nobody chose it"
-    assert "offline" in started(chosen=True) and modes == ["offline"]
-    modes.clear()
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     assert "offline" in started() and modes == ["offline"]
     monkeypatch.delenv("SWANLAB_MODE")
@@ -450,8 +448,8 @@ def test_a_chosen_checkpoint_is_resumed_and_later_ones_are_set_aside(tmp_path: P
     with refused("The checkpoints in this run are of another training"):
         resume.resume_point(lesson.run, lesson.folders, {"other": 1}, "8")
     assert resumed_at(lesson, "8") == 8
-    [aside] = lesson.run.checkpoints.glob("after-8-*")
-    assert {path.name for path in aside.iterdir()} == {"checkpoint-10.tar", "checkpoint-10.json"}
+    aside = {path.name for path in lesson.run.checkpoints.glob("*.aside")}
+    assert aside == {"checkpoint-10.tar.aside", "checkpoint-10.json.aside"}
     shutil.rmtree(lesson.scratch)  # a new machine
     assert resumed_at(lesson) == 8
     keep_one(lesson.run.checkpoints, 10, "of the new branch")
@@ -624,7 +622,7 @@ def run_live(steps: int, seconds: float) -> tuple[Any, Any]:
         live.on_step_end(state, SimpleNamespace(step_was_skipped=step == 1))
         state.log_history.append({"step": step, "loss": 2.0, "num_tokens": 100.0 * step})
         live.on_log(state, state.log_history[-1])
-    live.on_train_end(state)
+    live.on_train_end(state, "finished")
     return live, state
 
 
@@ -649,13 +647,13 @@ def test_in_a_notebook_one_panel_is_drawn_over(monkeypatch: pytest.MonkeyPatch, 
 
 
 def result_of(trainer: Any, callback: Any, seconds: float = 1.0, first_step: int = 0, **what: Any) -> Any:
-    defaults = {"best": None, "changed": (2, 0), "peak_gib": 1.0, "checksums": {}}
+    defaults = {"kept_step": 0, "changed": (2, 0), "peak_gib": 1.0, "checksums": {}, "weights": {}}
     return run.TrainingResult(trainer, callback, seconds, first_step, **defaults | what)
 
 
 @pytest.mark.parametrize(
     ("platform", "gpu", "price"),
-    [("autodl", RTX_4090, {"¥": 2.0}), ("runpod", RTX_4090, {"$": 0.4}), ("local", RTX_4090, {}),
+    [("autodl", RTX_4090, {"¥": 2.0, "$": 0.4}), ("local", RTX_4090, {"¥": 2.0, "$": 0.4}),
      ("kaggle", RTX_4090, {}), ("local", None, {})],
 )  # fmt: skip
 def test_what_was_measured(tmp_path: Path, monkeypatch: Any, platform: str, gpu: Any, price: Any) -> None:
@@ -743,7 +741,7 @@ def build(folder: Path, held_out: Any = None, **settings: Any) -> Any:
 def course_callback(folder: Path, sync: Any = None, trainer: Any = None, patience: int = 0) -> Any:
     """Lesson 03's callback as `prepare` leaves it."""
     begun = lesson_in(folder)
-    callback: Any = run.CourseCallback(None, begun.profile, run=begun.run, folders=begun.folders)
+    callback: Any = run.CourseCallback(None, begun.profile, run=begun.run, folders=begun.folders, started=0.0)
     callback.sync = sync or SimpleNamespace(messages=list, take=lambda folder: None, seconds=1.0)
     callback.fingerprint, callback.kinds = {"data": "d"}, {}
     callback.trainer, callback.patience = trainer, patience
@@ -822,7 +820,7 @@ def test_a_validation_takes_as_many_forward_passes_as_micro_batches_of_its_token
 def test_validation_at_start_saves_and_end_changes_nothing(tmp_path: Path, whole: Any) -> None:
     trainer, _ = validated(tmp_path, load_best_model_at_end=False)
     trainer.train()
-    assert steps_of(trainer) == [0, 2, 4, 6, STEPS] and validation.load_best(trainer) is None
+    assert steps_of(trainer) == [0, 2, 4, 6, STEPS] and validation.load_best(trainer) == STEPS
     assert_same(trainer, whole)
     losses = tracking.loss_history(trainer.state.log_history)
     tracking.write_history([*trainer.state.log_history, {"step": 8, "loss": math.nan}], tmp_path / "history.json")
@@ -840,7 +838,7 @@ def test_the_best_step_is_restored_also_by_a_resumed_run(tmp_path: Path, monkeyp
     loaded.load_finished(tmp_path / "trainer/checkpoint-7")
     torch.testing.assert_close(full_weights(finished.model), again.diary.weights[7], rtol=0, atol=0)
     for trainer in (first, again, finished):
-        assert validation.load_best(trainer) == (2, 3.0)
+        assert validation.load_best(trainer) == 2
         torch.testing.assert_close(full_weights(trainer.model), first.diary.weights[2], rtol=0, atol=0)
     numbers = result_of(again, resumed, first_step=4).facts()
     assert (numbers["validation_loss"], numbers["best_step"]) == ({"first": 5.0, "best": 3.0, "last": 4.6}, 2)
@@ -851,12 +849,12 @@ def test_it_ends_early_when_the_loss_rises_and_at_once_when_it_is_not_finite(tmp
     trainer, callback = validated(tmp_path / "a", (5.0, 3.0, 3.1, 3.2), monkeypatch, patience=2, max_steps=20)
     trainer.train()
     assert trainer.state.global_step == 6 == result_of(trainer, callback).facts()["planned_steps"]
-    assert validation.load_best(trainer) == (2, 3.0)
+    assert validation.load_best(trainer) == 2
     assert validation.steps_left(trainer, tmp_path / "a/trainer/checkpoint-6", patience=2) == 0
     trainer, callback = validated(tmp_path / "b", (5.0, 4.0, math.nan), monkeypatch)
     trainer.train()
     assert trainer.state.global_step == 4 and not (tmp_path / "b/trainer/checkpoint-4").exists()
-    assert validation.load_best(trainer) == (2, 4.0)
+    assert validation.load_best(trainer) == 2
     assert math.isnan(result_of(trainer, callback).facts()["validation_loss"]["last"])
 
 
@@ -875,10 +873,10 @@ def test_a_stop_is_not_validated_and_no_rows_are_no_validation(tmp_path: Path) -
     trainer, _ = validated(tmp_path)
     trainer.add_callback(Stop(3))
     trainer.train()
-    assert steps_of(trainer) == [0, 2] and validation.load_best(trainer)[0] == 2
+    assert steps_of(trainer) == [0, 2] and validation.load_best(trainer) == 2
     trainer, callback = validated(tmp_path, count=0, max_steps=2)
     trainer.train()
-    assert validation.load_best(trainer) is None and result_of(trainer, callback).facts()["best_step"] is None
+    assert validation.load_best(trainer) == 2 and result_of(trainer, callback).facts()["best_step"] is None
 
 
 @pytest.fixture
@@ -896,7 +894,7 @@ def start(lesson: Any, steps: int, every: int = 2, held_out: int = 3, **settings
     settings = {"save_steps": every, "max_steps": steps, "logging_steps": 1} | settings
     trainer = build(lesson.scratch, rows(count=held_out), **settings)
     dataset: Any = SimpleNamespace(report=SimpleNamespace(trained=5))
-    callback = run.CourseCallback(dataset, lesson.profile, run=lesson.run, folders=lesson.folders)
+    callback = run.CourseCallback(dataset, lesson.profile, run=lesson.run, folders=lesson.folders, started=0.0)
     trainer.add_callback(callback)
     assert callback.prepare(trainer)
     return trainer, callback
@@ -940,7 +938,7 @@ def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(de
     finished = run.train(*start(demo, 5))
     assert finished.facts()["train_seconds"] is None and finished.history == resumed.history
     assert str(resumed.kept_step) in str(finished) and (demo.run.logs / "history.json").exists()
-    monkeypatch.setattr(resumed.trainer, "save_model", saved.append)
+    monkeypatch.setattr(resumed.trainer, "_save", lambda folder, state_dict: saved.append(folder))
     for result in (resumed, finished):  # the same weights: saved once
         run.save_adapter(result, SimpleNamespace(save_pretrained=saved.append))
     assert len(saved) == 2 and files.stamp(demo.run.adapter)["steps"] == resumed.kept_step
@@ -1028,7 +1026,7 @@ def test_stops_do_not_bring_the_early_end_nearer(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(validation, "token_mean_loss", lambda trainer, rows: losses[trainer.state.global_step])
         trainer.add_callback(Stop(stop))
         trainer.train(resume_from_checkpoint=checkpoint)
-        assert validation.load_best(trainer) == (2, 3.0) and callback.stopped_early() is ended
+        assert validation.load_best(trainer) == 2 and callback.stopped_early() is ended
         checkpoint = str(tmp_path / f"trainer/checkpoint-{trainer.state.global_step}")
     assert trainer.state.global_step == 6 and steps_of(trainer) == [*losses]
 
@@ -1150,7 +1148,7 @@ def test_what_cannot_go_on_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert batch_of(trainer) == (4, 2) and oom.oom_changes(lesson.run.path) == []
     raise_once(trainer, "train")
     monkeypatch.setenv("LOCAL_RANK", "0")  # one of several processes
-    with refused("at step 1: CUDA out of memory"):
+    with refused("at step 1: in one of several processes"):
         oom.train(trainer, lesson.run.path, None)
 
 

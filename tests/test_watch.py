@@ -60,7 +60,9 @@ def test_the_one_that_trains_is_watched_else_the_newest_and_the_newer_copy_count
 
 
 def test_everything_is_shown_without_torch_and_a_failure_is_the_exit_status(home: Path, tmp_path: Path) -> None:
-    leave(home / "demo", state="failed", loss=(7, 1.5), best=(4, 1.25), cost={"¥": 0.5}, notes=["[FAIL] disk full"])
+    leave(
+        home / "demo", state="failed", loss=(7, 1.5), validation=(4, 1.25), cost={"¥": 0.5}, notes=["[FAIL] disk full"]
+    )
     folder = tmp_path / "checkpoint-4"
     folder.mkdir()
     store = home / "demo/checkpoints"
@@ -68,7 +70,14 @@ def test_everything_is_shown_without_torch_and_a_failure_is_the_exit_status(home
     checkpoints.pack(folder, store, {})
     ran = python("-X", "importtime", "-m", "nbutils", "watch", "demo", home=home, ok=False)
     assert "torch" not in ran.stderr.replace("pytorch", "") and "| transformers" not in ran.stderr
-    for text in ("failed at step 7 of 30", "loss 1.500", "1.250 (step 4)", "¥0.50", "steps 4\n", "[FAIL] disk full"):
+    for text in (
+        "the training failed (step 7 of 30",
+        "loss 1.500",
+        "1.250 (step 4)",
+        "¥0.50",
+        "steps 4\n",
+        "[FAIL] disk full",
+    ):
         assert text in ran.stdout
 
 

@@ -15,7 +15,6 @@ from trl.models import activation_offloading
 
 from nbutils import distributed, files, hardware
 from nbutils.checkpoints import step_of
-from nbutils.config import shown
 from nbutils.errors import CourseError
 from nbutils.language import tr
 from nbutils.training import sharding
@@ -45,7 +44,7 @@ class StepSettings:
         return None
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}={shown(value)}" for name, value in asdict(self).items())
+        return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
 
 
 class UpdateWatch(TrainerCallback):
@@ -66,12 +65,12 @@ def train(trainer: Any, run_folder: Path, resume_from: Path | None, note: Callab
     first_weights = {} if distributed.strategy() else sharding.full_weights(trainer.model)
     watch = UpdateWatch()
     trainer.callback_handler.callbacks.insert(0, watch)  # before those that may run out of memory themselves
-    while problem := _train_once(trainer, resume_from):
+    while not _trains_to_the_end(trainer, resume_from):
         step = max(trainer.state.global_step, step_of(resume_from))
         peak = hardware.peak_memory_gib()
         smaller = settings.smaller(offload=trainer.args.device.type == "cuda")
         if distributed.strategy():
-            raise _cannot_go_on(step, problem)
+            raise _cannot_go_on(step, tr("in one of several processes"))
         _free_broken_step(trainer)
         if step > step_of(resume_from) and not watch.updating:
             resume_from = _save_finished_step(trainer)
@@ -82,8 +81,6 @@ def train(trainer: Any, run_folder: Path, resume_from: Path | None, note: Callab
             raise _cannot_go_on(step, tr("there are no smaller settings than {settings}", settings=settings))
         change = {
             "step": step + 1,
-            "card": str(hardware.gpu() or "none"),
-            "used_gib": round(peak, 2),
             "from": asdict(settings),
             "to": asdict(smaller),
         }
@@ -111,21 +108,21 @@ def _cannot_go_on(step: int, problem: str) -> CourseError:
         tr("Out of memory at step {step}: {problem}.", step=step + 1, problem=problem),
         todo=tr(
             "Close other programs on the GPU (other notebooks too) and start again: it resumes from its newest "
-            "checkpoint. If it happens again, halve sft.per_device_train_batch_size (the batch stays the same), choose a "
-            "smaller model or sft.max_length, method qlora or a larger GPU."
+            "checkpoint. If it happens again, halve sft.per_device_train_batch_size (the batch stays the same), or "
+            "choose a smaller model or sft.max_length, method qlora or a larger GPU."
         ),
     )
 
 
-def _train_once(trainer: Any, resume_from: Path | None) -> str:
-    """Train to the end; what was said if memory ran out, and nothing else, as an error holds the step's tensors."""
+def _trains_to_the_end(trainer: Any, resume_from: Path | None) -> bool:
+    """Whether the memory suffices; the error is not passed on, as it holds the tensors of the step."""
     try:
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     except Exception as error:
         if not hardware.out_of_memory(error):
             raise
-        return str(error).strip().partition("\n")[0] or "out of memory"
-    return ""
+        return False
+    return True
 
 
 def _free_broken_step(trainer: Any) -> None:

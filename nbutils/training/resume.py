@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import shutil
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,29 +99,27 @@ def _begin_anew(keep: Path) -> None:
 
 
 def _set_later_aside(keep: Path, step: int) -> None:
-    """Move checkpoints after a step into a folder nothing looks into."""
-    aside = keep / time.strftime(f"after-{step}-%Y%m%d-%H%M%S")
+    """Rename the checkpoints after a step, so that nothing takes them for those of this training."""
     for later in checkpoints.look(keep):
-        if later.step > step:
-            aside.mkdir(exist_ok=True)
-            for path in keep.glob(f"{later.archive.stem}.*"):  # archive and manifest
-                shutil.move(path, aside)
-    if aside.exists():
-        print(tr("Later checkpoints are in {folder}.", folder=aside))
+        archive = later.archive
+        if later.step <= step or not archive.exists():
+            continue
+        print(tr("The checkpoint of step {step} is set aside: {file}.aside", step=later.step, file=archive))
+        for path in (archive.with_suffix(".json"), archive):  # an archive alone does not count
+            path.replace(f"{path}.aside")
 
 
 def bring_best(newest: Path, keep: Path, fingerprint: dict[str, Any], stores: list[Path]) -> None:
     """Unpack the checkpoint of the best step beside the newest one, and let the trainer's state know where it is."""
-    log = read_history(newest / checkpoints.STATE, "log_history")
-    state = files.read_object(newest / checkpoints.STATE)
-    state["log_history"] = log
+    file = newest / checkpoints.STATE
+    state = files.read_object(file)  # `seconds_until` refuses a damaged one
     state["global_step"] = checkpoints.step_of(newest)
     best = _unpack_best(newest, state.get("best_global_step"), keep, fingerprint, stores)
     state["best_model_checkpoint"] = str(best) if best else None
     if best is None:
         state["best_global_step"] = None
         state["best_metric"] = None
-    (newest / checkpoints.STATE).write_text(json.dumps(state, indent=2), encoding="utf-8")
+    files.write_json(file, state)
 
 
 def _unpack_best(newest: Path, step: Any, keep: Path, fingerprint: dict[str, Any], stores: list[Path]) -> Path | None:

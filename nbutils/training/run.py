@@ -9,7 +9,7 @@ import signal
 import warnings
 import zlib
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -95,12 +95,7 @@ class TimeBudget:
         if self.ended_by:
             return tr("This run was asked to end ({signal}).", signal=self.ended_by.name)
         if left < needed:
-            return tr(
-                "{left:.1f} minutes are left of MAX_HOURS or the platform's hours, {needed:.1f} are needed to save and "
-                "end.",
-                left=max(left, 0.0) / 60,
-                needed=needed / 60,
-            )
+            return tr("Its time is nearly up (MAX_HOURS, or the limit of the platform).")
         return ""
 
 
@@ -108,7 +103,7 @@ class CourseCallback(TrainerCallback):
     """Keeps checkpoints in the run folder, ends the run in time, shows progress; `train` resumes with it.
 
     Example:
-        callback = CourseCallback(dataset, profile, run=lesson.run, folders=lesson.folders)
+        callback = CourseCallback(dataset, profile, run=lesson.run, folders=lesson.folders, started=lesson.started)
     """
 
     def __init__(
@@ -118,9 +113,9 @@ class CourseCallback(TrainerCallback):
         *,
         run: RunFolder,
         folders: platforms.Folders,
+        started: float,
         base_model: dict[str, str] | None = None,
         max_hours: float = 0.0,
-        started: float | None = None,
     ) -> None:
         self.dataset = dataset  # chat.ChatDataset
         self.profile = profile
@@ -129,7 +124,7 @@ class CourseCallback(TrainerCallback):
         self.scratch = folders.scratch / run.name
         self.base_model = base_model or {}  # `model_fingerprint`
         self.patience = profile.course.early_stopping_patience
-        self.time = TimeBudget(max_hours, monotonic() if started is None else started)
+        self.time = TimeBudget(max_hours, started)
         self.live = LiveNumbers(self.scratch / run.logs.name, run.logs)
         self.trainer: Any = None  # set by `take_over`
         self.sync: Any = None  # started by `train`
@@ -143,23 +138,23 @@ class CourseCallback(TrainerCallback):
         self.require_room(trainer)
         chat.check_trainer(trainer, self.dataset.report)
         sharding.use_engine(trainer)
-        patched = model.patch_lora_kernels(trainer)
+        layers = model.patch_lora_kernels(trainer)
         self.take_over(trainer)
         seed = trainer.args.seed
         self.fingerprint = resuming.run_fingerprint(self.profile, self.run.data, self.base_model, seed)
         distributed.require_same(self.fingerprint | {"sft": dict(self.profile.sft)})
         tokens = self.dataset.report.trained
-        return tr("{tokens:,} tokens to learn from; {patched}", tokens=tokens, patched=patched)
+        return tr("{tokens:,} tokens to learn from; {layers} fused LoRA layers", tokens=tokens, layers=layers)
 
     def require_room(self, trainer: Any) -> None:
         """Refuse a training whose checkpoints do not fit on the disks."""
-        bytes_needed = 64 * 2**20
+        trained = 0
         for weight in trainer.model.parameters():
             if weight.requires_grad:
-                bytes_needed += weight.numel() * 12  # itself, and two states of the optimizer
-        self.checkpoint_gib = bytes_needed / files.GIB
-        output = Path(trainer.args.output_dir)
+                trained += weight.numel()
+        self.checkpoint_gib = (trained * 12 + 64 * 2**20) / files.GIB  # with two states of the optimizer
         count = trainer.args.save_total_limit + 2  # the best one is kept beside the newest
+        output = Path(trainer.args.output_dir)
         require_disk(output, count * self.checkpoint_gib, tr("writing checkpoints"))
         kept = checkpoints.look(self.run.checkpoints)
         missing = max(count - len(kept), 1)
@@ -198,13 +193,13 @@ class CourseCallback(TrainerCallback):
             return
         self.live.note(
             tr(
-                "[WARN] {reason} Saving at step {step} of {steps} and ending here.",
+                "[WARN] {reason} Saving at step {step} of {steps} and ending here. Run the same notebook again (on "
+                "Kaggle with this output attached): it continues.",
                 reason=reason or tr("Another process was asked to end."),
                 step=state.global_step,
                 steps=state.max_steps,
             )
         )
-        print(tr("Run the same notebook again (on Kaggle with this output attached): it continues."))
         control.should_log = True
         control.should_save = True
         control.should_training_stop = True
@@ -217,10 +212,7 @@ class CourseCallback(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         loss = metrics["eval_loss"]
         if not math.isfinite(loss):
-            step = state.global_step
-            self.live.note(
-                tr("[WARN] the validation loss is {loss} at step {step}: training ends here", loss=loss, step=step)
-            )
+            self.live.note(tr("[WARN] the validation loss is {loss}: training ends here", loss=loss))
             control.should_training_stop = True
             control.should_save = False
 
@@ -228,9 +220,6 @@ class CourseCallback(TrainerCallback):
         PartialState().wait_for_everyone()
         if state.is_world_process_zero:
             self.sync.take(Path(args.output_dir) / f"checkpoint-{state.global_step}")
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.live.on_train_end(state)
 
     def all_seconds(self, seconds: float) -> float:
         """How long the training took in all sessions, if this one took so many seconds."""
@@ -240,17 +229,22 @@ class CourseCallback(TrainerCallback):
         """Whether the training was ended by early stopping."""
         return validation.stopped_early(vars(self.trainer.state), self.patience)
 
+    def is_complete(self) -> bool:
+        """Whether the training has done all its steps, or needs no more."""
+        state = self.trainer.state
+        return state.global_step >= state.max_steps or self.stopped_early()
+
     def load_finished(self, checkpoint: Path) -> None:
         """Load weights and history of a complete training."""
         model.load_checkpoint(self.trainer.model, checkpoint)
         state = TrainerState.load_from_json(str(checkpoint / checkpoints.STATE))
         state.max_steps = state.global_step  # MAX_STEPS may be less than what was planned then
         self.trainer.state = state
-        print(tr("trained before · nothing is left to train: this run has {steps} steps", steps=state.global_step))
         print(
             tr(
-                'A larger MAX_STEPS continues it (after early stopping SET = "course.early_stopping_patience=0"), '
-                'RESUME = "never" starts over.'
+                "trained before · nothing is left to train: this run has {steps} steps. A larger MAX_STEPS continues "
+                'it (after early stopping SET = "course.early_stopping_patience=0"), RESUME = "never" starts over.',
+                steps=state.global_step,
             )
         )
 
@@ -263,22 +257,17 @@ class TrainingResult:
     callback: CourseCallback
     seconds: float  # of this session
     first_step: int  # 0, or where it was resumed
-    best: tuple[int, float] | None  # step and validation loss of the weights the model has now; None: those of the last
+    kept_step: int  # whose weights the model has now
     changed: tuple[int, int]  # weight tensors of the adapter, and of the base
     peak_gib: float
     checksums: model.Checksums  # of the weights it ended with
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # trained ones: the model has shards, or 16 bits
+    weights: dict[str, torch.Tensor]  # trained ones, where the model has shards or 16 bits
 
     @property
     def history(self) -> dict[str, Curve]:
         """(step, loss) pairs of `train` and `validation`."""
         log = self.trainer.state.log_history
         return {"train": loss_history(log), "validation": validation_history(log)}
-
-    @property
-    def kept_step(self) -> int:
-        """The step whose weights the model has now."""
-        return self.best[0] if self.best else self.trainer.state.global_step
 
     def facts(self) -> dict[str, Any]:
         """What goes into facts.json; None where this session trained nothing."""
@@ -353,10 +342,9 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
     interrupted = callback.time.ended_by == signal.SIGINT
     with callback.live.reported(trainer):
         peak_gib = hardware.peak_memory_gib()
-        best = None
-        chosen = resume == str(trainer.state.global_step)  # its own weights are asked for
-        if not interrupted and not chosen:
-            best = validation.load_best(trainer)
+        kept_step = trainer.state.global_step
+        if not interrupted and resume != str(kept_step):  # else its own weights are asked for
+            kept_step = validation.load_best(trainer)
         checksums = model.weight_checksums(trainer.model)
         changed = _count_changed(callback.checksums, checksums)
         weights = {} if distributed.strategy() in distributed.WHOLE else sharding.full_weights(trainer.model)
@@ -364,7 +352,9 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         tracking.end_trackers(callback.run.logs)
         kept = callback.sync.finish()
     resuming.unlock_run(callback.scratch)
-    _report_end(callback, kept)
+    callback.live.on_train_end(trainer.state, "finished" if callback.is_complete() else "stopped")
+    if kept:
+        print(tr("safe: checkpoint {step} in {folder}", step=kept.step, folder=kept.archive.parent))
     if interrupted:
         raise StoppedByHand(
             tr(
@@ -384,7 +374,7 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         callback=callback,
         seconds=seconds,
         first_step=first_step,
-        best=best,
+        kept_step=kept_step,
         changed=changed,
         peak_gib=peak_gib,
         checksums=checksums,
@@ -430,7 +420,7 @@ def _train_steps(trainer: Any, callback: CourseCallback, checkpoint: Path | None
     run = callback.run
     if distributed.is_main() and files.stamp(run.adapter):  # of a shorter or another training
         shutil.rmtree(run.former_adapter, ignore_errors=True)
-        run.adapter.rename(run.former_adapter)  # until this training has saved its own
+        run.adapter.rename(run.former_adapter)
     try:
         with first_signals(callback.time.ask_to_end):
             if checkpoint:
@@ -447,18 +437,14 @@ def _train_steps(trainer: Any, callback: CourseCallback, checkpoint: Path | None
 def _count_changed(before: model.Checksums, after: model.Checksums) -> tuple[int, int]:
     """How many weights of the adapter, and of the base, are others in any process."""
     changed = [name for name in before if before[name] != after[name]]
-    names = set[str]().union(*distributed.gather(changed))
-    trained = sum(before[name][0] for name in names)
-    return trained, len(names) - trained
-
-
-def _report_end(callback: CourseCallback, kept: checkpoints.StoredCheckpoint | None) -> None:
-    """Say how the training ended, for `nbutils watch` and for the learner."""
-    state = callback.trainer.state
-    done = state.global_step >= state.max_steps or callback.stopped_early()
-    callback.live.write(callback.live.progress(state, "finished" if done else "stopped"), kept=True)
-    if kept:
-        print(tr("safe: checkpoint {step} in {folder}", step=kept.step, folder=kept.archive.parent))
+    in_any_process = set[str]()
+    for names in distributed.gather(changed):
+        in_any_process.update(names)
+    trained = 0
+    for name in in_any_process:
+        is_trained, _ = before[name]
+        trained += is_trained
+    return trained, len(in_any_process) - trained
 
 
 def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
@@ -480,10 +466,5 @@ def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
     stamp = result.stamp()
     if files.stamp(run.adapter) != stamp:
         with files.complete_folder(run.adapter, stamp) as folder:
-            if result.weights:
-                trainer._save(str(folder), state_dict=result.weights)
-            else:
-                trainer.save_model(str(folder))
+            trainer._save(str(folder), state_dict=result.weights or None)
             tokenizer.save_pretrained(folder)
-    if record.complete(result.facts()):  # else the former one may be the better
-        shutil.rmtree(run.former_adapter, ignore_errors=True)

@@ -9,7 +9,6 @@ processes load the best weights together, because they may have shards of them.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from nbutils import distributed, files
 from nbutils.errors import CourseError
 from nbutils.language import tr
 from nbutils.tracking import Log, validation_history
-from nbutils.training import model, sharding
+from nbutils.training import model
 
 
 def use_token_mean(trainer: Any) -> None:
@@ -36,11 +35,9 @@ class TokenMean:
 
     def evaluate(self: Any, *_: Any, **__: Any) -> dict[str, float]:
         """The loss on the held-out rows, logged and passed to the callbacks as the trainer does."""
-        began = time.perf_counter()
         loss = token_mean_loss(self, self.eval_dataset)
         metrics = {
             "eval_loss": round(loss, 5),
-            "eval_runtime": round(time.perf_counter() - began, 3),
             "eval_rows": len(self.eval_dataset),
         }
         self.model.eval()  # so that TRL logs it as a validation
@@ -98,29 +95,18 @@ def _batches(trainer: Any, lengths: Sequence[int]) -> list[list[int]]:
     return batches
 
 
-def load_best(trainer: Any) -> tuple[int, float] | None:
-    """Give the model the weights of the best step; that step and its loss, or None if there is none to be had."""
+def load_best(trainer: Any) -> int:
+    """Give the model the weights of the best step, if they are to be had; the step of those it has now."""
     state = trainer.state
-    if not trainer.args.load_best_model_at_end or state.best_global_step is None:
-        return None
-    if state.best_global_step != state.global_step:
-        output = Path(trainer.args.output_dir)
-        folder = output / f"checkpoint-{state.best_global_step}"
-        if not distributed.broadcast(folder.is_dir()):
-            return None
-        _load(trainer.model, folder)
-    return state.best_global_step, state.best_metric
-
-
-def _load(trained: Any, checkpoint: Path) -> None:
-    """Load a checkpoint that perhaps only the main process can see."""
-    if not distributed.strategy():
-        model.load_checkpoint(trained, checkpoint)
-        return
-    weights = None
-    if distributed.is_main():
-        weights = sharding.adapter_weights(trained, checkpoint / sharding.ADAPTER)
-    sharding.load_weights(trained, distributed.broadcast(weights))
+    best = state.best_global_step
+    if not trainer.args.load_best_model_at_end or best in (None, state.global_step):
+        return state.global_step
+    output = Path(trainer.args.output_dir)
+    folder = output / f"checkpoint-{best}"
+    if not distributed.broadcast(folder.is_dir()):
+        return state.global_step
+    model.load_checkpoint(trainer.model, folder)
+    return best
 
 
 def evaluations_since_best(log_history: Log, best_step: int | None) -> int:
@@ -157,11 +143,13 @@ def continue_validation(trainer: Any) -> None:
 
 def _require_same_rows(log_history: Log, rows: int) -> None:
     """Refuse to validate on another number of rows than before: the losses would not compare."""
-    counts = [entry["eval_rows"] for entry in log_history if "eval_rows" in entry]
-    if counts and counts[-1] != rows:
+    earlier = rows
+    for entry in log_history:
+        earlier = entry.get("eval_rows", earlier)
+    if earlier != rows:
         raise CourseError(
-            tr("This training was validated on {earlier} rows, and would be on {rows}.", earlier=counts[-1], rows=rows),
-            todo=tr('Set SET = "course.validation_rows={earlier}", or choose another RUN_NAME.', earlier=counts[-1]),
+            tr("This training was validated on {earlier} rows, and would be on {rows}.", earlier=earlier, rows=rows),
+            todo=tr('Set SET = "course.validation_rows={earlier}", or choose another RUN_NAME.', earlier=earlier),
         )
 
 
