@@ -218,7 +218,7 @@ print(f"loss {loss:.2f}, perplexity {math.exp(loss):,.0f}; log({len(tokenizer)})
 # How does it continue a text before training? It repeats one or two tokens.
 
 # %%
-before = pretraining.complete(model, tokenizer, rows.prompts)
+before = pretraining.continue_texts(model, tokenizer, rows.prompts)
 print(*map(repr, before), sep="\n")
 
 # %% [markdown]
@@ -286,7 +286,7 @@ display.plot_losses(result.history, lesson.run.logs / "loss.png", title="Pre-tra
 # The same texts again. A short run learns the style but not yet the facts; more text, steps, width and depth help.
 
 # %%
-after = pretraining.complete(trainer.model, tokenizer, rows.prompts)
+after = pretraining.continue_texts(trainer.model, tokenizer, rows.prompts)
 display.show_table([{"text": a, "before": repr(b), "after": repr(c)} for a, b, c in zip(rows.prompts, before, after, strict=True)])
 
 # %% [markdown]
@@ -298,7 +298,7 @@ display.show_table([{"text": a, "before": repr(b), "after": repr(c)} for a, b, c
 # %%
 from nbutils import disk
 
-folder = pretraining.save(result, tokenizer)
+folder = pretraining.save_model(result, tokenizer)
 print(f"{folder}: {disk.folder_gib(folder) * 1024:.1f} MiB")
 
 # %% [markdown]

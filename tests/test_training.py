@@ -1089,7 +1089,7 @@ def test_a_training_goes_on_from_its_last_step(tmp_path: Path, whole: Any, calls
     sync: Any = SimpleNamespace(messages=list, take=lambda folder: taken.append(folder.name), seconds=1.0)
     trainer.add_callback(course_callback(tmp_path, sync, trainer))
     run_out(trainer, *calls)
-    oom.train(trainer, lesson.run.path, None)
+    oom.train_within_memory(trainer, lesson.run.path, None)
     assert_same(trainer, whole)
     assert batch_of(trainer) == reached and trainer._train_batch_size == reached[0]
     changes = [(one["step"], one["from"]["per_device_train_batch_size"]) for one in oom.oom_changes(lesson.run.path)]
@@ -1115,7 +1115,7 @@ def test_no_step_is_lost_wherever_memory_runs_out(tmp_path: Path, monkeypatch: A
     else:
         raised = raise_once(callback, "on_step_end", when=lambda: trainer.state.global_step == STEPS)
     trainer.add_callback(callback)
-    oom.train(trainer, tmp_path, checkpoint)
+    oom.train_within_memory(trainer, tmp_path, checkpoint)
     assert raised and batch_of(trainer) == ((4, 2) if where == "last step" else (2, 4))
     assert (Path(trainer.args.output_dir) / f"checkpoint-{STEPS}").exists()
     assert_same(trainer, whole, since=6 if checkpoint else 0)
@@ -1125,13 +1125,13 @@ def test_no_step_is_lost_wherever_memory_runs_out(tmp_path: Path, monkeypatch: A
 def test_gradient_checkpointing_is_turned_on_and_then_nothing_is_left(tmp_path: Path, whole: Any) -> None:
     trainer = build(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8)
     run_out(trainer, 12)
-    oom.train(trainer, tmp_path, None)
+    oom.train_within_memory(trainer, tmp_path, None)
     assert trainer.model.base_model.model.model.layers[0].gradient_checkpointing
     assert_same(trainer, whole)
     trainer = build(tmp_path / "again", per_device_train_batch_size=1)
     run_out(trainer, *range(6, 100))
     with refused("at step 3: there are no smaller settings"):
-        oom.train(trainer, tmp_path, None)
+        oom.train_within_memory(trainer, tmp_path, None)
 
 
 def test_what_cannot_go_on_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1139,17 +1139,17 @@ def test_what_cannot_go_on_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     raise_once(callback, "on_optimizer_step", when=lambda: trainer.state.global_step == 3)
     trainer.add_callback(callback)
     with refused("at step 4: inside the optimizer"):  # a later update broke off
-        oom.train(trainer, lesson.run.path, None)
+        oom.train_within_memory(trainer, lesson.run.path, None)
     trainer, lesson = build(tmp_path), lesson_in(tmp_path)
     problem = ValueError("CUDA out of memory")
     trainer.compute_loss = lambda *_, **__: (_ for _ in ()).throw(problem)
     with pytest.raises(ValueError, match="CUDA"):
-        oom.train(trainer, lesson.run.path, None)
+        oom.train_within_memory(trainer, lesson.run.path, None)
     assert batch_of(trainer) == (4, 2) and oom.oom_changes(lesson.run.path) == []
     raise_once(trainer, "train")
     monkeypatch.setenv("LOCAL_RANK", "0")  # one of several processes
     with refused("at step 1: in one of several processes"):
-        oom.train(trainer, lesson.run.path, None)
+        oom.train_within_memory(trainer, lesson.run.path, None)
 
 
 def test_what_counts_as_out_of_memory() -> None:
@@ -1198,7 +1198,7 @@ def test_the_loss_scale_of_float16_goes_on(tmp_path: Path) -> None:
     undisturbed, trainer = trainers
     undisturbed.train()
     run_out(trainer, 6)
-    oom.train(trainer, tmp_path, None)
+    oom.train_within_memory(trainer, tmp_path, None)
     scale = undisturbed.accelerator.scaler.state_dict()
     assert trainer.accelerator.scaler.state_dict() == scale and scale["scale"] == 1024 / 2 * 2**3
     assert batch_of(trainer) == (2, 4)

@@ -59,7 +59,9 @@ class UpdateWatch(TrainerCallback):
         self.updating = False
 
 
-def train(trainer: Any, run_folder: Path, resume_from: Path | None, note: Callable[[str], object] = print) -> None:
+def train_within_memory(
+    trainer: Any, run_folder: Path, resume_from: Path | None, note: Callable[[str], object] = print
+) -> None:
     """Train to the end; where memory runs out, go on from the last finished step with smaller settings."""
     settings = settings_of(trainer)
     first_weights = {} if distributed.strategy() else sharding.full_weights(trainer.model)

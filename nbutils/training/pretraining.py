@@ -398,11 +398,11 @@ class PretrainingCallback(CourseCallback):
         )
 
 
-def complete(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
+def continue_texts(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
     """How the model continues each prompt; greedy, so it is the same every time.
 
     Example:
-        complete(model, tokenizer, ["Once upon a time"])
+        continue_texts(model, tokenizer, ["Once upon a time"])
     """
     stops = sorted({*find_stop_ids(tokenizer), separator_of(tokenizer)})
     model.eval()
@@ -421,7 +421,7 @@ def complete(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
     return texts
 
 
-def save(result: TrainingResult, tokenizer: Any) -> Path:
+def save_model(result: TrainingResult, tokenizer: Any) -> Path:
     """Write model (bfloat16) and tokenizer to `base` of the run folder; one of this very training is left as it is."""
     model = result.trainer.model
     folder = result.callback.run.path / BASE

@@ -177,14 +177,14 @@ class CourseCallback(TrainerCallback):
         self.time.last = self.time.now()
         self.live.on_train_begin(state)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         # saving steps are logged too, so that a resumed run logs the same
         control.should_log |= control.should_save or state.global_step >= state.max_steps
         for line in self.sync.messages():
             self.live.note(line)
         self.time.sync_seconds = self.sync.seconds
         self.end_in_time(state, control)
-        self.live.on_step_end(state, given.get("optimizer"))
+        self.live.on_step_end(state, optimizer)
 
     def end_in_time(self, state: Any, control: Any) -> None:
         """Save and end after this step where the time is up, or where any process was asked to end."""
@@ -425,7 +425,7 @@ def _train_steps(trainer: Any, callback: CourseCallback, checkpoint: Path | None
         with first_signals(callback.time.ask_to_end):
             if checkpoint:
                 sharding.convert_optimizer_file(checkpoint, trainer.args.optim)
-            oom.train(trainer, run.path, checkpoint, callback.live.note)
+            oom.train_within_memory(trainer, run.path, checkpoint, callback.live.note)
     except Exception as problem:  # of a full disk, libraries say many things
         if ended := distributed.peer_error(problem):
             callback.sync.finish(PEER_PATIENCE)

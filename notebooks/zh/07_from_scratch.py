@@ -201,7 +201,7 @@ print(f"损失 {loss:.2f}，困惑度 {math.exp(loss):,.0f}；log({len(tokenizer
 # 训练之前，模型会怎样续写？只会反复输出一两个 token。
 
 # %%
-before = pretraining.complete(model, tokenizer, rows.prompts)
+before = pretraining.continue_texts(model, tokenizer, rows.prompts)
 print(*map(repr, before), sep="\n")
 
 # %% [markdown]
@@ -265,7 +265,7 @@ display.plot_losses(result.history, lesson.run.logs / "loss.png", title="预训�
 # 再续写同样的文本。训练时间短，只学得到文风，学不到事实；增加文本、步数、宽度和层数都有用。
 
 # %%
-after = pretraining.complete(trainer.model, tokenizer, rows.prompts)
+after = pretraining.continue_texts(trainer.model, tokenizer, rows.prompts)
 display.show_table([{"文本": a, "训练前": repr(b), "训练后": repr(c)} for a, b, c in zip(rows.prompts, before, after, strict=True)])
 
 # %% [markdown]
@@ -276,7 +276,7 @@ display.show_table([{"文本": a, "训练前": repr(b), "训练后": repr(c)} fo
 # %%
 from nbutils import disk
 
-folder = pretraining.save(result, tokenizer)
+folder = pretraining.save_model(result, tokenizer)
 print(f"{folder}：{disk.folder_gib(folder) * 1024:.1f} MiB")
 
 # %% [markdown]
