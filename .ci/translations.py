@@ -70,7 +70,20 @@ def fact_names(facts: dict[str, Any]) -> Iterator[str]:
 
 def texts_in_data() -> set[str]:
     """English texts that reach `tr` from elsewhere: from YAML files, or because facts.json has them in English."""
-    from nbutils import cli, compare, config, diagnose, display, doctor, hardware, parity, plan, platforms, served_model
+    from nbutils import (
+        cli,
+        compare,
+        config,
+        diagnose,
+        display,
+        doctor,
+        hardware,
+        parity,
+        plan,
+        platforms,
+        served_model,
+        watch,
+    )
     from nbutils.data import build
     from nbutils.data import texts as data_texts
     from nbutils.evaluation import comparison, evaluator
@@ -96,7 +109,7 @@ def texts_in_data() -> set[str]:
     texts -= {"", "GPU", "GiB", "tokens/s", "logits"}  # those are the same in Chinese
     texts |= {*get_args(data_texts.Kind), *data_texts.TODOS.values(), *build.LANGUAGES}
     texts |= {build.BUNDLED, build.OWN_LICENCE, build.UNSTATED, "rows"}
-    texts |= {"mean", "longest", "over"}
+    texts |= {"mean", "longest", "over", *watch.STATES.values()}
     judged = comparison.TEXTS
     texts |= {text for case in judged["cases"].values() for text in case.values() if text}
     texts |= {judged["few_rows"], judged["cut_off"], judged["slightly_worse"]}

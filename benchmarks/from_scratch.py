@@ -40,11 +40,11 @@ class Timed(pretraining.PretrainingCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.began = time.perf_counter()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         Timed.seconds.append(time.perf_counter() - self.began)
-        super().on_step_end(args, state, control, **given)
+        super().on_step_end(args, state, control, optimizer)
 
 
 def shown(one: plan.Pretraining) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def main(work: Path) -> None:
     run_folder.mkdir()
     trainer = build(work / "model", work / "capped", 4)
     trainer.add_callback(Cap(3, caps[1]))
-    oom.train(trainer, run_folder, None)
+    oom.train_within_memory(trainer, run_folder, None)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() / GIB  # since the last rung
     after = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

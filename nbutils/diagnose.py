@@ -138,7 +138,7 @@ class Trained:
 def _failure(run: RunFolder) -> str:
     """How the newest training of a run failed or died; empty if it did not."""
     try:
-        last = watch.find(str(run.path))
+        last = watch.find_training(str(run.path))
     except CourseError:  # no training here yet
         return ""
     if last.state not in ("failed", "died"):

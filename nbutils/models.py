@@ -221,7 +221,7 @@ def find_shape(model: str) -> Shape:
         )
     require_plain(file.parent)
     try:
-        return _shape_in("tiny" if is_tiny(model) else model, read_config(file))
+        return shape_in("tiny" if is_tiny(model) else model, read_config(file))
     except (ValueError, TypeError, KeyError, ZeroDivisionError) as problem:
         raise CourseError(
             tr("{file} does not give the model's sizes ({problem}).", file=file, problem=problem),
@@ -230,7 +230,7 @@ def find_shape(model: str) -> Shape:
         ) from problem
 
 
-def _shape_in(name: str, config: dict[str, Any]) -> Shape:
+def shape_in(name: str, config: dict[str, Any]) -> Shape:
     """The shape that a config.json gives."""
     for key in NOT_DENSE:
         if config.get(key):

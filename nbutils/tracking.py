@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
@@ -34,140 +34,93 @@ from nbutils.record import reading
 
 YUAN = ("autodl", "pai_dsw", "modelscope", "featurize", "gpushare", "matpool")
 NO_RENT = ("colab", "kaggle", "studio_lab")  # free, or paid in units without a price per hour
-LINES = 50  # per training
-SHORTEST, LONGEST = 5.0, 300.0  # seconds between two of them
+SHORTEST, LONGEST = 5.0, 300.0  # seconds between two lines, which become rarer
 PROGRESS = "progress.json"  # in the logs, written every SHORTEST seconds
 PANEL = "root/tf-logs"  # the folder that AutoDL's TensorBoard shows
 PROJECT = "finetune-course"
-USUAL = {"tensorboard": "TensorBoard", "wandb": "W&B", "swanlab": "SwanLab"}  # unless a profile names others
+USUAL = ("tensorboard", "wandb", "swanlab")  # unless a profile names others
 SWANLAB = "swanlab>=0.10"  # earlier ones have other names for the settings
 Clock = Callable[[], float]
 Curve = list[tuple[int, float]]  # (step, loss)
 POINTS = TypeAdapter(list[tuple[float, float]])
 Log = Sequence[dict[str, Any]]  # of a trainer
-State = Literal["training", "finished", "stopped", "failed"]
+State = Literal["training", "finished", "stopped", "failed", "died"]  # the last one is what `watch` finds
 
 
 def report_to(sft: SFT, scratch: Path) -> list[str]:
     """Prepare the trackers that the profile names (`sft.report_to`), or the usual ones; the value for `report_to`.
 
+    transformers starts them when the training begins. Only W&B and SwanLab are started here: with a refused key or a
+    dead network theirs would end the training, and both replace the excepthook, with a traceback before a CourseError.
+
     Example:
         SFTConfig(report_to=report_to(profile.sft, lesson.scratch))
     """
-    names = (sft.model_extra or {}).get("report_to")
+    chosen = (sft.model_extra or {}).get("report_to")
+    names = USUAL if chosen is None else chosen
     if isinstance(names, str):
         names = [names]
-    return begin(scratch / "logs", scratch.name, names)
-
-
-def begin(logs: Path, run: str, names: Sequence[str] | None = None) -> list[str]:
-    """Have the trackers of these names log into `logs`; those that the trainer will report to.
-
-    transformers starts them when the training begins. Only W&B and SwanLab are started here: with a refused key or a
-    dead network theirs would end the training, and both replace the excepthook, with a traceback before a CourseError.
-    """
     if not distributed.is_main() or names in ([], ["none"]):
         return []
-    modes = dict.fromkeys(USUAL if names is None else names, "")
-    _require_installed(modes)
-    make_folder(logs, tr("logs"))
-    _log_into(logs)
+    logs = make_folder(scratch / "logs", tr("logs"))
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
+    os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{logs / 'mlflow.db'}")
+    modes = dict.fromkeys(names, "")
     excepthook = sys.excepthook
     if "wandb" in modes:
-        modes["wandb"] = _begin_wandb(logs, run)
+        modes["wandb"] = _begin_wandb(logs, scratch.name)
     if "swanlab" in modes:
-        modes["swanlab"] = _begin_swanlab(logs, run, chosen=names is not None)
+        modes["swanlab"] = _begin_swanlab(logs, scratch.name)
         if not modes["swanlab"]:
             del modes["swanlab"]
     sys.excepthook = excepthook
-    texts = [f"{USUAL.get(name, name)} {mode}".strip() for name, mode in modes.items()]
+    texts = [f"{name} {mode}".strip() for name, mode in modes.items()]
     print(display.pad(tr("logs"), 10) + joined(texts, ";"))
     if "tensorboard" in modes:
-        print(" " * 10 + how_to_open(logs / "tensorboard", run, platforms.detect().name))
+        print(" " * 10 + how_to_open(logs / "tensorboard", scratch.name, platforms.detect().name))
     return list(modes)
 
 
-def _log_into(logs: Path) -> None:
-    """Where the trackers that transformers starts keep their files; a learner's own server or folder is left alone."""
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
-    places = {
-        "MLFLOW_TRACKING_URI": f"sqlite:///{logs / 'mlflow.db'}",
-        "TRACKIO_DIR": str(logs / "trackio"),
-        "COMET_OFFLINE_DIRECTORY": str(logs / "comet"),
-    }
-    if not os.environ.get("COMET_API_KEY"):
-        places["COMET_START_ONLINE"] = "0"  # it would ask for a key
-    for name, place in places.items():
-        os.environ.setdefault(name, place)
-
-
-def _require_installed(names: Iterable[str]) -> None:
-    """Refuse a tracker whose package is not here; SwanLab's is installed when it is needed."""
-    from transformers.integrations.integration_utils import get_available_reporting_integrations
-
-    here = ["swanlab", *get_available_reporting_integrations()]
-    for name in names:
-        if name not in here:
-            raise CourseError(
-                tr("The package of {name}, which sft.report_to names, is not installed here.", name=name),
-                allowed=", ".join(here),
-                todo=tr(
-                    "Install it (pip install {package}), restart the kernel, then run again; or name another one.",
-                    package=name.replace("_", "-"),
-                ),
-            )
-
-
 def _begin_wandb(logs: Path, run: str) -> str:
-    """Start a W&B run; how."""
+    """Start a W&B run, online with a key; how."""
     import wandb
 
     os.environ |= {"WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
     with redirect_stderr(io.StringIO()):  # it is silent only once it has looked for the name of this notebook
         wandb.setup()
     wandb.finish()  # of an earlier run of this cell
-    key = platforms.secret("WANDB_API_KEY")
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     online = False
-    reason = tr("offline: no WANDB_API_KEY")
-    if key:
+    if key := platforms.secret("WANDB_API_KEY"):
         os.environ["WANDB_API_KEY"] = key
-        online = os.environ.get("WANDB_MODE", "online") == "online" and platforms.answers(host, seconds=5)
-        reason = tr("offline: WANDB_MODE says so, or no network")
-    start = partial(
+        online = os.environ.get("WANDB_MODE", "online") == "online"
+    init = partial(
         wandb.init,
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         name=run,
         dir=logs,
         settings=wandb.Settings(init_timeout=30),
     )
-    mode = _start(start, online, reason)
-    if mode != tr("online"):
-        os.environ["WANDB_MODE"] = "offline"  # for whatever else starts a run
-    return mode
+    return _start_tracker(init, online)
 
 
-def _start(init: Callable[..., object], online: bool, reason: str) -> str:
-    """Start a run of a tracker, online or for this reason offline; how."""
+def _start_tracker(init: Callable[..., object], online: bool) -> str:
+    """Start a run of a tracker, offline where it cannot be online; how."""
+    reason = tr("offline: there is no key, or its mode is offline")
     if online:
         try:
             init(mode="online")
             return tr("online")
         except Exception as problem:  # a refused key, a dead network: neither may cost the training
-            text = tr("offline: {problem}", problem=f"{type(problem).__name__}: {problem}")
-            reason = mask_secrets(text)[:130]
+            reason = mask_secrets(tr("offline: {problem}", problem=repr(problem)))[:130]
     init(mode="offline")
     return reason
 
 
-def _begin_swanlab(logs: Path, run: str, chosen: bool = False) -> str:
-    """Start a SwanLab run if it is chosen, there is a SWANLAB_API_KEY, or SWANLAB_MODE is offline; how, or empty."""
+def _begin_swanlab(logs: Path, run: str) -> str:
+    """Start a SwanLab run if there is a SWANLAB_API_KEY, or SWANLAB_MODE is offline; how, or empty."""
     key = platforms.secret("SWANLAB_API_KEY")
     mode = os.environ.get("SWANLAB_MODE", "online")
-    if chosen and not key and mode != "disabled":
-        mode = "offline"
-    online = bool(key) and mode in ("online", "cloud")
-    if not online and mode != "offline":
+    if mode != "offline" and (not key or mode == "disabled"):
         return ""
     os.environ |= {"SWANLAB_INTERACTIVE": "false", "SWANLAB_TERMINAL_PROXY_TYPE": "none"}
     if install.unsatisfied([SWANLAB]):
@@ -182,11 +135,11 @@ def _begin_swanlab(logs: Path, run: str, chosen: bool = False) -> str:
 
     if swanlab.has_run():  # of an earlier run of this cell
         swanlab.finish()
+    if key:
+        os.environ["SWANLAB_API_KEY"] = key
     project = os.environ.get("SWANLAB_PROJ_NAME", PROJECT)
-    start = partial(swanlab.init, project=project, name=run, log_dir=str(logs / "swanlab"))
-    if online:
-        os.environ["SWANLAB_API_KEY"] = str(key)
-    return _start(start, online, tr("offline: SWANLAB_MODE says so, or no SWANLAB_API_KEY"))
+    init = partial(swanlab.init, project=project, name=run, log_dir=str(logs / "swanlab"))
+    return _start_tracker(init, online=bool(key) and mode != "offline")
 
 
 def how_to_open(logs: Path, run: str, platform: str) -> str:
@@ -201,8 +154,6 @@ def how_to_open(logs: Path, run: str, platform: str) -> str:
     if platform == "colab":
         magic = f"%load_ext tensorboard\n          %tensorboard --logdir {logs}"
         return tr("TensorBoard: run this in a cell before the training\n          {magic}", magic=magic)
-    if platform == "kaggle":
-        return tr("TensorBoard: not on Kaggle while it trains; later download logs/tensorboard of the run")
     return tr(
         "TensorBoard: {command}\n          then http://127.0.0.1:6006; on a remote machine first {ssh}",
         command=f"tensorboard --logdir {logs} --port 6006",
@@ -210,21 +161,19 @@ def how_to_open(logs: Path, run: str, platform: str) -> str:
     )
 
 
-def end(logs: Path) -> None:
+def end_trackers(logs: Path) -> None:
     """Finish offline runs and say how they are uploaded from `logs`, where they are kept; online ones finish alone."""
     import wandb
 
     if wandb.run is not None and wandb.run.offline:
-        folder = Path(wandb.run.dir).parent.name
         wandb.finish()
-        print(tr("W&B offline; upload it later: {command}", command=f"wandb sync {logs / 'wandb' / folder}"))
+        print(tr("W&B offline; upload it later: {command}", command=f"wandb sync {logs}/wandb/offline-*"))
     swanlab = sys.modules.get("swanlab")
     if swanlab and swanlab.has_run():
-        run = swanlab.get_run()
+        is_offline = swanlab.get_run().mode == "offline"
         swanlab.finish()
-        if run.mode == "offline":
-            command = f"swanlab sync {logs / 'swanlab' / Path(run.dir).name}"
-            print(tr("SwanLab offline; upload it later: {command}", command=command))
+        if is_offline:
+            print(tr("SwanLab offline; upload it later: {command}", command=f"swanlab sync {logs}/swanlab/run-*"))
 
 
 def loss_history(log_history: Log) -> Curve:
@@ -233,12 +182,8 @@ def loss_history(log_history: Log) -> Curve:
 
 
 def validation_history(log_history: Log) -> Curve:
-    """(step, loss) pairs of the validation log, the last of each step; of losses on other rows only the newest."""
-    entries = [entry for entry in log_history if "eval_loss" in entry]
-    if not entries:
-        return []
-    rows = entries[-1].get("eval_rows")
-    losses = {entry["step"]: entry["eval_loss"] for entry in entries if entry.get("eval_rows", rows) == rows}
+    """(step, loss) pairs of the validation log, the last of each step."""
+    losses = {entry["step"]: entry["eval_loss"] for entry in log_history if "eval_loss" in entry}
     return sorted(losses.items())
 
 
@@ -261,10 +206,12 @@ def best_of(validation: Sequence[tuple[int, float]]) -> tuple[int, float] | None
 
 def write_history(log_history: Log, path: Path) -> None:
     """Write the curves as [{step, loss}, ..., {step, eval_loss}, ...]; values that are not finite are left out."""
-    points = [{"step": step, "loss": loss} for step, loss in loss_history(log_history) if math.isfinite(loss)]
-    for step, loss in validation_history(log_history):
-        if math.isfinite(loss):
-            points.append({"step": step, "eval_loss": loss})
+    curves = {"loss": loss_history(log_history), "eval_loss": validation_history(log_history)}
+    points = []
+    for name, curve in curves.items():
+        for step, loss in curve:
+            if math.isfinite(loss):
+                points.append({"step": step, name: loss})
     write_json(path, points)
 
 
@@ -274,16 +221,13 @@ class Progress(BaseModel, frozen=True):
     state: State
     step: int
     steps: int  # 0 before the first
-    seconds: FiniteFloat = 0.0  # of this session
     left: FiniteFloat | None = None
     loss: tuple[int, float] | None = None
     validation: tuple[int, float] | None = None
-    best: tuple[int, float] | None = None  # of the validations
     tokens_per_second: float = 0.0
-    memory_gib: tuple[float, float | None] = (0.0, None)  # peak, and what there is
+    peak_gib: float = 0.0  # of memory
     gpu_percent: int | None = None
     cost: dict[str, float] = {}  # by currency
-    forecast: dict[str, float] = {}  # of the cost in the end
     notes: list[str] = []  # the newest lines
     host: str = socket.gethostname()
     pid: int = 0
@@ -309,13 +253,11 @@ class Progress(BaseModel, frozen=True):
         if self.loss:
             parts["loss"] = f"{self.loss[1]:.3f}"
         if self.validation:
-            parts["validation"] = at_step(*self.validation)
+            step, loss = self.validation
+            parts["validation"] = tr("{loss:.3f} (step {step})", loss=loss, step=step)
         if self.tokens_per_second:
             parts["tokens/s"] = f"{self.tokens_per_second:,.0f}"
-        peak, total = self.memory_gib
-        parts["memory"] = tr("peak {peak:.2f} GiB", peak=peak)
-        if total:
-            parts["memory"] = tr("peak {peak:.2f} of {total:.1f} GiB", peak=peak, total=total)
+        parts["memory"] = tr("peak {peak:.2f} GiB", peak=self.peak_gib)
         if self.gpu_percent is not None:
             parts["GPU"] = f"{self.gpu_percent} %"
         if self.cost:
@@ -323,11 +265,6 @@ class Progress(BaseModel, frozen=True):
         if self.left is not None:
             parts["left"] = display.clock(self.left)
         return parts
-
-
-def at_step(step: int, loss: float) -> str:
-    """A loss, and when it was measured."""
-    return tr("{loss:.3f} (step {step})", loss=loss, step=step)
 
 
 def money(amounts: dict[str, float]) -> str:
@@ -339,17 +276,13 @@ def gpu_percent() -> int | None:
     """How busy this process's GPU was in the last second; None where the driver does not tell, as for a MIG slice."""
     import torch
 
-    with suppress(Exception):  # by UUID: CUDA and the driver may count GPUs differently
-        import pynvml
-
-        pynvml.nvmlInit()
-        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-        return int(pynvml.nvmlDeviceGetUtilizationRates(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).gpu)
+    with suppress(Exception):  # the driver says many things
+        return torch.cuda.utilization()
     return None
 
 
 def rent(gpu: hardware.GPU | None, platform: str) -> dict[str, float]:
-    """The price of an hour by currency; empty where it is free or not known."""
+    """The price of an hour by currency, as `plan` knows it; empty where it is free or not known."""
     price = gpus.hourly_price(gpu)
     rent: dict[str, float] = {}
     if platform in NO_RENT:
@@ -362,7 +295,7 @@ def rent(gpu: hardware.GPU | None, platform: str) -> dict[str, float]:
 
 
 class LiveNumbers:
-    """Step, losses, speed, memory, time left and cost: a panel in a notebook, about fifty lines elsewhere.
+    """Step, losses, speed, memory, time left and cost: a panel in a notebook, now and then a line elsewhere.
 
     Its methods are called by the trainer's callback. The numbers go to `logs`, and in the end to `kept_logs` too.
     """
@@ -371,8 +304,7 @@ class LiveNumbers:
         self.file = logs / PROGRESS
         self.kept_file = kept_logs / PROGRESS
         self.now = now
-        self.gpu = hardware.gpu()
-        self.price = rent(self.gpu, platforms.detect().name)
+        self.price = rent(hardware.gpu(), platforms.detect().name)
         self.output = display.LiveOutput()
         self.watched = display.watched()
         self.notes: deque[str] = deque(maxlen=3)  # the newest lines below the numbers of the panel
@@ -404,7 +336,6 @@ class LiveNumbers:
         self._show(
             state, tr("training · steps {first:,} to {last:,} · the first is slow", first=first, last=state.max_steps)
         )
-        self.write(self.progress(state))
 
     def on_step_end(self, state: Any, optimizer: Any) -> None:
         """A step is done."""
@@ -420,22 +351,20 @@ class LiveNumbers:
         is_first = not self.speed
         if self.seconds:
             self.speed = logs.get("num_tokens", 0.0) / self.seconds
-        pause = 1.0
-        if not self.watched:
-            pause = min(max((self.seconds + self._left(state)) / LINES, SHORTEST), LONGEST)
+        pause = 1.0 if self.watched else min(max(self.seconds / 10, SHORTEST), LONGEST)
         if is_first or self.now() - self.shown_at >= pause:
             text = tr("step {step:,} of {steps:,}", step=state.global_step, steps=state.max_steps)
-            self._show(state, text, self.progress(state))
+            self._show(state, text)
 
-    def on_train_end(self, state: Any) -> None:
-        """The last step is done."""
+    def on_train_end(self, state: Any, kind: State) -> None:
+        """The training has ended, and how."""
         text = tr(
             "trained {step:,} of {steps:,} steps in {time}",
             step=state.global_step,
             steps=state.max_steps,
             time=display.clock(self.seconds),
         )
-        self._show(state, text, self.progress(state, "finished"))
+        self._show(state, text, kind)
 
     def cost(self, seconds: float) -> dict[str, float]:
         """What so many seconds cost by currency, where a price is known."""
@@ -446,34 +375,33 @@ class LiveNumbers:
         losses = loss_history(state.log_history)
         validation = validation_history(state.log_history)
         left = None
-        if kind == "training" and self.start_step < state.global_step < state.max_steps:
-            left = self._left(state)
+        done = state.global_step - self.start_step
+        if kind == "training" and done:
+            left = self.seconds / done * (state.max_steps - state.global_step)
         return Progress(
             state=kind,
             step=state.global_step,
             steps=max(state.max_steps, 0),
-            seconds=self.seconds,
             left=left,
             loss=losses[-1] if losses else None,
             validation=validation[-1] if validation else None,
-            best=best_of(validation),
             tokens_per_second=self.speed,
-            memory_gib=(hardware.peak_memory_gib(), self.gpu.memory_gib if self.gpu else None),
-            gpu_percent=gpu_percent() if self.gpu else None,
+            peak_gib=hardware.peak_memory_gib(),
+            gpu_percent=gpu_percent(),
             cost=self.cost(self.seconds),
-            forecast=self.cost(self.seconds + (left or 0.0)),
             notes=list(self.notes),
             updated=time.time(),
             pid=os.getpid(),
             began=self.process_began,
         )
 
-    def write(self, progress: Progress, kept: bool = False) -> None:
-        """Write it for `nbutils watch`, with `kept` into the run folder too; a full disk does not end the training."""
+    def write(self, progress: Progress) -> None:
+        """Write it for `nbutils watch`, in the end into the run folder too; a full disk does not end the training."""
         self.written_at = self.now()
         if not distributed.is_main():
             return
-        for file in [self.file, self.kept_file] if kept else [self.file]:
+        has_ended = progress.state != "training"
+        for file in [self.file, self.kept_file] if has_ended else [self.file]:
             with suppress(OSError):
                 write_json(file, progress.model_dump())
 
@@ -486,18 +414,15 @@ class LiveNumbers:
         except BaseException as problem:
             reason = str(problem).strip().partition("\n")[0] or type(problem).__name__
             self.notes.append(mask_secrets(f"[FAIL] {reason}"))
-            self.write(self.progress(trainer.state, "failed"), kept=True)
+            self.write(self.progress(trainer.state, "failed"))
             raise
 
-    def _left(self, state: Any) -> float:
-        """The seconds that the steps left will take, at the mean speed so far."""
-        done = max(state.global_step - self.start_step, 1)
-        return self.seconds / done * (state.max_steps - state.global_step)
-
-    def _show(self, state: Any, text: str, progress: Progress | None = None) -> None:
-        """Draw the panel, or print a line."""
+    def _show(self, state: Any, text: str, kind: State = "training") -> None:
+        """Draw the panel, or print a line; written for `nbutils watch` too."""
         self.shown_at = self.now()
-        numbers = progress.parts() if progress else {}
+        progress = self.progress(state, kind)
+        self.write(progress)
+        numbers = progress.parts()
         page = ""
         if self.watched:
             page = display.live_page(
@@ -508,8 +433,7 @@ class LiveNumbers:
                 validation=validation_history(state.log_history),
                 notes=self.notes,
             )
-        line = display.live_line(numbers)
-        self.output.show(f"{text} · {line}" if line else text, page)
+        self.output.show(f"{text} · {display.live_line(numbers)}", page)
 
 
 def trainings(*places: Path, run: str = "*") -> dict[str, Progress]:

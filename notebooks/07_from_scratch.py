@@ -181,8 +181,8 @@ print(pretraining.shape_of(config))
 # %% [markdown]
 # ## The recipe, and what it takes
 #
-# Wider models need a smaller learning rate, so it depends on the width. The table is a forecast from `plan`: for your GPU, if you have
-# one, and for two that are rented often. A base model wants about 20 tokens for each parameter; with far fewer it learns the
+# Wider models need a smaller learning rate, so it depends on the width. The table is a forecast from `plan`: for your GPU, or, if you
+# have none, for two that are rented often. A base model wants about 20 tokens for each parameter; with far fewer it learns the
 # words but not the language, and after many epochs it learns your text by heart.
 
 # %%
@@ -218,7 +218,7 @@ print(f"loss {loss:.2f}, perplexity {math.exp(loss):,.0f}; log({len(tokenizer)})
 # How does it continue a text before training? It repeats one or two tokens.
 
 # %%
-before = pretraining.complete(model, tokenizer, rows.prompts)
+before = pretraining.continue_texts(model, tokenizer, rows.prompts)
 print(*map(repr, before), sep="\n")
 
 # %% [markdown]
@@ -286,7 +286,7 @@ display.plot_losses(result.history, lesson.run.logs / "loss.png", title="Pre-tra
 # The same texts again. A short run learns the style but not yet the facts; more text, steps, width and depth help.
 
 # %%
-after = pretraining.complete(trainer.model, tokenizer, rows.prompts)
+after = pretraining.continue_texts(trainer.model, tokenizer, rows.prompts)
 display.show_table([{"text": a, "before": repr(b), "after": repr(c)} for a, b, c in zip(rows.prompts, before, after, strict=True)])
 
 # %% [markdown]
@@ -298,7 +298,7 @@ display.show_table([{"text": a, "before": repr(b), "after": repr(c)} for a, b, c
 # %%
 from nbutils import disk
 
-folder = pretraining.save(result, tokenizer)
+folder = pretraining.save_model(result, tokenizer)
 print(f"{folder}: {disk.folder_gib(folder) * 1024:.1f} MiB")
 
 # %% [markdown]
@@ -308,8 +308,10 @@ print(f"{folder}: {disk.folder_gib(folder) * 1024:.1f} MiB")
 
 # %%
 sentence = ""
-saw = pretraining.text_loss(trainer.model, tokenizer, sentence) if sentence else math.inf
-good = len(tokenizer(sentence)["input_ids"]) >= 5 and saw < 4.0
+ids = torch.tensor([[separator, *tokenizer(sentence, add_special_tokens=False)["input_ids"]]], device=model.device)
+with torch.no_grad():
+    saw = trainer.model(input_ids=ids, labels=ids).loss.item()
+good = ids.shape[1] > 5 and saw < 4.0
 found = f"{sentence!r} with a loss of {saw:.2f}" if sentence else "no sentence yet"
 hint = ": try words from the texts above" if sentence and not good else ""
 print(f"[{' OK ' if good else 'todo'}] exercise: saw {found}, expected one with a loss below 4.0{hint}")

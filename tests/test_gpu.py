@@ -95,7 +95,7 @@ def test_the_loss_scale_of_float16_goes_on_after_an_out_of_memory(tmp_path: Path
     whole, disturbed = (test_training.build(tmp_path / name, **settings) for name in ("whole", "disturbed"))
     whole.train()
     test_training.run_out(disturbed, 6)
-    test_training.oom.train(disturbed, tmp_path, None)
+    test_training.oom.train_within_memory(disturbed, tmp_path, None)
     assert test_training.batch_of(disturbed) == (2, 4) and disturbed.state.global_step == 5
     scale = disturbed.accelerator.scaler.state_dict()
     assert scale == whole.accelerator.scaler.state_dict() and scale["scale"] > 0
@@ -175,7 +175,7 @@ def test_activations_are_offloaded_and_the_training_stays_the_same(tmp_path: Pat
     whole, capped = (test_training.build(tmp_path / name, **words) for name in ("whole", "capped"))
     whole.train()
     test_training.run_out(capped, 4)
-    test_training.oom.train(capped, tmp_path, None)
+    test_training.oom.train_within_memory(capped, tmp_path, None)
     assert test_training.oom.settings_of(capped).activation_offloading
     assert isinstance(capped.maybe_activation_offload_context, OffloadActivations)
     assert capped.state.global_step == 4 and capped.diary.steps == whole.diary.steps

@@ -3,16 +3,20 @@
 from importlib import import_module
 from typing import Any
 
-_NAMES = {
-    "model": "attention patch_lora_kernels require_unquantized",
-    "resume": "model_fingerprint",
-    "run": "CourseCallback bookkeeping save_adapter train",
-    "validation": "use_token_mean",
+_MODULES = {
+    "CourseCallback": "run",
+    "attention": "model",
+    "bookkeeping": "run",
+    "model_fingerprint": "resume",
+    "patch_lora_kernels": "model",
+    "require_unquantized": "model",
+    "save_adapter": "run",
+    "train": "run",
+    "use_token_mean": "validation",
 }
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _NAMES.items():
-        if name in names.split():
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

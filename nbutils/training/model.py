@@ -51,23 +51,23 @@ def require_unquantized(model: str) -> None:
         )
 
 
-def repair_precision(model: nn.Module) -> int:
-    """Cast trainable weights to float32 and count them: TRL casts QLoRA adapters to bfloat16 unasked."""
-    cast = 0
+def repair_precision(model: nn.Module) -> None:
+    """Cast trainable weights to float32: TRL casts QLoRA adapters to bfloat16 unasked."""
     for weight in model.parameters():
-        if weight.requires_grad and weight.dtype != torch.float32:
+        if weight.requires_grad:
             weight.data = weight.data.to(torch.float32)
-            cast += 1
-    return cast
 
 
 def load_checkpoint(model: Any, checkpoint: Path) -> None:
-    """Load the weights of a checkpoint: the adapter, or all where all are trained."""
-    adapter = checkpoint / sharding.ADAPTER
-    if adapter.exists():
-        sharding.load_weights(model, sharding.adapter_weights(model, adapter))
-    else:
-        load_model(model, checkpoint / "model.safetensors", strict=False)  # tied weights are stored once
+    """Load the weights of a checkpoint, which perhaps only the main process can see."""
+    all_weights = checkpoint / "model.safetensors"  # of a pre-training
+    if all_weights.exists():
+        load_model(model, all_weights, strict=False)  # tied weights are stored once
+        return
+    weights = None
+    if distributed.is_main():
+        weights = sharding.adapter_weights(model, checkpoint / sharding.ADAPTER)
+    sharding.load_weights(model, distributed.broadcast(weights))
 
 
 def weight_kinds(model: nn.Module) -> dict[str, int]:
@@ -122,10 +122,12 @@ def with_boundaries(collate: Callable[..., dict[str, Any]]) -> Callable[..., dic
         batch = collate(rows)
         if "position_ids" in batch and "cu_seq_lens_q" not in batch:
             edges, longest = boundaries(batch["position_ids"])
-            batch["cu_seq_lens_q"] = edges
-            batch["cu_seq_lens_k"] = edges
-            batch["max_length_q"] = longest
-            batch["max_length_k"] = longest
+            batch |= {
+                "cu_seq_lens_q": edges,
+                "cu_seq_lens_k": edges,
+                "max_length_q": longest,
+                "max_length_k": longest,
+            }
         return batch
 
     return collate_with_boundaries
@@ -161,17 +163,27 @@ def _attend(
 
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    _require_plain(dropout=dropout or None, s_aux=kwargs.get("s_aux"), softcap=kwargs.get("softcap"))
+    if dropout or kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
+        raise CourseError(
+            tr("This model's attention has dropout, sinks or softcap, which torch's kernel for packed rows has not."),
+            todo=tr("Set from_pretrained.attn_implementation to sdpa in a copy of the profile."),
+        )
     rows, heads, length, size = query.shape
     edges, longest = _edges(query, kwargs)
     window = -1 if sliding_window is None else sliding_window - 1
     options: dict[str, Any] = {"scale": scaling, "window_size": (window, 0)}  # 0: no token sees a later one
     if heads != key.shape[1] and "enable_gqa" in _signature(varlen_attn).parameters:  # torch 2.11 and later need it
         options["enable_gqa"] = True
-    query = _end_to_end(query)
-    key = _end_to_end(key)
-    value = _end_to_end(value)
-    out: Any = varlen_attn(query, key, value, edges, edges, longest, longest, **options)
+    out: Any = varlen_attn(
+        _end_to_end(query),
+        _end_to_end(key),
+        _end_to_end(value),
+        edges,
+        edges,
+        longest,
+        longest,
+        **options,
+    )
     return out.view(rows, length, heads, size), None
 
 
@@ -181,51 +193,25 @@ def _end_to_end(states: Tensor) -> Tensor:
 
 
 def _edges(query: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, int]:
-    """The boundaries of the examples: from the collator, by their positions, or one example per row."""
-    rows, _, length, _ = query.shape
+    """The boundaries of the examples: from the collator, or by their positions."""
     edges = kwargs.get("cu_seq_lens_q")
     if edges is not None:
         return edges, int(kwargs["max_length_q"])
-    position_ids = kwargs.get("position_ids")
-    if position_ids is not None:
-        return boundaries(position_ids.expand(rows, length))
-    numbers = torch.arange(rows + 1, device=query.device, dtype=torch.int32)
-    return numbers * length, length
+    rows, _, length, _ = query.shape
+    position_ids = kwargs["position_ids"]
+    return boundaries(position_ids.expand(rows, length))
 
 
-def _require_plain(**parts: Any) -> None:
-    """Refuse parts of an attention that torch's kernel for packed rows does not have."""
-    present = [name for name, value in parts.items() if value is not None]
-    if present:
-        raise CourseError(
-            tr(
-                "This model's attention has {parts}, which torch's kernel for packed rows does not support.",
-                parts=", ".join(present),
-            ),
-            allowed=tr("attention without dropout, sinks (s_aux) and softcap, as in Qwen, GLM and Llama"),
-            todo=tr("Set from_pretrained.attn_implementation to sdpa in a copy of the profile."),
-        )
-
-
-def patch_lora_kernels(trainer: Any) -> str:
-    """Cast adapters to float32, collate numpy rows with boundaries, fuse LoRA layers and add Liger's kernels."""
+def patch_lora_kernels(trainer: Any) -> int:
+    """Cast adapters to float32, collate numpy rows with boundaries, fuse LoRA layers, of which it gives the number."""
     fused = trainer.args.use_liger_kernel
     trainer.args.use_liger_kernel = False  # added here: the trainer would put them over the fused layers
-    cast = 0
-    layers = 0
-    if distributed.strategy() == "zero3":  # it gathers a weight when its own layer is called, and not before
-        fused = False
-    else:
-        cast = repair_precision(trainer.model)
-        layers = patch_model(trainer.model, fused)
     trainer.data_collator = with_boundaries(trainer.data_collator)
     trainer.train_dataset = trainer.train_dataset.with_format("numpy")  # four times as fast as lists
-    return tr(
-        "{cast} adapter weights cast to float32; {layers} fused LoRA layers, {kernels}",
-        cast=cast,
-        layers=layers,
-        kernels=tr("Liger kernels") if fused else tr("torch kernels"),
-    )
+    if distributed.strategy() == "zero3":  # it gathers a weight when its own layer is called, and not before
+        return 0
+    repair_precision(trainer.model)
+    return patch_model(trainer.model, fused)
 
 
 def patch_model(model: nn.Module, fused: bool) -> int:

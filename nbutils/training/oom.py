@@ -15,7 +15,6 @@ from trl.models import activation_offloading
 
 from nbutils import distributed, files, hardware
 from nbutils.checkpoints import step_of
-from nbutils.config import shown
 from nbutils.errors import CourseError
 from nbutils.language import tr
 from nbutils.training import sharding
@@ -45,7 +44,7 @@ class StepSettings:
         return None
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}={shown(value)}" for name, value in asdict(self).items())
+        return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
 
 
 class UpdateWatch(TrainerCallback):
@@ -60,58 +59,40 @@ class UpdateWatch(TrainerCallback):
         self.updating = False
 
 
-def train(trainer: Any, run_folder: Path, resume_from: Path | None, note: Callable[[str], object] = print) -> None:
+def train_within_memory(
+    trainer: Any, run_folder: Path, resume_from: Path | None, note: Callable[[str], object] = print
+) -> None:
     """Train to the end; where memory runs out, go on from the last finished step with smaller settings."""
     settings = settings_of(trainer)
     first_weights = {} if distributed.strategy() else sharding.full_weights(trainer.model)
     watch = UpdateWatch()
     trainer.callback_handler.callbacks.insert(0, watch)  # before those that may run out of memory themselves
-    while problem := _train_once(trainer, resume_from):
+    while not _trains_to_the_end(trainer, resume_from):
         step = max(trainer.state.global_step, step_of(resume_from))
         peak = hardware.peak_memory_gib()
+        smaller = settings.smaller(offload=trainer.args.device.type == "cuda")
         if distributed.strategy():
-            raise CourseError(
-                tr(
-                    "Out of memory at step {step} in one of several processes: {problem}",
-                    step=step + 1,
-                    problem=problem,
-                ),
-                todo=tr(
-                    "Halve sft.per_device_train_batch_size in the profile (the batch stays the same) and start "
-                    "all processes again: they resume."
-                ),
-            )
+            raise _cannot_go_on(step, tr("in one of several processes"))
         _free_broken_step(trainer)
         if step > step_of(resume_from) and not watch.updating:
             resume_from = _save_finished_step(trainer)
             if step >= trainer.state.max_steps:  # only its checkpoint was missing
                 trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
                 return
-        smaller = _require_smaller(settings, trainer, step, peak)
+        if smaller is None:
+            raise _cannot_go_on(step, tr("there are no smaller settings than {settings}", settings=settings))
         change = {
             "step": step + 1,
-            "card": str(hardware.gpu() or "none"),
-            "used_gib": round(peak, 2),
             "from": asdict(settings),
             "to": asdict(smaller),
         }
         with suppress(OSError):  # a disk that is gone does not end the training
             files.write_json(run_folder / OOM_FILE, {"rungs": [*oom_changes(run_folder), change]})
         if step > step_of(resume_from):
-            raise CourseError(
-                tr(
-                    "Out of memory inside the optimizer update of step {step}: some weights have changed, others "
-                    "have not.",
-                    step=step + 1,
-                ),
-                todo=tr(
-                    "Run all cells again: training resumes from its newest checkpoint. Halve "
-                    "sft.per_device_train_batch_size if it happens again."
-                ),
-            )
+            raise _cannot_go_on(step, tr("inside the optimizer's update, some weights have changed and others not"))
         if resume_from is None:  # the first update may have broken off
             sharding.load_weights(trainer.model, first_weights)
-        apply(trainer, smaller)
+        apply_settings(trainer, smaller)
         note(
             tr(
                 "[WARN] out of memory at step {step} (peak {peak:.1f} GiB): continuing with {settings}",
@@ -123,35 +104,27 @@ def train(trainer: Any, run_folder: Path, resume_from: Path | None, note: Callab
         settings = smaller
 
 
-def _require_smaller(settings: StepSettings, trainer: Any, step: int, peak: float) -> StepSettings:
-    """The next settings that need less memory; an error that says what is left to do where there are none."""
-    smaller = settings.smaller(offload=trainer.args.device.type == "cuda")
-    if smaller is None:
-        raise CourseError(
-            tr(
-                "Out of memory at step {step} (peak {peak:.1f} GiB) with {settings}; there are no smaller "
-                "settings to try.",
-                step=step + 1,
-                peak=peak,
-                settings=settings,
-            ),
-            todo=tr(
-                "Close other programs on the GPU (other notebooks too), or choose a smaller model or "
-                "sft.max_length, method qlora or a larger GPU."
-            ),
-        )
-    return smaller
+def _cannot_go_on(step: int, problem: str) -> CourseError:
+    """The error of a training that cannot continue in this process."""
+    return CourseError(
+        tr("Out of memory at step {step}: {problem}.", step=step + 1, problem=problem),
+        todo=tr(
+            "Close other programs on the GPU (other notebooks too) and start again: it resumes from its newest "
+            "checkpoint. If it happens again, halve sft.per_device_train_batch_size (the batch stays the same), or "
+            "choose a smaller model or sft.max_length, method qlora or a larger GPU."
+        ),
+    )
 
 
-def _train_once(trainer: Any, resume_from: Path | None) -> str:
-    """Train to the end; what was said if memory ran out, and nothing else, as an error holds the step's tensors."""
+def _trains_to_the_end(trainer: Any, resume_from: Path | None) -> bool:
+    """Whether the memory suffices; the error is not passed on, as it holds the tensors of the step."""
     try:
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     except Exception as error:
         if not hardware.out_of_memory(error):
             raise
-        return str(error).strip().partition("\n")[0] or "out of memory"
-    return ""
+        return False
+    return True
 
 
 def _free_broken_step(trainer: Any) -> None:
@@ -176,7 +149,7 @@ def settings_of(trainer: Any) -> StepSettings:
     return StepSettings(**{field.name: getattr(trainer.args, field.name) for field in fields(StepSettings)})
 
 
-def apply(trainer: Any, new: StepSettings) -> None:
+def apply_settings(trainer: Any, new: StepSettings) -> None:
     """Give a trainer whose training broke off new settings; its next `train` builds all that depends on them."""
     trainer.optimizer = trainer.lr_scheduler = None  # made again and loaded from the checkpoint
     trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None

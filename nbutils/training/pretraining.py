@@ -9,7 +9,7 @@ import random
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,7 @@ from nbutils.chat import find_stop_ids
 from nbutils.config import SFT, Profile
 from nbutils.data import read
 from nbutils.data.rows import RowError
-from nbutils.data.texts import shown
 from nbutils.errors import CourseError
-from nbutils.hardware import GPU
 from nbutils.language import tr
 from nbutils.plan import gpus
 from nbutils.plan import pretraining as plan
@@ -48,11 +46,12 @@ SMALLEST_VOCABULARY = 512  # the 256 bytes, the special tokens, and as many merg
 WRITTEN = 1000  # rows written together
 MOST_HELD_OUT = 64  # rows
 CPU_TOKENS = 8192  # of a micro-batch without a GPU
-RENTED_OFTEN = ("RTX 3090", "RTX 4090")  # in the forecast, beside the GPU of this machine
+RENTED_OFTEN = ("RTX 3090", "RTX 4090")  # in the forecast, where this machine has no GPU
 SAVES = 10  # checkpoints of a training
 MOST_BETWEEN = 500  # steps between two of them in a long one
 QUESTIONS = ("请周五给我送三箱苹果到杭州。", "Please send 3 boxes of apples to Hangzhou on Friday.", "三加四等于几？")
 PROMPT = 24  # tokens of a held-out text that the model continues
+CONTINUED = 40  # tokens it may add
 HEAD = 64  # width of an attention head
 BASE = "base"  # in the run folder: the finished model
 
@@ -70,7 +69,6 @@ class Texts:
         self.seed = seed
         self.read = 0  # documents of the last loop
         self.left_out = 0  # rows without text
-        self.seen = tr("the files are empty")  # the first time, instead of a text
         self.source = source or str(BUNDLED)
         self.files = read.find_files(self.source, (*TEXT_FILES, *read.FORMATS))
 
@@ -83,9 +81,8 @@ class Texts:
             yield text
         if not self.read:
             raise CourseError(
-                tr("No text was found in {source}: {seen}.", source=self.source, seen=self.seen),
-                allowed=tr("text files, or rows with text in a column `text`"),
-                todo=tr("Rename the column that holds the text to `text`, or name other files with DATA."),
+                tr("No text was found in {source}.", source=self.source),
+                todo=tr("Name text files with DATA, or rows whose text is in a column `text`."),
             )
 
     def documents(self) -> Iterator[dict[str, str]]:
@@ -116,70 +113,58 @@ class Texts:
     def _column(self, file: Path) -> Iterator[str]:
         """The texts in the column `text` of a file with rows; other rows are counted."""
         for row in read.read_rows(file):
-            if isinstance(row, RowError):
-                self._leave_out(row.problems[0].seen)
-                continue
-            columns = row.raw if isinstance(row.raw, dict) else {type(row.raw).__name__: None}
-            text = columns.get(COLUMN)
+            if isinstance(row, RowError) and row.problems[0].kind == "damaged_file":
+                raise _unreadable(file, row.problems[0].seen)
+            text = row.raw.get(COLUMN) if isinstance(row.raw, dict) else None
             if not isinstance(text, str):
-                names = ", ".join(map(str, columns))[:200]
-                self._leave_out(tr("{file} has {columns}", file=row.file, columns=shown(names)))
+                self.left_out += 1
             elif text.strip():
                 yield text.encode("utf-8", "replace").decode()  # a lone surrogate of JSON is no character
-
-    def _leave_out(self, seen: str) -> None:
-        if not self.left_out:
-            self.seen = seen
-        self.left_out += 1
 
 
 def _pieces(file: Path) -> Iterator[str]:
     """A text file as documents of about `PIECE` characters, each ending with a paragraph if there are any."""
     piece = ""
     try:
-        for number, line in enumerate(read.text_lines(file), start=1):
+        for line in read.text_lines(file):
             if NO_CHARACTER.search(line):
-                raise CourseError(
-                    tr("{file}, line {line}: the bytes are neither UTF-8, UTF-16 nor GBK.", file=file, line=number),
-                    todo=tr("Convert the file, for example with `iconv -f latin1 -t utf-8`, or take it out of DATA."),
-                )
+                raise ValueError(tr("the bytes are neither UTF-8, UTF-16 nor GBK"))
             piece += line
             ends_paragraph = not line.strip()
             if len(piece) >= 2 * PIECE or (len(piece) >= PIECE and ends_paragraph):
                 yield piece
                 piece = ""
-    except read.DAMAGED as problem:
-        if getattr(problem, "errno", None):  # the disk, not the file
-            raise
-        raise CourseError(
-            tr("{file} is damaged or cut short: {problem}.", file=file, problem=problem),
-            todo=tr("Copy or download the file again."),
-        ) from problem
+    except (EOFError, ValueError, zlib.error) as problem:  # of gzip, for a file that was cut short
+        raise _unreadable(file, str(problem)) from problem
     if piece.strip():
         yield piece
 
 
+def _unreadable(file: Path, problem: str) -> CourseError:
+    return CourseError(
+        tr("{file} cannot be read: {problem}.", file=file, problem=problem),
+        todo=tr("Convert it to UTF-8, download it again if it was cut short, or take it out of DATA."),
+    )
+
+
 def require_sizes(width: int, depth: int, vocab_size: int) -> None:
     """Refuse a model that cannot be built, before any text is read."""
-    if width % (2 * HEAD) or not width or not depth:
+    if not width or width % (2 * HEAD) or not depth or vocab_size < SMALLEST_VOCABULARY:
         raise CourseError(
-            tr("WIDTH is {width} and DEPTH {depth}.", width=width, depth=depth),
-            allowed=tr("a WIDTH that is a multiple of {multiple}, and a DEPTH of 1 or more", multiple=2 * HEAD),
-            todo=tr("Try WIDTH 128 and DEPTH 2, or WIDTH 768 and DEPTH 6."),
-        )
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise CourseError(
-            tr("VOCAB is {size}.", size=vocab_size),
-            allowed=tr("{smallest} or more: the 256 bytes come first", smallest=SMALLEST_VOCABULARY),
-            todo=tr("Raise VOCAB; the bundled model has 3072."),
+            tr("WIDTH is {width}, DEPTH {depth} and VOCAB {size}.", width=width, depth=depth, size=vocab_size),
+            todo=tr(
+                "WIDTH must be a multiple of {multiple}, DEPTH at least 1, VOCAB at least {smallest}, as 128, 2 and "
+                "2048 are.",
+                multiple=2 * HEAD,
+                smallest=SMALLEST_VOCABULARY,
+            ),
         )
 
 
 def separator_of(tokenizer: Any) -> int:
     """The token between documents: the padding token, as with Qwen's models, or else the end of a sequence."""
-    if tokenizer.pad_token_id is None:
-        return int(tokenizer.eos_token_id)
-    return int(tokenizer.pad_token_id)
+    separator = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return int(separator)
 
 
 class Card(BaseModel, frozen=True):
@@ -188,7 +173,6 @@ class Card(BaseModel, frozen=True):
     documents: int
     tokens: int
     left_out: int
-    seen: str  # the first time, instead of a text
     fingerprint: str
 
 
@@ -196,30 +180,29 @@ class Card(BaseModel, frozen=True):
 class TokenRows:
     """The text as rows of tokens for SFTTrainer, some of them held out, and what the model is asked to continue."""
 
-    train: Dataset = field(repr=False)
-    eval: Dataset = field(repr=False)
+    train: Dataset
+    eval: Dataset
     length: int
-    prompts: list[str] = field(repr=False)
+    prompts: list[str]
     bundled: bool
     card: Card
 
     def facts(self) -> dict[str, Any]:
         """What goes into facts.json."""
-        facts = self.card.model_dump()
-        return facts | {"data_fingerprint": self.card.fingerprint, "held_out_rows": len(self.eval)}
+        return self.card.model_dump() | {"held_out_rows": len(self.eval)}
 
     def __str__(self) -> str:
         text = tr(
-            "{documents} documents, {tokens} tokens: {rows} rows of {length}, and {held} held out",
-            documents=f"{self.card.documents:,}",
-            tokens=f"{self.card.tokens:,}",
-            rows=f"{len(self.train):,}",
+            "{documents:,} documents, {tokens:,} tokens: {rows:,} rows of {length}, and {held} held out",
+            documents=self.card.documents,
+            tokens=self.card.tokens,
+            rows=len(self.train),
             length=self.length,
-            held=f"{len(self.eval):,}",
+            held=len(self.eval),
         )
         if self.card.left_out:
-            count = f"{self.card.left_out:,}"
-            text += "\n" + tr("[WARN] {count} rows were left out: {seen}", count=count, seen=self.card.seen)
+            count = self.card.left_out
+            text += "\n" + tr("[WARN] {count:,} rows were left out: broken, or without a column `text`", count=count)
         return text
 
 
@@ -229,8 +212,12 @@ def write_rows(stream: IterableDataset, texts: Texts, tokenizer: Any, length: in
     Example:
         rows = write_rows(stream, texts, tokenizer, 128, lesson.scratch)
     """
-    code = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-    stamp = {"texts": texts.identity(), "tokenizer": code, "length": length}
+    code = tokenizer.backend_tokenizer.to_str().encode()
+    stamp = {
+        "texts": texts.identity(),
+        "tokenizer": hashlib.sha256(code).hexdigest(),
+        "length": length,
+    }
     folder = files.make_folder(folder, "tokens") / "tokens"
     if files.stamp(folder) != stamp:
         with files.complete_folder(folder, stamp) as place:
@@ -241,21 +228,21 @@ def write_rows(stream: IterableDataset, texts: Texts, tokenizer: Any, length: in
     count = min(MOST_HELD_OUT, len(rows) // 10 + 1)
     if len(rows) <= count:
         raise CourseError(
-            tr(
-                "The text fills {rows} row(s) of {length} tokens ({tokens} tokens).",
-                rows=len(rows),
-                length=length,
-                tokens=card.tokens,
-            ),
-            allowed=tr("text for two rows or more: one is held out"),
-            todo=tr("Add text (or raise TEXTS), or lower LENGTH."),
+            tr("The text has {tokens:,} tokens, and a row {length}.", tokens=card.tokens, length=length),
+            todo=tr("Add text (or raise TEXTS), or lower LENGTH: two rows are needed, one of them is held out."),
         )
     held_out = [number * len(rows) // count for number in range(count)]  # from everywhere in the text
     kept = sorted(set(range(len(rows))) - set(held_out))
-    train = rows.select(kept, keep_in_memory=True).with_format("numpy")
+    train = rows.select(kept, keep_in_memory=True)
     held = rows.select(held_out, keep_in_memory=True)
-    prompts = _prompts(texts, tokenizer, held)
-    return TokenRows(train, held, length, prompts=prompts, bundled=texts.bundled, card=card)
+    return TokenRows(
+        train.with_format("numpy"),
+        held,
+        length,
+        prompts=_prompts(texts, tokenizer, held),
+        bundled=texts.bundled,
+        card=card,
+    )
 
 
 def _prompts(texts: Texts, tokenizer: Any, held: Dataset) -> list[str]:
@@ -282,7 +269,6 @@ def _write_stream(stream: IterableDataset, texts: Texts, length: int, file: Path
         documents=texts.read,
         tokens=rows * length,
         left_out=texts.left_out,
-        seen=texts.seen if texts.left_out else "",
         fingerprint=digest.hexdigest()[:16],
     )
 
@@ -306,17 +292,7 @@ def make_config(width: int, depth: int, tokenizer: Any, length: int) -> Any:
 
 def shape_of(config: Any) -> models.Shape:
     """The shape of a config, for the plan."""
-    return models.Shape(
-        name="Qwen2",
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=HEAD,
-        intermediate=config.intermediate_size,
-        vocab=config.vocab_size,
-        tied=True,
-    )
+    return models.shape_in("Qwen2", config.to_dict())
 
 
 def with_recipe(
@@ -327,50 +303,51 @@ def with_recipe(
     Example:
         profile = with_recipe(lesson.resolved, config, rows, steps=300, batch=16)
     """
-    chosen = {name for name, value in resolved.set_values.items() if value != "auto"}
-    if "course.conversations_per_step" in chosen:
-        batch = int(resolved.set_values["course.conversations_per_step"])
     per_epoch = math.ceil(len(rows.train) / batch)
     if not steps:
         steps = BUNDLED_STEPS if rows.bundled else per_epoch
     shape = shape_of(config)
-    forecasts = [plan.pretraining(shape, gpu, rows.length, batch, steps) for gpu in _forecast_gpus(resolved.gpu)]
+    cards = [gpus.of_machine(resolved.gpu)] if resolved.gpu else [gpus.find(name) for name in RENTED_OFTEN]
+    forecasts = [plan.pretraining(shape, card, rows.length, batch, steps) for card in cards]
     size = forecasts[0].per_device_train_batch_size
     recomputes = forecasts[0].gradient_checkpointing
     if not resolved.gpu:
         size = _micro_batch_on_cpu(batch, rows.length)
         recomputes = False
-    sft = SFT(
-        max_length=rows.length,
-        per_device_train_batch_size=size,
-        gradient_accumulation_steps=batch // size,
-        num_train_epochs=0.0,
-        max_steps=steps,
-        learning_rate=float(f"{0.5 / config.hidden_size:.1e}"),
-        lr_scheduler_type="cosine",
-        warmup_steps=min(0.1, 100 / steps),
-        weight_decay=0.1,
-        max_grad_norm=1.0,
-        optim="adamw_torch_fused",
-        packing=False,
-        gradient_checkpointing=recomputes,
-        activation_offloading=False,
-        use_liger_kernel=False,
-        save_total_limit=2,
-        logging_steps=max(1, min(10, steps // 100)),
-        save_steps=save_steps or max(1, min(MOST_BETWEEN, math.ceil(steps / SAVES))),
-        load_best_model_at_end=True,
-    )
-    sft = _with_chosen(sft, resolved.profile.sft, chosen, batch)
+    chosen = _chosen(resolved)
+    size = chosen.get("per_device_train_batch_size", size)
+    recipe: dict[str, Any] = {
+        "max_length": rows.length,
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": batch // size,
+        "num_train_epochs": 0.0,
+        "max_steps": steps,
+        "learning_rate": float(f"{0.5 / config.hidden_size:.1e}"),
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": min(0.1, 100 / steps),
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+        "optim": "adamw_torch_fused",
+        "packing": False,
+        "gradient_checkpointing": recomputes,
+        "activation_offloading": False,
+        "use_liger_kernel": False,
+        "save_total_limit": 2,
+        "logging_steps": max(1, min(10, steps // 100)),
+        "save_steps": save_steps or max(1, min(MOST_BETWEEN, math.ceil(steps / SAVES))),
+        "load_best_model_at_end": True,
+    }
+    sft = SFT(**recipe | chosen)
     in_step = rows_per_step(sft)
     print(
         tr(
-            "{steps} steps of {batch} rows ({tokens} tokens), {epochs} epochs; learning rate {rate}, {precision}",
-            steps=f"{sft.max_steps:,}",
+            "{steps:,} steps of {batch} rows ({tokens:,} tokens), {epochs:.2g} epochs; learning rate {rate:g}, "
+            "{precision}",
+            steps=sft.max_steps,
             batch=in_step,
-            tokens=f"{in_step * rows.length:,}",
-            epochs=f"{sft.max_steps / per_epoch:.2g}",
-            rate=f"{sft.learning_rate:g}",
+            tokens=in_step * rows.length,
+            epochs=sft.max_steps / per_epoch,
+            rate=sft.learning_rate,
             precision=resolved.profile.from_pretrained.dtype,
         )
     )
@@ -381,25 +358,14 @@ def with_recipe(
     return resolved.profile.model_copy(update={"sft": sft, "course": course})
 
 
-def _with_chosen(sft: SFT, given: SFT, chosen: set[str], batch: int) -> SFT:
-    """The recipe with what SET names; a chosen micro-batch is repeated as often as the batch needs."""
-    values: dict[str, Any] = {}
-    for name in chosen:
+def _chosen(resolved: Resolved) -> dict[str, Any]:
+    """The arguments of SFTConfig that SET names."""
+    chosen = {}
+    for name, value in resolved.set_values.items():
         block, _, argument = name.partition(".")
-        if block == "sft":
-            values[argument] = given[argument]
-    if "per_device_train_batch_size" in values:
-        values.setdefault("gradient_accumulation_steps", batch // values["per_device_train_batch_size"])
-    return sft.model_copy(update=values)
-
-
-def _forecast_gpus(gpu: GPU | None) -> list[gpus.GPUSpec]:
-    """The GPU of this machine, if it has one, and those that are rented often."""
-    rented = [gpus.find(name) for name in RENTED_OFTEN]
-    if gpu is None:
-        return rented
-    here = gpus.of_machine(gpu)
-    return [here, *(other for other in rented if other.name != here.name)]
+        if block == "sft" and value != "auto":
+            chosen[argument] = resolved.profile.sft[argument]
+    return chosen
 
 
 def _micro_batch_on_cpu(batch: int, length: int) -> int:
@@ -412,12 +378,7 @@ class PretrainingCallback(CourseCallback):
     """The callback of lesson 03 for a model of which every weight is trained."""
 
     def prepare(self, trainer: Any) -> str:
-        """Check the disk and the run; how much there is to train, in one line."""
-        if files.stamp(self.run.adapter) is not None:
-            raise CourseError(
-                tr("The run {run} holds an adapter of lesson 03.", run=self.run.name),
-                todo=tr("Choose another RUN_NAME."),
-            )
+        """Check the disk and note what the run is; how much there is to train, in one line."""
         self.require_room(trainer)
         self.take_over(trainer)
         disable_progress_bar()  # of every saved checkpoint
@@ -431,17 +392,17 @@ class PretrainingCallback(CourseCallback):
             "seed": trainer.args.seed,
         }
         return tr(
-            "{parameters} parameters to train on {tokens} tokens",
-            parameters=f"{trainer.model.num_parameters():,}",
-            tokens=f"{len(rows.train) * rows.length:,}",
+            "{parameters:,} parameters to train on {tokens:,} tokens",
+            parameters=trainer.model.num_parameters(),
+            tokens=len(rows.train) * rows.length,
         )
 
 
-def complete(model: Any, tokenizer: Any, prompts: list[str], max_new_tokens: int = 40) -> list[str]:
+def continue_texts(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
     """How the model continues each prompt; greedy, so it is the same every time.
 
     Example:
-        complete(model, tokenizer, ["Once upon a time"])
+        continue_texts(model, tokenizer, ["Once upon a time"])
     """
     stops = sorted({*find_stop_ids(tokenizer), separator_of(tokenizer)})
     model.eval()
@@ -451,7 +412,7 @@ def complete(model: Any, tokenizer: Any, prompts: list[str], max_new_tokens: int
         with torch.inference_mode():
             output = model.generate(
                 **inputs,
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=CONTINUED,
                 do_sample=False,
                 eos_token_id=stops,
                 pad_token_id=stops[0],
@@ -460,25 +421,11 @@ def complete(model: Any, tokenizer: Any, prompts: list[str], max_new_tokens: int
     return texts
 
 
-def text_loss(model: Any, tokenizer: Any, text: str) -> float:
-    """The mean loss of a text after a separator."""
-    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    ids = torch.tensor([[separator_of(tokenizer), *tokens]], device=model.device)
-    model.eval()
-    with torch.no_grad():
-        return float(model(input_ids=ids, labels=ids, use_cache=False).loss)
-
-
-def save(result: TrainingResult, tokenizer: Any) -> Path:
+def save_model(result: TrainingResult, tokenizer: Any) -> Path:
     """Write model (bfloat16) and tokenizer to `base` of the run folder; one of this very training is left as it is."""
     model = result.trainer.model
     folder = result.callback.run.path / BASE
-    checksum = zlib.crc32(repr(sorted(result.checksums.items())).encode())
-    stamp = {
-        "steps": result.kept_step,
-        "weights": f"{checksum:08x}",
-        "fingerprint": result.callback.fingerprint,
-    }
+    stamp = result.stamp()
     if files.stamp(folder) != stamp:
         with files.complete_folder(folder, stamp) as place:
             model.generation_config = GenerationConfig(

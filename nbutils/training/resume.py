@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import shutil
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,8 @@ from filelock import BaseFileLock, Timeout
 from nbutils import checkpoints, distributed, files, platforms
 from nbutils.checkpoints import StoredCheckpoint
 from nbutils.config import Profile
-from nbutils.disk import require_disk
 from nbutils.errors import CourseError
-from nbutils.files import CHUNK, GIB
+from nbutils.files import CHUNK
 from nbutils.language import tr
 from nbutils.plan.forecast import STEP_ARGUMENTS
 from nbutils.plan.recipe import rows_per_step
@@ -62,15 +59,19 @@ def resume_point(run: RunFolder, folders: platforms.Folders, fingerprint: dict[s
     if folders.is_attached(newest.archive):
         text += tr(", which is attached: go on only if it is yours")
     print(text)
-    if newest.archive.parent != keep:
-        require_disk(keep, newest.size / GIB, tr("keeping the checkpoint this run continues from"))
-        newest = checkpoints.copy(newest, keep)
+    folder = _unpack(newest, keep, scratch / "trainer")
     if chosen_step is not None:
         _begin_anew(keep)
         _set_later_aside(keep, chosen_step)
-    folder = checkpoints.unpack(newest, scratch / "trainer")
     bring_best(folder, keep, fingerprint, stores)
     return folder
+
+
+def _unpack(checkpoint: StoredCheckpoint, keep: Path, folder: Path) -> Path:
+    """Unpack a checkpoint; one of an earlier or attached folder is copied first, as the next start may not see it."""
+    if checkpoint.archive.parent != keep:
+        checkpoint = checkpoints.copy(checkpoint, keep)
+    return checkpoints.unpack(checkpoint, folder)
 
 
 def _lock_run(scratch: Path) -> None:
@@ -98,33 +99,27 @@ def _begin_anew(keep: Path) -> None:
 
 
 def _set_later_aside(keep: Path, step: int) -> None:
-    """Move checkpoints after a step into a folder nothing looks into."""
-    aside = keep / time.strftime(f"after-{step}-%Y%m%d-%H%M%S")
-    kept = checkpoints.look(keep)
-    for later in kept:
-        if later.step <= step:
+    """Rename the checkpoints after a step, so that nothing takes them for those of this training."""
+    for later in checkpoints.look(keep):
+        archive = later.archive
+        if later.step <= step or not archive.exists():
             continue
-        aside.mkdir(exist_ok=True)
-        for path in (later.archive.with_suffix(".json"), later.archive):  # an archive without manifest does not count
-            if path.exists():
-                shutil.move(path, aside)
-    if aside.exists():
-        print(tr("Later checkpoints are in {folder}.", folder=aside))
+        print(tr("The checkpoint of step {step} is set aside: {file}.aside", step=later.step, file=archive))
+        for path in (archive.with_suffix(".json"), archive):  # an archive alone does not count
+            path.replace(f"{path}.aside")
 
 
 def bring_best(newest: Path, keep: Path, fingerprint: dict[str, Any], stores: list[Path]) -> None:
     """Unpack the checkpoint of the best step beside the newest one, and let the trainer's state know where it is."""
-    state = files.read_object(newest / checkpoints.STATE)
-    if not state:  # `spent_until` will say so
-        return
-    state["log_history"] = read_history(newest / checkpoints.STATE, "log_history")
+    file = newest / checkpoints.STATE
+    state = files.read_object(file)  # `seconds_until` refuses a damaged one
     state["global_step"] = checkpoints.step_of(newest)
     best = _unpack_best(newest, state.get("best_global_step"), keep, fingerprint, stores)
     state["best_model_checkpoint"] = str(best) if best else None
     if best is None:
         state["best_global_step"] = None
         state["best_metric"] = None
-    (newest / checkpoints.STATE).write_text(json.dumps(state, indent=2), encoding="utf-8")
+    files.write_json(file, state)
 
 
 def _unpack_best(newest: Path, step: Any, keep: Path, fingerprint: dict[str, Any], stores: list[Path]) -> Path | None:
@@ -138,15 +133,13 @@ def _unpack_best(newest: Path, step: Any, keep: Path, fingerprint: dict[str, Any
     if best is None:
         print(tr("the checkpoint of step {step}, the best so far, is gone: the best from here on counts", step=step))
         return None
-    if best.archive.parent != keep:
-        best = checkpoints.copy(best, keep)
-    return checkpoints.unpack(best, newest.parent)
+    return _unpack(best, keep, newest.parent)
 
 
-def spent_until(checkpoint: Path | None) -> dict[str, Any]:
-    """What was logged last before a checkpoint, with the time and cost until then; empty without one."""
+def seconds_until(checkpoint: Path | None) -> float:
+    """How long the sessions before a checkpoint trained."""
     log = read_history(checkpoint / checkpoints.STATE, "log_history") if checkpoint else []
-    return dict(log[-1]) if log else {}
+    return float(log[-1].get("train_seconds", 0.0)) if log else 0.0
 
 
 class NoSync:

@@ -9,7 +9,7 @@ import signal
 import warnings
 import zlib
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -23,7 +23,7 @@ from nbutils import chat, checkpoints, display, distributed, files, hardware, pl
 from nbutils.config import Profile, flat
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError, StoppedByHand
-from nbutils.language import joined, tr
+from nbutils.language import tr
 from nbutils.processes import first_signals
 from nbutils.record import RunFolder
 from nbutils.tracking import Clock, Curve, LiveNumbers, best_of, loss_history, validation_history
@@ -33,6 +33,10 @@ from nbutils.training import resume as resuming
 PEER_PATIENCE = 15.0  # seconds for a checkpoint under way to reach the run folder, when another process has ended
 RESERVE_SECONDS = 300.0  # for what follows the training: adapter, plots, record
 UNKNOWN_SYNC = 60.0  # seconds that a sync is taken to need before one was measured
+SHOWN = (  # of the facts, when the training has ended
+    "steps", "planned_steps", "resumed_from_step", "kept_step", "validation_loss", "adapter_moved", "base_moved",
+    "train_seconds", "tokens_per_second", "peak_memory_gib", "cost",
+)  # fmt: skip
 
 
 def bookkeeping(scratch: Path, seed: int) -> dict[str, Any]:
@@ -65,15 +69,11 @@ class TimeBudget:
     def __init__(self, max_hours: float, started: float, now: Clock = monotonic) -> None:
         platform = platforms.detect()
         hours = max_hours or platform.entry.hours
-        self.now = now
-        if max_hours:
-            self.limit = "MAX_HOURS"
-            self.end = started + max_hours * 3600
-        else:
-            self.limit = tr("the {hours:g} h of {platform}", hours=hours, platform=platform.name)
-            self.end = now() - platforms.session_seconds(platform) + hours * 3600
+        began = started if max_hours else now() - platforms.session_seconds(platform)
+        self.end = began + hours * 3600
         if not hours or self.end < started:  # a machine older than its limit has another one (Colab Pro)
             self.end = math.inf
+        self.now = now
         self.reserve = min(RESERVE_SECONDS, hours * 180)
         self.steps: deque[float] = deque(maxlen=20)  # seconds of the recent ones, saving included
         self.last = now()
@@ -95,12 +95,7 @@ class TimeBudget:
         if self.ended_by:
             return tr("This run was asked to end ({signal}).", signal=self.ended_by.name)
         if left < needed:
-            return tr(
-                "{left:.1f} minutes of {limit} are left, {needed:.1f} are needed to save and end.",
-                left=max(left, 0.0) / 60,
-                limit=self.limit,
-                needed=needed / 60,
-            )
+            return tr("Its time is nearly up (MAX_HOURS, or the limit of the platform).")
         return ""
 
 
@@ -108,7 +103,7 @@ class CourseCallback(TrainerCallback):
     """Keeps checkpoints in the run folder, ends the run in time, shows progress; `train` resumes with it.
 
     Example:
-        callback = CourseCallback(dataset, profile, run=lesson.run, folders=lesson.folders)
+        callback = CourseCallback(dataset, profile, run=lesson.run, folders=lesson.folders, started=lesson.started)
     """
 
     def __init__(
@@ -118,9 +113,9 @@ class CourseCallback(TrainerCallback):
         *,
         run: RunFolder,
         folders: platforms.Folders,
+        started: float,
         base_model: dict[str, str] | None = None,
         max_hours: float = 0.0,
-        started: float | None = None,
     ) -> None:
         self.dataset = dataset  # chat.ChatDataset
         self.profile = profile
@@ -129,13 +124,13 @@ class CourseCallback(TrainerCallback):
         self.scratch = folders.scratch / run.name
         self.base_model = base_model or {}  # `model_fingerprint`
         self.patience = profile.course.early_stopping_patience
-        self.time = TimeBudget(max_hours, monotonic() if started is None else started)
+        self.time = TimeBudget(max_hours, started)
         self.live = LiveNumbers(self.scratch / run.logs.name, run.logs)
         self.trainer: Any = None  # set by `take_over`
         self.sync: Any = None  # started by `train`
         self.fingerprint: dict[str, Any] = {}
         self.started = monotonic()
-        self.earlier: dict[str, Any] = {}  # what sessions before this one `spent`
+        self.earlier_seconds = 0.0  # of the sessions before this one
         self.trained: tuple[float, int] | None = None  # seconds, and the step it started from
 
     def prepare(self, trainer: Any) -> str:
@@ -143,23 +138,23 @@ class CourseCallback(TrainerCallback):
         self.require_room(trainer)
         chat.check_trainer(trainer, self.dataset.report)
         sharding.use_engine(trainer)
-        patched = model.patch_lora_kernels(trainer)
+        layers = model.patch_lora_kernels(trainer)
         self.take_over(trainer)
         seed = trainer.args.seed
         self.fingerprint = resuming.run_fingerprint(self.profile, self.run.data, self.base_model, seed)
         distributed.require_same(self.fingerprint | {"sft": dict(self.profile.sft)})
         tokens = self.dataset.report.trained
-        return tr("{tokens:,} tokens to learn from; {patched}", tokens=tokens, patched=patched)
+        return tr("{tokens:,} tokens to learn from; {layers} fused LoRA layers", tokens=tokens, layers=layers)
 
     def require_room(self, trainer: Any) -> None:
         """Refuse a training whose checkpoints do not fit on the disks."""
-        bytes_needed = 64 * 2**20
+        trained = 0
         for weight in trainer.model.parameters():
             if weight.requires_grad:
-                bytes_needed += weight.numel() * 12  # itself, and two states of the optimizer
-        self.checkpoint_gib = bytes_needed / files.GIB
-        output = Path(trainer.args.output_dir)
+                trained += weight.numel()
+        self.checkpoint_gib = (trained * 12 + 64 * 2**20) / files.GIB  # with two states of the optimizer
         count = trainer.args.save_total_limit + 2  # the best one is kept beside the newest
+        output = Path(trainer.args.output_dir)
         require_disk(output, count * self.checkpoint_gib, tr("writing checkpoints"))
         kept = checkpoints.look(self.run.checkpoints)
         missing = max(count - len(kept), 1)
@@ -178,19 +173,18 @@ class CourseCallback(TrainerCallback):
         state.compute_steps(args, state.max_steps)  # else SAVE_STEPS of the checkpoint would count, not that of today
         if distributed.strategy() in distributed.SHARDED:  # now it is known which shard is here
             self.checksums = model.weight_checksums(self.trainer.model)
-        if warning := validation.go_on(self.trainer):
-            self.live.note(warning)
+        validation.continue_validation(self.trainer)
         self.time.last = self.time.now()
         self.live.on_train_begin(state)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         # saving steps are logged too, so that a resumed run logs the same
         control.should_log |= control.should_save or state.global_step >= state.max_steps
         for line in self.sync.messages():
             self.live.note(line)
         self.time.sync_seconds = self.sync.seconds
         self.end_in_time(state, control)
-        self.live.on_step_end(state, given.get("optimizer"))
+        self.live.on_step_end(state, optimizer)
 
     def end_in_time(self, state: Any, control: Any) -> None:
         """Save and end after this step where the time is up, or where any process was asked to end."""
@@ -199,28 +193,26 @@ class CourseCallback(TrainerCallback):
             return
         self.live.note(
             tr(
-                "[WARN] {reason} Saving at step {step} of {steps} and ending here.",
+                "[WARN] {reason} Saving at step {step} of {steps} and ending here. Run the same notebook again (on "
+                "Kaggle with this output attached): it continues.",
                 reason=reason or tr("Another process was asked to end."),
                 step=state.global_step,
                 steps=state.max_steps,
             )
         )
-        print(tr("Run the same notebook again (on Kaggle with this output attached): it continues."))
         control.should_log = True
         control.should_save = True
         control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        state.log_history[-1] |= self.spent(monotonic() - self.started)  # a checkpoint keeps it for the next session
+        # a checkpoint keeps it for the next session
+        state.log_history[-1]["train_seconds"] = self.all_seconds(monotonic() - self.started)
         self.live.on_log(state, logs)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         loss = metrics["eval_loss"]
         if not math.isfinite(loss):
-            step = state.global_step
-            self.live.note(
-                tr("[WARN] the validation loss is {loss} at step {step}: training ends here", loss=loss, step=step)
-            )
+            self.live.note(tr("[WARN] the validation loss is {loss}: training ends here", loss=loss))
             control.should_training_stop = True
             control.should_save = False
 
@@ -229,23 +221,18 @@ class CourseCallback(TrainerCallback):
         if state.is_world_process_zero:
             self.sync.take(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.live.on_train_end(state)
-
-    def spent(self, seconds: float) -> dict[str, Any]:
-        """Time and cost of the training, if this session took so many seconds; earlier sessions are counted in."""
-        cost = self.live.cost(seconds)
-        seconds += self.earlier.get("train_seconds", 0.0)
-        total: dict[str, Any] = {"train_seconds": round(seconds, 1)}
-        for sign, amount in self.earlier.get("cost", {}).items():
-            cost[sign] = round(cost.get(sign, 0.0) + amount, 2)
-        if cost:
-            total["cost"] = cost
-        return total
+    def all_seconds(self, seconds: float) -> float:
+        """How long the training took in all sessions, if this one took so many seconds."""
+        return round(self.earlier_seconds + seconds, 1)
 
     def stopped_early(self) -> bool:
         """Whether the training was ended by early stopping."""
         return validation.stopped_early(vars(self.trainer.state), self.patience)
+
+    def is_complete(self) -> bool:
+        """Whether the training has done all its steps, or needs no more."""
+        state = self.trainer.state
+        return state.global_step >= state.max_steps or self.stopped_early()
 
     def load_finished(self, checkpoint: Path) -> None:
         """Load weights and history of a complete training."""
@@ -253,11 +240,13 @@ class CourseCallback(TrainerCallback):
         state = TrainerState.load_from_json(str(checkpoint / checkpoints.STATE))
         state.max_steps = state.global_step  # MAX_STEPS may be less than what was planned then
         self.trainer.state = state
-        print(tr("trained before · nothing is left to train: this run has {steps} steps", steps=state.global_step))
-        if self.stopped_early():
-            print(tr('SET = "course.early_stopping_patience=0" continues it, RESUME = "never" starts over.'))
-        else:
-            print(tr('A larger MAX_STEPS continues it, RESUME = "never" starts over.'))
+        print(
+            tr(
+                "trained before · nothing is left to train: this run has {steps} steps. A larger MAX_STEPS continues "
+                'it (after early stopping SET = "course.early_stopping_patience=0"), RESUME = "never" starts over.',
+                steps=state.global_step,
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -268,11 +257,11 @@ class TrainingResult:
     callback: CourseCallback
     seconds: float  # of this session
     first_step: int  # 0, or where it was resumed
-    best: tuple[int, float] | None  # step and validation loss of the weights the model has now; None: those of the last
+    kept_step: int  # whose weights the model has now
     changed: tuple[int, int]  # weight tensors of the adapter, and of the base
     peak_gib: float
     checksums: model.Checksums  # of the weights it ended with
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # trained ones: the model has shards, or 16 bits
+    weights: dict[str, torch.Tensor]  # trained ones, where the model has shards or 16 bits
 
     @property
     def history(self) -> dict[str, Curve]:
@@ -280,17 +269,13 @@ class TrainingResult:
         log = self.trainer.state.log_history
         return {"train": loss_history(log), "validation": validation_history(log)}
 
-    @property
-    def kept_step(self) -> int:
-        """The step whose weights the model has now."""
-        return self.best[0] if self.best else self.trainer.state.global_step
-
     def facts(self) -> dict[str, Any]:
         """What goes into facts.json; None where this session trained nothing."""
         state = self.trainer.state
         callback = self.callback
         losses = self.history["train"]
-        best = best_of(self.history["validation"])
+        validated = self.history["validation"]
+        best = best_of(validated)
         facts = {
             "steps": state.global_step,
             "planned_steps": state.global_step if callback.stopped_early() else state.max_steps,
@@ -298,7 +283,7 @@ class TrainingResult:
             "kept_step": self.kept_step,
             "final_loss": round(losses[-1][1], 5) if losses else None,
             "best_step": best[0] if best else None,
-            "validation_loss": self._validation_losses(),
+            "validation_loss": {"first": validated[0][1], "best": best[1], "last": validated[-1][1]} if best else None,
             "weights": callback.kinds,
             "adapter_moved": self.changed[0],
             "base_moved": self.changed[1],
@@ -308,15 +293,6 @@ class TrainingResult:
         }
         return self._measured() | facts
 
-    def _validation_losses(self) -> dict[str, float | None] | None:
-        """The first, the best and the last; None without a finite one."""
-        losses = self.history["validation"]
-        best = best_of(losses)
-        if best is None:
-            return None
-        last = losses[-1][1]
-        return {"first": losses[0][1], "best": best[1], "last": last if math.isfinite(last) else None}
-
     def _measured(self) -> dict[str, Any]:
         """What this session took."""
         args = self.trainer.args
@@ -324,6 +300,7 @@ class TrainingResult:
         for entry in self.trainer.state.log_history:
             if "num_tokens" in entry and entry["step"] > self.first_step:
                 tokens = entry["num_tokens"]
+        seconds = self.callback.all_seconds(self.seconds)
         measured = {
             "tokens_per_second": round(tokens / self.seconds, 1),
             "peak_memory_gib": round(self.peak_gib, 3),
@@ -331,36 +308,25 @@ class TrainingResult:
             "processes": args.world_size,
             "engine": distributed.strategy() and distributed.strategy_name(str(self.callback.profile.method)),
             "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            "train_seconds": seconds,
+            "cost": self.callback.live.cost(seconds) or None,
         }
-        measured |= self.callback.spent(self.seconds)
-        return measured if tokens else dict.fromkeys([*measured, "cost"])
+        return measured if tokens else dict.fromkeys(measured)
+
+    def stamp(self) -> dict[str, Any]:
+        """What the saved weights are, so that those of one training are written once."""
+        trained = sorted(item for item in self.checksums.items() if item[1][0])
+        checksum = zlib.crc32(repr(trained).encode())
+        return {
+            "steps": self.kept_step,
+            "weights": f"{checksum:08x}",
+            "fingerprint": self.callback.fingerprint,
+        }
 
     def __str__(self) -> str:
         facts = self.facts()
-        planned = self.trainer.state.max_steps
-        steps = tr(
-            "{steps} of {planned}, from step {first}", steps=facts["steps"], planned=planned, first=self.first_step
-        )
-        if facts["planned_steps"] < planned:
-            steps += tr(" (early stopping)")
-        rows = {tr("steps"): steps, tr("saved"): tr("the weights of step {step}", step=self.kept_step)}
-        if losses := facts["validation_loss"]:
-            rows[tr("validation loss")] = tr(
-                "{first:.4f} -> {best:.4f} at step {best_step}",
-                first=losses["first"],
-                best=losses["best"],
-                best_step=facts["best_step"],
-            )
-        trained, frozen = self.changed
-        rows[tr("changed weights")] = tr("{trained} trained, {frozen} frozen", trained=trained, frozen=frozen)
-        if speed := facts["tokens_per_second"]:
-            took = [display.clock(facts["train_seconds"])]
-            if self.first_step:
-                took.append(display.clock(self.seconds) + tr(" since step {step}", step=self.first_step))
-            took.append(f"{speed:,.0f} tokens/s")
-            rows[tr("took")] = joined(took)
-            rows[tr("peak")] = f"{self.peak_gib:.2f} GiB"
-        return "\n".join(display.pad(name, 17) + text for name, text in rows.items())
+        shown = record.readable({name: facts[name] for name in SHOWN})
+        return display.columns_of(list(shown.items()))
 
 
 def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> TrainingResult:
@@ -376,18 +342,19 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
     interrupted = callback.time.ended_by == signal.SIGINT
     with callback.live.reported(trainer):
         peak_gib = hardware.peak_memory_gib()
-        best = None
-        chosen = resume == str(trainer.state.global_step)  # its own weights are asked for
-        if not interrupted and not chosen:
-            best = validation.load_best(trainer)
+        kept_step = trainer.state.global_step
+        if not interrupted and resume != str(kept_step):  # else its own weights are asked for
+            kept_step = validation.load_best(trainer)
         checksums = model.weight_checksums(trainer.model)
         changed = _count_changed(callback.checksums, checksums)
         weights = {} if distributed.strategy() in distributed.WHOLE else sharding.full_weights(trainer.model)
         distributed.leave_it_to_main()  # only the main process continues from here
-        tracking.end(callback.run.logs)
+        tracking.end_trackers(callback.run.logs)
         kept = callback.sync.finish()
     resuming.unlock_run(callback.scratch)
-    _report_end(callback, kept)
+    callback.live.on_train_end(trainer.state, "finished" if callback.is_complete() else "stopped")
+    if kept:
+        print(tr("safe: checkpoint {step} in {folder}", step=kept.step, folder=kept.archive.parent))
     if interrupted:
         raise StoppedByHand(
             tr(
@@ -407,7 +374,7 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         callback=callback,
         seconds=seconds,
         first_step=first_step,
-        best=best,
+        kept_step=kept_step,
         changed=changed,
         peak_gib=peak_gib,
         checksums=checksums,
@@ -438,7 +405,7 @@ def _train_session(trainer: Any, callback: CourseCallback, resume: str) -> tuple
         validation_rows=int(callback.profile.course.validation_rows),
     )
     distributed.before_end(partial(callback.sync.finish, patience=PEER_PATIENCE))
-    callback.earlier = resuming.spent_until(checkpoint)
+    callback.earlier_seconds = resuming.seconds_until(checkpoint)
     callback.started = monotonic()
     with callback.live.reported(trainer):
         if checkpoint is None or validation.steps_left(trainer, checkpoint, callback.patience):
@@ -453,12 +420,12 @@ def _train_steps(trainer: Any, callback: CourseCallback, checkpoint: Path | None
     run = callback.run
     if distributed.is_main() and files.stamp(run.adapter):  # of a shorter or another training
         shutil.rmtree(run.former_adapter, ignore_errors=True)
-        run.adapter.rename(run.former_adapter)  # until this training has saved its own
+        run.adapter.rename(run.former_adapter)
     try:
         with first_signals(callback.time.ask_to_end):
             if checkpoint:
                 sharding.convert_optimizer_file(checkpoint, trainer.args.optim)
-            oom.train(trainer, run.path, checkpoint, callback.live.note)
+            oom.train_within_memory(trainer, run.path, checkpoint, callback.live.note)
     except Exception as problem:  # of a full disk, libraries say many things
         if ended := distributed.peer_error(problem):
             callback.sync.finish(PEER_PATIENCE)
@@ -469,25 +436,15 @@ def _train_steps(trainer: Any, callback: CourseCallback, checkpoint: Path | None
 
 def _count_changed(before: model.Checksums, after: model.Checksums) -> tuple[int, int]:
     """How many weights of the adapter, and of the base, are others in any process."""
-    names = set[str]()
-    for changed in distributed.gather([name for name in before if before[name] != after[name]]):
-        names.update(changed)
+    changed = [name for name in before if before[name] != after[name]]
+    in_any_process = set[str]()
+    for names in distributed.gather(changed):
+        in_any_process.update(names)
     trained = 0
-    for name in names:
+    for name in in_any_process:
         is_trained, _ = before[name]
         trained += is_trained
-    return trained, len(names) - trained
-
-
-def _report_end(callback: CourseCallback, kept: checkpoints.StoredCheckpoint | None) -> None:
-    """Say how the training ended, for `nbutils watch` and for the learner."""
-    state = callback.trainer.state
-    done = state.global_step >= state.max_steps or callback.stopped_early()
-    callback.live.write(callback.live.progress(state, "finished" if done else "stopped"), kept=True)
-    if kept:
-        print(tr("safe: checkpoint {step} in {folder}", step=kept.step, folder=kept.archive.parent))
-    else:
-        print(tr("nothing new had to be kept"))
+    return trained, len(in_any_process) - trained
 
 
 def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
@@ -506,19 +463,8 @@ def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
                 "checkpoint, not repeated."
             ),
         )
-    trainable = sorted(item for item in result.checksums.items() if item[1][0])
-    checksum = zlib.crc32(repr(trainable).encode())
-    stamp = {
-        "steps": result.kept_step,
-        "weights": f"{checksum:08x}",
-        "fingerprint": result.callback.fingerprint,
-    }
+    stamp = result.stamp()
     if files.stamp(run.adapter) != stamp:
         with files.complete_folder(run.adapter, stamp) as folder:
-            if result.weights:
-                trainer._save(str(folder), state_dict=result.weights)
-            else:
-                trainer.save_model(str(folder))
+            trainer._save(str(folder), state_dict=result.weights or None)
             tokenizer.save_pretrained(folder)
-    if record.complete(result.facts()):  # else the former one may be the better
-        shutil.rmtree(run.former_adapter, ignore_errors=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from datasets import Dataset, concatenate_datasets
 from safetensors.torch import load_file
 from torch.distributed.tensor import distribute_tensor
@@ -36,12 +35,8 @@ def use_engine(trainer: Any) -> None:
     mixin = SharedSteps if strategy() == "ddp" else WholeCheckpoints
     if mixin is WholeCheckpoints and not hasattr(trainer, "_prepare_for_training"):
         raise CourseError(
-            tr(
-                "With transformers {version} there are no checkpoints that any engine continues.",
-                version=transformers.__version__,
-            ),
-            allowed=tr("transformers 5.6 or newer for FSDP and DeepSpeed; DDP works with older ones"),
-            todo=tr("Run `pip install -U transformers`, or use DDP (torchrun)."),
+            tr("This version of transformers writes no checkpoints that any engine continues."),
+            todo=tr("Install 5.6 or newer (pip install -U transformers), or use DDP (torchrun)."),
         )
     stock = type(trainer)
     trainer.__class__ = type(stock.__name__, (mixin, stock), {})

@@ -9,7 +9,6 @@ processes load the best weights together, because they may have shards of them.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ import torch
 from transformers import EarlyStoppingCallback
 
 from nbutils import distributed, files
+from nbutils.errors import CourseError
 from nbutils.language import tr
 from nbutils.tracking import Log, validation_history
-from nbutils.training import model, sharding
+from nbutils.training import model
 
 
 def use_token_mean(trainer: Any) -> None:
@@ -35,13 +35,10 @@ class TokenMean:
 
     def evaluate(self: Any, *_: Any, **__: Any) -> dict[str, float]:
         """The loss on the held-out rows, logged and passed to the callbacks as the trainer does."""
-        began = time.perf_counter()
         loss = token_mean_loss(self, self.eval_dataset)
         metrics = {
             "eval_loss": round(loss, 5),
-            "eval_runtime": round(time.perf_counter() - began, 3),
             "eval_rows": len(self.eval_dataset),
-            "eval_steps": self.state.eval_steps,
         }
         self.model.eval()  # so that TRL logs it as a validation
         self.log(dict(metrics))
@@ -98,29 +95,18 @@ def _batches(trainer: Any, lengths: Sequence[int]) -> list[list[int]]:
     return batches
 
 
-def load_best(trainer: Any) -> tuple[int, float] | None:
-    """Give the model the weights of the best step; that step and its loss, or None if there is none to be had."""
+def load_best(trainer: Any) -> int:
+    """Give the model the weights of the best step, if they are to be had; the step of those it has now."""
     state = trainer.state
-    if not trainer.args.load_best_model_at_end or state.best_global_step is None:
-        return None
-    if state.best_global_step != state.global_step:
-        output = Path(trainer.args.output_dir)
-        folder = output / f"checkpoint-{state.best_global_step}"
-        if not distributed.broadcast(folder.is_dir()):
-            return None
-        _load(trainer.model, folder)
-    return state.best_global_step, state.best_metric
-
-
-def _load(trained: Any, checkpoint: Path) -> None:
-    """Load a checkpoint that perhaps only the main process can see."""
-    if not distributed.strategy():
-        model.load_checkpoint(trained, checkpoint)
-        return
-    weights = None
-    if distributed.is_main():
-        weights = sharding.adapter_weights(trained, checkpoint / sharding.ADAPTER)
-    sharding.load_weights(trained, distributed.broadcast(weights))
+    best = state.best_global_step
+    if not trainer.args.load_best_model_at_end or best in (None, state.global_step):
+        return state.global_step
+    output = Path(trainer.args.output_dir)
+    folder = output / f"checkpoint-{best}"
+    if not distributed.broadcast(folder.is_dir()):
+        return state.global_step
+    model.load_checkpoint(trainer.model, folder)
+    return best
 
 
 def evaluations_since_best(log_history: Log, best_step: int | None) -> int:
@@ -137,38 +123,34 @@ def stopped_early(state: Mapping[str, Any], patience: int) -> bool:
     return 0 < patience <= since_best
 
 
-def go_on(trainer: Any) -> str:
-    """Let a resumed training evaluate as it began to; a warning where that cannot be compared with what was before."""
+def continue_validation(trainer: Any) -> None:
+    """Let a resumed training validate what it has not yet, and count towards early stopping what it has."""
     state = trainer.state
     if not trainer.eval_dataset:
-        return ""
-    rows = len(trainer.eval_dataset)
-    earlier = [entry for entry in state.log_history if "eval_loss" in entry]
-    last = earlier[-1] if earlier else {}
-    # however often it saves today, it evaluates no more often than it began to, and only steps that it saves
-    state.eval_steps = math.ceil(last.get("eval_steps", 1) / state.save_steps) * state.save_steps
+        return
+    _require_same_rows(state.log_history, len(trainer.eval_dataset))
     step = state.global_step
     is_due = step % state.eval_steps == 0 or step >= state.max_steps
-    is_done = step in dict(validation_history(earlier))
+    is_done = step in dict(validation_history(state.log_history))
     trainer.args.eval_on_start = is_due and not is_done
-    warning = ""
-    if last.get("eval_rows", rows) != rows:  # neither the best step nor early stopping may look at both
-        state.best_metric = None
-        state.best_global_step = None
-        state.best_model_checkpoint = None
-        trainer.args.eval_on_start = True
-        warning = tr(
-            "[WARN] validated on {rows} rows from here on: the losses on {earlier} do not compare",
-            rows=rows,
-            earlier=last["eval_rows"],
-        )
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, EarlyStoppingCallback):
             since_best = evaluations_since_best(state.log_history, state.best_global_step)
             callback.early_stopping_patience_counter = since_best
             # a checkpoint without early stopping knows nothing of it, and the trainer would fail at its next save
             state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
-    return warning
+
+
+def _require_same_rows(log_history: Log, rows: int) -> None:
+    """Refuse to validate on another number of rows than before: the losses would not compare."""
+    earlier = rows
+    for entry in log_history:
+        earlier = entry.get("eval_rows", earlier)
+    if earlier != rows:
+        raise CourseError(
+            tr("This training was validated on {earlier} rows, and would be on {rows}.", earlier=earlier, rows=rows),
+            todo=tr('Set SET = "course.validation_rows={earlier}", or choose another RUN_NAME.', earlier=earlier),
+        )
 
 
 def steps_left(trainer: Any, checkpoint: Path, patience: int) -> int:

@@ -169,7 +169,7 @@ print(pretraining.shape_of(config))
 # %% [markdown]
 # ## 训练配方和预估
 #
-# 模型越宽，学习率要越小，所以学习率由宽度算出。下表是 `plan` 的预估：有 GPU 就先列你的 GPU，再列两种常租的显卡。从零训练，每个参数大约要 20 个 token；少得太多，模型学到的只是词，学不会语言；同一份文本训练太多轮，又会背下来。
+# 模型越宽，学习率要越小，所以学习率由宽度算出。下表是 `plan` 的预估：有 GPU 就列你的 GPU，没有就列两种常租的显卡。从零训练，每个参数大约要 20 个 token；少得太多，模型学到的只是词，学不会语言；同一份文本训练太多轮，又会背下来。
 
 # %%
 profile = pretraining.with_recipe(lesson.resolved, config, rows, steps=STEPS, batch=BATCH, save_steps=SAVE_STEPS)
@@ -201,7 +201,7 @@ print(f"损失 {loss:.2f}，困惑度 {math.exp(loss):,.0f}；log({len(tokenizer
 # 训练之前，模型会怎样续写？只会反复输出一两个 token。
 
 # %%
-before = pretraining.complete(model, tokenizer, rows.prompts)
+before = pretraining.continue_texts(model, tokenizer, rows.prompts)
 print(*map(repr, before), sep="\n")
 
 # %% [markdown]
@@ -265,7 +265,7 @@ display.plot_losses(result.history, lesson.run.logs / "loss.png", title="预训�
 # 再续写同样的文本。训练时间短，只学得到文风，学不到事实；增加文本、步数、宽度和层数都有用。
 
 # %%
-after = pretraining.complete(trainer.model, tokenizer, rows.prompts)
+after = pretraining.continue_texts(trainer.model, tokenizer, rows.prompts)
 display.show_table([{"文本": a, "训练前": repr(b), "训练后": repr(c)} for a, b, c in zip(rows.prompts, before, after, strict=True)])
 
 # %% [markdown]
@@ -276,7 +276,7 @@ display.show_table([{"文本": a, "训练前": repr(b), "训练后": repr(c)} fo
 # %%
 from nbutils import disk
 
-folder = pretraining.save(result, tokenizer)
+folder = pretraining.save_model(result, tokenizer)
 print(f"{folder}：{disk.folder_gib(folder) * 1024:.1f} MiB")
 
 # %% [markdown]
@@ -286,8 +286,10 @@ print(f"{folder}：{disk.folder_gib(folder) * 1024:.1f} MiB")
 
 # %%
 sentence = ""
-saw = pretraining.text_loss(trainer.model, tokenizer, sentence) if sentence else math.inf
-good = len(tokenizer(sentence)["input_ids"]) >= 5 and saw < 4.0
+ids = torch.tensor([[separator, *tokenizer(sentence, add_special_tokens=False)["input_ids"]]], device=model.device)
+with torch.no_grad():
+    saw = trainer.model(input_ids=ids, labels=ids).loss.item()
+good = ids.shape[1] > 5 and saw < 4.0
 found = f"{sentence!r} 的损失是 {saw:.2f}" if sentence else "还没有句子"
 hint = "换用上面文本里出现过的词试试。" if sentence and not good else ""
 print(f"[{' OK ' if good else '待做'}] {found}；要求：损失低于 4.0。{hint}")
