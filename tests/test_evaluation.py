@@ -380,12 +380,6 @@ def test_the_verdict_names_what_was_forgotten() -> None:
     assert "helped" in title and "forgot" in title
 
 
-def test_answers_that_surely_got_a_little_worse_are_not_called_as_good_as_before() -> None:
-    base, tuned = general(1.0, WANTED), general(1.0, [f"{text}~" for text in WANTED])
-    assert "kept" in (told := str(compared(base, tuned, base, tuned).forgetting))
-    assert "slightly worse" in told and "no worse" not in told
-
-
 def test_the_general_rows_are_sound_and_none_resembles_another(tmp_path: Path) -> None:
     questions = [row["messages"][0]["content"] for row in rows_of("general.jsonl")]
     chinese = sum(CJK.search(question) is not None for question in questions)
@@ -407,14 +401,12 @@ def test_answers_become_a_table_facts_a_page_and_a_figure(
     facts = json.loads(json.dumps(found.facts()))["evaluation"]
     assert facts["verdict"] == NO_PROOF and facts["rows"] == 6
     assert facts["answers_by"] == {"base": "generate", "merged": "generate"}
-    found.write_page("demo", {"card": "none"})
+    found.write_page("demo")
     text = found.page.read_text(encoding="utf-8")
-    assert found.verdict.word in text and "<svg" in text and evaluator.questions[0][-1]["content"] in text
-    for host in ("http://www.w3.org", "http://purl.org", "http://creativecommons.org", "https://matplotlib.org"):
-        text = text.replace(host, "")  # names of the SVG format, nothing that is loaded
+    assert found.verdict.word in text and evaluator.questions[0][-1]["content"] in text
     assert "http://" not in text and "https://" not in text and "<script" not in text
     monkeypatch.setenv("NBUTILS_LANG", "zh")
-    found.write_page("demo", {})
+    found.write_page("demo")
     assert "微调有用吗" in found.page.read_text(encoding="utf-8")
     monkeypatch.undo()
     found.plot("loss", "exact_match")
@@ -441,10 +433,9 @@ def test_thinking_that_the_prompt_opened_is_no_part_of_an_answer(tiny: Tiny, tmp
     assert evaluator_of(tiny[1], tmp_path, 2).with_think_tag(raw) == raw
 
 
-@pytest.mark.parametrize("in_4_bits", [False, True])
 @pytest.mark.slow
 def test_later_lessons_read_the_stored_answers_of_the_merged_model(
-    tiny: Tiny, tmp_path: Path, in_4_bits: bool, monkeypatch: Any
+    tiny: Tiny, tmp_path: Path, monkeypatch: Any
 ) -> None:
     run = record.RunFolder(tmp_path / "run")
     data.prepare(str(files.SAMPLES / "train.jsonl"), run.data, rows=60)
@@ -453,15 +444,15 @@ def test_later_lessons_read_the_stored_answers_of_the_merged_model(
     profile = profiles.load("tiny")
     load = profile.from_pretrained.model_copy(update={"dtype": "float32"})
     profile = profile.model_copy(update={"from_pretrained": load})
-    assert not evaluation.stored_answers(run, profile, run.merged).answers
-    asked = evaluation.open_evaluator(run, profile, run.merged, in_4_bits=in_4_bits)
+    assert evaluation.stored_answers(run, profile, run.merged)[1] == []
+    asked = evaluation.open_evaluator(run, profile, run.merged)
     answers = lambda model, tokenizer, prompts, *size: [(n, Answer(one, [n], str(n))) for n, one in prompts.items()]  # noqa: E731
     monkeypatch.setattr(inference, "answer_prompts", answers)
     asked.evaluate("merged", tiny[0], files.stamp(run.merged))
     content = (asked.folder / "answers-merged.jsonl").read_bytes()
-    found = evaluation.stored_answers(run, profile, run.merged, rows=3)
-    assert [one.text for one in found.answers] == ["0", "1", "2"] and len(found.evaluator.questions) == 3
-    assert found.evaluator.dtype == asked.dtype and (asked.folder / "answers-merged.jsonl").read_bytes() == content
+    evaluator, found = evaluation.stored_answers(run, profile, run.merged, rows=3)
+    assert [one.text for one in found] == ["0", "1", "2"] and len(evaluator.questions) == 3
+    assert (asked.folder / "answers-merged.jsonl").read_bytes() == content
 
 
 def test_what_people_wrote_is_escaped_and_masked(tiny: Tiny, tmp_path: Path) -> None:
@@ -469,9 +460,9 @@ def test_what_people_wrote_is_escaped_and_masked(tiny: Tiny, tmp_path: Path) -> 
     texts = ["<img src=x>\x00", "half a character \ud83d\u202e"]
     base = evaluator.result("base", [Answer([1], [1, 2], text) for text in texts], [(4.0, 4)] * 2)
     evaluator.folder.mkdir()
-    (found := compared(base, base)).write_page("<i>", {"<u>": "<u>"})
+    (found := compared(base, base)).write_page("<i>")
     text = found.page.read_text(encoding="utf-8")
-    assert not [bad for bad in ("<script>", "<img", "<u>", "<i>alert", "\x00", "\u202e", "13812345678") if bad in text]
+    assert not [bad for bad in ("<script>", "<img", "<i>alert", "\x00", "\u202e", "13812345678") if bad in text]
     assert "&lt;script&gt;" in text and "&gt;\\x00" in text and "\\ud83d\\u202e" in text and "138****5678" in text
     evaluator = evaluator_of(tiny[1], tmp_path, [row_of("打 13812345678", "a@b.cn")])
     [shown] = evaluator.table({"base": ["13812345678"], "merged": ["a@b.cn"]})
