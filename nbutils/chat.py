@@ -73,9 +73,8 @@ def rows_think(rows: Sequence[Row]) -> bool:
         for turn in answer_turns(row):
             message = row["messages"][turn]
             thought, closed, _ = str(message.get("content") or "").partition("</think>")
-            if message.get("reasoning_content"):
-                return True
-            if closed and thought.replace("<think>", "").strip():
+            inline = closed and thought.replace("<think>", "").strip()
+            if inline or message.get("reasoning_content"):
                 return True
     return False
 
@@ -155,10 +154,9 @@ class View:
                 examples += self._encode(batch)
         return examples
 
-    def encode(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[bool]]:
-        """Token ids and loss mask of one conversation; as prompt and completion: of its last answer."""
-        example = self.encode_all([{"messages": messages, "tools": tools}])[-1]
-        return list(example.ids), [bool(mask) for mask in example.trained]
+    def encode(self, row: Row) -> Example:
+        """One row as it is trained; as prompt and completion: its last answer."""
+        return self.encode_all([row])[-1]
 
     def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """What a server tokenizes before it answers."""
@@ -284,36 +282,31 @@ class View:
 def training_format(tokenizer: Any, rows: Sequence[Row] = (), thinking: bool | None = None) -> Choice:
     """`messages`, the whole conversation, where servers see the same text; else `prompt_completion`, per answer."""
     several = any(len(answer_turns(row)) > 1 for row in rows)
-    if _training_template(tokenizer) is None:
-        problem = tr("its template cannot mark answers and TRL has no training template for it")
-    else:
+    tried = [ANSWER, THOUGHT] if rows_think(rows) else [ANSWER]
+    if _training_template(tokenizer) is not None:
         view = View(tokenizer, "messages", thinking)
-        problem = _marking_problem(view, ANSWER, several)
-        if not problem and rows_think(rows):
-            problem = _marking_problem(view, THOUGHT, several)
-    if problem:
-        return Choice("prompt_completion", tr("{problem}, so each answer is an example of its own", problem=problem))
-    return Choice("messages", tr("the training template marks the answers"))
+        if all(_marks_answers(view, answer, several) for answer in tried):
+            return Choice("messages", tr("the training template marks the answers"))
+    reason = tr("no template marks its answers as servers see them, so each answer is an example of its own")
+    return Choice("prompt_completion", reason)
 
 
-def _marking_problem(view: View, answer: Message, several: bool) -> str:
-    """Why whole conversations with such an answer cannot be trained; `several` rows have more than one answer."""
+def _marks_answers(view: View, answer: Message, several: bool) -> bool:
+    """Whether whole conversations with such an answer can be trained; `several`: rows have more than one answer."""
     from trl.chat_template_utils import is_chat_template_stop_token_trained
 
-    tokenizer = view.tokenizer
     [example] = view.encode_all([{"messages": [QUESTION, answer]}])
     for token, mask in zip(example.ids[: example.shared[0]], example.trained, strict=False):
         if mask and not view.is_blank(token):  # Qwen3.5's prompt begins the thinking
-            return tr("its training template marks what a server already writes")
-    if not is_chat_template_stop_token_trained(tokenizer, chat_template=view.template):
-        return tr("its template marks the answers without their stop token")
-    if several:
-        [example] = view.encode_all([{"messages": [QUESTION, answer] * 2}])
-        trained = tokenizer.decode(list(itertools.compress(example.ids, example.trained)))
-        thoughts = 2 if answer is THOUGHT else 0
-        if example.shared[-1] != example.prompts[-1] or trained.count("a thought") != thoughts:
-            return tr("its template rewrites earlier answers")  # Qwen3 drops earlier thoughts
-    return ""
+            return False
+    if not is_chat_template_stop_token_trained(view.tokenizer, chat_template=view.template):
+        return False
+    if not several:
+        return True
+    [example] = view.encode_all([{"messages": [QUESTION, answer] * 2}])
+    trained = view.tokenizer.decode(list(itertools.compress(example.ids, example.trained)))
+    thoughts = 2 if answer is THOUGHT else 0  # Qwen3 drops earlier ones
+    return example.shared[-1] == example.prompts[-1] and trained.count("a thought") == thoughts
 
 
 def may_skip_thinking(tokenizer: Any, rows: Sequence[Row]) -> bool:
@@ -378,12 +371,7 @@ class FilteredRows:
 
 
 def filter_by_length(
-    tokenizer: Any,
-    rows: Sequence[Row],
-    max_length: int,
-    form: str = "",
-    thinking: bool | None = None,
-    stop_ids: Iterable[int] | None = None,
+    tokenizer: Any, rows: Sequence[Row], max_length: int, stop_ids: Iterable[int] | None = None
 ) -> FilteredRows:
     """Render all rows, and leave out those whose stop token lies beyond `max_length` (0: no limit).
 
@@ -392,8 +380,8 @@ def filter_by_length(
     """
     if not rows:
         raise CourseError(tr("There are no rows to render."), todo=tr("Run lesson 02 first."))
-    choice = Choice(form, tr("chosen by the caller")) if form else training_format(tokenizer, rows, thinking)
-    view = View(tokenizer, choice.value, thinking, stop_ids)
+    form = training_format(tokenizer, rows)
+    view = View(tokenizer, form.value, stop_ids=stop_ids)
     examples = view.encode_all(rows)
     longest = max(len(example.ids) for example in examples)
     too_long: dict[int, int] = {}
@@ -416,7 +404,7 @@ def filter_by_length(
             ),
         )
     kept = [example for example in examples if example.row not in too_long]
-    return FilteredRows(choice, max_length, rows, too_long=too_long, longest=longest, view=view, examples=kept)
+    return FilteredRows(form, max_length, rows, too_long=too_long, longest=longest, view=view, examples=kept)
 
 
 @dataclass(frozen=True)
@@ -428,8 +416,7 @@ class ContractReport:
     answers: int
     tokens: int
     trained: int  # tokens
-    stop_ids: tuple[int, ...]  # those the answers end with
-    stops: str  # their text
+    stops: str  # the tokens that the answers end with
 
     def __str__(self) -> str:
         trained = tr(
@@ -464,7 +451,6 @@ def check_contract(filtered: FilteredRows) -> ContractReport:
         answers=sum(len(example.turns) for example in filtered.examples),
         tokens=sum(filtered.lengths),
         trained=sum(example.trained.count(1) for example in filtered.examples),
-        stop_ids=tuple(sorted(stop_ids)),
         stops=tr(" or ").join(decode([stop]) for stop in sorted(stop_ids)),
     )
 
@@ -518,9 +504,8 @@ def _check_prompts(view: View, example: Example, row: Row) -> None:
                 training=decode(list(example.ids[start : start + 8])),
             ),
             todo=tr(
-                "Use the chat template that came with the model, and start answers without a line break. If "
-                "the model has a thinking mode, pass the other one (thinking=True or False) to "
-                "chat.filter_by_length, and ask servers with it."
+                "Use the chat template that came with the model, and start answers without a line break; or use "
+                "another model, as one that always thinks cannot learn answers without thoughts."
             ),
         )
 
@@ -548,25 +533,14 @@ def _check_answer(view: View, example: Example, message: Message, start: int, st
     """The text up to the stop token must say all that the answer says."""
     decode = view.tokenizer.decode
     missing = _missing_part(view.tokenizer, message, decode(list(example.ids[start:stop])))
-    if not missing:
-        return
-    stop_text = decode([example.ids[stop]])
-    if stop_text in str(message.get("content")):
+    if missing:
         raise CourseError(
-            tr(
-                "Row {row}: an answer contains {stop!r}, the text of a stop token: generation ends there.",
-                row=example.row,
-                stop=stop_text,
+            tr("Row {row}: the chat template leaves out or changes {part}.", row=example.row, part=missing),
+            todo=tr(
+                "Use the chat template that came with the model, and no text of a stop token in an answer. A model "
+                "whose template drops thoughts or tool calls cannot learn them: take them out, or use another model."
             ),
-            todo=tr("Take it out of the answer, or write it in another way."),
         )
-    raise CourseError(
-        tr("Row {row}: the chat template leaves out or changes {part}.", row=example.row, part=missing),
-        todo=tr(
-            "Use the chat template that came with the model. A model whose template drops thoughts or "
-            "tool calls cannot learn them: take them out of the rows, or use another model."
-        ),
-    )
 
 
 def _check_mask(view: View, example: Example, expected: bytearray) -> None:
@@ -577,15 +551,15 @@ def _check_mask(view: View, example: Example, expected: bytearray) -> None:
         problem = tr("is part of an answer, and is not trained")
         if example.trained[position]:
             problem = tr("is no part of an answer, and is trained")
-        text = repr(view.tokenizer.decode([token]))
-        named = tr("token {number}, {text}", number=position + 1, text=text)
         raise CourseError(
-            tr("Row {row}: {token} {what}.", row=example.row, token=named, what=problem),
-            allowed=tr("each answer trained up to and with its stop token, and nothing else"),
-            todo=tr(
-                "Put {{% generation %}} around each answer and its stop token in the chat template, or pass "
-                'form="prompt_completion" to chat.filter_by_length.'
+            tr(
+                "Row {row}: token {number}, {text!r}, {problem}.",
+                row=example.row,
+                number=position + 1,
+                text=view.tokenizer.decode([token]),
+                problem=problem,
             ),
+            todo=tr("Put {% generation %} around each answer and its stop token in the chat template."),
         )
 
 
@@ -784,18 +758,16 @@ def show_row(tokenizer: Any, row: Row) -> None:
         chat.show_row(tokenizer, rows[0])
     """
     form = training_format(tokenizer, [row]).value
-    ids, trained = View(tokenizer, form).encode(row["messages"], row.get("tools"))
+    example = View(tokenizer, form).encode(row)
     runs = []
     plain = ""
     position = 0
-    for mask, group in itertools.groupby(trained):
+    for mask, group in itertools.groupby(example.trained):
         length = len(list(group))
-        text = tokenizer.decode(ids[position : position + length])
+        text = tokenizer.decode(list(example.ids[position : position + length]))
         position += length
         runs.append((text, mask))
         plain += f"[{text}]" if mask else text
-    answers = len(answer_turns(row))
-    if form == "prompt_completion" and answers > 1:
-        print(tr("This row has {answers} answers, each an example of its own; here is the last one.", answers=answers))
-    print(tr("{trained} of {tokens} tokens are trained. They are marked:", trained=sum(trained), tokens=len(ids)))
+    trained = sum(example.trained)
+    print(tr("{trained} of {tokens} tokens are trained. They are marked:", trained=trained, tokens=position))
     display.show("tokens.html", plain, runs=runs)

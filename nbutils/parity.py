@@ -82,7 +82,7 @@ def _add_texts(fixed: Fixed, evaluator: Evaluator, count: int, longest: int) -> 
     stride = max(1, len(pool) // count)
     for number in pool[::stride][:count]:
         row = evaluator.rows[number]
-        ids, _ = evaluator.view.encode(row["messages"], row.get("tools"))
+        ids = list(evaluator.view.encode(row).ids)
         begin = max(1, common_length(evaluator.prompts[number], ids))
         text = ids[: begin + MEASURED]
         text = text[1 - longest :]  # a server adds at least one token

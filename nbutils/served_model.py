@@ -17,7 +17,6 @@ from nbutils.models import model_folder, read_config
 from nbutils.record import RunFolder
 from nbutils.serving.engine import tensor_parallel
 
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MIN_KV_CACHE_GIB = 0.5  # what a server needs at least beside the weights
 NOTHING_STORED = "Lesson 04 stored nothing for this model and precision: there is nothing to compare with."
 
@@ -54,7 +53,8 @@ class ServedModel:
         self.run = run
         self.gpu = hardware.gpu()
         self.at_once = profile.vllm.max_num_seqs
-        self.folder = Path(model_folder(Path(folder).expanduser() if folder else run.merged))
+        given = Path(folder).expanduser() if folder else run.merged
+        self.folder = Path(model_folder(given))
         self.is_merged = self.folder.resolve() == run.merged.resolve()
         self.dtype, self.export = serving_dtype(self.folder, run.merged, profile, gpu=self.gpu, engine=engine)
         asked = run.merged if self.export else self.folder
@@ -152,8 +152,7 @@ def serving_dtype(
         export = open_export(folder, merged)
         _require_kernels(export, gpu, engine)
         return "bfloat16" if dtype == "float32" else dtype, export  # its kernels compute in 16 bits only
-    stored = str(config.get("dtype") or config.get("torch_dtype"))
-    gib = weights_bytes(folder) * BYTES[dtype] / BYTES.get(stored, BYTES[dtype]) / files.GIB
+    gib = weights_bytes(folder) / files.GIB
     if gpu and engine != "transformers":
         gpus = tensor_parallel(folder, gpu.count).value
         share = profile.vllm.gpu_memory_utilization * gpu.memory_gib

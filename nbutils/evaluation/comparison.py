@@ -142,25 +142,14 @@ class Comparison:
         return "helped" if rose else "harmed"
 
     def _flags(self) -> list[str]:
-        """What looks wrong: few rows, and answers that were cut off."""
-        rows = len(self.base.answers)
+        """What looks wrong: few rows, and answers of the tuned model that were cut off."""
+        rows = len(self.tuned.answers)
+        cut = sum(not answer.stopped for answer in self.tuned.answers)
         flags = []
         if rows < FEW_ROWS:
             flags.append(tr(TEXTS["few_rows"], rows=rows))
-        longest = max(map(len, self.evaluator.references))
-        for result in self.results:
-            cut = [answer.text for answer in result.answers if not answer.stopped]
-            if result is self.base:  # it may be wordy
-                cut = [text for text in cut if len(text) < longest]
-            if len(cut) > rows / 10:
-                flags.append(
-                    tr(
-                        TEXTS["cut_off"],
-                        name=tr(result.name),
-                        count=len(cut),
-                        rows=rows,
-                    )
-                )
+        if cut > rows / 10:
+            flags.append(tr(TEXTS["cut_off"], count=cut, rows=rows))
         return flags
 
     @cached_property
@@ -353,8 +342,8 @@ def open_evaluator(
 
     _, held_out = data.load(run.data)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
-    limits = (getattr(config, "max_position_embeddings", 0), limit)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    context = config.get_text_config().max_position_embeddings
     course = profile.course
     dtype = profile.from_pretrained.dtype
     return Evaluator(
@@ -364,7 +353,7 @@ def open_evaluator(
         Size(rows or course.evaluation_rows, course.evaluation_batch_size, course.max_new_tokens),
         f"{dtype}, {IN_4_BITS}" if in_4_bits else dtype,
         thinking=False if may_skip_thinking(tokenizer, held_out) else None,
-        limit=min(filter(None, limits), default=0),
+        limit=min(limit, context) if limit else context,
     )
 
 
@@ -407,5 +396,7 @@ def stored_answers(run: RunFolder, profile: Profile, folder: Path, rows: int = 0
     stored = asked.stored_answers("merged", files.stamp(folder), folder)
     known = {tuple(answer.prompt_ids): answer for answer in stored}
     evaluator = open_evaluator(run, profile, folder, rows=rows, limit=profile.vllm.max_model_len)
-    answers = [known[tuple(prompt)] for prompt in evaluator.prompts if tuple(prompt) in known]
-    return evaluator, answers if len(answers) == len(evaluator.prompts) else []
+    prompts = [tuple(prompt) for prompt in evaluator.prompts]
+    if known.keys() >= set(prompts):
+        return evaluator, [known[prompt] for prompt in prompts]
+    return evaluator, []

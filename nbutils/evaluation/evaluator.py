@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nbutils.chat import View, common_length, find_stop_ids, rows_think, training_format
+from nbutils.chat import View, find_stop_ids, rows_think, training_format
 from nbutils.data import stored_rows
 from nbutils.data.texts import mask
 from nbutils.errors import CourseError
@@ -64,10 +64,6 @@ class Result:
         """The plain mean of a score."""
         return sum(self.scores[score]) / len(self.answers)
 
-    def values(self, score: str) -> list[float]:
-        """A score row by row."""
-        return [total / tokens for total, tokens in self.losses] if score == "loss" else self.scores[score]
-
     def weights(self, score: str) -> list[int] | None:
         """The loss is weighted by tokens, so that its mean is that of the whole text."""
         return [tokens for _, tokens in self.losses] if score == "loss" else None
@@ -76,13 +72,14 @@ class Result:
         """The mean of a score with its interval."""
         if score in SHARES:
             return scores.estimate_share(self.scores[score])
-        return scores.estimate(self.values(score), self.weights(score))
+        return scores.estimate(self.scores[score], self.weights(score))
 
     def change(self, before: Result, score: str) -> Difference:
         """A score minus that of another model on the same rows: one number for table, figure and verdict."""
+        values = self.scores[score]
         if score in SHARES:
-            return scores.paired_share_difference(before.scores[score], self.scores[score])
-        return scores.paired_difference(before.values(score), self.values(score), self.weights(score))
+            return scores.paired_share_difference(before.scores[score], values)
+        return scores.paired_difference(before.scores[score], values, self.weights(score))
 
 
 @dataclass(frozen=True)
@@ -115,22 +112,40 @@ class Evaluator:
     def __post_init__(self) -> None:
         held_out = self.rows
         chosen = held_out[: self.size.rows or None]
-        if not chosen:
-            raise CourseError(
-                tr("There are no evaluation rows."),
-                todo=tr("Run lesson 02 again, with more rows or with EVAL_DATA."),
-            )
-        self.folder = self.run / FOLDER
-        self.mode = THINKING_MODES[self.thinking]
         form = training_format(self.tokenizer, chosen, self.thinking).value
         self.view = View(self.tokenizer, form, self.thinking)
+        prompts = [self.view.prompt(row["messages"][:-1], row.get("tools")) for row in chosen]
+        room = self.limit - self.size.max_new_tokens if self.limit else math.inf
+        fitting = [number for number, prompt in enumerate(prompts) if len(prompt) <= room]
+        self.left_out = len(chosen) - len(fitting)
+        self._report_left_out(len(fitting))
+        self.folder = self.run / FOLDER
+        self.mode = THINKING_MODES[self.thinking]
         self.max_new_tokens = self._answer_tokens(held_out)
-        self.rows = self._fitting(chosen)
-        self.left_out = len(chosen) - len(self.rows)
+        self.rows = [chosen[number] for number in fitting]
+        self.prompts = [prompts[number] for number in fitting]
         self.questions = [row["messages"][:-1] for row in self.rows]
         self.tools = [row.get("tools") for row in self.rows]
-        self.prompts = list(map(self.view.prompt, self.questions, self.tools))
         self.references = [reference_of(self.view, row) for row in self.rows]
+
+    def _report_left_out(self, fitting: int) -> None:
+        """Say how many rows have no room for their answer; stop if no row is left."""
+        if not fitting:
+            raise CourseError(
+                tr("No evaluation row fits {limit:,} tokens with its answer, or there is none.", limit=self.limit),
+                todo=tr(
+                    "Run lesson 02 again, with more or shorter rows; or lower course.max_new_tokens (now "
+                    "{new_tokens}), or raise vllm.max_model_len if that is the limit.",
+                    new_tokens=self.size.max_new_tokens,
+                ),
+            )
+        if self.left_out:
+            warning = tr(
+                "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
+                count=self.left_out,
+                limit=self.limit,
+            )
+            print(warning)
 
     def _answer_tokens(self, rows: Sequence[Row]) -> int:
         """At most so many as the longest reference needs, unless the model may think before it answers."""
@@ -143,39 +158,6 @@ class Evaluator:
         longest = max(map(len, tokenized["input_ids"]))
         needed = max(LEAST_TOKENS, int(LONGER * longest))
         return min(most, needed)
-
-    def _fitting(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows that leave room for the longest answer; all of them without a limit."""
-        if not self.limit:
-            return list(rows)
-        lengths = []
-        for row in rows:
-            prompt = self.view.prompt(row["messages"][:-1], row.get("tools"))
-            lengths.append(len(prompt))
-        room = self.limit - self.size.max_new_tokens
-        fitting = [row for row, length in zip(rows, lengths, strict=True) if length <= room]
-        if not fitting:
-            raise CourseError(
-                tr(
-                    "None of the {rows} evaluation rows fits: question and answer need {least:,} tokens or more.",
-                    rows=len(rows),
-                    least=min(lengths) + self.size.max_new_tokens,
-                ),
-                allowed=tr("at most {limit:,} tokens", limit=self.limit),
-                todo=tr(
-                    "Lower course.max_new_tokens (now {new_tokens}), raise vllm.max_model_len if that is the "
-                    "limit, or give shorter rows.",
-                    new_tokens=self.size.max_new_tokens,
-                ),
-            )
-        if len(fitting) < len(rows):
-            warning = tr(
-                "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
-                count=len(rows) - len(fitting),
-                limit=self.limit,
-            )
-            print(warning)
-        return fitting
 
     def general(self) -> Evaluator:
         """The rows of general knowledge, asked in the same way; always all of them."""
@@ -215,6 +197,7 @@ class Evaluator:
         """The scores of answers to these rows, whoever gave them."""
         tagged = self.with_think_tag(answers)
         scored = score_answers(tagged, self.references)
+        scored["loss"] = [total / tokens for total, tokens in losses]
         return Result(self, name, tagged, scored, losses)
 
     def stored_answers(self, name: str, fingerprint: Any, folder: Path) -> list[Answer]:
@@ -243,13 +226,10 @@ class Evaluator:
 
     def with_think_tag(self, answers: Sequence[Answer]) -> list[Answer]:
         """The answers with the `<think>` that a prompt may have opened for them, so that thinking is seen as such."""
-        tagged = []
-        for answer, prompt in zip(answers, self.prompts, strict=True):
-            ending = self.tokenizer.decode(prompt[-12:])
-            if ending.rstrip().endswith("<think>"):
-                answer = replace(answer, text=f"<think>{answer.text}")
-            tagged.append(answer)
-        return tagged
+        ending = self.tokenizer.decode(self.prompts[0][-12:])  # that of every prompt
+        if not ending.rstrip().endswith("<think>"):
+            return list(answers)
+        return [replace(answer, text=f"<think>{answer.text}") for answer in answers]
 
     def table(self, columns: Mapping[str, Sequence[str]], rows: int = 6) -> Table:
         """For display: question, reference, and each model's answer with a tick or a cross; private data masked."""
@@ -286,13 +266,11 @@ def score_answers(answers: Sequence[Answer], references: Sequence[str]) -> dict[
 
 def reference_of(view: View, row: Row) -> str:
     """The reference as a model would write it; a tool call is written the way the template writes it."""
-    *question, last = row["messages"]
+    last = row["messages"][-1]
     if not last.get("tool_calls"):
         return last["content"] or ""
-    tools = row.get("tools")
-    prompt = view.prompt(question, tools)
-    ids, _ = view.encode(row["messages"], tools)
-    answer = ids[common_length(prompt, ids) :]
+    example = view.encode(row)
+    answer = list(example.ids[example.shared[-1] :])
     return str(view.tokenizer.decode(answer, skip_special_tokens=True)).strip()
 
 

@@ -69,13 +69,13 @@ def in_batches(
 
 def longest_first(
     model: Any,
-    lengths: Sequence[int],
+    lengths: Mapping[int, int],
     batch_size: int,
     work: Callable[[Sequence[int]], list[Any]],
     title: str,
 ) -> Iterator[tuple[int, Any]]:
-    """Results for texts of these lengths, in batches of similar ones: if memory is short, that shows at once."""
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    """Results for numbered texts of these lengths, in batches of similar ones: if memory is short, it shows at once."""
+    order = sorted(lengths, key=lengths.__getitem__, reverse=True)
     batch_size = fitting_batch(model, lengths[order[0]], batch_size)
     results = in_batches(order, batch_size, work)
     yield from tqdm(results, total=len(order), desc=title, unit=tr("row"))
@@ -121,19 +121,17 @@ def answer_prompts(
     batch_size: int,
 ) -> Iterator[tuple[int, Answer]]:
     """Answers to numbered prompts as they come."""
-    numbers = list(prompts)
-    asked = list(prompts.values())
     stops = sorted(find_stop_ids(tokenizer, model.generation_config))
     pad = stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def generate(batch: Sequence[int]) -> list[Tokens]:
-        return generate_ids(model, [asked[at] for at in batch], max_new_tokens, stops, pad)
+        return generate_ids(model, [prompts[number] for number in batch], max_new_tokens, stops, pad)
 
-    lengths = [len(prompt) + max_new_tokens for prompt in asked]
-    for at, ids in longest_first(model, lengths, batch_size, generate, tr("answers")):
+    lengths = {number: len(prompt) + max_new_tokens for number, prompt in prompts.items()}
+    for number, ids in longest_first(model, lengths, batch_size, generate, tr("answers")):
         text = tokenizer.decode(ids, skip_special_tokens=True)
         stopped = bool(ids) and ids[-1] in stops
-        yield numbers[at], Answer(asked[at], ids, text, stopped)
+        yield number, Answer(prompts[number], ids, text, stopped)
 
 
 def generate_ids(
@@ -253,7 +251,7 @@ def row_losses(model: Any, texts: Sequence[Encoded], batch_size: int) -> list[Ro
     def losses(batch: Sequence[int]) -> list[float]:
         return summed_losses(model, [texts[number] for number in batch])
 
-    lengths = [len(text.ids) for text in texts]
+    lengths = {number: len(text.ids) for number, text in enumerate(texts)}
     rows = [(0.0, 0)] * (1 + texts[-1].row)
     measured = longest_first(
         model,
