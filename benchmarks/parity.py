@@ -31,11 +31,11 @@ DTYPES = ("bfloat16", "float16")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def texts() -> parity.Fixed:
+def texts() -> parity.FixedSet:
     """16 texts of 64 random tokens that every vocabulary of the course has; the last 16 of each are predicted."""
     dice = random.Random(3)
     rows = [[dice.randrange(100, 1000) for _ in range(64)] for _ in range(16)]
-    return parity.Fixed(rows, [16] * len(rows))
+    return parity.FixedSet(rows, [16] * len(rows))
 
 
 def changed(adapter: Path, folder: Path, strength: float, lost: bool) -> Path:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from nbutils import evaluation, files
-from nbutils.chat import common_length
 from nbutils.config import Profile
 from nbutils.errors import CourseError
-from nbutils.evaluation.evaluator import FOLDER, Evaluator, Facts, Table, digest
+from nbutils.evaluation.evaluator import FOLDER, Evaluator, Facts, digest
 from nbutils.evaluation.inference import Row, Tokens, in_batches, padded
 from nbutils.evaluation.placement import Placement
 from nbutils.language import tr
@@ -52,21 +51,16 @@ FAILS = "FAILS"
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedSet:
     """Texts whose last `measured` tokens are to be predicted."""
 
     texts: list[Tokens]
     measured: list[int]
 
-    @property
-    def positions(self) -> int:
-        """How many predictions are compared."""
-        return sum(self.measured)
 
-
-def fixed_set(evaluator: Evaluator, general: Evaluator | None = None, *, limit: int = LONGEST) -> Fixed:
+def fixed_set(evaluator: Evaluator, general: Evaluator | None = None, *, limit: int = LONGEST) -> FixedSet:
     """The fixed set of a run, rows spread evenly over both; `limit` is the shortest context of all models."""
-    fixed = Fixed([], [])
+    fixed = FixedSet([], [])
     longest = min(limit, LONGEST)
     _add_texts(fixed, evaluator, HELD_OUT_ROWS, longest)
     if general:
@@ -74,7 +68,7 @@ def fixed_set(evaluator: Evaluator, general: Evaluator | None = None, *, limit: 
     return fixed
 
 
-def _add_texts(fixed: Fixed, evaluator: Evaluator, count: int, longest: int) -> None:
+def _add_texts(fixed: FixedSet, evaluator: Evaluator, count: int, longest: int) -> None:
     """Add `count` rows; where none is short enough, what is too long loses its beginning."""
     numbers = range(len(evaluator.rows))
     fitting = [number for number in numbers if len(evaluator.prompts[number]) <= longest - MEASURED]
@@ -82,13 +76,13 @@ def _add_texts(fixed: Fixed, evaluator: Evaluator, count: int, longest: int) -> 
     stride = max(1, len(pool) // count)
     for number in pool[::stride][:count]:
         row = evaluator.rows[number]
-        ids = list(evaluator.view.encode(row).ids)
-        begin = max(1, common_length(evaluator.prompts[number], ids))
-        text = ids[: begin + MEASURED]
+        example = evaluator.renderer.encode(row)
+        begin = max(1, example.shared[-1])
+        text = list(example.ids[: begin + MEASURED])
         text = text[1 - longest :]  # a server adds at least one token
         measured = min(
             MEASURED,
-            len(ids) - begin,
+            len(example.ids) - begin,
             len(text) - 1,
         )
         fixed.texts.append(text)
@@ -115,7 +109,7 @@ class Predictions:
         return Predictions(logs, tokens)
 
 
-def measure(model: Any, fixed: Fixed, batch_size: int = HELD_OUT_ROWS + GENERAL_ROWS) -> Predictions:
+def measure(model: Any, fixed: FixedSet, batch_size: int = HELD_OUT_ROWS + GENERAL_ROWS) -> Predictions:
     """What a model in memory predicts."""
     import torch
 
@@ -137,7 +131,7 @@ def measure(model: Any, fixed: Fixed, batch_size: int = HELD_OUT_ROWS + GENERAL_
 
     rows = range(len(fixed.texts))
     logs = torch.cat([predicted for _, predicted in in_batches(rows, batch_size, predict)])
-    if torch.isnan(logs).any() or not torch.isfinite(logs).any(dim=-1).all():
+    if torch.isnan(logs).any():
         raise CourseError(
             tr("The model's logits contain NaN or infinity: a value overflowed its precision."),
             todo=tr("Use another dtype (float32, or bfloat16 where the GPU supports it), or another model."),
@@ -145,7 +139,7 @@ def measure(model: Any, fixed: Fixed, batch_size: int = HELD_OUT_ROWS + GENERAL_
     return Predictions(logs)
 
 
-def measure_server(client: OpenAI, model_name: str, fixed: Fixed) -> Predictions:
+def measure_server(client: OpenAI, model_name: str, fixed: FixedSet) -> Predictions:
     """What the model that a vLLM server serves predicts: the likeliest tokens of every position."""
     import torch
     from openai import OpenAIError
@@ -263,7 +257,7 @@ class StoredParity(BaseModel):
 
     mark: str  # of the texts and of the merged model: the files of the predictions have it too
     about: dict[str, Any]  # the stamp of the merged model: which one it is, and what it was merged into
-    fixed: Fixed
+    fixed: FixedSet
     gaps: dict[str, Gap] = {}
     readings: dict[str, Any] = {}  # by the name of the form
 
@@ -317,7 +311,7 @@ class PredictionStore:
         return self.stored.gaps.get(f"{other} against {reference}")
 
 
-def new_store(run: Path, fixed: Fixed, stamp: Facts) -> PredictionStore:
+def new_store(run: Path, fixed: FixedSet, stamp: Facts) -> PredictionStore:
     """An empty store for the forms of the merged model with this stamp."""
     mark = digest([asdict(fixed), stamp])
     return PredictionStore(run, StoredParity(mark=mark, about=stamp, fixed=fixed))
@@ -421,19 +415,6 @@ class ParityReport:
         lines = "\n".join(map(str, self.lines))
         return lines or tr("Predictions are not compared: the unquantized model does not fit here.")
 
-    def table(self) -> Table:
-        """For display: a row for each comparison."""
-        table = []
-        for line in self.lines:
-            row = {
-                tr("model"): tr(NAMES[line.other]),
-                tr("compared with"): tr(NAMES[line.reference]),
-                **line.gap.columns,
-                tr("verdict"): tr(line.verdict),
-            }
-            table.append(row)
-        return table
-
     def facts(self) -> Facts:
         """For facts.json; the verdict in English, the summary in the language of the course."""
         if not self.lines:
@@ -452,11 +433,6 @@ class ParityReport:
         if not self.holds:
             raise CourseError(
                 str(self),
-                allowed=tr(
-                    "a merged model nearer to the adapter than to the base, and a server within {far} times the "
-                    "noise of it",
-                    far=FAR,
-                ),
                 todo=tr(
                     "Serve the folder that lesson 04 wrote. If the line above names the merged model, check that "
                     "adapter and base belong together, or train longer: an adapter that hardly learned is lost "

@@ -53,12 +53,18 @@ class ServedModel:
         self.run = run
         self.gpu = hardware.gpu()
         self.at_once = profile.vllm.max_num_seqs
-        given = Path(folder).expanduser() if folder else run.merged
-        self.folder = Path(model_folder(given))
+        chosen = Path(folder).expanduser() if folder else run.merged
+        self.folder = Path(model_folder(chosen))
         self.is_merged = self.folder.resolve() == run.merged.resolve()
-        self.dtype, self.export = serving_dtype(self.folder, run.merged, profile, gpu=self.gpu, engine=engine)
-        asked = run.merged if self.export else self.folder
-        self.evaluator, self.stored = evaluation.stored_answers(run, profile, asked, rows)
+        self.dtype, self.export = serving_dtype(
+            self.folder,
+            run.merged,
+            profile,
+            gpu=self.gpu,
+            engine=engine,
+        )
+        self.compared_with = run.merged if self.export else self.folder
+        self.evaluator, self.stored = evaluation.stored_answers(run, profile, self.compared_with, rows)
         self.questions = self.evaluator.questions
 
     @property
@@ -108,38 +114,29 @@ class ServedModel:
         """The server's predictions on lesson 04's fixed set beside the merged model's; stops if it is another model."""
         if server.environment.engine == "transformers":
             return ServerComparison(tr("`transformers serve` does not return predictions."), {"parity": {}})
-        nothing = ServerComparison(tr(NOTHING_STORED), {"parity": {}})
-        if not self.is_merged and not self.export:
-            return nothing
         try:
-            store = parity.load_predictions(self.run.path, self.run.merged)
+            store = parity.load_predictions(self.run.path, self.compared_with)
         except CourseError:
-            return nothing
+            return ServerComparison(tr(NOTHING_STORED), {"parity": {}})
         served = parity.measure_server(server.client(), server.model_name, store.fixed)
         return self.judge(store, served)
 
     def judge(self, store: parity.PredictionStore, served: parity.Predictions) -> ServerComparison:
         """The server's predictions beside the merged model's; those of an export have a price, and cannot fail."""
-        if self.export:
-            gap = parity.gap(store.forms["merged"], served)
-            line = ParityLine(self.export, gap)
-            verdict = tr(
-                "The price of {name}, in vLLM: {verdict}, {mean:.2g} nats per token.",
-                name=self.export.name,
-                verdict=tr(line.verdict),
-                mean=gap.mean,
-            )
-            facts: Facts = {"parity": {"price": line.facts, "verdict": verdict}}
-            table = [line.row]
-        else:
+        if not self.export:
             store.add("vllm", served)
             report = parity.ParityReport(store)
             report.require()
-            verdict = str(report.lines[-1])
-            facts = report.facts()
-            table = report.table()
-        text = tr("At {count} positions: {verdict}", count=store.fixed.positions, verdict=verdict)
-        return ServerComparison(text, facts, table)
+            return ServerComparison(str(report), report.facts())
+        gap = parity.gap(store.forms["merged"], served)
+        line = ParityLine(self.export, gap)
+        verdict = tr(
+            "The price of {name}, in vLLM: {verdict}, {mean:.2g} nats per token.",
+            name=self.export.name,
+            verdict=tr(line.verdict),
+            mean=gap.mean,
+        )
+        return ServerComparison(verdict, {"parity": {"price": line.facts, "verdict": verdict}})
 
 
 def serving_dtype(

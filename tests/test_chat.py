@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import tarfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,7 +138,7 @@ def test_stop_ids_are_those_of_the_generation_config(tokenizer: Any, tmp_path: P
 
 def test_rows_that_would_lose_their_stop_token_are_left_out(bare: Any, tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"messages": one} for one in (SHORT, LONG, MIDDLE)]
-    sizes = [len(chat.View(tokenizer, "messages").encode(row).ids) for row in rows]
+    sizes = [len(chat.Renderer(tokenizer, "messages").encode(row).ids) for row in rows]
     fitted = chat.filter_by_length(tokenizer, rows, sizes[2] - 1)  # the last row loses a line break at its end, no more
     assert fitted.too_long == {2: sizes[1]} and fitted.lengths == sizes[::2]
     assert fitted.facts() == {"longest_row_tokens": sizes[1], "rows_too_long": 1}
@@ -153,7 +152,7 @@ def test_rows_that_would_lose_their_stop_token_are_left_out(bare: Any, tokenizer
         chat.filter_by_length(tokenizer, rows, 4)
     several = with_template(bare, GLM, eos="<|endoftext|>")  # a row with several examples is left out whole
     rows = [{"messages": ONE}, {"messages": [*TWO[:3], LONG[1]]}]
-    fitted = chat.filter_by_length(several, rows, len(chat.View(several, "prompt_completion").encode(rows[0]).ids))
+    fitted = chat.filter_by_length(several, rows, len(chat.Renderer(several, "prompt_completion").encode(rows[0]).ids))
     assert [one.row for one in fitted.examples] == [1] and set(fitted.too_long) == {2}
 
 
@@ -194,7 +193,7 @@ def test_qwen3_trains_thoughts_and_only_what_the_server_does_not_write(bare: Any
     assert learned(tokenizer, fitted) == [f"{text}<|im_end|>" for text in answers]
     assert "Maybe" not in tokenizer.decode(list(fitted.examples[2].ids))  # as servers drop earlier thoughts
     assert chat.check_contract(fitted).answers == 3
-    [without] = chat.View(tokenizer, "prompt_completion", thinking=False).encode_all([PLAIN])
+    [without] = chat.Renderer(tokenizer, "prompt_completion", thinking=False).encode_all([PLAIN])
     assert tokenizer.decode(list(itertools.compress(without.ids, without.trained))) == "On its way.<|im_end|>"
 
 
@@ -266,25 +265,10 @@ def test_packing_truncation_and_collator_keep_every_trained_token(tiny: Any, tmp
         chat.check_trainer(cutting, report)
 
 
-def test_a_collator_that_masks_padding_by_its_id_is_refused(tiny: Any) -> None:
-    from transformers import DataCollatorForLanguageModeling
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as Trl
-
-    tiny.pad_token = tiny.eos_token
-    fitted = chat.filter_by_length(tiny, ROWS, 512)
-    report = chat.check_contract(fitted)
-    trainer = SimpleNamespace(train_dataset=chat.training_dataset(fitted), data_collator=Trl(tiny.pad_token_id))
-    chat.check_trainer(trainer, report)  # TRL's collator pads labels by position
-    by_id = DataCollatorForLanguageModeling(tiny, mlm=False)
-    trainer.data_collator = lambda rows: by_id([{"input_ids": row["input_ids"]} for row in rows])
-    with refused("; the contract check counted"):
-        chat.check_trainer(trainer, report)
-
-
 def test_validation_rows_are_spread_and_long_ones_left_out(tokenizer: Any) -> None:
     fitted = chat.filter_by_length(tokenizer, [{"messages": SHORT}, {"messages": MIDDLE}], 40)
     rows = [{"messages": one} for one in (SHORT, LONG, MIDDLE, SHORT)]
-    ids = [list(chat.View(tokenizer, "messages").encode({"messages": one}).ids) for one in (SHORT, MIDDLE)]
+    ids = [list(chat.Renderer(tokenizer, "messages").encode({"messages": one}).ids) for one in (SHORT, MIDDLE)]
     two, all_rows = (chat.validation_dataset(fitted, rows, count) for count in (2, 9))
     assert two and two["input_ids"][:] == ids and all_rows and len(all_rows) == 3
     assert chat.validation_dataset(fitted, rows, 0) is chat.validation_dataset(fitted, [], 9) is None
@@ -318,7 +302,7 @@ def answered(text: str) -> str:
 
 @pytest.mark.parametrize(("template", "problem", "words"), [
     (answered(ANSWER.replace("<|im_end|>", "<|endoftext|>")), "the last trained token", "'<|endoftext|>'"),
-    (answered("{% generation %}{% endgeneration %}{{ m.content }}<|im_end|>"), "around each answer", "not trained"),
+    (answered("{% generation %}{% endgeneration %}{{ m.content }}<|im_end|>"), "Put {% generation %}", "not trained"),
     (answered("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"), "around each answer", "<|im_end|>"),
     ("{% generation %}" + answered("{{ m.content }}<|im_end|>") + "{% endgeneration %}", "{% generation %}", "n 1,"),
     (answered(ANSWER.replace("<|im_end|>", "<|im_end|> Bye.")), "around each answer", "no part of an answer"),

@@ -56,7 +56,7 @@ def evaluator_of(tokenizer: Any, run: Path, rows: Any = 6, new_tokens: int = 8, 
 def test_an_answer_is_the_same_alone_in_a_batch_and_with_a_static_cache(tiny: Tiny) -> None:
     model, tokenizer = tiny
     questions = [row["messages"][:-1] for row in rows_of("eval.jsonl", 5)]
-    prompts = dict(enumerate(map(chat.View(tokenizer, "messages").prompt, questions)))
+    prompts = dict(enumerate(map(chat.Renderer(tokenizer, "messages").prompt, questions)))
 
     def answers(prompts: Any, max_new_tokens: int, batch_size: int) -> list[Answer]:
         found = dict(inference.answer_prompts(model, tokenizer, prompts, max_new_tokens, batch_size))
@@ -135,7 +135,7 @@ def test_a_wanted_tool_call_is_written_as_the_template_writes_it(tiny: Tiny) -> 
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     row = row_of("q", "", tool_calls=[{"type": "function", "function": {"name": "find", "arguments": {"q": "x"}}}])
-    assert evaluating.reference_of(chat.View(tokenizer, "prompt_completion"), row) == "<tool_call>find</tool_call>"
+    assert evaluating.reference_of(chat.Renderer(tokenizer, "prompt_completion"), row) == "<tool_call>find</tool_call>"
 
 
 PROMPTS = [[1], [1, 2], [1, 2, 3]]
@@ -199,7 +199,7 @@ def test_losses_that_were_changed_on_disk_are_measured_again(tmp_path: Path) -> 
 
 def test_the_loss_is_that_of_the_assistants_tokens_whatever_the_batch(tiny: Tiny, monkeypatch: Any) -> None:
     (model, tokenizer), rows = tiny, rows_of("eval.jsonl", 7)
-    shapes, texts = list[tuple[Any, Any]](), inference.encode_rows(chat.View(tokenizer, "messages"), rows)
+    shapes, texts = list[tuple[Any, Any]](), inference.encode_rows(chat.Renderer(tokenizer, "messages"), rows)
     note = lambda _, args, given, out: shapes.append((out.logits.shape, given["input_ids"].shape))  # noqa: E731
     monkeypatch.setattr(inference, "MAX_LOGITS", 3072 * 100)
     with model.register_forward_hook(note, with_kwargs=True):
@@ -217,7 +217,7 @@ def test_the_loss_is_that_of_the_assistants_tokens_whatever_the_batch(tiny: Tiny
 def test_answers_of_one_row_are_added_up_where_each_is_a_text_of_its_own(tiny: Tiny) -> None:
     turns = [turn for row in rows_of("eval.jsonl", 2) for turn in row["messages"]]
     rows = [{"messages": turns}, *rows_of("eval.jsonl", 1)]
-    forms = [inference.encode_rows(chat.View(tiny[1], form), rows) for form in ("messages", "prompt_completion")]
+    forms = [inference.encode_rows(chat.Renderer(tiny[1], form), rows) for form in ("messages", "prompt_completion")]
     assert [[text.row for text in texts] for texts in forms] == [[0, 1], [0, 0, 1]]
     together, apart = (inference.row_losses(tiny[0], texts, 2) for texts in forms)
     assert np.allclose(together, apart, rtol=1e-4)
@@ -274,7 +274,7 @@ def test_a_difference_is_tested_in_pairs() -> None:
     assert scores.paired_difference(before, before + rng.normal(1.0, 1.0, size=40)).p < 0.001
     assert scores.paired_difference(before, before).p == 1.0
     nothing = scores.paired_difference([1.0] * 20, [float("nan")] * 20)
-    assert nothing.text() == "not a number" and nothing.p_text == "-"
+    assert nothing.text() == "nan [nan, nan]" and nothing.p_text == "nan"
 
 
 def result(name: str, texts: Sequence[str], references: Sequence[str], losses: Any = 1.0, stopped: bool = True) -> Any:

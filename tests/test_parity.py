@@ -16,7 +16,7 @@ from support import refused
 from nbutils import data, evaluation, files, hardware, merging, parity, platforms, profiles, record
 from nbutils.evaluation import Size
 from nbutils.evaluation import placement as placing
-from nbutils.parity import Fixed, Predictions
+from nbutils.parity import FixedSet, Predictions
 
 URL, KEY = "http://127.0.0.1:8000/v1", "not-a-secret-only-a-test"
 Found = dict[str, Predictions]
@@ -55,12 +55,12 @@ def evaluator(tmp_path_factory: pytest.TempPathFactory) -> evaluation.Evaluator:
 
 
 @pytest.fixture(scope="module")
-def texts(evaluator: evaluation.Evaluator) -> Fixed:
+def texts(evaluator: evaluation.Evaluator) -> FixedSet:
     return parity.fixed_set(evaluator, evaluator.general(), limit=256)
 
 
 @pytest.fixture(scope="module")
-def store(base: Any, adapter: Path, texts: Fixed) -> Found:
+def store(base: Any, adapter: Path, texts: FixedSet) -> Found:
     """The base, the tuned model, and the merged one; measured once for all tests."""
     from peft import PeftModel
 
@@ -69,7 +69,7 @@ def store(base: Any, adapter: Path, texts: Fixed) -> Found:
     return found | {"merged": parity.measure(tuned.merge_and_unload(), texts)}
 
 
-def kept(folder: Path, texts: Fixed, given: Found, about: Any = ()) -> parity.PredictionStore:
+def kept(folder: Path, texts: FixedSet, given: Found, about: Any = ()) -> parity.PredictionStore:
     found = parity.new_store(folder, texts, dict(about))
     for name, predictions in given.items():
         found.add(name, predictions)
@@ -81,9 +81,11 @@ def shifted(reading: Predictions, by: float) -> Predictions:
     return Predictions((reading.logs + by * torch.randn_like(reading.logs)).log_softmax(-1))
 
 
-def test_the_fixed_set_is_small_and_ends_within_the_references(evaluator: evaluation.Evaluator, texts: Fixed) -> None:
+def test_the_fixed_set_is_small_and_ends_within_the_references(
+    evaluator: evaluation.Evaluator, texts: FixedSet
+) -> None:
     assert len(texts.texts) == parity.HELD_OUT_ROWS + parity.GENERAL_ROWS
-    assert 100 < texts.positions <= 256
+    assert 100 < sum(texts.measured) <= 256
     answer = evaluator.tokenizer.decode(texts.texts[0][-texts.measured[0] :], skip_special_tokens=True)
     assert evaluator.references[0].startswith(answer.strip()[:8])
     assert evaluator.prompts[0] == texts.texts[0][: -texts.measured[0]]
@@ -93,7 +95,7 @@ def test_the_fixed_set_is_small_and_ends_within_the_references(evaluator: evalua
 
 
 @pytest.mark.slow
-def test_predictions_are_what_the_model_says_without_padding(base: Any, texts: Fixed, store: Found) -> None:
+def test_predictions_are_what_the_model_says_without_padding(base: Any, texts: FixedSet, store: Found) -> None:
     at = 0
     for text, count in zip(texts.texts[:3], texts.measured[:3], strict=True):
         alone = base(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)[-count - 1 : -1]
@@ -101,7 +103,7 @@ def test_predictions_are_what_the_model_says_without_padding(base: Any, texts: F
         at += count
 
 
-def test_predictions_that_are_no_numbers_are_refused(base: Any, texts: Fixed, monkeypatch: Any) -> None:
+def test_predictions_that_are_no_numbers_are_refused(base: Any, texts: FixedSet, monkeypatch: Any) -> None:
     monkeypatch.setattr(base.lm_head, "forward", lambda hidden: hidden @ base.lm_head.weight.T * torch.nan)
     with refused("The model's logits contain NaN or infinity: a value"):
         parity.measure(base, texts)
@@ -129,21 +131,21 @@ def merged(tmp_path: Path) -> Path:
 
 
 def test_merging_keeps_the_model_and_the_server_is_added_later(
-    tmp_path: Path, merged: Path, texts: Fixed, store: Found
+    tmp_path: Path, merged: Path, texts: FixedSet, store: Found
 ) -> None:
     found = parity.ParityReport(kept(tmp_path, texts, store, {"adapter": 1}))
     found.require()
     assert found.holds and found.facts()["parity"]["holds"] and found.noise == 1e-6
     assert found.predictions.gap("full", "merged").mean < 1e-7 < 1e-2 < found.predictions.gap("full", "base").mean
     assert [line.verdict for line in found.lines] == ["what the tuning changed", "the same model"]
-    assert found.table()[-1]["same next token"] == f"{texts.positions} of {texts.positions}"
+    assert found.lines[-1].gap.columns["same next token"] == f"{sum(texts.measured)} of {sum(texts.measured)}"
     later = parity.load_predictions(tmp_path, merged)
     assert set(later.forms) == {"base", "full", "merged"} and later.fixed == texts
-    assert parity.ParityReport(later).table() == found.table()
+    assert parity.ParityReport(later).lines == found.lines
     later.add("vllm", store["merged"].shortened(20))
-    table = parity.ParityReport(parity.load_predictions(tmp_path, merged)).table()
-    assert [row["verdict"] for row in table] == ["what the tuning changed", "the same model", "the same model"]
-    assert table[-1]["KL mean"].startswith("at least")
+    lines = parity.ParityReport(parity.load_predictions(tmp_path, merged)).lines
+    assert [line.verdict for line in lines] == ["what the tuning changed", "the same model", "the same model"]
+    assert "merged, in vLLM, at least" in str(lines[-1])
 
 
 @pytest.mark.parametrize(("given", "holds"), [
@@ -158,7 +160,7 @@ def test_merging_keeps_the_model_and_the_server_is_added_later(
     ({"full": 0.0, "merged": 0.0, "4bit": 2.0}, True),  # a price never fails
     ({"4bit": 0.0, "merged": 0.0}, False),  # nothing that must be the same was compared
 ])  # fmt: skip
-def test_what_holds(tmp_path: Path, texts: Fixed, store: Found, given: dict[str, Any], holds: bool) -> None:
+def test_what_holds(tmp_path: Path, texts: FixedSet, store: Found, given: dict[str, Any], holds: bool) -> None:
     """Each form is the tuned model shifted by so much, or (None) the base."""
     tuned, onto = store["full"], given.get("onto", "full")
     shifts = {name: by for name, by in given.items() if name != "onto"}
@@ -172,7 +174,7 @@ def test_what_holds(tmp_path: Path, texts: Fixed, store: Found, given: dict[str,
             report.require()
 
 
-def test_a_small_tuning_that_was_lost_is_found_beyond_the_noise(tmp_path: Path, texts: Fixed, store: Found) -> None:
+def test_a_small_tuning_that_was_lost_is_found_beyond_the_noise(tmp_path: Path, texts: FixedSet, store: Found) -> None:
     base = store["base"]
     found = kept(tmp_path, texts, {"base": base, "full": shifted(base, 0.1), "merged": base})
     assert not parity.ParityReport(found).holds
@@ -182,7 +184,7 @@ def test_a_small_tuning_that_was_lost_is_found_beyond_the_noise(tmp_path: Path, 
     assert parity.ParityReport(same).holds  # nothing was learnt, so nothing was lost
 
 
-def test_the_noise_is_what_smaller_batches_change(tmp_path: Path, base: Any, texts: Fixed, monkeypatch: Any) -> None:
+def test_the_noise_is_what_smaller_batches_change(tmp_path: Path, base: Any, texts: FixedSet, monkeypatch: Any) -> None:
     sizes, forward = list[int](), type(base).forward
     watched = lambda self, **given: sizes.append(len(given["input_ids"])) or forward(self, **given)  # noqa: E731
     monkeypatch.setattr(type(base), "forward", watched)
@@ -192,7 +194,7 @@ def test_the_noise_is_what_smaller_batches_change(tmp_path: Path, base: Any, tex
     assert found.gap("merged", "again").mean < 1e-6 == parity.ParityReport(found).noise
 
 
-def test_other_or_damaged_predictions_are_refused(tmp_path: Path, merged: Path, texts: Fixed, store: Found) -> None:
+def test_other_or_damaged_predictions_are_refused(tmp_path: Path, merged: Path, texts: FixedSet, store: Found) -> None:
     def kept_again() -> Path:
         kept(tmp_path, texts, store, {"adapter": 1})
         parity.load_predictions(tmp_path, merged)
@@ -296,13 +298,13 @@ def test_without_room_for_the_model_only_tokens_are_compared(started: Any, monke
 
 
 @pytest.mark.gpu
-def test_4_bit_models_read_on_the_gpu(adapter: Path, texts: Fixed) -> None:
+def test_4_bit_models_read_on_the_gpu(adapter: Path, texts: FixedSet) -> None:
     from peft import PeftModel
     from transformers import BitsAndBytesConfig
 
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     model = tiny(quantization_config=four_bit, device_map={"": 0}, dtype=torch.bfloat16)
-    assert len(parity.measure(PeftModel.from_pretrained(model, adapter), texts).logs) == texts.positions
+    assert len(parity.measure(PeftModel.from_pretrained(model, adapter), texts).logs) == sum(texts.measured)
 
 
 @pytest.mark.parametrize(("gib", "gpu", "fits"), [
@@ -317,7 +319,7 @@ def test_what_fits_is_decided_by_free_memory(gib: float, gpu: Any, fits: bool, m
 
 def test_how_models_are_loaded_on_this_machine(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     small = place(started)
-    assert small.fits and small.loading == small.unquantized == {"dtype": "float32", "device_map": {"": "cpu"}}
+    assert small.fits and small.loading == {"dtype": "float32", "device_map": {"": "cpu"}}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(14.7 * 2**30), 0))
     monkeypatch.setattr(merging, "size_gib", lambda *given: 14.2)
     monkeypatch.setattr(hardware, "gpu", object)
@@ -327,7 +329,7 @@ def test_how_models_are_loaded_on_this_machine(started: Any, monkeypatch: pytest
 
 
 @pytest.fixture
-def server(texts: Fixed, store: Found) -> Any:
+def server(texts: FixedSet, store: Found) -> Any:
     """Speaks /v1/completions as vLLM does, out of `reading`, if it `tells`; asks for a key."""
     serves = SimpleNamespace(reading=store["merged"], tells=True)
 
@@ -353,10 +355,10 @@ def server(texts: Fixed, store: Found) -> Any:
     return serves
 
 
-def test_a_server_is_read_token_by_token(server: Any, texts: Fixed, store: Found) -> None:
+def test_a_server_is_read_token_by_token(server: Any, texts: FixedSet, store: Found) -> None:
     same = parity.gap(store["merged"], parity.measure_server(server.client(api_key=KEY), "course", texts))
     assert same.mean < 1e-6 and same.coarse
-    assert same.same_choices == same.positions == texts.positions
+    assert same.same_choices == same.positions == sum(texts.measured)
     server.reading = store["base"]
     other = parity.gap(store["merged"], parity.measure_server(server.client(api_key=KEY), "course", texts))
     assert other.mean > 0.01

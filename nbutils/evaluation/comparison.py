@@ -222,13 +222,15 @@ class Comparison:
         display.show_figure(figure, self.page.with_name("scores.png"))
 
     def write_page(self, run: str) -> None:
-        """Write the HTML report."""
+        """Write the HTML report, with the answers that are least like their references."""
+        similar = self.tuned.scores["rouge_l"]
+        worst = sorted(range(len(similar)), key=similar.__getitem__)
         page = display.render(
             "report.html",
             run=run,
             comparison=self,
             evaluator=self.evaluator,
-            worst=self._worst()[:WORST],
+            worst=worst[:WORST],
             alpha=f"{ALPHA:g}",
             level=f"{scores.LEVEL:.0%}",
             descriptions=[score.description for score in SHOWN.values()],
@@ -237,15 +239,6 @@ class Comparison:
             language=language(),
         )
         files.write_text(self.page, page.encode("utf-8", "replace").decode("utf-8") + "\n")
-
-    def _worst(self) -> list[int]:
-        """The rows that are wrong after the tuning: first those that were right before it."""
-        was_right = self.base.scores["exact_match"]
-        is_right = self.tuned.scores["exact_match"]
-        similar = self.tuned.scores["rouge_l"]
-        wrong = [row for row, right in enumerate(is_right) if not right]
-        wrong.sort(key=lambda row: (-was_right[row], similar[row]))
-        return wrong
 
     def facts(self) -> Facts:
         """All numbers for facts.json."""
@@ -288,12 +281,8 @@ class Comparison:
     def _summary(self) -> list[str]:
         """The lines of the run's report."""
         lines = [self.verdict.outcome]
-        for score in ("exact_match", "content"):
-            label, form, _ = SHOWN[score]
-            means = []
-            for name, mean in self.means[score].items():
-                means.append(f"{tr(name)} {mean.text(form)}")
-            lines.append(joined([tr(label), joined(means)], ":"))
+        for row in self.table("exact_match", "content"):
+            lines.append(joined(f"{name} {value}" for name, value in row.items()))
         lines += [f"[WARN] {flag}" for flag in self.verdict.flags]
         lines.append(tr("all of it: [evaluation/report.html](evaluation/report.html)"))
         return lines
@@ -318,7 +307,7 @@ def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -
     Example:
         display.show_table(score_table(model.evaluator, {"tuned": model.ask(server)}))
     """
-    results = [evaluator.result(name, given) for name, given in answers.items()]
+    results = [evaluator.result(name, of_model) for name, of_model in answers.items()]
     means = mean_scores(results, ("exact_match", "character_f1", "rouge_l", "stopped"))
     return [_table_row(score, means) for score in means]
 
@@ -377,7 +366,8 @@ def compare_models(
     general = evaluator.general()
 
     def ask(name: str, path: str | Path, fingerprint: Any) -> list[Result]:
-        return [asked.evaluate(name, placement.load(path), fingerprint) for asked in (evaluator, general)]
+        model = placement.load(path)
+        return [rows.evaluate(name, model, fingerprint) for rows in (evaluator, general)]
 
     base, general_base = ask("base", placement.model, model_fingerprint(placement.model, model_name))
     tuned, general_tuned = ask("merged", folder, files.stamp(folder))
@@ -392,11 +382,20 @@ def stored_answers(run: RunFolder, profile: Profile, folder: Path, rows: int = 0
 
     `rows`: the first ones only. There are no answers if lesson 04 asked another model, or in 4 bits.
     """
-    asked = open_evaluator(run, profile, folder)
-    stored = asked.stored_answers("merged", files.stamp(folder), folder)
+    of_lesson_04 = open_evaluator(run, profile, folder)
+    stored = of_lesson_04.stored_answers("merged", files.stamp(folder), folder)
     known = {tuple(answer.prompt_ids): answer for answer in stored}
-    evaluator = open_evaluator(run, profile, folder, rows=rows, limit=profile.vllm.max_model_len)
-    prompts = [tuple(prompt) for prompt in evaluator.prompts]
-    if known.keys() >= set(prompts):
-        return evaluator, [known[prompt] for prompt in prompts]
-    return evaluator, []
+    evaluator = open_evaluator(
+        run,
+        profile,
+        folder,
+        rows=rows,
+        limit=profile.vllm.max_model_len,
+    )
+    answers = []
+    for prompt in evaluator.prompts:
+        answer = known.get(tuple(prompt))
+        if answer is None:
+            return evaluator, []
+        answers.append(answer)
+    return evaluator, answers

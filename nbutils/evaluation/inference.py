@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tqdm.auto import tqdm
 
 from nbutils import hardware
-from nbutils.chat import View, find_stop_ids
+from nbutils.chat import Renderer, find_stop_ids
 from nbutils.language import tr
 
 STOP_CHECK = 16  # decoding steps between two checks whether all answers have ended: a check makes the GPU wait
@@ -90,10 +90,9 @@ def fitting_batch(model: Any, tokens: int, most: int) -> int:
     hardware.free_memory()
     config = model.config.get_text_config()
     heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_cache = 2 * config.num_hidden_layers * kv_heads * head_dim
-    activations = 4 * getattr(config, "intermediate_size", 4 * config.hidden_size)
+    kv_cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    activations = 4 * config.intermediate_size
     row_bytes = tokens * (kv_cache + activations) * model.dtype.itemsize
     free_bytes, _ = torch.cuda.mem_get_info(model.device)
     fitting = int(MEMORY_SHARE * free_bytes / row_bytes)
@@ -229,15 +228,14 @@ def decode(model: Any, ids: Any, mask: Any, max_new_tokens: int, stops: Tokens) 
     return torch.cat(generated, dim=1).tolist()
 
 
-def encode_rows(view: View, rows: Sequence[Row]) -> list[Encoded]:
+def encode_rows(renderer: Renderer, rows: Sequence[Row]) -> list[Encoded]:
     """Rows as training sees them."""
     encoded = []
-    for example in view.encode_all(rows):
-        places = []
-        for at, counts in enumerate(example.trained):
-            if counts and at:
-                places.append(at - 1)
-        encoded.append(Encoded(example.row - 1, list(example.ids), places))
+    for example in renderer.encode_all(rows):
+        trained = [position for position, mask in enumerate(example.trained) if mask and position]
+        before = [position - 1 for position in trained]
+        ids = list(example.ids)
+        encoded.append(Encoded(example.row - 1, ids, before))
     return encoded
 
 

@@ -17,20 +17,15 @@ LOADED = 1.1  # weights as loaded, with what torch leaves between them
 
 @dataclass
 class Placement:
-    """Whether the unquantized model fits, why, and what `from_pretrained` is given to load it unquantized or not."""
+    """Whether the unquantized model fits, why, and what `from_pretrained` is given to load a model."""
 
     model: str  # the base
     fits: bool
     reason: str
-    unquantized: dict[str, Any]
+    loading: dict[str, Any]  # unquantized if it fits
     in_4_bits: dict[str, Any]
     loaded: Any = None  # the model that `load` keeps
     loaded_from: Any = None
-
-    @property
-    def loading(self) -> dict[str, Any]:
-        """What loads a model that answers questions."""
-        return self.unquantized if self.fits else self.in_4_bits
 
     def load(self, folder: str | Path, *, in_4_bits: bool = False) -> Any:
         """The model in `folder`; it is kept for the next call, and the one before leaves the memory first."""
@@ -70,7 +65,7 @@ def place_model(model: str, adapter: Path, profile: Profile) -> Placement:
     unquantized = {"dtype": dtype, "device_map": {"": 0 if gpu else "cpu"}}
     settings = dict(profile.quantization) | {"load_in_4bit": True, "bnb_4bit_compute_dtype": dtype}
     in_4_bits = unquantized | {"quantization_config": BitsAndBytesConfig(**settings)}
-    return Placement(model, fits, reason, unquantized, in_4_bits)
+    return Placement(model, fits, reason, unquantized if fits else in_4_bits, in_4_bits)
 
 
 def fit(gib: float, gpu: hardware.GPU | None) -> bool:

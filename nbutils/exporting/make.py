@@ -418,7 +418,7 @@ def check_exports(exports: Sequence[Export], run: Path) -> list[ParityLine]:
 
 
 def compare_exports(
-    exports: Sequence[Export], fixed: parity.Fixed, merged: parity.Predictions | None = None
+    exports: Sequence[Export], fixed: parity.FixedSet, merged: parity.Predictions | None = None
 ) -> list[ParityLine]:
     """Compare exports with the merged model on the fixed set; that one is read too if its predictions are not given."""
     lines = []
@@ -431,7 +431,7 @@ def compare_exports(
     return lines
 
 
-def read_predictions(name: str, folder: Path, fixed: parity.Fixed) -> parity.Predictions:
+def read_predictions(name: str, folder: Path, fixed: parity.FixedSet) -> parity.Predictions:
     """What a model predicts, read in the export environment as its users load it."""
     from safetensors.torch import load_file
 
@@ -449,7 +449,7 @@ def read_predictions(name: str, folder: Path, fixed: parity.Fixed) -> parity.Pre
         return parity.Predictions(load_file(job.logs)["logs"])
 
 
-def quick_set(folder: Path, rows: Sequence[Json]) -> parity.Fixed:
+def quick_set(folder: Path, rows: Sequence[Json]) -> parity.FixedSet:
     """A fixed set for a model without a run: the prompts of a few rows, and the first tokens of their answers."""
     from transformers import AutoTokenizer
 

@@ -153,7 +153,7 @@ def read(job: ReadJob) -> None:
     device = "cuda:0" if on_gpu else "cpu"
     gguf = {"gguf_file": job.gguf} if job.gguf else {}
     model = load_model(job.folder, dtype=dtype, device_map=device, **gguf)
-    predictions = parity.measure(model, parity.Fixed(**job.fixed))
+    predictions = parity.measure(model, parity.FixedSet(**job.fixed))
     save_file({"logs": predictions.logs.contiguous()}, job.logs)
 
 
