@@ -556,7 +556,7 @@ def _check_mask(renderer: Renderer, example: Example, expected: bytearray) -> No
                 text=renderer.tokenizer.decode([token]),
                 problem=problem,
             ),
-            todo=tr("Put {% generation %} around each answer and its stop token in the chat template."),
+            todo=tr("Put {tag} around each answer and its stop token in the chat template.", tag="{% generation %}"),
         )
 
 
