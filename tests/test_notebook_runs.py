@@ -40,7 +40,7 @@ def test_a_hub_model_without_network_is_an_error_not_the_tiny_one(tmp_path: Path
 def test_lesson_04_alone_makes_what_it_needs_with_the_learners_own_profile(tmp_path: Path) -> None:
     """And where the model does not fit: it asks in 4 bits, and compares no predictions."""
     text = (files.CONFIGS / "tiny.yaml").read_text(encoding="utf-8")
-    text = text.replace("max_steps: 150", "max_steps: 3").replace("  rows: 0             #", "  rows: 4             #")
+    text = text.replace("max_steps: 150", "max_steps: 3").replace("evaluation_rows: 0 ", "evaluation_rows: 4 ")
     (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
     tight = "import runpy, sys; from nbutils.evaluation import placement; sys.argv = sys.argv[1:]; "
     tight += "placement.fit = lambda gib, gpu: False; "
