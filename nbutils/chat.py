@@ -477,7 +477,8 @@ def _check_example(renderer: Renderer, example: Example, row: Row) -> set[int]:
         stop = renderer.stop_position(example.ids, start, end)
         if stop == end:
             raise _no_stop_token(renderer, example)
-        text = renderer.tokenizer.decode(list(example.ids[start:stop]))
+        answer_ids = list(example.ids[start:stop])
+        text = renderer.tokenizer.decode(answer_ids)
         _check_answer(example.row, row["messages"][turn], text)
         expected[start : stop + 1] = b"\1" * (stop + 1 - start)
         stop_ids.add(example.ids[stop])
